@@ -33,8 +33,11 @@ def print_sample(config: "JobConfig", report: "RunReport", output: str, as_json:
         print_result(_shown(row))
     errors = sum(row.error is not None for row in rows)
     generated = sum(row.num_generated_tokens for row in rows)
+    prompts = sum(row.sample_index == 0 for row in rows)
+    samples = "" if prompts == len(rows) else f" as {len(rows):,} samples"
     print_result(
-        f"{len(rows)} rows of {report.rows.input:,}, {errors} errors, {generated:,} tokens out; {len(shown)} shown"
+        f"{prompts} rows{samples} of {report.rows.input:,}, {errors} errors, {generated:,} tokens out; "
+        f"{len(shown)} shown"
     )
     print_result(f"  All of them  {output}/{SAMPLES}/{run_id}")
     print_result("  The same command without --sample does the rest and takes these over.")
@@ -46,9 +49,9 @@ def _shown(row: "SampleRow") -> str:
     ended = (
         ", ".join(reason for reason in reasons if reason) if row.error is None else f"{row.error}: {row.error_message}"
     )
-    lines = [
-        f"{row.source_file}, row {row.source_row}: {row.num_input_tokens} tokens in, {row.num_generated_tokens} out"
-    ]
+    sample = f", sample {row.sample_index}" if row.sample_index else ""
+    where = f"{row.source_file}, row {row.source_row}{sample}"
+    lines = [f"{where}: {row.num_input_tokens} tokens in, {row.num_generated_tokens} out"]
     lines += [f"  | {line}" for line in _shortened(row.prompt or "").splitlines()]
     lines += [f"  > {line}" for text in texts for line in _shortened(text).splitlines()]
     if row.error is None:

@@ -175,8 +175,8 @@ class RepetitionSection(Section):
 
 
 class SamplingSection(Section):
-    """SamplingParams' fields; all but `seed`, `logprobs` and `repetition_detection` may be `{column: name}`, each row's
-    own value."""
+    """SamplingParams' fields; all but `seed`, `logprobs`, `prompt_logprobs` and `repetition_detection` may be
+    `{column: name}`, each row's own value."""
 
     defaults: Literal["engine", "model"] = Field(
         default="engine",
@@ -199,7 +199,8 @@ class SamplingSection(Section):
     n: IntOrColumn = Field(
         default=1,
         description="Completions of each row, which differ by their random numbers. Where it is not 1, generated_text, "
-        "finish_reason and logprobs of the output are lists; a row of several needs a temperature above 0.",
+        "finish_reason and logprobs of the output are lists, unless output.samples makes rows of them. A row of "
+        "several needs a temperature above 0.",
         examples=[8, {"column": "num_samples"}],
         json_schema_extra={"minimum": 1, "maximum": MAX_SAMPLES},
     )
@@ -269,6 +270,13 @@ class SamplingSection(Section):
         default=None,
         description="Log-probabilities: 0 of the chosen token, n also of the n likeliest. None when left out.",
         examples=[5],
+        json_schema_extra={"minimum": 0, "maximum": 100},
+    )
+    prompt_logprobs: int | None = Field(
+        default=None,
+        description="A column with the log-probabilities of the prompt's tokens: 0 of each token, n also of the n "
+        "likeliest ones in its place. Such prompts are computed whole, none is shared. None when left out.",
+        examples=[0],
         json_schema_extra={"minimum": 0, "maximum": 100},
     )
     repetition_detection: RepetitionSection | None = Field(

@@ -54,6 +54,7 @@ from pipeline.errors import ConfigError
 from pipeline.stores.redaction import shown_url
 
 if TYPE_CHECKING:
+    from pipeline.data.output.result_columns import SampleForm
     from pipeline.data.prompts import PromptSpec
     from pipeline.data.requests.input_checks import Requests
     from pipeline.data.requests.request_row import Endpoint
@@ -130,8 +131,8 @@ class JobConfig(Section):
     )
     sampling: SamplingSection = Field(
         default=SamplingSection(),
-        description="How tokens are chosen, in vLLM's names. All but seed, logprobs and repetition_detection may be "
-        "{column: name}.",
+        description="How tokens are chosen, in vLLM's names. All but seed, logprobs, prompt_logprobs and "
+        "repetition_detection may be {column: name}.",
         examples=[{"max_tokens": 256, "temperature": 0.7}],
     )
     output: OutputSection = Field(description="Where the results go.", examples=[{"path": "out/summarize"}])
@@ -191,6 +192,7 @@ class JobConfig(Section):
                 job.engine,
                 job.run,
                 job.targets,
+                job.output,
             )
         ]
         if found:
@@ -286,9 +288,16 @@ class JobConfig(Section):
         return self.sampling.logprobs is not None or (self.input.requests is not None and self.task == "generate")
 
     @property
-    def reports_samples(self) -> bool:
-        """Whether the output has lists of completions: some rows may have several."""
-        return self.sampling.n != 1
+    def reports_prompt_logprobs(self) -> bool:
+        """Whether the output has a column of them."""
+        return self.sampling.prompt_logprobs is not None
+
+    @property
+    def sample_form(self) -> "SampleForm":
+        """How completions stand in the output. Some rows may have several, unless `n` is 1 for all."""
+        if self.output.samples == "rows":
+            return "rows"
+        return "one" if self.sampling.n == 1 else "lists"
 
     def unit_spec(self, kept: tuple[str, ...] = ()) -> "UnitSpec":
         """How rows are rendered and cut into units; `kept`: the input columns that go with them."""
@@ -321,11 +330,12 @@ class JobConfig(Section):
         """What makes two jobs different jobs; the files' and the model's digests are added by the job, that of
         `prompt.chat.template`, and the date that a chat template is told, where it asks.
 
-        Paths are not in it: data copied elsewhere is the same data. `repetition_detection`, `structured_outputs` and
-        `n` only where they are on: outputs of jobs from before they were there go on.
+        Paths are not in it: data copied elsewhere is the same data. `repetition_detection`, `structured_outputs`,
+        `prompt_logprobs`, `n` and `output.samples` only where they are on: outputs of jobs from before they were there
+        go on.
         """
         sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults", "response_format"})
-        for name in ("repetition_detection", "structured_outputs"):
+        for name in ("repetition_detection", "structured_outputs", "prompt_logprobs"):
             if sampling[name] is None:
                 del sampling[name]
         if sampling["n"] == 1:
@@ -338,6 +348,7 @@ class JobConfig(Section):
             "max_model_len": self.engine.max_model_len,
             "rename": dict(self.output.rename),
             "cut": self.run.model_dump(include=_CUT),
+            **({"samples": "rows"} if self.output.samples == "rows" else {}),
             **self._task_identity(),
         }
 

@@ -20,10 +20,10 @@ _KNOWN_ELSEWHERE = {
     "quantization": "named model.quantization here; a checkpoint that is quantized says so itself",
     "trust_remote_code": "code from a checkpoint is never run",
     "max_new_tokens": "named sampling.max_tokens here",
-    "n": f"{_NOT_YET}: one completion a row",
-    "best_of": f"{_NOT_YET}: one completion a row",
+    "n": "named sampling.n here",
+    "best_of": f"{_NOT_YET}: sampling.n gives all completions of a row, to choose among",
     "swap_space": "not needed: preempted sequences are computed again",
-    "prompt_logprobs": _NOT_YET,
+    "prompt_logprobs": "named sampling.prompt_logprobs here",
     **{
         f"guided_{kind}": f"named sampling.structured_outputs: {{{kind}: ...}} here"
         for kind in ("json", "choice", "regex", "grammar")

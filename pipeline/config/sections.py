@@ -289,6 +289,12 @@ class OutputSection(Section):
         description="The folder that results go to, local or any fsspec url: part-*.parquet, _SUCCESS and _pipeline/.",
         examples=["out/summarize", "s3://bucket/labels"],
     )
+    samples: Literal["lists", "rows"] = Field(
+        default="lists",
+        description="How several completions of a row (sampling.n) stand: in lists in one row, or as rows of their own "
+        "with the row's kept columns and a sample_index, from 0.",
+        examples=["rows"],
+    )
     rename: dict[str, str] = Field(
         default={},
         description="Other names for result columns, old to new.",

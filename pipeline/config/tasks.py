@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, field_validator
 
 from pipeline.config.engine_sections import EngineSection, SamplingSection, SpeculationSection
-from pipeline.config.sections import InputSection, ModelSection, RunSection, Section
+from pipeline.config.sections import InputSection, ModelSection, OutputSection, RunSection, Section
 from pipeline.config.targets import TargetsSection
 from pipeline.config.values import AutoOrSwitch, FromColumn, StringsOrColumn, TextOrColumn
 from pipeline.errors import ConfigError
@@ -119,6 +119,7 @@ def contradictions(
     engine: EngineSection,
     run: RunSection,
     targets: TargetsSection,
+    output: OutputSection,
 ) -> Iterator[tuple[str, str]]:
     """Keys that say nothing beside the task, or are missing, and why. written: the sections of the job file."""
     for name in SECTIONS:
@@ -138,6 +139,8 @@ def contradictions(
         )
     if model.draft is not None:
         yield "model.draft", nothing
+    if "samples" in output.model_fields_set:
+        yield "output.samples", nothing
     if isinstance(engine.speculation, SpeculationSection):
         yield "engine.speculation", nothing
     if run.quality_sample > 0:

@@ -88,13 +88,13 @@ def _requests(
 
 def _shared(requests: Sequence[Request], block_size: int) -> float:
     """The share of prompt tokens that are in whole blocks which a prompt before began with; never a prompt's last
-    token, which is always computed."""
+    token, which is always computed, and none where all are read."""
     seen: set[int] = set()
     cached = total = 0
     for request in requests:
         ids = request.prompt_token_ids
         total += len(ids)
-        chain, is_cached = 0, True
+        chain, is_cached = 0, request.params.prompt_logprobs is None
         for start in range(0, (len(ids) - 1) // block_size * block_size, block_size):
             chain = hash((chain, tuple(ids[start : start + block_size])))
             is_cached = is_cached and chain in seen

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.config import JobConfig
-from pipeline.data.output.result_columns import RESULT_NAMES, output_schema
+from pipeline.data.output.result_columns import RESULT_FIELDS, SampleForm, output_schema
 from pipeline.data.units import make_units
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import ConfigError
@@ -23,7 +23,7 @@ from pipeline.machine.host import wall_time
 from pipeline.stores.redaction import shown_url
 
 _RENAME = {"source_row": "source_line"}  # a file of lines is counted as editors do: from 1, empty ones too
-_TAKEN = (*RESULT_NAMES, *_RENAME.values())
+_TAKEN = (*(f.name for f in RESULT_FIELDS), *_RENAME.values())
 
 Say = Callable[[str], None]
 
@@ -51,9 +51,14 @@ def complete(
 ) -> Done:
     """Run all prompts. Each answer is shown as its turn comes or, where there is a file, saved in the end.
 
-    A prompt that fails is counted and does not stop the others.
+    A prompt that fails is counted and does not stop the others. Raises ConfigError also where samples are to be rows.
     """
-    schema = _schema(prompts, config.reports_samples, say) if saved is not None else None
+    if config.sample_form == "rows":
+        raise ConfigError(
+            "output.samples: rows is of jobs, whose input is Parquet, a folder, a glob or a url; here a prompt has one "
+            "answer, with its samples in lists"
+        )
+    schema = _schema(prompts, config.sample_form, say) if saved is not None else None
     began, kept = time.monotonic(), []
     count: Counter[str] = Counter()
     for answer in answers(config, prompts, say):
@@ -119,10 +124,10 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
                 done[completion.row_id] = completion  # type: ignore[index]
                 num_done, num_tokens = num_done + 1, num_tokens + completion.num_generated_tokens
                 remaining(num_done, f"{num_tokens / (time.monotonic() - began):,.0f} tok/s out")
-            yield _answer(rendered[line], values, done.pop(line), config.reports_samples)
+            yield _answer(rendered[line], values, done.pop(line), config.sample_form)
 
 
-def _schema(prompts: Prompts, samples: bool, say: Say) -> pa.Schema:
+def _schema(prompts: Prompts, samples: SampleForm, say: Say) -> pa.Schema:
     """The columns of a saved result. Keys of the input that have a result's name are left out, aloud."""
     names = prompts.table.schema.names[:-2]
     clashes = [name for name in names if name in _TAKEN]
@@ -132,10 +137,10 @@ def _schema(prompts: Prompts, samples: bool, say: Say) -> pa.Schema:
     return output_schema(kept, _RENAME, logprobs=False, samples=samples)
 
 
-def _answer(prompt: str | None, values: dict[str, Any], completion: Completion, samples: bool) -> Answer:
+def _answer(prompt: str | None, values: dict[str, Any], completion: Completion, samples: SampleForm) -> Answer:
     """samples: texts stand in lists, as in the output of a job."""
     text, reason = completion.text if completion.error is None else None, completion.finish_reason
-    if samples:
+    if samples == "lists":
         fine = completion.error is None
         text = [one.text for one in completion.each] if fine else None
         reason = [one.finish_reason for one in completion.each] if fine else None

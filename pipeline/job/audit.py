@@ -16,7 +16,7 @@ import pyarrow as pa
 from pipeline.data.output.inventory import Inventory, read_counts
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import DoneUnits, PartName, PartStore
-from pipeline.data.output.result_columns import result_column
+from pipeline.data.output.result_columns import is_first_sample, result_column, sample_indices
 from pipeline.data.output.retried import KEY as RETRIED
 from pipeline.data.output.retried import RetriedRows
 from pipeline.errors import OutputError, RowError
@@ -75,7 +75,7 @@ class _Part:
 
     totals: PartTotals = field(default_factory=PartTotals)
     schema: pa.Schema | None = None
-    places: pa.Table | None = None  # `file` and `row` of its rows, where they were read
+    places: pa.Table | None = None  # `file` and `row` of its rows of the input, where they were read
     problem: str | None = None
 
 
@@ -210,6 +210,9 @@ class _Auditor:
         places = pa.table({"file": result_column(table, "source_file"), "row": result_column(table, "source_row")})
         if places["file"].null_count or places["row"].null_count:
             return _Part(part.totals, part.schema, None, f"{name}: rows without source_file or source_row")
+        if (index := sample_indices(table)) is not None:
+            problem = problem or _wrong_samples(name, places.append_column("sample", index))
+        places = places.filter(is_first_sample(table))
         if problem is None and not _retried_are_there(read.metadata, places):
             problem = f"{name}: its note {RETRIED} is damaged, or names rows that are not in it"
         return _Part(part.totals, part.schema, places, problem)
@@ -228,6 +231,7 @@ class _Auditor:
     def _compare(self, totals: PartTotals, counts: dict[str, Any]) -> None:
         found = {"error_rows": totals.num_error_rows, "errors": dict(totals.error_rows)}
         found |= {key: getattr(totals, key) for key in _COUNTED}
+        found["output_rows"] = totals.output_rows
         for key, value in found.items():
             if counts.get(key, value) != value:
                 self._add(f"{key}: the parts hold {value}, _SUCCESS counts {counts[key]}")
@@ -235,7 +239,24 @@ class _Auditor:
 
 def _sums(totals: PartTotals) -> tuple[Any, ...]:
     """What rows and footer must agree in; earlier versions counted the prompt tokens of error rows with the others."""
-    return totals.rows, totals.error_rows, totals.num_input_tokens + totals.num_error_input_tokens
+    input_tokens = totals.num_input_tokens + totals.num_error_input_tokens
+    return totals.rows, totals.further_samples, totals.error_rows, input_tokens
+
+
+def _wrong_samples(name: PartName, places: pa.Table) -> str | None:
+    """What is wrong with the samples of a part's rows, as far as the part tells: those of a row are numbered from 0,
+    each is there once."""
+    if places["sample"].null_count:
+        return f"{name}: rows without sample_index"
+    sums = [("sample", kind) for kind in ("min", "max", "count", "count_distinct")]
+    for row in places.group_by(["file", "row"]).aggregate(sums).to_pylist():
+        low, high, count = row["sample_min"], row["sample_max"], row["sample_count"]
+        where = f"{name}: {row['file']} row {row['row']}"
+        if count != row["sample_count_distinct"]:
+            return f"{where}: {count - row['sample_count_distinct']} samples are there more than once"
+        if low < 0 or high + 1 != count:
+            return f"{where}: {high + 1 - count} samples up to {high} are missing"
+    return None
 
 
 class _Rows:

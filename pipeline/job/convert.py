@@ -17,7 +17,7 @@ import pyarrow as pa
 from pipeline.data.output.inventory import read_counts, what_is_wrong
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import result_names
-from pipeline.data.requests.openai_answers import RESULTS, Answered
+from pipeline.data.requests.openai_answers import RESULTS, Answered, together
 from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT
 from pipeline.errors import OutputError
 from pipeline.job.fingerprint import JOB
@@ -108,8 +108,8 @@ def _answered(store: PartStore) -> Answered:
     return Answered(endpoint, model, created, fingerprint)
 
 
-def _rows(store: PartStore) -> Iterator[dict[str, Any]]:
-    """The rows of all parts with what lines are made of, in the order of the parts."""
+def _rows(store: PartStore) -> Iterator[Mapping[str, Any]]:
+    """Of each row of the input what its line is made of, in the order of the parts."""
 
     def choose(schema: pa.Schema) -> list[str]:
         if CUSTOM_ID not in schema.names:
@@ -124,5 +124,5 @@ def _rows(store: PartStore) -> Iterator[dict[str, Any]]:
         table = store.read_part(part, choose).table
         kinds = {name: kind for kind, name in result_names(table.schema).items()}
         table = table.rename_columns([kinds.get(name, name) for name in table.column_names])
-        for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
-            yield from batch.to_pylist()
+        batches = table.to_batches(max_chunksize=_ROWS_AT_ONCE)
+        yield from together(row for batch in batches for row in batch.to_pylist())

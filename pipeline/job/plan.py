@@ -97,7 +97,8 @@ def make_plan(
     if units.texts is not None:
         units.texts.check(source.schema)
     kept_schema = pa.schema([source.kept.field(name) for name in kept])
-    shape = config.reports_logprobs, config.reports_samples, None if task is None else task.fields
+    fields = None if task is None else task.fields
+    shape = config.reports_logprobs, config.sample_form, fields, config.reports_prompt_logprobs
     schema = output_schema(kept_schema, config.output.rename, *shape)
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
     draft = resolve_draft(config.draft_model, config.model.storage, say, retries)

@@ -15,7 +15,7 @@ from pipeline.config import load_job
 from pipeline.data.columns import did_you_mean
 from pipeline.data.output.inventory import what_is_wrong
 from pipeline.data.output.parts import PartStore
-from pipeline.data.output.result_columns import result_field
+from pipeline.data.output.result_columns import SAMPLE_FIELD, result_field, result_names
 from pipeline.errors import ConfigError, OutputError
 from pipeline.formatting import duration
 from pipeline.job.fingerprint import JOB
@@ -118,7 +118,9 @@ def divided_by(store: PartStore, report: RunReport, column: str, most: int) -> B
             raise ConfigError(f"--by {column}: the output has no such column{did_you_mean(column, schema.names)}")
         if pa.types.is_nested(schema.field(column).type):
             raise ConfigError(f"--by {column}: is {schema.field(column).type}; expected a column of single values")
-        return list(dict.fromkeys([column, *(result_field(schema, name).name for name in COUNTED)]))
+        samples = result_names(schema).get(SAMPLE_FIELD.name)
+        found = [column, *(result_field(schema, name).name for name in COUNTED), *([samples] if samples else [])]
+        return list(dict.fromkeys(found))
 
     with closing(store.tables(choose)) as tables:
         return by_column(report, column, tables, most)

@@ -26,8 +26,8 @@ MAX_WINDOWS = 4  # each is read whole
 
 @dataclass(frozen=True)
 class SampleRow:
-    """A row as it will be in the output, with lists where it may have several samples. prompt: as the model gets it;
-    None where the row has none."""
+    """A row as it will be in the output: with lists where it may have several samples, or as one of these. prompt: as
+    the model gets it; None where the row has none."""
 
     source_file: str
     source_row: int
@@ -38,6 +38,7 @@ class SampleRow:
     num_generated_tokens: int
     error: str | None
     error_message: str | None
+    sample_index: int = 0  # of samples that are rows
     results: dict[str, Any] = field(default_factory=dict)  # of a task in the place of text and finish_reason, by column
 
 

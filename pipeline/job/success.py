@@ -57,6 +57,7 @@ def read_success(store: PartStore) -> PartTotals | None:
     try:
         rows, tokens = counts["completed_rows"] + counts["error_rows"], [counts[name] for name in _TOKENS[:3]]
         tokens.append(counts.get(_TOKENS[3], 0))  # an earlier version counted them as num_input_tokens
+        tokens.append(counts.get("output_rows", rows) - rows)
         return PartTotals(rows, counts["parts"], dict(counts["errors"]), *tokens)
     except (ValueError, KeyError, TypeError):  # not all that this version writes
         return None
@@ -72,6 +73,7 @@ def write_success(plan: JobPlan, store: PartStore, totals: PartTotals) -> None:
         "fingerprint": plan.fingerprint.digest,
         "input_rows": plan.num_rows,
         "appended_batches": plan.batches.count,
+        "output_rows": totals.output_rows,
         "completed_rows": totals.rows - totals.num_error_rows,
         "error_rows": totals.num_error_rows,
         "errors": dict(totals.error_rows),

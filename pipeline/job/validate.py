@@ -268,7 +268,7 @@ class _Examination:
             fields = [source.kept.field(name) for name in kept]
             config = self.config
             own = None if config.task == "generate" else () if task is None else task.fields
-            shape = config.reports_logprobs, config.reports_samples, own
+            shape = config.reports_logprobs, config.sample_form, own, config.reports_prompt_logprobs
             schema: pa.Schema = output_schema(pa.schema(fields), config.output.rename, *shape)
             self.facts["output_columns"] = {f.name: str(f.type) for f in schema}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.output.result_columns import result_column
+from pipeline.data.output.result_columns import is_first_sample, result_column
 from pipeline.formatting import printable
 from pipeline.report.account import shares_us
 from pipeline.report.cost import RunReport
@@ -20,13 +20,15 @@ from pipeline.report.record.json_record import JsonRecord
 from pipeline.report.record.row_stats import LengthBucket
 
 NULL = "(null)"
-_TOKENS = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")
+_GENERATED = "num_generated_tokens"
+_TOKENS = ("num_input_tokens", "num_cached_tokens", _GENERATED)
 COUNTED = ("error", *_TOKENS)  # results that are needed beside the column
 
 
 @dataclass(frozen=True)
 class Group(JsonRecord):
-    """Rows with one value of the column. `completed`: those without an error, and their tokens."""
+    """Rows of the output with one value of the column. `completed`: those without an error, and their tokens. Where
+    samples stand as rows, a prompt's tokens are those of its first."""
 
     value: str
     rows: int
@@ -99,9 +101,10 @@ def _groups(column: str, table: pa.Table) -> Iterable[Group]:
     error = result_column(table, "error")
     completed = pc.call_function("cast", [pc.call_function("is_null", [error])], pc.CastOptions.safe(pa.int64()))
     columns: dict[str, Any] = {"value": table.column(column), "completed": completed}
+    prompts = pc.call_function("multiply", [completed, is_first_sample(table).cast(pa.int64())])
     for name in _TOKENS:  # those of completed rows
         tokens = pc.call_function("coalesce", [result_column(table, name), pa.scalar(0, pa.int32())])
-        columns[name] = pc.call_function("multiply", [tokens, completed])
+        columns[name] = pc.call_function("multiply", [tokens, completed if name == _GENERATED else prompts])
     sums = [(name, "sum") for name in ("completed", *_TOKENS)]
     grouped = pa.table(columns).group_by("value").aggregate([*sums, ("completed", "count")])
     for row in grouped.to_pylist():

@@ -30,16 +30,23 @@ MAX_REASONS = 10  # of engine restarts that are told
 
 @dataclass(frozen=True)
 class Rows:
-    """Of the whole job: rows of the input, and rows in the output so far (completed + errors)."""
+    """Of the whole job: rows of the input, and those of them in the output so far (completed + errors), with
+    `further_samples` where samples stand as rows."""
 
     input: int
     written: int
     errors: int
     errors_by_code: dict[str, int]
+    further_samples: int = 0
 
     @property
     def completed(self) -> int:
         return self.written - self.errors
+
+    @property
+    def output(self) -> int:
+        """As whoever reads the output counts them."""
+        return self.written + self.further_samples
 
 
 @dataclass(frozen=True)
@@ -191,6 +198,7 @@ class RunReport(JsonRecord):
         raw = super().to_json()
         raw["targets"] = [{**asdict(target), "is_missed": target.is_missed} for target in self.targets]
         raw["rows"]["completed"] = self.rows.completed
+        raw["rows"]["output"] = self.rows.output
         raw["tokens"]["computed"] = self.tokens.computed
         raw["input_tokens_per_s"] = self.input_tokens_per_s
         raw["generated_tokens_per_s"] = self.generated_tokens_per_s
@@ -214,7 +222,7 @@ def build_report(
     """The report over all runs of a job, killed ones included, in the order they ran. `totals`: of the output."""
     machine_us = sum(run.machine_us for run in runs)
     errors = {code: count for code, count in sorted(totals.error_rows.items()) if count}
-    rows = Rows(input_rows, totals.rows, sum(errors.values()), errors)
+    rows = Rows(input_rows, totals.rows, sum(errors.values()), errors, totals.further_samples)
     tokens = Tokens(
         totals.num_input_tokens, totals.num_cached_tokens, totals.num_generated_tokens, totals.num_error_input_tokens
     )

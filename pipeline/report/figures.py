@@ -73,8 +73,10 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
     decoding = f"{decode_rate:,.0f} tok/s while decoding; " if report.has_generated else ""
     engine = f"{decoding}{work.mean_batch:.1f} sequences a step, KV cache {work.mean_kv_used * 100:.0f} % used"
     logs = "_pipeline/logs has what the engines' processes printed, and how they ended"
+    samples = f"; {rows.output:,} in the output, one for each sample" if rows.further_samples else ""
+    written = f"{rows.written:,} of {rows.input:,}: {rows.completed:,} completed, {rows.errors:,} errors"
     facts = [
-        ("Rows", f"{rows.written:,} of {rows.input:,}: {rows.completed:,} completed, {rows.errors:,} errors"),
+        ("Rows", written + samples),
         ("Errors", errors),
         ("Left out", left_out if skipped else ""),
         ("Looped", _looped(report)),

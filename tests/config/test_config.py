@@ -93,9 +93,7 @@ def test_every_engine_and_sampling_option_reaches_the_engine(job):
     not_in_jobs = {"model", "quantization", "draft", "num_threads", "scoring_tokens"}  # or in another section
     assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields)
     of_jobs_alone = {"defaults", "response_format"}
-    from_python_alone = {"prompt_logprobs"}
-    ours = set(SamplingParams.__dataclass_fields__) - from_python_alone
-    assert ours == set(type(config.sampling).model_fields) - of_jobs_alone
+    assert set(SamplingParams.__dataclass_fields__) == set(type(config.sampling).model_fields) - of_jobs_alone
 
 
 def test_off_and_false_both_switch_off(job):
@@ -199,6 +197,9 @@ def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
         ("sampling: {temperature: .nan}\n", "expected a finite number of at least 0; got nan"),
         ("sampling: {stop: ['']}\n", "expected non-empty strings"),
         ("sampling: {max_new_tokens: 5}\n", "named sampling.max_tokens here"),
+        ("n: 5\n", "named sampling.n here"),
+        ("sampling: {prompt_logprobs: 101}\n", "expected an integer from 0 to 100, or none; got 101"),
+        ("task: score\nsampling: {prompt_logprobs: 1}\n", "sampling.prompt_logprobs: says nothing with task score"),
         ("engine: {device: gpu}\n", "expected auto, cpu, cuda or cuda:N; got 'gpu'"),
         ("engine: {speculation: ngram}\n", "engine.speculation: expected one of off, auto; got 'ngram'"),
         ("engine: {speculation: {proposer: eagle}}\n", "engine.speculation.proposer: expected one of ngram, draft"),

@@ -1,5 +1,7 @@
 """Tokens of a job: prompts from a sample, completions from runs before."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -82,6 +84,8 @@ def test_prefixes_are_found_in_whole_blocks_and_never_a_whole_prompt():
     assert _shared(same, 16) == pytest.approx(2 * 32 / 120)
     assert _shared([request(16), request(16)], 16) == 0  # a last token is always computed
     assert _shared([request(40), request(40, first=1)], 16) == 0
+    read = [replace(each, params=replace(each.params, prompt_logprobs=0)) for each in same]
+    assert _shared(read, 16) == 0, "prompts that are read are computed whole"
 
 
 @pytest.mark.parametrize(("total", "rows"), [(0, 10), (1, 10), (100, 100), (1000, 128), (10**6, 2000), (130, 100)])

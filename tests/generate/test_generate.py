@@ -146,6 +146,8 @@ def test_samples_stand_in_lists_and_one_after_the_other_for_people(pipe, rows, t
     assert pq.read_table(tmp_path / "out.parquet")["generated_text"].to_pylist() == [["why|256", "b"]]
     _, _, refused = pipe("--prompt", "why", "--n", "2")
     assert "2 with temperature 0 gives 2 equal texts" in refused
+    code, _, refused = pipe(*flags, "--set", "output.samples=rows")
+    assert (code, "output.samples: rows is of jobs" in refused) == (2, True)
 
 
 def test_what_is_no_number_in_json_is_none(pipe):

@@ -212,6 +212,7 @@ class FakeEngine:
                         len(request.prompt_token_ids),
                         self.cached.pop(key),
                         _logprobs(ids, request.params.logprobs),
+                        prompt_logprobs=_logprobs(request.prompt_token_ids[1:], request.params.prompt_logprobs),
                         queued_us=self.queued_us.pop(key),
                         first_token_us=first,
                         last_token_us=now,

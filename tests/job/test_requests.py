@@ -109,9 +109,14 @@ def test_lines_are_answered_by_their_own_values_over_several_runs(batch):
     assert success(batch)["input_rows"] == 40
 
 
-@pytest.mark.parametrize(("url", "kind"), [(CHAT, ChatCompletion), (TEXT, Completion)])
-def test_several_choices_of_a_line_are_answered_and_converted(batch, url, kind):
-    """Lines that ask for several make the output's texts lists; others are lists of one."""
+@pytest.mark.parametrize(
+    ("url", "kind", "form"),
+    [(CHAT, ChatCompletion, "lists"), (TEXT, Completion, "lists"), (CHAT, ChatCompletion, "rows")],
+)
+def test_several_choices_of_a_line_are_answered_and_converted(batch, url, kind, form):
+    """Lines that ask for several make the output's texts lists, of one where they ask for one; or there is a row for
+    each choice."""
+    batch.settings["output"]["samples"] = form
     wanted = {"logprobs": 0} if url == TEXT else {"logprobs": True}
     lines = [request(i, url, max_tokens=6, **({"n": 3, **wanted} if i == 1 else {})) for i in range(3)]
     put(batch, "a.jsonl", [*lines, request(3, url, n=2, temperature=0)])
@@ -119,6 +124,7 @@ def test_several_choices_of_a_line_are_answered_and_converted(batch, url, kind):
     report, _ = run(batch)
     assert (report.rows.written, report.rows.errors) == (4, 1)
     rows = {row["custom_id"]: row for row in batch.table().to_pylist()}
+    assert batch.table().num_rows == (6 if form == "rows" else 4)
     assert rows["id-3"]["error_message"].startswith("sampling.n = 2: expected 1 with temperature 0")
     good, bad = converted(batch)
     assert [line["custom_id"] for line in bad] == ["id-3"]

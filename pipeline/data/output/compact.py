@@ -3,7 +3,8 @@
 Owns `pipeline compact`. The plan (how many files, how many rows in each) is put into the new folder first and
 follows from the parts alone, so each file's rows are known before it is written, files are created only where
 none stands, and an interrupted call is gone on with by the same command. Nothing is ever replaced, the job's
-output is only read, and `_SUCCESS` comes last, after counting.
+output is only read, and `_SUCCESS` comes last, after counting. Plan and names count rows of the input, whose samples
+stay together where they are rows.
 
 Windows of a job do not overlap in rows and follow the input, so sorting within each gives the input's order.
 Memory holds one window and one file, encoded.
@@ -19,13 +20,14 @@ from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, UNIT_KEY, PartName, PartStore
-from pipeline.data.output.result_columns import result_column
+from pipeline.data.output.result_columns import is_first_sample, places_of, result_column, sample_indices
 from pipeline.data.output.retried import Place, RetriedRows
 from pipeline.errors import OutputError
 from pipeline.stores.filesystem import is_url
@@ -77,12 +79,14 @@ class Compacted:
     files_made: int
     rows: int
     error_rows: int
+    output_rows: int  # with all samples, where they are rows
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def to_text(self) -> str:
-        counts = f"{self.parts:,} parts, {self.rows:,} rows ({self.error_rows:,} error rows)"
+        samples = "" if self.output_rows == self.rows else f" as {self.output_rows:,} samples"
+        counts = f"{self.parts:,} parts, {self.rows:,} rows{samples} ({self.error_rows:,} error rows)"
         if not self.files_made:
             return f"{self.path}: is complete already, nothing to do: {counts} in {self.files:,} files"
         found = self.files - self.files_made
@@ -108,7 +112,10 @@ def compact(
     plan = _claim(source, target, parts, counts["fingerprint"], hashlib.sha256(raw).hexdigest(), order, target_bytes)
     there = set(target.folder.names(""))
     if SUCCESS in there:
-        return Compacted(target.path, order, len(parts), plan.num_files, 0, plan.rows, counts["error_rows"])
+        output_rows = counts.get("output_rows", plan.rows)
+        return Compacted(
+            target.path, order, len(parts), plan.num_files, 0, plan.rows, counts["error_rows"], output_rows
+        )
     target.folder.clean_tmp()
     windows, made = _windows(parts), 0
     for file in range(plan.num_files):
@@ -122,11 +129,21 @@ def compact(
         "files": plan.num_files,
         "parts": len(parts),
         "completed_rows": totals.rows - totals.num_error_rows,
+        "output_rows": totals.output_rows,
         "error_rows": totals.num_error_rows,
         "errors": dict(totals.error_rows),
     }
     target.folder.replace(SUCCESS, json.dumps(done, indent=1).encode())
-    return Compacted(target.path, order, len(parts), plan.num_files, made, totals.rows, totals.num_error_rows)
+    return Compacted(
+        target.path,
+        order,
+        len(parts),
+        plan.num_files,
+        made,
+        totals.rows,
+        totals.num_error_rows,
+        totals.output_rows,
+    )
 
 
 def _refuse_inside(source: PartStore, target: PartStore) -> None:
@@ -250,8 +267,7 @@ def _file(source: PartStore, windows: list[_WindowParts], plan: FilePlan, file: 
         for table in _rows(source, windows, plan.order, *plan.bounds(file), retried):
             totals += PartTotals.of_table(table)
             if retried.places:
-                columns = (result_column(table, name).to_pylist() for name in ("source_file", "source_row"))
-                places |= retried.places.intersection(zip(*columns))
+                places |= retried.places.intersection(places_of(table))
             held.append(table)
             if sum(t.nbytes for t in held) >= _GROUP_BYTES or sum(t.num_rows for t in held) >= _GROUP_ROWS:
                 _write_group(source, writer, held)
@@ -291,14 +307,22 @@ def _rows(
         whole = _concatenated(source, tables)
         if order == "input":
             whole = _in_order(whole)
-        low, high = max(start, window.start) - window.start, min(stop, window.stop) - window.start
+        edges = [*np.flatnonzero(is_first_sample(whole).to_numpy()).tolist(), whole.num_rows]  # of the input's rows
+        if len(edges) != window.stop - window.start + 1:
+            raise OutputError(
+                f"{source.path}: the parts of window {window.parts[0].window} do not hold the rows that "
+                "their names say; `pipeline verify --deep` names what is damaged"
+            )
+        low, high = edges[max(start, window.start) - window.start], edges[min(stop, window.stop) - window.start]
         for at in range(low, high, _GROUP_ROWS):
             yield whole.slice(at, min(_GROUP_ROWS, high - at))
 
 
 def _in_order(table: pa.Table) -> pa.Table:
-    """The window's rows in the order of the input: by file, as the input is sorted, and row."""
+    """The window's rows in the order of the input: by file, as the input is sorted, row and sample."""
     keys = pa.table({name: result_column(table, name) for name in ("source_file", "source_row")})
+    if (index := sample_indices(table)) is not None:
+        keys = keys.append_column("sample_index", index)
     order = pc.SortOptions([(name, "ascending") for name in keys.column_names])
     return table.take(pc.call_function("sort_indices", [keys], order))
 
@@ -315,17 +339,19 @@ def _verify(source: PartStore, target: PartStore, plan: FilePlan, counts: dict[s
         with target.folder.open(name) as file:
             footer = pq.read_metadata(file)
         held = PartTotals.from_json((footer.metadata or {})[UNIT_KEY])
-        if not footer.num_rows == held.rows == stop - start:
+        if (footer.num_rows, held.rows) != (held.output_rows, stop - start):
             raise OutputError(
-                f"{target.folder.shown(name)}: holds {footer.num_rows} rows, its name says {stop - start}; remove it "
-                "and compact again"
+                f"{target.folder.shown(name)}: holds {held.rows} rows of the input, its name says {stop - start}; "
+                "remove it and compact again"
             )
         totals += held
-    found = (totals.rows, totals.num_error_rows, totals.num_generated_tokens)
-    if found != (plan.rows, counts["error_rows"], counts["num_generated_tokens"]):
+    found = (totals.rows, totals.num_error_rows, totals.num_generated_tokens, totals.output_rows)
+    output_rows = counts.get("output_rows", plan.rows)  # an earlier version knew no samples as rows
+    expected_totals = (plan.rows, counts["error_rows"], counts["num_generated_tokens"], output_rows)
+    if found != expected_totals:
         raise OutputError(
-            f"{target.path}: holds (rows, error rows, generated tokens) {found}, the job's _SUCCESS counts "
-            f"{(plan.rows, counts['error_rows'], counts['num_generated_tokens'])}; was {source.path} changed "
-            "meanwhile? Choose another --output and compact again"
+            f"{target.path}: holds (rows, error rows, generated tokens, rows with all samples) {found}, the job's "
+            f"_SUCCESS counts {expected_totals}; was {source.path} changed meanwhile? Choose another --output and "
+            "compact again"
         )
     return totals

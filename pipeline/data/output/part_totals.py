@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, fields
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.output.result_columns import result_column
+from pipeline.data.output.result_columns import is_first_sample, result_column
 
 
 @dataclass(frozen=True)
 class PartTotals:
     """Rows and tokens of one part, or of many together.
 
+    `rows` are rows of the input. With samples as rows the output holds more: `further_samples` of them, those after
+    each row's first; `output_rows` is both together.
     `num_input_tokens` to `num_generated_tokens` are of completed rows: of the prompts' tokens `num_cached_tokens` came
     from shared KV blocks and the others were computed. `num_error_input_tokens` are the prompt tokens of error rows:
     refused, or given up on by an engine, and delivered in no case. A footer of a version that did not have that key
@@ -28,6 +30,11 @@ class PartTotals:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_error_input_tokens: int = 0
+    further_samples: int = 0  # none in a footer of a version that did not have that key
+
+    @property
+    def output_rows(self) -> int:
+        return self.rows + self.further_samples
 
     @property
     def num_error_rows(self) -> int:
@@ -52,22 +59,25 @@ class PartTotals:
     @classmethod
     def of_table(cls, table: pa.Table) -> "PartTotals":
         """The totals of one unit's output rows."""
-        error = result_column(table, "error")
-        errors = Counter(code for code in error.to_pylist() if code is not None)
+        error, first = result_column(table, "error"), is_first_sample(table)
+        errors = Counter(code for code in error.filter(first).to_pylist() if code is not None)
         completed = pc.call_function("is_null", [error])
+        prompts = pc.call_function("and", [completed, first])  # each counts once, however many samples have it
         failed = pc.call_function("invert", [completed])
+        num_rows = pc.call_function("sum", [first]).as_py() or 0
 
         def total(name: str, which: pa.ChunkedArray) -> int:
             return pc.call_function("sum", [result_column(table, name).filter(which)]).as_py() or 0
 
         return cls(
-            rows=table.num_rows,
+            rows=num_rows,
             units=1,
             error_rows=dict(sorted(errors.items())),
-            num_input_tokens=total("num_input_tokens", completed),
-            num_cached_tokens=total("num_cached_tokens", completed),
+            num_input_tokens=total("num_input_tokens", prompts),
+            num_cached_tokens=total("num_cached_tokens", prompts),
             num_generated_tokens=total("num_generated_tokens", completed),
             num_error_input_tokens=total("num_input_tokens", failed),
+            further_samples=table.num_rows - num_rows,
         )
 
     def to_json(self) -> str:

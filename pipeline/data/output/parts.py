@@ -39,7 +39,7 @@ _PART = re.compile(rf"part-([0-9a-f]{{8}})-w{_FIVE}-u{_FOUR}of{_FOUR}-n(0|[1-9]\
 
 @dataclass(frozen=True)
 class PartName:
-    """Unit `unit` of the `of` units of window `window`, holding `rows` rows, of the job `fingerprint8`."""
+    """Unit `unit` of the `of` units of window `window`, holding `rows` rows of the input, of the job `fingerprint8`."""
 
     fingerprint8: str
     window: int
@@ -183,9 +183,7 @@ class PartStore:
         _check_rows(name, table)
         if self.folder.create(str(name), serialize(table, metadata or {}), "part"):
             return True
-        there = self.footer(name)
-        if there.num_rows != name.rows:
-            raise OutputError(f"{self.folder.shown(str(name))}: holds {there.num_rows} rows, its name says {name.rows}")
+        self.totals_in(name, self.footer(name))
         return False
 
     def footer(self, name: PartName) -> pq.FileMetaData:
@@ -272,9 +270,11 @@ class PartStore:
                 f"{self.folder.shown(file)}: has no {UNIT_KEY.decode()} metadata: not written by this program"
             )
         totals = PartTotals.from_json(text)
-        if not totals.rows == footer.num_rows == name.rows:
+        if (totals.output_rows, totals.rows) != (footer.num_rows, name.rows):
+            of_input = f", {totals.rows} of the input" if totals.further_samples else ""
             raise OutputError(
-                f"{self.folder.shown(file)}: holds {footer.num_rows} rows, its name and metadata say otherwise"
+                f"{self.folder.shown(file)}: holds {footer.num_rows} rows{of_input}, its name says {name.rows} and its "
+                f"metadata {totals.output_rows}"
             )
         return totals
 
@@ -286,8 +286,9 @@ class PartStore:
 
 def _check_rows(name: PartName, table: pa.Table) -> None:
     """Before anything is written: a part of fewer rows would pass for its whole unit."""
-    if table.num_rows != name.rows:
-        raise PipelineError(f"{name}: its table has {table.num_rows} rows")
+    rows = PartTotals.of_table(table).rows
+    if rows != name.rows:
+        raise PipelineError(f"{name}: its table has {rows} rows")
 
 
 def serialize(table: pa.Table, metadata: Mapping[str, str]) -> bytes:

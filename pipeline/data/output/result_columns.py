@@ -3,12 +3,17 @@
 A row of the output is the kept input columns and then the result columns, the same for completed and for
 error rows. Each result field carries its own name in its metadata, so that sums can be taken after
 `output.rename` too.
+
+One row of the input is one row here, but with samples as rows: then it is one for each of its samples, which stand one
+after the other in one part, and an error row is its sample 0. So sample 0 is there once for every row of the input.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.data.columns import did_you_mean
 from pipeline.errors import ConfigError, PipelineError
@@ -28,9 +33,17 @@ RESULT_FIELDS: tuple[pa.Field, ...] = (
 _TOKEN = [pa.field("token_id", pa.int32()), pa.field("logprob", pa.float32())]
 LOGPROBS_FIELD = pa.field("logprobs", pa.list_(pa.struct([*_TOKEN, pa.field("top", pa.list_(pa.struct(_TOKEN)))])))
 
+PROMPT_LOGPROBS_FIELD = pa.field("prompt_logprobs", LOGPROBS_FIELD.type)  # null for the first token, as in vLLM
+
 SAMPLED = ("generated_text", "finish_reason", "logprobs")  # of each sample one, in lists; of error rows null
 
-RESULT_NAMES: tuple[str, ...] = (*(f.name for f in RESULT_FIELDS), LOGPROBS_FIELD.name)
+# How completions stand: one in each row; in lists, as rows may have several; or each in a row of its own.
+SampleForm = Literal["one", "lists", "rows"]
+SAMPLE_FIELD = pa.field("sample_index", pa.int32())  # from 0, with samples as rows
+
+RESULT_NAMES: tuple[str, ...] = (
+    *(f.name for f in RESULT_FIELDS), SAMPLE_FIELD.name, LOGPROBS_FIELD.name, PROMPT_LOGPROBS_FIELD.name,
+)  # fmt: skip
 
 OF_COMPLETIONS = ("generated_text", "finish_reason")  # a job with another task has its own columns in their place
 
@@ -41,23 +54,25 @@ def output_schema(
     kept: pa.Schema,
     rename: Mapping[str, str],
     logprobs: bool,
-    samples: bool = False,
+    samples: SampleForm = "one",
     task_fields: Sequence[pa.Field] | None = None,
+    prompt_logprobs: bool = False,
 ) -> pa.Schema:
     """The kept columns, then the result columns under the names `rename` (result name -> output name) gives
-    them. samples: the columns of SAMPLED are lists, as rows may have several completions (`sampling.n`). task_fields:
-    of a job that does not generate, in the place of OF_COMPLETIONS.
+    them. samples: with "lists" the columns of SAMPLED are lists, with "rows" SAMPLE_FIELD is there. task_fields: of a
+    job that does not generate, in the place of OF_COMPLETIONS.
 
     Raises ConfigError when a key of `rename` is no result column or when two columns would have one name.
     """
-    fields, known = [*RESULT_FIELDS, *([LOGPROBS_FIELD] if logprobs else [])], RESULT_NAMES
+    more = {SAMPLE_FIELD: samples == "rows", LOGPROBS_FIELD: logprobs, PROMPT_LOGPROBS_FIELD: prompt_logprobs}
+    fields, known = [*RESULT_FIELDS, *(f for f, is_there in more.items() if is_there)], RESULT_NAMES
     if task_fields is not None:
         fields = [*task_fields, *(f for f in RESULT_FIELDS if f.name not in OF_COMPLETIONS)]
         known = tuple(f.name for f in fields)
     for name in rename:
         if name not in known:
             raise ConfigError(f"output.rename: {name!r} is not a result column{did_you_mean(name, known)}")
-    if samples:
+    if samples == "lists":
         fields = [f.with_type(pa.list_(f.type)) if f.name in SAMPLED else f for f in fields]
     results = [pa.field(rename.get(f.name, f.name), f.type, metadata={_RESULT_KEY: f.name.encode()}) for f in fields]
     taken = [*kept.names, *(f.name for f in results)]
@@ -102,3 +117,23 @@ def result_names(schema: pa.Schema) -> dict[str, str]:
     """Of each result column that a table of `output_schema` has, by what it is: what it is called."""
     kinds = {f.name: (f.metadata or {}).get(_RESULT_KEY, b"").decode() for f in schema}
     return {kind: name for name, kind in kinds.items() if kind}
+
+
+def sample_indices(table: pa.Table) -> pa.ChunkedArray | None:
+    """Which of its row's samples each row of a table is; None where no samples stand as rows."""
+    name = result_names(table.schema).get(SAMPLE_FIELD.name)
+    return None if name is None else table.column(table.schema.get_field_index(name))
+
+
+def is_first_sample(table: pa.Table) -> pa.ChunkedArray:
+    """Of each row of a table whether it stands for its row of the input: one of them does."""
+    index = sample_indices(table)
+    if index is None:
+        return pa.chunked_array([pa.repeat(True, table.num_rows)])
+    return pc.call_function("equal", [index, pa.scalar(0, index.type)])
+
+
+def places_of(table: pa.Table) -> list[tuple[str, int]]:
+    """Where each row of a table comes from: `source_file` and `source_row`."""
+    files, rows = result_column(table, "source_file"), result_column(table, "source_row")
+    return list(zip(files.to_pylist(), rows.to_pylist()))

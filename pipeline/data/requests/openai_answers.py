@@ -9,13 +9,15 @@ An output holds token ids, not tokens, so log-probabilities name tokens as `toke
 import base64
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from pipeline.data.output.result_columns import SAMPLED
 from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT, Endpoint
 from pipeline.errors import RowError
 
@@ -32,7 +34,8 @@ OF_ENGINE = (
 )
 # What a row holds that lines are made of, by the names of result columns.
 RESULTS = ("generated_text", "finish_reason", "error", "error_message", "num_input_tokens", "num_cached_tokens",
-           "num_generated_tokens", "source_file", "source_row", "logprobs", "embedding")  # fmt: skip
+           "num_generated_tokens", "source_file", "source_row", "logprobs", "sample_index",
+           "embedding")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,19 @@ def _vector(row: Mapping[str, Any]) -> str | list[float]:
     if row.get(ENCODING_FORMAT) == "base64":
         return base64.b64encode(np.array(row["embedding"], "<f4").tobytes()).decode()
     return [float(text) for text in pa.array(row["embedding"], pa.float32()).cast(pa.string()).to_pylist()]
+
+
+def together(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The rows of a part, those of a row's samples as one with lists, as it is where samples stand in lists."""
+    for _, group in groupby(rows, key=lambda row: (row["source_file"], row["source_row"])):
+        samples = list(group)
+        first = samples[0]
+        if "sample_index" in first and first["error"] is None:
+            lists: dict[str, Any] = {name: [one[name] for one in samples] for name in SAMPLED if name in first}
+            if first.get("logprobs") is None:
+                lists["logprobs"] = None
+            first = {**first, **lists, "num_generated_tokens": sum(one["num_generated_tokens"] for one in samples)}
+        yield first
 
 
 def _samples(row: Mapping[str, Any]) -> Iterator[tuple[int, str, str, list[dict[str, Any]] | None]]:

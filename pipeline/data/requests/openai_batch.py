@@ -52,6 +52,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 _HINTS = {
     "chat_template_kwargs": "give prompt.chat.template_kwargs in the job file, for all rows",
+    "prompt_logprobs": "give sampling.prompt_logprobs in the job file, for all rows",
     "chat_template": "give prompt.chat.template in the job file, for all rows",
     "continue_final_message": "an assistant's last turn is continued, see prompt.chat.continue_final_message",
     "add_generation_prompt": "give prompt.chat.add_generation_prompt in the job file, for all rows",

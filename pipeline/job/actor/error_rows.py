@@ -7,24 +7,23 @@ once at every moment, and a run that is killed in between leaves units of the ol
 
 import pyarrow as pa
 
-from pipeline.data.output.result_columns import result_column
+from pipeline.data.output.result_columns import places_of, result_column
 from pipeline.data.units import Unit
 
 
 def failed_rows(unit: Unit, part: pa.Table) -> Unit:
     """The rows of the unit that are error rows in its part, as a unit of the same name; maybe none."""
-    bad = {place for place, error in zip(_places(part), result_column(part, "error").to_pylist()) if error is not None}
+    errors = result_column(part, "error").to_pylist()
+    bad = {place for place, error in zip(places_of(part), errors) if error is not None}
     rows = [i for i, place in enumerate(unit.places()) if place in bad]
     return unit.of_rows(rows)
 
 
 def patched(part: pa.Table, rows: pa.Table) -> pa.Table:
-    """The part with `rows` in the place of its rows of the same origin."""
-    new = {place: part.num_rows + i for i, place in enumerate(_places(rows))}
+    """The part with `rows` in the place of its error rows of the same origin; several, where samples stand as rows."""
+    new: dict[tuple[str, int], list[int]] = {}
+    for i, place in enumerate(places_of(rows), part.num_rows):
+        new.setdefault(place, []).append(i)
     both = pa.concat_tables([part, pa.Table.from_arrays(rows.columns, schema=part.schema)])
-    return both.take(pa.array([new.get(place, i) for i, place in enumerate(_places(part))], pa.int64()))
-
-
-def _places(table: pa.Table) -> list[tuple[str, int]]:
-    files, rows = result_column(table, "source_file"), result_column(table, "source_row")
-    return list(zip(files.to_pylist(), rows.to_pylist()))
+    order = [j for i, place in enumerate(places_of(part)) for j in new.get(place, [i])]
+    return both.take(pa.array(order, pa.int64()))

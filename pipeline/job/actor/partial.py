@@ -57,10 +57,12 @@ def remove_all(store: PartStore) -> None:
 
 
 def _completion(raw: dict[str, Any], row_id: int) -> Completion:
-    logprobs, quality, samples = raw["logprobs"], raw.get("quality"), raw.get("samples", ())
-    if logprobs is not None:
-        logprobs = [token_logprobs(t) for t in logprobs]
+    quality, samples = raw.get("quality"), raw.get("samples", ())
+    logprobs, of_prompt = (
+        None if found is None else [token_logprobs(t) for t in found]
+        for found in (raw["logprobs"], raw.get("prompt_logprobs"))
+    )
     found = None if quality is None else RowQuality(**quality)
     each, result = tuple(_completion(sample, row_id) for sample in samples), of_plain(raw.get("result"))
-    own = {"row_id": row_id, "logprobs": logprobs, "quality": found, "samples": each, "result": result}
-    return Completion(**{**raw, **own})
+    own = {"row_id": row_id, "logprobs": logprobs, "prompt_logprobs": of_prompt, "quality": found, "samples": each}
+    return Completion(**{**raw, **own, "result": result})

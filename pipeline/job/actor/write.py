@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, StoredPart
-from pipeline.data.output.result_columns import output_schema
+from pipeline.data.output.result_columns import SampleForm, output_schema, places_of
 from pipeline.data.output.retried import RetriedRows
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, RowQuality
@@ -50,12 +50,13 @@ class Write:
         metadata: Mapping[str, str],
         kept_types: Mapping[str, pa.DataType] | None = None,
         limits: Mapping[str, Any] | None = None,
-        samples: bool = False,
+        samples: SampleForm = "one",
         task: JobTask | None = None,
+        prompt_logprobs: bool = False,
     ) -> None:
         """kept_types: of kept columns in a part; those that are not named stay as they are in a unit. limits: of rows
-        that are computed again, where they are not the job's. samples: whether texts stand in lists. task: whose
-        columns are in the place of texts."""
+        that are computed again, where they are not the job's. samples: how several completions of a row stand. task:
+        whose columns are in the place of texts."""
         self._store = store
         self._fingerprint = fingerprint
         self._rename = dict(rename)
@@ -63,8 +64,9 @@ class Write:
         self._metadata = dict(metadata)
         self._kept_types = dict(kept_types or {})
         self._limits = dict(limits or {})
-        self._samples = samples
+        self._samples: SampleForm = samples
         self._task = task
+        self._prompt_logprobs = prompt_logprobs
 
     def __call__(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
         """Commit the unit. `completions` holds each of its rows once, in any order."""
@@ -104,48 +106,61 @@ class Write:
 
     def sample(self, unit: Unit, completions: list[Completion], run_id: str, prompts: list[str | None]) -> None:
         """Rows of a unit as its part will have them, and their prompts as the model gets them, for people to read."""
-        order = sorted(range(unit.num_rows), key=unit.places().__getitem__)
-        column = pa.array([prompts[i] for i in order], pa.string())
-        table = self.table(unit, completions).append_column("_prompt", column)
+        table, prompt_of = self.table(unit, completions), dict(zip(unit.places(), prompts))
+        table = table.append_column("_prompt", pa.array([prompt_of[place] for place in places_of(table)], pa.string()))
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink)
         name = f"{SAMPLES}/{run_id}/w{unit.window:05d}-u{unit.index:04d}.parquet"
         self._store.folder.replace(name, sink.getvalue().to_pybytes())
 
     def table(self, unit: Unit, completions: list[Completion]) -> pa.Table:
-        """The part's rows, in the order of the input."""
+        """The part's rows, in the order of the input; samples that are rows in their own order."""
         by_row = {c.row_id: c for c in completions}
         if len(completions) != unit.num_rows or by_row.keys() != set(range(unit.num_rows)):
             raise PipelineError(
                 f"window {unit.window}, unit {unit.index}: {len(completions)} completions of {len(by_row)} different "
                 f"rows came back for {unit.num_rows} rows; nothing of it is written"
             )
-        done = [by_row[i] for i in range(unit.num_rows)]
+        order = sorted(range(unit.num_rows), key=unit.places().__getitem__)
+        rows = [(i, index, one) for i in order for index, one in enumerate(self._rows_of(by_row[i]))]
+        unit, done, each = (
+            unit.of_rows([i for i, _, _ in rows]),
+            [by_row[i] for i, _, _ in rows],
+            [o for _, _, o in rows],
+        )
         kept = unit.kept()
         kept = kept.cast(pa.schema([f.with_type(self._kept_types.get(f.name, f.type)) for f in kept.schema]))
         columns: list[Any] = [
-            *self._answers(unit, done),
+            *self._answers(unit, each),
             [c.error for c in done],
             [c.error_message for c in done],
             [c.num_prompt_tokens for c in done],
             [c.num_cached_tokens for c in done],
-            [c.num_generated_tokens for c in done],
+            [one.num_generated_tokens for one in each],
             unit.own("source_file"),
             unit.own("source_row"),
         ]
+        if self._samples == "rows":
+            columns.append([index for _, index, _ in rows])
         if self._logprobs:
-            columns.append([self._own(c, _logprobs) for c in done])
+            columns.append([self._own(one, _logprobs) for one in each])
+        if self._prompt_logprobs:
+            columns.append([_of_prompt(by_row[i]) if index == 0 else None for i, index, _ in rows])
         fields = None if self._task is None else self._task.fields
-        schema = output_schema(kept.schema, self._rename, self._logprobs, self._samples, fields)
+        shape = self._logprobs, self._samples, fields, self._prompt_logprobs
+        schema = output_schema(kept.schema, self._rename, *shape)
         results = [
             c if isinstance(c, pa.ChunkedArray | pa.Array) else pa.array(c, schema.field(kept.num_columns + i).type)
             for i, c in enumerate(columns)
         ]
-        table = pa.Table.from_arrays([*kept.columns, *results], schema=schema)
-        return table.take(pa.array(sorted(range(unit.num_rows), key=unit.places().__getitem__)))
+        return pa.Table.from_arrays([*kept.columns, *results], schema=schema)
+
+    def _rows_of(self, completion: Completion) -> tuple[Completion, ...]:
+        """What has a row of its own in the part."""
+        return completion.each if self._samples == "rows" else (completion,)
 
     def _finish_reason(self, completion: Completion) -> str | list[str] | None:
-        if self._samples:
+        if self._samples == "lists":
             return self._own(completion, lambda one: one.finish_reason)
         return completion.finish_reason  # of an error row too
 
@@ -153,7 +168,7 @@ class Write:
         """The value of a row, or those of its samples where they stand in lists; null for an error row."""
         if completion.error is not None:
             return None
-        return [value(one) for one in completion.each] if self._samples else value(completion)
+        return [value(one) for one in completion.each] if self._samples == "lists" else value(completion)
 
     def _answers(self, unit: Unit, done: list[Completion]) -> list[Any]:
         """The columns of completions, or of the task in their place."""
@@ -164,6 +179,12 @@ class Write:
 
 def _logprobs(completion: Completion) -> list[dict[str, Any]] | None:
     return plain_logprobs(completion.logprobs)
+
+
+def _of_prompt(completion: Completion) -> list[dict[str, Any] | None] | None:
+    """Of each of the prompt's tokens; null for the first, which nothing is before."""
+    found = plain_logprobs(completion.prompt_logprobs)
+    return None if found is None else [None, *found]
 
 
 def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:

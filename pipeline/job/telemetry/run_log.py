@@ -138,6 +138,7 @@ class RunLog:
             generated_tokens=computed.num_generated_tokens,
             error_rows=dict(computed.error_rows),
             error_input_tokens=computed.num_error_input_tokens,
+            further_samples=computed.further_samples,
             write_us=self.write_us,
             resolved=resolved,
             row_stats=self.row_stats,
@@ -193,7 +194,7 @@ def totals_so_far(store: PartStore, runs: Iterable[RunRecord], done: DoneUnits) 
     totals = PartTotals()
     for run in runs:
         tokens = run.input_tokens, run.cached_tokens, run.generated_tokens, run.error_input_tokens
-        totals += PartTotals(run.rows_written, 0, run.error_rows, *tokens)
+        totals += PartTotals(run.rows_written, 0, run.error_rows, *tokens, run.further_samples)
     if totals.rows > done.num_rows:
         return store.totals(done)
     return replace(totals, rows=done.num_rows, units=done.num_units)

@@ -210,6 +210,7 @@ class RunRecord(JsonRecord):
     stopped_by: str = ""  # the key of the job file whose limit ended it
     sampled_stats: RowStats = field(default_factory=RowStats)  # of the rows of a run with --sample
     moments: list[Moment] = field(default_factory=list)  # how it went over time (`moments.py`)
+    further_samples: int = 0  # written as rows, beside `rows_written`
     schema_version: int = SCHEMA_VERSION
 
     @property

@@ -9,7 +9,6 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.result_columns import (
     LOGPROBS_FIELD,
     RESULT_FIELDS,
-    RESULT_NAMES,
     output_schema,
     result_column,
 )
@@ -20,11 +19,12 @@ KEPT = pa.schema([pa.field("id", pa.int64(), nullable=False, metadata={"x": "y"}
 
 def test_kept_columns_then_results():
     schema = output_schema(KEPT, {}, logprobs=False)
-    assert schema.names == ["id", *RESULT_NAMES[:-1]]
+    assert schema.names == ["id", *(f.name for f in RESULT_FIELDS)]
     assert schema.field("id").metadata is None
     assert schema.metadata is None
     assert schema.field("source_row").type == pa.int64()
     assert output_schema(KEPT, {}, logprobs=True).names[-1] == "logprobs"
+    assert output_schema(KEPT, {"sample_index": "k"}, True, "rows").names[-3:] == ["source_row", "k", "logprobs"]
     one = [[{"token_id": 1, "logprob": -0.5, "top": [{"token_id": 2, "logprob": -1.0}]}], None]
     assert pa.array(one, LOGPROBS_FIELD.type).to_pylist() == one
 

@@ -80,6 +80,7 @@ REFUSED = [
     (chat(**{"x" * 10_000: 1}), r"body\.x{80}: "),
     (chat(prompt="x"), r"body\.prompt: not a field that is known for /v1/chat"),
     (chat(chat_template_kwargs={}), r"body\.chat_template_kwargs.*prompt\.chat\.template_kwargs in the job file"),
+    (chat(prompt_logprobs=0), r"body\.prompt_logprobs.*; give sampling\.prompt_logprobs in the job file"),
     (chat(max_tokens="5"), r"body\.max_tokens: expected an integer, got '5'"),
     (chat(max_tokens=True), r"body\.max_tokens: expected an integer, got True"),
     (chat(max_tokens=1.5), r"body\.max_tokens: expected an integer"),

@@ -1,0 +1,87 @@
+"""The prompts' own log-probabilities as a column (`sampling.prompt_logprobs`), once for each row of the input."""
+
+import json
+
+import pyarrow as pa
+import pytest
+
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import SamplingParams
+from pipeline.errors import FingerprintError
+from pipeline.job.plan import make_plan
+from pipeline.job.run import run_job
+from pipeline.tokenization.tokenizer import Tokenizer
+from tests.job.conftest import TEXTS, run, runs
+
+pytestmark = pytest.mark.usefixtures("without_ray")
+
+
+def check(job, texts):
+    for row in job.table().to_pylist():
+        if row["error"] is not None or row.get("sample_index"):
+            assert row["prompt_logprobs"] is None
+            continue
+        ids = list(f"Say {texts[row['id']]}".encode())
+        assert row["prompt_logprobs"] == [
+            None,
+            *({"token_id": i, "logprob": -0.5, "top": [{"token_id": i, "logprob": -0.5}]} for i in ids[1:]),
+        ]
+
+
+@pytest.mark.parametrize("form", ["lists", "rows"])
+def test_each_row_has_them_once_whatever_samples_it_has_and_where_it_was_kept(job, form):
+    texts = [*TEXTS[:9], None, *TEXTS[10:16]]
+    job.rows(texts)
+    job.settings |= {"sampling": {"max_tokens": 6, "n": 2, "temperature": 1.0, "prompt_logprobs": 1}}
+    job.settings["output"]["samples"] = form
+    schema = make_plan(job.config(), "cpu").schema
+    token = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
+    assert schema.field("prompt_logprobs").type == pa.list_(pa.struct([*token, ("top", pa.list_(token))]))
+    run(job, sample=5)
+    run(job)
+    check(job, texts)
+    assert runs(job)[-1]["actors"][0]["taken_rows"] == 5
+    assert job.table()["prompt_logprobs"].null_count == (1 if form == "lists" else 1 + 15)
+    with pytest.raises(FingerprintError, match=r"sampling\.prompt_logprobs: 1 -> nothing"):
+        run(job, sampling={"prompt_logprobs": None})
+
+
+def test_a_job_without_them_is_the_job_that_it_was(job):
+    job.rows(TEXTS[:4])
+    run(job)
+    assert "prompt_logprobs" not in job.table().column_names
+    assert (
+        "prompt_logprobs" not in json.loads((job.output / "_pipeline" / "job.json").read_text())["identity"]["sampling"]
+    )
+
+
+def test_they_are_the_engines_also_of_prompts_that_share_a_beginning(job):
+    """The prefix of other rows is in the cache and is not taken: each prompt tells all of its tokens."""
+    start = "The pump in the hall was repaired by the team of the night, and the report says that it "
+    texts = [f"{start}ran {i} hours" for i in range(4)] + ["ran"]
+    job.rows(texts)
+    settings = {
+        "model": {"path": "demo:target"},
+        "engine": {"kernels": "reference", "dtype": "float32", "max_num_seqs": 1},
+        "sampling": {"max_tokens": 3, "prompt_logprobs": 2},
+    }
+    config = job.config(**settings)
+    run_job(config)
+    rows = sorted(job.table().to_pylist(), key=lambda row: row["id"])
+    plan = make_plan(config, "cpu")
+    tokenizer = Tokenizer.from_folder(str(plan.model))
+    prompts = [tokenizer.encode(f"Say {text}") for text in texts]
+    with Engine(config.engine_config(str(plan.model), None)) as engine:
+        apart = [engine.generate(ids, SamplingParams(max_tokens=1, prompt_logprobs=2))[0] for ids in prompts]
+        shared = engine.generate(prompts[0], SamplingParams(max_tokens=1))[0]
+    assert shared.num_cached_tokens > 0, "what is told is told although it is there"
+    for row, ids, one in zip(rows, prompts, apart):
+        assert row["num_cached_tokens"] == 0
+        found = row["prompt_logprobs"]
+        assert (len(found), found[0]) == (row["num_input_tokens"], None)
+        assert [token["token_id"] for token in found[1:]] == ids[1:]
+        assert one.prompt_logprobs is not None
+        for token, expected in zip(found[1:], one.prompt_logprobs, strict=True):
+            assert token["logprob"] == pytest.approx(expected.logprob, abs=1e-4)
+            assert [t["logprob"] for t in token["top"]] == pytest.approx([p for _, p in expected.top], abs=1e-4)
+            assert token["top"][0]["token_id"] == expected.top[0][0]
