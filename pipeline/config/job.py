@@ -129,8 +129,8 @@ class JobConfig(Section):
     )
     sampling: SamplingSection = Field(
         default=SamplingSection(),
-        description="How tokens are chosen, in vLLM's names. All but seed, logprobs and repetition_detection may be "
-        "{column: name}.",
+        description="How tokens are chosen, in vLLM's names. All but seed, logprobs, repetition_detection and "
+        "reasoning may be {column: name}.",
         examples=[{"max_tokens": 256, "temperature": 0.7}],
     )
     output: OutputSection = Field(description="Where the results go.", examples=[{"path": "out/summarize"}])
@@ -285,6 +285,11 @@ class JobConfig(Section):
         return self.sampling.logprobs is not None or self.input.requests is not None
 
     @property
+    def reports_reasoning(self) -> bool:
+        """Whether the output has the columns of reasoning."""
+        return self.sampling.reasoning is not None
+
+    @property
     def reports_samples(self) -> bool:
         """Whether the output has lists of completions: some rows may have several."""
         return self.sampling.n != 1
@@ -320,11 +325,11 @@ class JobConfig(Section):
         """What makes two jobs different jobs; the files' and the model's digests are added by the job, that of
         `prompt.chat.template`, and the date that a chat template is told, where it asks.
 
-        Paths are not in it: data copied elsewhere is the same data. `repetition_detection`, `structured_outputs` and
-        `n` only where they are on: outputs of jobs from before they were there go on.
+        Paths are not in it: data copied elsewhere is the same data. `repetition_detection`, `structured_outputs`,
+        `reasoning`, its budget and `n` only where they are on: outputs of jobs from before they were there go on.
         """
         sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults", "response_format"})
-        for name in ("repetition_detection", "structured_outputs"):
+        for name in ("repetition_detection", "structured_outputs", "reasoning", "thinking_token_budget"):
             if sampling[name] is None:
                 del sampling[name]
         if sampling["n"] == 1:

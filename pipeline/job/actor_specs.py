@@ -49,6 +49,7 @@ def flow_spec(
         seed=config.seed,
         logprobs=config.reports_logprobs,
         samples=config.reports_samples,
+        reasoning=config.reports_reasoning,
         chat=chat_of(config, plan.fingerprint.date),
         chat_template=plan.chat_template,
         output=config.output.path if is_url(config.output.path) else os.path.abspath(config.output.path),

@@ -28,9 +28,11 @@ RESULT_FIELDS: tuple[pa.Field, ...] = (
 _TOKEN = [pa.field("token_id", pa.int32()), pa.field("logprob", pa.float32())]
 LOGPROBS_FIELD = pa.field("logprobs", pa.list_(pa.struct([*_TOKEN, pa.field("top", pa.list_(pa.struct(_TOKEN)))])))
 
-SAMPLED = ("generated_text", "finish_reason", "logprobs")  # of each sample one, in lists; of error rows null
+REASONING_FIELDS = (pa.field("reasoning", pa.string()), pa.field("num_reasoning_tokens", pa.int32()))
 
-RESULT_NAMES: tuple[str, ...] = (*(f.name for f in RESULT_FIELDS), LOGPROBS_FIELD.name)
+SAMPLED = ("generated_text", "finish_reason", "logprobs", "reasoning")  # of each sample one, in lists; of errors null
+
+RESULT_NAMES: tuple[str, ...] = tuple(f.name for f in (*RESULT_FIELDS, LOGPROBS_FIELD, *REASONING_FIELDS))
 
 OF_COMPLETIONS = ("generated_text", "finish_reason")  # a job with another task has its own columns in their place
 
@@ -43,14 +45,16 @@ def output_schema(
     logprobs: bool,
     samples: bool = False,
     task_fields: Sequence[pa.Field] | None = None,
+    reasoning: bool = False,
 ) -> pa.Schema:
     """The kept columns, then the result columns under the names `rename` (result name -> output name) gives
     them. samples: the columns of SAMPLED are lists, as rows may have several completions (`sampling.n`). task_fields:
-    of a job that does not generate, in the place of OF_COMPLETIONS.
+    of a job that does not generate, in the place of OF_COMPLETIONS. reasoning: whether completions are divided.
 
     Raises ConfigError when a key of `rename` is no result column or when two columns would have one name.
     """
     fields, known = [*RESULT_FIELDS, *([LOGPROBS_FIELD] if logprobs else [])], RESULT_NAMES
+    fields += REASONING_FIELDS if reasoning else ()
     if task_fields is not None:
         fields = [*task_fields, *(f for f in RESULT_FIELDS if f.name not in OF_COMPLETIONS)]
         known = tuple(f.name for f in fields)

@@ -68,6 +68,7 @@ class WorkSpec:
     seed: int = 0
     logprobs: bool = False  # whether the output has a column of them
     samples: bool = False  # whether the output has lists of completions
+    reasoning: bool = False  # whether completions are divided
     chat: Chat | None = None
     chat_template: str | None = None  # instead of the checkpoint's own
     revision: str | None = None  # of the model
@@ -141,6 +142,7 @@ class Worker:
             spec.retried_limits,
             spec.samples,
             spec.task,
+            spec.reasoning,
         )
 
     def process(self, data: bytes) -> UnitSummary | None:

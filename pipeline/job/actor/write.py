@@ -27,6 +27,7 @@ from pipeline.report.record.row_stats import (
     Histogram,
     LengthBucket,
     LoopedRows,
+    ReasonedRows,
     RowStats,
     Timing,
     latency_of,
@@ -52,10 +53,11 @@ class Write:
         limits: Mapping[str, Any] | None = None,
         samples: bool = False,
         task: JobTask | None = None,
+        reasoning: bool = False,
     ) -> None:
         """kept_types: of kept columns in a part; those that are not named stay as they are in a unit. limits: of rows
         that are computed again, where they are not the job's. samples: whether texts stand in lists. task: whose
-        columns are in the place of texts."""
+        columns are in the place of texts. reasoning: whether texts are divided."""
         self._store = store
         self._fingerprint = fingerprint
         self._rename = dict(rename)
@@ -65,6 +67,7 @@ class Write:
         self._limits = dict(limits or {})
         self._samples = samples
         self._task = task
+        self._reasoning = reasoning
 
     def __call__(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
         """Commit the unit. `completions` holds each of its rows once, in any order."""
@@ -135,8 +138,12 @@ class Write:
         ]
         if self._logprobs:
             columns.append([self._own(c, _logprobs) for c in done])
+        if self._reasoning:
+            columns.append([self._own(c, lambda one: one.reasoning) for c in done])
+            columns.append([c.num_thought_tokens for c in done])
         fields = None if self._task is None else self._task.fields
-        schema = output_schema(kept.schema, self._rename, self._logprobs, self._samples, fields)
+        shape = self._logprobs, self._samples, fields, self._reasoning
+        schema = output_schema(kept.schema, self._rename, *shape)
         results = [
             c if isinstance(c, pa.ChunkedArray | pa.Array) else pa.array(c, schema.field(kept.num_columns + i).type)
             for i, c in enumerate(columns)
@@ -187,9 +194,11 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
             lost[code] = lost.get(code, Computed()) + tokens
     loops = [len(one.token_ids) for one in samples if one.finish_reason == "length_loop"]
     looped = LoopedRows(len(loops), sum(loops))
+    thoughts = [one.num_reasoning_tokens for one in samples if one.num_reasoning_tokens]
+    reasoned = ReasonedRows(len(thoughts), sum(thoughts))
     quality = sum((_quality(c.quality) for c in completed if c.quality is not None), QualityStats())
     examples, by_length = _examples(unit, completions), dict(sorted(lengths.items()))
-    return RowStats(latency_of(timings), by_length, examples, outputs, lost, looped, quality)
+    return RowStats(latency_of(timings), by_length, examples, outputs, lost, looped, quality, reasoned)
 
 
 def _quality(row: RowQuality) -> QualityStats:

@@ -20,11 +20,12 @@ KEPT = pa.schema([pa.field("id", pa.int64(), nullable=False, metadata={"x": "y"}
 
 def test_kept_columns_then_results():
     schema = output_schema(KEPT, {}, logprobs=False)
-    assert schema.names == ["id", *RESULT_NAMES[:-1]]
+    assert schema.names == ["id", *(field.name for field in RESULT_FIELDS)]
     assert schema.field("id").metadata is None
     assert schema.metadata is None
     assert schema.field("source_row").type == pa.int64()
     assert output_schema(KEPT, {}, logprobs=True).names[-1] == "logprobs"
+    assert output_schema(KEPT, {}, logprobs=True, reasoning=True).names == ["id", *RESULT_NAMES]
     one = [[{"token_id": 1, "logprob": -0.5, "top": [{"token_id": 2, "logprob": -1.0}]}], None]
     assert pa.array(one, LOGPROBS_FIELD.type).to_pylist() == one
 

@@ -45,6 +45,22 @@ def write(tmp_path, rename=None, logprobs=False) -> Write:
     return Write(store, "0123abcd", rename or {}, logprobs, {"pipeline.fingerprint": "0123abcd"})
 
 
+def test_reasoning_has_columns_of_its_own_a_text_for_each_sample(tmp_path):
+    unit = unit_of({"p": ["a", "b", "c"]}, UnitSpec(PromptSpec(column="p")))
+    at = rows_by_source(unit)
+    thought, plain = complete([Request(at[row], [1], SamplingParams()) for row in (0, 2)])
+    thought = replace(thought, reasoning="why", num_reasoning_tokens=3)
+    done = [thought, failed_row(at[1], "empty_prompt", "none"), replace(plain, samples=(thought, plain))]
+    store = PartStore(str(tmp_path / "out"))
+    for samples, expected in ((False, ["why", None, None]), (True, [["why"], None, ["why", None]])):
+        write = Write(store, "0123abcd", {"reasoning": "r"}, False, {}, samples=samples, reasoning=True)
+        table = write.table(unit, done)
+        assert table["r"].to_pylist() == expected
+        assert table["num_reasoning_tokens"].to_pylist() == [3, 0, 3]
+    stats = row_stats(unit, done).reasoned
+    assert (stats.rows, stats.tokens) == (2, 6)
+
+
 def rows_by_source(unit: Unit) -> dict[int, int]:
     """Source row to the row's index in the unit."""
     return {row: i for i, row in enumerate(unit.own("source_row").to_pylist())}
