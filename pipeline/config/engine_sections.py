@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from pipeline.config.reasoning import Reasoning
 from pipeline.config.sections import Section
 from pipeline.config.structured import ResponseFormat, StructuredOrColumn, with_structured_outputs
 from pipeline.config.values import (
@@ -14,6 +15,7 @@ from pipeline.config.values import (
     Bytes,
     FromColumn,
     IntOrColumn,
+    IntOrNoneOrColumn,
     NumberOrColumn,
     StringsOrColumn,
     Switch,
@@ -175,8 +177,8 @@ class RepetitionSection(Section):
 
 
 class SamplingSection(Section):
-    """SamplingParams' fields; all but `seed`, `logprobs`, `prompt_logprobs` and `repetition_detection` may be
-    `{column: name}`, each row's own value."""
+    """SamplingParams' fields; all but `seed`, `logprobs`, `prompt_logprobs`, `repetition_detection` and `reasoning` may
+    be `{column: name}`, each row's own value."""
 
     defaults: Literal["engine", "model"] = Field(
         default="engine",
@@ -291,6 +293,21 @@ class SamplingSection(Section):
         "may be {column: name}. JSON has no blanks between its tokens unless whitespace_pattern allows some.",
         examples=[{"choice": ["yes", "no"]}, {"json_file": "schema.json"}, {"json": {"column": "schema"}}],
     )
+    reasoning: Reasoning = Field(
+        default=None,
+        description="Divides completions of a model that reasons: the output gets the columns reasoning and "
+        "num_reasoning_tokens, and generated_text holds the answer alone, as structured_outputs do. auto takes the "
+        "markers that the checkpoint's tokenizer has, such as <think> and </think>; {start, end} names others, each "
+        "one token. Off when left out.",
+        examples=["auto", {"start": "<think>", "end": "</think>"}],
+    )
+    thinking_token_budget: IntOrNoneOrColumn = Field(
+        default=None,
+        description="The most tokens of reasoning: after them the end marker is taken, and the answer follows. Needs "
+        "reasoning; max_tokens counts both. No limit of their own when left out.",
+        examples=[2048, {"column": "budget"}],
+        json_schema_extra={"minimum": 0},
+    )
     response_format: ResponseFormat = Field(
         default=None,
         description="The same in OpenAI's words: type json_schema with json_schema, json_object or text.",
@@ -312,6 +329,8 @@ class SamplingSection(Section):
             given = {name: value}
             if name == "min_tokens":
                 given["max_tokens"] = max(value, 16)
+            if name == "thinking_token_budget":
+                given["reasoning"] = "auto"  # whether it is there is seen below
             if name == "n":
                 given["temperature"] = 1.0  # whether both go together is seen by the job
             try:
@@ -327,4 +346,6 @@ class SamplingSection(Section):
             raise ValueError(f"min_tokens {low} is more than max_tokens {high}")
         if self.structured_outputs is not None and low != 0:
             raise ValueError("min_tokens does not go with structured_outputs, which say where a completion ends")
+        if self.thinking_token_budget is not None and self.reasoning is None:
+            raise ValueError("thinking_token_budget needs reasoning, which says where it ends: set that to auto")
         return self

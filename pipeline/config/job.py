@@ -54,7 +54,9 @@ from pipeline.errors import ConfigError
 from pipeline.stores.redaction import shown_url
 
 if TYPE_CHECKING:
-    from pipeline.data.output.result_columns import SampleForm
+    import pyarrow as pa
+
+    from pipeline.data.output.result_columns import ResultShape
     from pipeline.data.prompts import PromptSpec
     from pipeline.data.requests.input_checks import Requests
     from pipeline.data.requests.request_row import Endpoint
@@ -131,8 +133,8 @@ class JobConfig(Section):
     )
     sampling: SamplingSection = Field(
         default=SamplingSection(),
-        description="How tokens are chosen, in vLLM's names. All but seed, logprobs, prompt_logprobs and "
-        "repetition_detection may be {column: name}.",
+        description="How tokens are chosen, in vLLM's names. All but seed, logprobs, prompt_logprobs, "
+        "repetition_detection and reasoning may be {column: name}.",
         examples=[{"max_tokens": 256, "temperature": 0.7}],
     )
     output: OutputSection = Field(description="Where the results go.", examples=[{"path": "out/summarize"}])
@@ -282,22 +284,19 @@ class JobConfig(Section):
 
         return replace(self.prompt.spec(), refused=REFUSED)
 
-    @property
-    def reports_logprobs(self) -> bool:
-        """Whether the output has a column of them: some rows of requests may ask for theirs."""
-        return self.sampling.logprobs is not None or (self.input.requests is not None and self.task == "generate")
+    def result_shape(self, task_fields: "tuple[pa.Field, ...] | None" = None) -> "ResultShape":
+        """The result columns. task_fields: those of a job that does not generate."""
+        from pipeline.data.output.result_columns import ResultShape
 
-    @property
-    def reports_prompt_logprobs(self) -> bool:
-        """Whether the output has a column of them."""
-        return self.sampling.prompt_logprobs is not None
-
-    @property
-    def sample_form(self) -> "SampleForm":
-        """How completions stand in the output. Some rows may have several, unless `n` is 1 for all."""
-        if self.output.samples == "rows":
-            return "rows"
-        return "one" if self.sampling.n == 1 else "lists"
+        sampling, of_requests = self.sampling, self.input.requests is not None and self.task == "generate"
+        samples = "rows" if self.output.samples == "rows" else "one" if sampling.n == 1 else "lists"
+        return ResultShape(
+            samples,
+            logprobs=sampling.logprobs is not None or of_requests,  # some rows of requests may ask for theirs
+            prompt_logprobs=sampling.prompt_logprobs is not None,
+            reasoning=sampling.reasoning is not None,
+            task_fields=task_fields,
+        )
 
     def unit_spec(self, kept: tuple[str, ...] = ()) -> "UnitSpec":
         """How rows are rendered and cut into units; `kept`: the input columns that go with them."""
@@ -331,11 +330,12 @@ class JobConfig(Section):
         `prompt.chat.template`, and the date that a chat template is told, where it asks.
 
         Paths are not in it: data copied elsewhere is the same data. `repetition_detection`, `structured_outputs`,
-        `prompt_logprobs`, `n` and `output.samples` only where they are on: outputs of jobs from before they were there
-        go on.
+        `prompt_logprobs`, `reasoning` and its budget, `n` and `output.samples` only where they are on: outputs of jobs
+        from before they were there go on.
         """
         sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults", "response_format"})
-        for name in ("repetition_detection", "structured_outputs", "prompt_logprobs"):
+        optional = "repetition_detection", "structured_outputs", "prompt_logprobs", "reasoning", "thinking_token_budget"
+        for name in optional:
             if sampling[name] is None:
                 del sampling[name]
         if sampling["n"] == 1:

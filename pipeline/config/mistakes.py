@@ -40,6 +40,11 @@ _KNOWN_ELSEWHERE = {
     "chat_template": "named prompt.chat.template here: a file",
     "chat_template_kwargs": "named prompt.chat.template_kwargs here",
     "args": "named template_kwargs here",
+    "reasoning_parser": "named sampling.reasoning here: auto, or {start, end}",
+    "reasoning_config": "named sampling.reasoning here: auto, or {start, end}",
+    "thinking_budget": "named sampling.thinking_token_budget here",
+    "reasoning_effort": "write prompt.chat.template_kwargs: {reasoning_effort: low} where the model's template has "
+    "it, or sampling.thinking_token_budget",
     "enable_thinking": "write prompt.chat.template_kwargs: {enable_thinking: false}",
     "generation_config": "write sampling.defaults: model to take the model's generation_config.json",
     "model_revision": "named model.revision here",

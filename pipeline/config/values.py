@@ -193,6 +193,10 @@ Columns = Annotated[
 ]
 
 IntOrColumn = Annotated[int | FromColumn, *_or_column(_is_int, "an integer", {"type": "integer"})]
+IntOrNoneOrColumn = Annotated[
+    int | FromColumn | None,
+    *_or_column(lambda v: v is None or _is_int(v), "an integer", {"anyOf": [{"type": "integer"}, {"type": "null"}]}),
+]
 NumberOrColumn = Annotated[
     float | FromColumn,
     *_or_column(

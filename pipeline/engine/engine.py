@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import asdict
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -22,6 +23,8 @@ from pipeline.engine.forward.scoring import Piece, ReservedBlocks, prompt_logits
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
 from pipeline.engine.reading.calls import ReadingCalls, Text
 from pipeline.engine.reading.sequences import prompt_reader, sequence_of, why_refused
+from pipeline.engine.reasoning.marker_tokens import marker_tokens
+from pipeline.engine.reasoning.row_reasoning import RowReasoning
 from pipeline.engine.samples import Group, sample_seed
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
@@ -110,6 +113,7 @@ class Engine(ReadingCalls):
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
         self._masks = GrammarMasks(tokenizer, runner.vocab_size, self.table, self.stats, place.num_threads)
         self._completing = Completing(self.scheduler, tokenizer, self._masks, runner.vocab_size, self._clean)
+        self._marker_tokens = lru_cache(maxsize=64)(lambda wanted: marker_tokens(wanted, tokenizer))
         self._make_loop(runner, None)
         self._added = Call()  # of requests that are given one by one
         self._abandoned: list[Call] = []  # whose requests are still to be aborted
@@ -121,11 +125,14 @@ class Engine(ReadingCalls):
 
     def add(self, request: Request) -> None:
         """Queue a request. Its completion comes from a later `step`, as an error when it cannot be served. Without a
-        seed it takes the engine's and the number of requests that were added before."""
+        seed it takes the engine's and the number of requests that were added before. Raises ConfigError where the
+        tokenizer lacks the markers of `reasoning`."""
         self._check_open()
         self._add(request, self._added)
 
     def _add(self, request: Request, call: Call) -> None:
+        if request.params.reasoning is not None:
+            self._marker_tokens(request.params.reasoning)  # raises before anything is counted
         seed = request.params.seed if request.params.seed is not None else self.seed + call.num_given
         call.num_given += 1
         call.num_open += 1
@@ -161,6 +168,12 @@ class Engine(ReadingCalls):
         if generates and request.params.min_tokens > 0:
             eos = frozenset() if request.params.ignore_eos else self.tokenizer.eos_token_ids
             sequence.ending_ids = np.array(sorted(eos.union(request.params.stop_token_ids)), dtype=np.int64)
+        if generates and request.params.reasoning is not None:
+            params, markers = request.params, self._marker_tokens(request.params.reasoning)
+            has_grammar = params.structured_outputs is not None
+            sequence.reasoning = RowReasoning.after(
+                sequence.token_ids, markers, params.thinking_token_budget, has_grammar
+            )
         outside = (sequence.token_ids < 0) | (sequence.token_ids >= self.runner.vocab_size)
         if outside.any():
             sequence.fail(

@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass
 from typing import Literal
 
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
+from pipeline.engine.reasoning.markers import ReasoningMarkers
 from pipeline.engine.tasks import Task, TaskResult, TokenLogprobs
 from pipeline.errors import ConfigError
 
@@ -96,6 +97,11 @@ class SamplingParams:
     its tokens unless `whitespace_pattern` allows some. The row ends when nothing can follow, whatever `ignore_eos`
     says; at max_tokens it ends wherever it is. Not with min_tokens.
 
+    `reasoning` divides the completion at the model's markers: "auto" takes those that its tokenizer has, a mapping with
+    `start` and `end` names them. What is between them is the completion's `reasoning`, what follows its text, and
+    `structured_outputs` hold that alone. `thinking_token_budget`: after so many generated tokens of reasoning the end
+    marker is taken whatever the model says, and the answer follows; needs `reasoning`. `max_tokens` counts all.
+
     Raises ConfigError when a value is out of its range.
     """
 
@@ -117,8 +123,12 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     n: int = 1
     prompt_logprobs: int | None = None
+    reasoning: ReasoningMarkers | Literal["auto"] | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
+        if self.reasoning is not None:
+            object.__setattr__(self, "reasoning", ReasoningMarkers.of(self.reasoning))
         if self.structured_outputs is not None:
             object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if isinstance(self.stop, str):
@@ -165,6 +175,17 @@ class SamplingParams:
                 "repetition_detection",
                 isinstance(self.repetition_detection, RepetitionDetectionParams | None),
                 "RepetitionDetectionParams, or none",
+            ),
+            (
+                "thinking_token_budget",
+                self.thinking_token_budget is None
+                or (_is_int(self.thinking_token_budget) and self.thinking_token_budget >= 0),
+                "an integer of at least 0, or none",
+            ),
+            (
+                "thinking_token_budget",
+                self.thinking_token_budget is None or self.reasoning is not None,
+                "none without sampling.reasoning, which says where reasoning ends; set that to auto",
             ),
             ("n", _is_int(self.n) and 1 <= self.n <= MAX_SAMPLES, f"an integer 1 to {MAX_SAMPLES}"),
             (
@@ -291,6 +312,9 @@ class Completion:
     queued_us, first_token_us, last_token_us: when the request was added, and when its first and last token came, on
     this machine's monotonic clock in microseconds; 0 where it never came (an error keeps what is known).
     quality: of rows that were compared with a reference model.
+    reasoning: with `SamplingParams.reasoning` what came before the answer, blanks around it left out, and `text` is the
+    answer alone, without blanks before it; None where there was none, or nothing but blanks.
+    num_reasoning_tokens: its tokens, without markers.
     prompt_logprobs: of the prompt's second token and those after it.
     result: what a request's task asked for. finish_reason is "stop" then, text and token_ids are empty.
     samples: with `SamplingParams.n` above 1, the n completions in order. What stands outside them is then sample 0's,
@@ -315,6 +339,8 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs] | None = None
     result: TaskResult | None = None
     samples: tuple["Completion", ...] = ()
+    reasoning: str | None = None
+    num_reasoning_tokens: int = 0
 
     @property
     def each(self) -> tuple["Completion", ...]:
@@ -325,6 +351,11 @@ class Completion:
     def num_generated_tokens(self) -> int:
         """Of all samples."""
         return sum(len(one.token_ids) for one in self.each)
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """`num_reasoning_tokens` of all samples."""
+        return sum(one.num_reasoning_tokens for one in self.each)
 
 
 STEP_TIMES = ("prefill_us", "decode_us", "drafts_us", "preempted_us", "retried_us")  # of EngineStats

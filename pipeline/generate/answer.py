@@ -54,11 +54,16 @@ class Answer:
 
 
 def _end(done: Completion) -> str:
-    return f"{done.finish_reason}, {len(done.token_ids):,} tokens"
+    thought = f", {done.num_reasoning_tokens:,} of them reasoning" if done.num_reasoning_tokens else ""
+    return f"{done.finish_reason}, {len(done.token_ids):,} tokens{thought}"
 
 
 def _lines(done: Completion) -> list[str]:
-    return [printable(line) for line in done.text.strip("\n").split("\n")]
+    """What was generated; reasoning, where it is told apart, between two marks of its own."""
+    answer = [printable(line) for line in done.text.strip("\n").split("\n")]
+    if done.reasoning is None:
+        return answer
+    return ["[reasoning]", *(printable(line) for line in done.reasoning.split("\n")), "[answer]", *answer]
 
 
 class Saved:

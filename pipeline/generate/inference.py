@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.config import JobConfig
-from pipeline.data.output.result_columns import RESULT_FIELDS, SampleForm, output_schema
+from pipeline.data.output.result_columns import REASONING_FIELDS, RESULT_FIELDS, output_schema
 from pipeline.data.units import make_units
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import ConfigError
@@ -18,12 +18,12 @@ from pipeline.formatting import Remaining
 from pipeline.generate.answer import Answer, Saved
 from pipeline.generate.prompts import Prompts
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
+from pipeline.job.reasoning import with_reasoning_markers
 from pipeline.job.sampling_defaults import with_model_defaults
 from pipeline.machine.host import wall_time
 from pipeline.stores.redaction import shown_url
 
 _RENAME = {"source_row": "source_line"}  # a file of lines is counted as editors do: from 1, empty ones too
-_TAKEN = (*(f.name for f in RESULT_FIELDS), *_RENAME.values())
 
 Say = Callable[[str], None]
 
@@ -53,12 +53,12 @@ def complete(
 
     A prompt that fails is counted and does not stop the others. Raises ConfigError also where samples are to be rows.
     """
-    if config.sample_form == "rows":
+    if config.result_shape().samples == "rows":
         raise ConfigError(
             "output.samples: rows is of jobs, whose input is Parquet, a folder, a glob or a url; here a prompt has one "
             "answer, with its samples in lists"
         )
-    schema = _schema(prompts, config.sample_form, say) if saved is not None else None
+    schema = _schema(prompts, config, say) if saved is not None else None
     began, kept = time.monotonic(), []
     count: Counter[str] = Counter()
     for answer in answers(config, prompts, say):
@@ -94,7 +94,7 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
     say(f"loading {shown_url(config.model.path)}")
     folder = resolve_model(config.model.path, config.model.storage, say, revision=config.model.revision)
     template = chat_template(config, folder)  # before weights are read
-    config = with_model_defaults(config, folder, say)
+    config = with_reasoning_markers(with_model_defaults(config, folder, say), folder)
     from pipeline.engine.engine import Engine
 
     draft = resolve_draft(config.draft_model, config.model.storage, say)
@@ -124,26 +124,34 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
                 done[completion.row_id] = completion  # type: ignore[index]
                 num_done, num_tokens = num_done + 1, num_tokens + completion.num_generated_tokens
                 remaining(num_done, f"{num_tokens / (time.monotonic() - began):,.0f} tok/s out")
-            yield _answer(rendered[line], values, done.pop(line), config.sample_form)
+            yield _answer(rendered[line], values, done.pop(line), config)
 
 
-def _schema(prompts: Prompts, samples: SampleForm, say: Say) -> pa.Schema:
+def _schema(prompts: Prompts, config: JobConfig, say: Say) -> pa.Schema:
     """The columns of a saved result. Keys of the input that have a result's name are left out, aloud."""
     names = prompts.table.schema.names[:-2]
-    clashes = [name for name in names if name in _TAKEN]
+    clashes = [name for name in names if name in _taken(config)]
     if clashes:
         say(f"left out of the output, as results have these names: {', '.join(clashes)}")
     kept = pa.schema([prompts.table.schema.field(i) for i, name in enumerate(names) if name not in clashes])
-    return output_schema(kept, _RENAME, logprobs=False, samples=samples)
+    return output_schema(kept, _RENAME, replace(config.result_shape(), logprobs=False, prompt_logprobs=False))
 
 
-def _answer(prompt: str | None, values: dict[str, Any], completion: Completion, samples: SampleForm) -> Answer:
-    """samples: texts stand in lists, as in the output of a job."""
-    text, reason = completion.text if completion.error is None else None, completion.finish_reason
-    if samples == "lists":
-        fine = completion.error is None
+def _taken(config: JobConfig) -> set[str]:
+    """Names that results have."""
+    fields = (*RESULT_FIELDS, *(REASONING_FIELDS if config.sampling.reasoning else ()))
+    return {*(f.name for f in fields), *_RENAME.values()}
+
+
+def _answer(prompt: str | None, values: dict[str, Any], completion: Completion, config: JobConfig) -> Answer:
+    """The columns are those that the output of a job has."""
+    fine = completion.error is None
+    text, reason = completion.text if fine else None, completion.finish_reason
+    thought = completion.reasoning
+    if config.result_shape().samples == "lists":
         text = [one.text for one in completion.each] if fine else None
         reason = [one.finish_reason for one in completion.each] if fine else None
+        thought = [one.reasoning for one in completion.each] if fine else None
     result = {
         "generated_text": text,
         "finish_reason": reason,
@@ -155,8 +163,10 @@ def _answer(prompt: str | None, values: dict[str, Any], completion: Completion, 
         "source_file": values["source_file"],
         "source_line": values["source_row"] + 1,
     }
+    if config.sampling.reasoning is not None:
+        result |= {"reasoning": thought, "num_reasoning_tokens": completion.num_thought_tokens}
     where = values["source_file"]
     if where != "--prompt":
         where += f" line {result['source_line']}"
-    kept = {name: value for name, value in values.items() if name not in _TAKEN}
+    kept = {name: value for name, value in values.items() if name not in _taken(config)}
     return Answer(prompt, where, completion, {**kept, **result})

@@ -25,6 +25,7 @@ from pipeline.job.actor.tokenize import chat_template
 from pipeline.job.appended import Batches
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.fingerprint import Fingerprint, fingerprint
+from pipeline.job.reasoning import with_reasoning_markers
 from pipeline.job.reference_model import resolve_reference
 from pipeline.job.sampling_defaults import with_model_defaults
 from pipeline.stores.retries import RetryCounts
@@ -80,6 +81,7 @@ def make_plan(
     first run. Raises UserError's kinds."""
     model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
     config = with_stored_pooling(with_model_defaults(config, model, say), model)
+    config = with_reasoning_markers(config, model)
     given, batches = config.input, batches or Batches()
     source = open_source(given.path, given.storage, given.on_corrupt, retries, batches.is_later, given.requests)
     config = config.of_lines(source.requests)
@@ -97,9 +99,8 @@ def make_plan(
     if units.texts is not None:
         units.texts.check(source.schema)
     kept_schema = pa.schema([source.kept.field(name) for name in kept])
-    fields = None if task is None else task.fields
-    shape = config.reports_logprobs, config.sample_form, fields, config.reports_prompt_logprobs
-    schema = output_schema(kept_schema, config.output.rename, *shape)
+    shape = config.result_shape(None if task is None else task.fields)
+    schema = output_schema(kept_schema, config.output.rename, shape)
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
     draft = resolve_draft(config.draft_model, config.model.storage, say, retries)
     reference = resolve_reference(config, model, say, retries)

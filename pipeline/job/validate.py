@@ -21,12 +21,14 @@ from pipeline.data.output.result_columns import output_schema
 from pipeline.data.requests.input_checks import Requests
 from pipeline.data.source import Source, cut_windows, open_source
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
+from pipeline.engine.reasoning.markers import ReasoningMarkers
 from pipeline.errors import ConfigError, EnvironmentFailed, ModelError, PipelineError, RowError
 from pipeline.formatting import printable, shown_bytes
 from pipeline.job.actor.tasks.job_task import JobTask
 from pipeline.job.actor.tasks.of_job import OF_CHECKPOINT, task_of, with_stored_pooling
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
 from pipeline.job.prompt_preview import MAX_PROMPT_CHARS, first_prompt, prompt_tokens
+from pipeline.job.reasoning import with_reasoning_markers
 from pipeline.job.reference_model import KEY as REFERENCE_KEY
 from pipeline.job.reference_model import check_own, check_same_tokens
 from pipeline.job.sampling_defaults import shown, taken, values_of, with_model_defaults
@@ -82,6 +84,7 @@ class _Examination:
     def run(self) -> None:
         self._model()
         self._sampling()
+        self._reasoning()
         source = self._source()
         task = self._task()
         if source is None:
@@ -155,6 +158,15 @@ class _Examination:
                 left = {name: value for name, value in values.items() if name not in used}
                 self.facts["model_sampling"] = {"taken": used, "not_taken": left}
                 self.config = with_model_defaults(self.config, folder)
+
+    def _reasoning(self) -> None:
+        """The markers of reasoning, where the tokenizer is on this machine."""
+        with self._noting("sampling.reasoning"):
+            folder = folder_here(self.config.model.path, self.config.model.revision)
+            if folder is not None:
+                self.config = with_reasoning_markers(self.config, folder)
+                if (markers := self.config.sampling.reasoning) is not None:
+                    self.facts["reasoning"] = vars(markers)
 
     def _task(self) -> JobTask | None:
         """What is asked in place of completions; None also where it follows from a checkpoint that is not here."""
@@ -268,8 +280,7 @@ class _Examination:
             fields = [source.kept.field(name) for name in kept]
             config = self.config
             own = None if config.task == "generate" else () if task is None else task.fields
-            shape = config.reports_logprobs, config.sample_form, own, config.reports_prompt_logprobs
-            schema: pa.Schema = output_schema(pa.schema(fields), config.output.rename, *shape)
+            schema: pa.Schema = output_schema(pa.schema(fields), config.output.rename, config.result_shape(own))
             self.facts["output_columns"] = {f.name: str(f.type) for f in schema}
 
     def _prompts(self, source: Source, task: JobTask | None) -> None:
@@ -357,6 +368,7 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
         *([("Draft", f"{draft['path']} ({draft['kind']})")] if (draft := facts.get("draft model")) else []),
         *([("Quality", _quality(facts.get("reference model"), config))] if config.run.quality_sample else []),
         *([("Task", _shown_task(task))] if (task := facts.get("task")) else [("Sampling", ", ".join(sampling))]),
+        *([("", f"reasoning is between {m['start']!r} and {m['end']!r}")] if (m := facts.get("reasoning")) else []),
         *([] if task else _own_sampling(facts["model_sampling"], config)),
         ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
@@ -458,6 +470,8 @@ def _option(value: object) -> str:
     if isinstance(value, StructuredOutputs):
         shown_text = value.text if len(value.text) <= _MAX_GRAMMAR_SHOWN else f"{value.text[:_MAX_GRAMMAR_SHOWN]}..."
         return f"{value.kind} {shown_text}".rstrip()
+    if isinstance(value, ReasoningMarkers):
+        return f"between {value.start!r} and {value.end!r}"
     if isinstance(value, tuple):
         return f"[{', '.join(map(repr, value))}]"
     if isinstance(value, RepetitionSection):

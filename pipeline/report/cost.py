@@ -17,6 +17,7 @@ from pipeline.report.estimate import Estimate, EstimateAndActual, compare
 from pipeline.report.faults import FaultCost, fault_costs, unseen_tokens
 from pipeline.report.loops import LoopCost
 from pipeline.report.quality import QualityReport
+from pipeline.report.reasoning import ReasoningCost
 from pipeline.report.record.computed import Computed
 from pipeline.report.record.json_record import SCHEMA_VERSION, JsonRecord
 from pipeline.report.record.row_stats import ErrorExample, Histogram, LengthBucket, RowStats
@@ -155,6 +156,7 @@ class RunReport(JsonRecord):
     savings: tuple[Saving, ...] = ()
     energy_uj: int | None = None  # of all engines, from when each was loaded on; None where no machine tells it
     loops: LoopCost | None = None
+    reasoning: ReasoningCost | None = None
     quality: QualityReport | None = None
     schema_version: int = SCHEMA_VERSION
 
@@ -276,6 +278,7 @@ def build_report(
         speculated=speculated,
         estimate=compare(estimate, runs, accounts) if estimate is not None else None,
         loops=LoopCost.of(stats.looped, machine_us, phases_us, tokens.generated, cost.generated_usd),
+        reasoning=ReasoningCost.of(stats.reasoned, machine_us, phases_us, tokens.generated, cost.generated_usd),
         quality=QualityReport.of(
             stats.quality,
             sum(run.stat("quality_us") for run in runs),

@@ -80,6 +80,7 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         ("Errors", errors),
         ("Left out", left_out if skipped else ""),
         ("Looped", _looped(report)),
+        ("Reasoning", _reasoning(report)),
         ("Tokens", counts),
         ("Speed", speed),
         ("Drafts", _drafting(report.speculated) if report.speculated is not None else ""),
@@ -133,6 +134,18 @@ def _looped(report: RunReport) -> str:
     return (
         f"{loops.rows:,} rows repeated themselves and were ended (sampling.repetition_detection);"
         f" {loops.generated_tokens:,} generated tokens, about {seconds(loops.machine_us)}{price}"
+    )
+
+
+def _reasoning(report: RunReport) -> str:
+    """How much of what was generated is reasoning, and what that cost."""
+    found = report.reasoning
+    if found is None:
+        return ""
+    price = "" if found.usd is None else f", {money(found.usd)}"
+    return (
+        f"{found.tokens:,} generated tokens before the answers of {found.rows:,} rows, {found.share:.0%} of all; about "
+        f"{seconds(found.machine_us)}{price}"
     )
 
 

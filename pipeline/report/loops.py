@@ -24,7 +24,14 @@ class LoopCost:
         """None where no row looped. generated: tokens of all completed rows, which `usd` was charged to."""
         if not looped.rows:
             return None
-        _, for_generated_us = split_exactly(machine_us, [phases_us["prefill"], phases_us["decode"]])
-        tokens, generated = looped.generated_tokens, max(looped.generated_tokens, generated)
-        own = None if usd is None else usd * tokens / generated
-        return cls(looped.rows, tokens, for_generated_us * tokens // generated, own)
+        tokens = looped.generated_tokens
+        return cls(looped.rows, tokens, *charged(tokens, machine_us, phases_us, generated, usd))
+
+
+def charged(
+    tokens: int, machine_us: int, phases_us: Mapping[str, int], generated: int, usd: float | None
+) -> tuple[int, float | None]:
+    """The machine time and price of some of the generated tokens of completed rows, as `LoopCost.of` has them."""
+    _, for_generated_us = split_exactly(machine_us, [phases_us["prefill"], phases_us["decode"]])
+    generated = max(tokens, generated)
+    return for_generated_us * tokens // generated, None if usd is None else usd * tokens / generated

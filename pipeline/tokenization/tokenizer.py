@@ -121,6 +121,17 @@ class Tokenizer:
         return dict(self._control)
 
     @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Text of each token beside the vocabulary proper, special or not, and its id."""
+        return {token.content: token_id for token_id, token in self._parsing.get_added_tokens_decoder().items()}
+
+    def token_id(self, text: str) -> int | None:
+        """The one token that is this text: an added one, or what the text alone is encoded as; None: it is several."""
+        added = self.added_tokens.get(text)
+        ids = [added] if added is not None else self._encode_bare(text)
+        return ids[0] if len(ids) == 1 else None
+
+    @property
     def literal_json(self) -> str:
         """The tokenizer as tokenizer.json has it, with every control token special: none of them is text."""
         return self._literal_json

@@ -71,7 +71,7 @@ def leave_output(root: Path, run: RunRecord, outcome: str, rows: int = 2) -> Par
     """An output folder as a run leaves it."""
     store = PartStore(str(root / "out"))
     store.folder.probe()
-    schema = output_schema(pa.schema([]), {}, False)
+    schema = output_schema(pa.schema([]), {})
     row = {"generated_text": "x", "num_input_tokens": 5, "num_cached_tokens": 0, "num_generated_tokens": 10}
     table = pa.Table.from_pylist([row] * rows, schema=schema)
     store.write(PartName("1a2b3c4d", 0, 0, 1, rows), table)

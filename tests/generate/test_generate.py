@@ -150,6 +150,28 @@ def test_samples_stand_in_lists_and_one_after_the_other_for_people(pipe, rows, t
     assert (code, "output.samples: rows is of jobs" in refused) == (2, True)
 
 
+def test_reasoning_is_told_apart_for_people_and_files(pipe, rows, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    def stream(self, requests):
+        for r in requests:
+            done = Completion(
+                r.row_id, [1, 2, 3], "so it is", "stop", 1, reasoning="first\nthen", num_reasoning_tokens=2
+            )
+            yield done if r.params.reasoning else replace(done, reasoning=None, num_reasoning_tokens=0)
+
+    monkeypatch.setattr(Echo, "stream", stream)
+    flags = ("--prompt", "why", "--set", "sampling.reasoning={start: a, end: b}")
+    (row,) = rows(*flags)
+    assert (row["reasoning"], row["num_reasoning_tokens"], row["generated_text"]) == ("first\nthen", 2, "so it is")
+    assert "reasoning" not in rows("--prompt", "why")[0]
+    _, out, _ = pipe(*flags)
+    head = "# --prompt (stop, 3 tokens, 2 of them reasoning)"
+    assert out.split("\n")[:7] == [head, "> why", "[reasoning]", "first", "then", "[answer]", "so it is"]
+    pipe(*flags, "--output", "out.parquet")
+    assert pq.read_table(tmp_path / "out.parquet")["reasoning"].to_pylist() == ["first\nthen"]
+    _, _, refused = pipe("--prompt", "why", "--set", "sampling.reasoning=auto")
+    assert "has no token that begins reasoning" in refused
+
+
 def test_what_is_no_number_in_json_is_none(pipe):
     code, out, err = pipe("--json", stdin=b'{"prompt": "a", "score": NaN, "far": [1.5, Infinity]}')
     assert code == 0, err

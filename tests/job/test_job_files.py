@@ -14,6 +14,7 @@ COLUMNS = {  # what each is there for
     "label-probability": {"label", "label_probability", "label_probabilities"},
     "extract-json": {"fields"},
     "samples": {"generated_text"},
+    "reasoning": {"generated_text", "reasoning", "num_reasoning_tokens"},
     "judge": {"logprobs"},
     "judge-score": {"logprob", "num_scored_tokens", "perplexity", "token_logprobs"},
     "filter-perplexity": {"perplexity"},

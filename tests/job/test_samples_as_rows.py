@@ -21,6 +21,7 @@ from pipeline.data.output.compact import compact
 from pipeline.data.output.inventory import Inventory
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore
+from pipeline.data.output.result_columns import ResultShape
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.units import UnitSpec
 from pipeline.engine.params import Completion
@@ -205,7 +206,7 @@ def test_error_rows_computed_again_become_all_their_samples_in_their_place(tmp_p
     tables = []
     for store, failed in zip(stores, ([], bad)):
         store.folder.probe()
-        write = Write(store, "0123abcd", {}, False, {}, samples="rows")
+        write = Write(store, "0123abcd", {}, ResultShape("rows"), {})
         write(unit, [failed_row(i, "engine_failure", "") if i in failed else c for i, c in enumerate(completions)])
         name = write.name(unit)
         if failed:

@@ -9,7 +9,8 @@ after the other in one part, and an error row is its sample 0. So sample 0 is th
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import pyarrow as pa
@@ -34,46 +35,62 @@ _TOKEN = [pa.field("token_id", pa.int32()), pa.field("logprob", pa.float32())]
 LOGPROBS_FIELD = pa.field("logprobs", pa.list_(pa.struct([*_TOKEN, pa.field("top", pa.list_(pa.struct(_TOKEN)))])))
 
 PROMPT_LOGPROBS_FIELD = pa.field("prompt_logprobs", LOGPROBS_FIELD.type)  # null for the first token, as in vLLM
+REASONING_FIELDS = (pa.field("reasoning", pa.string()), pa.field("num_reasoning_tokens", pa.int32()))
 
-SAMPLED = ("generated_text", "finish_reason", "logprobs")  # of each sample one, in lists; of error rows null
+SAMPLED = ("generated_text", "finish_reason", "logprobs", "reasoning")  # of each sample one, in lists; of errors null
 
 # How completions stand: one in each row; in lists, as rows may have several; or each in a row of its own.
 SampleForm = Literal["one", "lists", "rows"]
 SAMPLE_FIELD = pa.field("sample_index", pa.int32())  # from 0, with samples as rows
 
-RESULT_NAMES: tuple[str, ...] = (
-    *(f.name for f in RESULT_FIELDS), SAMPLE_FIELD.name, LOGPROBS_FIELD.name, PROMPT_LOGPROBS_FIELD.name,
-)  # fmt: skip
+RESULT_NAMES: tuple[str, ...] = tuple(
+    f.name for f in (*RESULT_FIELDS, SAMPLE_FIELD, LOGPROBS_FIELD, PROMPT_LOGPROBS_FIELD, *REASONING_FIELDS)
+)
 
 OF_COMPLETIONS = ("generated_text", "finish_reason")  # a job with another task has its own columns in their place
 
 _RESULT_KEY = b"pipeline.result"  # field metadata: which result field this is, whatever it was renamed to
 
 
-def output_schema(
-    kept: pa.Schema,
-    rename: Mapping[str, str],
-    logprobs: bool,
-    samples: SampleForm = "one",
-    task_fields: Sequence[pa.Field] | None = None,
-    prompt_logprobs: bool = False,
-) -> pa.Schema:
+@dataclass(frozen=True)
+class ResultShape:
+    """Which result columns an output has. samples: with "lists" the columns of SAMPLED are lists, with "rows"
+    SAMPLE_FIELD is there. reasoning: whether completions are divided. task_fields: of a job that does not generate, in
+    the place of OF_COMPLETIONS; then nothing of the others."""
+
+    samples: SampleForm = "one"
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    reasoning: bool = False
+    task_fields: tuple[pa.Field, ...] | None = None
+
+    def fields(self) -> list[pa.Field]:
+        """The result columns by their own names, in their order."""
+        if self.task_fields is not None:
+            return [*self.task_fields, *(f for f in RESULT_FIELDS if f.name not in OF_COMPLETIONS)]
+        more = {
+            SAMPLE_FIELD: self.samples == "rows",
+            LOGPROBS_FIELD: self.logprobs,
+            PROMPT_LOGPROBS_FIELD: self.prompt_logprobs,
+            **dict.fromkeys(REASONING_FIELDS, self.reasoning),
+        }
+        fields = [*RESULT_FIELDS, *(f for f, is_there in more.items() if is_there)]
+        if self.samples == "lists":
+            return [f.with_type(pa.list_(f.type)) if f.name in SAMPLED else f for f in fields]
+        return fields
+
+
+def output_schema(kept: pa.Schema, rename: Mapping[str, str], shape: ResultShape = ResultShape()) -> pa.Schema:
     """The kept columns, then the result columns under the names `rename` (result name -> output name) gives
-    them. samples: with "lists" the columns of SAMPLED are lists, with "rows" SAMPLE_FIELD is there. task_fields: of a
-    job that does not generate, in the place of OF_COMPLETIONS.
+    them.
 
     Raises ConfigError when a key of `rename` is no result column or when two columns would have one name.
     """
-    more = {SAMPLE_FIELD: samples == "rows", LOGPROBS_FIELD: logprobs, PROMPT_LOGPROBS_FIELD: prompt_logprobs}
-    fields, known = [*RESULT_FIELDS, *(f for f, is_there in more.items() if is_there)], RESULT_NAMES
-    if task_fields is not None:
-        fields = [*task_fields, *(f for f in RESULT_FIELDS if f.name not in OF_COMPLETIONS)]
-        known = tuple(f.name for f in fields)
+    fields = shape.fields()
+    known = RESULT_NAMES if shape.task_fields is None else tuple(f.name for f in fields)
     for name in rename:
         if name not in known:
             raise ConfigError(f"output.rename: {name!r} is not a result column{did_you_mean(name, known)}")
-    if samples == "lists":
-        fields = [f.with_type(pa.list_(f.type)) if f.name in SAMPLED else f for f in fields]
     results = [pa.field(rename.get(f.name, f.name), f.type, metadata={_RESULT_KEY: f.name.encode()}) for f in fields]
     taken = [*kept.names, *(f.name for f in results)]
     repeated = {name for name, n in Counter(taken).items() if n > 1}

@@ -3,7 +3,8 @@
 Fields as in https://platform.openai.com/docs/api-reference/batch/request-output, /chat/object, /completions/object and
 /embeddings/object.
 An output holds token ids, not tokens, so log-probabilities name tokens as `token_id:17`, which is vLLM's form
-(`return_tokens_as_token_ids`), and the bytes of a token are null.
+(`return_tokens_as_token_ids`), and the bytes of a token are null. Reasoning is in `reasoning`, as in
+vLLM's messages; where no answer follows it, the content is null.
 """
 
 import base64
@@ -34,8 +35,8 @@ OF_ENGINE = (
 )
 # What a row holds that lines are made of, by the names of result columns.
 RESULTS = ("generated_text", "finish_reason", "error", "error_message", "num_input_tokens", "num_cached_tokens",
-           "num_generated_tokens", "source_file", "source_row", "logprobs", "sample_index",
-           "embedding")  # fmt: skip
+           "num_generated_tokens", "source_file", "source_row", "logprobs", "sample_index", "embedding",
+           "reasoning", "num_reasoning_tokens")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,13 @@ class Answered:
             "object": "chat.completion" if is_chat else "text_completion",
             "created": self.created,
             "model": self.model,
-            "choices": [(_chat_choice if is_chat else _text_choice)(*sample) for sample in _samples(row)],
+            "choices": [(_chat_choice if is_chat else _text_choice)(sample) for sample in _samples(row)],
             "usage": {
                 "prompt_tokens": row["num_input_tokens"],
                 "completion_tokens": row["num_generated_tokens"],
                 "total_tokens": row["num_input_tokens"] + row["num_generated_tokens"],
                 "prompt_tokens_details": {"cached_tokens": row["num_cached_tokens"]},
+                **_reasoning_usage(row),
             },
             "system_fingerprint": f"fp_{self.fingerprint[:10]}",
         }
@@ -103,37 +105,58 @@ def together(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
             lists: dict[str, Any] = {name: [one[name] for one in samples] for name in SAMPLED if name in first}
             if first.get("logprobs") is None:
                 lists["logprobs"] = None
-            first = {**first, **lists, "num_generated_tokens": sum(one["num_generated_tokens"] for one in samples)}
+            counted = [name for name in ("num_generated_tokens", "num_reasoning_tokens") if name in first]
+            first = {**first, **lists, **{name: sum(one[name] for one in samples) for name in counted}}
         yield first
 
 
-def _samples(row: Mapping[str, Any]) -> Iterator[tuple[int, str, str, list[dict[str, Any]] | None]]:
-    """Index, text, finish reason and log-probabilities of each sample of a row; one where the output has no lists."""
+def _reasoning_usage(row: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = row.get("num_reasoning_tokens")
+    return {} if tokens is None else {"completion_tokens_details": {"reasoning_tokens": tokens}}
+
+
+@dataclass(frozen=True)
+class _Sample:
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: list[dict[str, Any]] | None
+    reasoning: Mapping[str, str | None]  # nothing where the job does not divide its completions
+
+
+def _samples(row: Mapping[str, Any]) -> Iterator[_Sample]:
+    """One where the output has no lists."""
     texts, reasons, logprobs = row["generated_text"], row["finish_reason"], row.get("logprobs")
+    thoughts = row["reasoning"] if "num_reasoning_tokens" in row else None
     if isinstance(texts, str):
+        if "num_reasoning_tokens" in row:
+            thoughts = [thoughts]
         texts, reasons, logprobs = [texts], [reasons], None if logprobs is None else [logprobs]
     for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
-        yield index, text, FINISH_REASONS[reason], None if logprobs is None else logprobs[index]
+        own = {} if thoughts is None else {"reasoning": thoughts[index]}
+        yield _Sample(index, text, FINISH_REASONS[reason], None if logprobs is None else logprobs[index], own)
 
 
-def _chat_choice(index: int, text: str, reason: str, found: list[dict[str, Any]] | None) -> dict[str, Any]:
+def _chat_choice(sample: _Sample) -> dict[str, Any]:
     logprobs = None
-    if found is not None:
-        content = [{**_token(t), "top_logprobs": [_token(top) for top in t["top"] or ()]} for t in found]
+    if sample.logprobs is not None:
+        content = [{**_token(t), "top_logprobs": [_token(top) for top in t["top"] or ()]} for t in sample.logprobs]
         logprobs = {"content": content, "refusal": None}
-    message = {"role": "assistant", "content": text, "refusal": None}
-    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+    content = sample.text or None if sample.reasoning.get("reasoning") else sample.text
+    message = {"role": "assistant", "content": content, "refusal": None, **sample.reasoning}
+    return {"index": sample.index, "message": message, "logprobs": logprobs, "finish_reason": sample.finish_reason}
 
 
-def _text_choice(index: int, text: str, reason: str, found: list[dict[str, Any]] | None) -> dict[str, Any]:
+def _text_choice(sample: _Sample) -> dict[str, Any]:
     logprobs = None
-    if found is not None:
+    if (found := sample.logprobs) is not None:
         logprobs = {
             "tokens": [_name(t) for t in found],
             "token_logprobs": [_finite(t["logprob"]) for t in found],
             "top_logprobs": [{_name(top): _finite(top["logprob"]) for top in t["top"] or ()} for t in found],
         }
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    own = {"index": sample.index, "text": sample.text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
+    return {**own, **sample.reasoning}
 
 
 def _token(token: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Fields as in https://platform.openai.com/docs/api-reference/batch/request-input, /chat/create, /completions/create and
 /embeddings/create, and those that vLLM's server takes besides (top_k, min_p, repetition_penalty, min_tokens,
-stop_token_ids, ignore_eos).
+stop_token_ids, ignore_eos, thinking_token_budget).
 A field that is not known makes its row an error row: a completion that does not do what was asked is worse than none.
 """
 
@@ -35,7 +35,8 @@ IGNORED = ("stream", "stream_options", "user", "metadata", "store", "service_tie
            "prompt_cache_key", "prompt_cache_retention")  # fmt: skip
 # By the field's own name; the rest of the parameters have other names or forms.
 SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-             "stop", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "n")  # fmt: skip
+             "stop", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "n",
+             "thinking_token_budget")  # fmt: skip
 # Fields of what is not done, with the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -53,6 +54,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 _HINTS = {
     "chat_template_kwargs": "give prompt.chat.template_kwargs in the job file, for all rows",
     "prompt_logprobs": "give sampling.prompt_logprobs in the job file, for all rows",
+    "reasoning_effort": "give prompt.chat.template_kwargs in the job file where the model's template knows it, or "
+    "thinking_token_budget",
     "chat_template": "give prompt.chat.template in the job file, for all rows",
     "continue_final_message": "an assistant's last turn is continued, see prompt.chat.continue_final_message",
     "add_generation_prompt": "give prompt.chat.add_generation_prompt in the job file, for all rows",

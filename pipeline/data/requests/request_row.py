@@ -30,6 +30,7 @@ PARAMETERS: Mapping[str, pa.DataType] = {
     "logprobs": pa.int64(),
     "n": pa.int64(),
     "response_format": pa.string(),
+    "thinking_token_budget": pa.int64(),
 }
 CUSTOM_ID = "custom_id"
 ENCODING_FORMAT = "encoding_format"  # of embeddings: "float" or "base64", in which an answer has them; null means float

@@ -32,6 +32,7 @@ from pipeline.engine.sampling.verify import (
 from pipeline.engine.schedule.scheduler import Scheduler, allot
 from pipeline.engine.schedule.sequence import ranges
 from pipeline.engine.schedule.step_plan import StepPlan
+from pipeline.engine.schedule.thinking import end_of_drafts
 from pipeline.kernels.transfer import on_device
 
 _NONE_S = np.zeros(0, dtype=np.int64)
@@ -62,7 +63,10 @@ class DraftRoom:
     def most(self, slot_S: np.ndarray) -> np.ndarray:
         """How many drafts of each can be of use: with all of them accepted, one more token is generated."""
         table = self._scheduler.table
-        return table.limit[slot_S] - table.num_known[slot_S] - 1
+        end_S = table.limit[slot_S]
+        if table.thinking[slot_S].any():
+            end_S = np.minimum(end_S, end_of_drafts(table, slot_S))
+        return end_S - table.num_known[slot_S] - 1
 
     def grant(self, plan: StepPlan, slot_S: np.ndarray, count_S: np.ndarray) -> np.ndarray:
         """How many drafts each of these sequences, all of which sample in the plan, may have of the count_S it wants:

@@ -54,6 +54,21 @@ class TokenMask:
             allowed_M[place] = matcher.accepts(int(token_M[place]))
         return self.row_M[allowed_M == 0]
 
+    def also(self, row_N: np.ndarray, token_id_N: np.ndarray) -> None:
+        """Allow these tokens too, each in a row whose mask is filled."""
+        place_N, token_id_N = np.searchsorted(self.row_M, row_N), token_id_N.astype(np.uint32)
+        self.bits_MW.view(np.uint32)[place_N, token_id_N >> 5] |= np.uint32(1) << (token_id_N & 31)
+
+    def beside(self, row_N: np.ndarray, token_id_N: np.ndarray) -> "TokenMask":
+        """This mask, and further rows, which may take one token each."""
+        row_M = np.concatenate([self.row_M, row_N])
+        order = np.argsort(row_M)
+        bits_MW = np.concatenate([self.bits_MW, np.zeros((len(row_N), self.bits_MW.shape[1]), dtype=np.int32)])[order]
+        matchers = [self._missing.get(place) for place in order.tolist()]
+        together = TokenMask(row_M[order], bits_MW, matchers, self._fill)
+        together.also(row_N, token_id_N)
+        return together
+
     def apply(self, z_RV: torch.Tensor, rows: np.ndarray) -> None:
         """Write -inf over what is not allowed. z_RV: the logits of `rows`, which ascend; nothing waits for the
         device."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.reasoning.row_reasoning import RowReasoning
 from pipeline.engine.samples import Group
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
 from pipeline.engine.tasks import TaskResult, TokenLogprobs
@@ -140,6 +141,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] | None = None
     stop_checker: StopChecker | None = None
     matcher: RowMatcher | None = None  # with structured_outputs, once a mask was asked for: after its generated tokens
+    reasoning: RowReasoning | None = None  # where the completion is to be divided
     reader: Reader | None = None  # who is told of its known tokens
     has_been_read: bool = False  # its reader has all that it wants
     ending_ids: np.ndarray | None = None  # int64, with min_tokens: tokens that would end it, masked until then
@@ -223,6 +225,10 @@ class SlotTable:
         self.min_pattern = np.zeros(num_slots, dtype=np.int64)
         self.min_repeats = np.zeros(num_slots, dtype=np.int64)
         self.has_grammar = np.zeros(num_slots, dtype=bool)  # structured_outputs
+        self.thinking = np.zeros(num_slots, dtype=np.int8)  # of `Thinking`
+        self.latest_end = np.full(num_slots, _LARGEST)  # that still think with so many known tokens end thinking there
+        self.start_id = np.zeros(num_slots, dtype=np.int64)  # the markers of those that may think
+        self.end_id = np.zeros(num_slots, dtype=np.int64)
         self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or ids: looked at one by one
         self.generates = np.ones(num_slots, dtype=bool)  # else it ends when all that it knows is computed
         self.read_from = np.full(num_slots, _LARGEST)  # positions whose hidden states are wanted; none: _LARGEST
@@ -263,6 +269,7 @@ class SlotTable:
         self.min_repeats[slot] = 0 if loop is None else min(loop.min_count, _LARGEST)
         self.has_grammar[slot] = params.structured_outputs is not None
         self.has_stops[slot] = bool(params.stop or params.stop_token_ids)
+        self._set_thinking(slot, sequence)
         self.generates[slot] = sequence.generates
         self.read_from[slot] = _LARGEST
         if sequence.reader is not None and not (sequence.has_been_read and sequence.generates):
@@ -276,6 +283,15 @@ class SlotTable:
         if self.watcher is not None and sequence.generates:
             self.watcher.admitted(slot)
         return slot
+
+    def _set_thinking(self, slot: int, sequence: Sequence) -> None:
+        reasoning, num_prompt = sequence.reasoning, sequence.num_prompt
+        self.thinking[slot], self.latest_end[slot] = 0, _LARGEST
+        if reasoning is not None:
+            self.thinking[slot] = reasoning.thinking(sequence.token_ids[num_prompt:])
+            latest = reasoning.latest_end(num_prompt)
+            self.latest_end[slot] = _LARGEST if latest is None else min(latest, _LARGEST)
+            self.start_id[slot], self.end_id[slot] = reasoning.markers.start_id, reasoning.markers.end_id
 
     def limit_of(self, sequence: Sequence) -> int:
         """The most tokens that it may come to."""

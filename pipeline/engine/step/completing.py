@@ -15,11 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.engine.params import Completion, FinishReason
+from pipeline.engine.reasoning.row_reasoning import Thinking
 from pipeline.engine.sampling.batch import SamplerOutput
 from pipeline.engine.sampling.verify import Verified
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence, ranges
 from pipeline.engine.schedule.step_plan import StepPlan
+from pipeline.engine.schedule.thinking import take_thoughts
+from pipeline.engine.step.divided import divided
 from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.repetition import repeats_itself
 from pipeline.engine.tasks import ScoreResult, TokenLogprobs
@@ -89,7 +92,7 @@ class Completing:
 
     def _take_forced(self, slot_S: np.ndarray, now_us: int) -> int:
         """Give each of these sequences the tokens that its grammar forces after the last one, and say how many end."""
-        constrained = slot_S[self._table.has_grammar[slot_S]]
+        constrained = slot_S[self._table.has_grammar[slot_S] & (self._table.thinking[slot_S] == Thinking.NO)]
         if not len(constrained):
             return 0
         ends: list[_End] = []
@@ -138,9 +141,11 @@ class Completing:
         loop_R = np.zeros(len(slot_R), dtype=bool)
         if table.max_pattern[slot_R].any():
             loop_R = repeats_itself(table, slot_R)
-        whole_R = np.zeros(len(slot_R), dtype=bool)
+        goes_on_R, whole_R = ~stop_R, np.zeros(len(slot_R), dtype=bool)
+        if table.thinking[slot_R].any():
+            goes_on_R &= ~take_thoughts(table, slot_R, token_R)
         if table.has_grammar[slot_R].any():
-            whole_R = self._masks.take(slot_R, token_R, ~stop_R)
+            whole_R = self._masks.take(slot_R, token_R, goes_on_R)
         ends: list[_End] = []
         for r in np.flatnonzero(stop_R | whole_R | length_R | loop_R | table.has_stops[slot_R]).tolist():
             slot, text = int(slot_R[r]), None
@@ -183,7 +188,8 @@ class Completing:
         if text is None:
             # Without a stop string, what stopped it is its last token: EOS or a stop token id, which is no text.
             text = self._tokenizer.decode(token_ids[:-1] if end.reason == "stop" else token_ids)
-        return self._whole(sequence, end.reason, token_ids, text, now_us)
+        whole = self._whole(sequence, end.reason, token_ids, text, now_us)
+        return whole if sequence.reasoning is None else divided(whole, sequence.reasoning, self._tokenizer)
 
     def _whole(
         self, sequence: Sequence, reason: FinishReason, token_ids: list[int], text: str, now_us: int
@@ -248,6 +254,7 @@ class Completing:
         if output.logprobs:
             return np.zeros(len(slot_S), dtype=bool)
         looks_back_S = table.has_stops[slot_S] | table.has_grammar[slot_S] | (table.max_pattern[slot_S] > 0)
+        looks_back_S |= table.thinking[slot_S] > 0
         goes_on_S = (table.num_known[slot_S] + count_S < table.limit[slot_S]) & ~looks_back_S
         ends_R = self.is_eos[output.token_ids] | ~output.finite
         if ends_R.any():

@@ -1,4 +1,4 @@
-"""The grammars of the running rows: their matchers, and the masks of a step's rows.
+"""The grammars of the running rows: their matchers, and the masks of a step's rows, those of reasoning budgets too.
 
     sampled tokens of the last step -> matchers -> forced tokens -> masks -> logits of this step
 
@@ -17,8 +17,10 @@ from pipeline.engine.grammar.matcher import NOTHING_FITS, RowMatcher
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.grammar.token_mask import MaskFiller, TokenMask
 from pipeline.engine.params import EngineStats
+from pipeline.engine.reasoning.row_reasoning import Thinking
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.schedule.step_plan import StepPlan
+from pipeline.engine.schedule.thinking import has_spent
 from pipeline.tokenization.tokenizer import Tokenizer
 
 
@@ -37,24 +39,51 @@ class GrammarMasks:
         self._compiler.check(wanted)
 
     def of_plan(self, plan: StepPlan, drafting: Drafting | None) -> TokenMask | None:
-        """Masks of the rows of logits of a plan whose known tokens are all known; None where no row has a grammar."""
-        slot_S = plan.sampling_slot_S
-        constrained = np.flatnonzero(self._table.has_grammar[slot_S])
-        if not len(constrained):
+        """Masks of the rows of logits of a plan whose known tokens are all known; None where no row needs one.
+
+        A grammar holds the answer alone. A row that reasons has no mask until its end marker, among its drafts too; one
+        that may begin to reason may also take the start marker; one whose budget is spent takes the end marker.
+        """
+        table, slot_S = self._table, plan.sampling_slot_S
+        has_grammar_S, spent = table.has_grammar[slot_S], np.flatnonzero(has_spent(table, slot_S))
+        if not len(spent) and not has_grammar_S.any():
             return None
-        matchers = self._matchers(slot_S[constrained])
-        if plan.draft_S is None:
-            mask = self._filler.mask(matchers, constrained)
-        else:
-            assert drafting is not None
+        first_S, drafts = np.arange(len(slot_S)), None
+        if plan.draft_S is not None:
             count_S = plan.draft_S[plan.samples_S] + 1
             first_S = np.cumsum(count_S) - count_S
-            mask = self._filler.mask_with_drafts(matchers, drafting.draft_ids(constrained), first_S[constrained])
+            assert drafting is not None
+            drafts = drafting.draft_ids(np.flatnonzero(has_grammar_S))
+        mask = self._of_grammars(slot_S, has_grammar_S, first_S, drafts)
         self._stats.masked_tokens += len(mask.row_M)
-        return mask
+        begins = np.flatnonzero(has_grammar_S & (table.thinking[slot_S] == Thinking.MAY_BEGIN))
+        mask.also(first_S[begins], table.start_id[slot_S[begins]])
+        if len(spent):
+            return mask.beside(first_S[spent], table.end_id[slot_S[spent]])
+        return mask if len(mask.row_M) else None
+
+    def _of_grammars(
+        self, slot_S: np.ndarray, has_grammar_S: np.ndarray, first_S: np.ndarray, drafts: list[list[int]] | None
+    ) -> TokenMask:
+        """drafts: those of the sequences with a grammar; None: there are none."""
+        table, constrained = self._table, np.flatnonzero(has_grammar_S)
+        thinks = table.thinking[slot_S[constrained]] == Thinking.YES
+        if drafts is None:
+            constrained = constrained[~thinks]
+            return self._filler.mask(self._matchers(slot_S[constrained]), constrained)
+        first = first_S[constrained]
+        for place in np.flatnonzero(thinks).tolist():
+            end_id, ids = int(table.end_id[slot_S[constrained[place]]]), drafts[place]
+            thinks[place] = end_id not in ids
+            if not thinks[place]:
+                num_thoughts = ids.index(end_id) + 1
+                drafts[place], first[place] = ids[num_thoughts:], first[place] + num_thoughts
+        answers = np.flatnonzero(~thinks)
+        matchers = self._matchers(slot_S[constrained[answers]])
+        return self._filler.mask_with_drafts(matchers, [drafts[place] for place in answers.tolist()], first[answers])
 
     def take(self, slot_S: np.ndarray, token_S: np.ndarray, goes_on_S: np.ndarray) -> np.ndarray:
-        """These sequences have got these tokens: which of those that go on are whole with their grammar."""
+        """These sequences have got these tokens: which of those that go on in their grammar are whole with it."""
         is_whole_S = np.zeros(len(slot_S), dtype=bool)
         constrained = np.flatnonzero(self._table.has_grammar[slot_S] & goes_on_S)
         if len(constrained):

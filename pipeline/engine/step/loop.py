@@ -80,9 +80,14 @@ class StepLoop:
 
     def batch_of(self, plan: StepPlan) -> SamplingBatch | None:
         """What sampling is told of the step's rows; None where all are greedy and want nothing else."""
-        if self.table.is_plain[plan.sampling_slot_S].all():
+        slot_S = plan.sampling_slot_S
+        are_plain = bool(self.table.is_plain[slot_S].all())
+        if are_plain and not self.table.thinking[slot_S].any():
             return None
-        return SamplingBatch.of_plan(plan, self.table).with_mask(self.masks.of_plan(plan, self.drafting))
+        mask = self.masks.of_plan(plan, self.drafting)
+        if are_plain and mask is None:
+            return None
+        return SamplingBatch.of_plan(plan, self.table).with_mask(mask)
 
     def _take(self, slot_S: np.ndarray, output: SamplerOutput | Verified) -> None:
         """Give these sequences their tokens."""

@@ -21,6 +21,7 @@ from pipeline.engine.sampling.verify import PendingVerified
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import is_greedy
 from pipeline.engine.schedule.step_plan import StepPlan, build_input
+from pipeline.engine.schedule.thinking import has_spent
 from pipeline.engine.step.completing import Completing
 from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.loop import StepLoop
@@ -91,7 +92,7 @@ class OverlappedLoop(StepLoop):
 
     def _plan(self) -> StepPlan | None:
         """The next step with its drafts. Where that needs the tokens in flight, they are waited for."""
-        if self.in_flight is not None and (self.scheduler.would_preempt() or self._has_grammars()):
+        if self.in_flight is not None and (self.scheduler.would_preempt() or self._has_masks()):
             self.land()  # who is preempted leaves with all that it knows; a mask depends on all tokens before it
             self._placeholders = Placeholders(self.table, None)
         plan = self.scheduler.plan()
@@ -113,8 +114,10 @@ class OverlappedLoop(StepLoop):
             plan = self.drafting.extend(plan, proposer, self.in_flight, max_queries)
         return plan if len(plan.slot_S) else None
 
-    def _has_grammars(self) -> bool:
-        return bool(self.table.has_grammar[self.scheduler.running].any())
+    def _has_masks(self) -> bool:
+        """Whether a row's next token may depend on the tokens in flight by a mask."""
+        slot_S = self.scheduler.running
+        return bool(self.table.has_grammar[slot_S].any() or has_spent(self.table, slot_S).any())
 
     def _can_draft_ahead(self, plan: StepPlan, proposer: Proposer | None) -> bool:
         """Whether the step can be launched before the tokens in flight are known.

@@ -19,7 +19,7 @@ import pyarrow as pa
 from pipeline.checkpoints.locate import resolve_model
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartStore
-from pipeline.data.output.result_columns import SampleForm
+from pipeline.data.output.result_columns import ResultShape
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, EngineConfig, SamplingParams
 from pipeline.engine.quality.reference_config import ReferenceConfig
@@ -67,9 +67,7 @@ class WorkSpec:
     run_id: str  # whose logs the actor writes to
     log_level: Level = "info"
     seed: int = 0
-    logprobs: bool = False  # whether the output has a column of them
-    prompt_logprobs: bool = False  # whether it has a column of those
-    samples: SampleForm = "one"  # how the output has several completions of a row
+    results: ResultShape = field(default_factory=ResultShape)  # the columns of the output beside kept ones
     chat: Chat | None = None
     chat_template: str | None = None  # instead of the checkpoint's own
     revision: str | None = None  # of the model
@@ -137,13 +135,11 @@ class Worker:
             store,
             spec.fingerprint,
             spec.rename,
-            spec.logprobs,
+            spec.results,
             spec.metadata,
             spec.kept_types,
             spec.retried_limits,
-            spec.samples,
             spec.task,
-            spec.prompt_logprobs,
         )
 
     def process(self, data: bytes) -> UnitSummary | None:

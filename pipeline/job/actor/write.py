@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, StoredPart
-from pipeline.data.output.result_columns import SampleForm, output_schema, places_of
+from pipeline.data.output.result_columns import ResultShape, output_schema, places_of
 from pipeline.data.output.retried import RetriedRows
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, RowQuality
@@ -27,6 +27,7 @@ from pipeline.report.record.row_stats import (
     Histogram,
     LengthBucket,
     LoopedRows,
+    ReasonedRows,
     RowStats,
     Timing,
     latency_of,
@@ -46,27 +47,22 @@ class Write:
         store: PartStore,
         fingerprint: str,
         rename: Mapping[str, str],
-        logprobs: bool,
+        results: ResultShape,
         metadata: Mapping[str, str],
         kept_types: Mapping[str, pa.DataType] | None = None,
         limits: Mapping[str, Any] | None = None,
-        samples: SampleForm = "one",
         task: JobTask | None = None,
-        prompt_logprobs: bool = False,
     ) -> None:
         """kept_types: of kept columns in a part; those that are not named stay as they are in a unit. limits: of rows
-        that are computed again, where they are not the job's. samples: how several completions of a row stand. task:
-        whose columns are in the place of texts."""
+        that are computed again, where they are not the job's. task: whose columns are in the place of texts."""
         self._store = store
         self._fingerprint = fingerprint
         self._rename = dict(rename)
-        self._logprobs = logprobs
+        self._results = results
         self._metadata = dict(metadata)
         self._kept_types = dict(kept_types or {})
         self._limits = dict(limits or {})
-        self._samples: SampleForm = samples
         self._task = task
-        self._prompt_logprobs = prompt_logprobs
 
     def __call__(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
         """Commit the unit. `completions` holds each of its rows once, in any order."""
@@ -140,15 +136,16 @@ class Write:
             unit.own("source_file"),
             unit.own("source_row"),
         ]
-        if self._samples == "rows":
+        if self._results.samples == "rows":
             columns.append([index for _, index, _ in rows])
-        if self._logprobs:
+        if self._results.logprobs:
             columns.append([self._own(one, _logprobs) for one in each])
-        if self._prompt_logprobs:
+        if self._results.prompt_logprobs:
             columns.append([_of_prompt(by_row[i]) if index == 0 else None for i, index, _ in rows])
-        fields = None if self._task is None else self._task.fields
-        shape = self._logprobs, self._samples, fields, self._prompt_logprobs
-        schema = output_schema(kept.schema, self._rename, *shape)
+        if self._results.reasoning:
+            columns.append([self._own(one, lambda sample: sample.reasoning) for one in each])
+            columns.append([one.num_thought_tokens for one in each])
+        schema = output_schema(kept.schema, self._rename, self._results)
         results = [
             c if isinstance(c, pa.ChunkedArray | pa.Array) else pa.array(c, schema.field(kept.num_columns + i).type)
             for i, c in enumerate(columns)
@@ -157,10 +154,10 @@ class Write:
 
     def _rows_of(self, completion: Completion) -> tuple[Completion, ...]:
         """What has a row of its own in the part."""
-        return completion.each if self._samples == "rows" else (completion,)
+        return completion.each if self._results.samples == "rows" else (completion,)
 
     def _finish_reason(self, completion: Completion) -> str | list[str] | None:
-        if self._samples == "lists":
+        if self._results.samples == "lists":
             return self._own(completion, lambda one: one.finish_reason)
         return completion.finish_reason  # of an error row too
 
@@ -168,7 +165,7 @@ class Write:
         """The value of a row, or those of its samples where they stand in lists; null for an error row."""
         if completion.error is not None:
             return None
-        return [value(one) for one in completion.each] if self._samples == "lists" else value(completion)
+        return [value(one) for one in completion.each] if self._results.samples == "lists" else value(completion)
 
     def _answers(self, unit: Unit, done: list[Completion]) -> list[Any]:
         """The columns of completions, or of the task in their place."""
@@ -208,9 +205,11 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
             lost[code] = lost.get(code, Computed()) + tokens
     loops = [len(one.token_ids) for one in samples if one.finish_reason == "length_loop"]
     looped = LoopedRows(len(loops), sum(loops))
+    thoughts = [one.num_reasoning_tokens for one in samples if one.num_reasoning_tokens]
+    reasoned = ReasonedRows(len(thoughts), sum(thoughts))
     quality = sum((_quality(c.quality) for c in completed if c.quality is not None), QualityStats())
     examples, by_length = _examples(unit, completions), dict(sorted(lengths.items()))
-    return RowStats(latency_of(timings), by_length, examples, outputs, lost, looped, quality)
+    return RowStats(latency_of(timings), by_length, examples, outputs, lost, looped, quality, reasoned)
 
 
 def _quality(row: RowQuality) -> QualityStats:

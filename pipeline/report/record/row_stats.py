@@ -135,6 +135,17 @@ class LoopedRows:
         return LoopedRows(self.rows + other.rows, self.generated_tokens + other.generated_tokens)
 
 
+@dataclass(frozen=True)
+class ReasonedRows:
+    """Completed rows, or samples of them, that reasoned before they answered, and the tokens of that."""
+
+    rows: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: "ReasonedRows") -> "ReasonedRows":
+        return ReasonedRows(self.rows + other.rows, self.tokens + other.tokens)
+
+
 def length_bucket(num_tokens: int) -> int:
     """The longest prompt of the bucket that `num_tokens` falls into: 64, 128, 256, ..."""
     return max(FIRST_LENGTH, 1 << max(0, num_tokens - 1).bit_length())
@@ -164,6 +175,7 @@ class RowStats(JsonRecord):
     lost: Mapping[str, Computed] = field(default_factory=dict)
     looped: LoopedRows = field(default_factory=LoopedRows)
     quality: QualityStats = field(default_factory=QualityStats)
+    reasoned: ReasonedRows = field(default_factory=ReasonedRows)
 
     def __add__(self, other: "RowStats") -> "RowStats":
         """Of the examples, those of `self` come first."""
@@ -183,4 +195,5 @@ class RowStats(JsonRecord):
             },
             self.looped + other.looped,
             self.quality + other.quality,
+            self.reasoned + other.reasoned,
         )

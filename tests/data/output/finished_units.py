@@ -9,7 +9,7 @@ FP = "0123abcd"
 
 
 def result(rows: int, seed: int = 0, errors: int = 0) -> pa.Table:
-    schema = output_schema(pa.schema([("id", pa.int64())]), {}, logprobs=False)
+    schema = output_schema(pa.schema([("id", pa.int64())]), {})
     bad = [i < errors for i in range(rows)]
     columns = {
         "id": list(range(rows)),

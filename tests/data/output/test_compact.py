@@ -25,7 +25,7 @@ def finish_job(store: PartStore, windows: int = 3, rows: int = 30, units: int = 
     """An output as a finished job leaves it: units of a window hold its rows in any order. Returns all rows, in
     the input's order."""
     store.folder.probe()
-    schema = output_schema(pa.schema([("id", pa.int64()), ("tags", pa.list_(pa.string()))]), RENAME, False)
+    schema = output_schema(pa.schema([("id", pa.int64()), ("tags", pa.list_(pa.string()))]), RENAME)
     draw = random.Random(seed)
     everything = []
     for window in range(windows):

@@ -9,6 +9,8 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.result_columns import (
     LOGPROBS_FIELD,
     RESULT_FIELDS,
+    RESULT_NAMES,
+    ResultShape,
     output_schema,
     result_column,
 )
@@ -18,13 +20,15 @@ KEPT = pa.schema([pa.field("id", pa.int64(), nullable=False, metadata={"x": "y"}
 
 
 def test_kept_columns_then_results():
-    schema = output_schema(KEPT, {}, logprobs=False)
+    schema = output_schema(KEPT, {})
     assert schema.names == ["id", *(f.name for f in RESULT_FIELDS)]
     assert schema.field("id").metadata is None
     assert schema.metadata is None
     assert schema.field("source_row").type == pa.int64()
-    assert output_schema(KEPT, {}, logprobs=True).names[-1] == "logprobs"
-    assert output_schema(KEPT, {"sample_index": "k"}, True, "rows").names[-3:] == ["source_row", "k", "logprobs"]
+    assert output_schema(KEPT, {}, ResultShape(logprobs=True)).names[-1] == "logprobs"
+    rows = ResultShape("rows", logprobs=True)
+    assert output_schema(KEPT, {"sample_index": "k"}, rows).names[-3:] == ["source_row", "k", "logprobs"]
+    assert output_schema(KEPT, {}, ResultShape("rows", True, True, True)).names == ["id", *RESULT_NAMES]
     one = [[{"token_id": 1, "logprob": -0.5, "top": [{"token_id": 2, "logprob": -1.0}]}], None]
     assert pa.array(one, LOGPROBS_FIELD.type).to_pylist() == one
 
@@ -32,26 +36,26 @@ def test_kept_columns_then_results():
 def test_a_collision_names_the_rename_to_write():
     chained = pa.schema([("generated_text", pa.string()), ("error", pa.string()), ("error_2", pa.string())])
     with pytest.raises(ConfigError, match=r"output\.rename: \{generated_text: generated_text_2, error: error_3\}"):
-        output_schema(chained, {}, logprobs=False)
-    names = output_schema(chained, {"generated_text": "generated_text_2", "error": "error_3"}, logprobs=False).names
+        output_schema(chained, {})
+    names = output_schema(chained, {"generated_text": "generated_text_2", "error": "error_3"}).names
     assert len(set(names)) == len(names) == 3 + len(RESULT_FIELDS)
     # what is written takes effect, and what was renamed already stays in the advice
     with pytest.raises(ConfigError, match=r"output\.rename: \{generated_text: a, error: error_3\}"):
-        output_schema(chained, {"generated_text": "a"}, logprobs=False)
+        output_schema(chained, {"generated_text": "a"})
     with pytest.raises(ConfigError, match="input has columns of the same names"):
-        output_schema(KEPT, {"generated_text": "id"}, logprobs=False)
+        output_schema(KEPT, {"generated_text": "id"})
     with pytest.raises(ConfigError, match="logprobs"):
-        output_schema(pa.schema([("logprobs", pa.string())]), {}, logprobs=True)
-    output_schema(pa.schema([("logprobs", pa.string())]), {}, logprobs=False)
+        output_schema(pa.schema([("logprobs", pa.string())]), {}, ResultShape(logprobs=True))
+    output_schema(pa.schema([("logprobs", pa.string())]), {})
 
 
 def test_rename_takes_result_columns_only():
     with pytest.raises(ConfigError, match="did you mean 'generated_text'"):
-        output_schema(KEPT, {"generated_txt": "answer"}, logprobs=False)
+        output_schema(KEPT, {"generated_txt": "answer"})
     with pytest.raises(ConfigError, match="same names"):
-        output_schema(KEPT, {"generated_text": "answer", "error": "answer"}, logprobs=False)
+        output_schema(KEPT, {"generated_text": "answer", "error": "answer"})
     with pytest.raises(ConfigError, match="more than once: id"):
-        output_schema(pa.schema([("id", pa.int64()), ("id", pa.int64())]), {}, logprobs=False)
+        output_schema(pa.schema([("id", pa.int64()), ("id", pa.int64())]), {})
 
 
 def test_totals_are_found_under_any_name():
@@ -63,7 +67,7 @@ def test_totals_are_found_under_any_name():
     }
     kept = pa.schema([("num_input_tokens", pa.int64())])
     rename = {"num_input_tokens": "n_in", "error": "code"}
-    schema = output_schema(kept, rename, logprobs=False)
+    schema = output_schema(kept, rename)
     columns = {rename.get(k, k): v for k, v in values.items()} | {"num_input_tokens": [1000] * 5}
     table = pa.table([pa.array(columns.get(f.name, [None] * 5), f.type) for f in schema], schema=schema)
     expected = PartTotals(5, 1, {"engine_failure": 1, "null_prompt": 1, "prompt_too_long": 1}, 7, 1, 15, 200_034)

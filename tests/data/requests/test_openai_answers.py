@@ -43,6 +43,23 @@ def test_tokens_from_cache_are_told():
     assert (usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details.cached_tokens) == (5, 6, 4)
 
 
+@pytest.mark.parametrize("answered", [CHAT, TEXT])
+def test_reasoning_is_told_beside_the_answer_and_counted(answered):
+    plain = body(answered)
+    assert plain.usage.completion_tokens_details is None
+    assert "reasoning" not in plain.model_dump_json()
+    samples = {"generated_text": ["x", "", "y"], "finish_reason": ["stop", "length", "stop"],
+               "reasoning": ["so", "so long", None], "num_reasoning_tokens": 9}  # fmt: skip
+    found = body(answered, **samples)
+    assert found.usage.completion_tokens_details.reasoning_tokens == 9
+    holders = [choice.message if answered is CHAT else choice for choice in found.choices]
+    assert [holder.reasoning for holder in holders] == samples["reasoning"]
+    texts = [holder.content if answered is CHAT else holder.text for holder in holders]
+    assert texts == ["x", None if answered is CHAT else "", "y"]
+    single = body(answered, reasoning="so", num_reasoning_tokens=2).choices[0]
+    assert (single.message if answered is CHAT else single).reasoning == "so"
+
+
 @pytest.mark.parametrize("code", list(RowError))
 def test_a_failure_is_the_rows_or_the_engines(code):
     answer = CHAT.line({**ROW, "error": str(code), "error_message": None, "generated_text": None})

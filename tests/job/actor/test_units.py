@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.config import JobConfig
 from pipeline.data.output.parts import PartStore
+from pipeline.data.output.result_columns import ResultShape
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
@@ -42,7 +43,23 @@ def complete(requests, text="t") -> list[Completion]:
 def write(tmp_path, rename=None, logprobs=False) -> Write:
     store = PartStore(str(tmp_path / "out"))
     store.folder.probe()
-    return Write(store, "0123abcd", rename or {}, logprobs, {"pipeline.fingerprint": "0123abcd"})
+    return Write(store, "0123abcd", rename or {}, ResultShape(logprobs=logprobs), {"pipeline.fingerprint": "0123abcd"})
+
+
+def test_reasoning_has_columns_of_its_own_a_text_for_each_sample(tmp_path):
+    unit = unit_of({"p": ["a", "b", "c"]}, UnitSpec(PromptSpec(column="p")))
+    at = rows_by_source(unit)
+    thought, plain = complete([Request(at[row], [1], SamplingParams()) for row in (0, 2)])
+    thought = replace(thought, reasoning="why", num_reasoning_tokens=3)
+    done = [thought, failed_row(at[1], "empty_prompt", "none"), replace(plain, samples=(thought, plain))]
+    store = PartStore(str(tmp_path / "out"))
+    for samples, expected in (("one", ["why", None, None]), ("lists", [["why"], None, ["why", None]])):
+        write = Write(store, "0123abcd", {"reasoning": "r"}, ResultShape(samples, reasoning=True), {})
+        table = write.table(unit, done)
+        assert table["r"].to_pylist() == expected
+        assert table["num_reasoning_tokens"].to_pylist() == [3, 0, 3]
+    stats = row_stats(unit, done).reasoned
+    assert (stats.rows, stats.tokens) == (2, 6)
 
 
 def rows_by_source(unit: Unit) -> dict[int, int]:

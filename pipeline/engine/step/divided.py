@@ -1,0 +1,30 @@
+"""A completion in two: its reasoning, and its answer."""
+
+from dataclasses import replace
+
+from pipeline.engine.params import Completion
+from pipeline.engine.reasoning.row_reasoning import RowReasoning
+from pipeline.tokenization.tokenizer import Tokenizer
+
+
+def divided(whole: Completion, reasoning: RowReasoning, tokenizer: Tokenizer) -> Completion:
+    """`whole`, whose text is that of all tokens up to its end, with the answer as its text. Blanks at the border fall
+    away: around the reasoning and before the answer, as models write empty lines there."""
+    thought_ids, answer_ids = reasoning.split(whole.token_ids)
+    if thought_ids is None:
+        return whole
+    # A stop string or a last token that is no text cuts the end of the text, wherever the row is.
+    num_cut = len(tokenizer.decode(whole.token_ids)) - len(whole.text)
+    answer, thought = _without_end(tokenizer.decode(answer_ids), num_cut), tokenizer.decode(thought_ids)
+    if reasoning.markers.end_id not in whole.token_ids:
+        thought = _without_end(thought, num_cut)
+    return replace(
+        whole,
+        text=answer.lstrip(),
+        reasoning=thought.strip() or None,
+        num_reasoning_tokens=len(thought_ids),
+    )
+
+
+def _without_end(text: str, num_characters: int) -> str:
+    return text[: max(len(text) - num_characters, 0)]

@@ -1,0 +1,189 @@
+"""Rows that reason: budgets and the answers' grammars hold, however rows are cut, preempted, drafted and batched."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.errors import ConfigError
+from tests.engine.grammar import small_vocabulary
+from tests.engine.grammar.small_vocabulary import small_tokenizer, text_engine
+from tests.engine.grammar.test_grammar_rows import ngram, own_drafts
+from tests.engine.hash_runner import EOS
+from tests.engine.schedule.test_scheduler import run
+from tests.engine.test_speculation import same
+
+# The likeliest tokens of the model, so that some rows begin and end reasoning by themselves.
+_LIKELY = np.bincount(small_vocabulary._TABLE.argmax(dim=-1).numpy(), minlength=EOS)[:90].argsort()[::-1].tolist()
+END, START = _LIKELY[:2]
+NUM_GREEDY = 84
+TIGHT = {"max_model_len": 100, "max_num_batched_tokens": 24, "max_num_seqs": 12}
+GRAMMARS: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {"regex": "x[a-c]{2,5}!"},
+    {
+        "json": {
+            "type": "object",
+            "properties": {"a": {"type": "boolean"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+    },
+)
+SAMPLED = ({"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2},
+           {"logprobs": 2}, {"stop": ("b",)}, {"frequency_penalty": 0.4, "ignore_eos": True},
+           {"repetition_detection": None, "n": 3, "temperature": 1.1})  # fmt: skip
+
+
+def markers() -> dict[str, str]:
+    tokenizer = small_tokenizer()
+    return {"start": tokenizer.decode([START]), "end": tokenizer.decode([END])}
+
+
+def params_of(row: int, **more: Any) -> SamplingParams:
+    budget = (None, 0, 1, 2, 5, 17, 33)[row % 7]
+    grammar = GRAMMARS[row % 3]
+    return SamplingParams(max_tokens=(60, 25)[row % 5 == 0], seed=row, reasoning=markers(),  # type: ignore[arg-type]
+                          thinking_token_budget=budget, structured_outputs=grammar, **more)  # type: ignore[arg-type]  # fmt: skip
+
+
+@cache
+def beginners() -> list[list[int]]:
+    """Prompts after which the model begins to reason by itself."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 90, int(rng.integers(1, 30))).tolist() for _ in range(900)]
+    first = text_engine().generate(prompts, SamplingParams(max_tokens=1))
+    return [p for p, done in zip(prompts, first) if done.token_ids == [START] and not {START, END} & set(p)]
+
+
+@cache
+def requests() -> list[Request]:
+    rng, made = np.random.default_rng(8), []
+    for row in range(NUM_GREEDY + 60):
+        prompt = rng.integers(0, 90, int(rng.integers(1, 30))).tolist()
+        prompt = [*prompt, START, 7] if row % 4 < 2 else prompt if row % 4 == 2 else beginners()[row % len(beginners())]
+        more = {} if row < NUM_GREEDY else SAMPLED[row % len(SAMPLED)]
+        made.append(Request(row, prompt, params_of(row, **more)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[int, Completion]:
+    return run(text_engine(), requests(), check=False)
+
+
+def by_hand(engine: Engine, request: Request) -> list[int]:
+    """The definition: runs that know nothing of reasoning, put together at the markers."""
+    params, prompt = request.params, request.prompt_token_ids
+    free = replace(params, reasoning=None, thinking_token_budget=None, structured_outputs=None)
+    held = replace(free, structured_outputs=params.structured_outputs)
+
+    def tokens(known: list[int], own: SamplingParams) -> list[int]:
+        room = params.max_tokens - len(known)
+        return engine.generate([prompt + known], replace(own, max_tokens=room))[0].token_ids if room else []
+
+    seen = [token for token in prompt if token in (START, END)]
+    known: list[int] = []
+    if not seen or seen[-1] != START:
+        first = engine.generate([prompt], replace(held, max_tokens=1, logprobs=96))[0]
+        assert first.logprobs is not None
+        likely = dict(first.logprobs[0].top)
+        begins = first.token_ids == [START] or likely.get(START, -1e9) > likely[first.token_ids[0]]
+        if not begins:
+            return tokens([], held)
+        known = [START]
+    thoughts = tokens(known, free)
+    budget = len(thoughts) if params.thinking_token_budget is None else params.thinking_token_budget
+    if END in thoughts[:budget]:
+        known += thoughts[: thoughts.index(END) + 1]
+    elif EOS in thoughts[:budget] or len(known) + budget >= params.max_tokens:
+        return known + thoughts[:budget]
+    else:
+        known += [*thoughts[:budget], END]
+    return known + tokens(known, held)
+
+
+def test_greedy_rows_are_what_the_definition_says(plain: dict[int, Completion]) -> None:
+    engine, kinds = text_engine(), set()
+    tokenizer = small_tokenizer()
+    for request in requests()[:NUM_GREEDY]:
+        done, params = plain[request.row_id], request.params  # type: ignore[index]
+        assert done.token_ids == by_hand(engine, request), request
+        ids = done.token_ids
+        is_open = [t for t in request.prompt_token_ids if t in (START, END)][-1:] == [START]
+        begins = ids[:1] == [START]
+        thinks, ended = is_open or begins, END in ids
+        kinds.add((is_open, begins, ended, params.structured_outputs is not None, done.finish_reason))
+        if thinks and ended:
+            assert done.num_reasoning_tokens == ids.index(END) - begins
+            assert done.reasoning == (tokenizer.decode(ids[begins : ids.index(END)]).strip() or None)
+        elif thinks:
+            assert (done.text, done.num_reasoning_tokens) == ("", len(ids) - begins)
+        if params.structured_outputs is not None and done.finish_reason == "stop" and (ended or not thinks):
+            form = "x[a-c]{2,5}!" if params.structured_outputs.kind == "regex" else r'\{"a":(true|false)\}'
+            assert re.fullmatch(form, done.text), done.text
+    assert {(o, b) for o, b, *_ in kinds} >= {(True, False), (False, True), (False, False)}
+    assert {e for *_, e, _, _ in kinds} == {True, False}
+    limited = [(plain[r.row_id].num_reasoning_tokens, r.params.thinking_token_budget or 0) for r in requests()]  # type: ignore[index]
+    assert sum(tokens == budget > 0 for tokens, budget in limited) > 10
+    assert sum(0 < tokens < budget for tokens, budget in limited) > 10
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "chunks and preemption": lambda: text_engine(100, **TIGHT),
+    "lookup": lambda: ngram(text_engine(max_num_batched_tokens=200)),
+    "drafts": lambda: own_drafts(text_engine(max_num_batched_tokens=200), exposes=False),
+    "drafts, chunks and preemption": lambda: own_drafts(text_engine(65, **TIGHT), exposes=False),
+    "beside the host": lambda: text_engine(is_asynchronous=True),
+    "beside the host, chunks and preemption": lambda: text_engine(100, is_asynchronous=True, **TIGHT),
+    "beside the host, drafts": lambda: own_drafts(text_engine(is_asynchronous=True, max_num_batched_tokens=200), False),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_no_token_changes(name: str, plain: dict[int, Completion]) -> None:
+    engine = ENGINES[name]()
+    done = run(engine, requests(), check="preemption" in name, arrivals=np.random.default_rng(1))
+    assert same(done, plain)
+    for row, expected in plain.items():
+        for mine, theirs in zip(done[row].each, expected.each, strict=True):
+            assert (mine.token_ids, mine.reasoning) == (theirs.token_ids, theirs.reasoning)
+    assert (engine.stats.num_preemptions > 0) == ("preemption" in name)
+    if "drafts" in name:
+        assert 0 < sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
+
+
+def test_every_token_has_a_log_probability(plain: dict[int, Completion]) -> None:
+    """Those of a marker that the budget forced too."""
+    wanted = [r for r in requests() if r.params.logprobs is not None]
+    for request in wanted:
+        done = plain[request.row_id]  # type: ignore[index]
+        assert done.logprobs is not None
+        assert [t.token_id for t in done.logprobs] == done.token_ids
+    assert wanted
+
+
+def test_markers_that_are_no_tokens_are_refused_before_anything_runs() -> None:
+    engine = text_engine()
+    for reasoning, told in (
+        ("auto", "sampling.reasoning: auto: the checkpoint's tokenizer has no token that begins reasoning"),
+        ({"start": "<t>", "end": "q"}, "sampling.reasoning.start = '<t>': is not one token"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            engine.generate([[1]], SamplingParams(reasoning=reasoning))  # type: ignore[arg-type]
+    assert not engine.has_unfinished
+    assert engine.generate([[1]])[0].error is None
+    for given, told in (
+        ({"thinking_token_budget": 3}, "sampling.thinking_token_budget = 3: expected none without sampling.reasoning"),
+        ({"thinking_token_budget": -1, "reasoning": "auto"}, "expected an integer of at least 0"),
+        ({"reasoning": True}, "sampling.reasoning = True: expected auto, or"),
+        ({"reasoning": {"start": "a", "end": "a"}}, "are both 'a'"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            SamplingParams(**given)  # type: ignore[arg-type]
