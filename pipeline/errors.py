@@ -85,7 +85,9 @@ class RowError(StrEnum):
     PROMPT_TOO_LARGE = "prompt_too_large"  # bytes, refused before tokenizing
     PROMPT_TOO_LONG = "prompt_too_long"  # tokens, does not fit the context
     CORRUPT_INPUT = "corrupt_input"  # a damaged row group or line of the input, and input.on_corrupt is skip
-    INVALID_REQUEST = "invalid_request"  # a line of input.format openai-batch asks for what is not done, or for nothing
+    INVALID_REQUEST = (
+        "invalid_request"  # a line of a batch API (input.format) asks for what is not done, or for nothing
+    )
     INVALID_MESSAGES = "invalid_messages"  # not a chat the template can take
     INVALID_SAMPLING = "invalid_sampling"  # a per-row sampling value out of range
     INVALID_LABELS = "invalid_labels"  # of task choice: none, empty ones, or two with the same tokens

@@ -17,6 +17,7 @@ from pipeline.config.engine_sections import EngineSection, SamplingSection, Spec
 from pipeline.config.jobfile import Document, Value
 from pipeline.config.quality import QualitySection
 from pipeline.config.requests import (
+    FORMATS,
     SOURCES,
     contradiction,
     contradiction_of_lines,
@@ -67,7 +68,7 @@ _CUT = {"window_rows", "window_bytes", "unit_tokens", "unit_rows"}  # of `run`: 
 
 def _prompt_or_requests(schema: dict[str, Any]) -> None:
     """For editors: a job has a prompt from one source, or lines that say it."""
-    of_requests = {"properties": {"format": {"const": "openai-batch"}}, "required": ["format"]}
+    of_requests = {"properties": {"format": {"enum": list(FORMATS)}}, "required": ["format"]}
     one_source = {"oneOf": [{"required": [key], "properties": {key: {"type": "string"}}} for key in SOURCES]}
     no_source = {"not": {"anyOf": [{"required": [key]} for key in (*SOURCES, "defaults")]}}
     schema["if"] = {"properties": {"input": of_requests}, "required": ["input"]}
@@ -221,7 +222,8 @@ class JobConfig(Section):
 
     def of_endpoint(self, endpoint: "Endpoint", samples: bool = False) -> "JobConfig":
         """The job whose lines are requests for this endpoint. samples: whether some ask for several completions."""
-        sampling = sampling_of(endpoint, self.sampling, samples)
+        assert self.input.requests is not None
+        sampling = sampling_of(self.input.requests, endpoint, self.sampling, samples)
         new = {"prompt": prompt_of(endpoint, self.prompt), "sampling": sampling}
         return self.model_copy(update=new)
 

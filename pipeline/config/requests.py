@@ -1,27 +1,31 @@
-"""Jobs whose input is a file of requests (`input.format: openai-batch`): the lines say what others' job files say.
+"""Jobs whose input is a file of requests (`input.format: openai-batch` or another API's): the lines say what others'
+job files say.
 
 A job file of one has no `prompt`, or one with `chat` and `max_bytes` alone; its `sampling` is for lines that do not
 give a value themselves. Which endpoint the lines are for is known once the input is read (`JobConfig.of_lines`); those
 for embeddings are of jobs with `task: embed`.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_args
 
 from pipeline.config.engine_sections import SamplingSection
 from pipeline.config.sections import InputSection, PromptSection
 from pipeline.config.values import FromColumn
-from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT, PROMPT_COLUMN, Endpoint
+from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT, PROMPT_COLUMN, Endpoint, RequestFormat
 
 if TYPE_CHECKING:
     from pipeline.data.requests.input_checks import Requests
 
+_OF_CHATS = {"temperature": 1.0, "max_tokens": 4096}
 # What the API does where neither a line nor the job file says. A chat there goes on to the model's end; here a row is
 # given room for max_tokens, so that there is a bound.
-DEFAULTS: dict[Endpoint, dict[str, Any]] = {
-    "chat": {"temperature": 1.0, "max_tokens": 4096},
-    "text": {"temperature": 1.0, "max_tokens": 16},
-    "embedding": {},
+DEFAULTS: Mapping[RequestFormat, Mapping[Endpoint, dict[str, Any]]] = {
+    "openai-batch": {"chat": _OF_CHATS, "text": {"temperature": 1.0, "max_tokens": 16}, "embedding": {}},
+    "anthropic-batch": {"chat": _OF_CHATS},
+    "bedrock-batch": {"chat": _OF_CHATS, "text": {"temperature": 0.5, "top_p": 0.9, "max_tokens": 512}},
 }
+FORMATS: tuple[RequestFormat, ...] = get_args(RequestFormat)
 SOURCES = ("template", "column", "messages")  # of a prompt
 
 
@@ -63,9 +67,9 @@ def contradiction_of_lines(
 ) -> tuple[str, str] | None:
     """The key of a job file that the lines contradict, and why. dimensions: of the job's embeddings. wants_chats:
     whether the job file says how prompts become chats."""
-    where = f"{found.place} is for {found.asks_for} (url)"
     if (task == "embed") != (found.endpoint == "embedding"):
-        return "task", f"{task}, but {where}; use task: {'generate' if task == 'embed' else 'embed'}"
+        use = "generate" if task == "embed" else "embed"
+        return "task", f"{task}, but {found.place} is for {found.asks_for} ({found.endpoint_key}); use task: {use}"
     if wants_chats and found.endpoint != "chat":
         return "prompt.chat", f"the lines are for {found.asks_for}, which has no chats; leave it out"
     if None not in (dimensions, found.dimensions) and dimensions != found.dimensions:
@@ -93,10 +97,10 @@ def prompt_of(endpoint: Endpoint, prompt: PromptSection) -> PromptSection:
     return prompt.model_copy(update=new)
 
 
-def sampling_of(endpoint: Endpoint, sampling: SamplingSection, samples: bool) -> SamplingSection:
+def sampling_of(form: RequestFormat, endpoint: Endpoint, sampling: SamplingSection, samples: bool) -> SamplingSection:
     """The values for lines that give none, with the API's where the job file has none either. samples: whether some
     lines ask for several completions; the job's own `n` is for those that do not say."""
-    missing = {name: value for name, value in DEFAULTS[endpoint].items() if name not in sampling.model_fields_set}
+    missing = {name: value for name, value in DEFAULTS[form][endpoint].items() if name not in sampling.model_fields_set}
     if samples and sampling.n == 1:
         missing["n"] = FromColumn("n")
     return sampling.model_copy(update=missing)

@@ -50,17 +50,18 @@ class InputSection(Section):
         "directory; ${NAME} and ${NAME:-default} are environment variables, here and in the other paths.",
         examples=["jobs/data", "s3://bucket/tickets/*.parquet", "chats.jsonl.gz", "${DATA:-data}/in"],
     )
-    format: Literal["columns", "openai-batch"] = Field(
+    format: Literal["columns", "openai-batch", "anthropic-batch", "bedrock-batch"] = Field(
         default="columns",
-        description="What a row is: columns, of which prompt and sampling name some; or openai-batch, JSON Lines of "
-        "OpenAI's Batch API for /v1/chat/completions, /v1/completions or, with task: embed, /v1/embeddings, which say "
-        "prompt and sampling themselves.",
+        description="What a row is: columns, of which prompt and sampling name some; or a line of a batch API, which "
+        "says prompt and sampling itself: openai-batch for /v1/chat/completions, /v1/completions or, with task: embed, "
+        "/v1/embeddings; anthropic-batch for Anthropic's messages; bedrock-batch for Amazon's Converse, or InvokeModel "
+        "of Llama models.",
         examples=["openai-batch"],
     )
     columns: Columns | None = Field(
         default=None,
-        description="Input columns kept beside each completion. All when left out (of openai-batch: custom_id, and "
-        "encoding_format of embeddings), none for an empty list.",
+        description="Input columns kept beside each completion. All when left out (of lines of a batch API: "
+        "custom_id, and encoding_format of embeddings), none for an empty list.",
         examples=[["ticket_id"]],
     )
     on_corrupt: Literal["fail", "skip"] = Field(

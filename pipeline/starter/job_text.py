@@ -111,7 +111,7 @@ def _limits(seen: Look) -> list[str]:
         return ["task: embed                    # the lines are for /v1/embeddings: a vector for each"]
     defaults = {"max_tokens": MAX_TOKENS, "temperature": 0}
     if seen.requests is not None:
-        defaults = DEFAULTS[seen.requests.endpoint]
+        defaults = DEFAULTS[seen.requests.format][seen.requests.endpoint]
     max_tokens, longest = defaults["max_tokens"], seen.lengths[-1] if seen.lengths else None
     notes = []
     if longest is not None and seen.max_position is not None:

@@ -15,8 +15,7 @@ import pyarrow as pa
 from pipeline.checkpoints.locate import locate_model, model_kind, why_no_checkpoint
 from pipeline.config import job_from_flags
 from pipeline.data.columns import is_text
-from pipeline.data.requests.input_checks import Requests
-from pipeline.data.requests.openai_batch import OF_LINE
+from pipeline.data.requests.input_checks import READERS, Requests
 from pipeline.data.requests.request_row import PROMPT_COLUMN
 from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.errors import InputError, ModelError
@@ -56,9 +55,11 @@ def look(place: str, model: str, say: Callable[[str], None]) -> Look:
     that cannot be run."""
     source = open_source(place)
     rows = _first_rows(source)
-    if {*OF_LINE} <= {*source.schema.names}:
-        source = open_source(place, requests="openai-batch")
-        rows = _first_rows(source)
+    for form, reader in READERS.items():
+        if {*reader.fields} <= {*source.schema.names}:
+            source = open_source(place, requests=form)
+            rows = _first_rows(source)
+            break
     requests = source.requests
     prompt, kind = (PROMPT_COLUMN[requests.endpoint], "requests") if requests else _prompt_of(source, rows)
     keep = tuple(name for name in source.schema.names if name != prompt and _tells_rows_apart(name, rows))
@@ -77,8 +78,7 @@ def look(place: str, model: str, say: Callable[[str], None]) -> Look:
         has_chat = tokenizer.has_chat_template
         if kind == "messages" or (requests is not None and requests.endpoint == "chat"):
             tokenizer.check_chat_template()
-        is_embed = requests is not None and requests.endpoint == "embedding"
-        read = read_samples(_job(place, model, prompt, kind, has_chat, is_embed), tokenizer, max_tokens=1 << 40)
+        read = read_samples(_job(place, model, prompt, kind, has_chat, requests), tokenizer, max_tokens=1 << 40)
     finally:
         tokenizer.close()
     lengths = tuple(sorted(map(len, read.token_ids)))
@@ -160,7 +160,7 @@ def _small_files_of(model: str) -> tuple[Path | None, str]:
     return folder, ""
 
 
-def _job(place: str, model: str, prompt: str, kind: str, has_chat: bool, is_embed: bool) -> Any:
+def _job(place: str, model: str, prompt: str, kind: str, has_chat: bool, requests: Requests | None) -> Any:
     """The first rows as the job will send them, for their lengths."""
     key = {"messages": "prompt.messages", "requests": "input.format"}.get(kind, "prompt.column")
     flags: dict[str, tuple[Any, str]] = {
@@ -168,10 +168,10 @@ def _job(place: str, model: str, prompt: str, kind: str, has_chat: bool, is_embe
         "input.limit": (LOOKED_AT_ROWS, "--input"),
         "model.path": (model, "--model"),
         "output.path": ("-", "--output"),
-        key: ("openai-batch" if kind == "requests" else prompt, "--input"),
+        key: (prompt if requests is None else requests.format, "--input"),
     }
-    if is_embed:
+    if requests is not None and requests.endpoint == "embedding":
         flags["task"] = ("embed", "--input")
-    if has_chat and kind != "requests":
+    if has_chat and requests is None:
         flags["prompt.chat"] = ({}, "--model")
     return job_from_flags(flags)

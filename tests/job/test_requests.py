@@ -293,6 +293,76 @@ def test_lines_and_task_have_to_fit(embedding, url, section, says):
         assert [text for text in told if re.search(says, text)], told
 
 
+def as_anthropics(line: dict, i: int) -> dict:
+    content = [{"type": "text", "text": f"é {i}"}] if i < 3 else [{"type": "image"}]
+    body = {"model": "c", "max_tokens": 6, "system": "Be brief.", "messages": [{"role": "user", "content": content}]}
+    return {"custom_id": line["custom_id"], "params": body}
+
+
+def as_converse(line: dict, i: int) -> dict:
+    content = [{"text": f"é {i}"}] if i < 3 else [{"image": {}}]
+    body = {"system": [{"text": "Be brief."}], "messages": [{"role": "user", "content": content}]}
+    return {"recordId": line["custom_id"], "modelInput": {**body, "inferenceConfig": {"maxTokens": 6}}}
+
+
+def as_llamas(line: dict, i: int) -> dict:
+    return {"recordId": line["custom_id"], "modelInput": {"prompt": f"é {i}" if i < 3 else None, "max_gen_len": 6}}
+
+
+@pytest.mark.parametrize(
+    ("form", "make", "name"),
+    [
+        ("anthropic-batch", as_anthropics, "custom_id"),
+        ("bedrock-batch", as_converse, "recordId"),
+        ("bedrock-batch", as_llamas, "recordId"),
+    ],
+)
+def test_lines_of_other_apis_are_answered_and_converted(batch, pipe, form, make, name):
+    (batch.folder / "in" / "b.jsonl").unlink()
+    put(batch, "a.jsonl", [make(request(i), i) for i in range(4)])
+    run(batch, input={"format": form})
+    with pytest.raises(OutputError, match=f"--errors x: {form} has the lines of error rows in --output too"):
+        convert(PartStore(str(batch.output)), "answers.jsonl", "x", {}, form)
+    place = batch.folder / "answers.jsonl"
+    code, out, err = pipe("convert", str(batch.output), "--to", form, "--output", str(place))
+    assert (code, out.strip(), err) == (0, f"{place}: 3 completed rows; 1 error rows", "")
+    lines = [json.loads(line) for line in place.read_text().splitlines()]
+    by_id = {line.pop(name): line for line in lines}
+    assert by_id.keys() == {f"id-{i}" for i in range(4)}
+    num_input = num_output = 0
+    for i in range(3):
+        is_text = make is as_llamas
+        prompt = list((f"é {i}" if is_text else f"<system>Be brief.<user>é {i}").encode())
+        tokens = answer(prompt, row_seed(0, "a.jsonl", i), 6)
+        num_input, num_output = num_input + len(prompt), num_output + len(tokens)
+        line = by_id[f"id-{i}"]
+        if form == "anthropic-batch":
+            (block,), usage = line["result"]["message"]["content"], line["result"]["message"]["usage"]
+            found = block["text"], usage["input_tokens"], usage["output_tokens"]
+        elif is_text:
+            told = line["modelOutput"]
+            found = told["generation"], told["prompt_token_count"], told["generation_token_count"]
+        else:
+            (block,), usage = line["modelOutput"]["output"]["message"]["content"], line["modelOutput"]["usage"]
+            found = block["text"], usage["inputTokens"], usage["outputTokens"]
+        assert found == (text_of(tokens), len(prompt), len(tokens))
+    last = by_id["id-3"]
+    assert (last.get("result") or last)["error"]
+    manifest = batch.folder / "manifest.json.out"
+    assert manifest.exists() == (form == "bedrock-batch")
+    if manifest.exists():
+        assert json.loads(manifest.read_text()) == {
+            "totalRecordCount": 4, "processedRecordCount": 4, "successRecordCount": 3, "errorRecordCount": 1,
+            "inputTokenCount": num_input, "outputTokenCount": num_output,
+        }  # fmt: skip
+
+
+def test_embeddings_are_of_openais_lines_alone(embedding):
+    run(embedding)
+    with pytest.raises(OutputError, match="task is embed; the files of bedrock-batch hold completions alone"):
+        convert(PartStore(str(embedding.output)), str(embedding.folder / "a"), None, {}, "bedrock-batch")
+
+
 def test_a_row_that_ends_the_engine_is_the_engines_fault(batch):
     batch.fake(kill="é 30")
     run(batch)
@@ -355,7 +425,7 @@ def test_values_for_lines_that_do_not_say(batch):
         ({"prompt": {"column": "x"}}, r"job\.yaml:\d+: prompt\.column: the lines of input\.format openai-batch are"),
         ({"sampling": {"max_tokens": {"column": "x"}}}, r"sampling\.max_tokens: the lines of .* give their own values"),
         ({"input": {"columns": []}}, r"input\.columns: expected custom_id among them"),
-        ({"input": {"format": "openai"}}, r"input\.format: expected one of columns, openai-batch"),
+        ({"input": {"format": "openai"}}, r"input\.format: expected one of columns, openai-batch, anthropic-batch"),
     ],
 )
 def test_a_job_file_that_says_what_lines_say_is_refused(batch, sections, says):

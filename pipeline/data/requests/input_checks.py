@@ -1,4 +1,5 @@
-"""What all lines of an input of requests must agree on: one endpoint, one model, and a custom_id of its own for each.
+"""The formats of requests, and what all lines of an input must agree on: one endpoint, one model, and an id of its own
+for each.
 
 Of a line a hash of 8 bytes is kept. Where two are equal, their files are read again, so that what is refused is a
 duplicate with both lines named, never a collision.
@@ -8,15 +9,22 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from pipeline.data.requests import openai_batch
-from pipeline.data.requests.request_row import Endpoint, Heading, NoRequest, Request, shortened
+from pipeline.data.requests import anthropic_batch, bedrock_batch, openai_batch
+from pipeline.data.requests.request_row import (
+    CUSTOM_ID,
+    Endpoint,
+    Heading,
+    NoRequest,
+    Refused,
+    Request,
+    RequestFormat,
+    shortened,
+)
 from pipeline.errors import InputError
-
-RequestFormat = Literal["openai-batch"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,11 @@ class _Reader:
     heading: Callable[[Mapping[str, Any]], Heading]
     request: Callable[[Mapping[str, Any], Endpoint], Request]
     endpoints: Mapping[str, Endpoint]  # by what lines call them
+    fields: tuple[str, ...]  # of a line
     line: str  # as messages show it
+    id_key: str = CUSTOM_ID  # where a line has its id
+    endpoint_key: str = "url"  # what tells the endpoint
+    model_key: str = "body.model"
 
 
 READERS: Mapping[RequestFormat, _Reader] = {
@@ -32,8 +44,27 @@ READERS: Mapping[RequestFormat, _Reader] = {
         openai_batch.heading,
         openai_batch.request,
         openai_batch.ENDPOINTS,
+        openai_batch.OF_LINE,
         '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}',
-    )
+    ),
+    "anthropic-batch": _Reader(
+        anthropic_batch.heading,
+        anthropic_batch.request,
+        anthropic_batch.ENDPOINTS,
+        anthropic_batch.OF_LINE,
+        '{"custom_id": "1", "params": {"max_tokens": 256, "messages": [...]}}',
+        endpoint_key="params",
+        model_key="params.model",
+    ),
+    "bedrock-batch": _Reader(
+        bedrock_batch.heading,
+        bedrock_batch.request,
+        bedrock_batch.ENDPOINTS,
+        bedrock_batch.OF_LINE,
+        '{"recordId": "1", "modelInput": {"messages": [...]}}',
+        id_key="recordId",
+        endpoint_key="modelInput",
+    ),
 }
 
 
@@ -54,9 +85,18 @@ class Requests:
         """What the format calls its endpoint."""
         return _name(self.endpoint, self.format)
 
+    @property
+    def endpoint_key(self) -> str:
+        return READERS[self.format].endpoint_key
+
     def row(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """A line's object as a row of `request_schema`."""
-        return READERS[self.format].request(line, self.endpoint).row(self.endpoint)
+        reader = READERS[self.format]
+        try:
+            return reader.request(line, self.endpoint).row(self.endpoint)
+        except Refused as why:
+            name = line.get(reader.id_key)
+            return Request(name if isinstance(name, str) else None, refused=str(why)).row(self.endpoint)
 
 
 @dataclass
@@ -98,17 +138,16 @@ def requests_of(
     urls = [(_name(e, format), f"{n.name}:{i}") for n in notes for e, i in n.endpoints.items()]
     models = [(model, f"{n.name}:{i}") for n in notes for model, i in n.models.items()]
     dimensions = [(number, f"{n.name}:{i}") for n in notes for number, i in n.dimensions.items()]
-    for key, found in (("url", urls), ("body.model", models), ("body.dimensions", dimensions)):
+    reader = READERS[format]
+    for key, found in ((reader.endpoint_key, urls), (reader.model_key, models), ("body.dimensions", dimensions)):
         _refuse_several(key, found)
     if not urls:
-        raise InputError(
-            f"{notes[0].name}: no line is a request of {format}; expected lines such as {READERS[format].line}"
-        )
+        raise InputError(f"{notes[0].name}: no line is a request of {format}; expected lines such as {reader.line}")
     _refuse_duplicates(notes, format, lines_of)
     ignored = {name for each in notes for name in each.ignored}
     return Requests(
         format,
-        READERS[format].endpoints[urls[0][0]],
+        reader.endpoints[urls[0][0]],
         models[0][0] if models else None,
         tuple(sorted(ignored)),
         any(each.samples for each in notes),
@@ -152,8 +191,8 @@ def _refuse_duplicates(
             place = f"{each.name}:{number}"
             if custom_id in seen:
                 raise InputError(
-                    f"{place}: custom_id {shortened(custom_id)} is that of {seen[custom_id]} too; give each line one "
-                    "of its own, by which its answer is found"
+                    f"{place}: {READERS[format].id_key} {shortened(custom_id)} is that of {seen[custom_id]} too; give "
+                    "each line one of its own, by which its answer is found"
                 )
             seen[custom_id] = place
 

@@ -10,14 +10,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.data.messages import MessageRefused, plain_message
 from pipeline.data.requests.request_row import (
+    CUSTOM_ID,
     ENCODING_FORMAT,
     Endpoint,
     Heading,
     NoRequest,
     Refused,
     Request,
+    chat_json,
+    check_unsupported,
+    id_of,
     parameter,
     shortened,
 )
@@ -76,11 +79,7 @@ _ENCODINGS = ("float", "base64")
 def heading(line: Mapping[str, Any]) -> Heading:
     """Raises NoRequest where there is no custom_id, the url is an endpoint that is not served, or an embedding is to
     have no number of dimensions: all lines have one length."""
-    custom_id, url, body = line.get("custom_id"), line.get("url"), line.get("body")
-    if custom_id is None or custom_id == "":
-        raise NoRequest("no custom_id, by which its answer is found; give each line one of its own")
-    if not isinstance(custom_id, str):
-        raise NoRequest(f"custom_id is {shortened(custom_id)}, expected text; quote it")
+    custom_id, url, body = id_of(line, CUSTOM_ID), line.get("url"), line.get("body")
     if isinstance(url, str) and url.removeprefix("/v1/") in OTHER_ENDPOINTS:
         raise NoRequest(f"url {url} is not served; expected {_EXPECTED_URL}")
     body = body if isinstance(body, dict) else {}
@@ -96,13 +95,8 @@ def heading(line: Mapping[str, Any]) -> Heading:
 
 
 def request(line: Mapping[str, Any], endpoint: Endpoint) -> Request:
-    """The line's request. `endpoint`: that of the whole input."""
-    custom_id = line.get("custom_id")
-    custom_id = custom_id if isinstance(custom_id, str) else None
-    try:
-        return Request(custom_id, *_read(line, endpoint))
-    except Refused as refused:
-        return Request(custom_id, refused=str(refused))
+    """The line's request. `endpoint`: that of the whole input. Raises Refused."""
+    return Request(line.get(CUSTOM_ID), *_read(line, endpoint))
 
 
 def _endpoint(url: object) -> Endpoint | None:
@@ -131,23 +125,15 @@ def _check_fields(body: Mapping[str, Any], endpoint: Endpoint) -> None:
         if name not in _FIELDS[endpoint] and name not in IGNORED and name != "model":
             hint = f"; {_HINTS[name]}" if name in _HINTS else ""
             raise Refused(f"body.{name[:80]}: not a field that is known for {_url(endpoint)}{hint}")
-        if name in UNSUPPORTED and not any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
-            taken = f"only {json.dumps(UNSUPPORTED[name][0])} is taken, " if UNSUPPORTED[name] else ""
-            raise Refused(f"body.{name}: not supported; {taken}got {shortened(value)}")
+        if name in UNSUPPORTED:
+            check_unsupported(f"body.{name}", value, UNSUPPORTED[name])
     if "model" in body and not isinstance(body["model"], str):
         raise Refused(f"body.model: expected text, got {shortened(body['model'])}")
 
 
-def _same(a: object, b: object) -> bool:
-    return type(a) is type(b) and a == b  # True is no 1
-
-
 def _prompt(body: Mapping[str, Any], endpoint: Endpoint) -> str:
     if endpoint == "chat":
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise Refused("body.messages: expected a list of messages")
-        return _chat(messages)
+        return chat_json(body.get("messages"), "body.messages")
     key = "input" if endpoint == "embedding" else "prompt"
     prompt = body.get(key)
     if isinstance(prompt, list) and len(prompt) == 1:
@@ -156,18 +142,6 @@ def _prompt(body: Mapping[str, Any], endpoint: Endpoint) -> str:
         advice = "; give each text a line of its own" if isinstance(prompt, list) else ""
         raise Refused(f"body.{key}: expected one text, got {shortened(prompt)}{advice}")
     return prompt
-
-
-def _chat(messages: list[Any]) -> str:
-    """As JSON. What a chat template makes of roles and of tool calls in earlier turns is its own; other content than
-    text is refused here."""
-    try:
-        chat = [plain_message(message, f"body.messages[{i}]") for i, message in enumerate(messages)]
-        return json.dumps(chat, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except MessageRefused as why:
-        raise Refused(str(why)) from None
-    except ValueError:
-        raise Refused("body.messages: holds NaN or infinity, which JSON has not") from None
 
 
 def _parameters(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:

@@ -1,15 +1,20 @@
 """A request as a row: the columns that every format of requests is read as.
 
-A format (`openai_batch`) turns a line's object into a `Request`. What makes one row wrong is in its `refused` and
-becomes an error row. `Heading` is what all lines of an input must agree on; it is looked at while a job is planned.
+A format (`openai_batch` and its like) turns a line's object into a `Request`. What makes one row wrong is in its
+`refused` and becomes an error row. `Heading` is what all lines of an input must agree on; it is looked at while a job
+is planned.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pyarrow as pa
 
+from pipeline.data.messages import MessageRefused, plain_message
+
+RequestFormat = Literal["openai-batch", "anthropic-batch", "bedrock-batch"]
 Endpoint = Literal["chat", "text", "embedding"]
 
 # Each row's own sampling values, by SamplingParams' names; null means the job's. response_format is JSON.
@@ -90,6 +95,52 @@ class NoRequest(ValueError):
 
 class Refused(ValueError):
     """A request that becomes an error row; the text names the field."""
+
+
+def id_of(line: Mapping[str, Any], name: str) -> str:
+    """What a line is called, in its field `name`. Raises NoRequest."""
+    value = line.get(name)
+    if value is None or value == "":
+        raise NoRequest(f"no {name}, by which its answer is found; give each line one of its own")
+    if not isinstance(value, str):
+        raise NoRequest(f"{name} is {shortened(value)}, expected text; quote it")
+    return value
+
+
+def check_fields(
+    given: Mapping[str, Any], known: Collection[str], unsupported: Mapping[str, tuple[Any, ...]], where: str
+) -> None:
+    """Raise Refused where a field is not known, or asks for what is not done. unsupported: such fields, with the values
+    that ask for nothing. where: what stands before a field's name."""
+    for name, value in given.items():
+        if value is None or name in known:
+            continue
+        if name not in unsupported:
+            raise Refused(f"{where}{name[:80]}: not a field that is known; there are {', '.join(known)}")
+        check_unsupported(f"{where}{name}", value, unsupported[name])
+
+
+def check_unsupported(where: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    """Raise Refused unless the value is one of those that ask for nothing."""
+    if not any(type(value) is type(each) and value == each for each in neutral):  # True is no 1
+        taken = f"only {json.dumps(neutral[0])} is taken, " if neutral else ""
+        raise Refused(f"{where}: not supported; {taken}got {shortened(value)}")
+
+
+def chat_json(messages: object, where: str, system: object = None, system_where: str = "") -> str:
+    """A chat as JSON. What a chat template makes of roles and of tool calls in earlier turns is its own; other content
+    than text is refused here. system: of APIs that have it apart, None where there is none. Raises Refused."""
+    if not isinstance(messages, list) or not messages:
+        raise Refused(f"{where}: expected a list of messages")
+    try:
+        chat = [plain_message(message, f"{where}[{i}]") for i, message in enumerate(messages)]
+        if system is not None:
+            chat = [plain_message({"role": "system", "content": system}, system_where), *chat]
+        return json.dumps(chat, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except MessageRefused as why:
+        raise Refused(str(why)) from None
+    except ValueError:
+        raise Refused(f"{where}: holds NaN or infinity, which JSON has not") from None
 
 
 def parameter(name: str, value: Any, where: str) -> Any:

@@ -5,8 +5,9 @@ import re
 
 import pytest
 
+from pipeline.data.requests.input_checks import Requests
 from pipeline.data.requests.openai_batch import ENDPOINTS, heading, request
-from pipeline.data.requests.request_row import NoRequest, Request, request_schema
+from pipeline.data.requests.request_row import NoRequest, request_schema
 
 MESSAGES = [{"role": "user", "content": "Why? äöü 🙂"}]
 
@@ -127,14 +128,16 @@ REFUSED = [
 
 @pytest.mark.parametrize(("line", "says"), REFUSED)
 def test_a_row_is_refused_by_the_name_of_a_field(line, says):
-    got = request(line, ENDPOINTS.get(str(line["url"]), "chat"))
-    assert (got.custom_id, got.prompt, got.parameters) == ("a", None, {})
-    assert re.match(says, got.refused or "")
-    assert len(got.refused or "") < 300
+    row = Requests("openai-batch", ENDPOINTS.get(str(line["url"]), "chat")).row(line)
+    assert {name for name, value in row.items() if value is not None} == {"custom_id", "refused"}
+    assert row["custom_id"] == "a"
+    assert re.match(says, row["refused"])
+    assert len(row["refused"]) < 300
 
 
 def test_a_row_that_is_not_whole_is_one_without_values():
-    assert request({}, "chat") == Request(None, refused="method: expected POST, got None")
+    row = Requests("openai-batch", "chat").row({})
+    assert row == {"custom_id": None, "messages": None, "refused": "method: expected POST, got None"}
 
 
 @pytest.mark.parametrize(
