@@ -2,7 +2,8 @@
 
 Fields as in https://platform.openai.com/docs/api-reference/batch/request-output, /chat/object and /completions/object.
 An output holds token ids, not tokens, so log-probabilities name tokens as `token_id:17`, which is vLLM's form
-(`return_tokens_as_token_ids`), and the bytes of a token are null.
+(`return_tokens_as_token_ids`), and the bytes of a token are null. The prompt's are a field of vLLM's answers:
+`prompt_logprobs` of a chat, or of each choice of a text, by token id.
 """
 
 import hashlib
@@ -29,7 +30,8 @@ OF_ENGINE = (
 )
 # What a row holds that lines are made of, by the names of result columns.
 RESULTS = ("generated_text", "finish_reason", "error", "error_message", "num_input_tokens", "num_cached_tokens",
-           "num_generated_tokens", "source_file", "source_row", "logprobs", "sample_index")  # fmt: skip
+           "num_generated_tokens", "source_file", "source_row", "logprobs", "sample_index",
+           "prompt_logprobs")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,16 @@ class Answered:
         return {"id": f"batch_req_{key[:24]}", "custom_id": row[CUSTOM_ID], "response": response, "error": None}
 
     def _body(self, row: Mapping[str, Any], key: str) -> dict[str, Any]:
-        is_chat = self.endpoint == "chat"
+        is_chat, of_prompt = self.endpoint == "chat", {}
+        if row.get("prompt_logprobs") is not None:
+            of_prompt = {"prompt_logprobs": [None if t is None else _by_id(t) for t in row["prompt_logprobs"]]}
+        choices = [(_chat_choice if is_chat else _text_choice)(*sample) for sample in _samples(row)]
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
             "object": "chat.completion" if is_chat else "text_completion",
             "created": self.created,
             "model": self.model,
-            "choices": [(_chat_choice if is_chat else _text_choice)(*sample) for sample in _samples(row)],
+            "choices": choices if is_chat else [{**choice, **of_prompt} for choice in choices],
             "usage": {
                 "prompt_tokens": row["num_input_tokens"],
                 "completion_tokens": row["num_generated_tokens"],
@@ -65,6 +70,7 @@ class Answered:
                 "prompt_tokens_details": {"cached_tokens": row["num_cached_tokens"]},
             },
             "system_fingerprint": f"fp_{self.fingerprint[:10]}",
+            **(of_prompt if is_chat else {}),
         }
 
     def _refusal(self, row: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -118,6 +124,19 @@ def _text_choice(index: int, text: str, reason: str, found: list[dict[str, Any]]
 
 def _token(token: Mapping[str, Any]) -> dict[str, Any]:
     return {"token": _name(token), "logprob": _finite(token["logprob"]), "bytes": None}
+
+
+def _by_id(token: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A token of the prompt and the likeliest ones in its place. `rank` is known of those alone."""
+    ranks = {top["token_id"]: rank for rank, top in enumerate(token["top"] or (), 1)}
+    return {
+        str(each["token_id"]): {
+            "logprob": _finite(each["logprob"]),
+            "rank": ranks.get(each["token_id"]),
+            "decoded_token": None,
+        }
+        for each in (token, *(token["top"] or ()))
+    }
 
 
 def _name(token: Mapping[str, Any]) -> str:
