@@ -45,6 +45,7 @@ class Audit:
     error_rows: int
     num_problems: int
     problems: tuple[str, ...]
+    output_rows: int  # with all samples, where they are rows
 
     @property
     def sound(self) -> bool:
@@ -54,7 +55,8 @@ class Audit:
         return {"sound": self.sound, **asdict(self)}
 
     def to_text(self) -> str:
-        held = f"{self.parts:,} parts, {self.rows:,} rows ({self.error_rows:,} error rows), {self.parts_bytes:,} bytes"
+        rows = f"{self.rows:,} rows" + ("" if self.output_rows == self.rows else f" as {self.output_rows:,} samples")
+        held = f"{self.parts:,} parts, {rows} ({self.error_rows:,} error rows), {self.parts_bytes:,} bytes"
         if self.sound:
             how = "every page and row was read" if self.deep else "footers were read; --deep reads every page and row"
             return f"{self.path}: sound: {held}; {how}"
@@ -129,6 +131,7 @@ class _Auditor:
             totals.num_error_rows,
             self._num_problems,
             tuple(self._problems),
+            totals.output_rows,
         )
 
     def _add(self, problem: str) -> None:

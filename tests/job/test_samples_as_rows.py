@@ -114,7 +114,9 @@ def test_lists_and_rows_hold_the_same_and_are_counted_verified_divided_and_compa
     assert "in the output" not in text(reports["lists"])
     assert report_of(stores["rows"]).rows == report.rows
 
-    assert audit(stores["rows"], deep=True, say=print).sound
+    seen = audit(stores["rows"], deep=True, say=print)
+    assert seen.sound
+    assert "30 rows as 88 samples (1 error rows)" in seen.to_text()
     groups = divided_by(stores["rows"], report, "sample_index", 5).groups
     found = {group.value: (group.rows, group.completed.rows, group.completed.input_tokens) for group in groups}
     assert found == {"0": (30, 29, report.tokens.input), "1": (29, 29, 0), "2": (29, 29, 0)}

@@ -3,8 +3,9 @@
 Fields as in https://platform.openai.com/docs/api-reference/batch/request-output, /chat/object, /completions/object and
 /embeddings/object.
 An output holds token ids, not tokens, so log-probabilities name tokens as `token_id:17`, which is vLLM's form
-(`return_tokens_as_token_ids`), and the bytes of a token are null. Reasoning is in `reasoning`, as in
-vLLM's messages; where no answer follows it, the content is null.
+(`return_tokens_as_token_ids`), and the bytes of a token are null. The prompt's are a field of vLLM's answers:
+`prompt_logprobs` of a chat, or of each choice of a text, by token id. Reasoning is in `reasoning`, as in vLLM's messages;
+where no answer follows it, the content is null.
 """
 
 import base64
@@ -35,8 +36,8 @@ OF_ENGINE = (
 )
 # What a row holds that lines are made of, by the names of result columns.
 RESULTS = ("generated_text", "finish_reason", "error", "error_message", "num_input_tokens", "num_cached_tokens",
-           "num_generated_tokens", "source_file", "source_row", "logprobs", "sample_index", "embedding",
-           "reasoning", "num_reasoning_tokens")  # fmt: skip
+           "num_generated_tokens", "source_file", "source_row", "logprobs", "sample_index", "prompt_logprobs",
+           "embedding", "reasoning", "num_reasoning_tokens")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,16 @@ class Answered:
                 "model": self.model,
                 "usage": {"prompt_tokens": row["num_input_tokens"], "total_tokens": row["num_input_tokens"]},
             }
-        is_chat = self.endpoint == "chat"
+        is_chat, of_prompt = self.endpoint == "chat", {}
+        if row.get("prompt_logprobs") is not None:
+            of_prompt = {"prompt_logprobs": [None if t is None else _by_id(t) for t in row["prompt_logprobs"]]}
+        choices = [(_chat_choice if is_chat else _text_choice)(sample) for sample in _samples(row)]
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
             "object": "chat.completion" if is_chat else "text_completion",
             "created": self.created,
             "model": self.model,
-            "choices": [(_chat_choice if is_chat else _text_choice)(sample) for sample in _samples(row)],
+            "choices": choices if is_chat else [{**choice, **of_prompt} for choice in choices],
             "usage": {
                 "prompt_tokens": row["num_input_tokens"],
                 "completion_tokens": row["num_generated_tokens"],
@@ -85,6 +89,7 @@ class Answered:
                 **_reasoning_usage(row),
             },
             "system_fingerprint": f"fp_{self.fingerprint[:10]}",
+            **(of_prompt if is_chat else {}),
         }
 
     def _refusal(self, row: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -181,6 +186,19 @@ def _text_choice(sample: _Sample) -> dict[str, Any]:
 
 def _token(token: Mapping[str, Any]) -> dict[str, Any]:
     return {"token": _name(token), "logprob": _finite(token["logprob"]), "bytes": None}
+
+
+def _by_id(token: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A token of the prompt and the likeliest ones in its place. `rank` is known of those alone."""
+    ranks = {top["token_id"]: rank for rank, top in enumerate(token["top"] or (), 1)}
+    return {
+        str(each["token_id"]): {
+            "logprob": _finite(each["logprob"]),
+            "rank": ranks.get(each["token_id"]),
+            "decoded_token": None,
+        }
+        for each in (token, *(token["top"] or ()))
+    }
 
 
 def _name(token: Mapping[str, Any]) -> str:

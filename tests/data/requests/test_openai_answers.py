@@ -38,6 +38,26 @@ def test_log_probabilities_that_are_not_finite(answered):
     assert body(answered, logprobs=[{**low, "top": None}]).choices[0].logprobs is not None
 
 
+@pytest.mark.parametrize("answered", [CHAT, TEXT])
+def test_the_prompts_log_probabilities_are_a_field_as_in_vllm(answered):
+    """By token id, of a chat beside its choices, of a text in each choice; only where the output has them."""
+    low, best = {"token_id": 3, "logprob": float("-inf")}, {"token_id": 5, "logprob": -0.25}
+    told = [None, {**low, "top": [best]}, {**best, "top": [best]}, {**best, "top": []}]
+    row = {**ROW, "generated_text": ["x", "y"], "finish_reason": ["stop", "stop"]}
+    found = answered.line({**row, "prompt_logprobs": told})["response"]["body"]
+    fifth = {"logprob": -0.25, "rank": 1, "decoded_token": None}
+    expected = [
+        None,
+        {"3": {"logprob": -9999.0, "rank": None, "decoded_token": None}, "5": fifth},
+        {"5": fifth},
+        {"5": {**fifth, "rank": None}},
+    ]
+    places = [found] if answered is CHAT else found["choices"]
+    assert [place["prompt_logprobs"] for place in places] == [expected] * len(places)
+    for without in (ROW, {**ROW, "prompt_logprobs": None}):
+        assert "prompt_logprobs" not in str(answered.line(without))
+
+
 def test_tokens_from_cache_are_told():
     usage = body(CHAT).usage
     assert (usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details.cached_tokens) == (5, 6, 4)
