@@ -159,6 +159,20 @@ def test_no_token_changes(name: str, plain: dict[int, Completion]) -> None:
         assert 0 < sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
 
 
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("drafting", [False, True])
+def test_budgets_alone_hold_where_no_other_row_needs_a_mask(
+    drafting: bool, is_asynchronous: bool, plain: dict[int, Completion]
+) -> None:
+    """Steps of greedy rows alone are not waited for, but where a budget may be spent."""
+    engine = text_engine(is_asynchronous=is_asynchronous, max_num_batched_tokens=200)
+    engine = own_drafts(engine, exposes=False) if drafting else engine
+    wanted = [r for r in requests()[:NUM_GREEDY] if r.params.structured_outputs is None]
+    done = run(engine, wanted, check=False)
+    assert same(done, {r.row_id: plain[r.row_id] for r in wanted})  # type: ignore[index,arg-type]
+    assert engine.stats.masked_tokens == 0
+
+
 def test_every_token_has_a_log_probability(plain: dict[int, Completion]) -> None:
     """Those of a marker that the budget forced too."""
     wanted = [r for r in requests() if r.params.logprobs is not None]
@@ -178,7 +192,11 @@ def test_markers_that_are_no_tokens_are_refused_before_anything_runs() -> None:
         with pytest.raises(ConfigError, match=re.escape(told)):
             engine.generate([[1]], SamplingParams(reasoning=reasoning))  # type: ignore[arg-type]
     assert not engine.has_unfinished
-    assert engine.generate([[1]])[0].error is None
+    wrong = Request(0, [1], SamplingParams(reasoning="auto"))
+    right = Request(1, [1], SamplingParams(temperature=1.0))
+    with pytest.raises(ConfigError):
+        engine.add(wrong)
+    assert run(engine, [right])[1].token_ids == run(text_engine(), [right])[1].token_ids, "it took no seed"
     for given, told in (
         ({"thinking_token_budget": 3}, "sampling.thinking_token_budget = 3: expected none without sampling.reasoning"),
         ({"thinking_token_budget": -1, "reasoning": "auto"}, "expected an integer of at least 0"),
