@@ -22,16 +22,16 @@ os.environ.setdefault("PIPELINE_CACHE", tempfile.mkdtemp(prefix="pipeline-tests-
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Tests that start Rays and engines in processes of their own, kill them and wait for what follows: one at a time.
+# Tests that start Rays and whole jobs on real engines, kill them and wait for what follows: one at a time.
 REAL_ENGINES = (
     "tests/cluster/test_submit.py",
     "tests/bench/job/test_whole_job.py",
     "tests/docs/test_console.py",
     "tests/faults/",
 )
-JOBS = (*REAL_ENGINES, "tests/job/")
+JOBS = (*REAL_ENGINES, "tests/job/dataflow/")
 # Where the files are that take longest, up to a minute each.
-LONG = ("tests/engine/", "tests/gpu/", "tests/kernels/", "tests/parity/", "tests/bench/")
+LONG = ("tests/job/", "tests/engine/", "tests/gpu/", "tests/kernels/", "tests/parity/", "tests/bench/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

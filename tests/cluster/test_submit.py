@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-ROWS, TOKEN = 640, "0123456789abcdef" * 2
+ROWS, TOKEN = 400, "0123456789abcdef" * 2
 BIN = Path(sys.executable).parent
 
 

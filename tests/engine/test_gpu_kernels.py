@@ -23,6 +23,7 @@ from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape, Decided
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata
 from pipeline.kernels.triton.kernel_set import triton_kernels
+from pipeline.kernels.triton.launch import recorded_launches
 from pipeline.kernels.triton.linear.crossover import Crossover
 from pipeline.kernels.triton.linear.dispatch import Scratch
 from pipeline.model.config import read_config
@@ -61,8 +62,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replayed(function: Callable[[], None]) -> Callable[[], None]:
-    """What a CUDA graph does: the same work on the same tensors, whatever the arguments of the step were."""
-    function()
+    """What a CUDA graph does: no kernel runs while it is captured, and a replay is the same work on the same tensors,
+    whatever the arguments of the step were."""
+    with recorded_launches():
+        function()
     return function
 
 
