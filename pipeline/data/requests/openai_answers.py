@@ -4,8 +4,8 @@ Fields as in https://platform.openai.com/docs/api-reference/batch/request-output
 /embeddings/object.
 An output holds token ids, not tokens, so log-probabilities name tokens as `token_id:17`, which is vLLM's form
 (`return_tokens_as_token_ids`), and the bytes of a token are null. The prompt's are a field of vLLM's answers:
-`prompt_logprobs` of a chat, or of each choice of a text, by token id. Reasoning is in `reasoning`, as in vLLM's messages;
-where no answer follows it, the content is null.
+`prompt_logprobs` of a chat, or of each choice of a text, by token id. Reasoning is in `reasoning`, as in vLLM's
+messages; where no answer follows it, the content is null.
 """
 
 import base64
