@@ -17,7 +17,7 @@ _SCHEDULERS = 4  # of a multiprocessor, each of which issues an instruction a cl
 _WAIT = 150  # clocks of a barrier and of the first product, in which a program does nothing else
 _JOIN_S = 2e-6  # of the launch that adds up parts
 _MARGIN = 1.25  # by which the fused product must be ahead, as the model leaves out what nobody counted
-_MOST = 256  # tokens, four tiles: more were never looked at
+_MOST = 1024  # tokens that are looked at
 _REACHED = Reached(bandwidth=0.8, gemm=0.65)  # usual shares of cuBLAS and of copies
 _LAYER = DecoderSize(4096, 14336, 32, 32, 8, 128, 128256)  # Llama-3-8B: the linears of its layer decide
 

@@ -19,8 +19,8 @@ def fresh():
 def test_the_table() -> None:
     assert {capability: crossover_of(capability) for capability in MODELLED} == {
         (8, 0): Crossover(64, 128),
-        (8, 9): Crossover(160, 256),
-        (9, 0): Crossover(128, 256),
+        (8, 9): Crossover(160, 448),
+        (9, 0): Crossover(128, 320),
     }
 
 
