@@ -55,16 +55,19 @@ def _shown(row: "SampleRow") -> str:
     lines += [f"  | {line}" for line in _shortened(row.prompt or "").splitlines()]
     lines += [f"  > {line}" for text in texts for line in _shortened(text).splitlines()]
     if row.error is None:
-        lines += [f"  > {name}: {_value(value)}" for name, value in row.results.items()]
+        values = [f"{name}: {_value(value)}" for name, value in row.results.items()]
+        lines += [f"  > {line}" for value in values for line in value.splitlines()]
     lines += [f"  ({ended})"] if ended else []
     return "\n".join(map(printable, lines)) + "\n"
 
 
 def _value(value: object) -> str:
-    """Of a task's column: a number, the label or token of each struct with its first number, the first numbers of a
-    vector."""
+    """Of a task's column, or of reasoning: a text, a number, the label or token of each struct with its first number,
+    the first numbers of a vector."""
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, str):
+        return _shortened(value)
     if not isinstance(value, list):
         return str(value)
     shown = ", ".join(

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.output.parts import SUCCESS, PartStore
-from pipeline.data.output.result_columns import RESULT_NAMES, result_column, result_names
+from pipeline.data.output.result_columns import REASONING_FIELDS, RESULT_NAMES, result_column, result_names
 from pipeline.job.actor.partial import FOLDER as PARTIAL
 from pipeline.job.actor.write import SAMPLES
 from pipeline.job.dataflow.reading import evenly, shares
@@ -39,7 +39,7 @@ class SampleRow:
     error: str | None
     error_message: str | None
     sample_index: int = 0  # of samples that are rows
-    results: dict[str, Any] = field(default_factory=dict)  # of a task in the place of text and finish_reason, by column
+    results: dict[str, Any] = field(default_factory=dict)  # of a task, and of reasoning, by column
 
 
 def sample_tasks(tasks: tuple[WindowTask, ...], rows: int) -> tuple[WindowTask, ...]:
@@ -64,7 +64,8 @@ def _rows_of(table: pa.Table) -> Iterator[SampleRow]:
     columns["text"] = columns.pop("generated_text", [None] * part.num_rows)
     columns.setdefault("finish_reason", [None] * part.num_rows)
     names = [name for name in columns if name in SampleRow.__dataclass_fields__]
-    of_task = [name for name in columns if name not in RESULT_NAMES and name not in names]
+    own = {*RESULT_NAMES} - {f.name for f in REASONING_FIELDS}
+    of_task = [name for name in columns if name not in own and name not in names]
     for i, prompt in enumerate(prompts):
         results = {name: columns[name][i] for name in of_task}
         yield SampleRow(prompt=prompt, results=results, **{name: columns[name][i] for name in names})

@@ -7,9 +7,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import Engine, EngineConfig, SamplingParams
+from pipeline.cli.sample import _shown
+from pipeline.data.output.parts import PartStore
 from pipeline.errors import ConfigError
 from pipeline.job.plan import make_plan
 from pipeline.job.run import run_job
+from pipeline.job.sample import read_sample
 from pipeline.job.validate import describe, examine
 from pipeline.report.cost import RunReport
 from pipeline.report.html.page import html
@@ -46,6 +49,11 @@ def test_columns_are_the_plain_completion_in_two_and_the_report_tells_what_each_
         plain = engine.generate(PROMPTS, SamplingParams(max_tokens=24))
     settings = configured(job, reasoning=MARKERS, thinking_token_budget={"column": "most"})
     run_job(settings, sample=4)  # kept, and taken over by the next run
+    shown = list(read_sample(PartStore(str(job.output)), runs(job)[-1]["run_id"]))
+    assert len(shown) == 4
+    for row in shown:
+        assert row.results.keys() == {"reasoning", "num_reasoning_tokens"}
+        assert f"  > reasoning: {row.results['reasoning']}\n" in _shown(row)
     report = run_job(settings)
     rows = {row["id"]: row for row in job.table().to_pylist()}
     for row, whole in zip((rows[i] for i in range(len(PROMPTS))), plain, strict=True):

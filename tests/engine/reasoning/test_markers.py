@@ -1,0 +1,77 @@
+"""Markers that a checkpoint's tokenizer has, prompts that open reasoning, and texts that are divided."""
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from pipeline.engine.params import Completion
+from pipeline.engine.reasoning.marker_tokens import find_markers, marker_tokens
+from pipeline.engine.reasoning.markers import MarkerTokens, ReasoningMarkers
+from pipeline.engine.reasoning.row_reasoning import RowReasoning
+from pipeline.engine.step.divided import divided
+from pipeline.tokenization.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}"
+    "{% if thinks %}<think>\n{% elif thinks is defined %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def tokenizer_with(*added: str, is_special: bool = False) -> Tokenizer:
+    """Of single characters, and these added tokens."""
+    pieces = [chr(code) for code in range(0x21, 0x7F)] + ["\u0120", "\u010a"]  # byte-level's blank and line feed
+    backend = tokenizers.Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([tokenizers.AddedToken(text, special=is_special, normalized=False) for text in added])
+    return Tokenizer(backend, name="small", eos_token_ids=frozenset(), digest="", chat_template=TEMPLATE)
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_auto_takes_the_tokenizers_own_and_chats_say_whether_a_row_is_within_reasoning(is_special: bool) -> None:
+    tokenizer = tokenizer_with("[THINK]", "<think>", "</think>", is_special=is_special)
+    assert find_markers("auto", tokenizer) == ReasoningMarkers("<think>", "</think>")
+    magistral = tokenizer_with("[THINK]", "[/THINK]", "<think>")
+    assert find_markers("auto", magistral) == ReasoningMarkers("[THINK]", "[/THINK]")
+    markers = marker_tokens("auto", tokenizer)
+    assert markers == MarkerTokens(tokenizer.added_tokens["<think>"], tokenizer.added_tokens["</think>"])
+    try:
+        for content in ("why", "what does <think> do", "a <think> b </think> c"):  # text of data is no marker
+            for kwargs, is_open in (({"thinks": True}, True), ({"thinks": False}, False), ({}, False)):
+                ids = tokenizer.encode_chat([{"role": "user", "content": content}], template_kwargs=kwargs)
+                row = RowReasoning.after(np.array(ids), markers, 5, False)
+                assert (row.is_open, row.latest_end(len(ids))) == (is_open, len(ids) + 5 + (not is_open))
+    finally:
+        tokenizer.close()
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize(
+    ("is_open", "text", "cut", "reasoning", "answer", "num_tokens"),
+    [
+        (True, "\nso\n</think>\n\n yes \n", 0, "so", "yes \n", 4),
+        (False, "<think>\nso</think>yes", 0, "so", "yes", 3),
+        (True, "<think>so</think>yes", 0, "so", "yes", 2),  # opened twice
+        (False, "<think>\n\n</think>\nyes", 0, None, "yes", 2),
+        (True, "so long", 0, "so long", "", 7),
+        (False, "<think>so long", 0, "so long", "", 7),
+        (False, " yes <think> no", 0, None, " yes <think> no", 0),
+        (False, "so</think>yes", 0, "so", "yes", 2),  # opened in words that are not known here
+        (True, "so</think>yes</think>no", 0, "so", "yes</think>no", 2),
+        (True, "so</think>\nyes!!", 2, "so", "yes", 2),  # a stop string
+        (True, "so long!!", 2, "so long", "", 9),
+    ],
+)
+def test_a_completion_is_divided_at_its_markers(
+    is_special: bool, is_open: bool, text: str, cut: int, reasoning: str | None, answer: str, num_tokens: int
+) -> None:
+    tokenizer = tokenizer_with("<think>", "</think>", is_special=is_special)
+    ids = tokenizer._parsing.encode(text, add_special_tokens=False).ids
+    shown = tokenizer.decode(ids)
+    if is_special:  # special tokens are no text
+        answer = answer.replace("<think>", "").replace("</think>", "")
+    whole = Completion(0, ids, shown[: len(shown) - cut], "stop", 1)
+    found = divided(whole, RowReasoning(marker_tokens("auto", tokenizer), is_open), tokenizer)
+    assert (found.reasoning, found.text, found.num_reasoning_tokens) == (reasoning, answer, num_tokens)
+    assert found.token_ids == ids
