@@ -1,0 +1,147 @@
+"""JSON Schema keyword by keyword: a text that is valid and one that is not, or the name by which it is refused; and the
+page that says so."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from pipeline.errors import ConfigError
+from tools.schema_coverage import Doors, cases, measure
+
+S, I = {"type": "string"}, {"type": "integer"}  # noqa: E741
+# A schema, a valid instance, one that is not.
+KEPT: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "$anchor": ({"$ref": "#it", "$defs": {"a": {"$anchor": "it", **I}}}, 1, "1"),
+    "$defs": ({"$ref": "#/$defs/a", "$defs": {"a": I}}, 1, "1"),
+    "$id": ({"$id": "http://a/b", "$ref": "#/$defs/a", "$defs": {"a": I}}, 1, "1"),
+    "$ref": ({"type": "array", "items": {"$ref": "#"}}, [[], [[]]], [1]),
+    "additionalProperties": ({"type": "object", "properties": {"a": I}, "additionalProperties": S},
+                             {"a": 1, "b": "x"}, {"a": 1, "b": 2}),
+    "allOf": ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}, 4, 6),
+    "anyOf": ({"anyOf": [I, {"type": "null"}]}, None, "x"),
+    "const": ({"const": {"a": [1, None]}}, {"a": [1, None]}, {"a": [1, 2]}),
+    "definitions": ({"$ref": "#/definitions/a", "definitions": {"a": I}}, 1, "1"),
+    "enum": ({"enum": ["x", 7, None]}, 7, 8),
+    "exclusiveMaximum": ({"type": "integer", "exclusiveMaximum": 5}, 4, 5),
+    "exclusiveMinimum": ({"type": "number", "exclusiveMinimum": 5}, 5.5, 5),
+    "items": ({"type": "array", "items": I}, [1, 2], [1, "x"]),
+    "maxItems": ({"type": "array", "items": I, "maxItems": 2}, [1, 2], [1, 2, 3]),
+    "maxLength": ({"type": "string", "maxLength": 2}, "äö", "abc"),
+    "maximum": ({"type": "number", "maximum": 2.5}, 2.5, 2.6),
+    "minItems": ({"type": "array", "items": I, "minItems": 2}, [1, 2], [1]),
+    "minLength": ({"type": "string", "minLength": 2}, "ab", "a"),
+    "minimum": ({"type": "integer", "minimum": -2}, -2, -3),
+    "multipleOf": ({"type": "integer", "multipleOf": 3}, 9, 10),
+    "pattern": ({"type": "string", "pattern": "^[A-C]{2}$"}, "AB", "AD"),
+    "prefixItems": ({"type": "array", "prefixItems": [I, S], "items": False}, [1, "x"], ["x", 1]),
+    "properties": ({"type": "object", "properties": {"a": I}}, {"a": 1}, {"a": "x"}),
+    "required": ({"type": "object", "properties": {"a": I}, "required": ["a"]}, {"a": 1}, {}),
+    "type": ({"type": ["boolean", "null"]}, True, "true"),
+}  # fmt: skip
+# The same, and what is refused besides, by which words.
+IN_PART: dict[str, tuple[dict[str, Any], Any, Any, dict[str, Any], str]] = {
+    "format": ({"type": "string", "format": "date"}, "2026-11-25", "25.11.2026",
+               {"type": "string", "format": "regex"}, "Unknown format: regex"),
+    "maxProperties": ({"type": "object", "additionalProperties": I, "maxProperties": 1}, {"a": 1}, {"a": 1, "b": 2},
+                      {"type": "object", "properties": {"a": I, "b": I}, "maxProperties": 1}, "min/maxProperties only"),
+    "minProperties": ({"type": "object", "additionalProperties": I, "minProperties": 1}, {"x": 1}, {},
+                      {"type": "object", "properties": {"a": I, "b": I}, "minProperties": 1}, "min/maxProperties only"),
+    "oneOf": ({"oneOf": [I, {"type": "null"}]}, None, "x", {"oneOf": [I, {"type": "number"}]}, "oneOf constraints"),
+    "patternProperties": ({"type": "object", "patternProperties": {"^n": I, "^s": S}, "additionalProperties": False},
+                          {"n1": 1, "s": "x"}, {"n1": "x"},
+                          {"type": "object", "patternProperties": {"a": I, "b": S}}, "patternProperty regexes"),
+}  # fmt: skip
+REFUSED: dict[str, dict[str, Any]] = {
+    "$dynamicRef": {"$dynamicRef": "#it", "$defs": {"a": I}},
+    "contains": {"type": "array", "contains": I},
+    "dependencies": {"type": "object", "dependencies": {"a": ["b"]}},
+    "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
+    "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {}}},
+    "else": {"if": I, "else": {"minimum": 1}},
+    "if": {"if": I, "then": {"minimum": 1}},
+    "maxContains": {"type": "array", "contains": I, "maxContains": 2},
+    "minContains": {"type": "array", "contains": I, "minContains": 2},
+    "not": {"not": I},
+    "propertyNames": {"type": "object", "propertyNames": {"maxLength": 3}},
+    "then": {"if": I, "then": {"minimum": 1}},
+    "unevaluatedItems": {"type": "array", "unevaluatedItems": False},
+    "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
+    "uniqueItems": {"type": "array", "uniqueItems": True},
+}
+ANNOTATIONS = {"$comment": "x", "$schema": "https://json-schema.org/draft/2020-12/schema", "contentEncoding": "base64",
+               "contentMediaType": "text/plain", "default": 7, "deprecated": True, "description": "x", "examples": [1],
+               "readOnly": True, "title": "x", "writeOnly": True}  # fmt: skip
+PAGE = Path(__file__).parents[3] / "docs" / "json-schema.md"
+
+
+@pytest.fixture(scope="module")
+def doors() -> Doors:
+    return Doors()
+
+
+def check(doors: Doors, schema: dict[str, Any], valid: Any, invalid: Any) -> None:
+    wanted = doors.compile(schema)
+    for instance, is_valid in ((valid, True), (invalid, False)):
+        oracle = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+        assert oracle.is_valid(instance) == is_valid
+        text = json.dumps(instance, ensure_ascii=False, separators=(",", ":"))
+        assert doors.allows(wanted, text) == is_valid, text
+        assert not doors.allows(wanted, text[:-1] or " "), "cut short"
+
+
+@pytest.mark.parametrize("keyword", [*KEPT, *IN_PART])
+def test_a_keyword_that_is_kept_to(keyword: str, doors: Doors) -> None:
+    if keyword in KEPT:
+        check(doors, *KEPT[keyword])
+        return
+    schema, valid, invalid, other, words = IN_PART[keyword]
+    check(doors, schema, valid, invalid)
+    with pytest.raises(ConfigError, match=words):
+        doors.compile(other)
+
+
+@pytest.mark.parametrize("keyword", REFUSED)
+def test_a_keyword_that_is_refused_by_its_name(keyword: str, doors: Doors) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f'"{keyword}"')):
+        doors.compile(REFUSED[keyword])
+
+
+def test_keywords_that_say_nothing_of_the_text(doors: Doors) -> None:
+    check(doors, {**I, **ANNOTATIONS}, 5, "5")
+
+
+def test_the_page_names_these_keywords() -> None:
+    rows = dict(
+        re.findall(r"^\| (kept to|in part|refused by name|no matter of the text) \| (.*?) \|", PAGE.read_text(), re.M)
+    )
+    told = {name: re.findall(r"`([^`]+)`", keywords) for name, keywords in rows.items()}
+    assert told == {"kept to": sorted(KEPT), "in part": sorted(IN_PART), "refused by name": sorted(REFUSED),
+                    "no matter of the text": sorted(ANNOTATIONS)}  # fmt: skip
+
+
+def test_what_is_counted(tmp_path: Path, doors: Doors) -> None:
+    """Files as the JSON Schema Test Suite, MaskBench and JSONSchemaBench have them."""
+    ordered = {"properties": {"a": I, "b": I}}
+    tests = [
+        {"data": {"b": 1, "a": 2}, "valid": True},
+        {"data": {"a": "x"}, "valid": False},
+        {"data": 1.0, "valid": True},
+    ]
+    (tmp_path / "type.json").write_text(json.dumps([{"schema": {**ordered, "type": "object"}, "tests": tests[:2]},
+                                                    {"schema": I, "tests": tests[2:]}]))  # fmt: skip
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "a.json").write_text(json.dumps({"schema": S, "tests": [{"data": "x", "valid": False}]}))
+    (tmp_path / "bench" / "b.json").write_text(json.dumps({"not": I}))
+    assert len([*cases(tmp_path)]) == 4
+    found, wrong = measure(tmp_path, doors)
+    assert {name: vars(counts) for name, counts in found.items()} == {
+        "type": {"schemas": 2, "refused": 0, "invalid_ruled_out": 1, "invalid_let_through": 0, "valid_allowed": 1,
+                 "valid_ruled_out": 1},
+        "bench": {"schemas": 2, "refused": 1, "invalid_ruled_out": 0, "invalid_let_through": 1, "valid_allowed": 0,
+                  "valid_ruled_out": 0},
+    }  # fmt: skip
+    assert [line.partition(": ")[2].partition(":")[0] for line in wrong] == ["let through", "refused", "ruled out"]
