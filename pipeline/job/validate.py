@@ -341,6 +341,13 @@ def describe(found: Examined, config: JobConfig) -> str:
     return "\n".join([*head, *facts, "", *_shown_prompt(found.facts["first_prompt"], found), *lengths])
 
 
+def _found_markers(markers: Mapping[str, str] | None, config: JobConfig) -> list[tuple[str, str]]:
+    """Those of the model, where the job file leaves them to it."""
+    if markers is None or isinstance(config.sampling.reasoning, ReasoningMarkers):
+        return []
+    return [("", f"reasoning is between {markers['start']!r} and {markers['end']!r}")]
+
+
 def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
     facts = found.facts
     source, columns = facts["input"], facts["columns"]
@@ -368,7 +375,7 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
         *([("Draft", f"{draft['path']} ({draft['kind']})")] if (draft := facts.get("draft model")) else []),
         *([("Quality", _quality(facts.get("reference model"), config))] if config.run.quality_sample else []),
         *([("Task", _shown_task(task))] if (task := facts.get("task")) else [("Sampling", ", ".join(sampling))]),
-        *([("", f"reasoning is between {m['start']!r} and {m['end']!r}")] if (m := facts.get("reasoning")) else []),
+        *_found_markers(facts.get("reasoning"), config),
         *([] if task else _own_sampling(facts["model_sampling"], config)),
         ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
