@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from pipeline.engine.engine import Engine
     from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
     from pipeline.engine.tasks import Choice, Classify, Embed, Score
-    from pipeline.job.run import run_job
+    from pipeline.job.running.run import run_job
 
 _HOME = (
     {
         "Engine": "pipeline.engine.engine",
         "load_job": "pipeline.config",
-        "run_job": "pipeline.job.run",
+        "run_job": "pipeline.job.running.run",
     }
     | dict.fromkeys(("Completion", "EngineConfig", "Request", "SamplingParams"), "pipeline.engine.params")
     | dict.fromkeys(("Choice", "Classify", "Embed", "Score"), "pipeline.engine.tasks")

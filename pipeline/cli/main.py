@@ -10,7 +10,7 @@ import sys
 import click
 
 from pipeline import __version__
-from pipeline.cli import (
+from pipeline.cli.commands import (
     bench,
     checkpoints,
     cluster,

@@ -8,7 +8,7 @@ from pipeline.formatting import printable
 
 if TYPE_CHECKING:
     from pipeline.config import JobConfig
-    from pipeline.job.sample import SampleRow
+    from pipeline.job.running.sample import SampleRow
     from pipeline.report.cost import RunReport
 
 MAX_SHOWN = 8
@@ -20,7 +20,7 @@ def print_sample(config: "JobConfig", report: "RunReport", output: str, as_json:
     """The rows of the last run, which was of a sample."""
     from pipeline.data.output.parts import PartStore
     from pipeline.job.actor.write import SAMPLES
-    from pipeline.job.sample import read_sample
+    from pipeline.job.running.sample import read_sample
 
     run_id = report.runs[-1].run_id
     rows = list(read_sample(PartStore(config.output.path, config.output.storage), run_id))

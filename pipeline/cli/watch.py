@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pipeline.cli.progress import PlainProgress
 from pipeline.formatting import duration, printable
-from pipeline.job.following import Following
+from pipeline.job.output.following import Following
 from pipeline.job.telemetry.pace import Pace
 from pipeline.report.record.run_record import ActorRecord, RunRecord
 

@@ -1,4 +1,4 @@
-"""The job file: read safely (`jobfile.py`), given its meaning (`sections.py`, `job.py`), and its mistakes
+"""The job file: read safely (`jobfile.py`), given its meaning (`sections/`, `job.py`), and its mistakes
 told all at once with the line, the key and what to write (`mistakes.py`).
 
 Owns the shape of a job and what makes two jobs different; looks at no dataset, model or output.

@@ -12,11 +12,17 @@ from pydantic import ConfigDict, Field, PrivateAttr, StringConstraints, model_va
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from pipeline.checkpoints.chat_template import read_template
-from pipeline.config.cluster import ClusterSection
-from pipeline.config.engine_sections import EngineSection, SamplingSection, SpeculationSection
 from pipeline.config.jobfile import Document, Value
-from pipeline.config.quality import QualitySection
-from pipeline.config.requests import (
+from pipeline.config.parameters import TodaySection
+from pipeline.config.sections.cluster import ClusterSection
+from pipeline.config.sections.cost import CostSection
+from pipeline.config.sections.engine import EngineSection, SpeculationSection
+from pipeline.config.sections.input import InputSection
+from pipeline.config.sections.model import ModelSection
+from pipeline.config.sections.output import OutputSection
+from pipeline.config.sections.prompt import PromptSection
+from pipeline.config.sections.quality import QualitySection
+from pipeline.config.sections.requests import (
     FORMATS,
     SOURCES,
     contradiction,
@@ -27,19 +33,12 @@ from pipeline.config.requests import (
     prompt_of,
     sampling_of,
 )
-from pipeline.config.sections import (
-    CostSection,
-    InputSection,
-    ModelSection,
-    OutputSection,
-    PromptSection,
-    RunSection,
-    Section,
-    TodaySection,
-)
-from pipeline.config.structured import StructuredFromColumn
-from pipeline.config.targets import TargetsSection
-from pipeline.config.tasks import (
+from pipeline.config.sections.run import RunSection
+from pipeline.config.sections.sampling import SamplingSection
+from pipeline.config.sections.section import Section
+from pipeline.config.sections.structured import StructuredFromColumn
+from pipeline.config.sections.targets import TargetsSection
+from pipeline.config.sections.tasks import (
     ChoiceSection,
     ClassifySection,
     EmbedSection,

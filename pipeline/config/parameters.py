@@ -10,13 +10,22 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from zoneinfo import ZoneInfo
 
+from pydantic import Field
+
 from pipeline.config.jobfile import Document, JobFileError, Mistake
+from pipeline.config.sections.section import Section
 from pipeline.machine.host import zone_time
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+@-]{0,199}")
 
 Now = Callable[[ZoneInfo], datetime]
+
+
+class TodaySection(Section):
+    """A parameter that is the date of the day on which the run begins."""
+
+    today: str = Field(description="The time zone whose date it is.", examples=["Europe/Berlin"])
 
 
 def moment_of(flag: str | None) -> Now:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from pipeline.data.columns import plain_type
 from pipeline.data.dataset_files import DatasetFiles
-from pipeline.data.partitions import partition_columns
+from pipeline.data.files.partitions import partition_columns
 
 _ADVICE = "leave it out of the new files, or choose a new output.path for all files"
 

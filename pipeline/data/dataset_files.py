@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from pipeline.data import json_lines
 from pipeline.data.columns import kept_schema, merge_schemas
-from pipeline.data.footer import DamagedFile, read_footer
-from pipeline.data.json_types import MAX_KEYS, JsonTypes
+from pipeline.data.files import json_lines
+from pipeline.data.files.footer import DamagedFile, read_footer
+from pipeline.data.files.json_types import MAX_KEYS, JsonTypes
+from pipeline.data.files.source_file import SourceFile
 from pipeline.data.requests.input_checks import FileNotes, RequestFormat, Requests, requests_of
 from pipeline.data.requests.request_row import request_schema
-from pipeline.data.source_file import SourceFile
 from pipeline.errors import InputError
 
 

@@ -17,15 +17,15 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from pipeline.data import json_lines, parquet_file
 from pipeline.data.columns import did_you_mean, plain_schema
 from pipeline.data.dataset_columns import dataset_columns
 from pipeline.data.dataset_files import SkippedFile, files_of
-from pipeline.data.footer import DamagedFile
-from pipeline.data.listing import find_files, is_local
-from pipeline.data.partitions import partition_array
+from pipeline.data.files import json_lines, parquet_file
+from pipeline.data.files.footer import DamagedFile
+from pipeline.data.files.listing import find_files, is_local
+from pipeline.data.files.partitions import partition_array
+from pipeline.data.files.source_file import Slice, SourceFile
 from pipeline.data.requests.input_checks import RequestFormat, Requests
-from pipeline.data.source_file import Slice, SourceFile
 from pipeline.errors import InputError
 from pipeline.stores.filesystem import filesystem
 from pipeline.stores.redaction import shown_url

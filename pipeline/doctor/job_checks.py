@@ -13,7 +13,7 @@ from pipeline.data.source import open_source
 from pipeline.doctor.check import Check, Setup
 from pipeline.errors import ModelError, OutputError, PipelineError
 from pipeline.formatting import shown_bytes
-from pipeline.job.validate import MODEL_FILES, examine, missing_model_files
+from pipeline.job.preview.examine import MODEL_FILES, examine, missing_model_files
 from pipeline.stores.filesystem import filesystem, is_url
 from pipeline.stores.redaction import shown_url
 

@@ -22,11 +22,11 @@ from pipeline.estimate.pool import PoolEstimate
 from pipeline.estimate.prices import FILE, PriceList, load_prices
 from pipeline.estimate.recommend import Advice, advice_for_card, advice_for_pool
 from pipeline.job.actor.tokenize import Tokenize, chat_of
-from pipeline.job.actor_specs import resolve_device
-from pipeline.job.fingerprint import JOB
-from pipeline.job.history import Remembered, recall
-from pipeline.job.plan import JobPlan, make_plan
-from pipeline.job.run import run_job
+from pipeline.job.planning.actor_specs import resolve_device
+from pipeline.job.planning.fingerprint import JOB
+from pipeline.job.planning.history import Remembered, recall
+from pipeline.job.planning.plan import JobPlan, make_plan
+from pipeline.job.running.run import run_job
 from pipeline.job.telemetry.run_log import PLAN, load_runs
 from pipeline.machine.host import wall_time, zone_time
 from pipeline.model.config import read_config

@@ -15,8 +15,8 @@ from pipeline.config import JobConfig
 from pipeline.data.source import Source, Window
 from pipeline.engine.params import Request
 from pipeline.job.actor.tokenize import Tokenize
-from pipeline.job.history import Remembered
-from pipeline.job.prompt_preview import sampled, units_of
+from pipeline.job.planning.history import Remembered
+from pipeline.job.preview.prompt_preview import sampled, units_of
 from pipeline.report.estimate import Interval
 from pipeline.report.record.row_stats import Histogram, RowStats, length_bucket
 

@@ -10,7 +10,7 @@ drafts and work done twice are a share of the rest.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.job.history import Remembered
+from pipeline.job.planning.history import Remembered
 from pipeline.report.record.computed import Computed
 from pipeline.report.record.run_record import RunRecord
 

@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError, ModelError
 from pipeline.evaluate.table import Evaluation, Measured
 from pipeline.formatting import Remaining
 from pipeline.job.actor.tokenize import chat_template
-from pipeline.job.samples import Samples, read_samples
+from pipeline.job.preview.dataset_tokens import Samples, read_samples
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.load import checkpoint_files
 from pipeline.stores.filesystem import storage_for

@@ -18,8 +18,8 @@ from pipeline.formatting import Remaining
 from pipeline.generate.answer import Answer, Saved
 from pipeline.generate.prompts import Prompts
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
-from pipeline.job.reasoning import with_reasoning_markers
-from pipeline.job.sampling_defaults import with_model_defaults
+from pipeline.job.planning.reasoning_markers import with_reasoning_markers
+from pipeline.job.planning.sampling_defaults import with_model_defaults
 from pipeline.machine.host import wall_time
 from pipeline.stores.redaction import shown_url
 

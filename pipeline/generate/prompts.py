@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.footer import decoding
-from pipeline.data.json_lines import compression_of, is_json_lines
+from pipeline.data.files.footer import decoding
+from pipeline.data.files.json_lines import compression_of, is_json_lines
 from pipeline.data.prompts import template_columns
 from pipeline.data.source import open_source
 from pipeline.errors import ConfigError, InputError

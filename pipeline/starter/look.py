@@ -19,7 +19,7 @@ from pipeline.data.requests.input_checks import READERS, Requests
 from pipeline.data.requests.request_row import PROMPT_COLUMN
 from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.errors import InputError, ModelError
-from pipeline.job.samples import read_samples
+from pipeline.job.preview.dataset_tokens import read_samples
 from pipeline.model.config import read_config
 from pipeline.tokenization.tokenizer import Tokenizer
 

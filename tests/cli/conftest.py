@@ -56,7 +56,7 @@ def job_that(monkeypatch: pytest.MonkeyPatch):
     """Puts a function in the place of `run_job`."""
 
     def put(function) -> None:
-        monkeypatch.setattr("pipeline.job.run.run_job", function)
+        monkeypatch.setattr("pipeline.job.running.run.run_job", function)
 
     return put
 

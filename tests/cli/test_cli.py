@@ -140,7 +140,7 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
     """In a process of its own, as it is about file descriptors: Ray and C libraries print when actors die, also
     after the job has ended and out of buffers that are flushed at exit."""
     script = (
-        "import atexit, ctypes, os, subprocess, sys, threading\nimport pipeline.job.run\n"
+        "import atexit, ctypes, os, subprocess, sys, threading\nimport pipeline.job.running.run\n"
         "from pipeline.cli import main as cli\n"
         "def run_job(*a, **k):\n"
         "    print('noise'); os.system('echo noise of a child'); os.write(1, b'(raylet) noise of C')\n"
@@ -151,7 +151,7 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
         "    from pipeline.report.cost import build_report\n"
         "    from pipeline.data.output.part_totals import PartTotals\n"
         "    return build_report('demo', '1a2b3c4d', [], PartTotals(), 0)\n"
-        "pipeline.job.run.run_job = run_job\n"
+        "pipeline.job.running.run.run_job = run_job\n"
         "sys.argv = ['pipeline', 'run', 'job.yaml', '--json']\ncli.main()\n"
     )
     source = Path(errors.__file__).parents[1]
@@ -176,7 +176,7 @@ def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, aws, monkeypatc
     from tests.faults.store import SECRET, FaultyStore
     from tests.job.conftest import FAKES
 
-    monkeypatch.setattr("pipeline.job.run.Backend", lambda: FAKES)
+    monkeypatch.setattr("pipeline.job.running.run.Backend", lambda: FAKES)
     (work / "model").mkdir()
     (work / "model" / "config.json").write_text('{"fake": {}}')
     Tokenizer(WordLevel({"?": 0}, "?")).save(str(work / "model" / "tokenizer.json"))

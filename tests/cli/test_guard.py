@@ -224,12 +224,12 @@ def test_a_terminal_that_is_closed_drains_the_run_and_nothing_that_is_printed_en
     """As when an ssh connection drops: SIGHUP, and from then on every write to the terminal fails."""
     script = """
 import sys, time
-import pipeline.job.run
+import pipeline.job.running.run
 from pipeline import __main__
 from pipeline.errors import Interrupted
-from pipeline.job.reporter import harmless
+from pipeline.job.running.reporter import harmless
 from pipeline.job.telemetry.status import Status
-from pipeline.job.stop import StopSignals
+from pipeline.job.running.stop import StopSignals
 def run_job(config, *, accept_numerics, retry_failed, append, sample, progress, logs):
     show = harmless(progress)
     with StopSignals() as stop, stop.draining():
@@ -238,7 +238,7 @@ def run_job(config, *, accept_numerics, retry_failed, append, sample, progress, 
             time.sleep(0.05)
             if stop.count and number > 30:
                 raise Interrupted("stopped")
-pipeline.job.run.run_job = run_job
+pipeline.job.running.run.run_job = run_job
 sys.argv = ["pipeline", "run", "job.yaml"]
 __main__.main()
 """

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.data.output.part_totals import PartTotals
-from pipeline.job import following
+from pipeline.job.output import following
 from pipeline.job.telemetry.status import Status
 from pipeline.report.cost import build_report
 from tests.cli.conftest import EVIL, finished_run, leave_output

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from pipeline.cli.watch import ActorRates, drawing
 from pipeline.data.output.parts import PartStore
-from pipeline.job import following
-from pipeline.job.following import Following
+from pipeline.job.output import following
+from pipeline.job.output.following import Following
 from pipeline.job.telemetry.status import Status
 from pipeline.report.record.run_record import ActorRecord, no_phases
 from tests.cli.conftest import EVIL, finished_run, leave_output

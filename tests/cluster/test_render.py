@@ -128,7 +128,7 @@ def test_the_check_itself_refuses(at, key, value, told):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_cluster_that_ends_leaves_time_to_drain(name):
     from pipeline.job.dataflow.graph import EngineActor
-    from pipeline.job.watch import GIVE_UP_S
+    from pipeline.job.running.watch import GIVE_UP_S
 
     job, shipped = ray_job(EXAMPLES[name]), json.loads(EXAMPLES[name][0]["data"]["job.json"])
     drain_s = shipped["run"].get("drain_s", 30)

@@ -84,7 +84,7 @@ def test_what_cannot_be_kept_to_is_refused_at_its_key(sampling: dict, expected: 
 
 
 def test_flags_take_a_text_or_a_file(tmp_path: Path):
-    from pipeline.cli.prompts import _form_flags
+    from pipeline.cli.commands.prompts import _form_flags
 
     (tmp_path / "s.json").write_text(json.dumps(SCHEMA), encoding="utf-8")
     basis = {"model.path": ("demo", "--model"), "prompt.column": ("p", ""), "input.path": ("-", ""),

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.data.dataset_files import SkippedFile
-from pipeline.data.footer import DamagedFile
+from pipeline.data.files.footer import DamagedFile
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.source import cut_windows, open_source, read_window
 from pipeline.data.units import UnitSpec, make_units

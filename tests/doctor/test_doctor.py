@@ -277,7 +277,7 @@ def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pip
     def defect(config, **_):
         raise RuntimeError(repr(config))
 
-    monkeypatch.setattr("pipeline.job.run.run_job", defect)
+    monkeypatch.setattr("pipeline.job.running.run.run_job", defect)
     (work / "job.yaml").write_text(JOB.replace("path: data", f"path: data, storage: {{secret: {SECRET}}}"))
     code, out, err = pipe("run", "job.yaml")
     assert code == 70

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.job.history import Remembered
+from pipeline.job.planning.history import Remembered
 from pipeline.report.record.row_stats import Histogram, RowStats
 from pipeline.report.record.run_record import ActorRecord, RunRecord, no_phases
 

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.estimate.lengths import PromptSample, _shared, output_lengths, tail
-from pipeline.job.prompt_preview import sampled
+from pipeline.job.preview.prompt_preview import sampled
 from tests.estimate.conftest import remembered
 
 

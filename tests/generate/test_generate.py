@@ -325,7 +325,7 @@ def test_parquet_is_a_job(pipe, tmp_path, monkeypatch):
         seen.append(config)
         return build_report("new", "1a2b3c4d", [], PartTotals(), 0)
 
-    monkeypatch.setattr("pipeline.job.run.run_job", run_job)
+    monkeypatch.setattr("pipeline.job.running.run.run_job", run_job)
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "rows.pq")
     (tmp_path / "named.bin").write_bytes((tmp_path / "rows.pq").read_bytes())
     assert is_dataset("named.bin")

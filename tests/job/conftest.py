@@ -13,7 +13,7 @@ from pipeline.config import JobConfig, load_job
 from pipeline.job.actor.worker import Backend
 from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.dataflow.spec import FlowSpec
-from pipeline.job.run import run_job
+from pipeline.job.running.run import run_job
 from tests.job.fake_engine import answer, text_of
 
 FAKES = Backend("tests.job.fake_engine:FakeEngine", "tests.job.fake_engine:load_tokenizer")
@@ -121,7 +121,7 @@ def without_ray(monkeypatch):
         begin(self, spec, run_began_us)
 
     monkeypatch.setattr(FlowSpec, "needs_ray", False)
-    monkeypatch.setattr("pipeline.job.watch.TICK_S", 0.2)
+    monkeypatch.setattr("pipeline.job.running.watch.TICK_S", 0.2)
     monkeypatch.setattr(InProcessDataflow, "__init__", counted)
     monkeypatch.setattr(Started, "count", 0)
 

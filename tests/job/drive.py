@@ -5,7 +5,7 @@ import sys
 
 from pipeline.config import load_job
 from pipeline.errors import PipelineError
-from pipeline.job.run import run_job
+from pipeline.job.running.run import run_job
 from tests.job.conftest import FAKES
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ import pytest
 from pipeline.data.output.compact import compact
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import ConfigError, EnvironmentFailed, FingerprintError, InputError, Interrupted
-from pipeline.job import fingerprint
-from pipeline.job.appended import FOLDER, Batches
-from pipeline.job.audit import audit
-from pipeline.job.run import run_job
+from pipeline.job.output.audit import audit
+from pipeline.job.planning import fingerprint
+from pipeline.job.planning.appended import FOLDER, Batches
+from pipeline.job.running.run import run_job
 from tests.faults.store import FaultyStore
 from tests.job.conftest import FAKES, TEXTS, run, runs, success
 
@@ -286,7 +286,7 @@ def test_a_run_whose_output_was_appended_to_meanwhile_does_not_say_that_it_is_co
 
 
 def test_a_success_that_comes_after_the_record_of_a_batch_is_taken_back(job, monkeypatch):
-    from pipeline.job import success as module
+    from pipeline.job.output import success as module
 
     of = module.Inventory.of
 

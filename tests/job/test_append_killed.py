@@ -16,8 +16,8 @@ import pytest
 
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import FingerprintError
-from pipeline.job.appended import FOLDER
-from pipeline.job.audit import audit
+from pipeline.job.output.audit import audit
+from pipeline.job.planning.appended import FOLDER
 from pipeline.stores.local_folder import LocalFolder
 from tests.job.conftest import TEXTS, Job, run, success
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from pipeline.cli.main import cli
 from pipeline.data.output.parts import PartName, PartStore
 from pipeline.errors import OutputError
-from pipeline.job.audit import MAX_SHOWN, Audit, _Rows, audit
+from pipeline.job.output.audit import MAX_SHOWN, Audit, _Rows, audit
 from tests.faults.store import FaultyStore
 from tests.job.conftest import TEXTS, run, success
 

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli.main import cli
-from pipeline.job.run import run_job
+from pipeline.job.running.run import run_job
 from tests.job.conftest import FAKES, Job
 
 TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 40) if i % 10 else None for i in range(60)]

@@ -15,12 +15,12 @@ from pipeline.errors import (
     PipelineError,
     TooManyRowErrors,
 )
-from pipeline.job.plan import make_plan
-from pipeline.job.success import verify
+from pipeline.job.output.success import verify
+from pipeline.job.planning.plan import make_plan
+from pipeline.job.running.totals import OutputTotals
 from pipeline.job.telemetry.run_log import RunLog
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry
-from pipeline.job.totals import OutputTotals
 from pipeline.stores.local_folder import LocalFolder
 from pipeline.stores.retries import RetryCounts
 from tests.data.output.finished_units import result

@@ -8,8 +8,8 @@ import pytest
 from pipeline.checkpoints.chat_template import folder_asks_for_date
 from pipeline.errors import FingerprintError, OutputError
 from pipeline.job.actor.worker import Backend
-from pipeline.job.plan import make_plan
-from pipeline.job.run import run_job
+from pipeline.job.planning.plan import make_plan
+from pipeline.job.running.run import run_job
 from pipeline.stores.local_folder import LocalFolder
 from tests.job.conftest import Started
 from tests.tokenization import small_tokenizers
@@ -28,7 +28,7 @@ def run(job, monkeypatch):
     """Runs the job at a time of this machine's clock; the completions by row."""
 
     def at(now: datetime, date: str | None = None, template: str | None = None, **sections) -> dict[int, str]:
-        monkeypatch.setattr("pipeline.job.run.wall_time", lambda: now)
+        monkeypatch.setattr("pipeline.job.running.run.wall_time", lambda: now)
         given = {"date": date, "template": template}
         config = job.config(prompt={"chat": {k: v for k, v in given.items() if v is not None}}, **sections)
         run_job(config, backend=REAL_TOKENIZER)

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import OutputError
-from pipeline.job.following import Following
+from pipeline.job.output.following import Following
 from tests.job.conftest import TEXTS, Started, run, runs, success
 
 pytestmark = pytest.mark.usefixtures("without_ray")

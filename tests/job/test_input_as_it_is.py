@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import FingerprintError, InputError
-from pipeline.job.plan import make_plan
+from pipeline.job.planning.plan import make_plan
 from pipeline.report.render import text
 from tests.job.conftest import Job, Started, success
 from tests.job.conftest import run as run_told

@@ -6,7 +6,7 @@ import pyarrow.dataset as ds
 import pytest
 
 from pipeline.config import load_job
-from pipeline.job.run import run_job
+from pipeline.job.running.run import run_job
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = {  # what each is there for

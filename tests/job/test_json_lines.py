@@ -6,7 +6,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from pipeline.data import json_lines
+from pipeline.data.files import json_lines
 from pipeline.errors import FingerprintError, InputError
 from tests.job.conftest import TEXTS, run, success
 

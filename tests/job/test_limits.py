@@ -2,9 +2,10 @@
 
 import pytest
 
-from pipeline.config.sections import CostSection, RunSection
+from pipeline.config.sections.cost import CostSection
+from pipeline.config.sections.run import RunSection
 from pipeline.errors import LimitReached
-from pipeline.job.limits import BUDGET, MAX_RUNTIME, Limit, RunLimits, must_drain
+from pipeline.job.running.limits import BUDGET, MAX_RUNTIME, Limit, RunLimits, must_drain
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.report.record.run_record import ActorRecord, RunRecord, no_phases
 from tests.job.conftest import TEXTS, Started, run, runs

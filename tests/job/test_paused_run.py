@@ -18,7 +18,7 @@ DRIVER = """
 import sys
 from pipeline.config import load_job
 from pipeline.job.dataflow.spec import FlowSpec
-from pipeline.job.run import run_job
+from pipeline.job.running.run import run_job
 from tests.job.conftest import FAKES
 FlowSpec.needs_ray = False
 run_job(load_job(sys.argv[1]), backend=FAKES)

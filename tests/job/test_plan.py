@@ -11,8 +11,8 @@ from pipeline.data.output.parts import DoneUnits, PartName, PartStore
 from pipeline.errors import ModelError, OutputError
 from pipeline.job.dataflow.reading import check_units
 from pipeline.job.dataflow.spec import WindowTask
-from pipeline.job.fingerprint import difference, shown
-from pipeline.job.plan import make_plan, what_is_left
+from pipeline.job.planning.fingerprint import difference, shown
+from pipeline.job.planning.plan import make_plan, what_is_left
 from pipeline.job.telemetry.run_log import RunLog, load_runs
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.stores.retries import RetryCounts

@@ -8,8 +8,8 @@ import pytest
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import SamplingParams
 from pipeline.errors import FingerprintError
-from pipeline.job.plan import make_plan
-from pipeline.job.run import run_job
+from pipeline.job.planning.plan import make_plan
+from pipeline.job.running.run import run_job
 from pipeline.tokenization.tokenizer import Tokenizer
 from tests.job.conftest import TEXTS, run, runs
 

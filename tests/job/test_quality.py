@@ -14,12 +14,13 @@ from pipeline.errors import ConfigError, InputError, ModelError
 from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.tokenize import is_sampled
 from pipeline.job.actor.worker import Backend
-from pipeline.job.actor_specs import flow_spec
-from pipeline.job.plan import make_plan
+from pipeline.job.planning.actor_specs import flow_spec
+from pipeline.job.planning.plan import make_plan
+from pipeline.job.preview.describe import describe
+from pipeline.job.preview.examine import examine
 from pipeline.job.process.child import Ended
 from pipeline.job.process.open_rows import OpenRows
-from pipeline.job.run import run_job
-from pipeline.job.validate import describe, examine
+from pipeline.job.running.run import run_job
 from pipeline.report.cost import RunReport
 from pipeline.report.html.page import html
 from pipeline.report.quality import QualityStats

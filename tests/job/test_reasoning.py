@@ -10,10 +10,11 @@ from pipeline import Engine, EngineConfig, SamplingParams
 from pipeline.cli.sample import _shown
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import ConfigError
-from pipeline.job.plan import make_plan
-from pipeline.job.run import run_job
-from pipeline.job.sample import read_sample
-from pipeline.job.validate import describe, examine
+from pipeline.job.planning.plan import make_plan
+from pipeline.job.preview.describe import describe
+from pipeline.job.preview.examine import examine
+from pipeline.job.running.run import run_job
+from pipeline.job.running.sample import read_sample
 from pipeline.report.cost import RunReport
 from pipeline.report.html.page import html
 from pipeline.report.reasoning import ReasoningCost

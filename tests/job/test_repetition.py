@@ -7,8 +7,8 @@ import pytest
 
 from pipeline.config import load_job
 from pipeline.errors import ConfigError
-from pipeline.job.plan import make_plan
-from pipeline.job.run import run_job
+from pipeline.job.planning.plan import make_plan
+from pipeline.job.running.run import run_job
 from pipeline.report.cost import RunReport
 from pipeline.report.html.page import html
 from pipeline.report.loops import LoopCost

@@ -17,14 +17,14 @@ import pytest
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 
-from pipeline.data import json_lines
+from pipeline.data.files import json_lines
 from pipeline.data.output.parts import PartStore
 from pipeline.engine.samples import sample_seed
 from pipeline.engine.tasks import Embed, VectorResult
 from pipeline.errors import ConfigError, FingerprintError, InputError, OutputError
 from pipeline.job.actor.tokenize import row_seed
-from pipeline.job.convert import convert, errors_beside
-from pipeline.job.validate import examine
+from pipeline.job.output.convert import convert, errors_beside
+from pipeline.job.preview.examine import examine
 from tests.job.conftest import run, success
 from tests.job.fake_engine import answer, result_of, text_of
 from tests.job.test_tasks import TaskJob

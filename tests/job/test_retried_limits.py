@@ -9,8 +9,8 @@ from pipeline.data.output.compact import compact
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.retried import KEY, RetriedRows
 from pipeline.errors import EnvironmentFailed, FingerprintError, OutputError
-from pipeline.job.audit import audit
-from pipeline.job.watch import Watch
+from pipeline.job.output.audit import audit
+from pipeline.job.running.watch import Watch
 from pipeline.report.render import text
 from pipeline.stores.local_folder import LocalFolder
 from tests.job.conftest import TEXTS, run, runs, success

@@ -19,7 +19,7 @@ from pipeline.errors import (
     TooManyRowErrors,
 )
 from pipeline.job.dataflow.in_process import InProcessDataflow
-from pipeline.job.run import run_job
+from pipeline.job.running.run import run_job
 from pipeline.report.cost import Tokens
 from tests.job.conftest import FAKES, TEXTS, Started, run, runs, success
 

@@ -8,7 +8,7 @@ import pytest
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import ConfigError, FingerprintError, Interrupted
 from pipeline.job.dataflow.spec import WindowTask
-from pipeline.job.sample import MAX_WINDOWS, read_sample, sample_tasks
+from pipeline.job.running.sample import MAX_WINDOWS, read_sample, sample_tasks
 from tests.job.conftest import TEXTS, run, runs, success
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -134,7 +134,7 @@ def test_few_windows_evenly_spread_with_all_the_rows(windows, rows):
 def test_the_command_shows_rows_with_their_prompts(job, pipe, monkeypatch):
     from tests.job.conftest import FAKES
 
-    monkeypatch.setattr("pipeline.job.run.Backend", lambda: FAKES)
+    monkeypatch.setattr("pipeline.job.running.run.Backend", lambda: FAKES)
     job.rows(TEXTS)
     job.config()
     path = str(job.folder / "job.yaml")

@@ -12,7 +12,7 @@ from pipeline.config import job_from_flags
 from pipeline.demo import demo_model
 from pipeline.errors import InputError
 from pipeline.formatting import Remaining
-from pipeline.job.samples import read_samples
+from pipeline.job.preview.dataset_tokens import read_samples
 from pipeline.tokenization.tokenizer import Tokenizer
 from tests.job.fake_engine import FakeTokenizer
 
@@ -75,7 +75,7 @@ def test_chats_and_templates_are_sent_as_a_job_sends_them(data, tokenizer):
 
 def test_chats_are_told_one_date(data, monkeypatch):
     clock = (datetime(2026, 11, 23, 23, 59, 59) + timedelta(seconds=n) for n in count())
-    monkeypatch.setattr("pipeline.job.samples.wall_time", lambda: next(clock))
+    monkeypatch.setattr("pipeline.job.preview.dataset_tokens.wall_time", lambda: next(clock))
     told = []
     monkeypatch.setattr(FakeTokenizer, "encode_chat", lambda self, *chat: told.append(chat[-1]) or [1])
     read_samples(config_of(data, prompt__chat={}, input__limit=1500), FakeTokenizer(), 100)  # two windows

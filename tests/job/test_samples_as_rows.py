@@ -30,9 +30,9 @@ from pipeline.errors import ConfigError, FingerprintError
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.tokenize import failed_row
 from pipeline.job.actor.write import Write
-from pipeline.job.audit import audit
-from pipeline.job.read_output import divided_by, report_of
-from pipeline.job.sample import read_sample
+from pipeline.job.output.audit import audit
+from pipeline.job.output.read_output import divided_by, report_of
+from pipeline.job.running.sample import read_sample
 from pipeline.report.render import text
 from tests.job.actor.test_units import unit_of
 from tests.job.conftest import TEXTS, run, runs, success

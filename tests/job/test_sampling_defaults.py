@@ -5,8 +5,8 @@ import json
 import pytest
 
 from pipeline.demo import demo_model
-from pipeline.job.plan import make_plan
-from pipeline.job.sampling_defaults import values_of
+from pipeline.job.planning.plan import make_plan
+from pipeline.job.planning.sampling_defaults import values_of
 from tests.job.conftest import TEXTS
 
 OWN = {

@@ -21,11 +21,11 @@ from pipeline.engine.params import Request
 from pipeline.engine.samples import sample_seed
 from pipeline.errors import ConfigError, FingerprintError
 from pipeline.job.actor.tokenize import row_seed
-from pipeline.job.audit import audit
-from pipeline.job.plan import make_plan
-from pipeline.job.read_output import divided_by
-from pipeline.job.run import run_job
-from pipeline.job.sample import SampleRow
+from pipeline.job.output.audit import audit
+from pipeline.job.output.read_output import divided_by
+from pipeline.job.planning.plan import make_plan
+from pipeline.job.running.run import run_job
+from pipeline.job.running.sample import SampleRow
 from pipeline.tokenization.tokenizer import Tokenizer
 from tests.job.conftest import TEXTS, run, runs, success
 from tests.job.fake_engine import answer, text_of

@@ -48,19 +48,19 @@ class LostActors(InProcessDataflow):
 
 
 def test_fault_09_a_run_without_actors_ends_with_its_reason(job, monkeypatch):
-    monkeypatch.setattr("pipeline.job.watch.InProcessDataflow", NoActors)
+    monkeypatch.setattr("pipeline.job.running.watch.InProcessDataflow", NoActors)
     job.rows(TEXTS)
     with pytest.raises(EnvironmentFailed, match=r"no engine actor could be started.*run\.actors"):
         run(job, run={"progress_timeout_s": 0.5})
 
 
 def test_fault_09_actors_that_are_gone_for_too_long_end_the_run_and_the_next_one_goes_on(job, monkeypatch):
-    monkeypatch.setattr("pipeline.job.watch.InProcessDataflow", LostActors)
+    monkeypatch.setattr("pipeline.job.running.watch.InProcessDataflow", LostActors)
     job.rows(TEXTS)
     with pytest.raises(EnvironmentFailed, match=r"Nothing has moved for 1 s.*1 engine actors were seen"):
         run(job, run={**job.settings["run"], "progress_timeout_s": 1})
     assert runs(job)[-1]["outcome"] == "failed"
-    monkeypatch.setattr("pipeline.job.watch.InProcessDataflow", InProcessDataflow)
+    monkeypatch.setattr("pipeline.job.running.watch.InProcessDataflow", InProcessDataflow)
     run(job)
     job.check(TEXTS)
 

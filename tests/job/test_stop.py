@@ -10,8 +10,8 @@ import time
 import pytest
 
 from pipeline.errors import Interrupted
-from pipeline.job import run as run_module
-from pipeline.job.stop import ONE_STOP_S, Stopped, StopSignals
+from pipeline.job.running import run as run_module
+from pipeline.job.running.stop import ONE_STOP_S, Stopped, StopSignals
 from tests.job.conftest import TEXTS, run, runs
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -106,7 +106,7 @@ def test_one_stop_may_send_several_sigterms():
 def test_a_library_that_swallows_the_stop_cannot_hold_the_process(body, signals):
     script = f"""
 import sys, time
-from pipeline.job.stop import StopSignals
+from pipeline.job.running.stop import StopSignals
 def swallow():
     end, said = time.monotonic() + 60, False
     while time.monotonic() < end:

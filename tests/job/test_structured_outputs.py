@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.job.actor.worker import Backend
-from pipeline.job.run import run_job
+from pipeline.job.running.run import run_job
 from pipeline.report.figures import facts
 from pipeline.report.render import text
 

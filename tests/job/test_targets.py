@@ -9,9 +9,9 @@ import yaml
 from click.testing import CliRunner
 
 from pipeline.cli.main import cli
-from pipeline.config.targets import TargetsSection
+from pipeline.config.sections.targets import TargetsSection
 from pipeline.errors import LimitReached
-from pipeline.job.notify import notify
+from pipeline.job.running.notify import notify
 from pipeline.report.targets import Target, targets_of
 from tests.job.conftest import FAKES, TEXTS, run
 
@@ -66,8 +66,8 @@ def test_nothing_is_told_where_all_is_kept(job, tmp_path):
 
 
 def test_limits_are_told_when_they_are_near_and_when_they_are_reached(job, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.job.limits.RESERVE_S", 0.3)
-    monkeypatch.setattr("pipeline.job.watch.RESERVE_S", 0.3)
+    monkeypatch.setattr("pipeline.job.running.limits.RESERVE_S", 0.3)
+    monkeypatch.setattr("pipeline.job.running.watch.RESERVE_S", 0.3)
     told = tmp_path / "told.jsonl"
     job.fake(step_s=0.1, load_s=2.0, max_num_seqs=2).rows(TEXTS)
     with pytest.raises(LimitReached):
@@ -107,7 +107,7 @@ def test_a_webhook_gets_json_and_one_that_fails_is_a_warning():
 
 @pytest.mark.parametrize(("code", "expected"), [(4, 4), (0, 0)])
 def test_a_scheduler_sees_what_was_missed_by_the_exit_code(job, monkeypatch, code, expected):
-    monkeypatch.setattr("pipeline.job.run.Backend", lambda: FAKES)
+    monkeypatch.setattr("pipeline.job.running.run.Backend", lambda: FAKES)
     job.config(targets={"max_row_p50_s": 1e-9, "exit_code": code})
     job.rows(TEXTS)
     assert yaml.safe_load((job.folder / "job.yaml").read_text())["targets"]["exit_code"] == code

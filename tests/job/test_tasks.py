@@ -24,11 +24,11 @@ from pipeline.estimate.prices import load_prices
 from pipeline.estimate.render import text as estimate_text
 from pipeline.estimate.what_if import what_if
 from pipeline.job.actor.tasks.classify import ClassifyTask
-from pipeline.job.audit import audit
-from pipeline.job.convert import convert
-from pipeline.job.read_output import divided_by
-from pipeline.job.run import run_job
-from pipeline.job.sample import read_sample
+from pipeline.job.output.audit import audit
+from pipeline.job.output.convert import convert
+from pipeline.job.output.read_output import divided_by
+from pipeline.job.running.run import run_job
+from pipeline.job.running.sample import read_sample
 from pipeline.report.html.page import html
 from pipeline.report.render import markdown, text
 from pipeline.tokenization.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from pipeline.config import load_job
 from pipeline.config.schema import FILE_NAME, job_schema
 from pipeline.demo import demo_model
 from pipeline.errors import InputError, ModelError
-from pipeline.job.validate import examine
+from pipeline.job.preview.examine import examine
 from pipeline.starter import look
 
 CHAT = [{"role": "user", "content": "Why?"}]

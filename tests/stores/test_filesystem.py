@@ -12,7 +12,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError, NoCredenti
 from s3fs.errors import translate_boto_error
 
 from pipeline.checkpoints.locate import resolve_model
-from pipeline.data import json_lines
+from pipeline.data.files import json_lines
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import cut_windows, open_source, read_window
 from pipeline.errors import EnvironmentFailed, InputError, ModelError, OutputError

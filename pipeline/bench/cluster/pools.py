@@ -16,7 +16,7 @@ from pipeline.bench.roofline import find_card, model_size
 from pipeline.engine.params import gpu_limits
 from pipeline.errors import ConfigError
 from pipeline.job.dataflow.spec import FEWEST_IN_FLIGHT, units_in_flight
-from pipeline.job.reporter import STORE_TICK_S
+from pipeline.job.running.reporter import STORE_TICK_S
 from pipeline.roofline.cost_model import Ceilings, Reached
 from pipeline.roofline.job_simulation import kv_room
 

@@ -20,8 +20,8 @@ from pipeline.data.units import make_units
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request
 from pipeline.job.actor.tokenize import Tokenize, chat_of
-from pipeline.job.actor_specs import resolve_device
-from pipeline.job.plan import JobPlan, make_plan
+from pipeline.job.planning.actor_specs import resolve_device
+from pipeline.job.planning.plan import JobPlan, make_plan
 from pipeline.machine.host import available_cores, wall_time
 
 

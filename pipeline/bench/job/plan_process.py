@@ -21,8 +21,8 @@ from pipeline.config import load_job
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, serialize
 from pipeline.data.source import Window, narrowed
-from pipeline.job.plan import JobPlan, make_plan, what_is_left
-from pipeline.job.success import verify
+from pipeline.job.output.success import verify
+from pipeline.job.planning.plan import JobPlan, make_plan, what_is_left
 from pipeline.job.telemetry.run_log import RunLog
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry

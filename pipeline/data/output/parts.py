@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.footer import metadata_of
+from pipeline.data.files.footer import metadata_of
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 from pipeline.stores.filesystem import is_url

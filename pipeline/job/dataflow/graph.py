@@ -37,8 +37,8 @@ from ray.data.block import BlockMetadata
 from ray.data.context import AutoscalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from pipeline.data.files.source_file import SourceFile
 from pipeline.data.source import narrowed
-from pipeline.data.source_file import SourceFile
 from pipeline.data.units import Unit
 from pipeline.errors import EnvironmentFailed, PipelineError
 from pipeline.job.actor.ledger import REPORT_S, Ledger, Order, Whereabouts

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.data import json_lines
+from pipeline.data.files import json_lines
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.requests import input_checks
 from pipeline.data.requests.request_row import PARAMETERS, request_schema

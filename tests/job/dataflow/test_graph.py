@@ -23,13 +23,13 @@ from ray.data.block import BlockStats
 from pipeline.data.output.parts import DoneUnits
 from pipeline.data.units import Unit
 from pipeline.errors import ModelError
-from pipeline.job.actor_specs import flow_spec
 from pipeline.job.dataflow.block_stats import forget_blocks
 from pipeline.job.dataflow.graph import Windows, _connect, block_of, num_readers, units_of
 from pipeline.job.dataflow.reading import read_units
 from pipeline.job.dataflow.spec import WindowTask
-from pipeline.job.plan import make_plan, what_is_left
-from pipeline.job.run import run_job
+from pipeline.job.planning.actor_specs import flow_spec
+from pipeline.job.planning.plan import make_plan, what_is_left
+from pipeline.job.running.run import run_job
 from pipeline.machine.host import available_cores
 from tests.job.conftest import FAKES
 

@@ -9,11 +9,11 @@ import pytest
 
 from pipeline.data.output.parts import DoneUnits
 from pipeline.errors import InputError, PipelineError
-from pipeline.job.actor_specs import flow_spec
 from pipeline.job.dataflow import in_process
 from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.dataflow.spec import EndOfUnits
-from pipeline.job.plan import make_plan, what_is_left
+from pipeline.job.planning.actor_specs import flow_spec
+from pipeline.job.planning.plan import make_plan, what_is_left
 from pipeline.machine.host import now_us
 from tests.job.conftest import FAKES, TEXTS
 
@@ -45,7 +45,7 @@ def test_a_small_job_never_imports_ray(job):
     script = """
 import sys
 from pipeline.config import load_job
-from pipeline.job.run import run_job
+from pipeline.job.running.run import run_job
 from tests.job.conftest import FAKES
 print(run_job(load_job(sys.argv[1]), backend=FAKES).rows.written, "ray" in sys.modules, "torch" in sys.modules)
 """

@@ -1,0 +1,243 @@
+"""The commands that make and measure checkpoints: their options, and where they go."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.cli.console import answers, json_flag, print_answer, print_json, print_result, say, set_option
+from pipeline.cli.options import Renamed
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.config import JobConfig
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """Where texts come from: a dataset, or a job's input and prompt. `flag`: of the dataset."""
+
+    flag: str
+    data: str | None
+    column: str | None
+    template: str | None
+    job: str | None
+    sets: tuple[str, ...]
+
+    def config(self, model: str | None, limit: int | None = None, **engine: str | None) -> "JobConfig":
+        """The job whose prompts are the texts, with these keys of its engine."""
+        from pipeline.config import job_from_flags, load_job
+
+        given = {name: value for name, value in engine.items() if value is not None}
+        if (self.job is None) == (self.data is None):
+            raise ConfigError(f"give either {self.flag} PATH, with --column or --template, or --job JOB.yaml")
+        if self.job is not None:
+            if self.column is not None or self.template is not None:
+                raise ConfigError("--column, --template: a job says what its prompts are; leave them out, or --job")
+            sets = (*self.sets, *(f"engine.{name}={value}" for name, value in given.items()))
+            return load_job(self.job, sets, (), limit)
+        if self.column is not None and self.template is not None:
+            raise ConfigError("--column and --template: give one of them")
+        flags: dict[str, tuple[Any, str]] = {"model.path": (model, "MODEL"), "input.path": (self.data, self.flag)}
+        flags["output.path"] = ("-", "the command line")
+        if self.template is not None:
+            flags["prompt.template"] = (self.template, "--template")
+        else:
+            flags["prompt.column"] = (self.column or "text", "--column")
+        if limit is not None:
+            flags["input.limit"] = (limit, "--limit")
+        flags |= {f"engine.{name}": (value, f"--{name}") for name, value in given.items()}
+        return job_from_flags(flags, self.sets)
+
+
+def _texts_of(flag: str, used_for: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The options that say where texts come from; the command gets them as `texts`."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def with_texts(*args: Any, data: Any, column: Any, template: Any, job: Any, sets: Any, **options: Any) -> None:
+            command(*args, texts=_Texts(flag, data, column, template, job, sets), **options)
+
+        decorated: Callable[..., Any] = with_texts
+        for option in reversed(
+            [
+                click.option("data", flag, metavar="PATH", help=f"Parquet whose rows are {used_for}."),
+                click.option("--column", metavar="NAME", help="The column of texts; text when left out."),
+                click.option("--template", help='Texts over columns: "Summarize: {report}".'),
+                click.option("--job", metavar="JOB.yaml", help="Take a job's input and prompt, as it would send them."),
+                set_option("input.storage.profile=lab"),
+            ]
+        ):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
+
+
+@click.command("eval")
+@click.argument("models", metavar="[MODEL]...", nargs=-1)
+@click.option("--against", metavar="MODEL", help="The reference: what all others are compared with.")
+@_texts_of("--data", "read")
+@click.option("--quantization", "kinds", multiple=True, type=click.Choice(["int8", "int4-rtn", "nf4"]),
+              help="The reference quantized on load, too. May be repeated.")  # fmt: skip
+@click.option("--activation-dtype", type=click.Choice(["auto", "fp8", "int8"]),
+              help="Of the models, not of the reference; the job's, or auto, when left out.")  # fmt: skip
+@click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]),
+              help="The reference with this KV cache, too.")  # fmt: skip
+@click.option("--expected", metavar="COLUMN", help="A column with the right answers, to count the outputs equal to it.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N rows.")
+@click.option("--max-tokens", type=click.IntRange(min=1), metavar="N",
+              help="Most tokens of an output; 64, or the job's, when left out.")  # fmt: skip
+@click.option("--device", help="auto, cpu, cuda or cuda:N.")
+@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+              help="Of what is computed with.")  # fmt: skip
+@json_flag
+@answers
+def eval_command(
+    models: tuple[str, ...],
+    against: str | None,
+    texts: _Texts,
+    kinds: tuple[str, ...],
+    activation_dtype: str | None,
+    kv_cache_dtype: str | None,
+    expected: str | None,
+    limit: int | None,
+    max_tokens: int | None,
+    device: str | None,
+    dtype: str | None,
+    as_json: bool,
+) -> None:
+    """Measure what models are worth on texts, and what a quantized one lost against its original.
+
+    \b
+    Examples:
+      pipeline eval out/qwen-awq --against Qwen/Qwen3-4B --data heldout.parquet --column text
+      pipeline eval out/awq out/gptq --against models/base --job my.yaml --limit 200
+      pipeline eval demo:target-awq --against demo:target --job jobs/summarize.yaml --limit 100
+      pipeline eval --against models/base --quantization int8 --quantization nf4 --job my.yaml
+      pipeline eval out/awq --against out/awq --activation-dtype fp8 --job my.yaml
+
+    On the texts: perplexity over all their tokens, the KL divergence from the reference over the whole vocabulary at
+    each token, and how often both find the same token likeliest. On greedy outputs to the same texts: how many are the
+    reference's token for token, and how many are those of --expected. Beside them tokens a second and memory.
+
+    Compare with --dtype float32 to see the weights' loss alone: in bfloat16 sums round too. --activation-dtype fp8
+    works on any machine, slower where there are no units for it: see what it costs before renting a card for its speed.
+    """
+    from pipeline.engine.params import SamplingParams
+    from pipeline.evaluate import ModelVariant, evaluate
+
+    first = models[0] if models else against
+    if first is None and texts.job is None:
+        raise ConfigError("no MODEL: name a checkpoint, or a job with --job")
+    config = texts.config(first, limit, device=device, dtype=dtype)
+    reference = None if against is None else ModelVariant(against)
+    activations = activation_dtype or config.engine.activation_dtype
+    measured = [ModelVariant(path, activation_dtype=activations) for path in models]
+    if against is not None:
+        measured += [ModelVariant(against, kind, activations) for kind in kinds]
+        measured += [] if kv_cache_dtype is None else [ModelVariant(against, kv_cache_dtype=kv_cache_dtype)]
+    elif kinds:
+        raise ConfigError("--quantization: quantizes the reference on load; name it with --against")
+    elif kv_cache_dtype is not None:
+        raise ConfigError("--kv-cache-dtype: is compared with the reference's own; name that with --against")
+    elif not measured:
+        measured = [ModelVariant(config.model.path, config.model.quantization, activations)]
+    wanted = config.sampling_params()
+    most = max_tokens or (wanted.max_tokens if texts.job is not None else 64)
+    params = SamplingParams(max_tokens=most, stop=wanted.stop, stop_token_ids=wanted.stop_token_ids)
+    found = evaluate(config, measured, reference, params, expected, say)
+    print_answer(found, as_json)
+
+
+@click.command("quantize")
+@click.argument("model", metavar="MODEL")
+@click.option("--output", cls=Renamed, old="--out", required=True, type=click.Path(), metavar="DIR",
+              help="A new folder for the checkpoint.")  # fmt: skip
+@click.option("--method", type=click.Choice(["awq", "gptq", "rtn", "int8", "fp8"]), default="awq", show_default=True,
+              help="awq, gptq: int4, calibrated on texts; rtn, int8, fp8: to the nearest.")  # fmt: skip
+@click.option("--group-size", type=click.Choice(["32", "64", "128"]), default="128", show_default=True,
+              help="Inputs that share a scale; int8 and fp8 have one for each output.")  # fmt: skip
+@click.option("--act-order", is_flag=True, help="gptq: the inputs that matter most first (desc_act).")
+@_texts_of("--calibration", "calibrated with")
+@click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True, metavar="N",
+              help="Rows to calibrate with, chosen from all of them by --seed.")  # fmt: skip
+@click.option("--max-length", type=click.IntRange(min=1), default=512, show_default=True, metavar="N",
+              help="Tokens of a text; longer ones are cut.")  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="Which rows are chosen.")
+@click.option("--device", default="cpu", show_default=True, help="Where gptq computes: cpu, cuda or cuda:N.")
+@json_flag
+@answers
+def quantize_command(
+    model: str,
+    output: str,
+    method: Any,
+    group_size: str,
+    act_order: bool,
+    texts: _Texts,
+    samples: int,
+    max_length: int,
+    seed: int,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Make a quantized checkpoint of a plain one.
+
+    \b
+    Examples:
+      pipeline quantize Qwen/Qwen3-4B --output models/qwen-awq --job my.yaml
+      pipeline quantize models/base --output models/base-gptq --method gptq --calibration texts.parquet --column text
+      pipeline quantize models/base --output models/base-int8 --method int8
+
+    Calibrate on texts like those of the job: --job takes its input, rendered as the job sends it. What is made is a
+    folder that other engines read too: AutoAWQ (gemm) of awq, GPTQ of gptq, compressed-tensors of the others.
+
+    The folder is made as DIR.partial and gets its name when it is whole; nothing is ever replaced. After an
+    interruption the same command goes on after the last layer that was written (awq, which autoawq does, begins anew).
+    """
+    from pathlib import Path
+
+    from pipeline.quantize import Recipe, quantize
+    from pipeline.quantize.awq import check_installed
+    from pipeline.quantize.recipe import CALIBRATED, check_plain
+
+    recipe = Recipe(method, int(group_size), act_order)
+    if method == "awq":
+        check_installed()
+    config = None
+    if method in CALIBRATED:
+        config = texts.config(model)
+    elif texts.data is not None or texts.job is not None:
+        raise ConfigError(f"--method {method} looks at no texts; leave --calibration and --job out")
+    import torch
+
+    from pipeline.checkpoints.locate import resolve_model
+    from pipeline.job.actor.tokenize import chat_template
+    from pipeline.job.preview.dataset_tokens import read_samples
+    from pipeline.stores.filesystem import storage_for
+    from pipeline.tokenization.tokenizer import Tokenizer
+
+    storage = None if config is None else storage_for(model, config.model.storage)
+    source = resolve_model(model, storage, say)
+    fields, token_ids = check_plain(source), []
+    if config is not None:
+        length = min(max_length, fields.max_position)
+        tokenizer = Tokenizer.from_folder(str(source), chat_template(config, source))
+        read = read_samples(config, tokenizer, length, chosen=(samples, seed), cut=True)
+        tokenizer.close()
+        token_ids = read.token_ids
+        left_out = "".join(f", {code} {count:,}" for code, count in read.left_out.items())
+        say(f"calibrating with {len(token_ids):,} rows, {read.num_tokens:,} tokens{left_out}")
+    target = Path(output).expanduser()
+    quantize(source, target, recipe, token_ids, torch.device(device), say)
+    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    before = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    rows = f"--job {texts.job}" if texts.job is not None else "--data heldout.parquet --column text"
+    measure = f"pipeline eval {output} --against {model} {rows}"
+    if as_json:
+        print_json({"output": output, "method": method, "bytes": size, "bytes_before": before, "measure_with": measure})
+    else:
+        print_result(f"{output}: {size / 1e6:,.1f} MB of weights, {size / before:.0%} of {before / 1e6:,.1f} MB")
+        print_result(f"What it lost:  {measure}")

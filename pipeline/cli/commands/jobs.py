@@ -1,0 +1,292 @@
+"""The commands about a job and its output: run, validate, status, report, verify, compact."""
+
+import sys
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from pipeline.cli.console import (
+    answers,
+    json_flag,
+    logging_options,
+    print_answer,
+    print_json,
+    print_result,
+    results_stream,
+    say,
+    stdout_is_claimed,
+)
+from pipeline.cli.options import Renamed, job_overlays, param_option
+from pipeline.errors import ConfigError, EnvironmentFailed, LimitReached, OutputError
+
+if TYPE_CHECKING:
+    from pipeline.config import JobConfig
+    from pipeline.job.telemetry.logs import Level
+    from pipeline.job.telemetry.status import Status
+    from pipeline.report.cost import RunReport
+
+
+@click.command()
+@click.argument("job", metavar="JOB.yaml", type=click.Path())
+@job_overlays
+@click.option("--accept-numerics", is_flag=True,
+              help="Go on although dtype or device differ from the output's first run.")  # fmt: skip
+@click.option("--retry-failed", is_flag=True,
+              help="Compute the error rows of what is written again, under another engine.max_model_len where --set "
+              "gives one; each part is replaced whole.")  # fmt: skip
+@click.option("--append", is_flag=True,
+              help="Take in input files that are new since the first run: they alone are computed.")  # fmt: skip
+@click.option("--fired-at", metavar="TIME",
+              help="What parameters of {today: ZONE} take for now: @ and seconds since 1970, or a time with its zone. "
+              "For schedulers.")  # fmt: skip
+@click.option("--at-limit", type=click.IntRange(0, 255), metavar="CODE", default=75, show_default=True,
+              help="Exit code where cost.budget_usd or run.max_runtime ends the run; 0 for schedulers that would start "
+              "a failed one again.")  # fmt: skip
+@click.option("--sample", type=click.IntRange(min=1), metavar="N",
+              help="Compute N rows of all lengths and show them; the full run takes them over.")  # fmt: skip
+@logging_options
+@json_flag
+@answers
+def run(
+    job: str,
+    accept_numerics: bool,
+    retry_failed: bool,
+    append: bool,
+    fired_at: str | None,
+    at_limit: int,
+    sample: int | None,
+    verbose: bool,
+    log_level: "Level",
+    as_json: bool,
+    **overlays: Any,
+) -> None:
+    """Run a job, or go on with it where it stopped.
+
+    \b
+    Examples:
+      pipeline run jobs/summarize.yaml
+      pipeline run jobs/summarize.yaml --limit 20 --set output.path=out/try
+      pipeline run my.yaml --config configs/h100.yaml --set run.actors=8
+      pipeline run my.yaml --json > report.json
+      pipeline run my.yaml --sample 20           look at 20 rows first
+      pipeline run my.yaml --append              files were added to the input since
+      pipeline run my.yaml --retry-failed        only the rows that became errors, once more
+      pipeline run my.yaml --retry-failed --set engine.max_model_len=8192
+
+    Parts appear in output.path as they are finished, _SUCCESS when all are there, and the report in
+    output.path/_pipeline/report.md. Ctrl-C once lets finished work be written; then the same command goes on.
+    Logs of the driver and of each engine are kept in output.path/_pipeline/logs; `pipeline logs` shows them.
+    """
+    from pipeline.config import load_job
+    from pipeline.config.parameters import moment_of
+
+    config = load_job(job, **overlays, now=moment_of(fired_at))
+    run_and_report(config, as_json, verbose, log_level, accept_numerics, retry_failed, append, sample, at_limit)
+
+
+def run_and_report(
+    config: "JobConfig",
+    as_json: bool,
+    verbose: bool,
+    log_level: "Level",
+    accept_numerics: bool = False,
+    retry_failed: bool = False,
+    append: bool = False,
+    sample: int | None = None,
+    at_limit: int = LimitReached.exit_code,
+) -> None:
+    """Run a job and print its report; in a fork, but where a fork's results would be lost. at_limit: the exit code of
+    LimitReached."""
+    from pipeline.cli.guard import guarded
+    from pipeline.cli.progress import progress_for
+    from pipeline.stores.redaction import shown_url
+
+    with guarded() if stdout_is_claimed() else nullcontext():
+        from pipeline.job.running.run import run_job
+        from pipeline.job.telemetry.logs import LogOptions
+        from pipeline.report.render import text
+
+        with progress_for(with_log=verbose) as progress:
+            logs = LogOptions(log_level, progress.line if verbose else None)
+            try:
+                report = run_job(
+                    config,
+                    accept_numerics=accept_numerics,
+                    retry_failed=retry_failed,
+                    append=append,
+                    sample=sample,
+                    progress=progress,
+                    logs=logs,
+                )
+            except LimitReached as error:
+                error.exit_code = at_limit
+                raise
+        output = shown_url(config.output.path).rstrip("/")
+        if sample is not None and report.outcome == "sampled":
+            from pipeline.cli.sample import print_sample
+
+            return print_sample(config, report, output, as_json)
+        if as_json:
+            print_json(report.to_json())
+            return _leave_if_missed(report, config)
+        print_result(f"{text(report)}\n\n  Results     {output}\n  Report      {output}/_pipeline/report.md")
+        _leave_if_missed(report, config)
+
+
+def _leave_if_missed(report: "RunReport", config: "JobConfig") -> None:
+    if report.missed and config.targets.exit_code:
+        say(f"Targets missed: {', '.join(target.key for target in report.missed)}")
+        sys.exit(config.targets.exit_code)
+
+
+@click.command()
+@click.argument("job", metavar="JOB.yaml", type=click.Path())
+@job_overlays
+@json_flag
+@answers
+def validate(job: str, as_json: bool, **overlays: Any) -> None:
+    """Say what a job is, with its first prompt as the model gets it, or everything that is wrong with it.
+
+    \b
+    Examples:
+      pipeline validate jobs/summarize.yaml
+      pipeline validate my.yaml --config configs/l4.yaml --set input.path=other.parquet
+
+    Looks at the job file, the input's footers and a few rows, the model's tokenizer and the output folder. Reads no
+    weights and writes nothing.
+    """
+    from pipeline.config import JobFileError, load_job
+    from pipeline.job.preview.describe import describe
+    from pipeline.job.preview.examine import examine
+
+    config = load_job(job, **overlays)
+    found = examine(config)
+    if found.mistakes:
+        raise JobFileError(found.mistakes)
+    if found.failures:
+        raise EnvironmentFailed("\n".join(found.failures))
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_result(describe(found, config))
+
+
+@click.command()
+@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@param_option
+@click.option("-w", "--watch", is_flag=True, help="Go on until the run ends; with --json an object at each change.")
+@json_flag
+@answers
+def status(place: str, params: tuple[str, ...], watch: bool, as_json: bool) -> None:
+    """Say how far a job is, from its output folder.
+
+    \b
+    Examples:
+      pipeline status out/summarize
+      pipeline status jobs/summarize.yaml --watch
+      pipeline status s3://bucket/labels --watch --json
+
+    --watch draws rows, tokens and each engine actor on a terminal and prints lines elsewhere. It leaves with the run's
+    exit code.
+    """
+    from pipeline.job.output.following import Following
+    from pipeline.job.output.read_output import open_output
+    from pipeline.job.telemetry.status import status_line
+
+    seen = Following(store := open_output(place, params))
+    now, doubt = seen.status, seen.doubt
+
+    def as_object(status: "Status", doubt: str | None) -> None:
+        print_json({**status.to_json(), "output": store.path, "stale": doubt})
+
+    if watch:
+        from pipeline.cli.watch import watch_json, watch_lines, watch_live
+
+        stream = results_stream()
+        if as_json:
+            watch_json(seen, as_object)
+        elif stream.isatty():
+            watch_live(seen, place, stream)
+        else:
+            watch_lines(seen, stream)
+            if seen.doubt:
+                say(seen.doubt)
+        sys.exit(seen.exit_code)
+    if as_json:
+        return as_object(now, doubt)
+    believed = now.outcome if doubt is None else "stale" if now.outcome == "running" else "damaged"
+    print_result(f"{place}: {believed}")
+    print_result(f"  {status_line(now)}")
+    print_result(f"  run {now.run_id}, {now.units:,} units written, {now.actors} actors")
+    if doubt:
+        print_result(f"  {doubt}")
+
+
+@click.command()
+@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@param_option
+@click.option("--output", cls=Renamed, old="--to", required=True, type=click.Path(), metavar="PATH",
+              help="A new folder, or an fsspec url.")  # fmt: skip
+@click.option("--order", type=click.Choice(["parts", "input"]), default="parts", show_default=True,
+              help="input: rows in the order of (source_file, source_row).")  # fmt: skip
+@click.option("--target-size", default="256MB", show_default=True, metavar="SIZE", help="About how large a file is.")
+@json_flag
+@answers
+def compact(
+    place: str, params: tuple[str, ...], output: str, order: Literal["parts", "input"], target_size: str, as_json: bool
+) -> None:
+    """Merge the parts of a finished job into a few large files in a new folder.
+
+    \b
+    Examples:
+      pipeline compact out/summarize --output out/summaries
+      pipeline compact my.yaml --output s3://bucket/labels --order input --target-size 1GB
+
+    The job's output is read and left as it is; nothing is replaced anywhere. Rows are counted against the job's
+    _SUCCESS, and the new folder gets its own when all are there. After an interruption the same command goes on.
+    An s3:// folder takes its options from the job file, or from the environment.
+    """
+    from pipeline.config import parse_bytes
+    from pipeline.data.output.compact import MAX_FILE_BYTES
+    from pipeline.data.output.compact import compact as merge
+    from pipeline.data.output.parts import PartStore
+    from pipeline.job.output.read_output import open_output, output_of
+    from pipeline.stores.filesystem import is_url
+
+    size = parse_bytes(target_size)
+    if size is None or not 0 < size <= MAX_FILE_BYTES:
+        raise ConfigError(f"--target-size {target_size}: expected a size of at most 4 GiB, such as 256MB")
+    storage = output_of(place, params)[1] if is_url(output) else {}
+    done = merge(open_output(place, params), PartStore(output, storage), order, size, say)
+    print_answer(done, as_json)
+
+
+@click.command()
+@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@param_option
+@click.option("--deep", is_flag=True, help="Read every page of every part, and see that each row is there once.")
+@json_flag
+@answers
+def verify(place: str, params: tuple[str, ...], deep: bool, as_json: bool) -> None:
+    """Say whether the output of a finished job is sound, and name all that is damaged.
+
+    \b
+    Examples:
+      pipeline verify out/summarize
+      pipeline verify jobs/summarize.yaml --deep
+
+    Compares names and sizes of the parts with what _SUCCESS counts, and reads every footer. --deep reads the parts
+    whole, with the checksum of each page, and sees that their rows follow each other without a gap and without one
+    twice.
+
+    Changes nothing. Leaves with 0 when the output is finished and sound, with 2 when something is missing or damaged.
+    An s3:// output takes its options from the job file, or from the environment.
+    """
+    from pipeline.job.output.audit import audit
+    from pipeline.job.output.read_output import open_output
+
+    found = audit(open_output(place, params), deep, say)
+    print_answer(found, as_json)
+    if not found.sound:
+        sys.exit(OutputError.exit_code)

@@ -1,0 +1,74 @@
+"""The command that shows a job's logs: logs."""
+
+import sys
+
+import click
+
+from pipeline.cli.console import answers, print_json, print_lines, say
+from pipeline.cli.options import param_option
+from pipeline.errors import ConfigError
+from pipeline.formatting import printable_lines
+
+
+@click.command()
+@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@param_option
+@click.option("-f", "--follow", is_flag=True, help="Go on with what is written, until the run ends.")
+@click.option("--actor", "actors", multiple=True, metavar="N",
+              help="Only this engine's log, or the driver's: 0, driver. May be repeated.")  # fmt: skip
+@click.option("--run", "run_id", metavar="N", help="An earlier run, by its number or name; else the last.")
+@click.option("-n", "--tail", type=click.IntRange(min=0), metavar="N", help="Begin with the last N lines.")
+@click.option("as_json", "--json", is_flag=True, help="Print one JSON object a line.")
+@answers
+def logs(
+    place: str,
+    params: tuple[str, ...],
+    follow: bool,
+    actors: tuple[str, ...],
+    run_id: str | None,
+    tail: int | None,
+    as_json: bool,
+) -> None:
+    """Show what a run's driver and engines logged, in the order of time.
+
+    \b
+    Examples:
+      pipeline logs out/summarize
+      pipeline logs jobs/summarize.yaml --follow
+      pipeline logs s3://bucket/labels --actor 0 --actor driver --tail 100
+      pipeline logs out/summarize --run 3 --json
+
+    What an engine's process printed is in its log, too. --follow ends with the run, and leaves with its exit code.
+    """
+    from pipeline.job.output.following import Following
+    from pipeline.job.output.read_output import open_output
+    from pipeline.job.telemetry.log_reader import LogReader, logged_run
+
+    folder = (store := open_output(place, params)).folder
+    run_id = logged_run(folder, run_id)
+    reader = LogReader(folder, run_id, [_name_of(actor) for actor in actors])
+    following = Following(store, run_id) if follow else None
+    lines = reader.new_lines()
+    while True:
+        for line in lines[-tail:] if tail else lines if tail is None else ():
+            if as_json:
+                print_json({"run_id": run_id, **line.to_json()})
+            else:
+                print_lines(printable_lines(line.text if len(actors) == 1 else f"{line.log:<10} {line.text}"))
+        tail = None
+        if following is None:
+            return
+        if following.is_over:
+            break
+        following.wait()
+        lines = reader.new_lines()
+    if following.doubt:
+        say(following.doubt)
+    sys.exit(following.exit_code)
+
+
+def _name_of(actor: str) -> str:
+    """The log that `--actor` names."""
+    if not actor.isdigit() and actor not in ("driver", "ray"):
+        raise ConfigError(f"--actor {actor}: expected an engine's number, such as 0, or driver")
+    return f"engine-{actor}" if actor.isdigit() else actor

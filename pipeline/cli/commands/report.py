@@ -1,0 +1,134 @@
+"""The command that tells what jobs did and cost: report."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeline.cli.console import answers, json_flag, print_answer, print_json, print_result, say
+from pipeline.cli.options import param_option
+from pipeline.errors import ConfigError, OutputError
+
+if TYPE_CHECKING:
+    from pipeline.report.cost import RunReport
+
+
+@click.command()
+@click.argument("places", metavar="OUTPUT|JOB.yaml [OTHER]", nargs=-1, required=True, type=click.Path())
+@param_option
+@click.option("--html", "page", type=click.Path(dir_okay=False), metavar="FILE",
+              help="Also write it as one HTML file with charts, which needs no network.")  # fmt: skip
+@click.option("--by", "column", metavar="COLUMN",
+              help="Divide machine time and money by a column of the output: source_file, finish_reason, or one that "
+              "was kept of the input.")  # fmt: skip
+@click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, metavar="N",
+              help="With --by: how many values to name, the dearest first.")  # fmt: skip
+@click.option("--what-if", "changes", metavar="KEY=VALUE", multiple=True,
+              help="What it would have taken with another hardware (a card of configs/hardware.yaml), actors, "
+              "quantization (awq, none, fp8) or price (US dollars for an hour of an engine's machine). May be "
+              "repeated.")  # fmt: skip
+@click.option("--hosted", metavar="USD,USD",
+              help="What a hosted service would take at its prices of 1M prompt and 1M generated tokens: "
+              "0.15,0.60.")  # fmt: skip
+@click.option("--rows-per-month", type=click.FloatRange(min=0, min_open=True), metavar="N",
+              help="With two outputs: what the second saves at such a volume.")  # fmt: skip
+@click.option("--effort-usd", type=click.FloatRange(min=0), metavar="USD", default=0.0,
+              help="What the change took once, for the months until it is paid back.")  # fmt: skip
+@json_flag
+@answers
+def report(
+    places: tuple[str, ...],
+    params: tuple[str, ...],
+    page: str | None,
+    column: str | None,
+    top: int,
+    changes: tuple[str, ...],
+    hosted: str | None,
+    rows_per_month: float | None,
+    effort_usd: float,
+    as_json: bool,
+) -> None:
+    """Print what a job did and cost, over all its runs, killed ones included; or set two jobs side by side.
+
+    \b
+    Examples:
+      pipeline report out/summarize
+      pipeline report jobs/summarize.yaml --json
+      pipeline report out/summarize --html report.html
+      pipeline report out/summarize --by source_file
+      pipeline report out/summarize --what-if hardware=h100,actors=4
+      pipeline report out/summarize --hosted 0.15,0.60
+      pipeline report out/before out/after --rows-per-month 50e6 --effort-usd 4000
+
+    Where `pipeline plan` was asked before, its estimate stands beside what came. What is measured and what a model
+    says is told each time; docs/cost.md has the formulas.
+    """
+    from pipeline.estimate.what_if import with_quantization
+    from pipeline.job.output.read_output import damage_of, divided_by, open_output, report_of
+    from pipeline.report.render import text
+
+    if len(places) > 2:
+        raise ConfigError(f"{places[2]}: expected one output, or two to compare")
+    if len(places) == 2:
+        if page or changes or hosted or column:
+            raise ConfigError("--html, --by, --what-if and --hosted: of one output, not of two")
+        return _compare(places[0], places[1], params, rows_per_month, effort_usd, as_json)
+    if rows_per_month is not None or effort_usd:
+        raise ConfigError("--rows-per-month, --effort-usd: expected two outputs, before and after a change")
+    store = open_output(next(iter(places)), params)
+    told = report_of(store)
+    if changes:
+        return _what_if(told, changes, as_json)
+    if column is not None:
+        return print_answer(divided_by(store, told, column, top), as_json)
+    if hosted is not None:
+        return _hosted(told, hosted, as_json)
+    told = with_quantization(told)
+    doubt = damage_of(store) if told.outcome == "finished" else None
+    if page is not None:
+        _write_page(told, page)
+    if as_json:
+        print_json({**told.to_json(), "stale": doubt})
+        return
+    print_result(text(told))
+    if doubt:
+        print_result(f"\n  {doubt}")
+
+
+def _compare(
+    before: str, after: str, params: tuple[str, ...], rows_per_month: float | None, effort_usd: float, as_json: bool
+) -> None:
+    from pipeline.job.output.read_output import open_output, report_of
+    from pipeline.report.comparison import compare_reports
+
+    first, second = (report_of(open_output(place, params)) for place in (before, after))
+    print_answer(compare_reports((before, after), first, second, rows_per_month, effort_usd), as_json)
+
+
+def _what_if(told: "RunReport", changes: tuple[str, ...], as_json: bool) -> None:
+    from pipeline.estimate.prices import load_prices
+    from pipeline.estimate.what_if import parsed, what_if
+
+    print_answer(what_if(told, parsed(changes), load_prices()), as_json)
+
+
+def _hosted(told: "RunReport", prices: str, as_json: bool) -> None:
+    from pipeline.report.comparison import Hosted
+
+    try:
+        prompt_usd, generated_usd = (float(each) for each in prices.split(","))
+    except ValueError:
+        prompt_usd = generated_usd = -1.0
+    if not (0 <= prompt_usd < 1e6 and 0 <= generated_usd < 1e6):
+        raise ConfigError(f"--hosted {prices}: expected two prices in US dollars, such as 0.15,0.60")
+    print_answer(Hosted.of(told, prompt_usd, generated_usd), as_json)
+
+
+def _write_page(told: "RunReport", page: str) -> None:
+    from pipeline.report.html.page import html
+
+    try:
+        Path(page).write_text(html(told), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"--html {page}: {error.strerror or error}") from None
+    say(f"written: {page}")

@@ -1,0 +1,139 @@
+"""The section `engine`, with its speculation. Left out, values are those of the engine for the device."""
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from pipeline.config.sections.section import Section
+from pipeline.config.values import (
+    UNION_TAGS,
+    Bytes,
+    Switch,
+    false_is_off,
+)
+
+
+class SpeculationSection(Section):
+    """Who drafts (null: whoever is there), and how many tokens at most for a row in a step; only where it pays unless
+    `forced`."""
+
+    proposer: Literal["ngram", "draft"] | None = Field(
+        default=None,
+        description="Who drafts: lookup in the texts (ngram) or the draft model. Both when left out.",
+        examples=["ngram"],
+    )
+    max_draft_tokens: int = Field(
+        default=6,
+        ge=1,
+        le=32,
+        description="The most tokens drafted for a row in one step.",
+        examples=[12],
+    )
+    forced: Switch = Field(
+        default=False,
+        description="Draft in every step, to measure; otherwise only where it pays.",
+        examples=[True],
+    )
+
+
+def _kind_of_speculation(value: object) -> str:
+    return UNION_TAGS[isinstance(value, dict | SpeculationSection)]
+
+
+Speculation = Annotated[
+    Annotated[Literal["off", "auto"], Tag(UNION_TAGS[0])] | Annotated[SpeculationSection, Tag(UNION_TAGS[1])],
+    Discriminator(_kind_of_speculation),
+]
+
+
+class EngineSection(Section):
+    """How the engine is built; `auto` and null are resolved from the checkpoint and the machine."""
+
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
+        description="Where the model runs: auto, cpu, cuda or cuda:N.",
+        examples=["cuda"],
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto",
+        description="The type that is computed in; auto: what fits the checkpoint and the device.",
+        examples=["bfloat16"],
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="The most tokens of a prompt and its completion together. When left out the model's own context, "
+        "or what the KV cache holds if that is less.",
+        examples=[4096],
+    )
+    max_num_seqs: int | None = Field(
+        default=None,
+        ge=1,
+        description="The most rows that are computed at once. Chosen for the machine when left out.",
+        examples=[256],
+    )
+    max_num_batched_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="The most tokens computed in one step. Chosen for the machine when left out.",
+        examples=[8192],
+    )
+    block_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens of one block of the KV cache. Chosen for the device when left out.",
+        examples=[16],
+    )
+    enable_prefix_caching: Switch = Field(
+        default=True,
+        description="Compute a beginning that prompts share only once.",
+        examples=[False],
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="The share of a GPU's memory that the engine may use, from 0 to 1.",
+        examples=[0.85],
+    )
+    kv_cache_memory_bytes: Bytes | None = Field(
+        default=None,
+        description="Size of the KV cache in bytes. When left out what gpu_memory_utilization leaves; on CPU what "
+        "max_num_seqs rows can need, at most a quarter of the free memory.",
+        examples=["8 GiB"],
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="fp8 stores keys and values in 8 bits, about half the memory of 16 bit. It can change tokens.",
+        examples=["fp8"],
+    )
+    activation_dtype: Literal["auto", "fp8", "int8"] = Field(
+        default="auto",
+        description="Rounds the inputs of quantized linears, for speed: int8 on processors, fp8 on GPUs. It "
+        "can change tokens.",
+        examples=["int8"],
+    )
+    kernels: Literal["auto", "cpu", "triton", "reference"] = Field(
+        default="auto",
+        description="Which kernels compute: cpu (numba, oneDNN), triton (GPUs) or reference (plain torch, slow).",
+        examples=["reference"],
+    )
+    deterministic: Switch = Field(
+        default=False,
+        description="A row's tokens never depend on what it is computed with. Slower; on CPU in float32 only.",
+        examples=[True],
+    )
+    speculation: Annotated[Speculation, false_is_off(Literal["off", "auto"] | SpeculationSection)] = Field(
+        default="auto",
+        description="Speculative decoding: off, auto (where a draft model is given and it pays), or who drafts "
+        "and how much.",
+        examples=["off", {"proposer": "ngram"}],
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="The job's seed where sampling.seed is left out.",
+        examples=[7],
+    )

@@ -1,0 +1,15 @@
+"""What every section of a job file is: frozen, with no key that is not known."""
+
+from typing import TYPE_CHECKING
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)

@@ -1,0 +1,99 @@
+"""Rows of a Parquet file: the columns of some stretches of its row groups.
+
+Before rows are read the file is seen to be the one that was planned. Damage found then is told apart from a
+disk or store that fails: it is still there when the same rows are read again, through a new handle.
+"""
+
+import posixpath
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.data.files.footer import DamagedFile, decoding, digest, footer_bytes, metadata_of, reading
+from pipeline.data.files.listing import is_local
+from pipeline.data.files.source_file import Slice, SourceFile, StoredRanges, changed
+from pipeline.stores.filesystem import secrets_in
+
+_BATCH_ROWS = 4096  # of a row group too large for a window, decoded at a time
+
+
+def read_slices(
+    fs: Any, root: str, shown: str, file: SourceFile, slices: list[Slice], schema: pa.Schema
+) -> Iterator[pa.Table | DamagedFile]:
+    """Of each slice the columns of `schema`, or why they cannot be decoded. `shown` is the root for messages.
+
+    Page checksums are verified where the file has them; without them a bit flip that still decodes cannot be
+    found. Raises InputError when the file is not the one that was planned, EnvironmentFailed when it cannot
+    be read. A slice of a large row group decodes the rows before it too, and drops them batch by batch.
+    """
+    path, name = posixpath.join(root, file.relative), posixpath.join(shown, file.relative)
+    whole = all(s.num_rows == file.rows_of(s.group) for s in slices)
+    with _open(fs, path, name, file, whole) as parquet:
+        for piece in slices:
+            try:
+                yield _decode(parquet, piece, file, name, schema)
+            except DamagedFile:
+                yield _read_again(fs, path, name, file, piece, schema)
+
+
+def _read_again(
+    fs: Any, path: str, name: str, file: SourceFile, piece: Slice, schema: pa.Schema
+) -> pa.Table | DamagedFile:
+    try:
+        with _open(fs, path, name, file, piece.num_rows == file.rows_of(piece.group)) as parquet:
+            return _decode(parquet, piece, file, name, schema)
+    except DamagedFile as damage:
+        return damage
+
+
+@contextmanager
+def _open(fs: Any, path: str, name: str, file: SourceFile, whole: bool) -> Iterator[pq.ParquetFile]:
+    with reading(name, secrets_in(fs)):
+        size = int(fs.info(path)["size"])
+        try:
+            footer = footer_bytes(fs, path, size, name)
+        except DamagedFile:  # it was whole when it was planned
+            footer = b""
+        if size != file.size or digest(footer) != file.digest:
+            raise changed(name)
+        with pa.OSFile(path) if is_local(fs) else pa.PythonFile(StoredRanges(fs, path, name, size), "r") as handle:
+            with decoding(name):
+                parquet = pq.ParquetFile(
+                    handle,
+                    metadata=metadata_of(footer),  # not asked of a store twice
+                    page_checksum_verification=True,
+                    # whole row groups: fetch their ranges at once; slices: stream, never hold a huge group
+                    pre_buffer=whole,
+                    buffer_size=0 if whole else 1 << 20,
+                )
+            yield parquet
+
+
+def _decode(parquet: pq.ParquetFile, piece: Slice, file: SourceFile, name: str, schema: pa.Schema) -> pa.Table:
+    if not schema.names:
+        return pa.table([pa.nulls(piece.num_rows)], names=["none"]).select([])
+    place = f"{name}: row group {piece.group}"
+    with decoding(place):
+        if piece.num_rows == file.rows_of(piece.group):
+            read = parquet.read_row_group(piece.group, columns=schema.names, use_threads=False)
+            table = read.select(schema.names).cast(schema)
+        else:
+            table = _decode_part(parquet, piece, schema)
+    if table.num_rows != piece.num_rows:
+        raise DamagedFile(place, "damaged: it holds fewer rows than its footer says")
+    return table
+
+
+def _decode_part(parquet: pq.ParquetFile, piece: Slice, schema: pa.Schema) -> pa.Table:
+    position, batches = 0, []
+    for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[piece.group], columns=schema.names, use_threads=False):
+        start, stop = max(piece.start - position, 0), min(piece.stop - position, batch.num_rows)
+        if start < stop:
+            batches.append(pa.Table.from_batches([batch.slice(start, stop - start)]).select(schema.names).cast(schema))
+        position += batch.num_rows
+        if position >= piece.stop:
+            break
+    return pa.concat_tables(batches) if batches else schema.empty_table()

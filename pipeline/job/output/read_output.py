@@ -1,0 +1,139 @@
+"""What an output folder tells of its job: how far it is, whether its run is still there, what it cost.
+
+Owns reading it back for people; writing it is the job's. Nothing here changes the folder.
+"""
+
+import json
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.config import load_job
+from pipeline.data.columns import did_you_mean
+from pipeline.data.output.inventory import what_is_wrong
+from pipeline.data.output.parts import PartStore
+from pipeline.data.output.result_columns import SAMPLE_FIELD, result_field, result_names
+from pipeline.errors import ConfigError, OutputError
+from pipeline.formatting import duration
+from pipeline.job.planning.fingerprint import JOB
+from pipeline.job.telemetry.run_log import REPORT_JSON, STATUS, load_estimate, load_runs, silent_s
+from pipeline.job.telemetry.status import Status
+from pipeline.report.by_column import COUNTED, ByColumn, by_column
+from pipeline.report.cost import RunReport, build_report
+from pipeline.report.record.json_record import SCHEMA_VERSION
+from pipeline.report.record.run_record import RunRecord
+from pipeline.stores.filesystem import is_url
+
+SILENT_S = 120.0  # a run writes its status each few seconds
+
+
+def open_output(place: str, params: Iterable[str] = ()) -> PartStore:
+    """The output at `place`, a folder or an fsspec url, or the one of the job file there with these `params`. Raises
+    OutputError, ConfigError."""
+    path, storage = output_of(place, params)
+    if not is_url(path) and place == path and not Path(path).is_dir():
+        problem = "is neither an output folder nor a job file (.yaml)" if Path(path).exists() else "no such folder"
+        raise OutputError(f"{place}: {problem}")
+    return PartStore(path, storage)
+
+
+def output_of(place: str, params: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
+    """Where an output is and the fsspec options that it takes: `place` itself with none, or what the job file says."""
+    path = Path(place)
+    if is_url(place) or path.suffix not in (".yaml", ".yml") or path.is_dir():
+        if given := list(params):
+            raise ConfigError(f"--param {given[0]}: {place} is no job file, which alone has parameters")
+        return place, {}
+    output = load_job(path, params=params).output
+    return output.path, output.storage
+
+
+def status_of(store: PartStore) -> Status:
+    """The last status that a run left."""
+    raw = _read(store, STATUS, "no run of a job has left a status here")
+    try:
+        return Status.from_json(raw)
+    except TypeError as error:
+        raise OutputError(f"{store.path}/{STATUS}: not written by this version ({error})") from None
+
+
+def doubt_of(store: PartStore, now: Status, run: RunRecord | None) -> str | None:
+    """Why a status is not to be believed, in one line: one that says `running`, when its process on this machine is
+    gone or nothing was heard of it for long; one that says `finished`, when its parts are not what it left. `run`: the
+    record of the status's run."""
+    if now.outcome == "finished":
+        return damage_of(store)
+    if now.outcome != "running":
+        return None
+    if run is not None and run.outcome == "killed":
+        pid = run.versions.get("pid", "unknown")
+        return f"Its process, {pid} on this machine, is gone. `pipeline run` goes on from what is written."
+    silent = silent_s(now)
+    if silent < SILENT_S:
+        return None
+    host = run.versions.get("host", "unknown") if run is not None else "unknown"
+    return (
+        f"Nothing was heard of it for {duration(silent)}. If its process on {host} is gone, `pipeline run` goes on "
+        "from what is written."
+    )
+
+
+def damage_of(store: PartStore) -> str | None:
+    """What is wrong with a finished output and what to do, from one listing; None where nothing is seen."""
+    wrong = what_is_wrong(store)
+    if wrong is None:
+        return None
+    return (
+        f"The output is not as it was when it was finished: {wrong}. `pipeline verify` lists what is damaged; "
+        "`pipeline run` makes what is missing."
+    )
+
+
+def report_of(store: PartStore) -> RunReport:
+    """The report over all runs: the folder's, or a fresh one where a run goes on or was killed since."""
+    runs = load_runs(store)
+    if not runs:
+        raise OutputError(f"{store.path}: no run of a job has left a record here")
+    try:
+        if store.folder.read(REPORT_JSON) is not None:
+            kept = RunReport.from_json(_read(store, REPORT_JSON, ""))
+            if list(kept.runs) == runs and kept.schema_version == SCHEMA_VERSION:
+                return kept
+        job = _read(store, JOB, "the job's own record, _pipeline/job.json, is missing")
+        rows = _read(store, STATUS, "the job's status, _pipeline/status.json, is missing")["rows_total"]
+        return build_report(job["job"], job["fingerprint"], runs, store.totals(), rows, load_estimate(store))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise OutputError(f"{store.path}/_pipeline: not written by this version ({error!r})") from None
+
+
+def divided_by(store: PartStore, report: RunReport, column: str, most: int) -> ByColumn:
+    """The report's machine time by a column of the output, which is read for it. Raises ConfigError for a column that
+    is not there, or whose values are lists or structs."""
+
+    def choose(schema: pa.Schema) -> list[str]:
+        if column not in schema.names:
+            raise ConfigError(f"--by {column}: the output has no such column{did_you_mean(column, schema.names)}")
+        if pa.types.is_nested(schema.field(column).type):
+            raise ConfigError(f"--by {column}: is {schema.field(column).type}; expected a column of single values")
+        samples = result_names(schema).get(SAMPLE_FIELD.name)
+        found = [column, *(result_field(schema, name).name for name in COUNTED), *([samples] if samples else [])]
+        return list(dict.fromkeys(found))
+
+    with closing(store.tables(choose)) as tables:
+        return by_column(report, column, tables, most)
+
+
+def _read(store: PartStore, name: str, absent: str) -> dict[str, Any]:
+    data = store.folder.read(name)
+    if data is None:
+        raise OutputError(f"{store.path}: {absent}")
+    try:
+        raw = json.loads(data)
+    except ValueError:
+        raw = None
+    if not isinstance(raw, dict):
+        raise OutputError(f"{store.path}/{name}: not one JSON object; was it edited?")
+    return raw

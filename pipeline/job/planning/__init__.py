@@ -1,0 +1,1 @@
+"""What a job is, and what its actors are given, found out before any model is loaded."""

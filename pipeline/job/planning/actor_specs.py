@@ -1,0 +1,120 @@
+"""What the engine actors are given: work, cores, a device, and all they need to know of the job."""
+
+import json
+import os
+
+from pipeline.config import JobConfig
+from pipeline.engine.params import most_default_seqs
+from pipeline.job.actor.tokenize import chat_of
+from pipeline.job.actor.worker import Backend, WorkSpec
+from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, units_in_flight
+from pipeline.job.planning.plan import JobPlan
+from pipeline.job.planning.reference_model import with_reference
+from pipeline.job.telemetry.logs import Level
+from pipeline.job.telemetry.run_log import versions
+from pipeline.machine.host import available_cores
+from pipeline.stores import failpoints
+from pipeline.stores.filesystem import is_url
+
+
+def flow_spec(
+    plan: JobPlan,
+    tasks: tuple[WindowTask, ...],
+    backend: Backend,
+    run_id: str,
+    retry_failed: bool = False,
+    log_level: Level = "info",
+) -> FlowSpec:
+    """What each actor gets: its share of the machine's cores unless the job says so, and a GPU where it uses
+    one. `retry_failed`: of a unit whose part is there, the error rows are computed again."""
+    config, run = plan.config, plan.config.run
+    gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
+    fewest, most = run.pool
+    cpus = run.cpus_per_actor or _cpus(most, run.ray_address, gpus)
+    engine = config.engine_config(str(plan.model), plan.draft and str(plan.draft), max(1, int(cpus)))
+    engine, reference = with_reference(config, engine, plan.reference)
+    work = WorkSpec(
+        backend=backend,
+        model=config.model.path,
+        model_storage=dict(config.model.storage),
+        revision=config.model.revision,
+        draft=config.model.draft,
+        engine=engine,
+        reference=reference,
+        reference_model=config.quality.model,
+        quality_sample=run.quality_sample,
+        step_timeout_s=run.step_timeout_s,
+        load_timeout_s=run.load_timeout_s,
+        params=config.sampling_params(),
+        seed=config.seed,
+        results=config.result_shape(None if plan.task is None else plan.task.fields),
+        chat=chat_of(config, plan.fingerprint.date),
+        chat_template=plan.chat_template,
+        output=config.output.path if is_url(config.output.path) else os.path.abspath(config.output.path),
+        storage=dict(config.output.storage),
+        rename=dict(config.output.rename),
+        kept_types=plan.kept_types,
+        metadata=provenance(plan),
+        fingerprint=plan.fingerprint.short,
+        run_id=run_id,
+        log_level=log_level,
+        sample=any(task.sample is not None for task in tasks),
+        retry_failed=retry_failed,
+        retried_limits=plan.retried_limits,
+        task=plan.task,
+    )
+    spot, units = Spot(run.spot_notice, run.drain_s), plan.units
+    at_once = config.engine.max_num_seqs or most_default_seqs(plan.device.startswith("cuda"))
+    in_flight = run.units_in_flight or units_in_flight(
+        at_once, units.unit_rows, units.unit_tokens, units.default_max_tokens, units.default_n
+    )
+    requested = failpoints.requested(os.environ)
+    return FlowSpec(
+        plan.source,
+        tasks,
+        plan.units,
+        work,
+        most,
+        cpus,
+        gpus,
+        in_flight,
+        run.ray_address,
+        spot,
+        requested,
+        always_ray=run.ray == "always",
+        min_actors=fewest,
+    )
+
+
+def _cpus(actors: int, ray_address: str | None, gpus: float) -> float:
+    if ray_address is None:
+        return max(1, available_cores() // actors)
+    from pipeline.job.dataflow.ray_session import cluster_cpus
+
+    return cluster_cpus(ray_address, gpus, reserved=NUM_READERS)
+
+
+def resolve_device(config: JobConfig) -> str:
+    """What `engine.device` is: `auto` is cuda where this machine (or the cluster to join) has a GPU."""
+    if config.engine.device != "auto":
+        return config.engine.device
+    if config.run.ray_address is not None:
+        from pipeline.job.dataflow.ray_session import cluster_has_gpus
+
+        return "cuda" if cluster_has_gpus(config.run.ray_address) else "cpu"
+    if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def provenance(plan: JobPlan) -> dict[str, str]:
+    """Where a part comes from, kept in its footer."""
+    found = {name: v for name, v in versions().items() if name not in ("host", "pid", "process")}
+    return {
+        "pipeline.fingerprint": plan.fingerprint.digest,
+        "pipeline.model": json.dumps(plan.fingerprint.identity["model"], sort_keys=True),
+        "pipeline.numerics": json.dumps(plan.fingerprint.numerics, sort_keys=True),
+        "pipeline.versions": json.dumps(found, sort_keys=True),
+    }

@@ -1,0 +1,81 @@
+"""What runs on this machine measured, kept in the user's cache for `pipeline plan`: the speed of a model here, and how
+long the completions of a job are.
+
+Owns `$PIPELINE_CACHE/runs/<model>/<run>.json`, the newest few of each model. It is a cache: whatever is missing or
+cannot be read there makes an estimate less sure, and nothing else.
+"""
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints.cache import cache_folder
+from pipeline.job.planning.plan import JobPlan
+from pipeline.machine.host import available_cores, processor
+from pipeline.report.record.run_record import RunRecord
+
+MAX_KEPT = 32  # of each model
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """same_work: prompt, sampling and model are the same, so that completions are as long; else only the model and the
+    machine are."""
+
+    run: RunRecord
+    same_work: bool
+
+
+def remember(plan: JobPlan, run: RunRecord) -> None:
+    """Keep a run in which an engine took a step."""
+    if not run.stat("num_steps"):
+        return
+    with suppress(OSError):
+        folder = _folder(plan)
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = {"machine": _machine(plan), "work": _work(plan), "run": run.to_json()}
+        name = hashlib.sha256(f"{plan.config.output.path} {run.run_id}".encode()).hexdigest()[:16]
+        (folder / f".{name}").write_text(json.dumps(kept))
+        os.replace(folder / f".{name}", folder / f"{name}.json")
+        for old in _newest_first(folder)[MAX_KEPT:]:
+            old.unlink(missing_ok=True)
+
+
+def recall(plan: JobPlan) -> list[Remembered]:
+    """Runs of the plan's model with its numerics on such a machine, the newest first."""
+    found = []
+    with suppress(OSError):
+        for path in _newest_first(_folder(plan)):
+            with suppress(OSError, ValueError, KeyError, TypeError, AssertionError):
+                raw = json.loads(path.read_text())
+                if raw["machine"] == _machine(plan):
+                    found.append(Remembered(RunRecord.from_json(raw["run"]), raw["work"] == _work(plan)))
+    return found
+
+
+def _folder(plan: JobPlan) -> Path:
+    return cache_folder().parent / "runs" / _digest(plan.fingerprint.identity["model"])
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.json"), key=lambda path: -path.stat().st_mtime_ns)
+
+
+def _machine(plan: JobPlan) -> str:
+    """What speed follows from, as far as it is known before an engine is there."""
+    run, numerics = plan.config.run, plan.fingerprint.numerics
+    cores = run.cpus_per_actor or max(1, available_cores() // run.pool[1])
+    return _digest([numerics, plan.device, processor()[0], cores, run.ray_address is not None])
+
+
+def _work(plan: JobPlan) -> str:
+    identity = plan.fingerprint.identity
+    return _digest([identity["prompt"], identity["sampling"], identity["max_model_len"]])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

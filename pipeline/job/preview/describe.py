@@ -1,0 +1,175 @@
+"""What was found of a job without running it, as a terminal shows it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.config import FromColumn, JobConfig
+from pipeline.config.sections.sampling import RepetitionSection
+from pipeline.engine.grammar.structured_outputs import StructuredOutputs
+from pipeline.engine.reasoning.markers import ReasoningMarkers
+from pipeline.formatting import printable, shown_bytes
+from pipeline.job.planning.sampling_defaults import shown
+from pipeline.job.preview.examine import Examined
+from pipeline.job.preview.prompt_preview import MAX_PROMPT_CHARS
+from pipeline.report.figures import money
+from pipeline.stores.redaction import shown_url
+
+_MAX_LINES_SHOWN = 24
+_MAX_SKIPPED_SHOWN = 5
+_MAX_GRAMMAR_SHOWN = 60
+_BAR_WIDTH = 40
+_ASKED = {"chat": "chats", "text": "texts to go on with", "embedding": "embeddings"}
+
+
+def describe(found: Examined, config: JobConfig) -> str:
+    """The facts as a terminal shows them."""
+    config = config.of_lines(found.requests)
+    head = [f"{printable(found.job)}: valid", ""]
+    facts = [f"  {label:<10}{printable(value)}" for label, value in _facts(found, config)]
+    lengths = _shown_lengths(found.facts["prompt_tokens"])
+    return "\n".join([*head, *facts, "", *_shown_prompt(found.facts["first_prompt"], found), *lengths])
+
+
+def _found_markers(markers: Mapping[str, str] | None, config: JobConfig) -> list[tuple[str, str]]:
+    """Those of the model, where the job file leaves them to it."""
+    if markers is None or isinstance(config.sampling.reasoning, ReasoningMarkers):
+        return []
+    return [("", f"reasoning is between {markers['start']!r} and {markers['end']!r}")]
+
+
+def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
+    facts = found.facts
+    source, columns = facts["input"], facts["columns"]
+    rows = f"{source['rows']:,} rows"
+    if source["rows_to_do"] != source["rows"]:
+        rows = f"the first {source['rows_to_do']:,} of {rows}"
+    size = f"{_plural(source['files'], 'file')}, {rows}, {shown_bytes(source['bytes'])}"
+    chat = "a chat" if config.prompt.chat is not None else "text"
+    given = {"max_tokens", *config.sampling.model_fields_set} - {"defaults"}
+    sampling = [f"{key} {_option(value)}" for key, value in config.sampling if key in given]
+    there = facts["output"]["rows_there"]
+    revision = "" if config.model.revision is None else f"; revision {config.model.revision}"
+    usd = config.cost.hourly_usd
+    skipped = source["skipped_files"]
+    more = f" and {len(skipped) - _MAX_SKIPPED_SHOWN} more" if len(skipped) > _MAX_SKIPPED_SHOWN else ""
+    names = ", ".join(f"{f['file']} ({f['reason']})" for f in skipped[:_MAX_SKIPPED_SHOWN])
+    return [
+        ("Paths", f"relative ones are below {facts['paths_below']}, the working directory"),
+        ("Input", f"{shown_url(config.input.path)}: {size}; {_plural(source['windows'], 'window')}"),
+        *([("", told)] if (told := _shown_requests(facts.get("requests"))) else []),
+        *([("Skipped", f"{_plural(len(skipped), 'damaged file')}: {names}{more}")] if skipped else []),
+        ("Prompt", f"{chat} from {', '.join(columns['prompt'])}"),
+        ("Keeps", ", ".join(columns["kept"]) or "no input columns"),
+        ("Model", f"{facts['model']['path']} ({facts['model']['kind']}{revision})"),
+        *([("Draft", f"{draft['path']} ({draft['kind']})")] if (draft := facts.get("draft model")) else []),
+        *([("Quality", _quality(facts.get("reference model"), config))] if config.run.quality_sample else []),
+        *([("Task", _shown_task(task))] if (task := facts.get("task")) else [("Sampling", ", ".join(sampling))]),
+        *_found_markers(facts.get("reasoning"), config),
+        *([] if task else _own_sampling(facts["model_sampling"], config)),
+        ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
+        ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
+        ("Price", "not declared (cost.hourly_usd)" if usd is None else f"{money(usd)} an hour for each actor"),
+    ]
+
+
+def _quality(reference: dict[str, str] | None, config: JobConfig) -> str:
+    given = config.quality
+    against = (
+        f"{reference['path']} ({reference['kind']})" if reference else "the model's own weights as they are stored"
+    )
+    column = "" if given.column is None else f"; right answers from {given.column}"
+    return f"{100 * config.run.quality_sample:g}% of the rows against {against}{column}"
+
+
+def _shown_task(task: dict[str, Any]) -> str:
+    given = {key: value for key, value in task.items() if key not in ("name", "columns_known")}
+    values = [f"{key} {value!r}" for key, value in given.items() if value is not None]
+    unknown = "" if task["columns_known"] else "; its columns follow from the checkpoint, which is not on this machine"
+    return ": ".join(part for part in (task["name"], ", ".join(values)) if part) + unknown
+
+
+def _shown_requests(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    what = _ASKED[found["endpoint"]]
+    own = "" if found["endpoint"] == "embedding" else "; their own sampling values come first"
+    model = "" if found["model"] is None else f" for {found['model']!r}, answered by the job's model"
+    ignored = f"; fields that change nothing here: {', '.join(found['ignored'])}" if found["ignored"] else ""
+    return f"{found['format']}: requests of {what}{model}{own}{ignored}"
+
+
+def _own_sampling(found: dict[str, dict[str, Any]], config: JobConfig) -> list[tuple[str, str]]:
+    """The line of the model's own sampling values, where it has some that matter here."""
+    wants = config.sampling.defaults == "model"
+    left = {k: v for k, v in found["not_taken"].items() if v != getattr(config.sampling, k)}
+    if not wants and not left:
+        return []
+    told = [f"taken of the model's generation_config.json: {shown(found['taken']) or 'nothing'}"] if wants else []
+    if left:
+        advice = "the job gives its own" if wants else "sampling.defaults: model takes them"
+        told.append(f"not taken of the model's generation_config.json: {shown(left)} ({advice})")
+    return [("", "; ".join(told))]
+
+
+def _shown_prompt(first: dict[str, Any] | None, found: Examined) -> list[str]:
+    if first is None:
+        return ["  No rows: the output will be one empty part."]
+    where = f"{first['source_file']} row {first['source_row']}"
+    if first["text"] is None:
+        why = f"{first['error']}: {first['error_message']}"
+        return [printable(f"  The first row, {where}, becomes an error row: {why}")]
+    shown = first["text"].split("\n")
+    size = f"{first['bytes']:,} bytes" + ("" if first["tokens"] is None else f", {_plural(first['tokens'], 'token')}")
+    lines = [f"  First prompt ({printable(where)}, {size})"]
+    lines += [f"    | {printable(line)}" for line in shown[:_MAX_LINES_SHOWN]]
+    if len(shown) > _MAX_LINES_SHOWN or len(first["text"]) == MAX_PROMPT_CHARS:
+        lines.append("    | ...")
+    if first["texts"] is not None:
+        key = {"choice": "choice.labels", "score": "score.completion"}[found.facts["task"]["name"]]
+        lines += ["", f"  With it, as {key}:", *(f"    | {printable(line)}" for line in first["texts"].split("\n"))]
+    if first["tokens"] is None:
+        lines += [
+            "",
+            "  The tokenizer is not on this machine yet: tokens are not counted, chats shown as they are.",
+        ]
+    return lines
+
+
+def _shown_lengths(tokens: dict[str, Any] | None) -> list[str]:
+    """A bar a line, the rows beside it."""
+    if not tokens or not tokens["histogram"]:
+        return []
+    rows, most = tokens["rows"], max(count for _, count in tokens["histogram"])
+    lines = [
+        "",
+        f"  Prompt tokens of {_plural(rows, 'sampled row')}: median {tokens['median']:,}, 90% up to {tokens['p90']:,}, "
+        f"longest {tokens['longest']:,}; about {tokens['estimated_total']:,} in all",
+    ]
+    for longest, count in tokens["histogram"]:
+        bar = "#" * max(count > 0, round(count / most * _BAR_WIDTH))
+        lines.append(f"    up to {longest:>9,} {bar:<{_BAR_WIDTH}} {count:,}")
+    if tokens["too_long"]:
+        lines.append(f"  {_plural(tokens['too_long'], 'sampled row')} would be refused by engine.max_model_len")
+    if tokens["errors"]:
+        told = ", ".join(f"{code} {count:,}" for code, count in tokens["errors"].items())
+        lines.append(f"  Error rows among them: {told}")
+    return lines
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _option(value: object) -> str:
+    if isinstance(value, FromColumn):
+        return f"from column {value.column}"
+    if isinstance(value, StructuredOutputs):
+        shown_text = value.text if len(value.text) <= _MAX_GRAMMAR_SHOWN else f"{value.text[:_MAX_GRAMMAR_SHOWN]}..."
+        return f"{value.kind} {shown_text}".rstrip()
+    if isinstance(value, ReasoningMarkers):
+        return f"between {value.start!r} and {value.end!r}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(repr, value))}]"
+    if isinstance(value, RepetitionSection):
+        return ", ".join(f"{key} {number}" for key, number in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,1 @@
+"""One run of a job, from its plan to its report."""

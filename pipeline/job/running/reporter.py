@@ -1,0 +1,240 @@
+"""What a run tells while it goes on and at its end: status, record and report in the output, the driver's log.
+
+All of it is written beside the run (`telemetry/writer.py`): a disk or store that fails or hangs holds nothing up.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipeline.data.output.parts import PartStore
+from pipeline.job.planning.history import remember
+from pipeline.job.planning.plan import JobPlan
+from pipeline.job.running.notify import notify
+from pipeline.job.running.totals import OutputTotals
+from pipeline.job.telemetry.logs import DRIVER, Level, LogFolder, LogOptions
+from pipeline.job.telemetry.metrics_server import MetricsServer
+from pipeline.job.telemetry.pace import Pace
+from pipeline.job.telemetry.run_log import RunLog, load_estimate, make_report, put_status
+from pipeline.job.telemetry.status import Status, status_line, work
+from pipeline.job.telemetry.writer import Telemetry
+from pipeline.report.cost import RunReport
+from pipeline.report.quality import QualityStats, told_drop
+from pipeline.report.record.computed import Computed
+from pipeline.report.record.run_record import RunRecord
+from pipeline.stores.filesystem import is_url
+from pipeline.stores.redaction import shown_url
+
+if TYPE_CHECKING:
+    from pipeline.job.telemetry.metrics import Health
+
+TICK_S = 1.0
+STORE_TICK_S = 10.0  # between records in an object store, where each is a request that is paid for
+LOG_S = 10.0  # between lines that say how far it is in the driver's log
+WRITING_SHARE = 0.05  # of the time, at most, in which a status or record is being written
+
+Show = Callable[[Status], None]
+
+
+class RunReporter:
+    """Used by the driver's main thread; `note` and `warn` by any."""
+
+    def __init__(
+        self,
+        plan: JobPlan,
+        store: PartStore,
+        log: RunLog,
+        totals: OutputTotals,
+        earlier: list[RunRecord],
+        telemetry: Telemetry,
+        show: Show,
+        logs: LogOptions,
+        sample: int | None = None,
+    ) -> None:
+        """`earlier`: the records of the job's runs before this one. `show`: called with each status. `sample`: of a run
+        with --sample, its rows."""
+        self._plan, self._log, self._totals, self._earlier = plan, log, totals, earlier
+        self._telemetry, self._show = telemetry, show
+        self._num_rows = plan.num_rows if sample is None else min(plan.num_rows, totals.now().rows + sample)
+        self.phase = "starting"
+        self.report: RunReport  # from `end` on
+        self._warning = ""
+        self._write_every_s = STORE_TICK_S if is_url(plan.config.output.path) else 0.0
+        self._wrote_at = self._updated_at = 0.0
+        self._pace = Pace()
+        self.logs = LogFolder(store, log.run_id)
+        self.logs.prune()
+        self._driver_log = self.logs.log(DRIVER, logs.level)
+        self._show_line, self._logged, self._logged_at = logs.show, "", 0.0
+        self.note(f"run {log.run_id}: {plan.num_rows} rows, {totals.now().rows} of them written before")
+        self._estimate = load_estimate(store)
+        self._metrics = MetricsServer.at(plan.config.run.metrics_address, self.warn)
+        self._health: Health | None = None
+        self._drops: set[str] = set()  # of quality, that were told of
+
+    def note(self, text: str, level: Level = "info") -> None:
+        """Add a line to the driver's log."""
+        for line in self._driver_log.line(text, level):
+            if self._show_line is not None:
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    self._show_line(line)
+
+    def warn(self, text: str) -> None:
+        """Tell what went wrong without ending the run."""
+        self._warning = text
+        self.note(text, "warning")
+
+    def say(self, phase: str) -> None:
+        """A phase begins, or the run has ended: show and write it at once."""
+        if phase != self.phase:
+            self.note(phase)
+        self.phase = phase
+        if self._telemetry.failures and not self._warning:
+            self.warn(f"status and records cannot be written: {self._telemetry.last_failure}")
+        status = self.status()
+        put_status(self._telemetry, status)
+        self._show(status)
+        self._measure(status)
+
+    def update(self, phase: str) -> None:
+        """Show how far the run is in a phase; status and record are written as often as the output allows."""
+        self.phase, now = phase, time.monotonic()
+        self._updated_at = now
+        status = self.status()
+        self._log_progress(status)
+        if now < self._wrote_at + max(self._write_every_s, self._telemetry.last_write_s / WRITING_SHARE):
+            self._measure(status)
+            return self._show(status)
+        self._wrote_at = now
+        self._log.save()
+        self.say(phase)
+
+    def _measure(self, status: Status) -> None:
+        """Set what Prometheus is shown."""
+        if self._metrics is None:
+            return
+        from pipeline.job.telemetry.metrics import Health, Snapshot
+
+        log, config = self._log, self._plan.config
+        self._health = self._health or Health()
+        health, moved_s = self._health.look(status, log.actors)
+        errors = dict(log.written.error_rows)
+        self._metrics.snapshot = Snapshot(
+            config.name, status, log.actors, log.row_stats, errors, health, moved_s, config.cost.hourly_usd
+        )
+
+    def _log_progress(self, status: Status) -> None:
+        line, now = status_line(status), time.monotonic()
+        if any(work(status)) and line != self._logged and now >= self._logged_at + LOG_S:
+            self._logged, self._logged_at = line, now
+            self.note(line)
+
+    def counted(self, done: int, parts: int) -> None:
+        """`update`, about once a second, while the output is counted."""
+        if time.monotonic() >= self._updated_at + TICK_S:
+            self.update(f"verifying: {done:,} of {parts:,} parts")
+
+    def end(self) -> None:
+        """Tell how the run ended, which is `outcome` of its log, and write the job's report."""
+        log, plan = self._log, self._plan
+        finished = log.outcome == "finished"
+        self.note(f"ended: {log.outcome}")
+        self.phase = log.outcome
+        log.save()
+        record = log.record()
+        remember(plan, record)
+        runs, held = [*self._earlier, record], self._totals.now()
+        name, digest, rows = plan.config.name, plan.fingerprint.digest, plan.num_rows
+        self.report = make_report(self._telemetry, name, digest, runs, held, rows, finished, self._estimate)
+        self._tell_missed()
+        self.say(log.outcome)
+        close_telemetry(self._telemetry, self._show, self.status() if finished else None)
+        self._driver_log.close()
+        self.logs.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def notify(self, event: str, **what: object) -> None:
+        """Tell whoever `targets.notify` names."""
+        config = self._plan.config
+        about = {"event": event, "job": config.name, "run": self._log.run_id, "output": shown_url(config.output.path)}
+        notify(config.targets.notify, {**about, **what}, self.warn)
+
+    def look_at_quality(self) -> None:
+        """Say it once when the rows that are compared with a reference model show a drop."""
+        found, max_drop = self._quality(), self._plan.config.quality.max_drop
+        for what, drop in found.drops(max_drop).items():
+            if what not in self._drops:
+                self._drops.add(what)
+                told = told_drop(what, drop, max_drop)
+                self.warn(f"quality: after {found.rows:,} rows of the sample {told}: {found.told()}")
+                self.notify("quality_drop", measure=what, drop=drop, max_drop=max_drop, rows=found.rows)
+
+    def _quality(self) -> QualityStats:
+        """Of all runs so far, as far as they are recorded."""
+        return sum((run.row_stats.quality for run in self._earlier), self._log.row_stats.quality)
+
+    def _tell_missed(self) -> None:
+        missed = [{"target": t.key, "limit": t.limit, "actual": t.actual} for t in self.report.missed]
+        if missed and self._log.outcome == "finished":
+            self.note(f"targets missed: {', '.join(str(each['target']) for each in missed)}", "warning")
+            self.notify("targets_missed", missed=missed)
+
+    def status(self) -> Status:
+        log, held, goes_on = self._log, self._totals.now(), self._log.outcome == "running"
+        finished = sum(actor.open_rows_done for actor in log.actors) if goes_on else 0  # else lost, or for the next run
+        computed = sum((actor.record.computed for actor in log.actors), Computed())
+        self._pace.add(time.monotonic(), computed)
+        prompt_per_s, generated_per_s = self._pace.per_s()
+        quality = self._quality()
+        return Status(
+            run_id=log.run_id,
+            phase=self.phase,
+            outcome=log.outcome,
+            rows_total=self._num_rows,
+            rows_done=min(self._num_rows, held.rows + log.sampled_rows + finished),
+            rows_written=held.rows,
+            error_rows=held.num_error_rows,
+            units=held.units,
+            actors=len(log.actors),
+            input_tokens=computed.prompt,
+            generated_tokens=computed.generated,
+            input_tokens_per_s=prompt_per_s,
+            generated_tokens_per_s=generated_per_s,
+            eta_s=self._pace.eta_s(self._num_rows, held, self._totals.before) if goes_on else None,
+            elapsed_s=log.wall_us / 1e6,
+            warning=self._warning,
+            quality_rows=quality.rows,
+            token_agreement=quality.agreement,
+            quality_drops=tuple(quality.drops(self._plan.config.quality.max_drop)),
+        )
+
+
+def close_telemetry(telemetry: Telemetry, show: Show, complete: Status | None) -> None:
+    """Wait for what is still to be written. `complete`: the status of a complete output; what could not be written is
+    shown with it, and the next run writes it."""
+    written = telemetry.close()
+    if complete is not None and (not written or telemetry.failures):
+        why = telemetry.last_failure or "the output takes too long to write to"
+        warning = (
+            f"The output is complete, but its report may be an older one: {why}. The same command writes it again."
+        )
+        show(replace(complete, warning=warning))
+
+
+def harmless(show: Show) -> Show:
+    """`show`, until the terminal is gone."""
+    gone = False
+
+    def shown(status: Status) -> None:
+        nonlocal gone
+        if gone:
+            return
+        try:
+            show(status)
+        except OSError:
+            gone = True
+
+    return shown

@@ -1,0 +1,281 @@
+"""One run of a job: resume -> compute -> count -> publish -> report. The order in which anything becomes true is here.
+
+plan (nothing written) -> the output is ours -> one listing -> the units that are left, through the dataflow (`watch`)
+  -> count -> _SUCCESS -> record, report and status say "finished" (`reporter`)
+"""
+
+import contextlib
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pipeline.config import JobConfig
+from pipeline.data.output.inventory import what_is_wrong
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import SUCCESS, DoneUnits, PartStore
+from pipeline.errors import (
+    ConfigError,
+    EnvironmentFailed,
+    FingerprintError,
+    Interrupted,
+    PipelineError,
+    TooManyRowErrors,
+)
+from pipeline.job.actor.partial import remove_all
+from pipeline.job.actor.worker import Backend
+from pipeline.job.dataflow.spec import WindowTask
+from pipeline.job.output.success import check_none_appended, read_success, verify, write_empty_part, write_success
+from pipeline.job.planning.actor_specs import flow_spec, provenance, resolve_device
+from pipeline.job.planning.appended import Batches
+from pipeline.job.planning.fingerprint import check_dated, claim, file_digests, record_numerics, with_limits_of
+from pipeline.job.planning.plan import JobPlan, make_plan, what_is_left
+from pipeline.job.running.limits import RunLimits
+from pipeline.job.running.reporter import RunReporter, Show, close_telemetry, harmless
+from pipeline.job.running.sample import forget_samples_of_another_job, sample_tasks
+from pipeline.job.running.stop import Stopped, StopSignals
+from pipeline.job.running.totals import OutputTotals
+from pipeline.job.running.watch import Watch
+from pipeline.job.telemetry.logs import LogOptions
+from pipeline.job.telemetry.run_log import (
+    RunLog,
+    load_estimate,
+    load_runs,
+    make_report,
+    put_status,
+    totals_so_far,
+    versions,
+)
+from pipeline.job.telemetry.status import Status
+from pipeline.job.telemetry.writer import Telemetry
+from pipeline.machine.host import wall_time
+from pipeline.report.cost import RunReport
+from pipeline.report.record.run_record import Outcome, RunRecord, SkippedInput
+from pipeline.stores.retries import RetryCounts
+
+
+def run_job(
+    config: JobConfig,
+    *,
+    accept_numerics: bool = False,
+    retry_failed: bool = False,
+    append: bool = False,
+    sample: int | None = None,
+    progress: Show | None = None,
+    backend: Backend | None = None,
+    logs: LogOptions | None = None,
+) -> RunReport:
+    """Run a job, or go on with it, until its output is complete; of a finished job only the report is made
+    again.
+
+    `retry_failed` computes the error rows of what is there again. `append` takes input files that are new since the
+    first run into the job. With `sample` only so many rows are computed and kept
+    for the run that does the rest; `sample.read_sample` reads them. `progress` is called about once a second.
+    Raises the exceptions of `pipeline.errors`; whenever one comes, what is written is whole and the same call
+    goes on from there. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are
+    computed after at most `run.drain_s`, or at a second one; at any other time at once (`stop.py`).
+    """
+    if sample is not None and retry_failed:
+        raise ConfigError("--sample and --retry-failed: expected one of them; a sample writes no parts")
+    show = harmless(progress or (lambda status: None))
+    with StopSignals() as stop:
+        phase = "planning"
+        try:
+            began, retries, logs = time.monotonic_ns(), RetryCounts(), logs or LogOptions()
+            plan, store = _plan(config, accept_numerics, retry_failed, append, show, retries)
+            left = _Left.of(plan, store, retry_failed)
+            if sample is not None and left.tasks:
+                left = replace(left, tasks=sample_tasks(left.tasks, sample))
+            earlier = load_runs(store)
+            if not left.tasks and SUCCESS in store.folder.names(""):
+                wrong = what_is_wrong(store)
+                if wrong is None:
+                    return _already_complete(plan, store, left.stood, earlier, show)
+                show(Status(phase=f"planning: all parts are counted again: {wrong}"))
+            limits = RunLimits(config.cost, config.run, earlier if left.tasks else ())
+            if left.tasks:
+                check_dated(store, plan.fingerprint)
+            if accept_numerics:
+                record_numerics(store, plan.fingerprint)
+            # it is of the parts as they were: some are to be made or replaced, or are damaged
+            store.folder.remove(SUCCESS)
+            phase = "telling how the run ended"
+            telemetry = Telemetry(store.folder)
+            of_sample = sample or 0
+            log = RunLog(
+                store,
+                config.free(),
+                config.cost.hourly_usd,
+                {"device": plan.device},
+                telemetry,
+                retries,
+                of_sample,
+                plan.retried_limits,
+            )
+            log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
+            totals = left.totals(store, log, earlier, plan)
+            log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
+            reporter = RunReporter(plan, store, log, totals, earlier, telemetry, show, logs, sample)
+            if plan.batches.new is not None:
+                reporter.note(f"appended: {len(plan.batches.new)} new files of the input")
+            with _recorded(log, reporter, stop, "finished" if sample is None else "sampled"):
+                store.folder.clean_tmp()
+                if not plan.windows or plan.windows[0].index > 0:
+                    write_empty_part(plan, store, provenance(plan))
+                totals.check_error_rate()
+                if left.tasks:
+                    plan = _with_types_of_parts(plan, store, left.stood)
+                    engine = backend or Backend()
+                    spec = flow_spec(plan, left.tasks, engine, log.run_id, left.has_failed, logs.level)
+                    Watch(config.run, log, totals, reporter, stop, limits, plan.num_rows).compute(spec)
+                if sample is None:
+                    _publish(plan, store, log, totals, reporter)
+            return reporter.report
+        except Stopped:
+            raise _interrupted(stop, phase) from None
+
+
+def _plan(
+    config: JobConfig, accept_numerics: bool, retry_failed: bool, append: bool, show: Show, retries: RetryCounts
+) -> tuple[JobPlan, PartStore]:
+    """What the job is, and its output, which is this job's from here on."""
+    show(Status(phase="planning"))
+    store = PartStore(config.output.path, config.output.storage, retries)
+    batches = Batches.of(store, append)
+
+    def say(what: str) -> None:
+        show(Status(phase=f"planning: {what}"))
+
+    plan = make_plan(config, resolve_device(config), say, retries, batches)
+    forget_samples_of_another_job(store, plan.fingerprint)
+    if retry_failed:
+        ours, limits = with_limits_of(store, plan.fingerprint)
+        plan = replace(plan, fingerprint=ours, retried_limits=limits)
+    files = file_digests(plan.source)
+    claimed = claim(store, config.name, plan.fingerprint, accept_numerics, versions(), wall_time(), files)
+    if plan.batches.new is not None:
+        rows = plan.batches.num_rows(plan.source)
+        say(f"{len(plan.batches.new):,} new files with {rows:,} rows are appended")
+        plan.batches.record(store, rows, versions(), wall_time())
+    return replace(plan, fingerprint=claimed), store
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What a run has to do. `stood`: the parts that are there; `whole`: with --retry-failed the totals of those that
+    are not made again, else None."""
+
+    tasks: tuple[WindowTask, ...]
+    stood: DoneUnits
+    whole: PartTotals | None = None
+    has_failed: bool = False
+
+    @classmethod
+    def of(cls, plan: JobPlan, store: PartStore, retry_failed: bool) -> "_Left":
+        stood = store.list(plan.fingerprint.short)
+        if not retry_failed:
+            return cls(tuple(what_is_left(plan, stood)), stood)
+        if plan.retried_limits and what_is_left(plan, stood):
+            raise FingerprintError(
+                f"output.path {store.path}: not all rows are computed yet, and those that are left belong to the first "
+                f"run's limits. Finish the job without the change of {', '.join(plan.retried_limits)}; then "
+                "--retry-failed computes the error rows under it."
+            )
+        store.folder.probe_swap()
+        failed, whole = [], PartTotals()
+        for name, totals in store.parts(stood):
+            if totals.num_error_rows:
+                failed.append(name)
+            else:
+                whole += totals
+        return cls(tuple(what_is_left(plan, stood, failed)), stood, whole, bool(failed))
+
+    def totals(self, store: PartStore, log: RunLog, earlier: list[RunRecord], plan: JobPlan) -> OutputTotals:
+        if self.whole is not None:
+            before, stood = self.whole, None
+        else:
+            before, stood = totals_so_far(store, earlier, self.stood), self.stood
+        return OutputTotals(store, log, before, stood, plan.num_rows, plan.config.run.max_error_rate)
+
+
+def _already_complete(plan: JobPlan, store: PartStore, done: DoneUnits, runs: list[RunRecord], show: Show) -> RunReport:
+    """Nothing is left to compute or to count. What tells of the job is written again: a run may have ended between
+    `_SUCCESS` and that."""
+    rows, run_id = plan.num_rows, runs[-1].run_id if runs else ""
+    status = Status(run_id, "already complete", "finished", rows, rows, rows)
+    show(status)
+    totals = read_success(store) or store.totals(done)
+    telemetry = Telemetry(store.folder)
+    report = make_report(
+        telemetry,
+        plan.config.name,
+        plan.fingerprint.digest,
+        runs,
+        totals,
+        rows,
+        finished=True,
+        estimate=load_estimate(store),
+    )
+    put_status(telemetry, replace(status, phase="finished", units=totals.units, error_rows=totals.num_error_rows))
+    remove_all(store)
+    close_telemetry(telemetry, show, status)
+    return report
+
+
+def _with_types_of_parts(plan: JobPlan, store: PartStore, stood: DoneUnits) -> JobPlan:
+    some_part = next(stood.parts(), None)
+    return plan if some_part is None else plan.with_types_of(store.footer(some_part).schema.to_arrow_schema())
+
+
+@contextlib.contextmanager
+def _recorded(log: RunLog, reporter: RunReporter, stop: StopSignals, outcome: Outcome) -> Iterator[None]:
+    """Around all that may fail: record, report and status say how the run ended, whatever it was. They say `outcome`
+    only where the block came to its end."""
+    try:
+        log.save()
+        reporter.say("starting")
+        yield
+        log.outcome = outcome
+    except TooManyRowErrors:
+        log.outcome = "stopped"
+        raise
+    except Interrupted:
+        log.outcome = "interrupted"
+        raise
+    except Stopped:
+        log.outcome = "interrupted"
+        raise _interrupted(stop, reporter.phase) from None
+    except EnvironmentFailed as error:
+        log.outcome = "failed"
+        reporter.note(str(error), "warning")
+        raise EnvironmentFailed(f"{error}\nThe logs of this run: {reporter.logs.shown()}") from error
+    except BaseException as error:
+        log.outcome = "failed"
+        reporter.note("".join(traceback.format_exception(error)), "warning")
+        raise
+    finally:
+        reporter.end()
+
+
+def _publish(plan: JobPlan, store: PartStore, log: RunLog, totals: OutputTotals, reporter: RunReporter) -> None:
+    """Count every row of the output, and say that it is complete: `_SUCCESS`, and after that all else."""
+    reporter.say("verifying")
+    check_none_appended(plan, store)
+    started = time.monotonic_ns()
+    counted = verify(plan, store, reporter.counted)
+    totals.check_error_rate(counted)
+    log.driver_us["verify"] = (time.monotonic_ns() - started) // 1000
+    reporter.say("publishing")
+    try:
+        write_success(plan, store, counted)
+    except Interrupted:
+        raise
+    except PipelineError as error:
+        raise type(error)(f"All {counted.rows} rows are written, but not _SUCCESS, which says so: {error}") from error
+    totals.set_counted(counted)
+    with contextlib.suppress(PipelineError):  # rows kept for a next run that will not come
+        remove_all(store)
+
+
+def _interrupted(stop: StopSignals, phase: str) -> Interrupted:
+    return Interrupted(f"Stopped by {stop.why} while {phase}.")

@@ -1,0 +1,87 @@
+"""`--sample N`: some rows of a job computed before the rest, so that people can look at them.
+
+They are kept as the finished rows of a stopped run are (`actor/partial.py`), so the run that computes their units takes
+them over; no part is written. Beside that each unit's rows lie in `_pipeline/samples/<run id>/` for whoever reads them.
+"""
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.data.output.parts import SUCCESS, PartStore
+from pipeline.data.output.result_columns import REASONING_FIELDS, RESULT_NAMES, result_column, result_names
+from pipeline.job.actor.partial import FOLDER as PARTIAL
+from pipeline.job.actor.write import SAMPLES
+from pipeline.job.dataflow.reading import evenly, shares
+from pipeline.job.dataflow.spec import WindowTask
+from pipeline.job.planning.fingerprint import JOB, Fingerprint, differs
+from pipeline.job.telemetry.run_log import RUNS, load_runs
+
+MAX_WINDOWS = 4  # each is read whole
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """A row as it will be in the output: with lists where it may have several samples, or as one of these. prompt: as
+    the model gets it; None where the row has none."""
+
+    source_file: str
+    source_row: int
+    prompt: str | None
+    text: str | list[str] | None
+    finish_reason: str | list[str] | None
+    num_input_tokens: int
+    num_generated_tokens: int
+    error: str | None
+    error_message: str | None
+    sample_index: int = 0  # of samples that are rows
+    results: dict[str, Any] = field(default_factory=dict)  # of a task, and of reasoning, by column
+
+
+def sample_tasks(tasks: tuple[WindowTask, ...], rows: int) -> tuple[WindowTask, ...]:
+    """Of the windows that are left a few, evenly spread, with so many rows of them in all."""
+    chosen = evenly(tasks, min(MAX_WINDOWS, rows))
+    counts = shares([task.window.num_rows for task in chosen], rows)
+    return tuple(replace(task, sample=count) for task, count in zip(chosen, counts) if count)
+
+
+def read_sample(store: PartStore, run_id: str) -> Iterator[SampleRow]:
+    """What a run with --sample computed, in the order of its windows and units."""
+    for name in sorted(store.folder.names(f"{SAMPLES}/{run_id}")):
+        raw = store.folder.read(f"{SAMPLES}/{run_id}/{name}")
+        if raw is not None:
+            yield from _rows_of(pq.read_table(io.BytesIO(raw)))
+
+
+def _rows_of(table: pa.Table) -> Iterator[SampleRow]:
+    prompts = table.column(table.num_columns - 1).to_pylist()
+    part = table.select(list(range(table.num_columns - 1)))
+    columns: dict[str, list[Any]] = {name: result_column(part, name).to_pylist() for name in result_names(part.schema)}
+    columns["text"] = columns.pop("generated_text", [None] * part.num_rows)
+    columns.setdefault("finish_reason", [None] * part.num_rows)
+    names = [name for name in columns if name in SampleRow.__dataclass_fields__]
+    own = {*RESULT_NAMES} - {f.name for f in REASONING_FIELDS}
+    of_task = [name for name in columns if name not in own and name not in names]
+    for i, prompt in enumerate(prompts):
+        results = {name: columns[name][i] for name in of_task}
+        yield SampleRow(prompt=prompt, results=results, **{name: columns[name][i] for name in names})
+
+
+def forget_samples_of_another_job(store: PartStore, ours: Fingerprint) -> None:
+    """Give an output that holds nothing but samples to this job, where they are another's: so a prompt is tried and
+    changed without a new folder each time. Where anything else was computed, nothing is done."""
+    if not differs(store, ours):
+        return
+    if SUCCESS in store.folder.names("") or any(name[0] not in "_." for name in store.folder.names("")):
+        return
+    runs = load_runs(store)
+    if not runs or any(run.sample_rows == 0 or run.outcome == "running" for run in runs):
+        return
+    for folder in (PARTIAL, RUNS, *(f"{SAMPLES}/{run.run_id}" for run in runs)):
+        for name in store.folder.names(folder):
+            store.folder.remove(f"{folder}/{name}")
+    store.folder.remove(JOB)
