@@ -18,7 +18,7 @@ SLOW = {"step_s": 0.1, "max_num_seqs": 2}
 def soon(without_ray, monkeypatch):
     """Ticks of a fake job are short, and so is what it needs to come to rest."""
     for module in ("limits", "watch"):
-        monkeypatch.setattr(f"pipeline.job.{module}.RESERVE_S", 1.0)
+        monkeypatch.setattr(f"pipeline.job.running.{module}.RESERVE_S", 1.0)
 
 
 def state(actor=0, open_units=0, decode_us=0, **record) -> ActorState:
