@@ -2,17 +2,13 @@
 
 import ctypes
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.select import serves_int4_alone
-from pipeline.kernels.triton.linear.crossover import Crossover
 from pipeline.model.config import ModelConfig
-from pipeline.roofline.cost_model import Ceilings, DecoderSize, Weights
-from pipeline.roofline.job_simulation import kv_room
 from pipeline.weights.formats import is_int4
 
 CPU_SHARE = 0.25  # of the free memory: the rest of the machine reads, writes and runs Ray
@@ -120,25 +116,6 @@ def dense_weights_fit(
     """
     weights = weight_bytes(config, torch.device("cuda"), dtype)
     return weights + kv_tokens * config.kv_bytes_per_token(kv_dtype) + SLACK_BYTES <= budget_bytes
-
-
-def served_form(
-    weights: Weights, size: DecoderSize, card: Ceilings, borders: Crossover, max_num_seqs: int, kv_value_bytes: float
-) -> Weights:
-    """Of the cost model: what the engine keeps 4-bit weights as, by the rule of `dense_weights_fit`, and up to how many
-    tokens it takes the fused product. Other weights as they are."""
-    if weights.fp8 or not weights.int4:
-        return weights
-    cached = replace(weights, cached=True, fused_tokens=borders.cached)
-    if usable_kv_room(size, cached, card, kv_value_bytes) >= cache_before_dense(max_num_seqs, EXPECTED_TOKENS):
-        return cached
-    return replace(weights, cached=False, fused_tokens=borders.scratch)
-
-
-def usable_kv_room(size: DecoderSize, weights: Weights, card: Ceilings, kv_value_bytes: float) -> int:
-    """Tokens in the KV cache beside the weights and what is kept free, by the cost model."""
-    slack = int(SLACK_BYTES / size.kv_bytes_per_token(kv_value_bytes))
-    return kv_room(size, weights, card, kv_value_bytes=kv_value_bytes) - slack
 
 
 def kv_budget_bytes(
