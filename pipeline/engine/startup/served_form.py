@@ -12,8 +12,8 @@ from pipeline.roofline.job_simulation import kv_room
 def served_form(
     weights: Weights, size: DecoderSize, card: Ceilings, borders: Crossover, max_num_seqs: int, kv_value_bytes: float
 ) -> Weights:
-    """What the engine keeps 4-bit weights as, and up to how many tokens it takes the fused product. Other weights as they
-    are."""
+    """What the engine keeps 4-bit weights as, and up to how many tokens it takes the fused product. Other weights stay
+    as they are."""
     if weights.fp8 or not weights.int4:
         return weights
     cached = replace(weights, cached=True, fused_tokens=borders.cached)
