@@ -4,6 +4,7 @@ Importing the command line takes a quarter of a second. A SIGTERM that comes in 
 other, not by the system's default.
 """
 
+import atexit
 import signal
 import sys
 
@@ -12,6 +13,8 @@ from pipeline.cli import interrupt
 
 def main() -> None:
     sys.unraisablehook = interrupt.send_again
+    atexit.register(interrupt.ignore_all)  # before anybody else's, so it is called after them
+    code: object = 0
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
@@ -20,11 +23,17 @@ def main() -> None:
         from pipeline.cli.main import main as command
 
         command()
+    except SystemExit as leaving:
+        code = leaving.code
+        raise
     except KeyboardInterrupt:
         from pipeline.errors import Interrupted
 
         print("Interrupted.", file=sys.stderr)
-        sys.exit(Interrupted.exit_code)
+        code = Interrupted.exit_code
+        sys.exit(code)
+    finally:
+        interrupt.keep_exit_code(code)
 
 
 if __name__ == "__main__":

@@ -183,6 +183,50 @@ def test_a_signal_that_a_library_turns_into_an_error_of_its_own_is_still_one(tmp
     assert (done.returncode, done.stdout, done.stderr) == (75, "", "Interrupted.\n")
 
 
+ENDS_SLOWLY = """
+import atexit, sys, threading, time, types
+import pipeline.__main__ as entry
+
+where, code = sys.argv[1:]
+cli = types.ModuleType("pipeline.cli.main")
+cli.main = lambda: sys.exit(int(code))
+sys.modules["pipeline.cli.main"] = cli
+
+class Slow:
+    def __del__(self, time=time, print=print):
+        self.end(time, print)
+    @staticmethod
+    def end(time=time, print=print):
+        print("ending", flush=True)
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            time.sleep(0.01)
+        print("ended", flush=True)
+
+if where == "module":
+    slow = Slow()
+elif where == "atexit":
+    cli.main = lambda: (atexit.register(Slow.end), sys.exit(int(code)))
+else:
+    threading.Thread(target=Slow.end).start()
+entry.main()
+"""
+
+
+@pytest.mark.parametrize("where", ["thread", "atexit", "module"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_process_ends_keeps_the_exit_code(where, number):
+    """In the end of the last object Python has taken its handlers away already."""
+    process = subprocess.Popen([sys.executable, "-c", ENDS_SLOWLY, where, "3"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ending\n"
+    time.sleep(0.3)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=30)
+    cut_short = number == signal.SIGINT and where != "module"
+    assert (process.returncode, said) == (3, "" if cut_short else "ended\n")
+
+
 def test_a_guard_that_is_killed_takes_the_command_with_it():
     process = start("print(os.getpid(), flush=True); time.sleep(60)")
     assert process.stdout is not None
