@@ -17,7 +17,7 @@ from pipeline.estimate.prices import PriceList
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.report.cost import RunReport
 from pipeline.report.figures import aligned, money, seconds
-from pipeline.report.savings import Saving
+from pipeline.report.sections.savings import Saving
 from pipeline.roofline.cards import Card, load_cards
 from pipeline.roofline.job_simulation import RequestTokens
 

@@ -17,9 +17,9 @@ makes none of them cheaper.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.report.faults import LostTime
 from pipeline.report.record.row_stats import LengthBucket
 from pipeline.report.record.run_record import PHASES, RunRecord, split_exactly
+from pipeline.report.sections.faults import LostTime
 
 METHOD = (
     "prefill time is charged to prompt tokens, decode time to generated tokens, all other machine time to"

@@ -12,17 +12,17 @@ from typing import Any
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.errors import RowError
 from pipeline.report.account import Cost, Tokens, accounted, allocate, shares_us
-from pipeline.report.drafts import Speculated
 from pipeline.report.estimate import Estimate, EstimateAndActual, compare
-from pipeline.report.faults import FaultCost, fault_costs, unseen_tokens
-from pipeline.report.loops import LoopCost
-from pipeline.report.quality import QualityReport
-from pipeline.report.reasoning import ReasoningCost
 from pipeline.report.record.computed import Computed
 from pipeline.report.record.json_record import SCHEMA_VERSION, JsonRecord
 from pipeline.report.record.row_stats import ErrorExample, Histogram, LengthBucket, RowStats
 from pipeline.report.record.run_record import PHASES, ActorRecord, RunRecord, per_second, summed
-from pipeline.report.savings import Saving, savings
+from pipeline.report.sections.drafts import Speculated
+from pipeline.report.sections.faults import FaultCost, fault_costs, unseen_tokens
+from pipeline.report.sections.loops import LoopCost
+from pipeline.report.sections.quality import QualityReport
+from pipeline.report.sections.reasoning import ReasoningCost
+from pipeline.report.sections.savings import Saving, savings
 from pipeline.report.targets import Target, targets_of
 
 PERCENTS = (50, 95, 99)

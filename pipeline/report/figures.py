@@ -5,10 +5,10 @@ from math import floor, log10
 
 from pipeline.formatting import printable
 from pipeline.report.cost import RunReport, Work
-from pipeline.report.drafts import Speculated
 from pipeline.report.estimate import EstimateAndActual
 from pipeline.report.record.row_stats import ErrorExample
 from pipeline.report.record.run_record import RunRecord, SkippedInput, per_second
+from pipeline.report.sections.drafts import Speculated
 
 BAR_WIDTH = 30
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.report.account import Tokens, accounted, allocate
-from pipeline.report.faults import LostTime
 from pipeline.report.record.run_record import PHASES, ActorRecord, RunRecord
+from pipeline.report.sections.faults import LostTime
 
 PAGE = Path("docs/cost.md").read_text()
 EXAMPLE = PAGE.partition("### A worked example")[2]

@@ -11,8 +11,8 @@ from pipeline.estimate.job_estimate import _Work
 from pipeline.estimate.render import NOTHING_KNOWN
 from pipeline.report.account import accounted
 from pipeline.report.estimate import Estimate, Interval, compare
-from pipeline.report.faults import LostTime
 from pipeline.report.record.run_record import PHASES, ActorRecord, RunRecord, no_phases
+from pipeline.report.sections.faults import LostTime
 
 JOB = ["jobs/summarize.yaml", "--limit", "96", "--set", "sampling.max_tokens=24"]
 

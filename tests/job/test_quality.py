@@ -23,7 +23,7 @@ from pipeline.job.process.open_rows import OpenRows
 from pipeline.job.running.run import run_job
 from pipeline.report.cost import RunReport
 from pipeline.report.html.page import html
-from pipeline.report.quality import QualityStats
+from pipeline.report.record.quality_stats import QualityStats
 from pipeline.report.record.run_record import RunRecord
 from pipeline.report.render import markdown, text
 from tests.job.conftest import TEXTS, runs

@@ -17,9 +17,9 @@ from pipeline.job.running.run import run_job
 from pipeline.job.running.sample import read_sample
 from pipeline.report.cost import RunReport
 from pipeline.report.html.page import html
-from pipeline.report.reasoning import ReasoningCost
 from pipeline.report.record.row_stats import ReasonedRows
 from pipeline.report.render import markdown, text
+from pipeline.report.sections.reasoning import ReasoningCost
 from tests.job.conftest import runs
 
 MARKERS = {"start": ":", "end": ","}  # the embedded model does not reason: these are around the first part of its texts

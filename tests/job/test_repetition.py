@@ -11,9 +11,9 @@ from pipeline.job.planning.plan import make_plan
 from pipeline.job.running.run import run_job
 from pipeline.report.cost import RunReport
 from pipeline.report.html.page import html
-from pipeline.report.loops import LoopCost
 from pipeline.report.record.row_stats import LoopedRows
 from pipeline.report.render import markdown, text
+from pipeline.report.sections.loops import LoopCost
 from tests.job.conftest import runs
 
 LOOP = {"max_pattern_size": 24, "min_count": 3}

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.report.account import Tokens, accounted, allocate
 from pipeline.report.cost import ErrorCost, RunReport, build_report
-from pipeline.report.faults import LostTime
 from pipeline.report.figures import aligned, bar, money, seconds
 from pipeline.report.record.computed import Computed
 from pipeline.report.record.row_stats import ErrorExample, Histogram, Latency, LengthBucket, RowStats
 from pipeline.report.record.run_record import PHASES, ActorRecord, RunRecord, SkippedInput, no_phases
 from pipeline.report.render import markdown, text
+from pipeline.report.sections.faults import LostTime
 
 HOUR = 3_600_000_000
 TOTALS = PartTotals(180, 3, {"prompt_too_long": 2, "null_prompt": 0}, 2_000_000, 500, 500_000)

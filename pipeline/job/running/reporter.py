@@ -21,9 +21,10 @@ from pipeline.job.telemetry.run_log import RunLog, load_estimate, make_report, p
 from pipeline.job.telemetry.status import Status, status_line, work
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.report.cost import RunReport
-from pipeline.report.quality import QualityStats, told_drop
 from pipeline.report.record.computed import Computed
+from pipeline.report.record.quality_stats import QualityStats
 from pipeline.report.record.run_record import RunRecord
+from pipeline.report.sections.quality import told_drop
 from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url
 

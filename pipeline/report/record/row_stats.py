@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 from math import ceil
 
-from pipeline.report.quality import QualityStats
 from pipeline.report.record.computed import Computed
 from pipeline.report.record.json_record import JsonRecord
+from pipeline.report.record.quality_stats import QualityStats
 
 FIRST_LENGTH = 64  # prompts up to so many tokens share a bucket; each further bucket is twice as long
 MAX_EXAMPLES = 3  # of each error code

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.report.drafts import Speculated
 from pipeline.report.figures import money, saving_rows, seconds
 from pipeline.report.record.row_stats import Histogram, RowStats
 from pipeline.report.record.run_record import no_phases
 from pipeline.report.render import markdown, text
-from pipeline.report.savings import continuous_batching_us, prefix_sharing_us, savings
+from pipeline.report.sections.drafts import Speculated
+from pipeline.report.sections.savings import continuous_batching_us, prefix_sharing_us, savings
 from tests.report.test_cost import delivering, report, run
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.report.quality import QualityReport, QualityStats, told_drop
+from pipeline.report.record.quality_stats import QualityStats
 from pipeline.report.record.row_stats import RowStats
+from pipeline.report.sections.quality import QualityReport, told_drop
 
 
 def rows(agreed: list[int], tokens: int = 20) -> QualityStats:

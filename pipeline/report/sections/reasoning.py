@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.report.loops import charged
 from pipeline.report.record.row_stats import ReasonedRows
+from pipeline.report.sections.loops import charged
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.report.drafts import Speculated
 from pipeline.report.record.json_record import JsonRecord
 from pipeline.report.record.row_stats import Histogram
+from pipeline.report.sections.drafts import Speculated
 
 NAMES = {
     "prefix_sharing": "Prefix sharing",
