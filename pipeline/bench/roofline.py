@@ -16,11 +16,10 @@ from pipeline.bench.shapes import GROUP, NAMES, SHAPES
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.startup.resolve import no_such_weight
 from pipeline.engine.startup.served_form import served_form
-from pipeline.errors import ConfigError
 from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.triton.linear.crossover import Crossover, crossover_of
 from pipeline.model.config import read_config
-from pipeline.roofline.cards import Card, load_cards
+from pipeline.roofline.cards import Card, find_card, load_cards
 from pipeline.roofline.cost_model import (
     AWQ,
     DENSE,
@@ -190,15 +189,6 @@ def bench_roofline(
         ]
     told = tuple(each.to_text() for each in sets)
     return RooflineBench(about, serving, reached, chosen, crossovers, tuple(steps), tuple(jobs), told)
-
-
-def find_card(name: str) -> Card:
-    """The card of that name, else the first whose name begins so, in any case. Raises ConfigError."""
-    cards = load_cards()
-    found = [card for card in cards if card.name.lower().startswith(name.lower())]
-    if not found:
-        raise ConfigError(f"--card {name}: expected the beginning of one of {', '.join(c.name for c in cards)}")
-    return min(found, key=lambda card: card.name.lower() != name.lower())
 
 
 def model_size(name: str, activation_dtype: str = "auto") -> tuple[DecoderSize, Weights, str]:

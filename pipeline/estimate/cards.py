@@ -11,10 +11,9 @@ from pipeline.config import JobConfig
 from pipeline.engine.params import BatchLimits, gpu_limits
 from pipeline.engine.startup.served_form import served_form, usable_kv_room
 from pipeline.errors import ConfigError
-from pipeline.formatting import nearest
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
-from pipeline.roofline.cards import Card, load_cards
+from pipeline.roofline.cards import Card
 from pipeline.roofline.cost_model import AWQ, DENSE, DENSE_BYTES, Ceilings, Reached, Weights
 from pipeline.roofline.job_simulation import Batching, JobSeconds, RequestTokens, simulate_job
 
@@ -54,18 +53,6 @@ class CardServing:
     def of(cls, job: JobConfig) -> "CardServing":
         engine = job.engine
         return cls(engine.activation_dtype, engine.kv_cache_dtype, engine.max_num_seqs, engine.max_num_batched_tokens)
-
-
-def find_card(name: str, option: str) -> Card:
-    """By its name or the beginning of it, in any case. Raises ConfigError, which begins with `option`."""
-    known = {card.name: card for card in load_cards()}
-    found = [card for full, card in known.items() if full.lower() == name.lower()]
-    found = found or [card for full, card in known.items() if full.lower().startswith(name.lower())]
-    if not found:
-        close = nearest(name, known)
-        hint = f" Did you mean {close}?" if close else ""
-        raise ConfigError(f"{option} {name}: no such card; expected one of {', '.join(known)}.{hint}")
-    return found[0]
 
 
 def kinds_of_weights(config: ModelConfig) -> dict[str, Weights]:

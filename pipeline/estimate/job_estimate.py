@@ -15,7 +15,7 @@ from pipeline.config import JobConfig
 from pipeline.data.output.parts import PartStore
 from pipeline.engine.params import most_default_seqs
 from pipeline.errors import ConfigError
-from pipeline.estimate.cards import BLOCK_SIZE, STARTUP_S, CardServing, OnCard, find_card, on_card
+from pipeline.estimate.cards import BLOCK_SIZE, STARTUP_S, CardServing, OnCard, on_card
 from pipeline.estimate.lengths import OutputLengths, PromptSample, output_lengths, sample_prompts, tail
 from pipeline.estimate.measured import Speed, measured_speed
 from pipeline.estimate.pool import PoolEstimate
@@ -33,7 +33,7 @@ from pipeline.model.config import read_config
 from pipeline.report.estimate import Estimate, Interval
 from pipeline.report.record.row_stats import LengthBucket
 from pipeline.report.record.run_record import no_phases
-from pipeline.roofline.cards import Card, load_cards
+from pipeline.roofline.cards import Card, find_card, load_cards
 from pipeline.roofline.job_simulation import RequestTokens
 from pipeline.tokenization.tokenizer import Tokenizer
 

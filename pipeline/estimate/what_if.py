@@ -12,13 +12,13 @@ from typing import Any
 
 from pipeline.checkpoints.locate import locate_model
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.estimate.cards import STARTUP_S, CardServing, OnCard, find_card, on_card
+from pipeline.estimate.cards import STARTUP_S, CardServing, OnCard, on_card
 from pipeline.estimate.prices import PriceList
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.report.cost import RunReport
 from pipeline.report.figures import aligned, money, seconds
 from pipeline.report.sections.savings import Saving
-from pipeline.roofline.cards import Card, load_cards
+from pipeline.roofline.cards import Card, find_card, load_cards
 from pipeline.roofline.job_simulation import RequestTokens
 
 KEYS = ("hardware", "actors", "quantization", "price")

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import yaml
 
+from pipeline.errors import ConfigError
+from pipeline.formatting import nearest
+
 FILE = Path(__file__).with_name("hardware.yaml")
 
 
@@ -31,3 +34,15 @@ def load_cards() -> tuple[Card, ...]:
     """The cards of `hardware.yaml`, in its order."""
     cards = yaml.safe_load(FILE.read_text(encoding="utf-8"))["cards"]
     return tuple(Card(**values | {"compute_capability": tuple(values["compute_capability"])}) for values in cards)
+
+
+def find_card(name: str, option: str = "--card") -> Card:
+    """By its name or the beginning of it, in any case. Raises ConfigError, which begins with `option`."""
+    known = {card.name: card for card in load_cards()}
+    found = [card for full, card in known.items() if full.lower() == name.lower()]
+    found = found or [card for full, card in known.items() if full.lower().startswith(name.lower())]
+    if not found:
+        close = nearest(name, known)
+        hint = f" Did you mean {close}?" if close else ""
+        raise ConfigError(f"{option} {name}: no such card; expected one of {', '.join(known)}.{hint}")
+    return found[0]

@@ -7,10 +7,11 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.bench.request_sets import REQUEST_SETS
-from pipeline.bench.roofline import BLOCK_SIZE, find_card, model_size
+from pipeline.bench.roofline import BLOCK_SIZE, model_size
 from pipeline.bench.schedule.host import ASSUMED, HostTimes
 from pipeline.bench.schedule.simulation import CHOICES, PEERS, Choice, ScheduleRun, simulate
 from pipeline.cli.main import cli
+from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings
 from pipeline.roofline.job_simulation import Batching, kv_room, simulate_job
 

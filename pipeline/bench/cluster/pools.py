@@ -12,11 +12,12 @@ from pipeline.bench.cluster.engine import EngineSpeed
 from pipeline.bench.cluster.simulation import PoolRun, PoolSpec, simulate
 from pipeline.bench.cluster.workload import Skewed, Workload
 from pipeline.bench.measure import table
-from pipeline.bench.roofline import find_card, model_size
+from pipeline.bench.roofline import model_size
 from pipeline.engine.params import gpu_limits
 from pipeline.errors import ConfigError
 from pipeline.job.dataflow.spec import FEWEST_IN_FLIGHT, units_in_flight
 from pipeline.job.running.reporter import STORE_TICK_S
+from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings, Reached
 from pipeline.roofline.job_simulation import kv_room
 

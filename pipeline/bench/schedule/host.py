@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.bench.roofline import find_card
 from pipeline.engine.forward.graphs import graph_sizes
 from pipeline.engine.schedule.step_plan import StepPlan
+from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings, DecoderSize, Reached, StepTokens, Weights, step_seconds
 
 # Shares of the data sheet that kernels are assumed to reach on a card; `pipeline bench gpu` measures them.

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.bench.measure import table
 from pipeline.bench.request_sets import REQUEST_SETS, RequestSet, find_set
-from pipeline.bench.roofline import BLOCK_SIZE, find_card, model_size
+from pipeline.bench.roofline import BLOCK_SIZE, model_size
 from pipeline.bench.schedule.host import ASSUMED, Device, HostTimes
 from pipeline.engine.params import EngineStats, Request, SamplingParams
 from pipeline.engine.schedule.block_pool import BlockPool
@@ -23,7 +23,7 @@ from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.startup.served_form import served_form
 from pipeline.errors import ConfigError
 from pipeline.kernels.triton.linear.crossover import crossover_of
-from pipeline.roofline.cards import load_cards
+from pipeline.roofline.cards import find_card, load_cards
 from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, Weights
 from pipeline.roofline.job_simulation import kv_room
 

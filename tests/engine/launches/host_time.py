@@ -19,10 +19,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from pipeline.bench.roofline import find_card, model_size
+from pipeline.bench.roofline import model_size
 from pipeline.bench.schedule.host import ASSUMED
 from pipeline.kernels.triton.launch import recorded_launches
 from pipeline.model.decoder import DecoderLayer
+from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings, StepTokens, step_seconds
 from tests.engine.launches.noted import LAYERS, STEPS, an_h100, runner_of, write_models
 
