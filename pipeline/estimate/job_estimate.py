@@ -110,7 +110,7 @@ def estimate_job(
     shared = _shared(prompts, history)
     generated = lengths.each.times(computed_rows)
     counts = tuple(actors) or (plan.config.run.pool[1],)
-    speed = measured_speed(history, computed_rows / max(counts), plan.task is None)
+    speed = measured_speed(history, computed_rows / max(counts), plan.task is None, config.run.quality_sample)
     units = _units(plan, computed_rows, prompts, lengths)
     repeated = prompts.repeated / len(prompts.requests) * computed_rows
     computed = prompt_tokens.times(1 - shared) + Interval(*[repeated] * 3)

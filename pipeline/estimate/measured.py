@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 from pipeline.job.planning.history import Remembered
 from pipeline.report.record.computed import Computed
+from pipeline.report.record.row_stats import RowStats
 from pipeline.report.record.run_record import RunRecord
 
 LEAST_SPREAD = 0.1  # of a speed, on a machine that others use too
 MAX_RUNS = 3  # the newest say most about now
 FEW_TOKENS = 0.5  # of those of the largest run, below which a run beside it says little
-BESIDE = ("drafts", "preempted", "retried", "quality", "waiting", "write")  # phases that grow with the work
+BESIDE = ("drafts", "preempted", "retried", "waiting", "write")  # phases that grow with the work
+COMPARED = 2.0  # rows that a row takes which is compared with a reference model, where no run before compared any
 FULL = 0.8  # of its batch that a run has to fill, on average, to be taken as it is
 
 
@@ -40,9 +42,12 @@ class Speed:
         return busy_us * (1 + sum(self.beside.values()))
 
 
-def measured_speed(history: Sequence[Remembered], rows: float, generates: bool = True) -> Speed | None:
+def measured_speed(
+    history: Sequence[Remembered], rows: float, generates: bool = True, compared: float = 0.0
+) -> Speed | None:
     """None where no run before computed anything. history: the newest first. rows: of the job, for each engine.
-    generates: whether the job does; else runs that generated nothing tell its speed too."""
+    generates: whether the job does; else runs that generated nothing tell its speed too. compared: the share of rows
+    that a reference model reads (`run.quality_sample`)."""
     known = (each.run for each in history if each.run.computed.prompt)
     runs = [run for run in known if run.computed.generated or not generates]
     if not runs:
@@ -53,6 +58,7 @@ def measured_speed(history: Sequence[Remembered], rows: float, generates: bool =
     computed = sum((run.computed for run in chosen), Computed())
     prefill, decode = (sum(run.phase_us(phase) for run in chosen) for phase in ("prefill", "decode"))
     beside = {phase: sum(run.phase_us(phase) for run in chosen) / max(1, prefill + decode) for phase in BESIDE}
+    beside["quality"] = compared * _compared_row(chosen)
     last = next(run for run in runs if run.actors)
     actors = [actor for actor in last.actors if actor.stats.get("num_steps")]
     rates = [_us_each(run) for run in chosen]
@@ -68,6 +74,16 @@ def measured_speed(history: Sequence[Remembered], rows: float, generates: bool =
         spread=spread,
         comes_from=told,
     )
+
+
+def _compared_row(runs: Sequence[RunRecord]) -> float:
+    """What it takes to compare a row with the reference model, by what it takes to compute one."""
+    stats = sum((run.row_stats + run.sampled_stats for run in runs), RowStats())
+    rows = sum(bucket.rows for bucket in stats.lengths.values())
+    computing_us = sum(run.phase_us("prefill") + run.phase_us("decode") for run in runs)
+    if not (stats.quality.rows and rows and computing_us):
+        return COMPARED
+    return sum(run.phase_us("quality") for run in runs) / stats.quality.rows / (computing_us / rows)
 
 
 def _generated_us(runs: Sequence[RunRecord], measured: float, rows: float) -> float:

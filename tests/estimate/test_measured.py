@@ -1,8 +1,13 @@
 """This machine's speed, from the records of runs."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.estimate.measured import measured_speed
+from pipeline.job.planning.history import Remembered
+from pipeline.report.record.quality_stats import QualityStats
+from pipeline.report.record.row_stats import LengthBucket, RowStats
 from tests.estimate.conftest import remembered
 
 
@@ -46,6 +51,20 @@ def test_a_probe_says_nothing_beside_a_whole_run_and_several_runs_say_how_sure_i
     assert measured_speed([remembered()], 10**6).spread == 0.1
     slower = remembered(prefill_us=4000, decode_us=10_000)
     assert measured_speed([slower, remembered()], 10**6).spread == pytest.approx(0.5)
+
+
+def test_rows_that_are_compared_take_what_they_took_or_two_rows_each():
+    def watched(quality_us):
+        before = remembered().run
+        actor = replace(before.actors[0], phases_us=before.actors[0].phases_us | {"quality": quality_us})
+        stats = RowStats(lengths={64: LengthBucket(rows=50)}, quality=QualityStats(rows=4))
+        return Remembered(replace(before, actors=[actor], row_stats=stats), same_work=True)
+
+    plain, new = measured_speed([remembered()], 10**6), measured_speed([remembered()], 10**6, compared=0.01)
+    assert new.compute_us(800, 500) == pytest.approx(1.02 * plain.compute_us(800, 500))
+    found = measured_speed([watched(1680)], 10**6, compared=0.05)  # 420 us a row, where 7,000 computed 50
+    assert found.beside["quality"] == pytest.approx(0.05 * 3)
+    assert measured_speed([watched(1680)], 10**6).beside["quality"] == 0  # this job compares none
 
 
 def test_nothing_is_known_without_a_run_that_generated():

@@ -60,6 +60,15 @@ class Snapshot:
         codes = [({"code": code}, float(count)) for code, count in sorted(self.error_rows.items())]
         yield _family(CounterMetricFamily, "error_rows", "Rows that became errors, in parts.", run, codes, ("code",))
         yield from self._of_actors(run)
+        if (quality := self.rows.quality).rows:
+            for name, about, total in (
+                ("quality_rows", "Rows that were compared with the reference model.", quality.rows),
+                ("quality_tokens", "Tokens of these rows.", quality.tokens),
+                ("quality_agreed_tokens", "Tokens that are the reference model's own choice.", quality.agreed),
+                ("quality_kl_nats", "Divergence from the reference model; by tokens, the mean.",
+                 quality.kl_nanonats / 1e9),
+            ):  # fmt: skip
+                yield _family(CounterMetricFamily, name, about, run, [({}, total)])
         latency = self.rows.latency
         for name, about, found, bounds in (
             ("time_to_first_token_seconds", "Of a written row, its time in the engine's queue included.",

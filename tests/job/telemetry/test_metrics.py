@@ -19,6 +19,7 @@ from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.metrics import Health, Snapshot, cumulative
 from pipeline.job.telemetry.metrics_server import STALLED_S, MetricsServer
 from pipeline.job.telemetry.status import Status
+from pipeline.report.record.quality_stats import QualityStats
 from pipeline.report.record.row_stats import Histogram, RowStats, Timing, latency_of
 from pipeline.report.record.run_record import ActorRecord, no_phases
 
@@ -37,6 +38,20 @@ def snapshot(**changed):
     status = Status("0001-x", "running", rows_total=100, rows_done=8, rows_written=5, units=1, elapsed_s=3.0)
     made = Snapshot("my job", status, [actor(host="h")], rows, {"empty_prompt": 2}, ["ready"], 1.0, 2.5)
     return replace(made, **changed)
+
+
+def test_a_quality_watch_is_shown_once_it_compared_a_row(server):
+    server.snapshot = snapshot()
+    assert not [key for key in shown(server) if key[0].startswith("pipeline_quality")]
+    quality = QualityStats.of_row(40, 38, 3_000_000_000, True)
+    server.snapshot = snapshot(rows=RowStats(quality=quality))
+    found = {key[0]: sample.value for key, sample in shown(server).items() if "quality" in key[0]}
+    assert {name: value for name, value in found.items() if not name.endswith("_created")} == {
+        "pipeline_quality_rows_total": 1,
+        "pipeline_quality_tokens_total": 40,
+        "pipeline_quality_agreed_tokens_total": 38,
+        "pipeline_quality_kl_nats_total": 3,
+    }
 
 
 @pytest.fixture
