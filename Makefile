@@ -25,12 +25,14 @@ demo: $(VENV)/.installed
 	$(BIN)/pipeline run jobs/summarize.yaml
 	$(BIN)/python -m pipeline.demo.check out/summarize
 
+# pyright takes one core for a minute, so it runs beside pytest, and tells what it found after it.
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -n $(WORKERS) -rfEs
+	@$(BIN)/pyright --pythonpath $(BIN)/python > $(VENV)/pyright.log 2>&1 & pyright=$$!; \
+	$(BIN)/python -m pytest -n $(WORKERS) -rfEs; tests=$$?; \
+	wait $$pyright; types=$$?; cat $(VENV)/pyright.log; exit $$((tests | types))
 
 docs: | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[docs]"

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
 from pipeline.checkpoints.file_checks import MAX_JSON_BYTES, checked_file, read_json
 from pipeline.errors import ModelError
+from pipeline.tokenization.transformers_without_torch import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
 # Everything that can change which tokens a text becomes, or where generation ends.
 _FILES = (
