@@ -133,7 +133,7 @@ class JobConfig(Section):
     )
     sampling: SamplingSection = Field(
         default=SamplingSection(),
-        description="How tokens are chosen, in vLLM's names. All but seed, logprobs, prompt_logprobs, "
+        description="How tokens are chosen, in vLLM's names. All but seed, "
         "repetition_detection and reasoning may be {column: name}.",
         examples=[{"max_tokens": 256, "temperature": 0.7}],
     )
@@ -214,15 +214,16 @@ class JobConfig(Section):
         wants_chats = isinstance(written, Mapping) and written.get("chat") not in (None, False)
         if wrong := contradiction_of_lines(found, self.task, self.embed.dimensions, wants_chats):
             raise ConfigError(": ".join(wrong))
-        job = self.of_endpoint(found.endpoint, found.samples)
+        job = self.of_endpoint(found.endpoint, found.samples, found.prompt_logprobs)
         if found.dimensions is None:
             return job
         return job.model_copy(update={"embed": self.embed.model_copy(update={"dimensions": found.dimensions})})
 
-    def of_endpoint(self, endpoint: "Endpoint", samples: bool = False) -> "JobConfig":
-        """The job whose lines are requests for this endpoint. samples: whether some ask for several completions."""
+    def of_endpoint(self, endpoint: "Endpoint", samples: bool = False, prompt_logprobs: bool = False) -> "JobConfig":
+        """The job whose lines are requests for this endpoint. samples: whether some ask for several completions;
+        prompt_logprobs: whether some ask for those."""
         assert self.input.requests is not None
-        sampling = sampling_of(self.input.requests, endpoint, self.sampling, samples)
+        sampling = sampling_of(self.input.requests, endpoint, self.sampling, samples, prompt_logprobs)
         new = {"prompt": prompt_of(endpoint, self.prompt), "sampling": sampling}
         return self.model_copy(update=new)
 

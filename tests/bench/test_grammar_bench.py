@@ -12,7 +12,7 @@ def test_every_way_generates_the_same_number_of_tokens_and_only_grammars_fill_ma
     assert ways[JSON].forced_tokens > 0
     assert ways[JSON].steps < ways[FREE].steps, "forced tokens take no step"
     assert ways[ANY].masked_tokens == ways[ANY].tokens
-    assert ways[ANY].filled_masks < ways[ANY].tokens, "a best token that is allowed needs no mask"
+    assert 0 < ways[ANY].filled_masks < 0.03 * ways[ANY].tokens, "a best token that is allowed needs none"
     text = told.to_text()
     assert "any text" in text
     assert told.to_json()["bench"] == "grammar"

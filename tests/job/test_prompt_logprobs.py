@@ -3,6 +3,7 @@
 import json
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.engine.engine import Engine
@@ -44,6 +45,24 @@ def test_each_row_has_them_once_whatever_samples_it_has_and_where_it_was_kept(jo
     assert job.table()["prompt_logprobs"].null_count == (1 if form == "lists" else 1 + 15)
     with pytest.raises(FingerprintError, match=r"sampling\.prompt_logprobs: 1 -> nothing"):
         run(job, sampling={"prompt_logprobs": None})
+
+
+def test_each_row_may_have_its_own_number_in_a_column(job):
+    """Of its completion and of its prompt; null is none."""
+    texts, of_prompt, of_answer = TEXTS[:4], [None, 0, 2, 101], [1, None, 0, 0]
+    columns = {"id": range(4), "text": texts, "p": of_prompt, "a": of_answer}
+    pq.write_table(pa.table(columns), job.folder / "in" / "f0.parquet")
+    wanted = {"max_tokens": 6, "prompt_logprobs": {"column": "p"}, "logprobs": {"column": "a"}}
+    run(job, sampling=wanted)
+    rows = sorted(job.table().to_pylist(), key=lambda row: row["id"])
+    assert [row["error"] for row in rows] == [None, None, None, "invalid_sampling"]
+    assert [row["prompt_logprobs"] and len(row["prompt_logprobs"][1]["top"] or ()) for row in rows] == [
+        None,
+        0,
+        2,
+        None,
+    ]
+    assert [row["logprobs"] and len(row["logprobs"][0]["top"] or ()) for row in rows] == [1, None, 0, None]
 
 
 def test_a_job_without_them_is_the_job_that_it_was(job):

@@ -143,6 +143,33 @@ def test_several_choices_of_a_line_are_answered_and_converted(batch, url, kind, 
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), sum(map(len, expected)))
 
 
+@pytest.mark.parametrize(("url", "form"), [(CHAT, "rows"), (TEXT, "lists")])
+def test_a_line_gets_the_log_probabilities_of_its_own_prompt(batch, url, form):
+    """Once for all of its choices; lines that ask for none have none, and a wrong number is an error of its line."""
+    batch.settings["output"]["samples"] = form
+    own = [{}, {"prompt_logprobs": 0, "n": 2}, {"prompt_logprobs": 2}, {"prompt_logprobs": 101}]
+    put(batch, "a.jsonl", [request(i, url, max_tokens=6, **given) for i, given in enumerate(own)])
+    (batch.folder / "in" / "b.jsonl").unlink()
+    run(batch)
+    good, bad = converted(batch)
+    assert [line["custom_id"] for line in bad] == ["id-3"]
+    assert "sampling.prompt_logprobs = 101: expected" in bad[0]["response"]["body"]["error"]["message"]
+    bodies = {line["custom_id"]: line["response"]["body"] for line in good}
+    assert "prompt_logprobs" not in str(bodies["id-0"])
+    for i, places in ((1, 2), (2, 1)):
+        body = bodies[f"id-{i}"]
+        found = [body] if url == CHAT else body["choices"]
+        assert len(found) == (1 if url == CHAT else places)
+        ids = list((f"<system>Be brief.<user>é {i}" if url == CHAT else f"é {i}").encode())
+        for place in found:
+            assert [None if t is None else next(iter(t)) for t in place["prompt_logprobs"]] == [
+                None,
+                *map(str, ids[1:]),
+            ]
+            assert all((t[str(token)]["rank"] is None) == (i == 1)
+                       for t, token in zip(place["prompt_logprobs"][1:], ids[1:]))  # fmt: skip
+
+
 def test_lines_that_ask_for_one_choice_make_no_lists(batch):
     put(batch, "a.jsonl", [request(0, n=1)])
     (batch.folder / "in" / "b.jsonl").unlink()

@@ -98,10 +98,15 @@ def prompt_of(endpoint: Endpoint, prompt: PromptSection) -> PromptSection:
     return prompt.model_copy(update=new)
 
 
-def sampling_of(form: RequestFormat, endpoint: Endpoint, sampling: SamplingSection, samples: bool) -> SamplingSection:
-    """The values for lines that give none, with the API's where the job file has none either. samples: whether some
-    lines ask for several completions; the job's own `n` is for those that do not say."""
+def sampling_of(
+    form: RequestFormat, endpoint: Endpoint, sampling: SamplingSection, samples: bool, prompt_logprobs: bool
+) -> SamplingSection:
+    """The values for lines that give none, with the API's where the job file has none either. samples,
+    prompt_logprobs: whether some lines ask for several completions, or for those of their prompts, so that the output
+    has room for them; the job's own values are for those that do not say."""
     missing = {name: value for name, value in DEFAULTS[form][endpoint].items() if name not in sampling.model_fields_set}
     if samples and sampling.n == 1:
         missing["n"] = FromColumn("n")
+    if prompt_logprobs and sampling.prompt_logprobs is None:
+        missing["prompt_logprobs"] = FromColumn("prompt_logprobs")
     return sampling.model_copy(update=missing)

@@ -44,8 +44,8 @@ class RepetitionSection(Section):
 
 
 class SamplingSection(Section):
-    """SamplingParams' fields; all but `seed`, `logprobs`, `prompt_logprobs`, `repetition_detection` and `reasoning` may
-    be `{column: name}`, each row's own value."""
+    """SamplingParams' fields; all but `seed`, `repetition_detection` and `reasoning` may be `{column: name}`, each
+    row's own value."""
 
     defaults: Literal["engine", "model"] = Field(
         default="engine",
@@ -135,13 +135,13 @@ class SamplingSection(Section):
         description="With the row's place it fixes the row's random numbers. engine.seed when left out.",
         examples=[7],
     )
-    logprobs: int | None = Field(
+    logprobs: IntOrNoneOrColumn = Field(
         default=None,
         description="Log-probabilities: 0 of the chosen token, n also of the n likeliest. None when left out.",
-        examples=[5],
+        examples=[5, {"column": "num_logprobs"}],
         json_schema_extra={"minimum": 0, "maximum": 100},
     )
-    prompt_logprobs: int | None = Field(
+    prompt_logprobs: IntOrNoneOrColumn = Field(
         default=None,
         description="A column with the log-probabilities of the prompt's tokens: 0 of each token, n also of the n "
         "likeliest ones in its place. Such prompts are computed whole, none is shared. None when left out.",

@@ -78,6 +78,7 @@ class Requests:
     ignored: tuple[str, ...] = ()  # fields that some lines have and that change nothing here
     samples: bool = False  # whether some lines ask for several completions
     dimensions: int | None = None  # of embeddings, where all lines say so
+    prompt_logprobs: bool = False  # whether some lines ask for those
     place: str = field(default="", compare=False)  # file and line of the first request, for messages
 
     @property
@@ -110,6 +111,7 @@ class FileNotes:
     dimensions: dict[int | None, int] = field(default_factory=dict)  # of requests for embeddings
     ignored: set[str] = field(default_factory=set)
     samples: bool = False
+    prompt_logprobs: bool = False
 
     def add(self, line: Mapping[str, Any], number: int, format: RequestFormat) -> None:
         """Raises InputError where the whole input is to be refused for this line."""
@@ -126,6 +128,7 @@ class FileNotes:
             self.dimensions.setdefault(found.dimensions, number)
         self.ignored.update(found.ignored)
         self.samples = self.samples or found.samples
+        self.prompt_logprobs = self.prompt_logprobs or found.prompt_logprobs
 
 
 def requests_of(
@@ -152,6 +155,7 @@ def requests_of(
         tuple(sorted(ignored)),
         any(each.samples for each in notes),
         dimensions[0][0] if dimensions else None,
+        any(each.prompt_logprobs for each in notes),
         urls[0][1],
     )
 

@@ -2,7 +2,7 @@
 
 Fields as in https://platform.openai.com/docs/api-reference/batch/request-input, /chat/create, /completions/create and
 /embeddings/create, and those that vLLM's server takes besides (top_k, min_p, repetition_penalty, min_tokens,
-stop_token_ids, ignore_eos, thinking_token_budget).
+stop_token_ids, ignore_eos, prompt_logprobs, thinking_token_budget).
 A field that is not known makes its row an error row: a completion that does not do what was asked is worse than none.
 """
 
@@ -39,7 +39,7 @@ IGNORED = ("stream", "stream_options", "user", "metadata", "store", "service_tie
 # By the field's own name; the rest of the parameters have other names or forms.
 SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
              "stop", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "n",
-             "thinking_token_budget")  # fmt: skip
+             "prompt_logprobs", "thinking_token_budget")  # fmt: skip
 # Fields of what is not done, with the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -56,7 +56,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 _HINTS = {
     "chat_template_kwargs": "give prompt.chat.template_kwargs in the job file, for all rows",
-    "prompt_logprobs": "give sampling.prompt_logprobs in the job file, for all rows",
     "reasoning_effort": "give prompt.chat.template_kwargs in the job file where the model's template knows it, or "
     "thinking_token_budget",
     "chat_template": "give prompt.chat.template in the job file, for all rows",
@@ -91,7 +90,8 @@ def heading(line: Mapping[str, Any]) -> Heading:
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
         raise NoRequest(f"body.dimensions: expected a number of at least 1, got {shortened(dimensions)}")
     model = model if isinstance(model, str) else None
-    return Heading(custom_id, _endpoint(url), model, ignored, samples, dimensions)
+    of_prompt = _endpoint(url) != "embedding" and body.get("prompt_logprobs") is not None
+    return Heading(custom_id, _endpoint(url), model, ignored, samples, dimensions, of_prompt)
 
 
 def request(line: Mapping[str, Any], endpoint: Endpoint) -> Request:

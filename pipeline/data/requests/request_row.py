@@ -33,6 +33,7 @@ PARAMETERS: Mapping[str, pa.DataType] = {
     "ignore_eos": pa.bool_(),
     "seed": pa.int64(),
     "logprobs": pa.int64(),
+    "prompt_logprobs": pa.int64(),
     "n": pa.int64(),
     "response_format": pa.string(),
     "thinking_token_budget": pa.int64(),
@@ -87,6 +88,7 @@ class Heading:
     ignored: tuple[str, ...] = ()  # fields that change nothing here
     samples: bool = False  # whether it asks for several completions
     dimensions: int | None = None  # of an embedding, where it says
+    prompt_logprobs: bool = False  # whether it asks for those
 
 
 class NoRequest(ValueError):

@@ -10,11 +10,13 @@ class RowMatcher:
 
     can_force: whether tokens that the grammar forces are taken at once, without a mask and a step for each.
     never_force: those that have to be sampled all the same, because they may end the row.
+    is_open: no token is forced here, as far as was looked; the mask allows what `accepts` does then.
     """
 
     def __init__(self, parser: LLMatcher, can_force: bool = False, never_force: frozenset[int] = frozenset()) -> None:
         self.parser, self._can_force, self._never_force = parser, can_force, never_force
-        self.is_open = False  # known to force no token here: its mask allows what `accepts` does
+        self.is_open = False
+        self.look()
 
     def take(self, token_id: int) -> bool:
         """Go on by a token that the mask allowed. Whether the completion is whole, and nothing can follow."""
@@ -22,15 +24,19 @@ class RowMatcher:
         self.parser.consume_token(token_id)
         return self.parser.is_stopped() and not self.parser.is_error()
 
+    def look(self) -> bool:
+        """Look whether the next tokens are forced, and return whether `take_forced` is to take them."""
+        if self.parser.compute_ff_tokens():
+            return self._can_force
+        self.is_open = not self.parser.is_stopped()
+        return False
+
     def take_forced(self, most: int) -> tuple[list[int], bool]:
         """Go on by the tokens that must come next, `most` of them at most, and return them, and whether the completion
         is whole. One mask after the other would allow just these."""
         taken: list[int] = []
-        while self._can_force and len(taken) < most:
+        while len(taken) < most and self.look():
             token_ids = self.parser.compute_ff_tokens()
-            if not token_ids:
-                self.is_open = not self.parser.is_stopped()
-                break
             sampled = [place for place, token in enumerate(token_ids) if token in self._never_force]
             token_ids = token_ids[: min([most - len(taken), *sampled])]
             if not token_ids:

@@ -28,35 +28,35 @@ FillMasks = Callable[[Sequence[RowMatcher], np.ndarray, np.ndarray], None]
 class TokenMask:
     """Which tokens some rows may take: bit v of a row's mask, the lowest of a word first, stands for token v.
 
-    row_M (int64, ascending): the rows. bits_MW (int32): their masks; where `matchers` has one, that of its place is not
-    filled yet, and `fill` does it when it is needed.
+    row_M (int64, ascending): the rows. bits_MW (int32): their masks; where `missing` has a matcher, that of its place
+    is not filled yet, and `fill` does it when it is needed.
     """
 
     def __init__(
         self,
         row_M: np.ndarray,
         bits_MW: np.ndarray,
-        matchers: Sequence[RowMatcher | None] = (),
+        missing: Sequence[RowMatcher | None] = (),
         fill: FillMasks | None = None,
     ) -> None:
-        self.row_M, self.bits_MW = row_M, bits_MW
-        self._missing = {place: matcher for place, matcher in enumerate(matchers) if matcher is not None}
-        self._fill = fill
+        self.row_M, self.bits_MW, self._fill = row_M, bits_MW, fill
+        self._missing: list[RowMatcher | None] = list(missing) or [None] * len(row_M)
 
     def refused(self, token_id_R: np.ndarray) -> np.ndarray:
         """Of these tokens, one for each row of logits, the rows whose grammar does not allow theirs."""
         token_M = token_id_R[self.row_M]
-        if len(self._missing) == len(token_M):
-            pairs = zip(self._missing.values(), token_M.tolist())
-            return self.row_M[[not matcher.accepts(token) for matcher, token in pairs]]
-        allowed_M = self.bits_MW[np.arange(len(token_M)), token_M >> 5] >> (token_M & 31) & 1
-        for place, matcher in self._missing.items():
-            allowed_M[place] = matcher.accepts(int(token_M[place]))
-        return self.row_M[allowed_M == 0]
+        asked = zip(self._missing, token_M.tolist())
+        places = [p for p, (matcher, token) in enumerate(asked) if matcher is not None and not matcher.accepts(token)]
+        if None in self._missing:
+            is_filled_M = np.array([matcher is None for matcher in self._missing])
+            allowed_M = self.bits_MW[np.arange(len(token_M)), token_M >> 5] >> (token_M & 31) & 1
+            places = sorted([*places, *np.flatnonzero(is_filled_M & (allowed_M == 0)).tolist()])
+        return self.row_M[places]
 
     def also(self, row_N: np.ndarray, token_id_N: np.ndarray) -> None:
-        """Allow these tokens too, each in a row whose mask is filled."""
+        """Allow these tokens too, each in one of the rows."""
         place_N, token_id_N = np.searchsorted(self.row_M, row_N), token_id_N.astype(np.uint32)
+        self.fill(place_N)
         self.bits_MW.view(np.uint32)[place_N, token_id_N >> 5] |= np.uint32(1) << (token_id_N & 31)
 
     def beside(self, row_N: np.ndarray, token_id_N: np.ndarray) -> "TokenMask":
@@ -64,8 +64,8 @@ class TokenMask:
         row_M = np.concatenate([self.row_M, row_N])
         order = np.argsort(row_M)
         bits_MW = np.concatenate([self.bits_MW, np.zeros((len(row_N), self.bits_MW.shape[1]), dtype=np.int32)])[order]
-        matchers = [self._missing.get(place) for place in order.tolist()]
-        together = TokenMask(row_M[order], bits_MW, matchers, self._fill)
+        missing = [*self._missing, *[None] * len(row_N)]
+        together = TokenMask(row_M[order], bits_MW, [missing[place] for place in order.tolist()], self._fill)
         together.also(row_N, token_id_N)
         return together
 
@@ -76,9 +76,7 @@ class TokenMask:
         here = np.flatnonzero(rows[at_M] == self.row_M)
         if not len(here):
             return
-        if missing := [place for place in here.tolist() if place in self._missing]:
-            assert self._fill is not None
-            self._fill([self._missing.pop(place) for place in missing], self.bits_MW, np.array(missing))
+        self.fill(here)
         bytes_MB = self.bits_MW[here].view(np.uint8)
         if z_RV.device.type == "cpu":
             z = z_RV.numpy()
@@ -91,6 +89,15 @@ class TokenMask:
             z_RV.add_(added_MV)
         else:
             z_RV.index_add_(0, on_device(at_M[here], z_RV.device), added_MV)
+
+    def fill(self, place_N: np.ndarray) -> None:
+        """Fill the masks at these places of row_M that are not filled yet."""
+        found = [(place, matcher) for place in place_N.tolist() if (matcher := self._missing[place]) is not None]
+        if found:
+            assert self._fill is not None
+            self._fill([matcher for _, matcher in found], self.bits_MW, np.array([place for place, _ in found]))
+        for place, _ in found:
+            self._missing[place] = None
 
 
 class MaskCounts(Protocol):
@@ -111,10 +118,10 @@ class MaskFiller:
     def mask(self, matchers: Sequence[RowMatcher], row_M: np.ndarray) -> TokenMask:
         """Masks for the next token of each matcher, whose rows of logits are row_M. Those of matchers that force no
         token are filled when they are needed."""
-        bits_MW = self._empty(len(matchers))
+        mask = TokenMask(row_M, self._unset(len(matchers)), matchers, self._fill)
         if closed := [place for place, matcher in enumerate(matchers) if not matcher.is_open]:
-            self._fill([matchers[place] for place in closed], bits_MW, np.array(closed))
-        return TokenMask(row_M, bits_MW, [matcher if matcher.is_open else None for matcher in matchers], self._fill)
+            mask.fill(np.array(closed))
+        return mask
 
     def mask_with_drafts(
         self, matchers: Sequence[RowMatcher], drafts: Sequence[list[int]], first_S: np.ndarray
@@ -127,7 +134,8 @@ class MaskFiller:
         """
         count_S = np.array([len(ids) + 1 for ids in drafts], dtype=np.int64)
         place_S = np.cumsum(count_S) - count_S
-        bits_MW = self._empty(int(count_S.sum()))
+        bits_MW = self._unset(int(count_S.sum()))
+        bits_MW.fill(-1)
         plain = np.flatnonzero(count_S == 1)
         self._fill([matchers[s] for s in plain.tolist()], bits_MW, place_S[plain])
         if len(plain) < len(matchers):
@@ -140,12 +148,13 @@ class MaskFiller:
 
     def allows_nothing(self, matcher: RowMatcher) -> bool:
         """Whether no token of the vocabulary can follow."""
-        bits_MW = self._empty(1)
+        bits_MW = self._unset(1)
         self._fill([matcher], bits_MW, np.zeros(1, dtype=np.int64))
         return not np.unpackbits(bits_MW[0].view(np.uint8), bitorder="little")[: self._vocab_size].any()
 
-    def _empty(self, num_masks: int) -> np.ndarray:
-        return np.full((num_masks, self._mask_words), -1, dtype=np.int32)
+    def _unset(self, num_masks: int) -> np.ndarray:
+        """Of a large vocabulary and many rows these are megabytes, and most of them are never read."""
+        return np.empty((num_masks, self._mask_words), dtype=np.int32)
 
     def _fill(self, matchers: Sequence[RowMatcher], bits_MW: np.ndarray, places: np.ndarray) -> None:
         if not matchers:

@@ -21,6 +21,7 @@ Suffixes: R rows, V vocabulary.
 import numpy as np
 import torch
 
+from pipeline.engine.grammar.token_mask import TokenMask
 from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
 from pipeline.engine.sampling.logprobs import AskedLogprobs
 from pipeline.engine.sampling.penalties import FutureIds, adjusted, on_rows
@@ -32,9 +33,13 @@ from pipeline.engine.schedule.sequence import adjusts_logits
 _BLOCK_VALUES = 1 << 20  # of logits that are sampled from at a time on CPU: 4 MiB
 
 
-def greedy(logits_RV: torch.Tensor) -> SamplerOutput:
-    """What `sample` gives where all rows are greedy and want nothing else: one pass over the logits."""
+def greedy(logits_RV: torch.Tensor, mask: TokenMask | None = None) -> SamplerOutput:
+    """What `sample` gives where all rows are greedy and want nothing else but a mask: one pass over the logits."""
     best, token_ids = _best(logits_RV)
+    if mask is not None and len(rows := mask.refused(token_ids)):
+        z_RV = logits_RV[on_rows(rows, logits_RV)].to(torch.float32, copy=True)
+        mask.apply(z_RV, rows)
+        _choose_again(best, token_ids, rows, z_RV)
     finite = np.isfinite(best)
     return SamplerOutput(token_ids if finite.all() else np.where(finite, token_ids, 0), finite, {})
 
@@ -57,9 +62,7 @@ def sample(
         changes[batch.mask.refused(token_ids)] = True
     rows = np.flatnonzero(changes)
     if len(rows):
-        best_changed, token_ids[rows] = _best(adjusted(logits_RV, batch, rows))
-        # a mask or penalty may leave nothing, but never makes a broken row good
-        best[rows] = np.where(np.isfinite(best[rows]), best_changed, best[rows])
+        _choose_again(best, token_ids, rows, adjusted(logits_RV, batch, rows))
     finite, sampled = np.isfinite(best), np.flatnonzero(batch.is_sampled)
     for rows in _blocks(sampled, logits_RV) if len(sampled) else ():
         w_RV = weights(logits_RV, batch, rows)
@@ -71,6 +74,13 @@ def sample(
     token_ids = np.where(finite, token_ids, 0)
     asked = AskedLogprobs.of(logits_RV, batch, torch.from_numpy(token_ids).to(logits_RV.device))
     return SamplerOutput(token_ids, finite, {} if asked is None else asked.by_row(token_ids, finite))
+
+
+def _choose_again(best: np.ndarray, token_ids: np.ndarray, rows: np.ndarray, z_RV: torch.Tensor) -> None:
+    """Write over what was found for `rows`: z_RV are their logits with masks and penalties."""
+    best_changed, token_ids[rows] = _best(z_RV)
+    # a mask or penalty may leave nothing, but never makes a broken row good
+    best[rows] = np.where(np.isfinite(best[rows]), best_changed, best[rows])
 
 
 def _blocks(rows: np.ndarray, like: torch.Tensor) -> list[np.ndarray]:

@@ -73,9 +73,8 @@ def is_greedy(options: Any) -> Any:
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Whether its rows are greedy, and want neither log-probabilities nor a grammar."""
-    wants_more = params.logprobs is not None or params.structured_outputs is not None
-    return not wants_more and bool(is_greedy(vars(params)))
+    """Whether its rows are greedy and want no log-probabilities: each takes the best token that its grammar allows."""
+    return params.logprobs is None and bool(is_greedy(vars(params)))
 
 
 class Reader(Protocol):
@@ -235,7 +234,7 @@ class SlotTable:
         self.read_to = np.zeros(num_slots, dtype=np.int64)
         self.num_readers = 0  # in the slots, of those that still want something
         self.seed = np.zeros(num_slots, dtype=np.uint64)
-        self.is_plain = np.zeros(num_slots, dtype=bool)  # `is_greedy`, no log-probabilities are wanted, no grammar
+        self.is_plain = np.zeros(num_slots, dtype=bool)  # `is_greedy`, no log-probabilities are wanted
         self.sampling = np.zeros(num_slots, dtype=SAMPLING_OPTIONS)
         self.ending_ids = np.full(num_slots, None, dtype=object)
         self.last_step = np.zeros(num_slots, dtype=np.int64)  # number of the last step that computed some of it

@@ -45,7 +45,8 @@ class GrammarMasks:
         that may begin to reason may also take the start marker; one whose budget is spent takes the end marker.
         """
         table, slot_S = self._table, plan.sampling_slot_S
-        has_grammar_S, spent = table.has_grammar[slot_S], np.flatnonzero(has_spent(table, slot_S))
+        has_grammar_S, may_think = table.has_grammar[slot_S], bool(table.thinking[slot_S].any())
+        spent = np.flatnonzero(has_spent(table, slot_S)) if may_think else np.arange(0)
         if not len(spent) and not has_grammar_S.any():
             return None
         first_S, drafts = np.arange(len(slot_S)), None
@@ -56,8 +57,9 @@ class GrammarMasks:
             drafts = drafting.draft_ids(np.flatnonzero(has_grammar_S))
         mask = self._of_grammars(slot_S, has_grammar_S, first_S, drafts)
         self._stats.masked_tokens += len(mask.row_M)
-        begins = np.flatnonzero(has_grammar_S & (table.thinking[slot_S] == Thinking.MAY_BEGIN))
-        mask.also(first_S[begins], table.start_id[slot_S[begins]])
+        if may_think:
+            begins = np.flatnonzero(has_grammar_S & (table.thinking[slot_S] == Thinking.MAY_BEGIN))
+            mask.also(first_S[begins], table.start_id[slot_S[begins]])
         if len(spent):
             return mask.beside(first_S[spent], table.end_id[slot_S[spent]])
         return mask if len(mask.row_M) else None
@@ -67,6 +69,8 @@ class GrammarMasks:
     ) -> TokenMask:
         """drafts: those of the sequences with a grammar; None: there are none."""
         table, constrained = self._table, np.flatnonzero(has_grammar_S)
+        if drafts is None and not table.thinking[slot_S].any():
+            return self._filler.mask(self._matchers(slot_S[constrained]), constrained)
         thinks = table.thinking[slot_S[constrained]] == Thinking.YES
         if drafts is None:
             constrained = constrained[~thinks]
@@ -94,18 +98,21 @@ class GrammarMasks:
     def take_forced(self, slot_S: np.ndarray) -> Iterator[tuple[int, list[int], bool]]:
         """Of these sequences with a grammar, those whose next tokens it forces: slot, these tokens, and whether it is
         whole with them."""
-        table = self._table
-        for slot, room in zip(slot_S.tolist(), (table.limit[slot_S] - table.num_known[slot_S]).tolist()):
-            sequence = table.sequences[slot]
-            if sequence is not None:  # else it has ended
-                token_ids, is_whole = self.matcher_of(slot).take_forced(room)
+        table, sequences = self._table, self._table.sequences
+        found = [(slot, sequence) for slot in slot_S.tolist() if (sequence := sequences[slot]) is not None]
+        for slot, sequence in found:  # the others have ended
+            matcher = sequence.matcher or self.matcher_of(slot)
+            if matcher.look():
+                token_ids, is_whole = matcher.take_forced(int(table.limit[slot] - table.num_known[slot]))
                 if token_ids:
                     yield slot, token_ids, is_whole
 
     def _matchers(self, slot_S: np.ndarray) -> list[RowMatcher]:
         sequences = self._table.sequences
-        found = [None if (sequence := sequences[slot]) is None else sequence.matcher for slot in slot_S.tolist()]
-        return [matcher or self.matcher_of(slot) for matcher, slot in zip(found, slot_S.tolist())]
+        return [
+            (sequence.matcher if (sequence := sequences[slot]) is not None else None) or self.matcher_of(slot)
+            for slot in slot_S.tolist()
+        ]
 
     def matcher_of(self, slot: int) -> RowMatcher:
         """Of the sequence there; it keeps it for life."""

@@ -14,9 +14,10 @@ import torch
 
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.forward.runner import Runner
+from pipeline.engine.grammar.token_mask import TokenMask
 from pipeline.engine.reading.step_reading import StepReading
 from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
-from pipeline.engine.sampling.on_host import sample
+from pipeline.engine.sampling.on_host import greedy, sample
 from pipeline.engine.sampling.verify import Verified
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence
@@ -72,7 +73,10 @@ class StepLoop:
 
     def _sample(self, plan: StepPlan, logits_RV: torch.Tensor) -> SamplerOutput | Verified:
         """The next tokens of the sequences that sample: one each, or those that follow from their drafts."""
-        batch = self.batch_of(plan)
+        are_plain, mask = self._mask_of(plan)
+        if plan.draft_S is None and are_plain:
+            return greedy(logits_RV, mask)
+        batch = self._batch(plan, are_plain, mask)
         if plan.draft_S is None:
             return sample(logits_RV, batch)
         assert self.drafting is not None
@@ -80,14 +84,18 @@ class StepLoop:
 
     def batch_of(self, plan: StepPlan) -> SamplingBatch | None:
         """What sampling is told of the step's rows; None where all are greedy and want nothing else."""
-        slot_S = plan.sampling_slot_S
-        are_plain = bool(self.table.is_plain[slot_S].all())
-        if are_plain and not self.table.thinking[slot_S].any():
-            return None
-        mask = self.masks.of_plan(plan, self.drafting)
+        return self._batch(plan, *self._mask_of(plan))
+
+    def _batch(self, plan: StepPlan, are_plain: bool, mask: TokenMask | None) -> SamplingBatch | None:
         if are_plain and mask is None:
             return None
         return SamplingBatch.of_plan(plan, self.table).with_mask(mask)
+
+    def _mask_of(self, plan: StepPlan) -> tuple[bool, TokenMask | None]:
+        """Whether all rows are greedy and want nothing else but this mask."""
+        table, slot_S = self.table, plan.sampling_slot_S
+        has_none = not (table.has_grammar[slot_S].any() or table.thinking[slot_S].any())
+        return bool(table.is_plain[slot_S].all()), None if has_none else self.masks.of_plan(plan, self.drafting)
 
     def _take(self, slot_S: np.ndarray, output: SamplerOutput | Verified) -> None:
         """Give these sequences their tokens."""

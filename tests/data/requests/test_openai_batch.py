@@ -48,6 +48,7 @@ def test_a_chat_is_its_messages_and_its_own_values():
     }  # fmt: skip
     assert got.row("chat").keys() <= {*request_schema("chat").names}
     assert heading(chat(user="u", stream=True)).ignored == ("stream", "user")
+    assert [heading(chat(prompt_logprobs=n)).prompt_logprobs for n in (None, 0, 2)] == [False, True, True]
     assert [heading(chat(n=n)).samples for n in (None, 1, "2", 2, 3.0)] == [False, False, False, True, True]
 
 
@@ -66,6 +67,7 @@ def test_a_chat_is_its_messages_and_its_own_values():
         (text(n=1), "text", {"n": 1}),
         (text(logprobs=3, echo=False, best_of=1, suffix=None), "text", {"logprobs": 3}),
         (text(prompt=["Once"]), "text", {}),
+        (text(prompt_logprobs=0), "text", {"prompt_logprobs": 0}),
     ],
 )
 def test_values_and_those_that_ask_for_nothing(line, endpoint, parameters):
@@ -84,7 +86,7 @@ REFUSED = [
     (chat(reasoning_effort="low"), r"body\.reasoning_effort: not a field.*or thinking_token_budget"),
     (chat(thinking_token_budget="low"), r"body\.thinking_token_budget: expected an integer"),
     (chat(chat_template_kwargs={}), r"body\.chat_template_kwargs.*prompt\.chat\.template_kwargs in the job file"),
-    (chat(prompt_logprobs=0), r"body\.prompt_logprobs.*; give sampling\.prompt_logprobs in the job file"),
+    (chat(prompt_logprobs=True), r"body\.prompt_logprobs: expected an integer, got True"),
     (chat(max_tokens="5"), r"body\.max_tokens: expected an integer, got '5'"),
     (chat(max_tokens=True), r"body\.max_tokens: expected an integer, got True"),
     (chat(max_tokens=1.5), r"body\.max_tokens: expected an integer"),

@@ -42,7 +42,7 @@ def filler(compiler: GrammarCompiler) -> MaskFiller:
 def allowed(mask: TokenMask) -> list[set[int]]:
     """By laying it on logits."""
     z_RV = torch.zeros(len(mask.row_M), VOCAB)
-    TokenMask(np.arange(len(mask.row_M)), mask.bits_MW).apply(z_RV, np.arange(len(mask.row_M)))
+    mask.apply(z_RV, mask.row_M)
     return [set(torch.isfinite(z_V).nonzero()[:, 0].tolist()) for z_V in z_RV]
 
 
@@ -94,6 +94,27 @@ def test_masks_after_drafts_are_those_after_tokens(compiler: GrammarCompiler, fi
         assert found[len(draft) - 1] == {EOS}, "nothing follows the whole text"
         assert found[first_S[1]] == found[0] == _next(filler, compiler.matcher(wanted))
         assert found[first_S[2] + 3] == found[first_S[2] + 4] == set(range(VOCAB))
+
+
+def test_a_place_that_forces_nothing_has_no_mask_before_a_token_is_refused(
+    compiler: GrammarCompiler, filler: MaskFiller, tokenizer
+) -> None:
+    """From the first token on; what is refused and what is allowed is the same with the mask and without it."""
+    given = ("[ab]{1,4}x|[0-9]+", "ab[a-z]", "[ab]{1,4}x|[0-9]+", "x")
+    matchers = [compiler.matcher(StructuredOutputs.of({"regex": regex})) for regex in given]
+    assert [matcher.is_open for matcher in matchers] == [True, False, True, False]
+    mask, counts = filler.mask(matchers, np.array([1, 2, 4, 7])), filler._stats
+    assert counts.filled_masks == 2
+    for token in range(VOCAB):
+        token_R = np.full(8, token)
+        late = filler.mask(matchers, np.array([1, 2, 4, 7]))
+        late.fill(np.arange(4))
+        assert mask.refused(token_R).tolist() == late.refused(token_R).tolist()
+    before = counts.filled_masks
+    mask.also(np.array([4]), np.array([3]))
+    assert counts.filled_masks == before + 1
+    assert mask.refused(np.full(8, 3)).tolist() == [1, 2, 7]
+    assert allowed(mask)[2] == allowed(mask)[0] | {3}
 
 
 def _next(filler: MaskFiller, matcher) -> set[int]:
