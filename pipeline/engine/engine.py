@@ -24,7 +24,9 @@ from pipeline.engine.params import Completion, EngineConfig, EngineStats, Reques
 from pipeline.engine.reading.calls import ReadingCalls, Text
 from pipeline.engine.reading.sequences import prompt_reader, sequence_of, why_refused
 from pipeline.engine.reasoning.marker_tokens import marker_tokens
+from pipeline.engine.reasoning.markers import ReasoningMarkers
 from pipeline.engine.reasoning.row_reasoning import RowReasoning
+from pipeline.engine.reasoning.text_reasoning import TextReasoning, why_not_by_text
 from pipeline.engine.samples import Group, sample_seed
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
@@ -131,14 +133,21 @@ class Engine(ReadingCalls):
         self._add(request, self._added)
 
     def _add(self, request: Request, call: Call) -> None:
+        markers = None
         if request.params.reasoning is not None:
-            self._marker_tokens(request.params.reasoning)  # raises before anything is counted
+            markers = self._marker_tokens(request.params.reasoning)  # raises before anything is counted
         seed = request.params.seed if request.params.seed is not None else self.seed + call.num_given
         call.num_given += 1
         call.num_open += 1
         refused = None
         if request.task is not None or not self.runner.has_vocabulary_head:
             refused = why_refused(request, self.runner)
+        if isinstance(markers, ReasoningMarkers) and request.task is None:
+            params = request.params
+            why = why_not_by_text(
+                markers, params.thinking_token_budget is not None, params.structured_outputs is not None
+            )
+            refused = refused or (None if why is None else (RowError.INVALID_SAMPLING, why))
         if refused is not None:
             nothing = np.zeros(len(request.prompt_token_ids), dtype=np.int32)
             return Sequence(request, nothing, self._order, call=call).fail(*refused)
@@ -170,10 +179,13 @@ class Engine(ReadingCalls):
             sequence.ending_ids = np.array(sorted(eos.union(request.params.stop_token_ids)), dtype=np.int64)
         if generates and request.params.reasoning is not None:
             params, markers = request.params, self._marker_tokens(request.params.reasoning)
-            has_grammar = params.structured_outputs is not None
-            sequence.reasoning = RowReasoning.after(
-                sequence.token_ids, markers, params.thinking_token_budget, has_grammar
-            )
+            if isinstance(markers, ReasoningMarkers):
+                sequence.reasoning = TextReasoning.after(sequence.token_ids, markers, self.tokenizer.decode)
+            else:
+                has_grammar = params.structured_outputs is not None
+                sequence.reasoning = RowReasoning.after(
+                    sequence.token_ids, markers, params.thinking_token_budget, has_grammar
+                )
         outside = (sequence.token_ids < 0) | (sequence.token_ids >= self.runner.vocab_size)
         if outside.any():
             sequence.fail(

@@ -83,8 +83,10 @@ class Work:
     storage_retries: Mapping[str, int] = field(default_factory=dict)
     restart_reasons: Mapping[str, int] = field(default_factory=dict)  # how engine processes ended, the commonest
     steps_out_of_memory: int = 0  # undone, and tried again with fewer tokens
-    masked_tokens: int = 0  # chosen or checked under the mask of a grammar
+    masked_tokens: int = 0  # that a grammar had to allow, those after drafts too
+    filled_masks: int = 0  # of these, the ones whose mask was filled; else the likeliest token was allowed
     mask_us: int = 0  # in which engines filled these masks
+    forced_tokens: int = 0  # generated ones that a grammar left no choice of, which took no step
     telemetry_failures: int = 0  # writes of status, record and report that failed
 
 
@@ -360,7 +362,9 @@ def _work(runs: Sequence[RunRecord], tokens: Tokens, faults: Sequence[FaultCost]
         restart_reasons=dict(reasons.most_common(MAX_REASONS)),
         steps_out_of_memory=sum(run.stat("num_out_of_memory") for run in runs),
         masked_tokens=sum(run.stat("masked_tokens") for run in runs),
+        filled_masks=sum(run.stat("filled_masks") for run in runs),
         mask_us=sum(run.stat("mask_us") for run in runs),
+        forced_tokens=sum(run.stat("forced_tokens") for run in runs),
         telemetry_failures=sum(run.telemetry_failures for run in runs),
     )
 

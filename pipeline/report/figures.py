@@ -101,9 +101,10 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
 
 def _grammars(work: Work) -> str:
     """Structured outputs in a sentence; empty where no row had any."""
-    if not work.masked_tokens:
+    if not work.masked_tokens and not work.forced_tokens:
         return ""
-    return f"{work.masked_tokens:,} tokens under a mask; {seconds(work.mask_us)} to fill masks"
+    masks = f"{work.filled_masks:,} masks in {seconds(work.mask_us)}"
+    return f"{work.masked_tokens:,} tokens allowed, {masks}; {work.forced_tokens:,} forced, without a step"
 
 
 def _energy(report: RunReport) -> str:

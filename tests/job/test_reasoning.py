@@ -91,7 +91,10 @@ def test_its_markers_are_the_checkpoints_and_part_of_what_the_job_is(job):
     assert identity(reasoning=named, thinking_token_budget=5)["thinking_token_budget"] == 5
     for reasoning, told in (
         ("auto", "sampling.reasoning: auto: the checkpoint's tokenizer has no token that begins reasoning"),
-        ({"start": ":", "end": "no single token"}, "sampling.reasoning.end = 'no single token': is not one token"),
+        (
+            {"start": "<|im_start|>", "end": "two words"},
+            "sampling.reasoning.start = '<|im_start|>': is a special token",
+        ),
     ):
         settings = configured(job, reasoning=reasoning)
         with pytest.raises(ConfigError, match=told.partition("(")[0]):
@@ -99,6 +102,10 @@ def test_its_markers_are_the_checkpoints_and_part_of_what_the_job_is(job):
         (mistake,) = examine(settings).mistakes
         assert (mistake.key, mistake.where.endswith("job.yaml:0")) == ("sampling.reasoning", False)
         assert told.partition("reasoning")[2].lstrip(": .") in mistake.problem
+    several = {"start": ":", "end": "two words"}
+    assert identity(reasoning=several)["reasoning"] == several
+    with pytest.raises(ConfigError, match=r"sampling\.thinking_token_budget: needs markers that are one token each"):
+        make_plan(configured(job, reasoning=several, thinking_token_budget={"column": "id"}), "cpu")
     settings = configured(job, reasoning=MARKERS, thinking_token_budget=7)
     found = examine(settings)
     assert not found.mistakes

@@ -44,7 +44,13 @@ def test_every_row_keeps_to_its_own_schema(job, without_ray):
     assert report.rows.errors_by_code == {"grammar_error": 2, "invalid_sampling": 1}
     told = dict(facts(report))["Grammars"]
     assert told in text(report)
-    assert told.startswith(f"{report.work.masked_tokens:,} tokens under a mask")
-    generated = sum(found[row]["num_generated_tokens"] for row in range(12))
-    assert 0 < report.work.masked_tokens <= generated + 60, "forced tokens need no mask; the row that failed had some"
-    assert report.work.mask_us > 0
+    work, generated = report.work, sum(row["num_generated_tokens"] for row in found.values() if not row["error"])
+    assert told.startswith(f"{work.masked_tokens:,} tokens allowed, {work.filled_masks:,} masks in ")
+    assert told.endswith(f"; {work.forced_tokens:,} forced, without a step")
+    forced_by_schema = sum(len('{"a":') for row in range(0, 12, 3))
+    assert work.forced_tokens >= forced_by_schema / 3, "the schema's names, in tokens of one character to three"
+    of_others = found[15]["num_generated_tokens"]  # without a schema
+    assert work.masked_tokens + work.forced_tokens >= generated - of_others
+    assert work.masked_tokens + work.forced_tokens <= generated - of_others + 60, "the row that failed had some"
+    assert 0 < work.filled_masks <= work.masked_tokens
+    assert work.mask_us > 0

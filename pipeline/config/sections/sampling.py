@@ -164,8 +164,8 @@ class SamplingSection(Section):
         default=None,
         description="Divides completions of a model that reasons: the output gets the columns reasoning and "
         "num_reasoning_tokens, and generated_text holds the answer alone, as structured_outputs do. auto takes the "
-        "markers that the checkpoint's tokenizer has, such as <think> and </think>; {start, end} names others, each "
-        "one token. Off when left out.",
+        "markers that the checkpoint's tokenizer has, such as <think> and </think>; {start, end} names others: tokens, "
+        "or texts. Off when left out.",
         examples=["auto", {"start": "<think>", "end": "</think>"}],
     )
     thinking_token_budget: IntOrNoneOrColumn = Field(

@@ -18,6 +18,7 @@ import numpy as np
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.reasoning.row_reasoning import RowReasoning
+from pipeline.engine.reasoning.text_reasoning import TextReasoning
 from pipeline.engine.samples import Group
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
 from pipeline.engine.tasks import TaskResult, TokenLogprobs
@@ -140,7 +141,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] | None = None
     stop_checker: StopChecker | None = None
     matcher: RowMatcher | None = None  # with structured_outputs, once a mask was asked for: after its generated tokens
-    reasoning: RowReasoning | None = None  # where the completion is to be divided
+    reasoning: RowReasoning | TextReasoning | None = None  # where the completion is to be divided
     reader: Reader | None = None  # who is told of its known tokens
     has_been_read: bool = False  # its reader has all that it wants
     ending_ids: np.ndarray | None = None  # int64, with min_tokens: tokens that would end it, masked until then
@@ -286,7 +287,7 @@ class SlotTable:
     def _set_thinking(self, slot: int, sequence: Sequence) -> None:
         reasoning, num_prompt = sequence.reasoning, sequence.num_prompt
         self.thinking[slot], self.latest_end[slot] = 0, _LARGEST
-        if reasoning is not None:
+        if isinstance(reasoning, RowReasoning):
             self.thinking[slot] = reasoning.thinking(sequence.token_ids[num_prompt:])
             latest = reasoning.latest_end(num_prompt)
             self.latest_end[slot] = _LARGEST if latest is None else min(latest, _LARGEST)

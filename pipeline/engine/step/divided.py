@@ -4,12 +4,16 @@ from dataclasses import replace
 
 from pipeline.engine.params import Completion
 from pipeline.engine.reasoning.row_reasoning import RowReasoning
+from pipeline.engine.reasoning.text_reasoning import TextReasoning
 from pipeline.tokenization.tokenizer import Tokenizer
 
 
-def divided(whole: Completion, reasoning: RowReasoning, tokenizer: Tokenizer) -> Completion:
+def divided(whole: Completion, reasoning: RowReasoning | TextReasoning, tokenizer: Tokenizer) -> Completion:
     """`whole`, whose text is that of all tokens up to its end, with the answer as its text. Blanks at the border fall
     away: around the reasoning and before the answer, as models write empty lines there."""
+    if isinstance(reasoning, TextReasoning):
+        thought, answer, num_tokens = reasoning.split(whole.token_ids, whole.text, tokenizer.decode)
+        return whole if thought is None else _in_two(whole, thought, answer, num_tokens)
     thought_ids, answer_ids = reasoning.split(whole.token_ids)
     if thought_ids is None:
         return whole
@@ -18,12 +22,11 @@ def divided(whole: Completion, reasoning: RowReasoning, tokenizer: Tokenizer) ->
     answer, thought = _without_end(tokenizer.decode(answer_ids), num_cut), tokenizer.decode(thought_ids)
     if reasoning.markers.end_id not in whole.token_ids:
         thought = _without_end(thought, num_cut)
-    return replace(
-        whole,
-        text=answer.lstrip(),
-        reasoning=thought.strip() or None,
-        num_reasoning_tokens=len(thought_ids),
-    )
+    return _in_two(whole, thought, answer, len(thought_ids))
+
+
+def _in_two(whole: Completion, thought: str, answer: str, num_tokens: int) -> Completion:
+    return replace(whole, text=answer.lstrip(), reasoning=thought.strip() or None, num_reasoning_tokens=num_tokens)
 
 
 def _without_end(text: str, num_characters: int) -> str:

@@ -1,5 +1,7 @@
 """Markers that a checkpoint's tokenizer has, prompts that open reasoning, and texts that are divided."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tokenizers
@@ -9,7 +11,9 @@ from pipeline.engine.params import Completion
 from pipeline.engine.reasoning.marker_tokens import find_markers, marker_tokens
 from pipeline.engine.reasoning.markers import MarkerTokens, ReasoningMarkers
 from pipeline.engine.reasoning.row_reasoning import RowReasoning
+from pipeline.engine.reasoning.text_reasoning import TextReasoning
 from pipeline.engine.step.divided import divided
+from pipeline.errors import ConfigError
 from pipeline.tokenization.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -35,6 +39,7 @@ def test_auto_takes_the_tokenizers_own_and_chats_say_whether_a_row_is_within_rea
     magistral = tokenizer_with("[THINK]", "[/THINK]", "<think>")
     assert find_markers("auto", magistral) == ReasoningMarkers("[THINK]", "[/THINK]")
     markers = marker_tokens("auto", tokenizer)
+    assert isinstance(markers, MarkerTokens)
     assert markers == MarkerTokens(tokenizer.added_tokens["<think>"], tokenizer.added_tokens["</think>"])
     try:
         for content in ("why", "what does <think> do", "a <think> b </think> c"):  # text of data is no marker
@@ -72,6 +77,42 @@ def test_a_completion_is_divided_at_its_markers(
     if is_special:  # special tokens are no text
         answer = answer.replace("<think>", "").replace("</think>", "")
     whole = Completion(0, ids, shown[: len(shown) - cut], "stop", 1)
-    found = divided(whole, RowReasoning(marker_tokens("auto", tokenizer), is_open), tokenizer)
+    markers = marker_tokens("auto", tokenizer)
+    assert isinstance(markers, MarkerTokens)
+    found = divided(whole, RowReasoning(markers, is_open), tokenizer)
     assert (found.reasoning, found.text, found.num_reasoning_tokens) == (reasoning, answer, num_tokens)
     assert found.token_ids == ids
+    if is_special:
+        return
+    without = tokenizer_with()  # there a marker is as many tokens as it has characters
+    texts = ReasoningMarkers("<think>", "</think>")
+    assert marker_tokens(texts, without) == texts
+    whole = replace(whole, token_ids=without.encode(text))
+    found = divided(whole, TextReasoning(texts, is_open), without)
+    num_tokens -= cut if not answer and reasoning else 0  # the tokens of a stop string are no reasoning here
+    assert (found.reasoning, found.text, found.num_reasoning_tokens) == (reasoning, answer, num_tokens)
+
+
+def test_markers_within_tokens_are_found_in_the_text() -> None:
+    pieces = ["<th", "ink", ">\n", "so", " it", " is</", "think", ">yes", "Once", " ", "<think", ">"]
+
+    def decode(ids) -> str:
+        return "".join(pieces[i] for i in ids)
+
+    def after(*prompt: int) -> TextReasoning:
+        return TextReasoning.after(np.array(prompt, dtype=np.int64), markers, decode)
+
+    markers = ReasoningMarkers("<think>", "</think>")
+    for prompt, is_open in (([8], False), ([8, 0, 1, 2], True), ([10, 11, 9], True), ([10, 11, 8], False), ([], False)):
+        assert after(*prompt).is_open == is_open, prompt
+    ids = [0, 1, 2, 3, 4, 5, 6, 7]
+    assert after(8).split(ids, decode(ids), decode) == ("\nso it is", "yes", 2)
+    assert after(8, 0, 1, 2).split(ids[3:], decode(ids[3:]), decode) == ("so it is", "yes", 2)
+    assert after(8).split(ids[:5], decode(ids[:5]), decode) == ("\nso it", "", 2)
+    assert after(8).split([8, 0, 1], "Once<think", decode) == (None, "Once<think", 0)
+
+
+def test_a_special_token_is_no_text_to_look_for() -> None:
+    special = tokenizer_with("<think>", is_special=True)
+    with pytest.raises(ConfigError, match=r"sampling\.reasoning\.start = '<think>': is a special token"):
+        find_markers(ReasoningMarkers("<think>", "So much for that."), special)

@@ -1,6 +1,7 @@
 """Rows that reason: budgets and the answers' grammars hold, however rows are cut, preempted, drafted and batched."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -187,7 +188,6 @@ def test_markers_that_are_no_tokens_are_refused_before_anything_runs() -> None:
     engine = text_engine()
     for reasoning, told in (
         ("auto", "sampling.reasoning: auto: the checkpoint's tokenizer has no token that begins reasoning"),
-        ({"start": "<t>", "end": "q"}, "sampling.reasoning.start = '<t>': is not one token"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             engine.generate([[1]], SamplingParams(reasoning=reasoning))  # type: ignore[arg-type]
@@ -205,3 +205,32 @@ def test_markers_that_are_no_tokens_are_refused_before_anything_runs() -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             SamplingParams(**given)  # type: ignore[arg-type]
+
+
+def test_markers_of_several_tokens_divide_the_text_and_change_no_token() -> None:
+    """With drafts, in any batch, of several samples; what depends on markers while a row runs is refused by name."""
+    given = [replace(r, params=replace(r.params, reasoning=None, thinking_token_budget=None, structured_outputs=None))
+             for r in requests()]  # fmt: skip
+    whole = run(text_engine(), given, check=False)
+    pairs = Counter(text[i : i + 2] for done in whole.values() for text in [done.text] for i in range(len(text)))
+    found = [pair for pair, _ in pairs.most_common() if len(pair) == 2 and small_tokenizer().token_id(pair) is None]
+    markers = {"start": found[1], "end": found[0]}
+    asked = [replace(r, params=replace(r.params, reasoning=markers)) for r in given]
+    engine = ngram(text_engine(**TIGHT))
+    done, num_divided = run(engine, asked, check=False), 0
+    assert sum(engine.stats.accepted_by_place) > 0
+    for row, completion in done.items():
+        for one, plain_one in zip(completion.each, whole[row].each, strict=True):
+            assert one.token_ids == plain_one.token_ids
+            thought, end, answer = plain_one.text.partition(found[0])
+            begins = plain_one.text.lstrip().startswith(found[1])
+            if end and not begins:
+                num_divided += 1
+                assert (one.reasoning, one.text) == (thought.strip() or None, answer.lstrip())
+                assert one.num_reasoning_tokens <= len(small_tokenizer().encode(thought)) + 1
+    assert num_divided > 10
+    for name, value in (("thinking_token_budget", 3), ("structured_outputs", {"regex": "a+"})):
+        params = SamplingParams(reasoning=markers, **{name: value})  # type: ignore[arg-type]
+        (refused,) = engine.generate([[1]], params)
+        assert refused.error == "invalid_sampling"
+        assert f"sampling.{name}: needs markers that are one token each" in (refused.error_message or "")
