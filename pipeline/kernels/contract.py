@@ -66,6 +66,7 @@ class GraphShape:
     windows: frozenset[int | None]  # of its layers
     max_queries: int  # tokens that a sequence computes in such a step, if the kernels can take as many
     max_tokens: int  # of a step
+    max_mixed_tokens: int = 0  # of a mixed step, in which a sequence computes more than `max_queries`; 0: none are
 
 
 class GraphAttention(Protocol):
@@ -78,6 +79,19 @@ class GraphAttention(Protocol):
 
     plans: tuple[dict[Hashable, Any], ...]
     max_queries: int
+    max_mixed_tokens: int  # 0: mixed steps cannot be captured, or none are to be
+
+    def mixed_plans(self, num_tokens: int) -> dict[Hashable, Any]:
+        """For mixed steps that are padded to so many tokens."""
+        ...
+
+    def fits_mixed(self, count_S: np.ndarray, num_tokens: int) -> bool:
+        """Whether a step whose sequences compute so many tokens each can be computed by `mixed_plans(num_tokens)`."""
+        ...
+
+    def refill_mixed(self, where: AttentionInput) -> None:
+        """As `refill`, for a step that `mixed_plans` computes."""
+        ...
 
     def refill(self, where: AttentionInput, most_short: int = 0) -> int:
         """Bring the tensors up to a step, without waiting for the device, and return which of `plans` it takes.

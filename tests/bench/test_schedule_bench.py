@@ -8,9 +8,10 @@ from click.testing import CliRunner
 
 from pipeline.bench.request_sets import REQUEST_SETS
 from pipeline.bench.roofline import BLOCK_SIZE, model_size
-from pipeline.bench.schedule.host import ASSUMED, HostTimes
+from pipeline.bench.schedule.host import HostTimes
 from pipeline.bench.schedule.simulation import CHOICES, PEERS, Choice, ScheduleRun, simulate
 from pipeline.cli.main import cli
+from pipeline.engine.startup.mixed_tokens import ASSUMED
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings
 from pipeline.roofline.job_simulation import Batching, kv_room, simulate_job
@@ -18,6 +19,7 @@ from pipeline.roofline.job_simulation import Batching, kv_room, simulate_job
 SIZE, WEIGHTS, _ = model_size("qwen3-0.6b")
 SET = REQUEST_SETS["generation"].smaller(8, 2)
 FAST_HOST = HostTimes(0.0, 0.0, 0.0, 0.0)
+BY_KERNEL = "prompts kernel by kernel", "and admission in each step"
 
 
 def run(choice: Choice, host: HostTimes = HostTimes(), card: str = "H100 80GB SXM") -> ScheduleRun:  # noqa: B008
@@ -27,17 +29,21 @@ def run(choice: Choice, host: HostTimes = HostTimes(), card: str = "H100 80GB SX
 def test_a_host_that_takes_no_time_makes_nobody_wait_and_pacing_changes_nothing() -> None:
     free = run(CHOICES["512 rows, 8,192 tokens"], FAST_HOST)
     assert free.waiting_share == 0
-    assert free.seconds == run(CHOICES["admission in each step"], FAST_HOST).seconds
+    by_kernel, at_once = (run(CHOICES[name], FAST_HOST) for name in BY_KERNEL)
+    assert by_kernel.seconds == at_once.seconds <= free.seconds
     assert free.tokens_per_s == pytest.approx(sum(n.prompt + n.output for n in SET.lengths()) / free.seconds)
 
 
 def test_a_slow_host_is_all_that_counts_and_pacing_has_fewer_steps_with_prompts() -> None:
     slow = HostTimes(launch_s=1e-3)
-    paced, each = (run(Choice(max_num_seqs=16, is_paced=is_paced), slow) for is_paced in (True, False))
-    replayed = run(Choice(max_num_seqs=16, is_paced=False, replays_prompts=True), slow)
+    by_kernel = Choice(max_num_seqs=16, captures_mixed=False)
+    paced, each = (run(replace(by_kernel, is_paced=is_paced), slow) for is_paced in (True, False))
+    replayed = run(replace(by_kernel, is_paced=False, replays_prompts=True), slow)
+    captured = run(replace(by_kernel, captures_mixed=True), slow)
     assert each.waiting_share > 0.5
     assert paced.mixed_share < 0.6 * each.mixed_share
-    assert replayed.seconds < paced.seconds < 0.7 * each.seconds
+    assert replayed.seconds < captured.seconds < 0.7 * paced.seconds
+    assert paced.seconds < 0.7 * each.seconds
 
 
 def test_a_step_is_padded_to_its_graph() -> None:
@@ -45,7 +51,8 @@ def test_a_step_is_padded_to_its_graph() -> None:
     one = replace(SET, count=1)
     host = HostTimes(0.0, 0.0, 0.0, launch_s=1.0)
     (prompt_and_tokens,) = one.lengths()
-    found = simulate(one, "L4", "x", Choice(max_num_seqs=1), SIZE, WEIGHTS, host)
+    choice = Choice(max_num_seqs=1, captures_mixed=False)
+    found = simulate(one, "L4", "x", choice, SIZE, WEIGHTS, host)
     assert found.num_steps == prompt_and_tokens.output
     assert found.seconds == pytest.approx(SIZE.layers, rel=0.1)  # the prompt alone is launched by layers
 

@@ -32,6 +32,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE.type == "cuda", reason="the engine runs on the CPU here, and the kernels on the GPU"),
 ]
 SIZES = {"max_model_len": 160, "max_num_seqs": 5, "max_num_batched_tokens": 64, "block_size": 16}
+MIXED = 32  # tokens of captured steps with prompts; larger ones are launched kernel by kernel
 SPECULATION = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True}
 KINDS: dict[str, dict[str, Any]] = {
     "": {},
@@ -79,7 +80,7 @@ def compiled(config: EngineConfig) -> set[Hashable]:
         found.extend(launches)
 
     model = replace(model, kernels=replace(model.kernels, compile_ahead=record))
-    model.compile_kernels(resolved, captured_shapes(resolved)[0], 1, lambda text: None)
+    model.compile_kernels(resolved, captured_shapes(resolved, MIXED)[0], 1, lambda text: None)
     return {variant(launch) for launch in found}
 
 
@@ -97,8 +98,8 @@ def test_all_that_steps_launch_was_compiled(
         launched.clear()  # loading widens weights, before anything is compiled ahead
         engine.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
         runner: Any = engine.runner
-        queries, most = captured_shapes(resolve(config, read_config(folder)))[0]
-        runner.capture_steps(replayed, max_num_seqs=5, max_queries=queries, most_tokens=most, say=lambda *_: None)
+        shape = captured_shapes(resolve(config, read_config(folder)), MIXED)[0]
+        runner.capture_steps(replayed, max_num_seqs=5, **shape._asdict(), say=lambda *_: None)
         options = [{}, *DRAWN]
         params = [SamplingParams(max_tokens=2 + n % 2, ignore_eos=True, **own) for n, own in enumerate(options)]
         engine.generate(prompts, params)

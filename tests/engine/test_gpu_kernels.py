@@ -185,9 +185,9 @@ def test_steps_with_drafts_are_captured_up_to_the_largest_batch(folder: Path) ->
             str(folder), device="cpu", max_num_seqs=512, max_num_batched_tokens=most_batched, speculation=speculation
         )
         resolved = resolve(config, read_config(folder))
-        assert captured_shapes(resolved) == [(7, captured), (2, 1024)]
+        assert captured_shapes(resolved, 300) == [(7, captured, 300), (2, 1024, 0)]
     plain = resolve(EngineConfig(str(folder), device="cpu", max_num_seqs=512), read_config(folder))
-    assert captured_shapes(plain)[0] == (1, 512)
+    assert captured_shapes(plain, 0)[0] == (1, 512, 0)
 
 
 def test_graphs_go_as_far_as_the_kernels_take_queries(folder: Path) -> None:

@@ -13,13 +13,14 @@ import numpy as np
 from pipeline.bench.measure import table
 from pipeline.bench.request_sets import REQUEST_SETS, RequestSet, find_set
 from pipeline.bench.roofline import BLOCK_SIZE, model_size
-from pipeline.bench.schedule.host import ASSUMED, Device, HostTimes
+from pipeline.bench.schedule.host import Device, HostTimes
 from pipeline.engine.params import EngineStats, Request, SamplingParams
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence as Row
 from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.startup.mixed_tokens import ASSUMED, host_bound_tokens
 from pipeline.engine.startup.served_form import served_form
 from pipeline.errors import ConfigError
 from pipeline.kernels.triton.linear.crossover import crossover_of
@@ -34,14 +35,16 @@ ALWAYS = 1 << 30  # tokens of a step
 
 @dataclass(frozen=True)
 class Choice:
-    """How an engine goes about it. is_paced: admission as by `AdmissionPacing`. replays_prompts: steps with prompts are
-    replayed too, as nothing here can. always_int4: the fused int4 product for any number of tokens, at this share of
+    """How an engine goes about it. is_paced: admission as by `AdmissionPacing`. captures_mixed: steps with prompts are
+    replayed up to the number of tokens that the engine takes. replays_prompts: all are, by graphs that leave attention
+    out, as nothing here can. always_int4: the fused int4 product for any number of tokens, at this share of
     the card's products; None: up to the card's crossover, at the share that is assumed of ours. reads_shared_once: of
     a prefix, for all the rows of a step."""
 
     max_num_seqs: int = 512
     max_num_batched_tokens: int = 8192
     is_paced: bool = True
+    captures_mixed: bool = True
     replays_prompts: bool = False
     always_int4: float | None = None
     reads_shared_once: bool = True
@@ -49,17 +52,17 @@ class Choice:
 
 CHOICES = {
     "512 rows, 8,192 tokens": Choice(),
-    "admission in each step": Choice(is_paced=False),
-    "steps with prompts replayed": Choice(is_paced=False, replays_prompts=True),
+    "prompts kernel by kernel": Choice(captures_mixed=False),
+    "and admission in each step": Choice(captures_mixed=False, is_paced=False),
     "1,024 rows, 16,384 tokens": Choice(max_num_seqs=1024, max_num_batched_tokens=16_384),
     "64 rows": Choice(max_num_seqs=64),
-    "64 rows, admission in each step": Choice(max_num_seqs=64, is_paced=False),
-    "64 rows, prompts replayed": Choice(max_num_seqs=64, is_paced=False, replays_prompts=True),
+    "64 rows, prompts by kernel": Choice(max_num_seqs=64, captures_mixed=False),
+    "64 rows, and admission each step": Choice(max_num_seqs=64, captures_mixed=False, is_paced=False),
 }
 
 # What sets vLLM apart, everything else being as here: Machete's int4 product for prompts too (at 520 of an H100's 989
 # TFLOP/s, an estimate), piecewise graphs for steps with prompts, and no cascade unless it is asked for (PR 36318).
-_VLLM = Choice(is_paced=False, replays_prompts=True, always_int4=0.525, reads_shared_once=False)
+_VLLM = Choice(is_paced=False, captures_mixed=False, replays_prompts=True, always_int4=0.525, reads_shared_once=False)
 PEERS = {"vLLM's ways, 512 rows": _VLLM, "vLLM's ways, 64 rows": replace(_VLLM, max_num_seqs=64)}
 
 
@@ -150,7 +153,11 @@ def simulate(
     else:
         borders, ceilings = crossover_of(find_card(card).compute_capability), Ceilings.of_card(find_card(card), reached)
         weights = served_form(weights, size, ceilings, borders, choice.max_num_seqs, DENSE_BYTES)
-    device = Device.of(size, weights, card, choice.max_num_seqs, reached)
+    mixed_tokens = 0
+    if choice.captures_mixed:
+        ceilings = Ceilings.of_card(find_card(card), reached)
+        mixed_tokens = host_bound_tokens(size, weights, ceilings, choice.max_num_batched_tokens)
+    device = Device.of(size, weights, card, choice.max_num_seqs, mixed_tokens, reached)
     rows = sorted(requests.round("1", VOCAB), key=lambda row: -len(row.prompt_token_ids))
     longest = max(len(row.prompt_token_ids) + row.max_tokens for row in rows)
     num_blocks = kv_room(size, weights, device.ceilings) // BLOCK_SIZE

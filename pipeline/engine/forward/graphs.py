@@ -1,11 +1,12 @@
 """Steps captured once and replayed: on a GPU, launching some hundred kernels one by one takes longer than running them.
 
 A step can be replayed where each sequence computes few tokens: plain decoding, checking drafts, a draft model's
-passes. It is padded to one of a few numbers of tokens, for each of which there is a graph; what pads it reads token 0
-at position 0, writes its key and value into a block that no sequence has, and attends to nothing. Everything
-that changes from step to step lies in tensors that stay where they are: token ids, positions and slots here, who
-attends to what in `kernels.contract.GraphAttention`. Each number of tokens has a graph for each kind of step that
-attention tells apart. Other steps are launched kernel by kernel.
+passes. So can a mixed step, in which sequences compute prompts, up to some number of tokens. Steps are padded to one of
+a few numbers of tokens, for each of which there is a graph; what pads them reads token 0 at position 0, writes its key
+and value into a block that no sequence has, and attends to nothing. Everything that changes from step to step lies in
+tensors that stay where they are: token ids, positions and slots here, who attends to what in
+`kernels.contract.GraphAttention`. Each number of tokens has a graph for each kind of step that attention tells apart.
+Other steps are launched kernel by kernel.
 
 All numbers of a step that are not attention's reach the device in one copy, those that are read after or before the
 graph too: each copy takes some 2 us of the device, and of the host more.
@@ -13,9 +14,9 @@ graph too: each copy takes some 2 us of the device, and of the host more.
 Suffixes: those of `kernels/contract.py`; P tokens of a padded step, H hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -55,16 +56,28 @@ class CudaCapture:
 @dataclass(frozen=True)
 class _Graph:
     numbers_3P: torch.Tensor  # token ids, positions, slots
-    replay: tuple[Callable[[], None], ...]  # of each kind of step
+    of_kind: tuple[Callable[[], None], ...]  # replays each kind of step in which sequences compute few tokens
+    mixed: Callable[[], None] | None
 
 
 def graph_sizes(most_tokens: int) -> list[int]:
     """Numbers of tokens that steps are padded to, up to and with `most_tokens`: at most an eighth is added above 64, a
     sixteenth above 256, where a step's time grows with its tokens."""
-    sizes, size = [], 1
+    return _sizes(1, most_tokens, 16)
+
+
+def mixed_sizes(most_tokens: int) -> list[int]:
+    """The same of mixed steps; none where `most_tokens` is 0. At most an eighth is added above 64: finer sizes would
+    take more time at start, and mixed steps are captured where the device has some to spare."""
+    return _sizes(16, most_tokens, 8) if most_tokens else []
+
+
+def _sizes(size: int, most_tokens: int, parts: int) -> list[int]:
+    """From `size` on. At most an eighth is added above 64, one of so many parts above 256."""
+    sizes = []
     while size < most_tokens:
         sizes.append(size)
-        size = 2 * size if size < 8 else size + max(8, 1 << (size.bit_length() - (5 if size >= 256 else 4)))
+        size = 2 * size if size < 8 else size + max(8, (1 << size.bit_length() - 1) // (parts if size >= 256 else 8))
     return [*sizes, most_tokens]
 
 
@@ -82,11 +95,12 @@ class StepGraphs:
         max_blocks: int,
         max_queries: int,
         most_tokens: int,
+        most_mixed_tokens: int,
         say: SayProgress,
     ) -> None:
         """Capture steps of up to `most_tokens` tokens: at most `max_num_seqs` sequences of `max_blocks` blocks at most,
-        of which each computes up to `max_queries`, or as many as the kernels can take. The last block of `kv` must
-        belong to no sequence."""
+        of which each computes up to `max_queries`, or as many as the kernels can take; and of up to
+        `most_mixed_tokens`, where some compute more (0: none). The last block of `kv` must belong to no sequence."""
         config, self._device, block_size = decoder.config, decoder.device, kv.block_size
         assert decoder.kernels.graph_attention is not None
         shape = GraphShape(
@@ -99,54 +113,75 @@ class StepGraphs:
             frozenset(config.windows),
             max_queries,
             most_tokens,
+            most_mixed_tokens,
         )
         self.max_num_seqs = max_num_seqs
         self._padding_slot = (kv.num_blocks - 1) * block_size
         self._attention: GraphAttention = decoder.kernels.graph_attention(shape, self._device)
-        most_tokens = min(most_tokens, max_num_seqs * self._attention.max_queries)
-        self._sizes = np.array(graph_sizes(most_tokens))
-        self._graphs: dict[int, _Graph] = {}
+        self._sizes = np.array(graph_sizes(min(most_tokens, max_num_seqs * self._attention.max_queries)))
+        self._mixed_sizes = np.array(mixed_sizes(self._attention.max_mixed_tokens), dtype=np.int64)
+        sizes = np.union1d(self._sizes, self._mixed_sizes).tolist()
         # All of them write here: only one runs at a time, and each would keep its own.
-        self._hidden_PH = torch.empty(most_tokens, config.hidden_size, dtype=decoder.dtype, device=self._device)
+        self._hidden_PH = torch.empty(sizes[-1], config.hidden_size, dtype=decoder.dtype, device=self._device)
         # Token ids, positions and slots; then where future tokens go and come from, two of a sequence with drafts at
         # most; then the rows that want logits.
-        self._numbers = torch.zeros(4 * most_tokens + 4 * max_num_seqs, dtype=torch.int64, device=self._device)
+        self._numbers = torch.zeros(4 * sizes[-1] + 4 * max_num_seqs, dtype=torch.int64, device=self._device)
+        self._graphs: dict[int, _Graph] = {}
         self._attention.refill(_one_token(block_size))
-        for done, size in enumerate(reversed(self._sizes.tolist())):  # the largest first: the others fit its memory
-            say(done, len(self._sizes))
-            numbers_3P = self._numbers[: 3 * size].view(3, size)
-            numbers_3P.copy_(torch.tensor([[0], [0], [self._padding_slot]]).expand(3, size))
-            hidden_PH, replay = self._hidden_PH[:size], []
-            for plans in self._attention.plans if size > 1 else self._attention.plans[:1]:
-                where = AttentionInput(
-                    np.arange(size + 1, dtype=np.int32),
-                    np.ones(size, dtype=np.int32),
-                    np.zeros((size, 1), dtype=np.int32),
-                    numbers_3P[2],
-                    block_size,
-                    plans,
-                )
-                replay.append(capture(lambda n=numbers_3P, w=where, h=hidden_PH: _write(h, forward(n[0], n[1], w))))
-            self._graphs[size] = _Graph(numbers_3P, tuple(replay))
+        for done, size in enumerate(reversed(sizes)):  # the largest first: the others fit its memory
+            say(done, len(sizes))
+            self._graphs[size] = self._captured(size, block_size, forward, capture)
+
+    def _captured(self, size: int, block_size: int, forward: Forward, capture: Capture) -> _Graph:
+        numbers_3P, hidden_PH = self._numbers[: 3 * size].view(3, size), self._hidden_PH[:size]
+        numbers_3P.copy_(torch.tensor([[0], [0], [self._padding_slot]]).expand(3, size))
+
+        def captured(plans: dict[Hashable, Any]) -> Callable[[], None]:
+            where = AttentionInput(
+                np.arange(size + 1, dtype=np.int32),
+                np.ones(size, dtype=np.int32),
+                np.zeros((size, 1), dtype=np.int32),
+                numbers_3P[2],
+                block_size,
+                plans,
+            )
+            return capture(lambda: _write(hidden_PH, forward(numbers_3P[0], numbers_3P[1], where)))
+
+        kinds = self._attention.plans[: None if size > 1 else 1] if size in self._sizes else ()
+        mixed = captured(self._attention.mixed_plans(size)) if size in self._mixed_sizes else None
+        return _Graph(numbers_3P, tuple(captured(plans) for plans in kinds), mixed)
 
     @property
     def max_queries(self) -> int:
         """Tokens that a sequence may compute in a captured step."""
         return self._attention.max_queries
 
-    def serves(self, step: StepInput) -> bool:
+    def serves(self, step: StepInput, with_mixed: bool = True) -> bool:
         num_tokens, num_seqs = len(step.token_id_T), len(step.context_len_S)
-        if num_tokens > self._sizes[-1] or num_seqs > self.max_num_seqs:
+        if num_seqs > self.max_num_seqs:
             return False
-        return num_tokens == num_seqs or int(np.diff(step.query_start_S1).max()) <= self._attention.max_queries
+        if not self._is_mixed(step):
+            return num_tokens <= self._sizes[-1]
+        if not with_mixed:
+            return False
+        at = int(np.searchsorted(self._mixed_sizes, num_tokens))
+        if at == len(self._mixed_sizes):
+            return False
+        return self._attention.fits_mixed(np.diff(step.query_start_S1), int(self._mixed_sizes[at]))
+
+    def _is_mixed(self, step: StepInput) -> bool:
+        if len(step.token_id_T) == len(step.context_len_S):
+            return False
+        return int(np.diff(step.query_start_S1).max()) > self._attention.max_queries
 
     def run(self, step: StepInput, where: AttentionInput, future: FutureTokens | None) -> torch.Tensor:
         """The last hidden states of the step's rows that want logits; overwritten by the next run.
 
         Logits are no part of a graph: each would keep its own, and they are the largest tensor there is.
         """
-        num_tokens = len(step.token_id_T)
-        size = int(self._sizes[np.searchsorted(self._sizes, num_tokens)])
+        num_tokens, is_mixed = len(step.token_id_T), self._is_mixed(step)
+        sizes = self._mixed_sizes if is_mixed else self._sizes
+        size = int(sizes[np.searchsorted(sizes, num_tokens)])
         graph = self._graphs[size]
         wants_all = len(step.logit_row_R) == num_tokens
         index_F2 = np.zeros(0, dtype=np.int64) if future is None else future.index_2F.ravel()
@@ -164,10 +199,16 @@ class StepGraphs:
         if future is not None:
             future.put_into(graph.numbers_3P, numbers[3 * size : rows_at].view(2, -1))
             rejected = future.rejected
-        kind = self._attention.refill(where, 0 if rejected is None else rejected.most)
+        if is_mixed:
+            assert graph.mixed is not None
+            assert rejected is None, "corrected are steps of at most `max_queries` tokens a sequence"
+            self._attention.refill_mixed(where)
+            replay = graph.mixed
+        else:
+            replay = graph.of_kind[self._attention.refill(where, 0 if rejected is None else rejected.most)]
         if rejected is not None:
             self._attention.shorten(rejected.count_S)
-        graph.replay[kind]()
+        replay()
         return self._hidden_PH[:num_tokens] if wants_all else self._hidden_PH[numbers[rows_at:]]
 
 

@@ -55,6 +55,7 @@ class ModelRunner:
         self.is_asynchronous = decoder.device.type == "cuda"
         self.greedy, self.sample = decoder.kernels.greedy, decoder.kernels.sample
         self._graphs: StepGraphs | None = None
+        self.replays_mixed = True  # mixed steps, where they are captured; `pipeline bench gpu` compares
         # As long as a sequence can be here, which is less than what the checkpoint claims where the cache is smaller.
         cos_PD2, sin_PD2 = decoder.config.rope.tables(decoder.config.head_dim, max_model_len)
         self.cos_PD2, self.sin_PD2 = cos_PD2.to(decoder.device), sin_PD2.to(decoder.device)
@@ -64,7 +65,7 @@ class ModelRunner:
         """Logits (R, vocabulary) in float32 of the rows `step.logit_row_R`. future: tokens that the step has
         placeholders for; with rejected drafts only in steps that are captured."""
         places = step.query_start_S1, step.context_len_S, step.block_table_SM
-        if self._graphs is not None and self._graphs.serves(step):
+        if self._graphs is not None and self._graphs.serves(step, self.replays_mixed):
             where = AttentionInput(*places, torch.from_numpy(step.slot_mapping_T), self.block_size)
             return self.decoder.logits(self._graphs.run(step, where, future))
         assert future is None or future.rejected is None, "only captured attention reads contexts on the device"
@@ -101,9 +102,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_steps(
-        self, capture: Capture, *, max_num_seqs: int, max_queries: int, most_tokens: int, say: SayProgress
+        self,
+        capture: Capture,
+        *,
+        max_num_seqs: int,
+        max_queries: int,
+        most_tokens: int,
+        say: SayProgress,
+        most_mixed_tokens: int = 0,
     ) -> None:
-        """Capture steps in which each sequence computes at most `max_queries` tokens.
+        """Capture steps in which each sequence computes at most `max_queries` tokens, and of up to `most_mixed_tokens`
+        where some compute more.
 
         The KV cache must have a block that no sequence has.
         """
@@ -118,6 +127,7 @@ class ModelRunner:
             max_blocks=max_blocks,
             max_queries=max_queries,
             most_tokens=most_tokens,
+            most_mixed_tokens=most_mixed_tokens,
             say=say,
         )
 

@@ -13,11 +13,14 @@ from pipeline.engine.forward.runner import ModelRunner, Place
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.memory import kv_budget_bytes, return_freed_bytes
+from pipeline.engine.startup.mixed_tokens import most_mixed_tokens
 from pipeline.engine.startup.resolve import Resolved, Speculation, quantized_on_load, resolve
+from pipeline.engine.startup.step_kinds import CapturedShape
 from pipeline.errors import ConfigError
 from pipeline.kernels.select import keep_gpu_kernels_in
 from pipeline.machine.numba import why_no_numba
 from pipeline.model.config import ModelConfig, read_config
+from pipeline.roofline.cards import load_cards
 from pipeline.tokenization.tokenizer import Tokenizer
 
 PASS_QUERIES = 2  # tokens of a sequence in a draft pass that is captured
@@ -68,12 +71,12 @@ def _built(
     return_freed_bytes()
     loaded = [target] if draft is None else [target, draft]
     step_bytes = 0  # on a CPU, whose memory has room to give
+    shapes = captured_shapes(resolved, _most_mixed_tokens(model, resolved))
     if resolved.device.type == "cuda":
-        for each, shape in zip(loaded, captured_shapes(resolved)):
+        for each, shape in zip(loaded, shapes):
             each.compile_kernels(resolved, shape, place.num_threads, say)
-        captured = [most_tokens for _, most_tokens in captured_shapes(resolved)]
         step_bytes = max(each.step_bytes(resolved) for each in loaded)
-        step_bytes += sum(each.captured_bytes(resolved, most) for each, most in zip(loaded, captured))
+        step_bytes += sum(each.captured_bytes(resolved, shape.largest) for each, shape in zip(loaded, shapes))
     all_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded), step_bytes)
     per_sequence = -(-resolved.max_model_len // resolved.block_size)
     room = all_blocks - per_sequence if all_blocks >= per_sequence else all_blocks // 4
@@ -83,7 +86,7 @@ def _built(
     runner = target.runner(all_blocks, resolved.block_size, max_model_len)
     draft_runner = draft.runner(num_blocks, resolved.block_size, max_model_len) if draft is not None else None
     if resolved.device.type == "cuda":
-        _capture_steps(runner, draft_runner, resolved, say)
+        _capture_steps(runner, draft_runner, resolved, shapes, say)
     about: dict[str, str | int] = {
         "device": str(resolved.device),
         **({"device_name": torch.cuda.get_device_name(resolved.device)} if resolved.device.type == "cuda" else {}),
@@ -108,26 +111,39 @@ def _told(speculation: Speculation) -> str:
     return f"{speculation}{slower}"
 
 
-def captured_shapes(resolved: Resolved) -> list[tuple[int, int]]:
-    """The most tokens of a sequence, and in all, of captured steps of the target and of the draft model, whose first
-    pass computes what the target gave after accepted drafts, and the last of those."""
+def captured_shapes(resolved: Resolved, most_mixed_tokens: int) -> list[CapturedShape]:
+    """Of the target and of the draft model, whose first pass computes what the target gave after accepted drafts, and
+    the last of those."""
     drafts = 0 if resolved.speculation is None else resolved.speculation.max_draft_tokens
     in_pass = min(PASS_QUERIES * resolved.max_num_seqs, resolved.max_num_batched_tokens)
-    return [(1 + drafts, resolved.most_checked_tokens), (PASS_QUERIES, in_pass)]
+    target = CapturedShape(1 + drafts, resolved.most_checked_tokens, most_mixed_tokens)
+    return [target, CapturedShape(PASS_QUERIES, in_pass)]
+
+
+def _most_mixed_tokens(model: ModelConfig, resolved: Resolved) -> int:
+    if resolved.device.type != "cuda":
+        return 0
+    device = torch.cuda.get_device_name(resolved.device)
+    card = next((card for card in load_cards() if card.device == device), None)
+    return most_mixed_tokens(model, resolved, card)
 
 
 def _capture_steps(
-    runner: ModelRunner, draft: ModelRunner | None, resolved: Resolved, say: Callable[[str], None]
+    runner: ModelRunner,
+    draft: ModelRunner | None,
+    resolved: Resolved,
+    shapes: list[CapturedShape],
+    say: Callable[[str], None],
 ) -> None:
-    """Of the target: plain decoding and the checking of drafts; of the draft model: its passes."""
-    for each, (max_queries, most_tokens) in zip((runner, draft), captured_shapes(resolved)):
+    """Of the target: plain decoding, the checking of drafts, and small steps with prompts; of the draft model: its
+    passes."""
+    for each, shape in zip((runner, draft), shapes):
         if each is None or each.decoder.kernels.graph_attention is None:
             continue
         each.capture_steps(
             CudaCapture(),
             max_num_seqs=resolved.max_num_seqs,
-            max_queries=max_queries,
-            most_tokens=most_tokens,
+            **shape._asdict(),
             say=lambda done, total: say(f"capturing steps, {done} of {total}"),
         )
 

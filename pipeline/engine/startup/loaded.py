@@ -11,7 +11,7 @@ from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.startup.footprint import forward_bytes, largest_step_bytes, step_input_shape
 from pipeline.engine.startup.memory import cache_before_dense, dense_weights_fit, gpu_share_bytes
 from pipeline.engine.startup.resolve import Resolved, no_such_weight
-from pipeline.engine.startup.step_kinds import compute_step_kinds
+from pipeline.engine.startup.step_kinds import CapturedShape, compute_step_kinds
 from pipeline.errors import ModelError
 from pipeline.kernels.activations.rounded_linears import RoundedWherePossible, with_rounded_activations
 from pipeline.kernels.contract import Kernels
@@ -80,7 +80,7 @@ class LoadedModel:
         return kind
 
     def compile_kernels(
-        self, resolved: Resolved, captured: tuple[int, int], num_threads: int, say: Callable[[str], None]
+        self, resolved: Resolved, captured: CapturedShape, num_threads: int, say: Callable[[str], None]
     ) -> None:
         """Compile all that steps may launch; see `compute_step_kinds`. Nothing is run."""
         if self.kernels.compile_ahead is None:

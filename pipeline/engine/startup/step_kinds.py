@@ -4,6 +4,8 @@ Kernels are compiled anew for other tiles and types. What decides is how many to
 sequences computes, whether contexts begin with the same blocks, and whether a step is captured.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -17,10 +19,22 @@ MOST_QUERIES = 8  # of a sequence that decodes or checks drafts; more are a prom
 SHARED_TOKENS = 2048  # of contexts that begin alike, long enough to be read together
 
 
+class CapturedShape(NamedTuple):
+    """Which steps of a model are captured; see `ModelRunner.capture_steps`."""
+
+    max_queries: int
+    most_tokens: int
+    most_mixed_tokens: int = 0
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest."""
+        return max(self.most_tokens, self.most_mixed_tokens)
+
+
 @torch.inference_mode()
-def compute_step_kinds(runner: ModelRunner, resolved: Resolved, captured: tuple[int, int]) -> None:
-    """Call whatever the steps of this model call. captured: the most tokens of a sequence and in all, see
-    `captured_shapes`.
+def compute_step_kinds(runner: ModelRunner, resolved: Resolved, captured: CapturedShape) -> None:
+    """Call whatever the steps of this model call.
 
     Only where kernels are not run: block tables and contexts name what `runner`'s cache does not have. Afterwards
     `runner` is of no use.
@@ -36,12 +50,10 @@ def compute_step_kinds(runner: ModelRunner, resolved: Resolved, captured: tuple[
                 runner.greedy(logits_RV)
                 runner.sample(logits_RV, torch.zeros(5, len(logits_RV), dtype=torch.float64, device=logits_RV.device))
     if runner.decoder.kernels.graph_attention is not None:
-        max_queries, most_tokens = captured
         runner.capture_steps(
             lambda function: (function(), function)[1],
             max_num_seqs=resolved.max_num_seqs,
-            max_queries=max_queries,
-            most_tokens=most_tokens,
+            **captured._asdict(),
             say=lambda done, total: None,
         )
 

@@ -20,7 +20,7 @@ import torch
 from pipeline.kernels.contract import AttentionInput, GraphShape, Linear
 from pipeline.kernels.transfer import on_device
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, checked_group, plan_key
-from pipeline.kernels.triton.attention.prefill import PrefillMetadata, rows_of
+from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
 from pipeline.kernels.triton.launch import Target
 from pipeline.kernels.triton.linear.dispatch import DenseLinear, Scratch, TwoPathLinear
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
@@ -84,24 +84,47 @@ class BatchInvariantAttention(PagedAttention):
 
 class CapturedBatchInvariantAttention:
     """Its part of captured steps: one tile for each of as many sequences as there can be, those that are not there
-    without queries. See `contract.GraphAttention`."""
+    without queries. Mixed steps have a list of tiles of their own. See `contract.GraphAttention`."""
 
     def __init__(self, shape: GraphShape, device: torch.device) -> None:
-        self.max_queries = min(shape.max_queries, _queries_of_tile(shape.num_heads, shape.num_kv_heads, shape.head_dim))
-        self._max_seqs, self._device = shape.max_seqs, device
+        self._queries = _queries_of_tile(shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        self.max_queries, self.max_mixed_tokens = min(shape.max_queries, self._queries), shape.max_mixed_tokens
+        self._max_seqs, self._device, self._windows = shape.max_seqs, device, shape.windows
         item_I2 = np.zeros((shape.max_seqs, 2), dtype=np.int32)
         item_I2[:, 0] = np.arange(shape.max_seqs)
         self._item_I2 = on_device(item_I2, device)
+        most_tiles = self._most_tiles(shape.max_mixed_tokens)
+        self._mixed_item_I2 = torch.full((most_tiles, 2), -1, dtype=torch.int32, device=device)
         # Beginnings and contexts in one tensor, which one copy fills; both begin at multiples of 16 bytes.
         self._contexts_at = -(-(shape.max_seqs + 1) // 4) * 4
         self._numbers = torch.zeros(self._contexts_at + shape.max_seqs, dtype=torch.int32, device=device)
         self._table_SM = torch.zeros(shape.max_seqs, shape.max_blocks, dtype=torch.int32, device=device)
-        numbers = self._numbers[: shape.max_seqs + 1], self._numbers[self._contexts_at :]
+        self.plans = (self._plans(self._item_I2),)
+
+    def mixed_plans(self, num_tokens: int) -> dict[Hashable, Any]:
+        return self._plans(self._mixed_item_I2[: self._most_tiles(num_tokens)])
+
+    def fits_mixed(self, count_S: np.ndarray, num_tokens: int) -> bool:
+        return True
+
+    def refill_mixed(self, where: AttentionInput) -> None:
+        self.refill(where)
+        items, item_I2 = prefill_items(where, np.arange(len(where.context_len_S)), self._queries), self._mixed_item_I2
+        padded_I2 = np.full(item_I2.shape, -1, dtype=np.int32)
+        padded_I2[: len(items)] = items
+        item_I2.copy_(on_device(padded_I2, self._device), non_blocking=True)
+
+    def _most_tiles(self, num_tokens: int) -> int:
+        """As each sequence's last tile may be nearly empty."""
+        return self._max_seqs + num_tokens // self._queries
+
+    def _plans(self, item_I2: torch.Tensor) -> dict[Hashable, Any]:
+        numbers = self._numbers[: self._max_seqs + 1], self._numbers[self._contexts_at :]
         plans: dict[Hashable, Any] = {}
-        for window in shape.windows:
-            metadata = PrefillMetadata(window or _NO_WINDOW, self._item_I2, *numbers, self._table_SM)
+        for window in self._windows:
+            metadata = PrefillMetadata(window or _NO_WINDOW, item_I2, *numbers, self._table_SM)
             plans[plan_key(window)] = AttentionPlan(None, metadata)
-        self.plans = (plans,)
+        return plans
 
     def refill(self, where: AttentionInput, most_short: int = 0) -> int:
         """A tile finds on the device where its window begins, so a shorter context changes nothing here."""

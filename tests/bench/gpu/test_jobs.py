@@ -121,8 +121,15 @@ def test_each_choice_of_the_engine_does_the_same_work(folder):
         with Engine(EngineConfig(str(folder), dtype="float32", max_model_len=64, **options)) as engine:
             variant.prepare(engine)
             tokens[name] = run_round(engine, SETS[0].round("1", 2048) * 3).token_ids
-    assert len(tokens) == 3
+    assert len(tokens) == 5
     assert len({json.dumps(each) for each in tokens.values()}) == 1
+
+
+def test_prompts_may_be_launched_kernel_by_kernel(folder):
+    with Engine(EngineConfig(str(folder), dtype="float32", max_model_len=64, max_num_seqs=4)) as engine:
+        assert engine.runner.replays_mixed
+        VARIANTS["64 rows, prompts by kernel"].prepare(engine)
+        assert not engine.runner.replays_mixed
 
 
 def test_free_slots_need_not_be_gathered(folder):

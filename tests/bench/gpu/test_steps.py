@@ -5,7 +5,15 @@ import json
 
 import pytest
 
-from pipeline.bench.gpu.steps.step_times import OUTPUT, PROMPT, StepBench, StepTime, steps_to_text
+from pipeline.bench.gpu.steps.step_times import (
+    NUM_MIXED,
+    NUM_MIXED_TRACED,
+    OUTPUT,
+    PROMPT,
+    StepBench,
+    StepTime,
+    steps_to_text,
+)
 from pipeline.bench.gpu.steps.trace import NUM_KERNELS, OTHERS, Trace, Traced, Window, pauses
 from pipeline.bench.shapes import bench_model
 from pipeline.engine.engine import Engine
@@ -120,10 +128,28 @@ def test_more_rows_than_fit_are_as_many_as_fit(engine, tmp_path):
 
 def test_points_are_told_with_their_kernels():
     traced = Traced(8, 0.010, 0.0101, 0.0004, 0.0002, {"attend": 0.006, "multiply": 0.004})
-    point = StepTime(64, 270.0, 0.0106, traced, 0.0152, (Window(0.009, 0.012, 340),))
+    point = StepTime(64, 270.0, 0.0106, traced, 0.0138, (Window(0.009, 0.012, 340),), 0.0152)
     assert StepTime.from_json(json.loads(json.dumps(point.to_json()))) == point
     text = steps_to_text([point, StepTime(1, 20.0, 0.001, None, 0.002)])
     row = next(line for line in text.splitlines() if line.lstrip().startswith("64"))
-    figures = ["10.600", "10.000", "10.100", "0.400", "0.200", "15.200", "9.000", "12.000"]
+    figures = ["10.600", "10.000", "10.100", "0.400", "0.200", "13.800", "15.200", "9.000", "12.000"]
     assert row.split() == ["64", "270", *figures, "340"]
     assert "64 rows at 270, milliseconds of a step by kernel:\n     6.0000 attend\n     4.0000 multiply" in text
+
+
+def test_mixed_steps_are_timed_as_served_and_kernel_by_kernel(engine, tmp_path, monkeypatch):
+    bench, seen = StepBench(engine, 1, 1, tmp_path, "it"), []
+    mixed_step = bench._mixed_step
+
+    def noted():
+        seen.append(engine.runner.replays_mixed)
+        mixed_step()
+
+    monkeypatch.setattr(bench, "_on_card", True)
+    for name, does in {"_mixed_step": noted, "_wait": lambda: None}.items():
+        monkeypatch.setattr(bench, name, does)
+    monkeypatch.setattr(bench, "_traced", lambda name, count, step: [step() for _ in range(count)] and None)
+    (found,) = bench.measure((1,), 40)
+    assert seen == [True] * NUM_MIXED + [False] * (NUM_MIXED + NUM_MIXED_TRACED)
+    assert engine.runner.replays_mixed
+    assert found.by_kernel_s > 0

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from pipeline.bench.roofline import model_size
-from pipeline.bench.schedule.host import ASSUMED
+from pipeline.engine.startup.mixed_tokens import ASSUMED
 from pipeline.kernels.triton.launch import recorded_launches
 from pipeline.model.decoder import DecoderLayer
 from pipeline.roofline.cards import find_card

@@ -153,10 +153,11 @@ def step_of(counts: Sequence[int], contexts: Sequence[int], *, shared: bool = Fa
     return StepInput(zeros_T, zeros_T, zeros_T, start_S1, np.array(contexts, dtype=np.int32), table_SM, ends - 1)
 
 
+DECODING, MIXED = "decoding", "a prompt beside decoding"
 STEPS: dict[str, StepInput] = {
-    "decoding": step_of([1] * ROWS, [CONTEXT] * ROWS),
+    DECODING: step_of([1] * ROWS, [CONTEXT] * ROWS),
     "decoding after a shared prefix": step_of([1] * ROWS, [CONTEXT] * ROWS, shared=True),
-    "a prompt beside decoding": step_of([1] * ROWS + [CONTEXT], [CONTEXT] * (ROWS + 1)),
+    MIXED: step_of([1] * ROWS + [CONTEXT], [CONTEXT] * (ROWS + 1)),
 }
 
 

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from pipeline.engine.schedule.step_plan import StepInput
-from tests.engine.launches.noted import ROWS, STEPS, Counting, Counts, an_h100, runner_of, write_models
+from tests.engine.launches.noted import (
+    CONTEXT,
+    DECODING,
+    MIXED,
+    ROWS,
+    STEPS,
+    Counting,
+    Counts,
+    an_h100,
+    runner_of,
+    write_models,
+)
 from tests.kernels.triton.problems import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="what is noted is not run, and the CPU has no graphs")
@@ -40,10 +51,17 @@ def test_launches_are_those_of_the_table(
         rows = [counted(step).row(name, told) for told, step in STEPS.items()]
         counting.count(
             lambda: runner.capture_steps(
-                counting.capture, max_num_seqs=ROWS, max_queries=1, most_tokens=ROWS, say=lambda done, total: None
+                counting.capture,
+                **{
+                    "max_num_seqs": ROWS + 1,
+                    "max_queries": 1,
+                    "most_tokens": ROWS,
+                    "most_mixed_tokens": ROWS + CONTEXT,
+                },
+                say=lambda done, total: None,
             )
         )
-        rows.append(counted(STEPS["decoding"]).row(name, "decoding, replayed"))
+        rows += [counted(STEPS[told]).row(name, f"{told}, replayed") for told in (DECODING, MIXED)]
     page = PAGE.read_text().splitlines()
     stale = [row for row in rows if row not in page]
     assert not stale, "\n".join(["not in docs/performance/gpu-audit.md:", *stale])

@@ -55,7 +55,7 @@ def main(model: str, cache: str) -> None:
     knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)  # type: ignore[assignment]
     before, said = num_kernels(Path(cache)), list[str]()
     target_model: Any = loaded.LoadedModel.load(Path(model), shape, resolved)
-    target_model.compile_kernels(resolved, captured_shapes(resolved)[0], 2, said.append)
+    target_model.compile_kernels(resolved, captured_shapes(resolved, 0)[0], 2, said.append)
     missed = hits.count(False)
     print(json.dumps({"said": said, "before": before, "after": num_kernels(Path(cache)), "missed": missed}))
 

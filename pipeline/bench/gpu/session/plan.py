@@ -20,7 +20,7 @@ SHARDS = 12
 SETS = ("generation", "summaries", "shared", "single")  # of the first model, whole
 SMALL_SETS = ("generation",)  # of the others
 LARGE_VARIANTS = ("512 rows, 8,192 tokens", "fp8 cache")
-SMALL_VARIANTS = ("admitted at once", "512 rows, 8,192 tokens")
+SMALL_VARIANTS = ("64 rows", "64 rows, prompts by kernel", "admitted at once", "512 rows, 8,192 tokens")
 Peers = Sequence[tuple[str, str]]
 
 

@@ -2,7 +2,7 @@
 
 The most rows come first: their prompts are computed once, then rows are dropped for the next point, so that contexts
 grow by some dozen tokens from point to point. At each point some steps are timed by the clock, some are traced, and
-some get a new prompt beside the rows, which takes them out of the captured steps.
+some get a new prompt beside the rows: as served, captured where the engine captures such steps, then kernel by kernel.
 """
 
 import gzip
@@ -20,6 +20,7 @@ from pipeline.bench.gpu.steps.trace import Trace, Traced, Window
 from pipeline.bench.measure import table
 from pipeline.bench.request_sets import FIRST_TOKEN
 from pipeline.engine.engine import Engine
+from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.params import Request, SamplingParams
 
 PROMPT = 64  # tokens of the prompt in a mixed step
@@ -33,8 +34,8 @@ SEED = 3
 @dataclass(frozen=True)
 class StepTime:
     """Steps of `rows` rows with contexts of `context` tokens on average. wall_s: of a step, nothing traced. traced:
-    None where there was no card. mixed_s: wall time of a step in which a prompt of PROMPT tokens is beside the rows;
-    mixed: such steps, traced."""
+    None where there was no card. mixed_s: wall time of a step in which a prompt of PROMPT tokens is beside the rows, as
+    served; by_kernel_s: the same on a card, launched kernel by kernel; mixed: those, traced."""
 
     rows: int
     context: float
@@ -42,6 +43,7 @@ class StepTime:
     traced: Traced | None
     mixed_s: float
     mixed: tuple[Window, ...] = ()
+    by_kernel_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -59,6 +61,8 @@ class StepBench:
     def __init__(self, engine: Engine, num_timed: int, num_traced: int, traces: Path, name: str) -> None:
         self._engine, self._num_timed, self._num_traced = engine, num_timed, num_traced
         self._traces, self._name, self._random = traces, name, np.random.default_rng(SEED)
+        assert isinstance(engine.runner, ModelRunner)
+        self._runner = engine.runner
         self._on_card = engine.place is not None and engine.runner.is_asynchronous
 
     def measure(self, rows: Sequence[int], context: int) -> Iterator[StepTime]:
@@ -91,7 +95,10 @@ class StepBench:
         wall_s = self._timed(self._num_timed, self._engine.step)
         traced = self._traced(f"{self._name}-{rows}x{context}", self._num_traced, self._engine.step)
         mixed_s = self._timed(NUM_MIXED, self._mixed_step)
+        self._runner.replays_mixed = False
+        by_kernel_s = self._timed(NUM_MIXED, self._mixed_step) if self._on_card else None
         windows = self._traced(f"{self._name}-{rows}x{context}-mixed", NUM_MIXED_TRACED, self._mixed_step)
+        self._runner.replays_mixed = True
         return StepTime(
             len(running),
             mean,
@@ -99,6 +106,7 @@ class StepBench:
             None if traced is None else traced.steps(self._num_traced),
             mixed_s,
             () if windows is None else tuple(windows.windows(MIXED)),
+            by_kernel_s,
         )
 
     def _add(self, prompt: int, output: int) -> object:
@@ -153,7 +161,7 @@ def steps_to_text(times: Sequence[StepTime]) -> str:
     lines = [
         "Steps. wall: by the clock, nothing traced. replay: a captured step from its first kernel to its last; busy: "
         "some kernel ran; idle, and of it in pauses of more than 5 us, which wait for the host. mixed: with a prompt "
-        f"of {PROMPT} tokens beside the rows, launched kernel by kernel: by the clock, the host until its last launch "
+        f"of {PROMPT} tokens beside the rows, as served; by kernel: by the clock, the host until its last launch "
         "(traced, so slower), the card's busy time, launches.",
     ]
     rows = []
@@ -161,11 +169,15 @@ def steps_to_text(times: Sequence[StepTime]) -> str:
         of = time_.traced
         parts = [None] * 4 if of is None else [of.replay_s, of.busy_s, of.idle_s, of.host_s]
         window = time_.mixed[-1] if time_.mixed else None
-        mixed = [None] * 3 if window is None else [window.launched_s * 1e3, window.device_s * 1e3, window.num_launches]
-        in_ms = [None if part is None else part * 1e3 for part in parts]
-        rows.append((time_.rows, time_.context, time_.wall_s * 1e3, *in_ms, time_.mixed_s * 1e3, *mixed))
+        mixed = [
+            time_.mixed_s,
+            time_.by_kernel_s,
+            *([None] * 2 if window is None else [window.launched_s, window.device_s]),
+        ]
+        in_ms = [None if part is None else part * 1e3 for part in (time_.wall_s, *parts, *mixed)]
+        rows.append((time_.rows, time_.context, *in_ms, None if window is None else window.num_launches))
     columns = "rows >5, | context >8,.0f | wall ms >8.3f | replay >8.3f | busy >8.3f | idle >7.3f | waits >7.3f"
-    lines += table(f"{columns} | mixed ms >9.3f | host >8.3f | card >8.3f | launches >8,", rows)
+    lines += table(f"{columns} | mixed ms >9.3f | by kernel >9.3f | host >8.3f | card >8.3f | launches >8,", rows)
     for time_ in times:
         if time_.traced is not None:
             lines.append(f"{time_.rows:,} rows at {time_.context:,.0f}, milliseconds of a step by kernel:")

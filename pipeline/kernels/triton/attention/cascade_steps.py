@@ -11,7 +11,7 @@ from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape
 
 
 class CascadeSteps:
-    """For steps in which the decode kernel takes all sequences. Keeps the last plan."""
+    """Keeps the last plan of steps in which the decode kernel takes all sequences."""
 
     def __init__(self, shape: CascadeShape) -> None:
         self._shape = shape
@@ -30,6 +30,10 @@ class CascadeSteps:
             self._first_SD = self._first_SD.copy()
             self._numbers = self._shape.numbers(where, decided.plan)
         return self._numbers
+
+    def numbers_among(self, where: AttentionInput, sequences: np.ndarray) -> list[np.ndarray]:
+        """The same among the sequences at these indices, planned anew."""
+        return self._shape.numbers(where, self._shape.decide(where, sequences).plan)
 
     def _holds(self, where: AttentionInput) -> bool:
         if not np.array_equal(where.query_start_S1, self._query_start_S1):

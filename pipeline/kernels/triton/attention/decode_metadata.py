@@ -168,14 +168,14 @@ class DecodeMetadata:
         taken_S = np.arange(num_seqs) if sequences is None else sequences
         context_S = where.context_len_S[taken_S].astype(np.int64)
         count_S = np.diff(where.query_start_S1)[taken_S]
-        assert int(count_S.max()) <= self.num_queries
+        assert int(count_S.max(initial=0)) <= self.num_queries
         first_seen_S = np.zeros_like(context_S)
         if self.window is not None:
             first_seen_S = np.maximum(0, context_S - most_short - count_S - self.window + 1)
         if self.cascade is not None:
             first_seen_S = shared[-1][taken_S]
         items = decode_items(taken_S, first_seen_S // KEYS, -(-context_S // KEYS), self.num_programs)
-        assert int(items.item_I4[:, 3].max()) < len(self.partial_PKRD)
+        assert int(items.item_I4[:, 3].max(initial=-1)) < len(self.partial_PKRD)
         num_splits = np.array([len(items.split_S3)])
         own = items.item_I4, items.program_start, items.split_S3, num_splits, where.query_start_S1, where.context_len_S
         self.staged.fill([*own, *shared])

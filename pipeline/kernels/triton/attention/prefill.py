@@ -58,6 +58,8 @@ def _prefill(
 ):
     kv_head, item = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(item_ptr + 2 * item)
+    if sequence < 0:
+        return
     first_query = tl.load(item_ptr + 2 * item + 1)
     first_token = tl.load(query_start_ptr + sequence)
     num_queries = tl.load(query_start_ptr + sequence + 1) - first_token
@@ -113,7 +115,8 @@ def _prefill(
 
 @dataclass(frozen=True)
 class PrefillMetadata:
-    """Device tensors, int32. item_I2: sequence and first query of it, those with the most keys first."""
+    """Device tensors, int32. item_I2: sequence and first query of it, those with the most keys first; sequence -1: no
+    tile."""
 
     window: int | None
     item_I2: torch.Tensor
@@ -126,15 +129,24 @@ class PrefillMetadata:
         cls, where: AttentionInput, sequences: np.ndarray, queries: int, window: int | None, device: torch.device
     ) -> "PrefillMetadata":
         """For the sequences of `where` at these indices, `queries` query tokens to a tile."""
-        count_S = np.diff(where.query_start_S1)[sequences].astype(np.int64)
-        tiles_S = -(-count_S // queries)
-        of_I = np.repeat(np.arange(len(sequences)), tiles_S)
-        first_query_I = (np.arange(len(of_I)) - np.repeat(np.cumsum(tiles_S) - tiles_S, tiles_S)) * queries
-        end_I = (where.context_len_S[sequences] - count_S)[of_I] + first_query_I
-        heaviest = np.argsort(-end_I, kind="stable")
-        item_I2 = np.stack([sequences[of_I], first_query_I], axis=1)[heaviest]
-        arrays = item_I2, where.query_start_S1, where.context_len_S, where.block_table_SM
+        arrays = (
+            prefill_items(where, sequences, queries),
+            where.query_start_S1,
+            where.context_len_S,
+            where.block_table_SM,
+        )
         return cls(window, *(on_device(np.ascontiguousarray(each, dtype=np.int32), device) for each in arrays))
+
+
+def prefill_items(where: AttentionInput, sequences: np.ndarray, queries: int) -> np.ndarray:
+    """item_I2 of `PrefillMetadata` for the sequences of `where` at these indices, `queries` query tokens to a tile."""
+    count_S = np.diff(where.query_start_S1)[sequences].astype(np.int64)
+    tiles_S = -(-count_S // queries)
+    of_I = np.repeat(np.arange(len(sequences)), tiles_S)
+    first_query_I = (np.arange(len(of_I)) - np.repeat(np.cumsum(tiles_S) - tiles_S, tiles_S)) * queries
+    end_I = (where.context_len_S[sequences] - count_S)[of_I] + first_query_I
+    heaviest = np.argsort(-end_I, kind="stable")
+    return np.stack([sequences[of_I], first_query_I], axis=1)[heaviest]
 
 
 def prefill_launch(

@@ -42,8 +42,9 @@ def test_what_is_worth_most_comes_first():
     first = [tasks[0] for tasks in names(stages)]
     assert first == [
         "machine", "checks-1-of-12", "steps-large", "jobs-large", "linears-large", "kernels-large", "steps-small",
-        "jobs-small", "jobs-small-variant-1", "jobs-small-variant-2", "tiles-large", "checks-float16-1-of-12",
-        "deterministic-1-of-12", "jobs-large-variant-2", "jobs-large-variant-3", "peers-large",
+        "jobs-small", "jobs-small-variant-5", "jobs-small-variant-6", "jobs-small-variant-1", "jobs-small-variant-2",
+        "tiles-large", "checks-float16-1-of-12", "deterministic-1-of-12", "jobs-large-variant-2",
+        "jobs-large-variant-3", "peers-large",
     ]  # fmt: skip
     side_by_side = names(stages)[1]
     assert len(side_by_side) == 12 + 2
@@ -238,7 +239,7 @@ def test_sections_keep_what_others_compute_with(smoke):
     assert "reading weights" in steps["loading_s"]
     assert [job["requests"] for job in figures("jobs-tiny-awq")["jobs"]["jobs"]] == list(plan.SETS)
     assert all(0 < job["bound_s"] <= job["predicted_s"] for job in figures("jobs-tiny-awq")["jobs"]["jobs"])
-    assert figures("jobs-tiny-variant-1")["variant"] == plan.SMALL_VARIANTS[0]
+    assert figures("jobs-tiny-variant-5")["variant"] == plan.SMALL_VARIANTS[0]
     kernels = {time["kernel"] for time in figures("kernels-tiny-awq")["kernels"]["times"]}
     assert {"attention", "attention, fp8", "sample", "greedy"} <= kernels
     linears = figures("linears-tiny-awq")["linears"]["times"]

@@ -1,0 +1,178 @@
+"""Captured steps with prompts: the engine's tokens are the reference's, and what is launched never changes.
+
+Here in Triton's interpreter, as in `test_gpu_kernels.py`. No card has run them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.bench.roofline import find_card, model_size
+from pipeline.engine.engine import Engine
+from pipeline.engine.forward.graphs import graph_sizes, mixed_sizes
+from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.startup.mixed_tokens import ASSUMED, host_bound_tokens, most_mixed_tokens
+from pipeline.engine.startup.resolve import resolve
+from pipeline.engine.startup.served_form import served_form
+from pipeline.kernels.triton.attention import cascade_metadata
+from pipeline.kernels.triton.launch import Launch, recorded_launches
+from pipeline.kernels.triton.linear.crossover import crossover_of
+from pipeline.model.config import read_config
+from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings
+from tests.engine.test_gpu_kernels import QWEN3, engine_of
+from tests.kernels.triton.problems import DEVICE
+from tests.model_folders import Family, write_checkpoint
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(DEVICE.type == "cuda", reason="the engine runs on the CPU here, and the kernels on the GPU"),
+]
+
+BLOCK_BYTES = 2 * 2 * 8 * 2 * 16 * 4  # of 8 tokens of QWEN3, in both layers
+MOST_MIXED = 40
+SIZES: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 48, "block_size": 16}
+DRAFTS = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "one step ahead, preempted": {"kv_cache_memory_bytes": 22 * BLOCK_BYTES, "block_size": 8},
+    "drafts, fp8 cache": {"speculation": DRAFTS, "kv_cache_dtype": "fp8"},
+    "deterministic": {"deterministic": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A window on the second layer."""
+    return write_checkpoint(tmp_path_factory.mktemp("mixed"), Family("qwen3", "qwen3"), QWEN3, seed=4)
+
+
+def told(launches: list[Launch]) -> list[Any]:
+    """What a graph would keep of launches, but for the tensors that the step itself allocates."""
+    return [
+        (each.kernel.__name__, each.grid, each.options, [a for a in each.arguments if not isinstance(a, torch.Tensor)])
+        for each in launches
+    ]
+
+
+def replayed_and_compared(function: Callable[[], None]) -> Callable[[], None]:
+    """As a CUDA graph: the launches of a replay are those that were captured."""
+    with recorded_launches() as captured:
+        function()
+
+    def replay() -> None:
+        with recorded_launches() as again:
+            function()
+        assert told(again) == told(captured), "what is launched depends on the step"
+        function()
+
+    return replay
+
+
+def tokens_of(engine: Engine) -> list[list[int]]:
+    """Completions of a prompt in several chunks, of some that begin like it and so are partly cached, long enough to be
+    read together, and of short ones; more than run at once."""
+    rng = np.random.default_rng(3)
+    stem = rng.integers(0, 255, 133).tolist()
+    prompts = [stem + rng.integers(0, 255, 3).tolist()]
+    prompts += [rng.integers(0, 255, length).tolist() for length in (15, 30, 14)]
+    prompts += [stem + rng.integers(0, 255, length).tolist() for length in (14, 2, 9)]
+    params = [SamplingParams(max_tokens=(12, 14, 12, 14, 3, 4, 3)[n], ignore_eos=True) for n in range(len(prompts))]
+    with engine:
+        return [completion.token_ids for completion in engine.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_mixed_steps_give_the_reference_tokens(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cascade_metadata, "LEAST_SAVED_BYTES", 0)
+    options = SIZES | KINDS[kind]
+    of_reference = {name: value for name, value in options.items() if name not in ("speculation", "deterministic")}
+    expected = tokens_of(engine_of(folder, "reference", **of_reference))
+    engine = engine_of(folder, "triton", **options)
+    runner: Any = engine.runner
+    runner.capture_steps(
+        replayed_and_compared,
+        **{"max_num_seqs": 4, "max_queries": 3 if "drafts" in kind else 1, "most_tokens": 4},
+        most_mixed_tokens=MOST_MIXED,
+        say=lambda done, total: None,
+    )
+    assert runner._graphs._mixed_sizes.tolist() == [16, 24, 32, 40]
+    if "one step ahead" in kind:
+        engine.scheduler.admission.expected_output = 1
+        runner.is_asynchronous = True
+        engine.runner = runner
+    run, serves, mixed, launched = runner._graphs.run, runner._graphs.serves, [], []
+
+    def run_and_note(step: StepInput, *rest: Any) -> torch.Tensor:
+        count_S = np.diff(step.query_start_S1)
+        if count_S.max() > runner.max_corrected_queries:
+            mixed.append((len(step.token_id_T), len(count_S), int(step.context_len_S.max() - count_S.max())))
+        keys_CBKD = runner.kv.layers[0].k_CBKD
+        before = keys_CBKD.clone()
+        hidden_RH = run(step, *rest)
+        written = (keys_CBKD.float() != before.float()).flatten(2).any(-1)[:-1].flatten().nonzero().flatten()
+        assert set(written.tolist()) <= set(step.slot_mapping_T.tolist()), "padding wrote where sequences are"
+        return hidden_RH
+
+    def serves_or_noted(step: StepInput, *rest: Any) -> bool:
+        if not serves(step, *rest):
+            launched.append(len(step.token_id_T))
+        return serves(step, *rest)
+
+    runner._graphs.run, runner._graphs.serves = run_and_note, serves_or_noted
+    assert tokens_of(engine) == expected
+    assert len(mixed) >= 3, "prompts are replayed"
+    assert {size for size, *_ in mixed} - {16, 24, 32, 40}, "some are padded"
+    assert any(num_seqs > 1 for _, num_seqs, _ in mixed), "beside decoding"
+    assert any(before > 0 for *_, before in mixed), "after a chunk or a cached beginning"
+    assert all(size > MOST_MIXED for size in launched), "only larger steps are launched kernel by kernel"
+    assert launched
+    assert engine.stats.num_preemptions > 0 or "preempted" not in kind
+
+
+def test_sizes_of_captured_mixed_steps() -> None:
+    assert mixed_sizes(0) == []
+    assert mixed_sizes(9) == [9]
+    assert mixed_sizes(40) == [16, 24, 32, 40]
+    sizes = mixed_sizes(2304)
+    assert sizes[-1] == 2304
+    assert set(sizes) <= {*graph_sizes(2304)}, "a size that decoding has too is captured with it"
+    assert all(high <= low * 1.125 for low, high in pairwise(sizes) if low >= 64)
+    assert len(sizes) == 48
+
+
+@pytest.mark.parametrize(
+    ("card", "model", "most"),
+    [
+        ("h100", "qwen3-0.6b", 2304),
+        ("a100 80", "qwen3-0.6b", 960),
+        ("l4", "qwen3-0.6b", 384),
+        ("h100", "llama3-8b-awq", 0),
+        ("h100", "llama3-8b", 0),
+        ("l4", "llama3-8b-awq", 0),
+    ],
+)
+def test_mixed_steps_are_captured_where_launching_takes_longer_than_computing(card: str, model: str, most: int) -> None:
+    known, (size, weights, _) = find_card(card), model_size(model)
+    ceilings = Ceilings.of_card(known, ASSUMED)
+    weights = served_form(weights, size, ceilings, crossover_of(known.compute_capability), 512, DENSE_BYTES)
+    assert host_bound_tokens(size, weights, ceilings, 8192) == most
+    assert host_bound_tokens(size, weights, ceilings, 512) == min(most, 512), "no step has more"
+
+
+def test_an_engine_asks_its_own_card(folder: Path) -> None:
+    """The shape of its checkpoint, its limits and CUDA's name of the card decide; on an unknown one nothing is."""
+    config = EngineConfig(str(folder), device="cpu", max_num_seqs=512, max_num_batched_tokens=8192)
+    resolved, h100 = resolve(config, read_config(folder)), find_card("h100")
+    tiny = replace(read_config(folder), num_layers=28, hidden_size=1024, intermediate_size=3072, head_dim=128)
+    tiny = replace(tiny, num_heads=16, num_kv_heads=8, vocab_size=151_936, windows=(None,) * 28)
+    assert most_mixed_tokens(tiny, resolved, h100) == 2304
+    assert most_mixed_tokens(tiny, replace(resolved, max_num_batched_tokens=1024), h100) == 1024
+    assert most_mixed_tokens(tiny, resolved, None) == 0

@@ -1,0 +1,106 @@
+"""Captured attention of steps with prompts: one list of launches serves steps with one prompt beside decoding, with
+several alone, after a prefix that some share, and with none left of what the step before had."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.contract import AttentionInput, GraphShape
+from pipeline.kernels.reference import attention as reference_attention
+from pipeline.kernels.triton.attention import cascade_metadata
+from pipeline.kernels.triton.attention.captured_attention import CapturedAttention
+from pipeline.kernels.triton.attention.dispatch import PagedAttention
+from pipeline.kernels.triton.batch_invariant import BatchInvariantAttention, CapturedBatchInvariantAttention
+from pipeline.kernels.triton.launch import H100, Launch, Target, recorded_launches
+from tests.kernels.triton.problems import ATTENTION, DEVICE, make_step, sharing
+
+# numpy's, of rows that stand for no query: 0 / 0 in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+PADDED, BLOCKS = 200, 40
+SHAPE = GraphShape(6, 32, 64, 4, 2, 16, frozenset({None, 70}), 3, 12, PADDED)
+STEPS: list[tuple[list[tuple[int, int]], list[tuple[list[int], int]]]] = [
+    ([(300, 1), (150, 3), (90, 90), (200, 40)], []),
+    ([(200, 1), (270, 2), (190, 3), (210, 80), (4, 4)], [([0, 1, 2, 3], 2)]),
+    ([(70, 70)], []),
+    ([(5, 5), (9, 4), (140, 10), (30, 30), (66, 66), (7, 7)], []),
+    ([(200, 1)] * 4 + [(600, 150)], [([0, 1, 2, 3], 3)]),
+]
+
+
+def told(launches: list[Launch]) -> list[Any]:
+    """What a graph keeps of launches."""
+    return [
+        (
+            each.kernel.__name__,
+            each.grid,
+            each.options,
+            [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in each.arguments],
+        )
+        for each in launches
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("kind", ["", "fp8 cache", "deterministic"])
+def test_launches_do_not_change_from_step_to_step(
+    kind: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cascade_metadata, "LEAST_SAVED_BYTES", 0)
+    is_fp8, is_deterministic = kind == "fp8 cache", kind == "deterministic"
+    captured: Any = (CapturedBatchInvariantAttention if is_deterministic else CapturedAttention)(SHAPE, DEVICE)
+    attention = (BatchInvariantAttention if is_deterministic else PagedAttention)(DEVICE)
+    q_TND, out_TND = torch.zeros(PADDED, 4, 16, device=DEVICE), torch.zeros(PADDED, 4, 16, device=DEVICE)
+    cache = LayerCache.allocate(BLOCKS, 64, 2, 16, FP8 if is_fp8 else torch.float32, DEVICE)
+    nobody = np.zeros(1, dtype=np.int32)
+    places = nobody, nobody, nobody[None], torch.zeros(0, dtype=torch.int64), 64
+    launches, shared = [], []
+    for lengths, groups in STEPS:
+        step = sharing(make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=is_fp8), groups)
+        count_S, num_tokens = np.diff(step.where.query_start_S1), len(step.q_TND)
+        assert captured.fits_mixed(count_S, PADDED)
+        captured.refill_mixed(step.where)
+        cache.fill(list(range(BLOCKS)), float("nan"))
+        for tensor, its in zip(cache.tensors, step.cache.tensors):
+            tensor[: len(its)] = its
+        q_TND.fill_(0.0)[:num_tokens] = step.q_TND
+        out_TND.fill_(7.0)
+        where = AttentionInput(*places, captured.mixed_plans(PADDED))
+        with recorded_launches() as recorded, monkeypatch.context() as patch:
+            patch.setattr(torch, "empty_like", lambda tensor: out_TND)
+            attention(q_TND, cache, where, 0.3, window)
+        launches.append(told(recorded))
+        for launch in recorded:
+            launch.run()
+        of_tile_I = where.plans["triton", window].prefill.item_I2[:, 0]
+        tiles_S = -(-count_S // 64)
+        assert int((of_tile_I >= 0).sum()) == tiles_S[is_deterministic | (count_S > 3)].sum(), "the others are empty"
+        oracle = reference_attention(*step.wide, step.where, 0.3, window)
+        assert float((out_TND[:num_tokens].cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
+        assert (out_TND[num_tokens:] == 7.0).all(), "padding attends to nothing"
+        if not is_deterministic and window is None:
+            recorded_cascade = where.plans["triton", None].decode.cascade
+            shared.append((recorded_cascade.shared_S[: len(count_S)] > 0).tolist())
+    assert all(each == launches[0] for each in launches)
+    if shared:
+        assert shared[1] == [True, True, True, False, False], "a prompt reads its context by itself"
+        assert shared[4] == [True] * 4 + [False]
+        assert not any(map(any, (shared[0], shared[2], shared[3])))
+
+
+def test_steps_with_more_tiles_than_are_launched_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 query tokens fill a tile. Up to 66 tiles, half of an H100's multiprocessors for each KV head, are computed at
+    once; beyond them there is room for twice as many as the tokens fill."""
+    captured = CapturedAttention(replace(SHAPE, max_seqs=300, max_mixed_tokens=4096), DEVICE)
+    assert captured.fits_mixed(np.array([1, 4, 4, 65]), 80)
+    assert not captured.fits_mixed(np.array([1, 4, 4, 4, 65]), 80)
+    monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: H100))
+    captured = CapturedAttention(replace(SHAPE, max_seqs=300, max_mixed_tokens=4096), DEVICE)
+    assert captured.fits_mixed(np.full(66, 4), 264)
+    assert not captured.fits_mixed(np.full(67, 4), 268)
+    assert captured.fits_mixed(np.full(67, 4), 2200)
+    assert len(captured.mixed_plans(4096)["triton", None].prefill.item_I2) == 128
