@@ -32,6 +32,10 @@ class Account:
         self._price_s = PRICE_STEPS * plain_step_s
 
     @property
+    def is_in_debt(self) -> bool:
+        return self.balance_s < 0.0
+
+    @property
     def can_pay(self) -> bool:
         """Whether there is enough for another measurement."""
         return self.is_open and self.balance_s >= self._price_s

@@ -15,7 +15,6 @@ only known from steps.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,6 +38,7 @@ OTHER_PAUSE = 2048  # and until its next one, then four times as many
 SETTLED = 64  # of the same arm, from when only one of so many is looked at closely:
 PLAIN_EVERY, DRAFTED_EVERY = 4, 2
 ACCEPTANCE_EVERY = 8  # acceptance is taken down in one of so many, apart from contests
+SOON = 16  # that plain steps are not measured again after they lost, where more was lost than the account had
 IDLE_STEPS = 4  # in a row that seem to wait for requests: they do not, they take so long
 
 # Times as fast
@@ -51,7 +51,9 @@ WILD = 3.0  # a step is charged no more: what the machine did besides is nobody'
 IDLE = 12.0  # the engine waited for requests, and the step says nothing
 
 # Shares of all time, and what earlier replays count for in the next one
-EARLY_REPLAY_SHARE, REPLAY_SHARE, REPLAY_MEMORY = 0.02, 0.005, 0.5
+MOST_REPLAY = 8  # times the quickest replay that one is counted as: the machine was busy with something else
+EARLY_STEPS = 192  # in which more is spent on replays: a short job gains by the first contests
+EARLY_REPLAY_SHARE, REPLAY_SHARE, REPLAY_MEMORY = 0.03, 0.002, 0.5
 
 # As long as no step with drafts was timed
 UNKNOWN_COST = 0.25  # share of a plain step that a draft takes, ever less of it until
@@ -60,13 +62,8 @@ UNKNOWN_DRAFT = 0.3  # tokens that come in the time of a draft
 
 Replay = Callable[[], np.ndarray]
 """Of each step that drafts would have made of the last tokens, how many drafts would have been accepted."""
-
-
-@dataclass
-class _Step:
-    facts: StepFacts
-    arm: Arm | None  # None: it says nothing
-    slot_S: np.ndarray | None = None  # of those who were asked for drafts
+_Step = tuple[StepFacts, Arm | None, np.ndarray | None]
+"""A step, its arm (None: it says nothing), and the slots of those who were asked for drafts."""
 
 
 class MeasuredDrafts:
@@ -82,7 +79,7 @@ class MeasuredDrafts:
         self._rows = RowDepths(max_draft_tokens)
         self._account, self._prefill, self._counts = Account(), PrefillCost(), SpeculationCounts()
         self._contests: dict[int, Contest] = {}
-        self._contest = Contest()  # of the last step
+        self._contest, self._num = Contest(), 0  # of the last step, and its sequences
         self._steps: deque[_Step] = deque()  # selected and not observed yet
         self._told_ns: int | None = None
         self._last_arm, self._same_arm = OFF, 0  # of the last steps, and how many these are
@@ -97,19 +94,19 @@ class MeasuredDrafts:
     # -- a step
 
     def select(self, facts: StepFacts) -> int | None:
-        arm = None
-        if facts.num_sequences:
-            arm = self._contest_of(facts.num_sequences).active
-            if arm != OFF and facts.room <= 0:
-                arm = None
-        self._steps.append(_Step(facts, arm))
-        return None if arm is None or arm == OFF else arm
+        num = facts.num_sequences
+        contest = self._contest if num == self._num or not num else self._contest_of(num)
+        arm = contest.incumbent if contest.challenger is None else contest.active
+        if arm != OFF and (facts.room <= 0 or not num):
+            arm = None
+        self._steps.append((facts, arm, None))
+        return None if arm == OFF else arm
 
     def depths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
-        step = self._steps[-1]
-        assert step.facts is facts
-        assert step.arm is not None
-        step.slot_S = offer.slot_S
+        selected, arm, _ = self._steps[-1]
+        assert selected is facts
+        assert arm is not None
+        self._steps[-1] = (facts, arm, offer.slot_S)
         return np.minimum(offer.count_S, self._rows.depths(offer.slot_S))
 
     def admitted(self, slot: int) -> None:
@@ -122,59 +119,31 @@ class MeasuredDrafts:
     def observe(self, outcome: StepOutcome) -> None:
         now_ns = self._clock()
         told_ns, self._told_ns = self._told_ns, now_ns
-        step = self._steps.popleft()
-        while step.facts is not outcome.facts:  # one that was undone
-            step = self._steps.popleft()
-        facts, verdict, arm = outcome.facts, outcome.verdict, step.arm
+        facts = outcome.facts
+        selected, arm, slot_S = self._steps.popleft()
+        while selected is not facts:  # one that was undone
+            selected, arm, slot_S = self._steps.popleft()
         num = facts.num_sequences
         if told_ns is None or not num:
             return
-        seconds, prefill_s = 1e-9 * (now_ns - told_ns), self._prefill.token_s
-        contest = self._contest = self._contest_of(num)
+        contest = self._contest
+        if num != self._num:
+            contest, self._num = self._contest_of(num), num
+            self._contest = contest
         self._num_steps += 1
-        contest.ran(num, self._num_steps)
+        contest.steps += 1
         if arm is None:
-            self._count_plain(num)
+            self._counts.plain[num] += 1
             return
-        self._same_arm = self._same_arm + 1 if arm == self._last_arm else 0
-        self._last_arm = arm
-        every = PLAIN_EVERY if arm == OFF else DRAFTED_EVERY
-        is_skipped = self._same_arm > SETTLED and contest.challenger is None and contest.steps % every > 0
-        if is_skipped and arm == OFF:
-            self._count_plain(num)
-            self._unsettled_s += seconds
+        if arm == self._last_arm:
+            self._same_arm += 1
+        else:
+            self._last_arm, self._same_arm = arm, 0
+        if self._same_arm > SETTLED and contest.challenger is None and arm == OFF and contest.steps % PLAIN_EVERY:
+            self._counts.plain[num] += 1
+            self._unsettled_s += 1e-9 * (now_ns - told_ns)
             return
-        off_s, rate = contest.off_s(prefill_s), contest.rate(arm, prefill_s)
-        if verdict is not None:
-            self._learn(contest, arm, verdict, num, UNKNOWN_DRAFT if rate is None else rate.draft_cost(off_s))
-        tokens = outcome.num_generated / num
-        is_end = facts.num_waiting == 0 and num > 1
-        if is_end and step.slot_S is not None:
-            tokens = min(tokens, self._rows.slow_tokens(step.slot_S, verdict))
-        own_s = max(seconds - prefill_s * facts.num_prefill, 0.0)
-        usual = rate or contest.rate(contest.incumbent, prefill_s)
-        if usual is not None:
-            if own_s > IDLE * usual.step_s:  # nobody asked the engine for anything, or it did something else
-                self._idle += 1
-                if self._idle == IDLE_STEPS:  # no, steps take that long now
-                    contest.forget(arm)
-                self._count_plain(num)
-                return
-            self._idle = 0
-            own_s = min(own_s, (WILD if rate else IDLE) * usual.step_s)
-        drafts = 0 if verdict is None else int(verdict.drafted_D.sum())
-        self._count(contest, outcome, drafts, own_s, off_s)
-        self._unsettled_s += seconds
-        if is_skipped:
-            return
-        if self._same_arm >= WARM_UP:
-            window = contest.window(arm)
-            if len(window):
-                self._prefill.add(window, seconds, facts.num_prefill, num)
-            window.add(seconds, facts.num_prefill, tokens, drafts / num)
-        if off_s is not None:
-            self._settle(contest, arm, own_s * self._unsettled_s / seconds, tokens * self._unsettled_s / seconds, off_s)
-        self._go_on(contest, is_end, now_ns)
+        self._look(contest, arm, outcome, slot_S, 1e-9 * (now_ns - told_ns), now_ns)
 
     def counters(self) -> dict[str, int]:
         return self._counts.flat()
@@ -189,6 +158,50 @@ class MeasuredDrafts:
         if contest is not last:
             contest.follow(last)
         return contest
+
+    def _look(
+        self, contest: Contest, arm: Arm, outcome: StepOutcome, slot_S: np.ndarray | None, seconds: float, now_ns: int
+    ) -> None:
+        """At a step, closely. slot_S: those who were asked for drafts."""
+        facts, verdict, prefill_s = outcome.facts, outcome.verdict, self._prefill.token_s
+        num = facts.num_sequences
+        contest.looked(num, self._num_steps)
+        rate = contest.rate(arm, prefill_s)
+        off_s = rate.step_s if arm == OFF and rate and rate.weight >= LEAST_WEIGHT else contest.off_s(prefill_s)
+        if verdict is not None:
+            self._learn(contest, arm, verdict, num, UNKNOWN_DRAFT if rate is None else rate.draft_cost(off_s))
+        tokens, drafts = outcome.num_generated / num, 0 if verdict is None else int(verdict.drafted_D.sum())
+        is_end = facts.num_waiting == 0 and num > 1
+        if is_end and slot_S is not None:
+            tokens = min(tokens, self._rows.slow_tokens(slot_S, verdict))
+        own_s = max(seconds - prefill_s * facts.num_prefill, 0.0)
+        usual = rate or contest.rate(contest.incumbent, prefill_s)
+        if usual is not None:
+            if own_s > IDLE * usual.step_s:  # nobody asked the engine for anything, or it did something else
+                self._idle += 1
+                if self._idle == IDLE_STEPS:  # no, steps take that long now
+                    contest.forget(arm)
+                self._counts.plain[num] += 1
+                return
+            self._idle = 0
+            own_s = min(own_s, (WILD if rate else IDLE) * usual.step_s)
+        if contest.incumbent != OFF:
+            self._counts.of(num).on_steps += 1
+        if verdict is None:
+            self._counts.plain[num] += 1
+        else:
+            self._count(contest, outcome.num_generated, verdict, num, own_s, off_s)
+        self._unsettled_s += seconds
+        if arm != OFF and self._same_arm > SETTLED and contest.challenger is None and contest.steps % DRAFTED_EVERY:
+            return
+        if self._same_arm >= WARM_UP:
+            window = contest.window(arm)
+            if len(window):
+                self._prefill.add(window, seconds, facts.num_prefill, num)
+            window.add(seconds, facts.num_prefill, tokens, drafts / num)
+        if off_s is not None:
+            self._settle(contest, arm, own_s * self._unsettled_s / seconds, tokens * self._unsettled_s / seconds, off_s)
+        self._go_on(contest, is_end, now_ns)
 
     def _learn(self, contest: Contest, arm: Arm, verdict: Verdict, num_sequences: int, cost: float) -> None:
         """cost: of a draft, in tokens."""
@@ -209,26 +222,19 @@ class MeasuredDrafts:
         self._account.settle(self._unsettled_s, lost_s, off_s)
         self._unsettled_s = 0.0
 
-    def _count(self, contest: Contest, outcome: StepOutcome, drafts: int, own_s: float, off_s: float | None) -> None:
-        num, verdict = outcome.facts.num_sequences, outcome.verdict
+    def _count(
+        self, contest: Contest, num_generated: int, verdict: Verdict, num: int, own_s: float, off_s: float | None
+    ) -> None:
+        """A step with drafts."""
         counts = self._counts.of(num)
-        counts.on_steps += contest.incumbent != OFF
-        if verdict is None:
-            self._count_plain(num)
-            return
         counts.drafted_steps += 1
         counts.probe_steps += contest.incumbent == OFF
         counts.drafted_sequences += num
-        counts.drafted_step_tokens += outcome.num_generated
-        counts.draft_tokens += drafts
+        counts.drafted_step_tokens += num_generated
+        counts.draft_tokens += int(verdict.drafted_D.sum())
         counts.accepted_tokens += int(verdict.accepted_D.sum())
         counts.spent_us += round(own_s * 1e6)
-        counts.plain_us += round((own_s if off_s is None else off_s * outcome.num_generated / num) * 1e6)
-
-    def _count_plain(self, num_sequences: int) -> None:
-        counts = self._counts.of(num_sequences)
-        counts.plain_steps += 1
-        counts.plain_sequences += num_sequences
+        counts.plain_us += round((own_s if off_s is None else off_s * num_generated / num) * 1e6)
 
     def _go_on(self, contest: Contest, is_end: bool, now_ns: int) -> None:
         """End a contest, or begin one."""
@@ -245,7 +251,7 @@ class MeasuredDrafts:
             if self._num_steps < FIRST_STEPS:
                 return
             self._replay(now_ns)
-        self._challenge(contest)
+        self._challenge(contest, is_end)
 
     def _doubts(self, contest: Contest) -> bool:
         """Measure plain steps where drafts seem slower, or once in a while."""
@@ -255,13 +261,14 @@ class MeasuredDrafts:
             return True
         ratio = 0.0 if off_s is None else off_s / rate.token_s
         is_late = contest.is_due(OFF, FIRST_CHECK) and ratio < WIDE
-        is_slow = ratio < 1.0 and contest.since_turn(OFF) >= FIRST_PAUSE
+        pause = SOON if self._account.is_in_debt else FIRST_PAUSE
+        is_slow = ratio < 1.0 and contest.since_turn(OFF) >= pause
         is_time = is_late or is_slow or (ratio < LOSING and contest.is_known(OFF))
         if is_time:
             contest.begin(OFF, prefill_s)
         return is_time
 
-    def _challenge(self, contest: Contest) -> None:
+    def _challenge(self, contest: Contest, is_end: bool) -> None:
         """Begin a contest with the arm that is expected to be the fastest, if that is faster than the incumbent, or if
         nothing is known of it."""
         own = self._expected(contest, contest.incumbent)
@@ -285,6 +292,8 @@ class MeasuredDrafts:
         if best is None:
             return
         is_sure = least > SAFE * own and contest.slowdown(best, self._prefill.token_s) is not None
+        if is_end and self._account.is_in_debt:
+            is_sure = False  # slow rows get fewer tokens than is expected of all
         if self._account.take(on_credit=is_sure):
             self._next_turn[best] = self._num_steps + self._pause[best]
             self._pause[best] *= 4
@@ -313,6 +322,7 @@ class MeasuredDrafts:
                 if len(accepted_O):
                     acceptance.observe(np.full(len(accepted_O), self._most), accepted_O, 0, REPLAY_MEMORY)
         now_after_ns = self._clock()
-        self._replay_ns = min(self._replay_ns, now_after_ns - now_ns)  # the first ones take longer
-        share = EARLY_REPLAY_SHARE if self._num_steps < UNKNOWN_STEPS else REPLAY_SHARE
-        self._replay_at_ns = now_after_ns + round(self._replay_ns / share)
+        self._replay_ns = min(self._replay_ns, now_after_ns - now_ns)  # the quickest
+        price_ns = min(now_after_ns - now_ns, MOST_REPLAY * self._replay_ns)
+        share = EARLY_REPLAY_SHARE if self._num_steps < EARLY_STEPS else REPLAY_SHARE
+        self._replay_at_ns = now_after_ns + round(price_ns / share)

@@ -48,9 +48,8 @@ class Contest:
         self._begun_at = 0
         self._hoped = 0.0
 
-    def ran(self, num_sequences: int, now: int) -> None:
-        """One more step. now: how many at all sizes."""
-        self.steps += 1
+    def looked(self, num_sequences: int, now: int) -> None:
+        """At a step. now: how many steps at all sizes."""
         self._num_sequences, self._now = num_sequences, now
 
     def follow(self, last: "Contest") -> None:

@@ -50,12 +50,18 @@ class SpeculationCounts:
 
     def __init__(self) -> None:
         self.buckets: defaultdict[int, BucketCounts] = defaultdict(BucketCounts)
+        self.plain: defaultdict[int, int] = defaultdict(int)  # steps by sequences that are not in buckets yet
 
     def of(self, num_sequences: int) -> BucketCounts:
         return self.buckets[min(max(num_sequences, 1).bit_length() - 1, NUM_BUCKETS - 1)]
 
     def flat(self) -> dict[str, int]:
         """What is not 0 by name, to travel and add up with other totals."""
+        for num_sequences, steps in self.plain.items():
+            counts = self.of(num_sequences)
+            counts.plain_steps += steps
+            counts.plain_sequences += steps * num_sequences
+        self.plain.clear()
         return {
             f"{PREFIX}{f.name}.{b}": count
             for f in fields(BucketCounts)

@@ -20,6 +20,7 @@ PRIOR = 2.0  # beside a sequence's own drafts so many count that went as those o
 LONG = 256  # steps over which it is seen how fast a sequence is
 SLOW = 0.25  # share of the sequences that are the slow ones
 LUCK = 1.5  # standard errors that a sequence may be slower than the others by chance
+LUCK_PRIOR = 4.0  # steps that the usual variance counts for beside a sequence's own
 
 
 class RowDepths:
@@ -30,12 +31,11 @@ class RowDepths:
         self._depth_B, self._rest_B = np.zeros((2, 1), dtype=np.int64)  # rest: steps without drafts that are left
         self._right_B, self._wrong_B = np.zeros((2, 1))  # drafts; what comes after a wrong one does not count
         self._right, self._wrong = FIRST  # the same of all sequences
-        self._speed_B, self._seen_B = np.zeros((2, 1))  # tokens a step, and how many steps say so
-        self._spread = 0.0  # variance of tokens in a step
+        self._speed_B, self._spread_B, self._seen_B = np.zeros((3, 1))  # tokens a step, their variance, steps
 
     def admitted(self, slot: int) -> None:
         """A sequence that nothing is known of."""
-        for name in ("_depth_B", "_rest_B", "_right_B", "_wrong_B", "_speed_B", "_seen_B"):
+        for name in ("_depth_B", "_rest_B", "_right_B", "_wrong_B", "_speed_B", "_spread_B", "_seen_B"):
             state_B = getattr(self, name)
             if slot >= len(state_B):
                 state_B = np.concatenate([state_B, np.zeros(slot + 1, state_B.dtype)])
@@ -79,8 +79,11 @@ class RowDepths:
             token_B[verdict.slot_D] += verdict.accepted_D
             token_S = token_B[slot_S]
         self._seen_B[slot_S] = seen_S = np.minimum(self._seen_B[slot_S] + 1, LONG)
-        self._speed_B[slot_S] = speed_S = self._speed_B[slot_S] + (token_S - self._speed_B[slot_S]) / seen_S
-        self._spread += (float(token_S.var()) - self._spread) / LONG
-        lucky_S = np.sort(speed_S + LUCK * np.sqrt(self._spread / seen_S))
+        before_S = self._speed_B[slot_S]
+        self._speed_B[slot_S] = speed_S = before_S + (token_S - before_S) / seen_S
+        spread_S = self._spread_B[slot_S]
+        self._spread_B[slot_S] = spread_S = spread_S + ((token_S - before_S) * (token_S - speed_S) - spread_S) / seen_S
+        spread_S = (seen_S * spread_S + LUCK_PRIOR * float(spread_S.mean())) / (seen_S + LUCK_PRIOR)
+        lucky_S = np.sort(speed_S + LUCK * np.sqrt(spread_S / seen_S))
         slow = float(lucky_S[: max(int(SLOW * len(lucky_S)), 1)].mean())
         return max(float(token_S.mean()) + min(slow - float(speed_S.mean()), 0.0), 1.0)

@@ -5,8 +5,8 @@ Prompts share steps with decoding, and more often so where drafts end rows soone
 """
 
 from collections import deque
+from collections.abc import Collection
 from math import hypot, sqrt
-from statistics import median
 from typing import NamedTuple
 
 WINDOW = 32  # steps that are remembered of an arm
@@ -34,9 +34,9 @@ class PrefillCost:
 
     def add(self, window: "Window", seconds: float, num_prefill: int, num_sequences: int) -> None:
         """A step of the same kind as those in the window."""
-        mean_s, mean_prefill = window.means()
-        if not num_prefill and not mean_prefill:
+        if not num_prefill and not window.sum_prefill:
             return
+        mean_s, mean_prefill = window.means()
         seconds = min(seconds, 2.0 * OUTLIER * mean_s)
         x, y = num_prefill - mean_prefill, seconds - mean_s
         # Where all steps have about as many, what such a step takes by its tokens.
@@ -86,7 +86,7 @@ class Window:
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
-        self._sum_s, self._sum_prefill = 0.0, 0
+        self._sum_s, self.sum_prefill = 0.0, 0
         self._rate: Rate | None = None
         self._age = 0  # steps since it was worked out
 
@@ -98,15 +98,15 @@ class Window:
 
     def add(self, seconds: float, num_prefill: int, tokens: float, drafts: float) -> None:
         self._samples.append(Sample(seconds, num_prefill, tokens, drafts))
-        self._sum_s, self._sum_prefill = self._sum_s + seconds, self._sum_prefill + num_prefill
+        self._sum_s, self.sum_prefill = self._sum_s + seconds, self.sum_prefill + num_prefill
         self._age += 1
         if len(self._samples) > WINDOW:
             gone = self._samples.popleft()
-            self._sum_s, self._sum_prefill = self._sum_s - gone.seconds, self._sum_prefill - gone.num_prefill
+            self._sum_s, self.sum_prefill = self._sum_s - gone.seconds, self.sum_prefill - gone.num_prefill
 
     def means(self) -> tuple[float, float]:
         num = len(self._samples)
-        return self._sum_s / num, self._sum_prefill / num
+        return self._sum_s / num, self.sum_prefill / num
 
     def rate(self, prefill_token_s: float) -> Rate | None:
         """None where no step says anything. Worked out anew every few steps."""
@@ -115,40 +115,45 @@ class Window:
         return self._rate
 
     def _work_out(self, prefill_token_s: float) -> Rate | None:
-        """Steps with many prompt tokens say little, as these have a spread."""
         num = len(self._samples)
         if not num:
             return None
-        least_s = max(min(s.seconds for s in self._samples), 1e-9)
+        seconds_N, _, tokens_N, drafts_N = zip(*self._samples)
+        least_s = max(min(seconds_N), 1e-9)
+        drafted = [s for s in self._samples if s.drafts > 0.0] if max(drafts_N) > 0.0 else []
+        plain = [s for s in self._samples if s.drafts <= 0.0] if drafted else self._samples
         total_s = weight = spread = draft_xx = draft_xy = 0.0
-        for is_drafted in (False, True):
-            own = [
-                (s.seconds - prefill_token_s * s.num_prefill, prefill_token_s * s.num_prefill / least_s, s.drafts)
-                for s in self._samples
-                if (s.drafts > 0.0) == is_drafted
-            ]
+        for own in (plain, drafted):
             if own:
-                most_s = OUTLIER * median(seconds for seconds, _, _ in own)
-                own = [(min(max(s, 0.0), most_s), 1.0 / (1.0 + beside * beside), drafts) for s, beside, drafts in own]
-                own_weight = sum(w for _, w, _ in own)
-                mean_s = sum(w * seconds for seconds, w, _ in own) / own_weight
-                spread += sum(w * (seconds - mean_s) ** 2 for seconds, w, _ in own) * len(own) / own_weight
+                own_s, weights = _without_prompts(own, prefill_token_s, least_s)
+                own_weight = sum(weights)
+                mean_s = sum([w * s for s, w in zip(own_s, weights)]) / own_weight
+                spread += sum([w * (s - mean_s) ** 2 for s, w in zip(own_s, weights)]) * len(own) / own_weight
                 # Each kind counts by how often it came, and not by how many prompts came beside it.
                 total_s += mean_s * len(own)
                 weight += own_weight
-                if is_drafted:
-                    mean_drafts = sum(w * drafts for _, w, drafts in own) / own_weight
-                    draft_xx = sum(w * (drafts - mean_drafts) ** 2 for _, w, drafts in own)
-                    draft_xy = sum(w * (drafts - mean_drafts) * (seconds - mean_s) for seconds, w, drafts in own)
-        step_s, tokens = max(total_s / num, 1e-9), sum(s.tokens for s in self._samples) / num
-        tokens_spread = sum((s.tokens - tokens) ** 2 for s in self._samples) / num
-        return Rate(
-            step_s,
-            tokens,
-            sum(s.drafts for s in self._samples) / num,
-            weight,
-            sqrt(spread / num / weight) / step_s,
-            sqrt(tokens_spread / num) / tokens,
-            draft_xy / draft_xx if draft_xx > 0.0 else 0.0,
-            draft_xx,
-        )
+                if own is drafted:
+                    mean_drafts = sum([w * s.drafts for s, w in zip(own, weights)]) / own_weight
+                    more = [s.drafts - mean_drafts for s in own]
+                    draft_xx = sum([w * d**2 for d, w in zip(more, weights)])
+                    draft_xy = sum([w * d * (s - mean_s) for d, s, w in zip(more, own_s, weights)])
+        step_s, tokens = max(total_s / num, 1e-9), sum(tokens_N) / num
+        tokens_spread = sum([(each - tokens) ** 2 for each in tokens_N]) / num
+        errors = sqrt(spread / num / weight) / step_s, sqrt(tokens_spread / num) / tokens
+        draft_s = draft_xy / draft_xx if draft_xx > 0.0 else 0.0
+        return Rate(step_s, tokens, sum(drafts_N) / num, weight, *errors, draft_s, draft_xx)
+
+
+def _without_prompts(
+    samples: Collection[Sample], prefill_token_s: float, least_s: float
+) -> tuple[list[float], list[float]]:
+    """Seconds of such steps without prompts, and what each counts: those with many prompt tokens say little, as these
+    have a spread."""
+    beside_s = [prefill_token_s * s.num_prefill for s in samples]
+    own_s = [s.seconds - b for s, b in zip(samples, beside_s)]
+    sorted_s, half = sorted(own_s), len(own_s) // 2
+    most_s = OUTLIER * (sorted_s[half] if len(own_s) % 2 else (sorted_s[half - 1] + sorted_s[half]) / 2)
+    if sorted_s[0] < 0.0 or sorted_s[-1] > most_s:
+        own_s = [min(max(s, 0.0), most_s) for s in own_s]
+    weights = [1.0 / (1.0 + (b / least_s) ** 2) for b in beside_s] if any(beside_s) else [1.0] * len(own_s)
+    return own_s, weights

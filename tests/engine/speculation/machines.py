@@ -66,6 +66,20 @@ GRAPHS = Machine("graphs", _graphs)
 UNGRAPHED = Machine("only plain steps are graphs", _ungraphed)
 CPU = Machine("cpu", _cpu, prefill_s=2e-3)
 TINY = Machine("tiny on a cpu", lambda tokens, sequences, kv, drafted: 230e-6 + 22e-6 * tokens, prefill_s=12e-6)
+
+
+# Fitted to docs/performance.md: forced lookup is 3.1, 2.1, 1.8, 1.5 and 1.3 times plain steps at 1, 8, 32, 64
+# and 128 sequences, of which each gets some 5.5 tokens in a step. A plain step of one takes 0.24 ms.
+# first_s: what the first draft adds to a step; token_s: what each token does.
+def _demo(first_s: float, token_s: float) -> Machine:
+    return Machine(
+        f"demonstration model, {1e6 * first_s:.0f} + {1e6 * token_s:.1f} us",
+        lambda tokens, sequences, kv, drafted: 230e-6 + first_s * drafted + 2.1e-6 * sequences + token_s * tokens,
+        prefill_s=4e-6,
+    )
+
+
+DEMO, *OTHER_DEMOS = _demo(150e-6, 3.9e-6), _demo(100e-6, 3.0e-6), _demo(200e-6, 5.5e-6)
 DRAFT_MODEL = Machine("draft model", _memory, 35e-6, (lambda num: 0.9e-3 + 3e-6 * num,))
 BOTH = Machine("lookup and a slow draft model", _dispatch, 2e-6, (None, lambda num: 3e-3 + 2e-6 * num))
 

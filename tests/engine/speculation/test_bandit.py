@@ -10,7 +10,7 @@ from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome, Verdict
 from pipeline.engine.drafts.replay import replay
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.speculation.arms import OFF
-from pipeline.engine.speculation.bandit import FIRST_STEPS, MeasuredDrafts
+from pipeline.engine.speculation.bandit import EARLY_REPLAY_SHARE, EARLY_STEPS, FIRST_STEPS, MeasuredDrafts
 from pipeline.engine.speculation.record import SpeculationCounts
 from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
@@ -80,6 +80,29 @@ def test_it_stops_when_drafts_do_not_pay_any_more_and_begins_again() -> None:
     driven.accepted = K
     driven.share(100)
     assert driven.share(100) > 0.8
+
+
+def test_drafts_that_have_cost_more_than_the_account_had_are_measured_soon() -> None:
+    """Just slower than plain steps, and plain steps lost not long ago."""
+    driven = Driven()
+    driven.share(FIRST_STEPS + 140)
+    driven.drafted_s, driven.policy._account.balance_s = 0.055, -1.0
+    assert driven.share(110) < 1.0
+
+
+def test_replays_are_paid_for_by_what_they_take() -> None:
+    driven = Driven(accepted=0, plain_s=0.004)
+    taken = []
+
+    def replay() -> np.ndarray:
+        took_ns = 8_000_000 if taken else 1_000_000
+        driven.now_ns += took_ns
+        taken.append(took_ns)
+        return np.zeros(8, dtype=np.int64)
+
+    driven.policy._replays = (replay,)
+    driven.share(EARLY_STEPS)
+    assert 0 < sum(taken) < 1.5 * EARLY_REPLAY_SHARE * driven.now_ns
 
 
 def test_a_full_step_is_plain_and_says_nothing_of_plain_steps() -> None:

@@ -142,7 +142,8 @@ def contest_of(speeds: dict[Arm, float], incumbent: Arm, challenger: Arm, drift:
     def run(arm: Arm) -> None:
         nonlocal now
         now *= 1.0 + drift
-        contest.ran(8, contest.steps)
+        contest.steps += 1
+        contest.looked(8, contest.steps)
         contest.window(arm).add(now / speeds[arm] * (1.0 + 0.01 * rng.standard_normal()), 0, 1.0, float(arm != OFF))
 
     for _ in range(16):
@@ -207,9 +208,21 @@ def test_a_batch_that_shrinks_ends_a_contest_that_nobody_won() -> None:
     for num in (8, 8, 8, 8, 8, 5):
         if num == 8:
             contest.window(OFF).add(1.0, 0, 1.0, 0.0)
-        contest.ran(num, contest.steps)
+        contest.steps += 1
+        contest.looked(num, contest.steps)
         if contest.steps == 4:
             contest.begin(0, 0.0)
     assert contest.judge(0.0, has_to_end=False, yields=None)
     assert (contest.challenger, contest.incumbent) == (None, OFF)
     assert contest.disproved(0) == 0.0
+
+
+def test_a_row_that_is_steadily_slow_is_told_within_few_steps() -> None:
+    """Half of the rows get one token a step, the others from 1 to 7: their luck is not that of the slow ones."""
+    rng, rows, slot_S = np.random.default_rng(0), RowDepths(6), np.arange(16)
+    for slot in range(16):
+        rows.admitted(slot)
+    for _ in range(24):
+        accepted_S = np.where(slot_S < 8, 0, rng.integers(0, 7, 16))
+        told = rows.slow_tokens(slot_S, Verdict(slot_S, np.full(16, 6), accepted_S))
+    assert told < 1.5
