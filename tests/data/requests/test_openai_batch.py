@@ -113,7 +113,7 @@ REFUSED = [
      r"body\.messages\[0\]: tool_calls\[0\]\.function\.arguments: expected a JSON object as text"),
     (chat(continue_final_message=True), r"body\.continue_final_message: not a field .*prompt\.chat"),
     (text(prompt=["a", "b"]), r"body\.prompt: expected one text, got a list of 2"),
-    (text(prompt=[1, 2]), r"body\.prompt: expected one text, got a list of 2; token ids are not taken, give their text"),
+    (text(prompt=[1, 2]), r"body\.prompt: expected one text, got a list of 2; token ids are not taken"),
     (text(prompt=[5]), r"body\.prompt: expected one text, got 5; token ids are not taken"),
     (text(temperature=float("nan")), r"body\.temperature: expected a number, got nan"),
     (text(top_p=float("inf")), r"body\.top_p: expected a number, got inf"),
