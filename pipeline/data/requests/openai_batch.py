@@ -140,6 +140,8 @@ def _prompt(body: Mapping[str, Any], endpoint: Endpoint) -> str:
         prompt = prompt[0]
     if not isinstance(prompt, str):
         advice = "; give each text a line of its own" if isinstance(prompt, list) else ""
+        if any(type(item) is int for item in (prompt if isinstance(prompt, list) else [prompt])):
+            advice = "; token ids are not taken, give their text"
         raise Refused(f"body.{key}: expected one text, got {shortened(prompt)}{advice}")
     return prompt
 

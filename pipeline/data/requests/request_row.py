@@ -6,6 +6,7 @@ is planned.
 """
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -156,7 +157,7 @@ def parameter(name: str, value: Any, where: str) -> Any:
             return int(value)
         if is_int:
             return value
-    if kind == pa.float64() and (type(value) is float or is_int):
+    if kind == pa.float64() and ((type(value) is float and math.isfinite(value)) or is_int):
         return float(value)
     if kind == pa.list_(pa.string()):
         texts = [value] if isinstance(value, str) else value

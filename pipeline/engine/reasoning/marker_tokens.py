@@ -21,6 +21,10 @@ def find_markers(wanted: ReasoningMarkers | Literal["auto"], tokenizer: Tokenize
         )
     ids = {name: tokenizer.token_id(text) for name, text in vars(wanted).items()}
     if None in ids.values():
+        if not wanted.start.strip():
+            raise ConfigError(
+                f"{KEY}.start = {wanted.start!r}: blanks of several tokens, which begin any text; expected a word"
+            )
         for name, token_id in ids.items():
             if token_id is not None and not tokenizer.decode([token_id]):
                 raise ConfigError(

@@ -44,9 +44,9 @@ class TextReasoning:
     def split(self, token_ids: Sequence[int], text: str, decode: Decode) -> tuple[str | None, str, int]:
         """The reasoning of `text`, the answer, both without markers, and the tokens of the reasoning. text: that of
         token_ids, or the beginning of it. None, and no tokens, where there is no marker and the prompt opened none."""
-        begin = len(text) - len(text.lstrip())
-        has_begun = text.startswith(self.markers.start, begin)
-        begin = begin + len(self.markers.start) if has_begun else 0
+        begin, start = len(text) - len(text.lstrip()), self.markers.start.strip()
+        has_begun = text.startswith(start, begin)
+        begin = begin + len(start) if has_begun else 0
         end = text.find(self.markers.end, begin)
         if end < 0 and not has_begun and not self.is_open:
             return None, text, 0

@@ -110,9 +110,13 @@ def test_markers_within_tokens_are_found_in_the_text() -> None:
     assert after(8, 0, 1, 2).split(ids[3:], decode(ids[3:]), decode) == ("so it is", "yes", 2)
     assert after(8).split(ids[:5], decode(ids[:5]), decode) == ("\nso it", "", 2)
     assert after(8).split([8, 0, 1], "Once<think", decode) == (None, "Once<think", 0)
+    blanks = TextReasoning(ReasoningMarkers("\n<think>\n", "</think>"), False)
+    assert blanks.split(ids, decode(ids), decode) == ("\nso it is", "yes", 2), "blanks around the start do not matter"
 
 
-def test_a_special_token_is_no_text_to_look_for() -> None:
+def test_a_special_token_and_blanks_are_no_text_to_look_for() -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.reasoning\.start = ' \\n ': blanks of several tokens"):
+        find_markers(ReasoningMarkers(" \n ", "So much for that."), tokenizer_with())
     special = tokenizer_with("<think>", is_special=True)
     with pytest.raises(ConfigError, match=r"sampling\.reasoning\.start = '<think>': is a special token"):
         find_markers(ReasoningMarkers("<think>", "So much for that."), special)
