@@ -7,8 +7,6 @@ here, after the Go types of ray.io/v1.
 import re
 from typing import Any
 
-from kubernetes.client import models
-
 POD = "V1PodTemplateSpec"
 TEXTS = "dict(str, str)"
 RAY: dict[str, dict[str, str]] = {
@@ -166,6 +164,8 @@ def _fields(kind: str) -> tuple[dict[str, str], set[str]]:
             "HeadGroupSpec": {"template", "rayStartParams"},
             "WorkerGroupSpec": {"template", "rayStartParams", "groupName", "minReplicas", "maxReplicas"},
         }.get(kind, set())
+    from kubernetes.client import models  # takes a second, which every worker of pytest would pay
+
     model = getattr(models, kind)
     fields = {model.attribute_map[name]: type_ for name, type_ in model.openapi_types.items()}
     if kind == "V1PodDisruptionBudgetSpec":

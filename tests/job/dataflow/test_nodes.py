@@ -14,13 +14,14 @@ ROOT = Path(__file__).parents[3]
 TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 13) for i in range(480)]
 NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 100 * 2**20}  # room for one actor and one reader
 IN_FLIGHT, UNIT_ROWS = 2, 8
+HEAD = {"include_dashboard": False, "include_log_monitor": False}  # processes that nobody here asks
 
 
 @pytest.fixture
 def cluster():
     # a node is taken for dead after five seconds; a living one may be slow to answer on a busy machine
     quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 10}
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100 * 2**20, "_system_config": quick}
+    head = {"num_cpus": 0, "object_store_memory": 100 * 2**20, "_system_config": quick} | HEAD
     made = Cluster(initialize_head=True, head_node_args=head)
     yield made
     made.shutdown()
@@ -154,7 +155,7 @@ def test_the_head_restarts_and_the_same_command_goes_on(job):
     of_actors = {"actors": 1, "cpus_per_actor": 1, "gpus_per_actor": 1, "units_in_flight": IN_FLIGHT}
 
     def begun():
-        made = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+        made = Cluster(initialize_head=True, head_node_args=NODE | HEAD)
         job.config(run={**of_actors, "ray_address": made.address, "window_rows": 40, "unit_rows": UNIT_ROWS})
         return made, start(job)
 
