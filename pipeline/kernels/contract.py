@@ -7,7 +7,7 @@ B block size, C number of blocks, M most blocks of a sequence in a block table.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -67,6 +67,16 @@ class GraphShape:
     max_queries: int  # tokens that a sequence computes in such a step, if the kernels can take as many
     max_tokens: int  # of a step
     max_mixed_tokens: int = 0  # of a mixed step, in which a sequence computes more than `max_queries`; 0: none are
+    num_numbers: int = 0  # of the runner's own, that come with each step
+
+
+class LateNumbers(NamedTuple):
+    """Of the runner's numbers of a step, those that only the device knows: number p_i is value_N[v_i]. Of the numbers,
+    those from `at` on are p_0 to p_count - 1, and then v_0 to v_count - 1."""
+
+    at: int
+    count: int
+    value_N: torch.Tensor  # int64
 
 
 class GraphAttention(Protocol):
@@ -78,6 +88,7 @@ class GraphAttention(Protocol):
     """
 
     plans: tuple[dict[Hashable, Any], ...]
+    numbers: torch.Tensor  # int64: the runner's own
     max_queries: int
     max_mixed_tokens: int  # 0: mixed steps cannot be captured, or none are to be
 
@@ -89,13 +100,16 @@ class GraphAttention(Protocol):
         """Whether a step whose sequences compute so many tokens each can be computed by `mixed_plans(num_tokens)`."""
         ...
 
-    def refill_mixed(self, where: AttentionInput) -> None:
+    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, late: LateNumbers | None = None) -> None:
         """As `refill`, for a step that `mixed_plans` computes."""
         ...
 
-    def refill(self, where: AttentionInput, most_short: int = 0) -> int:
-        """Bring the tensors up to a step, without waiting for the device, and return which of `plans` it takes.
-        most_short: by how many tokens contexts may be shorter than `where` has them."""
+    def refill(
+        self, where: AttentionInput, numbers: np.ndarray, late: LateNumbers | None = None, most_short: int = 0
+    ) -> int:
+        """Bring the tensors up to a step, by one copy and one launch, without waiting for the device, and return which
+        of `plans` it takes. numbers (int64): of the runner, from the first on. most_short: by how many tokens contexts
+        may be shorter than `where` has them."""
         ...
 
     def shorten(self, short_S: torch.Tensor) -> None:

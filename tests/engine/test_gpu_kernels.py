@@ -212,20 +212,20 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
         plans.append(decided.plan)
         return decided
 
-    refill, served = DecodeMetadata.refill, []
+    numbers, served = DecodeMetadata.numbers, []
 
-    def refill_and_watch(
+    def numbers_and_watch(
         work: DecodeMetadata,
         where: AttentionInput,
         sequences: np.ndarray | None = None,
         shared: Sequence[np.ndarray] = (),
         most_short: int = 0,
-    ) -> None:
+    ) -> list[np.ndarray]:
         served.append(len(shared) > 0 and bool(shared[-1].any()))
-        refill(work, where, sequences, shared, most_short)
+        return numbers(work, where, sequences, shared, most_short)
 
     monkeypatch.setattr(CascadeShape, "decide", decide_and_watch)
-    monkeypatch.setattr(DecodeMetadata, "refill", refill_and_watch)
+    monkeypatch.setattr(DecodeMetadata, "numbers", numbers_and_watch)
     rng = np.random.default_rng(7)
     stem = rng.integers(0, 255, 133).tolist()
     prompts = [stem + rng.integers(0, 255, length).tolist() for length in (3, 12, 20)]

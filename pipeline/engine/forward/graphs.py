@@ -8,8 +8,8 @@ tensors that stay where they are: token ids, positions and slots here, who atten
 `kernels.contract.GraphAttention`. Each number of tokens has a graph for each kind of step that attention tells apart.
 Other steps are launched kernel by kernel.
 
-All numbers of a step that are not attention's reach the device in one copy, those that are read after or before the
-graph too: each copy takes some 2 us of the device, and of the host more.
+All numbers of a step reach the device in one copy, those that are read after or before the graph too, and one launch
+puts them where the graph reads them: each copy takes some 2 us of the device, and of the host more.
 
 Suffixes: those of `kernels/contract.py`; P tokens of a padded step, H hidden.
 """
@@ -23,8 +23,7 @@ import torch
 
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.kernels.contract import AttentionInput, GraphAttention, GraphShape
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.contract import AttentionInput, GraphAttention, GraphShape, LateNumbers
 from pipeline.model.decoder import Decoder, KVCache
 
 SayProgress = Callable[[int, int], None]  # so many captured, of so many
@@ -114,6 +113,9 @@ class StepGraphs:
             max_queries,
             most_tokens,
             most_mixed_tokens,
+            # Token ids, positions and slots; then where future tokens go and come from, two of a sequence with drafts
+            # at most; then the rows that want logits.
+            4 * max(most_tokens, most_mixed_tokens) + 4 * max_num_seqs,
         )
         self.max_num_seqs = max_num_seqs
         self._padding_slot = (kv.num_blocks - 1) * block_size
@@ -123,17 +125,14 @@ class StepGraphs:
         sizes = np.union1d(self._sizes, self._mixed_sizes).tolist()
         # All of them write here: only one runs at a time, and each would keep its own.
         self._hidden_PH = torch.empty(sizes[-1], config.hidden_size, dtype=decoder.dtype, device=self._device)
-        # Token ids, positions and slots; then where future tokens go and come from, two of a sequence with drafts at
-        # most; then the rows that want logits.
-        self._numbers = torch.zeros(4 * sizes[-1] + 4 * max_num_seqs, dtype=torch.int64, device=self._device)
         self._graphs: dict[int, _Graph] = {}
-        self._attention.refill(_one_token(block_size))
+        self._attention.refill(_one_token(block_size), np.zeros(0, dtype=np.int64))
         for done, size in enumerate(reversed(sizes)):  # the largest first: the others fit its memory
             say(done, len(sizes))
             self._graphs[size] = self._captured(size, block_size, forward, capture)
 
     def _captured(self, size: int, block_size: int, forward: Forward, capture: Capture) -> _Graph:
-        numbers_3P, hidden_PH = self._numbers[: 3 * size].view(3, size), self._hidden_PH[:size]
+        numbers_3P, hidden_PH = self._attention.numbers[: 3 * size].view(3, size), self._hidden_PH[:size]
         numbers_3P.copy_(torch.tensor([[0], [0], [self._padding_slot]]).expand(3, size))
 
         def captured(plans: dict[Hashable, Any]) -> Callable[[], None]:
@@ -193,23 +192,23 @@ class StepGraphs:
         rows_at = 3 * size + len(index_F2)
         staged[3 * size : rows_at] = index_F2
         staged[rows_at:] = row_R
-        numbers = self._numbers[: len(staged)]
-        numbers.copy_(on_device(staged, self._device), non_blocking=True)
-        rejected = None
-        if future is not None:
-            future.put_into(graph.numbers_3P, numbers[3 * size : rows_at].view(2, -1))
-            rejected = future.rejected
+        late = None if future is None else LateNumbers(3 * size, len(future.place_F), future.token_ids_R)
+        rejected = None if future is None else future.rejected
         if is_mixed:
             assert graph.mixed is not None
             assert rejected is None, "corrected are steps of at most `max_queries` tokens a sequence"
-            self._attention.refill_mixed(where)
+            self._attention.refill_mixed(where, staged, late)
             replay = graph.mixed
         else:
-            replay = graph.of_kind[self._attention.refill(where, 0 if rejected is None else rejected.most)]
+            most_short = 0 if rejected is None else rejected.most
+            replay = graph.of_kind[self._attention.refill(where, staged, late, most_short)]
         if rejected is not None:
+            rejected.put_into(graph.numbers_3P)
             self._attention.shorten(rejected.count_S)
         replay()
-        return self._hidden_PH[:num_tokens] if wants_all else self._hidden_PH[numbers[rows_at:]]
+        if wants_all:
+            return self._hidden_PH[:num_tokens]
+        return self._hidden_PH[self._attention.numbers[rows_at : len(staged)]]
 
 
 def _write(into_PH: torch.Tensor, hidden_PH: torch.Tensor) -> None:

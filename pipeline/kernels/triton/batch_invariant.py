@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.kernels.contract import AttentionInput, GraphShape, Linear
+from pipeline.kernels.contract import AttentionInput, GraphShape, LateNumbers, Linear
 from pipeline.kernels.transfer import on_device
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, checked_group, plan_key
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
+from pipeline.kernels.triton.attention.staging import StagedStep
 from pipeline.kernels.triton.launch import Target
 from pipeline.kernels.triton.linear.dispatch import DenseLinear, Scratch, TwoPathLinear
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
@@ -89,57 +90,55 @@ class CapturedBatchInvariantAttention:
     def __init__(self, shape: GraphShape, device: torch.device) -> None:
         self._queries = _queries_of_tile(shape.num_heads, shape.num_kv_heads, shape.head_dim)
         self.max_queries, self.max_mixed_tokens = min(shape.max_queries, self._queries), shape.max_mixed_tokens
-        self._max_seqs, self._device, self._windows = shape.max_seqs, device, shape.windows
+        self._max_seqs, self._windows = shape.max_seqs, shape.windows
         item_I2 = np.zeros((shape.max_seqs, 2), dtype=np.int32)
         item_I2[:, 0] = np.arange(shape.max_seqs)
-        self._item_I2 = on_device(item_I2, device)
-        most_tiles = self._most_tiles(shape.max_mixed_tokens)
-        self._mixed_item_I2 = torch.full((most_tiles, 2), -1, dtype=torch.int32, device=device)
-        # Beginnings and contexts in one tensor, which one copy fills; both begin at multiples of 16 bytes.
-        self._contexts_at = -(-(shape.max_seqs + 1) // 4) * 4
-        self._numbers = torch.zeros(self._contexts_at + shape.max_seqs, dtype=torch.int32, device=device)
-        self._table_SM = torch.zeros(shape.max_seqs, shape.max_blocks, dtype=torch.int32, device=device)
-        self.plans = (self._plans(self._item_I2),)
+        self._no_tiles_I2 = np.full((self._most_tiles(shape.max_mixed_tokens), 2), -1)
+        sizes = [shape.max_seqs + 1, shape.max_seqs, self._no_tiles_I2.size]
+        self._staged = StagedStep(sizes, shape.num_numbers, shape.max_seqs, shape.max_blocks, device)
+        self.numbers = self._staged.numbers
+        self.plans = (self._plans(on_device(item_I2, device)),)
 
     def mixed_plans(self, num_tokens: int) -> dict[Hashable, Any]:
-        return self._plans(self._mixed_item_I2[: self._most_tiles(num_tokens)])
+        return self._plans(self._staged.arrays[2].view(-1, 2)[: self._most_tiles(num_tokens)])
 
     def fits_mixed(self, count_S: np.ndarray, num_tokens: int) -> bool:
         return True
 
-    def refill_mixed(self, where: AttentionInput) -> None:
-        self.refill(where)
-        items, item_I2 = prefill_items(where, np.arange(len(where.context_len_S)), self._queries), self._mixed_item_I2
-        padded_I2 = np.full(item_I2.shape, -1, dtype=np.int32)
-        padded_I2[: len(items)] = items
-        item_I2.copy_(on_device(padded_I2, self._device), non_blocking=True)
+    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, late: LateNumbers | None = None) -> None:
+        items = prefill_items(where, np.arange(len(where.context_len_S)), self._queries)
+        item_I2 = self._no_tiles_I2.copy()
+        item_I2[: len(items)] = items
+        self._fill(where, item_I2, numbers, late)
 
     def _most_tiles(self, num_tokens: int) -> int:
         """As each sequence's last tile may be nearly empty."""
         return self._max_seqs + num_tokens // self._queries
 
     def _plans(self, item_I2: torch.Tensor) -> dict[Hashable, Any]:
-        numbers = self._numbers[: self._max_seqs + 1], self._numbers[self._contexts_at :]
+        (query_start_S1, context_len_S, _), table_SM = self._staged.arrays, self._staged.block_table_SM
         plans: dict[Hashable, Any] = {}
         for window in self._windows:
-            metadata = PrefillMetadata(window or _NO_WINDOW, item_I2, *numbers, self._table_SM)
+            metadata = PrefillMetadata(window or _NO_WINDOW, item_I2, query_start_S1, context_len_S, table_SM)
             plans[plan_key(window)] = AttentionPlan(None, metadata)
         return plans
 
-    def refill(self, where: AttentionInput, most_short: int = 0) -> int:
+    def refill(
+        self, where: AttentionInput, numbers: np.ndarray, late: LateNumbers | None = None, most_short: int = 0
+    ) -> int:
         """A tile finds on the device where its window begins, so a shorter context changes nothing here."""
-        num_seqs, num_blocks = where.block_table_SM.shape
-        numbers = np.zeros(len(self._numbers), dtype=np.int32)
-        numbers[: num_seqs + 1] = where.query_start_S1
-        numbers[num_seqs + 1 : self._max_seqs + 1] = where.query_start_S1[-1]
-        numbers[self._contexts_at : self._contexts_at + num_seqs] = where.context_len_S
-        self._numbers.copy_(on_device(numbers, self._device), non_blocking=True)
-        table_SM = np.ascontiguousarray(where.block_table_SM)
-        self._table_SM[:num_seqs, :num_blocks].copy_(on_device(table_SM, self._device), non_blocking=True)
+        self._fill(where, self._no_tiles_I2, numbers, late)
         return 0
 
+    def _fill(self, where: AttentionInput, item_I2: np.ndarray, numbers: np.ndarray, late: LateNumbers | None) -> None:
+        start_S1 = np.full(self._max_seqs + 1, where.query_start_S1[-1])
+        start_S1[: len(where.query_start_S1)] = where.query_start_S1
+        context_S = np.zeros(self._max_seqs, dtype=np.int32)
+        context_S[: len(where.context_len_S)] = where.context_len_S
+        self._staged.fill([start_S1, context_S, item_I2], numbers, where.block_table_SM, late)
+
     def shorten(self, short_S: torch.Tensor) -> None:
-        self._numbers[self._contexts_at : self._contexts_at + len(short_S)] -= short_S
+        self._staged.arrays[1][: len(short_S)] -= short_S
 
 
 def _queries_of_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:

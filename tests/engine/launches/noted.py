@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.engine.forward import graphs, runner
+from pipeline.engine.forward import runner
 from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.schedule.step_plan import StepInput
@@ -112,8 +112,8 @@ class Counting:
             self._events.append(None)
             return made
 
-        uploads = [patch.object(module, "on_device", self._upload) for module in (decoder, runner, graphs)]
-        with patch.object(DecoderLayer, "forward", marked), uploads[0], uploads[1], uploads[2]:
+        uploads = [patch.object(module, "on_device", self._upload) for module in (decoder, runner)]
+        with patch.object(DecoderLayer, "forward", marked), uploads[0], uploads[1]:
             yield self
 
     def _upload(self, array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -5,8 +5,11 @@ replayed."""
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.schedule.step_plan import StepInput
 from tests.engine.launches.noted import (
     CONTEXT,
@@ -45,8 +48,8 @@ def test_launches_are_those_of_the_table(
     with an_h100(), Counting().watched() as counting:
         runner = runner_of(folders[weights], **options)
 
-        def counted(step: StepInput) -> Counts:
-            return counting.count(lambda: runner.greedy(runner.execute(step)))
+        def counted(step: StepInput, future: FutureTokens | None = None) -> Counts:
+            return counting.count(lambda: runner.greedy(runner.execute(step, future)))
 
         rows = [counted(step).row(name, told) for told, step in STEPS.items()]
         counting.count(
@@ -61,6 +64,8 @@ def test_launches_are_those_of_the_table(
                 say=lambda done, total: None,
             )
         )
+        future = FutureTokens(np.arange(ROWS), np.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64))
+        rows.append(counted(STEPS[DECODING], future).row(name, "decoding one step ahead, replayed"))
         rows += [counted(STEPS[told]).row(name, f"{told}, replayed") for told in (DECODING, MIXED)]
     page = PAGE.read_text().splitlines()
     stale = [row for row in rows if row not in page]

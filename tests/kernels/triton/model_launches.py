@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.contract import LateNumbers
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeShape
 from pipeline.kernels.triton.attention.decode import decode_launches
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch
+from pipeline.kernels.triton.attention.scatter import scatter_launch
 from pipeline.kernels.triton.elementwise import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
 from pipeline.kernels.triton.launch import Launch, Target
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
@@ -78,6 +80,8 @@ def launches_of(
     sampling = {"greedy, parts": parts, "greedy, whole": whole}
     products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target) | _fixed(shape, dtype, target)
     sampling["sample"] = sample_launch(logits_TV, how_5T, slot_T, finite_T)
+    copied_SM, numbers = empty(256, _TABLE, dtype=torch.int32), empty(4 * num_tokens, dtype=torch.int64)
+    fused["scatter"] = scatter_launch(copied_SM, copied_SM, numbers, LateNumbers(3 * num_tokens, 256, slot_T))
     return fused | _attention(shape, q_TND, cache, target, window) | products | sampling
 
 

@@ -2,18 +2,19 @@
 
 from collections.abc import Hashable
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from pipeline.kernels.contract import AttentionInput, GraphShape
+from pipeline.kernels.contract import AttentionInput, GraphShape, LateNumbers
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape
 from pipeline.kernels.triton.attention.cascade_steps import CascadeSteps
-from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
+from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries, num_programs_of
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, checked_group, plan_key
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
-from pipeline.kernels.triton.attention.staging import StagedArrays
+from pipeline.kernels.triton.attention.staging import StagedStep
 from pipeline.kernels.triton.launch import Target
 
 
@@ -34,14 +35,26 @@ class CapturedAttention:
         cascade = CascadeShape.of(shape.max_tokens, *heads, target)
         cascade = replace(cascade, most_tokens=max(shape.max_tokens, shape.max_mixed_tokens))
         self._cascade = CascadeSteps(cascade)
+        of_window = {window: cascade if window is None else None for window in shape.windows}
+        self._no_tiles_I2 = np.full((self._most_tiles(shape.max_mixed_tokens), 2), -1)
+        places = [shape.max_seqs + 1, shape.max_seqs, self._no_tiles_I2.size]
+        programs = num_programs_of(target, shape.num_kv_heads)
+        own = [DecodeMetadata.sizes(shape.max_seqs, programs, each) for each in of_window.values()]
+        size = shape.num_numbers, shape.max_seqs, shape.max_blocks
+        self._staged = StagedStep([*places, *chain(*own)], *size, device)
+        self.numbers = self._staged.numbers
+        query_start_S1, self._context_len_S, tiles, *rest = self._staged.arrays
+        self._places = query_start_S1, self._context_len_S, self._staged.block_table_SM
+        self._item_I2 = tiles.view(-1, 2)
+        views = iter(rest)
         self._metadata = [
-            DecodeMetadata.allocate(
-                *(shape.max_seqs, shape.max_blocks, shape.block_size, *heads, device, target),
+            DecodeMetadata.on(
+                *(list(islice(views, len(sizes))), self._places, *heads, target),
                 num_queries=self.max_queries,
                 window=window,
-                cascade=cascade if window is None else None,
+                cascade=each,
             )
-            for window in shape.windows
+            for (window, each), sizes in zip(of_window.items(), own)
         ]
         with_cascade: dict[Hashable, Any] = {
             plan_key(metadata.window): AttentionPlan(metadata, None) for metadata in self._metadata
@@ -51,17 +64,13 @@ class CapturedAttention:
             for metadata in self._metadata
         }
         self.plans = (alone, with_cascade) if None in shape.windows else (alone,)
-        self._prompts = StagedArrays([2 * self._most_tiles(shape.max_mixed_tokens)], device)
-        self._prompts.tensor.fill_(-1)
 
     def mixed_plans(self, num_tokens: int) -> dict[Hashable, Any]:
-        item_I2 = self._prompts.views[0].view(-1, 2)[: self._most_tiles(num_tokens)]
-        plans: dict[Hashable, Any] = {}
-        for metadata in self._metadata:
-            places = metadata.query_start_S1, metadata.context_len_S, metadata.block_table_SM
-            prefill = PrefillMetadata(metadata.window, item_I2, *places)
-            plans[plan_key(metadata.window)] = AttentionPlan(metadata, prefill)
-        return plans
+        item_I2 = self._item_I2[: self._most_tiles(num_tokens)]
+        return {
+            plan_key(each.window): AttentionPlan(each, PrefillMetadata(each.window, item_I2, *self._places))
+            for each in self._metadata
+        }
 
     def fits_mixed(self, count_S: np.ndarray, num_tokens: int) -> bool:
         prompt_S = count_S[count_S > self.max_queries]
@@ -72,27 +81,38 @@ class CapturedAttention:
         tile may be nearly empty; or what the GPU computes at once, as fewer gain nothing."""
         return max(self._tiles_at_once, 2 * -(-num_tokens // self._queries))
 
-    def refill_mixed(self, where: AttentionInput) -> None:
+    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, late: LateNumbers | None = None) -> None:
         is_prompt_S = np.diff(where.query_start_S1) > self.max_queries
         prompts, decoding = np.flatnonzero(is_prompt_S), np.flatnonzero(~is_prompt_S)
-        for metadata in self._metadata:
-            shared = [] if metadata.cascade is None else self._cascade.numbers_among(where, decoding)
-            metadata.refill(where, decoding, shared)
         items = prefill_items(where, prompts, self._queries)
-        padded_I2 = np.full((self._prompts.views[0].numel() // 2, 2), -1)
-        padded_I2[: len(items)] = items
-        self._prompts.fill([padded_I2])
+        item_I2 = self._no_tiles_I2.copy()
+        item_I2[: len(items)] = items
+        together = self._cascade.numbers_among(where, decoding)
+        own = [each.numbers(where, decoding, together if each.cascade else ()) for each in self._metadata]
+        self._fill(where, item_I2, own, numbers, late)
 
-    def refill(self, where: AttentionInput, most_short: int = 0) -> int:
-        kind = 0
-        for metadata in self._metadata:
-            shared = [] if metadata.cascade is None else self._cascade.numbers(where)
-            if shared and shared[0].size > 0:
-                kind = 1
-            metadata.refill(where, shared=shared, most_short=most_short)
-        return kind
+    def refill(
+        self, where: AttentionInput, numbers: np.ndarray, late: LateNumbers | None = None, most_short: int = 0
+    ) -> int:
+        together = self._cascade.numbers(where) if len(self.plans) > 1 else []
+        own = [
+            each.numbers(where, shared=together if each.cascade else (), most_short=most_short)
+            for each in self._metadata
+        ]
+        self._fill(where, self._no_tiles_I2, own, numbers, late)
+        return int(len(self.plans) > 1 and together[0].size > 0)
+
+    def _fill(
+        self,
+        where: AttentionInput,
+        item_I2: np.ndarray,
+        own: list[list[np.ndarray]],
+        numbers: np.ndarray,
+        late: LateNumbers | None,
+    ) -> None:
+        arrays = [where.query_start_S1, where.context_len_S, item_I2, *chain(*own)]
+        self._staged.fill(arrays, numbers, where.block_table_SM, late)
 
     def shorten(self, short_S: torch.Tensor) -> None:
         """Tiles after the end of a shorter context hold nothing that its queries see, and add nothing."""
-        for metadata in self._metadata:
-            metadata.context_len_S[: len(short_S)] -= short_S
+        self._context_len_S[: len(short_S)] -= short_S

@@ -4,13 +4,12 @@ Suffixes: those of `kernels/contract.py`, and I items, P partial sums, R rows of
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.transfer import staging_buffer
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeShape
 from pipeline.kernels.triton.attention.partition import partition
 from pipeline.kernels.triton.attention.staging import StagedArrays
@@ -28,6 +27,11 @@ def most_queries(group: int) -> int:
     """
     most_rows = _MAX_ROWS if group & (group - 1) == 0 else _MAX_ROWS // 2
     return max(1, min(MAX_QUERIES, most_rows // group))
+
+
+def num_programs_of(target: Target, num_kv_heads: int) -> int:
+    """Of each KV head: twice the programs that a GPU has multiprocessors, divided among the KV heads."""
+    return max(1, 2 * target.num_multiprocessors // num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -60,19 +64,19 @@ def decode_items(sequence_S: np.ndarray, begin_S: np.ndarray, end_S: np.ndarray,
 
 @dataclass(frozen=True)
 class DecodeMetadata:
-    """Device tensors of a fixed size that `refill` brings up to a step; the kernels read nothing else of it.
+    """Device tensors of a fixed size that hold what `numbers` says of a step; the kernels read nothing else of it.
 
     `num_rows`: rows of a tile, of which group * `num_queries` may stand for a query: R in the names below. `window` is
-    that of the layers it serves. item_I4 to context_len_S are views of `staged`, which one copy fills, as are those of
-    `cascade`, which computes what sequences share at their beginning; the items are then of the rest. None: there is no
-    such part.
+    that of the layers it serves. `cascade` computes what sequences share at their beginning; the items are then of the
+    rest. None: there is no such part. The tensors that change from step to step are views of `staged`, which `refill`
+    fills by one copy. None: whoever made them fills them.
     """
 
     num_programs: int
     num_queries: int
     num_rows: int
     window: int | None
-    staged: StagedArrays
+    staged: StagedArrays | None
     item_I4: torch.Tensor
     program_start: torch.Tensor
     split_S3: torch.Tensor
@@ -101,11 +105,47 @@ class DecodeMetadata:
         window: int | None = None,
         cascade: CascadeShape | None = None,
     ) -> "DecodeMetadata":
-        """For steps of at most `max_seqs` sequences of at most `max_blocks` blocks and `num_queries` query tokens.
+        """For steps of at most `max_seqs` sequences of at most `max_blocks` blocks and `num_queries` query tokens, with
+        tensors of its own.
 
-        Twice the programs that a GPU has multiprocessors, divided among the KV heads. The partial sums take
-        P * num_heads * num_queries * head_dim * 4 bytes, P being twice the programs. `cascade`: of layers without a
-        window, where prefixes that sequences share are to be read once for all of them.
+        Raises ValueError for more query tokens than `most_queries`.
+        """
+        sizes = cls.sizes(max_seqs, num_programs_of(target, num_kv_heads), cascade)
+        staged = StagedArrays([*sizes, max_seqs + 1, max_seqs, max_seqs * max_blocks], device)
+        *own, query_start_S1, context_len_S, table = staged.views
+        made = cls.on(
+            *(own, (query_start_S1, context_len_S, table.view(max_seqs, max_blocks))),
+            *(num_heads, num_kv_heads, head_dim, target),
+            num_queries=num_queries,
+            window=window,
+            cascade=cascade,
+        )
+        return replace(made, staged=staged)
+
+    @classmethod
+    def sizes(cls, max_seqs: int, num_programs: int, cascade: CascadeShape | None) -> list[int]:
+        """Of its own tensors: item_I4, program_start, split_S3, num_splits and those of `cascade`."""
+        own = [4 * (max_seqs + num_programs), num_programs + 1, 3 * min(max_seqs, num_programs), 1]
+        return own if cascade is None else own + cascade.sizes
+
+    @classmethod
+    def on(
+        cls,
+        own: Sequence[torch.Tensor],
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        target: Target,
+        *,
+        num_queries: int,
+        window: int | None,
+        cascade: CascadeShape | None,
+    ) -> "DecodeMetadata":
+        """On int32 tensors of these `sizes`; places: query_start_S1, context_len_S and block_table_SM.
+
+        The partial sums take P * num_heads * num_queries * head_dim * 4 bytes, P being twice the programs. `cascade`:
+        of layers without a window, where prefixes that sequences share are to be read once for all of them.
 
         Raises ValueError for more query tokens than `most_queries`.
         """
@@ -115,57 +155,56 @@ class DecodeMetadata:
                 f"{num_queries} query tokens a sequence: the decode kernel takes {most_queries(group)} at most "
                 f"where {group} query heads share a KV head"
             )
-        num_programs = max(1, 2 * target.num_multiprocessors // num_kv_heads)
-        num_rows = power_of_two(group * num_queries, 16)
-        sizes = [
-            4 * (max_seqs + num_programs),
-            num_programs + 1,
-            3 * min(max_seqs, num_programs),
-            1,
-            max_seqs + 1,
-            max_seqs,
-        ]
-        own = len(sizes)
-        if cascade is not None:
-            assert window is None
-            sizes += cascade.sizes
-        staged = StagedArrays(sizes, device)
-        items, program_start, splits, num_splits, query_start_S1, context_len_S = staged.views[:own]
+        assert window is None or cascade is None
+        num_programs, num_rows = num_programs_of(target, num_kv_heads), power_of_two(group * num_queries, 16)
+        items, program_start, splits, num_splits, *of_cascade = own
+        query_start_S1, context_len_S, block_table_SM = places
+        device = items.device
         rows = 2 * num_programs, num_kv_heads, group * num_queries
         return cls(
             num_programs=num_programs,
             num_queries=num_queries,
             num_rows=num_rows,
             window=window,
-            staged=staged,
+            staged=None,
             item_I4=items.view(-1, 4),
             program_start=program_start,
             split_S3=splits.view(-1, 3),
             num_splits=num_splits,
             query_start_S1=query_start_S1,
             context_len_S=context_len_S,
-            block_table_SM=torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device),
+            block_table_SM=block_table_SM,
             partial_PKRD=torch.empty(*rows, head_dim, dtype=torch.float32, device=device),
             best_PKR=torch.empty(rows, dtype=torch.float32, device=device),
             sum_PKR=torch.empty(rows, dtype=torch.float32, device=device),
-            cascade=None if cascade is None else CascadeMetadata.of(cascade, staged.views[own:]),
+            cascade=None if cascade is None else CascadeMetadata.of(cascade, of_cascade),
         )
 
     def refill(
+        self, where: AttentionInput, sequences: np.ndarray | None = None, shared: Sequence[np.ndarray] = ()
+    ) -> None:
+        """Bring its own tensors up to a step; see `numbers`. The copy is queued on the current stream and waits for
+        nothing."""
+        assert self.staged is not None
+        table_SM = where.block_table_SM
+        if table_SM.shape != self.block_table_SM.shape:
+            table_SM = np.zeros(self.block_table_SM.shape, dtype=np.int32)
+            table_SM[: len(where.block_table_SM), : where.block_table_SM.shape[1]] = where.block_table_SM
+        places = where.query_start_S1, where.context_len_S, table_SM
+        self.staged.fill([*self.numbers(where, sequences, shared), *places])
+
+    def numbers(
         self,
         where: AttentionInput,
         sequences: np.ndarray | None = None,
         shared: Sequence[np.ndarray] = (),
         most_short: int = 0,
-    ) -> None:
-        """Bring the tensors up to a step: of `where`, the sequences at these indices (None: all). `shared`: what groups
-        of them read together, from `CascadeShape.numbers`, for metadata with a cascade. With a window, items begin
-        where it begins if a context is `most_short` tokens shorter.
-
-        The copies are queued on the current stream and wait for nothing.
+    ) -> list[np.ndarray]:
+        """What the tensors of `sizes` are to hold for a step: of `where`, the sequences at these indices (None: all).
+        `shared`: what groups of them read together, from `CascadeShape.numbers`, for metadata with a cascade. With a
+        window, items begin where it begins if a context is `most_short` tokens shorter.
         """
-        num_seqs, num_blocks = where.block_table_SM.shape
-        taken_S = np.arange(num_seqs) if sequences is None else sequences
+        taken_S = np.arange(len(where.context_len_S)) if sequences is None else sequences
         context_S = where.context_len_S[taken_S].astype(np.int64)
         count_S = np.diff(where.query_start_S1)[taken_S]
         assert int(count_S.max(initial=0)) <= self.num_queries
@@ -176,9 +215,4 @@ class DecodeMetadata:
             first_seen_S = shared[-1][taken_S]
         items = decode_items(taken_S, first_seen_S // KEYS, -(-context_S // KEYS), self.num_programs)
         assert int(items.item_I4[:, 3].max(initial=-1)) < len(self.partial_PKRD)
-        num_splits = np.array([len(items.split_S3)])
-        own = items.item_I4, items.program_start, items.split_S3, num_splits, where.query_start_S1, where.context_len_S
-        self.staged.fill([*own, *shared])
-        table = staging_buffer((num_seqs, num_blocks), self.block_table_SM.device)
-        table.numpy()[:] = where.block_table_SM
-        self.block_table_SM[:num_seqs, :num_blocks].copy_(table, non_blocking=True)
+        return [items.item_I4, items.program_start, items.split_S3, np.array([len(items.split_S3)]), *shared]

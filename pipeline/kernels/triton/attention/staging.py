@@ -1,29 +1,74 @@
-"""Copies metadata of a step to the GPU: int32 arrays in one device tensor, filled by one copy from pinned memory."""
+"""Copies what changes from step to step to the GPU: arrays in one tensor, filled by one copy from pinned memory."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from pipeline.kernels.contract import LateNumbers
 from pipeline.kernels.transfer import staging_buffer
+from pipeline.kernels.triton.attention.scatter import scatter_launch
 
 _ALIGNED = 4  # numbers of 4 bytes: see `Launch`
 
 
 class StagedArrays:
-    """Views of one int32 tensor, each aligned, which one copy fills."""
+    """Views of one int32 tensor, each aligned, which one copy fills; after them room for `beside` numbers of any
+    step's own."""
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        self._padded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
-        self.tensor = torch.zeros(sum(self._padded), dtype=torch.int32, device=device)
-        self.views = [part[:size] for part, size in zip(self.tensor.split(self._padded), sizes)]
+    def __init__(self, sizes: Sequence[int], device: torch.device, beside: int = 0) -> None:
+        self._padded = [_aligned(size) for size in sizes]
+        self.tensor = torch.zeros(sum(self._padded) + beside, dtype=torch.int32, device=device)
+        *parts, self.beside = self.tensor.split([*self._padded, beside])
+        self.views = [part[:size] for part, size in zip(parts, sizes)]
 
-    def fill(self, arrays: Sequence[np.ndarray]) -> None:
-        """Overwrite the beginning of each view. The copy is queued on the current stream and waits for nothing."""
-        staged = staging_buffer(self.tensor.shape, self.tensor.device)
+    def fill(self, arrays: Sequence[np.ndarray], beside: Sequence[np.ndarray] = ()) -> None:
+        """Overwrite the beginning of each view, and of what is beside them, each array aligned there. The copy is
+        queued on the current stream and waits for nothing."""
+        size = sum(self._padded) + sum(words_of(array) for array in beside)
+        staged = staging_buffer((size,), self.tensor.device)
         filled, offset = staged.numpy(), 0
         for array, view, padded in zip(arrays, self.views, self._padded, strict=True):
             assert array.size <= view.numel(), "more than was allocated"
             filled[offset : offset + array.size] = array.ravel()
             offset += padded
-        self.tensor.copy_(staged, non_blocking=True)
+        for array in beside:
+            own = np.ascontiguousarray(array).ravel().view(np.int32)
+            filled[offset : offset + len(own)] = own
+            offset += words_of(array)
+        self.tensor[:size].copy_(staged, non_blocking=True)
+
+
+class StagedStep:
+    """All that a captured step reads of the host: arrays of fixed places, the runner's own numbers and block tables.
+
+    One copy brings them, one launch puts them where the graph reads them.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], num_numbers: int, max_seqs: int, max_blocks: int, device: torch.device
+    ) -> None:
+        """sizes: of the arrays. The first view of the tensor beside them is `numbers` (int64), whatever is sent."""
+        room = _aligned(2 * num_numbers) + _aligned(max_seqs * max_blocks)
+        self._staged = StagedArrays(sizes, device, room)
+        self.arrays = self._staged.views
+        self.numbers = self._staged.beside[: 2 * num_numbers].view(torch.int64)
+        self.block_table_SM = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
+
+    def fill(
+        self, arrays: Sequence[np.ndarray], numbers: np.ndarray, table_SM: np.ndarray, late: LateNumbers | None
+    ) -> None:
+        assert (numbers.dtype, table_SM.dtype) == (np.int64, np.int32)
+        self._staged.fill(arrays, [numbers, table_SM])
+        begin = words_of(numbers)
+        copied_SM = self._staged.beside[begin : begin + table_SM.size].view(table_SM.shape)
+        scatter_launch(self.block_table_SM, copied_SM, self.numbers, late).run()
+
+
+def words_of(array: np.ndarray) -> int:
+    """Of 4 bytes, with what aligns the next array."""
+    return _aligned(array.nbytes // 4)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

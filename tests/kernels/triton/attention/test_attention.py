@@ -184,6 +184,7 @@ def test_tensors_of_the_work_lie_aligned() -> None:
             work.query_start_S1,
             work.context_len_S,
         )
+        assert work.staged is not None
         assert [(view.data_ptr() - work.staged.tensor.data_ptr()) % 16 for view in views] == [0] * 6
 
 
