@@ -5,8 +5,6 @@ from dataclasses import asdict, replace
 import pytest
 
 from pipeline.bench.engines.agreement import Agreement
-from pipeline.bench.gpu.aims import AGAINST_PEER, aims_of, aims_to_text
-from pipeline.bench.gpu.figures import Failure, ModelFigures
 from pipeline.bench.gpu.jobs import OurJob, OurJobs
 from pipeline.bench.gpu.kernels.checks import Check
 from pipeline.bench.gpu.kernels.crossover import borders
@@ -15,8 +13,10 @@ from pipeline.bench.gpu.kernels.linear_times import LinearTime, summed_up
 from pipeline.bench.gpu.kernels.tile_times import TileTime, TileTimes
 from pipeline.bench.gpu.peers import PeerJob, PeerJobs
 from pipeline.bench.gpu.rates import Rates
-from pipeline.bench.gpu.report import SessionReport
 from pipeline.bench.gpu.result import Found
+from pipeline.bench.gpu.results.aims import AGAINST_PEER, aims_of, aims_to_text
+from pipeline.bench.gpu.results.figures import Failure, ModelFigures
+from pipeline.bench.gpu.results.report import SessionReport
 from pipeline.bench.gpu.steps.step_times import StepTime
 from pipeline.bench.gpu.steps.trace import Traced
 from pipeline.bench.gpu.task import Outcome, Task

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from pipeline.bench.gpu.figures import reached_of
 from pipeline.bench.gpu.kernels.kernel_times import KernelTime, KernelTimes, _skewed
 from pipeline.bench.gpu.kernels.linear_times import LinearTime, summed_up
 from pipeline.bench.gpu.rates import MIN_RUNS, WARM_UPS, Rates, Stopwatch, measure_rates
+from pipeline.bench.gpu.results.figures import reached_of
 from pipeline.bench.gpu.shares import card_named, of_data_sheet, shares_to_text
 from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, Reached
 

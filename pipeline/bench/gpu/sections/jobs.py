@@ -5,10 +5,10 @@ from dataclasses import asdict
 from statistics import median
 
 from pipeline.bench.gpu.device import memory_bytes
-from pipeline.bench.gpu.figures import reached_by
 from pipeline.bench.gpu.jobs import Limits, OurJobs, run_our_jobs
 from pipeline.bench.gpu.peers import PeerJobs, run_peers
 from pipeline.bench.gpu.result import Result, read_results
+from pipeline.bench.gpu.results.figures import reached_by
 from pipeline.bench.gpu.subject import Subject, known_rates
 from pipeline.bench.gpu.variants import AS_SERVED, VARIANTS
 from pipeline.bench.measure import facts_to_text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline.bench.engines.peer import parse_peer
 from pipeline.bench.gpu.peers import MODES
-from pipeline.bench.gpu.report import SessionReport
+from pipeline.bench.gpu.results.report import SessionReport
 from pipeline.bench.gpu.session.plan import MODELS, SMOKE_MODELS, follow_up_plan, installed_peers, main_plan, only
 from pipeline.bench.gpu.session.run import run_session
 from pipeline.bench.gpu.task import Setting

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.bench.gpu.device import require_device
-from pipeline.bench.gpu.report import SessionReport
 from pipeline.bench.gpu.result import read_results, write_whole
+from pipeline.bench.gpu.results.report import SessionReport
 from pipeline.bench.gpu.session.packing import MAX_BYTES, Pack, pack
 from pipeline.bench.gpu.session.plan import Stage
 from pipeline.bench.gpu.session.processes import asked_apart, run_side_by_side

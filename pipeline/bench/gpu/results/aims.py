@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from pipeline.bench.gpu.figures import Failure, ModelFigures
 from pipeline.bench.gpu.jobs import OurJob
 from pipeline.bench.gpu.kernels.kernel_times import CHECKING, DECODING, PROMPTS, SKEWED, KernelTime
 from pipeline.bench.gpu.kernels.linear_times import ALLOWED_BEHIND
+from pipeline.bench.gpu.results.figures import Failure, ModelFigures
 
 LEAST_S = 30e-6  # of a kernel's floor, or of the other kernel: starting one takes some 5 us
 DECODING_SHARE = 0.85  # of the copy bandwidth

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.bench.gpu.aims import aims_of, aims_to_text
-from pipeline.bench.gpu.figures import Failure, ModelFigures, model_figures
 from pipeline.bench.gpu.kernels.checks import Check, Correctness
 from pipeline.bench.gpu.result import Found
+from pipeline.bench.gpu.results.aims import aims_of, aims_to_text
+from pipeline.bench.gpu.results.figures import Failure, ModelFigures, model_figures
 from pipeline.bench.gpu.rows import rows_of
 from pipeline.bench.gpu.shares import card_named, shares_to_text
 from pipeline.bench.gpu.subject import MACHINE
