@@ -190,7 +190,9 @@ class MeasuredDrafts:
         if verdict is None:
             self._counts.plain[num] += 1
         else:
-            self._count(contest, outcome.num_generated, verdict, num, own_s, off_s)
+            slowdown = None if arm == OFF else contest.measured_slowdown(arm)
+            plain_s = off_s if slowdown is None else own_s / slowdown
+            self._count(contest, outcome.num_generated, verdict, num, own_s, plain_s)
         self._unsettled_s += seconds
         if arm != OFF and self._same_arm > SETTLED and contest.challenger is None and contest.steps % DRAFTED_EVERY:
             return
@@ -223,9 +225,9 @@ class MeasuredDrafts:
         self._unsettled_s = 0.0
 
     def _count(
-        self, contest: Contest, num_generated: int, verdict: Verdict, num: int, own_s: float, off_s: float | None
+        self, contest: Contest, num_generated: int, verdict: Verdict, num: int, own_s: float, plain_s: float | None
     ) -> None:
-        """A step with drafts."""
+        """A step with drafts. plain_s: of a plain step at the speed that the machine has now."""
         counts = self._counts.of(num)
         counts.drafted_steps += 1
         counts.probe_steps += contest.incumbent == OFF
@@ -234,7 +236,7 @@ class MeasuredDrafts:
         counts.draft_tokens += int(verdict.drafted_D.sum())
         counts.accepted_tokens += int(verdict.accepted_D.sum())
         counts.spent_us += round(own_s * 1e6)
-        counts.plain_us += round((own_s if off_s is None else off_s * num_generated / num) * 1e6)
+        counts.plain_us += round((own_s if plain_s is None else plain_s * num_generated / num) * 1e6)
 
     def _go_on(self, contest: Contest, is_end: bool, now_ns: int) -> None:
         """End a contest, or begin one."""

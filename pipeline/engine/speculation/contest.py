@@ -43,6 +43,7 @@ class Contest:
         self._lost_at: dict[Arm, int] = {}
         self._pause: dict[Arm, int] = {}
         self._disproved: dict[Arm, float] = {}
+        self._measured: dict[Arm, float] = {}  # slowdowns, as contests with plain steps found them
         self._before: Rate | None = None  # the incumbent's, before the challenger
         self._between: Rate | None = None  # the challenger's, while the incumbent runs again
         self._begun_at = 0
@@ -106,6 +107,11 @@ class Contest:
             return None if off_s is None else rate.step_s / off_s
         return None if self._parent is None else self._parent.slowdown(arm, prefill_s)
 
+    def measured_slowdown(self, arm: Arm) -> float | None:
+        """The same as the last contest with plain steps found it: both were timed then, at one speed of the machine."""
+        found = self._measured.get(arm)
+        return self._parent.measured_slowdown(arm) if found is None and self._parent is not None else found
+
     # -- turns
 
     def since_turn(self, arm: Arm) -> int:
@@ -144,15 +150,17 @@ class Contest:
             before = rate if self._before is None else self._before
             ratios = [_ratio(each, self._between) for each in (before, rate)]
             ratio, error = 0.5 * (ratios[0][0] + ratios[1][0]), max(ratios[0][1], ratios[1][1])
+            slowdown = 2.0 * self._between.step_s / (before.step_s + rate.step_s)
         else:
             ratio, error = (1.0, 1.0) if self._before is None else _ratio(self._before, rate)
+            slowdown = None if self._before is None else rate.step_s / self._before.step_s
         is_clear = not CLEAR[0] < ratio < CLEAR[1]
         if self.incumbent == OFF and yields is not None:  # the time is known sooner than the tokens
             off_s = self.off_s(prefill_s) or rate.step_s
             expected, error_s = yields(self.challenger) * off_s / rate.step_s, rate.step_error
             if expected < CLEAR[0] and abs(expected - 1.0) > CERTAIN * error_s:
                 self._hoped = expected
-                self._decide(min(ratio, expected), error_s)
+                self._decide(min(ratio, expected), error_s, rate.step_s / off_s)
                 return True
         is_enough = is_late or (rate.weight >= MOST_WEIGHT and error < MOST_ERROR)
         if is_enough and self._between is None and not is_clear and not has_to_end:
@@ -161,15 +169,19 @@ class Contest:
             return False
         is_over = is_enough or (is_clear and abs(ratio - 1.0) > CERTAIN * error)
         if is_over:
-            self._decide(ratio, error)
+            self._decide(ratio, error, slowdown)
         return is_over
 
-    def _decide(self, ratio: float, error: float) -> None:
-        """ratio: how many times as fast as the incumbent."""
+    def _decide(self, ratio: float, error: float, slowdown: float | None) -> None:
+        """ratio: how many times as fast as the incumbent. slowdown: as long as its steps."""
         challenger = loser = self.challenger
         assert challenger is not None
         assert loser is not None
         self._decided_at = self._now
+        if slowdown is not None and self.incumbent == OFF:
+            self._measured[challenger] = slowdown
+        elif slowdown is not None and challenger == OFF:
+            self._measured[self.incumbent] = 1.0 / slowdown
         least = 1.0 / MARGIN if challenger == OFF else max(MARGIN, 1.0 + error)
         if ratio > least:
             loser, self.incumbent = self.incumbent, challenger

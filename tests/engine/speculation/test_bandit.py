@@ -208,6 +208,21 @@ def test_what_was_saved_is_counted() -> None:
     assert line.saved_s == pytest.approx(line.drafted_steps * (plain_s - took_s), rel=0.05)
 
 
+@pytest.mark.parametrize("faster", [0.1, 10.0])
+def test_what_was_saved_is_counted_at_the_speed_that_the_machine_has_now(faster: float) -> None:
+    """Plain steps were timed when it was busy with something else, or when it was not yet."""
+    driven = Driven()
+    driven.share(100)
+    (before,) = driven.counts.lines()
+    driven.plain_s, driven.drafted_s = driven.plain_s / faster, driven.drafted_s / faster
+    driven.share(300)
+    (after,) = driven.counts.lines()
+    steps = after.drafted_steps - before.drafted_steps
+    assert steps > 200
+    counted = (after.saved_s - before.saved_s) / steps / (driven.plain_s * (1 + K) - driven.drafted_s)
+    assert 0.8 < counted < 1.2
+
+
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_an_engine_gives_the_tokens_of_plain_steps(seed: int, is_asynchronous: bool) -> None:

@@ -176,7 +176,7 @@ def test_who_loses_waits_twice_as_long_each_time() -> None:
     pauses = []
     for _ in range(3):
         contest.challenger = arm
-        contest._decide(0.95, 0.0)
+        contest._decide(0.95, 0.0, slowdown=1.1)
         pauses.append(next(n for n in range(10_000) if contest.steps + n >= contest._due[arm]))
     assert pauses == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
 

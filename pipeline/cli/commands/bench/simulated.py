@@ -1,0 +1,151 @@
+"""Benchmarks that compute nothing: bounds and jobs by the cost model of cards, in simulated time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from pipeline.cli.commands.bench.options import parse_sizes, print_told, shared_options
+from pipeline.cli.console import answers, json_flag, say
+
+
+@click.command("admission")
+@click.option("jobs", "--job", multiple=True, metavar="NAME", help="summaries, classification, generation, reasoning, "
+              "either, mixed or shared; else all of them. May be repeated.")  # fmt: skip
+@click.option("kv_shares", "--kv-share", multiple=True, type=click.FloatRange(min=0, min_open=True), metavar="X",
+              default=(0.25, 0.5, 1.0), show_default=True, help="The KV cache, as a share of what a full batch of mean "
+              "rows holds in the end. May be repeated.")  # fmt: skip
+@click.option("--max-num-seqs", type=click.IntRange(min=1, max=8192), default=256, show_default=True)
+@shared_options(rows=2000)
+@click.option("--seed", type=int, default=1, show_default=True)
+@json_flag
+@answers
+def rules_of_admission(as_json: bool, **options: Any) -> None:
+    """The engine's rule of admission against others, on jobs whose KV cache is tight: simulated.
+
+    \b
+    Examples:
+      pipeline bench admission
+      pipeline bench admission --job generation --kv-share 0.25 --rows 1000
+      pipeline bench admission --max-num-seqs 64 --json
+
+    Nothing is run, no card is needed: the engine's scheduler plans every step of jobs whose rows have random lengths,
+    and a step takes what the cost model says. Takes some minutes for all jobs.
+    """
+    from pipeline.bench.admission.simulation import bench_admission
+
+    print_told(bench_admission(say=say, **options), as_json)
+
+
+@click.command("schedule")
+@shared_options(model="llama-8b-awq")
+@click.option("cards", "--card", multiple=True, metavar="NAME", help="As of bench roofline; H100, H200, A100, L4 and "
+              "RTX 4090 when left out. May be repeated.")  # fmt: skip
+@click.option("requests", "--requests", multiple=True, metavar="SET", help="As of bench roofline; else all of them.")
+@click.option("--launch-us", type=click.FloatRange(min=0), default=180.0, show_default=True,
+              help="What the host takes to launch one layer, kernel by kernel.")  # fmt: skip
+@click.option("--smaller", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+              help="Only every Nth request.")  # fmt: skip
+@json_flag
+@answers
+def choices_of_the_schedule(as_json: bool, launch_us: float, **options: Any) -> None:
+    """Whole jobs on cards, simulated with the host's time: where it goes, and what choices of the schedule are worth.
+
+    \b
+    Examples:
+      pipeline bench schedule --card h100
+      pipeline bench schedule --model qwen3-0.6b --card h200 --requests generation
+      pipeline bench schedule --launch-us 360 --json
+
+    Nothing is run, no card is needed: the engine's scheduler plans every step of the fixed request sets, the device
+    takes what the cost model says, and the host launches the next step meanwhile. Takes some 15 s a card.
+    """
+    from pipeline.bench.schedule.host import HostTimes
+    from pipeline.bench.schedule.simulation import bench_schedule
+
+    print_told(bench_schedule(host=HostTimes(launch_s=launch_us / 1e6), say=say, **options), as_json)
+
+
+@click.command("cluster")
+@click.option("--actors", metavar="N,N", default="1,8,64,256", show_default=True, callback=parse_sizes,
+              help="Machines of a pool, one engine each.")  # fmt: skip
+@click.option("--rows-per-actor", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option("--model", default="llama-8b", show_default=True, metavar="SHAPE|PATH", help="As of bench roofline.")
+@click.option("--card", default="h100", show_default=True, metavar="NAME", help="As of bench roofline.")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="The median.")
+@click.option("--output-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="The median.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="sampling.max_tokens.")
+@click.option("--cold-start-s", type=click.FloatRange(min=0), default=60.0, show_default=True,
+              help="From a machine's coming to its first step.")  # fmt: skip
+@click.option("--hourly-usd", type=click.FloatRange(min=0), default=2.5, show_default=True, help="Of a machine.")
+@click.option("--seed", type=int, default=1, show_default=True)
+@json_flag
+@answers
+def pools_of_machines(as_json: bool, **options: Any) -> None:
+    """A job on 1 to 1,024 machines, simulated: balance, the tail, losses, late machines, money, store requests.
+
+    \b
+    Examples:
+      pipeline bench cluster
+      pipeline bench cluster --actors 1024 --rows-per-actor 4096
+      pipeline bench cluster --max-tokens 4096 --output-tokens 400 --json
+
+    Nothing is run, no card is needed: rows of random lengths are cut into units as a job cuts them, and go through
+    engines whose steps take what the cost model says. Takes some 10 s; 1,024 actors a minute.
+    """
+    from pipeline.bench.cluster.pools import bench_cluster
+
+    print_told(bench_cluster(say=say, **options), as_json)
+
+
+def _share(flag: str, about: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    in_range = click.FloatRange(0, 1, min_open=True)
+    return click.option(flag, type=in_range, default=1.0, show_default=True, help=about)
+
+
+@click.command("roofline")
+@click.option("--model", default="llama-8b-awq", show_default=True, metavar="SHAPE|PATH",
+              help="tiny, qwen3-0.6b or llama-8b, also with -awq (nothing is written); or a checkpoint.")  # fmt: skip
+@click.option("cards", "--card", metavar="NAME", multiple=True,
+              help="The beginning of its name, such as h100. May be repeated; else all.")  # fmt: skip
+@click.option("--requests", metavar="SET", multiple=True,
+              help="A fixed request set, such as summaries. May be repeated; else all.")  # fmt: skip
+@click.option("--max-num-seqs", type=click.IntRange(min=1), default=1024, show_default=True)
+@click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option("--activation-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True,
+              help="Of quantized linears.")  # fmt: skip
+@click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True)
+@click.option("--paths", type=click.Choice(["engine", "fastest"]), default="engine", show_default=True,
+              help="Of int4 linears: by the engine's crossover, or always the fastest.")  # fmt: skip
+@click.option("--shared-reads", type=click.Choice(["once", "each"]), default="once", show_default=True,
+              help="Of a prefix that sequences share: once a step, or by each of them.")  # fmt: skip
+@_share("--bandwidth-share", "Of the card's bandwidth, that reading weights, keys and values reaches.")
+@_share("--gemm-share", "Of the card's rate, that 16-bit products and attention reach.")
+@_share("--int4-share", "Of the card's rate, that products of int4 weights reach.")
+@_share("--fp8-share", "Of the card's rate in fp8, that products of fp8 activations reach.")
+@click.option("--step-ms", type=click.FloatRange(min=0), default=0.0, show_default=True,
+              help="Of each step, in which the card waits.")  # fmt: skip
+@json_flag
+@answers
+def bounds_of_cards(
+    model: str, cards: tuple[str, ...], requests: tuple[str, ...], step_ms: float, as_json: bool, **options: Any
+) -> None:
+    """What a card could do at the most, by the cost model: seconds of steps, and of jobs over fixed request sets.
+
+    \b
+    Examples:
+      pipeline bench roofline
+      pipeline bench roofline --model llama-8b-awq --card h100 --requests summaries
+      pipeline bench roofline --card h200 --bandwidth-share 0.85 --gemm-share 0.7 --int4-share 0.33 --step-ms 0.2
+      pipeline bench roofline --card h100 --activation-dtype fp8 --kv-cache-dtype fp8
+      pipeline bench roofline --paths fastest    a bound, where int4 linears have two paths
+
+    Nothing is run, no card is needed. With the default shares the figures are bounds that this engine cannot beat. The
+    cards' figures are their makers' (pipeline/roofline/hardware.yaml).
+    """
+    from pipeline.bench.roofline import Serving, bench_roofline
+    from pipeline.roofline.cost_model import Reached
+
+    bandwidth, gemm, int4, fp8 = (options.pop(f"{of}_share") for of in ("bandwidth", "gemm", "int4", "fp8"))
+    reached = Reached(bandwidth, bandwidth, gemm, int4, gemm, fp8, step_s=step_ms / 1e3)
+    print_told(bench_roofline(model, cards, requests, Serving(**options), reached), as_json)
