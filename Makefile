@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Of pytest. On two cores two more, as tests of jobs wait for much of their time: a worker takes some 1.5 GB.
-WORKERS ?= 4
+# Of pytest. On two cores one more, as tests of jobs wait for much of their time: a worker takes some 1.5 GB.
+WORKERS ?= 3
 # Jobs and their tests start hundreds of processes: where compiled modules may not be kept, each compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
