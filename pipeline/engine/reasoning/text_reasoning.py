@@ -1,5 +1,5 @@
-"""Reasoning between markers of several tokens, as models write them whose vocabulary has none of their own: Nemotron's
-and DeepHermes' `<think>` in Llama's vocabulary, `<|begin_of_thought|>` of OpenThinker, "Here is my thought process:".
+"""Reasoning between markers of several tokens, as models write them whose vocabulary has none of their own, such as
+`<think>` in a vocabulary without it, or a sentence.
 
 Tokens do not show where such a marker is: its first and last characters may be one token with what stands around it. So
 it is looked for in the text, once the row has ended, and nothing that depends on it while the row runs goes with it.
