@@ -18,6 +18,7 @@ from pipeline.engine.schedule.sequence import SlotTable
 
 MOST_REPLAYED = 8  # sequences: looking up takes some microseconds for each
 MOST_TOKENS = 32  # of a sequence, the last ones
+_NONE = np.zeros(0, dtype=np.int64)
 TELLING = 3  # right tokens of an offer whose others have not come yet, which tell enough; it is asked for again
 
 
@@ -33,18 +34,18 @@ class LooksUp(Protocol):
         ...
 
 
-def replay(proposer: LooksUp, table: SlotTable, slot_S: np.ndarray) -> np.ndarray:
-    """How many drafts of each step (O) would have been accepted, from what the proposer has not looked at yet of these
-    sequences. All known tokens have to be in the table."""
+def replay(proposer: LooksUp, table: SlotTable, slot_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each step (O): which sequence, and how many drafts would have been accepted, from what the proposer has not
+    looked at yet of these sequences. All known tokens have to be in the table."""
     until_S, first_S = table.num_known[slot_S], table.num_prompt[slot_S] + 1
     looked_S = np.maximum(proposer.looked_at(slot_S), first_S)
     at_S = np.maximum(looked_S, until_S - MOST_TOKENS)
     counts = at_S == looked_S  # else a step would not have begun there, but the next one might
-    accepted: list[np.ndarray] = []
+    slots, accepted = [_NONE], [_NONE]
     while True:
         (going,) = (at_S < until_S).nonzero()
         if not len(going):
-            return np.concatenate([np.zeros(0, dtype=np.int64), *accepted])
+            return np.concatenate(slots), np.concatenate(accepted)
         slot, at = slot_S[going], at_S[going]
         offer = proposer.offer_at(slot, at)
         count = np.minimum(offer.count_S, np.maximum(table.limit[slot] - at - 1, 0))
@@ -55,6 +56,7 @@ def replay(proposer: LooksUp, table: SlotTable, slot_S: np.ndarray) -> np.ndarra
         agreed = np.where(wrong_SK.any(axis=1), wrong_SK.argmax(axis=1), wrong_SK.shape[1])
         is_known = (agreed < decided) | (decided == count)  # what came of it; else the text ends before
         tells = (is_known | (decided >= TELLING)) & counts[going]
+        slots.append(slot[tells])
         accepted.append(agreed[tells])
         counts[going] = True
         at_S[going] = np.where(is_known, at + agreed + 1, until_S[going])

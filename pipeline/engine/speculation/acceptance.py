@@ -5,7 +5,7 @@ Of drafts that were computed, and of those that were replayed. Sequences without
 
 import numpy as np
 
-HALF = 0.97  # what earlier steps count for after another one
+HALF, REPLAY_HALF = 0.97, 0.5  # what earlier steps, or replays, count for after another one
 DEEPER = 0.9  # a place that nobody drafted in: the one before it by so much
 
 
@@ -21,13 +21,21 @@ class Acceptance:
     def is_known(self) -> bool:
         return self._tried_K[0] > 0.0
 
-    def observe(self, drafted_N: np.ndarray, accepted_N: np.ndarray, num_without: int, memory: float = HALF) -> None:
+    def observe(self, drafted_N: np.ndarray, accepted_N: np.ndarray, num_without: int) -> None:
         """One step. num_without: sequences that had no drafts."""
+        self._add(drafted_N, accepted_N, np.ones(len(drafted_N)), HALF)
+        self._tried_K[0] += num_without
+
+    def replayed(self, slot_O: np.ndarray, accepted_O: np.ndarray) -> None:
+        """Offers of some sequences (see drafts/replay.py). A sequence whose drafts fall has more of them in as many
+        tokens; in a step each sequence has one."""
+        self._add(np.full(len(slot_O), len(self._place_K)), accepted_O, 1.0 / np.bincount(slot_O)[slot_O], REPLAY_HALF)
+
+    def _add(self, drafted_N: np.ndarray, accepted_N: np.ndarray, weight_N: np.ndarray, memory: float) -> None:
         reached_NK = accepted_N[:, None] >= self._place_K
         tried_NK = (drafted_N[:, None] >= self._place_K) & (accepted_N[:, None] >= self._place_K - 1)
-        self._tried_K = memory * self._tried_K + tried_NK.sum(axis=0)
-        self._accepted_K = memory * self._accepted_K + reached_NK.sum(axis=0)
-        self._tried_K[0] += num_without
+        self._tried_K = memory * self._tried_K + weight_N @ tried_NK
+        self._accepted_K = memory * self._accepted_K + weight_N @ reached_NK
         self._tokens = None
 
     @property

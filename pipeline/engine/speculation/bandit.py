@@ -50,18 +50,18 @@ LOSING = 0.8  # as plain steps: those are measured at once
 WILD = 3.0  # a step is charged no more: what the machine did besides is nobody's
 IDLE = 12.0  # the engine waited for requests, and the step says nothing
 
-# Shares of all time, and what earlier replays count for in the next one
+# Shares of all time
 MOST_REPLAY = 8  # times the quickest replay that one is counted as: the machine was busy with something else
 EARLY_STEPS = 192  # in which more is spent on replays: a short job gains by the first contests
-EARLY_REPLAY_SHARE, REPLAY_SHARE, REPLAY_MEMORY = 0.03, 0.002, 0.5
+EARLY_REPLAY_SHARE, REPLAY_SHARE = 0.03, 0.002
 
 # As long as no step with drafts was timed
 UNKNOWN_COST = 0.25  # share of a plain step that a draft takes, ever less of it until
 UNKNOWN_STEPS = 512  # steps, by when more text is known to draft from
 UNKNOWN_DRAFT = 0.3  # tokens that come in the time of a draft
 
-Replay = Callable[[], np.ndarray]
-"""Of each step that drafts would have made of the last tokens, how many drafts would have been accepted."""
+Replay = Callable[[], tuple[np.ndarray, np.ndarray]]
+"""Of each step that drafts would have made of the last tokens: which slot, how many drafts would have been accepted."""
 _Step = tuple[StepFacts, Arm | None, np.ndarray | None]
 """A step, its arm (None: it says nothing), and the slots of those who were asked for drafts."""
 
@@ -87,6 +87,7 @@ class MeasuredDrafts:
         self._replay_ns, self._replay_at_ns = 10**9, 0
         self._num_steps = self._idle = 0
         self._unsettled_s = 0.0
+        self._is_end, self._slot_S = False, np.zeros(0, dtype=np.int64)  # no sequence waits; those that were seen last
         # by proposer that cannot be replayed: when it is tried whatever is known of it, and the pause after that
         first = FIRST_OTHER if any(self._replays) else FIRST_ALONE
         self._next_turn, self._pause = [first] * len(self._replays), [OTHER_PAUSE] * len(self._replays)
@@ -171,9 +172,10 @@ class MeasuredDrafts:
         if verdict is not None:
             self._learn(contest, arm, verdict, num, UNKNOWN_DRAFT if rate is None else rate.draft_cost(off_s))
         tokens, drafts = outcome.num_generated / num, 0 if verdict is None else int(verdict.drafted_D.sum())
-        is_end = facts.num_waiting == 0 and num > 1
-        if is_end and slot_S is not None:
-            tokens = min(tokens, self._rows.slow_tokens(slot_S, verdict))
+        self._is_end = facts.num_waiting == 0 and num > 1
+        if slot_S is not None:
+            self._slot_S = slot_S
+            self._rows.asked(slot_S, verdict)
         own_s = max(seconds - prefill_s * facts.num_prefill, 0.0)
         usual = rate or contest.rate(contest.incumbent, prefill_s)
         if usual is not None:
@@ -202,8 +204,11 @@ class MeasuredDrafts:
                 self._prefill.add(window, seconds, facts.num_prefill, num)
             window.add(seconds, facts.num_prefill, tokens, drafts / num)
         if off_s is not None:
-            self._settle(contest, arm, own_s * self._unsettled_s / seconds, tokens * self._unsettled_s / seconds, off_s)
-        self._go_on(contest, is_end, now_ns)
+            counted = tokens if arm == OFF else tokens * self._slow()
+            self._settle(
+                contest, arm, own_s * self._unsettled_s / seconds, counted * self._unsettled_s / seconds, off_s
+            )
+        self._go_on(contest, now_ns)
 
     def _learn(self, contest: Contest, arm: Arm, verdict: Verdict, num_sequences: int, cost: float) -> None:
         """cost: of a draft, in tokens."""
@@ -238,11 +243,15 @@ class MeasuredDrafts:
         counts.spent_us += round(own_s * 1e6)
         counts.plain_us += round((own_s if plain_s is None else plain_s * num_generated / num) * 1e6)
 
-    def _go_on(self, contest: Contest, is_end: bool, now_ns: int) -> None:
+    def _slow(self) -> float:
+        """Of tokens with drafts, what share counts: once no sequence waits, those of slow ones do."""
+        return self._rows.slow_share(self._slot_S) if self._is_end else 1.0
+
+    def _go_on(self, contest: Contest, now_ns: int) -> None:
         """End a contest, or begin one."""
         if contest.challenger is not None:
             has_to_end = contest.active == contest.challenger != OFF and not self._account.can_go_on
-            contest.judge(self._prefill.token_s, has_to_end, None if is_end else self._yields)
+            contest.judge(self._prefill.token_s, has_to_end, self._yields, self._slow())
             return
         is_on = contest.incumbent != OFF
         if contest.steps % (ON_LOOK if is_on else OFF_LOOK) or (is_on and self._same_arm < ON_LOOK):
@@ -253,7 +262,7 @@ class MeasuredDrafts:
             if self._num_steps < FIRST_STEPS:
                 return
             self._replay(now_ns)
-        self._challenge(contest, is_end)
+        self._challenge(contest)
 
     def _doubts(self, contest: Contest) -> bool:
         """Measure plain steps where drafts seem slower, or once in a while."""
@@ -261,7 +270,7 @@ class MeasuredDrafts:
         rate, off_s = contest.rate(contest.incumbent, prefill_s), contest.off_s(prefill_s)
         if rate is None or rate.weight < LEAST_WEIGHT:
             return True
-        ratio = 0.0 if off_s is None else off_s / rate.token_s
+        ratio = 0.0 if off_s is None else self._slow() * off_s / rate.token_s
         is_late = contest.is_due(OFF, FIRST_CHECK) and ratio < WIDE
         pause = SOON if self._account.is_in_debt else FIRST_PAUSE
         is_slow = ratio < 1.0 and contest.since_turn(OFF) >= pause
@@ -270,7 +279,7 @@ class MeasuredDrafts:
             contest.begin(OFF, prefill_s)
         return is_time
 
-    def _challenge(self, contest: Contest, is_end: bool) -> None:
+    def _challenge(self, contest: Contest) -> None:
         """Begin a contest with the arm that is expected to be the fastest, if that is faster than the incumbent, or if
         nothing is known of it."""
         own = self._expected(contest, contest.incumbent)
@@ -294,7 +303,7 @@ class MeasuredDrafts:
         if best is None:
             return
         is_sure = least > SAFE * own and contest.slowdown(best, self._prefill.token_s) is not None
-        if is_end and self._account.is_in_debt:
+        if self._is_end and self._account.is_in_debt:
             is_sure = False  # slow rows get fewer tokens than is expected of all
         if self._account.take(on_credit=is_sure):
             self._next_turn[best] = self._num_steps + self._pause[best]
@@ -308,7 +317,7 @@ class MeasuredDrafts:
         slowdown = contest.slowdown(arm, self._prefill.token_s)
         if slowdown is None:
             slowdown = 1.0 + UNKNOWN_COST * max(1.0 - self._num_steps / UNKNOWN_STEPS, 0.0) * self._most
-        return self._yields(arm) / slowdown
+        return self._slow() * self._yields(arm) / slowdown
 
     def _yields(self, arm: Arm) -> float:
         """Tokens a step, as accepted recently."""
@@ -320,9 +329,11 @@ class MeasuredDrafts:
             return
         for replay, acceptance in zip(self._replays, self._acceptance):
             if replay is not None:
-                accepted_O = replay()
+                slot_O, accepted_O = replay()
                 if len(accepted_O):
-                    acceptance.observe(np.full(len(accepted_O), self._most), accepted_O, 0, REPLAY_MEMORY)
+                    self._slot_S = np.unique(slot_O)
+                    self._rows.replayed(slot_O, accepted_O)
+                    acceptance.replayed(slot_O, accepted_O)
         now_after_ns = self._clock()
         self._replay_ns = min(self._replay_ns, now_after_ns - now_ns)  # the quickest
         price_ns = min(now_after_ns - now_ns, MOST_REPLAY * self._replay_ns)

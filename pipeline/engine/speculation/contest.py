@@ -134,9 +134,9 @@ class Contest:
         self.challenger, self._begun_at, self._num_at_begin = challenger, self.steps, self._num_sequences
         self.window(challenger).clear()
 
-    def judge(self, prefill_s: float, has_to_end: bool, yields: Yields | None) -> bool:
-        """After a step of the one that is active: whether the contest is over. yields: None where the tokens that were
-        counted say more."""
+    def judge(self, prefill_s: float, has_to_end: bool, yields: Yields, slow: float = 1.0) -> bool:
+        """After a step of the one that is active: whether the contest is over. slow: of tokens with drafts, what share
+        counts."""
         assert self.challenger is not None
         rate = self.rate(self.active, prefill_s)
         is_late = has_to_end or self.steps - self._begun_at >= MOST_STEPS
@@ -154,10 +154,14 @@ class Contest:
         else:
             ratio, error = (1.0, 1.0) if self._before is None else _ratio(self._before, rate)
             slowdown = None if self._before is None else rate.step_s / self._before.step_s
+        if self.incumbent == OFF:
+            ratio *= slow
+        elif self.challenger == OFF:
+            ratio /= slow
         is_clear = not CLEAR[0] < ratio < CLEAR[1]
-        if self.incumbent == OFF and yields is not None:  # the time is known sooner than the tokens
+        if self.incumbent == OFF:  # the time is known sooner than the tokens
             off_s = self.off_s(prefill_s) or rate.step_s
-            expected, error_s = yields(self.challenger) * off_s / rate.step_s, rate.step_error
+            expected, error_s = yields(self.challenger) * slow * off_s / rate.step_s, rate.step_error
             if expected < CLEAR[0] and abs(expected - 1.0) > CERTAIN * error_s:
                 self._hoped = expected
                 self._decide(min(ratio, expected), error_s, rate.step_s / off_s)

@@ -17,10 +17,10 @@ REST = 8  # steps that a sequence which is not worth a draft lets pass before it
 OWN, ALL = 0.7, 0.97  # what earlier drafts count for after another step: a sequence's own, and those of all
 FIRST = 8.0, 2.0  # right and wrong drafts that are taken to have been before the first ones
 PRIOR = 2.0  # beside a sequence's own drafts so many count that went as those of all
-LONG = 256  # steps over which it is seen how fast a sequence is
+LONG = 256.0  # steps over which it is seen how fast a sequence is
 SLOW = 0.25  # share of the sequences that are the slow ones
 LUCK = 1.5  # standard errors that a sequence may be slower than the others by chance
-LUCK_PRIOR = 4.0  # steps that the usual variance counts for beside a sequence's own
+LUCK_PRIOR = 4.0  # steps at the speed of all that count beside a sequence's own, for how much its luck varies
 
 
 class RowDepths:
@@ -31,11 +31,11 @@ class RowDepths:
         self._depth_B, self._rest_B = np.zeros((2, 1), dtype=np.int64)  # rest: steps without drafts that are left
         self._right_B, self._wrong_B = np.zeros((2, 1))  # drafts; what comes after a wrong one does not count
         self._right, self._wrong = FIRST  # the same of all sequences
-        self._speed_B, self._spread_B, self._seen_B = np.zeros((3, 1))  # tokens a step, their variance, steps
+        self._seen_B, self._extra_B = np.zeros((2, 1))  # steps in which it was asked, drafts accepted in them
 
     def admitted(self, slot: int) -> None:
         """A sequence that nothing is known of."""
-        for name in ("_depth_B", "_rest_B", "_right_B", "_wrong_B", "_speed_B", "_spread_B", "_seen_B"):
+        for name in ("_depth_B", "_rest_B", "_right_B", "_wrong_B", "_seen_B", "_extra_B"):
             state_B = getattr(self, name)
             if slot >= len(state_B):
                 state_B = np.concatenate([state_B, np.zeros(slot + 1, state_B.dtype)])
@@ -71,19 +71,29 @@ class RowDepths:
         if not depth_D.all():
             self._rest_B[slot_D] = np.where(depth_D == 0, REST, 0)
 
-    def slow_tokens(self, slot_S: np.ndarray, verdict: Verdict | None) -> float:
-        """Tokens that the slow ones of these got in a step, for which all of them were asked."""
-        token_S = np.ones(len(slot_S))
+    def asked(self, slot_S: np.ndarray, verdict: Verdict | None) -> None:
+        """In a step, and what came of it."""
+        self._seen_B[slot_S] += 1.0
         if verdict is not None:
-            token_B = np.ones(len(self._speed_B))
-            token_B[verdict.slot_D] += verdict.accepted_D
-            token_S = token_B[slot_S]
-        self._seen_B[slot_S] = seen_S = np.minimum(self._seen_B[slot_S] + 1, LONG)
-        before_S = self._speed_B[slot_S]
-        self._speed_B[slot_S] = speed_S = before_S + (token_S - before_S) / seen_S
-        spread_S = self._spread_B[slot_S]
-        self._spread_B[slot_S] = spread_S = spread_S + ((token_S - before_S) * (token_S - speed_S) - spread_S) / seen_S
-        spread_S = (seen_S * spread_S + LUCK_PRIOR * float(spread_S.mean())) / (seen_S + LUCK_PRIOR)
-        lucky_S = np.sort(speed_S + LUCK * np.sqrt(spread_S / seen_S))
+            self._extra_B[verdict.slot_D] += verdict.accepted_D
+
+    def replayed(self, slot_O: np.ndarray, accepted_O: np.ndarray) -> None:
+        """Steps that drafts would have made: which sequence, how many drafts would have been accepted."""
+        np.add.at(self._seen_B, slot_O, 1.0)
+        np.add.at(self._extra_B, slot_O, accepted_O)
+
+    def slow_share(self, slot_S: np.ndarray) -> float:
+        """Tokens that the slow ones of these get in a step with drafts, by what all of them get."""
+        slot_S = slot_S[self._seen_B[slot_S] > 0.0]
+        if len(slot_S) < 2:
+            return 1.0
+        less_S = np.minimum(LONG / self._seen_B[slot_S], 1.0)
+        self._seen_B[slot_S] = seen_S = less_S * self._seen_B[slot_S]
+        self._extra_B[slot_S] = extra_S = less_S * self._extra_B[slot_S]
+        speed_S = extra_S / seen_S
+        mean = float(speed_S.mean())
+        usual_S = (extra_S + LUCK_PRIOR * mean) / (seen_S + LUCK_PRIOR)
+        # Each draft is right by a chance of its own, so their number has the variance of a geometric distribution.
+        lucky_S = np.sort(speed_S + LUCK * np.sqrt(usual_S * (1.0 + usual_S) / seen_S))
         slow = float(lucky_S[: max(int(SLOW * len(lucky_S)), 1)].mean())
-        return max(float(token_S.mean()) + min(slow - float(speed_S.mean()), 0.0), 1.0)
+        return min((1.0 + slow) / (1.0 + mean), 1.0)

@@ -97,7 +97,7 @@ def job_s(rows: list[tuple[Request, list[int]]], batch: int, way: str, machine: 
 
     lookup.offer_at = timed_offer_at  # type: ignore[method-assign]
 
-    def timed_replay() -> np.ndarray:
+    def timed_replay() -> tuple[np.ndarray, np.ndarray]:
         runner.now_s += REPLAY_HOST_S
         return replay(lookup, engine.table, np.sort(engine.scheduler.running)[:MOST_REPLAYED])
 

@@ -78,6 +78,7 @@ class Simulation:
         self.looked_R = np.zeros(len(length_R), dtype=np.int64)
         self.passes_at_R = np.zeros(len(length_R), dtype=np.int64)  # tokens that the draft model has computed
         self.row_S = np.zeros(0, dtype=np.int64)
+        self.slot_of: dict[int, int] = {}
         self.drafted_before = False
         self.fixed = policy if isinstance(policy, int) else 0
         self.policy: MeasuredDrafts | None = None
@@ -88,7 +89,7 @@ class Simulation:
     def run(self, max_batch: int) -> Run:
         waiting = list(range(len(self.length_R)))[::-1]
         steps = drafted_steps = 0
-        slot_of: dict[int, int] = {}
+        slot_of = self.slot_of
         free = list(range(max_batch))[::-1]
         prompts: dict[int, int] = {}  # tokens of admitted rows that are not computed yet
         while waiting or len(self.row_S) or prompts:
@@ -105,7 +106,7 @@ class Simulation:
                     del prompts[row]
                     self.row_S = np.append(self.row_S, row)
             if len(self.row_S):
-                drafted_steps += self.step(num_prefill, room, len(waiting), slot_of)
+                drafted_steps += self.step(num_prefill, room, len(waiting))
             else:
                 self.spend(self.machine.prefill_s * num_prefill)
             steps += 1
@@ -120,12 +121,12 @@ class Simulation:
         self.seconds += seconds
         self.clock_s += self.noise(seconds) if is_noisy else seconds
 
-    def step(self, num_prefill: int, room: int, num_waiting: int, slot_of: dict[int, int]) -> bool:
+    def step(self, num_prefill: int, room: int, num_waiting: int) -> bool:
         row_S, machine, num = self.row_S, self.machine, len(self.row_S)
         facts = StepFacts(num, num_prefill, room, num_waiting)
         number = self.policy.select(facts) if self.policy else 0 if self.fixed and room else None
         drafted_S = accepted_S = np.zeros(num, dtype=np.int64)
-        slot_S = np.array([slot_of[row] for row in row_S.tolist()])
+        slot_S = np.array([self.slot_of[row] for row in row_S.tolist()])
         propose_s = 0.0
         if number is not None:
             pass_s = machine.proposers[number]
@@ -159,9 +160,9 @@ class Simulation:
             self.policy.observe(StepOutcome(facts, num + int(accepted_S.sum()), verdict))
         return num_drafts > 0
 
-    def replay(self) -> np.ndarray:
+    def replay(self) -> tuple[np.ndarray, np.ndarray]:
         """See `replay.replay`."""
-        found, calls = [], 0
+        slots, found, calls = [], [], 0
         for row in np.sort(self.row_S)[:MOST_REPLAYED].tolist():
             at, own = max(int(self.looked_R[row]), int(self.progress_R[row]) - MOST_TOKENS), 0
             while at < self.progress_R[row]:
@@ -171,10 +172,11 @@ class Simulation:
                 if at + agreed + 1 > self.progress_R[row]:
                     break
                 found.append(agreed)
+                slots.append(self.slot_of[row])
                 at, own = at + agreed + 1, own + 1
             self.looked_R[row], calls = at, max(calls, own)
         self.spend(REPLAY_HOST_S + calls * self.machine.lookup_s(MOST_REPLAYED), is_noisy=False)
-        return np.array(found, dtype=np.int64)
+        return np.array(slots, dtype=np.int64), np.array(found, dtype=np.int64)
 
 
 @dataclass(frozen=True)
