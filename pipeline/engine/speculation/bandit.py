@@ -28,6 +28,7 @@ from pipeline.engine.speculation.row_depth import RowDepths
 from pipeline.engine.speculation.step_time import PrefillCost
 
 # Steps
+FIRST_DEPTH = 2  # drafts of a sequence, until steps with them were timed
 WARM_UP = 3  # after a change of arms, which say nothing: caches are cold, proposers catch up
 FIRST_STEPS = 48  # plain ones at the start: little is known then from which to draft
 FIRST_CHARGED = 12  # of a size, before it is charged for
@@ -83,6 +84,7 @@ class MeasuredDrafts:
         self._steps: deque[_Step] = deque()  # selected and not observed yet
         self._told_ns: int | None = None
         self._last_arm, self._same_arm = OFF, 0  # of the last steps, and how many these are
+        self._timed: set[Arm] = set()
         self._acceptance = [Acceptance(max_draft_tokens) for _ in self._replays]
         self._replay_ns, self._replay_at_ns = 10**9, 0
         self._num_steps = self._idle = 0
@@ -108,7 +110,8 @@ class MeasuredDrafts:
         assert selected is facts
         assert arm is not None
         self._steps[-1] = (facts, arm, offer.slot_S)
-        return np.minimum(offer.count_S, self._rows.depths(offer.slot_S))
+        most = self._most if arm in self._timed else FIRST_DEPTH
+        return np.minimum(np.minimum(offer.count_S, most), self._rows.depths(offer.slot_S))
 
     def admitted(self, slot: int) -> None:
         self._rows.admitted(slot)
@@ -200,6 +203,7 @@ class MeasuredDrafts:
             return
         if self._same_arm >= WARM_UP:
             window = contest.window(arm)
+            self._timed.add(arm)
             if len(window):
                 self._prefill.add(window, seconds, facts.num_prefill, num)
             window.add(seconds, facts.num_prefill, tokens, drafts / num)
