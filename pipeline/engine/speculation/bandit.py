@@ -22,7 +22,7 @@ from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome, Verdict
 from pipeline.engine.speculation.acceptance import Acceptance
 from pipeline.engine.speculation.account import Account
 from pipeline.engine.speculation.arms import OFF, Arm, bucket_of
-from pipeline.engine.speculation.contest import FIRST_PAUSE, LEAST_WEIGHT, MARGIN, WIDE, Contest
+from pipeline.engine.speculation.contest import LEAST_WEIGHT, MARGIN, WIDE, Contest
 from pipeline.engine.speculation.record import SpeculationCounts
 from pipeline.engine.speculation.row_depth import RowDepths
 from pipeline.engine.speculation.step_time import PrefillCost
@@ -39,13 +39,11 @@ OTHER_PAUSE = 2048  # and until its next one, then four times as many
 SETTLED = 64  # of the same arm, from when only one of so many is looked at closely:
 PLAIN_EVERY, DRAFTED_EVERY = 4, 2
 ACCEPTANCE_EVERY = 8  # acceptance is taken down in one of so many, apart from contests
-SOON = 16  # that plain steps are not measured again after they lost, where more was lost than the account had
 IDLE_STEPS = 4  # in a row that seem to wait for requests: they do not, they take so long
 
 # Times as fast
 SAFE = 1.5  # as the incumbent: an arm whose times are known is tried on credit
 AGAIN = 1.1  # as the incumbent: an arm that is expected to be is tried before its turn
-LOSING = 0.8  # as plain steps: those are measured at once
 
 # Times as long as such steps take
 WILD = 3.0  # a step is charged no more: what the machine did besides is nobody's
@@ -84,6 +82,7 @@ class MeasuredDrafts:
         self._steps: deque[_Step] = deque()  # selected and not observed yet
         self._told_ns: int | None = None
         self._last_arm, self._same_arm = OFF, 0  # of the last steps, and how many these are
+        self._trust = [1.0] * len(self._replays)  # by proposer: tokens that were counted, by those that were accepted
         self._timed: set[Arm] = set()
         self._acceptance = [Acceptance(max_draft_tokens) for _ in self._replays]
         self._replay_ns, self._replay_at_ns = 10**9, 0
@@ -231,6 +230,8 @@ class MeasuredDrafts:
         token_s = off_s if best is None else best.token_s
         lost_s = 0.0 if arm == OFF == contest.incumbent else own_s - token_s * tokens
         self._account.settle(self._unsettled_s, lost_s, off_s)
+        if arm == contest.incumbent != OFF:
+            contest.lost_steps = max(contest.lost_steps + lost_s / off_s, 0.0)
         self._unsettled_s = 0.0
 
     def _count(
@@ -255,9 +256,14 @@ class MeasuredDrafts:
         """End a contest, or begin one."""
         if contest.challenger is not None:
             has_to_end = contest.active == contest.challenger != OFF and not self._account.can_go_on
-            contest.judge(self._prefill.token_s, has_to_end, self._yields, self._slow())
+            if contest.judge(self._prefill.token_s, has_to_end, self._yields, self._slow()):
+                self._calibrate(contest)
             return
         is_on = contest.incumbent != OFF
+        if is_on and contest.lost_steps > contest.alarm:
+            contest.alarm *= 2.0
+            contest.begin(OFF, self._prefill.token_s)
+            return
         if contest.steps % (ON_LOOK if is_on else OFF_LOOK) or (is_on and self._same_arm < ON_LOOK):
             return
         if is_on and self._doubts(contest):
@@ -268,6 +274,13 @@ class MeasuredDrafts:
             self._replay(now_ns)
         self._challenge(contest)
 
+    def _calibrate(self, contest: Contest) -> None:
+        """After a contest: tokens that were counted, by those that are accepted."""
+        for arm in range(len(self._replays)):
+            rate = contest.rate(arm, self._prefill.token_s)
+            if rate is not None and rate.weight >= LEAST_WEIGHT:
+                self._trust[arm] = rate.tokens / self._yields(arm)
+
     def _doubts(self, contest: Contest) -> bool:
         """Measure plain steps where drafts seem slower, or once in a while."""
         prefill_s = self._prefill.token_s
@@ -276,12 +289,9 @@ class MeasuredDrafts:
             return True
         ratio = 0.0 if off_s is None else self._slow() * off_s / rate.token_s
         is_late = contest.is_due(OFF, FIRST_CHECK) and ratio < WIDE
-        pause = SOON if self._account.is_in_debt else FIRST_PAUSE
-        is_slow = ratio < 1.0 and contest.since_turn(OFF) >= pause
-        is_time = is_late or is_slow or (ratio < LOSING and contest.is_known(OFF))
-        if is_time:
+        if is_late:
             contest.begin(OFF, prefill_s)
-        return is_time
+        return is_late
 
     def _challenge(self, contest: Contest) -> None:
         """Begin a contest with the arm that is expected to be the fastest, if that is faster than the incumbent, or if
@@ -301,8 +311,7 @@ class MeasuredDrafts:
             ratio, is_due = self._expected(contest, p), contest.is_due(p)
             if is_turn:  # what was seen of it may be long ago
                 ratio, is_due = max(ratio, own * AGAIN), True
-            enough = own * MARGIN if is_due else max(own, contest.disproved(p)) * AGAIN
-            if ratio > max(least, enough):
+            if ratio > max(least, own * (MARGIN if is_due else AGAIN)):
                 best, least = p, ratio
         if best is None:
             return
@@ -312,7 +321,7 @@ class MeasuredDrafts:
         if self._account.take(on_credit=is_sure):
             self._next_turn[best] = self._num_steps + self._pause[best]
             self._pause[best] *= 4
-            contest.begin(best, self._prefill.token_s, least)
+            contest.begin(best, self._prefill.token_s)
 
     def _expected(self, contest: Contest, arm: Arm) -> float:
         """How many times as fast as plain steps: tokens as accepted recently, in the time measured of this arm."""
@@ -321,7 +330,7 @@ class MeasuredDrafts:
         slowdown = contest.slowdown(arm, self._prefill.token_s)
         if slowdown is None:
             slowdown = 1.0 + UNKNOWN_COST * max(1.0 - self._num_steps / UNKNOWN_STEPS, 0.0) * self._most
-        return self._slow() * self._yields(arm) / slowdown
+        return self._trust[arm] * self._slow() * self._yields(arm) / slowdown
 
     def _yields(self, arm: Arm) -> float:
         """Tokens a step, as accepted recently."""

@@ -19,6 +19,7 @@ CERTAIN = 3.0  # a ratio that is so many errors away from 1 is believed before
 MOST_STEPS = 48  # of a challenger, counted or not
 WIDE = 1.3  # plain steps that lose by so much are not measured again soon
 FIRST_PAUSE, MOST_PAUSE = 256, 8192  # steps until the next turn
+ALARM = 4.0  # plain steps that drafts may lose before plain ones are measured again, twice as many after a false alarm
 NEXT_TRY = 32  # steps after a contest that nobody won
 OTHER_SIZE = 1.33  # a batch that is so many times as large or small is another one: its steps cannot be compared
 INHERITED_CHECK = 64  # steps until plain ones are measured at a size that goes on as another
@@ -40,14 +41,13 @@ class Contest:
         self._parent: Contest | None = None  # what is not known here is as there
         self._windows: dict[Arm, Window] = {}
         self._due: dict[Arm, int] = {}
-        self._lost_at: dict[Arm, int] = {}
         self._pause: dict[Arm, int] = {}
-        self._disproved: dict[Arm, float] = {}
         self._measured: dict[Arm, float] = {}  # slowdowns, as contests with plain steps found them
         self._before: Rate | None = None  # the incumbent's, before the challenger
         self._between: Rate | None = None  # the challenger's, while the incumbent runs again
         self._begun_at = 0
-        self._hoped = 0.0
+        self.lost_steps = 0.0  # plain ones, that drafts lost since they were faster the last time
+        self.alarm = ALARM
 
     def looked(self, num_sequences: int, now: int) -> None:
         """At a step. now: how many steps at all sizes."""
@@ -61,7 +61,6 @@ class Contest:
             if self._parent is None:
                 self._due[OFF] = self.steps + INHERITED_CHECK
             self._parent = last if last._decided_at >= 0 else last._parent
-            self._disproved = dict(last._disproved)
         is_old = last.size > self.size and last._decided_at > self._decided_at and last.incumbent != OFF
         if self.incumbent != last.incumbent and (is_new or is_old):
             self.incumbent, self.challenger, self._between = last.incumbent, None, None
@@ -114,22 +113,12 @@ class Contest:
 
     # -- turns
 
-    def since_turn(self, arm: Arm) -> int:
-        """Steps since the arm lost here."""
-        return self.steps - self._lost_at.get(arm, 0)
-
     def is_due(self, arm: Arm, first: int = 0) -> bool:
         """first: steps before its first turn."""
         return self.steps >= self._due.get(arm, first)
 
-    def disproved(self, arm: Arm) -> float:
-        """What was expected of the arm when it lost the last time."""
-        return self._disproved.get(arm, 0.0)
-
-    def begin(self, challenger: Arm, prefill_s: float, expected: float = 0.0) -> None:
-        """expected: how many times as fast as plain steps."""
+    def begin(self, challenger: Arm, prefill_s: float) -> None:
         assert self.challenger is None
-        self._hoped = expected
         self._before, self._between = self.rate(self.incumbent, prefill_s), None
         self.challenger, self._begun_at, self._num_at_begin = challenger, self.steps, self._num_sequences
         self.window(challenger).clear()
@@ -163,7 +152,6 @@ class Contest:
             off_s = self.off_s(prefill_s) or rate.step_s
             expected, error_s = yields(self.challenger) * slow * off_s / rate.step_s, rate.step_error
             if expected < CLEAR[0] and abs(expected - 1.0) > CERTAIN * error_s:
-                self._hoped = expected
                 self._decide(min(ratio, expected), error_s, rate.step_s / off_s)
                 return True
         is_enough = is_late or (rate.weight >= MOST_WEIGHT and error < MOST_ERROR)
@@ -181,7 +169,7 @@ class Contest:
         challenger = loser = self.challenger
         assert challenger is not None
         assert loser is not None
-        self._decided_at = self._now
+        self._decided_at, self.lost_steps = self._now, 0.0
         if slowdown is not None and self.incumbent == OFF:
             self._measured[challenger] = slowdown
         elif slowdown is not None and challenger == OFF:
@@ -190,13 +178,12 @@ class Contest:
         if ratio > least:
             loser, self.incumbent = self.incumbent, challenger
             self._pause[challenger] = FIRST_PAUSE
-            self._disproved.pop(challenger, None)
+            if challenger == OFF:
+                self.alarm = ALARM
             if loser == OFF and ratio > WIDE:
                 self._pause[loser] = MOST_PAUSE
-        else:
-            self._disproved[challenger] = self._hoped
         pause = self._pause.get(loser, FIRST_PAUSE)
-        self._due[loser], self._lost_at[loser] = self.steps + pause, self.steps
+        self._due[loser] = self.steps + pause
         self._pause[loser] = min((2 if CLEAR[0] < ratio < WIDE else 4) * pause, MOST_PAUSE)
         self.challenger = self._between = None
 
