@@ -46,6 +46,7 @@ SAFE = 1.5  # as the incumbent: an arm whose times are known is tried on credit
 AGAIN = 1.1  # as the incumbent: an arm that is expected to be is tried before its turn
 
 # Times as long as such steps take
+MOST_LOST = 1.0  # plain steps, by one with drafts: more is a matter of chance
 WILD = 3.0  # a step is charged no more: what the machine did besides is nobody's
 IDLE = 12.0  # the engine waited for requests, and the step says nothing
 
@@ -231,7 +232,7 @@ class MeasuredDrafts:
         lost_s = 0.0 if arm == OFF == contest.incumbent else own_s - token_s * tokens
         self._account.settle(self._unsettled_s, lost_s, off_s)
         if arm == contest.incumbent != OFF:
-            contest.lost_steps = max(contest.lost_steps + lost_s / off_s, 0.0)
+            contest.lost_steps = max(contest.lost_steps + min(lost_s / off_s, MOST_LOST), 0.0)
         self._unsettled_s = 0.0
 
     def _count(
