@@ -208,10 +208,10 @@ class MeasuredDrafts:
                 self._prefill.add(window, seconds, facts.num_prefill, num)
             window.add(seconds, facts.num_prefill, tokens, drafts / num)
         if off_s is not None:
-            counted = tokens if arm == OFF else tokens * self._slow()
-            self._settle(
-                contest, arm, own_s * self._unsettled_s / seconds, counted * self._unsettled_s / seconds, off_s
-            )
+            share = self._unsettled_s / seconds
+            if facts.num_prefill and not prefill_s:
+                share = 0.0  # what the prompts took of it is not known yet
+            self._settle(contest, arm, own_s * share, (1.0 if arm == OFF else self._slow()) * tokens * share, off_s)
         self._go_on(contest, now_ns)
 
     def _learn(self, contest: Contest, arm: Arm, verdict: Verdict, num_sequences: int, cost: float) -> None:
