@@ -328,10 +328,13 @@ class MeasuredDrafts:
         """How many times as fast as plain steps: tokens as accepted recently, in the time measured of this arm."""
         if arm == OFF:
             return 1.0
-        slowdown = contest.slowdown(arm, self._prefill.token_s)
-        if slowdown is None:
-            slowdown = 1.0 + UNKNOWN_COST * max(1.0 - self._num_steps / UNKNOWN_STEPS, 0.0) * self._most
-        return self._trust[arm] * self._slow() * self._yields(arm) / slowdown
+        slowdown, acceptance = contest.slowdown(arm, self._prefill.token_s), self._acceptance[arm]
+        if slowdown is not None:
+            return self._slow() * self._trust[arm] * acceptance.tokens / slowdown
+        cost, off_s = UNKNOWN_COST * max(1.0 - self._num_steps / UNKNOWN_STEPS, 0.0), contest.off_s(self._prefill.token_s)
+        if off_s is not None and self._prefill.token_s:
+            cost = max(self._prefill.token_s * contest._num_sequences / off_s, cost * 0.0)
+        return self._slow() * acceptance.speed(cost)
 
     def _yields(self, arm: Arm) -> float:
         """Tokens a step, as accepted recently."""
