@@ -7,7 +7,7 @@ charged, too. Nothing is measured while the account is empty, and no debt is for
     seconds lost <= grant + EARNED_SHARE of all seconds + what the last measurement overdrew
 """
 
-GRANT_STEPS = 8.0  # plain steps' time at the start
+GRANT_STEPS = 5.0  # plain steps' time at the start
 CAP_STEPS = 24.0  # what it holds at most
 PRICE_STEPS = 4.0  # what a measurement is expected to lose
 EARNED_SHARE = 0.005  # of all time
