@@ -348,8 +348,7 @@ class MeasuredDrafts:
             if replay is not None:
                 slot_O, accepted_O = replay()
                 if len(accepted_O):
-                    self._slot_S = np.unique(slot_O)
-                    self._rows.replayed(slot_O, accepted_O)
+                    self._slot_S = self._rows.replayed(slot_O, accepted_O)
                     acceptance.replayed(slot_O, accepted_O)
         now_after_ns = self._clock()
         self._replay_ns = min(self._replay_ns, now_after_ns - now_ns)  # the quickest

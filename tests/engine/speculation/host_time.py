@@ -21,7 +21,7 @@ class Timed:
 
     def __init__(self, num: int, accepted: int, has_policy: bool) -> None:
         self.now_ns = self.drafted = 0
-        self.accepted = accepted
+        self.num, self.accepted = num, accepted
         policy: DraftPolicy = MeasuredDrafts([self.replay], MOST, self.clock)
         for slot in range(num):
             policy.admitted(slot)
@@ -45,9 +45,9 @@ class Timed:
         time.perf_counter_ns()  # what reading it takes is the policy's
         return self.now_ns
 
-    def replay(self) -> np.ndarray:
+    def replay(self) -> tuple[np.ndarray, np.ndarray]:
         self.now_ns += 1000 * STEP_NS  # so that there is hardly another one
-        return np.full(8, self.accepted)
+        return np.arange(8) % self.num, np.full(8, self.accepted)
 
 
 def step_us(num: int, accepted: int) -> tuple[float, float]:
@@ -69,7 +69,9 @@ def least_us(call: Callable[[], object]) -> float:
 
 def replay_us() -> float:
     """Microseconds that a replay takes beside its look-ups."""
-    policy = MeasuredDrafts([lambda: np.arange(12) % MOST], MOST, lambda: 0)
+    policy = MeasuredDrafts([lambda: (np.arange(12) % 8, np.arange(12) % MOST)], MOST, lambda: 0)
+    for slot in range(8):
+        policy.admitted(slot)
     return least_us(lambda: (policy._replay(0), policy._yields(0)))
 
 
