@@ -149,7 +149,8 @@ def _shown_lengths(tokens: dict[str, Any] | None) -> list[str]:
         bar = "#" * max(count > 0, round(count / most * _BAR_WIDTH))
         lines.append(f"    up to {longest:>9,} {bar:<{_BAR_WIDTH}} {count:,}")
     if tokens["too_long"]:
-        lines.append(f"  {_plural(tokens['too_long'], 'sampled row')} would be refused by engine.max_model_len")
+        room = f"{tokens['max_model_len']:,} tokens (engine.max_model_len, or the model's own)"
+        lines.append(f"  Too long for {room}: {_plural(tokens['too_long'], 'row')} of them; prompt_too_long")
     if tokens["errors"]:
         told = ", ".join(f"{code} {count:,}" for code, count in tokens["errors"].items())
         lines.append(f"  Error rows among them: {told}")
