@@ -341,6 +341,7 @@ class SlotTable:
         sequence.has_been_read = False
         end = place + len(token_ids)
         self.token_ids[slot, place:end] = token_ids
+        del sequence.hashes[place // self.block_size :]  # a preempted one has them of the tokens that stood there
         self.num_known[slot], self.num_computed[slot] = end, place
         self.read_from[slot], self.read_to[slot] = sequence.reader.first, sequence.reader.stop
 
