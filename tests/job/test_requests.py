@@ -384,6 +384,21 @@ def test_lines_of_other_apis_are_answered_and_converted(batch, pipe, form, make,
         }  # fmt: skip
 
 
+def test_the_form_of_the_answers_need_not_be_that_of_the_lines(batch):
+    """The ids are what joins them. What a form has no place for, as id-5's log-probabilities, is left out."""
+    run(batch)
+    good, bad = converted(batch)
+    texts = {line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"] for line in good}
+    place = batch.folder / "results.jsonl"
+    done = convert(PartStore(str(batch.output)), str(place), None, {}, "anthropic-batch")
+    assert (done.completed_rows, done.error_rows) == (len(good), len(bad)) == (37, 3)
+    results = {line["custom_id"]: line["result"] for line in map(json.loads, place.read_text().splitlines())}
+    messages = {name: result["message"] for name, result in results.items() if result["type"] == "succeeded"}
+    assert {name: message["content"][0]["text"] for name, message in messages.items()} == texts
+    assert messages["id-5"].keys() == messages["id-9"].keys()
+    assert {name for name, result in results.items() if result["type"] == "errored"} == {"id-6", "id-7", "id-8"}
+
+
 def test_embeddings_are_of_openais_lines_alone(embedding):
     run(embedding)
     with pytest.raises(OutputError, match="task is embed; the files of bedrock-batch hold completions alone"):
