@@ -352,7 +352,7 @@ def test_lines_of_other_apis_are_answered_and_converted(batch, pipe, form, make,
         convert(PartStore(str(batch.output)), "answers.jsonl", "x", {}, form)
     place = batch.folder / "answers.jsonl"
     code, out, err = pipe("convert", str(batch.output), "--to", form, "--output", str(place))
-    assert (code, out.strip(), err) == (0, f"{place}: 3 completed rows; 1 error rows", "")
+    assert (code, out.strip(), err) == (0, f"{place}: 3 completed rows; 1 error row", "")
     lines = [json.loads(line) for line in place.read_text().splitlines()]
     by_id = {line.pop(name): line for line in lines}
     assert by_id.keys() == {f"id-{i}" for i in range(4)}
