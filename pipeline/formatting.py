@@ -1,4 +1,4 @@
-"""What people are shown: text made safe for a terminal, durations, sizes, counts, and a line of progress every few seconds.
+"""What people are shown: text made safe for a terminal, durations, sizes, counts, a line of progress every few seconds.
 
 A terminal obeys control characters: they could clear the screen, set its title or hide what was said. Bidirectional
 overrides show text in another order than it has. So text from data, file names and libraries is spelled out where it
