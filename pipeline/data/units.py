@@ -188,7 +188,10 @@ def _row_params(
                 out[i][name] = value
             elif errors[i] is None:
                 errors[i] = str(RowError.INVALID_SAMPLING)
-                messages[i] = f"sampling.{name}: column {column!r} holds no number, text or list of them"
+                found = f"column {column!r} holds no number, text or list of them"
+                if isinstance(value, list) and None in value:
+                    found = f"a null among the values of column {column!r}"
+                messages[i] = f"sampling.{name}: {found}"
     return out
 
 

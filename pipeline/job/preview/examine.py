@@ -300,7 +300,7 @@ class _Examination:
                 self.facts["prompt_tokens"] = prompt_tokens(config, source, tokenize, context)
             first = self.facts["first_prompt"]
             if first and first["error"] == RowError.INVALID_LABELS and not isinstance(config.choice.labels, FromColumn):
-                self._mistake("choice.labels", first["error_message"].removeprefix("labels: "))
+                self._mistake("choice.labels", first["error_message"].removeprefix("choice.labels: "))
 
     def _output(self) -> None:
         output = self.config.output
