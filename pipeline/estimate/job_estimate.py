@@ -180,8 +180,8 @@ def _here(speed: Speed, work: _Work, actors: int, hourly_usd: float | None) -> P
         return speed.startup_us + speed.load_us + share
 
     expected = wall_us(work.prompt.expected, work.generated.expected)
-    low = wall_us(work.prompt.low, work.generated.low) / (1 + speed.spread)
-    high = wall_us(work.prompt.high, work.generated.high) * (1 + speed.spread)
+    low = wall_us(work.prompt.low, work.generated.low) * speed.fastest
+    high = wall_us(work.prompt.high, work.generated.high) * speed.slowest
     each = Interval(low, expected, high)
     machine = each.times(actors)
     usd = None if hourly_usd is None else machine.times(hourly_usd / 3.6e9)
