@@ -262,7 +262,7 @@ class SlotTable:
         self.order[slot] = sequence.order
         self.repeat_until[slot] = sequence.high_water
         self.stops_at_eos[slot] = not params.ignore_eos
-        self.min_known[slot] = sequence.num_prompt + params.min_tokens
+        self.min_known[slot] = min(sequence.num_prompt + params.min_tokens, _LARGEST)
         loop = params.repetition_detection
         self.max_pattern[slot] = 0 if loop is None else loop.max_pattern_size
         self.min_pattern[slot] = 0 if loop is None else loop.min_pattern_size
