@@ -27,7 +27,7 @@ class PipelineError(Exception):
 
     def problem(self, key: str) -> str:
         """The message, for where `key` is told beside it."""
-        return str(self).removeprefix(key).lstrip(": ")
+        return str(self).removeprefix(key).lstrip(":= ")
 
 
 class UserError(PipelineError):

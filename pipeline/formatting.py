@@ -1,4 +1,4 @@
-"""What people are shown: text made safe for a terminal, durations, sizes, and a line of progress every few seconds.
+"""What people are shown: text made safe for a terminal, durations, sizes, counts, a line of progress every few seconds.
 
 A terminal obeys control characters: they could clear the screen, set its title or hide what was said. Bidirectional
 overrides show text in another order than it has. So text from data, file names and libraries is spelled out where it
@@ -65,6 +65,11 @@ def duration(seconds: float) -> str:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 row`, `2,048 rows`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

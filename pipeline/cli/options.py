@@ -1,6 +1,7 @@
-"""Options that several commands share, and what click's lack: an older name that is taken and not shown, and headings
-in a long help text."""
+"""Options that several commands share, and what click's lack: an older name that is taken and not shown, finite ranges,
+and headings in a long help text."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,14 @@ class Renamed(click.Option):
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         super().add_to_parser(parser, ctx)
         parser.add_option(self, [self._old], dest=self.name, action="store", nargs=1)
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers of a range, without infinity where it has no upper end, and without NaN, which is in every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value} is not a finite number.", param, ctx)
 
 
 class Grouped(click.Command):

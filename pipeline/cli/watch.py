@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cli.progress import PlainProgress
-from pipeline.formatting import duration, printable
+from pipeline.formatting import counted, duration, printable
 from pipeline.job.output.following import Following
 from pipeline.job.telemetry.pace import Pace
 from pipeline.report.record.run_record import ActorRecord, RunRecord
@@ -107,7 +107,7 @@ def drawing(seen: Following, place: str, rates: ActorRates, height: int) -> Grou
     bar.add_row(ProgressBar(max(1, status.rows_total), status.rows_done, width=BAR_WIDTH), f"{share:.1%}", left)
     tokens = f"{status.input_tokens:,} tokens in, {status.generated_tokens:,} out"
     speed = f"{status.input_tokens_per_s:,.0f} tok/s in, {status.generated_tokens_per_s:,.0f} out"
-    rows = f"{status.rows_done:,} of {status.rows_total:,} rows{errors}, {status.units:,} units written"
+    rows = f"{status.rows_done:,} of {status.rows_total:,} rows{errors}, {counted(status.units, 'unit')} written"
     lines = [head, bar, Text(rows), Text(f"{tokens}; {speed}")]
     if run is not None and run.actors:
         most = max(1, height - HEAD_LINES)

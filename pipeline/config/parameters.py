@@ -7,7 +7,7 @@ cannot lead a job elsewhere.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import MAXYEAR, MINYEAR, UTC, datetime
 from zoneinfo import ZoneInfo
 
 from pydantic import Field
@@ -34,7 +34,7 @@ def moment_of(flag: str | None) -> Now:
         return zone_time
     try:
         moment = datetime.fromtimestamp(int(flag[1:]), UTC) if flag[:1] == "@" else datetime.fromisoformat(flag)
-        if moment.tzinfo is None:
+        if moment.tzinfo is None or not MINYEAR < moment.year < MAXYEAR:  # else some zone has no date for it
             raise ValueError
         return moment.astimezone
     except (ValueError, OverflowError, OSError):

@@ -79,6 +79,11 @@ class Source:
     def num_bytes(self) -> int:
         return sum(f.size for f in self.files)
 
+    @property
+    def every_column(self) -> tuple[str, ...]:
+        """What is kept where nothing else is said. A column that cannot be is among them, to be refused."""
+        return (*self.schema.names, *self.conflicts)
+
     def check_columns(self, names: Iterable[str]) -> None:
         """Raise InputError unless every file has each of these columns, with types that fit together."""
         known = [*self.schema.names]
@@ -91,7 +96,10 @@ class Source:
                     f"move it, or leave {name!r} out of input.columns and the prompt"
                 )
             if name in self.missing:
-                raise InputError(f"{self.missing[name]}: has no column {name!r}, other files of {self.root} have it")
+                raise InputError(
+                    f"{self.missing[name]}: has no column {name!r}, other files of {self.root} have it; leave "
+                    f"{name!r} out of input.columns (all columns when left out) and the prompt, or move the file"
+                )
             if name not in known:
                 first = posixpath.join(self.root, self.files[0].relative)
                 raise InputError(f"{first}: has no column {name!r}{did_you_mean(name, known)}")

@@ -30,7 +30,7 @@ OWN_FIELDS = (
     pa.field("_texts", pa.string()),  # what `RowTexts` read, or null
 )
 _OWN_NAMES = [f.name for f in OWN_FIELDS]
-_MAX_BUDGET = 1 << 20  # of one row's max_tokens in the estimate of a unit's size
+MAX_BUDGET = 1 << 20  # of one row's max_tokens in the estimate of a unit's size
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,10 @@ def _row_params(
                 out[i][name] = value
             elif errors[i] is None:
                 errors[i] = str(RowError.INVALID_SAMPLING)
-                messages[i] = f"sampling.{name}: column {column!r} holds no number, text or list of them"
+                found = f"column {column!r} holds no number, text or list of them"
+                if isinstance(value, list) and None in value:
+                    found = f"a null among the values of column {column!r}"
+                messages[i] = f"sampling.{name}: {found}"
     return out
 
 
@@ -227,5 +230,5 @@ def _budgets(params: list[dict[str, object]], errors: list[str | None], default:
     for i, (own, error) in enumerate(zip(params, errors, strict=True)):
         wanted, n = own.get("max_tokens", default), own.get("n", default_n)
         if error is None and isinstance(wanted, int) and isinstance(n, int):
-            out[i] = min(max(wanted, 0) * max(n, 1), _MAX_BUDGET)
+            out[i] = min(max(wanted, 0) * max(n, 1), MAX_BUDGET)
     return out

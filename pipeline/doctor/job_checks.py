@@ -12,7 +12,7 @@ from pipeline.data.output.parts import PartStore
 from pipeline.data.source import open_source
 from pipeline.doctor.check import Check, Setup
 from pipeline.errors import ModelError, OutputError, PipelineError
-from pipeline.formatting import shown_bytes
+from pipeline.formatting import counted, shown_bytes
 from pipeline.job.preview.examine import MODEL_FILES, examine, missing_model_files
 from pipeline.stores.filesystem import filesystem, is_url
 from pipeline.stores.redaction import shown_url
@@ -32,7 +32,7 @@ def job(setup: Setup) -> Iterator[Check]:
     for failure in found.failures:
         yield Check("job", "store", "failed", failure)
     if not found.mistakes and not found.failures:
-        yield Check("job", setup.job.name, "ok", f"valid, {found.facts['input']['rows_to_do']:,} rows")
+        yield Check("job", setup.job.name, "ok", f"valid, {counted(found.facts['input']['rows_to_do'], 'row')}")
 
 
 def model(setup: Setup) -> Iterator[Check]:
@@ -183,7 +183,7 @@ def input(setup: Setup) -> Iterator[Check]:
     if setup.input is None or (setup.job is not None and setup.input == setup.job.input.path):
         return
     source = open_source(setup.input, setup.input_storage)
-    found = f"{len(source.files):,} files, {source.num_rows:,} rows, {shown_bytes(source.num_bytes)}"
+    found = f"{counted(len(source.files), 'file')}, {counted(source.num_rows, 'row')}, {shown_bytes(source.num_bytes)}"
     yield Check("input", shown_url(setup.input), "ok", found)
 
 

@@ -176,7 +176,8 @@ class Engine(ReadingCalls):
             sequence.stop_checker = StopChecker(self.tokenizer, request.params.stop, request.params.min_tokens)
         if generates and request.params.min_tokens > 0:
             eos = frozenset() if request.params.ignore_eos else self.tokenizer.eos_token_ids
-            sequence.ending_ids = np.array(sorted(eos.union(request.params.stop_token_ids)), dtype=np.int64)
+            ending = sorted(i for i in eos.union(request.params.stop_token_ids) if i < self.runner.vocab_size)
+            sequence.ending_ids = np.array(ending, dtype=np.int64)
         if generates and request.params.reasoning is not None:
             params, markers = request.params, self._marker_tokens(request.params.reasoning)
             if isinstance(markers, ReasoningMarkers):

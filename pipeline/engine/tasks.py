@@ -120,7 +120,8 @@ class ChoiceResult:
         """Of each label when one of them must follow: they add up to 1."""
         best = max(self.logprobs)
         weights = [math.exp(logprob - best) for logprob in self.logprobs]
-        return tuple(weight / sum(weights) for weight in weights)
+        total = sum(weights)
+        return tuple(weight / total for weight in weights)
 
     @property
     def best(self) -> int:

@@ -35,6 +35,7 @@ from pipeline.report.record.row_stats import LengthBucket
 from pipeline.report.record.run_record import no_phases
 from pipeline.roofline.cards import Card, find_card, load_cards
 from pipeline.roofline.job_simulation import RequestTokens
+from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.tokenizer import Tokenizer
 
 CPU_BLOCK_SIZE = 16
@@ -98,11 +99,14 @@ def estimate_job(
     params, now = plan.config.sampling_params(), wall_time()
     tokenize = Tokenize(tokenizer, params, config.seed, chat_of(plan.config, now), task=plan.task)
     block = BLOCK_SIZE if plan.device.startswith("cuda") else CPU_BLOCK_SIZE
+    if not plan.num_rows:
+        raise ConfigError(f"input.path {shown_url(config.input.path)}: has no rows, so there is nothing to plan")
     say(f"reading a sample of {min(sample, plan.num_rows):,} rows")
-    prompts = sample_prompts(plan.config, plan.source, tokenize, sample, block)
+    context = plan.config.engine.max_model_len or read_config(plan.model).max_position
+    prompts = sample_prompts(plan.config, plan.source, tokenize, sample, block, context)
     if not prompts.requests:
         raise ConfigError(
-            f"input.path {config.input.path}: none of the {prompts.rows} sampled rows has a usable prompt"
+            f"input.path {shown_url(config.input.path)}: none of the {prompts.rows} sampled rows has a usable prompt"
         )
     lengths = output_lengths(prompts.requests, history)
     computed_rows = rows_left * (1 - prompts.errors / prompts.rows)
@@ -170,8 +174,8 @@ def _shared(sample: PromptSample, history: Sequence[Remembered]) -> float:
 
 def _units(plan: JobPlan, rows: float, sample: PromptSample, lengths: OutputLengths) -> float:
     run = plan.config.run
-    most = sum(len(r.prompt_token_ids) + r.max_tokens * r.params.n for r in sample.requests) / len(sample.requests)
-    return max(1.0, rows / run.unit_rows, rows * most / run.unit_tokens)
+    each = sample.reserved / len(sample.requests)
+    return max(1.0, rows / run.unit_rows, rows * each / run.unit_tokens)
 
 
 def _here(speed: Speed, work: _Work, actors: int, hourly_usd: float | None) -> PoolEstimate:
@@ -180,8 +184,8 @@ def _here(speed: Speed, work: _Work, actors: int, hourly_usd: float | None) -> P
         return speed.startup_us + speed.load_us + share
 
     expected = wall_us(work.prompt.expected, work.generated.expected)
-    low = wall_us(work.prompt.low, work.generated.low) / (1 + speed.spread)
-    high = wall_us(work.prompt.high, work.generated.high) * (1 + speed.spread)
+    low = wall_us(work.prompt.low, work.generated.low) * speed.fastest
+    high = wall_us(work.prompt.high, work.generated.high) * speed.slowest
     each = Interval(low, expected, high)
     machine = each.times(actors)
     usd = None if hourly_usd is None else machine.times(hourly_usd / 3.6e9)

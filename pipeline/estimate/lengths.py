@@ -5,7 +5,7 @@ lie together are alike; of the completions, the same over the rows that earlier 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import fmean, stdev
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeline.config import JobConfig
 from pipeline.data.source import Source, Window
+from pipeline.data.units import MAX_BUDGET
 from pipeline.engine.params import Request
 from pipeline.job.actor.tokenize import Tokenize
 from pipeline.job.planning.history import Remembered
@@ -28,7 +29,8 @@ ASSUMED = Interval(0.1, 0.5, 1.0)  # of max_tokens, where nothing is known
 class PromptSample:
     """rows were read, of which `errors` have no prompt that can be computed. shared: of the sample's prompt tokens,
     those in blocks that an earlier prompt of it had at its beginning. means: of prompt tokens, by stretch. repeated: of
-    the prompts of rows with several samples, tokens after the last full block, which each further sample computes."""
+    the prompts of rows with several samples, tokens after the last full block, which each further sample computes.
+    reserved: tokens of the requests by which units of work are cut, those that they may generate among them."""
 
     requests: tuple[Request, ...]
     rows: int
@@ -37,6 +39,7 @@ class PromptSample:
     shared: float
     means: tuple[float, ...]
     repeated: int = 0
+    reserved: int = 0
 
     @property
     def samples_each(self) -> float:
@@ -54,23 +57,45 @@ class PromptSample:
         return Interval(max(0.0, mean - error), mean, mean + error)
 
 
-def sample_prompts(config: JobConfig, source: Source, tokenize: Tokenize, rows: int, block_size: int) -> PromptSample:
-    """Read about so many rows, evenly spread over the input, and tokenize them."""
+def sample_prompts(
+    config: JobConfig, source: Source, tokenize: Tokenize, rows: int, block_size: int, context: int
+) -> PromptSample:
+    """Read about so many rows, evenly spread over the input, and tokenize them. context: the most tokens of a prompt
+    and its completion. Prompts that it has no room for are errors, and requests generate no more than it leaves."""
     total = source.num_rows if config.input.limit is None else min(config.input.limit, source.num_rows)
     requests: list[Request] = []
     means: list[float] = []
-    errors = 0
+    errors = reserved = 0
     for window in sampled(total, rows):
         of_window = list(_requests(config, source, window, tokenize))
-        found = [request for requests, _ in of_window for request in requests]
-        errors += sum(failed for _, failed in of_window)
+        every = [request for requests, _ in of_window for request in requests]
+        fitting = [r for r in every if len(r.prompt_token_ids) <= context - (r.task is None)]
+        found = [_inside(request, context) for request in fitting]
+        errors += sum(failed for _, failed in of_window) + len(every) - len(found)
+        reserved += sum(len(r.prompt_token_ids) + min(r.max_tokens * r.params.n, MAX_BUDGET) for r in fitting)
         requests += found
         if found:
             means.append(fmean(len(request.prompt_token_ids) for request in found))
     repeated = sum((r.params.n - 1) * tail(len(r.prompt_token_ids), block_size) for r in requests)
     return PromptSample(
-        tuple(requests), len(requests) + errors, errors, total, _shared(requests, block_size), tuple(means), repeated
+        tuple(requests),
+        len(requests) + errors,
+        errors,
+        total,
+        _shared(requests, block_size),
+        tuple(means),
+        repeated,
+        reserved,
     )
+
+
+def _inside(request: Request, context: int) -> Request:
+    """`request`, which generates no more than the context leaves."""
+    room = context - len(request.prompt_token_ids)
+    if request.max_tokens <= room:
+        return request
+    params = replace(request.params, max_tokens=room, min_tokens=min(room, request.params.min_tokens))
+    return replace(request, params=params)
 
 
 def tail(prompt_tokens: int, block_size: int) -> int:

@@ -10,12 +10,14 @@ drafts and work done twice are a share of the rest.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pipeline.formatting import counted
 from pipeline.job.planning.history import Remembered
 from pipeline.report.record.computed import Computed
 from pipeline.report.record.row_stats import RowStats
 from pipeline.report.record.run_record import RunRecord
 
 LEAST_SPREAD = 0.1  # of a speed, on a machine that others use too
+TOLD_APART = 1.5  # how many times as long as another a run took, that it is said
 MAX_RUNS = 3  # the newest say most about now
 FEW_TOKENS = 0.5  # of those of the largest run, below which a run beside it says little
 BESIDE = ("drafts", "preempted", "retried", "waiting", "write")  # phases that grow with the work
@@ -26,7 +28,8 @@ FULL = 0.8  # of its batch that a run has to fill, on average, to be taken as it
 @dataclass(frozen=True)
 class Speed:
     """Microseconds. start-up, load and driver: once each, of an actor and of the run. beside: by phase, what came
-    beside the time of computing, as a share of it. spread: of the speed, up and down."""
+    beside the time of computing, as a share of it. fastest, slowest: what the fastest and the slowest run took for
+    their tokens, over what this speed makes of them."""
 
     startup_us: float
     load_us: float
@@ -34,7 +37,8 @@ class Speed:
     generated_token_us: float
     beside: Mapping[str, float]
     driver_us: float
-    spread: float
+    fastest: float
+    slowest: float
     comes_from: str
 
     def compute_us(self, prompt_tokens: float, generated_tokens: float) -> float:
@@ -61,17 +65,20 @@ def measured_speed(
     beside["quality"] = compared * _compared_row(chosen)
     last = next(run for run in runs if run.actors)
     actors = [actor for actor in last.actors if actor.stats.get("num_steps")]
-    rates = [_us_each(run) for run in chosen]
-    spread = max(LEAST_SPREAD, (max(rates) - min(rates)) / (2 * min(rates)))
-    told = f"{len(chosen)} run{'s' * (len(chosen) > 1)} on this machine, the last one {last.started_at[:10]}"
+    prompt_us, generated_us = prefill / computed.prompt, decode / max(1, computed.generated)
+    times = [_time_over(run, prompt_us, generated_us) for run in chosen]
+    apart = max(times) / max(1e-9, min(times))
+    far = f", the slowest {apart:.1f} times as long as the fastest" if apart >= TOLD_APART else ""
+    told = f"{counted(len(chosen), 'run')} on this machine{far}, the last one {last.started_at[:10]}"
     return Speed(
         startup_us=sum(actor.phases_us["startup"] for actor in actors) / len(actors),
         load_us=sum(actor.phases_us["load"] for actor in actors) / len(actors),
-        prompt_token_us=prefill / computed.prompt,
-        generated_token_us=_generated_us(chosen, decode / computed.generated, rows) if computed.generated else 0.0,
+        prompt_token_us=prompt_us,
+        generated_token_us=_generated_us(chosen, generated_us, rows) if computed.generated else 0.0,
         beside=beside,
         driver_us=max(0, last.wall_us - max(actor.machine_us for actor in last.actors)),
-        spread=spread,
+        fastest=min(min(times), 1 / (1 + LEAST_SPREAD)),
+        slowest=max(max(times), 1 + LEAST_SPREAD),
         comes_from=told,
     )
 
@@ -101,5 +108,8 @@ def _generated_us(runs: Sequence[RunRecord], measured: float, rows: float) -> fl
     return min(measured, a_row_us + a_step_us / batch)
 
 
-def _us_each(run: RunRecord) -> float:
-    return (run.phase_us("prefill") + run.phase_us("decode")) / run.computed.all
+def _time_over(run: RunRecord, prompt_us: float, generated_us: float) -> float:
+    """What a run took for its tokens, over what tokens of these times would have: jobs differ in how many of theirs are
+    prompts, and that makes none slower than another."""
+    busy_us = run.phase_us("prefill") + run.phase_us("decode")
+    return busy_us / max(1.0, prompt_us * run.computed.prompt + generated_us * run.computed.generated)

@@ -3,7 +3,7 @@
 from pipeline.estimate.cards import ASSUMED_TOLD
 from pipeline.estimate.job_estimate import JobEstimate
 from pipeline.estimate.pool import PoolEstimate
-from pipeline.formatting import duration, printable
+from pipeline.formatting import counted, duration, printable
 from pipeline.report.estimate import Interval
 from pipeline.report.figures import aligned, money, percent, seconds
 from pipeline.report.record.run_record import PHASES
@@ -20,7 +20,7 @@ def text(found: JobEstimate) -> str:
     errors = f"; {percent(sample.errors / sample.rows)} have no usable prompt" if sample.errors else ""
     left = "" if found.rows_left == found.rows else f", {found.rows_left:,} of them left"
     lines = [
-        f"{printable(found.job)}: {found.rows:,} rows{left}",
+        f"{printable(found.job)}: {counted(found.rows, 'row')}{left}",
         "",
         f"  Prompts     {_tokens(found.prompts)} tokens, {_tokens(sample.tokens_each)} each, from {whole}{errors}",
         f"              {percent(found.cached_tokens / max(1.0, found.prompts.expected))} of them in prefixes that are "

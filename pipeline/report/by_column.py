@@ -22,6 +22,7 @@ from pipeline.report.record.row_stats import LengthBucket
 NULL = "(null)"
 _GENERATED = "num_generated_tokens"
 _TOKENS = ("num_input_tokens", "num_cached_tokens", _GENERATED)
+_MAX_SHOWN = 60  # characters of a value in the table
 COUNTED = ("error", *_TOKENS)  # results that are needed beside the column
 
 
@@ -54,7 +55,7 @@ class ByColumn(JsonRecord):
         shown = [*self.groups, *([self.others] if self.others is not None else [])]
         rows = [
             [
-                printable(group.value),
+                _shown(group.value),
                 f"{group.rows:,}",
                 f"{group.rows - group.completed.rows:,}",
                 f"{group.completed.input_tokens:,}",
@@ -111,3 +112,8 @@ def _groups(column: str, table: pa.Table) -> Iterable[Group]:
         tokens = [row[f"{name}_sum"] for name in ("completed", *_TOKENS)]
         value = row["value"]
         yield Group(NULL if value is None else str(value), row["completed_count"], LengthBucket(*tokens))
+
+
+def _shown(value: str) -> str:
+    text = printable(value[: _MAX_SHOWN + 1])
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

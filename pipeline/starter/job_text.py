@@ -8,6 +8,7 @@ import yaml
 from pipeline.config.schema import FILE_NAME, schema_text
 from pipeline.config.sections.requests import DEFAULTS
 from pipeline.errors import ConfigError
+from pipeline.formatting import counted
 from pipeline.starter.look import Look
 
 MAX_TOKENS = 256
@@ -67,7 +68,7 @@ def write_job(path: str, text: str) -> bool:
 
 
 def _input(seen: Look) -> list[str]:
-    found = f"  # {_plural(seen.num_files, 'file')}, {_plural(seen.num_rows, 'row')}"
+    found = f"  # {counted(seen.num_files, 'file')}, {counted(seen.num_rows, 'row')}"
     if seen.requests is not None:
         own = "" if _is_embed(seen) else " and sampling values"
         model = _comment(f" for {seen.requests.model!r}" if seen.requests.model else "")
@@ -115,7 +116,7 @@ def _limits(seen: Look) -> list[str]:
     max_tokens, longest = defaults["max_tokens"], seen.lengths[-1] if seen.lengths else None
     notes = []
     if longest is not None and seen.max_position is not None:
-        median, some = seen.lengths[len(seen.lengths) // 2], _plural(len(seen.lengths), "prompt")
+        median, some = seen.lengths[len(seen.lengths) // 2], counted(len(seen.lengths), "prompt")
         notes = [f"# The first {some}: {median:,} tokens in the middle, {longest:,} at most; the model takes",
                  f"# {seen.max_position:,} with the completion."]  # fmt: skip
         room = seen.max_position - longest
@@ -152,7 +153,3 @@ def _comment(text: str) -> str:
     """On one line of a comment, and no longer than that."""
     line = json.dumps(text, ensure_ascii=True)[1:-1].replace('\\"', '"')
     return line if len(line) <= 90 else line[:87] + "..."
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

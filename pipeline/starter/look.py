@@ -19,6 +19,7 @@ from pipeline.data.requests.input_checks import READERS, Requests
 from pipeline.data.requests.request_row import PROMPT_COLUMN
 from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.errors import InputError, ModelError
+from pipeline.formatting import counted
 from pipeline.job.preview.dataset_tokens import read_samples
 from pipeline.model.config import read_config
 from pipeline.tokenization.tokenizer import Tokenizer
@@ -65,9 +66,9 @@ def look(place: str, model: str, say: Callable[[str], None]) -> Look:
     keep = tuple(name for name in source.schema.names if name != prompt and _tells_rows_apart(name, rows))
     columns = {f.name: str(f.type) for f in source.schema}
     seen = Look(columns, source.num_rows, len(source.files), prompt, kind, keep, requests=requests)
-    files = "1 file" if len(source.files) == 1 else f"{len(source.files):,} files"
+    files = counted(len(source.files), "file")
     found = f"the prompt is in {prompt!r}" if requests is None else f"requests of {requests.format}"
-    say(f"{place}: {source.num_rows:,} rows in {files}; {found}")
+    say(f"{place}: {counted(source.num_rows, 'row')} in {files}; {found}")
     folder, why_not = _small_files_of(model)
     if folder is None:
         say(f"{model}: not looked at: {why_not}")

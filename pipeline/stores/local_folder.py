@@ -62,7 +62,8 @@ class LocalFolder(Folder):
         except FileNotFoundError:
             return
         except NotADirectoryError as e:
-            raise OutputError(f"{self.root / folder}: is a file, expected a folder") from e
+            file = self.root if self.root.is_file() else self.root / folder
+            raise OutputError(f"{file}: is a file, expected a folder") from e
         except OSError as e:
             raise EnvironmentFailed(f"{self.root / folder}: cannot be listed: {e.strerror}") from e
 

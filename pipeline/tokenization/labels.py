@@ -21,7 +21,7 @@ def encode_labels(tokenizer: Encodes, prompt_token_ids: Sequence[int], labels: S
 
     Where one label is the beginning of another ("no", "not sure" may be), the end of the text belongs to each: else the
     shorter one, which happens whenever the longer does, would always be the likelier. Raises ConfigError for labels
-    without a token, and for two with the same tokens.
+    without a token, for one that is there twice, and for two with the same tokens.
     """
     ids = [tuple(tokenizer.continuation(prompt_token_ids, label)) for label in labels]
     if not ids:
@@ -31,7 +31,9 @@ def encode_labels(tokenizer: Encodes, prompt_token_ids: Sequence[int], labels: S
         if not tokens:
             raise ConfigError(f"labels: {label!r} has no tokens")
         if tokens in first:
-            raise ConfigError(f"labels: {first[tokens]!r} and {label!r} have the same tokens")
+            same = first[tokens]
+            why = f"{label!r} is there twice" if label == same else f"{same!r} and {label!r} have the same tokens"
+            raise ConfigError(f"labels: {why}")
         first[tokens] = label
     if any(longer[: len(shorter)] == shorter for shorter, longer in pairwise(sorted(ids))):
         if tokenizer.end_token_id is None:

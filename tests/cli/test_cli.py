@@ -194,8 +194,8 @@ def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, aws, monkeypatc
             (["validate"], "s3://bucket/out: 3 rows are there"),
             (["status"], "job.yaml: finished"),
             (["report"], "3 of 3: 2 completed, 1 errors"),
-            (["compact", "--output", "merged", "--order", "input"], "1 parts, 3 rows (1 error rows) in 1 files"),
-            (["compact", "--output", bucket.url("merged")], "1 parts, 3 rows (1 error rows) in 1 files"),
+            (["compact", "--output", "merged", "--order", "input"], "1 part, 3 rows (1 error row) in 1 file"),
+            (["compact", "--output", bucket.url("merged")], "1 part, 3 rows (1 error row) in 1 file"),
             (["run"], "3 of 3: 2 completed, 1 errors"),
         ]:
             code, out, err = pipe(command[0], "job.yaml", *command[1:])

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -71,3 +72,14 @@ def test_a_shell_completes_commands_options_and_values():
         env = os.environ | {"PATH": f"{script.parent}:{os.environ['PATH']}"}
         done = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, timeout=60, check=True, env=env)
         assert done.stdout.split() == [expected], done.stderr
+
+
+def test_numbers_that_are_none_or_endless_are_refused_everywhere():
+    """Python reads them as floats, and a range without an upper end holds infinity; NaN is in every range."""
+    numbers: dict[str | None, Any] = {option.name: option.type for command in commands() for option in command.params
+               if isinstance(option.type, click.FloatRange)}  # fmt: skip
+    assert {"rows_per_month", "effort_usd", "kv_shares"} <= numbers.keys()
+    for name, kind in numbers.items():
+        for text in ("nan", "inf"):
+            with pytest.raises(click.BadParameter, match=r"is not a finite number|is not in the range"):
+                assert kind.convert(text, None, None) is None, (name, text)

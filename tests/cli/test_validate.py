@@ -292,3 +292,34 @@ def test_validate_refuses_labels_that_become_the_same_tokens(work, pipe, monkeyp
     code, _, err = pipe("validate", "job.yaml")
     assert code == 2
     assert "job.yaml:6: choice.labels: 'a' and 'b' have the same tokens" in err
+
+
+def test_validate_refuses_files_of_different_columns_as_a_run_does(work, pipe):
+    """Left out, input.columns are all: one that some files lack, or have as another type, ends a run as well."""
+    pq.write_table(pa.table({"id": [4], "text": ["four"]}), work / "data" / "b.parquet")
+    every = ("validate", "job.yaml", "--set", "input.columns=null", "--set", "output.rename={error: failure}")
+    code, _, err = pipe(*every)
+    assert code == 2, err
+    assert f"{work}/data/b.parquet: has no column 'error', other files of {work}/data have it; " in err
+    assert "leave 'error' out of input.columns (all columns when left out) and the prompt, or move the file" in err
+    assert pipe("validate", "job.yaml")[0] == 0
+    pq.write_table(pa.table({"id": [4], "text": ["four"], "error": [1.5]}), work / "data" / "b.parquet")
+    code, _, err = pipe(*every)
+    assert code == 2, err
+    assert "column 'error': " in err
+
+
+def test_validate_counts_prompts_that_the_model_has_no_room_for(work, pipe):
+    """By the model's own context where the job file says nothing of it; a task needs no room for a generated token."""
+    of_task(work, "sampling: {max_tokens: 9}")
+    table = pa.table({"id": [1, 2], "text": ["a" * 1500, "word " * 3]})
+    pq.write_table(table, work / "data" / "a.parquet")
+    found = json.loads(pipe("validate", "job.yaml", "--json")[1])["prompt_tokens"]
+    assert (found["too_long"], found["max_model_len"]) == (1, 1024)
+    out = pipe("validate", "job.yaml")[1]
+    assert "Too long for 1,024 tokens (engine.max_model_len, or the model's own): 1 row of them; prompt_too_long" in out
+    longest = ("--json", "--set", f"engine.max_model_len={found['longest']}")
+    assert json.loads(pipe("validate", "job.yaml", *longest)[1])["prompt_tokens"]["too_long"] == 1
+    of_task(work, "task: score")
+    pq.write_table(table, work / "data" / "a.parquet")
+    assert json.loads(pipe("validate", "job.yaml", *longest)[1])["prompt_tokens"]["too_long"] == 0

@@ -192,6 +192,7 @@ def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
         ("sampling: {max_tokens: 0}\n", "expected an integer of at least 1; got 0"),
         ("sampling: {max_tokens: {columns: b}}\n", "expected a value, or {column: name}"),
         ("sampling: {seed: {column: b}}\n", "sampling.seed: expected an integer"),
+        ("sampling: {reasoning: atuo}\n", "sampling.reasoning: 'atuo': expected auto, or {start: <think>, "),
         ("sampling: {logprobs: {column: ''}}\n", "expected a value, or {column: name}"),
         ("sampling: {min_tokens: 20}\n", "min_tokens 20 is more than max_tokens 16"),
         ("sampling: {temperature: .nan}\n", "expected a finite number of at least 0; got nan"),

@@ -1,10 +1,12 @@
 """Parameters of a job file: names for parts of its paths, and nothing that leads elsewhere."""
 
 from datetime import UTC, datetime
+from zoneinfo import ZoneInfo
 
 import pytest
 
 from pipeline.config import JobFileError, load_job
+from pipeline.config.parameters import moment_of
 
 JOB = """\
 params: {date: {today: Pacific/Auckland}, team: blue}
@@ -86,3 +88,13 @@ def test_what_is_wrong_is_named_with_its_place(job, params, text, expected):
     with pytest.raises(JobFileError) as error:
         job(*params, text=text)
     assert expected in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["0001-01-01T00:00+00:00", "9999-12-31T23:59-12:00", "@99999999999999", "@", "now"])
+def test_a_moment_that_has_no_date_in_every_zone_is_refused(flag):
+    with pytest.raises(JobFileError, match="expected a time with its zone"):
+        moment_of(flag)
+
+
+def test_a_moment_is_that_of_any_zone():
+    assert moment_of("@0")(ZoneInfo("America/Los_Angeles")).date().isoformat() == "1969-12-31"

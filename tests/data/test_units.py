@@ -94,6 +94,14 @@ def test_per_row_sampling():
     assert [r["_error"] for r in rows.values()] == ["invalid_sampling", None, None, None, "null_prompt"]
 
 
+def test_a_null_in_a_row_s_list_is_named():
+    columns = {"text": ["a", "b"], "id": [1, 2], "stops": [["x", None], ["x"]]}
+    rows = by_row(make_units(window_of(columns), spec(sampling_columns={"stop": "stops"})))
+    assert rows[0]["_error"] == "invalid_sampling"
+    assert rows[0]["_error_message"] == "sampling.stop: a null among the values of column 'stops'"
+    assert rows[1]["_error"] is None
+
+
 def test_budgets_decide_the_size_of_units():
     columns = {"text": ["x"] * 8, "id": range(8), "budget": [100.0, 1, 1, 1, 100, 1, 1, 1e30]}
     units = make_units(

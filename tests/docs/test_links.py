@@ -46,3 +46,15 @@ def test_every_page_of_the_docs_is_linked_from_another():
 def test_every_page_of_the_docs_is_in_the_site():
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert not [path.name for path in ROOT.glob("docs/*.md") if path.name not in site]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_tables_are_tables(page: Path):
+    """The second line of a table says how its columns stand, and an empty line ends it: rows after one are text."""
+    wrong = []
+    for table in re.findall(r"^\|.*(?:\n\|.*)*", prose(page), re.MULTILINE):
+        lines = table.split("\n")
+        columns = {len(re.findall(r"(?<!\\)\|", line)) for line in lines}
+        if len(lines) < 2 or not re.fullmatch(r"\|(?: *:?-+:? *\|)+", lines[1]) or len(columns) > 1:
+            wrong.append(lines[0])
+    assert not wrong

@@ -54,7 +54,7 @@ def test_a_job_that_can_run(work, pipe):
     assert code == 0, out + err
     for group in ("versions", "devices", "memory and disks", "kernels", "job", "model", "output"):
         assert f"\n{group}\n" in out
-    assert "valid, 1 rows" in out
+    assert "valid, 1 row" in out
     assert "AWQ int4, groups of 128" in out
     assert "0 failed" in out
     assert sorted(p.name for p in work.iterdir()) == ["data", "job.yaml"], "the probe's folders are gone again"

@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
@@ -106,6 +108,29 @@ def test_an_input_without_a_usable_prompt_has_no_estimate(tmp_path):
     result = CliRunner().invoke(cli, [*args, "--set", f"output.path={tmp_path}/out"])
     assert result.exit_code == 2
     assert "none of the 1 sampled rows has a usable prompt" in result.stderr
+    none = pa.table({"report_id": pa.array([], pa.int64()), "report": pa.array([], pa.string())})
+    pq.write_table(none, tmp_path / "none.parquet")
+    none_there = ["--set", f"input.path={tmp_path}/none.parquet", "--set", f"output.path={tmp_path}/out"]
+    result = CliRunner().invoke(cli, [*args, *none_there])
+    assert result.exit_code == 2
+    assert f"{tmp_path}/none.parquet: has no rows, so there is nothing to plan" in result.stderr
+
+
+def test_what_the_models_context_has_no_room_for_is_not_planned(tmp_path):
+    """A prompt that is too long is no work, and no answer is longer than what the context leaves, whatever it may be:
+    lines of a batch API may have 4,096 tokens where they do not say."""
+    texts = ["A pump."] * 3 + ["word " * 3000]
+    lines = [json.dumps({"report_id": i, "report": text}) + "\n" for i, text in enumerate(texts)]
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    args = [*JOB, "--set", f"input.path={tmp_path}/in.jsonl", "--set", f"output.path={tmp_path}/out", "--json"]
+    whole = json.loads(call("plan", *args, "--set", f"sampling.max_tokens={10**20}", "--hardware", "l4"))
+    assert (whole["sample"]["rows"], whole["sample"]["errors"]) == (4, 1)
+    assert whole["prompts"]["expected"] < 300
+    assert 900 < whole["lengths"]["each"]["high"] < 1024, "a summary's prompt and it fill the context"
+    assert whole["cards"][0]["lacks"] == ""
+    shorter = json.loads(call("plan", *args, "--set", "engine.max_model_len=64"))
+    assert shorter["sample"]["errors"] == 1
+    assert shorter["lengths"]["each"]["high"] == 24
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,27 @@ def test_a_full_batch_is_taken_as_it_was(sums):
 def test_a_probe_says_nothing_beside_a_whole_run_and_several_runs_say_how_sure_it_is():
     probe = remembered(prompt=10, generated=5, prefill_us=10**6, decode_us=10**6)
     assert measured_speed([probe, remembered()], 10**6).prompt_token_us == pytest.approx(2)
-    assert measured_speed([remembered()], 10**6).spread == 0.1
+    once = measured_speed([remembered()], 10**6)
+    assert (once.fastest, once.slowest) == (pytest.approx(1 / 1.1), 1.1)
+    assert "as long" not in once.comes_from
+
+
+def test_low_and_high_are_the_fastest_and_the_slowest_run():
+    """And say so where they are far apart: neither is slower than any run was."""
     slower = remembered(prefill_us=4000, decode_us=10_000)
-    assert measured_speed([slower, remembered()], 10**6).spread == pytest.approx(0.5)
+    speed = measured_speed([slower, remembered()], 10**6)
+    assert (speed.fastest, speed.slowest) == (pytest.approx(2 / 3), pytest.approx(4 / 3))
+    assert speed.comes_from.startswith("2 runs on this machine, the slowest 2.0 times as long as the fastest, the last")
+    far = measured_speed([remembered(prefill_us=20_000, decode_us=50_000), remembered()], 10**6)
+    assert far.slowest * far.generated_token_us == pytest.approx(100)
+    assert far.fastest * far.generated_token_us == pytest.approx(10)
+
+
+def test_runs_of_another_mixture_of_prompts_and_answers_are_no_slower_ones():
+    prompts = remembered(prompt=6_000, generated=20, prefill_us=12_000, decode_us=200)
+    answers = remembered(prompt=2_000, generated=3_800, prefill_us=4_000, decode_us=38_000)
+    speed = measured_speed([prompts, answers], 10**6)
+    assert (speed.fastest, speed.slowest) == (pytest.approx(1 / 1.1), 1.1)
 
 
 def test_rows_that_are_compared_take_what_they_took_or_two_rows_each():

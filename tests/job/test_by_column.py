@@ -8,6 +8,8 @@ from click.testing import CliRunner
 
 from pipeline.cli.main import cli
 from pipeline.job.running.run import run_job
+from pipeline.report.by_column import ByColumn, Group
+from pipeline.report.record.row_stats import LengthBucket
 from tests.job.conftest import FAKES, Job
 
 TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 40) if i % 10 else None for i in range(60)]
@@ -61,3 +63,12 @@ def test_a_column_that_is_not_there_is_named_with_what_was_meant(finished):
     result = CliRunner().invoke(cli, ["report", str(finished.output), "--by", "source_fil"])
     assert result.exit_code == 2
     assert "--by source_fil: the output has no such column (did you mean 'source_file'?)" in result.stderr
+
+
+def test_long_values_are_cut_in_the_table_and_whole_as_json():
+    """A column of prompts, say: none of its values is to make the table wider than a terminal."""
+    groups = tuple(Group(text, 1, LengthBucket()) for text in ("a" * 60, "b" * 300_000, "\x1b" * 90))
+    told = ByColumn("text", 10, groups)
+    shown = [line.split("  ")[0].strip() for line in told.to_text().splitlines()]
+    assert shown[1:] == ["a" * 60, "b" * 57 + "...", "\\x1b" * 14 + "\\..."]
+    assert [group["value"] for group in told.to_json()["groups"]] == [group.value for group in groups]

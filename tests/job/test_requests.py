@@ -352,7 +352,7 @@ def test_lines_of_other_apis_are_answered_and_converted(batch, pipe, form, make,
         convert(PartStore(str(batch.output)), "answers.jsonl", "x", {}, form)
     place = batch.folder / "answers.jsonl"
     code, out, err = pipe("convert", str(batch.output), "--to", form, "--output", str(place))
-    assert (code, out.strip(), err) == (0, f"{place}: 3 completed rows; 1 error rows", "")
+    assert (code, out.strip(), err) == (0, f"{place}: 3 completed rows; 1 error row", "")
     lines = [json.loads(line) for line in place.read_text().splitlines()]
     by_id = {line.pop(name): line for line in lines}
     assert by_id.keys() == {f"id-{i}" for i in range(4)}
@@ -382,6 +382,21 @@ def test_lines_of_other_apis_are_answered_and_converted(batch, pipe, form, make,
             "totalRecordCount": 4, "processedRecordCount": 4, "successRecordCount": 3, "errorRecordCount": 1,
             "inputTokenCount": num_input, "outputTokenCount": num_output,
         }  # fmt: skip
+
+
+def test_the_form_of_the_answers_need_not_be_that_of_the_lines(batch):
+    """The ids are what joins them. What a form has no place for, as id-5's log-probabilities, is left out."""
+    run(batch)
+    good, bad = converted(batch)
+    texts = {line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"] for line in good}
+    place = batch.folder / "results.jsonl"
+    done = convert(PartStore(str(batch.output)), str(place), None, {}, "anthropic-batch")
+    assert (done.completed_rows, done.error_rows) == (len(good), len(bad)) == (37, 3)
+    results = {line["custom_id"]: line["result"] for line in map(json.loads, place.read_text().splitlines())}
+    messages = {name: result["message"] for name, result in results.items() if result["type"] == "succeeded"}
+    assert {name: message["content"][0]["text"] for name, message in messages.items()} == texts
+    assert messages["id-5"].keys() == messages["id-9"].keys()
+    assert {name for name, result in results.items() if result["type"] == "errored"} == {"id-6", "id-7", "id-8"}
 
 
 def test_embeddings_are_of_openais_lines_alone(embedding):

@@ -116,7 +116,7 @@ def test_lists_and_rows_hold_the_same_and_are_counted_verified_divided_and_compa
 
     seen = audit(stores["rows"], deep=True, say=print)
     assert seen.sound
-    assert "30 rows as 88 samples (1 error rows)" in seen.to_text()
+    assert "30 rows as 88 samples (1 error row)" in seen.to_text()
     groups = divided_by(stores["rows"], report, "sample_index", 5).groups
     found = {group.value: (group.rows, group.completed.rows, group.completed.input_tokens) for group in groups}
     assert found == {"0": (30, 29, report.tokens.input), "1": (29, 29, 0), "2": (29, 29, 0)}
@@ -129,7 +129,7 @@ def test_lists_and_rows_hold_the_same_and_are_counted_verified_divided_and_compa
         done = compact(stores["rows"], target, order, 3000, print)  # type: ignore[arg-type]
         assert (done.rows, done.output_rows, done.error_rows, done.files_made) == (30, 88, 1, done.files)
         assert done.files > 3
-        assert "30 rows as 88 samples (1 error rows)" in done.to_text()
+        assert "30 rows as 88 samples (1 error row)" in done.to_text()
         merged = whole(target)
         keys = ["id", "sample_index"]
         assert merged.sort_by([(key, "ascending") for key in keys]).to_pylist() == (

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
 @param_option
 @click.option("--to", "form", type=click.Choice(["openai-batch", "anthropic-batch", "bedrock-batch"]), required=True,
-              help="The form of the lines.")  # fmt: skip
+              help="The form of the lines; it need not be that of the job's input.")  # fmt: skip
 @click.option("--output", required=True, type=click.Path(), metavar="FILE.jsonl",
               help="A new file for completed rows, local or an fsspec url.")  # fmt: skip
 @click.option("--errors", type=click.Path(), metavar="FILE.jsonl",

@@ -19,6 +19,7 @@ from pipeline.cli.console import (
 )
 from pipeline.cli.options import Renamed, job_overlays, param_option
 from pipeline.errors import ConfigError, EnvironmentFailed, LimitReached, OutputError
+from pipeline.formatting import counted
 
 if TYPE_CHECKING:
     from pipeline.config import JobConfig
@@ -218,7 +219,7 @@ def status(place: str, params: tuple[str, ...], watch: bool, as_json: bool) -> N
     believed = now.outcome if doubt is None else "stale" if now.outcome == "running" else "damaged"
     print_result(f"{place}: {believed}")
     print_result(f"  {status_line(now)}")
-    print_result(f"  run {now.run_id}, {now.units:,} units written, {now.actors} actors")
+    print_result(f"  run {now.run_id}, {counted(now.units, 'unit')} written, {counted(now.actors, 'actor')}")
     if doubt:
         print_result(f"  {doubt}")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.cli.console import answers, json_flag, print_answer, print_json, print_result, say
-from pipeline.cli.options import param_option
+from pipeline.cli.options import FiniteRange, param_option
 from pipeline.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 @click.option("--hosted", metavar="USD,USD",
               help="What a hosted service would take at its prices of 1M prompt and 1M generated tokens: "
               "0.15,0.60.")  # fmt: skip
-@click.option("--rows-per-month", type=click.FloatRange(min=0, min_open=True), metavar="N",
+@click.option("--rows-per-month", type=FiniteRange(min=0, min_open=True), metavar="N",
               help="With two outputs: what the second saves at such a volume.")  # fmt: skip
-@click.option("--effort-usd", type=click.FloatRange(min=0), metavar="USD", default=0.0,
+@click.option("--effort-usd", type=FiniteRange(min=0), metavar="USD", default=0.0,
               help="What the change took once, for the months until it is paid back.")  # fmt: skip
 @json_flag
 @answers

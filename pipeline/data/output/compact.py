@@ -30,6 +30,7 @@ from pipeline.data.output.parts import SUCCESS, UNIT_KEY, PartName, PartStore
 from pipeline.data.output.result_columns import is_first_sample, places_of, result_column, sample_indices
 from pipeline.data.output.retried import Place, RetriedRows
 from pipeline.errors import OutputError
+from pipeline.formatting import counted
 from pipeline.stores.filesystem import is_url
 
 Order = Literal["parts", "input"]
@@ -86,13 +87,14 @@ class Compacted:
 
     def to_text(self) -> str:
         samples = "" if self.output_rows == self.rows else f" as {self.output_rows:,} samples"
-        counts = f"{self.parts:,} parts, {self.rows:,} rows{samples} ({self.error_rows:,} error rows)"
+        errors, files = counted(self.error_rows, "error row"), counted(self.files, "file")
+        counts = f"{counted(self.parts, 'part')}, {counted(self.rows, 'row')}{samples} ({errors})"
         if not self.files_made:
-            return f"{self.path}: is complete already, nothing to do: {counts} in {self.files:,} files"
+            return f"{self.path}: is complete already, nothing to do: {counts} in {files}"
         found = self.files - self.files_made
         earlier = f", {found:,} of them from an earlier call" if found else ""
         order = "in the order of the input" if self.order == "input" else "in the order of the parts"
-        return f"{self.path}: {counts} in {self.files:,} files{earlier}, {order}"
+        return f"{self.path}: {counts} in {files}{earlier}, {order}"
 
 
 def compact(

@@ -43,9 +43,9 @@ def why_refused(request: Request, model: Heads) -> tuple[RowError, str] | None:
         found = f"the text has {num_tokens} tokens and is scored from token {task.first + 1} on"
         return RowError.EMPTY_PROMPT, f"score: {found}: there is none"
     if isinstance(task, Choice):
-        worst = max(token for label in task.labels for token in label)
-        if worst >= model.vocab_size:
-            found = f"a label holds token {worst}; the model has {model.vocab_size}"
+        outside = [token for label in task.labels for token in label if not 0 <= token < model.vocab_size]
+        if outside:
+            found = f"a label holds token {outside[0]}; the model has {model.vocab_size}"
             return RowError.TOKEN_OUT_OF_VOCABULARY, f"{found} (does the tokenizer belong to it?)"
     return None
 

@@ -4,10 +4,12 @@ Logits of a large vocabulary never lie in memory for a whole step: some rows at 
 embedding, and of each row only the log-probabilities that are asked for are kept.
 
 Suffixes: N tokens of the step whose hidden states are wanted, P pairs of such a token and another one whose
-log-probability is wanted there, H hidden.
+log-probability is wanted there, R readers, H hidden.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -56,13 +58,14 @@ class StepReading:
         return cls(ranges(row_S[read], stop_S - start_S), plan.slot_S[read], start_S, stop_S)
 
     def take(self, hidden_NH: torch.Tensor, model: OutputEmbedding, table: SlotTable) -> None:
-        """Give the readers what they want of the step's hidden states."""
-        self._take_logprobs(hidden_NH, model, table)
-        self._take_vectors(hidden_NH, table)
+        """Give the readers what they want of the step's hidden states: all of them, or none where memory runs out."""
+        told = self._logprobs(hidden_NH, model, table) + self._vectors(hidden_NH, table)
+        for tell in told:
+            tell()
         for slot in self.slot_S[self.stop_S == table.read_to[self.slot_S]].tolist():
             table.has_been_read(slot)
 
-    def _take_logprobs(self, hidden_NH: torch.Tensor, model: OutputEmbedding, table: SlotTable) -> None:
+    def _logprobs(self, hidden_NH: torch.Tensor, model: OutputEmbedding, table: SlotTable) -> list[Callable[[], None]]:
         readers: list[tuple[LogprobReader, slice]] = []
         places, tokens = [], []
         for slot, start, stop, first in self._sequences():
@@ -73,19 +76,20 @@ class StepReading:
                 places.append(reader.position_P[wanted] - start + first)
                 tokens.append(reader.token_P[wanted])
         if not readers:
-            return
+            return []
         num_top = max(reader.num_top for reader, _ in readers)
         logprob_P, top_P = token_logprobs(hidden_NH, model, np.concatenate(places), np.concatenate(tokens), num_top)
-        begin = 0
+        begin, told = 0, []
         for reader, wanted in readers:
             end = begin + wanted.stop - wanted.start
             top = None
             if reader.num_top:
                 top = [pairs[: reader.num_top] for pairs in top_P[begin:end]]
-            reader.put(wanted, logprob_P[begin:end], top)
+            told.append(partial(reader.put, wanted, logprob_P[begin:end], top))
             begin = end
+        return told
 
-    def _take_vectors(self, hidden_NH: torch.Tensor, table: SlotTable) -> None:
+    def _vectors(self, hidden_NH: torch.Tensor, table: SlotTable) -> list[Callable[[], None]]:
         readers: list[tuple[PoolingReader, int]] = []
         alone: list[tuple[PoolingReader, int, int]] = []
         sums: list[torch.Tensor] = []
@@ -98,14 +102,14 @@ class StepReading:
             else:
                 readers.append((reader, start))
                 sums.append(hidden_NH[first : first + stop - start].float().sum(0))
+        told = []
         if alone:  # most often all: gathered and copied at once
-            for (reader, start, _), one_H in zip(
-                alone, hidden_NH[[first for *_, first in alone]].float().cpu().numpy()
-            ):
-                reader.put(start, one_H)
+            one_RH = hidden_NH[[first for *_, first in alone]].float().cpu().numpy()
+            told += [partial(reader.put, start, one_H) for (reader, start, _), one_H in zip(alone, one_RH)]
         if readers:
-            for (reader, start), sum_H in zip(readers, torch.stack(sums).cpu().numpy()):
-                reader.put(start, sum_H)
+            sum_RH = torch.stack(sums).cpu().numpy()
+            told += [partial(reader.put, start, sum_H) for (reader, start), sum_H in zip(readers, sum_RH)]
+        return told
 
     def _sequences(self) -> list[tuple[int, int, int, int]]:
         return list(zip(self.slot_S.tolist(), self.start_S.tolist(), self.stop_S.tolist(), self.first_S.tolist()))

@@ -63,15 +63,16 @@ class Scheduler:
         """Queue a sequence, or end it at once when it can never be served."""
         known, size = len(sequence.token_ids), self.pool.block_size
         room = self.table.max_model_len - sequence.generates
-        if sequence.reader is not None:
-            known = max(known, sequence.num_prompt + sequence.reader.num_after)
+        with_it = ""
+        if sequence.reader is not None and sequence.reader.num_after:
+            known, with_it = sequence.num_prompt + sequence.reader.num_after, " with its longest label"
         if known == 0:
             sequence.fail(RowError.EMPTY_PROMPT, "the prompt has no tokens")
         elif known > room:
             beside = " beside one generated token" if sequence.generates else ""
             sequence.fail(
                 RowError.PROMPT_TOO_LONG,
-                f"the prompt has {known} tokens; with max_model_len = {self.table.max_model_len} at most "
+                f"the prompt has{with_it} {known} tokens; with max_model_len = {self.table.max_model_len} at most "
                 f"{room} fit{beside}",
             )
         elif -(-(known + sequence.generates) // size) > self.pool.num_blocks:

@@ -262,7 +262,7 @@ class SlotTable:
         self.order[slot] = sequence.order
         self.repeat_until[slot] = sequence.high_water
         self.stops_at_eos[slot] = not params.ignore_eos
-        self.min_known[slot] = sequence.num_prompt + params.min_tokens
+        self.min_known[slot] = min(sequence.num_prompt + params.min_tokens, _LARGEST)
         loop = params.repetition_detection
         self.max_pattern[slot] = 0 if loop is None else loop.max_pattern_size
         self.min_pattern[slot] = 0 if loop is None else loop.min_pattern_size
@@ -341,6 +341,7 @@ class SlotTable:
         sequence.has_been_read = False
         end = place + len(token_ids)
         self.token_ids[slot, place:end] = token_ids
+        del sequence.hashes[place // self.block_size :]  # a preempted one has them of the tokens that stood there
         self.num_known[slot], self.num_computed[slot] = end, place
         self.read_from[slot], self.read_to[slot] = sequence.reader.first, sequence.reader.stop
 

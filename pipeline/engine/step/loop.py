@@ -1,6 +1,6 @@
 """Runs the steps of an engine one after the other.
 
-    plan -> drafts -> input -> model -> read, sample -> commit -> take
+    plan -> drafts -> input -> model -> sample, read -> commit -> take
 
 `overlapped.py` does the same one step ahead of the tokens, for a device that works beside the host. Either is wrapped
 by `out_of_memory.py`, which undoes a step that did not fit. `Drafting` adds drafts to a plan and checks them.
@@ -58,11 +58,11 @@ class StepLoop:
         step = build_input(plan, self.table)
         reading = StepReading.of_plan(plan, self.table) if self.table.num_readers else None
         if reading is None:
-            logits_RV = self.runner.execute(step)
+            output = self._sample(plan, self.runner.execute(step))
         else:
             logits_RV, hidden_NH = self.runner.execute_and_read(step, reading.row_N)
-            reading.take(hidden_NH, self.runner, self.table)
-        output = self._sample(plan, logits_RV)
+            output = self._sample(plan, logits_RV)
+            reading.take(hidden_NH, self.runner, self.table)  # last: nobody is told twice of a step that is undone
         self.computing = None
         tokens = self.scheduler.commit(plan)
         self._take(plan.sampling_slot_S, output)

@@ -20,7 +20,7 @@ from pipeline.data.output.result_columns import is_first_sample, result_column, 
 from pipeline.data.output.retried import KEY as RETRIED
 from pipeline.data.output.retried import RetriedRows
 from pipeline.errors import OutputError, RowError
-from pipeline.formatting import Remaining
+from pipeline.formatting import Remaining, counted
 from pipeline.job.planning.appended import batch_numbers
 from pipeline.job.planning.fingerprint import JOB
 from pipeline.stores.read_ahead import read_ahead
@@ -55,15 +55,18 @@ class Audit:
         return {"sound": self.sound, **asdict(self)}
 
     def to_text(self) -> str:
-        rows = f"{self.rows:,} rows" + ("" if self.output_rows == self.rows else f" as {self.output_rows:,} samples")
-        held = f"{self.parts:,} parts, {rows} ({self.error_rows:,} error rows), {self.parts_bytes:,} bytes"
+        rows = counted(self.rows, "row") + (
+            "" if self.output_rows == self.rows else f" as {self.output_rows:,} samples"
+        )
+        errors = counted(self.error_rows, "error row")
+        held = f"{counted(self.parts, 'part')}, {rows} ({errors}), {self.parts_bytes:,} bytes"
         if self.sound:
             how = "every page and row was read" if self.deep else "footers were read; --deep reads every page and row"
             return f"{self.path}: sound: {held}; {how}"
         more = self.num_problems - len(self.problems)
         return "\n".join(
             [
-                f"{self.path}: damaged: {self.num_problems:,} problems, {held}",
+                f"{self.path}: damaged: {counted(self.num_problems, 'problem')}, {held}",
                 *(f"  {problem}" for problem in self.problems),
                 *([f"  and {more:,} more"] if more else []),
                 "Remove the parts that are damaged and `pipeline run` the job again: it makes what is missing.",

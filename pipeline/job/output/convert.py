@@ -21,6 +21,7 @@ from pipeline.data.requests import anthropic_batch, bedrock_batch
 from pipeline.data.requests.openai_answers import RESULTS, Answered, together
 from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT, RequestFormat
 from pipeline.errors import OutputError
+from pipeline.formatting import counted
 from pipeline.job.planning.fingerprint import JOB
 from pipeline.job.telemetry.run_log import load_runs
 from pipeline.stores.new_file import NewFile
@@ -60,8 +61,8 @@ class Converted:
 
     def to_text(self) -> str:
         where = "" if self.errors is None else f"{self.errors}: "
-        failed = f"; {where}{self.error_rows:,} error rows" if self.error_rows else ""
-        return f"{self.output}: {self.completed_rows:,} completed rows{failed}"
+        failed = f"; {where}{counted(self.error_rows, 'error row')}" if self.error_rows else ""
+        return f"{self.output}: {counted(self.completed_rows, 'completed row')}{failed}"
 
 
 def errors_beside(output: str) -> str:

@@ -91,8 +91,7 @@ def make_plan(
     source, batches = batches.arranged(source)
     if config.input.limit is not None and (batches.more or batches.later_files):
         raise ConfigError("input.limit: files cannot be appended to an output of the first rows alone; leave one out")
-    everything = (*source.schema.names, *source.conflicts)  # a column that cannot be kept is refused, not left out
-    kept = everything if config.input.columns is None else tuple(config.input.columns)
+    kept = source.every_column if config.input.columns is None else tuple(config.input.columns)
     units = config.unit_spec(kept)
     source.check_columns(units.columns)
     units.prompt.check(source.schema)

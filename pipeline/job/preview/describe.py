@@ -7,7 +7,7 @@ from pipeline.config import FromColumn, JobConfig
 from pipeline.config.sections.sampling import RepetitionSection
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.reasoning.markers import ReasoningMarkers
-from pipeline.formatting import printable, shown_bytes
+from pipeline.formatting import counted, printable, shown_bytes
 from pipeline.job.planning.sampling_defaults import shown
 from pipeline.job.preview.examine import Examined
 from pipeline.job.preview.prompt_preview import MAX_PROMPT_CHARS
@@ -40,10 +40,10 @@ def _found_markers(markers: Mapping[str, str] | None, config: JobConfig) -> list
 def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
     facts = found.facts
     source, columns = facts["input"], facts["columns"]
-    rows = f"{source['rows']:,} rows"
+    rows = counted(source["rows"], "row")
     if source["rows_to_do"] != source["rows"]:
         rows = f"the first {source['rows_to_do']:,} of {rows}"
-    size = f"{_plural(source['files'], 'file')}, {rows}, {shown_bytes(source['bytes'])}"
+    size = f"{counted(source['files'], 'file')}, {rows}, {shown_bytes(source['bytes'])}"
     chat = "a chat" if config.prompt.chat is not None else "text"
     given = {"max_tokens", *config.sampling.model_fields_set} - {"defaults"}
     sampling = [f"{key} {_option(value)}" for key, value in config.sampling if key in given]
@@ -55,9 +55,9 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
     names = ", ".join(f"{f['file']} ({f['reason']})" for f in skipped[:_MAX_SKIPPED_SHOWN])
     return [
         ("Paths", f"relative ones are below {facts['paths_below']}, the working directory"),
-        ("Input", f"{shown_url(config.input.path)}: {size}; {_plural(source['windows'], 'window')}"),
+        ("Input", f"{shown_url(config.input.path)}: {size}; {counted(source['windows'], 'window')}"),
         *([("", told)] if (told := _shown_requests(facts.get("requests"))) else []),
-        *([("Skipped", f"{_plural(len(skipped), 'damaged file')}: {names}{more}")] if skipped else []),
+        *([("Skipped", f"{counted(len(skipped), 'damaged file')}: {names}{more}")] if skipped else []),
         ("Prompt", f"{chat} from {', '.join(columns['prompt'])}"),
         ("Keeps", ", ".join(columns["kept"]) or "no input columns"),
         ("Model", f"{facts['model']['path']} ({facts['model']['kind']}{revision})"),
@@ -119,7 +119,7 @@ def _shown_prompt(first: dict[str, Any] | None, found: Examined) -> list[str]:
         why = f"{first['error']}: {first['error_message']}"
         return [printable(f"  The first row, {where}, becomes an error row: {why}")]
     shown = first["text"].split("\n")
-    size = f"{first['bytes']:,} bytes" + ("" if first["tokens"] is None else f", {_plural(first['tokens'], 'token')}")
+    size = f"{first['bytes']:,} bytes" + ("" if first["tokens"] is None else f", {counted(first['tokens'], 'token')}")
     lines = [f"  First prompt ({printable(where)}, {size})"]
     lines += [f"    | {printable(line)}" for line in shown[:_MAX_LINES_SHOWN]]
     if len(shown) > _MAX_LINES_SHOWN or len(first["text"]) == MAX_PROMPT_CHARS:
@@ -142,22 +142,19 @@ def _shown_lengths(tokens: dict[str, Any] | None) -> list[str]:
     rows, most = tokens["rows"], max(count for _, count in tokens["histogram"])
     lines = [
         "",
-        f"  Prompt tokens of {_plural(rows, 'sampled row')}: median {tokens['median']:,}, 90% up to {tokens['p90']:,}, "
+        f"  Prompt tokens of {counted(rows, 'sampled row')}: median {tokens['median']:,}, 90% up to {tokens['p90']:,}, "
         f"longest {tokens['longest']:,}; about {tokens['estimated_total']:,} in all",
     ]
     for longest, count in tokens["histogram"]:
         bar = "#" * max(count > 0, round(count / most * _BAR_WIDTH))
         lines.append(f"    up to {longest:>9,} {bar:<{_BAR_WIDTH}} {count:,}")
     if tokens["too_long"]:
-        lines.append(f"  {_plural(tokens['too_long'], 'sampled row')} would be refused by engine.max_model_len")
+        room = f"{tokens['max_model_len']:,} tokens (engine.max_model_len, or the model's own)"
+        lines.append(f"  Too long for {room}: {counted(tokens['too_long'], 'row')} of them; prompt_too_long")
     if tokens["errors"]:
         told = ", ".join(f"{code} {count:,}" for code, count in tokens["errors"].items())
         lines.append(f"  Error rows among them: {told}")
     return lines
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _option(value: object) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoints.file_checks import read_json
 from pipeline.checkpoints.locate import folder_here, model_kind, why_no_checkpoint
 from pipeline.config import FromColumn, JobConfig, Mistake
 from pipeline.data.columns import is_list, is_text
@@ -226,7 +227,7 @@ class _Examination:
         """Every column that the job names is there, in each file, and of a kind that fits."""
         config, prompt = self.config, self.config.prompt
         given = config.input.columns
-        kept = list(source.schema.names if given is None else given)
+        kept = list(source.every_column if given is None else given)
         prompt_key = next(f"prompt.{k}" for k in ("template", "column", "messages") if getattr(prompt, k) is not None)
         wanted = [("input.columns", name) for name in given or ()]
         wanted += [(prompt_key, name) for name in self.spec.columns]
@@ -235,6 +236,8 @@ class _Examination:
         wanted += [] if texts is None else [(texts.key, name) for name in texts.columns]
         if config.run.quality_sample > 0 and config.quality.column is not None:
             wanted.append(("quality.column", config.quality.column))
+        asked_for = {name for _, name in wanted}
+        wanted += [("input.columns", name) for name in kept if name not in asked_for]  # left out: all of them
         absent = set()
         for key, name in wanted:
             absent.add(name)
@@ -289,10 +292,15 @@ class _Examination:
             else:
                 config.chat_template()
             self.facts["first_prompt"] = first_prompt(config, source, tokenize)
-            self.facts["prompt_tokens"] = tokenize and prompt_tokens(config, source, tokenize)
+            if tokenize is None or folder is None:
+                self.facts["prompt_tokens"] = None
+            else:
+                told = read_json(folder / "config.json").get("max_position_embeddings")
+                context = told if isinstance(told, int) else None  # what is wrong with it the engine says
+                self.facts["prompt_tokens"] = prompt_tokens(config, source, tokenize, context)
             first = self.facts["first_prompt"]
             if first and first["error"] == RowError.INVALID_LABELS and not isinstance(config.choice.labels, FromColumn):
-                self._mistake("choice.labels", first["error_message"].removeprefix("labels: "))
+                self._mistake("choice.labels", first["error_message"].removeprefix("choice.labels: "))
 
     def _output(self) -> None:
         output = self.config.output

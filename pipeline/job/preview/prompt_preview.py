@@ -44,8 +44,9 @@ def first_prompt(config: JobConfig, source: Source, tokenize: Tokenize | None) -
     }
 
 
-def prompt_tokens(config: JobConfig, source: Source, tokenize: Tokenize) -> dict[str, Any]:
-    """How long the prompts of a sample are, in tokens, and what they come to in all if the other rows are like them."""
+def prompt_tokens(config: JobConfig, source: Source, tokenize: Tokenize, context: int | None) -> dict[str, Any]:
+    """How long the prompts of a sample are, in tokens, and what they come to in all if the other rows are like them.
+    context: of the model, as far as that is known."""
     total = source.num_rows if config.input.limit is None else min(config.input.limit, source.num_rows)
     lengths: list[int] = []
     errors: Counter[str] = Counter()
@@ -55,11 +56,13 @@ def prompt_tokens(config: JobConfig, source: Source, tokenize: Tokenize) -> dict
             lengths += [len(request.prompt_token_ids) for request in requests]
             errors.update(str(completion.error) for completion in failed)
     lengths.sort()
-    most, rows = config.engine.max_model_len, len(lengths) + sum(errors.values())
+    rows, most = len(lengths) + sum(errors.values()), config.engine.max_model_len or context
+    room = most and most - (config.task == "generate")  # one generated token at least
     return {
         "rows": rows,
         "errors": dict(sorted(errors.items())),
-        "too_long": 0 if most is None else sum(length >= most for length in lengths),
+        "max_model_len": most,
+        "too_long": 0 if room is None else sum(length > room for length in lengths),
         **({name: _quantile(lengths, q) for name, q in (("median", 0.5), ("p90", 0.9), ("longest", 1))}),
         "histogram": _histogram(lengths),
         "estimated_total": round(sum(lengths) / rows * total) if rows else 0,

@@ -164,6 +164,23 @@ def test_prompts_that_cannot_be_served_are_error_completions() -> None:
     assert (done["fits"].finish_reason, len(done["fits"].token_ids)) == ("length", 1)
 
 
+def test_numbers_that_no_machine_word_holds_are_taken_as_far_as_they_matter() -> None:
+    """A row may say them: its column, or its line of a batch API."""
+    most = 10**20
+    rows = [
+        SamplingParams(max_tokens=most, min_tokens=most),
+        SamplingParams(max_tokens=2**63 - 1, min_tokens=2**63 - 1),
+        SamplingParams(max_tokens=9, min_tokens=2, stop_token_ids=[most, VOCAB]),
+        SamplingParams(max_tokens=9, temperature=1.0, top_k=most, seed=most),
+    ]
+    engine = hash_engine(60)
+    done = engine.generate([[1, 2, row] for row in range(4)], rows)
+    assert [completion.error for completion in done] == [None] * 4
+    assert [len(completion.token_ids) for completion in done[:2]] == [61, 61], "to the end of the context"
+    assert done[2].token_ids == expected_tokens([1, 2, 2], 9, 64, eos=True)
+    assert engine.pool.num_held == 0
+
+
 def test_a_shared_prompt_is_computed_once_even_by_requests_that_arrive_together() -> None:
     engine = hash_engine(64, 4, max_num_seqs=8, max_num_batched_tokens=64)
     system = list(range(40))

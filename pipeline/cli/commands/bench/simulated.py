@@ -7,12 +7,13 @@ import click
 
 from pipeline.cli.commands.bench.options import parse_sizes, print_told, shared_options
 from pipeline.cli.console import answers, json_flag, say
+from pipeline.cli.options import FiniteRange
 
 
 @click.command("admission")
 @click.option("jobs", "--job", multiple=True, metavar="NAME", help="summaries, classification, generation, reasoning, "
               "either, mixed or shared; else all of them. May be repeated.")  # fmt: skip
-@click.option("kv_shares", "--kv-share", multiple=True, type=click.FloatRange(min=0, min_open=True), metavar="X",
+@click.option("kv_shares", "--kv-share", multiple=True, type=FiniteRange(min=0, min_open=True), metavar="X",
               default=(0.25, 0.5, 1.0), show_default=True, help="The KV cache, as a share of what a full batch of mean "
               "rows holds in the end. May be repeated.")  # fmt: skip
 @click.option("--max-num-seqs", type=click.IntRange(min=1, max=8192), default=256, show_default=True)
@@ -42,7 +43,7 @@ def rules_of_admission(as_json: bool, **options: Any) -> None:
 @click.option("cards", "--card", multiple=True, metavar="NAME", help="As of bench roofline; H100, H200, A100, L4 and "
               "RTX 4090 when left out. May be repeated.")  # fmt: skip
 @click.option("requests", "--requests", multiple=True, metavar="SET", help="As of bench roofline; else all of them.")
-@click.option("--launch-us", type=click.FloatRange(min=0), default=180.0, show_default=True,
+@click.option("--launch-us", type=FiniteRange(min=0), default=180.0, show_default=True,
               help="What the host takes to launch one layer, kernel by kernel.")  # fmt: skip
 @click.option("--smaller", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
               help="Only every Nth request.")  # fmt: skip
@@ -75,9 +76,9 @@ def choices_of_the_schedule(as_json: bool, launch_us: float, **options: Any) -> 
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="The median.")
 @click.option("--output-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="The median.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="sampling.max_tokens.")
-@click.option("--cold-start-s", type=click.FloatRange(min=0), default=60.0, show_default=True,
+@click.option("--cold-start-s", type=FiniteRange(min=0), default=60.0, show_default=True,
               help="From a machine's coming to its first step.")  # fmt: skip
-@click.option("--hourly-usd", type=click.FloatRange(min=0), default=2.5, show_default=True, help="Of a machine.")
+@click.option("--hourly-usd", type=FiniteRange(min=0), default=2.5, show_default=True, help="Of a machine.")
 @click.option("--seed", type=int, default=1, show_default=True)
 @json_flag
 @answers
@@ -99,7 +100,7 @@ def pools_of_machines(as_json: bool, **options: Any) -> None:
 
 
 def _share(flag: str, about: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    in_range = click.FloatRange(0, 1, min_open=True)
+    in_range = FiniteRange(0, 1, min_open=True)
     return click.option(flag, type=in_range, default=1.0, show_default=True, help=about)
 
 
@@ -123,7 +124,7 @@ def _share(flag: str, about: str) -> Callable[[Callable[..., Any]], Callable[...
 @_share("--gemm-share", "Of the card's rate, that 16-bit products and attention reach.")
 @_share("--int4-share", "Of the card's rate, that products of int4 weights reach.")
 @_share("--fp8-share", "Of the card's rate in fp8, that products of fp8 activations reach.")
-@click.option("--step-ms", type=click.FloatRange(min=0), default=0.0, show_default=True,
+@click.option("--step-ms", type=FiniteRange(min=0), default=0.0, show_default=True,
               help="Of each step, in which the card waits.")  # fmt: skip
 @json_flag
 @answers

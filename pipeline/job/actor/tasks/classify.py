@@ -58,8 +58,10 @@ class ClassifyTask:
         if self.activation == "sigmoid":
             return [_sigmoid(logit) for logit in logits]
         if self.activation == "softmax":
-            weights = [math.exp(logit - max(logits)) for logit in logits]
-            return [weight / sum(weights) for weight in weights]
+            most = max(logits)
+            weights = [math.exp(logit - most) for logit in logits]
+            total = sum(weights)
+            return [weight / total for weight in weights]
         return logits
 
 
