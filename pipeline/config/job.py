@@ -14,15 +14,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 from pipeline.checkpoints.chat_template import read_template
 from pipeline.config.jobfile import Document, Value
 from pipeline.config.parameters import TodaySection
-from pipeline.config.sections.cluster import ClusterSection
-from pipeline.config.sections.cost import CostSection
-from pipeline.config.sections.engine import EngineSection, SpeculationSection
-from pipeline.config.sections.input import InputSection
-from pipeline.config.sections.model import ModelSection
-from pipeline.config.sections.output import OutputSection
-from pipeline.config.sections.prompt import PromptSection
-from pipeline.config.sections.quality import QualitySection
-from pipeline.config.sections.requests import (
+from pipeline.config.requests import (
     FORMATS,
     SOURCES,
     contradiction,
@@ -33,12 +25,17 @@ from pipeline.config.sections.requests import (
     prompt_of,
     sampling_of,
 )
-from pipeline.config.sections.run import RunSection
-from pipeline.config.sections.sampling import SamplingSection
-from pipeline.config.sections.section import Section
-from pipeline.config.sections.structured import StructuredFromColumn
-from pipeline.config.sections.targets import TargetsSection
-from pipeline.config.sections.tasks import (
+from pipeline.config.sections.cluster import ClusterSection
+from pipeline.config.sections.cost import CostSection
+from pipeline.config.sections.engine import EngineSection, SpeculationSection
+from pipeline.config.sections.input import InputSection
+from pipeline.config.sections.model import ModelSection
+from pipeline.config.sections.output import OutputSection
+from pipeline.config.sections.quality import QualitySection
+from pipeline.config.sections.row.prompt import PromptSection
+from pipeline.config.sections.row.sampling import SamplingSection
+from pipeline.config.sections.row.structured import StructuredFromColumn
+from pipeline.config.sections.row.tasks import (
     ChoiceSection,
     ClassifySection,
     EmbedSection,
@@ -48,6 +45,9 @@ from pipeline.config.sections.tasks import (
     row_texts,
     sections_of_tasks,
 )
+from pipeline.config.sections.run import RunSection
+from pipeline.config.sections.section import Section
+from pipeline.config.sections.targets import TargetsSection
 from pipeline.config.values import FromColumn
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import JobConfig, JobFileError, load_job
-from pipeline.config.sections.prompt import PromptSection
+from pipeline.config.sections.row.prompt import PromptSection
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError
 

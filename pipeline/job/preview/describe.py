@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.config import FromColumn, JobConfig
-from pipeline.config.sections.sampling import RepetitionSection
+from pipeline.config.sections.row.sampling import RepetitionSection
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.reasoning.markers import ReasoningMarkers
 from pipeline.formatting import printable, shown_bytes

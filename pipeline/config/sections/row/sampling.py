@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.sections.reasoning import Reasoning
+from pipeline.config.sections.row.reasoning import Reasoning
+from pipeline.config.sections.row.structured import ResponseFormat, StructuredOrColumn, with_structured_outputs
 from pipeline.config.sections.section import Section
-from pipeline.config.sections.structured import ResponseFormat, StructuredOrColumn, with_structured_outputs
 from pipeline.config.values import (
     FromColumn,
     IntOrColumn,

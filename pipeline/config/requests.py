@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from pipeline.config.sections.input import InputSection
-from pipeline.config.sections.prompt import PromptSection
-from pipeline.config.sections.sampling import SamplingSection
+from pipeline.config.sections.row.prompt import PromptSection
+from pipeline.config.sections.row.sampling import SamplingSection
 from pipeline.config.values import FromColumn
 from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT, PROMPT_COLUMN, Endpoint, RequestFormat
 

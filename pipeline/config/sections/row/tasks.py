@@ -12,8 +12,8 @@ from pipeline.config.sections.engine import EngineSection, SpeculationSection
 from pipeline.config.sections.input import InputSection
 from pipeline.config.sections.model import ModelSection
 from pipeline.config.sections.output import OutputSection
+from pipeline.config.sections.row.sampling import SamplingSection
 from pipeline.config.sections.run import RunSection
-from pipeline.config.sections.sampling import SamplingSection
 from pipeline.config.sections.section import Section
 from pipeline.config.sections.targets import TargetsSection
 from pipeline.config.values import AutoOrSwitch, FromColumn, StringsOrColumn, TextOrColumn
