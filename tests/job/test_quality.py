@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load_job
+from pipeline.config.identity import free_of
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, QualitySample, Request, RowQuality, SamplingParams
@@ -238,4 +239,4 @@ def test_validate_says_what_is_compared_with_what(job):
     assert "50% of the rows against demo:target (embedded); right answers from text" in describe(found, config)
     own = watched(job, model={"path": "demo:target", "quantization": "int8"}, quality={})
     assert "against the model's own weights as they are stored" in describe(examine(own), own)
-    assert load_job(job.folder / "job.yaml").free()["quality"] == {"model": None, "column": None, "max_drop": 0.02}
+    assert free_of(load_job(job.folder / "job.yaml"))["quality"] == {"model": None, "column": None, "max_drop": 0.02}

@@ -17,6 +17,7 @@ import pytest
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 
+from pipeline.config.identity import identity_of
 from pipeline.data.files import json_lines
 from pipeline.data.output.parts import PartStore
 from pipeline.engine.samples import sample_seed
@@ -430,9 +431,9 @@ def test_what_the_lines_ignore_is_said(batch):
 
 
 def test_the_format_is_in_the_jobs_identity_where_there_is_one(batch):
-    assert batch.config().identity()["input"] == {"columns": ["custom_id"], "limit": None, "format": "openai-batch"}
+    assert identity_of(batch.config())["input"] == {"columns": ["custom_id"], "limit": None, "format": "openai-batch"}
     columns = {"input": {"format": "columns"}, "prompt": {"column": "x"}}
-    assert "format" not in batch.config(**columns).identity()["input"], "outputs of earlier versions go on"
+    assert "format" not in identity_of(batch.config(**columns))["input"], "outputs of earlier versions go on"
 
 
 def test_values_for_lines_that_do_not_say(batch):
@@ -451,7 +452,10 @@ def test_values_for_lines_that_do_not_say(batch):
     [
         ({"prompt": {"column": "x"}}, r"job\.yaml:\d+: prompt\.column: the lines of input\.format openai-batch are"),
         ({"sampling": {"max_tokens": {"column": "x"}}}, r"sampling\.max_tokens: the lines of .* give their own values"),
-        ({"input": {"columns": []}}, r"input\.columns: expected custom_id among them"),
+        (
+            {"prompt": {"column": "x"}, "input": {"columns": []}},  # all that is wrong, at once
+            r"(?s)input\.columns: expected custom_id among them.*prompt\.column: ",
+        ),
         ({"input": {"format": "openai"}}, r"input\.format: expected one of columns, openai-batch, anthropic-batch"),
     ],
 )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pipeline.config import JobConfig
+from pipeline.config.identity import free_of
 from pipeline.data.output.inventory import what_is_wrong
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, DoneUnits, PartStore
@@ -104,7 +105,7 @@ def run_job(
             of_sample = sample or 0
             log = RunLog(
                 store,
-                config.free(),
+                free_of(config),
                 config.cost.hourly_usd,
                 {"device": plan.device},
                 telemetry,

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import JobConfig
+from pipeline.config.identity import identity_of
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import ResultShape
 from pipeline.data.prompts import PromptSpec
@@ -150,7 +151,7 @@ def test_whether_the_last_turn_is_continued_is_the_job_files_to_say():
         config = JobConfig.model_validate(base | {"prompt": {"messages": "m", "chat": chat}})
         requests, _ = Tokenize(Told(), SamplingParams(), 0, chat_of(config, None))(unit)
         assert requests[0].prompt_token_ids == [expected]
-        assert ("continue_final_message" in config.identity()["prompt"]["chat"]) is (expected == 0)
+        assert ("continue_final_message" in identity_of(config)["prompt"]["chat"]) is (expected == 0)
 
 
 def test_a_chat_that_the_template_refuses_is_the_rows_error():

@@ -2,23 +2,14 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import (
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.values import (
-    Bytes,
-    Column,
-    Moment,
-    Switch,
-)
+from pipeline.config.sections.section import Section
+from pipeline.config.values import Bytes, Column, Moment, Switch
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipeline.data.prompts import PromptSpec
-from pipeline.config.sections.section import Section
 
 
 class ChatSection(Section):

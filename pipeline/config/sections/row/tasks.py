@@ -1,21 +1,14 @@
 """What a job asks of each row in place of a completion: the key `task`, and a section for each kind.
 
-Owns the keys, and which other keys say nothing beside a task. What becomes of a row is `job/actor/tasks/`.
+Owns the keys. Which other keys say nothing beside a task is in `config/contradictions.py`; what becomes of a row, in
+`job/actor/tasks/`.
 """
 
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.config.sections.engine import EngineSection, SpeculationSection
-from pipeline.config.sections.input import InputSection
-from pipeline.config.sections.model import ModelSection
-from pipeline.config.sections.output import OutputSection
-from pipeline.config.sections.row.sampling import SamplingSection
-from pipeline.config.sections.run import RunSection
 from pipeline.config.sections.section import Section
-from pipeline.config.sections.targets import TargetsSection
 from pipeline.config.values import AutoOrSwitch, FromColumn, StringsOrColumn, TextOrColumn
 from pipeline.errors import ConfigError
 
@@ -24,7 +17,6 @@ if TYPE_CHECKING:
 
 TaskName = Literal["generate", "choice", "score", "embed", "classify"]
 SECTIONS = ("choice", "score", "embed", "classify")  # each is called as its task
-_OF_COMPLETIONS = ("max_usd_per_1m_generated", "min_generated_per_s")  # of `targets`
 
 
 class ChoiceSection(Section):
@@ -112,61 +104,6 @@ class ClassifySection(Section):
         "config.json is multi_label_classification, none where it is regression.",
         examples=["sigmoid"],
     )
-
-
-def contradictions(
-    task: TaskName,
-    written: Collection[str],
-    choice: ChoiceSection,
-    sampling: SamplingSection,
-    given: InputSection,
-    model: ModelSection,
-    engine: EngineSection,
-    run: RunSection,
-    targets: TargetsSection,
-    output: OutputSection,
-) -> Iterator[tuple[str, str]]:
-    """Keys that say nothing beside the task, or are missing, and why. written: the sections of the job file."""
-    for name in SECTIONS:
-        if name in written and task != name:
-            yield name, f"task is {task}; write task: {name}, or leave it out"
-    if task == "generate":
-        return
-    if task == "choice" and not choice.labels:
-        yield "choice.labels", "required by task choice, but not there"
-    nothing = f"says nothing with task {task}, which generates no text; leave it out"
-    for name in sorted(sampling.model_fields_set):
-        yield f"sampling.{name}", nothing
-    if given.requests is not None and task != "embed":
-        yield (
-            "input.format",
-            f"the lines of {given.format} ask for completions or embeddings; use task generate or embed",
-        )
-    if model.draft is not None:
-        yield "model.draft", nothing
-    if "samples" in output.model_fields_set:
-        yield "output.samples", nothing
-    if isinstance(engine.speculation, SpeculationSection):
-        yield "engine.speculation", nothing
-    if run.quality_sample > 0:
-        yield "run.quality_sample", f"compares completions; leave it out with task {task}"
-    for name in _OF_COMPLETIONS:
-        if getattr(targets, name) is not None:
-            yield f"targets.{name}", nothing
-
-
-def sections_of_tasks() -> list[dict[str, Any]]:
-    """For editors, in JSON Schema: a section has its task, labels are there, and other tasks take no sampling."""
-
-    def is_task(*names: str) -> dict[str, Any]:
-        return {"properties": {"task": {"enum": list(names)}}, "required": ["task"]}
-
-    labels = {"properties": {"choice": {"required": ["labels"]}}, "required": ["choice"]}
-    return [
-        *({"if": {"required": [name]}, "then": is_task(name)} for name in SECTIONS),
-        {"if": is_task("choice"), "then": labels},
-        {"if": is_task(*SECTIONS), "then": {"properties": {"sampling": {"maxProperties": 0}}}},
-    ]
 
 
 def row_texts(task: TaskName, choice: ChoiceSection, score: ScoreSection, max_bytes: int) -> "RowTexts | None":
