@@ -21,7 +21,7 @@ from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.mixed_tokens import ASSUMED, host_bound_tokens, most_mixed_tokens
 from pipeline.engine.startup.resolve import resolve
 from pipeline.engine.startup.served_form import served_form
-from pipeline.kernels.triton.attention import cascade_metadata
+from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
 from pipeline.kernels.triton.launch import Launch, recorded_launches
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import read_config

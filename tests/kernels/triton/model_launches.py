@@ -6,7 +6,7 @@ import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import LateNumbers
-from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeShape
+from pipeline.kernels.triton.attention.cascade.metadata import CascadeMetadata, CascadeShape
 from pipeline.kernels.triton.attention.decode import decode_launches
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch

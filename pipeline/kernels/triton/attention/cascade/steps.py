@@ -7,7 +7,7 @@ come or go, or if a context has grown past a block that others have too.
 import numpy as np
 
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape
+from pipeline.kernels.triton.attention.cascade.metadata import CascadeShape
 
 
 class CascadeSteps:
