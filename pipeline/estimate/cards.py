@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.config import JobConfig
-from pipeline.engine.params import BatchLimits, gpu_limits
+from pipeline.engine.startup.batch_limits import BatchLimits, gpu_limits
 from pipeline.engine.startup.served_form import served_form, usable_kv_room
 from pipeline.errors import ConfigError
 from pipeline.kernels.triton.linear.crossover import crossover_of

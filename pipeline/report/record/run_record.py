@@ -2,7 +2,7 @@
 
 Owns the records that a run leaves in `_pipeline/runs/<run id>.json` and the phases an actor's time is cut
 into. Does not own prices or the report over several runs (`cost.py`), nor the engine's own counters
-(`engine.params.EngineStats`, kept here as a plain dict).
+(`engine.stats.EngineStats`, kept here as a plain dict).
 """
 
 from collections.abc import Mapping, Sequence

@@ -7,7 +7,7 @@ import torch
 from pipeline.engine.grammar.compiler import GrammarCompiler
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.grammar.token_mask import MaskFiller, TokenMask
-from pipeline.engine.params import EngineStats
+from pipeline.engine.stats import EngineStats
 from tests.engine.grammar.small_vocabulary import small_tokenizer
 from tests.engine.hash_runner import EOS, VOCAB
 
