@@ -27,7 +27,7 @@ from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.cache import FP8, head_bytes
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
-from pipeline.report.figures import aligned
+from pipeline.report.number_formats import aligned
 from pipeline.roofline.cards import Card, load_cards
 
 LENGTHS = (512, 2_048, 8_192, 32_768)

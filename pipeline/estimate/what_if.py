@@ -15,8 +15,8 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.estimate.cards import STARTUP_S, CardServing, OnCard, on_card
 from pipeline.estimate.prices import PriceList
 from pipeline.model.config import ModelConfig, read_config
-from pipeline.report.cost import RunReport
-from pipeline.report.figures import aligned, money, seconds
+from pipeline.report.number_formats import aligned, money, seconds
+from pipeline.report.run_report import RunReport
 from pipeline.report.sections.savings import Saving
 from pipeline.roofline.cards import Card, find_card, load_cards
 from pipeline.roofline.job_simulation import RequestTokens

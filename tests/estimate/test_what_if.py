@@ -13,10 +13,11 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.errors import ConfigError
 from pipeline.estimate.prices import load_prices
 from pipeline.estimate.what_if import parsed, what_if, with_quantization
+from pipeline.report.build import build_report
 from pipeline.report.comparison import Hosted, compare_reports
-from pipeline.report.cost import RunReport, build_report
 from pipeline.report.record.row_stats import LengthBucket, RowStats
 from pipeline.report.record.run_record import ActorRecord, RunRecord
+from pipeline.report.run_report import RunReport
 
 EXAMPLE = Path("docs/cost.md").read_text().rpartition("### A worked example")[2]
 SECONDS = {"startup": 60, "load": 120, "prefill": 1200, "decode": 3600, "drafts": 30, "preempted": 20, "retried": 10,

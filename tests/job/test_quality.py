@@ -22,11 +22,11 @@ from pipeline.job.preview.examine import examine
 from pipeline.job.process.child import Ended
 from pipeline.job.process.open_rows import OpenRows
 from pipeline.job.running.run import run_job
-from pipeline.report.cost import RunReport
 from pipeline.report.html.page import html
 from pipeline.report.record.quality_stats import QualityStats
 from pipeline.report.record.run_record import RunRecord
 from pipeline.report.render import markdown, text
+from pipeline.report.run_report import RunReport
 from tests.job.conftest import TEXTS, runs
 from tests.job.conftest import run as run_fakes
 from tests.model_folders import FAMILIES, make_family
@@ -124,7 +124,7 @@ def test_runs_add_up_killed_ones_too():
         return replace(record, row_stats=stats)
 
     from pipeline.data.output.part_totals import PartTotals
-    from pipeline.report.cost import build_report
+    from pipeline.report.build import build_report
 
     found = build_report("j", "f", [of("killed", 10, 3), of("finished", 4, 4)], PartTotals(), 2).quality
     assert found is not None

@@ -15,10 +15,10 @@ from pipeline.job.preview.describe import describe
 from pipeline.job.preview.examine import examine
 from pipeline.job.running.run import run_job
 from pipeline.job.running.sample import read_sample
-from pipeline.report.cost import RunReport
 from pipeline.report.html.page import html
 from pipeline.report.record.row_stats import ReasonedRows
 from pipeline.report.render import markdown, text
+from pipeline.report.run_report import RunReport
 from pipeline.report.sections.reasoning import ReasoningCost
 from tests.job.conftest import runs
 

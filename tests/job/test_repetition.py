@@ -9,10 +9,10 @@ from pipeline.config import load_job
 from pipeline.errors import ConfigError
 from pipeline.job.planning.plan import make_plan
 from pipeline.job.running.run import run_job
-from pipeline.report.cost import RunReport
 from pipeline.report.html.page import html
 from pipeline.report.record.row_stats import LoopedRows
 from pipeline.report.render import markdown, text
+from pipeline.report.run_report import RunReport
 from pipeline.report.sections.loops import LoopCost
 from tests.job.conftest import runs
 

@@ -20,7 +20,7 @@ from pipeline.errors import (
 )
 from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.running.run import run_job
-from pipeline.report.cost import Tokens
+from pipeline.report.account import Tokens
 from tests.job.conftest import FAKES, TEXTS, Started, run, runs, success
 
 pytestmark = pytest.mark.usefixtures("without_ray")

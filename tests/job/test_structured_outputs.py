@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 
 from pipeline.job.actor.worker import Backend
 from pipeline.job.running.run import run_job
-from pipeline.report.figures import facts
+from pipeline.report.facts import facts
 from pipeline.report.render import text
 
 SMALL = "tests.engine.grammar.small_vocabulary"

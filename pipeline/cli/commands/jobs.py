@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipeline.config import JobConfig
     from pipeline.job.telemetry.logs import Level
     from pipeline.job.telemetry.status import Status
-    from pipeline.report.cost import RunReport
+    from pipeline.report.run_report import RunReport
 
 
 @click.command()

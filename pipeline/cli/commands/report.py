@@ -10,7 +10,7 @@ from pipeline.cli.options import param_option
 from pipeline.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
-    from pipeline.report.cost import RunReport
+    from pipeline.report.run_report import RunReport
 
 
 @click.command()

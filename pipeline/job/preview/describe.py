@@ -11,7 +11,7 @@ from pipeline.formatting import printable, shown_bytes
 from pipeline.job.planning.sampling_defaults import shown
 from pipeline.job.preview.examine import Examined
 from pipeline.job.preview.prompt_preview import MAX_PROMPT_CHARS
-from pipeline.report.figures import money
+from pipeline.report.number_formats import money
 from pipeline.stores.redaction import shown_url
 
 _MAX_LINES_SHOWN = 24

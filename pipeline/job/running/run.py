@@ -50,8 +50,8 @@ from pipeline.job.telemetry.run_log import (
 from pipeline.job.telemetry.status import Status
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.machine.host import wall_time
-from pipeline.report.cost import RunReport
 from pipeline.report.record.run_record import Outcome, RunRecord, SkippedInput
+from pipeline.report.run_report import RunReport
 from pipeline.stores.retries import RetryCounts
 
 
