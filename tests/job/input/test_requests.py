@@ -28,9 +28,9 @@ from pipeline.job.output.convert import convert, errors_beside
 from pipeline.job.preview.examine import examine
 from tests.job.conftest import run, success
 from tests.job.fake_engine import answer, result_of, text_of
-from tests.job.test_tasks import TaskJob
+from tests.job.row.test_tasks import TaskJob
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHAT, TEXT, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 FORMAT = {"format": "openai-batch", "columns": ["custom_id"]}
 pytestmark = pytest.mark.usefixtures("without_ray")

@@ -21,7 +21,7 @@ from pipeline.job.planning.appended import FOLDER
 from pipeline.stores.local_folder import LocalFolder
 from tests.job.conftest import TEXTS, Job, run, success
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 QUICK = {"unit_rows": 4, "drain_s": 0.1}
 pytestmark = pytest.mark.usefixtures("without_ray")
 

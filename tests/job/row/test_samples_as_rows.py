@@ -37,9 +37,9 @@ from pipeline.report.render import text
 from tests.job.actor.test_units import unit_of
 from tests.job.conftest import TEXTS, run, runs, success
 from tests.job.fake_engine import text_of
-from tests.job.test_several_samples import samples_of
+from tests.job.row.test_several_samples import samples_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("without_ray")
 SAMPLING = {"max_tokens": 6, "temperature": 1.0, "n": 3}
 SAMPLED = ("generated_text", "finish_reason", "logprobs")

@@ -8,7 +8,7 @@ import pytest
 from pipeline.config import load_job
 from pipeline.job.running.run import run_job
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COLUMNS = {  # what each is there for
     "classify-chat": {"label"},
     "label-probability": {"label", "label_probability", "label_probabilities"},

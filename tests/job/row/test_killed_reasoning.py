@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 from pipeline.job.running.run import run_job
 from tests.faults.campaign import family
 from tests.job.conftest import runs, success
-from tests.job.test_reasoning import MARKERS, PROMPTS, configured
+from tests.job.row.test_reasoning import MARKERS, PROMPTS, configured
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_rows_of_a_job_whose_driver_and_engine_are_killed_are_those_of_an_undisturbed_run(job):

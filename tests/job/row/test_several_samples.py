@@ -30,7 +30,7 @@ from pipeline.tokenization.tokenizer import Tokenizer
 from tests.job.conftest import TEXTS, run, runs, success
 from tests.job.fake_engine import answer, text_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("without_ray")
 SAMPLING = {"max_tokens": 6, "temperature": 1.0, "n": 3}
 

@@ -13,7 +13,7 @@ from tests.job.conftest import TEXTS, run, runs
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DRIVER = """
 import sys
 from pipeline.config import load_job

@@ -11,7 +11,7 @@ from pipeline.machine import interpreter
 from pipeline.machine.interpreter import child_environment
 from tests.job.conftest import Job
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TEXTS: list[str | None] = [f"text {i}" for i in range(20)]
 
 
