@@ -1,113 +1,24 @@
-"""A job over a batch API's file: each line answered once, by its own values, and converted to the API's answers."""
+"""The output of a job of requests in the form of its API: what the API's own clients read."""
 
 import base64
-import contextlib
 import json
-import os
-import random
-import re
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 
-from pipeline.config.identity import identity_of
-from pipeline.data.files import json_lines
 from pipeline.data.output.parts import PartStore
 from pipeline.engine.samples import sample_seed
 from pipeline.engine.tasks import Embed, VectorResult
-from pipeline.errors import ConfigError, FingerprintError, InputError, OutputError
+from pipeline.errors import InputError, OutputError
 from pipeline.job.actor.tokenize import row_seed
 from pipeline.job.output.convert import convert, errors_beside
-from pipeline.job.preview.examine import examine
-from tests.job.conftest import run, success
+from tests.job.conftest import run
 from tests.job.fake_engine import answer, result_of, text_of
-from tests.job.row.test_tasks import TaskJob
+from tests.job.requests.lines import CHAT, TEXT, converted, put, request, tokens_of
 
-ROOT = Path(__file__).parents[3]
-CHAT, TEXT, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-FORMAT = {"format": "openai-batch", "columns": ["custom_id"]}
 pytestmark = pytest.mark.usefixtures("without_ray")
-
-
-def request(i: int, url: str = CHAT, **body) -> dict:
-    if url == CHAT:
-        body = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"é {i}"}], **body}
-    else:
-        body = {"input" if url == EMBEDDINGS else "prompt": f"é {i}", **body}
-    return {"custom_id": f"id-{i}", "method": "POST", "url": url, "body": {"model": "gpt-x", **body}}
-
-
-def put(job, name: str, lines: list) -> None:
-    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
-    (job.folder / "in" / name).write_text(text)
-
-
-@pytest.fixture
-def batch(job, monkeypatch):
-    """A job of requests: no prompt section, two files, some lines with values of their own, three that are refused."""
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 300)
-    job.settings["input"].update(FORMAT)
-    del job.settings["prompt"]
-    (job.folder / "model" / "chat_template.jinja").write_text("{{ messages }}")
-    lines = [request(i, **({"max_tokens": 3 + i % 5} if i % 2 else {}), user="u") for i in range(40)]
-    lines[4]["body"] |= {"seed": 11, "max_tokens": 9}
-    lines[5]["body"] |= {"logprobs": True, "top_logprobs": 2}
-    lines[6]["body"]["tools"] = [{"type": "function"}]
-    lines[7]["body"] = None
-    lines[8]["body"]["temperature"] = -1
-    put(job, "a.jsonl", lines[:25])
-    put(job, "b.jsonl", lines[25:])
-    return job
-
-
-def tokens_of(i: int, most: int = 6, seed: int | None = None) -> list[int]:
-    place = ("a.jsonl", i) if i < 25 else ("b.jsonl", i - 25)
-    prompt = list(f"<system>Be brief.<user>é {i}".encode())
-    return answer(prompt, row_seed(0, *place) if seed is None else seed, most)
-
-
-def check(job) -> None:
-    rows = {row["custom_id"]: row for row in job.table().to_pylist()}
-    assert job.table().num_rows == 40
-    assert rows.keys() == {f"id-{i}" for i in range(40)}
-    refused = {"id-6": "invalid_request", "id-7": "invalid_request", "id-8": "invalid_sampling"}
-    assert {name: row["error"] for name, row in rows.items() if row["error"]} == refused
-    assert rows["id-6"]["error_message"].startswith("body.tools: not supported")
-    assert rows["id-7"]["error_message"].startswith("body: expected an object")
-    for i in (*range(4), *range(9, 40)):
-        most = 3 + i % 5 if i % 2 else 6
-        assert rows[f"id-{i}"]["generated_text"] == text_of(tokens_of(i, most)), i
-    assert rows["id-4"]["generated_text"] == text_of(tokens_of(4, 9, seed=11))
-    assert len(rows["id-5"]["logprobs"]) == rows["id-5"]["num_generated_tokens"]
-    assert rows["id-9"]["logprobs"] is None
-
-
-def converted(job, name: str = "answers.jsonl") -> tuple[list[dict], list[dict]]:
-    place = str(job.folder / name)
-    convert(PartStore(str(job.output)), place, errors_beside(place), {})
-    there = [Path(p) for p in (place, errors_beside(place))]
-    good, bad = ([json.loads(line) for line in p.read_text().splitlines()] if p.exists() else [] for p in there)
-    return good, bad
-
-
-def test_lines_are_answered_by_their_own_values_over_several_runs(batch):
-    report, _ = run(batch)
-    assert (report.rows.written, report.rows.errors) == (40, 3)
-    check(batch)
-    whole = sorted(batch.table().to_pylist(), key=lambda row: row["custom_id"])
-    for part in batch.parts()[1:3]:
-        part.unlink()
-    (batch.output / "_SUCCESS").unlink()
-    run(batch)
-    assert sorted(batch.table().to_pylist(), key=lambda row: row["custom_id"]) == whole
-    assert success(batch)["input_rows"] == 40
 
 
 @pytest.mark.parametrize(
@@ -169,39 +80,6 @@ def test_a_line_gets_the_log_probabilities_of_its_own_prompt(batch, url, form):
             ]
             assert all((t[str(token)]["rank"] is None) == (i == 1)
                        for t, token in zip(place["prompt_logprobs"][1:], ids[1:]))  # fmt: skip
-
-
-def test_lines_that_ask_for_one_choice_make_no_lists(batch):
-    put(batch, "a.jsonl", [request(0, n=1)])
-    (batch.folder / "in" / "b.jsonl").unlink()
-    run(batch)
-    assert batch.table()["generated_text"].to_pylist() == [text_of(tokens_of(0))]
-
-
-def test_a_job_of_lines_may_ask_for_several_choices_of_those_that_do_not_say(batch):
-    put(batch, "a.jsonl", [request(0), request(1, n=1), request(2, n=2)])
-    (batch.folder / "in" / "b.jsonl").unlink()
-    run(batch, sampling={"n": 4})
-    rows = sorted(batch.table().to_pylist(), key=lambda row: row["source_row"])
-    assert [len(row["generated_text"]) for row in rows] == [4, 1, 2]
-
-
-def test_a_driver_killed_at_random_moments_is_gone_on_with(batch, monkeypatch):
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 1 << 20)  # as in the other process: windows are cut at blocks
-    batch.settings["run"] |= {"window_rows": 100, "unit_rows": 4}  # one window, so without Ray
-    batch.fake(step_s=0.02).config()
-    draw = random.Random(3)
-    for kill in range(2):
-        command = [sys.executable, "-m", "tests.job.drive", str(batch.folder / "job.yaml")]
-        driver = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
-        while driver.poll() is None and len(batch.parts()) <= kill:
-            time.sleep(0.002)
-        time.sleep(draw.uniform(0, 0.1))
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(driver.pid, signal.SIGKILL)
-        driver.wait()
-    run(batch)
-    check(batch)
 
 
 def test_what_comes_out_is_what_the_clients_of_the_api_read(batch):
@@ -270,18 +148,6 @@ def test_texts_are_text_completions(batch):
         assert (logprobs and logprobs.tokens) == ([f"token_id:{t}" for t in tokens] if i == 1 else None)
 
 
-@pytest.fixture
-def embedding(tmp_path) -> TaskJob:
-    """A job of requests for embeddings of four numbers, in the two encodings, and one that is refused."""
-    job = TaskJob(tmp_path, "embed")
-    job.settings["input"].update(format="openai-batch")
-    del job.settings["prompt"], job.settings["input"]["columns"]
-    encodings = (None, "float", "base64")
-    lines = [request(i, EMBEDDINGS, dimensions=4, encoding_format=encodings[i % 3]) for i in range(6)]
-    put(job, "a.jsonl", [*lines, request(6, EMBEDDINGS, dimensions=4, input=["a", "b"])])
-    return job
-
-
 def test_texts_are_embedded_and_converted(embedding):
     run(embedding)
     assert embedding.table().column_names[:3] == ["custom_id", "encoding_format", "embedding"]
@@ -300,25 +166,6 @@ def test_texts_are_embedded_and_converted(embedding):
         assert isinstance(expected, VectorResult)
         assert read.data[0].embedding == expected.values.tolist()
         assert (read.usage.prompt_tokens, read.usage.total_tokens) == (len(prompt), len(prompt))
-
-
-@pytest.mark.parametrize(
-    ("url", "section", "says"),
-    [
-        (CHAT, {}, r"task: embed, but \S+a\.jsonl:1 is for /v1/chat/completions \(url\); use task: generate"),
-        (EMBEDDINGS, {"task": "generate"}, r"task: generate, but \S+a\.jsonl:1 is for /v1/embeddings.*use task: embed"),
-        (EMBEDDINGS, {"embed": {"dimensions": 3}}, r"embed\.dimensions: 3, but \S+:1 has body\.dimensions 4"),
-        (EMBEDDINGS, {"prompt": {"chat": True}}, r"prompt\.chat: the lines are for /v1/embeddings, which has no chats"),
-        (EMBEDDINGS, {"task": "score"}, r"input\.format: the lines of openai-batch ask for completions or embeddings"),
-    ],
-)
-def test_lines_and_task_have_to_fit(embedding, url, section, says):
-    put(embedding, "a.jsonl", [request(0, url, **({"dimensions": 4} if url == EMBEDDINGS else {}))])
-    with pytest.raises(ConfigError, match=says):
-        run(embedding, **section)
-    if section.get("task") != "score":  # that one is seen without the input
-        told = [f"{mistake.key}: {mistake.problem}" for mistake in examine(embedding.config(**section)).mistakes]
-        assert [text for text in told if re.search(says, text)], told
 
 
 def as_anthropics(line: dict, i: int) -> dict:
@@ -407,68 +254,6 @@ def test_a_line_that_is_no_json_has_no_custom_id(batch):
     run(batch, input={"on_corrupt": "skip"})
     (lost,) = [line for line in converted(batch)[1] if line["custom_id"] is None]
     assert lost["response"]["body"]["error"]["message"].startswith("line 1: not JSON")
-
-
-def test_appended_requests_and_a_repeated_id(batch):
-    run(batch)
-    put(batch, "c.jsonl", [request(50)])
-    with pytest.raises(FingerprintError, match="--append"):
-        run(batch)
-    run(batch, append=True)
-    assert len(converted(batch)[0]) == 38
-    put(batch, "d.jsonl", [request(3)])
-    with pytest.raises(InputError, match=r"d\.jsonl:1: custom_id 'id-3' is that of \S+a\.jsonl:4 too"):
-        run(batch, append=True)
-
-
-def test_what_the_lines_ignore_is_said(batch):
-    _, statuses = run(batch)
-    assert [s.phase for s in statuses if "change nothing here: user" in s.phase]
-    found = examine(batch.config())
-    assert found.facts["requests"] == {
-        "format": "openai-batch", "endpoint": "chat", "model": "gpt-x", "ignored": ["user"],
-    }  # fmt: skip
-
-
-def test_the_format_is_in_the_jobs_identity_where_there_is_one(batch):
-    assert identity_of(batch.config())["input"] == {"columns": ["custom_id"], "limit": None, "format": "openai-batch"}
-    columns = {"input": {"format": "columns"}, "prompt": {"column": "x"}}
-    assert "format" not in identity_of(batch.config(**columns))["input"], "outputs of earlier versions go on"
-
-
-def test_values_for_lines_that_do_not_say(batch):
-    del batch.settings["sampling"]
-    config = batch.config().of_endpoint("chat")
-    assert (config.sampling.max_tokens, config.sampling.temperature) == (4096, 1.0)
-    config = batch.config().of_endpoint("text")
-    assert (config.sampling.max_tokens, config.sampling.temperature) == (16, 1.0)
-    assert (config.prompt.column, config.prompt.chat) == ("prompt", None)
-    config = batch.config(sampling={"temperature": 0.0}).of_endpoint("chat")
-    assert (config.sampling.max_tokens, config.sampling.temperature) == (4096, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("sections", "says"),
-    [
-        ({"prompt": {"column": "x"}}, r"job\.yaml:\d+: prompt\.column: the lines of input\.format openai-batch are"),
-        ({"sampling": {"max_tokens": {"column": "x"}}}, r"sampling\.max_tokens: the lines of .* give their own values"),
-        (
-            {"prompt": {"column": "x"}, "input": {"columns": []}},  # all that is wrong, at once
-            r"(?s)input\.columns: expected custom_id among them.*prompt\.column: ",
-        ),
-        ({"input": {"format": "openai"}}, r"input\.format: expected one of columns, openai-batch, anthropic-batch"),
-    ],
-)
-def test_a_job_file_that_says_what_lines_say_is_refused(batch, sections, says):
-    with pytest.raises(ConfigError, match=says):
-        batch.config(**sections)
-
-
-def test_chats_are_not_asked_of_texts(batch):
-    (batch.folder / "in" / "b.jsonl").unlink()
-    put(batch, "a.jsonl", [request(0, TEXT)])
-    with pytest.raises(ConfigError, match=r"prompt\.chat: the lines are for /v1/completions"):
-        run(batch, prompt={"chat": {"system": "x"}})
 
 
 def test_what_cannot_be_converted(batch, job, tmp_path):
