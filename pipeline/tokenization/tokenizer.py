@@ -59,7 +59,7 @@ class Tokenizer:
         self._name = name
         self._parsing = backend  # knows control tokens: encodes rendered chats, decodes
         self._bytes = _TokenBytes.of(backend)
-        self._control = _control_tokens(backend, chat_template or "")
+        self._control = _control_tokens(backend, chat_template or "")  # id by text
         self._control_ids = frozenset(self._control.values())
         self._literal_json = literal_json = _literal_json(backend, self._control)
         self._literal = tokenizers.Tokenizer.from_str(literal_json)
@@ -105,11 +105,6 @@ class Tokenizer:
         eos_token_ids; None where there is none."""
         own = self._control.get(str(self._special_tokens.get("eos_token")))
         return own if own in self.eos_token_ids else min(self.eos_token_ids, default=None)
-
-    @property
-    def control_tokens(self) -> Mapping[str, int]:
-        """Text of each control token and its id."""
-        return dict(self._control)
 
     @property
     def added_tokens(self) -> Mapping[str, int]:

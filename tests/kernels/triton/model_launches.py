@@ -18,7 +18,6 @@ from pipeline.kernels.triton.linear.fp8 import LEAST_CAPABILITY, E4m3Weight, fp8
 from pipeline.kernels.triton.linear.int4 import (
     BLOCK,
     CHUNK,
-    WORDS,
     TiledInt4,
     adjacent_inputs,
     dequantize_launch,
@@ -114,7 +113,7 @@ def _int4(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, La
     num_outputs, num_inputs, group = shape.hidden_size, shape.intermediate_size, shape.group_size
     chunks = -(-num_inputs // CHUNK)
     tiled = TiledInt4(
-        torch.empty(chunks * CHUNK // BLOCK, num_outputs, WORDS, dtype=torch.int32, device=_META),
+        torch.empty(chunks * CHUNK // BLOCK, num_outputs, BLOCK // 8, dtype=torch.int32, device=_META),
         torch.empty(chunks, num_outputs, CHUNK // min(group, BLOCK), 2, dtype=torch.float16, device=_META),
         num_inputs,
         adjacent_inputs(target),

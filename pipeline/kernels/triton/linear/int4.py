@@ -37,7 +37,6 @@ from pipeline.weights.packed import GroupIntWeight
 
 BLOCK = 128
 CHUNK = 2 * BLOCK
-WORDS = BLOCK // 8
 PROGRAMS = {16: 3, 32: 2, 64: 1}  # of a multiprocessor, by the tokens of a tile
 
 
