@@ -1,4 +1,4 @@
-"""The commands about a job and its output: run, validate, status, report, verify, compact."""
+"""The commands about a job and its output: run, validate, status, compact, verify."""
 
 import sys
 from contextlib import nullcontext

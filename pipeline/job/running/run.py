@@ -66,15 +66,15 @@ def run_job(
     backend: Backend | None = None,
     logs: LogOptions | None = None,
 ) -> RunReport:
-    """Run a job, or go on with it, until its output is complete; of a finished job only the report is made
-    again.
+    """Run a job, or go on with it, until its output is complete; of a finished job only the report is made again.
 
     `retry_failed` computes the error rows of what is there again. `append` takes input files that are new since the
-    first run into the job. With `sample` only so many rows are computed and kept
-    for the run that does the rest; `sample.read_sample` reads them. `progress` is called about once a second.
-    Raises the exceptions of `pipeline.errors`; whenever one comes, what is written is whole and the same call
-    goes on from there. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are
-    computed after at most `run.drain_s`, or at a second one; at any other time at once (`stop.py`).
+    first run into the job. With `sample` only so many rows are computed and kept for the run that does the rest;
+    `sample.read_sample` reads them. `progress` is called about once a second.
+
+    Raises the exceptions of `pipeline.errors`; whenever one comes, what is written is whole and the same call goes on
+    from there. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are computed,
+    after `run.drain_s` at most or at a second signal; at any other time at once (`stop.py`).
     """
     if sample is not None and retry_failed:
         raise ConfigError("--sample and --retry-failed: expected one of them; a sample writes no parts")
