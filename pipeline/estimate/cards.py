@@ -87,7 +87,8 @@ def on_card(
     requests: Sequence[RequestTokens],
     weights_name: str | None = None,
 ) -> OnCard:
-    """weights_name: of `kinds_of_weights`; the model's own form when left out, or fp8 where activations are."""
+    """What the card would take for `requests` on one engine, or what it lacks. weights_name: of `kinds_of_weights`; the
+    model's own form when left out, or fp8 where activations are."""
     forms = kinds_of_weights(config)
     name = weights_name or _own_form(forms, serving)
     weights, size = forms[name], config.size
