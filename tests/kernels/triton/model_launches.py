@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.contract import LateNumbers
+from pipeline.kernels.contract import FutureNumbers
 from pipeline.kernels.triton.attention.cascade.metadata import CascadeMetadata, CascadeShape
 from pipeline.kernels.triton.attention.decode import decode_launches
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
@@ -80,7 +80,7 @@ def launches_of(
     products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target) | _fixed(shape, dtype, target)
     sampling["sample"] = sample_launch(logits_TV, how_5T, slot_T, finite_T)
     copied_SM, numbers = empty(256, _TABLE, dtype=torch.int32), empty(4 * num_tokens, dtype=torch.int64)
-    fused["scatter"] = scatter_launch(copied_SM, copied_SM, numbers, LateNumbers(3 * num_tokens, 256, slot_T))
+    fused["scatter"] = scatter_launch(copied_SM, copied_SM, numbers, FutureNumbers(3 * num_tokens, 256, slot_T))
     return fused | _attention(shape, q_TND, cache, target, window) | products | sampling
 
 
