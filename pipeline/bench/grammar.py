@@ -16,7 +16,8 @@ from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_f
 from pipeline.checkpoints.locate import locate_model
 from pipeline.demo.reports import make_report
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import EngineConfig, EngineStats, Request, SamplingParams
+from pipeline.engine.params import EngineConfig, Request, SamplingParams
+from pipeline.engine.stats import EngineStats
 from pipeline.errors import ConfigError, PipelineError
 
 FREE, ANY, JSON, AGAIN = "free", "any text", "json", "free again"

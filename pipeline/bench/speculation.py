@@ -24,7 +24,8 @@ from pipeline.engine.drafts.lookup.compiled import select_lookup
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import EngineConfig, EngineStats, Request, SamplingParams
+from pipeline.engine.params import EngineConfig, Request, SamplingParams
+from pipeline.engine.stats import EngineStats
 from pipeline.errors import ConfigError, PipelineError
 
 PLAIN, NGRAM, DRAFT, AUTO, AGAIN = "plain", "lookup, forced", "draft model, forced", "auto", "plain again"

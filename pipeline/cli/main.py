@@ -1,8 +1,8 @@
 """The command line: the group of all commands, and the process's exit code.
 
-A call goes through these files in order: `main` -> a command in `jobs`, `prompts`, `doctor`, `schema`, `checkpoints`
-or `bench` -> what it calls -> `console` (what is printed, and the exit code of an error). `run` goes on
-in a fork (`guard`). Everything heavy is imported by the command that needs it.
+A call goes through these files in order: `main` -> a command in `commands/` -> what it calls -> `console` (what is
+printed, and the exit code of an error). `run` goes on in a fork (`guard`). Everything heavy is imported by the command
+that needs it.
 """
 
 import sys

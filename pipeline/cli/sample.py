@@ -9,7 +9,7 @@ from pipeline.formatting import printable
 if TYPE_CHECKING:
     from pipeline.config import JobConfig
     from pipeline.job.running.sample import SampleRow
-    from pipeline.report.cost import RunReport
+    from pipeline.report.run_report import RunReport
 
 MAX_SHOWN = 8
 MAX_VALUES = 8  # of a list

@@ -1,57 +1,26 @@
-"""One whole job, and the three classes its keys fall into: identity, numerics, free.
+"""One whole job: a job file's keys, checked together, and what the other parts are told of them.
 
-*Identity* is what makes the output another output: resuming with a change there is refused. *Numerics* may
-change a token by rounding. *Free* may change from run to run.
+Owns what a job means to the engine, to the data and to the output. What makes two jobs different is in `identity.py`.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ConfigDict, Field, PrivateAttr, StringConstraints, model_validator
+from pydantic import ConfigDict, PrivateAttr, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from pipeline.checkpoints.chat_template import read_template
+from pipeline.config.contradictions import contradiction_of_lines, contradictions, say_for_editors
 from pipeline.config.jobfile import Document, Value
-from pipeline.config.parameters import TodaySection
-from pipeline.config.sections.cluster import ClusterSection
-from pipeline.config.sections.cost import CostSection
-from pipeline.config.sections.engine import EngineSection, SpeculationSection
-from pipeline.config.sections.input import InputSection
-from pipeline.config.sections.model import ModelSection
-from pipeline.config.sections.output import OutputSection
-from pipeline.config.sections.prompt import PromptSection
-from pipeline.config.sections.quality import QualitySection
-from pipeline.config.sections.requests import (
-    FORMATS,
-    SOURCES,
-    contradiction,
-    contradiction_of_lines,
-    equal_samples,
-    filled,
-    is_of_requests,
-    prompt_of,
-    sampling_of,
-)
-from pipeline.config.sections.run import RunSection
-from pipeline.config.sections.sampling import SamplingSection
-from pipeline.config.sections.section import Section
-from pipeline.config.sections.structured import StructuredFromColumn
-from pipeline.config.sections.targets import TargetsSection
-from pipeline.config.sections.tasks import (
-    ChoiceSection,
-    ClassifySection,
-    EmbedSection,
-    ScoreSection,
-    TaskName,
-    contradictions,
-    row_texts,
-    sections_of_tasks,
-)
+from pipeline.config.keys import JobKeys
+from pipeline.config.requests import filled, is_of_requests, prompt_of, sampling_of
+from pipeline.config.sections.engine import SpeculationSection
+from pipeline.config.sections.row.structured import StructuredFromColumn
+from pipeline.config.sections.row.tasks import row_texts
 from pipeline.config.values import FromColumn
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError
-from pipeline.stores.redaction import shown_url
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -62,140 +31,27 @@ if TYPE_CHECKING:
     from pipeline.data.requests.request_row import Endpoint
     from pipeline.data.units import UnitSpec
 
-_CUT = {"window_rows", "window_bytes", "unit_tokens", "unit_rows"}  # of `run`: what the parts are made of
 
-
-def _prompt_or_requests(schema: dict[str, Any]) -> None:
-    """For editors: a job has a prompt from one source, or lines that say it."""
-    of_requests = {"properties": {"format": {"enum": list(FORMATS)}}, "required": ["format"]}
-    one_source = {"oneOf": [{"required": [key], "properties": {key: {"type": "string"}}} for key in SOURCES]}
-    no_source = {"not": {"anyOf": [{"required": [key]} for key in (*SOURCES, "defaults")]}}
-    schema["if"] = {"properties": {"input": of_requests}, "required": ["input"]}
-    schema["then"] = {"properties": {"prompt": no_source}}
-    schema["else"] = {"required": ["prompt"], "properties": {"prompt": one_source}}
-    schema["required"] = [name for name in schema["required"] if name != "prompt"]
-    schema["allOf"] = sections_of_tasks()
-
-
-ParameterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-
-
-class JobConfig(Section):
+class JobConfig(JobKeys):
     """One job, complete and checked. `where` says which line a key came from."""
 
-    model_config = ConfigDict(json_schema_extra=_prompt_or_requests)
+    model_config = ConfigDict(json_schema_extra=say_for_editors)
 
-    name: str = Field(
-        default="",
-        max_length=200,
-        description="What reports call the job. The file's name when left out.",
-        examples=["summarize"],
-        json_schema_extra={"type": ["string", "null"]},
-    )
-    params: dict[ParameterName, str | TodaySection | None] = Field(
-        default={},
-        description="Names that stand as `${NAME}` in input.path and output.path, each with its text, {today: ZONE} "
-        "for the date there, or null where every run gives it: --param NAME=VALUE.",
-        examples=[{"date": {"today": "Europe/Berlin"}}],
-    )
-    input: InputSection = Field(description="What is read.", examples=[{"path": "prompts.parquet"}])
-    prompt: PromptSection = Field(
-        description="Where a row's prompt comes from: one of template, column and messages.",
-        examples=[{"template": "Summarize: {text}"}, {"column": "text"}],
-    )
-    model: ModelSection = Field(description="Which checkpoint answers.", examples=[{"path": "Qwen/Qwen3-4B"}])
-    task: TaskName = Field(
-        default="generate",
-        description="What is asked of each row: a completion (generate), which of some labels follows the prompt "
-        "(choice), how likely a text is (score), a vector (embed), or the classes of a classification head (classify).",
-        examples=["choice"],
-    )
-    choice: ChoiceSection = Field(
-        default=ChoiceSection(),
-        description="With task: choice, the labels.",
-        examples=[{"labels": ["billing", "bug", "question"]}],
-    )
-    score: ScoreSection = Field(
-        default=ScoreSection(),
-        description="With task: score, which text is scored.",
-        examples=[{"completion": "{answer}"}],
-    )
-    embed: EmbedSection = Field(
-        default=EmbedSection(), description="With task: embed, what the vectors are.", examples=[{"pooling": "mean"}]
-    )
-    classify: ClassifySection = Field(
-        default=ClassifySection(),
-        description="With task: classify, what becomes of the head's logits.",
-        examples=[{"activation": "sigmoid"}],
-    )
-    engine: EngineSection = Field(
-        default=EngineSection(), description="How the engine computes.", examples=[{"dtype": "bfloat16"}]
-    )
-    sampling: SamplingSection = Field(
-        default=SamplingSection(),
-        description="How tokens are chosen, in vLLM's names. All but seed, "
-        "repetition_detection and reasoning may be {column: name}.",
-        examples=[{"max_tokens": 256, "temperature": 0.7}],
-    )
-    output: OutputSection = Field(description="Where the results go.", examples=[{"path": "out/summarize"}])
-    run: RunSection = Field(default=RunSection(), description="How the work is cut and run.", examples=[{"actors": 8}])
-    cluster: ClusterSection = Field(
-        default=ClusterSection(),
-        description="The cluster that `pipeline render` writes manifests of.",
-        examples=[{"image": "registry.example.com/parquet-batch-inference:0.1.0-cpu"}],
-    )
-    cost: CostSection = Field(
-        default=CostSection(), description="What the machines cost, for the report.", examples=[{"hourly_usd": 2.5}]
-    )
-    quality: QualitySection = Field(
-        default=QualitySection(),
-        description="What the rows of run.quality_sample are compared with, and when that is an alarm.",
-        examples=[{"model": "Qwen/Qwen3-4B", "column": "answer"}],
-    )
-    targets: TargetsSection = Field(
-        default=TargetsSection(),
-        description="What the finished job is expected to keep to, and who is told when it does not.",
-        examples=[{"max_usd_per_1m_generated": 0.5}],
-    )
     _document: Document = PrivateAttr(default_factory=lambda: Document({}))
 
     @model_validator(mode="wrap")
     @classmethod
-    def _of_requests(cls, raw: Any, handler: Any) -> "JobConfig":
-        """Lines of `input.format` say the prompt, so a job file of them has none."""
-        is_of_lines = is_of_requests(raw)
-        job = handler(filled(raw) if is_of_lines else raw)
-        found = contradiction(job.input, raw.get("prompt"), job.sampling) if is_of_lines else None
-        if (found := found or equal_samples(job.sampling, is_of_lines)) is not None:
-            key, why = found
-            error = PydanticCustomError("value_error", "{error}", {"error": why})
-            detail = InitErrorDetails(type=error, loc=tuple(key.split(".")), input=None)
-            raise ValidationError.from_exception_data(cls.__name__, [detail])
-        return job
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _of_task(cls, raw: Any, handler: Any) -> "JobConfig":
-        """Keys that say nothing with the job's task are refused, all of them at once."""
-        job = handler(raw)
+    def _agrees(cls, raw: Any, handler: Any) -> "JobConfig":
+        """Keys that contradict each other are refused, all of them at once. Where the lines of the input are requests,
+        they say the prompt, so the job file has none."""
+        job = handler(filled(raw) if is_of_requests(raw) else raw)
         found = [
             InitErrorDetails(
                 type=PydanticCustomError("value_error", "{error}", {"error": why}),
                 loc=tuple(key.split(".")),
                 input=None,
             )
-            for key, why in contradictions(
-                job.task,
-                job.model_fields_set,
-                job.choice,
-                job.sampling,
-                job.input,
-                job.model,
-                job.engine,
-                job.run,
-                job.targets,
-                job.output,
-            )
+            for key, why in contradictions(job, raw)
         ]
         if found:
             raise ValidationError.from_exception_data(cls.__name__, found)
@@ -212,7 +68,7 @@ class JobConfig(Section):
             return self
         written = self.data.get("prompt")
         wants_chats = isinstance(written, Mapping) and written.get("chat") not in (None, False)
-        if wrong := contradiction_of_lines(found, self.task, self.embed.dimensions, wants_chats):
+        if wrong := contradiction_of_lines(self, found, wants_chats):
             raise ConfigError(": ".join(wrong))
         job = self.of_endpoint(found.endpoint, found.samples, found.prompt_logprobs)
         if found.dimensions is None:
@@ -321,85 +177,3 @@ class JobConfig(Section):
         """What is in the file of `prompt.chat.template`, where there is one. Raises ConfigError."""
         chat = self.prompt.chat
         return None if chat is None or chat.template is None else read_template(chat.template)
-
-    @property
-    def seed(self) -> int:
-        """The job's seed: `sampling.seed` where given, else `engine.seed`."""
-        return self.engine.seed if self.sampling.seed is None else self.sampling.seed
-
-    def identity(self) -> dict[str, Any]:
-        """What makes two jobs different jobs; the files' and the model's digests are added by the job, that of
-        `prompt.chat.template`, and the date that a chat template is told, where it asks.
-
-        Paths are not in it: data copied elsewhere is the same data. `repetition_detection`, `structured_outputs`,
-        `prompt_logprobs`, `reasoning` and its budget, `n` and `output.samples` only where they are on: outputs of jobs
-        from before they were there go on.
-        """
-        sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults", "response_format"})
-        optional = "repetition_detection", "structured_outputs", "prompt_logprobs", "reasoning", "thinking_token_budget"
-        for name in optional:
-            if sampling[name] is None:
-                del sampling[name]
-        if sampling["n"] == 1:
-            del sampling["n"]
-        return {
-            "input": self.input.model_dump(mode="json", include={"columns", "limit"}) | self._format(),
-            "prompt": self._prompt_identity(),
-            "sampling": sampling,
-            "seed": self.seed,
-            "max_model_len": self.engine.max_model_len,
-            "rename": dict(self.output.rename),
-            "cut": self.run.model_dump(include=_CUT),
-            **({"samples": "rows"} if self.output.samples == "rows" else {}),
-            **self._task_identity(),
-        }
-
-    def _task_identity(self) -> dict[str, Any]:
-        """Only where it is not to generate: outputs of jobs from before there were tasks go on."""
-        if self.task == "generate":
-            return {}
-        return {"task": self.task, self.task: getattr(self, self.task).model_dump(mode="json")}
-
-    def _format(self) -> dict[str, str]:
-        return {} if self.input.requests is None else {"format": self.input.format}
-
-    def _prompt_identity(self) -> dict[str, Any]:
-        """`defaults` only where there are some, `continue_final_message` only where it is off: outputs of jobs from
-        before they were there go on."""
-        prompt = self.prompt.model_dump(mode="json", exclude={"chat": {"date", "template"}})
-        if prompt["chat"] is not None and prompt["chat"]["continue_final_message"]:
-            del prompt["chat"]["continue_final_message"]
-        return prompt if prompt["defaults"] else {k: v for k, v in prompt.items() if k != "defaults"}
-
-    def numerics(self) -> dict[str, Any]:
-        """What may change a token by rounding, as configured; the job replaces `auto` by what it became.
-
-        `quantization` and `deterministic` only where they are on: outputs of jobs from before they were there go on.
-        """
-        numerics: dict[str, Any] = {
-            "device": self.engine.device.partition(":")[0],
-            "dtype": self.engine.dtype,
-            "kv_cache_dtype": self.engine.kv_cache_dtype,
-            "activation_dtype": self.engine.activation_dtype,
-            "kernels": self.engine.kernels,
-        }
-        if self.engine.deterministic:
-            numerics["deterministic"] = True
-        wanted = self.model.quantization
-        return numerics if wanted == "none" else numerics | {"quantization": wanted}
-
-    def free(self) -> dict[str, Any]:
-        """What may change from run to run, without secrets: no storage options, no passwords in urls."""
-        engine = self.engine.model_dump(exclude={"max_model_len", "seed", "deterministic", *self.numerics()})
-        return {
-            "name": self.name,
-            "input": {"path": shown_url(self.input.path), "on_corrupt": self.input.on_corrupt},
-            "model": self.model.model_dump(exclude={"storage", "quantization"})
-            | {"path": shown_url(self.model.path), "draft": self.model.draft and shown_url(self.model.draft)},
-            "engine": {"device": self.engine.device, **engine},
-            "output": {"path": shown_url(self.output.path)},
-            "run": self.run.model_dump(exclude=_CUT),
-            "cost": self.cost.model_dump(),
-            "targets": self.targets.limits(),
-            "quality": self.quality.model_dump() | {"model": self.quality.model and shown_url(self.quality.model)},
-        }

@@ -12,7 +12,7 @@ from pipeline.config.job import JobConfig
 from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, merge, parse_value, read
 from pipeline.config.mistakes import from_validation, section_at
 from pipeline.config.parameters import Now, given_on
-from pipeline.config.sections.structured import with_schema_file
+from pipeline.config.sections.row.structured import with_schema_file
 from pipeline.machine.host import zone_time
 
 

@@ -12,7 +12,8 @@ import torch
 
 from pipeline.doctor.check import Setup
 from pipeline.doctor.speed import CONTEXT, Speed, speed_on
-from pipeline.engine.params import EngineConfig, gpu_limits
+from pipeline.engine.params import EngineConfig
+from pipeline.engine.startup.batch_limits import gpu_limits
 from pipeline.engine.startup.memory import (
     CPU_SHARE,
     SLACK_BYTES,
@@ -26,8 +27,8 @@ from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.cache import FP8, head_bytes
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
-from pipeline.report.figures import aligned
-from pipeline.roofline.cards import Card, load_cards
+from pipeline.report.number_formats import aligned
+from pipeline.roofline.cards import Card, card_of_device, load_cards
 
 LENGTHS = (512, 2_048, 8_192, 32_768)
 BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # of the KV cache, as the engine has it when nothing else is asked for
@@ -110,7 +111,7 @@ class _Fit:
     def here(self) -> Place:
         if torch.cuda.is_available() and self.setup.device != "cpu":
             about = torch.cuda.get_device_properties(torch.cuda.current_device())
-            known = next((card for card in load_cards() if card.device == about.name), None)
+            known = card_of_device(about.name)
             memory, capability = torch.cuda.mem_get_info()[1], (about.major, about.minor)
             return self.on_gpu("this machine's GPU", memory, capability, known)
         device, free = torch.device("cpu"), free_cpu_bytes()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.engine.params import BatchLimits
+from pipeline.engine.startup.batch_limits import BatchLimits
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import asdict
-from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -20,13 +19,10 @@ import torch
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.forward.scoring import Piece, ReservedBlocks, prompt_logits
-from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
+from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
 from pipeline.engine.reading.calls import ReadingCalls, Text
 from pipeline.engine.reading.sequences import prompt_reader, sequence_of, why_refused
-from pipeline.engine.reasoning.marker_tokens import marker_tokens
-from pipeline.engine.reasoning.markers import ReasoningMarkers
-from pipeline.engine.reasoning.row_reasoning import RowReasoning
-from pipeline.engine.reasoning.text_reasoning import TextReasoning, why_not_by_text
+from pipeline.engine.reasoning.request_reasoning import RequestReasoning
 from pipeline.engine.samples import Group, sample_seed
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
@@ -34,6 +30,7 @@ from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Call, Sequence, SlotTable
 from pipeline.engine.startup.build import build
 from pipeline.engine.startup.speculation import make_drafting
+from pipeline.engine.stats import EngineStats
 from pipeline.engine.step.completing import Completing
 from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.loop import StepLoop
@@ -115,7 +112,7 @@ class Engine(ReadingCalls):
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
         self._masks = GrammarMasks(tokenizer, runner.vocab_size, self.table, self.stats, place.num_threads)
         self._completing = Completing(self.scheduler, tokenizer, self._masks, runner.vocab_size, self._clean)
-        self._marker_tokens = lru_cache(maxsize=64)(lambda wanted: marker_tokens(wanted, tokenizer))
+        self._reasoning = RequestReasoning(tokenizer)
         self._make_loop(runner, None)
         self._added = Call()  # of requests that are given one by one
         self._abandoned: list[Call] = []  # whose requests are still to be aborted
@@ -133,21 +130,19 @@ class Engine(ReadingCalls):
         self._add(request, self._added)
 
     def _add(self, request: Request, call: Call) -> None:
-        markers = None
-        if request.params.reasoning is not None:
-            markers = self._marker_tokens(request.params.reasoning)  # raises before anything is counted
-        seed = request.params.seed if request.params.seed is not None else self.seed + call.num_given
+        params, no_reasoning = request.params, None
+        if params.reasoning is not None:  # raises before anything is counted
+            no_reasoning = self._reasoning.why_refused(
+                params.reasoning, params.thinking_token_budget is not None, params.structured_outputs is not None
+            )
+        seed = params.seed if params.seed is not None else self.seed + call.num_given
         call.num_given += 1
         call.num_open += 1
         refused = None
         if request.task is not None or not self.runner.has_vocabulary_head:
             refused = why_refused(request, self.runner)
-        if isinstance(markers, ReasoningMarkers) and request.task is None:
-            params = request.params
-            why = why_not_by_text(
-                markers, params.thinking_token_budget is not None, params.structured_outputs is not None
-            )
-            refused = refused or (None if why is None else (RowError.INVALID_SAMPLING, why))
+        if refused is None and no_reasoning is not None and request.task is None:
+            refused = RowError.INVALID_SAMPLING, no_reasoning
         if refused is not None:
             nothing = np.zeros(len(request.prompt_token_ids), dtype=np.int32)
             return Sequence(request, nothing, self._order, call=call).fail(*refused)
@@ -171,22 +166,20 @@ class Engine(ReadingCalls):
         ]
 
     def _queue(self, sequence: Sequence) -> None:
-        request, generates = sequence.request, sequence.generates
-        if generates and request.params.stop:
-            sequence.stop_checker = StopChecker(self.tokenizer, request.params.stop, request.params.min_tokens)
-        if generates and request.params.min_tokens > 0:
-            eos = frozenset() if request.params.ignore_eos else self.tokenizer.eos_token_ids
-            ending = sorted(i for i in eos.union(request.params.stop_token_ids) if i < self.runner.vocab_size)
+        params, generates = sequence.request.params, sequence.generates
+        if generates and params.stop:
+            sequence.stop_checker = StopChecker(self.tokenizer, params.stop, params.min_tokens)
+        if generates and params.min_tokens > 0:
+            eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
+            ending = sorted(i for i in eos.union(params.stop_token_ids) if i < self.runner.vocab_size)
             sequence.ending_ids = np.array(ending, dtype=np.int64)
-        if generates and request.params.reasoning is not None:
-            params, markers = request.params, self._marker_tokens(request.params.reasoning)
-            if isinstance(markers, ReasoningMarkers):
-                sequence.reasoning = TextReasoning.after(sequence.token_ids, markers, self.tokenizer.decode)
-            else:
-                has_grammar = params.structured_outputs is not None
-                sequence.reasoning = RowReasoning.after(
-                    sequence.token_ids, markers, params.thinking_token_budget, has_grammar
-                )
+        if generates and params.reasoning is not None:
+            sequence.reasoning = self._reasoning.after(
+                sequence.token_ids,
+                params.reasoning,
+                params.thinking_token_budget,
+                params.structured_outputs is not None,
+            )
         outside = (sequence.token_ids < 0) | (sequence.token_ids >= self.runner.vocab_size)
         if outside.any():
             sequence.fail(
@@ -195,12 +188,12 @@ class Engine(ReadingCalls):
                 f"{self.runner.vocab_size} (does the tokenizer belong to it?)",
             )
             return
-        if generates and request.params.structured_outputs is not None:
+        if generates and params.structured_outputs is not None:
             try:
-                self._masks.check(request.params.structured_outputs)
+                self._masks.check(params.structured_outputs)
             except ConfigError as error:
                 return sequence.fail(RowError.GRAMMAR_ERROR, str(error))
-        if generates and request.params.prompt_logprobs is not None:
+        if generates and params.prompt_logprobs is not None:
             sequence.reader = prompt_reader(sequence)
         self.scheduler.add(sequence)
 

@@ -4,7 +4,7 @@ Owns the meaning and the checks of every option. Resolving options against a mac
 (`auto` values) is `startup/resolve.py`'s work.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
@@ -15,39 +15,6 @@ from pipeline.errors import ConfigError
 FinishReason = Literal["stop", "length", "length_loop", "error"]
 MAX_SAMPLES = 1024  # of one request: they end together, so many more would hold up their unit
 MAX_PATTERN_SIZE = 1024  # of repetition detection: each token is compared with so many before it
-DRAFT_PLACES = 8  # places of drafts after the known tokens that are counted apart; the last one counts all from there
-
-
-@dataclass(frozen=True)
-class BatchLimits:
-    """Sequences running at once and tokens of a step, where EngineConfig does not say."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
-CPU_LIMITS = BatchLimits(64, 2048)
-SMALL_GPU_LIMITS, GPU_LIMITS = BatchLimits(256, 8192), BatchLimits(512, 8192)
-LARGE_GPU_LIMITS = BatchLimits(1024, 16384)
-_GIB = 1 << 30
-
-
-def gpu_limits(memory_bytes: int, capability: tuple[int, int], weight_bytes: int) -> BatchLimits:
-    """By a GPU's memory and compute capability, and what the model's weights take of it.
-
-    The largest are those of vLLM for `LLM` on GPUs of 70 GiB and more that are no A100, where it measured that steps of
-    16,384 tokens lose (`EngineArgs.get_batch_defaults`): here from compute capability 9.0 on, and where weights leave
-    half of the memory, since the largest step and captured steps take some GB more. Between, vLLM has 256 rows; by the
-    cost model 512 serve generation 3 to 10% faster on an A100 or L40S, and nothing is gained on cards of 24 GB.
-    """
-    if memory_bytes >= 70 * _GIB and capability >= (9, 0) and weight_bytes <= memory_bytes / 2:
-        return LARGE_GPU_LIMITS
-    return GPU_LIMITS if memory_bytes >= 35 * _GIB else SMALL_GPU_LIMITS
-
-
-def most_default_seqs(on_gpu: bool) -> int:
-    """The most that an engine's `max_num_seqs` can be by default, for who does not know on which GPU it will run."""
-    return (LARGE_GPU_LIMITS if on_gpu else CPU_LIMITS).max_num_seqs
 
 
 @dataclass(frozen=True)
@@ -206,8 +173,8 @@ class EngineConfig:
 
     model: folder with config.json, safetensors and tokenizer files, or a Hugging Face id.
     device: "auto", "cpu", "cuda" or "cuda:N". dtype: "auto", "bfloat16", "float16" or "float32".
-    max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step. On a GPU `gpu_limits`
-    are the defaults.
+    max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step. By default
+    what `startup/batch_limits.py` says of the machine.
     block_size: tokens of one KV block. kv_cache_memory_bytes: size of the KV cache; on CPU it defaults to what
     max_num_seqs sequences of max_model_len tokens need, at most a quarter of the free memory.
     kv_cache_dtype: "auto", the type that is computed in, or "fp8": 8 bits and a scale for each token and KV head, of
@@ -356,89 +323,3 @@ class Completion:
     def num_thought_tokens(self) -> int:
         """`num_reasoning_tokens` of all samples."""
         return sum(one.num_reasoning_tokens for one in self.each)
-
-
-STEP_TIMES = ("prefill_us", "decode_us", "drafts_us", "preempted_us", "retried_us")  # of EngineStats
-
-
-@dataclass
-class EngineStats:
-    """Running totals of one engine, all integers so that sums are exact. Times in microseconds.
-
-    prompt_tokens and generated_tokens count every finished or running request once; recomputed_tokens is work done
-    again after a preemption. The time of all steps is the sum of STEP_TIMES: a step's is divided in proportion to its
-    tokens, of which rejected drafts take drafts_us, those computed again preempted_us, and labels that are read
-    prefill_us; a step that did not fit the memory is retried_us. batch_sum adds the sequences of each step,
-    kv_used_ppm_sum the used share of the KV cache of each step (parts per million).
-
-    plain_steps to plain_rows_us are sums over the plain steps, which generated one token for each of their rows and did
-    nothing else: 1, rows, rows**2, microseconds, rows * microseconds. A line of time by rows is
-    fitted to them (`pipeline.estimate.measured`).
-
-    num_draft_steps are the steps that computed drafts; drafted_1 counts drafts in the first place after the known
-    tokens and accepted_1 those of them that the model confirmed, and so on. One number for each place, because these
-    totals travel and add up as plain integers. rejected_drafts are those of all places that it did not confirm.
-
-    masked_tokens counts the rows of logits whose token a grammar had to allow, those after drafts too. Most of these
-    need no mask; filled_masks counts those that were filled, and mask_us is the time of filling them, a part of the
-    steps' time. forced_tokens are generated tokens that a grammar left no choice of, taken without logits of their own.
-    """
-
-    num_steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    recomputed_tokens: int = 0
-    num_preemptions: int = 0
-    num_out_of_memory: int = 0  # steps that were undone because they did not fit the memory
-    prefill_us: int = 0
-    decode_us: int = 0
-    drafts_us: int = 0
-    preempted_us: int = 0
-    retried_us: int = 0
-    batch_sum: int = 0
-    kv_used_ppm_sum: int = 0
-    plain_steps: int = 0
-    plain_rows: int = 0
-    plain_rows_squared: int = 0
-    plain_us: int = 0
-    plain_rows_us: int = 0
-    num_draft_steps: int = 0
-    rejected_drafts: int = 0
-    masked_tokens: int = 0
-    forced_tokens: int = 0
-    filled_masks: int = 0
-    mask_us: int = 0
-    drafted_1: int = 0
-    drafted_2: int = 0
-    drafted_3: int = 0
-    drafted_4: int = 0
-    drafted_5: int = 0
-    drafted_6: int = 0
-    drafted_7: int = 0
-    drafted_8: int = 0
-    accepted_1: int = 0
-    accepted_2: int = 0
-    accepted_3: int = 0
-    accepted_4: int = 0
-    accepted_5: int = 0
-    accepted_6: int = 0
-    accepted_7: int = 0
-    accepted_8: int = 0
-
-    def since(self, before: "EngineStats") -> "EngineStats":
-        """What the totals grew by after `before`, a copy of them."""
-        return EngineStats(*(now - then for now, then in zip(astuple(self), astuple(before))))
-
-    @property
-    def step_us(self) -> int:
-        """The time of all steps."""
-        return sum(getattr(self, name) for name in STEP_TIMES)
-
-    @property
-    def drafted_by_place(self) -> list[int]:
-        return [getattr(self, f"drafted_{place}") for place in range(1, DRAFT_PLACES + 1)]
-
-    @property
-    def accepted_by_place(self) -> list[int]:
-        return [getattr(self, f"accepted_{place}") for place in range(1, DRAFT_PLACES + 1)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.config import JobConfig
-from pipeline.engine.params import BatchLimits, gpu_limits
+from pipeline.engine.startup.batch_limits import BatchLimits, gpu_limits
 from pipeline.engine.startup.served_form import served_form, usable_kv_room
 from pipeline.errors import ConfigError
 from pipeline.kernels.triton.linear.crossover import crossover_of
@@ -87,7 +87,8 @@ def on_card(
     requests: Sequence[RequestTokens],
     weights_name: str | None = None,
 ) -> OnCard:
-    """weights_name: of `kinds_of_weights`; the model's own form when left out, or fp8 where activations are."""
+    """What the card would take for `requests` on one engine, or what it lacks. weights_name: of `kinds_of_weights`; the
+    model's own form when left out, or fp8 where activations are."""
     forms = kinds_of_weights(config)
     name = weights_name or _own_form(forms, serving)
     weights, size = forms[name], config.size

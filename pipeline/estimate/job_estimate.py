@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.config import JobConfig
 from pipeline.data.output.parts import PartStore
-from pipeline.engine.params import most_default_seqs
+from pipeline.engine.startup.batch_limits import most_default_seqs
 from pipeline.errors import ConfigError
 from pipeline.estimate.cards import BLOCK_SIZE, STARTUP_S, CardServing, OnCard, on_card
 from pipeline.estimate.lengths import OutputLengths, PromptSample, output_lengths, sample_prompts, tail

@@ -5,7 +5,7 @@ from pipeline.estimate.job_estimate import JobEstimate
 from pipeline.estimate.pool import PoolEstimate
 from pipeline.formatting import counted, duration, printable
 from pipeline.report.estimate import Interval
-from pipeline.report.figures import aligned, money, percent, seconds
+from pipeline.report.number_formats import aligned, money, percent, seconds
 from pipeline.report.record.run_record import PHASES
 
 NOTHING_KNOWN = (

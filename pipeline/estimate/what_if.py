@@ -15,10 +15,10 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.estimate.cards import STARTUP_S, CardServing, OnCard, on_card
 from pipeline.estimate.prices import PriceList
 from pipeline.model.config import ModelConfig, read_config
-from pipeline.report.cost import RunReport
-from pipeline.report.figures import aligned, money, seconds
+from pipeline.report.number_formats import aligned, money, seconds
+from pipeline.report.run_report import RunReport
 from pipeline.report.sections.savings import Saving
-from pipeline.roofline.cards import Card, find_card, load_cards
+from pipeline.roofline.cards import Card, card_of_device, find_card
 from pipeline.roofline.job_simulation import RequestTokens
 
 KEYS = ("hardware", "actors", "quantization", "price")
@@ -160,8 +160,7 @@ def _on_card(
 
 
 def _own_card(resolved: Mapping[str, Any]) -> Card | None:
-    device = str(resolved.get("device_name", resolved.get("device", "")))
-    return next((card for card in load_cards() if card.device == device), None)
+    return card_of_device(str(resolved.get("device_name", resolved.get("device", ""))))
 
 
 def _model(report: RunReport) -> ModelConfig:
@@ -196,8 +195,8 @@ def _number(key: str, text: str) -> float:
     return value
 
 
-def parsed(texts: Sequence[str]) -> dict[str, str]:
-    """KEY=VALUE of the command line; several in one text are divided by spaces or commas."""
+def parse_changes(texts: Sequence[str]) -> dict[str, str]:
+    """KEY=VALUE of the command line; several in one text are divided by spaces or commas. Raises ConfigError."""
     changes: dict[str, str] = {}
     for text in (each for whole in texts for each in whole.replace(",", " ").split()):
         key, sign, value = text.partition("=")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.report.figures import aligned
+from pipeline.report.number_formats import aligned
 
 
 @dataclass(frozen=True)

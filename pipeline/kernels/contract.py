@@ -70,9 +70,9 @@ class GraphShape:
     num_numbers: int = 0  # of the runner's own, that come with each step
 
 
-class LateNumbers(NamedTuple):
-    """Of the runner's numbers of a step, those that only the device knows: number p_i is value_N[v_i]. Of the numbers,
-    those from `at` on are p_0 to p_count - 1, and then v_0 to v_count - 1."""
+class FutureNumbers(NamedTuple):
+    """Of the runner's numbers of a step, those that only the device knows yet (its future tokens): number p_i is
+    value_N[v_i]. The numbers from `at` on are p_0 to p_count - 1, and then v_0 to v_count - 1."""
 
     at: int
     count: int
@@ -100,12 +100,12 @@ class GraphAttention(Protocol):
         """Whether a step whose sequences compute so many tokens each can be computed by `mixed_plans(num_tokens)`."""
         ...
 
-    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, late: LateNumbers | None = None) -> None:
+    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> None:
         """As `refill`, for a step that `mixed_plans` computes."""
         ...
 
     def refill(
-        self, where: AttentionInput, numbers: np.ndarray, late: LateNumbers | None = None, most_short: int = 0
+        self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None, most_short: int = 0
     ) -> int:
         """Bring the tensors up to a step, by one copy and one launch, without waiting for the device, and return which
         of `plans` it takes. numbers (int64): of the runner, from the first on. most_short: by how many tokens contexts

@@ -1,7 +1,7 @@
 """Where the machine time of a job went and what it was charged to: every microsecond in one phase, money after time.
 
-Owns the division; `cost.py` owns the report that shows it, `faults.py` which work was lost. Prices are declared by the
-job, never looked up. A job without a price is unpriced (None), not free.
+Owns the division; `run_report.py` owns the report that shows it, `sections/faults.py` which work was lost. Prices are
+declared by the job, never looked up. A job without a price is unpriced (None), not free.
 
 An actor's phases say what it did. What it computed and nobody got (rows of a run that was killed, of a unit whose part
 was there already, of rows that failed in the engine) is known later: the account takes its time out of `prefill` and

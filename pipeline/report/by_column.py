@@ -14,10 +14,10 @@ import pyarrow.compute as pc
 from pipeline.data.output.result_columns import is_first_sample, result_column
 from pipeline.formatting import printable
 from pipeline.report.account import shares_us
-from pipeline.report.cost import RunReport
-from pipeline.report.figures import aligned, money, percent, seconds
+from pipeline.report.number_formats import aligned, money, percent, seconds
 from pipeline.report.record.json_record import JsonRecord
 from pipeline.report.record.row_stats import LengthBucket
+from pipeline.report.run_report import RunReport
 
 NULL = "(null)"
 _GENERATED = "num_generated_tokens"

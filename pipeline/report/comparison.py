@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.errors import ConfigError
-from pipeline.report.cost import RunReport
-from pipeline.report.figures import aligned, money, percent, seconds
+from pipeline.report.number_formats import aligned, money, percent, seconds
 from pipeline.report.record.run_record import PHASES
+from pipeline.report.run_report import RunReport
 
 
 @dataclass(frozen=True)

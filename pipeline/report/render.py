@@ -1,7 +1,7 @@
 """Writes a job's report out for people: text for a terminal, Markdown for `report.md`.
 
-Owns the layout; what is in it comes from `figures`. Names and messages are data: on a page they are escaped, for a
-terminal spelled out.
+Owns the layout; what is in it comes from `facts.py` and `tables.py`. Names and messages are data: on a page they are
+escaped, for a terminal spelled out.
 """
 
 import re
@@ -10,29 +10,26 @@ from html import escape
 from textwrap import wrap
 
 from pipeline.formatting import printable
-from pipeline.report.cost import RunReport
-from pipeline.report.figures import (
-    bar,
+from pipeline.report.facts import facts, skipped_files
+from pipeline.report.number_formats import bar, percent, seconds
+from pipeline.report.record.row_stats import HISTOGRAM_ERROR
+from pipeline.report.record.run_record import PHASE_MEANING
+from pipeline.report.run_report import RunReport
+from pipeline.report.tables import (
     cost_rows,
     draft_rows,
     error_rows,
     estimate_rows,
     example_line,
-    facts,
     fault_rows,
     latency_rows,
     length_rows,
-    percent,
     phase_rows,
     run_row,
     saving_rows,
-    seconds,
-    skipped_files,
     target_rows,
     unseen_rows,
 )
-from pipeline.report.record.row_stats import HISTOGRAM_ERROR
-from pipeline.report.record.run_record import PHASE_MEANING
 
 LATENCY_NOTE = "From when the engine took the row in, its queue included: a batch trades it for throughput"
 LATENCY_ERROR = f"From histograms: off by at most {HISTOGRAM_ERROR * 100:.1f} % of itself"

@@ -36,6 +36,11 @@ def load_cards() -> tuple[Card, ...]:
     return tuple(Card(**values | {"compute_capability": tuple(values["compute_capability"])}) for values in cards)
 
 
+def card_of_device(name: str) -> Card | None:
+    """The card that CUDA shows under this name; None where it is not in `hardware.yaml`."""
+    return next((card for card in load_cards() if card.device == name), None)
+
+
 def find_card(name: str, option: str = "--card") -> Card:
     """By its name or the beginning of it, in any case. Raises ConfigError, which begins with `option`."""
     known = {card.name: card for card in load_cards()}

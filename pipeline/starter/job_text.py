@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
+from pipeline.config.requests import DEFAULTS
 from pipeline.config.schema import FILE_NAME, schema_text
-from pipeline.config.sections.requests import DEFAULTS
 from pipeline.errors import ConfigError
 from pipeline.formatting import counted
 from pipeline.starter.look import Look

@@ -11,8 +11,6 @@ A control token is an added token that is special, or that the chat template wri
 
 import json
 import re
-import secrets
-import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -25,16 +23,9 @@ from tokenizers import decoders
 from pipeline.checkpoints.chat_template import ADVICE
 from pipeline.errors import ModelError
 from pipeline.tokenization.chat import ChatRenderer
-from pipeline.tokenization.chat_messages import (
-    ChatTemplateError,
-    check_answers,
-    check_calls,
-    is_continued,
-    with_system,
-)
+from pipeline.tokenization.chat_messages import check_answers, check_calls, is_continued, with_system
+from pipeline.tokenization.control_aliases import AliasedTokenizer
 from pipeline.tokenization.tokenizer_files import read_tokenizer_files
-
-__all__ = ["ChatTemplateError", "Tokenizer"]
 
 _LABEL_LENGTH = 64
 _CONTEXT_TOKENS = 8  # of a prompt that are looked at to encode what follows it: pre-tokenizers look at fewer
@@ -68,12 +59,12 @@ class Tokenizer:
         self._name = name
         self._parsing = backend  # knows control tokens: encodes rendered chats, decodes
         self._bytes = _TokenBytes.of(backend)
-        self._control = _control_tokens(backend, chat_template or "")
+        self._control = _control_tokens(backend, chat_template or "")  # id by text
         self._control_ids = frozenset(self._control.values())
         self._literal_json = literal_json = _literal_json(backend, self._control)
         self._literal = tokenizers.Tokenizer.from_str(literal_json)
         self._literal.encode_special_tokens = True  # that is: encode the text of special tokens as text
-        self._aliased = _Aliased(literal_json, self._control)
+        self._aliased = AliasedTokenizer(literal_json, self._control)
         self._control_re = _any_of(self._control)
         self._leaks_re = _any_of(self._leaking_tokens())
         self._chat_template = chat_template
@@ -114,11 +105,6 @@ class Tokenizer:
         eos_token_ids; None where there is none."""
         own = self._control.get(str(self._special_tokens.get("eos_token")))
         return own if own in self.eos_token_ids else min(self.eos_token_ids, default=None)
-
-    @property
-    def control_tokens(self) -> Mapping[str, int]:
-        """Text of each control token and its id."""
-        return dict(self._control)
 
     @property
     def added_tokens(self) -> Mapping[str, int]:
@@ -319,60 +305,6 @@ def _byte_of_character() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-class _Aliased:
-    """The literal tokenizer that also knows each control token under a secret name, so that one text can hold
-    both kinds of `<|im_end|>`.
-
-    The chat template's own control tokens are renamed to their aliases before encoding; what is left under
-    the plain name is text. One pass over the whole string keeps every token border where transformers puts
-    it. The names hold a nonce of this process, so that no data can contain one. Built at first use: most jobs
-    never need it.
-    """
-
-    def __init__(self, literal_json: str, control: Mapping[str, int]) -> None:
-        self._json = literal_json
-        self._control = control
-        self._nonce = secrets.token_hex(12)
-        self._names = {text: f"\U000f0000{self._nonce}.{index}\U000f0001" for index, text in enumerate(control)}
-        self._tear = f"\U000f0000{self._nonce}.tear\U000f0001"
-        self._lock = threading.Lock()
-        self._backend: tokenizers.Tokenizer | None = None
-        self._real: dict[int, int | None] = {}
-
-    def aliased(self, text: str, control_re: re.Pattern[str]) -> str:
-        """`text` with each control token under its alias."""
-        return control_re.sub(lambda match: self._names[match[0]], text)
-
-    def torn(self, text: str, leaks_re: re.Pattern[str] | None) -> str:
-        """`text` with a mark inside each match that keeps the model part from making one token of it."""
-        return leaks_re.sub(lambda match: match[0][0] + self._tear + match[0][1:], text) if leaks_re else text
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        with self._lock:
-            backend = self._backend or self._build()
-        ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
-        real = (self._real.get(token, token) for token in ids)
-        return [token for token in real if token is not None]
-
-    def _build(self) -> tokenizers.Tokenizer:
-        backend = tokenizers.Tokenizer.from_str(self._json)
-        backend.encode_special_tokens = True  # the plain names; the aliases are not special, so they are parsed
-        known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-        for text, token_id in self._control.items():
-            like = known[text]
-            self._real[_add(backend, self._names[text], lstrip=like.lstrip, rstrip=like.rstrip)] = token_id
-        self._real[_add(backend, self._tear)] = None
-        self._backend = backend
-        return backend
-
-
-def _add(backend: tokenizers.Tokenizer, content: str, *, lstrip: bool = False, rstrip: bool = False) -> int:
-    backend.add_tokens([tokenizers.AddedToken(content, lstrip=lstrip, rstrip=rstrip, normalized=False)])
-    token_id = backend.token_to_id(content)
-    assert token_id is not None
-    return token_id
 
 
 def _literal_json(backend: tokenizers.Tokenizer, control: Mapping[str, int]) -> str:

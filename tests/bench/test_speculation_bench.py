@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from pipeline.bench.speculation import AGAIN, AUTO, DRAFT, NGRAM, PLAIN, _Run, _way, bench_speculation
 from pipeline.cli.main import cli
-from pipeline.engine.params import EngineStats
+from pipeline.engine.stats import EngineStats
 from pipeline.errors import ConfigError, PipelineError
 
 

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from pipeline import errors
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.job.telemetry.status import Status
-from pipeline.report.cost import build_report
+from pipeline.report.build import build_report
 from pipeline.report.record.row_stats import ErrorExample, RowStats
 from pipeline.report.record.run_record import SkippedInput
 from pipeline.report.render import markdown, text
@@ -148,7 +148,7 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
         "    subprocess.Popen(['sh', '-c', 'sleep 0.5; echo noise of a child that stays'])\n"
         "    threading.Timer(0.2, print, ['noise of a thread']).start()\n"
         "    atexit.register(os.write, 1, b'noise at exit')\n"
-        "    from pipeline.report.cost import build_report\n"
+        "    from pipeline.report.build import build_report\n"
         "    from pipeline.data.output.part_totals import PartTotals\n"
         "    return build_report('demo', '1a2b3c4d', [], PartTotals(), 0)\n"
         "pipeline.job.running.run.run_job = run_job\n"

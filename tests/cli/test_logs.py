@@ -10,7 +10,7 @@ import pytest
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.job.output import following
 from pipeline.job.telemetry.status import Status
-from pipeline.report.cost import build_report
+from pipeline.report.build import build_report
 from tests.cli.conftest import EVIL, finished_run, leave_output
 
 DRIVER = "2026-11-23 12:00:01.000 info    starting Ray\n2026-11-23 12:00:03.000 warning slow\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.output.part_totals import PartTotals
-from pipeline.report.cost import build_report
+from pipeline.report.build import build_report
 from pipeline.report.render import text
 from tests.cli.conftest import finished_run, leave_output
 

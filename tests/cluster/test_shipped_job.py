@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.cluster.shipped_job import JOB_FILE, TEMPLATE_FILE, ShippedJob
 from pipeline.config import load_job
+from pipeline.config.identity import identity_of
 from pipeline.errors import ConfigError
 
 TEXT = """\
@@ -37,7 +38,7 @@ def test_a_job_means_the_same_in_another_folder(job_file, tmp_path, monkeypatch)
     before = load_job(job_file, ["sampling.seed=3"], params=["date=2026-11-21"])
     monkeypatch.chdir(elsewhere)
     after = load_job(JOB_FILE)
-    assert after.identity() == before.identity()
+    assert identity_of(after) == identity_of(before)
     assert (after.prompt, after.sampling, after.name) == (before.prompt, before.sampling, before.name)
     assert after.input.path == str(tmp_path / "in/2026-11-21")
     assert after.output.path == str(tmp_path / "out/2026-11-21")

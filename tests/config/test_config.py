@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import JobConfig, JobFileError, load_job
-from pipeline.config.sections.prompt import PromptSection
+from pipeline.config.identity import free_of, identity_of, numerics_of
+from pipeline.config.sections.row.prompt import PromptSection
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError
 
@@ -115,7 +116,7 @@ def test_the_draft_model_is_only_taken_where_it_is_of_use(job):
     ):
         config = job(with_draft + f"engine: {{speculation: {speculation}}}\n")
         assert config.draft_model == ("demo:draft" if used else None), speculation
-    assert job(with_draft).free()["model"]["draft"] == "demo:draft"
+    assert free_of(job(with_draft))["model"]["draft"] == "demo:draft"
 
 
 def test_texts_that_look_like_booleans_stay_texts(job):
@@ -254,8 +255,8 @@ def test_fault_46_secrets_are_in_no_message_and_no_record(job, mistakes):
     config = job(text)
     assert config.input.storage == {"secret": "hunter2"}
     assert "'secret'" not in repr(config)
-    assert "storage" not in json.dumps([config.identity(), config.numerics(), config.free()])
-    assert "hunter2" not in json.dumps([config.identity(), config.numerics(), config.free()])
+    assert "storage" not in json.dumps([identity_of(config), numerics_of(config), free_of(config)])
+    assert "hunter2" not in json.dumps([identity_of(config), numerics_of(config), free_of(config)])
     found = "\n".join(mistakes(text=MINIMAL.replace("path: out", "path: out, storage: hunter2")))
     assert "output.storage" in found
     assert "hunter2" not in found
@@ -336,16 +337,16 @@ FREE = [
 )  # fmt: skip
 def test_what_makes_another_job_what_rounds_differently_and_what_is_free(job, change, identity, numerics):
     base, changed = job(), job(MINIMAL.replace(*change, 1))
-    assert (changed.identity() != base.identity()) == identity
-    assert (changed.numerics() != base.numerics()) == numerics
+    assert (identity_of(changed) != identity_of(base)) == identity
+    assert (numerics_of(changed) != numerics_of(base)) == numerics
 
 
 def test_a_task_is_in_the_identity_and_no_key_of_older_jobs(job):
-    assert "task" not in job().identity()
+    assert "task" not in identity_of(job())
     chosen = job(MINIMAL + "task: choice\nchoice: {labels: [a, b]}\n")
-    assert chosen.identity() == job().identity() | {"task": "choice", "choice": {"labels": ["a", "b"]}}
+    assert identity_of(chosen) == identity_of(job()) | {"task": "choice", "choice": {"labels": ["a", "b"]}}
     column = job(MINIMAL + "task: choice\nchoice: {labels: {column: options}}\n")
-    assert column.identity()["choice"] == {"labels": {"column": "options"}}
+    assert identity_of(column)["choice"] == {"labels": {"column": "options"}}
     assert column.unit_spec().columns == ("text", "options")
     assert chosen.engine_config("folder", None).speculation == "off"
     assert chosen.unit_spec().default_max_tokens == 0
@@ -354,28 +355,28 @@ def test_a_task_is_in_the_identity_and_no_key_of_older_jobs(job):
 def test_quantization_on_load_is_the_target_models_and_no_key_of_older_jobs(job):
     plain, smaller = job(), job(MINIMAL.replace("path: demo", "path: demo, quantization: int4-rtn"))
     assert smaller.engine_config("folder", None) == EngineConfig(model="folder", quantization="int4-rtn")
-    assert smaller.numerics() == plain.numerics() | {"quantization": "int4-rtn"}
-    assert "quantization" not in plain.numerics()
-    assert smaller.free() == plain.free()
+    assert numerics_of(smaller) == numerics_of(plain) | {"quantization": "int4-rtn"}
+    assert "quantization" not in numerics_of(plain)
+    assert free_of(smaller) == free_of(plain)
 
 
 def test_determinism_is_numerics_and_no_key_of_older_jobs(job):
     plain, fixed = job(), job(MINIMAL + "engine: {deterministic: true}\n")
     assert fixed.engine_config("folder", None) == EngineConfig(model="folder", deterministic=True)
-    assert fixed.numerics() == plain.numerics() | {"deterministic": True}
-    assert "deterministic" not in plain.numerics()
-    assert fixed.free() == plain.free()
-    assert fixed.identity() == plain.identity()
+    assert numerics_of(fixed) == numerics_of(plain) | {"deterministic": True}
+    assert "deterministic" not in numerics_of(plain)
+    assert free_of(fixed) == free_of(plain)
+    assert identity_of(fixed) == identity_of(plain)
 
 
 def test_another_gpu_of_the_machine_is_the_same_numerics(job):
     one, two = (job(MINIMAL + f"engine: {{device: 'cuda:{n}'}}\n") for n in (0, 1))
-    assert one.numerics() == two.numerics()
+    assert numerics_of(one) == numerics_of(two)
 
 
 def test_the_three_classes_are_plain_json(job):
     config = job(MINIMAL + "sampling: {max_tokens: {column: b}, stop: [x]}\n")
-    for part in (config.identity(), config.numerics(), config.free()):
+    for part in (identity_of(config), numerics_of(config), free_of(config)):
         assert json.loads(json.dumps(part)) == part
 
 
@@ -384,7 +385,7 @@ def test_the_three_classes_are_plain_json(job):
 def test_the_job_files_and_presets_we_ship_are_valid(path: Path, overlay: Path | None):
     plain = load_job(path)
     config = load_job(path, overlays=[overlay] if overlay else [])
-    assert config.identity() == plain.identity(), "a preset must not make it another job"
+    assert identity_of(config) == identity_of(plain), "a preset must not make it another job"
 
 
 def test_job_file_errors_are_configuration_errors():

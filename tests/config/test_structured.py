@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from pipeline.config import JobConfig, JobFileError, job_from_flags, load_job
+from pipeline.config.identity import identity_of
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
@@ -36,18 +37,18 @@ def test_a_schema_a_file_of_it_and_openais_form_are_one_job(job, tmp_path: Path)
     ]
     wanted = StructuredOutputs.of({"json": SCHEMA})
     assert {config.sampling_params().structured_outputs for config in forms} == {wanted}
-    assert all(config.identity() == forms[0].identity() for config in forms)
-    assert forms[0].identity()["sampling"]["structured_outputs"] == {"json": SCHEMA}
+    assert all(identity_of(config) == identity_of(forms[0]) for config in forms)
+    assert identity_of(forms[0])["sampling"]["structured_outputs"] == {"json": SCHEMA}
     assert "json_file" not in json.dumps(forms[2].data), "a job that is sent elsewhere holds the schema"
     (tmp_path / "schema.json").write_text(json.dumps({**SCHEMA, "required": ["a"]}), encoding="utf-8")
     changed = job(structured_outputs={"json_file": str(tmp_path / "schema.json")})
-    assert changed.identity() != forms[0].identity()
+    assert identity_of(changed) != identity_of(forms[0])
 
 
 def test_a_job_without_one_is_the_job_that_it_was(job):
     assert job(response_format={"type": "text"}).sampling_params().structured_outputs is None
     for name in ("structured_outputs", "response_format"):
-        assert name not in job().identity()["sampling"]
+        assert name not in identity_of(job())["sampling"]
 
 
 @pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
@@ -55,7 +56,7 @@ def test_each_rows_own_comes_from_a_column(kind: str, job):
     config = job(structured_outputs={kind: {"column": "form"}})
     assert config.sampling_columns() == {f"structured_outputs.{kind}": "form"}
     assert config.sampling_params().structured_outputs is None
-    assert config.identity()["sampling"]["structured_outputs"] == {kind: {"column": "form"}}
+    assert identity_of(config)["sampling"]["structured_outputs"] == {kind: {"column": "form"}}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Setup, diagnose, fit, memory_of, speed
-from pipeline.engine.params import SMALL_GPU_LIMITS
+from pipeline.engine.startup.batch_limits import SMALL_GPU_LIMITS
 from pipeline.kernels.cpu.linear import linear_bf16
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import load_cards

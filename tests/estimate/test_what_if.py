@@ -12,11 +12,12 @@ from pipeline.cli.main import cli
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.errors import ConfigError
 from pipeline.estimate.prices import load_prices
-from pipeline.estimate.what_if import parsed, what_if, with_quantization
+from pipeline.estimate.what_if import parse_changes, what_if, with_quantization
+from pipeline.report.build import build_report
 from pipeline.report.comparison import Hosted, compare_reports
-from pipeline.report.cost import RunReport, build_report
 from pipeline.report.record.row_stats import LengthBucket, RowStats
 from pipeline.report.record.run_record import ActorRecord, RunRecord
+from pipeline.report.run_report import RunReport
 
 EXAMPLE = Path("docs/cost.md").read_text().rpartition("### A worked example")[2]
 SECONDS = {"startup": 60, "load": 120, "prefill": 1200, "decode": 3600, "drafts": 30, "preempted": 20, "retried": 10,
@@ -121,9 +122,9 @@ def test_a_job_that_computed_nothing_has_no_what_if():
 
 
 def test_changes_are_read_as_they_are_typed():
-    assert parsed(["hardware=h100,actors=4", "price=2"]) == {"hardware": "h100", "actors": "4", "price": "2"}
+    assert parse_changes(["hardware=h100,actors=4", "price=2"]) == {"hardware": "h100", "actors": "4", "price": "2"}
     with pytest.raises(ConfigError, match="expected KEY=VALUE"):
-        parsed(["h100"])
+        parse_changes(["h100"])
 
 
 def test_a_change_for_the_worse_is_never_paid_back_and_an_unpriced_job_has_no_return():

@@ -317,7 +317,7 @@ def test_a_terminal_is_not_waited_for(monkeypatch):
 
 def test_parquet_is_a_job(pipe, tmp_path, monkeypatch):
     from pipeline.data.output.part_totals import PartTotals
-    from pipeline.report.cost import build_report
+    from pipeline.report.build import build_report
 
     seen = []
 

@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from pipeline import errors
-from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request
+from pipeline.engine.params import Completion, EngineConfig, Request
 from pipeline.engine.samples import Group, sample_seed
+from pipeline.engine.stats import EngineStats
 from pipeline.engine.tasks import (
     Choice,
     ChoiceResult,

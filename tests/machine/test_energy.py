@@ -13,7 +13,7 @@ from pipeline.job.process.main import serve
 from pipeline.machine import energy
 from pipeline.machine.energy import EnergyMeter
 from pipeline.report.render import markdown, text
-from tests.report.test_cost import delivering, report, run
+from tests.report.records import delivering, report, run
 
 WRAPS_AT = 1_000_000
 

@@ -8,13 +8,14 @@ from html.parser import HTMLParser
 import pytest
 
 from pipeline.data.output.part_totals import PartTotals
-from pipeline.report.cost import RunReport, build_report
+from pipeline.report.build import build_report
 from pipeline.report.estimate import Estimate, Interval
 from pipeline.report.html.page import html
 from pipeline.report.record.computed import Computed
 from pipeline.report.record.moments import MAX_MOMENTS, Moments, stretches
 from pipeline.report.record.row_stats import ErrorExample, Histogram, Latency, LengthBucket, RowStats
 from pipeline.report.record.run_record import PHASES, ActorRecord, Moment, RunRecord, SkippedInput
+from pipeline.report.run_report import RunReport
 
 HOSTILE = "<script>alert(1)</script> & $x^2$ \x1b[31m \u202e \"'"
 CHARTS = {"speed", "running", "kv", "phases", "waterfall", "estimate", "prompts", "completions", "latency", "actors"}

@@ -71,19 +71,19 @@ def test_ordinary_text_has_the_tokens_of_transformers(folder, spm_folder, tokeni
 @given(st.lists(st.sampled_from([*CONTROL, *ORDINARY, "<", "|", ">", "\n"]), max_size=6).map("".join))
 def test_fault_35_control_token_text_stays_text(tokenizer, text):
     ids = tokenizer.encode(text)
-    assert ids[0] == tokenizer.control_tokens["<|bos|>"]
-    assert not set(ids[1:]) & set(tokenizer.control_tokens.values())
+    assert ids[0] == tokenizer._control["<|bos|>"]
+    assert not set(ids[1:]) & set(tokenizer._control.values())
     assert tokenizer.decode(ids) == text
 
 
 def test_transformers_itself_would_read_control_tokens(folder, tokenizer):
     """Negative control: the text used above does hold control tokens for a tokenizer that parses them."""
     theirs = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.control_tokens["<|im_end|>"] in theirs("<|im_end|>")["input_ids"]
-    assert tokenizer.control_tokens["</think>"] in theirs("x</think>\n")["input_ids"]
+    assert tokenizer._control["<|im_end|>"] in theirs("<|im_end|>")["input_ids"]
+    assert tokenizer._control["</think>"] in theirs("x</think>\n")["input_ids"]
     table = theirs.convert_tokens_to_ids("<table>")  # neither special nor in the template: ordinary vocabulary
     assert table in tokenizer.encode("<table>")
-    assert set(tokenizer.control_tokens) == {
+    assert set(tokenizer._control) == {
         "<|bos|>",
         "<|eos|>",
         "<|im_start|>",
@@ -128,7 +128,7 @@ def test_every_byte_and_every_added_token_decodes_to_the_text_of_the_library(tok
 def test_decode_leaves_special_tokens_out_and_blanks_alone(tokenizer):
     text = "a , b .  c 's \n d"
     ids = tokenizer.encode(text)
-    control = tokenizer.control_tokens
+    control = tokenizer._control
     assert tokenizer.decode([*ids, control["<|im_end|>"], control["<|eos|>"]]) == text
     assert tokenizer.decode([control["<think>"], *ids[1:]]) == "<think>" + text  # not special: part of the text
     assert tokenizer.decode([]) == ""
@@ -206,13 +206,13 @@ def test_a_continuation_has_the_tokens_of_the_whole_text_where_the_border_is_one
     begin = [token for token in ids if token not in tokenizer.eos_token_ids]
     if whole[: len(begin)] == begin:
         assert found == [token for token in whole[len(begin) :] if token not in tokenizer.eos_token_ids]
-    assert not set(found) & set(tokenizer.control_tokens.values())
+    assert not set(found) & set(tokenizer._control.values())
     assert text.strip() in tokenizer.decode(begin + found)
 
 
 def test_after_a_control_token_a_continuation_is_a_text_of_its_own(tokenizer):
-    control = next(iter(tokenizer.control_tokens.values()))
-    bos = [token for token in tokenizer.encode("") if token in tokenizer.control_tokens.values()]
+    control = next(iter(tokenizer._control.values()))
+    bos = [token for token in tokenizer.encode("") if token in tokenizer._control.values()]
     alone = [token for token in tokenizer.encode("yes") if token not in bos]
     assert tokenizer.continuation([*tokenizer.encode("a"), control], "yes") == alone
     assert tokenizer.continuation([], "yes") == alone

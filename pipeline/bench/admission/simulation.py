@@ -15,12 +15,13 @@ from pipeline.bench.admission.rows import JOBS, JobRow, job_rows
 from pipeline.bench.admission.rules import RULES, Rule
 from pipeline.bench.measure import table
 from pipeline.bench.roofline import BLOCK_SIZE, model_size
-from pipeline.engine.params import EngineStats, Request, SamplingParams
+from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence as Row
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.schedule.step_plan import StepPlan
+from pipeline.engine.stats import EngineStats
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings, DecoderSize, Reached, StepTokens, Weights, step_seconds
 

@@ -13,7 +13,7 @@ from pipeline.bench.cluster.simulation import PoolRun, PoolSpec, simulate
 from pipeline.bench.cluster.workload import Skewed, Workload
 from pipeline.bench.measure import table
 from pipeline.bench.roofline import model_size
-from pipeline.engine.params import gpu_limits
+from pipeline.engine.startup.batch_limits import gpu_limits
 from pipeline.errors import ConfigError
 from pipeline.job.dataflow.spec import FEWEST_IN_FLIGHT, units_in_flight
 from pipeline.job.running.reporter import STORE_TICK_S

@@ -19,8 +19,9 @@ from pipeline.bench.gpu.variants import Variant
 from pipeline.bench.measure import table
 from pipeline.bench.request_sets import BenchRequest, RequestSet, run_requests
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import EngineConfig, EngineStats
+from pipeline.engine.params import EngineConfig
 from pipeline.engine.startup.memory import release_cached_memory
+from pipeline.engine.stats import EngineStats
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.roofline.cost_model import Ceilings, DecoderSize, Reached, Weights
 from pipeline.roofline.job_simulation import (

@@ -4,15 +4,10 @@ take it (`ASSUMED` in pipeline/estimate/cards.py, `--bandwidth-share` and the li
 from dataclasses import replace
 
 from pipeline.bench.gpu.rates import Rates
-from pipeline.roofline.cards import Card, load_cards
+from pipeline.roofline.cards import Card
 from pipeline.roofline.cost_model import Reached
 
 OF_BANDWIDTH, OF_FLOPS = ("bandwidth", "kv"), ("gemm", "int4", "attention")
-
-
-def card_named(device: str) -> Card | None:
-    """The card of `hardware.yaml` that CUDA shows under this name."""
-    return next((card for card in load_cards() if card.device == device), None)
 
 
 def of_data_sheet(reached: Reached, rates: Rates, card: Card) -> Reached:

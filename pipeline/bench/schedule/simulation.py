@@ -14,7 +14,7 @@ from pipeline.bench.measure import table
 from pipeline.bench.request_sets import REQUEST_SETS, RequestSet, find_set
 from pipeline.bench.roofline import BLOCK_SIZE, model_size
 from pipeline.bench.schedule.host import Device, HostTimes
-from pipeline.engine.params import EngineStats, Request, SamplingParams
+from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
@@ -22,6 +22,7 @@ from pipeline.engine.schedule.sequence import Sequence as Row
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.startup.mixed_tokens import ASSUMED, host_bound_tokens
 from pipeline.engine.startup.served_form import served_form
+from pipeline.engine.stats import EngineStats
 from pipeline.errors import ConfigError
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.roofline.cards import find_card, load_cards

@@ -1,4 +1,4 @@
-"""The commands about a job and its output: run, validate, status, report, verify, compact."""
+"""The commands about a job and its output: run, validate, status, compact, verify."""
 
 import sys
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipeline.config import JobConfig
     from pipeline.job.telemetry.logs import Level
     from pipeline.job.telemetry.status import Status
-    from pipeline.report.cost import RunReport
+    from pipeline.report.run_report import RunReport
 
 
 @click.command()

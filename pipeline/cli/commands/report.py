@@ -10,7 +10,7 @@ from pipeline.cli.options import FiniteRange, param_option
 from pipeline.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
-    from pipeline.report.cost import RunReport
+    from pipeline.report.run_report import RunReport
 
 
 @click.command()
@@ -107,9 +107,9 @@ def _compare(
 
 def _what_if(told: "RunReport", changes: tuple[str, ...], as_json: bool) -> None:
     from pipeline.estimate.prices import load_prices
-    from pipeline.estimate.what_if import parsed, what_if
+    from pipeline.estimate.what_if import parse_changes, what_if
 
-    print_answer(what_if(told, parsed(changes), load_prices()), as_json)
+    print_answer(what_if(told, parse_changes(changes), load_prices()), as_json)
 
 
 def _hosted(told: "RunReport", prices: str, as_json: bool) -> None:

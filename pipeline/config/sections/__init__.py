@@ -1,1 +1,1 @@
-"""The sections of a job file, one a file: every key with its type, range and default, what it means and an example."""
+"""The sections of a job file, one a file: each key with its type, range, default, meaning and an example."""

@@ -1,14 +1,9 @@
 """The section `cost`: what a machine costs, and what the job may cost."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
-if TYPE_CHECKING:
-    pass
 from pipeline.config.sections.section import Section
 
 

@@ -2,18 +2,13 @@
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 
-from pipeline.config.values import (
-    Columns,
-    Place,
-)
+from pipeline.config.sections.section import Section
+from pipeline.config.values import Columns, Place
 
 if TYPE_CHECKING:
-    from pipeline.data.requests.input_checks import RequestFormat
-from pipeline.config.sections.section import Section
+    from pipeline.data.requests.request_row import RequestFormat
 
 
 class InputSection(Section):

@@ -1,21 +1,13 @@
 """The section `model`: which checkpoint answers, and which drafts."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    field_validator,
-)
+from pydantic import Field, field_validator
 
 from pipeline.checkpoints.locate import EMBEDDED_MODELS
-from pipeline.config.values import (
-    Place,
-)
-from pipeline.stores.filesystem import is_url
-
-if TYPE_CHECKING:
-    pass
 from pipeline.config.sections.section import Section
+from pipeline.config.values import Place
+from pipeline.stores.filesystem import is_url
 
 
 class ModelSection(Section):

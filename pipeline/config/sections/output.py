@@ -1,19 +1,11 @@
 """The section `output`: where results go, under which names."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    field_validator,
-)
+from pydantic import Field, field_validator
 
-from pipeline.config.values import (
-    Place,
-)
-
-if TYPE_CHECKING:
-    pass
 from pipeline.config.sections.section import Section
+from pipeline.config.values import Place
 
 
 class OutputSection(Section):

@@ -1,25 +1,11 @@
 """The section `run`: engines, their machines, and how work is cut."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    Discriminator,
-    Field,
-    StringConstraints,
-    Tag,
-    model_validator,
-)
+from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
 
-from pipeline.config.values import (
-    UNION_TAGS,
-    Bytes,
-    Duration,
-    false_is_off,
-)
-
-if TYPE_CHECKING:
-    pass
 from pipeline.config.sections.section import Section
+from pipeline.config.values import UNION_TAGS, Bytes, Duration, false_is_off
 
 
 class PoolSection(Section):

@@ -1,14 +1,6 @@
 """What every section of a job file is: frozen, with no key that is not known."""
 
-from typing import TYPE_CHECKING
-
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-)
-
-if TYPE_CHECKING:
-    pass
+from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):

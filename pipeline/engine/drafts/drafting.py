@@ -18,7 +18,6 @@ import torch
 from pipeline.engine.drafts.policy import DraftPolicy, Offer, StepFacts, StepOutcome, Verdict
 from pipeline.engine.drafts.proposer import Drafts, Proposer
 from pipeline.engine.forward.in_flight import FutureTokens, StepInFlight
-from pipeline.engine.params import DRAFT_PLACES, EngineStats
 from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
 from pipeline.engine.sampling.on_device import SamplingKernels
 from pipeline.engine.sampling.penalties import FutureIds
@@ -33,6 +32,7 @@ from pipeline.engine.schedule.scheduler import Scheduler, allot
 from pipeline.engine.schedule.sequence import ranges
 from pipeline.engine.schedule.step_plan import StepPlan
 from pipeline.engine.schedule.thinking import end_of_drafts
+from pipeline.engine.stats import DRAFT_PLACES, EngineStats
 from pipeline.kernels.transfer import on_device
 
 _NONE_S = np.zeros(0, dtype=np.int64)

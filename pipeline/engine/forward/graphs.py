@@ -23,7 +23,7 @@ import torch
 
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.kernels.contract import AttentionInput, GraphAttention, GraphShape, LateNumbers
+from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphAttention, GraphShape
 from pipeline.model.decoder import Decoder, KVCache
 
 SayProgress = Callable[[int, int], None]  # so many captured, of so many
@@ -192,16 +192,16 @@ class StepGraphs:
         rows_at = 3 * size + len(index_F2)
         staged[3 * size : rows_at] = index_F2
         staged[rows_at:] = row_R
-        late = None if future is None else LateNumbers(3 * size, len(future.place_F), future.token_ids_R)
+        future_numbers = None if future is None else FutureNumbers(3 * size, len(future.place_F), future.token_ids_R)
         rejected = None if future is None else future.rejected
         if is_mixed:
             assert graph.mixed is not None
             assert rejected is None, "corrected are steps of at most `max_queries` tokens a sequence"
-            self._attention.refill_mixed(where, staged, late)
+            self._attention.refill_mixed(where, staged, future_numbers)
             replay = graph.mixed
         else:
             most_short = 0 if rejected is None else rejected.most
-            replay = graph.of_kind[self._attention.refill(where, staged, late, most_short)]
+            replay = graph.of_kind[self._attention.refill(where, staged, future_numbers, most_short)]
         if rejected is not None:
             rejected.put_into(graph.numbers_3P)
             self._attention.shorten(rejected.count_S)

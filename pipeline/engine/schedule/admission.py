@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.engine.params import EngineStats
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.sequence import Sequence, SlotTable
+from pipeline.engine.stats import EngineStats
 
 HISTORY = 1024  # sequences that finished last, by which others' lengths are predicted
 MAX_DEFERRED = 64  # waiting sequences looked past because their prefix is being computed right now

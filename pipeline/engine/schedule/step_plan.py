@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.engine.params import EngineStats
 from pipeline.engine.schedule.sequence import SlotTable, ranges
+from pipeline.engine.stats import EngineStats
 from pipeline.kernels.table_rows import cut_rows
 
 

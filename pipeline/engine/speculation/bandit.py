@@ -331,7 +331,10 @@ class MeasuredDrafts:
         slowdown, acceptance = contest.slowdown(arm, self._prefill.token_s), self._acceptance[arm]
         if slowdown is not None:
             return self._slow() * self._trust[arm] * acceptance.tokens / slowdown
-        cost, off_s = UNKNOWN_COST * max(1.0 - self._num_steps / UNKNOWN_STEPS, 0.0), contest.off_s(self._prefill.token_s)
+        cost, off_s = (
+            UNKNOWN_COST * max(1.0 - self._num_steps / UNKNOWN_STEPS, 0.0),
+            contest.off_s(self._prefill.token_s),
+        )
         if off_s is not None and self._prefill.token_s:
             cost = max(self._prefill.token_s * contest._num_sequences / off_s, cost * 0.0)
         return self._slow() * acceptance.speed(cost)

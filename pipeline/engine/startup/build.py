@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.select import keep_gpu_kernels_in
 from pipeline.machine.numba import why_no_numba
 from pipeline.model.config import ModelConfig, read_config
-from pipeline.roofline.cards import load_cards
+from pipeline.roofline.cards import card_of_device
 from pipeline.tokenization.tokenizer import Tokenizer
 
 PASS_QUERIES = 2  # tokens of a sequence in a draft pass that is captured
@@ -123,9 +123,7 @@ def captured_shapes(resolved: Resolved, most_mixed_tokens: int) -> list[Captured
 def _most_mixed_tokens(model: ModelConfig, resolved: Resolved) -> int:
     if resolved.device.type != "cuda":
         return 0
-    device = torch.cuda.get_device_name(resolved.device)
-    card = next((card for card in load_cards() if card.device == device), None)
-    return most_mixed_tokens(model, resolved, card)
+    return most_mixed_tokens(model, resolved, card_of_device(torch.cuda.get_device_name(resolved.device)))
 
 
 def _capture_steps(

@@ -25,11 +25,14 @@ and each size takes time at start."""
 
 
 def most_mixed_tokens(model: ModelConfig, resolved: Resolved, card: Card | None) -> int:
-    """One of `mixed_sizes`; 0: no mixed steps are captured, as on a card that is not known."""
+    """One of `mixed_sizes`; 0: no mixed steps are captured, as on a card that is not known, or where the reference
+    computes what the card has no products for."""
     if card is None:
         return 0
     ceilings, size = Ceilings.of_card(card, ASSUMED), model.size
     weights = model.weights_on_card(resolved.activation_dtype)
+    if weights.fp8 and ceilings.fp8_flops_per_s is None:
+        return 0
     borders = crossover_of(card.compute_capability)
     weights = served_form(weights, size, ceilings, borders, resolved.max_num_seqs, DENSE_BYTES)
     return host_bound_tokens(size, weights, ceilings, resolved.max_num_batched_tokens)

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipeline.engine.params import CPU_LIMITS, BatchLimits, EngineConfig, gpu_limits
+from pipeline.engine.params import EngineConfig
+from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, gpu_limits
 from pipeline.engine.startup.memory import weight_bytes
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations.rounded_linears import ROUNDINGS

@@ -21,10 +21,11 @@ from pipeline.formatting import duration
 from pipeline.job.planning.fingerprint import JOB
 from pipeline.job.telemetry.run_log import REPORT_JSON, STATUS, load_estimate, load_runs, silent_s
 from pipeline.job.telemetry.status import Status
+from pipeline.report.build import build_report
 from pipeline.report.by_column import COUNTED, ByColumn, by_column
-from pipeline.report.cost import RunReport, build_report
 from pipeline.report.record.json_record import SCHEMA_VERSION
 from pipeline.report.record.run_record import RunRecord
+from pipeline.report.run_report import RunReport
 from pipeline.stores.filesystem import is_url
 
 SILENT_S = 120.0  # a run writes its status each few seconds

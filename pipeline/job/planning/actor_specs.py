@@ -4,7 +4,7 @@ import json
 import os
 
 from pipeline.config import JobConfig
-from pipeline.engine.params import most_default_seqs
+from pipeline.engine.startup.batch_limits import most_default_seqs
 from pipeline.job.actor.tokenize import chat_of
 from pipeline.job.actor.worker import Backend, WorkSpec
 from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, units_in_flight

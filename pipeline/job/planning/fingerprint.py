@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from pipeline.config import JobConfig
+from pipeline.config.identity import free_of, identity_of, numerics_of
 from pipeline.data.output.parts import SUCCESS, PartStore
 from pipeline.data.source import Source
 from pipeline.errors import FingerprintError, OutputError
@@ -75,12 +76,12 @@ def fingerprint(
     became, without an index; `chat_template`: the text of `prompt.chat.template`; `later_files`: names of those that
     were appended, which are not in it."""
     files = {name: digest for name, digest in file_digests(source).items() if name not in later_files}
-    identity = _plain({**config.identity(), "files": _files(files), "model": dict(model)})
+    identity = _plain({**identity_of(config), "files": _files(files), "model": dict(model)})
     if chat_template is not None:
         identity["prompt"]["chat"]["template"] = hashlib.sha256(chat_template.encode()).hexdigest()[:32]
-    numerics = _plain({**config.numerics(), "device": device})
+    numerics = _plain({**numerics_of(config), "device": device})
     chat = config.prompt.chat
-    job = Fingerprint(identity, numerics, _plain(config.free()), asks_for_date and chat is not None)
+    job = Fingerprint(identity, numerics, _plain(free_of(config)), asks_for_date and chat is not None)
     return job.with_date(chat and chat.date)
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from pipeline.checkpoints.file_checks import read_json
 from pipeline.config import JobConfig
-from pipeline.config.sections.sampling import SamplingSection
+from pipeline.config.sections.row.sampling import SamplingSection
 from pipeline.errors import ModelError
 
 FILE = "generation_config.json"

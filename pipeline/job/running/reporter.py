@@ -20,10 +20,10 @@ from pipeline.job.telemetry.pace import Pace
 from pipeline.job.telemetry.run_log import RunLog, load_estimate, make_report, put_status
 from pipeline.job.telemetry.status import Status, status_line, work
 from pipeline.job.telemetry.writer import Telemetry
-from pipeline.report.cost import RunReport
 from pipeline.report.record.computed import Computed
 from pipeline.report.record.quality_stats import QualityStats
 from pipeline.report.record.run_record import RunRecord
+from pipeline.report.run_report import RunReport
 from pipeline.report.sections.quality import told_drop
 from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url

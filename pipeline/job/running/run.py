@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pipeline.config import JobConfig
+from pipeline.config.identity import free_of
 from pipeline.data.output.inventory import what_is_wrong
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, DoneUnits, PartStore
@@ -49,8 +50,8 @@ from pipeline.job.telemetry.run_log import (
 from pipeline.job.telemetry.status import Status
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.machine.host import wall_time
-from pipeline.report.cost import RunReport
 from pipeline.report.record.run_record import Outcome, RunRecord, SkippedInput
+from pipeline.report.run_report import RunReport
 from pipeline.stores.retries import RetryCounts
 
 
@@ -65,15 +66,15 @@ def run_job(
     backend: Backend | None = None,
     logs: LogOptions | None = None,
 ) -> RunReport:
-    """Run a job, or go on with it, until its output is complete; of a finished job only the report is made
-    again.
+    """Run a job, or go on with it, until its output is complete; of a finished job only the report is made again.
 
     `retry_failed` computes the error rows of what is there again. `append` takes input files that are new since the
-    first run into the job. With `sample` only so many rows are computed and kept
-    for the run that does the rest; `sample.read_sample` reads them. `progress` is called about once a second.
-    Raises the exceptions of `pipeline.errors`; whenever one comes, what is written is whole and the same call
-    goes on from there. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are
-    computed after at most `run.drain_s`, or at a second one; at any other time at once (`stop.py`).
+    first run into the job. With `sample` only so many rows are computed and kept for the run that does the rest;
+    `sample.read_sample` reads them. `progress` is called about once a second.
+
+    Raises the exceptions of `pipeline.errors`; whenever one comes, what is written is whole and the same call goes on
+    from there. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are computed,
+    after `run.drain_s` at most or at a second signal; at any other time at once (`stop.py`).
     """
     if sample is not None and retry_failed:
         raise ConfigError("--sample and --retry-failed: expected one of them; a sample writes no parts")
@@ -104,7 +105,7 @@ def run_job(
             of_sample = sample or 0
             log = RunLog(
                 store,
-                config.free(),
+                free_of(config),
                 config.cost.hourly_usd,
                 {"device": plan.device},
                 telemetry,

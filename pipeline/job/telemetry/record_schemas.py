@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from pipeline.job.telemetry.status import Status
-from pipeline.report.cost import RunReport
 from pipeline.report.record.run_record import RunRecord
+from pipeline.report.run_report import RunReport
 
 RECORDS: dict[str, tuple[type, str]] = {
     "status": (Status, "_pipeline/status.json: how far a job is"),

@@ -23,12 +23,13 @@ from pipeline.job.telemetry.status import Status
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.machine.host import now_us, package_versions, process_mark
-from pipeline.report.cost import RunReport, build_report
+from pipeline.report.build import build_report
 from pipeline.report.estimate import Estimate
 from pipeline.report.record.moments import Moments
 from pipeline.report.record.row_stats import RowStats
 from pipeline.report.record.run_record import Outcome, RunRecord, SkippedInput
 from pipeline.report.render import markdown
+from pipeline.report.run_report import RunReport
 from pipeline.stores.retries import RetryCounts
 
 RUNS = "_pipeline/runs"

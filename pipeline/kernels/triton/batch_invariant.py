@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.kernels.contract import AttentionInput, GraphShape, LateNumbers, Linear
+from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphShape, Linear
 from pipeline.kernels.transfer import on_device
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, checked_group, plan_key
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
@@ -105,11 +105,11 @@ class CapturedBatchInvariantAttention:
     def fits_mixed(self, count_S: np.ndarray, num_tokens: int) -> bool:
         return True
 
-    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, late: LateNumbers | None = None) -> None:
+    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> None:
         items = prefill_items(where, np.arange(len(where.context_len_S)), self._queries)
         item_I2 = self._no_tiles_I2.copy()
         item_I2[: len(items)] = items
-        self._fill(where, item_I2, numbers, late)
+        self._fill(where, item_I2, numbers, future)
 
     def _most_tiles(self, num_tokens: int) -> int:
         """As each sequence's last tile may be nearly empty."""
@@ -124,18 +124,20 @@ class CapturedBatchInvariantAttention:
         return plans
 
     def refill(
-        self, where: AttentionInput, numbers: np.ndarray, late: LateNumbers | None = None, most_short: int = 0
+        self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None, most_short: int = 0
     ) -> int:
         """A tile finds on the device where its window begins, so a shorter context changes nothing here."""
-        self._fill(where, self._no_tiles_I2, numbers, late)
+        self._fill(where, self._no_tiles_I2, numbers, future)
         return 0
 
-    def _fill(self, where: AttentionInput, item_I2: np.ndarray, numbers: np.ndarray, late: LateNumbers | None) -> None:
+    def _fill(
+        self, where: AttentionInput, item_I2: np.ndarray, numbers: np.ndarray, future: FutureNumbers | None
+    ) -> None:
         start_S1 = np.full(self._max_seqs + 1, where.query_start_S1[-1])
         start_S1[: len(where.query_start_S1)] = where.query_start_S1
         context_S = np.zeros(self._max_seqs, dtype=np.int32)
         context_S[: len(where.context_len_S)] = where.context_len_S
-        self._staged.fill([start_S1, context_S, item_I2], numbers, where.block_table_SM, late)
+        self._staged.fill([start_S1, context_S, item_I2], numbers, where.block_table_SM, future)
 
     def shorten(self, short_S: torch.Tensor) -> None:
         self._staged.arrays[1][: len(short_S)] -= short_S

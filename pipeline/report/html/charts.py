@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from pipeline.report.cost import RunReport
-from pipeline.report.figures import money, percent, seconds
 from pipeline.report.html.chart import HATCHES, INK, SERIES, STYLES, Chart, chart
+from pipeline.report.number_formats import money, percent, seconds
 from pipeline.report.record.moments import Stretch, stretches
 from pipeline.report.record.row_stats import Histogram
 from pipeline.report.record.run_record import PHASES, ActorRecord
+from pipeline.report.run_report import RunReport
 
 MAX_ACTORS = 16  # in the chart of actors: those that took longest
 MAX_BARS = 16  # of a distribution

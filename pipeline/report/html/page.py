@@ -10,28 +10,26 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipeline.formatting import printable
-from pipeline.report.cost import RunReport
-from pipeline.report.figures import (
+from pipeline.report.facts import facts, skipped_files
+from pipeline.report.html.charts import charts
+from pipeline.report.number_formats import percent, seconds
+from pipeline.report.record.run_record import PHASE_MEANING
+from pipeline.report.render import LATENCY_NOTE, LENGTHS_NOTE, RUN_HEAD, ended
+from pipeline.report.run_report import RunReport
+from pipeline.report.tables import (
     cost_rows,
     draft_rows,
     error_rows,
     estimate_rows,
     example_line,
-    facts,
     fault_rows,
     latency_rows,
     length_rows,
-    percent,
     phase_rows,
     run_row,
     saving_rows,
-    seconds,
-    skipped_files,
     target_rows,
 )
-from pipeline.report.html.charts import charts
-from pipeline.report.record.run_record import PHASE_MEANING
-from pipeline.report.render import LATENCY_NOTE, LENGTHS_NOTE, RUN_HEAD, ended
 
 
 @dataclass(frozen=True)

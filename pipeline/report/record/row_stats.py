@@ -1,7 +1,7 @@
 """What the delivered rows were like: how long they took, how long their prompts were, how they failed.
 
 Everything here adds up: over units, actors and runs, in any order, to the same figures. Latencies are kept in
-histograms with fixed buckets for that. Does not own money or machine time (`cost.py`).
+histograms with fixed buckets for that. Does not own money or machine time (`account.py`).
 """
 
 from collections.abc import Iterable, Mapping

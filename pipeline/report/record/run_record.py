@@ -1,8 +1,8 @@
 """What a run measured about itself: whole numbers of microseconds, tokens and rows, so that sums are exact.
 
 Owns the records that a run leaves in `_pipeline/runs/<run id>.json` and the phases an actor's time is cut
-into. Does not own prices or the report over several runs (`cost.py`), nor the engine's own counters
-(`engine.params.EngineStats`, kept here as a plain dict).
+into. Does not own prices or the report over several runs (`run_report.py`), nor the engine's own counters
+(`engine.stats.EngineStats`, kept here as a plain dict).
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,8 @@ The counts are the engines' (`EngineStats`, `SpeculationCounts`), summed over ac
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.engine.params import EngineStats
 from pipeline.engine.speculation.record import BucketLine, SpeculationCounts
+from pipeline.engine.stats import EngineStats
 from pipeline.report.record.run_record import RunRecord
 
 

@@ -7,7 +7,8 @@ from pipeline.bench.gpu.kernels.kernel_times import KernelTime, KernelTimes, _sk
 from pipeline.bench.gpu.kernels.linear_times import LinearTime, summed_up
 from pipeline.bench.gpu.rates import MIN_RUNS, WARM_UPS, Rates, Stopwatch, measure_rates
 from pipeline.bench.gpu.results.figures import reached_of
-from pipeline.bench.gpu.shares import card_named, of_data_sheet, shares_to_text
+from pipeline.bench.gpu.shares import of_data_sheet, shares_to_text
+from pipeline.roofline.cards import card_of_device
 from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, Reached
 
 SIZE = DecoderSize(256, 512, 2, 4, 2, 64, 1000)
@@ -107,9 +108,9 @@ def test_a_stopwatch_warms_up_and_takes_the_median(monkeypatch):
 
 
 def test_shares_of_the_data_sheet_count_what_the_card_itself_does_not_reach():
-    card = card_named("NVIDIA H200")
+    card = card_of_device("NVIDIA H200")
     assert card is not None
-    assert card_named("Some other card") is None
+    assert card_of_device("Some other card") is None
     rates = Rates(0.9 * card.bandwidth_bytes_per_s, 0.8 * card.bf16_flops)
     found = of_data_sheet(Reached(bandwidth=0.5, kv=1.0, gemm=0.5, int4=0.25, attention=1.0, fp8=0.7), rates, card)
     shares = (found.bandwidth, found.kv, found.gemm, found.int4, found.attention, found.fp8)

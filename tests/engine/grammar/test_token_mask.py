@@ -7,7 +7,7 @@ import torch
 from pipeline.engine.grammar.compiler import GrammarCompiler
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.grammar.token_mask import MaskFiller, TokenMask
-from pipeline.engine.params import EngineStats
+from pipeline.engine.stats import EngineStats
 from tests.engine.grammar.small_vocabulary import small_tokenizer
 from tests.engine.hash_runner import EOS, VOCAB
 
@@ -84,7 +84,9 @@ def test_masks_after_drafts_are_those_after_tokens(compiler: GrammarCompiler, fi
     refused = [*tokenizer.encode("12"), *tokenizer.encode("a"), *tokenizer.encode("3")]
     first_S = np.array([0, len(draft) + 1, len(draft) + 2])
     for _ in range(2):
+        before = filler._stats.filled_masks
         mask = filler.mask_with_drafts(matchers, [draft, [], refused], first_S)
+        assert filler._stats.filled_masks - before == len(mask.row_M), "all of them are counted"
         assert mask.row_M.tolist() == list(range(len(draft) + 1 + 1 + len(refused) + 1))
         found = allowed(mask)
         for row in range(len(draft)):

@@ -22,7 +22,7 @@ from pipeline.engine.params import EngineConfig
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import resolve
-from pipeline.kernels.triton.attention import cascade_metadata
+from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
 from pipeline.kernels.triton.launch import H100, Launch, Target, recorded_launches
 from pipeline.model import decoder
 from pipeline.model.config import read_config

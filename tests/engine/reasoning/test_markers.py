@@ -93,6 +93,15 @@ def test_a_completion_is_divided_at_its_markers(
     assert (found.reasoning, found.text, found.num_reasoning_tokens) == (reasoning, answer, num_tokens)
 
 
+def test_a_stop_string_that_begins_in_the_marker_leaves_nothing() -> None:
+    tokenizer = tokenizer_with("<think>", "</think>")
+    ids = tokenizer._parsing.encode("<think>abcd", add_special_tokens=False).ids
+    markers = marker_tokens("auto", tokenizer)
+    assert isinstance(markers, MarkerTokens)
+    found = divided(Completion(0, ids, "<think", "stop", 1), RowReasoning(markers, False), tokenizer)
+    assert (found.reasoning, found.text) == (None, "")
+
+
 def test_markers_within_tokens_are_found_in_the_text() -> None:
     pieces = ["<th", "ink", ">\n", "so", " it", " is</", "think", ">yes", "Once", " ", "<think", ">"]
 
@@ -120,3 +129,5 @@ def test_a_special_token_and_blanks_are_no_text_to_look_for() -> None:
     special = tokenizer_with("<think>", is_special=True)
     with pytest.raises(ConfigError, match=r"sampling\.reasoning\.start = '<think>': is a special token"):
         find_markers(ReasoningMarkers("<think>", "So much for that."), special)
+    in_words = ReasoningMarkers("<think>", "So much for that.")
+    assert find_markers(in_words, tokenizer_with("<think>")) == in_words, "an added token that is text"

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from pipeline.engine.params import EngineStats, Request, SamplingParams
+from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.admission import Admission
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence, SlotTable
+from pipeline.engine.stats import EngineStats
 
 SIZE = 4
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import yaml
 
-from pipeline.engine.params import CPU_LIMITS, BatchLimits, EngineConfig, gpu_limits, most_default_seqs
+from pipeline.engine.params import EngineConfig
+from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, gpu_limits, most_default_seqs
 from pipeline.engine.startup.resolve import Resolved, resolve
 from pipeline.estimate.cards import CardServing, limits_on
 from pipeline.model.config import ModelConfig, read_config

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import JobConfig
+from pipeline.config.identity import identity_of
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import ResultShape
 from pipeline.data.prompts import PromptSpec
@@ -150,7 +151,7 @@ def test_whether_the_last_turn_is_continued_is_the_job_files_to_say():
         config = JobConfig.model_validate(base | {"prompt": {"messages": "m", "chat": chat}})
         requests, _ = Tokenize(Told(), SamplingParams(), 0, chat_of(config, None))(unit)
         assert requests[0].prompt_token_ids == [expected]
-        assert ("continue_final_message" in config.identity()["prompt"]["chat"]) is (expected == 0)
+        assert ("continue_final_message" in identity_of(config)["prompt"]["chat"]) is (expected == 0)
 
 
 def test_a_chat_that_the_template_refuses_is_the_rows_error():
@@ -197,7 +198,7 @@ def test_a_part_holds_the_rows_in_source_order_whatever_order_they_finished_in(t
 
 def test_a_part_counts_as_computed_what_an_engine_computed_for_it(tmp_path):
     """An engine counts prompts that it found in its cache and no prompt that it refused. What it computed for a row
-    that failed then is in its counters alone: `cost.py` prices no such token, `faults.py` calls it lost."""
+    that failed then is in its counters alone: `account.py` prices no such token, `faults.py` calls it lost."""
     prompts = [[*range(20), row] for row in range(6)] + [[9] * 70, [1, 2, 77, 4]]
     unit = unit_of({"p": [str(row) for row in range(8)]}, UnitSpec(PromptSpec(column="p")))
     engine = hash_engine(96, 4, bad_token=77, max_num_batched_tokens=32)

@@ -9,8 +9,8 @@ from jsonschema import Draft202012Validator
 
 from pipeline.job.telemetry.record_schemas import RECORDS, record_schema, record_schema_text
 from pipeline.job.telemetry.status import Status
-from pipeline.report.cost import RunReport
 from pipeline.report.record.run_record import RunRecord
+from pipeline.report.run_report import RunReport
 from tests.job.conftest import TEXTS, run
 
 ROOT = Path(__file__).parents[3]

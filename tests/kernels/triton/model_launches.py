@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.contract import LateNumbers
-from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeShape
+from pipeline.kernels.contract import FutureNumbers
+from pipeline.kernels.triton.attention.cascade.metadata import CascadeMetadata, CascadeShape
 from pipeline.kernels.triton.attention.decode import decode_launches
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch
@@ -18,7 +18,6 @@ from pipeline.kernels.triton.linear.fp8 import LEAST_CAPABILITY, E4m3Weight, fp8
 from pipeline.kernels.triton.linear.int4 import (
     BLOCK,
     CHUNK,
-    WORDS,
     TiledInt4,
     adjacent_inputs,
     dequantize_launch,
@@ -81,7 +80,7 @@ def launches_of(
     products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target) | _fixed(shape, dtype, target)
     sampling["sample"] = sample_launch(logits_TV, how_5T, slot_T, finite_T)
     copied_SM, numbers = empty(256, _TABLE, dtype=torch.int32), empty(4 * num_tokens, dtype=torch.int64)
-    fused["scatter"] = scatter_launch(copied_SM, copied_SM, numbers, LateNumbers(3 * num_tokens, 256, slot_T))
+    fused["scatter"] = scatter_launch(copied_SM, copied_SM, numbers, FutureNumbers(3 * num_tokens, 256, slot_T))
     return fused | _attention(shape, q_TND, cache, target, window) | products | sampling
 
 
@@ -114,7 +113,7 @@ def _int4(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, La
     num_outputs, num_inputs, group = shape.hidden_size, shape.intermediate_size, shape.group_size
     chunks = -(-num_inputs // CHUNK)
     tiled = TiledInt4(
-        torch.empty(chunks * CHUNK // BLOCK, num_outputs, WORDS, dtype=torch.int32, device=_META),
+        torch.empty(chunks * CHUNK // BLOCK, num_outputs, BLOCK // 8, dtype=torch.int32, device=_META),
         torch.empty(chunks, num_outputs, CHUNK // min(group, BLOCK), 2, dtype=torch.float16, device=_META),
         num_inputs,
         adjacent_inputs(target),

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.engine.speculation.record import SpeculationCounts
-from pipeline.report.cost import RunReport, build_report
+from pipeline.report.build import build_report
 from pipeline.report.record.run_record import ActorRecord, RunRecord, no_phases
 from pipeline.report.render import markdown, text
+from pipeline.report.run_report import RunReport
 from pipeline.report.sections.drafts import Speculated
 
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.report.figures import money, saving_rows, seconds
+from pipeline.report.number_formats import money, seconds
 from pipeline.report.record.row_stats import Histogram, RowStats
 from pipeline.report.record.run_record import no_phases
 from pipeline.report.render import markdown, text
 from pipeline.report.sections.drafts import Speculated
 from pipeline.report.sections.savings import continuous_batching_us, prefix_sharing_us, savings
-from tests.report.test_cost import delivering, report, run
+from pipeline.report.tables import saving_rows
+from tests.report.records import delivering, report, run
 
 
 def test_shared_prompt_tokens_are_worth_what_a_computed_one_took():

@@ -9,10 +9,11 @@ from pipeline.bench.gpu.result import Found
 from pipeline.bench.gpu.results.aims import aims_of, aims_to_text
 from pipeline.bench.gpu.results.figures import Failure, ModelFigures, model_figures
 from pipeline.bench.gpu.rows import rows_of
-from pipeline.bench.gpu.shares import card_named, shares_to_text
+from pipeline.bench.gpu.shares import shares_to_text
 from pipeline.bench.gpu.subject import MACHINE
 from pipeline.bench.gpu.task import Outcome, Task
 from pipeline.bench.measure import facts_to_text, table
+from pipeline.roofline.cards import card_of_device
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class SessionReport:
             if found is not None and found.text:
                 parts.append(f"=== {task.name}\n{found.text}")
         parts += [f"FAILED {found.task.name}, {why}" for found in self._own for why in found.failures]
-        card = card_named(machine.get("card", ""))
+        card = card_of_device(machine.get("card", ""))
         if card is not None:
             parts += [shares_to_text(m.name, m.reached, m.rates, card) for m in self.models if m.has_kernels]
         if self.models:

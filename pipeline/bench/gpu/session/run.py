@@ -16,7 +16,7 @@ from pipeline.bench.gpu.results.report import SessionReport
 from pipeline.bench.gpu.session.packing import MAX_BYTES, Pack, pack
 from pipeline.bench.gpu.session.plan import Stage
 from pipeline.bench.gpu.session.processes import asked_apart, run_side_by_side
-from pipeline.bench.gpu.session.triton_cache import FOLDER, bring, drop_listings
+from pipeline.bench.gpu.session.triton_cache import FOLDER, drop_listings, unpack_cache
 from pipeline.bench.gpu.task import Outcome, Setting, Task
 from pipeline.errors import ConfigError, OutputError
 
@@ -86,7 +86,7 @@ class _Session:
     def run(self, caches: list[Path], goes_on: bool) -> SessionReport:
         self._prepare(goes_on)
         if caches:
-            bring(caches, self._work)
+            unpack_cache(caches, self._work)
         try:
             for number, stage in enumerate(self._stages):
                 self._run_stage(stage, number)

@@ -18,7 +18,7 @@ GROUP = "__grp__"
 
 
 def drop_listings(cache: Path) -> None:
-    """Nothing may be compiling meanwhile."""
+    """Remove the listings from a cache folder. Nothing may be compiling meanwhile."""
     for path in cache.rglob("*"):
         if path.suffix in LISTINGS and path.is_file():
             path.unlink()
@@ -37,7 +37,7 @@ def repoint(cache: Path) -> None:
             group.write_text(json.dumps({"child_paths": there}))
 
 
-def bring(archives: list[Path], work: Path) -> None:
+def unpack_cache(archives: list[Path], work: Path) -> None:
     """Unpack a cache that another session left. Raises ConfigError for what is none."""
     for path in archives:
         try:

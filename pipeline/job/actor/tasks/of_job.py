@@ -5,7 +5,7 @@ from pathlib import Path
 from pipeline.checkpoints.file_checks import read_json
 from pipeline.checkpoints.pooling import read_pooling
 from pipeline.config import FromColumn, JobConfig
-from pipeline.config.sections.tasks import EmbedSection
+from pipeline.config.sections.row.tasks import EmbedSection
 from pipeline.engine.tasks import Embed
 from pipeline.errors import ConfigError
 from pipeline.job.actor.tasks.choice import ChoiceTask

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.kernels.contract import AttentionInput, GraphShape, LateNumbers
-from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape
-from pipeline.kernels.triton.attention.cascade_steps import CascadeSteps
+from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphShape
+from pipeline.kernels.triton.attention.cascade.metadata import CascadeShape
+from pipeline.kernels.triton.attention.cascade.steps import CascadeSteps
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries, num_programs_of
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, checked_group, plan_key
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
@@ -81,7 +81,7 @@ class CapturedAttention:
         tile may be nearly empty; or what the GPU computes at once, as fewer gain nothing."""
         return max(self._tiles_at_once, 2 * -(-num_tokens // self._queries))
 
-    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, late: LateNumbers | None = None) -> None:
+    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> None:
         is_prompt_S = np.diff(where.query_start_S1) > self.max_queries
         prompts, decoding = np.flatnonzero(is_prompt_S), np.flatnonzero(~is_prompt_S)
         items = prefill_items(where, prompts, self._queries)
@@ -89,17 +89,17 @@ class CapturedAttention:
         item_I2[: len(items)] = items
         together = self._cascade.numbers_among(where, decoding)
         own = [each.numbers(where, decoding, together if each.cascade else ()) for each in self._metadata]
-        self._fill(where, item_I2, own, numbers, late)
+        self._fill(where, item_I2, own, numbers, future)
 
     def refill(
-        self, where: AttentionInput, numbers: np.ndarray, late: LateNumbers | None = None, most_short: int = 0
+        self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None, most_short: int = 0
     ) -> int:
         together = self._cascade.numbers(where) if len(self.plans) > 1 else []
         own = [
             each.numbers(where, shared=together if each.cascade else (), most_short=most_short)
             for each in self._metadata
         ]
-        self._fill(where, self._no_tiles_I2, own, numbers, late)
+        self._fill(where, self._no_tiles_I2, own, numbers, future)
         return int(len(self.plans) > 1 and together[0].size > 0)
 
     def _fill(
@@ -108,10 +108,10 @@ class CapturedAttention:
         item_I2: np.ndarray,
         own: list[list[np.ndarray]],
         numbers: np.ndarray,
-        late: LateNumbers | None,
+        future: FutureNumbers | None,
     ) -> None:
         arrays = [where.query_start_S1, where.context_len_S, item_I2, *chain(*own)]
-        self._staged.fill(arrays, numbers, where.block_table_SM, late)
+        self._staged.fill(arrays, numbers, where.block_table_SM, future)
 
     def shorten(self, short_S: torch.Tensor) -> None:
         """Tiles after the end of a shorter context hold nothing that its queries see, and add nothing."""

@@ -4,7 +4,7 @@ All query heads of a KV head, at all of a sequence's query positions, form the r
 read once. The contexts are split into tiles of 64 keys. Each KV head has `num_programs` programs, and each program
 takes an equal run of the tiles of all sequences in order, whatever their lengths. A sequence that is split between
 programs leaves partial sums, which a second launch adds in a fixed order. If several sequences begin with the same
-blocks, an earlier launch may have read these for all of them (`cascade.py`); each sequence then starts from its sums.
+blocks, an earlier launch may have read these for all of them (`cascade/`); each sequence then starts from its sums.
 
 The launches depend on nothing that changes from step to step but the contents of `DecodeMetadata`'s tensors, so they
 can be captured in a CUDA graph.
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.triton.attention.cascade import cascade_launch, take_shared
+from pipeline.kernels.triton.attention.cascade.kernel import cascade_launch, take_shared
 from pipeline.kernels.triton.attention.decode_metadata import KEYS, DecodeMetadata
 from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, merge, stages_for
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two

@@ -8,14 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeline.kernels.contract import LateNumbers
+from pipeline.kernels.contract import FutureNumbers
 from pipeline.kernels.triton.launch import Launch
 
 _SIZE = 1024
 
 
 @triton.jit(
-    do_not_specialize=["copied_ptr", "index_ptr", "value_ptr", "table_stride", "num_seqs", "num_blocks", "num_late"]
+    do_not_specialize=["copied_ptr", "index_ptr", "value_ptr", "table_stride", "num_seqs", "num_blocks", "num_future"]
 )
 def _scatter(
     table_ptr,
@@ -26,29 +26,31 @@ def _scatter(
     table_stride,
     num_seqs,
     num_blocks,
-    num_late,
+    num_future,
     SIZE: tl.constexpr,
 ):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     is_block = at < num_seqs * num_blocks
     block = tl.load(copied_ptr + at, mask=is_block, other=0)
     tl.store(table_ptr + (at // num_blocks).to(tl.int64) * table_stride + at % num_blocks, block, mask=is_block)
-    is_late = at < num_late
-    place = tl.load(index_ptr + at, mask=is_late, other=0)
-    row = tl.load(index_ptr + num_late + at, mask=is_late, other=0)
-    tl.store(number_ptr + place, tl.load(value_ptr + row, mask=is_late, other=0), mask=is_late)
+    is_future = at < num_future
+    place = tl.load(index_ptr + at, mask=is_future, other=0)
+    row = tl.load(index_ptr + num_future + at, mask=is_future, other=0)
+    tl.store(number_ptr + place, tl.load(value_ptr + row, mask=is_future, other=0), mask=is_future)
 
 
 def scatter_launch(
-    table_SM: torch.Tensor, copied_SM: torch.Tensor, numbers: torch.Tensor, late: LateNumbers | None
+    table_SM: torch.Tensor, copied_SM: torch.Tensor, numbers: torch.Tensor, future: FutureNumbers | None
 ) -> Launch:
-    """copied_SM (contiguous) into the first rows and columns of table_SM; of the int64 `numbers`, those that are late:
-    see `LateNumbers`."""
+    """copied_SM (contiguous) into the first rows and columns of table_SM; of the int64 `numbers`, those that
+    `FutureNumbers` says."""
     num_seqs, num_blocks = copied_SM.shape
-    num_late, values, index = (0, numbers, numbers) if late is None else (late.count, late.value_N, numbers[late.at :])
+    num_future, values, index = (
+        (0, numbers, numbers) if future is None else (future.count, future.value_N, numbers[future.at :])
+    )
     return Launch(
         _scatter,
-        (triton.cdiv(max(num_seqs * num_blocks, num_late), _SIZE),),
-        (table_SM, copied_SM, numbers, index, values, table_SM.stride(0), num_seqs, num_blocks, num_late),
+        (triton.cdiv(max(num_seqs * num_blocks, num_future), _SIZE),),
+        (table_SM, copied_SM, numbers, index, values, table_SM.stride(0), num_seqs, num_blocks, num_future),
         {"SIZE": _SIZE},
     )

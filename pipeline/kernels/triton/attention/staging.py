@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pipeline.kernels.contract import LateNumbers
+from pipeline.kernels.contract import FutureNumbers
 from pipeline.kernels.transfer import staging_buffer
 from pipeline.kernels.triton.attention.scatter import scatter_launch
 
@@ -56,13 +56,13 @@ class StagedStep:
         self.block_table_SM = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
 
     def fill(
-        self, arrays: Sequence[np.ndarray], numbers: np.ndarray, table_SM: np.ndarray, late: LateNumbers | None
+        self, arrays: Sequence[np.ndarray], numbers: np.ndarray, table_SM: np.ndarray, future: FutureNumbers | None
     ) -> None:
         assert (numbers.dtype, table_SM.dtype) == (np.int64, np.int32)
         self._staged.fill(arrays, [numbers, table_SM])
         begin = words_of(numbers)
         copied_SM = self._staged.beside[begin : begin + table_SM.size].view(table_SM.shape)
-        scatter_launch(self.block_table_SM, copied_SM, self.numbers, late).run()
+        scatter_launch(self.block_table_SM, copied_SM, self.numbers, future).run()
 
 
 def words_of(array: np.ndarray) -> int:

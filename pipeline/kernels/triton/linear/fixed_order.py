@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.triton.launch import Launch, Target
-from pipeline.kernels.triton.linear.int4 import add_parts_launch
+from pipeline.kernels.triton.linear.split_k import add_parts_launch
 
 _PROGRAMS = 256  # that parts should make where one row of tiles is all there is: two on each multiprocessor, about
 _LEAST_PART = 512  # inputs

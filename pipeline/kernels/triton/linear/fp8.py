@@ -29,8 +29,8 @@ import triton.language as tl
 from pipeline.kernels.activations.fp8 import LARGEST, LEAST_CAPABILITY, SMALLEST_MAGNITUDE, fp8_block
 from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
-from pipeline.kernels.triton.linear.int4 import add_parts_launch
 from pipeline.kernels.triton.linear.scaled_mm import BLOCK, LEAST_TOKENS, has_scaled_mm, scaled_mm
+from pipeline.kernels.triton.linear.split_k import add_parts_launch
 from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
 _LARGEST = tl.constexpr(LARGEST)

@@ -32,11 +32,11 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
+from pipeline.kernels.triton.linear.split_k import add_parts_launch
 from pipeline.weights.packed import GroupIntWeight
 
 BLOCK = 128
 CHUNK = 2 * BLOCK
-WORDS = BLOCK // 8
 PROGRAMS = {16: 3, 32: 2, 64: 1}  # of a multiprocessor, by the tokens of a tile
 
 
@@ -159,29 +159,6 @@ def _words_of(word_NW, PART: tl.constexpr, PARTS: tl.constexpr):
         else:
             even, odd = tl.split(half_NLQ)
             return tl.expand_dims(odd if PART % 2 else even, 2)
-
-
-@triton.jit
-def _add_parts(
-    part_ptr,
-    bias_ptr,
-    out_ptr,
-    num_elements,
-    num_outputs,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BIASED: tl.constexpr,
-):
-    """Sum the parts in their order, and the bias, into the output."""
-    element = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    inside = element < num_elements
-    total = tl.zeros([WIDTH], dtype=tl.float32)
-    for _ in tl.static_range(PARTS):
-        total += tl.load(part_ptr + element, mask=inside, other=0.0)
-        part_ptr += num_elements
-    if BIASED:
-        total += tl.load(bias_ptr + element % num_outputs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + element, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -368,17 +345,6 @@ def int4_launches(
         num_stages=tile.num_stages,
     )
     return [product] if tile.parts == 1 else [product, add_parts_launch(into, bias_N, out_MN)]
-
-
-def add_parts_launch(part_PMN: torch.Tensor, bias_N: torch.Tensor | None, out_MN: torch.Tensor) -> Launch:
-    """out = the parts one after the other, and the bias, added in float32."""
-    width = 512
-    return Launch(
-        _add_parts,
-        (-(-out_MN.numel() // width),),
-        (part_PMN, bias_N, out_MN, out_MN.numel(), out_MN.shape[1]),
-        {"PARTS": len(part_PMN), "WIDTH": width, "BIASED": bias_N is not None},
-    )
 
 
 def dequantize_launch(weight: TiledInt4, out_NK: torch.Tensor) -> Launch:

@@ -8,7 +8,7 @@ import tarfile
 import pytest
 
 from pipeline.bench.gpu.session.packing import MAX_FILES, Pack, pack, unpack
-from pipeline.bench.gpu.session.triton_cache import FOLDER, bring, drop_listings
+from pipeline.bench.gpu.session.triton_cache import FOLDER, drop_listings, unpack_cache
 from pipeline.errors import ConfigError
 
 LIMIT = 40_000
@@ -77,7 +77,7 @@ def test_a_cache_comes_to_another_machine_with_its_binaries_alone(tmp_path):
     (here / FOLDER / "CD" / "launcher.so").write_text("launcher")
     drop_listings(here / FOLDER)
     assert pack(Pack(FOLDER, here / FOLDER, 1), archives) == []
-    bring([archives / f"{FOLDER}.tar.gz"], there)
+    unpack_cache([archives / f"{FOLDER}.tar.gz"], there)
     moved = there / FOLDER / "AB"
     assert json.loads((moved / "__grp__k.json").read_text())["child_paths"] == {
         "k.cubin": str(moved / "k.cubin"), "k.json": str(moved / "k.json"),
@@ -97,12 +97,12 @@ def test_what_is_no_cache_is_refused(tmp_path):
     (tmp_path / "not.tar.gz").write_text("no archive")
     for name in ("not.tar.gz", "absent.tar.gz"):
         with pytest.raises(ConfigError, match=f"--cache .*{name}: cannot be unpacked"):
-            bring([tmp_path / name], tmp_path)
+            unpack_cache([tmp_path / name], tmp_path)
     (tmp_path / "results").mkdir()
     write(tmp_path / "results", "a", 3)
     pack(Pack("results", tmp_path / "results", 1), tmp_path)
     with pytest.raises(ConfigError, match="holds no folder triton-cache"):
-        bring([tmp_path / "results.tar.gz"], tmp_path)
+        unpack_cache([tmp_path / "results.tar.gz"], tmp_path)
 
 
 def test_an_archive_stays_in_its_folder(tmp_path):

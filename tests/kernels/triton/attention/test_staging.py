@@ -4,27 +4,27 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.contract import LateNumbers
+from pipeline.kernels.contract import FutureNumbers
 from pipeline.kernels.triton.attention.staging import StagedStep
 from pipeline.kernels.triton.compile_ahead import variant
 from pipeline.kernels.triton.launch import recorded_launches
 from tests.kernels.triton.problems import DEVICE
 
 
-@pytest.mark.parametrize(("num_seqs", "num_blocks", "num_late"), [(1, 1, 0), (3, 5, 2), (70, 33, 5), (2, 1, 1500)])
-def test_tables_and_late_numbers_come_where_they_belong(num_seqs: int, num_blocks: int, num_late: int) -> None:
+@pytest.mark.parametrize(("num_seqs", "num_blocks", "num_future"), [(1, 1, 0), (3, 5, 2), (70, 33, 5), (2, 1, 1500)])
+def test_tables_and_future_numbers_come_where_they_belong(num_seqs: int, num_blocks: int, num_future: int) -> None:
     rng = np.random.default_rng(num_seqs)
     step = StagedStep([3, 5], 6000, 80, 40, DEVICE)
     for length in (2000, 1601):  # the second step leaves what is beyond its own as it is
         table_before = step.block_table_SM.cpu().numpy().copy()
         numbers_before = step.numbers.cpu().numpy().copy()
         arrays = [rng.integers(0, 99, 3), rng.integers(0, 99, 2)]
-        numbers = rng.integers(0, 1 << 40, length + 2 * num_late)
+        numbers = rng.integers(0, 1 << 40, length + 2 * num_future)
         table_SM = rng.integers(0, 1 << 30, (num_seqs, num_blocks + 2)).astype(np.int32)[:, :num_blocks]
-        value_N = torch.from_numpy(rng.integers(0, 1 << 40, 1 + num_late)).to(DEVICE)
-        place_F, row_F = rng.permutation(length)[:num_late], rng.integers(0, 1 + num_late, num_late)
+        value_N = torch.from_numpy(rng.integers(0, 1 << 40, 1 + num_future)).to(DEVICE)
+        place_F, row_F = rng.permutation(length)[:num_future], rng.integers(0, 1 + num_future, num_future)
         numbers[length:] = [*place_F, *row_F]
-        step.fill(arrays, numbers, table_SM, LateNumbers(length, num_late, value_N) if num_late else None)
+        step.fill(arrays, numbers, table_SM, FutureNumbers(length, num_future, value_N) if num_future else None)
         assert step.arrays[0].tolist() == arrays[0].tolist()
         assert step.arrays[1][:2].tolist() == arrays[1].tolist()
         table_before[:num_seqs, :num_blocks] = table_SM
@@ -36,9 +36,14 @@ def test_tables_and_late_numbers_come_where_they_belong(num_seqs: int, num_block
 
 
 def test_it_is_compiled_once() -> None:
-    """Whatever the sizes of a step, and wherever its late numbers lie."""
+    """Whatever the sizes of a step, and wherever its future numbers lie."""
     step, value_N = StagedStep([3], 100, 8, 8, DEVICE), torch.zeros(9, dtype=torch.int64, device=DEVICE)
     with recorded_launches() as launches:
-        for size, late in ((1, None), (8, None), (5, LateNumbers(3, 1, value_N[1:])), (6, LateNumbers(16, 4, value_N))):
-            step.fill([np.zeros(3)], np.zeros(40, dtype=np.int64), np.zeros((size, size), dtype=np.int32), late)
+        for size, future in (
+            (1, None),
+            (8, None),
+            (5, FutureNumbers(3, 1, value_N[1:])),
+            (6, FutureNumbers(16, 4, value_N)),
+        ):
+            step.fill([np.zeros(3)], np.zeros(40, dtype=np.int64), np.zeros((size, size), dtype=np.int32), future)
     assert len({variant(launch) for launch in launches}) == 1

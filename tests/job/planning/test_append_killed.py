@@ -1,0 +1,129 @@
+"""`--append` ended at any moment: no row is lost or doubled, and a plain run goes on once the batch is on record."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data.output.parts import PartStore
+from pipeline.errors import FingerprintError
+from pipeline.job.output.audit import audit
+from pipeline.job.planning.appended import FOLDER
+from pipeline.stores.local_folder import LocalFolder
+from tests.job.conftest import TEXTS, Job, run, success
+
+ROOT = Path(__file__).parents[3]
+QUICK = {"unit_rows": 4, "drain_s": 0.1}
+pytestmark = pytest.mark.usefixtures("without_ray")
+
+
+def add(job: Job, name: str, ids: range) -> None:
+    table = pa.table({"id": ids, "text": [f"more {i}" for i in ids]})
+    pq.write_table(table, job.folder / "in" / name, row_group_size=10)
+
+
+def check(job: Job, ids: set[int]) -> None:
+    """Each row once, and `_SUCCESS` of all."""
+    there = [row["id"] for row in job.table().to_pylist()]
+    assert sorted(there) == sorted(ids)
+    assert success(job)["input_rows"] == len(ids)
+    found = audit(PartStore(str(job.output)), True, lambda what: None)
+    assert found.sound, found.problems
+
+
+def files(job: Job) -> dict[str, bytes]:
+    return {str(p.relative_to(job.output)): p.read_bytes() for p in job.output.rglob("*") if p.is_file()}
+
+
+class Dead(BaseException):
+    pass
+
+
+class DyingFolder:
+    """The `at`-th write of driver and actors does not come to be, or is the last; then nothing is written any more."""
+
+    def __init__(self, monkeypatch, at: int, before: bool) -> None:
+        self.at, self.before, self.writes, self.dead = at, before, 0, False
+        for name in ("create", "replace", "remove"):
+            monkeypatch.setattr(LocalFolder, name, self._mortal(getattr(LocalFolder, name)))
+
+    def _mortal(self, write):
+        def mortal(*args):
+            if threading.current_thread().name == "telemetry":  # it decides nothing, and its end is waited for
+                return None if self.dead else write(*args)
+            if self.dead:
+                raise Dead
+            self.writes += 1
+            self.dead = self.writes == self.at
+            if self.dead and self.before:
+                raise Dead
+            done = write(*args)
+            if self.dead:
+                raise Dead
+            return done
+
+        return mortal
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_that_dies_at_any_write_is_gone_on_with(job, monkeypatch):
+    run(job.rows(TEXTS[:12]), run=QUICK)
+    add(job, "a.parquet", range(50, 58))
+    before_append, at, recorded = files(job), 0, set()
+    while True:
+        at += 1
+        for before in (True, False):
+            for name in files(job).keys() - before_append.keys():
+                (job.output / name).unlink()
+            for name, data in before_append.items():
+                (job.output / name).write_bytes(data)
+            with monkeypatch.context() as patch:
+                folder = DyingFolder(patch, at, before)
+                with contextlib.suppress(BaseException):
+                    run(job, append=True, run=QUICK)
+            if not folder.dead:
+                assert recorded == {True, False}
+                assert at > 5, "the record, _SUCCESS removed, two parts, _SUCCESS"
+                return
+            if (job.output / "_SUCCESS").exists():
+                assert success(job)["input_rows"] == job.table().num_rows
+            recorded.add((job.output / FOLDER / "0001.json").exists())
+            if (job.output / FOLDER / "0001.json").exists():
+                run(job, run=QUICK)
+            else:
+                with pytest.raises(FingerprintError, match="--append"):
+                    run(job, run=QUICK)
+                run(job, append=True, run=QUICK)
+            check(job, {*range(12), *range(50, 58)})
+
+
+def test_a_driver_killed_at_random_moments_is_gone_on_with(job):
+    run(job.rows(TEXTS).fake(step_s=0.02))
+    there, draw = set(range(50)), random.Random(7)
+    for number, name in enumerate("dbca"):
+        stood = {part.name: part.stat().st_mtime_ns for part in job.parts()}
+        ids = range(50 + 15 * number, 65 + 15 * number)
+        add(job, f"{name}.parquet", ids)
+        there |= set(ids)
+        record = job.output / FOLDER / f"{number + 1:04d}.json"
+        command = [sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml"), "--append"]
+        driver = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE)
+        while driver.poll() is None and not (record.exists() if number % 2 == 0 else len(job.parts()) > len(stood)):
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.3))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
+        said = driver.communicate()[1]
+        assert record.exists(), said
+        run(job)
+        check(job, there)
+        assert stood.items() <= {part.name: part.stat().st_mtime_ns for part in job.parts()}.items()

@@ -1,0 +1,39 @@
+"""Lines of a batch API, what the fake engine answers them, and what a job's output becomes when it is converted."""
+
+import json
+from pathlib import Path
+
+from pipeline.data.output.parts import PartStore
+from pipeline.job.actor.tokenize import row_seed
+from pipeline.job.output.convert import convert, errors_beside
+from tests.job.fake_engine import answer
+
+CHAT, TEXT, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+FORMAT = {"format": "openai-batch", "columns": ["custom_id"]}
+
+
+def request(i: int, url: str = CHAT, **body) -> dict:
+    if url == CHAT:
+        body = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"é {i}"}], **body}
+    else:
+        body = {"input" if url == EMBEDDINGS else "prompt": f"é {i}", **body}
+    return {"custom_id": f"id-{i}", "method": "POST", "url": url, "body": {"model": "gpt-x", **body}}
+
+
+def put(job, name: str, lines: list) -> None:
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    (job.folder / "in" / name).write_text(text)
+
+
+def tokens_of(i: int, most: int = 6, seed: int | None = None) -> list[int]:
+    place = ("a.jsonl", i) if i < 25 else ("b.jsonl", i - 25)
+    prompt = list(f"<system>Be brief.<user>é {i}".encode())
+    return answer(prompt, row_seed(0, *place) if seed is None else seed, most)
+
+
+def converted(job, name: str = "answers.jsonl") -> tuple[list[dict], list[dict]]:
+    place = str(job.folder / name)
+    convert(PartStore(str(job.output)), place, errors_beside(place), {})
+    there = [Path(p) for p in (place, errors_beside(place))]
+    good, bad = ([json.loads(line) for line in p.read_text().splitlines()] if p.exists() else [] for p in there)
+    return good, bad

@@ -1,0 +1,82 @@
+"""What the job file of a job of requests says, and what only its lines say."""
+
+import re
+
+import pytest
+
+from pipeline.config.identity import identity_of
+from pipeline.errors import ConfigError
+from pipeline.job.preview.examine import examine
+from tests.job.conftest import run
+from tests.job.requests.lines import CHAT, EMBEDDINGS, TEXT, put, request
+
+pytestmark = pytest.mark.usefixtures("without_ray")
+
+
+def test_the_format_is_in_the_jobs_identity_where_there_is_one(batch):
+    assert identity_of(batch.config())["input"] == {"columns": ["custom_id"], "limit": None, "format": "openai-batch"}
+    columns = {"input": {"format": "columns"}, "prompt": {"column": "x"}}
+    assert "format" not in identity_of(batch.config(**columns))["input"], "outputs of earlier versions go on"
+
+
+def test_values_for_lines_that_do_not_say(batch):
+    del batch.settings["sampling"]
+    config = batch.config().of_endpoint("chat")
+    assert (config.sampling.max_tokens, config.sampling.temperature) == (4096, 1.0)
+    config = batch.config().of_endpoint("text")
+    assert (config.sampling.max_tokens, config.sampling.temperature) == (16, 1.0)
+    assert (config.prompt.column, config.prompt.chat) == ("prompt", None)
+    config = batch.config(sampling={"temperature": 0.0}).of_endpoint("chat")
+    assert (config.sampling.max_tokens, config.sampling.temperature) == (4096, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"prompt": {"column": "x"}}, r"job\.yaml:\d+: prompt\.column: the lines of input\.format openai-batch are"),
+        ({"sampling": {"max_tokens": {"column": "x"}}}, r"sampling\.max_tokens: the lines of .* give their own values"),
+        (
+            {"prompt": {"column": "x"}, "input": {"columns": []}},  # all that is wrong, at once
+            r"(?s)input\.columns: expected custom_id among them.*prompt\.column: ",
+        ),
+        ({"input": {"format": "openai"}}, r"input\.format: expected one of columns, openai-batch, anthropic-batch"),
+    ],
+)
+def test_a_job_file_that_says_what_lines_say_is_refused(batch, sections, says):
+    with pytest.raises(ConfigError, match=says):
+        batch.config(**sections)
+
+
+def test_chats_are_not_asked_of_texts(batch):
+    (batch.folder / "in" / "b.jsonl").unlink()
+    put(batch, "a.jsonl", [request(0, TEXT)])
+    with pytest.raises(ConfigError, match=r"prompt\.chat: the lines are for /v1/completions"):
+        run(batch, prompt={"chat": {"system": "x"}})
+
+
+@pytest.mark.parametrize(
+    ("url", "section", "says"),
+    [
+        (CHAT, {}, r"task: embed, but \S+a\.jsonl:1 is for /v1/chat/completions \(url\); use task: generate"),
+        (EMBEDDINGS, {"task": "generate"}, r"task: generate, but \S+a\.jsonl:1 is for /v1/embeddings.*use task: embed"),
+        (EMBEDDINGS, {"embed": {"dimensions": 3}}, r"embed\.dimensions: 3, but \S+:1 has body\.dimensions 4"),
+        (EMBEDDINGS, {"prompt": {"chat": True}}, r"prompt\.chat: the lines are for /v1/embeddings, which has no chats"),
+        (EMBEDDINGS, {"task": "score"}, r"input\.format: the lines of openai-batch ask for completions or embeddings"),
+    ],
+)
+def test_lines_and_task_have_to_fit(embedding, url, section, says):
+    put(embedding, "a.jsonl", [request(0, url, **({"dimensions": 4} if url == EMBEDDINGS else {}))])
+    with pytest.raises(ConfigError, match=says):
+        run(embedding, **section)
+    if section.get("task") != "score":  # that one is seen without the input
+        told = [f"{mistake.key}: {mistake.problem}" for mistake in examine(embedding.config(**section)).mistakes]
+        assert [text for text in told if re.search(says, text)], told
+
+
+def test_what_the_lines_ignore_is_said(batch):
+    _, statuses = run(batch)
+    assert [s.phase for s in statuses if "change nothing here: user" in s.phase]
+    found = examine(batch.config())
+    assert found.facts["requests"] == {
+        "format": "openai-batch", "endpoint": "chat", "model": "gpt-x", "ignored": ["user"],
+    }  # fmt: skip

@@ -1,0 +1,242 @@
+"""`run.quality_sample` in a job: the same rows in each run, figures wherever runs tell of themselves, refusals."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import load_job
+from pipeline.config.identity import free_of
+from pipeline.data.output.parts import PartStore
+from pipeline.data.units import Unit
+from pipeline.engine.params import Completion, QualitySample, Request, RowQuality, SamplingParams
+from pipeline.errors import ConfigError, InputError, ModelError
+from pipeline.job.actor.partial import PartialUnits
+from pipeline.job.actor.tokenize import is_sampled
+from pipeline.job.actor.worker import Backend
+from pipeline.job.planning.actor_specs import flow_spec
+from pipeline.job.planning.plan import make_plan
+from pipeline.job.preview.describe import describe
+from pipeline.job.preview.examine import examine
+from pipeline.job.process.child import Ended
+from pipeline.job.process.open_rows import OpenRows
+from pipeline.job.running.run import run_job
+from pipeline.report.html.page import html
+from pipeline.report.record.quality_stats import QualityStats
+from pipeline.report.record.run_record import RunRecord
+from pipeline.report.render import markdown, text
+from pipeline.report.run_report import RunReport
+from tests.job.conftest import TEXTS, runs
+from tests.job.conftest import run as run_fakes
+from tests.model_folders import FAMILIES, make_family
+
+pytestmark = pytest.mark.usefixtures("without_ray")
+PROMPTS = [f"site Tor #{i}; unit pump; fault noise {i}; cause a loose wire; Summary:" for i in range(24)]
+SHARE = 0.5
+
+
+def watched(job, output="out", quality=None, **more):
+    job.output = job.folder / output
+    return job.config(
+        model={"path": "demo:target-awq", **more.pop("model", {})},
+        engine={"kernels": "reference", "dtype": "float32", **more.pop("engine", {})},
+        sampling={"max_tokens": 12, "ignore_eos": True, **more.pop("sampling", {})},
+        output={"path": str(job.output)},
+        run={"quality_sample": SHARE, **job.settings["run"], **more.pop("run", {})},
+        quality={"model": "demo:target"} if quality is None else quality,
+        **more,
+    )
+
+
+def chosen(job) -> list[int]:
+    return [i for i in range(len(PROMPTS)) if is_sampled(SHARE, 0, "f0.parquet", i)]
+
+
+def test_rows_are_chosen_by_their_place_and_a_larger_share_keeps_those_of_a_smaller_one():
+    def sampled(share: float, seed: int = 0, file: str = "a.parquet") -> set[int]:
+        return {row for row in range(4000) if is_sampled(share, seed, file, row)}
+
+    assert sampled(0.0) == set()
+    assert len(sampled(1.0)) == 4000
+    tenth = sampled(0.1)
+    assert 320 < len(tenth) < 480
+    assert sampled(0.02) < tenth == sampled(0.1)
+    assert tenth != sampled(0.1, seed=1)
+    assert tenth != sampled(0.1, file="b.parquet")
+
+
+def test_a_stopped_job_compares_the_same_rows_and_tells_record_report_status_and_whoever_asked(job):
+    job.rows(PROMPTS)
+    told = job.folder / "told.jsonl"
+    # a reference of one layer, so that there is something to tell
+    settings = watched(job, quality={"model": "demo:draft", "max_drop": 0.001}, targets={"notify": str(told)})
+    run_job(settings, sample=9)
+    report = run_job(settings)
+    rows = {row["id"]: row for row in job.table().to_pylist()}
+    found = report.quality
+    assert found is not None
+    assert found.sums.rows == len(chosen(job)) > 5
+    assert found.sums.tokens == sum(rows[i]["num_generated_tokens"] for i in chosen(job))
+    assert 0.1 < (found.agreement or 0) < 0.999
+    assert (found.kl_nats or 0) > 0.001
+    assert found.quality_us > 0
+    assert set(found.drops) == {"agreement"}
+
+    kept = runs(job)
+    assert [r["row_stats"]["quality"]["rows"] for r in kept] == [0, found.sums.rows], "delivered by the second run"
+    assert all(sum(actor["stats"]["quality_us"] for actor in r["actors"]) > 0 for r in kept)
+    assert RunReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+    status = json.loads((job.output / "_pipeline" / "status.json").read_text())
+    assert status["quality_rows"] == found.sums.rows
+    assert status["token_agreement"] == found.agreement
+    assert status["quality_drops"] == ["agreement"]
+    (event,) = [json.loads(line) for line in told.read_text().splitlines()]
+    assert (event["event"], event["measure"]) == ("quality_drop", "agreement")
+    log = (job.output / "_pipeline" / "logs" / report.runs[-1].run_id / "driver.log").read_text()
+    assert log.count("warning quality: after") == 1
+    for shown in (text(report), markdown(report), html(report)):
+        assert "ALARM: token agreement has dropped by" in " ".join(shown.split())
+
+    job.output = job.folder / "unwatched"
+    run_job(watched(job, "unwatched", run={"quality_sample": 0}))
+    assert {row["id"]: row["generated_text"] for row in job.table().to_pylist()} == {
+        i: row["generated_text"] for i, row in rows.items()
+    }
+
+
+def test_right_answers_are_counted_for_both_models_and_their_column_is_not_in_the_output(job):
+    job.rows(PROMPTS[:8])
+    report = run_job(watched(job, run={"quality_sample": 1}, quality={"model": "demo:target", "column": "text"}))
+    assert report.quality is not None
+    assert report.quality.sums.expected_rows == 8
+    assert (report.quality.served_right, report.quality.reference_right) == (0.0, 0.0)
+    assert job.table().column_names[0] == "id"
+    assert "text" not in job.table().column_names
+
+
+def test_runs_add_up_killed_ones_too():
+    def of(outcome, agreed, us):
+        stats = replace(RunRecord("", "").row_stats, quality=QualityStats.of_row(10, agreed, 5, agreed == 10))
+        actor = {"actor": 0, "phases_us": {"load": 10, "decode": us}, "stats": {"quality_us": us}}
+        raw = {"run_id": "0001", "started_at": "", "outcome": outcome, "actors": [actor]}
+        record = RunRecord.from_json(raw | {"config_free": {"quality": {"max_drop": 0.5}}})
+        return replace(record, row_stats=stats)
+
+    from pipeline.data.output.part_totals import PartTotals
+    from pipeline.report.build import build_report
+
+    found = build_report("j", "f", [of("killed", 10, 3), of("finished", 4, 4)], PartTotals(), 2).quality
+    assert found is not None
+    assert (found.sums.rows, found.sums.agreed, found.quality_us, found.max_drop) == (2, 14, 7, 0.5)
+
+
+def test_a_row_whose_process_ended_is_not_compared_again():
+    rows = OpenRows(lambda text: None, "")
+    ticket = rows.add([Request(i, [1], SamplingParams(), QualitySample("x")) for i in range(2)])
+    assert [r.quality for r in rows.admit()] == [QualitySample("x")] * 2
+    rows.finish((Completion(0, [1], "", "length", 1, quality=RowQuality(1, 1)),))
+    rows.process_ended(Ended("killed", ""))
+    assert [(r.row_id, r.quality) for r in rows.admit()] == [(1, None)]
+    rows.finish((Completion(1, [1], "", "length", 1),))
+    assert [c.quality for c in ticket.completions] == [RowQuality(1, 1), None]
+
+
+def test_figures_of_rows_that_are_kept_come_back(job):
+    store = PartStore(str(job.output))
+    store.folder.probe()
+    unit = Unit.from_bytes(_unit_bytes(job))
+    done = [Completion(0, [5], "t", "length_loop", 1, quality=RowQuality(1, 1, 7, True, True, False))]
+    partial = PartialUnits(store, "0123abcd")
+    partial.save(unit, done)
+    assert partial.load(unit) == done
+
+
+def _unit_bytes(job) -> bytes:
+    from pipeline.data.source import read_window
+    from pipeline.data.units import make_units
+
+    plan = make_plan(job.rows(TEXTS).config(), "cpu")
+    return make_units(read_window(plan.source, plan.windows[0], plan.units.columns), plan.units)[0].to_bytes()
+
+
+def test_the_engines_get_a_reference_that_approximates_nothing(job):
+    job.rows(PROMPTS)
+    config = watched(job, model={"path": "demo:target", "quantization": "int8"}, quality={})
+    spec = flow_spec(make_plan(config, "cpu"), (), Backend(), "0001").work
+    assert spec.reference is not None
+    assert (spec.reference.engine.model, spec.reference.engine.quantization) == (spec.engine.model, "none")
+    assert (spec.reference.generates, spec.quality_sample, spec.engine.scoring_tokens) == (False, SHARE, 8192)
+    for more in ({"sampling": {"temperature": 0.5}}, {"sampling": {"temperature": {"column": "id"}}}):
+        work = flow_spec(make_plan(watched(job, **more), "cpu"), (), Backend(), "0001").work
+        assert work.reference is not None
+        assert work.reference.generates
+    off = flow_spec(make_plan(watched(job, run={"quality_sample": 0}), "cpu"), (), Backend(), "0001").work
+    assert (off.reference, off.quality_sample, off.engine.scoring_tokens) == (None, 0, 0)
+
+
+def test_it_is_no_part_of_what_a_job_is(job):
+    run_fakes(job.rows(TEXTS))
+    _, statuses = run_fakes(job, quality={"model": "demo:target", "max_drop": 0.5})
+    assert statuses[-1].phase == "already complete"
+
+
+def refused(job, key: str, **sections) -> str:
+    """By `validate` as a mistake of that key, and by `run` before anything is written."""
+    config = watched(job, **sections)
+    (mistake,) = examine(config).mistakes
+    assert mistake.key == key
+    assert mistake.where.startswith(str(job.folder / "job.yaml"))
+    with pytest.raises((ConfigError, InputError, ModelError)) as raised:
+        run_job(config)
+    assert not (job.output / "_pipeline").exists()
+    return f"{mistake.problem}\n{raised.value}"
+
+
+def test_what_says_nothing_is_refused_before_a_model_is_loaded(job):
+    job.rows(PROMPTS)
+    told = refused(job, "quality.model", quality={})
+    assert told.count("is quantized (AWQ int4, groups of 128)") == 2
+    assert told.count("name the 16-bit model in quality.model") == 2
+    told = refused(job, "quality.model", quality={}, model={"path": "demo:target"})
+    assert told.count("there is nothing to compare it with") == 2
+
+
+def test_a_reference_with_other_tokens_is_refused(job, tmp_path):
+    other = make_family(tmp_path / "other", FAMILIES[0], seed=1)
+    told = refused(job.rows(PROMPTS), "quality.model", quality={"model": str(other)})
+    assert told.count("its tokens are not those of model.path (") == 2
+
+
+def test_a_column_that_is_not_there_is_refused(job):
+    told = refused(job.rows(PROMPTS), "quality.column", quality={"model": "demo:target", "column": "txet"})
+    assert told.count("'txet'") == 2
+
+
+def test_a_reference_that_is_not_there_is_refused(job):
+    told = refused(job.rows(PROMPTS), "quality.model", quality={"model": str(Path("no") / "such" / "folder")})
+    assert told.count("no/such/folder") >= 2
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"run": {"quality_sample": 1.5}}, "run.quality_sample"),
+        ({"quality": {"max_drop": 2}}, "quality.max_drop"),
+        ({"quality": {"model": "demo:nothing"}}, "quality.model"),
+        ({"quality": {"sample": 0.1}}, "quality.sample"),
+    ],
+)
+def test_mistakes_in_the_job_file_are_told_with_their_key(job, section, key):
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        job.config(**section)
+
+
+def test_validate_says_what_is_compared_with_what(job):
+    config = watched(job.rows(PROMPTS), quality={"model": "demo:target", "column": "text"})
+    found = examine(config)
+    assert not found.mistakes
+    assert "50% of the rows against demo:target (embedded); right answers from text" in describe(found, config)
+    own = watched(job, model={"path": "demo:target", "quantization": "int8"}, quality={})
+    assert "against the model's own weights as they are stored" in describe(examine(own), own)
+    assert free_of(load_job(job.folder / "job.yaml"))["quality"] == {"model": None, "column": None, "max_drop": 0.02}

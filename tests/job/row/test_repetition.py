@@ -1,0 +1,104 @@
+"""Rows that repeat themselves in a job: their column, the report, and a run that takes over rows of an earlier one."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from pipeline.config import load_job
+from pipeline.errors import ConfigError
+from pipeline.job.planning.plan import make_plan
+from pipeline.job.running.run import run_job
+from pipeline.report.html.page import html
+from pipeline.report.record.row_stats import LoopedRows
+from pipeline.report.render import markdown, text
+from pipeline.report.run_report import RunReport
+from pipeline.report.sections.loops import LoopCost
+from tests.job.conftest import runs
+
+LOOP = {"max_pattern_size": 24, "min_count": 3}
+PROMPTS = [f"The pump number {i} was repaired by the" for i in range(8)]
+
+pytestmark = pytest.mark.usefixtures("without_ray")
+
+
+def configured(job, output="out", **sampling):
+    """Of the demonstration model, which repeats itself where nothing stops it."""
+    return job.config(
+        model={"path": "demo:target"},
+        engine={"kernels": "reference", "dtype": "float32"},
+        sampling={"max_tokens": 70, "ignore_eos": True, **sampling},
+        output={"path": str(job.folder / output)},
+        cost={"hourly_usd": 2.0},
+    )
+
+
+def test_looping_rows_end_early_and_the_report_counts_them_whoever_computed_them(job):
+    job.rows(PROMPTS)
+    free = run_job(configured(job))
+    whole = {row["id"]: row for row in job.table().to_pylist()}
+    assert free.loops is None
+    assert "repeated themselves" not in text(free)
+
+    job.output = job.folder / "guarded"
+    settings = configured(job, "guarded", repetition_detection=LOOP)
+    run_job(settings, sample=5)  # kept, and taken over by the next run
+    report = run_job(settings)
+    rows = job.table().to_pylist()
+    reasons = Counter(row["finish_reason"] for row in rows)
+    assert reasons["length_loop"] >= 2, "the demonstration model repeats itself"
+    for row in rows:
+        assert whole[row["id"]]["generated_text"].startswith(row["generated_text"])
+        assert (row["num_generated_tokens"] < 70) == (row["finish_reason"] == "length_loop")
+    tokens = sum(row["num_generated_tokens"] for row in rows if row["finish_reason"] == "length_loop")
+    loops = report.loops
+    assert loops is not None
+    assert (loops.rows, loops.generated_tokens) == (reasons["length_loop"], tokens)
+    share = tokens / report.tokens.generated
+    assert loops.usd == pytest.approx((report.cost.generated_usd or 0) * share)
+    assert 0 < loops.machine_us <= report.machine_us * share
+    assert runs(job)[-1]["row_stats"]["looped"] == {"rows": loops.rows, "generated_tokens": tokens}
+    for told in (text(report), markdown(report), html(report)):
+        assert f"{loops.rows} rows repeated themselves" in " ".join(told.split())
+    assert RunReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+
+
+def test_a_loop_is_charged_what_generated_tokens_are():
+    phases = {"prefill": 100, "decode": 300}
+    assert LoopCost.of(LoopedRows(2, 50), 1000, phases, 200, 0.4) == LoopCost(2, 50, 750 // 4, 0.1)
+    assert LoopCost.of(LoopedRows(2, 50), 1000, phases, 200, None) == LoopCost(2, 50, 750 // 4, None)
+    assert LoopCost.of(LoopedRows(), 1000, phases, 200, 0.4) is None
+    assert LoopedRows(1, 5) + LoopedRows(2, 6) == LoopedRows(3, 11)
+
+
+def test_it_is_part_of_what_a_job_is_where_it_is_on(job):
+    job.rows(PROMPTS)
+
+    def identity(**sampling):
+        return make_plan(job.config(sampling=sampling), "cpu").fingerprint.identity["sampling"]
+
+    assert "repetition_detection" not in identity(), "outputs that were begun before it was there go on"
+    assert identity(repetition_detection=LOOP)["repetition_detection"] == {**LOOP, "min_pattern_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_pattern_size": 4, "min_count": 3, "min_pattern_size": 5}, "min_pattern_size 5 is more than"),
+        ({"max_pattern_size": 4}, "min_count"),
+        ({"max_pattern_size": 4000, "min_count": 3}, "max_pattern_size"),
+        ({"column": "loops"}, "column"),
+    ],
+)
+def test_a_mistake_in_the_job_file_is_told_with_its_key(job, given, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        job.config(sampling={"repetition_detection": given})
+    assert "sampling.repetition_detection" in str(raised.value)
+
+
+def test_it_is_set_from_the_command_line(job):
+    job.config()
+    key = "sampling.repetition_detection"
+    params = load_job(job.folder / "job.yaml", sets=[f"{key}={json.dumps(LOOP)}"]).sampling_params()
+    assert params.repetition_detection is not None
+    assert params.repetition_detection.min_count == 3

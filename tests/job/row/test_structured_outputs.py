@@ -1,0 +1,56 @@
+"""Structured outputs in a job: each row's schema from a column, its errors, the report's line."""
+
+import json
+
+import jsonschema
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.job.actor.worker import Backend
+from pipeline.job.running.run import run_job
+from pipeline.report.facts import facts
+from pipeline.report.render import text
+
+SMALL = "tests.engine.grammar.small_vocabulary"
+SCHEMAS = [
+    {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False},
+    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 1, "maxItems": 3},
+    {"enum": ["x", "y", 5]},
+]
+
+
+def test_every_row_keeps_to_its_own_schema(job, without_ray):
+    rows = [json.dumps(SCHEMAS[row % 3]) for row in range(12)]
+    rows += ['{"uniqueItems":true,"type":"array"}', "{", '{"const":"\\u00e9~"}', None]
+    table = pa.table({"id": range(len(rows)), "text": [f"row {i}" for i in range(len(rows))], "schema": rows})
+    pq.write_table(table, job.folder / "in" / "f.parquet")
+    config = job.config(
+        sampling={"max_tokens": 60, "structured_outputs": {"json": {"column": "schema"}}}, run={"unit_rows": 99}
+    )
+    report = run_job(config, backend=Backend(f"{SMALL}:job_engine", f"{SMALL}:job_tokenizer"))
+    found = {row["id"]: row for row in job.table().to_pylist()}
+    for row in range(12):
+        assert (found[row]["error"], found[row]["finish_reason"]) == (None, "stop")
+        jsonschema.validate(json.loads(found[row]["generated_text"]), SCHEMAS[row % 3])
+    assert [found[row]["error"] for row in range(12, 16)] == [
+        "grammar_error",
+        "invalid_sampling",
+        "grammar_error",
+        None,
+    ]
+    assert "uniqueItems" in found[12]["error_message"]
+    assert "not JSON" in found[13]["error_message"]
+    assert "generated tokens its grammar" in found[14]["error_message"], "the vocabulary cannot spell it"
+    assert report.rows.errors_by_code == {"grammar_error": 2, "invalid_sampling": 1}
+    told = dict(facts(report))["Grammars"]
+    assert told in text(report)
+    work, generated = report.work, sum(row["num_generated_tokens"] for row in found.values() if not row["error"])
+    assert told.startswith(f"{work.masked_tokens:,} tokens allowed, {work.filled_masks:,} masks in ")
+    assert told.endswith(f"; {work.forced_tokens:,} forced, without a step")
+    forced_by_schema = sum(len('{"a":') for row in range(0, 12, 3))
+    assert work.forced_tokens >= forced_by_schema / 3, "the schema's names, in tokens of one character to three"
+    of_others = found[15]["num_generated_tokens"]  # without a schema
+    assert work.masked_tokens + work.forced_tokens >= generated - of_others
+    assert work.masked_tokens + work.forced_tokens <= generated - of_others + 60, "the row that failed had some"
+    assert 0 < work.filled_masks <= work.masked_tokens
+    assert work.mask_us > 0

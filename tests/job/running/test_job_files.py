@@ -1,0 +1,41 @@
+"""The job files in `jobs/` run: on the embedded model in place of theirs, on some rows of their samples."""
+
+from pathlib import Path
+
+import pyarrow.dataset as ds
+import pytest
+
+from pipeline.config import load_job
+from pipeline.job.running.run import run_job
+
+ROOT = Path(__file__).parents[3]
+COLUMNS = {  # what each is there for
+    "classify-chat": {"label"},
+    "label-probability": {"label", "label_probability", "label_probabilities"},
+    "extract-json": {"fields"},
+    "samples": {"generated_text"},
+    "reasoning": {"generated_text", "reasoning", "num_reasoning_tokens"},
+    "judge": {"logprobs"},
+    "judge-score": {"logprob", "num_scored_tokens", "perplexity", "token_logprobs"},
+    "filter-perplexity": {"perplexity"},
+    "embed": {"embedding"},
+    "openai-batch": {"custom_id", "generated_text"},
+    "redact": {"generated_text"},
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_job_file_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    written = load_job(f"jobs/{name}.yaml")
+    sets = ["model.path=demo:target", f"output.path={tmp_path / 'out'}", "input.limit=4", "run.actors=1"]
+    if written.input.requests is not None or written.prompt.chat is not None:
+        template = tmp_path / "turns.jinja"  # the embedded model knows no chats
+        template.write_text("{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}assistant:")
+        sets.append(f"prompt.chat.template={template}")
+    run_job(load_job(f"jobs/{name}.yaml", sets=sets))
+    table = ds.dataset([str(path) for path in (tmp_path / "out").glob("*.parquet")]).to_table()
+    assert 1 <= table.num_rows <= 4
+    assert table["error"].null_count == table.num_rows, table["error_message"].to_pylist()
+    for column in COLUMNS[name]:
+        assert table[written.output.rename.get(column, column)].null_count == 0

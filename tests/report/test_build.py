@@ -1,0 +1,241 @@
+"""The report: phases sum exactly, every dollar goes somewhere once, and no price is never zero."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.report.account import Tokens, accounted, allocate
+from pipeline.report.build import build_report
+from pipeline.report.record.computed import Computed
+from pipeline.report.record.row_stats import ErrorExample, Histogram, Latency, LengthBucket, RowStats
+from pipeline.report.record.run_record import PHASES, RunRecord, SkippedInput
+from pipeline.report.render import markdown, text
+from pipeline.report.run_report import ErrorCost, RunReport
+from pipeline.report.sections.faults import LostTime
+from tests.report.records import actor, delivering, ended, report, run
+
+HOUR = 3_600_000_000
+
+
+AN_HOUR = delivering(run(prefill=HOUR // 4, decode=HOUR // 2, load=HOUR // 8, tail=HOUR // 8))
+
+
+def test_the_cost_of_an_hour_by_hand():
+    """One hour at $1: 15 min prefill, 30 min decode, 15 min of the rest, which follows 1 : 2."""
+    cost = report(AN_HOUR, num_cached_tokens=0).cost
+    assert cost.total_usd == pytest.approx(1.0)
+    assert cost.prompt_usd == pytest.approx(1 / 3)
+    assert cost.generated_usd == pytest.approx(2 / 3)
+    assert cost.per_1m_prompt_usd == pytest.approx(1 / 3 / 2)
+    assert cost.per_1m_generated_usd == pytest.approx(2 / 3 * 2)
+    assert cost.per_1m_blended_usd == pytest.approx(1 / 2.5)
+    assert cost.per_row_usd == pytest.approx(1 / 180)
+
+
+def test_tokens_that_were_refused_or_cached_make_no_token_cheaper():
+    """The hour again, in which 2 million of 6 million prompt tokens were computed; 200 million were refused."""
+    counts = {"num_input_tokens": 6_000_000, "num_cached_tokens": 4_000_000, "num_error_input_tokens": 200_000_000}
+    built = report(AN_HOUR, **counts)
+    assert built.cost.per_1m_prompt_usd == pytest.approx(1 / 3 / 2)
+    assert built.cost.per_1m_blended_usd == pytest.approx(1 / 2.5)
+    assert built.input_tokens_per_s == pytest.approx(2_000_000 / 3600)
+    for page in (text(built), markdown(built)):
+        words = " ".join(page.split())
+        assert "6,000,000 in (2,000,000 computed, 4,000,000 from cache), 500,000 out" in words
+        assert "; 200,000,000 more in prompts of error rows, not priced" in words
+    raw = json.loads(json.dumps(built.to_json()))
+    assert raw["tokens"]["computed"] == 2_000_000
+    assert RunReport.from_json(raw) == built
+
+
+def test_each_run_has_its_own_price_and_actors_add_up():
+    two_actors = replace(run(2.0, decode=HOUR), actors=run(2.0, decode=HOUR).actors * 2)
+    cost = report(two_actors, run(0.5, prefill=HOUR)).cost
+    assert cost.total_usd == pytest.approx(4.5)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.01, 100), st.lists(st.integers(0, 10**13), min_size=len(PHASES), max_size=len(PHASES))),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 10**9),
+    st.integers(0, 10**9),
+)
+def test_every_microsecond_and_every_dollar_once(runs, tokens_in: int, tokens_out: int):
+    records = [run(usd, **dict(zip(PHASES, times, strict=True))) for usd, times in runs]
+    built = report(*records, num_input_tokens=tokens_in, num_generated_tokens=tokens_out)
+    assert sum(built.phases_us.values()) == built.machine_us == sum(sum(times) for _, times in runs)
+    cost = built.cost
+    assert cost.total_usd == pytest.approx(sum(usd * sum(times) / HOUR for usd, times in runs))
+    if cost.prompt_usd is not None:
+        assert cost.prompt_usd + cost.generated_usd == pytest.approx(cost.total_usd)
+
+
+def test_no_price_is_null_and_said():
+    built = report(run(None, decode=5))
+    assert built.cost.total_usd is None
+    assert built.to_json()["cost"]["per_row_usd"] is None
+    assert "unpriced" in text(built)
+    assert "$" not in text(built)
+    assert "Unpriced" in markdown(built)
+
+
+def test_one_unpriced_run_leaves_the_job_unpriced_unless_it_used_nothing():
+    assert report(run(1.0, decode=5), run(None, decode=5)).cost.unpriced_runs == 1
+    assert report(run(1.0, decode=5), run(None, decode=5)).cost.total_usd is None
+    assert report(run(1.0, decode=HOUR), run(None)).cost.total_usd == pytest.approx(1.0)
+
+
+def test_nothing_to_divide_by_is_not_a_price_of_zero():
+    runs = [run(1.0, load=HOUR)]
+    cost = allocate(runs, accounted(runs, [LostTime()]), Tokens(0, 0, 0), rows=0)
+    assert cost.total_usd == pytest.approx(1.0)
+    assert (cost.prompt_usd, cost.per_1m_prompt_usd, cost.per_1m_blended_usd, cost.per_row_usd) == (None,) * 4
+    assert text(report(run(1.0, load=HOUR), rows=0, num_input_tokens=0))
+
+
+def test_rows_errors_and_lost_work():
+    built = report(run(outcome="killed", decode=5), delivering(run(decode=5)))
+    assert (built.rows.input, built.rows.written, built.rows.completed, built.rows.errors) == (200, 180, 178, 2)
+    assert built.rows.errors_by_code == {"prompt_too_long": 2}
+    assert built.outcome == "finished"
+    assert built.work.wasted_generated_tokens == 100_000
+    assert built.work.wasted_is_lower_bound
+    assert built.work.mean_batch == 2.5
+    assert not report(delivering(run(decode=5)), delivering(run(decode=5))).work.wasted_is_lower_bound
+    # the output holds more than the records know of: a killed run wrote parts after its last record
+    assert report(delivering(run(decode=5))).work.wasted_generated_tokens == 0
+    assert report(delivering(run(decode=5))).work.wasted_is_lower_bound
+
+
+def test_a_job_without_runs():
+    built = build_report("job", "00000000", [], PartTotals(), 0)
+    assert built.machine_us == 0
+    assert built.cost.total_usd is None
+    assert text(built)
+    assert markdown(built)
+
+
+def test_json_comes_back():
+    built = report(run(prefill=3, decode=5), run(2.0, decode=7))
+    raw = json.loads(json.dumps(built.to_json()))
+    assert RunReport.from_json(raw) == built
+    assert raw["rows"]["completed"] == 178
+    assert raw["runs"][0]["machine_us"] == 8
+
+
+def test_what_people_read():
+    killed = delivering(run(outcome="killed", prefill=HOUR // 4, decode=HOUR * 3 // 4))
+    built = report(killed, delivering(run(decode=HOUR)), num_generated_tokens=600_000)
+    shown, page = text(built), markdown(built)
+    for told in (shown, page):
+        assert "180 of 200: 178 completed, 2 errors" in told
+        assert "2,000,000 in (1,999,500 computed, 500 from cache), 600,000 out" in told
+        assert "prompt_too_long" in told
+        assert "87.5 %" in told
+        assert "█" * 26 in told
+        assert "killed" in told
+    assert "| **all** | machine time of all actors | 2 h 00 m |" in page
+    assert built.cost.method in page
+    assert all(len(line) <= 100 for line in shown.splitlines()), "fits a terminal"
+
+
+def test_a_job_name_cannot_break_the_page():
+    built = replace(report(run()), job="a|b\n# c")
+    assert markdown(built).splitlines()[0] == "# a\\|b # c"
+
+
+def test_data_is_neither_markdown_nor_html_on_the_page():
+    evil = ErrorExample("a|b\\|[x](y)`.parquet", 1, "<img src=x>\x1b[2J\u202e\n# head")
+    run_of = replace(
+        run(outcome="failed"),
+        row_stats=RowStats(errors={"null_prompt": (evil,)}),
+        skipped_files=[SkippedInput("<b>.parquet", 1, "<i>")],
+        resolved={"device": "<u>"},
+        actors=[replace(actor(phases={"prefill": 5}), restart_reasons=["signal <s> [x](y)"], restarts=1)],
+    )
+    page = markdown(report(run_of, error_rows={"null_prompt": 1}))
+    for tag in ("<img", "<b>", "<i>", "<u>", "<s>", "\x1b", "\u202e", " [x](y)"):
+        assert tag not in page
+    assert "a\\|b\\\\\\|\\[x](y)\\`.parquet row 1: &lt;img src=x&gt;\\\\x1b\\[2J\\\\u202e # head |" in page
+    assert "| prefill | reading prompts |" in page
+
+
+def test_a_long_message_is_wrapped_and_not_cut():
+    """It says at its end what would have fit."""
+    message = "the prompt has 200032 tokens; with max_model_len = 1024 at most 1023 fit beside one generated token"
+    stats = RowStats(errors={"prompt_too_long": (ErrorExample("in/a-long-name.parquet", 7, message),)})
+    shown = text(report(replace(run(), row_stats=stats)))
+    assert message in " ".join(shown.split())
+    assert all(len(line) <= 100 for line in shown.splitlines())
+
+
+# -- what rows were like
+
+
+def with_stats() -> RunRecord:
+    stats = RowStats(
+        Latency(Histogram.of([1_500] * 10), Histogram.of([20_000]), Histogram.of([4_000_000])),
+        {64: LengthBucket(90, 1000, 100, 300), 128: LengthBucket(80, 9000, 0, 100)},
+        {"null_prompt": (ErrorExample("a|b.parquet", 7, "<b>no\nprompt"),)},
+    )
+    return replace(delivering(run(prefill=100, decode=300, load=1)), row_stats=stats)
+
+
+def test_time_by_length_is_all_of_the_machine_time():
+    """100 us of prefill and 300 of decode divide 401 us 1 : 3, then by tokens 900 : 9000 and 300 : 100."""
+    built = report(with_stats())
+    assert sum(length.machine_us for length in built.lengths) == built.machine_us == 401
+    assert [length.machine_us for length in built.lengths] == [9 + 226, 91 + 75]
+    assert [length.longest for length in built.lengths] == [64, 128]
+
+
+def test_error_rows_cost_what_was_computed_for_them():
+    """200 of 1,000 computed prompt tokens and 100 of 500 generated ones; finding the row that killed engines beside."""
+    stats = RowStats(lost={"non_finite_logits": Computed(200, 100)})
+    worker = actor(0, prompt=1000, generated=500, delivered=Computed(800, 400), restarts=3, restart_us=70,
+                   phases={"startup": 40, "load": 60, "prefill": 500, "decode": 5000})  # fmt: skip
+    record = replace(ended("finished", worker), row_stats=stats, hourly_usd=1.0)
+    built = report(record, error_rows={"non_finite_logits": 2, "engine_failure": 1}, num_generated_tokens=400)
+    costs = built.error_costs
+    assert costs["non_finite_logits"] == ErrorCost(2, Computed(200, 100), 100 + 1000, pytest.approx(1100 / HOUR))
+    assert (costs["engine_failure"].rows, costs["engine_failure"].machine_us) == (1, 70)
+    assert built.phases_us["retried"] == 1100
+    assert RunReport.from_json(json.loads(json.dumps(built.to_json()))) == built
+    assert "non_finite_logits              2               300" in text(built)
+
+
+def test_latency_lengths_and_examples_are_of_all_runs_and_shown():
+    built = report(with_stats(), with_stats(), error_rows={"null_prompt": 5})
+    assert built.latency["first_token_us"].rows == 20
+    assert built.lengths[0].rows == LengthBucket(180, 2000, 200, 600)
+    assert [len(some) for some in built.examples.values()] == [2]
+    shown, page = text(built), markdown(built)
+    assert "    to the first token      1.50 ms     1.50 ms     1.50 ms" in shown
+    assert "a|b.parquet row 7: <b>no prompt" in shown
+    assert "| null_prompt | 5 | 0 | 0 ms | $0.00 | a\\|b.parquet row 7: &lt;b&gt;no prompt<br>" in page
+    assert "trades it for throughput" in shown
+    assert "trades it for throughput" in page
+    assert "| up to 64 | 180 | 2,000 | 200 | 600 |" in page
+    assert all(len(line) <= 100 for line in shown.splitlines())
+    short = markdown(report(with_stats(), rows=400, error_rows={}))
+    assert "230 rows that a killed run wrote after its last record are not among them." in short
+
+
+def test_reports_of_earlier_versions_are_read():
+    raw = json.loads(json.dumps(report(with_stats()).to_json()))
+    for key in ("latency", "lengths", "examples", "faults"):
+        del raw[key]
+    for key in list(raw["work"])[11:]:
+        del raw["work"][key]
+    del raw["tokens"]["error_input"], raw["tokens"]["computed"]
+    old = RunReport.from_json(raw)
+    assert (old.latency, old.lengths, old.faults) == ({}, (), ())
+    assert text(old)
+    assert markdown(old)
