@@ -11,7 +11,7 @@ from math import hypot
 from pipeline.engine.speculation.arms import OFF, Arm
 from pipeline.engine.speculation.step_time import Rate, Window
 
-MARGIN = 1.03  # drafts have to be so much faster than plain steps, and an arm than the incumbent
+MARGIN = 1.05  # drafts have to be so much faster than plain steps, and an arm than the incumbent
 CLEAR = (0.9, 1.25)  # the incumbent is not asked again outside of these ratios
 LEAST_WEIGHT, MOST_WEIGHT = 4.0, 12.0  # steps that are counted of a challenger
 MOST_ERROR = 0.04  # relative, until which more are counted
