@@ -256,7 +256,7 @@ class MeasuredDrafts:
     def _go_on(self, contest: Contest, now_ns: int) -> None:
         """End a contest, or begin one."""
         if contest.challenger is not None:
-            has_to_end = contest.active == contest.challenger != OFF and not self._account.can_go_on
+            has_to_end = contest.active != OFF and not self._account.can_go_on
             if contest.judge(self._prefill.token_s, has_to_end, self._yields, self._slow()):
                 self._calibrate(contest)
             return

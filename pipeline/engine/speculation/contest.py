@@ -16,7 +16,7 @@ CLEAR = (0.9, 1.25)  # the incumbent is not asked again outside of these ratios
 LEAST_WEIGHT, MOST_WEIGHT = 4.0, 12.0  # steps that are counted of a challenger
 MOST_ERROR = 0.04  # relative, until which more are counted
 CERTAIN = 3.0  # a ratio that is so many errors away from 1 is believed before
-MOST_STEPS = 48  # of a challenger, counted or not
+MOST_STEPS, END_STEPS = 48, 24  # of a challenger, counted or not
 WIDE = 1.3  # plain steps that lose by so much are not measured again soon
 FIRST_PAUSE, MOST_PAUSE = 256, 8192  # steps until the next turn
 ALARM = 4.0  # plain steps that drafts may lose before plain ones are measured again, twice as many after a false alarm
@@ -128,7 +128,7 @@ class Contest:
         counts."""
         assert self.challenger is not None
         rate = self.rate(self.active, prefill_s)
-        is_late = has_to_end or self.steps - self._begun_at >= MOST_STEPS
+        is_late = has_to_end or self.steps - self._begun_at >= (MOST_STEPS if slow == 1.0 else END_STEPS)
         is_other_size = not 1.0 / OTHER_SIZE < self._num_sequences / self._num_at_begin < OTHER_SIZE
         if is_other_size or rate is None or rate.weight < LEAST_WEIGHT:
             if is_late or is_other_size:  # nobody won
