@@ -20,8 +20,8 @@ from tests.engine.test_ngram import admit, append, leave
 K = 4
 
 
-def drafted(proposer: NgramProposer, table: SlotTable, slot: int, output: list[int]) -> list[int]:
-    """Accepted drafts of each step that drafts, over a row whose output this is."""
+def drafted(proposer: NgramProposer, table: SlotTable, slot: int, output: list[int]) -> list[tuple[int, int]]:
+    """The slot and the accepted drafts of each step that drafts, over a row whose output this is."""
     append(table, slot, output[:1])
     steps, at = [], 1
     while at < len(output):
@@ -31,7 +31,7 @@ def drafted(proposer: NgramProposer, table: SlotTable, slot: int, output: list[i
         alike = [a == b for a, b in zip(offer.token_id_SK[0, :decided].tolist(), output[at:])]
         agreed = alike.index(False) if False in alike else decided
         if agreed < decided or decided == count or decided >= TELLING:
-            steps.append(agreed)
+            steps.append((slot, agreed))
         append(table, slot, output[at : at + agreed + 1])
         at += agreed + 1
     return steps
@@ -61,9 +61,10 @@ def test_it_says_what_a_row_of_drafts_would_have_come_to(seed: int, compiled) ->
         again = [admit(other, later, 3 * turn + r, prompt) for r, (prompt, _) in enumerate(rows)]
         for slot, (_, output) in zip(again, rows):
             append(other, slot, output)
-        assert sorted(replay(later, other, np.array(again)).tolist()) == expected
+        found = replay(later, other, np.array(again))
+        assert sorted(zip(found[0].tolist(), found[1].tolist())) == expected
         num_steps += len(expected)
-        num_right += sum(expected)
+        num_right += sum(accepted for _, accepted in expected)
         for table, proposer, of in ((one, drafts, slots), (other, later, again)):
             for slot in of:
                 leave(table, proposer, slot, finished=True)
@@ -76,14 +77,14 @@ def test_only_what_was_not_looked_at_is_replayed_and_of_that_the_last() -> None:
     proposer, text = NgramProposer(table, K), [1, 2, 3, 4, 5] * 30
     slot = np.array([admit(table, proposer, 0, [9, 9])])
     append(table, int(slot[0]), text[:21])
-    first = replay(proposer, table, slot).tolist()
+    first = replay(proposer, table, slot)[1].tolist()
     assert first[:6] == [0] * 6  # nothing occurs twice before the seventh
     assert len(first) > 6
     assert min(first[6:]) >= TELLING
-    assert len(replay(proposer, table, slot)) <= 1  # at most what was cut short
+    assert len(replay(proposer, table, slot)[1]) <= 1  # at most what was cut short
     append(table, int(slot[0]), text[21:120])
     assert MOST_TOKENS // (K + 1) == 6
-    assert replay(proposer, table, slot).tolist() == [K] * 5  # the first began in the midst, the last has two tokens
+    assert replay(proposer, table, slot)[1].tolist() == [K] * 5  # the first began in the midst, the last has two tokens
 
 
 def test_a_row_that_could_not_generate_more_is_offered_less() -> None:
@@ -92,16 +93,16 @@ def test_a_row_that_could_not_generate_more_is_offered_less() -> None:
     slot = np.array([admit(table, proposer, 0, [1, 2, 3] * 6)])
     append(table, int(slot[0]), [1, 2, 3, 1])
     assert table.limit[slot] == 24
-    assert replay(proposer, table, slot).tolist() == [TELLING]
+    assert replay(proposer, table, slot)[1].tolist() == [TELLING]
     append(table, int(slot[0]), [9])
-    assert replay(proposer, table, slot).tolist() == [K - 1]  # one more can come, undrafted
+    assert replay(proposer, table, slot)[1].tolist() == [K - 1]  # one more can come, undrafted
     table = SlotTable(1, 24, 4)
     proposer = NgramProposer(table, K)
     slot = np.array([admit(table, proposer, 0, [1, 2, 3] * 6 + [1])])
     append(table, int(slot[0]), [2, 3])
-    assert replay(proposer, table, slot).tolist() == []
+    assert replay(proposer, table, slot)[1].tolist() == []
     append(table, int(slot[0]), [1, 2])
-    assert replay(proposer, table, slot).tolist() == [3]
+    assert replay(proposer, table, slot)[1].tolist() == [3]
 
 
 class Replaying(FixedDrafts):
@@ -124,7 +125,7 @@ def test_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device works beside the host a step is still launched before the last one's tokens are read."""
     engine = hash_engine(120, 4, memory=1, is_asynchronous=True, max_num_batched_tokens=200)
     proposer = NgramProposer(engine.table, K)
-    policy = Replaying(np.random.default_rng(0), lambda: replay(proposer, engine.table, engine.scheduler.running))
+    policy = Replaying(np.random.default_rng(0), lambda: replay(proposer, engine.table, engine.scheduler.running)[1])
     engine.draft_as(Drafting([proposer], policy, engine.scheduler))
     waits = Waits(engine, monkeypatch)
     chains = [[n, *expected_tokens([n], 20, 64, False, 1), n] for n in range(6)]  # behind its end it begins again

@@ -5,11 +5,15 @@
 Time is taken from the end of one step to the end of the next: all that the host does is in it, this policy's own work
 too. At each size of batch (`bucket_of`) the fastest arm is found by contests (contest.py), plain steps being the first
 incumbent; a size at which nothing was decided yet goes on with the arm of the one before it. What contests lose is
-bounded by an account. How deep each sequence drafts is its own (row_depth.py).
+bounded by an account. Where drafts are on and have lost a few steps since they were faster the last time, plain steps
+are measured again. How deep each sequence drafts is its own (row_depth.py).
 
 While nobody drafts, a proposer that only looks up is replayed now and then over the tokens that came
 (drafts/replay.py): it drafts where that promises tokens, for the price of the look-ups. What a draft model would do is
-only known from steps.
+only known from steps. What a draft costs is, before steps with drafts were timed, taken to be what a prompt's token
+costs.
+
+Once no sequence waits to be admitted, a job ends with its slow rows, so tokens count as those get them.
 """
 
 import time
@@ -28,7 +32,6 @@ from pipeline.engine.speculation.row_depth import RowDepths
 from pipeline.engine.speculation.step_time import PrefillCost
 
 # Steps
-FIRST_DEPTH = 2  # drafts of a sequence, until steps with them were timed
 WARM_UP = 3  # after a change of arms, which say nothing: caches are cold, proposers catch up
 FIRST_STEPS = 48  # plain ones at the start: little is known then from which to draft
 FIRST_CHARGED = 12  # of a size, before it is charged for
@@ -45,8 +48,9 @@ IDLE_STEPS = 4  # in a row that seem to wait for requests: they do not, they tak
 SAFE = 1.5  # as the incumbent: an arm whose times are known is tried on credit
 AGAIN = 1.1  # as the incumbent: an arm that is expected to be is tried before its turn
 
+MOST_LOST = 1.0  # plain steps' time, by a step with drafts: more is a matter of chance
+
 # Times as long as such steps take
-MOST_LOST = 1.0  # plain steps, by one with drafts: more is a matter of chance
 WILD = 3.0  # a step is charged no more: what the machine did besides is nobody's
 IDLE = 12.0  # the engine waited for requests, and the step says nothing
 
@@ -56,7 +60,10 @@ EARLY_STEPS = 192  # in which more is spent on replays: a short job gains by the
 EARLY_REPLAY_SHARE, REPLAY_SHARE = 0.03, 0.002
 
 # As long as no step with drafts was timed
-UNKNOWN_COST = 0.25  # share of a plain step that a draft takes, ever less of it until
+FIRST_DEPTH = 2  # drafts of a sequence
+UNKNOWN_COST = (
+    0.25  # share of a plain step that a draft takes where no prompts were timed either, ever less of it until
+)
 UNKNOWN_STEPS = 512  # steps, by when more text is known to draft from
 UNKNOWN_DRAFT = 0.3  # tokens that come in the time of a draft
 
@@ -83,13 +90,16 @@ class MeasuredDrafts:
         self._steps: deque[_Step] = deque()  # selected and not observed yet
         self._told_ns: int | None = None
         self._last_arm, self._same_arm = OFF, 0  # of the last steps, and how many these are
-        self._trust = [1.0] * len(self._replays)  # by proposer: tokens that were counted, by those that were accepted
         self._timed: set[Arm] = set()
         self._acceptance = [Acceptance(max_draft_tokens) for _ in self._replays]
+        self._counted = [1.0] * len(self._replays)  # tokens of steps in the last contest, by what acceptance says
         self._replay_ns, self._replay_at_ns = 10**9, 0
         self._num_steps = self._idle = 0
         self._unsettled_s = 0.0
-        self._is_end, self._slot_S = False, np.zeros(0, dtype=np.int64)  # no sequence waits; those that were seen last
+        self._is_end, self._slot_S = (
+            False,
+            np.zeros(0, dtype=np.int64),
+        )  # nobody waits; who drafted last
         # by proposer that cannot be replayed: when it is tried whatever is known of it, and the pause after that
         first = FIRST_OTHER if any(self._replays) else FIRST_ALONE
         self._next_turn, self._pause = [first] * len(self._replays), [OTHER_PAUSE] * len(self._replays)
@@ -208,10 +218,11 @@ class MeasuredDrafts:
                 self._prefill.add(window, seconds, facts.num_prefill, num)
             window.add(seconds, facts.num_prefill, tokens, drafts / num)
         if off_s is not None:
-            share = self._unsettled_s / seconds
+            share = self._unsettled_s / seconds  # this step stands for those before it
             if facts.num_prefill and not prefill_s:
                 share = 0.0  # what the prompts took of it is not known yet
-            self._settle(contest, arm, own_s * share, (1.0 if arm == OFF else self._slow()) * tokens * share, off_s)
+            counted = tokens if arm == OFF else tokens * self._slow()
+            self._settle(contest, arm, own_s * share, counted * share, off_s)
         self._go_on(contest, now_ns)
 
     def _learn(self, contest: Contest, arm: Arm, verdict: Verdict, num_sequences: int, cost: float) -> None:
@@ -257,8 +268,8 @@ class MeasuredDrafts:
         """End a contest, or begin one."""
         if contest.challenger is not None:
             has_to_end = contest.active != OFF and not self._account.can_go_on
-            if contest.judge(self._prefill.token_s, has_to_end, self._yields, self._slow()):
-                self._calibrate(contest)
+            if contest.judge(self._prefill.token_s, has_to_end, self._is_end, self._yields, self._slow()):
+                self._count_tokens(contest)
             return
         is_on = contest.incumbent != OFF
         if is_on and contest.lost_steps > contest.alarm:
@@ -267,7 +278,7 @@ class MeasuredDrafts:
             return
         if contest.steps % (ON_LOOK if is_on else OFF_LOOK) or (is_on and self._same_arm < ON_LOOK):
             return
-        if is_on and self._doubts(contest):
+        if is_on and self._is_check(contest):
             return
         if not is_on:
             if self._num_steps < FIRST_STEPS:
@@ -275,24 +286,24 @@ class MeasuredDrafts:
             self._replay(now_ns)
         self._challenge(contest)
 
-    def _calibrate(self, contest: Contest) -> None:
-        """After a contest: tokens that were counted, by those that are accepted."""
+    def _count_tokens(self, contest: Contest) -> None:
+        """After a contest: what its steps yielded, at the depths that sequences have, by what acceptance says."""
         for arm in range(len(self._replays)):
             rate = contest.rate(arm, self._prefill.token_s)
             if rate is not None and rate.weight >= LEAST_WEIGHT:
-                self._trust[arm] = rate.tokens / self._yields(arm)
+                self._counted[arm] = rate.tokens / self._yields(arm)
 
-    def _doubts(self, contest: Contest) -> bool:
-        """Measure plain steps where drafts seem slower, or once in a while."""
+    def _is_check(self, contest: Contest) -> bool:
+        """Measure plain steps once in a while. Whether there is nothing else to begin."""
         prefill_s = self._prefill.token_s
         rate, off_s = contest.rate(contest.incumbent, prefill_s), contest.off_s(prefill_s)
         if rate is None or rate.weight < LEAST_WEIGHT:
             return True
-        ratio = 0.0 if off_s is None else self._slow() * off_s / rate.token_s
-        is_late = contest.is_due(OFF, FIRST_CHECK) and ratio < WIDE
-        if is_late:
+        is_far = off_s is not None and self._slow() * off_s >= WIDE * rate.token_s
+        is_time = contest.is_due(OFF, FIRST_CHECK) and not is_far
+        if is_time:
             contest.begin(OFF, prefill_s)
-        return is_late
+        return is_time
 
     def _challenge(self, contest: Contest) -> None:
         """Begin a contest with the arm that is expected to be the fastest, if that is faster than the incumbent, or if
@@ -325,19 +336,18 @@ class MeasuredDrafts:
             contest.begin(best, self._prefill.token_s)
 
     def _expected(self, contest: Contest, arm: Arm) -> float:
-        """How many times as fast as plain steps: tokens as accepted recently, in the time measured of this arm."""
+        """How many times as fast as plain steps: tokens as accepted recently, in the time measured of this arm, or by
+        what a draft may cost."""
         if arm == OFF:
             return 1.0
-        slowdown, acceptance = contest.slowdown(arm, self._prefill.token_s), self._acceptance[arm]
+        prefill_s = self._prefill.token_s
+        slowdown = contest.slowdown(arm, prefill_s)
         if slowdown is not None:
-            return self._slow() * self._trust[arm] * acceptance.tokens / slowdown
-        cost, off_s = (
-            UNKNOWN_COST * max(1.0 - self._num_steps / UNKNOWN_STEPS, 0.0),
-            contest.off_s(self._prefill.token_s),
-        )
-        if off_s is not None and self._prefill.token_s:
-            cost = max(self._prefill.token_s * contest._num_sequences / off_s, cost * 0.0)
-        return self._slow() * acceptance.speed(cost)
+            return self._slow() * self._counted[arm] * self._yields(arm) / slowdown
+        off_s, cost = contest.off_s(prefill_s), UNKNOWN_COST * max(1.0 - self._num_steps / UNKNOWN_STEPS, 0.0)
+        if off_s is not None and prefill_s:
+            cost = prefill_s * self._num / off_s
+        return self._slow() * self._acceptance[arm].speed(cost)
 
     def _yields(self, arm: Arm) -> float:
         """Tokens a step, as accepted recently."""

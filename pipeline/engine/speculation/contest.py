@@ -16,7 +16,8 @@ CLEAR = (0.9, 1.25)  # the incumbent is not asked again outside of these ratios
 LEAST_WEIGHT, MOST_WEIGHT = 4.0, 12.0  # steps that are counted of a challenger
 MOST_ERROR = 0.04  # relative, until which more are counted
 CERTAIN = 3.0  # a ratio that is so many errors away from 1 is believed before
-MOST_STEPS, END_STEPS = 48, 24  # of a challenger, counted or not
+MOST_STEPS = 48  # of a challenger, counted or not;
+END_STEPS = 24  # at a job's end, where rows whose drafts fell by chance keep it waiting
 WIDE = 1.3  # plain steps that lose by so much are not measured again soon
 FIRST_PAUSE, MOST_PAUSE = 256, 8192  # steps until the next turn
 ALARM = 4.0  # plain steps that drafts may lose before plain ones are measured again, twice as many after a false alarm
@@ -84,10 +85,6 @@ class Contest:
         window = self._windows.get(arm)
         return None if window is None else window.rate(prefill_s)
 
-    def is_known(self, arm: Arm) -> bool:
-        """Whether steps of the arm were timed at this size."""
-        return arm in self._windows and len(self._windows[arm]) > 0
-
     def off_s(self, prefill_s: float) -> float | None:
         """What a plain step takes here; None: nothing is known."""
         rate = self.rate(OFF, prefill_s)
@@ -104,7 +101,15 @@ class Contest:
         if rate is not None and rate.weight >= LEAST_WEIGHT:
             off_s = self.off_s(prefill_s)
             return None if off_s is None else rate.step_s / off_s
-        return None if self._parent is None else self._parent.slowdown(arm, prefill_s)
+        if self._parent is None:
+            return None
+        slowdown = self._parent.slowdown(arm, prefill_s)
+        if slowdown is None or self._num_sequences >= self._parent._num_sequences:
+            return slowdown
+        # Among fewer sequences each adds as much to a step by its drafts.
+        off, larger_s = self.rate(OFF, prefill_s), self._parent.off_s(prefill_s)
+        slower = 1.0 if off is None or off.weight < LEAST_WEIGHT or larger_s is None else larger_s / off.step_s
+        return 1.0 + (slowdown - 1.0) * slower * self._num_sequences / self._parent._num_sequences
 
     def measured_slowdown(self, arm: Arm) -> float | None:
         """The same as the last contest with plain steps found it: both were timed then, at one speed of the machine."""
@@ -123,12 +128,12 @@ class Contest:
         self.challenger, self._begun_at, self._num_at_begin = challenger, self.steps, self._num_sequences
         self.window(challenger).clear()
 
-    def judge(self, prefill_s: float, has_to_end: bool, yields: Yields, slow: float = 1.0) -> bool:
-        """After a step of the one that is active: whether the contest is over. slow: of tokens with drafts, what share
-        counts."""
+    def judge(self, prefill_s: float, has_to_end: bool, is_end: bool, yields: Yields, slow: float) -> bool:
+        """After a step of the one that is active: whether the contest is over. is_end: of the job, as far as is known.
+        slow: of tokens with drafts, what share counts."""
         assert self.challenger is not None
         rate = self.rate(self.active, prefill_s)
-        is_late = has_to_end or self.steps - self._begun_at >= (MOST_STEPS if slow == 1.0 else END_STEPS)
+        is_late = has_to_end or self.steps - self._begun_at >= (END_STEPS if is_end else MOST_STEPS)
         is_other_size = not 1.0 / OTHER_SIZE < self._num_sequences / self._num_at_begin < OTHER_SIZE
         if is_other_size or rate is None or rate.weight < LEAST_WEIGHT:
             if is_late or is_other_size:  # nobody won

@@ -10,7 +10,15 @@ from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome, Verdict
 from pipeline.engine.drafts.replay import replay
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.speculation.arms import OFF
-from pipeline.engine.speculation.bandit import EARLY_REPLAY_SHARE, EARLY_STEPS, FIRST_STEPS, MeasuredDrafts
+from pipeline.engine.speculation.bandit import (
+    EARLY_REPLAY_SHARE,
+    EARLY_STEPS,
+    FIRST_DEPTH,
+    FIRST_STEPS,
+    WARM_UP,
+    MeasuredDrafts,
+)
+from pipeline.engine.speculation.contest import ALARM
 from pipeline.engine.speculation.record import SpeculationCounts
 from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
@@ -24,22 +32,29 @@ class Driven:
     def __init__(self, accepted: int = K, drafted_s: float = 0.012, plain_s: float = 0.01, in_flight: int = 0) -> None:
         self.now_ns, self.accepted, self.in_flight = 0, accepted, in_flight
         self.drafted_s, self.plain_s = drafted_s, plain_s
-        self.policy = MeasuredDrafts([lambda: np.full(8, self.accepted)], K, clock=lambda: self.now_ns)
+        self.policy = MeasuredDrafts(
+            [lambda: (np.arange(8), self.accepted_of(np.arange(8)))], K, clock=lambda: self.now_ns
+        )
         for slot in range(8):
             self.policy.admitted(slot)
         self.waiting: list[tuple[StepOutcome, float]] = []
+        self.accepted_S: np.ndarray | None = None  # by slot, else all alike
+        self.num_waiting = 1
         self.drafted: list[np.ndarray] = []
+
+    def accepted_of(self, slot_S: np.ndarray) -> np.ndarray:
+        return np.full(len(slot_S), self.accepted) if self.accepted_S is None else self.accepted_S[slot_S]
 
     def step(self, num: int = 8, room: int = 1000, num_prefill: int = 0, seconds: float = 0.0) -> bool:
         """Whether it drafted."""
-        facts, slot_S = StepFacts(num, num_prefill, room, num_waiting=1), np.arange(num)
+        facts, slot_S = StepFacts(num, num_prefill, room, self.num_waiting), np.arange(num)
         number, verdict = self.policy.select(facts), None
         if number is not None:
             offer = Offer(slot_S, np.full(num, K), np.full(num, 7), np.zeros((num, 0), dtype=np.int64))
             count_S = self.policy.depths(facts, offer)
             some = np.flatnonzero(count_S)
             if len(some):
-                verdict = Verdict(slot_S[some], count_S[some], np.minimum(count_S[some], self.accepted))
+                verdict = Verdict(slot_S[some], count_S[some], np.minimum(count_S[some], self.accepted_of(some)))
             self.drafted.append(count_S)
         generated = num + (0 if verdict is None else int(verdict.accepted_D.sum()))
         took_s = seconds or (self.drafted_s if verdict is not None else self.plain_s)
@@ -82,23 +97,74 @@ def test_it_stops_when_drafts_do_not_pay_any_more_and_begins_again() -> None:
     assert driven.share(100) > 0.8
 
 
-def test_drafts_that_have_cost_more_than_the_account_had_are_measured_soon() -> None:
-    """Just slower than plain steps, and plain steps lost not long ago."""
+def test_drafts_that_lose_a_little_in_every_step_are_noticed() -> None:
+    """Each loses the half of a plain step, soon after they were faster."""
+    driven = Driven(drafted_s=0.042)
+    driven.share(FIRST_STEPS + 60)
+    assert driven.share(20) == 1.0
+    driven.drafted_s = 0.055
+    steps = next(n for n in range(200) if not driven.step())
+    assert steps == pytest.approx(ALARM / 0.5, abs=2)
+    driven.share(100)
+    assert driven.share(100) < 0.1
+
+
+def test_a_single_slow_step_is_no_reason_to_doubt() -> None:
+    driven = Driven(drafted_s=0.03)
+    driven.share(FIRST_STEPS + 60)
+    for _ in range(20):
+        assert driven.step(seconds=0.3 if _ % 10 == 5 else 0.03)
+
+
+def test_few_drafts_are_made_until_steps_with_them_were_timed() -> None:
     driven = Driven()
-    driven.share(FIRST_STEPS + 140)
-    driven.drafted_s, driven.policy._account.balance_s = 0.055, -1.0
-    assert driven.share(110) < 1.0
+    driven.share(FIRST_STEPS + 40)
+    depths = [int(each.max()) for each in driven.drafted]
+    assert depths[:WARM_UP] == [FIRST_DEPTH] * WARM_UP
+    assert set(depths[WARM_UP + 1 :]) == {K}
+
+
+def test_steps_beside_prompts_of_unknown_price_are_not_charged() -> None:
+    """The first prompts beside decoding come with the first drafts, and take ten times as long as a plain step."""
+    driven = Driven()
+    while driven.policy._contest.challenger is None:
+        driven.step()
+    assert driven.step(num_prefill=300, seconds=0.1)
+    assert driven.policy._account.balance_s > 0.0
+    assert driven.share(100) > 0.9
+
+
+def test_drafts_as_dear_as_prompts_say_are_not_tried() -> None:
+    """Of three tokens a step. Drafts of all cost as many prompt tokens: more than a plain step, or a twentieth."""
+    shares = []
+    for token_s in (1.5e-3, 6e-5):
+        driven = Driven(accepted=2, drafted_s=0.01 + 8 * K * token_s)
+        for n in range(FIRST_STEPS + 100):
+            num_prefill = 40 if n % 4 == 0 else 0
+            drafts = driven.policy._contests and driven.policy._contest.active != OFF
+            driven.step(num_prefill=num_prefill, seconds=(driven.drafted_s if drafts else 0.01) + token_s * num_prefill)
+        shares.append(len(driven.drafted))
+    assert shares[0] == 0 < shares[1]
+
+
+def test_rows_that_are_slow_for_good_decide_once_no_row_waits() -> None:
+    """Half of them get nothing from drafts, the others four tokens, and a step with drafts takes twice as long."""
+    for num_waiting, expected in ((1, 1.0), (0, 0.0)):
+        driven = Driven(accepted=K, drafted_s=0.02)
+        driven.accepted_S, driven.num_waiting = np.repeat([0, K], 4), num_waiting
+        driven.share(FIRST_STEPS + 60)
+        assert driven.share(40) == expected
 
 
 def test_replays_are_paid_for_by_what_they_take() -> None:
     driven = Driven(accepted=0, plain_s=0.004)
     taken = []
 
-    def replay() -> np.ndarray:
+    def replay() -> tuple[np.ndarray, np.ndarray]:
         took_ns = 8_000_000 if taken else 1_000_000
         driven.now_ns += took_ns
         taken.append(took_ns)
-        return np.zeros(8, dtype=np.int64)
+        return np.arange(8), np.zeros(8, dtype=np.int64)
 
     driven.policy._replays = (replay,)
     driven.share(EARLY_STEPS)
