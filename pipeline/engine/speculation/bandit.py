@@ -182,11 +182,13 @@ class MeasuredDrafts:
         contest.looked(num, self._num_steps)
         rate = contest.rate(arm, prefill_s)
         off_s = rate.step_s if arm == OFF and rate and rate.weight >= LEAST_WEIGHT else contest.off_s(prefill_s)
-        if verdict is not None:
+        is_passed = arm != OFF and self._same_arm > SETTLED and contest.challenger is None
+        is_passed = is_passed and contest.steps % DRAFTED_EVERY > 0
+        if verdict is not None and not is_passed:
             self._learn(contest, arm, verdict, num, UNKNOWN_DRAFT if rate is None else rate.draft_cost(off_s))
         tokens, drafts = outcome.num_generated / num, 0 if verdict is None else int(verdict.drafted_D.sum())
         self._is_end = facts.num_waiting == 0 and num > 1
-        if slot_S is not None:
+        if slot_S is not None and not is_passed:
             self._slot_S = slot_S
             self._rows.asked(slot_S, verdict)
         own_s = max(seconds - prefill_s * facts.num_prefill, 0.0)
@@ -209,7 +211,7 @@ class MeasuredDrafts:
             plain_s = off_s if slowdown is None else own_s / slowdown
             self._count(contest, outcome.num_generated, verdict, num, own_s, plain_s)
         self._unsettled_s += seconds
-        if arm != OFF and self._same_arm > SETTLED and contest.challenger is None and contest.steps % DRAFTED_EVERY:
+        if is_passed:
             return
         if self._same_arm >= WARM_UP:
             window = contest.window(arm)
