@@ -285,7 +285,7 @@ def test_contests_at_a_jobs_end_are_shorter() -> None:
             contest.window(contest.active).add(
                 1.0 + 0.2 * rng.standard_normal(), 0, tokens, float(contest.active != OFF)
             )
-            over = contest.judge(0.0, has_to_end=False, is_end=is_end, yields=lambda arm: 1.3, slow=slow)
+            over = contest.judge(0.0, has_to_end=False, is_end=is_end, yields=lambda arm: 2.6, slow=slow)
         ends.append(contest.steps)
         winners.append(contest.incumbent)
     assert END_STEPS <= ends[1] < ends[0]
