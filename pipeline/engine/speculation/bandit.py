@@ -230,7 +230,7 @@ class MeasuredDrafts:
     def _learn(self, contest: Contest, arm: Arm, verdict: Verdict, num_sequences: int, cost: float) -> None:
         """cost: of a draft, in tokens."""
         self._rows.observe(verdict, cost)
-        if contest.challenger is not None or self._num_steps % ACCEPTANCE_EVERY == 0:  # it takes some 15 us
+        if contest.challenger is not None or contest.steps % ACCEPTANCE_EVERY == 0:  # it takes some 15 us
             num_without = num_sequences - len(verdict.slot_D)
             self._acceptance[arm].observe(verdict.drafted_D, verdict.accepted_D, num_without)
 

@@ -196,6 +196,18 @@ def test_a_size_that_was_not_seen_begins_with_the_arm_of_the_last_one() -> None:
     assert driven.share(20, num=1) == 1.0
 
 
+@pytest.mark.parametrize("steps_before", [1, 2])
+def test_what_is_accepted_is_followed_where_drafts_are_settled(steps_before: int) -> None:
+    driven = Driven()
+    driven.share(steps_before, num=2)
+    driven.share(200)
+    assert driven.policy._acceptance[0].tokens == pytest.approx(1 + K, abs=0.1)
+    driven.accepted = 1
+    driven.share(600)
+    assert driven.share(8) == 1.0
+    assert driven.policy._acceptance[0].tokens == pytest.approx(2.0, abs=0.2)
+
+
 def test_a_batch_that_lacks_a_sequence_is_of_the_same_size() -> None:
     driven = Driven()
     for n in range(40):
