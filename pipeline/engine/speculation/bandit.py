@@ -61,9 +61,7 @@ EARLY_REPLAY_SHARE, REPLAY_SHARE = 0.03, 0.002
 
 # As long as no step with drafts was timed
 FIRST_DEPTH = 2  # drafts of a sequence
-UNKNOWN_COST = (
-    0.25  # share of a plain step that a draft takes where no prompts were timed either, ever less of it until
-)
+UNKNOWN_COST = 0.25  # share of a plain step that a draft takes, where no prompts were timed either; ever less until
 UNKNOWN_STEPS = 512  # steps, by when more text is known to draft from
 UNKNOWN_DRAFT = 0.3  # tokens that come in the time of a draft
 
@@ -96,10 +94,8 @@ class MeasuredDrafts:
         self._replay_ns, self._replay_at_ns = 10**9, 0
         self._num_steps = self._idle = 0
         self._unsettled_s = 0.0
-        self._is_end, self._slot_S = (
-            False,
-            np.zeros(0, dtype=np.int64),
-        )  # nobody waits; who drafted last
+        self._is_end = False  # no sequence waits to be admitted
+        self._slot_S = np.zeros(0, dtype=np.int64)  # those who were asked for drafts, or replayed, last
         # by proposer that cannot be replayed: when it is tried whatever is known of it, and the pause after that
         first = FIRST_OTHER if any(self._replays) else FIRST_ALONE
         self._next_turn, self._pause = [first] * len(self._replays), [OTHER_PAUSE] * len(self._replays)
@@ -182,8 +178,8 @@ class MeasuredDrafts:
         contest.looked(num, self._num_steps)
         rate = contest.rate(arm, prefill_s)
         off_s = rate.step_s if arm == OFF and rate and rate.weight >= LEAST_WEIGHT else contest.off_s(prefill_s)
-        is_passed = arm != OFF and self._same_arm > SETTLED and contest.challenger is None
-        is_passed = is_passed and contest.steps % DRAFTED_EVERY > 0
+        is_settled = arm != OFF and self._same_arm > SETTLED and contest.challenger is None
+        is_passed = is_settled and contest.steps % DRAFTED_EVERY > 0
         if verdict is not None and not is_passed:
             self._learn(contest, arm, verdict, num, UNKNOWN_DRAFT if rate is None else rate.draft_cost(off_s))
         tokens, drafts = outcome.num_generated / num, 0 if verdict is None else int(verdict.drafted_D.sum())
