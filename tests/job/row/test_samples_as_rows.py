@@ -2,11 +2,6 @@
 that counts, moves or replaces rows."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -36,10 +31,10 @@ from pipeline.job.running.sample import read_sample
 from pipeline.report.render import text
 from tests.job.actor.test_units import unit_of
 from tests.job.conftest import TEXTS, run, runs, success
+from tests.job.drive import drive_and_kill
 from tests.job.fake_engine import text_of
 from tests.job.row.test_several_samples import samples_of
 
-ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("without_ray")
 SAMPLING = {"max_tokens": 6, "temperature": 1.0, "n": 3}
 SAMPLED = ("generated_text", "finish_reason", "logprobs")
@@ -184,13 +179,7 @@ def test_samples_kept_of_a_try_and_of_a_run_that_is_killed_are_there_once(rows):
     assert all(row.prompt == f"Say {texts[row.source_row]}" for row in tried)
     assert _shown(tried[1]).startswith(f"f0.parquet, row {tried[0].source_row}, sample 1: ")
     rows.config()
-    command = [sys.executable, "-m", "tests.job.drive", str(rows.folder / "job.yaml")]
-    driver = subprocess.Popen(command, cwd=ROOT, env=os.environ, start_new_session=True)
-    while len(rows.parts()) < 2:
-        assert driver.poll() is None
-        time.sleep(0.02)
-    driver.send_signal(signal.SIGKILL)
-    driver.wait()
+    drive_and_kill(rows.folder / "job.yaml", rows.parts)
     killed = report_of(PartStore(str(rows.output))).rows
     assert 0 < killed.written < 30
     assert killed.output == rows.table().num_rows == 3 * killed.written

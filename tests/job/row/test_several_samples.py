@@ -1,13 +1,7 @@
 """Jobs with several completions a row (`sampling.n`): their columns, their counts, and runs that are stopped."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,9 +22,9 @@ from pipeline.job.running.run import run_job
 from pipeline.job.running.sample import SampleRow
 from pipeline.tokenization.tokenizer import Tokenizer
 from tests.job.conftest import TEXTS, run, runs, success
+from tests.job.drive import drive_and_kill
 from tests.job.fake_engine import answer, text_of
 
-ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("without_ray")
 SAMPLING = {"max_tokens": 6, "temperature": 1.0, "n": 3}
 
@@ -177,13 +171,7 @@ def test_a_driver_killed_in_the_middle_is_gone_on_with(job):
     job.settings["run"] |= {"window_rows": 100, "unit_rows": 4}  # one window, so without Ray
     job.fake(step_s=0.02)
     job.config(sampling=SAMPLING)
-    command = [sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml")]
-    driver = subprocess.Popen(command, cwd=ROOT, env=os.environ, start_new_session=True)
-    while len(job.parts()) < 2:
-        assert driver.poll() is None
-        time.sleep(0.02)
-    driver.send_signal(signal.SIGKILL)
-    driver.wait()
+    drive_and_kill(job.folder / "job.yaml", job.parts)
     assert not (job.output / "_SUCCESS").exists()
     run(job, sampling=SAMPLING, run={"window_rows": 100, "unit_rows": 4})
     check(job, TEXTS)
