@@ -59,8 +59,8 @@ MOST_REPLAY = 8  # times the quickest replay that one is counted as: the machine
 EARLY_STEPS = 192  # in which more is spent on replays: a short job gains by the first contests
 EARLY_REPLAY_SHARE, REPLAY_SHARE = 0.03, 0.002
 
-# As long as no step with drafts was timed
-FIRST_DEPTH = 2  # drafts of a sequence
+# As long as steps with drafts were not timed
+FIRST_DEPTH = 2  # drafts of a sequence: one that costs a lot is noticed before there are many
 UNKNOWN_COST = 0.25  # share of a plain step that a draft takes, where no prompts were timed either; ever less until
 UNKNOWN_STEPS = 512  # steps, by when more text is known to draft from
 UNKNOWN_DRAFT = 0.3  # tokens that come in the time of a draft
@@ -209,9 +209,10 @@ class MeasuredDrafts:
         self._unsettled_s += seconds
         if is_passed:
             return
+        if self._same_arm >= WARM_UP - 1:
+            self._timed.add(arm)
         if self._same_arm >= WARM_UP:
             window = contest.window(arm)
-            self._timed.add(arm)
             if len(window):
                 self._prefill.add(window, seconds, facts.num_prefill, num)
             window.add(seconds, facts.num_prefill, tokens, drafts / num)
@@ -362,6 +363,7 @@ class MeasuredDrafts:
                     self._slot_S = self._rows.replayed(slot_O, accepted_O)
                     acceptance.replayed(slot_O, accepted_O)
         now_after_ns = self._clock()
+        self.paused(now_after_ns - now_ns)  # has a share of all time, and is not to be charged to the next step
         self._replay_ns = min(self._replay_ns, now_after_ns - now_ns)  # the quickest
         price_ns = min(now_after_ns - now_ns, MOST_REPLAY * self._replay_ns)
         share = EARLY_REPLAY_SHARE if self._num_steps < EARLY_STEPS else REPLAY_SHARE

@@ -121,7 +121,7 @@ def test_few_drafts_are_made_until_steps_with_them_were_timed() -> None:
     driven.share(FIRST_STEPS + 40)
     depths = [int(each.max()) for each in driven.drafted]
     assert depths[:WARM_UP] == [FIRST_DEPTH] * WARM_UP
-    assert set(depths[WARM_UP + 1 :]) == {K}
+    assert set(depths[WARM_UP:]) == {K}, "no step that is compared has fewer than the next ones"
 
 
 def test_steps_beside_prompts_of_unknown_price_are_not_charged() -> None:
@@ -169,6 +169,19 @@ def test_replays_are_paid_for_by_what_they_take() -> None:
     driven.policy._replays = (replay,)
     driven.share(EARLY_STEPS)
     assert 0 < sum(taken) < 1.5 * EARLY_REPLAY_SHARE * driven.now_ns
+
+
+def test_a_replay_is_not_charged_to_the_drafts_that_follow_it() -> None:
+    """It takes ten plain steps here, as it has much to look up: more than is granted."""
+    driven = Driven(drafted_s=0.02)
+
+    def replay() -> tuple[np.ndarray, np.ndarray]:
+        driven.now_ns += 100_000_000
+        return np.arange(8), driven.accepted_of(np.arange(8))
+
+    driven.policy._replays = (replay,)
+    driven.share(FIRST_STEPS + 20)
+    assert driven.share(20) == 1.0
 
 
 def test_a_full_step_is_plain_and_says_nothing_of_plain_steps() -> None:
