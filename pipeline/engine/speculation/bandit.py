@@ -29,7 +29,7 @@ from pipeline.engine.speculation.arms import OFF, Arm, bucket_of
 from pipeline.engine.speculation.contest import LEAST_WEIGHT, MARGIN, WIDE, Contest
 from pipeline.engine.speculation.record import SpeculationCounts
 from pipeline.engine.speculation.row_depth import RowDepths
-from pipeline.engine.speculation.step_time import PrefillCost
+from pipeline.engine.speculation.step_time import PrefillCost, Rate
 
 # Steps
 WARM_UP = 3  # after a change of arms, which say nothing: caches are cold, proposers catch up
@@ -187,25 +187,11 @@ class MeasuredDrafts:
         if slot_S is not None and not is_passed:
             self._slot_S = slot_S
             self._rows.asked(slot_S, verdict)
-        own_s = max(seconds - prefill_s * facts.num_prefill, 0.0)
-        usual = rate or contest.rate(contest.incumbent, prefill_s)
-        if usual is not None:
-            if own_s > IDLE * usual.step_s:  # nobody asked the engine for anything, or it did something else
-                self._idle += 1
-                if self._idle == IDLE_STEPS:  # no, steps take that long now
-                    contest.forget(arm)
-                self._counts.plain[num] += 1
-                return
-            self._idle = 0
-            own_s = min(own_s, (WILD if rate else IDLE) * usual.step_s)
-        if contest.incumbent != OFF:
-            self._counts.of(num).on_steps += 1
-        if verdict is None:
+        own_s = self._own_time(contest, arm, rate, seconds - prefill_s * facts.num_prefill)
+        if own_s is None:
             self._counts.plain[num] += 1
-        else:
-            slowdown = None if arm == OFF else contest.measured_slowdown(arm)
-            plain_s = off_s if slowdown is None else own_s / slowdown
-            self._count(contest, outcome.num_generated, verdict, num, own_s, plain_s)
+            return
+        self._count(contest, arm, outcome, own_s, off_s)
         self._unsettled_s += seconds
         if is_passed:
             return
@@ -245,19 +231,38 @@ class MeasuredDrafts:
             contest.lost_steps = max(contest.lost_steps + min(lost_s / off_s, MOST_LOST), 0.0)
         self._unsettled_s = 0.0
 
-    def _count(
-        self, contest: Contest, num_generated: int, verdict: Verdict, num: int, own_s: float, plain_s: float | None
-    ) -> None:
-        """A step with drafts. plain_s: of a plain step at the speed that the machine has now."""
+    def _own_time(self, contest: Contest, arm: Arm, rate: Rate | None, own_s: float) -> float | None:
+        """Of a step, own_s without its prompts, what is the arm's; None where the engine seems to have been idle."""
+        usual = rate or contest.rate(contest.incumbent, self._prefill.token_s)
+        if usual is None:
+            return max(own_s, 0.0)
+        if own_s > IDLE * usual.step_s:  # nobody asked the engine for anything, or it did something else
+            self._idle += 1
+            if self._idle == IDLE_STEPS:  # no, steps take that long now
+                contest.forget(arm)
+            return None
+        self._idle = 0
+        return min(max(own_s, 0.0), (WILD if rate else IDLE) * usual.step_s)
+
+    def _count(self, contest: Contest, arm: Arm, outcome: StepOutcome, own_s: float, off_s: float | None) -> None:
+        """For the report. off_s: of a plain step, where no contest says how these compare."""
+        num, verdict = outcome.facts.num_sequences, outcome.verdict
+        if contest.incumbent != OFF:
+            self._counts.of(num).on_steps += 1
+        if verdict is None:
+            self._counts.plain[num] += 1
+            return
+        slowdown = contest.measured_slowdown(arm)
+        plain_s = off_s if slowdown is None else own_s / slowdown  # at the speed that the machine has now
         counts = self._counts.of(num)
         counts.drafted_steps += 1
         counts.probe_steps += contest.incumbent == OFF
         counts.drafted_sequences += num
-        counts.drafted_step_tokens += num_generated
+        counts.drafted_step_tokens += outcome.num_generated
         counts.draft_tokens += int(verdict.drafted_D.sum())
         counts.accepted_tokens += int(verdict.accepted_D.sum())
         counts.spent_us += round(own_s * 1e6)
-        counts.plain_us += round((own_s if plain_s is None else plain_s * num_generated / num) * 1e6)
+        counts.plain_us += round((own_s if plain_s is None else plain_s * outcome.num_generated / num) * 1e6)
 
     def _slow(self) -> float:
         """Of tokens with drafts, what share counts: once no sequence waits, those of slow ones do."""
