@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import asdict
 from itertools import islice
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,14 @@ from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.forward.scoring import Piece, ReservedBlocks, prompt_logits
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
-from pipeline.engine.reading.calls import ReadingCalls, Text
+from pipeline.engine.reading.calls import ReadingCalls, Text, given_ids
 from pipeline.engine.reading.sequences import prompt_reader, sequence_of, why_refused
 from pipeline.engine.reasoning.request_reasoning import RequestReasoning
 from pipeline.engine.samples import Group, sample_seed
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.sequence import Call, Sequence, SlotTable
+from pipeline.engine.schedule.sequence import Call, Sequence, SlotTable, token_array
 from pipeline.engine.startup.build import build
 from pipeline.engine.startup.speculation import make_drafting
 from pipeline.engine.stats import EngineStats
@@ -155,7 +156,7 @@ class Engine(ReadingCalls):
         if request.task is not None:
             self._order += 1
             return [sequence_of(request, first, call, queued_us, self.runner)]
-        token_ids = np.array(request.prompt_token_ids, dtype=np.int32)
+        token_ids = token_array(request.prompt_token_ids)
         self._order += n
         if n == 1:
             return [Sequence(request, token_ids, first, seed, call, queued_us=queued_us)]
@@ -184,7 +185,7 @@ class Engine(ReadingCalls):
         if outside.any():
             sequence.fail(
                 RowError.TOKEN_OUT_OF_VOCABULARY,
-                f"the prompt holds token {int(sequence.token_ids[outside][0])}; the model has "
+                f"the prompt holds token {sequence.request.prompt_token_ids[outside.argmax()]}; the model has "
                 f"{self.runner.vocab_size} (does the tokenizer belong to it?)",
             )
             return
@@ -287,9 +288,9 @@ class Engine(ReadingCalls):
         return self._completed([Request(row, prompt, own) for row, (prompt, own) in enumerate(zip(ids, each))])
 
     def _encoded(self, texts: Text | Items[Text]) -> list[list[int]]:
-        is_one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
+        is_one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], Integral))
         many: Any = [texts] if is_one else texts
-        return [self.tokenizer.encode(text) if isinstance(text, str) else list(text) for text in many]
+        return [self.tokenizer.encode(text) if isinstance(text, str) else given_ids(text) for text in many]
 
     def _completed(self, requests: Items[Request]) -> list[Completion]:
         done = {completion.row_id: completion for completion in self.stream(requests)}

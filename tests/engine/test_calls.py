@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -327,3 +328,21 @@ def test_a_runner_that_is_put_in_another_s_place_cleans_the_blocks() -> None:
     done = run(engine, [Request("bad", [1, 2, 77, 4, 5, 6], SamplingParams(max_tokens=6, ignore_eos=True))])
     assert done["bad"].error == "non_finite_logits"  # type: ignore[call-overload]
     assert (len(old.zeroed), len(new.zeroed)) == (0, 2)  # type: ignore[attr-defined]
+
+
+def test_token_ids_of_any_size_and_kind() -> None:
+    engine = hash_engine(200, 4, max_num_seqs=4)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    plain = engine.generate([[1, 5, 6]], params)[0]
+    given = (np.array([1, 5, 6]), torch.tensor([1, 5, 6]), np.array([1, 5, 6], dtype=np.uint8), (1, 5, 6))
+    for ids in given:
+        assert [c.token_ids for c in engine.generate([ids, ids], params)] == [plain.token_ids] * 2  # type: ignore[list-item]
+    assert engine.generate(np.array([1, 5, 6]), params)[0].token_ids == plain.token_ids  # type: ignore[arg-type]
+    for wrong in (2**31, 2**40, 2**80, -1, -(2**80)):
+        (completion,) = engine.generate([[1, wrong, 6]], params)
+        assert completion.error == "token_out_of_vocabulary"
+        assert f"holds token {wrong};" in completion.error_message
+    for nothing in ([1.5], [None], ["a"], [[1]], 7):
+        with pytest.raises(ConfigError, match="ids of its tokens"):
+            engine.generate([[1, 5], nothing], params)  # type: ignore[list-item]
+    check_empty(engine)

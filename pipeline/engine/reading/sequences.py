@@ -8,7 +8,7 @@ import numpy as np
 from pipeline.engine.params import Request
 from pipeline.engine.reading.label_tree import LabelReader, LabelTree
 from pipeline.engine.reading.readers import LogprobReader, PoolingReader
-from pipeline.engine.schedule.sequence import Call, Sequence
+from pipeline.engine.schedule.sequence import Call, Sequence, token_array
 from pipeline.engine.tasks import Choice, Classify, Embed, Score
 from pipeline.errors import RowError
 
@@ -55,7 +55,7 @@ def sequence_of(request: Request, order: int, call: Call, queued_us: int, model:
     ids, task = request.prompt_token_ids, request.task
     tree = _tree_of(task.labels) if isinstance(task, Choice) else None
     text = ids if tree is None else [*ids, *tree.continuations[0]]
-    sequence = Sequence(request, np.array(text, dtype=np.int32), order, 0, call, queued_us=queued_us)
+    sequence = Sequence(request, token_array(text), order, 0, call, queued_us=queued_us)
     if tree is not None:
         sequence.reader = LabelReader(tree, len(ids))
     elif isinstance(task, Score):

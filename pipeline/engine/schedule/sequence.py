@@ -10,6 +10,7 @@ A sequence that generates nothing (engine/reading/) is taken out by the step tha
 Suffixes: S sequences, B blocks, N any items.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -97,6 +98,15 @@ class Reader(Protocol):
         ...
 
     def result(self) -> TaskResult: ...
+
+
+def token_array(ids: Iterable[int]) -> np.ndarray:
+    """Token ids in int32. What has no place there becomes something that no vocabulary has either."""
+    ids = list(ids)
+    try:
+        return np.array(ids, dtype=np.int32)
+    except OverflowError:
+        return np.array([min(max(i, -1), np.iinfo(np.int32).max) for i in ids], dtype=np.int32)
 
 
 @dataclass(eq=False)

@@ -260,6 +260,7 @@ def test_what_cannot_be_read_is_an_error_row(folder: Path) -> None:
             ([1, 2], Choice(((1,), (999,))), "token_out_of_vocabulary", "a label holds token 999"),
             ([1, 2], Choice(((1,), (-3,))), "token_out_of_vocabulary", "a label holds token -3"),
             ([1, 999], Embed(), "token_out_of_vocabulary", "holds token 999"),
+            ([1, 2**40], Embed(), "token_out_of_vocabulary", f"holds token {2**40}"),
             ([1, 2], Classify(), "task_not_served", "no sequence classification head"),
             ([1, 2], Embed(dimensions=4096), "task_not_served", "dimensions = 4096"),
             (list(range(33)), Score(), "prompt_too_long", "at most 32 fit"),
