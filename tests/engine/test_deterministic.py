@@ -14,7 +14,7 @@ from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.params import Completion
 from pipeline.errors import ConfigError
-from tests.engine.proposers import Recorded
+from tests.engine.drafts.proposers import Recorded
 from tests.engine.test_gpu_kernels import replayed
 from tests.kernels.triton.problems import DEVICE, make_dots_ordered
 from tests.model_folders import Family, make_family

@@ -18,11 +18,11 @@ from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
+from tests.engine.drafts.test_draft_model import draft_with_itself
+from tests.engine.drafts.test_speculation import same
 from tests.engine.grammar.small_vocabulary import add_noise, text_engine
 from tests.engine.hash_runner import before_each_step
 from tests.engine.schedule.test_scheduler import run
-from tests.engine.test_draft_model import draft_with_itself
-from tests.engine.test_speculation import same
 
 NUM_SCHEMAS = 100
 PARAMS = ({}, {}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 9, "repetition_penalty": 1.2},

@@ -7,8 +7,8 @@ from pipeline import Request, SamplingParams
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.tasks import Choice, Score
+from tests.engine.drafts.test_draft_model import draft_with_itself
 from tests.engine.hash_runner import VOCAB, check_tokens, hash_engine, next_token
-from tests.engine.test_draft_model import draft_with_itself
 
 PARAMS = SamplingParams()
 

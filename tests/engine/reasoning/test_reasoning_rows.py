@@ -13,12 +13,12 @@ import pytest
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.errors import ConfigError
+from tests.engine.drafts.test_speculation import same
 from tests.engine.grammar import small_vocabulary
 from tests.engine.grammar.small_vocabulary import small_tokenizer, text_engine
 from tests.engine.grammar.test_grammar_rows import ngram, own_drafts
 from tests.engine.hash_runner import EOS
 from tests.engine.schedule.test_scheduler import run
-from tests.engine.test_speculation import same
 
 # The likeliest tokens of the model, so that some rows begin and end reasoning by themselves.
 _LIKELY = np.bincount(small_vocabulary._TABLE.argmax(dim=-1).numpy(), minlength=EOS)[:90].argsort()[::-1].tolist()

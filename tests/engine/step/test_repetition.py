@@ -9,10 +9,10 @@ from pipeline.engine.params import RepetitionDetectionParams, Request, SamplingP
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.step.repetition import repeats_itself
 from pipeline.errors import ConfigError
+from tests.engine.drafts.proposers import Recorded
+from tests.engine.drafts.test_draft_model import Fitful
 from tests.engine.hash_runner import EOS, expected_tokens, hash_engine
-from tests.engine.proposers import Recorded
 from tests.engine.schedule.test_scheduler import run
-from tests.engine.test_draft_model import Fitful
 
 
 def next_in_cycle(context: list[int], memory: int | None = None) -> int:

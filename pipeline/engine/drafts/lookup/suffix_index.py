@@ -33,10 +33,10 @@ class SuffixIndex:
     """Ends of runs of tokens, found by their hashes. A text is known by its salt; only its own runs are found in it."""
 
     def __init__(self, num_entries: int) -> None:
-        """num_entries: rounded up to a power of two; 4 bytes each, written to once here: a page of memory that is touched
-        first takes some microseconds, and hashes touch them all in the first few steps, which are timed."""
+        """num_entries: rounded up to a power of two; 4 bytes each, written to once here: the first touch of a page of
+        memory takes microseconds, and hashes touch all pages in the first steps with drafts, which are timed."""
         bits = max(int(num_entries - 1).bit_length(), 1)
-        self.end_E = np.full(1 << bits, 0, dtype=np.int32)  # zeros() would leave them to the first steps
+        self.end_E = np.full(1 << bits, 0, dtype=np.int32)  # np.zeros would leave them to the first use
         self._drop = np.uint64(64 - bits)
 
     @property

@@ -12,10 +12,10 @@ from pipeline.engine.drafts.policy import FixedDrafts, StepFacts, StepOutcome
 from pipeline.engine.drafts.replay import MOST_TOKENS, TELLING, replay
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.sequence import SlotTable
+from tests.engine.drafts.test_ngram import admit, append, leave
 from tests.engine.hash_runner import expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import run
 from tests.engine.step.test_in_flight_drafts import Waits
-from tests.engine.test_ngram import admit, append, leave
 
 K = 4
 

@@ -20,8 +20,8 @@ from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu.layer_loop import CompiledDecodeSteps
+from tests.engine.drafts.proposers import Certain, Recorded
 from tests.engine.hash_runner import EOS, VOCAB, expected_tokens, hash_engine
-from tests.engine.proposers import Certain, Recorded
 from tests.engine.schedule.test_scheduler import random_requests, run
 from tests.engine.step.test_out_of_memory import fail_where
 from tests.model_folders import Family, make_family

@@ -10,7 +10,7 @@ from pipeline.engine.drafts.lookup.copy_patterns import MOST_COPIES
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.lookup.suffix_index import MAX_MATCH, MIN_MATCH
 from pipeline.engine.schedule.sequence import SlotTable
-from tests.engine.test_ngram import admit, append, leave
+from tests.engine.drafts.test_ngram import admit, append, leave
 
 ON, BY, FOR, STOP = 901, 902, 903, 904  # what outputs say of their own
 DATE, WHO, FAULT, COLON, LINE = 911, 912, 913, 914, 915  # and prompts
