@@ -368,7 +368,8 @@ class MeasuredDrafts:
                     self._slot_S = self._rows.replayed(slot_O, accepted_O)
                     acceptance.replayed(slot_O, accepted_O)
         now_after_ns = self._clock()
-        self.paused(now_after_ns - now_ns)  # has a share of all time, and is not to be charged to the next step
+        if not self._steps:  # else a device has computed the next step meanwhile
+            self.paused(now_after_ns - now_ns)  # has a share of all time, and is not to be charged to the next step
         self._replay_ns = min(self._replay_ns, now_after_ns - now_ns)  # the quickest
         price_ns = min(now_after_ns - now_ns, MOST_REPLAY * self._replay_ns)
         share = EARLY_REPLAY_SHARE if self._num_steps < EARLY_STEPS else REPLAY_SHARE

@@ -184,6 +184,22 @@ def test_a_replay_is_not_charged_to_the_drafts_that_follow_it() -> None:
     assert driven.share(20) == 1.0
 
 
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_what_steps_take_is_told_without_replays_between_them(in_flight: int) -> None:
+    """One that runs while a device computes the next step is no time between steps."""
+    driven = Driven(accepted=0, in_flight=in_flight)
+
+    def replay() -> tuple[np.ndarray, np.ndarray]:
+        driven.now_ns += 2_000_000
+        return np.arange(8), np.zeros(8, dtype=np.int64)
+
+    driven.policy._replays = (replay,)
+    driven.share(EARLY_STEPS)
+    rate = driven.policy._contest.rate(OFF, 0.0)
+    assert rate is not None
+    assert (rate.step_s > 1.001 * driven.plain_s) == (in_flight > 0)
+
+
 def test_a_full_step_is_plain_and_says_nothing_of_plain_steps() -> None:
     driven = Driven()
     driven.share(100)
