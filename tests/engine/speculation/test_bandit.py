@@ -194,7 +194,7 @@ def test_what_steps_take_is_told_without_replays_between_them(in_flight: int) ->
         return np.arange(8), np.zeros(8, dtype=np.int64)
 
     driven.policy._replays = (replay,)
-    driven.share(FIRST_STEPS + 10)  # later steps are looked at one in some
+    driven.share(FIRST_STEPS + 20)  # later steps are looked at one in some
     rate = driven.policy._contest.rate(OFF, 0.0)
     assert rate is not None
     assert (rate.step_s > 1.001 * driven.plain_s) == (in_flight > 0)
