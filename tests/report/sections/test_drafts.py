@@ -81,7 +81,11 @@ def test_the_report_shows_it_and_reads_it_back() -> None:
 
 def test_columns_of_drafts_stand_below_their_headings_however_long_a_time_is() -> None:
     long = counts(
-        drafted_steps={6: 12_340}, drafted_sequences={6: 40}, drafted_step_tokens={6: 213}, plain_us={6: 1_278_360_000}
+        on_steps={6: 9000},
+        drafted_steps={6: 12_340},
+        drafted_sequences={6: 40},
+        drafted_step_tokens={6: 213},
+        plain_us={6: 1_278_360_000},
     )
     lines = text(report(run(STATS | long))).splitlines()
     head = next(number for number, line in enumerate(lines) if "Drafts by sequences" in line)
