@@ -7,8 +7,8 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from pipeline.cli.main import cli
+from tools.generated import ROOT, check_or_write
 
-ROOT = Path(__file__).parents[1]
 PLACE = "infra/kuberay"
 _CPU, _NIGHTLY = f"--config {PLACE}/cluster-cpu.yaml", f"--config {PLACE}/nightly.yaml --schedule '5 2 * * *'"
 COMMANDS = {
@@ -36,19 +36,5 @@ def files() -> dict[Path, str]:
     return made
 
 
-def stale() -> list[str]:
-    """The examples that are not as `pipeline render` writes them."""
-    return [
-        path.relative_to(ROOT).as_posix()
-        for path, text in files().items()
-        if not path.exists() or path.read_text(encoding="utf-8") != text
-    ]
-
-
 if __name__ == "__main__":
-    if "--check" in sys.argv[1:]:
-        if found := stale():
-            sys.exit(f"stale: {', '.join(found)}; run `python -m tools.manifests`")
-    else:
-        for path, text in files().items():
-            path.write_text(text, encoding="utf-8")
+    check_or_write(files(), "tools.manifests")

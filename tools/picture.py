@@ -112,7 +112,7 @@ def picture() -> str:
         *column(246, "windows", "read as a whole,", "the same in every run"),
         *windows(194),
         arrow(304, 336),
-        *column(396, "units", "alike prompts together,", "one unit, one part"),
+        *column(396, "units", "similar prompts together,", "one unit, one part"),
         *units(344),
         arrow(454, 486),
         *column(580, "engines", "each in a process of its own;", "started again after a crash"),

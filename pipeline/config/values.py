@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from pipeline.checkpoints.locate import EMBEDDED_MODELS
+
 _SWITCH = {"on": True, "yes": True, "off": False, "no": False}
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -108,6 +110,12 @@ def _no_login(path: str) -> str:
     return path
 
 
+def _embedded_exists(path: str) -> str:
+    if path.startswith("demo:") and path not in EMBEDDED_MODELS:
+        raise ValueError(f"no embedded model {path!r}: expected {', '.join(EMBEDDED_MODELS)}")
+    return path
+
+
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if names.count(name) > 1:
@@ -187,6 +195,7 @@ Duration = Annotated[
 # A local wall time in ISO form.
 Moment = Annotated[str, BeforeValidator(_moment), WithJsonSchema({"type": "string", "pattern": _MOMENT_PATTERN})]
 Place = Annotated[str, Field(min_length=1), AfterValidator(_no_login)]  # a path or an fsspec url
+ModelPlace = Annotated[Place, AfterValidator(_embedded_exists)]  # or a Hugging Face id, or an embedded model
 Column = Annotated[str, Field(min_length=1)]
 Columns = Annotated[
     tuple[Column, ...], BeforeValidator(_listed), AfterValidator(_distinct), WithJsonSchema(_COLUMNS_SCHEMA)

@@ -82,9 +82,9 @@ def text(report: RunReport) -> str:
         rows = [(*told, bar(share, 8)) for *told, share in length_rows(report)]
         lines += _columns(title, "    {:<16}{:>9}{:>14}{:>13}{:>13}{:>9}{:>12}  {}", rows)
     if drafts := draft_rows(report.speculated):
-        title = f"  Drafts by sequences at once{'steps':>9}{'with drafts':>14}{'tokens/step':>14}{'saved':>10}"
+        title = f"  Drafts by sequences at once{'steps':>7}{'with drafts':>13}{'tokens/step':>13}{'saved':>14}"
         rows = [(*told, bar(on, _NARROW)) for *told, on in drafts]
-        lines += [*_columns(title, "    {:<24}{:>8}{:>14}{:>14}{:>10}  {}", rows), f"    {DRAFTS_NOTE}."]
+        lines += [*_columns(title, "    {:<24}{:>8}{:>13}{:>13}{:>14}  {}", rows), f"    {DRAFTS_NOTE}."]
     if savings := saving_rows(report):
         title = f"  What was saved{'time':>22}{'USD':>12}"
         lines += _columns(title, "    {:<22}{:>10}{:>12}  {}", savings)

@@ -80,7 +80,7 @@ def draft_rows(speculated: Speculated | None) -> list[tuple[str, str, str, str, 
     of the steps in which drafting was on."""
     told = []
     for line in speculated.batches if speculated is not None else ():
-        steps, saved = line.plain_steps + line.drafted_steps, f"{line.saved_s:+.2f} s"
+        steps, saved = line.plain_steps + line.drafted_steps, f"{line.saved_s:+,.2f} s"
         tokens = f"{line.tokens_per_sequence_step:.2f}" if line.drafted_steps else ""
         told.append((line.batch, f"{steps:,}", f"{line.drafted_steps:,}", tokens, saved, line.on_steps / steps))
     return told

@@ -1,4 +1,4 @@
-"""What guards rows holds under `python -O` too, which leaves assertions out."""
+"""The checks that protect rows work under `python -O` too, which removes assertions."""
 
 import subprocess
 import sys

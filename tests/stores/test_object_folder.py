@@ -243,11 +243,13 @@ def test_fault_17_an_answer_lost_after_a_create_is_recognised_as_ours(faulty, st
 
 
 def test_fault_17_answers_lost_while_probing(faulty, store):
+    before = faulty.proxy.done["lost_put"]
     for tries in (1, 2, 3):
         faulty.proxy.add("lost_put", "probe", times=tries)
         store.folder.probe()
         faulty.proxy.add("lost_put", "probe", times=tries)
         store.folder.probe_swap()
+    assert faulty.proxy.done["lost_put"] - before == 2 * (1 + 2 + 3)
 
 
 def test_fault_17_a_part_of_another_writer_is_not_ours(store):

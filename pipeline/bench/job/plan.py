@@ -1,9 +1,9 @@
 """What a large job costs its driver beside the engines: time and memory, at growing sizes.
 
-The dataset is made for it: real Parquet files, each with a footer of its own, whose row groups claim as many rows
-as large files have but hold one value over and over. The parts are names and footers in memory: how fast a disk or a
-store lists and reads them is theirs. Executing is simulated: the summaries of all units, and what Ray keeps of their
-blocks, without Ray. Each figure comes from fresh processes (`plan_child`).
+The dataset is made for it: real Parquet files, each with a footer of its own, whose row groups have as many rows as
+those of large files, but one value in each column. The parts are names and footers in memory: the time that a disk or a
+store takes to list and read them is not in the figures. Executing is simulated: the summaries of all units, and what
+Ray keeps of their blocks, without Ray. Each figure comes from fresh processes (`plan_process`).
 """
 
 import io
@@ -66,13 +66,13 @@ class PlanBench:
     def to_text(self) -> str:
         lines = [
             "Planning: footers of all files read, schemas merged, windows cut, the job's fingerprint made.",
-            "Resuming: the names of the parts there read, the windows that are left told. No part is opened.",
+            "Resuming: the names of existing parts are read, and the windows that are left found. No part is opened.",
             "Executing: the driver's part of it, simulated: read tasks, what Ray keeps of blocks, units' summaries.",
-            "Verifying: the names again, and the footer of every part read and summed.",
+            "Verifying: the names are read again, and the footers of all parts are read and summed.",
             f"Files of {self.rows_per_file:,} rows in {ROW_GROUPS} row groups and {COLUMNS} columns, footers of "
             f"{self.footer_bytes:,} bytes, just written on a local disk (in the page cache).",
-            f"{self.parts_per_window} parts a window, for resuming nine windows of ten complete; names and footers are "
-            "made in memory, so a disk's or a store's own time is not in it.",
+            f"{self.parts_per_window} parts a window; before resuming, nine of ten windows are complete. Names and "
+            "footers are made in memory, so a disk's or a store's own time is not in it.",
             f"Median of {self.repeats} fresh processes each; memory: growth to the peak, imports left out.",
             facts_to_text(self.machine),
             "",

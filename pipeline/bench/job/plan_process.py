@@ -30,7 +30,7 @@ from pipeline.report.record.row_stats import LengthBucket, RowStats, Timing, lat
 from pipeline.stores.local_folder import LocalFolder
 from pipeline.stores.retries import RetryCounts
 
-UNITS_A_STEP = 10  # that Ray's executor hands on between two looks at what it keeps, at most
+UNITS_A_STEP = 10  # units that Ray's executor hands on, at most, before it drops statistics of blocks again
 
 
 class _Listed(LocalFolder):

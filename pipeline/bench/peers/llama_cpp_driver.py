@@ -70,7 +70,7 @@ def load(task):
 
     pool = ThreadPoolExecutor(slots)
 
-    def run(requests, server=server):  # which ends when nobody holds it
+    def run(requests, server=server):  # the server ends when no reference to it is left
         return list(pool.map(complete, requests))
 
     about = {"xllamacpp": xllamacpp.__version__, "weights": weights, "slots": str(slots)}
@@ -116,7 +116,7 @@ def write_gguf(folder, path, quantized):
     heads_of = {"attn_q": heads, "attn_k": config["num_key_value_heads"]}
     for name, array in _tensors(folder):
         kind, number = _name(name)
-        if family == "llama" and kind in heads_of:  # its rope turns neighbours, that of checkpoints turns halves
+        if family == "llama" and kind in heads_of:  # GGUF's rope pairs neighbours, a checkpoint's pairs the two halves
             halves = array.reshape(heads_of[kind], 2, head_dim // 2, array.shape[1])
             array = numpy.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
         name = f"{kind}.weight" if number is None else f"blk.{number}.{kind}.weight"

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from pipeline.checkpoints.locate import EMBEDDED_MODELS
 from pipeline.config.sections.section import Section
-from pipeline.config.values import Place
+from pipeline.config.values import ModelPlace
 from pipeline.stores.filesystem import is_url
 
 
@@ -17,7 +17,7 @@ class ModelSection(Section):
     the linears of a 16- or 32-bit checkpoint smaller while it is loaded; the draft model stays as it is.
     """
 
-    path: Place = Field(
+    path: ModelPlace = Field(
         description="The checkpoint: a folder, an fsspec url, a Hugging Face id, or an embedded one such as "
         "demo:target-awq.",
         examples=["Qwen/Qwen3-4B", "models/Llama-3.1-8B-Instruct"],
@@ -29,7 +29,7 @@ class ModelSection(Section):
         "Never shown.",
         examples=[{"profile": "research"}],
     )
-    draft: Place | None = Field(
+    draft: ModelPlace | None = Field(
         default=None,
         description="A smaller model with the same tokens, which proposes some where that is faster.",
         examples=["models/Qwen3-0.6B"],
@@ -51,13 +51,6 @@ class ModelSection(Section):
         description="Code from a checkpoint is never run.",
         examples=["never"],
     )
-
-    @field_validator("path", "draft")
-    @classmethod
-    def _embedded_exists(cls, path: str | None) -> str | None:
-        if path is not None and path.startswith("demo:") and path not in EMBEDDED_MODELS:
-            raise ValueError(f"no embedded model {path!r}: expected {', '.join(EMBEDDED_MODELS)}")
-        return path
 
     @field_validator("revision")
     @classmethod

@@ -2,17 +2,16 @@
 
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from pipeline.checkpoints.locate import EMBEDDED_MODELS
 from pipeline.config.sections.section import Section
-from pipeline.config.values import Column, Place
+from pipeline.config.values import Column, ModelPlace
 
 
 class QualitySection(Section):
     """Without `model` the reference is the job's own checkpoint in 16 bit, where the job computes it otherwise."""
 
-    model: Place | None = Field(
+    model: ModelPlace | None = Field(
         default=None,
         description="The reference model: a checkpoint with the same tokens, in 16 bit. When left out the job's own as "
         "it is stored, which takes model.quantization, engine.kv_cache_dtype or engine.activation_dtype to compare.",
@@ -30,10 +29,3 @@ class QualitySection(Section):
         "has certainly dropped by more. From 0 to 1.",
         examples=[0.05],
     )
-
-    @field_validator("model")
-    @classmethod
-    def _embedded_exists(cls, path: str | None) -> str | None:
-        if path is not None and path.startswith("demo:") and path not in EMBEDDED_MODELS:
-            raise ValueError(f"no embedded model {path!r}: expected {', '.join(EMBEDDED_MODELS)}")
-        return path

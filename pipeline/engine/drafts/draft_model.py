@@ -197,7 +197,7 @@ def _pass(slot_A: np.ndarray, start_A: np.ndarray, count_A: np.ndarray) -> StepP
 
 
 class _Sampled:
-    """The late tokens of the sequences that draft, pass by pass: first the one in flight, if it is, then drafts."""
+    """Future tokens of the sequences that draft, by pass: first the token in flight, if any, then drafts."""
 
     def __init__(self, shape_SK: tuple[int, int]) -> None:
         self._row_SK1 = np.full((shape_SK[0], 1 + shape_SK[1]), -1, dtype=np.int64)

@@ -11,11 +11,11 @@ from pipeline.kernels.select import serves_int4_alone
 from pipeline.model.config import ModelConfig
 from pipeline.weights.formats import is_int4
 
-CPU_SHARE = 0.25  # of the free memory: the rest of the machine reads, writes and runs Ray
-MIN_GROUP_SIZE = 32  # of 4-bit weights
-INT4_BLOCK = 128  # inputs of a 4-bit weight on a GPU that have a scale and a zero point at least
-EXPECTED_TOKENS = 2048  # of a sequence, for which the KV cache is to have room before 4-bit weights get a 16-bit form
-ENOUGH_TOKENS = 128 << 10  # for all sequences: by the cost model that form serves more than cache beyond these does
+CPU_SHARE = 0.25  # of the free memory; the rest is left to reading, writing and Ray
+MIN_GROUP_SIZE = 32  # the smallest group of 4-bit weights, assumed where a checkpoint names none
+INT4_BLOCK = 128  # on a GPU, a scale and a zero point serve at most so many inputs of a 4-bit weight
+EXPECTED_TOKENS = 2048  # of a sequence: the KV cache it needs comes before 16-bit copies of 4-bit weights
+ENOUGH_TOKENS = 128 << 10  # of all sequences: beyond these, copies gain more than cache, by the cost model
 SLACK_BYTES = 512 << 20  # on a GPU, for workspaces of libraries and pieces that the allocator cannot use
 
 
@@ -32,7 +32,7 @@ def free_cpu_bytes() -> int:
 
 
 def return_freed_bytes() -> None:
-    """Give what was freed back to the system. Loading frees as much as it keeps, in pieces that glibc holds on to."""
+    """Return freed memory to the system. Loading frees as much as it keeps, in pieces that glibc would hold on to."""
     with suppress(AttributeError):  # another C library has no such call
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -44,7 +44,7 @@ def weight_bytes(
     keeps_dense: bool = True,
     activation_dtype: str = "auto",
 ) -> int:
-    """What linears and embeddings take once loaded, about; norms and biases left out.
+    """About how many bytes linears and embeddings take once loaded; norms and biases are left out.
 
     keeps_dense: of 4-bit weights on a GPU, see `dense_weights_fit`. activation_dtype: rounded ones
     serve all quantized linears; in fp8 on a GPU with a byte a weight and a scale in float32 for each group.

@@ -1,5 +1,5 @@
-"""The form in which an engine on a card would keep its weights, for estimates: the rule of `dense_weights_fit`, by the
-cost model and without a card."""
+"""The form in which an engine would keep its weights on a card, for estimates made without one: the rule of
+`dense_weights_fit` in `startup/memory.py`, with sizes from the cost model."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ from pipeline.roofline.job_simulation import kv_room
 def served_form(
     weights: Weights, size: DecoderSize, card: Ceilings, borders: Crossover, max_num_seqs: int, kv_value_bytes: float
 ) -> Weights:
-    """What the engine keeps 4-bit weights as, and up to how many tokens it takes the fused product. Other weights stay
-    as they are."""
+    """4-bit weights with `cached` set where 16-bit copies fit beside the KV cache, and `fused_tokens` the most tokens
+    of a step that go through the fused product. Other weights are returned unchanged."""
     if weights.fp8 or not weights.int4:
         return weights
     cached = replace(weights, cached=True, fused_tokens=borders.cached)
@@ -23,6 +23,6 @@ def served_form(
 
 
 def usable_kv_room(size: DecoderSize, weights: Weights, card: Ceilings, kv_value_bytes: float) -> int:
-    """Tokens in the KV cache beside the weights and what is kept free."""
+    """Tokens that the KV cache holds beside the weights and the memory that is kept free."""
     slack = int(SLACK_BYTES / size.kv_bytes_per_token(kv_value_bytes))
     return kv_room(size, weights, card, kv_value_bytes=kv_value_bytes) - slack

@@ -1,4 +1,4 @@
-"""What engine actors tell about themselves while they run, kept where it outlives them.
+"""The last state that each engine actor reported, kept in a process that outlives the actors.
 
 A plain class; `dataflow/graph.py` makes it a small actor of its own. It imports next to nothing, as its process has
 to be up before anything else can start.
@@ -12,18 +12,18 @@ from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.machine.host import now_us
 from pipeline.report.record.run_record import ActorRecord, no_phases
 
-REPORT_S = 1.0  # how often an actor tells
+REPORT_S = 1.0  # between two reports of an actor
 SILENT_S = 5.0  # an actor of an elastic pool that has no open units and is silent for longer was given back
-MAX_REPLACED = 3  # actors' own processes that may end, per actor; Ray itself would replace them for ever
+MAX_REPLACED = 3  # replacements for each actor of the pool; Ray itself would replace lost ones without end
 
 
 class Order(IntEnum):
-    """What the run says to its actors; a later one includes those before it."""
+    """What the driver tells its actors to do; each order includes those above it."""
 
     GO_ON = 0
     ADMIT_NO_MORE = 1  # finish the units that are open, take no other
-    GIVE_UP = 2  # keep what is finished of the open units, and rest
-    LEAVE = 3  # and end the process
+    GIVE_UP = 2  # stop computing; keep the finished rows of the open units
+    LEAVE = 3  # end the process
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Whereabouts:
 
 
 class Ledger:
-    """What the engine actors last said. All times are this process's monotonic clock: no two hosts' clocks
-    meet."""
+    """The actors' last reports. All times are of this process's monotonic clock: clocks of two hosts are never
+    compared."""
 
     def __init__(self, actors: int, most: int | None = None, drain_s: float = 0.0) -> None:
         """`actors` are there from the run's start on; an elastic pool may have up to `most` at once. Those whose
@@ -46,20 +46,20 @@ class Ledger:
         self._is_elastic = most is not None and most > actors
         self._max_actors = (most or actors) * (1 + MAX_REPLACED)
         self._run_began_us: int | None = None
-        self._births_us: dict[int, int] = {}  # since the run began, by actor number
+        self._births_us: dict[int, int] = {}  # from the run's start, by actor number
         self._heard_us: dict[int, int] = {}
         self._states: dict[int, ActorState] = {}
-        self._replaced: dict[int, int] = {}  # actor to the one that took its place
+        self._replaced: dict[int, int] = {}  # from an actor to its replacement
         self._where: dict[int, Whereabouts] = {}
         self._num_moved = 0  # replacements that came up on another machine
         self._handles: list[bytes] = []
         self._order = Order.GO_ON
         self._drain_s = drain_s
-        self._draining_us: dict[str, int] = {}  # since when a machine is about to leave
-        self._left: set[int] = set()  # actors that were told to, and have nothing open
+        self._draining_us: dict[str, int] = {}  # when a machine was first said to leave, by its node id
+        self._left: set[int] = set()  # actors that were told to leave and have no open units
 
     def begin(self, run_us: int) -> None:
-        """The run goes on for so long already."""
+        """Start the clock: the run began `run_us` ago."""
         self._run_began_us = now_us() - run_us
 
     def register(self, actor: bytes, where: Whereabouts = Whereabouts()) -> tuple[int, int, bool] | None:

@@ -21,9 +21,9 @@ from pipeline.machine.interpreter import child_environment
 LAST_WORDS_BYTES = 2000
 MAX_LINE_BYTES = 8192
 SHORT_CHARS = 300
-LAST_BREATH_S = 5.0  # from the end of its socket to the end of the process
-LAST_LINES_S = 1.0  # from the end of the process to the end of what it wrote
-_PLACE = re.compile(r'^ *File "([^"]+)", line (\d+)', re.M)  # of a traceback
+LAST_BREATH_S = 5.0  # for the process to end after its socket was closed
+LAST_LINES_S = 1.0  # for the rest of its output to arrive after the process has ended
+_PLACE = re.compile(r'^ *File "([^"]+)", line (\d+)', re.M)  # a line of a traceback
 _NO_MEMORY = re.compile(r"^(MemoryError|[\w.]*OutOfMemoryError|std::bad_alloc)\b|std::bad_alloc")
 
 

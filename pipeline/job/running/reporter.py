@@ -31,9 +31,9 @@ from pipeline.stores.redaction import shown_url
 if TYPE_CHECKING:
     from pipeline.job.telemetry.metrics import Health
 
-TICK_S = 1.0
+TICK_S = 1.0  # between two looks at how far a run is
 STORE_TICK_S = 10.0  # between records in an object store, where each is a request that is paid for
-LOG_S = 10.0  # between lines that say how far it is in the driver's log
+LOG_S = 10.0  # between lines of progress in the driver's log
 WRITING_SHARE = 0.05  # of the time, at most, in which a status or record is being written
 
 Show = Callable[[Status], None]
@@ -73,7 +73,7 @@ class RunReporter:
         self._estimate = load_estimate(store)
         self._metrics = MetricsServer.at(plan.config.run.metrics_address, self.warn)
         self._health: Health | None = None
-        self._drops: set[str] = set()  # of quality, that were told of
+        self._drops: set[str] = set()  # measures of quality whose drop was reported already
 
     def note(self, text: str, level: Level = "info") -> None:
         """Add a line to the driver's log."""
@@ -138,7 +138,7 @@ class RunReporter:
             self.update(f"verifying: {done:,} of {parts:,} parts")
 
     def end(self) -> None:
-        """Tell how the run ended, which is `outcome` of its log, and write the job's report."""
+        """Record how the run ended (`outcome` of its log) and write the job's report."""
         log, plan = self._log, self._plan
         finished = log.outcome == "finished"
         self.note(f"ended: {log.outcome}")
@@ -164,7 +164,7 @@ class RunReporter:
         notify(config.targets.notify, {**about, **what}, self.warn)
 
     def look_at_quality(self) -> None:
-        """Say it once when the rows that are compared with a reference model show a drop."""
+        """Warn once for each measure of quality in which the compared rows show a drop."""
         found, max_drop = self._quality(), self._plan.config.quality.max_drop
         for what, drop in found.drops(max_drop).items():
             if what not in self._drops:
@@ -174,7 +174,7 @@ class RunReporter:
                 self.notify("quality_drop", measure=what, drop=drop, max_drop=max_drop, rows=found.rows)
 
     def _quality(self) -> QualityStats:
-        """Of all runs so far, as far as they are recorded."""
+        """Quality of all recorded runs of the job, this one included."""
         return sum((run.row_stats.quality for run in self._earlier), self._log.row_stats.quality)
 
     def _tell_missed(self) -> None:
@@ -214,8 +214,8 @@ class RunReporter:
 
 
 def close_telemetry(telemetry: Telemetry, show: Show, complete: Status | None) -> None:
-    """Wait for what is still to be written. `complete`: the status of a complete output; what could not be written is
-    shown with it, and the next run writes it."""
+    """Wait for the files that are still being written. `complete`: the status of a finished output, None of another; it
+    is shown again with a warning where a file could not be written."""
     written = telemetry.close()
     if complete is not None and (not written or telemetry.failures):
         why = telemetry.last_failure or "the output takes too long to write to"
@@ -226,7 +226,7 @@ def close_telemetry(telemetry: Telemetry, show: Show, complete: Status | None) -
 
 
 def harmless(show: Show) -> Show:
-    """`show`, until the terminal is gone."""
+    """`show` until it raises OSError, as when the terminal is gone; after that, nothing."""
     gone = False
 
     def shown(status: Status) -> None:

@@ -22,9 +22,9 @@ from pipeline.job.telemetry.run_log import RunLog
 if TYPE_CHECKING:
     from pipeline.job.dataflow.graph import Dataflow
 
-NEXT_S = 0.2  # to wait for a unit, before signals and actors are looked at
+NEXT_S = 0.2  # the longest wait for a finished unit before signals and actors are looked at again
 RUNNING = "running"
-GIVE_UP_S = 10.0  # to keep what is finished of open units, at the end of a drain
+GIVE_UP_S = 10.0  # for keeping the finished rows of open units, at the end of a drain
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Watch:
     def _wind_down(self, flow: "Dataflow | InProcessDataflow", finish_s: float) -> None:
         """Take no more units; after finish_s stop in the middle of those that are open. A signal ends it at once."""
         seen = self.stop.count
-        # seconds after which each actor has reported since the order
+        # heard_s: by then each actor has reported since it got the order
         for order, limit_s, heard_s in (
             (Order.ADMIT_NO_MORE, finish_s, 3 * TICK_S),
             (Order.GIVE_UP, GIVE_UP_S, TICK_S),

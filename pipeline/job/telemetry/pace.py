@@ -1,6 +1,6 @@
-"""How fast a run computes now, and how long the rest will take at that.
+"""How fast a run computes now, and how long the rest will take at that rate.
 
-In computed tokens: what came from the cache or was refused takes no time.
+In computed tokens: cached tokens and refused rows take no time.
 """
 
 from collections import deque
@@ -12,13 +12,13 @@ WINDOW_S = 30.0
 
 
 class Pace:
-    """What the engines of a run had computed at some moments of the last half minute."""
+    """Tokens computed by the engines of a run, sampled over the last WINDOW_S seconds."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, Computed]] = deque()
 
     def add(self, now_s: float, computed: Computed) -> None:
-        """By now the run has computed so much. The time before its first token is loading, and no part of a rate."""
+        """Add the run's total at `now_s`. Time before the first token is loading and is left out of the rates."""
         if not computed.all:
             self._seen.clear()
         self._seen.append((now_s, computed))
@@ -26,14 +26,14 @@ class Pace:
             self._seen.popleft()
 
     def per_s(self) -> tuple[float, float]:
-        """Prompt and generated tokens computed in a second."""
+        """Prompt tokens and generated tokens computed per second."""
         (then_s, before), (now_s, now) = self._seen[0], self._seen[-1]
         grown, span_s = now.less(before), now_s - then_s
         return (grown.prompt / span_s, grown.generated / span_s) if span_s > 0 else (0.0, 0.0)
 
     def eta_s(self, num_rows: int, held: PartTotals, before: PartTotals) -> float | None:
-        """What the output holds, and held before this run, says what a row takes on average; as long rows come first,
-        that is rather too much. None until a unit is written, and when all are."""
+        """Seconds until all rows are computed, by the mean tokens of the rows in the output (`held`; `before` those of
+        earlier runs). Rather too long, as long rows come first. None until a unit is written, and when all are."""
         tokens_per_s = sum(self.per_s())
         if not 0 < held.rows < num_rows or tokens_per_s <= 0:
             return None

@@ -79,6 +79,22 @@ def test_the_report_shows_it_and_reads_it_back() -> None:
     assert text(again) == shown
 
 
+def test_columns_of_drafts_stand_below_their_headings_however_long_a_time_is() -> None:
+    long = counts(
+        on_steps={6: 9000},
+        drafted_steps={6: 12_340},
+        drafted_sequences={6: 40},
+        drafted_step_tokens={6: 213},
+        plain_us={6: 1_278_360_000},
+    )
+    lines = text(report(run(STATS | long))).splitlines()
+    head = next(number for number, line in enumerate(lines) if "Drafts by sequences" in line)
+    row = lines[head + 1]
+    assert row.split()[:6] == ["64-127", "12,340", "12,340", "5.33", "+1,278.36", "s"]
+    ends = [lines[head].index(name) + len(name) for name in ("steps", "with drafts", "tokens/step", "saved")]
+    assert [row.index(" ", end - 1) for end in ends] == ends
+
+
 def test_without_drafts_the_report_says_nothing_of_them() -> None:
     built = report(run({"num_steps": 100}))
     assert built.speculated is None

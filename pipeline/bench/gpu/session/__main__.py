@@ -17,7 +17,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", metavar="cuda[:N]|cpu")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--sections", default="", metavar="NAME,NAME", help="these alone, by section or task")
-    parser.add_argument("--follow-up", action="store_true", help="the ten minutes after: sanitizer, ncu, tiles")
+    parser.add_argument("--follow-up", action="store_true", help="the second session: compute-sanitizer, ncu, tiles")
     parser.add_argument("--cache", action="append", default=[], metavar="FILE", help="triton-cache.tar.gz of before")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="vllm in an environment")
     parser.add_argument("--folder", metavar="DIR", help="where checkpoints of shapes are written; else the cache")

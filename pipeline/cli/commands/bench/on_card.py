@@ -13,7 +13,7 @@ from pipeline.errors import PipelineError
 
 @click.command("gpu")
 @click.option("--budget", default="10m", show_default=True, metavar="TIME",
-              help="After which all is at its end, such as 9m40s.")  # fmt: skip
+              help="The session ends within this time, such as 9m40s.")  # fmt: skip
 @click.option("--output", cls=Renamed, old="--out", default="gpu-session", show_default=True, metavar="DIR",
               help="Where archives of results, traces and compiled kernels go, at most 8 files of 16 MiB.")  # fmt: skip
 @click.option("models", "--model", multiple=True, metavar="SHAPE|PATH",
@@ -25,9 +25,9 @@ from pipeline.errors import PipelineError
               callback=lambda context, option, text: tuple(filter(None, text.split(","))),
               help="These sections or tasks alone, such as steps,linears-llama3-8b-awq.")  # fmt: skip
 @click.option("is_follow_up", "--follow-up", is_flag=True,
-              help="The session after: compute-sanitizer, ncu, tiles; on the same machine.")  # fmt: skip
+              help="The second session: compute-sanitizer, ncu, tiles; on the same machine.")  # fmt: skip
 @click.option("caches", "--cache", multiple=True, metavar="FILE",
-              help="triton-cache.tar.gz of a session before. May be repeated.")  # fmt: skip
+              help="triton-cache.tar.gz of an earlier session. May be repeated.")  # fmt: skip
 @shared_options(peers=(), folder=None)
 @click.option("--work", metavar="DIR", help="Where sections write; else in the temporary folder.")
 @click.option("is_smoke", "--smoke", is_flag=True, help="Tiny shapes on a processor, to see that everything runs.")
