@@ -82,6 +82,7 @@ class RowError(StrEnum):
     NULL_PROMPT = "null_prompt"
     EMPTY_PROMPT = "empty_prompt"
     INVALID_UTF8 = "invalid_utf8"
+    INVALID_VALUE = "invalid_value"  # of a type that has a text, but not this value: a date in the year 12000
     PROMPT_TOO_LARGE = "prompt_too_large"  # bytes, refused before tokenizing
     PROMPT_TOO_LONG = "prompt_too_long"  # tokens, does not fit the context
     CORRUPT_INPUT = "corrupt_input"  # a damaged row group or line of the input, and input.on_corrupt is skip

@@ -24,6 +24,13 @@ _HINT = "; write {column}, {column.field} or {column:.2f}, and {{ or }} for a br
 _MAX_WIDTH_DIGITS = 4  # of a format spec: more would make a row of gigabytes
 
 
+@dataclass(frozen=True)
+class NoText:
+    """Stands for a value that has no text, though others of its type have: the row's error says why."""
+
+    why: str
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """One place of a template: a column, the fields to go down in it, and a format spec, or none."""
@@ -72,7 +79,7 @@ class Field:
             raise ConfigError(f"prompt.template: {{{self.name}:{self.form}}}: {error} (it is {kind})") from None
 
     def values(self, batch: pa.RecordBatch, text_of: Callable[[pa.Array], list[Any]]) -> list[Any]:
-        """Of each row the value as UTF-8 bytes, or None; those without a format spec by `text_of`."""
+        """Of each row the value as UTF-8 bytes, None, or NoText; those without a format spec by `text_of`."""
         column = batch.column(self.column)
         if self.path and is_text(column.type):
             return [_inside(value, self.path) for value in text_of(column)]
@@ -82,9 +89,9 @@ class Field:
             return text_of(column)
         if is_text(column.type):
             return [_formatted_text(value, self.form) for value in text_of(column)]
-        if pa.types.is_timestamp(column.type):  # Python's times have no nanoseconds
+        if pa.types.is_timestamp(column.type) and column.type.unit == "ns":  # Python's times have none
             column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
-        return [None if v is None else format(v, self.form).encode() for v in column.to_pylist()]
+        return [_formatted(column[i], self.form) for i in range(len(column))]
 
 
 @lru_cache(maxsize=64)
@@ -137,6 +144,16 @@ def _sample(kind: pa.DataType) -> object:
     if pa.types.is_timestamp(kind):
         return datetime.datetime(2026, 1, 31)
     return None
+
+
+def _formatted(value: pa.Scalar, form: str) -> bytes | NoText | None:
+    """Dates and times outside of the years 1 to 9999, numbers that are no character: Python has no text of them."""
+    if not value.is_valid:
+        return None
+    try:
+        return format(value.as_py(), form).encode()
+    except (ValueError, OverflowError) as error:
+        return NoText(f"{value.type} {value.cast(pa.string()).as_py()} cannot be formatted as {form!r}: {error}")
 
 
 def _formatted_text(value: Any, form: str) -> Any:

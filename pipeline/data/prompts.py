@@ -17,10 +17,12 @@ import pyarrow.compute as pc
 
 from pipeline.data.columns import did_you_mean, is_text
 from pipeline.data.messages import MessageRefused, plain_message, refusal_of_type
-from pipeline.data.prompt_template import Field, parse
+from pipeline.data.prompt_template import Field, NoText, parse
 from pipeline.errors import ConfigError, RowError
 
 MAX_BYTES = 8 * 1024 * 1024
+_NOT_UTF8 = b"\xff"  # stands for a value with text that is not: no decoder takes it
+_OUT_OF_RANGE = b"<value out of range"  # what Arrow writes for dates and times that it has no text of
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def _text_rows(table: pa.RecordBatch, spec: PromptSpec) -> Iterator[Any]:
 def _fill(
     literals: tuple[str, ...],
     fields: tuple[Field, ...],
-    values: dict[Field, "bytes | TooLarge | None"],
+    values: dict[Field, "bytes | TooLarge | NoText | None"],
     literal_bytes: int,
     max_bytes: int,
 ) -> str:
@@ -152,6 +154,8 @@ def _fill(
         value = values[field]
         if value is None:
             raise _Refused(RowError.NULL_PROMPT, f"column {field.name!r} is null")
+        if isinstance(value, NoText):
+            raise _Refused(RowError.INVALID_VALUE, f"column {field.name!r}: {value.why}")
         size += len(value)
     _check_size(size, max_bytes)
     for field, value in values.items():
@@ -188,19 +192,22 @@ class TooLarge:
         return self.num_bytes
 
 
-def text_bytes(column: pa.Array, max_bytes: int) -> list[bytes | TooLarge | None]:
+def text_bytes(column: pa.Array, max_bytes: int) -> list[bytes | TooLarge | NoText | None]:
     """A column's values as UTF-8 bytes, not checked; numbers and dates as Arrow writes them, lists and
-    structs as JSON.
+    structs as JSON; NoText for those that neither Arrow nor Python can write.
 
     Bytes, because one string that is not UTF-8 would make Arrow refuse the whole column.
     """
     t = column.type
     if is_text(t):
-        return _small_bytes(column.cast(pa.binary()), max_bytes)
+        return list(_small_bytes(column.cast(pa.binary()), max_bytes))
     if pa.types.is_nested(t):
         values = (_nested(column, i) for i in range(len(column)))
-        return [v if isinstance(v, bytes) or v is None else _json(v).encode() for v in values]
-    return column.cast(pa.string()).cast(pa.binary()).to_pylist()
+        return [v if v is None or isinstance(v, bytes | NoText) else _json(v) for v in values]
+    texts = column.cast(pa.string()).cast(pa.binary()).to_pylist()
+    if not pa.types.is_temporal(t):
+        return texts
+    return [NoText(f"{v.decode()} of {t}") if v is not None and v.startswith(_OUT_OF_RANGE) else v for v in texts]
 
 
 def _small_bytes(column: pa.Array, max_bytes: int) -> list[bytes | TooLarge | None]:
@@ -213,23 +220,37 @@ def _small_bytes(column: pa.Array, max_bytes: int) -> list[bytes | TooLarge | No
 
 
 def _nested(column: pa.Array, i: int) -> object:
-    """One list or struct as Python values; b"\\xff", which no decoder takes, when a string in it is not
-    UTF-8."""
+    """One list or struct as Python values; `_NOT_UTF8` when a string in it is not, NoText where Python has no such
+    value: dates outside of the years 1 to 9999, a struct with two fields of one name."""
     try:
         return column[i].as_py()
     except UnicodeDecodeError:
-        return b"\xff"
+        return _NOT_UTF8
+    except (ValueError, OverflowError) as error:
+        return NoText(f"a value in {column.type}: {error}")
 
 
 def _has_text_form(t: pa.DataType) -> bool:
+    if pa.types.is_nested(t) or is_text(t):
+        return True
+    # Arrow looks a time zone up only where there is a value
+    sample = pa.scalar(0, t) if pa.types.is_timestamp(t) else pa.scalar(None, t)
     try:
-        return pa.types.is_nested(t) or is_text(t) or pa.array([], t).cast(pa.string()) is not None
-    except pa.ArrowNotImplementedError:
+        return sample.cast(pa.string()) is not None
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
         return False
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+def _json(value: object) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain).encode()
+    except UnicodeDecodeError:
+        return _NOT_UTF8
+
+
+def _plain(value: object) -> str:
+    """What JSON has no form for, as text. Bytes are text, as those of a column are."""
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _messages_rows(table: pa.RecordBatch, spec: PromptSpec) -> Iterator[Any]:
@@ -266,6 +287,8 @@ def _messages(value: object, name: str, max_bytes: int) -> str:
         raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
     if isinstance(value, bytes):
         raise _Refused(RowError.INVALID_UTF8, f"column {name!r} holds bytes that are not UTF-8")
+    if isinstance(value, NoText):
+        raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: {value.why}")
     if not isinstance(value, list):
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: expected a list of messages")
     try:
@@ -275,7 +298,7 @@ def _messages(value: object, name: str, max_bytes: int) -> str:
     if not any(m["content"] and m["content"].strip() for m in messages):
         raise _Refused(RowError.EMPTY_PROMPT, f"no message in {name!r} has any text")
     try:
-        text = json.dumps(messages, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
+        text = json.dumps(messages, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain)
         size = len(text.encode())
     except (ValueError, RecursionError) as e:  # half a surrogate pair, NaN or infinity, depth
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: {e}") from e

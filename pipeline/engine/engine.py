@@ -2,10 +2,11 @@
 
     add -> Scheduler (waiting, running) -> steps (step/loop.py) -> completions
 
-`Engine` owns one model on one device. It knows nothing of Parquet, jobs or Ray. Not safe for use from several threads;
-several engines may live in one process.
+`Engine` owns one model on one device. It knows nothing of Parquet, jobs or Ray. Threads that use one take turns, step
+by step; several engines may live in one process.
 """
 
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Items
@@ -103,6 +104,7 @@ class Engine(ReadingCalls):
         seed: int = 0,
         num_scoring_blocks: int = 0,
     ) -> None:
+        self._turn = threading.RLock()  # held by the thread that adds, steps or aborts
         self.place = place  # for who computes with `runner` apart from steps
         self.tokenizer, self.seed, self.max_model_len = tokenizer, seed, max_model_len
         self.stats = EngineStats()
@@ -127,10 +129,11 @@ class Engine(ReadingCalls):
         """Queue a request. Its completion comes from a later `step`, as an error when it cannot be served. Without a
         seed it takes the engine's and the number of requests that were added before. Raises ConfigError where the
         tokenizer lacks the markers of `reasoning`."""
-        self._check_open()
-        self._add(request, self._added)
+        with self._turn:
+            self._add(request, self._added)
 
     def _add(self, request: Request, call: Call) -> None:
+        self._check_open()
         params, no_reasoning = request.params, None
         if params.reasoning is not None:  # raises before anything is counted
             no_reasoning = self._reasoning.why_refused(
@@ -205,10 +208,10 @@ class Engine(ReadingCalls):
         return self._abort(lambda sequence: sequence.request.row_id == row_id)
 
     def _abort(self, is_meant: Callable[[Sequence], bool]) -> bool:
-        with self.place:
+        with self._turn, self.place:
             gone = self._recovery.abort(is_meant)
-        for call in {id(sequence.group or sequence): sequence.call for sequence in gone}.values():  # each request once
-            call.num_open -= 1
+            for call in {id(sequence.group or sequence): sequence.call for sequence in gone}.values():  # a request once
+                call.num_open -= 1
         return bool(gone)
 
     @property
@@ -255,8 +258,9 @@ class Engine(ReadingCalls):
         A step that does not fit the memory is undone, and smaller ones follow. Raises EnvironmentFailed when not even
         single tokens of several sequences fit.
         """
-        self._step()
-        return self._added.take()
+        with self._turn:
+            self._step()
+            return self._added.take()
 
     def _step(self) -> None:
         self._check_open()
@@ -277,7 +281,7 @@ class Engine(ReadingCalls):
 
         Other requests of the engine go on meanwhile, and keep their completions; when the call is interrupted, its own
         end. Rows that cannot be served come back as completions with an error. `params` is one SamplingParams for all
-        or one for each. Raises ConfigError when the counts differ.
+        or one for each. Raises ConfigError when the counts differ, and for what is no prompt or no SamplingParams.
         """
         ids = self._encoded(prompts)
         each = list(params) if isinstance(params, Items) else [params or SamplingParams()] * len(ids)
@@ -285,6 +289,9 @@ class Engine(ReadingCalls):
             raise ConfigError(
                 f"{len(ids)} prompts with {len(each)} sampling params: expected one for all or one for each"
             )
+        for own in each:
+            if not isinstance(own, SamplingParams):
+                raise ConfigError(f"params: expected SamplingParams, one for all or one for each, found {own!r:.80}")
         return self._completed([Request(row, prompt, own) for row, (prompt, own) in enumerate(zip(ids, each))])
 
     def _encoded(self, texts: Text | Items[Text]) -> list[list[int]]:
@@ -306,21 +313,24 @@ class Engine(ReadingCalls):
         ahead = 2 * self.table.num_slots
         try:
             while True:
+                taken: list[Request] = []
                 if not exhausted and call.num_open < ahead:
                     wanted = ahead - call.num_open
                     taken = list(islice(source, wanted))
                     exhausted = len(taken) < wanted
+                with self._turn:
                     for request in taken:
-                        self._check_open()
                         self._add(request, call)
-                if not call.num_open and not call.ended:
-                    return
-                if not call.ended:  # in others' steps
-                    self._step()
-                yield from call.take()
+                    if not call.num_open and not call.ended:
+                        return
+                    if not call.ended:  # in others' steps
+                        self._step()
+                    ended = call.take()
+                yield from ended
         finally:
-            self._abandoned.append(call)
-            self._abort_abandoned()
+            with self._turn:
+                self._abandoned.append(call)
+                self._abort_abandoned()
 
     def _abort_abandoned(self) -> None:
         """Not in the middle of a step: there the garbage collector may end a stream that nobody holds any more."""
@@ -343,7 +353,7 @@ class Engine(ReadingCalls):
         pieces = prompt_logits(self.runner, self._scoring, [token_ids], max_tokens)
         try:
             while True:
-                with self.place:
+                with self._turn, self.place:
                     piece = next(pieces, None)
                 if piece is None:
                     return
@@ -393,10 +403,11 @@ class Engine(ReadingCalls):
 
     def close(self) -> None:
         """Drop the weights and the KV cache. The engine answers ConfigError from then on."""
-        if not self._closed:
-            self._closed = True
-            self.loop.close()
-            self.tokenizer.close()
+        with self._turn:
+            if not self._closed:
+                self._closed = True
+                self.loop.close()
+                self.tokenizer.close()
 
     def __enter__(self) -> "Engine":
         return self

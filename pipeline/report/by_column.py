@@ -108,10 +108,23 @@ def _groups(column: str, table: pa.Table) -> Iterable[Group]:
         columns[name] = pc.call_function("multiply", [tokens, completed if name == _GENERATED else prompts])
     sums = [(name, "sum") for name in ("completed", *_TOKENS)]
     grouped = pa.table(columns).group_by("value").aggregate([*sums, ("completed", "count")])
-    for row in grouped.to_pylist():
+    values = (_text(value) for chunk in grouped["value"].chunks for value in chunk)
+    for value, row in zip(values, grouped.drop_columns(["value"]).to_pylist(), strict=True):
         tokens = [row[f"{name}_sum"] for name in ("completed", *_TOKENS)]
-        value = row["value"]
-        yield Group(NULL if value is None else str(value), row["completed_count"], LengthBucket(*tokens))
+        yield Group(value, row["completed_count"], LengthBucket(*tokens))
+
+
+def _text(value: pa.Scalar) -> str:
+    """A value of a kept column for people: also text that is not UTF-8, and dates that Python does not have."""
+    try:
+        plain = value.as_py()
+    except UnicodeDecodeError:
+        plain = value.cast(pa.binary()).as_py()
+    except (ValueError, OverflowError):
+        plain = value.cast(pa.string()).as_py()
+    if isinstance(plain, bytes):
+        return plain.decode(errors="replace")
+    return NULL if plain is None else str(plain)
 
 
 def _shown(value: str) -> str:

@@ -21,7 +21,7 @@ import tokenizers
 from tokenizers import decoders
 
 from pipeline.checkpoints.chat_template import ADVICE
-from pipeline.errors import ModelError
+from pipeline.errors import ConfigError, ModelError
 from pipeline.tokenization.chat import ChatRenderer
 from pipeline.tokenization.chat_messages import check_answers, check_calls, is_continued, with_system
 from pipeline.tokenization.control_aliases import AliasedTokenizer
@@ -124,8 +124,15 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, every character of it text; BOS and EOS where the tokenizer adds
-        them.
+        them. Raises ConfigError for a text with half a surrogate pair, which no tokenizer takes.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"half a surrogate pair at character {error.start} of the text {text!a:.80}: it is not Unicode; decode "
+                'bytes with errors="replace"'
+            ) from None
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

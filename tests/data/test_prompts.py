@@ -325,3 +325,38 @@ def test_bytes_that_are_no_text_are_an_error_in_a_form_too():
     column = pa.array([b"\xff", b"ok"], pa.binary())
     out = render(pa.table({"b": column}), PromptSpec(template="{b:>4}"))
     assert (out.prompts, out.errors) == ([None, "  ok"], ["invalid_utf8", None])
+
+
+def test_values_that_have_no_text_are_errors_of_their_rows():
+    days = pa.array([20_484, 10**8, None, -(10**6)], pa.int32()).cast(pa.date32())  # 2026-01-31, no date, null, BC
+    # a day in the year 3 million is within microseconds of no 64 bits, and must not come out as another day
+    seconds = pa.array([0, 10**14, None, 10**15], pa.int64()).cast(pa.timestamp("s"))
+    codes = pa.array([65, 2**40, None, 0xD800])
+    no = "invalid_value"
+    assert prompts({"x": days}, template="{x:%Y}") == ["2026", no, "null_prompt", no]
+    assert prompts({"x": days}, template="{x}") == ["2026-01-31", no, "null_prompt", "-0768-02-04"]
+    assert prompts({"x": seconds}, template="{x:%Y}") == ["1970", no, "null_prompt", no]
+    assert prompts({"x": codes}, template="{x:c}") == ["A", no, "null_prompt", no]
+    listed = pa.ListArray.from_arrays([0, 1, 2], days.slice(0, 2))
+    assert prompts({"x": listed}, template="{x}") == ['["2026-01-31"]', no]
+    out = render(pa.table({"x": listed}), PromptSpec(template="{x}"))
+    assert out.messages[1] == "column 'x': a value in list<item: date32[day]>: date value out of range"
+    turns = pa.StructArray.from_arrays(
+        [pa.array(["user"] * 2), pa.array(["hi"] * 2), days.slice(0, 2)], names=["role", "content", "day"]
+    )
+    chats = pa.ListArray.from_arrays([0, 1, 2], turns)
+    assert prompts({"x": chats}, messages="x") == [
+        '[{"role":"user","content":"hi","day":"2026-01-31"}]',
+        "invalid_messages",
+    ]
+
+
+def test_a_time_zone_that_is_not_known_is_refused_before_the_job():
+    column = pa.field("x", pa.timestamp("us", "Mars/Crater"))
+    with pytest.raises(ConfigError, match=r"column 'x' is timestamp\[us, tz=Mars/Crater\], which has no text form"):
+        PromptSpec(template="{x}").check(pa.schema([column]))
+
+
+def test_bytes_in_lists_and_structs_are_text_as_those_of_a_column_are():
+    listed = pa.array([[b"gr\xc3\xbcn"], [b"ok", b"\xff"], None])
+    assert prompts({"x": listed}, template="{x}") == ['["grün"]', "invalid_utf8", "null_prompt"]

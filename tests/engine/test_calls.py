@@ -1,6 +1,8 @@
 """Several calls on one engine: each gets the completions of its own requests, and leaves nothing behind."""
 
 import gc
+import sys
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -345,4 +347,29 @@ def test_token_ids_of_any_size_and_kind() -> None:
     for nothing in ([1.5], [None], ["a"], [[1]], 7):
         with pytest.raises(ConfigError, match="ids of its tokens"):
             engine.generate([[1, 5], nothing], params)  # type: ignore[list-item]
+    check_empty(engine)
+
+
+def test_threads_take_turns_and_each_gets_its_own_completions() -> None:
+    engine, wrong = hash_engine(60, 4, max_num_seqs=4), []
+
+    def ask(thread: int) -> None:
+        try:
+            for turn in range(4):
+                ours = rows(24 * thread + 6 * turn, 6, 12)
+                check(generated(engine, ours), ours)
+        except BaseException as error:
+            wrong.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # seconds: switched in the middle of nearly every step
+    try:
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
     check_empty(engine)

@@ -337,3 +337,20 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
     engine.close()
     with pytest.raises(ConfigError, match="closed"):
         engine.add(Request(0, [1], greedy(1)))
+
+
+def test_what_is_no_prompt_or_no_params_is_refused_before_anything_is_computed(folder: Path) -> None:
+    fine = greedy(1)
+    with float32_engine(folder) as engine:
+        with pytest.raises(ConfigError, match=r"half a surrogate pair at character 2 of the text 'ok\\ud800'"):
+            engine.generate(["fine", "ok\ud800"], fine)
+        for prompts in ([b"Hello"], [bytearray(b"Hello")], [None]):
+            with pytest.raises(ConfigError, match="expected a string or the ids"):
+                engine.generate(prompts, fine)  # type: ignore[arg-type]
+        for params in ({"max_tokens": 1}, [{"max_tokens": 1}]):
+            with pytest.raises(ConfigError, match=r"params: expected SamplingParams, .* found \{'max_tokens': 1\}"):
+                engine.generate(["fine"], params)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"prompt_token_ids: .* found \['H', 'e'"):
+            next(engine.stream([Request(0, "Hello", fine)]))  # type: ignore[arg-type]
+        assert not engine.has_unfinished
+        assert engine.generate("fine", fine)[0].error is None

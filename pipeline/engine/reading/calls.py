@@ -18,6 +18,8 @@ Text = str | list[int]
 def given_ids(ids: Iterable[Any]) -> list[int]:
     """Ids of a text's tokens as plain integers, of which numpy and torch have their own. Raises ConfigError."""
     try:
+        if isinstance(ids, bytes | bytearray):  # else each byte would be an id
+            raise TypeError
         return [index(each) for each in ids]
     except TypeError:
         raise ConfigError(f"expected a string or the ids of its tokens (integers), found {ids!r:.80}") from None

@@ -23,7 +23,7 @@ from pipeline.engine.reasoning.text_reasoning import TextReasoning
 from pipeline.engine.samples import Group
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
 from pipeline.engine.tasks import TaskResult, TokenLogprobs
-from pipeline.errors import RowError
+from pipeline.errors import ConfigError, RowError
 from pipeline.tokenization.detokenizer import StopChecker
 
 SAMPLING_OPTIONS = np.dtype(
@@ -101,10 +101,15 @@ class Reader(Protocol):
 
 
 def token_array(ids: Iterable[int]) -> np.ndarray:
-    """Token ids in int32. What has no place there becomes something that no vocabulary has either."""
+    """Token ids in int32. What has no place there becomes something that no vocabulary has either. Raises ConfigError
+    for what is no integer."""
     ids = list(ids)
     try:
         return np.array(ids, dtype=np.int32)
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"prompt_token_ids: expected the ids of a text's tokens (Engine.tokenizer.encode), found {ids!r:.80}"
+        ) from None
     except OverflowError:
         return np.array([min(max(i, -1), np.iinfo(np.int32).max) for i in ids], dtype=np.int32)
 
