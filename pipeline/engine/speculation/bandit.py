@@ -26,7 +26,7 @@ from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome, Verdict
 from pipeline.engine.speculation.acceptance import Acceptance
 from pipeline.engine.speculation.account import Account
 from pipeline.engine.speculation.arms import OFF, Arm, bucket_of
-from pipeline.engine.speculation.contest import LEAST_WEIGHT, MARGIN, WIDE, Contest
+from pipeline.engine.speculation.contest import LEAST_WEIGHT, MARGIN, Contest
 from pipeline.engine.speculation.record import SpeculationCounts
 from pipeline.engine.speculation.row_depth import RowDepths
 from pipeline.engine.speculation.step_time import PrefillCost, Rate
@@ -272,7 +272,7 @@ class MeasuredDrafts:
         """End a contest, or begin one."""
         if contest.challenger is not None:
             has_to_end = contest.active != OFF and not self._account.can_go_on
-            if contest.judge(self._prefill.token_s, has_to_end, self._is_end, self._yields, self._slow()):
+            if contest.judge(self._prefill.token_s, has_to_end, self._is_end, self._slow()):
                 self._count_tokens(contest)
             return
         is_on = contest.incumbent != OFF
@@ -300,11 +300,10 @@ class MeasuredDrafts:
     def _is_check(self, contest: Contest) -> bool:
         """Measure plain steps once in a while. Whether there is nothing else to begin."""
         prefill_s = self._prefill.token_s
-        rate, off_s = contest.rate(contest.incumbent, prefill_s), contest.off_s(prefill_s)
+        rate = contest.rate(contest.incumbent, prefill_s)
         if rate is None or rate.weight < LEAST_WEIGHT:
             return True
-        is_far = off_s is not None and self._slow() * off_s >= WIDE * rate.token_s
-        is_time = contest.is_due(OFF, FIRST_CHECK) and not is_far
+        is_time = contest.is_due(OFF, FIRST_CHECK)
         if is_time:
             contest.begin(OFF, prefill_s)
         return is_time

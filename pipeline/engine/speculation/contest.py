@@ -5,7 +5,6 @@ the incumbent's steps before it and after it are taken together, so that a drift
 waits twice as long for its next turn.
 """
 
-from collections.abc import Callable
 from math import hypot
 
 from pipeline.engine.speculation.arms import OFF, Arm
@@ -24,10 +23,6 @@ ALARM = 4.0  # plain steps that drafts may lose before plain ones are measured a
 NEXT_TRY = 32  # steps after a contest that nobody won
 OTHER_SIZE = 1.33  # a batch that is so many times as large or small is another one: its steps cannot be compared
 INHERITED_CHECK = 64  # steps until plain ones are measured at a size that goes on as another
-
-
-Yields = Callable[[Arm], float]
-"""Tokens a step of an arm, as accepted recently."""
 
 
 class Contest:
@@ -128,7 +123,7 @@ class Contest:
         self.challenger, self._begun_at, self._num_at_begin = challenger, self.steps, self._num_sequences
         self.window(challenger).clear()
 
-    def judge(self, prefill_s: float, has_to_end: bool, is_end: bool, yields: Yields, slow: float) -> bool:
+    def judge(self, prefill_s: float, has_to_end: bool, is_end: bool, slow: float) -> bool:
         """After a step of the one that is active: whether the contest is over. is_end: of the job, as far as is known.
         slow: of tokens with drafts, what share counts."""
         assert self.challenger is not None
@@ -153,12 +148,6 @@ class Contest:
         elif self.challenger == OFF:
             ratio /= slow
         is_clear = not CLEAR[0] < ratio < CLEAR[1]
-        if self.incumbent == OFF:  # the time is known sooner than the tokens
-            off_s = self.off_s(prefill_s) or rate.step_s
-            expected, error_s = yields(self.challenger) * slow * off_s / rate.step_s, rate.step_error
-            if expected < CLEAR[0] and abs(expected - 1.0) > CERTAIN * error_s:
-                self._decide(min(ratio, expected), error_s, rate.step_s / off_s)
-                return True
         is_enough = is_late or (rate.weight >= MOST_WEIGHT and error < MOST_ERROR)
         if is_enough and self._between is None and not is_clear and not has_to_end:
             self._between, self._begun_at = rate, self.steps

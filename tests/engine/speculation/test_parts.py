@@ -192,7 +192,7 @@ def contest_of(speeds: dict[Arm, float], incumbent: Arm, challenger: Arm, drift:
     contest.begin(challenger, 0.0)
     for _ in range(200):
         run(contest.active)
-        if contest.judge(0.0, has_to_end=False, is_end=False, yields=lambda arm: 1.0, slow=1.0):
+        if contest.judge(0.0, has_to_end=False, is_end=False, slow=1.0):
             return contest
     raise AssertionError("it does not end")
 
@@ -254,7 +254,7 @@ def test_a_batch_that_shrinks_ends_a_contest_that_nobody_won() -> None:
         contest.looked(num, contest.steps)
         if contest.steps == 4:
             contest.begin(0, 0.0)
-    assert contest.judge(0.0, has_to_end=False, is_end=False, yields=lambda arm: 1.0, slow=1.0)
+    assert contest.judge(0.0, has_to_end=False, is_end=False, slow=1.0)
     assert (contest.challenger, contest.incumbent) == (None, OFF)
 
 
@@ -285,7 +285,7 @@ def test_contests_at_a_jobs_end_are_shorter() -> None:
             contest.window(contest.active).add(
                 1.0 + 0.2 * rng.standard_normal(), 0, tokens, float(contest.active != OFF)
             )
-            over = contest.judge(0.0, has_to_end=False, is_end=is_end, yields=lambda arm: 2.6, slow=slow)
+            over = contest.judge(0.0, has_to_end=False, is_end=is_end, slow=slow)
         ends.append(contest.steps)
         winners.append(contest.incumbent)
     assert END_STEPS <= ends[1] < ends[0]
