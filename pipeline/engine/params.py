@@ -251,10 +251,11 @@ class Request:
 @dataclass(frozen=True)
 class RowQuality:
     """How far a completion is from a reference model's. tokens: generated ones. agreed: those that the reference chose
-    too when it read the same text: its likeliest token against the generated one, in sampled rows against the served
-    model's likeliest. kl_nanonats: KL(reference || served) summed over the same positions, in 1e-9 nats. same_text:
-    whether the reference's own completion is the same. served_right, reference_right: against the expected answer,
-    blanks around it left out; None without one. why_not: why nothing could be measured; all else says nothing then.
+    too when it read the same text: its likeliest token against the generated one, in rows that are sampled or held to a
+    grammar or a budget against the served model's likeliest. kl_nanonats: KL(reference || served) summed over the same
+    positions, in 1e-9 nats. same_text: whether the reference's own completion is the same. served_right,
+    reference_right: against the expected answer, blanks around it left out; None without one. why_not: why nothing
+    could be measured; all else says nothing then.
     """
 
     tokens: int = 0

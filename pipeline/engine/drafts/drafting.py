@@ -70,14 +70,9 @@ class DraftRoom:
 
     def grant(self, plan: StepPlan, slot_S: np.ndarray, count_S: np.ndarray) -> np.ndarray:
         """How many drafts each of these sequences, all of which sample in the plan, may have of the count_S it wants:
-        at most `most`, older ones first. Their blocks are allocated.
-
-        None while steps are limited because one did not fit the memory.
-        """
+        at most `most`, older ones first. Their blocks are allocated."""
         scheduler = self._scheduler
         table, pool = scheduler.table, scheduler.pool
-        if scheduler.step_tokens < scheduler.max_num_batched_tokens:
-            return np.zeros_like(count_S)
         room = scheduler.step_tokens - plan.num_tokens
         if int(count_S.sum()) > room:
             count_S = allot(count_S, room)
@@ -153,10 +148,14 @@ class Drafting:
     ) -> StepPlan:
         """`plan` with drafts of the proposer that `select` gave, or as it is. flight: what the proposer `follows`;
         None: all tokens are known. most_queries: tokens that a sequence may compute; None: as many as there is room
-        for."""
+        for.
+
+        Nobody drafts while steps are limited because one did not fit the memory: a draft model takes some too.
+        """
         assert self._step is not None
         facts, sampling = self._step.facts, np.flatnonzero(plan.samples_S)
-        if proposer is None or not len(sampling):
+        is_limited = self._scheduler.step_tokens < self._scheduler.max_num_batched_tokens
+        if proposer is None or is_limited or not len(sampling):
             return plan
         slot_S = plan.slot_S[sampling]
         offer = proposer.offer(slot_S, flight)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.schedule.sequence import is_greedy
 
 MAX_ROW_TOKENS = 8192  # of a prompt and its completion
 MAX_NUM_SEQS = 8  # that the reference generates at once
@@ -33,6 +34,13 @@ def reference_config(served: EngineConfig, model: str, generates: bool) -> Refer
         scoring_tokens=MAX_ROW_TOKENS,
     )
     return ReferenceConfig(plain, generates)
+
+
+def takes_likeliest(params: SamplingParams) -> bool:
+    """Whether each token of a row is the likeliest of its model's raw logits: then reading a row tells what the
+    reference would have written. Not where they are sampled from, changed, or held to a grammar or a budget."""
+    is_free = params.structured_outputs is None and params.thinking_token_budget is None
+    return is_free and bool(is_greedy(vars(params)))
 
 
 def approximates(served: EngineConfig) -> bool:

@@ -6,7 +6,7 @@
 A row's text is read by both models, which need not generate it for that: the reference's choice at each token and the
 distance of the distributions follow from the same prompt and the same tokens before. Where all choices of a greedy row
 are the tokens that are there, the reference's own completion is the same text. Only where a right answer is known, or
-tokens are sampled, does the reference generate a completion.
+tokens are sampled or held to something (`takes_likeliest`), does the reference generate a completion.
 
 Of a row with several samples it is the first one that is compared.
 
@@ -25,7 +25,7 @@ import torch
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.divergence import Divergence
 from pipeline.engine.params import Completion, Request, RowQuality
-from pipeline.engine.schedule.sequence import is_greedy
+from pipeline.engine.quality.reference_config import takes_likeliest
 from pipeline.engine.startup.memory import release_cached_memory
 from pipeline.machine.out_of_memory import is_out_of_memory
 
@@ -108,7 +108,7 @@ class QualityWatch:
     def _read_to_end(self, row: _Row, found: RowQuality) -> list[Completion]:
         request = row.request
         expected = request.quality and request.quality.expected
-        if found.why_not or (expected is None and is_greedy(vars(request.params))):
+        if found.why_not or (expected is None and takes_likeliest(request.params)):
             return [_with(row, found)]
         self._generating[request.row_id] = row, found
         self._reference.add(replace(request, params=replace(request.params, logprobs=None, n=1), quality=None))
@@ -130,7 +130,7 @@ class QualityWatch:
         """Both models read the row, a piece at a time."""
         prompt, generated = row.request.prompt_token_ids, row.served.token_ids
         token_ids, first = [*prompt, *generated], len(prompt) - 1
-        greedy, apart, num_chosen = bool(is_greedy(vars(row.request.params))), Divergence(), 0
+        likeliest, apart, num_chosen = takes_likeliest(row.request.params), Divergence(), 0
         # Nothing follows the last token.
         ours = self._served.read(token_ids[:-1], self._piece_tokens)
         theirs = self._reference.read(token_ids[:-1], self._piece_tokens)
@@ -148,7 +148,7 @@ class QualityWatch:
                         )
                         num_chosen += int((reference_RV[begin:].argmax(-1) == next_R).sum())
                 yield
-        agreed = num_chosen if greedy else apart.num_same_top
+        agreed = num_chosen if likeliest else apart.num_same_top
         kl = round(1e9 * float(sum(nats.sum(dtype="float64") for nats in apart.nats)))
         return RowQuality(len(generated), agreed, kl, agreed == len(generated))
 

@@ -173,9 +173,12 @@ class Sequence:
     @property
     def num_shareable(self) -> int:
         """Of its first known tokens, those that it need not compute itself where their blocks are there: the last
-        one's logits are wanted, or a reader wants hidden states."""
+        one's logits are wanted, or a reader wants hidden states. What a reader puts after the prompt it writes over
+        later, so those blocks are its own alone."""
         last = len(self.token_ids) - 1
-        return last if self.reader is None or self.has_been_read else min(last, self.reader.first)
+        if self.reader is None or self.has_been_read:
+            return last
+        return min(last, self.reader.first, self.num_prompt)
 
     def end(self, completion: Completion) -> None:
         """It has ended. Its call gets the completion, in a group that of the request once all have ended."""

@@ -49,6 +49,7 @@ class StepLoop:
         if plan is None:
             return
         if self.drafting is not None:
+            self.computing = plan  # a draft model computes too
             plan = self.drafting.extend(plan, self.drafting.select(plan))
         self._compute(plan, begun_ns, rejected)
 

@@ -55,8 +55,10 @@ class MemoryRecovery:
         """Undo a step that did not fit; a sequence of which one token alone does not fit is taken out."""
         release_cached_memory()
         self._loop.stats.num_out_of_memory += 1
+        # Nobody drafts in limited steps; in others a draft model may be what did not fit.
+        was_alone = self._loop.drafting is None or self._scheduler.step_tokens == 1
         self._loop.undo(plan)
-        if plan.num_tokens == 1 and plan.slot_S[0] in self._scheduler.running:
+        if plan.num_tokens == 1 and was_alone and plan.slot_S[0] in self._scheduler.running:
             self._suspects.append(self._scheduler.drop(int(plan.slot_S[0])))
         # The sequences of one request are as long as each other: they tell no more than one of them.
         if len({id(sequence.group or sequence) for sequence in self._suspects}) == MAX_SUSPECTS:

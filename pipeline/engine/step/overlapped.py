@@ -111,6 +111,7 @@ class OverlappedLoop(StepLoop):
             max_queries = None
             if self.in_flight is not None and self.in_flight.has_drafts:
                 max_queries = self.runner.max_corrected_queries
+            self.computing = plan
             plan = self.drafting.extend(plan, proposer, self.in_flight, max_queries)
         return plan if len(plan.slot_S) else None
 

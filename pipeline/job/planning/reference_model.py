@@ -7,8 +7,13 @@ from pathlib import Path
 from pipeline.checkpoints.locate import resolve_model
 from pipeline.config import JobConfig
 from pipeline.engine.params import EngineConfig
-from pipeline.engine.quality.reference_config import MAX_ROW_TOKENS, ReferenceConfig, approximates, reference_config
-from pipeline.engine.schedule.sequence import is_greedy
+from pipeline.engine.quality.reference_config import (
+    MAX_ROW_TOKENS,
+    ReferenceConfig,
+    approximates,
+    reference_config,
+    takes_likeliest,
+)
 from pipeline.errors import ConfigError, ModelError
 from pipeline.stores.filesystem import storage_for
 from pipeline.stores.redaction import shown_url
@@ -17,7 +22,7 @@ from pipeline.stores.retries import RetryCounts
 KEY = "quality.model"
 _NAME_ONE = f"name the 16-bit model in {KEY}, or leave run.quality_sample out"
 _TOKEN_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty",
-                  "frequency_penalty")  # fmt: skip
+                  "frequency_penalty", "structured_outputs", "thinking_token_budget")  # fmt: skip
 
 
 def resolve_reference(
@@ -79,7 +84,7 @@ def with_reference(
     """The served engine's options with room for rows that are read, and the reference engine's."""
     if folder is None:
         return engine, None
-    given = vars(config.sampling_params())
-    greedy = bool(is_greedy(given)) and not any(name in _TOKEN_OPTIONS for name in config.sampling_columns())
-    generates = config.quality.column is not None or not greedy
+    by_row = {name.partition(".")[0] for name in config.sampling_columns()}
+    likeliest = takes_likeliest(config.sampling_params()) and by_row.isdisjoint(_TOKEN_OPTIONS)
+    generates = config.quality.column is not None or not likeliest
     return replace(engine, scoring_tokens=MAX_ROW_TOKENS), reference_config(engine, str(folder), generates)

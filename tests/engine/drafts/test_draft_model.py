@@ -21,7 +21,7 @@ from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import greedy
-from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, hash_engine
+from tests.engine.hash_runner import VOCAB, HashRunner, check_tokens, expected_tokens, hash_engine
 from tests.engine.sampling.test_verify import p_value
 from tests.engine.schedule.test_scheduler import random_requests, run
 from tests.model_folders import Family, make_family
@@ -131,6 +131,36 @@ def test_catching_up_is_bounded_in_each_step() -> None:
     steps = proposer.runner.tokens_per_step  # type: ignore[attr-defined]
     assert max(steps) <= 20 + 3 * (NEAR + 1)
     assert drafted[:2] == [0, 0] < drafted[-1:]
+    assert engine.stats.accepted_by_place == engine.stats.drafted_by_place
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_fault_03_04_passes_of_the_draft_model_that_do_not_fit_cost_no_row(
+    num_rows: int, is_asynchronous: bool
+) -> None:
+    """Their step is undone, and the next ones are computed without drafts for a while."""
+    engine = hash_engine(120, 4, max_num_batched_tokens=16, is_asynchronous=is_asynchronous)
+    proposer, rng = draft_with_itself(engine, 3), np.random.default_rng(num_rows)
+    proposer.runner.is_asynchronous = is_asynchronous
+    execute, failed, drafted = proposer.runner.execute, [], []
+
+    def execute_or_fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        assert engine.scheduler.step_tokens == 16, "asked in a step that is limited"
+        if engine.stats.num_steps and rng.random() < 0.3:  # from the first step of one token on
+            failed.append(engine.stats.num_steps)
+            raise MemoryError
+        drafted.append(engine.stats.num_steps)
+        return execute(step, future)
+
+    proposer.runner.execute = execute_or_fail  # type: ignore[method-assign]
+    engine.draft_as(Drafting([proposer], FixedDrafts(3), engine.scheduler))
+    requests = [Request(row, [row, 5, 6], SamplingParams(max_tokens=55, ignore_eos=True)) for row in range(num_rows)]
+    requests += [Request(row + 10, [row, 5, 6], SamplingParams(max_tokens=55, ignore_eos=True)) for row in range(12)]
+    done = run(engine, requests[:num_rows]) | run(engine, requests[num_rows:])
+    check_tokens(done, requests)
+    assert engine.stats.num_out_of_memory == len(failed) > 0
+    assert max(drafted) > min(failed), "drafts come back"
     assert engine.stats.accepted_by_place == engine.stats.drafted_by_place
 
 

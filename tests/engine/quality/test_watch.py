@@ -173,6 +173,30 @@ def test_a_model_agrees_with_itself(pair: Callable[..., tuple[Engine, Engine]], 
             assert abs(found.kl_nanonats) < 1000
 
 
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"structured_outputs": {"regex": "[a-f]{12}x"}},
+        {"reasoning": {"start": "a", "end": "b"}, "thinking_token_budget": 3},
+    ],
+    ids=["grammar", "budget"],
+)
+def test_a_model_agrees_with_itself_where_its_likeliest_tokens_are_not_allowed(
+    pair: Callable[..., tuple[Engine, Engine]], folders: tuple[Path, Path], held: dict[str, Any]
+) -> None:
+    served, reference = pair(folders[1])
+    (start,) = served.tokenizer.encode("a")
+    requests = [
+        replace(request, prompt_token_ids=[*request.prompt_token_ids, start])
+        for request in requests_of(4, replace(GREEDY, **held))
+    ]
+    done = served_with(QualityWatch(served, reference), served, requests)
+    for row in (1, 3):
+        found = done[row].quality
+        assert found is not None
+        assert (found.agreed, found.same_text, found.why_not) == (found.tokens, True, "")
+
+
 def test_what_cannot_be_compared_is_delivered_and_says_why(
     pair: Callable[..., tuple[Engine, Engine]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -56,6 +56,25 @@ def test_texts_are_read_between_steps_in_flight(is_asynchronous: bool, num_block
     assert (engine.stats.drafted_1 > 0) == drafts
 
 
+def test_labels_of_a_row_that_was_preempted_are_written_into_blocks_of_its_own() -> None:
+    """What one turn left findable stays what it was when a later turn writes another label in its place."""
+    engine = hash_engine(40, 4)
+    prompt, shared = [1, 2, 3, 4], (2, 2, 2, 2)
+    labels = ((*shared, 3, 4), (*shared, 5, 6), (9, 1))
+    engine.add(Request("choice", prompt, PARAMS, task=Choice(labels)))
+    assert engine.step() == []
+    engine.scheduler.admission.put_back(engine.scheduler.drop(int(engine.scheduler.running[0])))
+    while engine.has_unfinished:
+        engine.step()
+    request = Request("after", [*prompt, *shared, 7], SamplingParams(max_tokens=8, ignore_eos=True))
+    engine.add(request)
+    done: dict = {}
+    while engine.has_unfinished:
+        done |= {completion.row_id: completion for completion in engine.step()}
+    assert done["after"].num_cached_tokens == 8
+    check_tokens(done, [request])
+
+
 def test_logits_that_are_no_numbers_are_an_error_row_and_leave_no_block_behind() -> None:
     engine = hash_engine(200, 4, bad_token=90)
     text, fine = [90, *range(12)], list(range(10))

@@ -167,8 +167,13 @@ def test_the_engines_get_a_reference_that_approximates_nothing(job):
     assert spec.reference is not None
     assert (spec.reference.engine.model, spec.reference.engine.quantization) == (spec.engine.model, "none")
     assert (spec.reference.generates, spec.quality_sample, spec.engine.scoring_tokens) == (False, SHARE, 8192)
-    for more in ({"sampling": {"temperature": 0.5}}, {"sampling": {"temperature": {"column": "id"}}}):
-        work = flow_spec(make_plan(watched(job, **more), "cpu"), (), Backend(), "0001").work
+    for sampling in (
+        {"temperature": 0.5},
+        {"temperature": {"column": "id"}},
+        {"structured_outputs": {"regex": "[a-f]+"}},
+        {"structured_outputs": {"regex": {"column": "id"}}},
+    ):
+        work = flow_spec(make_plan(watched(job, sampling=sampling), "cpu"), (), Backend(), "0001").work
         assert work.reference is not None
         assert work.reference.generates
     off = flow_spec(make_plan(watched(job, run={"quality_sample": 0}), "cpu"), (), Backend(), "0001").work
