@@ -17,7 +17,7 @@ MOST_ERROR = 0.04  # relative, until which more are counted
 CERTAIN = 3.0  # a ratio that is so many errors away from 1 is believed before
 MOST_STEPS = 48  # of a challenger, counted or not;
 END_STEPS = 24  # at a job's end, where rows whose drafts fell by chance keep it waiting
-WIDE = 1.3  # plain steps that lose by so much are not measured again soon
+WIDE = 1.3  # times as fast: who loses by so much has its next turn later
 FIRST_PAUSE, MOST_PAUSE = 256, 8192  # steps until the next turn
 ALARM = 4.0  # plain steps that drafts may lose before plain ones are measured again, twice as many after a false alarm
 NEXT_TRY = 32  # steps after a contest that nobody won
@@ -174,8 +174,6 @@ class Contest:
             self._pause[challenger] = FIRST_PAUSE
             if challenger == OFF:
                 self.alarm = ALARM
-            if loser == OFF and ratio > WIDE:
-                self._pause[loser] = MOST_PAUSE
         pause = self._pause.get(loser, FIRST_PAUSE)
         self._due[loser] = self.steps + pause
         self._pause[loser] = min((2 if CLEAR[0] < ratio < WIDE else 4) * pause, MOST_PAUSE)
