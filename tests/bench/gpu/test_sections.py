@@ -179,7 +179,7 @@ def test_a_kernel_alone_is_checked(setting, kernel):
 def test_a_tool_that_finds_something_fails_the_section(setting, tmp_path, monkeypatch):
     code, found = run(setting, "under_tool", tool="ncu", model="tiny-awq", kernel="int4")
     if shutil.which("ncu") is None:
-        assert (code, found.text) == (0, "ncu is not there")
+        assert (code, found.text) == (0, "ncu is not installed")
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(
         "#!/bin/sh\nfor word; do case $word in *sections) echo $word;; esac; done\necho found 1 error\nexit 9\n"
