@@ -189,9 +189,9 @@ def test_a_tool_that_finds_something_fails_the_section(setting, tmp_path, monkey
     code, found = run(setting, "under_tool", tool="compute-sanitizer", model="tiny-awq", kernel="int4")
     assert code == 70
     assert found.text.splitlines() == [
-        "compute-sanitizer, int4: left with 9", "pipeline.bench.gpu.sections", "found 1 error",
+        "compute-sanitizer, int4: exit code 9", "pipeline.bench.gpu.sections", "found 1 error",
     ]  # fmt: skip
-    assert "left with 9 on int4" in found.failures[0]
+    assert "exit code 9 on int4" in found.failures[0]
     assert "--error-exitcode" in under_tool.TOOLS["compute-sanitizer"]
 
 
