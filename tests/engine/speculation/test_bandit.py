@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from pipeline.engine.drafts.draft_model import DraftModelProposer
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome, Verdict
@@ -20,7 +19,8 @@ from pipeline.engine.speculation.bandit import (
 )
 from pipeline.engine.speculation.contest import ALARM
 from pipeline.engine.speculation.record import SpeculationCounts
-from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, hash_engine
+from tests.engine.drafts.test_draft_model import draft_with_itself
+from tests.engine.hash_runner import expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
 
 K = 4
@@ -336,17 +336,8 @@ def test_an_engine_gives_the_tokens_of_plain_steps(seed: int, is_asynchronous: b
     """With both proposers, of which each drafts at some time."""
     engine = hash_engine(120, 4, memory=1, is_asynchronous=is_asynchronous, max_num_batched_tokens=100)
     lookup = NgramProposer(engine.table, K)
-    runner = HashRunner(engine.pool.num_blocks, engine.pool.block_size, memory=1)
-    runner.is_asynchronous = is_asynchronous
-    allocate = engine.pool.allocate
-
-    def allocate_stale(count: int) -> list[int]:
-        blocks = allocate(count)
-        runner.cache[blocks] = -7
-        return blocks
-
-    engine.pool.allocate = allocate_stale  # type: ignore[method-assign]
-    draft = DraftModelProposer(runner, engine.table, engine.pool, K, VOCAB)
+    draft = draft_with_itself(engine, K, memory=1)
+    draft.runner.is_asynchronous = is_asynchronous
     replays = [lambda: replay(lookup, engine.table, engine.scheduler.running), None]
     rng, now_ns, drafted = np.random.default_rng(seed), 0, set()
     policy = MeasuredDrafts(replays, K, clock=lambda: now_ns)
