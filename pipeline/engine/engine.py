@@ -22,14 +22,14 @@ from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.forward.scoring import Piece, ReservedBlocks, prompt_logits
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
-from pipeline.engine.reading.calls import ReadingCalls, Text, given_ids
+from pipeline.engine.reading.calls import ReadingCalls, Text
 from pipeline.engine.reading.sequences import prompt_reader, sequence_of, why_refused
 from pipeline.engine.reasoning.request_reasoning import RequestReasoning
 from pipeline.engine.samples import Group, sample_seed
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.sequence import Call, Sequence, SlotTable, token_array
+from pipeline.engine.schedule.sequence import Call, Sequence, SlotTable, given_ids, token_array
 from pipeline.engine.startup.build import build
 from pipeline.engine.startup.speculation import make_drafting
 from pipeline.engine.stats import EngineStats

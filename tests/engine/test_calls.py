@@ -347,6 +347,8 @@ def test_token_ids_of_any_size_and_kind() -> None:
     for nothing in ([1.5], [None], ["a"], [[1]], 7):
         with pytest.raises(ConfigError, match="ids of its tokens"):
             engine.generate([[1, 5], nothing], params)  # type: ignore[list-item]
+        with pytest.raises(ConfigError, match="ids of its tokens"):
+            engine.add(Request("no ids", nothing, params))  # type: ignore[arg-type]
     check_empty(engine)
 
 

@@ -350,7 +350,7 @@ def test_what_is_no_prompt_or_no_params_is_refused_before_anything_is_computed(f
         for params in ({"max_tokens": 1}, [{"max_tokens": 1}]):
             with pytest.raises(ConfigError, match=r"params: expected SamplingParams, .* found \{'max_tokens': 1\}"):
                 engine.generate(["fine"], params)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match=r"prompt_token_ids: .* found \['H', 'e'"):
+        with pytest.raises(ConfigError, match=r"ids of its tokens \(integers\), found 'Hello'"):
             next(engine.stream([Request(0, "Hello", fine)]))  # type: ignore[arg-type]
         assert not engine.has_unfinished
         assert engine.generate("fine", fine)[0].error is None

@@ -1,9 +1,6 @@
 """What is asked of an engine about a whole list of known texts: completions with a `result`, in their order."""
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from operator import index
-from typing import Any
 
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.tasks import Choice, Classify, Embed, Pooling, Score, Task
@@ -13,16 +10,6 @@ from pipeline.tokenization.tokenizer import Tokenizer
 
 Text = str | list[int]
 """A text, or the ids of its tokens."""
-
-
-def given_ids(ids: Iterable[Any]) -> list[int]:
-    """Ids of a text's tokens as plain integers, of which numpy and torch have their own. Raises ConfigError."""
-    try:
-        if isinstance(ids, bytes | bytearray):  # else each byte would be an id
-            raise TypeError
-        return [index(each) for each in ids]
-    except TypeError:
-        raise ConfigError(f"expected a string or the ids of its tokens (integers), found {ids!r:.80}") from None
 
 
 class ReadingCalls:

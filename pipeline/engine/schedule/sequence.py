@@ -12,6 +12,7 @@ Suffixes: S sequences, B blocks, N any items.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, Protocol
 
 import numpy as np
@@ -100,18 +101,24 @@ class Reader(Protocol):
     def result(self) -> TaskResult: ...
 
 
+def given_ids(ids: Iterable[Any]) -> list[int]:
+    """Ids of a text's tokens as plain integers, of which numpy and torch have their own. Raises ConfigError."""
+    try:
+        if isinstance(ids, bytes | bytearray):  # else each byte would be an id
+            raise TypeError
+        return [index(each) for each in ids]
+    except TypeError:
+        raise ConfigError(f"expected a string or the ids of its tokens (integers), found {ids!r:.80}") from None
+
+
 def token_array(ids: Iterable[int]) -> np.ndarray:
     """Token ids in int32. What has no place there becomes something that no vocabulary has either. Raises ConfigError
     for what is no integer."""
-    ids = list(ids)
+    plain = given_ids(ids)
     try:
-        return np.array(ids, dtype=np.int32)
-    except (ValueError, TypeError):
-        raise ConfigError(
-            f"prompt_token_ids: expected the ids of a text's tokens (Engine.tokenizer.encode), found {ids!r:.80}"
-        ) from None
+        return np.array(plain, dtype=np.int32)
     except OverflowError:
-        return np.array([min(max(i, -1), np.iinfo(np.int32).max) for i in ids], dtype=np.int32)
+        return np.array([min(max(i, -1), np.iinfo(np.int32).max) for i in plain], dtype=np.int32)
 
 
 @dataclass(eq=False)
