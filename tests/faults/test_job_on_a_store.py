@@ -58,11 +58,14 @@ def test_faults_15_to_21_a_job_through_all_of_them_gives_the_rows_of_one_on_disk
     job.check(TEXTS)
     expected = {r["id"]: r["generated_text"] for r in job.table().to_pylist()}
     upload(job, store)
+    for fault in CHANCES:  # each strikes once at least, whatever the chances do
+        store.proxy.add(fault, f"{job.folder.name}/out/")
     report, _ = run(job)
     assert {r["id"]: r["generated_text"] for r in table(job, store).to_pylist()} == expected
     assert table(job, store).num_rows == len(TEXTS)
-    assert sum(report.work.storage_retries.values()) > 0
-    assert store.proxy.done["lost_put"] > 0
+    # a connection that breaks may be retried below, by aiohttp, where no retry is counted
+    assert {"throttled", "server_error", "conflict", "short_read"} <= report.work.storage_retries.keys()
+    assert all(store.proxy.done[fault] > 0 for fault in CHANCES), store.told()
 
 
 def test_rows_of_an_interrupted_run_are_taken_over_from_the_store(job, store):
