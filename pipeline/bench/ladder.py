@@ -33,6 +33,7 @@ from pipeline.engine.params import Completion, EngineConfig, Request, SamplingPa
 from pipeline.engine.startup.memory import weight_bytes
 from pipeline.engine.startup.resolve import Resolved, resolve
 from pipeline.errors import PipelineError
+from pipeline.kernels.contract import Kernels
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import read_config
 from pipeline.weights.awq import AwqFormat
@@ -51,6 +52,7 @@ BLOCK_SIZE = 16
 SLOTS_PER_BATCH = 8  # continuous batching may have so many times `batch` requests at once, if the memory does
 
 Drive = Callable[[Engine, list[Request]], Iterator[Completion]]
+Way = tuple[Engine, bool, Drive]  # whether prompts share prefixes, and which requests it has at a time
 
 
 @dataclass(frozen=True)
@@ -144,42 +146,11 @@ def bench_ladder(
     prompts = _Prompts(plain, requests, output_tokens)
     longest = prompts.longest(rounds)
     kv_tokens = batch * _in_blocks(longest)
-
-    def engine(place: Path, saved_bytes: int = 0, activation_dtype: str = "auto") -> Engine:
-        say(f"loading {place.name}")
-        made = Engine(
-            EngineConfig(
-                str(place),
-                dtype=name,
-                activation_dtype=activation_dtype,
-                max_model_len=longest,
-                max_num_seqs=SLOTS_PER_BATCH * batch,
-                block_size=BLOCK_SIZE,
-                kv_cache_memory_bytes=kv_tokens * own.kv_bytes_per_token(resolved.kv_dtype) + saved_bytes,
-                num_threads=threads,
-            )
-        )
-        made.warm_up()
-        return made
-
-    dense = engine(plain)
-    ways: dict[str, tuple[Engine, bool, Drive]] = {
-        ONE: (dense, False, lambda e, r: _waves(e, [[one] for one in r])),
-        STATIC: (dense, False, lambda e, r: _waves(e, [r[i : i + batch] for i in range(0, len(r), batch)])),
-        DYNAMIC: (dense, False, lambda e, r: _waves(e, _by_length(r, kv_tokens))),
-        CONTINUOUS: (dense, False, lambda e, r: _waves(e, [r])),
-        SHARING: (dense, True, lambda e, r: _waves(e, [r])),
-    }
+    kv_bytes = kv_tokens * own.kv_bytes_per_token(resolved.kv_dtype)
+    load = _Loader(name, longest, SLOTS_PER_BATCH * batch, kv_bytes, threads, say)
+    ways = _plain_ways(load.engine(plain), batch, kv_tokens)
     if is_served:
-        plain_bytes, all_at_once = _bytes(plain, resolved), lambda e, r: _waves(e, [r])
-        if "8-bit" in kernels.served_by["linear"]:
-            narrow = in_int8(found.folder, say)
-            ways[INT8] = (engine(narrow, plain_bytes - _bytes(narrow, resolved)), True, all_at_once)
-        saved_bytes = plain_bytes - _bytes(found.folder, resolved)
-        ways[INT4] = (engine(found.folder, saved_bytes), True, all_at_once)
-        rounded = kernels.rounded.get("int8")
-        if rounded is not None and "products of bytes" in rounded.served_by:
-            ways[ROUNDED] = (engine(found.folder, saved_bytes, "int8"), True, all_at_once)
+        ways |= _quantized_ways(load, found.folder, plain, resolved, kernels, say)
     runs: dict[str, list[_Run]] = {way: [] for way in ways}
     for number, order in enumerate(alternating(list(ways), rounds)):
         asked = prompts.round(number)
@@ -204,6 +175,64 @@ def bench_ladder(
         _left_out(ways, is_awq, name),
         machine,
     )
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """Makes the engines of all ways. kv_bytes: of the KV cache, where weights save nothing."""
+
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    kv_bytes: int
+    threads: int | None
+    say: Callable[[str], None]
+
+    def engine(self, folder: Path, saved_bytes: int = 0, activation_dtype: str = "auto") -> Engine:
+        self.say(f"loading {folder.name}")
+        made = Engine(
+            EngineConfig(
+                str(folder),
+                dtype=self.dtype,
+                activation_dtype=activation_dtype,
+                max_model_len=self.max_model_len,
+                max_num_seqs=self.max_num_seqs,
+                block_size=BLOCK_SIZE,
+                kv_cache_memory_bytes=self.kv_bytes + saved_bytes,
+                num_threads=self.threads,
+            )
+        )
+        made.warm_up()
+        return made
+
+
+def _plain_ways(engine: Engine, batch: int, kv_tokens: int) -> dict[str, Way]:
+    """The rungs below quantized weights."""
+    return {
+        ONE: (engine, False, lambda e, r: _waves(e, [[one] for one in r])),
+        STATIC: (engine, False, lambda e, r: _waves(e, [r[i : i + batch] for i in range(0, len(r), batch)])),
+        DYNAMIC: (engine, False, lambda e, r: _waves(e, _by_length(r, kv_tokens))),
+        CONTINUOUS: (engine, False, _all_at_once),
+        SHARING: (engine, True, _all_at_once),
+    }
+
+
+def _quantized_ways(
+    load: _Loader, folder: Path, plain: Path, resolved: Resolved, kernels: Kernels, say: Callable[[str], None]
+) -> dict[str, Way]:
+    """The rungs of quantized weights that these kernels serve; what the weights save goes to the KV cache. plain: the
+    values of `folder`'s int4 weights in 16 or 32 bit."""
+    ways: dict[str, Way] = {}
+    plain_bytes = _bytes(plain, resolved)
+    if "8-bit" in kernels.served_by["linear"]:
+        narrow = in_int8(folder, say)
+        ways[INT8] = (load.engine(narrow, plain_bytes - _bytes(narrow, resolved)), True, _all_at_once)
+    saved_bytes = plain_bytes - _bytes(folder, resolved)
+    ways[INT4] = (load.engine(folder, saved_bytes), True, _all_at_once)
+    rounded = kernels.rounded.get("int8")
+    if rounded is not None and "products of bytes" in rounded.served_by:
+        ways[ROUNDED] = (load.engine(folder, saved_bytes, "int8"), True, _all_at_once)
+    return ways
 
 
 class _Prompts:
@@ -272,6 +301,10 @@ def _waves(engine: Engine, waves: Sequence[list[Request]]) -> Iterator[Completio
             engine.add(request)
         while engine.has_unfinished:
             yield from engine.step()
+
+
+def _all_at_once(engine: Engine, requests: list[Request]) -> Iterator[Completion]:
+    return _waves(engine, [requests])
 
 
 def _by_length(requests: list[Request], kv_tokens: int) -> list[list[Request]]:

@@ -9,32 +9,26 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from pipeline.bench.engines.asked import Asked
 from pipeline.bench.engines.contender import GenerateModel, StaticBatches, ThisEngine
 from pipeline.bench.engines.floor import Phase, phases
-from pipeline.bench.engines.lineup import TRIAL, Lineup, Speed
+from pipeline.bench.engines.lineup import Lineup, Speed
 from pipeline.bench.engines.memory import MemoryTaken, load_measured
 from pipeline.bench.engines.peer import Peer, PeerTask
 from pipeline.bench.measure import facts_to_text, machine_facts, read_bandwidth, table, use_threads
-from pipeline.bench.request_sets import BenchRequest, Reports, workload
+from pipeline.bench.request_sets import BenchRequest
 from pipeline.bench.shapes import bench_model, dequantized, derived
+from pipeline.engine.engine import Engine
 from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.params import EngineConfig
 from pipeline.errors import ConfigError
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder
-from pipeline.tokenization.tokenizer import Tokenizer
-
-SINGLE_TOKENS = 64
-WARM_REQUESTS = 16  # of the round before the counted ones, where it has no batch size to choose
-WARM_UP = [BenchRequest([16] * 8, 4), BenchRequest([17] * 5, 3)]
-
-NewRound = Callable[[str], list[BenchRequest]]
-NewOne = Callable[[str, int], BenchRequest]
 
 
 @dataclass(frozen=True)
@@ -137,14 +131,12 @@ def bench_engine(
     use_threads(threads)
     found = bench_model(model, folder, say)
     config = read_config(found.folder)
-    if reports:
-        rows = Reports(requests, Tokenizer.from_folder(str(found.folder)).encode_batch)
-        work, new_round, new_one = rows.to_text(), rows.round, rows.one
-    else:
-        made, vocab_size = workload(requests, prompt_tokens, output_tokens), config.vocab_size
-        work, new_round = f"{made.to_text()}; greedy, EOS ignored", partial(made.round, vocab_size=vocab_size)
-        new_one = partial(made.one, vocab_size=vocab_size)
-    sets = _sets(new_round, new_one, rounds, chooses=len(batch_sizes) > 1)
+    asked = (
+        Asked.reports(found.folder, requests)
+        if reports
+        else Asked.random(requests, prompt_tokens, output_tokens, config.vocab_size)
+    )
+    sets = asked.sets(rounds, chooses=len(batch_sizes) > 1)
     longest = max(len(r.prompt_token_ids) + r.max_tokens for each in sets.values() for r in each)
     with ExitStack() as stack:
         options = EngineConfig(
@@ -169,20 +161,7 @@ def bench_engine(
         about: dict[str, dict[str, str]] = {}
         for name, place in peers:
             say(f"starting {name}")
-            task = PeerTask(
-                model=str(found.folder.resolve()),
-                dense_model=str(dense.resolve()),
-                quantized=config.quantization is not None,
-                dtype=str(engine.resolved["dtype"]),
-                threads=int(engine.resolved["num_threads"]),
-                max_model_len=engine.max_model_len,
-                max_num_seqs=int(engine.resolved["max_num_seqs"]),
-                work_folder=str(derived(dense, "peers")),
-                shared_prefixes=reports,
-                eos_token_ids=tuple(sorted(engine.tokenizer.eos_token_ids)),
-                sets=sets,
-                device=str(engine.resolved["device"]),
-            )
+            task = _peer_task(engine, found.folder, dense, config.quantization is not None, reports, sets)
             peer = stack.enter_context(Peer(name, place, task))
             lineup.add(name, peer.run_set)
             about[name] = peer.about
@@ -199,7 +178,7 @@ def bench_engine(
         return EngineBench(
             model=found.about,
             dtype=str(engine.resolved["dtype"]),
-            work=work,
+            work=asked.work,
             speeds=lineup.speeds(),
             trials=lineup.trials,
             rounds=rounds,
@@ -223,15 +202,21 @@ def _floor(lineup: Lineup, decoder: Decoder, say: Callable[[str], None]) -> tupl
     return tuple(phases(steps, decoder, bytes_per_s)), bytes_per_s
 
 
-def _sets(new_round: NewRound, new_one: NewOne, rounds: int, chooses: bool) -> dict[str, list[BenchRequest]]:
-    """The requests of every round by name, as all contenders get them. chooses: whether the trial has a batch size to
-    choose, which takes all requests."""
-    trial = new_round(str(TRIAL))
-    if not chooses:
-        trial = trial[:WARM_REQUESTS]
-    single = min(SINGLE_TOKENS, max(request.max_tokens for request in trial))
-    sets = {"warm-up": WARM_UP, f"set {TRIAL}": trial}
-    for number in range(1, rounds + 1):
-        sets[f"set {number}"] = new_round(str(number))
-        sets[f"one {number}"] = [new_one(str(number), single)]
-    return sets
+def _peer_task(
+    engine: Engine, folder: Path, dense: Path, is_quantized: bool, reports: bool, sets: dict[str, list[BenchRequest]]
+) -> PeerTask:
+    """What another engine needs to do the same work. dense: the checkpoint's weights in 16 or 32 bit."""
+    return PeerTask(
+        model=str(folder.resolve()),
+        dense_model=str(dense.resolve()),
+        quantized=is_quantized,
+        dtype=str(engine.resolved["dtype"]),
+        threads=int(engine.resolved["num_threads"]),
+        max_model_len=engine.max_model_len,
+        max_num_seqs=int(engine.resolved["max_num_seqs"]),
+        work_folder=str(derived(dense, "peers")),
+        shared_prefixes=reports,
+        eos_token_ids=tuple(sorted(engine.tokenizer.eos_token_ids)),
+        sets=sets,
+        device=str(engine.resolved["device"]),
+    )

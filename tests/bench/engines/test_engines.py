@@ -2,7 +2,6 @@
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,8 @@ from click.testing import CliRunner
 from pipeline.bench.engines import comparison
 from pipeline.bench.engines import peer as peer_module
 from pipeline.bench.engines.agreement import Agreement, compare
-from pipeline.bench.engines.comparison import WARM_REQUESTS, _sets, bench_engine
+from pipeline.bench.engines.asked import WARM_REQUESTS, Asked
+from pipeline.bench.engines.comparison import bench_engine
 from pipeline.bench.engines.contender import GenerateModel, StaticBatches, StepTime, ThisEngine
 from pipeline.bench.engines.floor import Curve, _points, phases
 from pipeline.bench.engines.memory import MemoryTaken
@@ -101,9 +101,9 @@ def test_the_whole_at_a_small_size():
 
 
 def test_the_round_before_the_counted_ones_is_whole_only_where_it_chooses():
-    work = workload(2 * WARM_REQUESTS, 20, (3, 8))
+    asked = Asked.random(2 * WARM_REQUESTS, 20, (3, 8), vocab_size=2048)
     for chooses, expected in ((True, 2 * WARM_REQUESTS), (False, WARM_REQUESTS)):
-        sets = _sets(partial(work.round, vocab_size=2048), partial(work.one, vocab_size=2048), 2, chooses)
+        sets = asked.sets(2, chooses)
         sizes = {name: len(requests) for name, requests in sets.items() if name != "warm-up"}
         assert sizes == {
             "set 0": expected,
