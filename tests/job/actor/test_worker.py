@@ -76,7 +76,7 @@ def test_rows_kept_by_a_stopped_actor_are_taken_over_by_the_next(start):
         time.sleep(0.02)
     assert stopped.state().open_units == 1
     stopped.interrupt()
-    call.join(timeout=10)
+    call.join(timeout=60)
     first = stopped.state().record
     assert first.kept.generated > 0
     assert first.delivered == Computed()

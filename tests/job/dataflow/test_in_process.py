@@ -87,7 +87,7 @@ def test_a_flow_that_is_ended_leaves_no_thread(job):
     while flow.next(5.0) is None:
         pass
     flow.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(thread.name in ("dataflow", "unit") for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -128,6 +128,6 @@ with StopSignals(grace_s={0.5 if signals == 1 else 60.0}) as stop:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[:signals]:
         process.send_signal(number)
         time.sleep(0.2)
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == Interrupted.exit_code
     assert "Stopped by SIGTERM. The same command goes on from here." in said
