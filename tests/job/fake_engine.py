@@ -1,7 +1,8 @@
 """An engine and a tokenizer without a model: tokens follow from the prompt and the row's seed alone.
 
 How it behaves is written in the config.json of the model folder under "fake": step_s, max_num_seqs, load_s, prints (a
-text), slow (a text) and slow_s (how long steps with it take), max_model_len (longer prompts are refused), cached
+text), slow (a text) and slow_s (how long steps with it take; with slow_until only until so many engines have been
+loaded, by the files that each leaves in the folder loaded_in), max_model_len (longer prompts are refused), cached
 (tokens at the head of every prompt but the first, from cache), fail_load (a kind of `pipeline.errors`, or a built-in
 one), and texts that, met in a running prompt, end the process (kill, segfault), hang it (hang) or raise (crash,
 out_of_memory). A `once` file path limits the fault to the first time.
@@ -115,6 +116,8 @@ class FakeEngine:
         if fake.get("die_loading"):
             os._exit(9)
         time.sleep(fake.get("load_s", 0))
+        if "loaded_in" in fake:
+            (Path(fake["loaded_in"]) / str(os.getpid())).touch()
         self.resolved = {"device": "fake", "max_num_seqs": fake.get("max_num_seqs", 8)}
         self.max_model_len = config.max_model_len or fake.get("max_model_len", 10**9)
         self.stats = EngineStats()
@@ -176,7 +179,7 @@ class FakeEngine:
         for request, _, _ in self.running.values():
             text = bytes(token for token in request.prompt_token_ids if token < 256)  # of a real tokenizer's ids: some
             self._maybe_fail(text.decode(errors="replace"))
-            if self.fake.get("slow", "\0") in text.decode(errors="replace"):
+            if self.fake.get("slow", "\0") in text.decode(errors="replace") and self._is_slow():
                 step_s = self.fake["slow_s"]
         time.sleep(step_s)
         finished = []
@@ -223,6 +226,11 @@ class FakeEngine:
         self.stats.prefill_us += prefilled - started
         self.stats.decode_us += time.monotonic_ns() // 1000 - prefilled
         return self._whole(refused + finished)
+
+    def _is_slow(self) -> bool:
+        if "slow_until" not in self.fake:
+            return True
+        return len(os.listdir(self.fake["loaded_in"])) < self.fake["slow_until"]
 
     def _maybe_fail(self, prompt: str) -> None:
         fault = next(

@@ -11,7 +11,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 ROOT = Path(__file__).parents[3]
-TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 13) for i in range(480)]
+TEXTS = [f"text {i} " + "x" * (i % 13) for i in range(480)]
 NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 100 * 2**20}  # room for one actor and one reader
 IN_FLIGHT, UNIT_ROWS = 2, 8
 HEAD = {"include_dashboard": False, "include_log_monitor": False}  # processes that nobody here asks
@@ -40,10 +40,20 @@ def wait_for_parts(job, driver, count):
         time.sleep(0.05)
 
 
+def slow_end(job, texts, of_last, engines):
+    """Rows of a job whose last ones are slow until so many engines have been loaded, so that one that joins late, on a
+    busy machine very late, finds work. Else a job of some ten seconds."""
+    (job.folder / "loaded").mkdir()
+    until = {"slow": "text", "slow_s": 1.5, "slow_until": engines, "loaded_in": str(job.folder / "loaded")}
+    changed = [text.replace("text", "word") for text in texts[:-of_last]] + texts[-of_last:]
+    job.fake(step_s=0.15, **until).rows(changed)
+    return changed
+
+
 def test_a_node_that_dies_costs_its_open_units_alone_and_one_that_joins_gets_work(job, cluster):
     nodes = [cluster.add_node(**NODE) for _ in range(3)]
     cluster.wait_for_nodes()
-    job.fake(step_s=0.15).rows(TEXTS)
+    texts = slow_end(job, TEXTS, 240, engines=4)
     of_actors = {"actors": 3, "cpus_per_actor": 1, "gpus_per_actor": 1, "units_in_flight": IN_FLIGHT}
     job.config(run={**of_actors, "ray_address": cluster.address, "window_rows": 40, "unit_rows": UNIT_ROWS})
     driver = start(job)
@@ -53,7 +63,7 @@ def test_a_node_that_dies_costs_its_open_units_alone_and_one_that_joins_gets_wor
     told = driver.communicate(timeout=180)[1].decode()
     assert driver.returncode == 0, told
 
-    job.check(TEXTS)
+    job.check(texts)
     report = json.loads((job.output / "_pipeline" / "report.json").read_text())
     (run,) = report["runs"]
     actors = run["actors"]
@@ -106,8 +116,9 @@ def test_an_elastic_pool_grows_as_nodes_join_and_gives_actors_back_before_the_ta
 def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhere(job, cluster):
     nodes = [cluster.add_node(**NODE) for _ in range(2)]
     cluster.wait_for_nodes()
-    job.fake(step_s=0.15).rows(TEXTS[:320])
+    texts = slow_end(job, TEXTS[:320], 160, engines=3)
     of_actors = {"actors": 2, "cpus_per_actor": 1, "gpus_per_actor": 1, "units_in_flight": IN_FLIGHT}
+    of_actors["drain_s"] = 60  # for what is open there, slow units too
     job.config(run={**of_actors, "ray_address": cluster.address, "window_rows": 40, "unit_rows": UNIT_ROWS})
     driver = start(job)
     wait_for_parts(job, driver, 6)
@@ -118,7 +129,7 @@ def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhe
     told = driver.communicate(timeout=180)[1].decode()
     assert driver.returncode == 0, told
 
-    job.check(TEXTS[:320])
+    job.check(texts)
     report = json.loads((job.output / "_pipeline" / "report.json").read_text())
     actors = {actor["node_id"]: actor for actor in report["runs"][0]["actors"]}
     assert actors.keys() == {nodes[0].node_id, nodes[1].node_id, late.node_id}
