@@ -10,6 +10,7 @@ import pyarrow.dataset
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from pipeline.data.files.listing import would_find
 from pipeline.data.source import cut_windows, open_source, read_window
 from pipeline.errors import InputError
 from tests.data.test_source import BIG, rows_of, texts
@@ -241,6 +242,77 @@ def test_a_bucket_with_marks_for_folders(store, write):
     bucket.put("marked/day=2/zero.parquet", b"")
     with pytest.raises(InputError, match=r"s3://bucket/marked/day=2/zero\.parquet: the file is empty"):
         open_source(bucket.url("marked"), bucket.storage)
+
+
+def test_keys_are_taken_to_the_letter(store, write):
+    folder, bucket = write("a.parquet", texts(1, 1)), store.bucket
+    for number, key in enumerate(("x.parquet", "in//x.parquet", "b c/%20+#?ü.parquet", "../x.parquet", "_t//y.parquet")):
+        write("a.parquet", texts(1, number))
+        bucket.upload(Path(folder, "a.parquet"), f"letter/{key}")
+
+    def read(path: str) -> dict[str, str]:
+        source = open_source(bucket.url(path), bucket.storage)
+        return {file: text for file, _, text in rows_of(source, cut_windows(source, 10, BIG))}
+
+    assert read("letter") == {"b c/%20+#?ü.parquet": "row 2", "in//x.parquet": "row 1", "x.parquet": "row 0"}
+    assert read("letter/../x.parquet") == {"x.parquet": "row 3"}
+    for path in ("letter/in", "letter/in//x.parquet"):  # in/x.parquet would be another file
+        with pytest.raises(InputError, match=r"s3://bucket/letter/in//x\.parquet: an empty name"):
+            read(path)
+
+
+def test_a_key_that_is_a_folder_too_is_the_folder_after_a_slash(store, write):
+    folder, bucket = write("a.parquet", texts(3)), store.bucket
+    bucket.upload(Path(folder, "a.parquet"), "both/a.parquet")
+    bucket.put("both", b"")
+    source = open_source(bucket.url("both/"), bucket.storage)
+    assert ([f.relative for f in source.files], source.num_rows) == (["a.parquet"], 3)
+    with pytest.raises(InputError, match=r"s3://bucket/both: the file is empty"):
+        open_source(bucket.url("both"), bucket.storage)
+
+
+@pytest.mark.parametrize(
+    ("path", "folder", "found"),
+    [
+        ("in", "in", True),
+        ("in/", "in/a/out", True),
+        ("in", "in/_out", False),
+        ("in", "in/_out/deep", False),
+        ("in", "inner", False),
+        ("in/a", "in", False),
+        ("in/*", "in/out", True),
+        ("in/**", "in/a/out", True),
+        ("in/*.parquet", "in", True),
+        ("in/*.parquet", "in/out", False),
+        ("in/*.parquet", "in/out.parquet", True),  # a folder that the glob stands for is read whole
+        ("in/*.jsonl", "in", False),
+        ("in/**/*.parquet", "in/a/out", True),
+        ("in/day=*/a", "in/day=1/b", False),
+        ("i?/x", "in/x/y", True),
+    ],
+)
+def test_whether_an_output_would_be_found_as_input(write, path, folder, found):
+    here = write("a/a.parquet", texts(1)).removesuffix("in")
+    write("x.parquet", texts(1))
+    assert would_find(here + path, {}, here + folder, {}) is found
+    assert would_find(f"s3://bucket/{path}", {}, f"s3a://bucket/{folder}", {}) is found
+    other = {"client_kwargs": {"endpoint_url": "http://there"}}
+    assert not would_find(f"s3://bucket/{path}", {"endpoint_url": "http://here"}, f"s3://bucket/{folder}", other)
+    assert not would_find(here + path, {}, f"s3://bucket/{folder}", {})
+    # and so it is: a file that is written there
+    write("a.parquet", texts(1))
+    (Path(here, folder)).mkdir(parents=True, exist_ok=True)
+    before = _found(here + path)
+    os.rename(Path(here, "in/a.parquet"), Path(here, folder, "part.parquet"))
+    assert (len(_found(here + path) - before) > 0) is found
+
+
+def _found(path: str) -> set[str]:
+    try:
+        source = open_source(path)
+    except InputError:
+        return set()
+    return {os.path.join(source.root, f.relative) for f in source.files}
 
 
 def test_a_file_in_a_store_costs_one_request_to_plan(store, write):

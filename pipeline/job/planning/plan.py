@@ -25,6 +25,7 @@ from pipeline.job.actor.tokenize import chat_template
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.appended import Batches
 from pipeline.job.planning.fingerprint import Fingerprint, fingerprint
+from pipeline.job.planning.output_place import check_output_place
 from pipeline.job.planning.reasoning_markers import with_reasoning_markers
 from pipeline.job.planning.reference_model import resolve_reference
 from pipeline.job.planning.sampling_defaults import with_model_defaults
@@ -79,6 +80,7 @@ def make_plan(
     """Read footers and model files. `device`: what `engine.device` became. `say`: told of a model's download.
     `retries`: counts requests to stores that are tried again. `batches`: the output's, which follow the files of its
     first run. Raises UserError's kinds."""
+    check_output_place(config)
     model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
     config = with_stored_pooling(with_model_defaults(config, model, say), model)
     config = with_reasoning_markers(config, model)

@@ -24,6 +24,7 @@ from pipeline.errors import ConfigError, EnvironmentFailed, ModelError, Pipeline
 from pipeline.job.actor.tasks.job_task import JobTask
 from pipeline.job.actor.tasks.of_job import OF_CHECKPOINT, task_of, with_stored_pooling
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
+from pipeline.job.planning.output_place import check_output_place
 from pipeline.job.planning.reasoning_markers import with_reasoning_markers
 from pipeline.job.planning.reference_model import KEY as REFERENCE_KEY
 from pipeline.job.planning.reference_model import check_own, check_same_tokens
@@ -308,6 +309,7 @@ class _Examination:
         with self._noting("output.path"):
             done = PartStore(output.path, output.storage).list()
             facts |= {"parts_there": done.num_units, "rows_there": done.num_rows}
+            check_output_place(self.config)
         self.facts["output"] = facts
 
 
