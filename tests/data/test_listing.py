@@ -246,7 +246,8 @@ def test_a_bucket_with_marks_for_folders(store, write):
 
 def test_keys_are_taken_to_the_letter(store, write):
     folder, bucket = write("a.parquet", texts(1, 1)), store.bucket
-    for number, key in enumerate(("x.parquet", "in//x.parquet", "b c/%20+#?ü.parquet", "../x.parquet", "_t//y.parquet")):
+    keys = ("x.parquet", "in//x.parquet", "b c/%20+#?ü.parquet", "../x.parquet", "_t//y.parquet")
+    for number, key in enumerate(keys):
         write("a.parquet", texts(1, number))
         bucket.upload(Path(folder, "a.parquet"), f"letter/{key}")
 
