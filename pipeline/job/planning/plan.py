@@ -94,7 +94,7 @@ def make_plan(
     if config.input.limit is not None and (batches.more or batches.later_files):
         raise ConfigError("input.limit: files cannot be appended to an output of the first rows alone; leave one out")
     kept = source.every_column if config.input.columns is None else tuple(config.input.columns)
-    units = config.unit_spec(kept)
+    units = config.unit_spec(kept).of_input(source.every_column)
     source.check_columns(units.columns)
     units.prompt.check(source.schema)
     if units.texts is not None:

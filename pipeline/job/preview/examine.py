@@ -227,13 +227,14 @@ class _Examination:
     def _columns(self, source: Source) -> list[str]:
         """Every column that the job names is there, in each file, and of a kind that fits."""
         config, prompt = self.config, self.config.prompt
+        self.spec = self.spec.of_input(source.every_column)
         given = config.input.columns
         kept = list(source.every_column if given is None else given)
         prompt_key = next(f"prompt.{k}" for k in ("template", "column", "messages") if getattr(prompt, k) is not None)
         wanted = [("input.columns", name) for name in given or ()]
         wanted += [(prompt_key, name) for name in self.spec.columns]
         wanted += [(f"sampling.{option}", name) for option, name in config.sampling_columns().items()]
-        texts = config.unit_spec().texts
+        texts = config.unit_spec().of_input(source.every_column).texts
         wanted += [] if texts is None else [(texts.key, name) for name in texts.columns]
         if config.run.quality_sample > 0 and config.quality.column is not None:
             wanted.append(("quality.column", config.quality.column))
