@@ -63,6 +63,17 @@ def test_links_are_followed_and_broken_ones_refused(write, tmp_path):
             open_source(path)
 
 
+@pytest.mark.parametrize("name", [b"a\xff.parquet", b"day=\xfc/a.parquet"])
+def test_a_name_that_is_not_utf8_is_refused(write, name):
+    folder = write("b.parquet", texts(1))
+    place = os.path.join(os.fsencode(folder), name)
+    os.makedirs(os.path.dirname(place), exist_ok=True)
+    os.rename(f"{folder}/b.parquet", place)
+    with pytest.raises(InputError, match=r"\\udcf[fc].*not UTF-8 cannot stand in source_file; rename it") as raised:
+        open_source(folder)
+    str(raised.value).encode()
+
+
 @pytest.mark.parametrize("path", ["nothing", "nothing.parquet", "*.parquet", "empty"])
 def test_nothing_to_read(tmp_path, path):
     (tmp_path / "empty").mkdir()

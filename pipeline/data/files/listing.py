@@ -45,6 +45,9 @@ def find_files(
     found = sorted((f, n) for f, n in sizes.items() if not is_passed_by(f))
     if not found:
         raise InputError(f"{name}: no files there (names that start with _ or . are passed by)")
+    for relative, _ in found:
+        if (shown := relative.encode(errors="backslashreplace").decode()) != relative:
+            raise InputError(f"{name}: {shown}: a name that is not UTF-8 cannot stand in source_file; rename it")
     return fs, root, found
 
 
