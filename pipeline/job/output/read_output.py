@@ -64,8 +64,8 @@ def status_of(store: PartStore) -> Status:
 
 def doubt_of(store: PartStore, now: Status, run: RunRecord | None) -> str | None:
     """Why a status is not to be believed, in one line: one that says `running`, when its process on this machine is
-    gone, its record says that it has ended, or nothing was heard of it for long; one that says `finished`, when its parts are not what it left. `run`: the
-    record of the status's run."""
+    gone, its record says that it has ended, or nothing was heard of it for long; one that says `finished`, when its
+    parts are not what it left. `run`: the record of the status's run."""
     if now.outcome == "finished":
         return damage_of(store)
     if now.outcome != "running":
