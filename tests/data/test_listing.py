@@ -1,6 +1,9 @@
 """Which files a path stands for, and the columns that their folders' names are."""
 
 import os
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from pipeline.data.files.listing import would_find
 from pipeline.data.source import cut_windows, open_source, read_window
-from pipeline.errors import InputError
+from pipeline.errors import EnvironmentFailed, InputError
 from tests.data.test_source import BIG, rows_of, texts
 from tests.faults.store import FaultyStore
 
@@ -226,6 +229,26 @@ def test_a_host_and_a_password_in_the_url_are_used_and_not_shown(write):
     assert "pw-in-url" not in str(raised.value)
 
 
+def test_files_of_a_web_server_that_knows_no_ranges(write, tmp_path):
+    """Python's own. Its folders are listed, and what cannot be read in pieces is said."""
+    folder = write("a b.parquet", texts(2000), row_group_size=100)
+    write("c.parquet", texts(3))
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for path in (f"{url}/", f"{url}/*.parquet"):
+            source = open_source(path)
+            assert [(f.relative, f.num_rows) for f in source.files] == [("a%20b.parquet", 2000), ("c.parquet", 3)]
+        with pytest.raises(EnvironmentFailed, match=r"a%20b\.parquet: the server sends the whole file where a piece"):
+            table_of(source)
+        server.shutdown()
+
+
 def test_a_signed_web_address_is_refused_without_showing_the_signature():
     with pytest.raises(InputError, match=r"https://host/x\.parquet: a web address with a \?") as raised:
         open_source("https://host/x.parquet?X-Amz-Signature=5ec7e7")
@@ -307,10 +330,10 @@ def test_whether_an_output_would_be_found_as_input(write, path, folder, found):
     here = write("a/a.parquet", texts(1)).removesuffix("in")
     write("x.parquet", texts(1))
     assert would_find(here + path, {}, here + folder, {}) is found
-    assert would_find(f"s3://bucket/{path}", {}, f"s3a://bucket/{folder}", {}) is found
-    other = {"client_kwargs": {"endpoint_url": "http://there"}}
-    assert not would_find(f"s3://bucket/{path}", {"endpoint_url": "http://here"}, f"s3://bucket/{folder}", other)
-    assert not would_find(here + path, {}, f"s3://bucket/{folder}", {})
+    one, other = {"anon": True}, {"anon": True, "client_kwargs": {"endpoint_url": "http://there"}}
+    assert would_find(f"s3://bucket/{path}", one, f"s3a://bucket/{folder}", one) is found
+    assert not would_find(f"s3://bucket/{path}", one, f"s3://bucket/{folder}", other)
+    assert not would_find(here + path, {}, f"s3://bucket/{folder}", one)
     # and so it is: a file that is written there
     write("a.parquet", texts(1))
     (Path(here, folder)).mkdir(parents=True, exist_ok=True)

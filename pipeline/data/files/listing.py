@@ -156,8 +156,16 @@ def _remote(fs: Any, full: str, name: str, as_folder: bool) -> tuple[str, dict[s
         root, entries = full.rstrip("/"), fs.find(full, detail=True) if as_folder or not is_file else {}
         if is_file and entries.keys() <= {full}:
             root, entries = full.rpartition("/")[0], {full: info}
-    files = {n: int(entry["size"]) for n, entry in entries.items() if not _is_folder(n, entry)}
-    return root, {_below(fs, root, n): size for n, size in files.items()}
+    files = {n: entry for n, entry in entries.items() if not _is_folder(n, entry)}
+    return root, {_below(fs, root, n): _size(fs, n, entry) for n, entry in files.items()}
+
+
+def _size(fs: Any, name: str, entry: dict[str, Any]) -> int:
+    """The file's bytes. The listing of a web server tells none, and a server may not know them."""
+    size = fs.info(name)["size"] if entry["size"] is None else entry["size"]
+    if size is None:
+        raise InputError(f"{shown_url(fs.unstrip_protocol(name))}: the server does not say how large it is; download it")
+    return int(size)
 
 
 def _below(fs: Any, root: str, name: str) -> str:
