@@ -164,7 +164,8 @@ def _size(fs: Any, name: str, entry: dict[str, Any]) -> int:
     """The file's bytes. The listing of a web server tells none, and a server may not know them."""
     size = fs.info(name)["size"] if entry["size"] is None else entry["size"]
     if size is None:
-        raise InputError(f"{shown_url(fs.unstrip_protocol(name))}: the server does not say how large it is; download it")
+        shown = shown_url(fs.unstrip_protocol(name))
+        raise InputError(f"{shown}: the server does not say how large it is; download it")
     return int(size)
 
 
