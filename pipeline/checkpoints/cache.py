@@ -112,8 +112,12 @@ class _StoredModel:
 
     def files(self) -> list[_Remote]:
         with self.asking():
-            listed = [e for e in self.fs.ls(self.root) if e["type"] == "file" and not e["name"].endswith("/")]
-        there = [_Remote(e["name"].rpartition("/")[2], e["name"], int(e["size"]), _tag_of(e)) for e in listed]
+            listed = self.fs.ls(self.root)
+            there = _files_of(listed)
+            if "modules.json" in [f.name for f in there]:  # sentence-transformers': modules have folders (`pooling`)
+                for folder in [e["name"].rstrip("/") for e in listed if e["type"] == "directory"]:
+                    below = folder.rpartition("/")[2]
+                    there += [f for f in _files_of(self.fs.ls(folder), f"{below}/") if f.name == f"{below}/config.json"]
         files = sorted((f for f in there if any(fnmatch(f.name, p) for p in PATTERNS)), key=lambda f: f.name)
         names = [f.name for f in files]
         if "config.json" not in names:
@@ -148,6 +152,12 @@ class _StoredModel:
             raise EnvironmentFailed(f"{place}: {told}; fix it, then run again") from None
 
 
+def _files_of(listed: list[dict[str, Any]], below: str = "") -> list[_Remote]:
+    """The files of a listing. `below`: the listed folder as names begin with it, where it is not the model's own."""
+    files = [e for e in listed if e["type"] == "file" and not e["name"].endswith("/")]
+    return [_Remote(below + e["name"].rpartition("/")[2], e["name"], int(e["size"]), _tag_of(e)) for e in files]
+
+
 def _tag_of(entry: Mapping[str, Any]) -> str:
     for key in ("ETag", "etag", "md5", "LastModified", "last_modified", "mtime", "created"):
         if entry.get(key):
@@ -180,6 +190,7 @@ def _download(model: _StoredModel, files: list[_Remote], entry: Path, say: Say) 
     try:
         done = 0
         for file in files:
+            (temporary / file.name).parent.mkdir(exist_ok=True)
             say(f"downloading the model: {file.name}, {done / 1e9:.2f} of {total / 1e9:.2f} GB")
             _download_file(model, file, temporary / file.name)
             done += file.size
@@ -188,7 +199,8 @@ def _download(model: _StoredModel, files: list[_Remote], entry: Path, say: Say) 
             json.dump(manifest, out)
             out.flush()
             os.fsync(out.fileno())
-        sync_folder(temporary)
+        for folder in {(temporary / f.name).parent for f in files}:
+            sync_folder(folder)
         try:
             os.rename(temporary, entry)
         except OSError:

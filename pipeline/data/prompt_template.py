@@ -95,8 +95,9 @@ class Field:
 
 
 @lru_cache(maxsize=64)
-def parse(template: str) -> tuple[tuple[str, ...], tuple[Field, ...]]:
-    """The literals and the fields between them. Raises ConfigError when the template is malformed or names none."""
+def parse(template: str, dotted: tuple[str, ...] = ()) -> tuple[tuple[str, ...], tuple[Field, ...]]:
+    """The literals and the fields between them. `dotted`: columns whose names hold dots; the longest of them that a
+    name begins with is its column. Raises ConfigError when the template is malformed or names none."""
     literals, fields = [""], []
     try:
         template.encode()  # half a surrogate pair: UnicodeEncodeError, a ValueError
@@ -104,7 +105,7 @@ def parse(template: str) -> tuple[tuple[str, ...], tuple[Field, ...]]:
             literals[-1] += literal
             if name is None:
                 continue
-            fields.append(_field(name, form or "", conversion))
+            fields.append(_field(name, form or "", conversion, dotted))
             literals.append("")
     except ValueError as e:
         raise ConfigError(f"prompt.template: {e}{_HINT}") from e
@@ -113,8 +114,9 @@ def parse(template: str) -> tuple[tuple[str, ...], tuple[Field, ...]]:
     return tuple(literals), tuple(fields)
 
 
-def _field(name: str, form: str, conversion: str | None) -> Field:
-    column, *path = name.split(".")
+def _field(name: str, form: str, conversion: str | None, dotted: tuple[str, ...]) -> Field:
+    column = max((c for c in dotted if f"{name}.".startswith(f"{c}.")), key=len, default=name.partition(".")[0])
+    path = name[len(column) + 1 :].split(".") if name != column else []
     braces_of_json = form and any(c in name for c in "\"'\n")
     if not all((column, *path)) or column.isdigit() or braces_of_json:
         raise ConfigError(f"prompt.template: {{{name}}} names no column{_HINT}")

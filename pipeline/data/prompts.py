@@ -6,8 +6,8 @@ into text is the chat template's work, in the engine.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from dataclasses import field as of_dataclass
 from itertools import repeat
 from typing import Any
@@ -39,6 +39,7 @@ class PromptSpec:
     max_bytes: int = MAX_BYTES  # of the rendered prompt, in UTF-8
     defaults: Mapping[str, str] = of_dataclass(default_factory=dict)  # texts for nulls, by what the template names
     refused: str | None = None  # a column of text that says why a row is not asked; null where it is
+    dotted: tuple[str, ...] = ()  # columns of the input whose names hold dots: {a.b} may be one, or a field of {a}
 
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.column, self.template, self.messages)) != 1:
@@ -50,17 +51,23 @@ class PromptSpec:
             if name not in names:
                 raise ConfigError(f"prompt.defaults: {name!r} is not in the prompt{did_you_mean(name, names)}")
 
+    def of_input(self, columns: Iterable[str]) -> "PromptSpec":
+        """The same of an input with these columns."""
+        return replace(self, dotted=tuple(name for name in columns if "." in name))
+
     @property
     def parts(self) -> tuple[tuple[str, ...], tuple[Field, ...]]:
         """The literals, and the fields between them, of a prompt that is text."""
-        return parse(self.template) if self.template is not None else (("", ""), (Field(self.column or ""),))
+        if self.template is not None:
+            return parse(self.template, self.dotted)
+        return ("", ""), (Field(self.column or ""),)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that rendering reads, each once."""
         refused = () if self.refused is None else (self.refused,)
         if self.template is not None:
-            return (*template_columns(self.template), *refused)
+            return (*dict.fromkeys(field.column for field in self.parts[1]), *refused)
         return (self.column or self.messages or "", *refused)
 
     def check(self, schema: pa.Schema) -> None:

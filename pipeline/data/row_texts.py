@@ -6,7 +6,7 @@ used is an error row.
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -27,6 +27,10 @@ class RowTexts:
     def columns(self) -> tuple[str, ...]:
         """Those that are read."""
         return self.completion.columns if self.completion is not None else (self.labels or "",)
+
+    def of_input(self, columns: Iterable[str]) -> "RowTexts":
+        """The same of an input with these columns."""
+        return replace(self, completion=self.completion and self.completion.of_input(columns))
 
     def check(self, schema: pa.Schema) -> None:
         """Raise ConfigError where the columns of `schema` cannot be read so."""

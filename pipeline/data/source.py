@@ -102,7 +102,8 @@ class Source:
                 )
             if name not in known:
                 first = posixpath.join(self.root, self.files[0].relative)
-                raise InputError(f"{first}: has no column {name!r}{did_you_mean(name, known)}")
+                why = did_you_mean(name, known) or ", as it and all other files hold no row" * (not self.num_rows)
+                raise InputError(f"{first}: has no column {name!r}{why}")
 
 
 def open_source(

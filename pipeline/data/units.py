@@ -6,7 +6,7 @@ value.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import overload
 
 import numpy as np
@@ -46,6 +46,11 @@ class UnitSpec:
     expected: str | None = None  # the column of right answers
     default_n: int = 1  # samples of a row
     texts: RowTexts | None = None  # beside the prompts
+
+    def of_input(self, columns: Iterable[str]) -> "UnitSpec":
+        """The same of an input with these columns."""
+        texts = self.texts and self.texts.of_input(columns)
+        return replace(self, prompt=self.prompt.of_input(columns), texts=texts)
 
     @property
     def columns(self) -> tuple[str, ...]:

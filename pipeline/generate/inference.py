@@ -84,8 +84,8 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
 
     A prompt that fails is an answer with an error. Raises ModelError, ConfigError before the first one.
     """
-    now, unit_spec = wall_time(), config.unit_spec()
     inputs = prompts.table.select(list(range(prompts.table.num_columns - 2)))
+    now, unit_spec = wall_time(), config.unit_spec().of_input(inputs.schema.names)
     unit_spec.prompt.check(inputs.schema)
     for option, column in config.sampling_columns().items():
         if column not in inputs.schema.names:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from pipeline.errors import PipelineError
+from pipeline.errors import EnvironmentFailed, PipelineError
 from pipeline.stores.ranged_file import RangedFile
 from pipeline.stores.redaction import said, secrets_of, shown_url
 from pipeline.stores.retries import RetryCounts, RetryPolicy, with_retries
@@ -175,6 +175,11 @@ class RemoteFilesystem:
             if end is None or len(data) != end - first:
                 size = int(fs.info(path)["size"])
                 expected = max(0, (size if end is None else min(end, size)) - first)
+                if len(data) == size > expected:
+                    raise EnvironmentFailed(
+                        f"{self._shown(path)}: the server sends the whole file where a piece of it is asked for, so "
+                        "the file cannot be read there; download it, or put it on a server that knows Range"
+                    )
                 if len(data) != expected:
                     raise ShortRead(f"{len(data)} of {expected} bytes came")
             return data

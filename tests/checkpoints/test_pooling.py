@@ -2,8 +2,10 @@
 
 import json
 
+import fsspec
 import pytest
 
+from pipeline.checkpoints.cache import fetch_model
 from pipeline.checkpoints.pooling import StoredPooling, read_pooling
 from pipeline.errors import ModelError
 
@@ -26,6 +28,21 @@ def test_pooling_and_normalization_are_read(tmp_path):
     assert read_pooling(save(tmp_path, ["Transformer", "Pooling", "Normalize"])) == StoredPooling("last", True)
     mean = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
     assert read_pooling(save(tmp_path, ["Transformer", "Pooling"], mean)) == StoredPooling("mean", False)
+
+
+def test_pooling_of_a_model_in_a_store(tmp_path):
+    folder = save(tmp_path, ["Transformer", "Pooling"])
+    for name in ("config.json", "model.safetensors", "onnx/model.onnx", "original/model.safetensors"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    fsspec.filesystem("memory").put(f"{folder}/", "/pooled/", recursive=True)
+    for _ in range(2):  # downloaded, and found whole
+        said: list[str] = []
+        here = fetch_model("memory://pooled", {}, tmp_path / "cache", said.append)
+        assert read_pooling(here) == StoredPooling("last", False)
+        files = sorted(str(path.relative_to(here)) for path in here.rglob("*") if path.is_file())
+        assert files == [".manifest.json", "1_Pooling/config.json", "config.json", "model.safetensors", "modules.json"]
+    assert said == []
 
 
 def test_what_is_not_served_is_refused_by_name(tmp_path):

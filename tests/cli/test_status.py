@@ -57,6 +57,20 @@ def test_status_of_a_run_that_was_not_heard_of_for_long(work, pipe):
         )
 
 
+def test_status_of_a_run_that_ended_and_could_not_say_so(work, pipe):
+    """A disk that is full at the end took the record and not the status."""
+    store = leave_output(work, finished_run(outcome="failed", versions={"host": "elsewhere", "pid": "1"}), "running")
+    status = json.loads(store.folder.read("_pipeline/status.json"))
+    for seconds, head, code in ((5, "running", 0), (60, "stale", 3)):
+        told_at = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()
+        store.folder.replace("_pipeline/status.json", json.dumps(status | {"told_at": told_at}).encode())
+        out = pipe("status", "out")[1]
+        assert f"out: {head}\n" in out
+        assert ("The run's record says failed: its last status could not be written" in out) == (head == "stale")
+        if code:
+            assert pipe("status", "out", "--watch")[0] == code
+
+
 def test_report_is_the_folders_or_made_anew_when_a_run_was_killed(work, pipe):
     store = leave_output(work, finished_run(), "finished")
     kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3), 3)

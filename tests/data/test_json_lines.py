@@ -211,6 +211,12 @@ def test_a_damaged_file_is_refused_by_name_or_skipped(tmp_path, name, content, s
     assert [f.relative for f in source.skipped] == [name]
 
 
+def test_lines_without_a_row_have_no_column(tmp_path):
+    source = open_source(put(tmp_path, "a.jsonl", []))
+    with pytest.raises(InputError, match=r"a\.jsonl: has no column 'x', as it and all other files hold no row"):
+        source.check_columns(["x"])
+
+
 def test_keys_that_are_data_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(dataset_files, "MAX_KEYS", 10)
     with pytest.raises(InputError, match="more than 10 different keys by line 11; are keys data here"):

@@ -1,6 +1,9 @@
 """Which files a path stands for, and the columns that their folders' names are."""
 
 import os
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -10,8 +13,9 @@ import pyarrow.dataset
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from pipeline.data.files.listing import would_find
 from pipeline.data.source import cut_windows, open_source, read_window
-from pipeline.errors import InputError
+from pipeline.errors import EnvironmentFailed, InputError
 from tests.data.test_source import BIG, rows_of, texts
 from tests.faults.store import FaultyStore
 
@@ -60,6 +64,17 @@ def test_links_are_followed_and_broken_ones_refused(write, tmp_path):
     for path in (folder, f"{folder}/*.parquet"):
         with pytest.raises(InputError, match=r"x\.parquet: neither"):
             open_source(path)
+
+
+@pytest.mark.parametrize("name", [b"a\xff.parquet", b"day=\xfc/a.parquet"])
+def test_a_name_that_is_not_utf8_is_refused(write, name):
+    folder = write("b.parquet", texts(1))
+    place = os.path.join(os.fsencode(folder), name)
+    os.makedirs(os.path.dirname(place), exist_ok=True)
+    os.rename(f"{folder}/b.parquet", place)
+    with pytest.raises(InputError, match=r"\\udcf[fc].*not UTF-8 cannot stand in source_file; rename it") as raised:
+        open_source(folder)
+    str(raised.value).encode()
 
 
 @pytest.mark.parametrize("path", ["nothing", "nothing.parquet", "*.parquet", "empty"])
@@ -214,6 +229,26 @@ def test_a_host_and_a_password_in_the_url_are_used_and_not_shown(write):
     assert "pw-in-url" not in str(raised.value)
 
 
+def test_files_of_a_web_server_that_knows_no_ranges(write, tmp_path):
+    """Python's own. Its folders are listed, and what cannot be read in pieces is said."""
+    folder = write("a b.parquet", texts(2000), row_group_size=100)
+    write("c.parquet", texts(3))
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for path in (f"{url}/", f"{url}/*.parquet"):
+            source = open_source(path)
+            assert [(f.relative, f.num_rows) for f in source.files] == [("a%20b.parquet", 2000), ("c.parquet", 3)]
+        with pytest.raises(EnvironmentFailed, match=r"a%20b\.parquet: the server sends the whole file where a piece"):
+            table_of(source)
+        server.shutdown()
+
+
 def test_a_signed_web_address_is_refused_without_showing_the_signature():
     with pytest.raises(InputError, match=r"https://host/x\.parquet: a web address with a \?") as raised:
         open_source("https://host/x.parquet?X-Amz-Signature=5ec7e7")
@@ -241,6 +276,78 @@ def test_a_bucket_with_marks_for_folders(store, write):
     bucket.put("marked/day=2/zero.parquet", b"")
     with pytest.raises(InputError, match=r"s3://bucket/marked/day=2/zero\.parquet: the file is empty"):
         open_source(bucket.url("marked"), bucket.storage)
+
+
+def test_keys_are_taken_to_the_letter(store, write):
+    folder, bucket = write("a.parquet", texts(1, 1)), store.bucket
+    keys = ("x.parquet", "in//x.parquet", "b c/%20+#?ü.parquet", "../x.parquet", "_t//y.parquet")
+    for number, key in enumerate(keys):
+        write("a.parquet", texts(1, number))
+        bucket.upload(Path(folder, "a.parquet"), f"letter/{key}")
+
+    def read(path: str) -> dict[str, str]:
+        source = open_source(bucket.url(path), bucket.storage)
+        return {file: text for file, _, text in rows_of(source, cut_windows(source, 10, BIG))}
+
+    assert read("letter") == {"b c/%20+#?ü.parquet": "row 2", "in//x.parquet": "row 1", "x.parquet": "row 0"}
+    assert read("letter/../x.parquet") == {"x.parquet": "row 3"}
+    for path in ("letter/in", "letter/in//x.parquet"):  # in/x.parquet would be another file
+        with pytest.raises(InputError, match=r"s3://bucket/letter/in//x\.parquet: an empty name"):
+            read(path)
+
+
+def test_a_key_that_is_a_folder_too_is_the_folder_after_a_slash(store, write):
+    folder, bucket = write("a.parquet", texts(3)), store.bucket
+    bucket.upload(Path(folder, "a.parquet"), "both/a.parquet")
+    bucket.put("both", b"")
+    source = open_source(bucket.url("both/"), bucket.storage)
+    assert ([f.relative for f in source.files], source.num_rows) == (["a.parquet"], 3)
+    with pytest.raises(InputError, match=r"s3://bucket/both: the file is empty"):
+        open_source(bucket.url("both"), bucket.storage)
+
+
+@pytest.mark.parametrize(
+    ("path", "folder", "found"),
+    [
+        ("in", "in", True),
+        ("in/", "in/a/out", True),
+        ("in", "in/_out", False),
+        ("in", "in/_out/deep", False),
+        ("in", "inner", False),
+        ("in/a", "in", False),
+        ("in/*", "in/out", True),
+        ("in/**", "in/a/out", True),
+        ("in/*.parquet", "in", True),
+        ("in/*.parquet", "in/out", False),
+        ("in/*.parquet", "in/out.parquet", True),  # a folder that the glob stands for is read whole
+        ("in/*.jsonl", "in", False),
+        ("in/**/*.parquet", "in/a/out", True),
+        ("in/day=*/a", "in/day=1/b", False),
+        ("i?/x", "in/x/y", True),
+    ],
+)
+def test_whether_an_output_would_be_found_as_input(write, path, folder, found):
+    here = write("a/a.parquet", texts(1)).removesuffix("in")
+    write("x.parquet", texts(1))
+    assert would_find(here + path, {}, here + folder, {}) is found
+    one, other = {"anon": True}, {"anon": True, "client_kwargs": {"endpoint_url": "http://there"}}
+    assert would_find(f"s3://bucket/{path}", one, f"s3a://bucket/{folder}", one) is found
+    assert not would_find(f"s3://bucket/{path}", one, f"s3://bucket/{folder}", other)
+    assert not would_find(here + path, {}, f"s3://bucket/{folder}", one)
+    # and so it is: a file that is written there
+    write("a.parquet", texts(1))
+    (Path(here, folder)).mkdir(parents=True, exist_ok=True)
+    before = _found(here + path)
+    os.rename(Path(here, "in/a.parquet"), Path(here, folder, "part.parquet"))
+    assert (len(_found(here + path) - before) > 0) is found
+
+
+def _found(path: str) -> set[str]:
+    try:
+        source = open_source(path)
+    except InputError:
+        return set()
+    return {os.path.join(source.root, f.relative) for f in source.files}
 
 
 def test_a_file_in_a_store_costs_one_request_to_plan(store, write):

@@ -294,6 +294,18 @@ def test_values_in_a_form_and_fields_of_fields(template, expected):
     assert set(out.errors) <= {None, "null_prompt"}
 
 
+def test_a_column_whose_name_has_dots_goes_before_a_field():
+    columns = {"a.b": ["dotted"], "a": [{"b": {"c": "field"}, "x": "other"}], "a.b.d": [{"e": 1.5}]}
+    template = "{a.b} {a.x} {a.b.d.e:.2f} {a.b.d}"
+    spec = PromptSpec(template=template, defaults={"a.b": ""}).of_input(columns)
+    spec.check(pa.table(columns).schema)
+    assert spec.columns == ("a.b", "a", "a.b.d")
+    assert render(pa.table(columns), spec).prompts == ['dotted other 1.50 {"e":1.5}']
+    with pytest.raises(ConfigError, match="inside of JSON text takes no format spec"):
+        PromptSpec(template="{a.b.c:.2f}").of_input(columns).check(pa.table(columns).schema)
+    assert prompts({"a": columns["a"]}, template="{a.b.c}") == ["field"]
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [

@@ -8,6 +8,7 @@ import glob
 import os
 import posixpath
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 from pipeline.data.files.footer import reading
@@ -36,19 +37,63 @@ def find_files(
     try:
         with reading(name, secrets):
             fs, full = filesystem(path, storage, retries=retries)
-            root, sizes = _local(full, name) if is_local(fs) else _remote(fs, full, name)
+            root, sizes = _local(full, name) if is_local(fs) else _remote(fs, full, name, path.endswith("/"))
     except (ImportError, ValueError, TypeError) as e:  # no such protocol, or options it does not take
         raise InputError(f"{name}: cannot be opened with these input.storage options: {said(e, secrets)}") from None
     if [posixpath.join(root, f) for f in sizes] == [full]:
         return fs, root, list(sizes.items())  # a file named by the user, whatever its name
-    found = sorted((f, n) for f, n in sizes.items() if not any(part[0] in "_." for part in f.split("/")))
+    found = sorted((f, n) for f, n in sizes.items() if not is_passed_by(f))
     if not found:
         raise InputError(f"{name}: no files there (names that start with _ or . are passed by)")
+    for relative, _ in found:
+        if (shown := relative.encode(errors="backslashreplace").decode()) != relative:
+            raise InputError(f"{name}: {shown}: a name that is not UTF-8 cannot stand in source_file; rename it")
     return fs, root, found
+
+
+def would_find(path: str, storage: dict[str, Any], folder: str, folder_storage: dict[str, Any]) -> bool:
+    """Whether a file that is written into `folder` would be one of those at `path`; no request is made. Both are local
+    paths or fsspec urls that can be opened."""
+    fs, full = filesystem(path, storage)
+    there, place = filesystem(folder, folder_storage)
+    if is_local(fs) != is_local(there):
+        return False
+    if is_local(fs):
+        full, place = os.path.realpath(full), os.path.realpath(place)
+    elif not set(protocols(fs)) & set(protocols(there)) or _endpoint(storage) != _endpoint(folder_storage):
+        return False
+    pattern, names = full.strip("/").split("/"), [*place.strip("/").split("/"), "part.parquet"]
+    if names[: len(pattern)] == pattern:
+        below = names[len(pattern) :]
+    elif any(_matches(names[:i], pattern) for i in range(1, len(names) + 1)):
+        below = names[len(_fixed(full).strip("/").split("/")) :]
+    else:
+        return False
+    return bool(below) and not is_passed_by("/".join(below))
+
+
+def _endpoint(storage: dict[str, Any]) -> Any:
+    """Which store a url's bucket is in, where its options say so."""
+    client = storage.get("client_kwargs")
+    return storage.get("endpoint_url") or (client.get("endpoint_url") if isinstance(client, dict) else None)
+
+
+def _matches(names: list[str], pattern: list[str]) -> bool:
+    """Whether a glob, in pieces, stands for a path."""
+    if not pattern or not names:
+        return not names and all(piece == "**" for piece in pattern)
+    if pattern[0] == "**":
+        return _matches(names, pattern[1:]) or _matches(names[1:], pattern)
+    return fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
 def is_local(fs: Any) -> bool:
     return "file" in protocols(fs)
+
+
+def is_passed_by(relative: str) -> bool:
+    """Whether a file below the root is not of the input, by its name or that of a folder on the way."""
+    return any(part.startswith(("_", ".")) for part in relative.split("/"))
 
 
 def _fixed(full: str) -> str:
@@ -95,8 +140,9 @@ def _walk(folder: str) -> Iterator[str]:
                 yield path
 
 
-def _remote(fs: Any, full: str, name: str) -> tuple[str, dict[str, int]]:
-    """As `_local`, through fsspec."""
+def _remote(fs: Any, full: str, name: str, as_folder: bool) -> tuple[str, dict[str, int]]:
+    """As `_local`, through fsspec. `as_folder`: the path ends with a slash, so where a file and a folder have this
+    name, as a store allows, the folder is meant."""
     try:
         info = fs.info(full)
     except FileNotFoundError:
@@ -106,11 +152,34 @@ def _remote(fs: Any, full: str, name: str) -> tuple[str, dict[str, int]]:
         for folder in [n for n, entry in entries.items() if entry["type"] == "directory"]:
             entries |= fs.find(folder, detail=True)
     else:
-        if info["type"] == "file":
-            return posixpath.dirname(full), {posixpath.basename(full): int(info["size"])}
-        root, entries = full.rstrip("/"), fs.find(full, detail=True)
-    files = {n: int(entry["size"]) for n, entry in entries.items() if not _is_folder(n, entry)}
-    return root, {posixpath.relpath(n, root or "/"): size for n, size in files.items()}
+        is_file = info["type"] == "file"
+        root, entries = full.rstrip("/"), fs.find(full, detail=True) if as_folder or not is_file else {}
+        if is_file and entries.keys() <= {full}:
+            root, entries = full.rpartition("/")[0], {full: info}
+    files = {n: entry for n, entry in entries.items() if not _is_folder(n, entry)}
+    return root, {_below(fs, root, n): _size(fs, n, entry) for n, entry in files.items()}
+
+
+def _size(fs: Any, name: str, entry: dict[str, Any]) -> int:
+    """The file's bytes. The listing of a web server tells none, and a server may not know them."""
+    size = fs.info(name)["size"] if entry["size"] is None else entry["size"]
+    if size is None:
+        shown = shown_url(fs.unstrip_protocol(name))
+        raise InputError(f"{shown}: the server does not say how large it is; download it")
+    return int(size)
+
+
+def _below(fs: Any, root: str, name: str) -> str:
+    """The name relative to the root, to the letter: in a store `a//b` and `a/../b` are other files than `a/b` and `b`.
+    Raises InputError where the two cannot be put together again."""
+    relative = name.lstrip("/").removeprefix(root.strip("/")).removeprefix("/")
+    same = posixpath.join(root, relative).lstrip("/") == name.lstrip("/") and not relative.endswith("/")
+    if not same and not is_passed_by(relative):
+        raise InputError(
+            f"{shown_url(fs.unstrip_protocol(name))}: an empty name stands between or after its slashes, so it cannot "
+            "be an input; copy it to another name, or leave it out by naming the others in input.path"
+        )
+    return relative
 
 
 def _is_folder(name: str, entry: dict[str, Any]) -> bool:

@@ -29,6 +29,7 @@ from pipeline.report.run_report import RunReport
 from pipeline.stores.filesystem import is_url
 
 SILENT_S = 120.0  # a run writes its status each few seconds
+ENDED_S = 20.0  # from a run's last record to its last status, at most
 
 
 def open_output(place: str, params: Iterable[str] = ()) -> PartStore:
@@ -63,8 +64,8 @@ def status_of(store: PartStore) -> Status:
 
 def doubt_of(store: PartStore, now: Status, run: RunRecord | None) -> str | None:
     """Why a status is not to be believed, in one line: one that says `running`, when its process on this machine is
-    gone or nothing was heard of it for long; one that says `finished`, when its parts are not what it left. `run`: the
-    record of the status's run."""
+    gone, its record says that it has ended, or nothing was heard of it for long; one that says `finished`, when its
+    parts are not what it left. `run`: the record of the status's run."""
     if now.outcome == "finished":
         return damage_of(store)
     if now.outcome != "running":
@@ -73,6 +74,11 @@ def doubt_of(store: PartStore, now: Status, run: RunRecord | None) -> str | None
         pid = run.versions.get("pid", "unknown")
         return f"Its process, {pid} on this machine, is gone. `pipeline run` goes on from what is written."
     silent = silent_s(now)
+    if run is not None and run.outcome != "running" and silent >= ENDED_S:
+        return (
+            f"The run's record says {run.outcome}: its last status could not be written, as on a full disk. "
+            "`pipeline run` goes on from what is written."
+        )
     if silent < SILENT_S:
         return None
     host = run.versions.get("host", "unknown") if run is not None else "unknown"

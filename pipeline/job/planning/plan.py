@@ -25,6 +25,7 @@ from pipeline.job.actor.tokenize import chat_template
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.appended import Batches
 from pipeline.job.planning.fingerprint import Fingerprint, fingerprint
+from pipeline.job.planning.output_place import check_output_place
 from pipeline.job.planning.reasoning_markers import with_reasoning_markers
 from pipeline.job.planning.reference_model import resolve_reference
 from pipeline.job.planning.sampling_defaults import with_model_defaults
@@ -79,6 +80,7 @@ def make_plan(
     """Read footers and model files. `device`: what `engine.device` became. `say`: told of a model's download.
     `retries`: counts requests to stores that are tried again. `batches`: the output's, which follow the files of its
     first run. Raises UserError's kinds."""
+    check_output_place(config)
     model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
     config = with_stored_pooling(with_model_defaults(config, model, say), model)
     config = with_reasoning_markers(config, model)
@@ -92,7 +94,7 @@ def make_plan(
     if config.input.limit is not None and (batches.more or batches.later_files):
         raise ConfigError("input.limit: files cannot be appended to an output of the first rows alone; leave one out")
     kept = source.every_column if config.input.columns is None else tuple(config.input.columns)
-    units = config.unit_spec(kept)
+    units = config.unit_spec(kept).of_input(source.every_column)
     source.check_columns(units.columns)
     units.prompt.check(source.schema)
     if units.texts is not None:

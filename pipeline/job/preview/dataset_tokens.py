@@ -55,7 +55,7 @@ def read_samples(
     kept, given = () if expected is None else (expected,), config.input
     source = open_source(given.path, given.storage, given.on_corrupt, requests=given.requests)
     config = config.of_lines(source.requests)
-    spec = config.prompt_spec()
+    spec = config.prompt_spec().of_input(source.every_column)
     source.check_columns([*kept, *spec.columns])
     spec.check(source.schema)
     tokenize = Tokenize(tokenizer, SamplingParams(), 0, chat_of(config, wall_time()))

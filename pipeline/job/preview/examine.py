@@ -24,6 +24,7 @@ from pipeline.errors import ConfigError, EnvironmentFailed, ModelError, Pipeline
 from pipeline.job.actor.tasks.job_task import JobTask
 from pipeline.job.actor.tasks.of_job import OF_CHECKPOINT, task_of, with_stored_pooling
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
+from pipeline.job.planning.output_place import check_output_place
 from pipeline.job.planning.reasoning_markers import with_reasoning_markers
 from pipeline.job.planning.reference_model import KEY as REFERENCE_KEY
 from pipeline.job.planning.reference_model import check_own, check_same_tokens
@@ -226,13 +227,14 @@ class _Examination:
     def _columns(self, source: Source) -> list[str]:
         """Every column that the job names is there, in each file, and of a kind that fits."""
         config, prompt = self.config, self.config.prompt
+        self.spec = self.spec.of_input(source.every_column)
         given = config.input.columns
         kept = list(source.every_column if given is None else given)
         prompt_key = next(f"prompt.{k}" for k in ("template", "column", "messages") if getattr(prompt, k) is not None)
         wanted = [("input.columns", name) for name in given or ()]
         wanted += [(prompt_key, name) for name in self.spec.columns]
         wanted += [(f"sampling.{option}", name) for option, name in config.sampling_columns().items()]
-        texts = config.unit_spec().texts
+        texts = config.unit_spec().of_input(source.every_column).texts
         wanted += [] if texts is None else [(texts.key, name) for name in texts.columns]
         if config.run.quality_sample > 0 and config.quality.column is not None:
             wanted.append(("quality.column", config.quality.column))
@@ -308,6 +310,7 @@ class _Examination:
         with self._noting("output.path"):
             done = PartStore(output.path, output.storage).list()
             facts |= {"parts_there": done.num_units, "rows_there": done.num_rows}
+            check_output_place(self.config)
         self.facts["output"] = facts
 
 

@@ -70,7 +70,7 @@ def prompt_tokens(config: JobConfig, source: Source, tokenize: Tokenize, context
 
 
 def units_of(config: JobConfig, source: Source, window: Window) -> Units:
-    spec = replace(config.unit_spec(), sampling_columns={})
+    spec = replace(config.unit_spec().of_input(source.every_column), sampling_columns={})
     return make_units(read_window(source, window, spec.columns), spec, window.index)
 
 

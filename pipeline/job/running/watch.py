@@ -142,6 +142,8 @@ class Watch:
             return self._drain(flow)
         so_far = f"{self.totals.now().rows} of {self.num_rows} rows written"
         what_now = "Raise it to go on." if limit.key == BUDGET else "The next run does more."
+        if limit.key != BUDGET and not self.log.written.rows:
+            what_now = "Raise it if the next run ends like this one, before any unit."
         raise LimitReached(
             f"{limit.key}: another unit would have passed it, so the run ended itself with {so_far}; finished "
             f"rows of units that were open are kept beside them. {what_now}"

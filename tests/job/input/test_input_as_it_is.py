@@ -7,10 +7,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import FingerprintError, InputError
+from pipeline.job.actor.tokenize import row_seed
 from pipeline.job.planning.plan import make_plan
+from pipeline.job.preview.examine import examine
 from pipeline.report.render import text
 from tests.job.conftest import Job, Started, success
 from tests.job.conftest import run as run_told
+from tests.job.fake_engine import answer, text_of
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -172,3 +175,19 @@ def test_folders_partitioned_in_part_are_refused_by_name(job):
     with pytest.raises(InputError, match=r"in/x\.parquet: does not lie in a folder day="):
         make_plan(job.config(), "cpu")
     assert make_plan(job.config(input={"columns": ["id"]}), "cpu").num_rows == 4
+
+
+def test_a_column_whose_name_has_a_dot_is_sent(job):
+    put(job, "a.parquet", pa.table({"id": [0], "author.name": ["Ann"], "was": [{"born": 7}]}))
+    template = "{author.name} is {was.born}"
+    assert validated(job, template)["text"] == "Ann is 7"
+    run(job, prompt={"template": template})
+    (row,) = job.table().to_pylist()
+    prompt = list(b"Ann is 7")
+    assert row["generated_text"] == text_of(answer(prompt, row_seed(0, "a.parquet", 0), 6))
+
+
+def validated(job: Job, template: str) -> dict:
+    found = examine(job.config(prompt={"template": template}, model={"path": "owner/not-here"}))
+    assert not found.mistakes
+    return found.facts["first_prompt"]
