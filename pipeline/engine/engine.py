@@ -285,8 +285,10 @@ class Engine(ReadingCalls):
         or one for each. Raises ConfigError when the counts differ, and for what is no prompt or no SamplingParams.
         """
         ids = self._encoded(prompts)
-        is_for_each = isinstance(params, Iterable) and not isinstance(params, Mapping)
-        each: list[Any] = list(params) if is_for_each else [params or SamplingParams()] * len(ids)
+        if isinstance(params, Iterable) and not isinstance(params, Mapping):
+            each: list[Any] = list(params)
+        else:
+            each = [params or SamplingParams()] * len(ids)
         if len(each) != len(ids):
             raise ConfigError(
                 f"{len(ids)} prompts with {len(each)} sampling params: expected one for all or one for each"

@@ -4,8 +4,8 @@ Owns the meaning and the checks of every option. Resolving options against a mac
 (`auto` values) is `startup/resolve.py`'s work.
 """
 
+import math
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
@@ -188,7 +188,10 @@ def _is_int(value: object) -> bool:
 
 def _is_finite(value: object) -> bool:
     """Whether it is a number that a float can hold."""
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 @dataclass(frozen=True)
