@@ -263,7 +263,7 @@ class Drafting:
             verdict = Verdict(step.slot_S[here], step.drafted_S[here], accepted_S[here])
             if len(here):
                 record_drafts(stats, verdict.drafted_D, verdict.accepted_D)
-                step.proposer.settled(*verdict)
+                step.proposer.settled(verdict.slot_D, verdict.drafted_D, verdict.accepted_D)
         self.policy.observe(StepOutcome(step.facts, num_generated, verdict))
 
 
