@@ -150,11 +150,13 @@ class Drafting:
         None: all tokens are known. most_queries: tokens that a sequence may compute; None: as many as there is room
         for.
 
-        Nobody drafts while steps are limited because one did not fit the memory: a draft model takes some too.
+        Nobody drafts while steps are limited because one did not fit the memory: a draft model takes some too. A step
+        of one token has no room for drafts, so it asks nobody either.
         """
         assert self._step is not None
         facts, sampling = self._step.facts, np.flatnonzero(plan.samples_S)
-        is_limited = self._scheduler.step_tokens < self._scheduler.max_num_batched_tokens
+        step_tokens = self._scheduler.step_tokens
+        is_limited = step_tokens == 1 or step_tokens < self._scheduler.max_num_batched_tokens
         if proposer is None or is_limited or not len(sampling):
             return plan
         slot_S = plan.slot_S[sampling]

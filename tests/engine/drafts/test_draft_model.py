@@ -183,6 +183,21 @@ def test_fault_03_04_passes_of_the_draft_model_that_do_not_fit_cost_no_row(
     assert engine.stats.accepted_by_place == engine.stats.drafted_by_place
 
 
+def test_fault_03_04_a_draft_model_that_never_fits_is_not_asked_in_steps_of_one_token() -> None:
+    """Where every step is so, no row is taken for what did not fit."""
+    engine = hash_engine(120, 4, max_num_seqs=1, max_num_batched_tokens=1)
+    proposer = draft_with_itself(engine, 3)
+
+    def fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        raise MemoryError
+
+    proposer.runner.execute = fail  # type: ignore[method-assign]
+    engine.draft_as(Drafting([proposer], FixedDrafts(3), engine.scheduler))
+    requests = [Request(row, [row] * 30, SamplingParams(max_tokens=9, ignore_eos=True)) for row in range(5)]
+    check_tokens(run(engine, requests), requests)
+    assert engine.stats.num_out_of_memory == 0
+
+
 def test_a_vocabulary_of_another_size() -> None:
     """Ids that only the draft has are never drafted; a draft that lacks some drafts the others."""
 
