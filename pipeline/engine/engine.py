@@ -8,7 +8,7 @@ by step; several engines may live in one process.
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import asdict
 from itertools import islice
@@ -140,17 +140,18 @@ class Engine(ReadingCalls):
                 params.reasoning, params.thinking_token_budget is not None, params.structured_outputs is not None
             )
         seed = params.seed if params.seed is not None else self.seed + call.num_given
-        call.num_given += 1
-        call.num_open += 1
         refused = None
         if request.task is not None or not self.runner.has_vocabulary_head:
             refused = why_refused(request, self.runner)
         if refused is None and no_reasoning is not None and request.task is None:
             refused = RowError.INVALID_SAMPLING, no_reasoning
+        sequences = [] if refused is not None else self._sequences(request, seed, call)  # raises for what are no ids
+        call.num_given += 1
+        call.num_open += 1
         if refused is not None:
             nothing = np.zeros(len(request.prompt_token_ids), dtype=np.int32)
             return Sequence(request, nothing, self._order, call=call).fail(*refused)
-        for sequence in self._sequences(request, seed, call):
+        for sequence in sequences:
             self._queue(sequence)
 
     def _sequences(self, request: Request, seed: int, call: Call) -> list[Sequence]:
@@ -275,7 +276,7 @@ class Engine(ReadingCalls):
     # -- many requests
 
     def generate(
-        self, prompts: Text | Items[Text], params: SamplingParams | Items[SamplingParams] | None = None
+        self, prompts: Text | Iterable[Text], params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> list[Completion]:
         """Complete `prompts` (strings or lists of token ids) and return the completions in their order.
 
@@ -284,7 +285,10 @@ class Engine(ReadingCalls):
         or one for each. Raises ConfigError when the counts differ, and for what is no prompt or no SamplingParams.
         """
         ids = self._encoded(prompts)
-        each = list(params) if isinstance(params, Items) else [params or SamplingParams()] * len(ids)
+        if isinstance(params, Iterable) and not isinstance(params, Mapping):
+            each: list[Any] = list(params)
+        else:
+            each = [params or SamplingParams()] * len(ids)
         if len(each) != len(ids):
             raise ConfigError(
                 f"{len(ids)} prompts with {len(each)} sampling params: expected one for all or one for each"
@@ -294,9 +298,11 @@ class Engine(ReadingCalls):
                 raise ConfigError(f"params: expected SamplingParams, one for all or one for each, found {own!r:.80}")
         return self._completed([Request(row, prompt, own) for row, (prompt, own) in enumerate(zip(ids, each))])
 
-    def _encoded(self, texts: Text | Items[Text]) -> list[list[int]]:
-        is_one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], Integral))
-        many: Any = [texts] if is_one else texts
+    def _encoded(self, texts: Text | Iterable[Text]) -> list[list[int]]:
+        are_many = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | bytearray)
+        many: list[Any] = list(texts) if are_many else [texts]
+        if are_many and many and isinstance(many[0], Integral):  # the ids of one text
+            many = [many]
         return [self.tokenizer.encode(text) if isinstance(text, str) else given_ids(text) for text in many]
 
     def _completed(self, requests: Items[Request]) -> list[Completion]:

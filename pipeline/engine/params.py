@@ -4,7 +4,11 @@ Owns the meaning and the checks of every option. Resolving options against a mac
 (`auto` values) is `startup/resolve.py`'s work.
 """
 
+import math
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
@@ -100,8 +104,9 @@ class SamplingParams:
             object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            if isinstance(given := getattr(self, name), Iterable):
+                object.__setattr__(self, name, tuple(given))
         for name, ok, expected in self._checks():
             if not ok:
                 raise ConfigError(f"sampling.{name} = {getattr(self, name)!r}: expected {expected}")
@@ -119,15 +124,29 @@ class SamplingParams:
                 self.structured_outputs is None or self.min_tokens == 0,
                 "0 with structured_outputs, which say where a completion ends",
             ),
-            ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number of at least 0"),
+            ("temperature", _is_finite(self.temperature) and self.temperature >= 0, "a finite number of at least 0"),
             ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0: off)"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "a number in (0, 1]"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "a number in [0, 1]"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "a finite number above 0"),
-            ("presence_penalty", abs(self.presence_penalty) < float("inf"), "a finite number"),
-            ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "a finite number"),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
-            ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids"),
+            ("top_p", _is_finite(self.top_p) and 0.0 < self.top_p <= 1.0, "a number in (0, 1]"),
+            ("min_p", _is_finite(self.min_p) and 0.0 <= self.min_p <= 1.0, "a number in [0, 1]"),
+            (
+                "repetition_penalty",
+                _is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
+                "a finite number above 0",
+            ),
+            ("presence_penalty", _is_finite(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", _is_finite(self.frequency_penalty), "a finite number"),
+            (
+                "stop",
+                isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
+                "non-empty strings",
+            ),
+            (
+                "stop_token_ids",
+                isinstance(self.stop_token_ids, tuple) and all(_is_int(t) and t >= 0 for t in self.stop_token_ids),
+                "token ids",
+            ),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
+            ("seed", self.seed is None or _is_int(self.seed), "an integer, or none"),
             (
                 "logprobs",
                 self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 100),
@@ -167,11 +186,19 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_finite(value: object) -> bool:
+    """Whether it is a number that a float can hold."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How an engine is built. `None` and "auto" are resolved from the checkpoint and the machine.
 
-    model: folder with config.json, safetensors and tokenizer files, or a Hugging Face id.
+    model: folder with config.json, safetensors and tokenizer files (a text or a Path), or a Hugging Face id.
     device: "auto", "cpu", "cuda" or "cuda:N". dtype: "auto", "bfloat16", "float16" or "float32".
     max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step. By default
     what `startup/batch_limits.py` says of the machine.
@@ -221,6 +248,29 @@ class EngineConfig:
     speculation: str | bool | dict[str, str | int] = "auto"
     seed: int = 0
     num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "draft"):
+            if isinstance(given := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(given))
+        for name, ok, expected in (
+            ("model", isinstance(self.model, str), "a folder or a Hugging Face id"),
+            ("draft", isinstance(self.draft, str | None), "a folder or a Hugging Face id, or none"),
+            ("device", isinstance(self.device, str), "auto, cpu, cuda or cuda:N"),
+            ("enable_prefix_caching", isinstance(self.enable_prefix_caching, bool), "true or false"),
+            ("deterministic", isinstance(self.deterministic, bool), "true or false"),
+            ("gpu_memory_utilization", _is_finite(self.gpu_memory_utilization), "a number in (0, 1]"),
+            (
+                "kv_cache_memory_bytes",
+                self.kv_cache_memory_bytes is None or _is_int(self.kv_cache_memory_bytes),
+                "an integer of bytes, or none",
+            ),
+            ("scoring_tokens", _is_int(self.scoring_tokens) and self.scoring_tokens >= 0, "an integer of at least 0"),
+            ("seed", _is_int(self.seed), "an integer"),
+            ("num_threads", self.num_threads is None or _is_int(self.num_threads), "an integer of at least 1, or none"),
+        ):
+            if not ok:
+                raise ConfigError(f"engine.{name} = {getattr(self, name)!r:.80}: expected {expected}")
 
 
 @dataclass(frozen=True)

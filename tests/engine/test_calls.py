@@ -17,7 +17,7 @@ from pipeline.engine.forward.in_flight import FutureTokens, StepInFlight
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import ConfigError
-from tests.engine.hash_runner import before_each_step, check_tokens, hash_engine
+from tests.engine.hash_runner import VOCAB, before_each_step, check_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import run
 from tests.engine.step.test_in_flight_drafts import drafting_engine
 
@@ -350,6 +350,36 @@ def test_token_ids_of_any_size_and_kind() -> None:
         with pytest.raises(ConfigError, match="ids of its tokens"):
             engine.add(Request("no ids", nothing, params))  # type: ignore[arg-type]
     check_empty(engine)
+
+
+def test_a_request_that_is_refused_moves_nobody_s_seed() -> None:
+    sampled = SamplingParams(max_tokens=9, temperature=1.0, ignore_eos=True)
+    found = []
+    for nothing in ([], [1.5], [None]):
+        engine = hash_engine(60, 4)
+        engine.runner.execute = lambda step, future=None: torch.zeros(len(step.logit_row_R), VOCAB)  # type: ignore[method-assign]
+        engine.add(Request(0, [1, 2], sampled))
+        if nothing:
+            with pytest.raises(ConfigError, match="ids of its tokens"):
+                engine.add(Request("no ids", nothing, sampled))  # type: ignore[arg-type]
+        done = run(engine, [Request(1, [1, 2], sampled)])
+        found.append([done[n].token_ids for n in range(2)])  # type: ignore[call-overload]
+        check_empty(engine)
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] != found[0][1]
+
+
+def test_prompts_and_params_come_from_any_iterable() -> None:
+    engine = hash_engine(60, 4)
+    prompts, each = [[1, 5, 6], [7, 8]], [row(0, 1, 3).params, row(1, 1, 5).params]
+    expected = [c.token_ids for c in engine.generate(prompts, each)]
+    assert [c.token_ids for c in engine.generate(iter(prompts), iter(each))] == expected
+    assert [c.token_ids for c in engine.generate(dict(enumerate(prompts)).values(), each)] == expected
+    assert engine.generate(iter([])) == []
+    assert [c.result for c in engine.score(iter(prompts))] == [c.result for c in engine.score(prompts)]
+    for nothing in (7, None, b"text"):
+        with pytest.raises(ConfigError, match="expected a string or the ids"):
+            engine.generate(nothing)  # type: ignore[arg-type]
 
 
 def test_threads_take_turns_and_each_gets_its_own_completions() -> None:

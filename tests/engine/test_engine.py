@@ -322,9 +322,55 @@ def test_options_that_cannot_be_met_are_refused(folder: Path, options: dict, sai
         float32_engine(folder, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"model": 5}, "a folder"),
+        ({"draft": 5}, "a folder"),
+        ({"device": None}, "auto, cpu"),
+        ({"gpu_memory_utilization": "0.9"}, "a number"),
+        ({"kv_cache_memory_bytes": 1e6}, "an integer of bytes"),
+        ({"scoring_tokens": -1}, "an integer"),
+        ({"seed": 1.5}, "an integer"),
+        ({"num_threads": "2"}, "an integer"),
+        ({"deterministic": "no"}, "true or false"),
+        ({"enable_prefix_caching": None}, "true or false"),
+    ],
+)
+def test_options_of_another_type_are_refused(options: dict, expected: str) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ConfigError, match=rf"engine.{name} = {value!r}: expected {expected}"):
+        EngineConfig(**{"model": "demo", **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": 1.5},
+        {"seed": "7"},
+        {"seed": np.int64(3)},
+        {"temperature": "1"},
+        {"temperature": 10**400},
+        {"temperature": True},
+        {"top_p": None},
+        {"min_p": None},
+        {"repetition_penalty": 10**400},
+        {"presence_penalty": None},
+        {"frequency_penalty": "a"},
+        {"stop": None},
+        {"stop_token_ids": 5},
+        {"ignore_eos": "no"},
+    ],
+)
+def test_sampling_options_of_another_type_are_refused(options: dict) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=rf"sampling.{name} = .*: expected "):
+        SamplingParams(**options)
+
+
 def test_device_and_dtype_are_checked(folder: Path) -> None:
     with pytest.raises(ConfigError, match="device"):
-        Engine(EngineConfig(model=str(folder), device="tpu"))
+        Engine(EngineConfig(model=folder, device="tpu"))
     with pytest.raises(ConfigError, match="dtype"):
         Engine(EngineConfig(model=str(folder), device="cpu", dtype="int8"))
     if not torch.cuda.is_available():

@@ -130,7 +130,7 @@ class DraftModelProposer:
                 late = FutureTokens(np.arange(len(deeper)), deeper, token_A, rejected)
         return Drafts(token_id_SK, q_SKV, sampled.drafts() if is_ahead else None)
 
-    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray, drafted_S: np.ndarray) -> None:
+    def settled(self, slot_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
         """Only now: an undone step takes blocks away, and after a rejected draft stands another token."""
         known_S = self.table.num_computed[slot_S] - accepted_S  # before the step; forced tokens may have come since
         self._num_computed[slot_S] = known_S + np.minimum(accepted_S, drafted_S - 1)  # the last draft is not computed

@@ -150,11 +150,13 @@ class Drafting:
         None: all tokens are known. most_queries: tokens that a sequence may compute; None: as many as there is room
         for.
 
-        Nobody drafts while steps are limited because one did not fit the memory: a draft model takes some too.
+        Nobody drafts while steps are limited because one did not fit the memory: a draft model takes some too. A step
+        of one token has no room for drafts, so it asks nobody either.
         """
         assert self._step is not None
         facts, sampling = self._step.facts, np.flatnonzero(plan.samples_S)
-        is_limited = self._scheduler.step_tokens < self._scheduler.max_num_batched_tokens
+        step_tokens = self._scheduler.step_tokens
+        is_limited = step_tokens == 1 or step_tokens < self._scheduler.max_num_batched_tokens
         if proposer is None or is_limited or not len(sampling):
             return plan
         slot_S = plan.slot_S[sampling]
@@ -263,7 +265,7 @@ class Drafting:
             verdict = Verdict(step.slot_S[here], step.drafted_S[here], accepted_S[here])
             if len(here):
                 record_drafts(stats, verdict.drafted_D, verdict.accepted_D)
-                step.proposer.settled(*verdict)
+                step.proposer.settled(verdict.slot_D, verdict.drafted_D, verdict.accepted_D)
         self.policy.observe(StepOutcome(step.facts, num_generated, verdict))
 
 

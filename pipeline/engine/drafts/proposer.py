@@ -74,7 +74,7 @@ class Proposer(Protocol):
         """Draft count_S[s] tokens for each sequence of the offer, at most as many as it says. flight: as for it."""
         ...
 
-    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray, drafted_S: np.ndarray) -> None:
+    def settled(self, slot_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
         """Of the drafted_S tokens of each of these sequences in an earlier `draft`, the first one that was not settled
         yet, so many were accepted, and the table has them; those that came to their end have left. Not called where the
         step was undone."""

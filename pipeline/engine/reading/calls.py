@@ -1,5 +1,6 @@
 """What is asked of an engine about a whole list of known texts: completions with a `result`, in their order."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from pipeline.engine.params import Completion, Request, SamplingParams
@@ -21,7 +22,7 @@ class ReadingCalls:
 
     tokenizer: Tokenizer
 
-    def _encoded(self, texts: Text | Items[Text]) -> list[list[int]]:
+    def _encoded(self, texts: Text | Iterable[Text]) -> list[list[int]]:
         """One text or several, each as ids of its tokens."""
         raise NotImplementedError
 
@@ -30,7 +31,7 @@ class ReadingCalls:
         raise NotImplementedError
 
     def score(
-        self, prompts: Text | Items[Text], completions: Items[str] | None = None, top: int | None = None
+        self, prompts: Text | Iterable[Text], completions: Items[str] | None = None, top: int | None = None
     ) -> list[Completion]:
         """How likely each completion is after its prompt; without completions, how likely each text is from its second
         token on. `result` of each is a `ScoreResult`. top: see `Score`. Raises ConfigError when the counts differ."""
@@ -42,7 +43,7 @@ class ReadingCalls:
         texts = [own + self.tokenizer.continuation(own, text) for own, text in zip(ids, completions)]
         return self._asked(texts, [Score(max(len(own), 1), top) for own in ids])
 
-    def choose(self, prompts: Text | Items[Text], labels: Items[str]) -> list[Completion]:
+    def choose(self, prompts: Text | Iterable[Text], labels: Items[str]) -> list[Completion]:
         """Which of the labels follows each prompt, by one pass over it. `result` of each is a `ChoiceResult`. Raises
         ConfigError for labels that cannot be told apart."""
         ids = self._encoded(prompts)
@@ -50,7 +51,7 @@ class ReadingCalls:
 
     def embed(
         self,
-        texts: Text | Items[Text],
+        texts: Text | Iterable[Text],
         pooling: Pooling = "last",
         normalize: bool = True,
         dimensions: int | None = None,
@@ -59,7 +60,7 @@ class ReadingCalls:
         ids = self._encoded(texts)
         return self._asked(ids, [Embed(pooling, normalize, dimensions)] * len(ids))
 
-    def classify(self, texts: Text | Items[Text]) -> list[Completion]:
+    def classify(self, texts: Text | Iterable[Text]) -> list[Completion]:
         """What the model's classification head makes of each text (see `Classify`)."""
         ids = self._encoded(texts)
         return self._asked(ids, [Classify()] * len(ids))

@@ -29,7 +29,7 @@ class LogprobReader:
         self.top_P: list[tuple[tuple[int, float], ...]] = [()] * len(position_P)
 
     @classmethod
-    def of_tokens(cls, token_ids: Sequence[int], task: Score) -> "LogprobReader":
+    def of_tokens(cls, token_ids: Sequence[int] | np.ndarray, task: Score) -> "LogprobReader":
         """Of the tokens of a text from position `task.first` on."""
         position_P = np.arange(task.first - 1, len(token_ids) - 1)
         return cls(position_P, np.array(token_ids[task.first :], dtype=np.int64), task.top)

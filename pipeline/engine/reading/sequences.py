@@ -59,7 +59,7 @@ def sequence_of(request: Request, order: int, call: Call, queued_us: int, model:
     if tree is not None:
         sequence.reader = LabelReader(tree, len(ids))
     elif isinstance(task, Score):
-        sequence.reader = LogprobReader.of_tokens(ids, task)
+        sequence.reader = LogprobReader.of_tokens(sequence.token_ids, task)
     else:
         assert isinstance(task, Embed | Classify)
         sequence.reader = PoolingReader(task, len(ids), model.class_head_CH)

@@ -128,14 +128,13 @@ def token_logprobs(
     for begin in range(0, len(row_U), size):
         end = min(begin + size, len(row_U))
         logits_UV = model.logits(hidden_NH[torch.from_numpy(row_U[begin:end]).to(hidden_NH.device)])
-        whole_U = logits_UV.logsumexp(-1)
+        logprob_UV = logits_UV.log_softmax(-1)  # of each row by itself, which torch's logsumexp of one row is not
         lo, hi = np.searchsorted(pair_P, (begin, end))
         row_p, token_p = (
             torch.from_numpy(index).to(logits_UV.device) for index in (pair_P[lo:hi] - begin, token_P[lo:hi])
         )
-        logprob_P[lo:hi] = (logits_UV[row_p, token_p] - whole_U[row_p]).cpu().numpy()
+        logprob_P[lo:hi] = logprob_UV[row_p, token_p].cpu().numpy()
         if num_top:
-            top = logits_UV.topk(num_top, dim=-1)
-            values = (top.values - whole_U[:, None]).tolist()
-            top_U += [tuple(zip(ids, row)) for ids, row in zip(top.indices.tolist(), values)]
+            top = logprob_UV.topk(num_top, dim=-1)
+            top_U += [tuple(zip(ids, row)) for ids, row in zip(top.indices.tolist(), top.values.tolist())]
     return logprob_P, [top_U[row] for row in pair_P.tolist()] if num_top else []

@@ -19,10 +19,12 @@ def divided(whole: Completion, reasoning: RowReasoning | TextReasoning, tokenize
         return whole
     # A stop string or a last token that is no text cuts the end of the text, wherever the row is.
     num_cut = len(tokenizer.decode(whole.token_ids)) - len(whole.text)
-    answer, thought = _without_end(tokenizer.decode(answer_ids), num_cut), tokenizer.decode(thought_ids)
-    if reasoning.markers.end_id not in whole.token_ids:
-        thought = _without_end(thought, num_cut)
-    return _in_two(whole, thought, answer, len(thought_ids))
+    answer, thought = tokenizer.decode(answer_ids), tokenizer.decode(thought_ids)
+    num_after = len(answer)  # characters after the thought
+    if reasoning.markers.end_id in whole.token_ids:
+        num_after += len(tokenizer.decode([reasoning.markers.end_id]))
+    thought = _without_end(thought, max(num_cut - num_after, 0))
+    return _in_two(whole, thought, _without_end(answer, num_cut), len(thought_ids))
 
 
 def _in_two(whole: Completion, thought: str, answer: str, num_tokens: int) -> Completion:

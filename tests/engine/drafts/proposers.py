@@ -65,7 +65,7 @@ class Recorded:
     def undone(self, slot_S: np.ndarray) -> None:
         pass
 
-    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray, drafted_S: np.ndarray) -> None:
+    def settled(self, slot_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
         pass
 
 

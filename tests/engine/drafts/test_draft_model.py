@@ -117,6 +117,25 @@ def test_a_shared_prefix_is_computed_once_by_the_draft_too() -> None:
     assert second.token_ids == expected_tokens([*head, 3, 4], 6, 64, False)
 
 
+def test_rejected_drafts_cost_the_draft_no_token_more() -> None:
+    """Its first pass of a step computes the token that the target gave, and the last draft where all were accepted."""
+    engine, seen = hash_engine(64, 4, max_num_seqs=2), []
+    proposer = draft_with_itself(engine, 5, memory=1)  # not the target's, which depends on all tokens
+    execute = proposer.runner.execute
+
+    def noted(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        seen.append((int(step.position_T.min()), int(np.diff(step.query_start_S1).max())))
+        return execute(step, future)
+
+    proposer.runner.execute = noted  # type: ignore[method-assign]
+    engine.draft_as(Drafting([proposer], FixedDrafts(5), engine.scheduler))
+    requests = [Request(row, [row], SamplingParams(max_tokens=30, ignore_eos=True)) for row in range(2)]
+    check_tokens(run(engine, requests), requests)
+    assert engine.stats.rejected_drafts > 150
+    assert min(first for first, _ in seen) == 0
+    assert max(count for _, count in seen) <= 2
+
+
 def test_catching_up_is_bounded_in_each_step() -> None:
     """Nothing is drafted for a sequence before the draft model has come near it."""
     engine = hash_engine(100, 4, max_model_len=200, max_num_seqs=3, max_num_batched_tokens=300)
@@ -162,6 +181,21 @@ def test_fault_03_04_passes_of_the_draft_model_that_do_not_fit_cost_no_row(
     assert engine.stats.num_out_of_memory == len(failed) > 0
     assert max(drafted) > min(failed), "drafts come back"
     assert engine.stats.accepted_by_place == engine.stats.drafted_by_place
+
+
+def test_fault_03_04_a_draft_model_that_never_fits_is_not_asked_in_steps_of_one_token() -> None:
+    """Where every step is so, no row is taken for what did not fit."""
+    engine = hash_engine(120, 4, max_num_seqs=1, max_num_batched_tokens=1)
+    proposer = draft_with_itself(engine, 3)
+
+    def fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        raise MemoryError
+
+    proposer.runner.execute = fail  # type: ignore[method-assign]
+    engine.draft_as(Drafting([proposer], FixedDrafts(3), engine.scheduler))
+    requests = [Request(row, [row] * 30, SamplingParams(max_tokens=9, ignore_eos=True)) for row in range(5)]
+    check_tokens(run(engine, requests), requests)
+    assert engine.stats.num_out_of_memory == 0
 
 
 def test_a_vocabulary_of_another_size() -> None:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from pipeline import Engine, Request, SamplingParams
 from pipeline.engine.params import Completion
 from pipeline.engine.reading.label_tree import LabelTree
+from pipeline.engine.reading.step_reading import token_logprobs
 from pipeline.engine.tasks import Choice, Classify, Embed, Score
 from pipeline.errors import ConfigError
 from tests.model_folders import Family, load_reference, make_family, small_config, write_tokenizer
@@ -261,6 +262,7 @@ def test_what_cannot_be_read_is_an_error_row(folder: Path) -> None:
             ([1, 2], Choice(((1,), (-3,))), "token_out_of_vocabulary", "a label holds token -3"),
             ([1, 999], Embed(), "token_out_of_vocabulary", "holds token 999"),
             ([1, 2**40], Embed(), "token_out_of_vocabulary", f"holds token {2**40}"),
+            ([1, 2**80], Score(), "token_out_of_vocabulary", f"holds token {2**80}"),
             ([1, 2], Classify(), "task_not_served", "no sequence classification head"),
             ([1, 2], Embed(dimensions=4096), "task_not_served", "dimensions = 4096"),
             (list(range(33)), Score(), "prompt_too_long", "at most 32 fit"),
@@ -276,6 +278,26 @@ def test_what_cannot_be_read_is_an_error_row(folder: Path) -> None:
     for wrong in (lambda: Choice(()), lambda: Choice(((1,), (1,))), lambda: Score(0), lambda: Embed("max")):
         with pytest.raises(ConfigError):
             wrong()
+
+
+def test_a_token_s_log_probability_is_the_same_bits_whatever_else_is_read() -> None:
+    """A sum over one large row is divided among threads, those of several rows are not."""
+
+    class Model:
+        vocab_size = 40_000
+
+        def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+            return hidden_RH
+
+    logits_NV = torch.randn(96, Model.vocab_size, generator=torch.Generator().manual_seed(1)) * 4
+    places, tokens, before = np.arange(96), np.arange(96) * 7, torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together = token_logprobs(logits_NV, Model(), places, tokens, num_top=2)
+        alone = [token_logprobs(logits_NV, Model(), places[n : n + 1], tokens[n : n + 1], 2) for n in range(96)]
+    finally:
+        torch.set_num_threads(before)
+    assert [(float(logprob[0]), top[0]) for logprob, top in alone] == list(zip(*(together[0].tolist(), together[1])))
 
 
 def test_the_time_of_labels_is_that_of_reading(folder: Path) -> None:

@@ -102,6 +102,18 @@ def test_a_stop_string_that_begins_in_the_marker_leaves_nothing() -> None:
     assert (found.reasoning, found.text) == (None, "")
 
 
+@pytest.mark.parametrize(("is_special", "stop"), [(True, "!?"), (False, "!</think>?"), (False, "</think>?")])
+def test_a_stop_string_around_the_end_marker_cuts_the_reasoning_too(is_special: bool, stop: str) -> None:
+    tokenizer = tokenizer_with("<think>", "</think>", is_special=is_special)
+    ids = tokenizer._parsing.encode("<think>so!</think>?", add_special_tokens=False).ids
+    shown = tokenizer.decode(ids)
+    assert shown.endswith(stop)
+    markers = marker_tokens("auto", tokenizer)
+    assert isinstance(markers, MarkerTokens)
+    found = divided(Completion(0, ids, shown.removesuffix(stop), "stop", 1), RowReasoning(markers, False), tokenizer)
+    assert (found.reasoning, found.text) == ("so" if stop.startswith("!") else "so!", "")
+
+
 def test_markers_within_tokens_are_found_in_the_text() -> None:
     pieces = ["<th", "ink", ">\n", "so", " it", " is</", "think", ">yes", "Once", " ", "<think", ">"]
 

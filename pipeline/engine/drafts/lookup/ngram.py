@@ -105,7 +105,7 @@ class NgramProposer:
     def undone(self, slot_S: np.ndarray) -> None:
         pass
 
-    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray, drafted_S: np.ndarray) -> None:
+    def settled(self, slot_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
         pass
 
     def _learn(self) -> None:

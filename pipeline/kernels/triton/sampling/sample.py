@@ -41,7 +41,7 @@ def _best_of_row(logits_ptr, num_tokens, WIDTH: tl.constexpr):
         logit = tl.where(logit != logit, float("inf"), logit)  # a maximum may pass NaN by
         at = tl.where(logit > best, token, at)
         best = tl.maximum(best, logit)
-    largest = tl.max(best, axis=0)
+    largest = tl.max(best, axis=0) + 0.0  # never -0: its distance to 0 is -0, whose bits as an integer are negative
     return largest, tl.min(tl.where(best == largest, at, num_tokens), axis=0)
 
 

@@ -53,6 +53,14 @@ def test_tokens_are_those_of_the_oracle(vocabulary: int, dtype: torch.dtype) -> 
     assert agree(logits_RV, options, random.random(len(options)))
 
 
+@pytest.mark.parametrize("best", [0.0, -0.0])
+def test_zeros_of_either_sign_are_equal(best: float) -> None:
+    """As the largest logits, at whose distance from each other all else is measured."""
+    logits_RV = torch.full((3, 40), -3.0)
+    logits_RV[:, [3, 5, 20, 30]] = torch.tensor([-best, best, best, -best])
+    assert agree(logits_RV, [(0.7, 2, 1.0, 0.0), (0.7, 0, 0.01, 0.0), (0.7, 0, 1.0, 1.0)], np.array([0.7, 0.7, 0.9]))
+
+
 @pytest.mark.parametrize("u", [0.25, 0.4, 1 - 2.0**-53])
 @pytest.mark.parametrize("at", [[0, 1, 2, 8191], [3, 8192, 8193, 16_384]], ids=str)
 def test_of_equal_ones_the_first_are_kept(at: list[int], u: float) -> None:
