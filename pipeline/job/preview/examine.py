@@ -39,7 +39,7 @@ _MODEL_KINDS = {
     "embedded": "embedded",
     "url": "folder in a store, copied to this machine once",
     "folder": "folder",
-    "id": "Hugging Face id, looked up when the job runs",
+    "id": "no such folder here, so a Hugging Face id, looked up when the job runs",
     "missing": "missing",
 }
 _NUMBERS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
