@@ -54,6 +54,10 @@ class Engine(ReadingCalls):
 
         Raises ModelError for the checkpoint, ConfigError for options it cannot be run with.
         """
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"Engine({config!r:.80}): expected an EngineConfig, as in Engine(EngineConfig(model=...))"
+            )
         self._say = say or (lambda text: None)
         built = build(config, self._say)
         if must_compile(built.runner.decoder.kernels):
@@ -295,6 +299,8 @@ class Engine(ReadingCalls):
         return self._completed([Request(row, prompt, own) for row, (prompt, own) in enumerate(zip(ids, each))])
 
     def _encoded(self, texts: Text | Items[Text]) -> list[list[int]]:
+        if not isinstance(texts, Items):
+            raise ConfigError(f"expected a prompt or a list of prompts, found {texts!r:.80}")
         is_one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], Integral))
         many: Any = [texts] if is_one else texts
         return [self.tokenizer.encode(text) if isinstance(text, str) else given_ids(text) for text in many]

@@ -4,7 +4,9 @@ Owns the meaning and the checks of every option. Resolving options against a mac
 (`auto` values) is `startup/resolve.py`'s work.
 """
 
+import os
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
@@ -119,13 +121,29 @@ class SamplingParams:
                 self.structured_outputs is None or self.min_tokens == 0,
                 "0 with structured_outputs, which say where a completion ends",
             ),
-            ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number of at least 0"),
+            (
+                "temperature",
+                _is_number(self.temperature) and 0.0 <= self.temperature < float("inf"),
+                "a finite number of at least 0",
+            ),
             ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0: off)"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "a number in (0, 1]"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "a number in [0, 1]"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "a finite number above 0"),
-            ("presence_penalty", abs(self.presence_penalty) < float("inf"), "a finite number"),
-            ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "a finite number"),
+            ("top_p", _is_number(self.top_p) and 0.0 < self.top_p <= 1.0, "a number in (0, 1]"),
+            ("min_p", _is_number(self.min_p) and 0.0 <= self.min_p <= 1.0, "a number in [0, 1]"),
+            (
+                "repetition_penalty",
+                _is_number(self.repetition_penalty) and 0.0 < self.repetition_penalty < float("inf"),
+                "a finite number above 0",
+            ),
+            (
+                "presence_penalty",
+                _is_number(self.presence_penalty) and abs(self.presence_penalty) < float("inf"),
+                "a finite number",
+            ),
+            (
+                "frequency_penalty",
+                _is_number(self.frequency_penalty) and abs(self.frequency_penalty) < float("inf"),
+                "a finite number",
+            ),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
             ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids"),
             (
@@ -163,6 +181,10 @@ class SamplingParams:
         ]
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real)
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -171,7 +193,8 @@ def _is_int(value: object) -> bool:
 class EngineConfig:
     """How an engine is built. `None` and "auto" are resolved from the checkpoint and the machine.
 
-    model: folder with config.json, safetensors and tokenizer files, or a Hugging Face id.
+    model: folder with config.json, safetensors and tokenizer files, or a Hugging Face id. It and `draft` may be given
+    as a path object. Raises ConfigError where either is something else.
     device: "auto", "cpu", "cuda" or "cuda:N". dtype: "auto", "bfloat16", "float16" or "float32".
     max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step. By default
     what `startup/batch_limits.py` says of the machine.
@@ -221,6 +244,13 @@ class EngineConfig:
     speculation: str | bool | dict[str, str | int] = "auto"
     seed: int = 0
     num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("model", self.model), ("draft", self.draft)):
+            if isinstance(value, os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
+            elif not isinstance(value, str) and (name, value) != ("draft", None):
+                raise ConfigError(f"EngineConfig.{name} = {value!r:.80}: expected a folder or a Hugging Face id")
 
 
 @dataclass(frozen=True)
