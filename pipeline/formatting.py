@@ -10,11 +10,15 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from itertools import groupby
 
 SAY_EVERY_S = 5.0  # between two lines of progress
 
 # Any character that may have to be spelled out; `str.isprintable` decides.
 _SUSPECT = re.compile(r"[^ -~]")
+_GAP = re.compile(r"\S {2,}(?=\S)")  # between two columns
+_COLUMN = re.compile(r"x(?: ?x)*")
+_TABLE_GAPS = 4  # in each line of a table; lines with fewer end in a sentence
 _FIRST_COLUMN = re.compile(r" *(\||\S+ ) +(?=\S)")  # of a line with two or more: a label, or the mark of a quotation
 
 
@@ -35,9 +39,36 @@ def printable_json(text: str) -> str:
 
 
 def fitted(text: str, width: int) -> str:
-    """A text of our own for a terminal of so many columns: longer lines go on under their second column, a word that is
-    longer stays whole, and bars that do not fit are left out."""
-    return "\n".join(line if len(line) <= width else _wrapped(line, width) for line in text.split("\n"))
+    """A text of our own for a terminal of so many columns. Bars that do not fit are left out. A table that is wider
+    goes on below: its first column again, and the columns that had no room. Other longer lines go on under their second
+    column; a word that is longer stays whole."""
+    found: list[str] = []
+    for is_table, group in groupby(text.split("\n"), lambda line: len(_GAP.findall(line)) >= _TABLE_GAPS):
+        lines = list(group)
+        found += _in_blocks(lines, width) if is_table else lines
+    return "\n".join(line if len(line) <= width else _wrapped(line, width) for line in found)
+
+
+def _in_blocks(lines: list[str], width: int) -> list[str]:
+    """The lines of a table, as they are where they or their columns do not fit."""
+    bare = [line.rstrip("█ ") for line in lines]
+    longest = max(map(len, bare))
+    if longest <= width:
+        return lines
+    blank = "".join(" " if all(line[i : i + 1] in ("", " ") for line in bare) else "x" for i in range(longest))
+    first, *others = [match.span() for match in _COLUMN.finditer(blank)]
+    columns = [[line[start:end].ljust(end - start) for line in bare] for start, end in others]
+    label = [line[: first[1]].ljust(first[1]) for line in bare]
+    blocks, room = [label], width - len(label[0])
+    for column in columns:
+        taken = len(column[0]) + 2
+        if taken > room and blocks[-1] is not label:
+            blocks, room = [*blocks, label], width - len(label[0])
+        if taken > room:
+            return lines
+        blocks[-1] = [f"{before}  {cell}" for before, cell in zip(blocks[-1], column, strict=True)]
+        room -= taken
+    return [line.rstrip() for number, block in enumerate(blocks) for line in ([""] * (number > 0) + block)]
 
 
 def _wrapped(line: str, width: int) -> str:

@@ -44,3 +44,27 @@ def test_a_text_fits_a_terminal():
         "  one-long-word-that-does-not-fit-anywhere-at-all"
     )
     assert "    | site Minsol; tech Vami\n      Lova" in fitted(text, 30)
+
+
+def test_a_table_that_is_wider_than_a_terminal_goes_on_below():
+    table = "\n".join(
+        [
+            "On cards",
+            "    card      engines  time   low  high       USD  spot",
+            "    H200            1  40 s  40 s  47 s   $0.0711",
+            "    H100 SXM    1,024   9 s   9 s  12 s  $10.0533  $0.1",
+            "    A note below the table.",
+        ]
+    )
+    assert fitted(table, 80) == table
+    assert fitted(table, 40).split("\n") == [
+        "On cards",
+        "    card      engines  time   low  high",
+        "    H200            1  40 s  40 s  47 s",
+        "    H100 SXM    1,024   9 s   9 s  12 s",
+        "",
+        "    card           USD  spot",
+        "    H200       $0.0711",
+        "    H100 SXM  $10.0533  $0.1",
+        "    A note below the table.",
+    ]

@@ -17,6 +17,7 @@ import torch
 
 from pipeline.errors import PipelineError
 from pipeline.machine.host import VECTOR_FLAGS, available_cores, package_versions, processor
+from pipeline.report.number_formats import aligned
 
 PACKAGES = ("torch", "transformers", "numba", "ray")
 READ_BYTES = 256 << 20  # larger than any cache
@@ -56,19 +57,19 @@ def alternating(names: Sequence[str], rounds: int) -> list[list[str]]:
 
 def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:
     """Lines of a head and of each row. columns: `name <8 | seconds >9.2f`, each column's head and the format of its
-    values; a value that is None is left empty, and text is only brought to the column's width."""
+    values; a column is as wide as that says, or as its longest value. None is an empty cell; text is shown as it is."""
     parts = [column.rpartition(" ") for column in columns.split(" | ")]
     formats = [spec for _, _, spec in parts]
     widths = [spec[0] + re.findall(r"\d+", spec)[0] for spec in formats]
 
-    def line(values: Sequence[object]) -> str:
-        cells = zip(values, formats, widths, strict=True)
-        return " ".join(
+    def cells(values: Sequence[object]) -> list[str]:
+        return [
             format("" if value is None else value, width if value is None or isinstance(value, str) else spec)
-            for value, spec, width in cells
-        )
+            for value, spec, width in zip(values, formats, widths, strict=True)
+        ]
 
-    return [line([head.strip() for head, _, _ in parts]), *map(line, rows)]
+    head = cells([head.strip() for head, _, _ in parts])
+    return aligned([head, *map(cells, rows)], sides="".join(spec[0] for spec in formats))
 
 
 def said_by(command: list[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:

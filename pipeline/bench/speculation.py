@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
-from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, use_threads
+from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
 from pipeline.checkpoints.locate import locate_model
 from pipeline.demo.reports import make_report
 from pipeline.engine.drafts.draft_model import DraftModelProposer
@@ -83,19 +83,18 @@ class SpeculationBench:
             f"Rounds: {self.rounds}, in alternating order, other rows each; medians (least to most), ratios within a "
             "round.",
             "",
-            f"{'at once':>7}  {'':<20}{'tokens/s':>10}{'by plain':>24}{'tail by plain':>24}{'tokens/step':>13}"
-            f"{'steps drafted':>15}{'accepted':>10}{'equal':>12}",
         ]
+        rows = []
         for batch in self.batches:
             plain = batch.ways[0]
             for way in batch.ways:
                 speed = Spread.of([way.tokens / len(way.seconds) / s for s in way.seconds]).median
-                drafted = (f"{way.draft_steps:.0%}", f"{way.acceptance:.0%}") if way.draft_steps else ("", "")
-                lines.append(
-                    f"{batch.batch:>7}  {way.name:<20}{speed:>10,.0f}{ratio(plain.seconds, way.seconds).to_text():>24}"
-                    f"{ratio(plain.tail_s, way.tail_s).to_text():>24}{way.tokens_per_step:>13.2f}{drafted[0]:>15}"
-                    f"{drafted[1]:>10}{f'{way.equal} of {batch.rows * self.rounds}':>12}"
-                )
+                by_plain = ratio(plain.seconds, way.seconds).to_text(), ratio(plain.tail_s, way.tail_s).to_text()
+                drafted = (way.draft_steps, way.acceptance) if way.draft_steps else (None, None)
+                equal = f"{way.equal:,} of {batch.rows * self.rounds:,}"
+                rows.append((batch.batch, way.name, speed, *by_plain, way.tokens_per_step, *drafted, equal))
+        columns = "at once >7 | by <8 | tokens/s >8,.0f | by plain >19 | tail by plain >19 | tokens/step >11.2f"
+        lines += table(f"{columns} | steps drafted >13.0% | accepted >8.0% | equal >8", rows)
         lines += ["", "by plain: how many times as fast as plain steps. tail: from when no row waits any more."]
         return "\n".join(lines)
 

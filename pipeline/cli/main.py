@@ -27,6 +27,7 @@ from pipeline.cli.commands import (
     schema,
 )
 from pipeline.cli.console import leave_with_exit_code
+from pipeline.cli.options import Commands
 
 EPILOG = """\b
 Start here:
@@ -50,7 +51,11 @@ Exit codes:
 """
 
 
-@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Commands,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="pipeline")
 def cli() -> None:
     """Prompts in Parquet to completions in Parquet, and what they cost.

@@ -1,5 +1,5 @@
 """Options that several commands share, and what click's lack: an older name that is taken and not shown, finite ranges,
-and headings in a long help text."""
+and help texts with headings and whole sentences."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +43,15 @@ class Grouped(click.Command):
                 formatter.write_dl([shown.pop(name) for name in names])
         with formatter.section("Other"):
             formatter.write_dl(list(shown.values()))
+
+
+class Commands(click.Group):
+    """A group whose help text has the whole first sentence of each command; click's own cuts it short."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        shown = {name: self.commands[name].get_short_help_str(limit=200) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl(list(shown.items()))
 
 
 param_option = click.option(

@@ -26,6 +26,7 @@ KeyPath = tuple[str | int, ...]
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(?i:inf)|\.(?i:nan)")
+_INDENTATION = "Keys of one section begin in the same column, those inside one further to the right."
 _NULL = {"", "~", "null", "Null", "NULL"}
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 
@@ -234,7 +235,9 @@ def _syntax_mistake(name: str, error: yaml.YAMLError) -> Mistake:
     where = f"{name}:{mark.line + 1}" if mark else name
     hint = ""
     if "mapping values are not allowed" in problem:
-        hint = 'A text that holds `: ` needs quotes: "...".'
+        hint = f'A text that holds `: ` needs quotes: "...". {_INDENTATION}'
+    elif "<block end>" in problem:
+        hint = _INDENTATION
     elif "cannot start any token" in problem:
         hint = "Indent with spaces, and quote a text that begins with % @ ` or a tab."
     return Mistake(where, "", f"not valid YAML: {problem}", hint)

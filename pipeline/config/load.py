@@ -13,6 +13,7 @@ from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, me
 from pipeline.config.mistakes import from_validation, section_at
 from pipeline.config.parameters import Now, given_on
 from pipeline.config.sections.row.structured import with_schema_file
+from pipeline.errors import ConfigError
 from pipeline.machine.host import zone_time
 
 
@@ -30,6 +31,9 @@ def load_job(
 
     Raises JobFileError (a ConfigError) with every mistake found.
     """
+    for name, given in (("sets", sets), ("overlays", overlays), ("params", params)):
+        if isinstance(given, str | Mapping):
+            raise ConfigError(f"load_job: {name} = {given!r:.80}: expected a list of texts, such as ['input.limit=20']")
     document = read(path)
     for overlay in overlays:
         document = merge(document, read(overlay))

@@ -54,6 +54,10 @@ class Engine(ReadingCalls):
 
         Raises ModelError for the checkpoint, ConfigError for options it cannot be run with.
         """
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"Engine({config!r:.80}): expected an EngineConfig, as in Engine(EngineConfig(model=...))"
+            )
         self._say = say or (lambda text: None)
         built = build(config, self._say)
         if must_compile(built.runner.decoder.kernels):

@@ -149,9 +149,10 @@ def output_lengths(requests: Sequence[Request], history: Sequence[Remembered]) -
     stats = sum((run.row_stats + run.sampled_stats for run in runs), RowStats())
     known = {bucket: histogram for bucket, histogram in stats.outputs.items() if histogram.count}
     if not known:
-        each = ASSUMED.times(float((most * n).mean()))
+        share, least = ASSUMED.times(float((most * n).mean())), float(n.mean())  # a sample has a token at least
+        each = Interval(max(least, share.low), max(least, share.expected), max(least, share.high))
         drawn = np.maximum(1, most * ASSUMED.expected).astype(int)
-        told = f"assumed: half of max_tokens, {most.mean():,.0f} on average" + _of_samples(float(n.mean()))
+        told = f"an assumption: half of max_tokens, {most.mean():,.0f} on average" + _of_samples(float(n.mean()))
         return OutputLengths(each, tuple(drawn.tolist()), told)
     everything = sum(known.values(), Histogram())
     rng = np.random.default_rng(0)

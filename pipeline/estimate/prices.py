@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from pipeline.errors import ConfigError
+from pipeline.formatting import counted
 
 FILE = Path(__file__).with_name("prices.yaml")
 STALE_DAYS = 90
@@ -42,7 +43,7 @@ class PriceList:
         if not old:
             return []
         oldest = min(price.listed for price in old)
-        return [f"prices of {len(old)} cards are stale: from {oldest}, {(today - oldest).days} days ago"]
+        return [f"prices of {counted(len(old), 'card')} are stale: from {oldest}, {(today - oldest).days} days ago"]
 
 
 def load_prices(path: Path = FILE) -> PriceList:

@@ -57,21 +57,22 @@ def _tokens(count: Interval) -> str:
 
 
 def _here_rows(pools: tuple[PoolEstimate, ...]) -> list[list[str]]:
-    rows = [["engines", "time", "low", "high", "machine time", "US dollars", "low", "high"]]
+    priced = any(p.usd is not None for p in pools)
+    rows = [["engines", "time", "low", "high", "machine time", "USD", *["low", "high"] * priced]]
     for p in pools:
         times = (seconds(round(us)) for us in (p.wall_us.expected, p.wall_us.low, p.wall_us.high))
-        usd = ["unpriced", "", ""] if p.usd is None else [money(v) for v in (p.usd.expected, p.usd.low, p.usd.high)]
+        usd = ["unpriced"] if p.usd is None else [money(v) for v in (p.usd.expected, p.usd.low, p.usd.high)]
         rows.append([f"{p.actors:,}", *times, seconds(round(p.machine_us.expected)), *usd])
     return rows
 
 
 def _card_rows(pools: tuple[PoolEstimate, ...]) -> list[list[str]]:
-    rows = [["card", "weights", "engines", "time", "low", "high", "on demand", "low", "high", "spot", "interruptions"]]
+    rows = [["card", "weights", "engines", "time", "low", "high", "interruptions", "spot", "on demand", "low", "high"]]
     for p in pools:
         if p.lacks:
             continue
         times = (duration(us / 1e6) for us in (p.wall_us.expected, p.wall_us.low, p.wall_us.high))
         usd = ["", "", ""] if p.usd is None else [money(v) for v in (p.usd.expected, p.usd.low, p.usd.high)]
         spot = "" if p.spot_usd is None else money(p.spot_usd.expected)
-        rows.append([p.place, p.weights, f"{p.actors:,}", *times, *usd, spot, f"{p.interruptions:.1f}"])
+        rows.append([p.place, p.weights, f"{p.actors:,}", *times, f"{p.interruptions:.1f}", spot, *usd])
     return rows

@@ -40,8 +40,9 @@ def percent(share: float) -> str:
     return f"{share * 100:.1f} %"
 
 
-def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
-    """A line for each row, in columns as wide as they must be; the first `num_left` are aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    sides = ["<"] * num_left + [">"] * len(widths)
+def aligned(rows: Sequence[Sequence[str]], num_left: int = 1, sides: str | None = None) -> list[str]:
+    """A line for each row, in columns as wide as they must be, with two blanks between them. The first `num_left` are
+    aligned to the left, the others to the right; or each as `sides` says, with a `<` or `>` for each."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = sides or "<" * num_left + ">" * len(widths)
     return ["  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, sides, widths)).rstrip() for row in rows]

@@ -11,7 +11,7 @@ from textwrap import wrap
 
 from pipeline.formatting import printable
 from pipeline.report.facts import facts, skipped_files
-from pipeline.report.number_formats import bar, percent, seconds
+from pipeline.report.number_formats import aligned, bar, percent, seconds
 from pipeline.report.record.row_stats import HISTOGRAM_ERROR
 from pipeline.report.record.run_record import PHASE_MEANING
 from pipeline.report.run_report import RunReport
@@ -42,7 +42,7 @@ DRAFTS_NOTE = (
 )
 RUN_HEAD = ("run", "started", "outcome", "wall", "actors", "rows written", "tokens in", "of them from cache",
             "in error rows", "tokens out", "USD per hour")  # fmt: skip
-_WIDTH = 100  # of a terminal
+_WIDTH = 80  # of a terminal
 _NARROW = 20
 _ENDED = {
     "finished": "finished",
@@ -64,46 +64,45 @@ def text(report: RunReport) -> str:
     lines = [f"{printable(report.job)}: {ended(report)}", ""]
     for label, value in facts(report):
         lines += wrap(value, _WIDTH, initial_indent=f"  {label:<12}", subsequent_indent=" " * 14)
-    lines += _columns("  Where the machine time went", "    {:<10}{:>10}{:>9}  {}", phase_rows(report))
-    lines += _columns("  Cost", "    {:<28}{:>14}", cost_rows(report))
+    lines += _columns(["Where the machine time went"], phase_rows(report), "<>><")
+    lines += _columns(["Cost"], cost_rows(report), "<>")
     if report.cost.total_usd is None:
         lines.append("    To price it, set cost.hourly_usd: what one actor's machine costs for an hour.")
     if report.targets:
-        title = f"  Targets{'limit':>36}{'came':>14}"
-        lines += _columns(title, "    {:<28}{:>10}{:>14}  {}", target_rows(report))
+        lines += _columns(["Targets", "limit", "came", ""], target_rows(report), "<>><")
     if report.estimate is not None:
-        title = f"  Estimate and actual{'expected':>27}{'came':>12}{'ratio':>9}"
-        lines += _columns(title, "    {:<26}{:>16}{:>12}{:>9}", estimate_rows(report.estimate))
+        head = ["Estimate and actual", "expected", "came", "ratio"]
+        lines += _columns(head, estimate_rows(report.estimate), "<>>>")
     if latency := latency_rows(report):
-        title = f"  Latency of a row{'p50':>17}{'p95':>12}{'p99':>12}"
-        lines += [*_columns(title, "    {:<22}{:>9}{:>12}{:>12}", latency), f"    {LATENCY_NOTE}."]
+        lines += [*_columns(["Latency of a row", "p50", "p95", "p99"], latency, "<>>>"), f"    {LATENCY_NOTE}."]
     if report.lengths:
-        title = f"  By length of prompt{'rows':>9}{'tokens in':>14}{'from cache':>13}{'out':>13}{'time':>9}{'USD':>12}"
+        head = ["By length of prompt", "rows", "tokens in", "from cache", "out", "time", "USD", ""]
         rows = [(*told, bar(share, 8)) for *told, share in length_rows(report)]
-        lines += _columns(title, "    {:<16}{:>9}{:>14}{:>13}{:>13}{:>9}{:>12}  {}", rows)
+        lines += _columns(head, rows, "<>>>>>><")
     if drafts := draft_rows(report.speculated):
-        title = f"  Drafts by sequences at once{'steps':>7}{'with drafts':>13}{'tokens/step':>13}{'saved':>14}"
+        head = ["Drafts by sequences at once", "steps", "with drafts", "tokens/step", "saved", ""]
         rows = [(*told, bar(on, _NARROW)) for *told, on in drafts]
-        lines += [*_columns(title, "    {:<24}{:>8}{:>13}{:>13}{:>14}  {}", rows), f"    {DRAFTS_NOTE}."]
+        lines += [*_columns(head, rows, "<>>>><"), f"    {DRAFTS_NOTE}."]
     if savings := saving_rows(report):
-        title = f"  What was saved{'time':>22}{'USD':>12}"
-        lines += _columns(title, "    {:<22}{:>10}{:>12}  {}", savings)
+        lines += _columns(["What was saved", "time", "USD", ""], savings, "<>><")
     if report.error_costs:
-        title = f"  Error rows{'rows':>26}{'tokens computed':>18}{'time':>10}{'USD':>13}"
-        lines += ["", title]
-        for code, *told in error_rows(report):
-            lines.append("    {:<24}{:>8}{:>18}{:>10}{:>13}".format(code, *told))
+        head, *errors = _columns(["Error rows", "rows", "tokens computed", "time", "USD"], error_rows(report), "<>>>>")[
+            1:
+        ]
+        lines += ["", head]
+        for code, line in zip(report.error_costs, errors, strict=True):
+            lines.append(line)
             for example in map(example_line, report.examples.get(code, ())):
                 lines += wrap(
                     example, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 8, break_on_hyphens=False
                 )
     if report.faults:
-        title = f"  What faults cost, estimated{'times':>24}{'tokens':>14}{'time':>10}{'USD':>15}"
-        lines += _columns(title, "    {:<44}{:>7}{:>14}{:>10}{:>15}", fault_rows(report))
+        head = ["What faults cost, estimated", "times", "tokens", "time", "USD"]
+        lines += _columns(head, fault_rows(report), "<>>>>")
         lines += [f"      {fault.title}: {node}" for fault in report.faults for node in fault.where]
     if len(report.runs) > 1:
-        runs = [(run.run_id, run.outcome, seconds(run.wall_us), run.rows_written) for run in report.runs]
-        lines += _columns(f"  Over {len(runs)} runs", "    {:<26}{:<12}{:>10}{:>12,} rows", runs)
+        runs = [(run.run_id, run.outcome, seconds(run.wall_us), f"{run.rows_written:,} rows") for run in report.runs]
+        lines += _columns([f"Over {len(runs)} runs"], runs, "<<>>")
     return "\n".join(lines)
 
 
@@ -178,9 +177,12 @@ def ended(report: RunReport) -> str:
     return _ENDED.get(report.outcome, report.outcome)
 
 
-def _columns(title: str, form: str, rows: Sequence[Sequence[object]]) -> list[str]:
-    """For a terminal: the title of some rows, and each as `form` has it."""
-    return ["", title, *(form.format(*row).rstrip() for row in rows)]
+def _columns(head: list[str], rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """For a terminal: the head of a table and its rows, indented below it; a head of one cell is a line of its own."""
+    below = [(f"  {label}", *told) for label, *told in rows]
+    if len(head) == 1:
+        return ["", f"  {head[0]}", *(f"  {line}" for line in aligned(below, sides=sides))]
+    return ["", *(f"  {line}" for line in aligned([head, *below], sides=sides))]
 
 
 def _bar_cell(bars: str) -> str:

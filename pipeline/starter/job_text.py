@@ -5,6 +5,7 @@ from pathlib import Path
 
 import yaml
 
+from pipeline.checkpoints.locate import model_kind
 from pipeline.config.requests import DEFAULTS
 from pipeline.config.schema import FILE_NAME, schema_text
 from pipeline.errors import ConfigError
@@ -27,7 +28,7 @@ def job_text(name: str, place: str, model: str, output: str, seen: Look) -> str:
         f"  path: {_text(place)}",
         *_input(seen),
         "",
-        *(["prompt:", *_prompt(seen), ""] if seen.requests is None else []),
+        *(["prompt:", *_prompt(seen, model_kind(model) == "embedded"), ""] if seen.requests is None else []),
         "model:",
         f"  path: {_text(model)}",
         *([f"  # It was not looked at: {_comment(seen.why_not)}."] if seen.why_not else []),
@@ -86,20 +87,27 @@ def _columns(seen: Look) -> list[str]:
     return ["  # columns: []                # those kept beside each answer; all when left out"]
 
 
-def _prompt(seen: Look) -> list[str]:
+def _prompt(seen: Look, is_embedded: bool) -> list[str]:
     if seen.kind == "messages":
         return [f"  messages: {_text(seen.prompt)}  # lists of role and content, through the model's chat template"]
     if seen.kind == "column":
         lines = [f"  column: {_text(seen.prompt)}  # sent as it is; or `template:` with {{column}} for columns"]
+    elif is_embedded:
+        lines = [
+            "  # What is asked of each row, with {column} for its columns. The embedded model was trained on this",
+            "  # prompt alone, with field-service reports; write your own for another model.",
+            "  template: |-",
+            *(f"    {line}" for line in seen.template.split("\n")),
+        ]
     else:
         lines = [
             "  # What is asked of each row, with {column} for its columns. Write your question around it.",
-            f"  template: {_text('{' + seen.prompt + '}')}",
+            f"  template: {_text(seen.template)}",
         ]
     if seen.has_chat:
         lines += ["  chat:                        # through the model's own chat template, as the user's turn"]
         lines += ["    system: null               # such as: Answer with one word."]
-    else:
+    elif not is_embedded:
         lines += [
             "  # chat: true                 # through the model's chat template; this one has none, or is not at hand"
         ]

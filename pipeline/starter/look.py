@@ -18,6 +18,7 @@ from pipeline.data.columns import is_text
 from pipeline.data.requests.input_checks import READERS, Requests
 from pipeline.data.requests.request_row import PROMPT_COLUMN
 from pipeline.data.source import Source, cut_windows, open_source, read_window
+from pipeline.demo.reports import PROMPT_TEMPLATE
 from pipeline.errors import InputError, ModelError
 from pipeline.formatting import counted
 from pipeline.job.preview.dataset_tokens import read_samples
@@ -35,13 +36,15 @@ _PROMPT_NAMES = ("messages", "conversation", "turns", "prompt", "instruction", "
 @dataclass(frozen=True)
 class Look:
     """`lengths`: tokens of the prompts of the first rows, sorted; empty where the model could not be looked at, and
-    then `why_not` says why. `max_position`: the longest sequence that the model takes."""
+    then `why_not` says why. `max_position`: the longest sequence that the model takes. `has_chat`: whether prompts go
+    through the model's chat template."""
 
     columns: Mapping[str, str]  # name -> type
     num_rows: int
     num_files: int
     prompt: str  # the column
     kind: Literal["messages", "column", "template", "requests"]
+    template: str = ""  # of the prompt, where `kind` is that
     keep: tuple[str, ...] = ()  # columns that tell rows apart
     has_chat: bool = False
     lengths: tuple[int, ...] = ()
@@ -65,7 +68,9 @@ def look(place: str, model: str, say: Callable[[str], None]) -> Look:
     prompt, kind = (PROMPT_COLUMN[requests.endpoint], "requests") if requests else _prompt_of(source, rows)
     keep = tuple(name for name in source.schema.names if name != prompt and _tells_rows_apart(name, rows))
     columns = {f.name: str(f.type) for f in source.schema}
-    seen = Look(columns, source.num_rows, len(source.files), prompt, kind, keep, requests=requests)
+    is_trained = kind == "template" and model_kind(model) == "embedded"  # on one prompt, which is no chat
+    template = (PROMPT_TEMPLATE if is_trained else "{report}").replace("{report}", "{" + prompt + "}")
+    seen = Look(columns, source.num_rows, len(source.files), prompt, kind, template, keep, requests=requests)
     files = counted(len(source.files), "file")
     found = f"the prompt is in {prompt!r}" if requests is None else f"requests of {requests.format}"
     say(f"{place}: {counted(source.num_rows, 'row')} in {files}; {found}")
@@ -76,10 +81,10 @@ def look(place: str, model: str, say: Callable[[str], None]) -> Look:
     max_position = read_config(folder).max_position
     tokenizer = Tokenizer.from_folder(str(folder))
     try:
-        has_chat = tokenizer.has_chat_template
+        has_chat = tokenizer.has_chat_template and not is_trained
         if kind == "messages" or (requests is not None and requests.endpoint == "chat"):
             tokenizer.check_chat_template()
-        read = read_samples(_job(place, model, prompt, kind, has_chat, requests), tokenizer, max_tokens=1 << 40)
+        read = read_samples(_job(place, model, seen, has_chat), tokenizer, max_tokens=1 << 40)
     finally:
         tokenizer.close()
     lengths = tuple(sorted(map(len, read.token_ids)))
@@ -161,15 +166,22 @@ def _small_files_of(model: str) -> tuple[Path | None, str]:
     return folder, ""
 
 
-def _job(place: str, model: str, prompt: str, kind: str, has_chat: bool, requests: Requests | None) -> Any:
+def _job(place: str, model: str, seen: Look, has_chat: bool) -> Any:
     """The first rows as the job will send them, for their lengths."""
-    key = {"messages": "prompt.messages", "requests": "input.format"}.get(kind, "prompt.column")
+    requests = seen.requests
+    prompts = {
+        "messages": ("prompt.messages", seen.prompt),
+        "column": ("prompt.column", seen.prompt),
+        "template": ("prompt.template", seen.template),
+        "requests": ("input.format", requests and requests.format),
+    }
+    key, value = prompts[seen.kind]
     flags: dict[str, tuple[Any, str]] = {
         "input.path": (place, "--input"),
         "input.limit": (LOOKED_AT_ROWS, "--input"),
         "model.path": (model, "--model"),
         "output.path": ("-", "--output"),
-        key: (prompt if requests is None else requests.format, "--input"),
+        key: (value, "--input"),
     }
     if requests is not None and requests.endpoint == "embedding":
         flags["task"] = ("embed", "--input")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from pipeline.cli.main import cli
 
@@ -83,3 +84,12 @@ def test_numbers_that_are_none_or_endless_are_refused_everywhere():
         for text in ("nan", "inf"):
             with pytest.raises(click.BadParameter, match=r"is not a finite number|is not in the range"):
                 assert kind.convert(text, None, None) is None, (name, text)
+
+
+def test_help_has_whole_sentences_of_its_commands():
+    for args in ([], ["bench"]):
+        listed = CliRunner().invoke(cli, [*args, "--help"], terminal_width=80).output.partition("Commands:")[2]
+        assert "..." not in listed
+    assert "Stop a job that was submitted to a cluster: what is being computed" in " ".join(
+        CliRunner().invoke(cli, ["--help"], terminal_width=80).output.split()
+    )

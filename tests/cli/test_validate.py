@@ -67,7 +67,7 @@ def test_validate_tells_all_mistakes_of_the_data(work, pipe):
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ("input.path=nowhere", "--set: input.path: nowhere: does not exist"),
+        ("input.path=nowhere", "--set: input.path: nowhere: does not exist; it was looked for at /"),
         ("input.columns=[error]", "--set: output.rename: the input has columns of the same names"),
         ("prompt.template={id}", None),
         ("output.path=memory://test-cli/out", "--set: output.path: memory://test-cli/out: lies in the memory of one"),
@@ -84,6 +84,12 @@ def test_validate_tells_all_mistakes_of_the_data(work, pipe):
         ("model={path: data, revision: v1}", "model.revision: data is a folder; only a Hugging Face id"),
         ("model.draft=./nowhere", "--set: model.draft: ./nowhere: no such folder, and not a Hugging Face id"),
         ("model.draft=data", "data: has no config.json; give the folder of"),
+        ("engine.max_model_len=2048", "--set: engine.max_model_len: 2048 is more than the 1,024 positions that demo"),
+        ("engine.max_model_len=1024", None),
+        (
+            "model={path: demo:target-awq, quantization: int8}",
+            "model.quantization: int8, but demo:target-awq is quantized already",
+        ),
         ("model.storage={anon: true}", "model.storage: only a url takes options; found anon"),
     ],
 )
@@ -320,6 +326,10 @@ def test_validate_counts_prompts_that_the_model_has_no_room_for(work, pipe):
     assert (found["too_long"], found["max_model_len"]) == (1, 1024)
     out = pipe("validate", "job.yaml")[1]
     assert "Too long for 1,024 tokens (engine.max_model_len, or the model's own): 1 row of them; prompt_too_long" in out
+    table = pa.table({"id": [1, 2], "text": ["a" * 700, "word " * 3]})
+    pq.write_table(table, work / "data" / "a.parquet")
+    found = json.loads(pipe("validate", "job.yaml", "--json")[1])["prompt_tokens"]
+    assert (found["too_long"], found["max_model_len"]) == (0, 1024)
     longest = ("--json", "--set", f"engine.max_model_len={found['longest']}")
     assert json.loads(pipe("validate", "job.yaml", *longest)[1])["prompt_tokens"]["too_long"] == 1
     of_task(work, "task: score")

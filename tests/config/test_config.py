@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import run_job
 from pipeline.config import JobConfig, JobFileError, load_job
 from pipeline.config.identity import free_of, identity_of, numerics_of
 from pipeline.config.sections.row.prompt import PromptSection
@@ -423,3 +424,11 @@ def test_a_pool_that_cannot_be_is_refused_with_its_key(mistakes):
     assert "run.actors.min: " in mistakes(sets=["run.actors={min: 0, max: 2}"])[0]
     assert "run.actors.max: " in mistakes(sets=["run.actors={min: 1}"])[0]
     assert "run.actors: " in mistakes(sets=["run.actors=0"])[0]
+
+
+def test_calls_from_python_that_are_no_job_are_refused_by_name(tmp_path):
+    for settings in ("input.limit=3", {"input.limit": 3}):
+        with pytest.raises(ConfigError, match=r"load_job: sets = .*: expected a list of texts"):
+            load_job(tmp_path / "job.yaml", sets=settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"run_job\('job.yaml'\): expected a job, as in run_job\(load_job"):
+        run_job("job.yaml")  # type: ignore[arg-type]

@@ -81,6 +81,8 @@ def test_fault_43_python_objects_are_text_of_a_mistake_and_never_made(tmp_path):
         ("a: [1, 2\n", "not valid YAML"),
         ("a: b: c\n", "needs quotes"),
         ("a: 1\n\tb: 2\n", "job.yaml:2: not valid YAML"),
+        ("a:\n  b: 1\n c: 2\n", "begin in the same column"),
+        ("a: 1\n  b: 2\n", "begin in the same column"),
         ("a: \x07\n", "not valid YAML"),
     ],
 )

@@ -49,11 +49,16 @@ def prose(page: Path) -> str:
 
 
 def commands(block: Block) -> Iterator[str]:
-    """The commands of a block: in `console` the lines after `$ `, in `sh` all."""
-    joined = block.text.replace("\\\n", " ")
-    for line in joined.splitlines():
+    """The commands of a block: in `console` the lines after `$ `, in `sh` all. A quoted text may go over lines."""
+    open_quote = ""
+    for line in block.text.replace("\\\n", " ").splitlines():
         if block.language == "console":
             if line.startswith("$ "):
                 yield line[2:]
-        elif line.strip() and not line.startswith("#"):
-            yield shlex.join(shlex.split(line, comments=True))
+        elif open_quote or (line.strip() and not line.startswith("#")):
+            try:
+                yield shlex.join(shlex.split(open_quote + line, comments=True))
+                open_quote = ""
+            except ValueError:
+                open_quote += line + "\n"
+    assert not open_quote, f"{block}: a quote is never closed: {open_quote}"

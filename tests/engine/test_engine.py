@@ -378,6 +378,18 @@ def test_device_and_dtype_are_checked(folder: Path) -> None:
             Engine(EngineConfig(model=str(folder), device="cuda"))
 
 
+def test_what_is_no_configuration_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Engine\('demo'\): expected an EngineConfig"):
+        Engine("demo")  # type: ignore[arg-type]
+    for name in ("model", "draft"):
+        with pytest.raises(ConfigError, match=rf"engine.{name} = 3: expected a folder"):
+            EngineConfig(**{"model": "demo", name: 3})  # type: ignore[arg-type]
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        with pytest.raises(ConfigError, match=rf"sampling.{name} = '0.5': expected a"):
+            SamplingParams(**{name: "0.5"})
+    assert EngineConfig(folder, draft=folder) == EngineConfig(str(folder), draft=str(folder))  # type: ignore[arg-type]
+
+
 def test_a_closed_engine_says_so(folder: Path) -> None:
     engine = float32_engine(folder)
     engine.close()
@@ -390,9 +402,13 @@ def test_what_is_no_prompt_or_no_params_is_refused_before_anything_is_computed(f
     with float32_engine(folder) as engine:
         with pytest.raises(ConfigError, match=r"half a surrogate pair at character 2 of the text 'ok\\ud800'"):
             engine.generate(["fine", "ok\ud800"], fine)
-        for prompts in ([b"Hello"], [bytearray(b"Hello")], [None]):
+        for prompts in ([b"Hello"], [bytearray(b"Hello")], [None], 3):
             with pytest.raises(ConfigError, match="expected a string or the ids"):
                 engine.generate(prompts, fine)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="labels = 'yes': expected a list of texts"):
+            engine.choose(["fine"], labels="yes")
+        with pytest.raises(ConfigError, match="completions = 'y': expected a list of texts"):
+            engine.score(["fine"], completions="y")
         for params in ({"max_tokens": 1}, [{"max_tokens": 1}]):
             with pytest.raises(ConfigError, match=r"params: expected SamplingParams, .* found \{'max_tokens': 1\}"):
                 engine.generate(["fine"], params)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def test_a_plan_is_set_beside_what_the_run_took(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     told = plan(first)
     assert NOTHING_KNOWN.split(".")[0] in told
-    assert "assumed: half of max_tokens, 24 on average" in told
+    assert "an assumption: half of max_tokens, 24 on average" in told
     assert not first.exists()
     alone = run(first)
     assert alone["estimate"] is None
@@ -131,6 +131,24 @@ def test_what_the_models_context_has_no_room_for_is_not_planned(tmp_path):
     shorter = json.loads(call("plan", *args, "--set", "engine.max_model_len=64"))
     assert shorter["sample"]["errors"] == 1
     assert shorter["lengths"]["each"]["high"] == 24
+
+
+def test_rows_with_limits_of_their_own_are_planned_with_these(tmp_path):
+    """Limits from a column, and those of requests. A row whose limit is refused is no work."""
+    limits = [40, 200, 300, -1]
+    rows = [{"report_id": i, "report": "A pump.", "budget": limit} for i, limit in enumerate(limits)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    request = {"method": "POST", "url": "/v1/chat/completions"}
+    chat = {"model": "m", "messages": [{"role": "user", "content": "A pump."}]}
+    lines = [request | {"custom_id": str(limit), "body": chat | {"max_tokens": limit}} for limit in limits[:3]]
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = tmp_path / "requests.yaml"
+    job.write_text(f"input: {{path: {tmp_path}/requests.jsonl, format: openai-batch}}\nmodel: {{path: demo}}\n")
+    by_column = [JOB[0], "--set", f"input.path={tmp_path}/in.jsonl", "--set", "sampling.max_tokens={column: budget}"]
+    for args, refused in ((by_column, 1), ([str(job)], 0)):
+        found = json.loads(call("plan", *args, "--set", f"output.path={tmp_path}/out", "--json"))
+        assert found["lengths"]["each"] == {"low": 18, "expected": 90, "high": 180}, args
+        assert found["sample"]["errors"] == refused
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,12 @@ def test_more_rows_make_the_interval_narrower_but_never_a_point():
 def test_without_runs_the_assumption_is_told():
     found = output_lengths([request(10, max_tokens=80), request(10, max_tokens=40)], [])
     assert (found.each.low, found.each.expected, found.each.high) == (6, 30, 60)
-    assert found.come_from == "assumed: half of max_tokens, 60 on average"
+    assert found.come_from == "an assumption: half of max_tokens, 60 on average"
+
+
+def test_a_row_generates_one_token_at_least():
+    each = output_lengths([request(10, max_tokens=1), request(10, max_tokens=3)], []).each
+    assert (each.low, each.expected, each.high) == (1, 1, 2)
 
 
 def test_a_row_of_several_samples_generates_so_many_times_a_sample():

@@ -208,7 +208,7 @@ def test_error_rows_cost_what_was_computed_for_them():
     assert (costs["engine_failure"].rows, costs["engine_failure"].machine_us) == (1, 70)
     assert built.phases_us["retried"] == 1100
     assert RunReport.from_json(json.loads(json.dumps(built.to_json()))) == built
-    assert "non_finite_logits              2               300" in text(built)
+    assert "\n    non_finite_logits     2              300" in text(built)
 
 
 def test_latency_lengths_and_examples_are_of_all_runs_and_shown():
@@ -217,7 +217,7 @@ def test_latency_lengths_and_examples_are_of_all_runs_and_shown():
     assert built.lengths[0].rows == LengthBucket(180, 2000, 200, 600)
     assert [len(some) for some in built.examples.values()] == [2]
     shown, page = text(built), markdown(built)
-    assert "    to the first token      1.50 ms     1.50 ms     1.50 ms" in shown
+    assert "    to the first token  1.50 ms  1.50 ms  1.50 ms" in shown
     assert "a|b.parquet row 7: <b>no prompt" in shown
     assert "| null_prompt | 5 | 0 | 0 ms | $0.00 | a\\|b.parquet row 7: &lt;b&gt;no prompt<br>" in page
     assert "trades it for throughput" in shown

@@ -1,6 +1,7 @@
 """`pipeline init`: what it finds in datasets and models, and that what it writes is a job."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +13,7 @@ from jsonschema import Draft202012Validator
 from pipeline.config import load_job
 from pipeline.config.schema import FILE_NAME, job_schema
 from pipeline.demo import demo_model
+from pipeline.demo.reports import PROMPT_TEMPLATE
 from pipeline.errors import InputError, ModelError
 from pipeline.job.preview.examine import examine
 from pipeline.starter import look
@@ -60,10 +62,12 @@ DATASETS = {
 def test_what_is_written_is_a_job_that_fits_the_dataset(here, pipe, named):
     columns, prompt, kind, keep = DATASETS[named]
     data(**columns)
-    code, out, err = pipe("init", "jobs/my.yaml", "--input", "data.parquet", "--output", "out/x")
+    shutil.copytree(demo_model("target"), "model")  # in a folder of its own it may know any prompt
+    code, out, err = pipe("init", "jobs/my.yaml", "--input", "data.parquet", "--output", "out/x", "--model", "model")
     assert code == 0, err
+    assert f"jobs/my.yaml is written, and beside it {FILE_NAME}, by which editors" in out
     assert "pipeline validate jobs/my.yaml" in out
-    seen = look("data.parquet", "demo:target-awq", print)
+    seen = look("data.parquet", "model", print)
     assert (seen.prompt, seen.kind, seen.keep, seen.has_chat) == (prompt, kind, keep, True)
     assert len(seen.lengths) == sum(value is not None for value in columns[prompt])
     text = Path("jobs/my.yaml").read_text()
@@ -78,6 +82,18 @@ def test_what_is_written_is_a_job_that_fits_the_dataset(here, pipe, named):
     assert config.prompt.chat is not None
 
 
+def test_the_embedded_model_is_sent_the_prompt_that_it_was_trained_on(here, pipe):
+    data(report=["The pump was repaired."])
+    assert pipe("init", "my.yaml", "--input", "data.parquet")[0] == 0
+    config, told = load_job("my.yaml"), examine(load_job("my.yaml"))
+    assert config.prompt.template == PROMPT_TEMPLATE
+    assert config.prompt.chat is None
+    assert told.facts["first_prompt"]["text"] == PROMPT_TEMPLATE.format(report="The pump was repaired.")
+    assert look("data.parquet", "demo", print).lengths == (told.facts["first_prompt"]["tokens"],)
+    data(text=["A hoist was oiled."])
+    assert look("data.parquet", "demo", print).template == PROMPT_TEMPLATE.replace("{report}", "{text}")
+
+
 def test_nothing_is_replaced(here, pipe):
     data(text=["x"])
     Path("my.yaml").write_text("mine")
@@ -85,7 +101,9 @@ def test_nothing_is_replaced(here, pipe):
     code, _, err = pipe("init", "my.yaml", "--input", "data.parquet")
     assert code == 2
     assert "my.yaml: is there already" in err
-    assert pipe("init", "other.yaml", "--input", "data.parquet")[0] == 0
+    code, out, _ = pipe("init", "other.yaml", "--input", "data.parquet")
+    assert code == 0
+    assert out.startswith("other.yaml is written. Look at")
     assert (Path("my.yaml").read_text(), Path(FILE_NAME).read_text()) == ("mine", "mine too")
     assert "ends in .yaml" in pipe("init", "job.txt", "--input", "data.parquet")[2]
 

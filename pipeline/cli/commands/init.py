@@ -37,6 +37,7 @@ def init(job: str, source: str, model: str, output: str | None, as_json: bool) -
     and how much it takes. No weights are loaded. A file that is there is never replaced.
     """
     from pipeline.config import load_job
+    from pipeline.config.schema import FILE_NAME
     from pipeline.errors import ConfigError
     from pipeline.starter import job_text, look, write_job
 
@@ -50,6 +51,7 @@ def init(job: str, source: str, model: str, output: str | None, as_json: bool) -
     load_job(job)
     if as_json:
         return print_json({"job": job, "prompt": seen.prompt, "kind": seen.kind, "wrote_schema": wrote_schema})
-    print_result(f"{job} is written; look at its prompt, then:")
+    schema = f", and beside it {FILE_NAME}, by which editors explain its keys" if wrote_schema else ""
+    print_result(f"{job} is written{schema}. Look at its prompt, then:")
     print_result(f"  pipeline validate {job}")
     print_result(f"  pipeline run {job} --sample 5")

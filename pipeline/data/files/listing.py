@@ -110,7 +110,8 @@ def _local(full: str, name: str) -> tuple[str, dict[str, int]]:
     elif os.path.isdir(full):
         root, paths = full, list(_walk(full))
     elif os.path.lexists(full) or not any(c in full for c in _MAGIC):
-        raise InputError(f"{name}: does not exist")
+        looked = "" if name.endswith(full) else f"; it was looked for at {full}, below the working directory"
+        raise InputError(f"{name}: does not exist{looked}")
     else:
         root, paths = _fixed(full), []
         for match in glob.glob(full, recursive=True, include_hidden=True):

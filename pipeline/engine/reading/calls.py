@@ -38,6 +38,7 @@ class ReadingCalls:
         ids = self._encoded(prompts)
         if completions is None:
             return self._asked(ids, [Score(1, top)] * len(ids))
+        _check_several("completions", completions)
         if len(completions) != len(ids):
             raise ConfigError(f"{len(ids)} prompts with {len(completions)} completions: expected one for each")
         texts = [own + self.tokenizer.continuation(own, text) for own, text in zip(ids, completions)]
@@ -46,6 +47,7 @@ class ReadingCalls:
     def choose(self, prompts: Text | Iterable[Text], labels: Items[str]) -> list[Completion]:
         """Which of the labels follows each prompt, by one pass over it. `result` of each is a `ChoiceResult`. Raises
         ConfigError for labels that cannot be told apart."""
+        _check_several("labels", labels)
         ids = self._encoded(prompts)
         return self._asked(ids, [Choice(tuple(encode_labels(self.tokenizer, own, labels))) for own in ids])
 
@@ -70,3 +72,9 @@ class ReadingCalls:
         return self._completed(
             [Request(row, own, params, task=task) for row, (own, task) in enumerate(zip(ids, tasks))]
         )
+
+
+def _check_several(name: str, texts: object) -> None:
+    """A single text would be taken for a list of its characters."""
+    if isinstance(texts, str) or not isinstance(texts, Items):
+        raise ConfigError(f"{name} = {texts!r:.80}: expected a list of texts")

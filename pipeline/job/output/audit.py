@@ -26,6 +26,7 @@ from pipeline.job.planning.fingerprint import JOB
 from pipeline.stores.read_ahead import read_ahead
 
 MAX_SHOWN = 20
+NOT_FINISHED = "no _SUCCESS that counts its rows: the job is not finished; `pipeline run` goes on with it"
 _COUNTED = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")
 _CODES = frozenset(str(code) for code in RowError)
 
@@ -63,6 +64,8 @@ class Audit:
         if self.sound:
             how = "every page and row was read" if self.deep else "footers were read; --deep reads every page and row"
             return f"{self.path}: sound: {held}; {how}"
+        if self.problems == (NOT_FINISHED,):
+            return f"{self.path}: not finished: {held}; what is there is sound\n  {NOT_FINISHED}"
         more = self.num_problems - len(self.problems)
         return "\n".join(
             [
@@ -119,7 +122,7 @@ class _Auditor:
         self._count_units(progress)
         counts = read_counts(self._store)
         if counts is None:
-            self._add("no _SUCCESS that counts its rows: the job is not finished; `pipeline run` goes on with it")
+            self._add(NOT_FINISHED)
         elif wrong := inventory.wrong(counts):
             self._add(wrong)
         totals = self._read(progress, Remaining(say, "verifying parts", progress.num_units))

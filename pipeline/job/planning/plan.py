@@ -24,6 +24,7 @@ from pipeline.job.actor.tasks.of_job import task_of, with_stored_pooling
 from pipeline.job.actor.tokenize import chat_template
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.appended import Batches
+from pipeline.job.planning.checkpoint_limits import against_limits
 from pipeline.job.planning.fingerprint import Fingerprint, fingerprint
 from pipeline.job.planning.output_place import check_output_place
 from pipeline.job.planning.reasoning_markers import with_reasoning_markers
@@ -82,6 +83,8 @@ def make_plan(
     first run. Raises UserError's kinds."""
     check_output_place(config)
     model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
+    for _, refused in against_limits(config, model):
+        raise refused
     config = with_stored_pooling(with_model_defaults(config, model, say), model)
     config = with_reasoning_markers(config, model)
     given, batches = config.input, batches or Batches()

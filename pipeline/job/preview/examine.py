@@ -24,6 +24,7 @@ from pipeline.errors import ConfigError, EnvironmentFailed, ModelError, Pipeline
 from pipeline.job.actor.tasks.job_task import JobTask
 from pipeline.job.actor.tasks.of_job import OF_CHECKPOINT, task_of, with_stored_pooling
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
+from pipeline.job.planning.checkpoint_limits import against_limits
 from pipeline.job.planning.output_place import check_output_place
 from pipeline.job.planning.reasoning_markers import with_reasoning_markers
 from pipeline.job.planning.reference_model import KEY as REFERENCE_KEY
@@ -39,7 +40,7 @@ _MODEL_KINDS = {
     "embedded": "embedded",
     "url": "folder in a store, copied to this machine once",
     "folder": "folder",
-    "id": "Hugging Face id, looked up when the job runs",
+    "id": "no such folder here, so a Hugging Face id, looked up when the job runs",
     "missing": "missing",
 }
 _NUMBERS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
@@ -124,6 +125,15 @@ class _Examination:
             self.facts["draft model"] = self._checkpoint("model.draft", model.draft, model.storage)
         if self.config.run.quality_sample > 0:
             self._reference(self.config.quality.model)
+        self._limits()
+
+    def _limits(self) -> None:
+        """What the checkpoint rules out, where it is on this machine."""
+        with self._noting("model.path"):
+            folder = folder_here(self.config.model.path, self.config.model.revision)
+            if folder is not None and (folder / "config.json").is_file():
+                for key, refused in against_limits(self.config, folder):
+                    self._mistake(key, refused)
 
     def _reference(self, named: str | None) -> None:
         """The model that rows are compared with, as far as the checkpoints are on this machine."""

@@ -4,7 +4,6 @@ Rows are rendered, tokenized and refused as a job's are. The model itself is not
 """
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from pipeline.config import JobConfig
@@ -70,7 +69,7 @@ def prompt_tokens(config: JobConfig, source: Source, tokenize: Tokenize, context
 
 
 def units_of(config: JobConfig, source: Source, window: Window) -> Units:
-    spec = replace(config.unit_spec().of_input(source.every_column), sampling_columns={})
+    spec = config.unit_spec().of_input(source.every_column)
     return make_units(read_window(source, window, spec.columns), spec, window.index)
 
 

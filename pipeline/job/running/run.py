@@ -76,6 +76,8 @@ def run_job(
     from there. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are computed,
     after `run.drain_s` at most or at a second signal; at any other time at once (`stop.py`).
     """
+    if not isinstance(config, JobConfig):
+        raise ConfigError(f"run_job({config!r:.80}): expected a job, as in run_job(load_job('my.yaml'))")
     if sample is not None and retry_failed:
         raise ConfigError("--sample and --retry-failed: expected one of them; a sample writes no parts")
     show = harmless(progress or (lambda status: None))

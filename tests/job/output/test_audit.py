@@ -126,6 +126,15 @@ def test_a_window_without_parts_and_an_unfinished_job_are_told(finished):
     assert any("window 1: none of its parts is there" in p for p in verify(finished, False).problems)
     (finished.output / "_SUCCESS").unlink()
     assert any("the job is not finished" in p for p in verify(finished, False).problems)
+    assert "damaged: 2 problems" in verify(finished, False).to_text()
+
+
+def test_a_job_that_is_not_finished_is_not_called_damaged(finished):
+    (finished.output / "_SUCCESS").unlink()
+    found = verify(finished)
+    assert not found.sound
+    assert "not finished: " in found.to_text()
+    assert "damaged" not in found.to_text()
 
 
 def test_a_row_twice_and_one_left_out(finished):

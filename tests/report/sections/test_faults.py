@@ -96,7 +96,9 @@ def test_each_fault_inside_a_run_has_its_own_figures():
     assert built.work.restart_reasons == {"signal SIGKILL": 2}
     assert (built.work.actors_replaced, built.work.convicted_rows) == (1, 1)
     for page in (text(built), markdown(built)):
-        assert "engine restarts 2, rows that ended the engine 1, actors replaced 1, preemptions 5" in page
+        assert "engine restarts 2, rows that ended the engine 1, actors replaced 1, preemptions 5" in " ".join(
+            page.split()
+        )
         assert "(throttled 4, timeout 1)" in page
         assert "_pipeline/logs has what the engines" in page
         assert "unit computed whose part was already there" in page

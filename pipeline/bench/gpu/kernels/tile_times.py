@@ -19,6 +19,7 @@ import torch
 from pipeline.bench.gpu.kernels.checks import relative_error
 from pipeline.bench.gpu.rates import Stopwatch
 from pipeline.bench.gpu.rows import rows_of
+from pipeline.bench.measure import table
 from pipeline.kernels.triton.launch import Launch
 
 WORTH_IT = 1.03  # times as fast: less is within what two runs differ by
@@ -104,8 +105,8 @@ class TileTimes:
     def choices(self) -> list[Choice]:
         groups = dict.fromkeys((time.table, time.group) for time in self.times)
         found = []
-        for table, group in groups:
-            of = [time for time in self.times if (time.table, time.group) == (table, group)]
+        for group in groups:
+            of = [time for time in self.times if (time.table, time.group) == group]
             if (choice := _choice(of)) is not None:
                 found.append(choice)
         return found
@@ -126,23 +127,22 @@ class TileTimes:
             f"Tiles: {measured} of {len(self.times)} measured. Of each table the shipped tile, and the best one for "
             f"all cases where that is {WORTH_IT - 1:.0%} faster or more:",
             *self.lines(),
-            f"{'case':<58} {'shipped us':>11} {'best us':>9} {'gain':>5}  best",
         ]
+        rows = []
         for case in dict.fromkeys((time.table, time.group, time.case) for time in self.times):
             of = [time for time in self.times if (time.table, time.group, time.case) == case]
             timed = [time for time in of if time.seconds is not None]
             shipped = next((time.seconds for time in timed if time.is_shipped), None)
             if shipped is None:
-                lines.append(f"{', '.join(case):<58} the shipped tile has no time: {of[0].skipped}")
+                rows.append((", ".join(case), None, None, None, f"the shipped tile has no time: {of[0].skipped}"))
                 continue
             best = min(timed, key=lambda time: time.seconds or 0.0)
             assert best.seconds is not None
-            lines.append(
-                f"{', '.join(case):<58} {shipped * 1e6:>11,.1f} {best.seconds * 1e6:>9,.1f} "
-                f"{shipped / best.seconds:>5.2f}  {_told(best.tile)}"
-            )
+            times = shipped * 1e6, best.seconds * 1e6, shipped / best.seconds
+            rows.append((", ".join(case), *times, _told(best.tile)))
+        lines += table("case <58 | shipped us >11,.1f | best us >9,.1f | gain >5.2f | best <4", rows)
         reasons = Counter((time.table, time.skipped.split(":")[0]) for time in self.times if time.skipped)
-        lines += [f"left out, {table}: {count} tiles, {why}" for (table, why), count in reasons.items()]
+        lines += [f"left out, {name}: {count} tiles, {why}" for (name, why), count in reasons.items()]
         return "\n".join(lines)
 
 

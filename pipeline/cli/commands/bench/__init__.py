@@ -3,6 +3,7 @@
 import click
 
 from pipeline.cli.commands.bench import measured, on_card, simulated
+from pipeline.cli.options import Commands
 
 _COMMANDS = (
     measured.plan_of_a_large_job,
@@ -21,7 +22,7 @@ _COMMANDS = (
 )
 
 
-@click.group()
+@click.group(cls=Commands)
 def bench() -> None:
     """Measure this program on this machine."""
 
