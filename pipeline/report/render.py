@@ -86,10 +86,9 @@ def text(report: RunReport) -> str:
     if savings := saving_rows(report):
         lines += _columns(["What was saved", "time", "USD", ""], savings, "<>><")
     if report.error_costs:
-        head, *errors = _columns(["Error rows", "rows", "tokens computed", "time", "USD"], error_rows(report), "<>>>>")[
-            1:
-        ]
-        lines += ["", head]
+        titles = ["Error rows", "rows", "tokens computed", "time", "USD"]
+        blank, head, *errors = _columns(titles, error_rows(report), "<>>>>")
+        lines += [blank, head]
         for code, line in zip(report.error_costs, errors, strict=True):
             lines.append(line)
             for example in map(example_line, report.examples.get(code, ())):
