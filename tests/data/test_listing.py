@@ -304,6 +304,9 @@ def test_a_key_that_is_a_folder_too_is_the_folder_after_a_slash(store, write):
     assert ([f.relative for f in source.files], source.num_rows) == (["a.parquet"], 3)
     with pytest.raises(InputError, match=r"s3://bucket/both: the file is empty"):
         open_source(bucket.url("both"), bucket.storage)
+    bucket.upload(Path(folder, "a.parquet"), "both")
+    source = open_source(bucket.url("bot*"), bucket.storage)  # both of them
+    assert ([f.relative for f in source.files], source.num_rows) == (["both", "both/a.parquet"], 6)
 
 
 @pytest.mark.parametrize(
