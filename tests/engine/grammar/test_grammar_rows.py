@@ -18,8 +18,8 @@ from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
+from tests.engine.drafts.random_rows import same
 from tests.engine.drafts.test_draft_model import draft_with_itself
-from tests.engine.drafts.test_speculation import same
 from tests.engine.grammar.small_vocabulary import add_noise, text_engine
 from tests.engine.hash_runner import before_each_step
 from tests.engine.schedule.test_scheduler import run

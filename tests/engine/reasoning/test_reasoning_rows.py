@@ -13,7 +13,7 @@ import pytest
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.errors import ConfigError
-from tests.engine.drafts.test_speculation import same
+from tests.engine.drafts.random_rows import same
 from tests.engine.grammar import small_vocabulary
 from tests.engine.grammar.small_vocabulary import small_tokenizer, text_engine
 from tests.engine.grammar.test_grammar_rows import ngram, own_drafts

@@ -16,8 +16,8 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens, StepInFlight
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
+from tests.engine.drafts.random_rows import odd_requests, roomy_engine, same
 from tests.engine.drafts.test_draft_model import Fitful, draft_with_itself
-from tests.engine.drafts.test_speculation import odd_requests, roomy_engine, same
 from tests.engine.hash_runner import before_each_step, check_tokens, expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
 from tests.engine.step.test_in_flight import watched

@@ -1,0 +1,68 @@
+"""Rows with every kind of option, engines for them, and when two runs of them are the same."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import Completion, Request, SamplingParams
+from tests.engine.hash_runner import hash_engine
+from tests.engine.schedule.test_scheduler import random_requests
+
+
+def odd_requests(rng: np.random.Generator, count: int, max_len: int) -> list[Request]:
+    """Requests with every kind of option, and stop strings that their texts come to."""
+    kinds = [
+        {},
+        {},
+        {"temperature": 0.15},
+        {"temperature": 0.2, "top_p": 0.9, "top_k": 20},
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.4, "frequency_penalty": 0.3},
+        {"logprobs": 2},
+        {"temperature": 0.15, "logprobs": 0, "min_p": 0.01, "repetition_penalty": 1.1},
+        {"min_tokens": 6, "stop_token_ids": tuple(range(0, 40))},
+        {"stop": (" 3", "7 1")},
+        {"stop": (" 3",), "min_tokens": 5, "temperature": 0.15},
+    ]
+    return [
+        replace(r, params=replace(r.params, seed=row, **kinds[int(rng.integers(len(kinds)))] | _fitting(r.params)))
+        for row, r in enumerate(random_requests(rng, count, max_len))
+    ]
+
+
+def _fitting(params: SamplingParams) -> dict[str, int]:
+    return {"max_tokens": max(params.max_tokens, 6)}
+
+
+def same(ours: Mapping[object, Completion], plain: Mapping[object, Completion]) -> bool:
+    """Equal but for times and shared prefixes; log-probabilities to rounding."""
+    assert ours.keys() == plain.keys()
+    for row, expected in plain.items():
+        mine = ours[row]
+        for name in ("token_ids", "text", "finish_reason", "error", "num_prompt_tokens"):
+            assert getattr(mine, name) == getattr(expected, name)
+        assert (mine.logprobs is None) == (expected.logprobs is None)
+        for a, b in zip(mine.logprobs or [], expected.logprobs or [], strict=True):
+            assert (a.token_id, [token for token, _ in a.top]) == (b.token_id, [token for token, _ in b.top])
+            assert [a.logprob, *(v for _, v in a.top)] == pytest.approx([b.logprob, *(v for _, v in b.top)], abs=1e-4)
+    return True
+
+
+def tight_engine(rng: np.random.Generator, max_len: int, memory: int | None) -> Engine:
+    size = int(rng.choice([1, 3, 4, 8]))
+    return hash_engine(
+        -(-max_len // size) + int(rng.integers(0, 3 * max_len // size)),
+        size,
+        memory=memory,
+        max_model_len=max_len,
+        max_num_seqs=int(rng.integers(1, 9)),
+        max_num_batched_tokens=int(rng.integers(9, 60)),
+        enable_prefix_caching=bool(rng.random() < 0.8),
+    )
+
+
+def roomy_engine(max_len: int, memory: int | None) -> Engine:
+    return hash_engine(400, 4, memory=memory, max_model_len=max_len, max_num_seqs=16, max_num_batched_tokens=200)

@@ -1,0 +1,145 @@
+"""Drafts with a real model, and the options of an engine that ask for them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.engine.drafts.drafting import Drafting
+from pipeline.engine.drafts.policy import FixedDrafts
+from pipeline.engine.forward.in_flight import FutureTokens
+from pipeline.engine.params import SamplingParams
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.errors import ConfigError
+from pipeline.kernels.cpu.layer_loop import CompiledDecodeSteps
+from tests.engine.drafts.proposers import Certain, Recorded
+from tests.engine.drafts.random_rows import same
+from tests.model_folders import Family, make_family
+from tests.parity.harness import LOGIT_TOLERANCE, float32_engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family(tmp_path_factory.mktemp("speculation"), Family("llama3", "llama"), seed=8)
+
+
+REAL_KINDS = [
+    {},
+    {},
+    {"temperature": 0.9},
+    {"temperature": 1.2, "top_p": 0.8, "top_k": 40, "logprobs": 1},
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 0.8, "frequency_penalty": 0.3, "logprobs": 3},
+    {"min_tokens": 9, "ignore_eos": False, "stop_token_ids": tuple(range(100))},
+    {"stop": ("e",), "temperature": 0.8},
+]
+
+
+def test_the_real_model_gives_the_same_tokens(folder: Path) -> None:
+    """Prompts that repeat themselves, so that the proposer drafts all the time; and drafts that are mostly right."""
+    rng = np.random.default_rng(5)
+    prompts = [(rng.integers(0, 255, int(rng.integers(1, 20))).tolist() * 4)[:70] for _ in range(32)]
+    params = [
+        SamplingParams(**{"max_tokens": 12 + row % 5, "ignore_eos": True, "seed": row} | REAL_KINDS[row % 8])
+        for row in range(32)
+    ]
+    with float32_engine(folder) as engine:
+        plain = engine.generate(prompts, params)
+        num_plain_steps = engine.stats.num_steps
+    with float32_engine(folder, speculation={"proposer": "ngram", "max_draft_tokens": 3, "forced": True}) as engine:
+        assert engine.resolved["speculation"] == "ngram, up to 3 tokens, in every step"
+        assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
+        assert sum(engine.stats.drafted_by_place[:3]) == sum(engine.stats.drafted_by_place) > 100
+    with float32_engine(folder, kv_cache_memory_bytes=1 << 18, max_model_len=96) as engine:
+        outputs = {row: completion.token_ids for row, completion in enumerate(plain)}
+        engine.draft_as(
+            Drafting([Recorded(engine.table, outputs, rng, vocab_size=250)], FixedDrafts(5), engine.scheduler)
+        )
+        engine.scheduler.admission.expected_output = 1
+        assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
+        drafted, accepted = sum(engine.stats.drafted_by_place), sum(engine.stats.accepted_by_place)
+        assert accepted > 100
+        assert engine.stats.rejected_drafts == drafted - accepted > 0
+        assert 0 < engine.stats.drafts_us < engine.stats.decode_us
+        assert engine.stats.num_steps < num_plain_steps
+
+
+def test_steps_with_drafts_run_through_all_layers_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those that compute prompts as well, of whose tokens the last layer computes only some."""
+    prompts = [([7, 8, 9, 7] * 6)[:length] for length in (5, 18, 23)]
+    params = SamplingParams(max_tokens=90, ignore_eos=True)
+    drafted: list[int] = []
+    run = CompiledDecodeSteps.run
+
+    def seen(self: CompiledDecodeSteps, x_TH: torch.Tensor, *others: Any) -> None:
+        where = others[3]
+        drafted.append(len(x_TH) - len(where.context_len_S))
+        run(self, x_TH, *others)
+
+    monkeypatch.setattr(CompiledDecodeSteps, "run", seen)
+    with float32_engine(folder, quantization="int4-rtn") as engine:
+        plain = engine.generate(prompts, params)
+        assert drafted
+        assert not any(drafted)
+    drafted.clear()
+    speculation = {"proposer": "ngram", "max_draft_tokens": 6, "forced": True}
+    with float32_engine(folder, quantization="int4-rtn", speculation=speculation) as engine:
+        assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
+        assert sum(map(bool, drafted)) >= engine.stats.num_draft_steps - len(prompts) > 10
+        assert max(drafted) > 6
+
+
+def test_logits_behind_drafts_are_those_of_plain_steps(folder: Path) -> None:
+    def run_and_keep(drafts: list[int] | None) -> tuple[list[int], torch.Tensor]:
+        with float32_engine(folder) as engine:
+            execute, kept = engine.runner.execute, []
+
+            def execute_and_keep(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+                kept.append(execute(step, future).clone())
+                return kept[-1]
+
+            engine.runner.execute = execute_and_keep  # type: ignore[method-assign]
+            if drafts is not None:
+                engine.draft_as(
+                    Drafting(
+                        [Certain(engine.table, {0: drafts}, np.random.default_rng(0), 5)],
+                        FixedDrafts(5),
+                        engine.scheduler,
+                    )
+                )
+            done = engine.generate([[7, 8, 9, 10, 11]], SamplingParams(max_tokens=24, ignore_eos=True))[0]
+            return done.token_ids, torch.cat(kept)
+
+    tokens, plain_RV = run_and_keep(None)
+    again, ours_RV = run_and_keep(tokens)
+    assert again == tokens
+    assert ours_RV.shape == plain_RV.shape == (24, plain_RV.shape[1])
+    assert float((ours_RV - plain_RV).abs().max()) < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("speculation", ["off", "auto", False])
+def test_speculation_is_off_unless_asked_for(folder: Path, speculation: str | bool) -> None:
+    with float32_engine(folder, speculation=speculation) as engine:
+        assert engine.drafting is None
+        assert engine.resolved["speculation"] == "off"
+
+
+@pytest.mark.parametrize(
+    ("speculation", "said"),
+    [
+        ("on", "expected off, auto or"),
+        (True, "expected off, auto or"),
+        ({"proposer": "eagle"}, "expected one of ngram, draft"),
+        ({"proposer": "draft"}, "needs model.draft"),
+        ({"proposer": "ngram", "forced": 1}, "expected true or false"),
+        ({"forced": True}, "needs a proposer"),
+        ({"proposer": "ngram", "most": 3}, "expected off, auto or"),
+        ({"proposer": "ngram", "max_draft_tokens": 0}, "from 1 to 32"),
+        ({"proposer": "ngram", "max_draft_tokens": True}, "from 1 to 32"),
+    ],
+)
+def test_speculation_that_is_not_known_is_refused(folder: Path, speculation, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        float32_engine(folder, speculation=speculation)
