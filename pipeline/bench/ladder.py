@@ -52,7 +52,7 @@ BLOCK_SIZE = 16
 SLOTS_PER_BATCH = 8  # continuous batching may have so many times `batch` requests at once, if the memory does
 
 Drive = Callable[[Engine, list[Request]], Iterator[Completion]]
-Way = tuple[Engine, bool, Drive]  # whether prompts share prefixes, and which requests it has at a time
+Way = tuple[Engine, bool, Drive]  # the bool: whether prompts share prefixes
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def bench_ladder(
     load = _Loader(name, longest, SLOTS_PER_BATCH * batch, kv_bytes, threads, say)
     ways = _plain_ways(load.engine(plain), batch, kv_tokens)
     if is_served:
-        ways |= _quantized_ways(load, found.folder, plain, resolved, kernels, say)
+        ways |= _quantized_ways(load, found.folder, plain, resolved, kernels)
     runs: dict[str, list[_Run]] = {way: [] for way in ways}
     for number, order in enumerate(alternating(list(ways), rounds)):
         asked = prompts.round(number)
@@ -217,15 +217,13 @@ def _plain_ways(engine: Engine, batch: int, kv_tokens: int) -> dict[str, Way]:
     }
 
 
-def _quantized_ways(
-    load: _Loader, folder: Path, plain: Path, resolved: Resolved, kernels: Kernels, say: Callable[[str], None]
-) -> dict[str, Way]:
+def _quantized_ways(load: _Loader, folder: Path, plain: Path, resolved: Resolved, kernels: Kernels) -> dict[str, Way]:
     """The rungs of quantized weights that these kernels serve; what the weights save goes to the KV cache. plain: the
     values of `folder`'s int4 weights in 16 or 32 bit."""
     ways: dict[str, Way] = {}
     plain_bytes = _bytes(plain, resolved)
     if "8-bit" in kernels.served_by["linear"]:
-        narrow = in_int8(folder, say)
+        narrow = in_int8(folder, load.say)
         ways[INT8] = (load.engine(narrow, plain_bytes - _bytes(narrow, resolved)), True, _all_at_once)
     saved_bytes = plain_bytes - _bytes(folder, resolved)
     ways[INT4] = (load.engine(folder, saved_bytes), True, _all_at_once)

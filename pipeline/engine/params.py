@@ -250,6 +250,7 @@ class EngineConfig:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
+        """The types of the options that `startup/resolve.py` takes as they are; it checks the others' values."""
         for name in ("model", "draft"):
             if isinstance(given := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(given))

@@ -381,9 +381,6 @@ def test_device_and_dtype_are_checked(folder: Path) -> None:
 def test_what_is_no_configuration_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"Engine\('demo'\): expected an EngineConfig"):
         Engine("demo")  # type: ignore[arg-type]
-    for name in ("model", "draft"):
-        with pytest.raises(ConfigError, match=rf"engine.{name} = 3: expected a folder"):
-            EngineConfig(**{"model": "demo", name: 3})  # type: ignore[arg-type]
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         with pytest.raises(ConfigError, match=rf"sampling.{name} = '0.5': expected a"):
             SamplingParams(**{name: "0.5"})

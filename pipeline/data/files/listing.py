@@ -151,7 +151,9 @@ def _remote(fs: Any, full: str, name: str, as_folder: bool) -> tuple[str, dict[s
             raise InputError(f"{name}: does not exist") from None
         root, entries = _fixed(full), fs.glob(full, detail=True)
         folders = [n for n, entry in entries.items() if entry["type"] == "directory"]
-        for parent in {n.rpartition("/")[0] for n in folders}:  # a glob tells of a name the folder alone
+        for parent in {
+            n.rpartition("/")[0] for n in folders
+        }:  # fsspec's glob lists a key that is both as the folder alone
             entries |= {e["name"]: e for e in fs.ls(parent) if e["type"] == "file" and e["name"] in entries}
         for folder in folders:
             entries |= fs.find(folder, detail=True)
