@@ -109,12 +109,13 @@ class _Fit:
     lengths: tuple[int, ...]
 
     def here(self) -> Place:
-        if torch.cuda.is_available() and self.setup.device != "cpu":
-            about = torch.cuda.get_device_properties(torch.cuda.current_device())
+        device = self.setup.torch_device
+        if device.type == "cuda":
+            about = torch.cuda.get_device_properties(device)
             known = card_of_device(about.name)
-            memory, capability = torch.cuda.mem_get_info()[1], (about.major, about.minor)
+            memory, capability = torch.cuda.mem_get_info(device)[1], (about.major, about.minor)
             return self.on_gpu("this machine's GPU", memory, capability, known)
-        device, free = torch.device("cpu"), free_cpu_bytes()
+        free = free_cpu_bytes()
         dtype = self._dtype(device)
         weights = weight_bytes(self.config, device, dtype, activation_dtype=self.setup.activation_dtype)
         return self._place("this machine (free)", free, device, dtype, weights, int((free - weights) * CPU_SHARE))

@@ -23,11 +23,10 @@ from pipeline.kernels.triton.attention.cascade import metadata as cascade_metada
 from pipeline.kernels.triton.attention.cascade.metadata import CascadeShape, Decided
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata
 from pipeline.kernels.triton.kernel_set import triton_kernels
-from pipeline.kernels.triton.launch import recorded_launches
 from pipeline.kernels.triton.linear.crossover import Crossover
 from pipeline.kernels.triton.linear.dispatch import Scratch
 from pipeline.model.config import read_config
-from tests.kernels.triton.problems import DEVICE
+from tests.kernels.triton.problems import DEVICE, recorded_launches
 from tests.model_folders import VOCAB, Family, write_checkpoint
 from tests.weights.packers import quantize_randomly
 

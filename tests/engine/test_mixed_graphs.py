@@ -23,13 +23,13 @@ from pipeline.engine.startup.mixed_tokens import ASSUMED, host_bound_tokens, mos
 from pipeline.engine.startup.resolve import resolve
 from pipeline.engine.startup.served_form import served_form
 from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
-from pipeline.kernels.triton.launch import Launch, recorded_launches
+from pipeline.kernels.triton.launch import Launch
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import read_config
 from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings
 from pipeline.weights.awq import AwqFormat
 from tests.engine.test_gpu_kernels import QWEN3, engine_of
-from tests.kernels.triton.problems import DEVICE
+from tests.kernels.triton.problems import DEVICE, recorded_launches
 from tests.model_folders import Family, write_checkpoint
 
 pytestmark = [

@@ -145,7 +145,7 @@ class Place:
     again inside. Takes about half a microsecond on a CPU."""
 
     def __init__(self, num_threads: int | None, device: torch.device) -> None:
-        """num_threads: None leaves those of the caller. A `device` without a number is the current one from now on.
+        """num_threads: None leaves those of the caller. A GPU `device` has an index.
 
         Raises ConfigError for less than one thread.
         """
@@ -154,7 +154,7 @@ class Place:
         self._num_threads = None if num_threads is None else min(num_threads, os.cpu_count() or 1)
         self._cuda: int | None = None
         if device.type == "cuda":
-            self._cuda = torch.cuda.current_device() if device.index is None else device.index
+            self._cuda = device.index
         self._before: list[tuple[int, torch.cuda.device | None]] = []
 
     @property

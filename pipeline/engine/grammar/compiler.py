@@ -63,21 +63,24 @@ class GrammarCompiler:
         return found
 
     def _known_tokens(self) -> "LLTokenizer":
-        """The bytes of all tokens. EOS and the width are told: left out, llguidance guesses them, and guessed the pad
-        token of the embedded model."""
-        if self._vocabulary is None:
+        """Return the bytes of all tokens. EOS and the width are passed: left out, llguidance guesses them, and guessed
+        the pad token of the embedded model."""
+        vocabulary = self._vocabulary
+        if vocabulary is None:
             tokenizer = self._tokenizer
             eos = sorted(token for token in tokenizer.eos_token_ids if token < tokenizer.vocab_size)
             if not eos:
                 raise ConfigError("sampling.structured_outputs: the checkpoint names no end-of-sequence token")
             width = max(self.vocab_size, tokenizer.vocab_size)
+            llguidance = import_llguidance()
             try:
-                self._vocabulary = import_llguidance().LLTokenizer(tokenizer.literal_json, n_vocab=width, eos_token=eos)
+                vocabulary = llguidance.LLTokenizer(tokenizer.literal_json, n_vocab=width, eos_token=eos)
             except ValueError as error:
                 raise ConfigError(
                     f"sampling.structured_outputs: not with this checkpoint's kind of tokenizer ({error})"
                 ) from None
-        return self._vocabulary
+            self._vocabulary = vocabulary
+        return vocabulary
 
 
 def import_llguidance() -> Any:

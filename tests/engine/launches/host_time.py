@@ -21,11 +21,11 @@ import torch
 
 from pipeline.bench.roofline import model_size
 from pipeline.engine.startup.mixed_tokens import ASSUMED
-from pipeline.kernels.triton.launch import recorded_launches
 from pipeline.model.decoder import DecoderLayer
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings, StepTokens, step_seconds
 from tests.engine.launches.noted import LAYERS, STEPS, an_h100, runner_of, write_models
+from tests.kernels.triton.problems import recorded_launches
 
 REPEATS, ADDITIONS, MIDDLE = 300, 20, 1
 DEVICE_MODELS, CARD = ("qwen3-0.6b", "llama-8b-awq"), "h100"
