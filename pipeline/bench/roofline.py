@@ -154,8 +154,8 @@ class RooflineBench:
 def _crossover(card: Card) -> str:
     at = crossover_of(card.compute_capability)
     return (
-        f"{card.name}: the int4 product up to {at.cached} tokens where 16-bit weights are kept, {at.scratch} where they "
-        f"are not ({at.source})."
+        f"{card.name}: the int4 product up to {at.cached} tokens where 16-bit weights are kept, {at.scratch} where "
+        f"they are not ({at.source})."
     )
 
 

@@ -80,8 +80,8 @@ class MemoryTable:
             [
                 "memory of the model",
                 f"  files           {files}",
-                "  sequences that fit at once, by their length in tokens; tokens a second by the cost model: of prompts,",
-                f"  and out by as many sequences of {CONTEXT} as run there at once;",
+                "  sequences that fit at once, by their length in tokens; tokens a second by the cost model: of",
+                f"  prompts, and out by as many sequences of {CONTEXT} as run there at once;",
                 f"  {source([p.name for p in self.places])}:",
                 *(f"    {line}" for line in aligned(rows)),
                 *(f"    {p.name} cannot run this: {p.lacks}" for p in self.places if p.lacks),

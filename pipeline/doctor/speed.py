@@ -1,5 +1,5 @@
-"""How fast a card would run a model, by the cost model: kernels at the shares of the data sheet in `roofline/shares.py`,
-int4 linears by the path that the engine takes."""
+"""Speed of a model on a card by the cost model: kernels at the shares of the data sheet in `roofline/shares.py`, int4
+linears by the path that the engine takes."""
 
 from dataclasses import dataclass, replace
 

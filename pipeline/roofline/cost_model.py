@@ -104,10 +104,10 @@ AWQ = Weights(int4=True)
 class Reached:
     """Shares of the card's figures that kernels reach, and what starts them costs. The default is the bound.
 
-    bandwidth: of reading weights and of dequantizing; int4_read: of the bandwidth, reading weights by the fused int4
-    product; kv: of the bandwidth, reading keys and values. gemm, int4, attention: of the matrix rate, by 16-bit products,
-    fused int4 products, and attention; fp8: of the rate in fp8, by products of such activations. step_s, layer_s: of
-    each step and of each of its layers, in which the card waits for the host or for kernels to start.
+    bandwidth: of reading weights and of dequantizing; kv, int4_read: of the bandwidth, reading keys and values, and
+    weights by the fused int4 product. gemm, int4, attention: of the matrix rate, by 16-bit products, fused int4
+    products, and attention; fp8: of the rate in fp8, by products of such activations. step_s, layer_s: of each step and
+    of each of its layers, in which the card waits for the host or for kernels to start.
     """
 
     bandwidth: float = 1.0

@@ -1,7 +1,7 @@
 """Shares of a card's data sheet that the engine's kernels reach: measured on one H200, carried over to other cards.
 
-Measured on 2026-11-26 with torch 2.11 and triton 3.6, the shapes of Llama-3-8B (AWQ int4, bfloat16) and of a 0.6B model,
-by `pipeline bench gpu`. The data sheet of the H200 has 4.8 TB/s, 989.5 TFLOP/s in 16 bit and 1,979 in fp8.
+Measured on 2026-11-26 with torch 2.11 and triton 3.6, on the shapes of Llama-3-8B (AWQ int4, bfloat16) and of a 0.6B
+model. The data sheet of the H200 has 4.8 TB/s, 989.5 TFLOP/s in 16 bit and 1,979 in fp8.
 """
 
 from collections.abc import Collection
@@ -23,7 +23,7 @@ MEASURED = Reached(
     gemm=0.66,
     # The fused product takes 130 us for 64 tokens, which is 0.22; 790 for 512, which is 0.29.
     int4=0.22,
-    # It takes 70 us a layer for 1 to 8 tokens, as long as unpacking 113 MB of weights takes it.
+    # It takes 70 us to unpack the 113 MB of a layer for 1 to 8 tokens.
     int4_read=0.34,
     # Prompts of 735 tokens compute 210 TFLOP/s, of 2,048 320, of 8,192 411; rows after a shared prefix 55 to 107.
     attention=0.21,
@@ -31,7 +31,7 @@ MEASURED = Reached(
     fp8=0.40,
     # Between two kernels and two steps the card is idle for 0.25 to 0.35 ms a step.
     step_s=0.3e-3,
-    # A dozen short kernels: 20 us of a step of one row of 8B, 32 of 0.6B.
+    # A dozen short kernels: 12 to 20 us in a step of one row of the 8B model, 33 in one of the 0.6B model.
     layer_s=25e-6,
 )
 

@@ -23,7 +23,7 @@ STEPS_MS = {  # rows, context -> 8B, 0.6B
     (64, 1168): (7.23, 3.41),
     (8, 1244): (3.72, 1.61),
 }
-"""H200, 2026-11-26. The 8B model: AWQ int4, its int4 products up to 128 tokens. The 0.6B one: a vocabulary of 32,000."""
+"""H200, 2026-11-26. The 8B model: AWQ int4, int4 products up to 128 tokens. The 0.6B model: a vocabulary of 32,000."""
 
 
 def llama() -> tuple[DecoderSize, Weights]:

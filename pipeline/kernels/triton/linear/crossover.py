@@ -23,14 +23,14 @@ class Crossover:
     source: str = ASSUMED
 
     def max_fused_tokens(self, num_values: int, is_cached: bool) -> int:
-        """Of a weight with so many values."""
+        """Return the crossover of a weight of `num_values`. is_cached: its 16-bit form is kept."""
         if not is_cached:
             return self.scratch
         return self.small if num_values <= SMALL_WEIGHT else self.cached
 
 
-# Assumed ones follow from the H200's times: the fused product by multiprocessors, clock and instructions of the compiled
-# loop (three times as many an output on sm_80 and sm_89 as on sm_90), reading and writing by bandwidth.
+# Assumed ones follow from the H200's times: the fused product by multiprocessors, clock and instructions of the
+# compiled loop (three times as many an output on sm_80 and sm_89 as on sm_90), reading and writing by bandwidth.
 CROSSOVERS = {
     (8, 0): Crossover(cached=32, small=32, scratch=64),  # A100: 2 TB/s beside few multiprocessors
     (8, 9): Crossover(cached=64, small=64, scratch=192),  # L40S, L4, RTX 4090: 0.3 to 1 TB/s
