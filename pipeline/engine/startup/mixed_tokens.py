@@ -17,8 +17,8 @@ from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, Ste
 from pipeline.roofline.shares import MEASURED
 
 LAUNCH_S = 250e-6
-"""Host time of a layer, kernel by kernel: 13 launches of 19 us each. Measured next to one H200, 2026-11-26: 240 to 290 us
-in steps of an 8B model, 210 to 300 in those of a 0.6B model."""
+"""Host time of a layer, kernel by kernel: 13 launches of 19 us. Measured next to one H200, 2026-11-26: 240 to 290 us in
+steps of an 8B model, 210 to 300 in those of a 0.6B model."""
 
 
 def most_mixed_tokens(model: ModelConfig, resolved: Resolved, card: Card | None) -> int:
