@@ -100,7 +100,7 @@ def test_captured_steps_give_the_reference_tokens(folder: Path, kind: str, monke
     expected, _ = tokens_of(engine_of(folder, "reference", kv_cache_dtype=kv_cache_dtype), is_drawn)
     speculation = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True} if with_drafts else "off"
     if not with_drafts:
-        monkeypatch.setattr("pipeline.kernels.triton.linear.dispatch.crossover_of", lambda _: Crossover(4, 4))
+        monkeypatch.setattr("pipeline.kernels.triton.linear.dispatch.crossover_of", lambda _: Crossover(4, 4, 4))
         kernels = triton_kernels(torch.float32, DEVICE, scratch=Scratch(torch.float32, DEVICE))
         monkeypatch.setattr("pipeline.engine.startup.loaded.select_kernels", lambda *_: kernels)
     engine = engine_of(folder, "triton", speculation=speculation, kv_cache_dtype=kv_cache_dtype)
