@@ -1,22 +1,19 @@
-"""What a profiler's trace tells of steps: how long a captured step runs, its kernels by name, and where the card waits.
+"""Figures of steps from a profiler's trace: time of a captured step, its kernels by name, and pauses of the card.
 
 Read from the file that `torch.profiler` exports (Chrome's trace format, times in microseconds). Profiling makes the
 host slower, so the card's waits are upper bounds. Short pauses lie between two kernels of one captured step, whatever
 the host does; long ones are waiting for the host.
 """
 
-import gzip
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 LONG_PAUSE_US = 5.0  # kernels of a captured step start one or two microseconds apart
 ON_CARD = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_HOST = ("cuda_runtime", "cuda_driver")
-NUM_KERNELS = 24  # that are told by name; the others together
+NUM_KERNELS = 12  # by name; the others are summed
 NAME_LENGTH = 80
 OTHERS = "others"
 
@@ -59,11 +56,6 @@ class Trace:
         self._card = [event for event in whole if event.get("cat") in ON_CARD]
         self._host = [event for event in whole if event.get("cat") in ON_HOST]
         self._marks = [event for event in whole if event.get("cat") == "user_annotation"]
-
-    @classmethod
-    def read(cls, path: Path) -> "Trace":
-        with gzip.open(path, "rt") as file:
-            return cls(json.load(file)["traceEvents"])
 
     def steps(self, num_steps: int) -> Traced | None:
         """Of a trace that holds `num_steps` steps and nothing else; None where nothing ran on a card."""
