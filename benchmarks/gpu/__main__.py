@@ -186,7 +186,7 @@ class Session:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device with its index: torch.cuda.set_device refuses one without."""
+    """Return the device with its index, as torch.cuda.set_device refuses one without, and leave the card alone."""
     device = torch.device(name)
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 

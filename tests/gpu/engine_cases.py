@@ -1,4 +1,4 @@
-"""The engine's ways of choosing tokens, checked against the reference: sampled, penalised, with log-probabilities,
+"""Cases of the engine choosing tokens, checked against the reference: sampled, penalised, with log-probabilities,
 drafted, with a cache in fp8, with 600 rows, and in steps that do not fit the memory.
 
 Each runs the demonstration model on ragged prompts, of which half begin alike, in small steps, so that chunks,
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.bench.gpu.kernels.checks import Check, check
 from pipeline.demo import demo_model
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.runner import ModelRunner
@@ -92,29 +91,18 @@ def engine_cases() -> list[EngineCase]:
     ]  # fmt: skip
 
 
-def engine_checks(device: torch.device, dtype: torch.dtype) -> list[Callable[[], list[Check]]]:
-    """Each case, run when called."""
+def behind_of(case: EngineCase, device: torch.device, type_name: str) -> float:
+    """Run a case on the demonstration model and return `max_behind` of some of its rows. Raises AssertionError where
+    the engine did not do what the case is for."""
     folder = Path(demo_model("target"))
-    return [lambda case=case: [_checked(case, folder, device, dtype)] for case in engine_cases()]
-
-
-def _checked(case: EngineCase, folder: Path, device: torch.device, dtype: torch.dtype) -> Check:
-    type_name = str(dtype).removeprefix("torch.")
-
-    def compare() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        prompts = prompts_of(case.prompts, read_config(folder).vocab_size, case.longest)
-        with engine_of(folder, device, type_name, **case.options) as engine:
-            case.prepare(engine)
-            done = engine.generate(prompts, case.params)
-            if not case.after(engine):
-                raise AssertionError(f"{case.name}: the engine did not do what this case is for")
-        some = [*range(COMPARED // 2), *range(len(prompts) - COMPARED // 2, len(prompts))]
-        reference = reference_runner(folder, device)
-        behind = most_behind(reference, [prompts[n] for n in some], [done[n] for n in some], case.params)
-        return [(torch.tensor([behind, 1.0]), torch.tensor([0.0, 1.0]))]
-
-    tolerance = BEHIND_FP8 if case.is_fp8 else BEHIND[type_name]
-    return check("engine", case.name, dtype, "the engine", tolerance, compare)
+    prompts = prompts_of(case.prompts, read_config(folder).vocab_size, case.longest)
+    with engine_of(folder, device, type_name, **case.options) as engine:
+        case.prepare(engine)
+        done = engine.generate(prompts, case.params)
+        assert case.after(engine), "the engine did not do what this case is for"
+    some = [*range(COMPARED // 2), *range(len(prompts) - COMPARED // 2, len(prompts))]
+    reference = reference_runner(folder, device)
+    return max_behind(reference, [prompts[n] for n in some], [done[n] for n in some], case.params)
 
 
 def engine_of(folder: Path, device: torch.device, type_name: str, **options: Any) -> Engine:
@@ -139,7 +127,7 @@ def reference_runner(folder: Path, device: torch.device, activation_dtype: str =
     return LoadedModel(config, decoder, kernels, decoder.dtype).runner(-(-LONGEST // BLOCK_SIZE), BLOCK_SIZE, LONGEST)
 
 
-def most_behind(
+def max_behind(
     reference: ModelRunner, prompts: Sequence[list[int]], completions: Sequence[Completion], params: SamplingParams
 ) -> float:
     """Of all tokens that came, the farthest behind what was allowed; of log-probabilities that came, the farthest off,
