@@ -39,7 +39,7 @@ from pipeline.machine.host import package_versions
 MODELS, SMOKE_MODELS = ("llama3-8b-awq", "qwen3-0.6b"), ("tiny-awq", "tiny")
 MACHINE = "machine"
 MIN_S = 10.0  # a section starts where this much of the budget is left
-RESERVE_S = 5.0  # of the budget, to end the last section
+RESERVE_S = 8.0  # of the budget, to end the last section
 
 
 @dataclass(frozen=True)

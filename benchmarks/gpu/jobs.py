@@ -128,8 +128,7 @@ def _job(work: RequestSet, engine: Engine, setting: Setting) -> Job:
     moments = _run_set(engine, work, "1")
     counted, wall_s = engine.stats.since(before), moments[-1].at_s
     lengths, size, rates = work.lengths(), setting.size, setting.rates
-    weights = read_config(bench_model(setting.model).folder).weights_on_card()
-    num_bytes = job_bytes(lengths, size, weights, counted.num_steps, shared_prefix=work.shared_prefix)
+    num_bytes = job_bytes(lengths, size, setting.weights, counted.num_steps, shared_prefix=work.shared_prefix)
     return Job(
         requests=work.name,
         wall_s=wall_s,

@@ -59,11 +59,13 @@ def linear_times(setting: Setting) -> Iterator[Found]:
         served = weight if setting.weights.int4 else DenseWeight(weight.dequantize(setting.dtype))
         dense = prepare_linear(served, setting.dtype, setting.device)
         for path, prepare in linear_paths(served, kernels, setting.dtype, setting.device).items():
-            with found.case(f"{linear} by {path}"), torch.inference_mode():
+            call = None
+            with found.case(f"{linear} by {path}"):
                 call = prepare()
-                for tokens in SMOKE_TOKENS if setting.is_smoke else TOKENS:
-                    if call is None or tokens > MAX_TOKENS.get(path, tokens):
-                        continue
+            for tokens in SMOKE_TOKENS if setting.is_smoke else TOKENS:
+                if call is None or tokens > MAX_TOKENS.get(path, tokens):
+                    continue
+                with found.case(f"{linear} by {path}, {tokens} tokens"), torch.inference_mode():
                     x_TK = torch.randn(tokens, in_features, device=setting.device, generator=inputs).to(setting.dtype)
                     error = difference([call(x_TK)], [dense(x_TK)])
                     off[path] = max(off.get(path, 0.0), float("inf") if error is None else error)

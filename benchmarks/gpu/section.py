@@ -59,7 +59,7 @@ class Setting:
 
 @dataclass
 class Found:
-    """Result of a section so far. figures: as JSON; text: the same as tables; failures: of single cases."""
+    """Result of a section so far. figures: as JSON; text: the same as tables; failures: of single cases and of the whole."""
 
     text: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
@@ -71,8 +71,11 @@ class Found:
         try:
             yield
         except Exception as error:  # a kernel that fails on this card must not cost the other times
-            traceback.print_exc()
-            self.failures.append(f"{name}: {type(error).__name__}: {str(error).strip()[:500]}")
+            self.failed(name, error)
+
+    def failed(self, name: str, error: Exception) -> None:
+        traceback.print_exception(error)
+        self.failures.append(f"{name}: {type(error).__name__}: {str(error).strip()[:500]}")
 
 
 Section = Callable[[Setting], Iterator[Found]]
@@ -119,7 +122,7 @@ class RunningSection:
         elif self._process.exitcode != 0:
             verdict, why = "failed", f"exit code {self._process.exitcode}; log: {self._last_words()}"
         elif self.found.failures:
-            verdict, why = "failed", f"{len(self.found.failures)} cases failed: {self.found.failures[0]}"
+            verdict, why = "failed", f"{len(self.found.failures)} failures, the first: {self.found.failures[0]}"
         now = time.monotonic()
         return Outcome(self.name, verdict, self._began - session_began, now - self._began, why)
 
@@ -149,5 +152,10 @@ def _run(name: str, section: Section, setting: Setting, log: Path, results: Conn
     if setting.device.type == "cuda":
         torch.cuda.set_device(setting.device)
         keep_gpu_kernels_in(gpu_kernel_folder())  # where the engine's sections look for them too
-    for found in section(setting):
+    found = Found()
+    try:
+        for found in section(setting):
+            results.send(found)
+    except Exception as error:
+        found.failed(name, error)
         results.send(found)

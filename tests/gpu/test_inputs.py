@@ -4,8 +4,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pipeline.bench.gpu.kernels.inputs import Heads, paged_step
 from pipeline.kernels.reference import attention
+from tests.gpu.inputs import Heads, paged_step
 
 HEADS = Heads(4, 2, 64)
 CPU = torch.device("cpu")
