@@ -31,7 +31,8 @@ REAL_ENGINES = (
 )
 JOBS = (*REAL_ENGINES, "tests/job/dataflow/")
 # Where the files are that take longest, up to a minute each.
-LONG = ("tests/job/", "tests/engine/", "tests/gpu/", "tests/kernels/", "tests/parity/", "tests/bench/")
+LONG = ("tests/job/", "tests/engine/", "tests/gpu/", "tests/kernels/", "tests/parity/", "tests/bench/",
+        "tests/benchmarks/")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -199,7 +199,7 @@ def write(path: Path, text: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("gpu-times"), metavar="FOLDER", help="default: gpu-times")
     parser.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="end within this time")
     parser.add_argument("--device", default="cuda", metavar="cuda[:N]|cpu")

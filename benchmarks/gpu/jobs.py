@@ -79,7 +79,7 @@ class Job:
 def jobs(setting: Setting, names: Sequence[str], variant: str) -> Iterator[Found]:
     """Run each request set once, after a few of its requests as warm-up."""
     found, ran, sets = Found(), list[Job](), _sets(setting, names)
-    options = {"max_model_len": max(each.longest for each in sets)} | dict(VARIANTS[variant].options)
+    options: dict[str, Any] = {"max_model_len": max(each.longest for each in sets), **VARIANTS[variant].options}
     folder = bench_model(setting.model).folder
     with Engine(EngineConfig(str(folder), device=str(setting.device), **options), _log) as engine:
         engine.warm_up()

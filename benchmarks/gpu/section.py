@@ -21,8 +21,7 @@ import torch
 
 from benchmarks.gpu.stopwatch import Rates, Stopwatch
 from pipeline.bench.roofline import model_size
-from pipeline.checkpoints.cache import gpu_kernel_folder
-from pipeline.kernels.select import default_dtype, keep_gpu_kernels_in
+from pipeline.kernels.select import default_dtype
 from pipeline.roofline.cost_model import DecoderSize, Weights
 
 BUDGET_S = 0.1  # of one timed call
@@ -59,7 +58,7 @@ class Setting:
 
 @dataclass
 class Found:
-    """Result of a section so far. figures: as JSON; text: the same as tables; failures: of single cases and of the whole."""
+    """Result of a section so far. figures: as JSON; text: the same as tables; failures: of its cases and of itself."""
 
     text: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
@@ -151,7 +150,6 @@ def _run(name: str, section: Section, setting: Setting, log: Path, results: Conn
     print(f"=== {name}")
     if setting.device.type == "cuda":
         torch.cuda.set_device(setting.device)
-        keep_gpu_kernels_in(gpu_kernel_folder())  # where the engine's sections look for them too
     found = Found()
     try:
         for found in section(setting):

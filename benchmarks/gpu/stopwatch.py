@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -123,4 +124,5 @@ def _launched_seconds(call: Callable[[], object], device: torch.device) -> float
         return fastest(call, 3)
     from triton.testing import do_bench
 
-    return do_bench(call, warmup=50, rep=200, return_mode="median") / 1e3
+    median_ms: Any = do_bench(call, warmup=50, rep=200, return_mode="median")
+    return median_ms / 1e3

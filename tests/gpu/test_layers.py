@@ -48,25 +48,28 @@ def some_rows(count: int) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, min(count, MAX_COMPARED)).round().astype(np.int64))
 
 
-def paths_of(
-    weight: LinearWeight, place: Place
-) -> dict[str, tuple[Callable[[], Linear | None], Callable[[], Linear | None]]]:
-    """Path -> what packs the weight for it, and the reference of what it computes."""
+Prepare = Callable[[], Linear | None]
+
+
+def paths_of(weight: LinearWeight, place: Place) -> dict[str, tuple[Prepare, Prepare]]:
+    """Return path -> what packs the weight for it, and the reference of what it computes."""
     kernels, exact = place.kernels(), reference_kernels(torch.float32, place.device)
-    ours: dict[str, Callable[[], Linear | None]] = {"served": lambda: kernels.prepare_linear(weight)}
+    ours: dict[str, Prepare] = {"served": lambda: kernels.prepare_linear(weight)}
     if place.device.type == "cuda":
         from pipeline.kernels.triton import batch_invariant
         from pipeline.kernels.triton.linear.dispatch import Scratch, TwoPathLinear
 
-        make = partial(TwoPathLinear, weight, place.dtype, place.device)
         ours["deterministic"] = lambda: batch_invariant.prepare_linear(weight, place.dtype, place.device)
         if isinstance(weight, GroupIntWeight):
+            make = partial(TwoPathLinear, weight, place.dtype, place.device)
             ours["fused"], ours["cached"] = lambda: make().fused, lambda: make().dense
             ours["scratch"] = lambda: make(Scratch(place.dtype, place.device)).dense
-    found = {path: (prepare, lambda: exact.prepare_linear(weight)) for path, prepare in ours.items()}
+    found: dict[str, tuple[Prepare, Prepare]] = {}
+    for path, prepare in ours.items():
+        found[path] = prepare, lambda: exact.prepare_linear(weight)
     if isinstance(weight, GroupIntWeight):
         for name in kernels.rounded.keys() & exact.rounded.keys():
-            found[name] = tuple(partial(each.rounded[name].prepare, weight) for each in (kernels, exact))
+            found[name] = partial(kernels.rounded[name].prepare, weight), partial(exact.rounded[name].prepare, weight)
     return found
 
 
