@@ -13,6 +13,7 @@ import argparse
 import json
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -208,6 +209,7 @@ def main() -> int:
     parser.add_argument("--sections", default="", metavar="NAME,NAME", help="only sections that begin so: steps,jobs-l")
     parser.add_argument("--peer", action="append", default=[], metavar="vllm=PYTHON", help="an environment with vLLM")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Python ends the running section at its exit
     options.model = options.model or (SMOKE_MODELS if options.smoke else MODELS)
     options.sections = [name for name in options.sections.split(",") if name]
     return Session(options).run()

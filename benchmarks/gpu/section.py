@@ -100,7 +100,7 @@ class RunningSection:
         self.name, self.found, self._log, self._began = name, Found(), log, time.monotonic()
         context = multiprocessing.get_context("fork")
         self._results, results = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(name, section, setting, log, results))
+        self._process = context.Process(target=_run, args=(name, section, setting, log, results), daemon=True)
         self._process.start()
         results.close()
 

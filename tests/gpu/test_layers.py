@@ -62,8 +62,8 @@ def paths_of(weight: LinearWeight, place: Place) -> dict[str, tuple[Prepare, Pre
         ours["deterministic"] = lambda: batch_invariant.prepare_linear(weight, place.dtype, place.device)
         if isinstance(weight, GroupIntWeight):
             make = partial(TwoPathLinear, weight, place.dtype, place.device)
-            ours["fused"], ours["cached"] = lambda: make().fused, lambda: make().dense
-            ours["scratch"] = lambda: make(Scratch(place.dtype, place.device)).dense
+            ours["fused"], ours["cached"] = lambda: make(crossover=1 << 20), lambda: make(crossover=0)
+            ours["scratch"] = lambda: make(Scratch(place.dtype, place.device), crossover=0)
     found: dict[str, tuple[Prepare, Prepare]] = {}
     for path, prepare in ours.items():
         found[path] = prepare, lambda: exact.prepare_linear(weight)
