@@ -51,22 +51,24 @@ class CudaCapture:
 
     def __call__(self, function: Callable[[], object]) -> Callable[[], None]:
         function()  # what is compiled or allocated at the first call must not be captured
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph, before, reason = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), None
         try:
             with torch.cuda.graph(graph, pool=self._pool):
-                function()
+                try:
+                    function()
+                except Exception as error:
+                    reason = error  # the end of the capture fails then too, and says less
+                    raise
         except Exception as error:
+            reason = reason or error
             # `torch.cuda.graph` undoes none of this where the end of the capture fails too.
             torch.cuda.set_stream(before)
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())  # the old state still counts as being captured
             self._pool = torch.cuda.graph_pool_handle()
-            reason: BaseException = error
-            while reason.__context__ is not None:  # the end of a failed capture fails too, and says less
-                reason = reason.__context__
             raise PipelineError(
                 f"work could not be captured as a CUDA graph: {type(reason).__name__}: {reason}"
-            ) from error
+            ) from reason
         return graph.replay
 
 
