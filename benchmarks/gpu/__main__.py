@@ -118,9 +118,10 @@ class Session:
         """Return the exit code: 1 where anything failed or was ended."""
         models, wanted = self.options.model, self.options.sections
         self._run(Task(MACHINE, machine, models[0], 60))
-        if "rates" not in self.found[MACHINE].figures:
+        rates = self.found.get(MACHINE, Found()).figures.get("rates")
+        if rates is None:
             return 1
-        self.setting = replace(self.setting, rates=Rates(**self.found[MACHINE].figures["rates"]))
+        self.setting = replace(self.setting, rates=Rates(**rates))
         writing: RunningSection | None = self._start(Task("checkpoints", partial(checkpoints, models=models), "", 300))
         for task in [*plan(models, self.options.smoke), self._peers(models[0])]:
             if wanted and not any(task.name.startswith(each) for each in wanted):

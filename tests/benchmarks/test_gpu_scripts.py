@@ -1,6 +1,7 @@
 """The scripts for a card, without one: every section runs on a processor in an environment without the job's packages,
 a section that fails costs only itself, and what a card says is read right."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.gpu.__main__ import Session
 from benchmarks.gpu.linears import CACHED, FUSED, LAYER, SCRATCH, cheapest_crossover, find_crossovers, with_layer
 from benchmarks.gpu.section import Found, RunningSection, Setting
 from benchmarks.gpu.stopwatch import Stopwatch
@@ -48,15 +50,24 @@ def test_every_section_runs_without_the_packages_of_a_job(tmp_path: Path) -> Non
 
 
 def test_what_does_not_fit_the_budget_is_not_started(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--smoke", "--budget", "30"]
-    command += ["--sections", "kernels,steps-tiny-awq", "--output", str(tmp_path)]
-    began = time.monotonic()
-    subprocess.run(command, capture_output=True, cwd=ROOT, check=False)
-    assert time.monotonic() - began < 45, "the import of torch is not in the budget"
-    outcomes = json.loads((tmp_path / "figures.json").read_text())["outcomes"]
-    assert [each["name"] for each in outcomes if each["name"] not in ("machine", "checkpoints")] == [
-        "kernels-tiny-awq", "steps-tiny-awq",
-    ]  # fmt: skip
+    options = argparse.Namespace(
+        output=tmp_path, budget=1.0, device="cpu", smoke=True, model=["tiny"], sections=[], peer=[]
+    )  # fmt: skip
+    assert Session(options).run() == 1
+    (outcome,) = json.loads((tmp_path / "figures.json").read_text())["outcomes"]
+    assert (outcome["name"], outcome["verdict"]) == ("machine", "not started")
+
+
+def test_only_sections_that_are_named_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = argparse.Namespace(
+        output=tmp_path, budget=60.0, device="cpu", smoke=True, model=["tiny-awq"], sections=["jobs-tiny"], peer=[]
+    )  # fmt: skip
+    session, ran = Session(options), []
+    monkeypatch.setattr(session, "_start", lambda task: SimpleNamespace(name=task.name))
+    monkeypatch.setattr(session, "_finish", lambda running, limit_s: ran.append(running.name))
+    session.found["machine"] = Found(figures={"rates": {"copy_bytes_per_s": 1.0, "gemm_flops_per_s": 1.0}})
+    session.run()
+    assert ran == ["machine", "checkpoints", "jobs-tiny-awq", "jobs-tiny-awq-fp8-cache"]
 
 
 def sections() -> dict[str, tuple]:
