@@ -107,7 +107,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype, is_smoke: bool) -> R
     random = torch.Generator(device).manual_seed(0)
 
     def copy_rate() -> float:
-        source = torch.randint(0, 127, (copy_bytes,), dtype=torch.int8, device=device, generator=random)
+        source = torch.rand(copy_bytes // 4, dtype=torch.float32, device=device, generator=random)
         target = torch.empty_like(source)
         return 2 * copy_bytes / _launched_seconds(lambda: target.copy_(source), device)
 
