@@ -55,7 +55,7 @@ class ModelRunner:
         self.is_asynchronous = decoder.device.type == "cuda"
         self.greedy, self.sample = decoder.kernels.greedy, decoder.kernels.sample
         self._graphs: StepGraphs | None = None
-        self.replays_mixed = True  # mixed steps, where they are captured; `pipeline bench gpu` compares
+        self.replays_mixed = True  # mixed steps, where they are captured; `benchmarks.gpu` compares
         # As long as a sequence can be here, which is less than what the checkpoint claims where the cache is smaller.
         cos_PD2, sin_PD2 = decoder.config.rope.tables(decoder.config.head_dim, max_model_len)
         self.cos_PD2, self.sin_PD2 = cos_PD2.to(decoder.device), sin_PD2.to(decoder.device)
