@@ -1,7 +1,7 @@
 """Up to how many tokens an int4 weight on a GPU goes through the fused product, by compute capability. No triton.
 
 The fused product unpacks a weight once for each 64 tokens, so it takes as long for 65 tokens as for 128. The 16-bit
-product of so few tokens takes as long as reading its weight. Where the two meet is measured, by `python -m benchmarks.gpu`.
+product of so few tokens takes as long as reading its weight. `python -m benchmarks.gpu` measures where the two meet.
 """
 
 from dataclasses import dataclass
