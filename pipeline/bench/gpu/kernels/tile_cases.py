@@ -24,7 +24,7 @@ from pipeline.kernels.triton.attention.online_softmax import stages_for
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch, rows_of
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
 from pipeline.kernels.triton.linear import fp8, int4
-from pipeline.kernels.triton.sampling.sample import sample_launch
+from pipeline.kernels.triton.sampling.sample import sample_launches
 from pipeline.roofline.cost_model import DecoderSize, Weights
 from pipeline.weights.packed import GroupIntWeight
 
@@ -178,12 +178,13 @@ class _Cases:
         u_1R = torch.rand(1, rows, device=self.device, generator=random).double()
         how_5R = torch.cat([options.repeat(rows, 1).T, u_1R])
         token_R = torch.empty(rows, dtype=torch.int64, device=self.device)
-        launch = sample_launch(logits_RV, how_5R, token_R, torch.empty_like(token_R, dtype=torch.bool))
-        shipped = {"width": launch.constants["WIDTH"], "warps": launch.num_warps}
+        parts, of_row = sample_launches(logits_RV, how_5R, token_R, torch.empty_like(token_R, dtype=torch.bool))
+        shipped = {"together": of_row.constants["TOGETHER"], "warps": of_row.num_warps}
 
         def launches(tile: Tile) -> list[Launch]:
-            return [replace(launch, constants={**launch.constants, "WIDTH": tile["width"]}, num_warps=tile["warps"])]
+            constants = {**of_row.constants, "TOGETHER": tile["together"]}
+            return [parts, replace(of_row, constants=constants, num_warps=tile["warps"])]
 
-        others = _others(shipped, width=(2048, 4096, 8192, 16384), warps=(4, 8, 16, 32))
+        others = _others(shipped, together=(4, 8, 16), warps=(4, 8, 16, 32))
         group, case = f"vocabulary {self.size.vocab:,}", f"{rows} rows, top_p {top_p:g}"
         return TileCase("sample", group, case, shipped, others, launches, token_R, 0.0)

@@ -5,15 +5,15 @@ and the sum of the weights exp((logit - largest) / temperature). The second has 
 top_p and min_p gets its token from these sums and from the one part that holds it.
 
 The other rows need a cut: a distance below the best logit, (best - logit) / temperature, past which no token counts.
-Distances are float32 that are not negative, and the bits of such numbers, as integers, have the same order as the
-numbers. The parts' largest logits and sums bound the cut from both sides. Parts past the bound are never read again; of
-the others the tokens within the bounds are listed, and the cut is found among them. Where they are more than the list
-takes, a pass over the row tries 8 cuts and leaves a ninth of the range.
+Distances are float32 and not negative, so their bits, as integers, have the order of the numbers. min_p is a cut. top_k
+and top_p search theirs: the parts' largest logits and sums bound it from both sides. Parts past the bounds are never
+read again; the tokens of the others that lie between the bounds are listed, and bisection finds the cut among them.
+Where the list is too short, a pass over these parts first tries 8 cuts, which leaves a ninth of the range.
 
-Sums over threads are integers, in units of 2^-44 of the best token's weight, so no order of adding matters. Nothing
-depends on other rows.
+Sums over threads are integers, in units of 2^-44 of the best token's weight: no order of adding matters, and zero adds
+nothing. No row depends on another.
 
-Shapes: P parts of a row, T parts read together, W tokens of a part, C listed tokens, K cuts that are tried.
+Shapes: P parts of a row, T parts read together, W tokens of a part, Q quarters of W, C listed tokens, K cuts to try.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
@@ -26,20 +26,21 @@ import triton.language as tl
 from pipeline.kernels.triton.launch import Launch, power_of_two
 
 _PART = 256  # tokens
-_SUMMARIZED = 16  # parts that a program of the first launch reads
-_TOGETHER = 8  # parts that one of the second reads at a time
-_LISTED = 4096  # tokens that the list takes
+_SUMMARIZED = 16  # parts, by one program of the first launch
+_TOGETHER = 8  # parts that the second launch reads at a time
+_LISTED = 4096  # tokens that fit the list
 _STAGES = tl.constexpr(3)  # of the loops over a row: their loads are copied ahead
-_UNIT = tl.constexpr(2.0**44)
+_UNIT = tl.constexpr(2.0**44)  # of _MAX_TOKENS weights of 1 the sum is below 2^63
+_MAX_TOKENS = (1 << 19) - 1
 _FARTHEST = tl.constexpr(0x42D00000)  # bits of 104: exp(-104) is 0 in float32, so nothing past it counts
-_PAST = tl.constexpr(1 << 22)  # no row has such a part
-_NOTHING = tl.constexpr(0x7FFFFFFF)  # no distance
+_NO_PART = tl.constexpr(1 << 22)
+_NO_DISTANCE = tl.constexpr(0x7FFFFFFF)
 _BINADE = tl.constexpr(1 << 23)  # between the bits of a distance and those of its double
 
 
 @triton.jit
 def _scale_of(temperature):
-    return tl.where(temperature > 0, 1.0 / tl.where(temperature > 0, temperature, 1.0), 1.0).to(tl.float32)
+    return tl.where(temperature > 0, 1.0 / temperature, 1.0).to(tl.float32)
 
 
 @triton.jit
@@ -49,18 +50,18 @@ def _weight(bits):
 
 @triton.jit
 def _units(weight):
-    return (weight.to(tl.float64) * _UNIT).to(tl.int64)
+    return (weight * _UNIT).to(tl.int64)
 
 
 @triton.jit
 def _sum(amount):
-    """In units; of four neighbours, which one thread has, in float32."""
+    """Sum in units; in float32 over four neighbours, which lie in one thread."""
     return tl.sum(_units(tl.sum(tl.reshape(amount, (amount.shape[0] // 4, 4)), axis=1)), axis=0)
 
 
 @triton.jit
 def _distances(row, part_T, PART: tl.constexpr):
-    """Bits of the distances of these parts' tokens."""
+    """Return the distances of these parts' tokens, as bits."""
     logits_ptr, num_tokens, best, scale = row
     token_TW = part_T[:, None] * PART + tl.arange(0, PART)[None, :]
     logit_TW = tl.load(logits_ptr + token_TW, mask=token_TW < num_tokens, other=float("-inf")).to(tl.float32)
@@ -85,7 +86,8 @@ def _summarize_parts(
 
 @triton.jit
 def _bounds(bits, amount, low, high, wanted, APART: tl.constexpr):
-    """Bounds, in (low, high], of the nearest cut up to which the amounts sum to `wanted`; of `high` if none does."""
+    """Bisect (low, high] around the nearest cut up to which the amounts sum to `wanted`, or around `high` if none
+    does."""
     while high - low > APART:
         middle = low + (high - low) // 2
         is_reached = _sum(tl.where(bits <= middle, amount, 0.0)) >= wanted
@@ -95,16 +97,16 @@ def _bounds(bits, amount, low, high, wanted, APART: tl.constexpr):
 
 
 @triton.jit
-def _narrowed(
+def _narrow(
     row, ids_ptr, num_near, low, high, to_low, to_high, wanted, by_weight, TOGETHER: tl.constexpr, PART: tl.constexpr
 ):
-    """Try 8 cuts in (low, high]: the neighbours between which the one looked for is, and the amounts up to them."""
+    """Try 8 cuts in (low, high]. Return the two that enclose the cut at `wanted`, and the amounts up to them."""
     step = tl.maximum((high - tl.maximum(low, high - 4 * _BINADE)) // 9, 1)
     cut_K = high - step * (1 + tl.arange(0, 8))
     amount_KTQ = tl.zeros((8, TOGETHER, PART // 4), tl.float32)
     for first in tl.range(0, num_near, TOGETHER, num_stages=_STAGES):
         near_T = first + tl.arange(0, TOGETHER)
-        bits_TW = _distances(row, tl.load(ids_ptr + near_T, mask=near_T < num_near, other=_PAST), PART)
+        bits_TW = _distances(row, tl.load(ids_ptr + near_T, mask=near_T < num_near, other=_NO_PART), PART)
         amount_TW = tl.where(by_weight, _weight(bits_TW), 1.0)
         amount_KTW = tl.where(bits_TW[None, :, :] <= cut_K[:, None, None], amount_TW[None, :, :], 0.0)
         amount_KTQ += tl.sum(tl.reshape(amount_KTW, (8, TOGETHER, PART // 4, 4)), axis=3)  # a thread's own
@@ -117,16 +119,14 @@ def _narrowed(
 
 
 @triton.jit
-def _list_between(
-    row, scratch, num_near, low, high, TOGETHER: tl.constexpr, PART: tl.constexpr, LISTED: tl.constexpr
-):
-    """Write the distances in (low, high], ordered by part, as far as the list takes them; of each part how many they
-    are, and the weight of what is nearer. Returns their number."""
+def _list_between(row, scratch, num_near, low, high, TOGETHER: tl.constexpr, PART: tl.constexpr, LISTED: tl.constexpr):
+    """Write the distances in (low, high], ordered by part, as far as they fit the list, and for each part their number
+    and the weight up to `low`. Return their number."""
     ids_ptr, sum_ptr, num_ptr, list_ptr = scratch
     num_listed = tl.full((), 0, tl.int32)
     for first in tl.range(0, num_near, TOGETHER, num_stages=_STAGES):
         near_T = first + tl.arange(0, TOGETHER)
-        part_T = tl.load(ids_ptr + near_T, mask=near_T < num_near, other=_PAST)
+        part_T = tl.load(ids_ptr + near_T, mask=near_T < num_near, other=_NO_PART)
         bits_TW = _distances(row, part_T, PART)
         nearer_TW = tl.where(bits_TW <= low, _weight(bits_TW), 0.0)
         is_listed_TW = ((bits_TW > low) & (bits_TW <= high)).to(tl.int32)
@@ -143,18 +143,20 @@ def _list_between(
 
 @triton.jit
 def _list_around_cut(
-    row, scratch, bits_P, sum_P, cut, total, wanted, by_weight, is_cut,
+    row, scratch, bits_P, sum_P, cut, total, wanted, by_weight,
     TOGETHER: tl.constexpr, PART: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """List the distances among which the cut is. Returns the bounds between which they are, the distance of the parts
-    that matter, how many are listed, and the amount of what is nearer, but of weight. Where there are more than the
-    list takes, they are all equal. is_cut: there is no nearer cut."""
-    # All tokens up to a distance are at least those that are their part's best, and at most, but for rounding, all
-    # tokens of these parts.
+    """List the distances around the cut. If they do not fit the list, they are all equal.
+
+    Return their bounds, the distance up to which parts were read, the number of distances and, unless `by_weight`, the
+    amount up to the lower bound.
+    """
+    # The tokens up to a distance are at least the best ones of the parts that begin there, and at most, but for
+    # rounding, all tokens of these parts.
     none = tl.full((), -1, tl.int32)
+    low = none
     best_amount_P = tl.where(by_weight, _weight(bits_P), 1.0)
     cut = _bounds(bits_P, best_amount_P, none, cut, wanted, _BINADE // 8)[1]
-    low = tl.where(is_cut, cut - 1, none)
     if by_weight:
         low = _bounds(bits_P, sum_P * 1.0001, none, cut, wanted, _BINADE // 8)[0]
     near = cut
@@ -163,17 +165,17 @@ def _list_around_cut(
     at_P = tl.cumsum(is_near_P.to(tl.int32), axis=0) - 1
     tl.store(scratch[0] + at_P, tl.arange(0, bits_P.shape[0]), mask=is_near_P)
     tl.debug_barrier()  # other threads read them
-    # Each token that is near weighs at least what one at this distance does, and all of a part what the part does.
+    # Each of these tokens weighs at least what a token at this distance does, all of a part together the part's sum.
     num_P = tl.minimum(sum_P / tl.maximum(_weight(near), 1e-30) + 1.0, PART)
-    num_listed = tl.sum(tl.where(is_near_P, num_P, 0.0), axis=0).to(tl.int32)  # at most
+    num_listed = tl.sum(tl.where(is_near_P, num_P, 0.0), axis=0).to(tl.int32)
     to_low, to_cut = tl.full((), 0, tl.int64), tl.where(by_weight, total, row[1].to(tl.int64) << 44)
     is_listed = num_listed < 0
     while is_listed == 0:
         while (num_listed > LISTED) & (cut - low > 1):
-            low, cut, to_low, to_cut = _narrowed(
+            low, cut, to_low, to_cut = _narrow(
                 row, scratch[0], num_near, low, cut, to_low, to_cut, wanted, by_weight, TOGETHER, PART
             )
-            # About as many as weigh what these do at the middle between them.
+            # An estimate: as if each token lay in the middle.
             each = tl.where(by_weight, tl.maximum(_weight(tl.maximum(low, 0) // 2 + cut // 2), 1e-30), 1.0)
             num_listed = tl.minimum((to_cut - to_low).to(tl.float32) / _UNIT / each, 1e9).to(tl.int32)
         num_listed = _list_between(row, scratch, num_near, low, cut, TOGETHER, PART, LISTED)
@@ -185,36 +187,37 @@ def _list_around_cut(
 def _cut_row(
     row, scratch, bits_P, sum_P, top_k, top_p, min_p, TOGETHER: tl.constexpr, PART: tl.constexpr, LISTED: tl.constexpr
 ):
-    """The cut, how many tokens count of those at it, and, up to the end of each part, what all weighs that counts, and
-    the number of tokens at the cut."""
+    """Return the cut, the number of tokens at it that count, and, up to the end of each part, the weight of the tokens
+    that count and the number of tokens at the cut."""
     sum_ptr, num_ptr, list_ptr = scratch[1], scratch[2], scratch[3]
     num_tokens = row[1]
     part_P, lane_C = tl.arange(0, bits_P.shape[0]), tl.arange(0, LISTED)
     by_number = (top_k < num_tokens) | (min_p > 0)
     cut = tl.full((), _FARTHEST, tl.int32)
-    if min_p > 0:
-        low = tl.full((), -1, tl.int32)
-        cut = tl.minimum(cut, (0.001 - 1.001 * tl.log(min_p)).to(tl.int32, bitcast=True)) + 1
-        while cut - low > 1:
-            middle = low + (cut - low) // 2
-            low, cut = tl.where(_weight(middle) < min_p, low, middle), tl.where(_weight(middle) < min_p, middle, cut)
-        cut = low
+    if min_p > 0:  # the farthest one whose weight is at least min_p
+        low, high = tl.full((), -1, tl.int32), (0.001 - 1.001 * tl.log(min_p)).to(tl.int32, bitcast=True)
+        while high - low > 1:
+            middle = low + (high - low) // 2
+            is_kept = _weight(middle) >= min_p
+            low = tl.where(is_kept, middle, low)
+            high = tl.where(is_kept, high, middle)
+        cut = tl.minimum(cut, low)
     total, num_kept, low, near = tl.sum(_units(sum_P), axis=0), tl.full((), 0, tl.int64), cut, cut
     num_listed, to_low = tl.full((), 0, tl.int32), num_kept
     for stage in tl.range(0, 2):  # top_k and min_p, then top_p
         by_weight = stage > 0
         if (by_weight & (top_p < 1)) | ((stage == 0) & by_number):
             wanted = tl.where(by_weight, tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), top_k << 44)
-            if (low >= 0) | (num_listed > LISTED):  # not all that counts is listed
+            if (low >= 0) | (num_listed > LISTED):  # the list lacks tokens that count
                 if by_weight:
                     # Tokens of less than a V-th of what top_p leaves out cannot reach what it keeps.
                     left = (1.0 - top_p) * total.to(tl.float64) / _UNIT / num_tokens
                     far = tl.maximum(0.001 - tl.log(left.to(tl.float32)), 0.0)
                     cut = tl.minimum(cut, far.to(tl.int32, bitcast=True))
                 low, cut, near, num_listed, to_low = _list_around_cut(
-                    row, scratch, bits_P, sum_P, cut, total, wanted, by_weight, top_k == num_tokens, TOGETHER, PART, LISTED
+                    row, scratch, bits_P, sum_P, cut, total, wanted, by_weight, TOGETHER, PART, LISTED
                 )
-            bits_C = tl.load(list_ptr + lane_C, mask=lane_C < num_listed, other=_NOTHING)
+            bits_C = tl.load(list_ptr + lane_C, mask=lane_C < num_listed, other=_NO_DISTANCE)
             weight_C = _weight(bits_C)
             nearer = tl.sum(_units(tl.load(sum_ptr + part_P, mask=bits_P <= near, other=0.0)), axis=0)
             amount_C, before = tl.where(by_weight, weight_C, 1.0), tl.where(by_weight, nearer, to_low)
@@ -223,11 +226,11 @@ def _cut_row(
             num_kept = tl.where(num_listed > LISTED, num_listed, tl.sum((bits_C == cut).to(tl.int32), axis=0))
             num_kept = num_kept.to(tl.int64)
             at_cut = _units(_weight(cut))
-            if by_weight:  # as many as are needed to reach it, and at least one
+            if by_weight:  # the first ones that reach it, and at least one
                 needed = tl.cdiv(wanted - nearer, tl.maximum(at_cut, 1))
                 num_kept = tl.minimum(tl.maximum(needed, 1), num_kept)
             total = nearer + num_kept * at_cut
-    bits_C = tl.load(list_ptr + lane_C, mask=lane_C < num_listed, other=_NOTHING)
+    bits_C = tl.load(list_ptr + lane_C, mask=lane_C < num_listed, other=_NO_DISTANCE)
     unit_C = tl.where(bits_C < cut, _units(_weight(bits_C)), 0)
     end_P = tl.cumsum(tl.load(num_ptr + part_P, mask=bits_P <= near, other=0), axis=0)
     last_P = tl.minimum(tl.maximum(end_P - 1, 0), LISTED - 1)
@@ -261,10 +264,10 @@ def _sample(
     bits_P = ((best - best_P) * scale).to(tl.int32, bitcast=True)
     row = (logits_ptr + at * stride, num_tokens, best, scale)
 
-    # The tokens nearer than `cut` count, and the first `num_kept` at it: of a greedy row the best alone.
+    # The tokens nearer than `cut` count, and the first `num_kept` at it. In a greedy row only the best ones do.
     cut = tl.full((), 1, tl.int32)
     num_kept = tl.full((), 0, tl.int64)
-    upto_P = tl.cumsum((bits_P == 0).to(tl.int64), axis=0)  # what they weigh, up to the end of each part
+    upto_P = tl.cumsum((bits_P == 0).to(tl.int64), axis=0)  # their weight up to the end of each part
     tied_P = tl.zeros((PARTS,), tl.int32)  # tokens at the cut, up to the end of each part
     if is_finite & (temperature > 0):
         sum_P = tl.load(sum_ptr + part_P, mask=part_P < num_parts, other=0.0)
@@ -312,9 +315,11 @@ def sample_launches(
     num_rows, num_tokens = logits_RV.shape
     assert logits_RV.stride(1) == 1
     assert how_5R.is_contiguous()
+    assert num_tokens <= _MAX_TOKENS
     num_parts = -(-num_tokens // _PART)
-    best_RP, sum_RP = torch.empty(2, num_rows, num_parts, dtype=torch.float32, device=logits_RV.device)
-    id_RP, num_RP = torch.empty(2, num_rows, num_parts, dtype=torch.int32, device=logits_RV.device)
+    best_RP = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits_RV.device)
+    sum_RP = torch.empty_like(best_RP)
+    id_RP, num_RP = (torch.empty_like(best_RP, dtype=torch.int32) for _ in range(2))
     listed_RC = torch.empty(num_rows, _LISTED, dtype=torch.int32, device=logits_RV.device)
     parts = Launch(
         _summarize_parts,
@@ -323,7 +328,7 @@ def sample_launches(
         {"TOGETHER": _SUMMARIZED, "PART": _PART},
         num_warps=4,
     )
-    rows = Launch(
+    whole = Launch(
         _sample,
         (num_rows,),
         (
@@ -333,4 +338,4 @@ def sample_launches(
         {"PARTS": power_of_two(num_parts, 4), "TOGETHER": _TOGETHER, "PART": _PART, "LISTED": _LISTED},
         num_warps=16,
     )
-    return parts, rows
+    return parts, whole
