@@ -288,8 +288,8 @@ def _sample(
     bits_W = tl.reshape(_distances(row, part + tl.zeros((1,), tl.int32), PART), (PART,))
     rank_W = tl.cumsum((bits_W == cut).to(tl.int32), axis=0)
     weight_W = tl.where((bits_W < cut) | ((bits_W == cut) & (rank_W <= num_left)), _weight(bits_W), 0.0)
-    is_past_W = (weight_W > 0) & (before + tl.cumsum(_units(weight_W), axis=0) > target)
     lane_W = tl.arange(0, PART)
+    is_past_W = before + tl.cumsum(_units(weight_W), axis=0) > target
     first = tl.min(tl.where(is_past_W, lane_W, PART), axis=0)
     last = tl.max(tl.where(weight_W > 0, lane_W, 0), axis=0)
     token = part * PART + tl.where(first < PART, first, last)
