@@ -195,8 +195,8 @@ def test_a_tile_reaches_the_launch():
     fp8 = of["fp8.tile_for"].launches({"outputs": 64, "tokens": 16, "warps": 8, "stages": 3})[1]
     assert (fp8.constants["OUTPUTS"], fp8.constants["TOKENS"], fp8.num_warps, fp8.num_stages) == (64, 16, 8, 3)
     assert fp8.grid[2] == 2
-    (sample,) = of["sample"].launches({"width": 2048, "warps": 4})
-    assert (sample.constants["WIDTH"], sample.num_warps) == (2048, 4)
+    _, sample = of["sample"].launches({"together": 16, "warps": 4})
+    assert (sample.constants["TOGETHER"], sample.num_warps) == (16, 4)
 
 
 def test_where_triton_does_not_run_nothing_is_tried(monkeypatch):

@@ -280,7 +280,7 @@ def _sample(
         else:
             cut = tl.full((), _FARTHEST, tl.int32)
             upto_P = tl.cumsum(_units(sum_P), axis=0)
-    target = (tl.where(temperature > 0, u, 0.0) * tl.max(upto_P, axis=0).to(tl.float64)).to(tl.int64)
+    target = (tl.where(temperature > 0, u, 0.0) * tl.max(upto_P, axis=0)).to(tl.int64)
     part = tl.min(tl.where(upto_P > target, part_P, num_parts - 1), axis=0)
     before = tl.max(tl.where(part_P < part, upto_P, 0), axis=0)
     num_left = num_kept - tl.max(tl.where(part_P < part, tied_P, 0), axis=0)
