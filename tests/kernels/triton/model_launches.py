@@ -24,7 +24,7 @@ from pipeline.kernels.triton.linear.int4 import (
     int4_launches,
 )
 from pipeline.kernels.triton.sampling.argmax import greedy_launches
-from pipeline.kernels.triton.sampling.sample import sample_launch
+from pipeline.kernels.triton.sampling.sample import sample_launches
 
 _META = torch.device("meta")
 _BLOCKS, _BLOCK, _TABLE = 1024, 64, 128
@@ -78,7 +78,7 @@ def launches_of(
     how_5T = empty(5, num_tokens, dtype=torch.float64)
     sampling = {"greedy, parts": parts, "greedy, whole": whole}
     products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target) | _fixed(shape, dtype, target)
-    sampling["sample"] = sample_launch(logits_TV, how_5T, slot_T, finite_T)
+    sampling["sample, parts"], sampling["sample"] = sample_launches(logits_TV, how_5T, slot_T, finite_T)
     copied_SM, numbers = empty(256, _TABLE, dtype=torch.int32), empty(4 * num_tokens, dtype=torch.int64)
     fused["scatter"] = scatter_launch(copied_SM, copied_SM, numbers, FutureNumbers(3 * num_tokens, 256, slot_T))
     return fused | _attention(shape, q_TND, cache, target, window) | products | sampling
