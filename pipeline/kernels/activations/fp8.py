@@ -48,6 +48,8 @@ def rounded(x_MK: torch.Tensor, block: int) -> torch.Tensor:
     """Step 2 of the definition: each value times its block's scale again, in float32."""
     wide_MBk = in_blocks(x_MK, block)
     largest_MB1 = wide_MBk.abs().amax(-1, keepdim=True)
-    scale_MB1 = torch.where(largest_MB1.isfinite(), largest_MB1.clamp_min(SMALLEST_MAGNITUDE) / LARGEST, float("nan"))
+    # By a tensor: on a GPU torch multiplies by the reciprocal of a number, which is rounded twice and decides ties.
+    scale_MB1 = largest_MB1.clamp_min(SMALLEST_MAGNITUDE) / torch.full_like(largest_MB1, LARGEST)
+    scale_MB1 = torch.where(largest_MB1.isfinite(), scale_MB1, float("nan"))
     value_MBk = (wide_MBk / scale_MB1).to(torch.float8_e4m3fn)
     return (value_MBk.float() * scale_MB1).flatten(1)[:, : x_MK.shape[1]]
