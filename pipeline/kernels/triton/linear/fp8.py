@@ -131,13 +131,10 @@ def _multiply(
     weight_at = weight_ptr + output_N[:, None].to(tl.int64) * row_stride + input_K[None, :]
     x_at = x_ptr + token_M[None, :].to(tl.int64) * row_stride + input_K[:, None]
     weight_scale_at, x_scale_at = weight_scale_ptr + output_N, x_scale_ptr + token_M
-    begin = tl.program_id(1) * PARTS * blocks_per_part
-    total_NM = _sum_of_part(
-        *(weight_at, x_at, weight_scale_at, x_scale_at, there_N, there_M),
-        *(begin, tl.minimum(begin + blocks_per_part, num_blocks), num_outputs, num_tokens, BLOCK, BLOCKS_PER_SCALE),
-    )
-    for _ in range(1, PARTS):
-        begin += blocks_per_part
+    total_NM = tl.zeros([OUTPUTS, TOKENS], dtype=tl.float32)
+    for part in range(PARTS):
+        # Not a counter that the loop carries: Triton 3.6 keeps its first value (`tritongpu-remove-layout-conversions`).
+        begin = (tl.program_id(1) * PARTS + part) * blocks_per_part
         total_NM += _sum_of_part(
             *(weight_at, x_at, weight_scale_at, x_scale_at, there_N, there_M),
             *(begin, tl.minimum(begin + blocks_per_part, num_blocks), num_outputs, num_tokens, BLOCK, BLOCKS_PER_SCALE),
