@@ -29,7 +29,7 @@ import triton.language as tl
 from pipeline.kernels.activations.fp8 import LARGEST, LEAST_CAPABILITY, SMALLEST_MAGNITUDE, fp8_block
 from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
-from pipeline.kernels.triton.linear.scaled_mm import BLOCK, LEAST_TOKENS, has_scaled_mm, scaled_mm
+from pipeline.kernels.triton.linear.scaled_mm import BLOCK, LEAST_TOKENS, TOKENS_MULTIPLE, ScaledMm
 from pipeline.kernels.triton.linear.split_k import add_parts_launch
 from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
@@ -50,12 +50,12 @@ def _nearest_e4m3(value):
     return tl.where(tl.abs(value) < 0.015625, subnormal, normal)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
+@triton.jit(do_not_specialize=["scale_stride", "num_blocks"])
 def _round(
     x_ptr,
     value_ptr,
     scale_ptr,
-    num_tokens,
+    scale_stride,
     num_inputs,
     num_blocks,
     x_stride,
@@ -74,7 +74,7 @@ def _round(
     there_B = block_B < num_blocks
     value_at = value_ptr + token * num_blocks * BLOCK + input_BK
     tl.store(value_at, value_BK.to(value_ptr.dtype.element_ty), mask=there_B[:, None])
-    tl.store(scale_ptr + block_B.to(tl.int64) * num_tokens + token, scale_B, mask=there_B)
+    tl.store(scale_ptr + block_B.to(tl.int64) * scale_stride + token, scale_B, mask=there_B)
 
 
 @triton.jit
@@ -209,18 +209,23 @@ def parts_of(num_outputs: int, num_blocks: int, block: int, target: Target) -> i
     return -(-num_blocks // per_part)
 
 
-def rounding_launch(x_MK: torch.Tensor, weight: E4m3Weight) -> tuple[Launch, torch.Tensor, torch.Tensor]:
-    """What rounds the inputs for this weight, the values (M, K) and the scales (B, M). Rows of x may lie apart."""
+def rounding_launch(
+    x_MK: torch.Tensor, weight: E4m3Weight, multiple: int = 1
+) -> tuple[Launch, torch.Tensor, torch.Tensor]:
+    """What rounds the inputs for this weight, the values (M, K) and the scales (B, M). Rows of x may lie apart.
+
+    multiple: M is the next multiple of it; nothing is written for tokens that x has not.
+    """
     num_tokens, block, row_stride = len(x_MK), weight.block, weight.value_NK.shape[1]
-    num_blocks = row_stride // block
+    num_blocks, scale_stride = row_stride // block, -(-num_tokens // multiple) * multiple
     assert x_MK.stride(1) == 1
-    value_MK = torch.empty(num_tokens, row_stride, dtype=torch.float8_e4m3fn, device=x_MK.device)
-    scale_BM = torch.empty(num_blocks, num_tokens, dtype=torch.float32, device=x_MK.device)
+    value_MK = torch.empty(scale_stride, row_stride, dtype=torch.float8_e4m3fn, device=x_MK.device)
+    scale_BM = torch.empty(num_blocks, scale_stride, dtype=torch.float32, device=x_MK.device)
     blocks = min(_ROUNDED_AT_ONCE // block, power_of_two(num_blocks))
     launch = Launch(
         _round,
         (num_tokens, -(-num_blocks // blocks)),
-        (x_MK, value_MK, scale_BM, num_tokens, weight.num_inputs, num_blocks, x_MK.stride(0)),
+        (x_MK, value_MK, scale_BM, scale_stride, weight.num_inputs, num_blocks, x_MK.stride(0)),
         {"BLOCK": block, "BLOCKS": blocks},
     )
     return launch, value_MK, scale_BM
@@ -273,11 +278,12 @@ def fp8_launches(
 class Fp8Linear:
     """y = rounded x @ weight.T + bias, by the same sums for every number of tokens.
 
-    by_cublas: `scaled_mm.has_scaled_mm` holds, and sums of many tokens may be taken in another order.
+    cublas: sums of many tokens may be taken in another order, by its products of the weights that it serves; a bias is
+    then added to outputs that were rounded before.
     """
 
     def __init__(
-        self, weight: GroupIntWeight | Fp8Weight, block: int, device: torch.device, by_cublas: bool = False
+        self, weight: GroupIntWeight | Fp8Weight, block: int, device: torch.device, cublas: ScaledMm | None = None
     ) -> None:
         self.target = Target.of(device)
         self.weight = E4m3Weight.of(weight, block, device)
@@ -286,37 +292,49 @@ class Fp8Linear:
         self.input_order_K = None if order_K is None else order_K.to(device)
         num_outputs, num_inputs = self.weight.value_NK.shape
         fits = block == BLOCK and self.weight.group_size == BLOCK and num_outputs % 16 == 0 and num_inputs > BLOCK
-        self.by_cublas = by_cublas and fits
+        self.cublas = cublas if fits else None
+        if self.cublas is not None:
+            self.cublas.probe(self.weight.value_NK, self.weight.scale_GN)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         if self.input_order_K is not None:
             x_MK = x_MK[:, self.input_order_K]
+        y_MN = self._by_cublas(x_MK)
+        if y_MN is not None:
+            return y_MN
         out_MN = x_MK.new_empty(len(x_MK), len(self.weight.value_NK))
-        if self.by_cublas and len(x_MK) >= LEAST_TOKENS and x_MK.dtype == torch.bfloat16:
-            rounding, value_MK, scale_BM = rounding_launch(x_MK, self.weight)
-            rounding.run()
-            y_MN = scaled_mm(value_MK, scale_BM, self.weight.value_NK, self.weight.scale_GN)
-            return y_MN if self.bias_N is None else (y_MN + self.bias_N).to(x_MK.dtype)
         if len(x_MK) > 0:
             for launch in fp8_launches(x_MK, self.weight, self.bias_N, out_MN, self.target):
                 launch.run()
         return out_MN
+
+    def _by_cublas(self, x_MK: torch.Tensor) -> torch.Tensor | None:
+        """None where Triton computes this product."""
+        cublas, weight = self.cublas, self.weight
+        if cublas is None or len(x_MK) < LEAST_TOKENS or x_MK.dtype != torch.bfloat16:
+            return None
+        if not cublas.serves(weight.value_NK):
+            return None
+        rounding, value_MK, scale_BM = rounding_launch(x_MK, weight, TOKENS_MULTIPLE)
+        rounding.run()
+        y_MN = cublas(value_MK, scale_BM, weight.value_NK, weight.scale_GN)
+        if y_MN is None:
+            return None
+        y_MN = y_MN[: len(x_MK)]
+        return y_MN if self.bias_N is None else (y_MN + self.bias_N).to(x_MK.dtype)
 
 
 def fp8_linears(device: torch.device, deterministic: bool = False) -> dict[str, RoundedLinears]:
     """As `Kernels.rounded`; none on a GPU whose units do not multiply fp8. deterministic: no product by cuBLAS."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return {}
-    by_cublas = not deterministic and has_scaled_mm(device)
+    cublas = None if deterministic else ScaledMm.on(device)
 
     def prepare(weight: LinearWeight) -> Linear | None:
         block = fp8_block(weight)
         if block is None or not isinstance(weight, GroupIntWeight | Fp8Weight):
             return None
-        return Fp8Linear(weight, block, device, by_cublas)
+        return Fp8Linear(weight, block, device, cublas)
 
-    return {
-        "fp8": RoundedLinears(
-            prepare, f"Triton{', cuBLAS for many tokens' if by_cublas else ''}, fp8 inputs and weights"
-        )
-    }
+    many = "" if cublas is None else ", cuBLAS for many tokens"
+    return {"fp8": RoundedLinears(prepare, f"Triton{many}, fp8 inputs and weights")}
