@@ -20,13 +20,14 @@ with a scale, P parts of the inputs.
 # pyright: reportAssignmentType=false
 # It does not see what `triton.jit` makes of a function.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from pipeline.kernels.activations.fp8 import LARGEST, LEAST_CAPABILITY, SMALLEST_MAGNITUDE, fp8_block
+from pipeline.kernels.activations.fp8_per_token import per_output
 from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
 from pipeline.kernels.triton.linear.scaled_mm import BLOCK, LEAST_TOKENS, TOKENS_MULTIPLE, ScaledMm
@@ -59,6 +60,7 @@ def _round(
     num_inputs,
     num_blocks,
     x_stride,
+    row_stride,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -71,10 +73,9 @@ def _round(
     scale_B = tl.div_rn(tl.maximum(largest_B, _SMALLEST), _LARGEST)
     scale_B = tl.where(largest_B < float("inf"), scale_B, float("nan"))
     value_BK = _nearest_e4m3(tl.div_rn(x_BK, tl.broadcast_to(scale_B[:, None], (BLOCKS, BLOCK))))
-    there_B = block_B < num_blocks
-    value_at = value_ptr + token * num_blocks * BLOCK + input_BK
-    tl.store(value_at, value_BK.to(value_ptr.dtype.element_ty), mask=there_B[:, None])
-    tl.store(scale_ptr + block_B.to(tl.int64) * scale_stride + token, scale_B, mask=there_B)
+    value_at = value_ptr + token * row_stride + input_BK
+    tl.store(value_at, value_BK.to(value_ptr.dtype.element_ty), mask=input_BK < row_stride)
+    tl.store(scale_ptr + block_B.to(tl.int64) * scale_stride + token, scale_B, mask=block_B < num_blocks)
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def _sum_of_part(
     begin,
     end,
     num_outputs,
-    num_tokens,
+    x_scale_stride,
     BLOCK: tl.constexpr,
     BLOCKS_PER_SCALE: tl.constexpr,
 ):
@@ -98,12 +99,12 @@ def _sum_of_part(
         weight_NK = tl.load(weight_at + block * BLOCK, mask=there_N[:, None], other=0.0)
         x_KM = tl.load(x_at + block * BLOCK, mask=there_M[None, :], other=0.0)
         weight_scale_N = tl.load(weight_scale_at + block // BLOCKS_PER_SCALE * num_outputs, mask=there_N, other=0.0)
-        x_scale_M = tl.load(x_scale_at + block * num_tokens, mask=there_M, other=0.0)
+        x_scale_M = tl.load(x_scale_at + block * x_scale_stride, mask=there_M, other=0.0)
         total_NM += tl.dot(weight_NK, x_KM) * (weight_scale_N[:, None] * x_scale_M[None, :])
     return total_NM
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "blocks_per_part"])
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "blocks_per_part", "x_scale_stride"])
 def _multiply(
     weight_ptr,
     x_ptr,
@@ -116,6 +117,7 @@ def _multiply(
     num_blocks,
     row_stride,
     blocks_per_part,
+    x_scale_stride,
     BLOCK: tl.constexpr,
     BLOCKS_PER_SCALE: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -137,7 +139,8 @@ def _multiply(
         begin = (tl.program_id(1) * PARTS + part) * blocks_per_part
         total_NM += _sum_of_part(
             *(weight_at, x_at, weight_scale_at, x_scale_at, there_N, there_M),
-            *(begin, tl.minimum(begin + blocks_per_part, num_blocks), num_outputs, num_tokens, BLOCK, BLOCKS_PER_SCALE),
+            *(begin, tl.minimum(begin + blocks_per_part, num_blocks)),
+            *(num_outputs, x_scale_stride, BLOCK, BLOCKS_PER_SCALE),
         )
     if BIASED:
         total_NM += tl.load(bias_ptr + output_N, mask=there_N, other=0.0)[:, None]
@@ -151,6 +154,7 @@ class E4m3Weight:
     """A weight as the product reads it: 1 byte a weight, and a scale in float32 for each group.
 
     block: inputs that share a scale of the activations; group_size: a scale of the weight, one or more blocks.
+    per_token: all inputs of a token share a scale instead; block is what is multiplied at once.
     """
 
     value_NK: torch.Tensor  # float8_e4m3fn
@@ -158,6 +162,7 @@ class E4m3Weight:
     block: int
     group_size: int
     num_inputs: int
+    per_token: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -178,6 +183,12 @@ class E4m3Weight:
         scale_GN = weight.scales_NG.to(device, torch.float32).t().contiguous()
         whole = num_inputs + missing
         return cls(value_NK.contiguous(), scale_GN, block, min(group_size, whole), num_inputs)
+
+    @classmethod
+    def with_scales_per_token(cls, weight: LinearWeight, device: torch.device) -> "E4m3Weight | None":
+        """Round on `device` as `fp8_per_token.py` defines it; None for a weight that it does not serve."""
+        rounded = per_output(weight, device)
+        return None if rounded is None else replace(cls.of(rounded, BLOCK, device), per_token=True)
 
 
 @dataclass(frozen=True)
@@ -212,21 +223,24 @@ def parts_of(num_outputs: int, num_blocks: int, block: int, target: Target) -> i
 def rounding_launch(
     x_MK: torch.Tensor, weight: E4m3Weight, multiple: int = 1
 ) -> tuple[Launch, torch.Tensor, torch.Tensor]:
-    """What rounds the inputs for this weight, the values (M, K) and the scales (B, M). Rows of x may lie apart.
+    """What rounds the inputs for this weight, the values (M, K) and the scales (B, M), B being 1 where a token has one
+    scale. Rows of x may lie apart.
 
     multiple: M is the next multiple of it; nothing is written for tokens that x has not.
     """
-    num_tokens, block, row_stride = len(x_MK), weight.block, weight.value_NK.shape[1]
-    num_blocks, scale_stride = row_stride // block, -(-num_tokens // multiple) * multiple
+    num_tokens, row_stride = len(x_MK), weight.value_NK.shape[1]
+    block = power_of_two(row_stride) if weight.per_token else weight.block
+    num_blocks, scale_stride = -(-row_stride // block), -(-num_tokens // multiple) * multiple
     assert x_MK.stride(1) == 1
     value_MK = torch.empty(scale_stride, row_stride, dtype=torch.float8_e4m3fn, device=x_MK.device)
     scale_BM = torch.empty(num_blocks, scale_stride, dtype=torch.float32, device=x_MK.device)
-    blocks = min(_ROUNDED_AT_ONCE // block, power_of_two(num_blocks))
+    blocks = max(1, min(_ROUNDED_AT_ONCE // block, power_of_two(num_blocks)))
     launch = Launch(
         _round,
         (num_tokens, -(-num_blocks // blocks)),
-        (x_MK, value_MK, scale_BM, scale_stride, weight.num_inputs, num_blocks, x_MK.stride(0)),
+        (x_MK, value_MK, scale_BM, scale_stride, weight.num_inputs, num_blocks, x_MK.stride(0), row_stride),
         {"BLOCK": block, "BLOCKS": blocks},
+        num_warps=min(16, max(4, blocks * block // 512)),
     )
     return launch, value_MK, scale_BM
 
@@ -260,6 +274,7 @@ def fp8_launches(
         (
             *(weight.value_NK, value_MK, weight.scale_GN, scale_BM, bias_N, into),
             *(num_tokens, num_outputs, num_blocks, row_stride, -(-num_blocks // parts)),
+            0 if weight.per_token else scale_BM.stride(0),
         ),
         {
             "BLOCK": block,
@@ -283,18 +298,22 @@ class Fp8Linear:
     """
 
     def __init__(
-        self, weight: GroupIntWeight | Fp8Weight, block: int, device: torch.device, cublas: ScaledMm | None = None
+        self,
+        weight: E4m3Weight,
+        bias_N: torch.Tensor | None,
+        input_order_K: torch.Tensor | None = None,
+        cublas: ScaledMm | None = None,
     ) -> None:
+        device = weight.value_NK.device
         self.target = Target.of(device)
-        self.weight = E4m3Weight.of(weight, block, device)
-        self.bias_N = None if weight.bias_N is None else weight.bias_N.to(device, torch.float32)
-        order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
-        self.input_order_K = None if order_K is None else order_K.to(device)
-        num_outputs, num_inputs = self.weight.value_NK.shape
-        fits = block == BLOCK and self.weight.group_size == BLOCK and num_outputs % 16 == 0 and num_inputs > BLOCK
-        self.cublas = cublas if fits else None
+        self.weight = weight
+        self.bias_N = None if bias_N is None else bias_N.to(device, torch.float32)
+        self.input_order_K = None if input_order_K is None else input_order_K.to(device)
+        num_outputs, num_inputs = weight.value_NK.shape
+        fits = weight.per_token or weight.block == weight.group_size == BLOCK < num_inputs
+        self.cublas = cublas if fits and num_outputs % 16 == 0 else None
         if self.cublas is not None:
-            self.cublas.probe(self.weight.value_NK, self.weight.scale_GN)
+            self.cublas.probe(weight.value_NK, weight.scale_GN)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         if self.input_order_K is not None:
@@ -331,13 +350,23 @@ def fp8_linears(device: torch.device, dtype: torch.dtype, deterministic: bool = 
         torch.cuda.get_device_capability(device) < LEAST_CAPABILITY or dtype == torch.float16
     ):
         return {}
-    cublas = None if deterministic else ScaledMm.on(device)
+    cublas, cublas_per_token = (None if deterministic else ScaledMm.on(device, each) for each in (False, True))
 
     def prepare(weight: LinearWeight) -> Linear | None:
         block = fp8_block(weight)
         if block is None or not isinstance(weight, GroupIntWeight | Fp8Weight):
             return None
-        return Fp8Linear(weight, block, device, cublas)
+        order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
+        return Fp8Linear(E4m3Weight.of(weight, block, device), weight.bias_N, order_K, cublas)
 
-    many = "" if cublas is None else ", cuBLAS for many tokens"
-    return {"fp8": RoundedLinears(prepare, f"Triton{many}, fp8 inputs and weights")}
+    def prepare_per_token(weight: LinearWeight) -> Linear | None:
+        packed = E4m3Weight.with_scales_per_token(weight, device)
+        return None if packed is None else Fp8Linear(packed, weight.bias_N, cublas=cublas_per_token)
+
+    def served_by(products: ScaledMm | None) -> str:
+        return f"Triton{'' if products is None else ', cuBLAS for many tokens'}, fp8 inputs and weights"
+
+    return {
+        "fp8": RoundedLinears(prepare, served_by(cublas)),
+        "fp8-per-token": RoundedLinears(prepare_per_token, served_by(cublas_per_token)),
+    }

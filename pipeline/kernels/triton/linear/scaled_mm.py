@@ -1,9 +1,9 @@
-"""cuBLAS's fp8 product with a scale for each 128 inputs of a token and of an output, where torch has it.
+"""cuBLAS's fp8 products with a scale for each 128 inputs of a token and of an output, or with one for all inputs.
 
-`torch._scaled_mm` takes such scales on compute capability 9.0 from cuBLASLt 12.9 on. It is no public function, its
-scales have changed from version to version, and cuBLASLt refuses some shapes, so nothing is read from version numbers:
-a probe runs products of each weight's shape and compares them. cuBLAS chooses its tiles by the number of tokens: a
-token's last bits depend on what else is in the step.
+`torch._scaled_mm` takes scales of blocks on compute capability 9.0 from cuBLASLt 12.9 on, others on all cards with
+products of fp8. It is no public function, its scales have changed from version to version, and cuBLASLt refuses some
+shapes, so nothing is read from version numbers: a probe runs products of each weight's shape and compares them. cuBLAS
+chooses its tiles by the number of tokens: a token's last bits depend on what else is in the step.
 """
 
 import warnings
@@ -23,7 +23,8 @@ _REFUSALS = RuntimeError, ValueError, TypeError, AttributeError, NotImplementedE
 def scaled_mm(
     value_MK: torch.Tensor, scale_BM: torch.Tensor, value_NK: torch.Tensor, scale_BN: torch.Tensor
 ) -> torch.Tensor:
-    """(M, N) in bfloat16: values in float8_e4m3fn, scales in float32 for blocks B of 128 inputs, all contiguous.
+    """(M, N) in bfloat16: values in float8_e4m3fn, scales in float32 for blocks B of 128 inputs or, where B is 1, for
+    all of them; all contiguous.
 
     M divides by TOKENS_MULTIPLE.
     """
@@ -38,12 +39,12 @@ class ScaledMm:
         self._serves: dict[torch.Size, bool] = {}
 
     @classmethod
-    def on(cls, device: torch.device) -> "ScaledMm | None":
-        """None where a small product is refused or wrong, as on most cards. Reads its result."""
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    def on(cls, device: torch.device, per_token: bool) -> "ScaledMm | None":
+        """None where a small product is refused or wrong, as with scales of blocks on most cards. Reads its result."""
+        if device.type != "cuda" or not (per_token or torch.cuda.get_device_capability(device) == (9, 0)):
             return None
         value_NK = torch.randn(BLOCK, 2 * BLOCK, device=device).to(torch.float8_e4m3fn)
-        return cls() if agrees(value_NK, torch.rand(2, BLOCK, device=device) + 0.1) else None
+        return cls() if agrees(value_NK, torch.rand(1 if per_token else 2, BLOCK, device=device) + 0.1) else None
 
     def probe(self, value_NK: torch.Tensor, scale_BN: torch.Tensor) -> None:
         """Run the product at several numbers of tokens, once for each shape of weights. Reads the results."""
@@ -90,17 +91,18 @@ def agrees(value_NK: torch.Tensor, scale_BN: torch.Tensor) -> bool:
     random = torch.Generator(device).manual_seed(0)
     output_n = torch.linspace(0, num_outputs - 1, _PROBED_OUTPUTS, device=device).long()
     wide_nK = value_NK.view(torch.uint8)[output_n].view(torch.float8_e4m3fn).float()
-    wide_nK *= scale_BN[:, output_n].t().repeat_interleave(BLOCK, 1)
+    num_blocks, block = len(scale_BN), num_inputs // len(scale_BN)
+    wide_nK *= scale_BN[:, output_n].t().repeat_interleave(block, 1)
     for tokens in _PROBED_TOKENS:
         value_MK = torch.randn(tokens, num_inputs, device=device, generator=random).to(torch.float8_e4m3fn)
-        scale_BM = torch.rand(num_inputs // BLOCK, tokens, device=device, generator=random) + 0.1
+        scale_BM = torch.rand(num_blocks, tokens, device=device, generator=random) + 0.1
         try:
             found_Mn = scaled_mm(value_MK, scale_BM, value_NK, scale_BN)[:, output_n].float()
         except _REFUSALS as error:
             if type(error) not in _REFUSALS:
                 raise
             return False
-        expected_Mn = (value_MK.float() * scale_BM.t().repeat_interleave(BLOCK, 1)) @ wide_nK.t()
+        expected_Mn = (value_MK.float() * scale_BM.t().repeat_interleave(block, 1)) @ wide_nK.t()
         if not bool((found_Mn - expected_Mn).abs().max() <= _AGREES * expected_Mn.abs().max()):
             return False
     return True

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.kernels.activations.fp8 import fp8_block, rounded
+from pipeline.kernels.activations.fp8 import rounded
 from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.triton.launch import A100, H100, Target
 from pipeline.kernels.triton.linear import fp8
@@ -24,17 +24,21 @@ pytestmark = pytest.mark.skipif(
 SUMS = 0.0 if DEVICE.type == "cpu" else 2**-12  # what a GPU's units lose within a block, of the largest
 
 
-def oracle(weight: GroupIntWeight | Fp8Weight, x_MK: torch.Tensor) -> torch.Tensor:
-    linears = reference_kernels(torch.float32, torch.device("cpu")).rounded["fp8"]
+def oracle(weight: GroupIntWeight | Fp8Weight, x_MK: torch.Tensor, activation_dtype: str = "fp8") -> torch.Tensor:
+    linears = reference_kernels(torch.float32, torch.device("cpu")).rounded[activation_dtype]
     linear = linears.prepare(weight)
     assert linear is not None
     return linear(x_MK.float().cpu())
 
 
-def linear_of(weight: GroupIntWeight | Fp8Weight) -> Fp8Linear:
-    block = fp8_block(weight)
-    assert block is not None
-    return Fp8Linear(weight, block, DEVICE)
+def linear_of(
+    weight: GroupIntWeight | Fp8Weight, activation_dtype: str = "fp8", cublas: ScaledMm | None = None
+) -> Fp8Linear:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScaledMm, "on", lambda device, per_token: cublas)
+        linear = fp8_linears(DEVICE, torch.bfloat16)[activation_dtype].prepare(weight)
+    assert isinstance(linear, Fp8Linear)
+    return linear
 
 
 def rounded_by_kernel(x_MK: torch.Tensor, block: int) -> torch.Tensor:
@@ -106,6 +110,32 @@ def test_the_product(weight: GroupIntWeight | Fp8Weight, tokens: int, dtype: tor
     assert error < PRODUCT[dtype] + SUMS
 
 
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        random_weight(70, 256, 128, bias=True),
+        random_weight(9, 160, 32),
+        random_weight(20, 2048, 128),
+        replace(random_weight(9, 128, 64), input_order_K=torch.randperm(128)),
+        replace(random_weight(8, 96, 48), bits=8),
+        fp8_weight(130, 200, (128, 128)),
+        fp8_weight(7, 200, (1, 200)),
+        fp8_weight(7, 200, (7, 200)),
+    ],
+    ids=["bias", "groups of 32", "several parts", "reordered", "8 bits", "fp8", "rows", "one scale"],
+)
+def test_the_product_with_a_scale_for_each_token(
+    weight: GroupIntWeight | Fp8Weight, tokens: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(tokens)
+    x_MK = (torch.randn(tokens, weight.in_features) * torch.rand(tokens, 1)).to(DEVICE, dtype)
+    ours, expected = linear_of(weight, "fp8-per-token")(x_MK), oracle(weight, x_MK, "fp8-per-token")
+    error = float((ours.float().cpu() - expected).abs().max() / expected.abs().max())
+    assert error < PRODUCT[dtype] + SUMS
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_tokens_bits_are_the_same_beside_others(bias: bool) -> None:
     """Parts of the inputs in programs of their own for few tokens, in one for many."""
@@ -141,7 +171,7 @@ def test_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert linears.prepare(random_weight(8, 96, 48)) is None
     for capability, served in [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        monkeypatch.setattr(ScaledMm, "on", lambda device: None)
+        monkeypatch.setattr(ScaledMm, "on", lambda device, per_token: None)
         assert ("fp8" in fp8_linears(torch.device("cuda"), torch.bfloat16)) == served
         assert "fp8" not in fp8_linears(torch.device("cuda"), torch.float16)
 
@@ -173,10 +203,13 @@ def in_blocks(
     (tokens, inputs), outputs = value_MK.shape, value_KN.shape[1]
     assert value_MK.is_contiguous()
     assert value_KN.t().is_contiguous()
-    assert (scale_a.shape, scale_a.stride()) == ((tokens, inputs // 128), (1, tokens))
-    assert (scale_b.shape, scale_b.stride()) == ((inputs // 128, outputs), (outputs, 1))
-    wide_MK = value_MK.float() * scale_a.repeat_interleave(128, 1)
-    return (wide_MK @ (value_KN.float() * scale_b.repeat_interleave(128, 0))).to(out_dtype)
+    blocks = len(scale_b)
+    assert blocks in (1, inputs // 128)
+    assert (scale_a.shape, scale_a.stride()) == ((tokens, blocks), (1, tokens))
+    assert scale_b.is_contiguous()
+    assert scale_b.shape == (blocks, outputs)
+    wide_MK = value_MK.float() * scale_a.repeat_interleave(inputs // blocks, 1)
+    return (wide_MK @ (value_KN.float() * scale_b.repeat_interleave(inputs // blocks, 0))).to(out_dtype)
 
 
 def cublas_of_card(monkeypatch: pytest.MonkeyPatch, refused: Callable[[int], bool] = lambda tokens: False) -> list[int]:
@@ -194,7 +227,7 @@ def cublas_of_card(monkeypatch: pytest.MonkeyPatch, refused: Callable[[int], boo
 
 
 def error_of(linear: Fp8Linear, weight: GroupIntWeight, x_MK: torch.Tensor) -> float:
-    expected = oracle(weight, x_MK)
+    expected = oracle(weight, x_MK, "fp8-per-token" if linear.weight.per_token else "fp8")
     return float((linear(x_MK).cpu() - expected).abs().max() / expected.abs().max())
 
 
@@ -202,11 +235,12 @@ BY_CUBLAS = 2**-8 + 2**-12  # of the largest: rounding to bfloat16, and what a G
 BY_TRITON = 2**-7 + 2**-12  # its interpreter cuts off instead of rounding
 
 
+@pytest.mark.parametrize("activation_dtype", ["fp8", "fp8-per-token"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_many_tokens_by_cublas(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+def test_many_tokens_by_cublas(monkeypatch: pytest.MonkeyPatch, bias: bool, activation_dtype: str) -> None:
     taken = cublas_of_card(monkeypatch)
     weight = random_weight(32, 384, 128, bias)
-    linear = Fp8Linear(weight, 128, DEVICE, ScaledMm())
+    linear = linear_of(weight, activation_dtype, ScaledMm())
     taken.clear()
     for tokens in (1, 64, 65, 77, 128, 130):
         error = error_of(linear, weight, torch.randn(tokens, 384, device=DEVICE).bfloat16())
@@ -215,9 +249,7 @@ def test_many_tokens_by_cublas(monkeypatch: pytest.MonkeyPatch, bias: bool) -> N
     assert taken == [80, 80, 128, 144], "numbers that divide by 16"
     assert linear(torch.randn(80, 384, device=DEVICE).half()).dtype == torch.float16, "which cuBLAS does not give"
     for other in (random_weight(32, 384, 64), random_weight(32, 512, 256), random_weight(30, 384, 128)):
-        block = fp8_block(other)
-        assert block is not None
-        assert Fp8Linear(other, block, DEVICE, ScaledMm()).cublas is None
+        assert linear_of(other, cublas=ScaledMm()).cublas is None
     assert len(taken) == 4
 
 
@@ -225,7 +257,7 @@ def test_tokens_that_pad_a_product_change_none(monkeypatch: pytest.MonkeyPatch) 
     """What lies in their memory is anything, NaN included."""
     cublas_of_card(monkeypatch)
     weight = random_weight(32, 384, 128)
-    linear, x_MK = Fp8Linear(weight, 128, DEVICE, ScaledMm()), torch.randn(77, 384, device=DEVICE).bfloat16()
+    linear, x_MK = linear_of(weight, cublas=ScaledMm()), torch.randn(77, 384, device=DEVICE).bfloat16()
     empty = torch.empty
 
     def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -239,7 +271,7 @@ def test_tokens_that_pad_a_product_change_none(monkeypatch: pytest.MonkeyPatch) 
 def test_a_shape_that_cublas_refuses_is_tritons_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = cublas_of_card(monkeypatch, refused=lambda tokens: tokens == 176)
     cublas, weights = ScaledMm(), [random_weight(outputs, 384, 128) for outputs in (32, 32, 64)]
-    first, second, other = (Fp8Linear(weight, 128, DEVICE, cublas) for weight in weights)
+    first, second, other = (linear_of(weight, cublas=cublas) for weight in weights)
     x_MK = torch.randn(170, 384, device=DEVICE).bfloat16()
     with pytest.warns(RuntimeWarning, match=r"32 outputs and 384 inputs was refused at 176 tokens: .*NOT_SUPPORTED"):
         assert error_of(first, weights[0], x_MK) < BY_TRITON
@@ -254,7 +286,7 @@ def test_a_shape_that_cublas_refuses_is_tritons_from_then_on(monkeypatch: pytest
 
 def test_memory_that_runs_out_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     cublas_of_card(monkeypatch)
-    linear = Fp8Linear(random_weight(32, 384, 128), 128, DEVICE, ScaledMm())
+    linear = linear_of(random_weight(32, 384, 128), cublas=ScaledMm())
 
     def runs_out(*_: object, **__: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -285,7 +317,7 @@ def test_a_shape_that_the_probe_finds_wrong_is_tritons(
 ) -> None:
     weight = random_weight(96, 384, 128)
     monkeypatch.setattr(torch, "_scaled_mm", in_blocks)
-    linear = Fp8Linear(weight, 128, DEVICE, ScaledMm())
+    linear = linear_of(weight, cublas=ScaledMm())
     assert linear.cublas is not None
     assert linear.cublas.serves(linear.weight.value_NK)
     monkeypatch.delattr(torch, "_scaled_mm")
@@ -293,24 +325,24 @@ def test_a_shape_that_the_probe_finds_wrong_is_tritons(
         monkeypatch.setattr(torch, "_scaled_mm", product, raising=False)
     cublas = ScaledMm()
     with pytest.warns(RuntimeWarning, match="96 outputs and 384 inputs was wrong or refused when probed"):
-        linear = Fp8Linear(weight, 128, DEVICE, cublas)
+        linear = linear_of(weight, cublas=cublas)
     assert not cublas.serves(linear.weight.value_NK)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again = Fp8Linear(weight, 128, DEVICE, cublas)
+        again = linear_of(weight, cublas=cublas)
     assert error_of(again, weight, torch.randn(80, 384, device=DEVICE).bfloat16()) < BY_TRITON
 
 
 def test_cublas_is_only_for_cards_that_have_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", in_blocks)
-    assert ScaledMm.on(torch.device("cpu")) is None
+    assert ScaledMm.on(torch.device("cpu"), per_token=True) is None
     for capability in ((8, 9), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert ScaledMm.on(torch.device("cuda")) is None
+        assert ScaledMm.on(torch.device("cuda"), per_token=False) is None
 
 
 def test_deterministic_kernels_never_take_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScaledMm, "on", lambda device: ScaledMm())
+    monkeypatch.setattr(ScaledMm, "on", lambda device, per_token: ScaledMm())
     monkeypatch.setattr(torch, "_scaled_mm", in_blocks)
     weight = random_weight(32, 384, 128)
     for deterministic in (False, True):
