@@ -94,15 +94,12 @@ class RoundedWherePossible:
 def with_rounded_activations(kernels: Kernels, activation_dtype: str, device: torch.device) -> Kernels:
     """The same kernels with linears on activations in a type of ROUNDINGS, for the weights that have such a form.
 
-    Raises ConfigError where the device has no such products, or none in the type of the kernels.
+    Raises ConfigError where the device has no such products.
     """
     linears = kernels.rounded.get(activation_dtype)
     if linears is None:
-        found = torch.cuda.get_device_capability(device)
-        capability, name = ".".join(map(str, found)), torch.cuda.get_device_name(device)
-        why = _ELSEWHERE[activation_dtype].format(name=name, capability=capability)
-        if activation_dtype != "int8" and found >= fp8.LEAST_CAPABILITY:
-            why = "not in float16, in which no card has shown its linears right yet; set engine.dtype: bfloat16"
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        why = _ELSEWHERE[activation_dtype].format(name=torch.cuda.get_device_name(device), capability=capability)
         raise ConfigError(f"engine.activation_dtype = {activation_dtype!r}: {why}")
     prepare = RoundedWherePossible(activation_dtype, linears, kernels.prepare_linear)
     weights = ROUNDINGS[activation_dtype].weights

@@ -44,7 +44,7 @@ def triton_kernels(
             "sample": "Triton, one launch",
         },
         graph_attention=CapturedAttention,
-        rounded=fp8_linears(device, dtype, deterministic),
+        rounded=fp8_linears(device, deterministic),
         compile_ahead=compile_ahead,
     )
     if not deterministic:

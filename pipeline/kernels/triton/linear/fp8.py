@@ -343,12 +343,9 @@ class Fp8Linear:
         return y_MN if self.bias_N is None else (y_MN + self.bias_N).to(x_MK.dtype)
 
 
-def fp8_linears(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> dict[str, RoundedLinears]:
-    """As `Kernels.rounded`; none on a GPU whose units do not multiply fp8, or in float16, which no card has shown right
-    yet. deterministic: no product by cuBLAS."""
-    if device.type == "cuda" and (
-        torch.cuda.get_device_capability(device) < LEAST_CAPABILITY or dtype == torch.float16
-    ):
+def fp8_linears(device: torch.device, deterministic: bool = False) -> dict[str, RoundedLinears]:
+    """As `Kernels.rounded`; none on a GPU whose units do not multiply fp8. deterministic: no product by cuBLAS."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return {}
     cublas, cublas_per_token = (None if deterministic else ScaledMm.on(device, each) for each in (False, True))
 

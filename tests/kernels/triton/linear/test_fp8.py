@@ -36,7 +36,7 @@ def linear_of(
 ) -> Fp8Linear:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ScaledMm, "on", lambda device, per_token: cublas)
-        linear = fp8_linears(DEVICE, torch.bfloat16)[activation_dtype].prepare(weight)
+        linear = fp8_linears(DEVICE)[activation_dtype].prepare(weight)
     assert isinstance(linear, Fp8Linear)
     return linear
 
@@ -166,14 +166,13 @@ def test_a_weight_is_a_byte_each_and_nothing_beside() -> None:
 
 
 def test_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    linears = fp8_linears(DEVICE, torch.bfloat16)["fp8"]
+    linears = fp8_linears(DEVICE)["fp8"]
     assert linears.prepare(DenseWeight(torch.randn(8, 64))) is None
     assert linears.prepare(random_weight(8, 96, 48)) is None
     for capability, served in [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         monkeypatch.setattr(ScaledMm, "on", lambda device, per_token: None)
-        assert ("fp8" in fp8_linears(torch.device("cuda"), torch.bfloat16)) == served
-        assert "fp8" not in fp8_linears(torch.device("cuda"), torch.float16)
+        assert ("fp8" in fp8_linears(torch.device("cuda"))) == served
 
 
 @pytest.mark.parametrize("target", [A100, H100])
@@ -346,7 +345,7 @@ def test_deterministic_kernels_never_take_cublas(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "_scaled_mm", in_blocks)
     weight = random_weight(32, 384, 128)
     for deterministic in (False, True):
-        linears = fp8_linears(DEVICE, torch.bfloat16, deterministic)["fp8"]
+        linears = fp8_linears(DEVICE, deterministic)["fp8"]
         linear = linears.prepare(weight)
         assert isinstance(linear, Fp8Linear)
         assert (linear.cublas is not None) == ("cuBLAS" in linears.served_by) == (not deterministic)
