@@ -3,11 +3,11 @@
 Two launches for any number of tokens: one rounds the tokens' inputs, one multiplies, folding the scales of inputs and
 weights in after the dot product of each block. The units of sm_90 add up within a dot product in fewer bits than
 float32 has (DeepSeek-V3, section 3.3.2); a block has at most 128 products, and all that follows is in float32.
+cuBLAS multiplies instead where it has the product, is faster and no order of sums is asked for: `scaled_mm.py`.
 
 A weight's inputs are split into parts by its shape alone, not by the number of tokens. Each part is summed by itself,
 then the parts are added in order: by programs of their own with few tokens, by one program with many. So the order of
-sums, and every bit of a token's result, is the same whatever else is in the step. (cuBLAS takes products of many tokens
-where it has them and no such order is asked for: `scaled_mm.py`.) The outputs are the rows of a tile
+sums, and every bit of a token's result, is the same whatever else is in the step. The outputs are the rows of a tile
 and the tokens its columns: wgmma takes at least 64 rows, and from 8 columns on.
 
 Few tokens have no path of fewer bytes, as int4 weights have without fp8: a weight is one byte, read once a step.
@@ -30,25 +30,36 @@ from pipeline.kernels.activations.fp8 import LARGEST, LEAST_CAPABILITY, SMALLEST
 from pipeline.kernels.activations.fp8_per_token import per_output
 from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
-from pipeline.kernels.triton.linear.scaled_mm import BLOCK, LEAST_TOKENS, TOKENS_MULTIPLE, ScaledMm
+from pipeline.kernels.triton.linear.scaled_mm import BLOCK, TOKENS_MULTIPLE, ScaledMm
 from pipeline.kernels.triton.linear.split_k import add_parts_launch
 from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST = tl.constexpr(SMALLEST_MAGNITUDE)
-_ROUNDED_AT_ONCE = 2048  # inputs of a token that one program rounds
+_ROUNDED_AT_ONCE = 4096  # inputs of a token that one program rounds, 32 a thread
+
+
+@triton.jit
+def _quotient(x, scale, inverse):
+    """x / scale rounded to the nearest, from inverse = 1 / scale: three instructions instead of some 20.
+
+    One correction is enough for every quotient of a token's 16-bit inputs (all mantissas were tried). The product with
+    the inverse alone decides ties of e4m3 wrongly.
+    """
+    near = x * inverse
+    return tl.fma(tl.fma(-near, scale, x), inverse, near)
 
 
 @triton.jit
 def _nearest_e4m3(value):
     """float32 of at most 448 -> the nearest value of e4m3, still in float32: ties to even, as the cast of a GPU rounds.
 
-    By arithmetic, because the cast of Triton's interpreter cuts off instead.
+    By arithmetic, because the cast of Triton's interpreter cuts off instead. Sums of about 1.5 * 2^20 times the value's
+    power of two have neighbours an eighth of that power apart, as e4m3 has; near zero, of 2^-6, 2^-9 apart.
     """
-    bits = value.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    subnormal = (value + 24576.0) - 24576.0  # 1.5 * 2^14, whose neighbours are 2^-9 apart, as those of e4m3 near zero
-    return tl.where(tl.abs(value) < 0.015625, subnormal, normal)
+    power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    large = tl.maximum(power, 0.015625) * 1572864.0
+    return (value + large) - large
 
 
 @triton.jit(do_not_specialize=["scale_stride", "num_blocks"])
@@ -69,10 +80,12 @@ def _round(
     block_B = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     input_BK = block_B[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x_BK = tl.load(x_ptr + token * x_stride + input_BK, mask=input_BK < num_inputs, other=0.0).to(tl.float32)
-    largest_B = tl.max(tl.where(x_BK == x_BK, tl.abs(x_BK), float("inf")), axis=1)  # tl.max passes over NaN
-    scale_B = tl.div_rn(tl.maximum(largest_B, _SMALLEST), _LARGEST)
-    scale_B = tl.where(largest_B < float("inf"), scale_B, float("nan"))
-    value_BK = _nearest_e4m3(tl.div_rn(x_BK, tl.broadcast_to(scale_B[:, None], (BLOCKS, BLOCK))))
+    size_B = tl.max(x_BK.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # infinity and NaN have the largest bits
+    scale_B = tl.div_rn(tl.maximum(size_B.to(tl.float32, bitcast=True), _SMALLEST), _LARGEST)
+    scale_B = tl.where(size_B < 0x7F800000, scale_B, float("nan"))
+    scale_BK = tl.broadcast_to(scale_B[:, None], (BLOCKS, BLOCK))
+    inverse_BK = tl.broadcast_to(tl.div_rn(1.0, scale_B)[:, None], (BLOCKS, BLOCK))
+    value_BK = _nearest_e4m3(_quotient(x_BK, scale_BK, inverse_BK))
     value_at = value_ptr + token * row_stride + input_BK
     tl.store(value_at, value_BK.to(value_ptr.dtype.element_ty), mask=input_BK < row_stride)
     tl.store(scale_ptr + block_B.to(tl.int64) * scale_stride + token, scale_B, mask=block_B < num_blocks)
@@ -240,7 +253,7 @@ def rounding_launch(
         (num_tokens, -(-num_blocks // blocks)),
         (x_MK, value_MK, scale_BM, scale_stride, weight.num_inputs, num_blocks, x_MK.stride(0), row_stride),
         {"BLOCK": block, "BLOCKS": blocks},
-        num_warps=min(16, max(4, blocks * block // 512)),
+        num_warps=min(16, max(4, blocks * block // 1024)),
     )
     return launch, value_MK, scale_BM
 
@@ -293,8 +306,8 @@ def fp8_launches(
 class Fp8Linear:
     """y = rounded x @ weight.T + bias, by the same sums for every number of tokens.
 
-    cublas: sums of many tokens may be taken in another order, by its products of the weights that it serves; a bias is
-    then added to outputs that were rounded before.
+    cublas: sums may be taken in another order, by its products with the weights that it serves; a bias is then added to
+    outputs that were rounded before.
     """
 
     def __init__(
@@ -330,10 +343,9 @@ class Fp8Linear:
     def _by_cublas(self, x_MK: torch.Tensor) -> torch.Tensor | None:
         """None where Triton computes this product."""
         cublas, weight = self.cublas, self.weight
-        if cublas is None or len(x_MK) < LEAST_TOKENS or x_MK.dtype != torch.bfloat16:
+        if cublas is None or len(x_MK) < cublas.min_tokens or not cublas.serves(weight.value_NK):
             return None
-        if not cublas.serves(weight.value_NK):
-            return None
+        assert x_MK.dtype == cublas.dtype
         rounding, value_MK, scale_BM = rounding_launch(x_MK, weight, TOKENS_MULTIPLE)
         rounding.run()
         y_MN = cublas(value_MK, scale_BM, weight.value_NK, weight.scale_GN)
@@ -343,11 +355,11 @@ class Fp8Linear:
         return y_MN if self.bias_N is None else (y_MN + self.bias_N).to(x_MK.dtype)
 
 
-def fp8_linears(device: torch.device, deterministic: bool = False) -> dict[str, RoundedLinears]:
+def fp8_linears(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> dict[str, RoundedLinears]:
     """As `Kernels.rounded`; none on a GPU whose units do not multiply fp8. deterministic: no product by cuBLAS."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return {}
-    cublas, cublas_per_token = (None if deterministic else ScaledMm.on(device, each) for each in (False, True))
+    cublas, cublas_per_token = (None if deterministic else ScaledMm.on(device, dtype, each) for each in (False, True))
 
     def prepare(weight: LinearWeight) -> Linear | None:
         block = fp8_block(weight)
@@ -360,10 +372,10 @@ def fp8_linears(device: torch.device, deterministic: bool = False) -> dict[str, 
         packed = E4m3Weight.with_scales_per_token(weight, device)
         return None if packed is None else Fp8Linear(packed, weight.bias_N, cublas=cublas_per_token)
 
-    def served_by(products: ScaledMm | None) -> str:
-        return f"Triton{'' if products is None else ', cuBLAS for many tokens'}, fp8 inputs and weights"
-
+    by, by_per_token = "Triton" if cublas is None else "cuBLAS", "Triton"
+    if cublas_per_token is not None:
+        by_per_token = "Triton for few tokens, cuBLAS for many"
     return {
-        "fp8": RoundedLinears(prepare, served_by(cublas)),
-        "fp8-per-token": RoundedLinears(prepare_per_token, served_by(cublas_per_token)),
+        "fp8": RoundedLinears(prepare, f"{by}, fp8 inputs and weights"),
+        "fp8-per-token": RoundedLinears(prepare_per_token, f"{by_per_token}, fp8 inputs and weights"),
     }

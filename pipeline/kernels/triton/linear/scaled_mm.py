@@ -11,46 +11,48 @@ import warnings
 import torch
 
 BLOCK = 128
-LEAST_TOKENS = 65  # with fewer a product takes the time of reading its weight, which Triton's does as fast
+MIN_TOKENS_PER_TOKEN = 65  # of products with a scale for each token; Triton's take less time for fewer tokens
 TOKENS_MULTIPLE = 16  # cuBLASLt reads the scales of a block 16 bytes at a time, and refuses odd numbers of tokens
-_PROBED_TOKENS = (80, 96, 112, 128, 208, 256, 400, 512, 1040)
+_PROBED_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 208, 256, 400, 512, 1040)
 _PROBED_OUTPUTS = 64
-_AGREES = 2**-7  # of the largest output: twice what rounding to bfloat16 leaves
+_SUMS = 2**-11  # of the largest output: four times what the units of an H200 lost in sums
 # Not their subclasses, with which torch says that memory ran out or a kernel failed.
 _REFUSALS = RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError
 
 
 def scaled_mm(
-    value_MK: torch.Tensor, scale_BM: torch.Tensor, value_NK: torch.Tensor, scale_BN: torch.Tensor
+    value_MK: torch.Tensor, scale_BM: torch.Tensor, value_NK: torch.Tensor, scale_BN: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(M, N) in bfloat16: values in float8_e4m3fn, scales in float32 for blocks B of 128 inputs or, where B is 1, for
+    """(M, N) in `dtype`: values in float8_e4m3fn, scales in float32 for blocks B of 128 inputs or, where B is 1, for
     all of them; all contiguous.
 
     M divides by TOKENS_MULTIPLE.
     """
     product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  # no public name before torch 2.13
-    return product(value_MK, value_NK.t(), scale_a=scale_BM.t(), scale_b=scale_BN, out_dtype=torch.bfloat16)
+    return product(value_MK, value_NK.t(), scale_a=scale_BM.t(), scale_b=scale_BN, out_dtype=dtype)
 
 
 class ScaledMm:
-    """`scaled_mm` on one device, for the shapes (N, K) of weights that cuBLAS computes."""
+    """`scaled_mm` on one device in one type, for the shapes (N, K) of weights that cuBLAS computes."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype, per_token: bool) -> None:
+        self.dtype, self.min_tokens = dtype, MIN_TOKENS_PER_TOKEN if per_token else 1
         self._serves: dict[torch.Size, bool] = {}
 
     @classmethod
-    def on(cls, device: torch.device, per_token: bool) -> "ScaledMm | None":
+    def on(cls, device: torch.device, dtype: torch.dtype, per_token: bool) -> "ScaledMm | None":
         """None where a small product is refused or wrong, as with scales of blocks on most cards. Reads its result."""
         if device.type != "cuda" or not (per_token or torch.cuda.get_device_capability(device) == (9, 0)):
             return None
         value_NK = torch.randn(BLOCK, 2 * BLOCK, device=device).to(torch.float8_e4m3fn)
-        return cls() if agrees(value_NK, torch.rand(1 if per_token else 2, BLOCK, device=device) + 0.1) else None
+        scale_BN = torch.rand(1 if per_token else 2, BLOCK, device=device) + 0.1
+        return cls(dtype, per_token) if agrees(value_NK, scale_BN, dtype) else None
 
     def probe(self, value_NK: torch.Tensor, scale_BN: torch.Tensor) -> None:
         """Run the product at several numbers of tokens, once for each shape of weights. Reads the results."""
         if value_NK.shape not in self._serves:
             self._serves[value_NK.shape] = True
-            if not agrees(value_NK, scale_BN):
+            if not agrees(value_NK, scale_BN, self.dtype):
                 self._leave(value_NK.shape, "wrong or refused when probed")
 
     def serves(self, value_NK: torch.Tensor) -> bool:
@@ -65,7 +67,7 @@ class ScaledMm:
         cuBLAS refuses a product before it launches anything, so a capture that contains the call stays intact.
         """
         try:
-            return scaled_mm(value_MK, scale_BM, value_NK, scale_BN)
+            return scaled_mm(value_MK, scale_BM, value_NK, scale_BN, self.dtype)
         except _REFUSALS as error:
             if type(error) not in _REFUSALS:
                 raise
@@ -77,32 +79,33 @@ class ScaledMm:
         outputs, inputs = shape
         warnings.warn(
             f"cuBLAS's fp8 product of {outputs} outputs and {inputs} inputs was {reason}. Triton computes linears of "
-            "this shape from now on, which takes longer for many tokens.",
+            "this shape from now on, which takes longer.",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
 @torch.inference_mode()
-def agrees(value_NK: torch.Tensor, scale_BN: torch.Tensor) -> bool:
-    """Whether products with this weight are right: of distinct scales in both directions, none of which may be mixed
-    up, at all tokens and at outputs from the first to the last."""
+def agrees(value_NK: torch.Tensor, scale_BN: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether products in `dtype` with this weight are right: of distinct scales in both directions, none of which may
+    be mixed up, at all tokens and at outputs from the first to the last."""
     device, (num_outputs, num_inputs) = value_NK.device, value_NK.shape
     random = torch.Generator(device).manual_seed(0)
     output_n = torch.linspace(0, num_outputs - 1, _PROBED_OUTPUTS, device=device).long()
     wide_nK = value_NK.view(torch.uint8)[output_n].view(torch.float8_e4m3fn).float()
     num_blocks, block = len(scale_BN), num_inputs // len(scale_BN)
+    allowed = torch.finfo(dtype).eps + _SUMS  # twice the rounding of the largest output
     wide_nK *= scale_BN[:, output_n].t().repeat_interleave(block, 1)
     for tokens in _PROBED_TOKENS:
         value_MK = torch.randn(tokens, num_inputs, device=device, generator=random).to(torch.float8_e4m3fn)
         scale_BM = torch.rand(num_blocks, tokens, device=device, generator=random) + 0.1
         try:
-            found_Mn = scaled_mm(value_MK, scale_BM, value_NK, scale_BN)[:, output_n].float()
+            found_Mn = scaled_mm(value_MK, scale_BM, value_NK, scale_BN, dtype)[:, output_n].float()
         except _REFUSALS as error:
             if type(error) not in _REFUSALS:
                 raise
             return False
         expected_Mn = (value_MK.float() * scale_BM.t().repeat_interleave(block, 1)) @ wide_nK.t()
-        if not bool((found_Mn - expected_Mn).abs().max() <= _AGREES * expected_Mn.abs().max()):
+        if not bool((found_Mn - expected_Mn).abs().max() <= allowed * expected_Mn.abs().max()):
             return False
     return True

@@ -15,13 +15,14 @@ from pipeline.kernels.triton.linear import fp8
 from pipeline.kernels.triton.linear.fp8 import E4m3Weight, Fp8Linear, fp8_launches, fp8_linears, parts_of, tile_for
 from pipeline.kernels.triton.linear.scaled_mm import ScaledMm
 from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight
+from tests.gpu.checks import FP8_SUMS, fp8_tolerance
 from tests.kernels.activations.test_fp8 import fp8_weight
 from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT, random_weight
 
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE) < fp8.LEAST_CAPABILITY, reason="no fp8 units"
 )
-SUMS = 0.0 if DEVICE.type == "cpu" else 2**-12  # what a GPU's units lose within a block, of the largest
+SUMS = 0.0 if DEVICE.type == "cpu" else FP8_SUMS
 
 
 def oracle(weight: GroupIntWeight | Fp8Weight, x_MK: torch.Tensor, activation_dtype: str = "fp8") -> torch.Tensor:
@@ -35,8 +36,8 @@ def linear_of(
     weight: GroupIntWeight | Fp8Weight, activation_dtype: str = "fp8", cublas: ScaledMm | None = None
 ) -> Fp8Linear:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScaledMm, "on", lambda device, per_token: cublas)
-        linear = fp8_linears(DEVICE)[activation_dtype].prepare(weight)
+        patch.setattr(ScaledMm, "on", lambda device, dtype, per_token: cublas)
+        linear = fp8_linears(DEVICE, torch.bfloat16)[activation_dtype].prepare(weight)
     assert isinstance(linear, Fp8Linear)
     return linear
 
@@ -73,6 +74,20 @@ def test_all_values_of_float16(dtype: torch.dtype) -> None:
     x_MK = torch.cat([torch.full((1,), 448.0).half(), every]).view(1, -1)
     x_MK = torch.nn.functional.pad(x_MK, (0, -x_MK.shape[1] % 127)).view(-1, 127)
     x_MK = torch.cat([torch.full((len(x_MK), 1), 448.0).half(), x_MK], 1).view(2, -1).to(DEVICE, dtype)
+    assert torch.equal(rounded_by_kernel(x_MK, 128), rounded(x_MK.cpu(), 128))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_quotients_of_16_bit(dtype: torch.dtype) -> None:
+    """Of some largest magnitudes, in bfloat16 of all, and of all values from there to 2^-19 of it."""
+    bits = {torch.bfloat16: 7, torch.float16: 10}[dtype]
+    mantissa = 1 + torch.arange(1 << bits) / (1 << bits)
+    largest = mantissa if bits == 7 else mantissa[torch.randperm(len(mantissa))[:32]]
+    values = (mantissa * 2.0 ** -torch.arange(19).unsqueeze(1)).flatten()
+    values = torch.nn.functional.pad(values, (0, -len(values) % 127)).view(1, -1, 127).expand(len(largest), -1, -1)
+    values = torch.where(values > largest.view(-1, 1, 1), values / 2, values)
+    first = largest.view(-1, 1, 1).expand(-1, values.shape[1], -1)
+    x_MK = torch.cat([first, values], 2).flatten(1).to(DEVICE, dtype)
     assert torch.equal(rounded_by_kernel(x_MK, 128), rounded(x_MK.cpu(), 128))
 
 
@@ -166,13 +181,13 @@ def test_a_weight_is_a_byte_each_and_nothing_beside() -> None:
 
 
 def test_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    linears = fp8_linears(DEVICE)["fp8"]
+    linears = fp8_linears(DEVICE, torch.bfloat16)["fp8"]
     assert linears.prepare(DenseWeight(torch.randn(8, 64))) is None
     assert linears.prepare(random_weight(8, 96, 48)) is None
     for capability, served in [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        monkeypatch.setattr(ScaledMm, "on", lambda device, per_token: None)
-        assert ("fp8" in fp8_linears(torch.device("cuda"))) == served
+        monkeypatch.setattr(ScaledMm, "on", lambda device, dtype, per_token: None)
+        assert ("fp8" in fp8_linears(torch.device("cuda"), torch.float16)) == served
 
 
 @pytest.mark.parametrize("target", [A100, H100])
@@ -225,38 +240,48 @@ def cublas_of_card(monkeypatch: pytest.MonkeyPatch, refused: Callable[[int], boo
     return taken
 
 
+def cublas_of(activation_dtype: str = "fp8", dtype: torch.dtype = torch.bfloat16) -> ScaledMm:
+    return ScaledMm(dtype, activation_dtype == "fp8-per-token")
+
+
 def error_of(linear: Fp8Linear, weight: GroupIntWeight, x_MK: torch.Tensor) -> float:
     expected = oracle(weight, x_MK, "fp8-per-token" if linear.weight.per_token else "fp8")
     return float((linear(x_MK).cpu() - expected).abs().max() / expected.abs().max())
 
 
-BY_CUBLAS = 2**-8 + 2**-12  # of the largest: rounding to bfloat16, and what a GPU's units lose
-BY_TRITON = 2**-7 + 2**-12  # its interpreter cuts off instead of rounding
+BY_CUBLAS = fp8_tolerance(torch.bfloat16)
+BY_TRITON = BY_CUBLAS + 2**-8  # its interpreter cuts off instead of rounding
 
 
-@pytest.mark.parametrize("activation_dtype", ["fp8", "fp8-per-token"])
+@pytest.mark.parametrize(
+    ("activation_dtype", "by_cublas"), [("fp8", [16, 16, 64, 80, 80, 144]), ("fp8-per-token", [80, 80, 144])]
+)
 @pytest.mark.parametrize("bias", [False, True])
-def test_many_tokens_by_cublas(monkeypatch: pytest.MonkeyPatch, bias: bool, activation_dtype: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_tokens_that_are_cublass(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bias: bool, activation_dtype: str, by_cublas: list[int]
+) -> None:
     taken = cublas_of_card(monkeypatch)
     weight = random_weight(32, 384, 128, bias)
-    linear = linear_of(weight, activation_dtype, ScaledMm())
+    linear = linear_of(weight, activation_dtype, cublas_of(activation_dtype, dtype))
     taken.clear()
-    for tokens in (1, 64, 65, 77, 128, 130):
-        error = error_of(linear, weight, torch.randn(tokens, 384, device=DEVICE).bfloat16())
-        limit = BY_TRITON if tokens < 65 else BY_CUBLAS + 2**-8 * bias  # a sum with a bias is rounded once more
-        assert error < limit
-    assert taken == [80, 80, 128, 144], "numbers that divide by 16"
-    assert linear(torch.randn(80, 384, device=DEVICE).half()).dtype == torch.float16, "which cuBLAS does not give"
-    for other in (random_weight(32, 384, 64), random_weight(32, 512, 256), random_weight(30, 384, 128)):
-        assert linear_of(other, cublas=ScaledMm()).cublas is None
-    assert len(taken) == 4
+    for tokens in (1, 16, 64, 65, 77, 130):
+        error = error_of(linear, weight, torch.randn(tokens, 384, device=DEVICE).to(dtype))
+        once_more = bias or tokens < 65  # a sum with a bias is rounded again; Triton's interpreter cuts off
+        assert error < fp8_tolerance(dtype) + once_more * torch.finfo(dtype).eps / 2
+    assert taken == by_cublas, "numbers that divide by 16"
+    assert linear(torch.randn(0, 384, device=DEVICE, dtype=dtype)).shape == (0, 32)
+    if activation_dtype == "fp8":
+        for other in (random_weight(32, 384, 64), random_weight(32, 512, 256), random_weight(30, 384, 128)):
+            assert linear_of(other, cublas=cublas_of()).cublas is None
+    assert len(taken) == len(by_cublas)
 
 
 def test_tokens_that_pad_a_product_change_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies in their memory is anything, NaN included."""
     cublas_of_card(monkeypatch)
     weight = random_weight(32, 384, 128)
-    linear, x_MK = linear_of(weight, cublas=ScaledMm()), torch.randn(77, 384, device=DEVICE).bfloat16()
+    linear, x_MK = linear_of(weight, cublas=cublas_of()), torch.randn(77, 384, device=DEVICE).bfloat16()
     empty = torch.empty
 
     def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -269,7 +294,7 @@ def test_tokens_that_pad_a_product_change_none(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_shape_that_cublas_refuses_is_tritons_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = cublas_of_card(monkeypatch, refused=lambda tokens: tokens == 176)
-    cublas, weights = ScaledMm(), [random_weight(outputs, 384, 128) for outputs in (32, 32, 64)]
+    cublas, weights = cublas_of(), [random_weight(outputs, 384, 128) for outputs in (32, 32, 64)]
     first, second, other = (linear_of(weight, cublas=cublas) for weight in weights)
     x_MK = torch.randn(170, 384, device=DEVICE).bfloat16()
     with pytest.warns(RuntimeWarning, match=r"32 outputs and 384 inputs was refused at 176 tokens: .*NOT_SUPPORTED"):
@@ -285,7 +310,7 @@ def test_a_shape_that_cublas_refuses_is_tritons_from_then_on(monkeypatch: pytest
 
 def test_memory_that_runs_out_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     cublas_of_card(monkeypatch)
-    linear = linear_of(random_weight(32, 384, 128), cublas=ScaledMm())
+    linear = linear_of(random_weight(32, 384, 128), cublas=cublas_of())
 
     def runs_out(*_: object, **__: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -316,13 +341,13 @@ def test_a_shape_that_the_probe_finds_wrong_is_tritons(
 ) -> None:
     weight = random_weight(96, 384, 128)
     monkeypatch.setattr(torch, "_scaled_mm", in_blocks)
-    linear = linear_of(weight, cublas=ScaledMm())
+    linear = linear_of(weight, cublas=cublas_of())
     assert linear.cublas is not None
     assert linear.cublas.serves(linear.weight.value_NK)
     monkeypatch.delattr(torch, "_scaled_mm")
     if product is not None:
         monkeypatch.setattr(torch, "_scaled_mm", product, raising=False)
-    cublas = ScaledMm()
+    cublas = cublas_of()
     with pytest.warns(RuntimeWarning, match="96 outputs and 384 inputs was wrong or refused when probed"):
         linear = linear_of(weight, cublas=cublas)
     assert not cublas.serves(linear.weight.value_NK)
@@ -332,20 +357,32 @@ def test_a_shape_that_the_probe_finds_wrong_is_tritons(
     assert error_of(again, weight, torch.randn(80, 384, device=DEVICE).bfloat16()) < BY_TRITON
 
 
+def test_a_type_in_which_cublas_is_wrong_is_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    def less_exact(*tensors: torch.Tensor, out_dtype: torch.dtype, **scales: Any) -> torch.Tensor:
+        return (in_blocks(*tensors, out_dtype=torch.float32, **scales) * (1 + 0.7 * 2**-8)).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", less_exact)
+    weight, in_bfloat16 = random_weight(32, 384, 128), cublas_of()
+    assert in_bfloat16.serves(linear_of(weight, cublas=in_bfloat16).weight.value_NK)
+    with pytest.warns(RuntimeWarning, match="wrong or refused when probed"):
+        linear = linear_of(weight, cublas=cublas_of(dtype=torch.float16))
+    assert error_of(linear, weight, torch.randn(80, 384, device=DEVICE).half()) < fp8_tolerance(torch.float16)
+
+
 def test_cublas_is_only_for_cards_that_have_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", in_blocks)
-    assert ScaledMm.on(torch.device("cpu"), per_token=True) is None
+    assert ScaledMm.on(torch.device("cpu"), torch.bfloat16, per_token=True) is None
     for capability in ((8, 9), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert ScaledMm.on(torch.device("cuda"), per_token=False) is None
+        assert ScaledMm.on(torch.device("cuda"), torch.bfloat16, per_token=False) is None
 
 
 def test_deterministic_kernels_never_take_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScaledMm, "on", lambda device, per_token: ScaledMm())
+    monkeypatch.setattr(ScaledMm, "on", lambda device, dtype, per_token: cublas_of())
     monkeypatch.setattr(torch, "_scaled_mm", in_blocks)
     weight = random_weight(32, 384, 128)
     for deterministic in (False, True):
-        linears = fp8_linears(DEVICE, deterministic)["fp8"]
+        linears = fp8_linears(DEVICE, torch.bfloat16, deterministic)["fp8"]
         linear = linears.prepare(weight)
         assert isinstance(linear, Fp8Linear)
         assert (linear.cublas is not None) == ("cuBLAS" in linears.served_by) == (not deterministic)
