@@ -81,7 +81,7 @@ def _round(
     input_BK = block_B[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x_BK = tl.load(x_ptr + token * x_stride + input_BK, mask=input_BK < num_inputs, other=0.0).to(tl.float32)
     size_B = tl.max(x_BK.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # infinity and NaN have the largest bits
-    scale_B = tl.div_rn(tl.maximum(size_B.to(tl.float32, bitcast=True), _SMALLEST), _LARGEST)
+    scale_B = tl.div_rn(tl.maximum(tl.cast(size_B, tl.float32, bitcast=True), _SMALLEST), _LARGEST)
     scale_B = tl.where(size_B < 0x7F800000, scale_B, float("nan"))
     scale_BK = tl.broadcast_to(scale_B[:, None], (BLOCKS, BLOCK))
     inverse_BK = tl.broadcast_to(tl.div_rn(1.0, scale_B)[:, None], (BLOCKS, BLOCK))
