@@ -161,9 +161,9 @@ def _lacking(activation_dtype: str, capability: tuple[int, int]) -> str:
     """What a GPU has not, which `with_rounded_activations` refuses."""
     if activation_dtype == "int8":
         return "engine.activation_dtype: int8 is for processors"
-    if activation_dtype == "fp8" and capability < LEAST_CAPABILITY:
+    if activation_dtype != "auto" and capability < LEAST_CAPABILITY:
         needed, has = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
-        return f"engine.activation_dtype: fp8 needs compute capability {needed}, and this card has {has}"
+        return f"engine.activation_dtype: {activation_dtype} needs compute capability {needed}, and this card has {has}"
     return ""
 
 

@@ -209,7 +209,8 @@ class EngineConfig:
     kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, slow).
     activation_dtype: "auto" is `dtype`; "fp8" rounds the inputs of 4-bit and fp8 linears to float8_e4m3fn, which can
     change tokens (see `kernels/activations/fp8.py`): for speed on NVIDIA GPUs from compute capability 8.9 on, elsewhere
-    slower than "auto" and there to see what it does to outputs. "int8" rounds those of 4-bit linears to 8-bit integers
+    slower than "auto" and there to see what it does to outputs. "fp8-per-token" rounds them coarser, and all quantized
+    weights too (see `kernels/activations/fp8_per_token.py`). "int8" rounds those of 4-bit linears to 8-bit integers
     (see `kernels/activations/int8.py`): for speed on processors with AVX2.
     deterministic: a row's logits, and so its tokens, are the same to the last bit whatever else is in a step, however
     its prompt is cut, shared or computed again, and whether drafts were checked. Slower; on CPU in float32 only. See

@@ -62,8 +62,9 @@ class ModelConfig:
         if self.quantization is None:
             return DENSE
         form, group_size = AWQ if is_int4(self.quantization) else DENSE, self.quantization.group_size
-        if activation_dtype == "fp8" or form.int4:
-            return replace(form, group_size=group_size or self.hidden_size, fp8=activation_dtype == "fp8")
+        fp8 = activation_dtype.startswith("fp8")
+        if fp8 or form.int4:
+            return replace(form, group_size=group_size or self.hidden_size, fp8=fp8)
         return form
 
     def num_parameters(self) -> int:

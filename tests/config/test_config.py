@@ -209,7 +209,7 @@ def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
         ("engine: {speculation: {max_drafts: 3}}\n", "engine.speculation.max_drafts: unknown key"),
         ("engine: {speculation: {max_draft_tokens: 99}}\n", "engine.speculation.max_draft_tokens: expected at most 32"),
         ("engine: {kv_cache_dtype: int8}\n", "expected one of auto, fp8; got 'int8'"),
-        ("engine: {activation_dtype: fp16}\n", "expected one of auto, fp8, int8; got 'fp16'"),
+        ("engine: {activation_dtype: fp16}\n", "expected one of auto, fp8, fp8-per-token, int8; got 'fp16'"),
         ("engine: {quantization: awq}\n", "named model.quantization here; a checkpoint that is quantized"),
         ("engine: {gpu_memory_utilization: 90}\n", "expected at most 1"),
         ("run: {window_bytes: lots}\n", "expected a number of bytes, such as 8_000_000 or 8 GiB; got 'lots'"),

@@ -310,7 +310,7 @@ def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> N
         ({"kv_cache_memory_bytes": 64}, "KV cache"),
         ({"speculation": {"proposer": "draft"}}, "needs model.draft"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
-        ({"activation_dtype": "fp16"}, "expected auto, fp8 or int8"),
+        ({"activation_dtype": "fp16"}, "expected auto, fp8, fp8-per-token, int8"),
         ({"activation_dtype": "fp8"}, "16- or 32-bit weights have no exact form beside it"),
         ({"activation_dtype": "fp8", "quantization": "int8"}, "int8.*have no exact form beside it"),
         ({"activation_dtype": "int8", "quantization": "nf4"}, "nf4.*have no exact form beside it"),

@@ -57,6 +57,16 @@ def test_tokens_are_the_oracles(folder: Path, expected: Any, kernels: str, limit
     assert np.median(abs(likelihoods - expected[1])) < 1e-4
 
 
+@pytest.mark.parametrize("kernels", ["triton", "cpu"])
+def test_tokens_with_one_scale_a_token_are_the_oracles(folder: Path, expected: Any, kernels: str) -> None:
+    oracle, ours = (
+        completed(engine_of(folder, each, activation_dtype="fp8-per-token")) for each in ("reference", kernels)
+    )
+    assert ours[0] == oracle[0]
+    assert np.median(abs(ours[1] - oracle[1])) < 1e-4
+    assert np.median(abs(ours[1] - expected[1])) > 1e-3, "weights are rounded too"
+
+
 def test_activations_as_they_come_give_other_logits(folder: Path, expected: Any) -> None:
     _, likelihoods = completed(engine_of(folder, "reference"))
     assert np.median(abs(likelihoods - expected[1])) > 1e-2
@@ -66,6 +76,8 @@ def test_it_says_what_is_in_fp8(folder: Path) -> None:
     with engine_of(folder, "triton", activation_dtype="fp8") as engine:
         assert engine.resolved["weights"] == "AWQ int4, groups of 64; inputs of 8 of 9 linears in fp8"
         assert "fp8" in str(engine.resolved["kernel.linear"])
+    with engine_of(folder, "triton", activation_dtype="fp8-per-token") as engine:
+        assert "inputs of 8 of 9 linears in fp8-per-token" in str(engine.resolved["weights"])
     with engine_of(folder, "triton") as engine:
         assert "fp8" not in f"{engine.resolved['weights']} {engine.resolved['kernel.linear']}"
 

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.kernels.activations.fp8 import fp8_block
-from pipeline.kernels.contract import Linear
 from pipeline.kernels.reference import reference_kernels
 from pipeline.weights.packed import DenseWeight, LinearWeight
-from tests.gpu.checks import FP8_CODE, TOLERANCES, relative_error
+from tests.gpu.checks import FP8_CODE, TOLERANCES, fp8_tolerance, relative_error
 from tests.gpu.inputs import paged_step, random_int4, widened
 from tests.gpu.places import PLACES, Place
 
@@ -48,24 +46,35 @@ def weights_of(place: Place) -> dict[str, LinearWeight]:
 
 
 @PLACES
-@pytest.mark.parametrize("rounded", [None, "fp8"])
 @torch.inference_mode()
-def test_linears(place: Place, rounded: str | None) -> None:
+def test_linears(place: Place) -> None:
     kernels, exact = place.kernels(), reference_kernels(torch.float32, place.device)
-    if rounded is not None and rounded not in kernels.rounded:
-        pytest.skip("this card has no products of fp8")
     for name, weight in weights_of(place).items():
-        linears: list[Linear | None] = [kernels.prepare_linear(weight), exact.prepare_linear(weight)]
-        if rounded is not None:
-            if fp8_block(weight) is None:
-                continue
-            linears = [each.rounded[rounded].prepare(weight) for each in (kernels, exact)]
-        ours, its = linears
-        assert ours is not None
-        assert its is not None
+        ours, its = kernels.prepare_linear(weight), exact.prepare_linear(weight)
         for tokens in place.tokens:
             x_TK = place.normal(tokens, weight.in_features)
             assert close(place, (ours(x_TK), its(x_TK.float()))), (name, tokens)
+
+
+@PLACES
+@pytest.mark.parametrize("rounded", ["fp8", "fp8-per-token"])
+@torch.inference_mode()
+def test_linears_on_fp8(place: Place, rounded: str) -> None:
+    kernels, exact = place.kernels(), reference_kernels(torch.float32, place.device)
+    if rounded not in kernels.rounded:
+        pytest.skip("this card has no products of FP8")
+    num_served = 0
+    for name, weight in weights_of(place).items():
+        ours, its = (each.rounded[rounded].prepare(weight) for each in (kernels, exact))
+        assert (ours is None) == (its is None)
+        if ours is None or its is None:
+            continue
+        num_served += 1
+        for tokens in place.tokens:
+            x_TK = place.normal(tokens, weight.in_features)
+            error = relative_error(ours(x_TK), its(x_TK.float()))
+            assert error <= fp8_tolerance(place.dtype), (name, tokens)
+    assert num_served > 0
 
 
 @PLACES

@@ -108,10 +108,10 @@ class EngineSection(Section):
         description="fp8 stores keys and values in 8 bits, about half the memory of 16 bit. It can change tokens.",
         examples=["fp8"],
     )
-    activation_dtype: Literal["auto", "fp8", "int8"] = Field(
+    activation_dtype: Literal["auto", "fp8", "fp8-per-token", "int8"] = Field(
         default="auto",
-        description="Rounds the inputs of quantized linears, for speed: int8 on processors, fp8 on GPUs. It "
-        "can change tokens.",
+        description="Rounds the inputs of quantized linears, for speed: int8 on processors, fp8 on GPUs. fp8-per-token "
+        "is faster, and rounds weights too. It can change tokens.",
         examples=["int8"],
     )
     kernels: Literal["auto", "cpu", "triton", "reference"] = Field(

@@ -51,7 +51,7 @@ def weight_bytes(
     """
     if device.type != "cpu":
         dense = config.num_parameters() * dtype.itemsize
-        if activation_dtype == "fp8" and config.quantization is not None:
+        if activation_dtype.startswith("fp8") and config.quantization is not None:
             per_group = 4 / config.quantization.group_size if config.quantization.group_size is not None else 0
             return dense - int(config.num_linear_parameters() * (dtype.itemsize - 1 - per_group))
         if config.quantization is None or not is_int4(config.quantization):

@@ -168,7 +168,7 @@ def _speculation(config: EngineConfig) -> Speculation | None:
 def _activation_dtype(config: EngineConfig, model: ModelConfig) -> str:
     if config.activation_dtype not in ("auto", *ROUNDINGS):
         raise ConfigError(
-            f"engine.activation_dtype = {config.activation_dtype!r}: expected auto, {' or '.join(ROUNDINGS)}"
+            f"engine.activation_dtype = {config.activation_dtype!r}: expected auto, {', '.join(ROUNDINGS)}"
         )
     if config.activation_dtype != "auto" and model.quantization is None:
         raise no_such_weight(config.activation_dtype, "16- or 32-bit weights")
@@ -182,9 +182,10 @@ def _activation_dtype(config: EngineConfig, model: ModelConfig) -> str:
 
 def no_such_weight(activation_dtype: str, weights: str) -> ConfigError:
     """That no linear of a model with such weights can be served with activations in that type."""
+    checkpoint = activation_dtype.removesuffix("-per-token")
     return ConfigError(
         f"engine.activation_dtype = {activation_dtype!r}: {weights} have no exact form beside it. Take an "
-        f"{activation_dtype} checkpoint or one of 4-bit integers in groups of 32, 64 or multiples of 128 (AWQ, GPTQ; "
+        f"{checkpoint} checkpoint or one of 4-bit integers in groups of 32, 64 or multiples of 128 (AWQ, GPTQ; "
         "`pipeline quantize` makes them), quantize a 16-bit one on load with model.quantization: int4-rtn, or leave "
         "the key at auto"
     )

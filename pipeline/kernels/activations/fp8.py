@@ -5,7 +5,7 @@ Definition, for a token's inputs x_K and an output's weight, the same for every 
 1. Inputs are cut into blocks of 128; of 32 or 64 where the weight has a scale for that many. Of a weight whose groups
    are not of neighbouring inputs (`GroupIntWeight.input_order_K`), in that order. The last block may have fewer.
 2. A block's scale is its largest magnitude / 448, in float32, and each of its values becomes the nearest
-   float8_e4m3fn of value / scale, ties to even. A magnitude below 2^-100 counts as 2^-100. A block that holds what is
+   float8_e4m3fn of value / scale, ties to even. A magnitude below 2^-80 counts as 2^-80. A block that holds what is
    no finite number makes all outputs NaN.
 3. Weights are not rounded: q - zero of 4 bits is an integer of at most 16, which e4m3 holds exactly, as it does an fp8
    checkpoint's values. Their scales stay in float32.
@@ -29,7 +29,7 @@ from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
 LEAST_CAPABILITY = (8, 9)  # of an NVIDIA GPU that multiplies e4m3
 LARGEST = 448.0  # of float8_e4m3fn
-SMALLEST_MAGNITUDE = 2.0**-100
+SMALLEST_MAGNITUDE = 2.0**-80  # so that what a division leaves is no subnormal number
 MOST_EXACT = 16  # the integers from -16 to 16 are all in e4m3
 
 
@@ -48,6 +48,8 @@ def rounded(x_MK: torch.Tensor, block: int) -> torch.Tensor:
     """Step 2 of the definition: each value times its block's scale again, in float32."""
     wide_MBk = in_blocks(x_MK, block)
     largest_MB1 = wide_MBk.abs().amax(-1, keepdim=True)
-    scale_MB1 = torch.where(largest_MB1.isfinite(), largest_MB1.clamp_min(SMALLEST_MAGNITUDE) / LARGEST, float("nan"))
+    # By a tensor: on a GPU torch multiplies by the reciprocal of a number, which is rounded twice and decides ties.
+    scale_MB1 = largest_MB1.clamp_min(SMALLEST_MAGNITUDE) / torch.full_like(largest_MB1, LARGEST)
+    scale_MB1 = torch.where(largest_MB1.isfinite(), scale_MB1, float("nan"))
     value_MBk = (wide_MBk / scale_MB1).to(torch.float8_e4m3fn)
     return (value_MBk.float() * scale_MB1).flatten(1)[:, : x_MK.shape[1]]

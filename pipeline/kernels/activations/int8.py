@@ -34,7 +34,8 @@ def rounded(x_MK: torch.Tensor, block: int) -> torch.Tensor:
     """Step 2 of the definition: each value's integer times its block's scale, in float32."""
     wide_MBk = in_blocks(x_MK, block)
     largest_MB1 = wide_MBk.abs().amax(-1, keepdim=True)
-    # A number divided by a tensor would be the tensor's reciprocal times it, which is rounded twice.
-    integer_MBk = (wide_MBk * (torch.full_like(largest_MB1, LARGEST) / largest_MB1)).round()
-    scale_MB1 = torch.where(largest_MB1.isfinite(), largest_MB1 / LARGEST, float("nan"))
+    # Tensors by tensors: where one of the two is a number, torch multiplies by a reciprocal, which is rounded twice.
+    limit_MB1 = torch.full_like(largest_MB1, LARGEST)
+    integer_MBk = (wide_MBk * (limit_MB1 / largest_MB1)).round()
+    scale_MB1 = torch.where(largest_MB1.isfinite(), largest_MB1 / limit_MB1, float("nan"))
     return torch.where(largest_MB1 == 0, 0.0, integer_MBk * scale_MB1).flatten(1)[:, : x_MK.shape[1]]

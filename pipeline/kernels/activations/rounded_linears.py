@@ -10,6 +10,7 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations import fp8, int8
+from pipeline.kernels.activations.fp8_per_token import per_output
 from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
@@ -17,22 +18,28 @@ from pipeline.weights.packed import GroupIntWeight, LinearWeight
 @dataclass(frozen=True)
 class Rounding:
     """block(weight): inputs of a block for this weight, None where it is not served; rounded(x_MK, block): their values
-    after rounding, in float32. weights: those that are served, to read."""
+    after rounding, in float32. weights: those that are served, to read. weight: rounds those too."""
 
     block: Callable[[LinearWeight], int | None]
     rounded: Callable[[torch.Tensor, int], torch.Tensor]
     weights: str
+    weight: Callable[[LinearWeight], LinearWeight | None] = lambda weight: weight
 
 
 ROUNDINGS = {
     "fp8": Rounding(fp8.fp8_block, fp8.rounded, "4-bit and fp8 weights"),
+    "fp8-per-token": Rounding(lambda weight: weight.in_features, fp8.rounded, "quantized weights", per_output),
     "int8": Rounding(int8.int8_block, int8.rounded, "4- and 8-bit weights"),
 }
 """By an `engine.activation_dtype`."""
 
+_NO_FP8 = (
+    "needs compute capability 8.9 or newer (L4, L40S, H100, H200, B200), and {name} has {capability}; leave it "
+    "at auto, or see what it does to outputs with engine.kernels: reference, slowly"
+)
 _ELSEWHERE = {
-    "fp8": "needs compute capability 8.9 or newer (L4, L40S, H100, H200, B200), and {name} has {capability}; leave it "
-    "at auto, or see what it does to outputs with engine.kernels: reference, slowly",
+    "fp8": _NO_FP8,
+    "fp8-per-token": _NO_FP8,
     "int8": "serves processors, not {name}; leave it at auto, or take fp8",
 }
 
@@ -59,8 +66,8 @@ def rounded_linears(prepare: Callable[[LinearWeight], Linear], served_by: str) -
 
     def of(dtype: str, rounding: Rounding) -> RoundedLinears:
         def prepare_rounded(weight: LinearWeight) -> Linear | None:
-            block = rounding.block(weight)
-            return None if block is None else RoundedLinear(weight, rounding, block, prepare)
+            block, served = rounding.block(weight), rounding.weight(weight)
+            return None if block is None or served is None else RoundedLinear(served, rounding, block, prepare)
 
         told = f"{served_by}, inputs rounded to {dtype} before: to measure quality, not faster"
         return RoundedLinears(prepare_rounded, told)

@@ -44,7 +44,7 @@ def triton_kernels(
             "sample": "Triton, two launches",
         },
         graph_attention=CapturedAttention,
-        rounded=fp8_linears(device, deterministic),
+        rounded=fp8_linears(device, dtype, deterministic),
         compile_ahead=compile_ahead,
     )
     if not deterministic:

@@ -1,12 +1,16 @@
 """What linears on activations in fp8 compute, against the definition written out value by value."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import ConfigError
+from pipeline.kernels.activations import int8 as int8_activations
 from pipeline.kernels.activations.fp8 import fp8_block, rounded
 from pipeline.kernels.activations.rounded_linears import RoundedWherePossible, with_rounded_activations
 from pipeline.kernels.reference import prepare_linear, reference_kernels
@@ -63,6 +67,24 @@ def test_activations_go_to_the_nearest_value(num_inputs: int, block: int) -> Non
     x_MK[1] = 448.0 * torch.linspace(-1, 1, num_inputs)  # many ties
     x_MK[1, 0], x_MK[2, 3] = 448.0, 0.0
     assert torch.equal(rounded(x_MK, block), by_definition(x_MK, block))
+
+
+class DividesAsOnGpu(TorchDispatchMode):
+    """Divides by a number as torch does on a GPU: by its reciprocal."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.div.Tensor and not args[1].shape:
+            return args[0] * args[1].to(args[0].dtype).reciprocal()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rounding", [rounded, int8_activations.rounded])
+def test_a_gpu_rounds_as_a_processor(rounding: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    """Ties are common among bfloat16's 8 bits, and the last bit of a scale decides them."""
+    x_MK = torch.randn(64, 256, generator=torch.Generator().manual_seed(4)).bfloat16()
+    with DividesAsOnGpu():
+        found = rounding(x_MK, 128)
+    assert torch.equal(found, rounding(x_MK, 128))
 
 
 def test_blocks_of_nothing_and_of_no_numbers() -> None:

@@ -30,6 +30,7 @@ MAX_REGISTERS = 255  # of a thread
 _PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[.:\w]*")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 _LABEL, _BRANCH = re.compile(r"^(\$L\w+):"), re.compile(r"\bbra\S*\s+(\$L\w+)")
+_LOOP = re.compile(r"scf\.for .*?(?:-> \((.*?)\) +: \w+ \{|\{)")
 _MULTIPROCESSOR = {8: (164, 64), 9: (228, 64), 10: (228, 64)}  # KiB of shared memory, warps; by major capability
 _SMALL_MULTIPROCESSOR = 100, 48
 _RESERVED_BYTES = 1024  # of shared memory for each block
@@ -44,6 +45,7 @@ class Compiled:
     spill_bytes: int
     shared_bytes: int
     num_warps: int
+    drops_counters: bool  # a loop of Triton's own form carried more integers: Triton 3.6 took some for constants
     ptx: str
     cubin: bytes
 
@@ -88,6 +90,8 @@ class Compiled:
     def problems(self, target: Target) -> list[str]:
         """Why this cannot run well on `target`; empty where it can."""
         found = []
+        if self.drops_counters:
+            found.append("a counter that a loop carries was taken for a constant")
         if self.spill_bytes:
             found.append(f"{self.spill_bytes} bytes of registers spilled")
         if self.shared_bytes > target.max_shared_bytes:
@@ -105,7 +109,16 @@ def compile_for(launch: Launch, target: Target) -> Compiled:
     compiled = triton.compile(_source(launch), target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
     cubin = compiled.asm["cubin"]
     registers, spill_bytes = _usage(cubin)
-    return Compiled(registers, spill_bytes, compiled.metadata.shared, launch.num_warps, compiled.asm["ptx"], cubin)
+    before, after = (_carried_integers(compiled.asm[form]) for form in ("ttir", "ttgir"))
+    drops = len(before) == len(after) and any(kept < carried for carried, kept in zip(before, after))
+    shared_bytes = compiled.metadata.shared
+    return Compiled(registers, spill_bytes, shared_bytes, launch.num_warps, drops, compiled.asm["ptx"], cubin)
+
+
+def _carried_integers(form: str) -> list[int]:
+    """By loop, how many integers one iteration hands to the next."""
+    types = (re.sub(r"<[^<>]*>", "", match[1] or "") for match in _LOOP.finditer(form))
+    return [len(re.findall(r"\bi(?:1|32|64)\b", each)) for each in types]
 
 
 def _source(launch: Launch) -> ASTSource:

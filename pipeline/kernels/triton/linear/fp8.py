@@ -3,11 +3,11 @@
 Two launches for any number of tokens: one rounds the tokens' inputs, one multiplies, folding the scales of inputs and
 weights in after the dot product of each block. The units of sm_90 add up within a dot product in fewer bits than
 float32 has (DeepSeek-V3, section 3.3.2); a block has at most 128 products, and all that follows is in float32.
+cuBLAS multiplies instead where it has the product, is faster and no order of sums is asked for: `scaled_mm.py`.
 
 A weight's inputs are split into parts by its shape alone, not by the number of tokens. Each part is summed by itself,
 then the parts are added in order: by programs of their own with few tokens, by one program with many. So the order of
-sums, and every bit of a token's result, is the same whatever else is in the step. (cuBLAS takes products of many tokens
-where it has them and no such order is asked for: `scaled_mm.py`.) The outputs are the rows of a tile
+sums, and every bit of a token's result, is the same whatever else is in the step. The outputs are the rows of a tile
 and the tokens its columns: wgmma takes at least 64 rows, and from 8 columns on.
 
 Few tokens have no path of fewer bytes, as int4 weights have without fp8: a weight is one byte, read once a step.
@@ -20,45 +20,58 @@ with a scale, P parts of the inputs.
 # pyright: reportAssignmentType=false
 # It does not see what `triton.jit` makes of a function.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from pipeline.kernels.activations.fp8 import LARGEST, LEAST_CAPABILITY, SMALLEST_MAGNITUDE, fp8_block
+from pipeline.kernels.activations.fp8_per_token import per_output
 from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
-from pipeline.kernels.triton.linear.scaled_mm import BLOCK, LEAST_TOKENS, has_scaled_mm, scaled_mm
+from pipeline.kernels.triton.linear.scaled_mm import BLOCK, TOKENS_MULTIPLE, ScaledMm
 from pipeline.kernels.triton.linear.split_k import add_parts_launch
 from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST = tl.constexpr(SMALLEST_MAGNITUDE)
-_ROUNDED_AT_ONCE = 2048  # inputs of a token that one program rounds
+_ROUNDED_AT_ONCE = 4096  # inputs of a token that one program rounds, 32 a thread
+
+
+@triton.jit
+def _quotient(x, scale, inverse):
+    """x / scale rounded to the nearest, from inverse = 1 / scale: three instructions instead of some 20.
+
+    One correction is enough for every quotient of a token's 16-bit inputs (all mantissas were tried). The product with
+    the inverse alone decides ties of e4m3 wrongly.
+    """
+    near = x * inverse
+    return tl.fma(tl.fma(-near, scale, x), inverse, near)
 
 
 @triton.jit
 def _nearest_e4m3(value):
     """float32 of at most 448 -> the nearest value of e4m3, still in float32: ties to even, as the cast of a GPU rounds.
 
-    By arithmetic, because the cast of Triton's interpreter cuts off instead.
+    By arithmetic, because the cast of Triton's interpreter cuts off instead. Sums of about 1.5 * 2^20 times the value's
+    power of two have neighbours an eighth of that power apart, as e4m3 has; near zero, of 2^-6, 2^-9 apart.
     """
-    bits = value.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    subnormal = (value + 24576.0) - 24576.0  # 1.5 * 2^14, whose neighbours are 2^-9 apart, as those of e4m3 near zero
-    return tl.where(tl.abs(value) < 0.015625, subnormal, normal)
+    power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    large = tl.maximum(power, 0.015625) * 1572864.0
+    return (value + large) - large
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
+@triton.jit(do_not_specialize=["scale_stride", "num_blocks"])
 def _round(
     x_ptr,
     value_ptr,
     scale_ptr,
-    num_tokens,
+    scale_stride,
     num_inputs,
     num_blocks,
     x_stride,
+    row_stride,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -67,14 +80,15 @@ def _round(
     block_B = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     input_BK = block_B[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x_BK = tl.load(x_ptr + token * x_stride + input_BK, mask=input_BK < num_inputs, other=0.0).to(tl.float32)
-    largest_B = tl.max(tl.where(x_BK == x_BK, tl.abs(x_BK), float("inf")), axis=1)  # tl.max passes over NaN
-    scale_B = tl.div_rn(tl.maximum(largest_B, _SMALLEST), _LARGEST)
-    scale_B = tl.where(largest_B < float("inf"), scale_B, float("nan"))
-    value_BK = _nearest_e4m3(tl.div_rn(x_BK, tl.broadcast_to(scale_B[:, None], (BLOCKS, BLOCK))))
-    there_B = block_B < num_blocks
-    value_at = value_ptr + token * num_blocks * BLOCK + input_BK
-    tl.store(value_at, value_BK.to(value_ptr.dtype.element_ty), mask=there_B[:, None])
-    tl.store(scale_ptr + block_B.to(tl.int64) * num_tokens + token, scale_B, mask=there_B)
+    size_B = tl.max(x_BK.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # infinity and NaN have the largest bits
+    scale_B = tl.div_rn(tl.maximum(tl.cast(size_B, tl.float32, bitcast=True), _SMALLEST), _LARGEST)
+    scale_B = tl.where(size_B < 0x7F800000, scale_B, float("nan"))
+    scale_BK = tl.broadcast_to(scale_B[:, None], (BLOCKS, BLOCK))
+    inverse_BK = tl.broadcast_to(tl.div_rn(1.0, scale_B)[:, None], (BLOCKS, BLOCK))
+    value_BK = _nearest_e4m3(_quotient(x_BK, scale_BK, inverse_BK))
+    value_at = value_ptr + token * row_stride + input_BK
+    tl.store(value_at, value_BK.to(value_ptr.dtype.element_ty), mask=input_BK < row_stride)
+    tl.store(scale_ptr + block_B.to(tl.int64) * scale_stride + token, scale_B, mask=block_B < num_blocks)
 
 
 @triton.jit
@@ -88,7 +102,7 @@ def _sum_of_part(
     begin,
     end,
     num_outputs,
-    num_tokens,
+    x_scale_stride,
     BLOCK: tl.constexpr,
     BLOCKS_PER_SCALE: tl.constexpr,
 ):
@@ -98,12 +112,12 @@ def _sum_of_part(
         weight_NK = tl.load(weight_at + block * BLOCK, mask=there_N[:, None], other=0.0)
         x_KM = tl.load(x_at + block * BLOCK, mask=there_M[None, :], other=0.0)
         weight_scale_N = tl.load(weight_scale_at + block // BLOCKS_PER_SCALE * num_outputs, mask=there_N, other=0.0)
-        x_scale_M = tl.load(x_scale_at + block * num_tokens, mask=there_M, other=0.0)
+        x_scale_M = tl.load(x_scale_at + block * x_scale_stride, mask=there_M, other=0.0)
         total_NM += tl.dot(weight_NK, x_KM) * (weight_scale_N[:, None] * x_scale_M[None, :])
     return total_NM
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "blocks_per_part"])
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "blocks_per_part", "x_scale_stride"])
 def _multiply(
     weight_ptr,
     x_ptr,
@@ -116,6 +130,7 @@ def _multiply(
     num_blocks,
     row_stride,
     blocks_per_part,
+    x_scale_stride,
     BLOCK: tl.constexpr,
     BLOCKS_PER_SCALE: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -131,16 +146,14 @@ def _multiply(
     weight_at = weight_ptr + output_N[:, None].to(tl.int64) * row_stride + input_K[None, :]
     x_at = x_ptr + token_M[None, :].to(tl.int64) * row_stride + input_K[:, None]
     weight_scale_at, x_scale_at = weight_scale_ptr + output_N, x_scale_ptr + token_M
-    begin = tl.program_id(1) * PARTS * blocks_per_part
-    total_NM = _sum_of_part(
-        *(weight_at, x_at, weight_scale_at, x_scale_at, there_N, there_M),
-        *(begin, tl.minimum(begin + blocks_per_part, num_blocks), num_outputs, num_tokens, BLOCK, BLOCKS_PER_SCALE),
-    )
-    for _ in range(1, PARTS):
-        begin += blocks_per_part
+    total_NM = tl.zeros([OUTPUTS, TOKENS], dtype=tl.float32)
+    for part in range(PARTS):
+        # Not a counter that the loop carries: Triton 3.6 keeps its first value (`tritongpu-remove-layout-conversions`).
+        begin = (tl.program_id(1) * PARTS + part) * blocks_per_part
         total_NM += _sum_of_part(
             *(weight_at, x_at, weight_scale_at, x_scale_at, there_N, there_M),
-            *(begin, tl.minimum(begin + blocks_per_part, num_blocks), num_outputs, num_tokens, BLOCK, BLOCKS_PER_SCALE),
+            *(begin, tl.minimum(begin + blocks_per_part, num_blocks)),
+            *(num_outputs, x_scale_stride, BLOCK, BLOCKS_PER_SCALE),
         )
     if BIASED:
         total_NM += tl.load(bias_ptr + output_N, mask=there_N, other=0.0)[:, None]
@@ -154,6 +167,7 @@ class E4m3Weight:
     """A weight as the product reads it: 1 byte a weight, and a scale in float32 for each group.
 
     block: inputs that share a scale of the activations; group_size: a scale of the weight, one or more blocks.
+    per_token: all inputs of a token share a scale instead; block is what is multiplied at once.
     """
 
     value_NK: torch.Tensor  # float8_e4m3fn
@@ -161,6 +175,7 @@ class E4m3Weight:
     block: int
     group_size: int
     num_inputs: int
+    per_token: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -181,6 +196,12 @@ class E4m3Weight:
         scale_GN = weight.scales_NG.to(device, torch.float32).t().contiguous()
         whole = num_inputs + missing
         return cls(value_NK.contiguous(), scale_GN, block, min(group_size, whole), num_inputs)
+
+    @classmethod
+    def with_scales_per_token(cls, weight: LinearWeight, device: torch.device) -> "E4m3Weight | None":
+        """Round on `device` as `fp8_per_token.py` defines it; None for a weight that it does not serve."""
+        rounded = per_output(weight, device)
+        return None if rounded is None else replace(cls.of(rounded, BLOCK, device), per_token=True)
 
 
 @dataclass(frozen=True)
@@ -212,19 +233,27 @@ def parts_of(num_outputs: int, num_blocks: int, block: int, target: Target) -> i
     return -(-num_blocks // per_part)
 
 
-def rounding_launch(x_MK: torch.Tensor, weight: E4m3Weight) -> tuple[Launch, torch.Tensor, torch.Tensor]:
-    """What rounds the inputs for this weight, the values (M, K) and the scales (B, M). Rows of x may lie apart."""
-    num_tokens, block, row_stride = len(x_MK), weight.block, weight.value_NK.shape[1]
-    num_blocks = row_stride // block
+def rounding_launch(
+    x_MK: torch.Tensor, weight: E4m3Weight, multiple: int = 1
+) -> tuple[Launch, torch.Tensor, torch.Tensor]:
+    """What rounds the inputs for this weight, the values (M, K) and the scales (B, M), B being 1 where a token has one
+    scale. Rows of x may lie apart.
+
+    multiple: M is the next multiple of it; nothing is written for tokens that x has not.
+    """
+    num_tokens, row_stride = len(x_MK), weight.value_NK.shape[1]
+    block = power_of_two(row_stride) if weight.per_token else weight.block
+    num_blocks, scale_stride = -(-row_stride // block), -(-num_tokens // multiple) * multiple
     assert x_MK.stride(1) == 1
-    value_MK = torch.empty(num_tokens, row_stride, dtype=torch.float8_e4m3fn, device=x_MK.device)
-    scale_BM = torch.empty(num_blocks, num_tokens, dtype=torch.float32, device=x_MK.device)
-    blocks = min(_ROUNDED_AT_ONCE // block, power_of_two(num_blocks))
+    value_MK = torch.empty(scale_stride, row_stride, dtype=torch.float8_e4m3fn, device=x_MK.device)
+    scale_BM = torch.empty(num_blocks, scale_stride, dtype=torch.float32, device=x_MK.device)
+    blocks = max(1, min(_ROUNDED_AT_ONCE // block, power_of_two(num_blocks)))
     launch = Launch(
         _round,
         (num_tokens, -(-num_blocks // blocks)),
-        (x_MK, value_MK, scale_BM, num_tokens, weight.num_inputs, num_blocks, x_MK.stride(0)),
+        (x_MK, value_MK, scale_BM, scale_stride, weight.num_inputs, num_blocks, x_MK.stride(0), row_stride),
         {"BLOCK": block, "BLOCKS": blocks},
+        num_warps=min(16, max(4, blocks * block // 1024)),
     )
     return launch, value_MK, scale_BM
 
@@ -258,6 +287,7 @@ def fp8_launches(
         (
             *(weight.value_NK, value_MK, weight.scale_GN, scale_BM, bias_N, into),
             *(num_tokens, num_outputs, num_blocks, row_stride, -(-num_blocks // parts)),
+            0 if weight.per_token else scale_BM.stride(0),
         ),
         {
             "BLOCK": block,
@@ -276,50 +306,76 @@ def fp8_launches(
 class Fp8Linear:
     """y = rounded x @ weight.T + bias, by the same sums for every number of tokens.
 
-    by_cublas: `scaled_mm.has_scaled_mm` holds, and sums of many tokens may be taken in another order.
+    cublas: sums may be taken in another order, by its products with the weights that it serves; a bias is then added to
+    outputs that were rounded before.
     """
 
     def __init__(
-        self, weight: GroupIntWeight | Fp8Weight, block: int, device: torch.device, by_cublas: bool = False
+        self,
+        weight: E4m3Weight,
+        bias_N: torch.Tensor | None,
+        input_order_K: torch.Tensor | None = None,
+        cublas: ScaledMm | None = None,
     ) -> None:
+        device = weight.value_NK.device
         self.target = Target.of(device)
-        self.weight = E4m3Weight.of(weight, block, device)
-        self.bias_N = None if weight.bias_N is None else weight.bias_N.to(device, torch.float32)
-        order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
-        self.input_order_K = None if order_K is None else order_K.to(device)
-        num_outputs, num_inputs = self.weight.value_NK.shape
-        fits = block == BLOCK and self.weight.group_size == BLOCK and num_outputs % 16 == 0 and num_inputs > BLOCK
-        self.by_cublas = by_cublas and fits
+        self.weight = weight
+        self.bias_N = None if bias_N is None else bias_N.to(device, torch.float32)
+        self.input_order_K = None if input_order_K is None else input_order_K.to(device)
+        num_outputs, num_inputs = weight.value_NK.shape
+        fits = weight.per_token or weight.block == weight.group_size == BLOCK < num_inputs
+        self.cublas = cublas if fits and num_outputs % 16 == 0 else None
+        if self.cublas is not None:
+            self.cublas.probe(weight.value_NK, weight.scale_GN)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         if self.input_order_K is not None:
             x_MK = x_MK[:, self.input_order_K]
+        y_MN = self._by_cublas(x_MK)
+        if y_MN is not None:
+            return y_MN
         out_MN = x_MK.new_empty(len(x_MK), len(self.weight.value_NK))
-        if self.by_cublas and len(x_MK) >= LEAST_TOKENS and x_MK.dtype == torch.bfloat16:
-            rounding, value_MK, scale_BM = rounding_launch(x_MK, self.weight)
-            rounding.run()
-            y_MN = scaled_mm(value_MK, scale_BM, self.weight.value_NK, self.weight.scale_GN)
-            return y_MN if self.bias_N is None else (y_MN + self.bias_N).to(x_MK.dtype)
         if len(x_MK) > 0:
             for launch in fp8_launches(x_MK, self.weight, self.bias_N, out_MN, self.target):
                 launch.run()
         return out_MN
 
+    def _by_cublas(self, x_MK: torch.Tensor) -> torch.Tensor | None:
+        """None where Triton computes this product."""
+        cublas, weight = self.cublas, self.weight
+        if cublas is None or len(x_MK) < cublas.min_tokens or not cublas.serves(weight.value_NK):
+            return None
+        assert x_MK.dtype == cublas.dtype
+        rounding, value_MK, scale_BM = rounding_launch(x_MK, weight, TOKENS_MULTIPLE)
+        rounding.run()
+        y_MN = cublas(value_MK, scale_BM, weight.value_NK, weight.scale_GN)
+        if y_MN is None:
+            return None
+        y_MN = y_MN[: len(x_MK)]
+        return y_MN if self.bias_N is None else (y_MN + self.bias_N).to(x_MK.dtype)
 
-def fp8_linears(device: torch.device, deterministic: bool = False) -> dict[str, RoundedLinears]:
+
+def fp8_linears(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> dict[str, RoundedLinears]:
     """As `Kernels.rounded`; none on a GPU whose units do not multiply fp8. deterministic: no product by cuBLAS."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return {}
-    by_cublas = not deterministic and has_scaled_mm(device)
+    cublas, cublas_per_token = (None if deterministic else ScaledMm.on(device, dtype, each) for each in (False, True))
 
     def prepare(weight: LinearWeight) -> Linear | None:
         block = fp8_block(weight)
         if block is None or not isinstance(weight, GroupIntWeight | Fp8Weight):
             return None
-        return Fp8Linear(weight, block, device, by_cublas)
+        order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
+        return Fp8Linear(E4m3Weight.of(weight, block, device), weight.bias_N, order_K, cublas)
 
+    def prepare_per_token(weight: LinearWeight) -> Linear | None:
+        packed = E4m3Weight.with_scales_per_token(weight, device)
+        return None if packed is None else Fp8Linear(packed, weight.bias_N, cublas=cublas_per_token)
+
+    by, by_per_token = "Triton" if cublas is None else "cuBLAS", "Triton"
+    if cublas_per_token is not None:
+        by_per_token = "Triton for few tokens, cuBLAS for many"
     return {
-        "fp8": RoundedLinears(
-            prepare, f"Triton{', cuBLAS for many tokens' if by_cublas else ''}, fp8 inputs and weights"
-        )
+        "fp8": RoundedLinears(prepare, f"{by}, fp8 inputs and weights"),
+        "fp8-per-token": RoundedLinears(prepare_per_token, f"{by_per_token}, fp8 inputs and weights"),
     }

@@ -1,45 +1,111 @@
-"""cuBLAS's fp8 product with a scale for each 128 inputs of a token and of an output, where torch has it.
+"""cuBLAS's fp8 products with a scale for each 128 inputs of a token and of an output, or with one for all inputs.
 
-`torch._scaled_mm` takes such scales on compute capability 9.0 from cuBLASLt 12.9 on. It is no public function and its
-scales have changed from version to version, so nothing is read from version numbers: a probe runs one small product and
-compares it. cuBLAS chooses its tiles by the number of tokens: a token's last bits depend on what else is in the step.
+`torch._scaled_mm` takes scales of blocks on compute capability 9.0 from cuBLASLt 12.9 on, others on all cards with
+products of fp8. It is no public function, its scales have changed from version to version, and cuBLASLt refuses some
+shapes, so nothing is read from version numbers: a probe runs products of each weight's shape and compares them. cuBLAS
+chooses its tiles by the number of tokens: a token's last bits depend on what else is in the step.
 """
+
+import warnings
 
 import torch
 
 BLOCK = 128
-LEAST_TOKENS = 65  # with fewer a product takes the time of reading its weight, which Triton's does as fast
-_AGREES = 0.02  # of the largest output: products of e4m3 with sums in float32, rounded to bfloat16
+MIN_TOKENS_PER_TOKEN = 65  # of products with a scale for each token; Triton's take less time for fewer tokens
+TOKENS_MULTIPLE = 16  # cuBLASLt reads the scales of a block 16 bytes at a time, and refuses odd numbers of tokens
+_PROBED_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 208, 256, 400, 512, 1040)
+_PROBED_OUTPUTS = 64
+_SUMS = 2**-11  # of the largest output: four times what the units of an H200 lost in sums
+# Not their subclasses, with which torch says that memory ran out or a kernel failed.
+_REFUSALS = RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError
 
 
 def scaled_mm(
-    value_MK: torch.Tensor, scale_BM: torch.Tensor, value_NK: torch.Tensor, scale_BN: torch.Tensor
+    value_MK: torch.Tensor, scale_BM: torch.Tensor, value_NK: torch.Tensor, scale_BN: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(M, N) in bfloat16: values in float8_e4m3fn, scales in float32 for blocks B of 128 inputs, all contiguous."""
+    """(M, N) in `dtype`: values in float8_e4m3fn, scales in float32 for blocks B of 128 inputs or, where B is 1, for
+    all of them; all contiguous.
+
+    M divides by TOKENS_MULTIPLE.
+    """
     product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  # no public name before torch 2.13
-    return product(value_MK, value_NK.t(), scale_a=scale_BM.t(), scale_b=scale_BN, out_dtype=torch.bfloat16)
+    return product(value_MK, value_NK.t(), scale_a=scale_BM.t(), scale_b=scale_BN, out_dtype=dtype)
 
 
-def has_scaled_mm(device: torch.device) -> bool:
-    """Whether `scaled_mm` computes what it should on this device. One small product; reads its result."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    return agrees(device)
+class ScaledMm:
+    """`scaled_mm` on one device in one type, for the shapes (N, K) of weights that cuBLAS computes."""
+
+    def __init__(self, dtype: torch.dtype, per_token: bool) -> None:
+        self.dtype, self.min_tokens = dtype, MIN_TOKENS_PER_TOKEN if per_token else 1
+        self._serves: dict[torch.Size, bool] = {}
+
+    @classmethod
+    def on(cls, device: torch.device, dtype: torch.dtype, per_token: bool) -> "ScaledMm | None":
+        """None where a small product is refused or wrong, as with scales of blocks on most cards. Reads its result."""
+        if device.type != "cuda" or not (per_token or torch.cuda.get_device_capability(device) == (9, 0)):
+            return None
+        value_NK = torch.randn(BLOCK, 2 * BLOCK, device=device).to(torch.float8_e4m3fn)
+        scale_BN = torch.rand(1 if per_token else 2, BLOCK, device=device) + 0.1
+        return cls(dtype, per_token) if agrees(value_NK, scale_BN, dtype) else None
+
+    def probe(self, value_NK: torch.Tensor, scale_BN: torch.Tensor) -> None:
+        """Run the product at several numbers of tokens, once for each shape of weights. Reads the results."""
+        if value_NK.shape not in self._serves:
+            self._serves[value_NK.shape] = True
+            if not agrees(value_NK, scale_BN, self.dtype):
+                self._leave(value_NK.shape, "wrong or refused when probed")
+
+    def serves(self, value_NK: torch.Tensor) -> bool:
+        """Whether a weight of this shape was probed and has not been refused since."""
+        return self._serves.get(value_NK.shape, False)
+
+    def __call__(
+        self, value_MK: torch.Tensor, scale_BM: torch.Tensor, value_NK: torch.Tensor, scale_BN: torch.Tensor
+    ) -> torch.Tensor | None:
+        """`scaled_mm`; None where cuBLAS refuses it, and then `serves` no longer holds for the weight's shape.
+
+        cuBLAS refuses a product before it launches anything, so a capture that contains the call stays intact.
+        """
+        try:
+            return scaled_mm(value_MK, scale_BM, value_NK, scale_BN, self.dtype)
+        except _REFUSALS as error:
+            if type(error) not in _REFUSALS:
+                raise
+            self._leave(value_NK.shape, f"refused at {len(value_MK)} tokens: {error}")
+            return None
+
+    def _leave(self, shape: torch.Size, reason: str) -> None:
+        self._serves[shape] = False
+        outputs, inputs = shape
+        warnings.warn(
+            f"cuBLAS's fp8 product of {outputs} outputs and {inputs} inputs was {reason}. Triton computes linears of "
+            "this shape from now on, which takes longer.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
-def agrees(device: torch.device) -> bool:
-    """The probe itself. A product of distinct scales in both directions, none of which may be mixed up."""
-    random = torch.Generator().manual_seed(0)
-    value_MK, value_NK = (
-        torch.randn(rows, 2 * BLOCK, generator=random).to(torch.float8_e4m3fn) for rows in (192, BLOCK)
-    )
-    scale_BM, scale_BN = (torch.rand(2, rows, generator=random) + 0.1 for rows in (192, BLOCK))
-    try:
-        on_device = (each.to(device) for each in (value_MK, scale_BM, value_NK, scale_BN))
-        found_MN = scaled_mm(*on_device).float().cpu()
-    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
-        return False  # this torch, or its cuBLAS, has no such product
-    wide_MK = value_MK.float() * scale_BM.t().repeat_interleave(BLOCK, 1)
-    wide_NK = value_NK.float() * scale_BN.t().repeat_interleave(BLOCK, 1)
-    expected_MN = wide_MK @ wide_NK.t()
-    return bool((found_MN - expected_MN).abs().max() <= _AGREES * expected_MN.abs().max())
+@torch.inference_mode()
+def agrees(value_NK: torch.Tensor, scale_BN: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether products in `dtype` with this weight are right: of distinct scales in both directions, none of which may
+    be mixed up, at all tokens and at outputs from the first to the last."""
+    device, (num_outputs, num_inputs) = value_NK.device, value_NK.shape
+    random = torch.Generator(device).manual_seed(0)
+    output_n = torch.linspace(0, num_outputs - 1, _PROBED_OUTPUTS, device=device).long()
+    wide_nK = value_NK.view(torch.uint8)[output_n].view(torch.float8_e4m3fn).float()
+    num_blocks, block = len(scale_BN), num_inputs // len(scale_BN)
+    allowed = torch.finfo(dtype).eps + _SUMS  # twice the rounding of the largest output
+    wide_nK *= scale_BN[:, output_n].t().repeat_interleave(block, 1)
+    for tokens in _PROBED_TOKENS:
+        value_MK = torch.randn(tokens, num_inputs, device=device, generator=random).to(torch.float8_e4m3fn)
+        scale_BM = torch.rand(num_blocks, tokens, device=device, generator=random) + 0.1
+        try:
+            found_Mn = scaled_mm(value_MK, scale_BM, value_NK, scale_BN, dtype)[:, output_n].float()
+        except _REFUSALS as error:
+            if type(error) not in _REFUSALS:
+                raise
+            return False
+        expected_Mn = (value_MK.float() * scale_BM.t().repeat_interleave(block, 1)) @ wide_nK.t()
+        if not bool((found_Mn - expected_Mn).abs().max() <= allowed * expected_Mn.abs().max()):
+            return False
+    return True

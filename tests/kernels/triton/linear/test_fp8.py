@@ -1,36 +1,45 @@
 """Products on activations in fp8 on a GPU, against the oracle; here in Triton's interpreter."""
 
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from pipeline.kernels.activations.fp8 import fp8_block, rounded
+from pipeline.kernels.activations.fp8 import rounded
 from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.triton.launch import A100, H100, Target
-from pipeline.kernels.triton.linear import fp8, scaled_mm
+from pipeline.kernels.triton.linear import fp8
 from pipeline.kernels.triton.linear.fp8 import E4m3Weight, Fp8Linear, fp8_launches, fp8_linears, parts_of, tile_for
+from pipeline.kernels.triton.linear.scaled_mm import ScaledMm
 from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight
+from tests.gpu.checks import FP8_SUMS, fp8_tolerance
 from tests.kernels.activations.test_fp8 import fp8_weight
 from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT, random_weight
 
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE) < fp8.LEAST_CAPABILITY, reason="no fp8 units"
 )
-SUMS = 0.0 if DEVICE.type == "cpu" else 2**-12  # what a GPU's units lose within a block, of the largest
+SUMS = 0.0 if DEVICE.type == "cpu" else FP8_SUMS
 
 
-def oracle(weight: GroupIntWeight | Fp8Weight, x_MK: torch.Tensor) -> torch.Tensor:
-    linears = reference_kernels(torch.float32, torch.device("cpu")).rounded["fp8"]
+def oracle(weight: GroupIntWeight | Fp8Weight, x_MK: torch.Tensor, activation_dtype: str = "fp8") -> torch.Tensor:
+    linears = reference_kernels(torch.float32, torch.device("cpu")).rounded[activation_dtype]
     linear = linears.prepare(weight)
     assert linear is not None
     return linear(x_MK.float().cpu())
 
 
-def linear_of(weight: GroupIntWeight | Fp8Weight) -> Fp8Linear:
-    block = fp8_block(weight)
-    assert block is not None
-    return Fp8Linear(weight, block, DEVICE)
+def linear_of(
+    weight: GroupIntWeight | Fp8Weight, activation_dtype: str = "fp8", cublas: ScaledMm | None = None
+) -> Fp8Linear:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScaledMm, "on", lambda device, dtype, per_token: cublas)
+        linear = fp8_linears(DEVICE, torch.bfloat16)[activation_dtype].prepare(weight)
+    assert isinstance(linear, Fp8Linear)
+    return linear
 
 
 def rounded_by_kernel(x_MK: torch.Tensor, block: int) -> torch.Tensor:
@@ -68,6 +77,20 @@ def test_all_values_of_float16(dtype: torch.dtype) -> None:
     assert torch.equal(rounded_by_kernel(x_MK, 128), rounded(x_MK.cpu(), 128))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_quotients_of_16_bit(dtype: torch.dtype) -> None:
+    """Of some largest magnitudes, in bfloat16 of all, and of all values from there to 2^-19 of it."""
+    bits = {torch.bfloat16: 7, torch.float16: 10}[dtype]
+    mantissa = 1 + torch.arange(1 << bits) / (1 << bits)
+    largest = mantissa if bits == 7 else mantissa[torch.randperm(len(mantissa))[:32]]
+    values = (mantissa * 2.0 ** -torch.arange(19).unsqueeze(1)).flatten()
+    values = torch.nn.functional.pad(values, (0, -len(values) % 127)).view(1, -1, 127).expand(len(largest), -1, -1)
+    values = torch.where(values > largest.view(-1, 1, 1), values / 2, values)
+    first = largest.view(-1, 1, 1).expand(-1, values.shape[1], -1)
+    x_MK = torch.cat([first, values], 2).flatten(1).to(DEVICE, dtype)
+    assert torch.equal(rounded_by_kernel(x_MK, 128), rounded(x_MK.cpu(), 128))
+
+
 def test_what_is_no_number_makes_all_outputs_none() -> None:
     weight = random_weight(8, 256, 128)
     x_MK = torch.randn(4, 256, device=DEVICE)
@@ -102,6 +125,32 @@ def test_the_product(weight: GroupIntWeight | Fp8Weight, tokens: int, dtype: tor
     assert error < PRODUCT[dtype] + SUMS
 
 
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        random_weight(70, 256, 128, bias=True),
+        random_weight(9, 160, 32),
+        random_weight(20, 2048, 128),
+        replace(random_weight(9, 128, 64), input_order_K=torch.randperm(128)),
+        replace(random_weight(8, 96, 48), bits=8),
+        fp8_weight(130, 200, (128, 128)),
+        fp8_weight(7, 200, (1, 200)),
+        fp8_weight(7, 200, (7, 200)),
+    ],
+    ids=["bias", "groups of 32", "several parts", "reordered", "8 bits", "fp8", "rows", "one scale"],
+)
+def test_the_product_with_a_scale_for_each_token(
+    weight: GroupIntWeight | Fp8Weight, tokens: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(tokens)
+    x_MK = (torch.randn(tokens, weight.in_features) * torch.rand(tokens, 1)).to(DEVICE, dtype)
+    ours, expected = linear_of(weight, "fp8-per-token")(x_MK), oracle(weight, x_MK, "fp8-per-token")
+    error = float((ours.float().cpu() - expected).abs().max() / expected.abs().max())
+    assert error < PRODUCT[dtype] + SUMS
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_tokens_bits_are_the_same_beside_others(bias: bool) -> None:
     """Parts of the inputs in programs of their own for few tokens, in one for many."""
@@ -132,13 +181,13 @@ def test_a_weight_is_a_byte_each_and_nothing_beside() -> None:
 
 
 def test_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    linears = fp8_linears(DEVICE)["fp8"]
+    linears = fp8_linears(DEVICE, torch.bfloat16)["fp8"]
     assert linears.prepare(DenseWeight(torch.randn(8, 64))) is None
     assert linears.prepare(random_weight(8, 96, 48)) is None
     for capability, served in [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        monkeypatch.setattr(fp8, "has_scaled_mm", lambda device: False)
-        assert ("fp8" in fp8_linears(torch.device("cuda"))) == served
+        monkeypatch.setattr(ScaledMm, "on", lambda device, dtype, per_token: None)
+        assert ("fp8" in fp8_linears(torch.device("cuda"), torch.float16)) == served
 
 
 @pytest.mark.parametrize("target", [A100, H100])
@@ -168,53 +217,172 @@ def in_blocks(
     (tokens, inputs), outputs = value_MK.shape, value_KN.shape[1]
     assert value_MK.is_contiguous()
     assert value_KN.t().is_contiguous()
-    assert (scale_a.shape, scale_a.stride()) == ((tokens, inputs // 128), (1, tokens))
-    assert (scale_b.shape, scale_b.stride()) == ((inputs // 128, outputs), (outputs, 1))
-    wide_MK = value_MK.float() * scale_a.repeat_interleave(128, 1)
-    return (wide_MK @ (value_KN.float() * scale_b.repeat_interleave(128, 0))).to(out_dtype)
+    blocks = len(scale_b)
+    assert blocks in (1, inputs // 128)
+    assert (scale_a.shape, scale_a.stride()) == ((tokens, blocks), (1, tokens))
+    assert scale_b.is_contiguous()
+    assert scale_b.shape == (blocks, outputs)
+    wide_MK = value_MK.float() * scale_a.repeat_interleave(inputs // blocks, 1)
+    return (wide_MK @ (value_KN.float() * scale_b.repeat_interleave(inputs // blocks, 0))).to(out_dtype)
 
 
-def test_many_tokens_by_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: taken.append(len(a[0])) or in_blocks(*a, **k))
-    weight = random_weight(32, 384, 128, bias=True)
-    linear = Fp8Linear(weight, 128, DEVICE, by_cublas=True)
-    for tokens in (1, 64, 65, 130):
-        x_MK = torch.randn(tokens, 384, device=DEVICE).bfloat16()
-        error = (linear(x_MK).cpu() - oracle(weight, x_MK)).abs().max() / oracle(weight, x_MK).abs().max()
-        assert float(error) < PRODUCT[torch.bfloat16] + SUMS
-    assert linear(x_MK.half()).dtype == torch.float16, "which cuBLAS does not give"
-    assert taken == [65, 130]
-    for other in (random_weight(32, 384, 64), random_weight(32, 512, 256), random_weight(30, 384, 128)):
-        block = fp8_block(other)
-        assert block is not None
-        assert not Fp8Linear(other, block, DEVICE, by_cublas=True).by_cublas
+def cublas_of_card(monkeypatch: pytest.MonkeyPatch, refused: Callable[[int], bool] = lambda tokens: False) -> list[int]:
+    """A `torch._scaled_mm` that refuses what cuBLASLt does, and `refused`; the numbers of tokens that it computes."""
+    taken: list[int] = []
+
+    def product(value_MK: torch.Tensor, *others: torch.Tensor, **scales: Any) -> torch.Tensor:
+        if len(value_MK) % 4 or refused(len(value_MK)):
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic`")
+        taken.append(len(value_MK))
+        return in_blocks(value_MK, *others, **scales)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    return taken
 
 
-def test_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
+def cublas_of(activation_dtype: str = "fp8", dtype: torch.dtype = torch.bfloat16) -> ScaledMm:
+    return ScaledMm(dtype, activation_dtype == "fp8-per-token")
+
+
+def error_of(linear: Fp8Linear, weight: GroupIntWeight, x_MK: torch.Tensor) -> float:
+    expected = oracle(weight, x_MK, "fp8-per-token" if linear.weight.per_token else "fp8")
+    return float((linear(x_MK).cpu() - expected).abs().max() / expected.abs().max())
+
+
+BY_CUBLAS = fp8_tolerance(torch.bfloat16)
+BY_TRITON = BY_CUBLAS + 2**-8  # its interpreter cuts off instead of rounding
+
+
+@pytest.mark.parametrize(
+    ("activation_dtype", "by_cublas"), [("fp8", [16, 16, 64, 80, 80, 144]), ("fp8-per-token", [80, 80, 144])]
+)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_tokens_that_are_cublass(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bias: bool, activation_dtype: str, by_cublas: list[int]
+) -> None:
+    taken = cublas_of_card(monkeypatch)
+    weight = random_weight(32, 384, 128, bias)
+    linear = linear_of(weight, activation_dtype, cublas_of(activation_dtype, dtype))
+    taken.clear()
+    for tokens in (1, 16, 64, 65, 77, 130):
+        error = error_of(linear, weight, torch.randn(tokens, 384, device=DEVICE).to(dtype))
+        once_more = bias or tokens < 65  # a sum with a bias is rounded again; Triton's interpreter cuts off
+        assert error < fp8_tolerance(dtype) + once_more * torch.finfo(dtype).eps / 2
+    assert taken == by_cublas, "numbers that divide by 16"
+    assert linear(torch.randn(0, 384, device=DEVICE, dtype=dtype)).shape == (0, 32)
+    if activation_dtype == "fp8":
+        for other in (random_weight(32, 384, 64), random_weight(32, 512, 256), random_weight(30, 384, 128)):
+            assert linear_of(other, cublas=cublas_of()).cublas is None
+    assert len(taken) == len(by_cublas)
+
+
+def test_tokens_that_pad_a_product_change_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in their memory is anything, NaN included."""
+    cublas_of_card(monkeypatch)
+    weight = random_weight(32, 384, 128)
+    linear, x_MK = linear_of(weight, cublas=cublas_of()), torch.randn(77, 384, device=DEVICE).bfloat16()
+    empty = torch.empty
+
+    def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        memory = empty(*shape, dtype=dtype, device=device)
+        return memory.view(torch.uint8).fill_(0xFF).view(dtype)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    assert error_of(linear, weight, x_MK) < BY_CUBLAS
+
+
+def test_a_shape_that_cublas_refuses_is_tritons_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = cublas_of_card(monkeypatch, refused=lambda tokens: tokens == 176)
+    cublas, weights = cublas_of(), [random_weight(outputs, 384, 128) for outputs in (32, 32, 64)]
+    first, second, other = (linear_of(weight, cublas=cublas) for weight in weights)
+    x_MK = torch.randn(170, 384, device=DEVICE).bfloat16()
+    with pytest.warns(RuntimeWarning, match=r"32 outputs and 384 inputs was refused at 176 tokens: .*NOT_SUPPORTED"):
+        assert error_of(first, weights[0], x_MK) < BY_TRITON
+    taken.clear()
+    for linear, weight in zip((first, second), weights):
+        assert error_of(linear, weight, x_MK) < BY_TRITON
+        assert error_of(linear, weight, x_MK[:100]) < BY_TRITON
+    assert taken == []
+    assert error_of(other, weights[2], x_MK[:100]) < BY_CUBLAS
+    assert taken == [112]
+
+
+def test_memory_that_runs_out_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    cublas_of_card(monkeypatch)
+    linear = linear_of(random_weight(32, 384, 128), cublas=cublas_of())
+
+    def runs_out(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "_scaled_mm", runs_out)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            linear(torch.randn(80, 384, device=DEVICE).bfloat16())
+
+
+def mixed_up(*tensors: torch.Tensor, scale_b: torch.Tensor, **rest: Any) -> torch.Tensor:
+    return in_blocks(*tensors, scale_b=scale_b.flip(0), **rest)
+
+
+def wrong_at_the_end(*tensors: torch.Tensor, **rest: Any) -> torch.Tensor:
+    found_MN = in_blocks(*tensors, **rest)
+    found_MN[192:, -1] = 0
+    return found_MN
+
+
+def refuses(*_: object, **__: object) -> torch.Tensor:
+    raise RuntimeError("Invalid scaling configuration.")
+
+
+@pytest.mark.parametrize("product", [mixed_up, wrong_at_the_end, refuses, None])
+def test_a_shape_that_the_probe_finds_wrong_is_tritons(
+    monkeypatch: pytest.MonkeyPatch, product: Callable[..., torch.Tensor] | None
+) -> None:
+    weight = random_weight(96, 384, 128)
     monkeypatch.setattr(torch, "_scaled_mm", in_blocks)
-    assert scaled_mm.agrees(cpu)
-    assert not scaled_mm.has_scaled_mm(cpu), "a CPU is not asked"
-
-    def mixed_up(*tensors: torch.Tensor, scale_b: torch.Tensor, **rest: torch.Tensor) -> torch.Tensor:
-        return in_blocks(*tensors, scale_b=scale_b.flip(0), **rest)
-
-    def refuses(*_: object, **__: object) -> torch.Tensor:
-        raise RuntimeError("Invalid scaling configuration.")
-
-    for wrong in (mixed_up, refuses):
-        monkeypatch.setattr(torch, "_scaled_mm", wrong)
-        assert not scaled_mm.agrees(cpu)
+    linear = linear_of(weight, cublas=cublas_of())
+    assert linear.cublas is not None
+    assert linear.cublas.serves(linear.weight.value_NK)
     monkeypatch.delattr(torch, "_scaled_mm")
-    assert not scaled_mm.agrees(cpu)
+    if product is not None:
+        monkeypatch.setattr(torch, "_scaled_mm", product, raising=False)
+    cublas = cublas_of()
+    with pytest.warns(RuntimeWarning, match="96 outputs and 384 inputs was wrong or refused when probed"):
+        linear = linear_of(weight, cublas=cublas)
+    assert not cublas.serves(linear.weight.value_NK)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = linear_of(weight, cublas=cublas)
+    assert error_of(again, weight, torch.randn(80, 384, device=DEVICE).bfloat16()) < BY_TRITON
+
+
+def test_a_type_in_which_cublas_is_wrong_is_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    def less_exact(*tensors: torch.Tensor, out_dtype: torch.dtype, **scales: Any) -> torch.Tensor:
+        return (in_blocks(*tensors, out_dtype=torch.float32, **scales) * (1 + 0.7 * 2**-8)).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", less_exact)
+    weight, in_bfloat16 = random_weight(32, 384, 128), cublas_of()
+    assert in_bfloat16.serves(linear_of(weight, cublas=in_bfloat16).weight.value_NK)
+    with pytest.warns(RuntimeWarning, match="wrong or refused when probed"):
+        linear = linear_of(weight, cublas=cublas_of(dtype=torch.float16))
+    assert error_of(linear, weight, torch.randn(80, 384, device=DEVICE).half()) < fp8_tolerance(torch.float16)
+
+
+def test_cublas_is_only_for_cards_that_have_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", in_blocks)
+    assert ScaledMm.on(torch.device("cpu"), torch.bfloat16, per_token=True) is None
+    for capability in ((8, 9), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert ScaledMm.on(torch.device("cuda"), torch.bfloat16, per_token=False) is None
 
 
 def test_deterministic_kernels_never_take_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "has_scaled_mm", lambda device: True)
+    monkeypatch.setattr(ScaledMm, "on", lambda device, dtype, per_token: cublas_of())
+    monkeypatch.setattr(torch, "_scaled_mm", in_blocks)
     weight = random_weight(32, 384, 128)
     for deterministic in (False, True):
-        linears = fp8_linears(DEVICE, deterministic)["fp8"]
+        linears = fp8_linears(DEVICE, torch.bfloat16, deterministic)["fp8"]
         linear = linears.prepare(weight)
         assert isinstance(linear, Fp8Linear)
-        assert linear.by_cublas == ("cuBLAS" in linears.served_by) == (not deterministic)
+        assert (linear.cublas is not None) == ("cuBLAS" in linears.served_by) == (not deterministic)
