@@ -34,6 +34,11 @@ class Target:
     def has_wgmma(self) -> bool:
         return self.capability[0] == 9
 
+    @property
+    def converts_fp8(self) -> bool:
+        """Has instructions that convert two FP8 codes to float16 (PTX ISA, `cvt`)."""
+        return self.capability >= (8, 9)
+
 
 def shared_bytes_of(capability: tuple[int, int]) -> int:
     """Most shared memory of one block, in bytes (CUDA C++ Programming Guide, technical specifications per compute

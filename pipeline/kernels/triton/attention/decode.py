@@ -62,6 +62,7 @@ def _decode(
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
     IS_FP8: tl.constexpr,
+    CONVERTS: tl.constexpr,
     STAGES: tl.constexpr,
     SHARED_QUERIES: tl.constexpr,
 ):
@@ -102,7 +103,7 @@ def _decode(
             v_scale_ptr + kv_head if IS_FP8 else None,
             *(table_ptr + sequence.to(tl.int64) * table_stride, context),
             *(first_tile * KEYS, last_tile * KEYS, scale, window),
-            *(NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, IS_FP8, STAGES),
+            *(NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, IS_FP8, CONVERTS, STAGES),
         )
         if partial < 0:
             out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM
@@ -209,7 +210,8 @@ def decode_launches(
         (num_kv_heads, metadata.num_programs),
         arguments,
         shape
-        | {"BLOCK": block_size, "KEYS": KEYS, "WINDOWED": windowed, "IS_FP8": is_fp8, "STAGES": stages}
+        | {"BLOCK": block_size, "KEYS": KEYS, "WINDOWED": windowed, "IS_FP8": is_fp8}
+        | {"CONVERTS": target.converts_fp8, "STAGES": stages}
         | {"SHARED_QUERIES": 0 if shared is None else shared.shape.num_queries},
         num_stages=stages,
     )

@@ -54,6 +54,7 @@ def _prefill(
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
     IS_FP8: tl.constexpr,
+    CONVERTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     kv_head, item = tl.program_id(0), tl.program_id(1)
@@ -100,13 +101,13 @@ def _prefill(
             *(weighted_RD, best_R, sum_R, q_RD, position_R, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr),
             *(table_ptr, context),
             *(begin, masked_from, scale, window),
-            *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, False, False, IS_FP8, STAGES),
+            *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, False, False, IS_FP8, CONVERTS, STAGES),
         )
     weighted_RD, best_R, sum_R = attend(
         *(weighted_RD, best_R, sum_R, q_RD, position_R, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr),
         *(table_ptr, context),
         *(masked_from, end, scale, window),
-        *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, IS_FP8, STAGES),
+        *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, IS_FP8, CONVERTS, STAGES),
     )
     out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM + column_D[None, :]
     out_RD = weighted_RD / sum_R[:, None]
@@ -162,8 +163,8 @@ def prefill_launch(
     _, block_size, num_kv_heads, _ = cache.k_CBKD.shape
     assert q_TND.stride()[1:] == (head_dim, 1)
     assert out_TND.is_contiguous()
-    columns = power_of_two(head_dim, 16)
     is_fp8 = cache.k_CBKD.dtype == FP8
+    columns = power_of_two(head_dim, 32 if is_fp8 else 16)
     keys, stages = tile_of(columns, q_TND.element_size(), is_fp8, metadata.window is not None, target)
     return Launch(
         _prefill,
@@ -183,6 +184,7 @@ def prefill_launch(
             "KEYS": keys,
             "WINDOWED": metadata.window is not None,
             "IS_FP8": is_fp8,
+            "CONVERTS": target.converts_fp8,
             "STAGES": stages,
         },
         num_warps=8,

@@ -58,7 +58,7 @@ def test_blocks_of_any_size_and_windows_at_tile_borders(block_size: int, window:
     check(make_step([(67, 1), (130, 20), (129, 2)], (2, 1), 16, block_size, torch.float32), window)
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)  # its products: float16
 @pytest.mark.parametrize("window", [None, 13])
 @pytest.mark.parametrize("name", ["decoding, ragged", "drafts", "chunk behind a prefix", "mixed"])
 def test_attention_over_an_fp8_cache(name: str, window: int | None, dtype: torch.dtype) -> None:
@@ -72,6 +72,28 @@ def test_groups_head_sizes_and_blocks_of_an_fp8_cache(
 ) -> None:
     lengths = [(67, 1), (130, 20), (70, 3)]
     check(make_step(lengths, (2 * group, 2), head_dim, block_size, dtype, with_fp8=True), None)
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize(("of_keys", "of_values"), [(1e-4, 1e4), (1e4, 1e-4), (1.0, 1e-9), (1.0, 1e9)])
+def test_an_fp8_cache_of_values_of_any_size(of_keys: float, of_values: float, queries: int) -> None:
+    """Products are in float16, whose range ends at 6e-8 and 65,504."""
+    step = make_step([(150, queries), (70, 1)], (4, 1), 32, 64, torch.bfloat16, with_fp8=True)
+    for scale, size in ((step.cache.k_scale_CBK, of_keys), (step.cache.v_scale_CBK, of_values)):
+        assert scale is not None
+        scale *= size
+    step.q_TND.mul_(1 / of_keys)
+    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    oracle = reference_attention(*step.wide, step.where, 0.3, None)
+    assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[torch.bfloat16] * of_values
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_broken_query_over_an_fp8_cache_stays_in_its_row(broken: float) -> None:
+    step = make_step([(66, 1), (100, 12), (200, 1)], (2, 1), 16, 64, torch.float32, with_fp8=True)
+    step.q_TND[3, 1, 5] = broken
+    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    assert torch.isfinite(ours).all(-1).logical_not().nonzero().tolist() == [[3, 1]]
 
 
 def test_a_broken_value_or_key_stays_in_its_head_and_sequence() -> None:
