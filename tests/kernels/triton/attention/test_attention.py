@@ -13,7 +13,7 @@ from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton.attention.decode_metadata import KEYS, DecodeMetadata, decode_items, most_queries
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, plan_key
 from pipeline.kernels.triton.launch import H100, Target
-from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, Step, make_step
+from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, Step, make_step, sharing
 
 # numpy's, of rows that stand for no query: 0 / 0 in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -72,6 +72,41 @@ def test_groups_head_sizes_and_blocks_of_an_fp8_cache(
 ) -> None:
     lengths = [(67, 1), (130, 20), (70, 3)]
     check(make_step(lengths, (2 * group, 2), head_dim, block_size, dtype, with_fp8=True), None)
+
+
+def converted_blocks_of(step: Step, window: int | None) -> list[int] | None:
+    block_X = step.where.plans[plan_key(window)].prefill.block_X
+    return None if block_X is None else block_X.tolist()
+
+
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_blocks_that_prompts_read_from_an_fp8_cache_are_converted_once(head_dim: int) -> None:
+    """Two prompts that share their first block, and a sequence that decodes."""
+    step = make_step([(300, 300), (150, 80), (200, 1)], (8, 2), head_dim, 64, torch.float16, with_fp8=True)
+    step = sharing(step, [([0, 1], 1)])
+    check(step, None)
+    table_SM = step.where.block_table_SM
+    assert converted_blocks_of(step, None) == sorted({*table_SM[0, :5].tolist(), *table_SM[1, :3].tolist()})
+
+
+def test_a_tile_converts_what_hardly_any_other_tile_reads() -> None:
+    step = make_step([(300, 60)], (4, 1), 16, 64, torch.float16, with_fp8=True)  # two tiles
+    check(step, None)
+    assert converted_blocks_of(step, None) is None
+
+
+def test_blocks_before_a_window_are_not_converted_and_not_read() -> None:
+    """The first tile of keys begins before the window, where what is masked must be finite: 0 * NaN is NaN."""
+    step = make_step([(500, 180), (64, 64)], (4, 1), 16, 16, torch.float16, seed=12, with_fp8=True)
+    mine, others = (row[row >= 0] for row in step.where.block_table_SM)
+    step.cache.fill(others.tolist(), float("nan"))
+    window = 500 - 180 - 216 + 1  # the first key that is seen: 216; its tile begins at 192
+    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, window)
+    found = converted_blocks_of(step, window)
+    assert found is not None
+    assert found[0] in others, "what no block of the table maps to is another sequence's"
+    assert set(found) == {*mine[128 // 16 :].tolist(), *others.tolist()}
+    assert torch.isfinite(ours[:180]).all()
 
 
 @pytest.mark.parametrize("queries", [1, 20])
