@@ -8,6 +8,7 @@ Suffixes: those of `kernels/contract.py`, and X blocks of the converted cache, M
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 # It does not see what `triton.jit` makes of a function.
 
 import numpy as np
@@ -65,7 +66,7 @@ def _convert(
     is_pair_RD = is_row_R[:, None] & (pair_D < HEAD_DIM // 2)[None, :]
     out_RD = (tl.program_id(0).to(tl.int64) * HEADS + row_R)[:, None] * HEAD_DIM + column_D[None, :]
     is_out_RD = is_row_R[:, None] & (column_D < HEAD_DIM)[None, :]
-    FACTOR: tl.constexpr = 1.0 if CONVERTS else 256.0  # pyright: ignore[reportAssignmentType]
+    FACTOR: tl.constexpr = 1.0 if CONVERTS else 256.0
     for kind in tl.static_range(2):
         code_ptr, scale_ptr, to_ptr = (v_ptr, v_scale_ptr, v_out_ptr) if kind else (k_ptr, k_scale_ptr, k_out_ptr)
         code_RD = tl.load(code_ptr.to(tl.pointer_type(tl.int16)) + pair_RD, mask=is_pair_RD, other=0)

@@ -6,6 +6,7 @@ holds log2(e). Suffixes in kernels: R rows, L keys of a tile, D head size.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # It does not see what `triton.jit` makes of a function.
 
 import triton

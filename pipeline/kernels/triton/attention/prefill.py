@@ -24,7 +24,6 @@ from pipeline.kernels.triton.attention.converted_cache import converted_blocks
 from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, stages_for
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
 
-
 MAX_KEYS = 128  # of a tile
 
 
