@@ -59,8 +59,9 @@ def attend(
     KV_STRIDE elements apart. With IS_FP8 they hold codes, and the scale pointers point at the KV head's scales.
     weighted_RD and sum_R are relative to 2^best_R; best_R is -inf before a row saw any key.
 
-    Codes are read in pairs, and each product is one of even and one of odd columns: values reach the product in pairs
-    of keys, so as elements of 8 bits each would be read by itself. Products are in float16, whatever the type of q.
+    Codes are loaded in pairs of columns, as elements of 16 bits, and multiplied as even and odd columns: the
+    instruction that transposes values on their way to a product takes no elements of 8 bits, which would be read from
+    shared memory one by one. Products are in float16 (float32 if q is), where two codes are converted at once.
     The keys' scales multiply scores, the values' scales weights, so that the products read exact codes. Rows of q are
     divided by powers of two, and best_R is the largest of score + log2(the value's scale) - LIFT, so that neither q nor
     weights leave float16's range.

@@ -110,7 +110,7 @@ def test_blocks_before_a_window_are_not_converted_and_not_read() -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 20])
-@pytest.mark.parametrize(("of_keys", "of_values"), [(1e-4, 1e4), (1e4, 1e-4), (1.0, 1e-9), (1.0, 1e9)])
+@pytest.mark.parametrize(("of_keys", "of_values"), [(1e-6, 1e4), (1e6, 1e-4), (1.0, 1e-9), (1.0, 1e9)])
 def test_an_fp8_cache_of_values_of_any_size(of_keys: float, of_values: float, queries: int) -> None:
     """Products are in float16, whose range ends at 6e-8 and 65,504."""
     step = make_step([(150, queries), (70, 1)], (4, 1), 32, 64, torch.bfloat16, with_fp8=True)
