@@ -31,7 +31,8 @@ REAL_ENGINES = (
 )
 JOBS = (*REAL_ENGINES, "tests/job/dataflow/")
 # Where the files are that take longest, up to a minute each.
-LONG = ("tests/job/", "tests/engine/", "tests/gpu/", "tests/kernels/", "tests/parity/", "tests/bench/")
+LONG = ("tests/job/", "tests/engine/", "tests/gpu/", "tests/kernels/", "tests/parity/", "tests/bench/",
+        "tests/benchmarks/")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,9 +52,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
-        """A file stays on one worker, which makes its fixtures once, and all of JOBS on one too."""
+        """A file stays on one worker, which makes its fixtures once, and all of JOBS on one too. On a GPU most of a
+        test is compiling its kernels: there each test of `tests/gpu` runs on its own."""
 
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("tests/gpu/") and "card, " in nodeid:
+                return nodeid
             return "jobs" if nodeid.startswith(JOBS) else nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False  # by the number of tests, which says little of their time

@@ -1,7 +1,7 @@
 """What a card could do with a model and the fixed request sets, by the cost model. Needs no card.
 
-Figures are bounds where all shares are 1 and every linear takes its fastest path: no engine is faster. With shares that
-kernels reach, and the paths that the engine takes, they are predictions.
+With the shares that kernels reach, and the paths that the engine takes, figures are predictions. They are bounds where
+all shares are 1 and every linear takes its fastest path: no engine is faster.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ from pipeline.roofline.cost_model import (
     StepSeconds,
     StepTokens,
     Weights,
-    crossover,
     step_seconds,
 )
 from pipeline.roofline.job_simulation import Batching, JobSeconds, kv_room, simulate_job
+from pipeline.roofline.shares import BOUND, MEASURED, source
 
 CONTEXT = 1024  # of each sequence in the table of steps
 DECODING = (1, 16, 64, 256, 1024)  # sequences that compute one token each
@@ -91,28 +91,29 @@ class RooflineBench:
     serving: Serving
     reached: Reached
     cards: tuple[Card, ...]
-    crossovers: dict[str, int | None]  # card -> tokens from which 16-bit products are faster than int4 ones
     steps: tuple[StepBound, ...]
     jobs: tuple[JobBound, ...]
     sets: tuple[str, ...]
 
     @property
+    def has_choice(self) -> bool:
+        """Of paths of its linears."""
+        return any(bound.weights.startswith("int4") for bound in self.jobs)
+
+    @property
     def is_bound(self) -> bool:
-        has_choice = any(bound.weights.startswith("int4") for bound in self.jobs)
-        served = self.serving.paths == "fastest" or not has_choice
-        return self.reached == Reached() and self.serving.shared_reads == "once" and served
+        served = self.serving.paths == "fastest" or not self.has_choice
+        return self.reached == BOUND and self.serving.shared_reads == "once" and served
 
     def to_json(self) -> dict[str, Any]:
         return {"bench": "roofline", **asdict(self), "is_bound": self.is_bound}
 
     def to_text(self) -> str:
-        r = self.reached
+        reached = "kernels at the data sheet" if self.reached == BOUND else source([card.name for card in self.cards])
         lines = [
             f"By the cost model, nothing was run: {self.model}.",
             self.serving.to_text(),
-            f"Shares of the cards' figures that kernels reach: bandwidth {r.bandwidth:g}, products {r.gemm:g}, int4 "
-            f"products {r.int4:g}, fp8 products {r.fp8:g}; {r.step_s * 1e3:g} ms beside each step."
-            + (" A bound: nothing is faster." if self.is_bound else ""),
+            f"{reached[0].upper()}{reached[1:]}." + (" A bound: nothing is faster." if self.is_bound else ""),
             "",
             f"Steps, milliseconds; contexts of {CONTEXT:,} tokens. Attention counts the longer of products and KV.",
         ]
@@ -122,9 +123,8 @@ class RooflineBench:
         ]
         parts = "all >8.2f | linears >8.2f | attention >10.2f | KV >8.2f | head >8.2f"
         lines += table(f"card <16 | step <26 | {parts}", steps)
-        for card, tokens in self.crossovers.items():
-            if tokens is not None:
-                lines.append(f"{card}: 16-bit products are faster than int4 ones from {tokens} tokens on.")
+        if self.has_choice and self.serving.paths == "engine":
+            lines += [_crossover(card) for card in self.cards]
         lines += [
             "",
             "Whole jobs. tail: seconds in which fewer requests were left than half of the most at once.",
@@ -151,6 +151,14 @@ class RooflineBench:
         return [f"| {' | '.join(row)} |" for row in rows]
 
 
+def _crossover(card: Card) -> str:
+    at = crossover_of(card.compute_capability)
+    return (
+        f"{card.name}: the int4 product up to {at.cached} tokens where 16-bit weights are kept, {at.scratch} where "
+        f"they are not ({at.source})."
+    )
+
+
 def _cell(bound: JobBound) -> str:
     if bound.job is None:
         return "not served" if bound.lacks else "does not fit"
@@ -162,7 +170,7 @@ def bench_roofline(
     cards: Sequence[str] = (),
     requests: Sequence[str] = (),
     serving: Serving = Serving(),
-    reached: Reached = Reached(),  # noqa: B008 (frozen)
+    reached: Reached = MEASURED,
 ) -> RooflineBench:
     """Steps and jobs of `model` (a shape's name or a checkpoint) on `cards` (beginnings of their names; else all).
 
@@ -174,10 +182,8 @@ def bench_roofline(
     sets = [find_set(name) for name in requests] or list(REQUEST_SETS.values())
     steps: list[StepBound] = []
     jobs: list[JobBound] = []
-    crossovers: dict[str, int | None] = {}
     for card in chosen:
         ceilings = Ceilings.of_card(card, reached)
-        crossovers[card.name] = crossover(size, weights, ceilings)
         served = crossover_of(card.compute_capability)
         jobs += [_job(each, size, weights, ceilings, serving, served) for each in sets]
         if weights.fp8 and card.fp8_flops is None:
@@ -188,7 +194,7 @@ def bench_roofline(
             for work, tokens in _steps()
         ]
     told = tuple(each.to_text() for each in sets)
-    return RooflineBench(about, serving, reached, chosen, crossovers, tuple(steps), tuple(jobs), told)
+    return RooflineBench(about, serving, reached, chosen, tuple(steps), tuple(jobs), told)
 
 
 def model_size(name: str, activation_dtype: str = "auto") -> tuple[DecoderSize, Weights, str]:

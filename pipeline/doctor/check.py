@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config import JobConfig
 from pipeline.formatting import printable
+
+if TYPE_CHECKING:
+    import torch
 
 State = Literal["ok", "warning", "failed"]
 
@@ -49,6 +52,15 @@ class Setup:
         storages = (job.model.storage, job.input.storage, job.output.storage)
         paths = (job.model.path, job.input.path, job.output.path)
         return cls(*paths, *storages, job.engine.device, job.engine.dtype, job.engine.kv_cache_dtype, job)
+
+    @property
+    def torch_device(self) -> "torch.device":
+        """The device that an engine would take; the CPU where torch sees no GPU, which a check of its own reports."""
+        import torch
+
+        from pipeline.machine.device import find_device
+
+        return find_device(self.device if torch.cuda.is_available() else "cpu")
 
     @property
     def activation_dtype(self) -> str:

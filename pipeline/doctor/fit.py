@@ -1,5 +1,5 @@
-"""What a model takes in memory, how many sequences of which length fit beside it, and how fast it could be at the most:
-here and on known cards, as a job asks for it.
+"""What a model takes in memory, how many sequences of which length fit beside it, and how fast it would be: here and on
+known cards, as a job asks for it.
 
 Figures come from config.json and from the engine's own rules (`engine/startup/memory.py`); no weights are read. A
 card's memory is its data sheet's (`hardware.yaml`), all of it free.
@@ -29,6 +29,7 @@ from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
 from pipeline.report.number_formats import aligned
 from pipeline.roofline.cards import Card, card_of_device, load_cards
+from pipeline.roofline.shares import source
 
 LENGTHS = (512, 2_048, 8_192, 32_768)
 BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # of the KV cache, as the engine has it when nothing else is asked for
@@ -79,8 +80,9 @@ class MemoryTable:
             [
                 "memory of the model",
                 f"  files           {files}",
-                "  sequences that fit at once, by their length in tokens; tokens a second at the most, by the cost",
-                f"  model and data sheets: of prompts, and out by as many sequences of {CONTEXT} as run there at once:",
+                "  sequences that fit at once, by their length in tokens; tokens a second by the cost model: of",
+                f"  prompts, and out by as many sequences of {CONTEXT} as run there at once;",
+                f"  {source([p.name for p in self.places])}:",
                 *(f"    {line}" for line in aligned(rows)),
                 *(f"    {p.name} cannot run this: {p.lacks}" for p in self.places if p.lacks),
             ]
@@ -109,12 +111,13 @@ class _Fit:
     lengths: tuple[int, ...]
 
     def here(self) -> Place:
-        if torch.cuda.is_available() and self.setup.device != "cpu":
-            about = torch.cuda.get_device_properties(torch.cuda.current_device())
+        device = self.setup.torch_device
+        if device.type == "cuda":
+            about = torch.cuda.get_device_properties(device)
             known = card_of_device(about.name)
-            memory, capability = torch.cuda.mem_get_info()[1], (about.major, about.minor)
+            memory, capability = torch.cuda.mem_get_info(device)[1], (about.major, about.minor)
             return self.on_gpu("this machine's GPU", memory, capability, known)
-        device, free = torch.device("cpu"), free_cpu_bytes()
+        free = free_cpu_bytes()
         dtype = self._dtype(device)
         weights = weight_bytes(self.config, device, dtype, activation_dtype=self.setup.activation_dtype)
         return self._place("this machine (free)", free, device, dtype, weights, int((free - weights) * CPU_SHARE))

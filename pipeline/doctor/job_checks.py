@@ -124,10 +124,10 @@ def _architecture(folder: Path, setup: Setup) -> Iterator[Check]:
     kind = stored if config.quantization is None else f"{config.quantization}, the rest {stored}"
     size = f"{config.num_parameters() / 1e6:,.1f} million parameters"
     yield Check("model", "architecture", "ok", f"{size}, {config.num_layers} layers, {kind}")
-    device = torch.device("cuda" if torch.cuda.is_available() and setup.device != "cpu" else "cpu")
+    device = setup.torch_device
     dtype = DTYPES.get(setup.dtype) or default_dtype(device, config.dtype)
     need = weight_bytes(config, device, dtype, activation_dtype=setup.activation_dtype)
-    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else free_cpu_bytes()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_cpu_bytes()
     kv = config.kv_bytes_per_token(kv_type(setup, dtype))
     context = f"a full context of {config.max_position:,} tokens {shown_bytes(kv * config.max_position)}"
     weights = f"about {shown_bytes(need)} of weights in {str(dtype).removeprefix('torch.')}"

@@ -111,7 +111,7 @@ def kernels(setup: Setup) -> Iterator[Check]:
     from pipeline.model.config import DTYPES
 
     yield _numba_layer()
-    device = torch.device("cuda" if torch.cuda.is_available() and setup.device != "cpu" else "cpu")
+    device = setup.torch_device
     dtype = DTYPES.get(setup.dtype) or default_dtype(device, torch.bfloat16)
     try:
         kernels = select_kernels(device, dtype)

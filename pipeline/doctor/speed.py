@@ -1,7 +1,5 @@
-"""What a card could do with a model at the most, by the cost model.
-
-Every kernel is at the limits of the card's data sheet, int4 linears take the path that the engine takes.
-"""
+"""Speed of a model on a card by the cost model: kernels at the shares of the data sheet in `roofline/shares.py`, int4
+linears by the path that the engine takes."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +9,8 @@ from pipeline.engine.startup.batch_limits import BatchLimits
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card
-from pipeline.roofline.cost_model import Ceilings, Reached, StepTokens, step_seconds
+from pipeline.roofline.cost_model import Ceilings, StepTokens, step_seconds
+from pipeline.roofline.shares import MEASURED
 
 CONTEXT = 512  # of each sequence, where the model takes as many
 
@@ -44,7 +43,7 @@ def speed_on(
     of_card = crossover_of(card.compute_capability)
     most_fused = of_card.cached if keeps_dense else of_card.scratch
     weights = replace(weights, cached=keeps_dense, fused_tokens=most_fused)
-    size, ceilings = config.size, Ceilings.of_card(card, Reached())
+    size, ceilings = config.size, Ceilings.of_card(card, MEASURED)
 
     def tokens_per_s(sequences: int, count: int) -> float:
         step = StepTokens(np.full(sequences, count), np.full(sequences, context), sequences)

@@ -1,7 +1,7 @@
-"""How fast the cards of `hardware.yaml` would compute a job, by the cost model: nothing was run on one.
+"""How fast the cards of `hardware.yaml` would compute a job, by the cost model.
 
-A sample of the job's requests goes through the simulated schedule of one engine, with kernels at a stated share of the
-card's data sheet. The high end of an interval is at that share, the low end at all of it.
+A sample of the job's requests goes through the simulated schedule of one engine, with kernels at the card's data sheet
+and at the shares of it in `roofline/shares.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,18 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card
-from pipeline.roofline.cost_model import AWQ, DENSE, DENSE_BYTES, Ceilings, Reached, Weights
+from pipeline.roofline.cost_model import AWQ, DENSE, DENSE_BYTES, Ceilings, Weights
 from pipeline.roofline.job_simulation import Batching, JobSeconds, RequestTokens, simulate_job
+from pipeline.roofline.shares import BOUND, MEASURED
 
 BLOCK_SIZE = 64  # of the KV cache on a card
 LOAD_BYTES_PER_S = 1e9  # of the checkpoint's files, assumed
 STARTUP_S = 40.0  # of a process with CUDA and its kernels, assumed
-BEST = Reached()
-ASSUMED = Reached(bandwidth=0.7, kv=0.7, gemm=0.6, int4=0.5, attention=0.4, fp8=0.5, step_s=0.002)
-ASSUMED_TOLD = "kernels at 40 to 70 % of the data sheet and 2 ms beside each step: assumed, nothing ran on a card"
 
 
 @dataclass(frozen=True)
 class OnCard:
-    """best and assumed: the sample of requests, with kernels at the data sheet and at the assumed share of it; None
+    """best and expected: the sample of requests, with kernels at the data sheet and at the engine's shares of it; None
     where it does not fit, as `lacks` says."""
 
     card: str
@@ -35,7 +33,7 @@ class OnCard:
     kv_tokens: int
     max_num_seqs: int
     best: JobSeconds | None = None
-    assumed: JobSeconds | None = None
+    expected: JobSeconds | None = None
     load_s: float = 0.0
     lacks: str = ""
 
@@ -98,7 +96,7 @@ def on_card(
     base = OnCard(card.name, name, 0, seqs)
     if weights.fp8 and card.fp8_flops is None:
         return replace(base, lacks="has no fp8 products")
-    ceilings = Ceilings.of_card(card, BEST)
+    ceilings = Ceilings.of_card(card, BOUND)
     form = served_form(weights, size, ceilings, crossover_of(card.compute_capability), seqs, value_bytes)
     room = usable_kv_room(size, form, ceilings, value_bytes)
     longest = max(request.prompt + request.output for request in requests)
@@ -106,11 +104,11 @@ def on_card(
         return replace(base, lacks="the weights and one request do not fit its memory")
     batching = Batching(seqs, tokens, room, BLOCK_SIZE)
     try:
-        best, assumed = (
+        best, expected = (
             simulate_job(requests, size, form, replace(ceilings, reached=reached), batching, 0, value_bytes)
-            for reached in (BEST, ASSUMED)
+            for reached in (BOUND, MEASURED)
         )
     except ConfigError as error:
         return replace(base, lacks=str(error))
     load_s = (size.linear_parameters * form.read_bytes + 2 * size.head_parameters * DENSE_BYTES) / LOAD_BYTES_PER_S
-    return OnCard(card.name, name, room, seqs, best, assumed, load_s)
+    return OnCard(card.name, name, room, seqs, best, expected, load_s)

@@ -256,17 +256,17 @@ def _on_cards(
 
 def _card_pool(found: OnCard, work: _Work, requests: int, actors: int, prices: PriceList) -> PoolEstimate:
     nothing = Interval(0, 0, 0)
-    if found.best is None or found.assumed is None:
+    if found.best is None or found.expected is None:
         return PoolEstimate(found.card, actors, nothing, nothing, weights=found.weights, lacks=found.lacks)
     scale = work.sequences / requests / actors * work.imbalance(actors)
     start_s = STARTUP_S + found.load_s
-    # The assumed speed is expected; the data sheet's is the best there is, and as much slower again the worst.
+    # The low end is the data sheet's speed, which is the best there is; the high end is as much slower again.
     tokens = work.prompt.expected + work.generated.expected
     fewest, most = (work.prompt.low + work.generated.low) / tokens, (work.prompt.high + work.generated.high) / tokens
-    slow_s = found.assumed.wall_s * found.assumed.wall_s / found.best.wall_s
+    slow_s = found.expected.wall_s * found.expected.wall_s / found.best.wall_s
     each = Interval(
         (start_s + scale * found.best.wall_s * fewest) * 1e6,
-        (start_s + scale * found.assumed.wall_s) * 1e6,
+        (start_s + scale * found.expected.wall_s) * 1e6,
         (start_s + scale * slow_s * most) * 1e6,
     )
     machine, price = each.times(actors), prices.of(found.card)

@@ -33,7 +33,7 @@ def advice_for_card(
 ) -> tuple[Advice, ...]:
     """Rows and tokens of a step and the form of the weights, by the cost model."""
     now = on_card(card, model, serving, requests)
-    if now.assumed is None:
+    if now.expected is None:
         return ()
     used = limits_on(card, model, serving)
     by_rows = {seqs: on_card(card, model, replace(serving, max_num_seqs=seqs), requests) for seqs in ROWS}
@@ -55,21 +55,21 @@ def advice_for_card(
 
 def _best(now: OnCard, tried: Mapping[K, OnCard], used: K) -> list[tuple[K, OnCard, float]]:
     """The fastest of those tried, where it is worth a change."""
-    assert now.assumed is not None
-    fits = {key: found for key, found in tried.items() if found.assumed is not None}
+    assert now.expected is not None
+    fits = {key: found for key, found in tried.items() if found.expected is not None}
     if not fits:
         return []
-    key, best = min(fits.items(), key=lambda item: item[1].assumed.wall_s)  # pyright: ignore
-    gain = 1 - best.assumed.wall_s / now.assumed.wall_s  # pyright: ignore
+    key, best = min(fits.items(), key=lambda item: item[1].expected.wall_s)  # pyright: ignore
+    gain = 1 - best.expected.wall_s / now.expected.wall_s  # pyright: ignore
     return [(key, best, gain)] if key != used and gain >= WORTH else []
 
 
 def _why_rows(now: OnCard, better: OnCard) -> str:
-    assert now.assumed is not None
-    assert better.assumed is not None
+    assert now.expected is not None
+    assert better.expected is not None
     return (
-        f"the KV cache has room for {better.kv_tokens:,} tokens; {better.assumed.sequences:.0f} rows at once on "
-        f"average instead of {now.assumed.sequences:.0f}, so that a reading of the weights serves more of them"
+        f"the KV cache has room for {better.kv_tokens:,} tokens; {better.expected.sequences:.0f} rows at once on "
+        f"average instead of {now.expected.sequences:.0f}, so that a reading of the weights serves more of them"
     )
 
 

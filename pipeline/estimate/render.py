@@ -1,12 +1,12 @@
 """A job's estimate as text for a terminal."""
 
-from pipeline.estimate.cards import ASSUMED_TOLD
 from pipeline.estimate.job_estimate import JobEstimate
 from pipeline.estimate.pool import PoolEstimate
 from pipeline.formatting import counted, duration, printable
 from pipeline.report.estimate import Interval
 from pipeline.report.number_formats import aligned, money, percent, seconds
 from pipeline.report.record.run_record import PHASES
+from pipeline.roofline.shares import source
 
 NOTHING_KNOWN = (
     "Nothing is known of this model's speed on this machine. `--probe 64` computes so many rows and measures; the run "
@@ -40,7 +40,7 @@ def text(found: JobEstimate) -> str:
         lines += ["", "  On cards, by the cost model; low, expected and high"]
         lines += [f"    {line}" for line in aligned(_card_rows(found.cards))]
         lines += [f"    {pool.place}: {pool.lacks}" for pool in found.cards if pool.lacks]
-        lines.append(f"    Expected: {ASSUMED_TOLD}.")
+        lines.append(f"    Expected: {source([pool.place for pool in found.cards])}.")
     lines += [f"    {doubt[0].upper()}{doubt[1:]}." for doubt in found.doubts]
     if found.advice:
         lines += ["", "  Worth changing"]

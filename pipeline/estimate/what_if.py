@@ -1,7 +1,7 @@
 """What a job that ran would have taken on other hardware, with another number of engines, form of weights or price.
 
 Measured: the run's own phases. Modelled: how the time of computing would change, by the cost model of a card. Where
-the run was on no known card, the card's time is the cost model's own, at the assumed share of its data sheet.
+the run was on no known card, the card's time is the cost model's own, at the engine's shares of its data sheet.
 """
 
 from collections.abc import Mapping, Sequence
@@ -106,7 +106,7 @@ def with_quantization(report: RunReport) -> RunReport:
         return report
     if here.weights == dense.weights:
         return report
-    ratio = dense.assumed.wall_s / here.assumed.wall_s  # pyright: ignore[reportOptionalMemberAccess]
+    ratio = dense.expected.wall_s / here.expected.wall_s  # pyright: ignore[reportOptionalMemberAccess]
     us = round((report.phases_us["prefill"] + report.phases_us["decode"]) * (ratio - 1))
     usd = report.cost.total_usd and us * report.cost.total_usd / report.machine_us
     saving = Saving("quantization", us, usd, "modelled", f"16-bit weights on {own.name}")
@@ -139,11 +139,11 @@ def _on_hardware(
     there = _on_card(card, report, model, resolved, name)
     if own is not None:
         here = _on_card(own, report, model, resolved, None)
-        ratio = there.assumed.wall_s / here.assumed.wall_s  # pyright: ignore[reportOptionalMemberAccess]
+        ratio = there.expected.wall_s / here.expected.wall_s  # pyright: ignore[reportOptionalMemberAccess]
         told = f"computing {ratio:.2f} times as long, by the cost model, against the measured time on {own.name}"
         return _Scaled(card, computing_us * ratio, None, told)
     rows = sum(bucket.rows.rows for bucket in report.lengths)
-    us = there.assumed.wall_s / len(_requests(report)) * rows * 1e6  # pyright: ignore[reportOptionalMemberAccess]
+    us = there.expected.wall_s / len(_requests(report)) * rows * 1e6  # pyright: ignore[reportOptionalMemberAccess]
     told = f"{card.name} with {there.weights} by the cost model alone, nothing measured on a card"
     return _Scaled(card, us, (STARTUP_S + there.load_s) * 1e6, told)
 
@@ -154,7 +154,7 @@ def _on_card(
     """A schedule of requests as long as the job's. Raises ConfigError where they do not fit the card."""
     serving = CardServing(kv_cache_dtype="fp8" if "fp8" in str(resolved.get("kv_cache_dtype", "")) else "auto")
     found = on_card(card, model, serving, _requests(report), weights)
-    if found.assumed is None:
+    if found.expected is None:
         raise ConfigError(f"--what-if: {found.card} with {found.weights}: {found.lacks}")
     return found
 

@@ -3,12 +3,12 @@
 A step's weights have to be read once, the keys and values of its contexts once, and its products computed; each
 operation takes the longer of its reading and its computing, one operation after the other. Not in it: norms, rotations
 and gating (their tensors may stay in the card's cache), the embedding's rows, the choice of tokens. With all shares of
-`Reached` 1 the result is a bound that nothing beats; with shares measured on the card it is a prediction.
+`Reached` 1 the result is a bound that nothing beats; with the shares of `shares.py` it is a prediction.
 
 S: sequences of a step.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -104,9 +104,10 @@ AWQ = Weights(int4=True)
 class Reached:
     """Shares of the card's figures that kernels reach, and what starts them costs. The default is the bound.
 
-    bandwidth: of reading weights and of dequantizing. kv: of the bandwidth, reading keys and values. gemm, int4,
-    attention: of the matrix rate, by 16-bit products, fused int4 products, and attention; fp8: of the rate in fp8, by
-    products of such activations. step_s: of each step, in which the card waits for the host or for kernels to start.
+    bandwidth: of reading weights and of dequantizing; kv, int4_read: of the bandwidth, reading keys and values, and
+    weights by the fused int4 product. gemm, int4, attention: of the matrix rate, by 16-bit products, fused int4
+    products, and attention; fp8: of the rate in fp8, by products of such activations. step_s, layer_s: of each step and
+    of each of its layers, in which the card waits for the host or for kernels to start.
     """
 
     bandwidth: float = 1.0
@@ -115,7 +116,9 @@ class Reached:
     int4: float = 1.0
     attention: float = 1.0
     fp8: float = 1.0
+    int4_read: float = 1.0
     step_s: float = 0.0
+    layer_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ def linear_seconds(num_tokens: int, inputs: int, outputs: int, weights: Weights,
     if not weights.int4:
         return {"dense": dense_s}
     packed = weights.packed_bytes * parameters
-    int4_s = max(packed / bytes_per_s, flops / (card.flops_per_s * reached.int4))
+    int4_s = max(packed / (card.bytes_per_s * reached.int4_read), flops / (card.flops_per_s * reached.int4))
     paths = {"int4": int4_s, "dense": dense_s}
     if not weights.cached:
         paths = {"int4": int4_s, "scratch": dense_s + (packed + DENSE_BYTES * parameters) / bytes_per_s}
@@ -225,24 +228,5 @@ def step_seconds(
         attention_s=attention_flops / (card.flops_per_s * reached.attention),
         kv_s=kv_bytes / (card.bytes_per_s * reached.kv),
         head_s=head_s,
-        launch_s=reached.step_s,
+        launch_s=reached.step_s + size.layers * reached.layer_s,
     )
-
-
-def crossover(size: DecoderSize, weights: Weights, card: Ceilings, most: int = 8192) -> int | None:
-    """The fewest tokens at which a layer's 16-bit products are faster than its int4 ones; None: not up to `most`."""
-
-    either = replace(weights, fused_tokens=None)
-
-    def dense_wins(num_tokens: int) -> bool:
-        paths = [linear_seconds(num_tokens, k, n, either, card) for _, k, n in size.linears()]
-        other = "dense" if weights.cached else "scratch"
-        return sum(path[other] for path in paths) < sum(path["int4"] for path in paths)
-
-    if not weights.int4 or weights.fp8 or not dense_wins(most):
-        return None
-    low, high = 0, most  # int4's lead falls from the fewest tokens on
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if dense_wins(middle) else (middle, high)
-    return high

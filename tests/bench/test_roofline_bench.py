@@ -1,7 +1,7 @@
 """The command that needs no card: the makers' figures, the model's sizes, jobs that do not fit."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -15,10 +15,13 @@ from pipeline.kernels.triton.linear.crossover import Crossover
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import find_card, load_cards
 from pipeline.roofline.cost_model import Ceilings, Reached
+from pipeline.roofline.shares import BOUND, MEASURED
+
+SLOW = Reached(0.5, 0.5, 0.5, 0.25, 0.5, int4_read=0.5)
 
 
 def test_a_bound_comes_from_the_cards_own_figures():
-    found = bench_roofline("llama-8b", ["h100"], ["single"])
+    found = bench_roofline("llama-8b", ["h100"], ["single"], reached=BOUND)
     (card,) = found.cards
     alone = next(bound.seconds for bound in found.steps if bound.work == "decoding, 1 at once")
     size, _, _ = model_size("llama-8b")
@@ -31,27 +34,28 @@ def test_a_bound_comes_from_the_cards_own_figures():
     assert json.loads(json.dumps(found.to_json()))["jobs"][0]["job"]["num_steps"] == 256
 
 
-def test_shares_slow_it_down_and_int4_has_its_crossover():
-    bound = bench_roofline("llama-8b-awq", ["H200"], ["single"])
-    slow = bench_roofline("llama-8b-awq", ["H200"], ["single"], reached=Reached(0.5, 0.5, 0.5, 0.25, 0.5))
+def test_shares_slow_it_down_and_the_text_says_where_they_come_from():
+    bound, slow, measured = (
+        bench_roofline("llama-8b-awq", ["H200"], ["single"], reached=reached) for reached in (BOUND, SLOW, MEASURED)
+    )
     assert slow.jobs[0].job.wall_s == pytest.approx(2 * bound.jobs[0].job.wall_s, rel=0.1)
-    assert bound.crossovers == {"H200": None}
-    assert 0 < slow.crossovers["H200"] < 300
-    assert "H200: 16-bit products are faster than int4 ones from" in slow.to_text()
+    assert "Kernels at the data sheet." in bound.to_text()
+    assert "Kernels as measured on one H200 (2026-11-26)." in measured.to_text()
+    assert "H200: the int4 product up to 64 tokens where 16-bit weights are kept, 128 where they" in measured.to_text()
+    assert "(assumed)" in bench_roofline("llama-8b-awq", ["l4"], ["single"]).to_text()
 
 
 def test_paths_go_by_the_engines_rules_or_are_the_fastest():
-    slow = Reached(0.5, 0.5, 0.5, 0.25, 0.5)
     engine, fastest = (
-        bench_roofline("llama-8b-awq", ["L4"], ["classification"], Serving(paths=paths), slow)
+        bench_roofline("llama-8b-awq", ["L4"], ["classification"], Serving(paths=paths), SLOW)
         for paths in ("engine", "fastest")
     )
     assert engine.jobs[0].weights == "int4"
     assert fastest.jobs[0].job.wall_s < engine.jobs[0].job.wall_s
-    few = bench_roofline("llama-8b-awq", ["L4"], ["single"], Serving(max_num_seqs=1), slow)
+    few = bench_roofline("llama-8b-awq", ["L4"], ["single"], Serving(max_num_seqs=1), SLOW)
     assert few.jobs[0].weights == "int4 + 16 bit"  # one sequence of 2,048 has its room beside them
-    assert "A bound" not in bench_roofline("tiny-awq", ["l4"], ["single"]).to_text()
-    assert "A bound" in bench_roofline("tiny-awq", ["l4"], ["single"], Serving(paths="fastest")).to_text()
+    assert "A bound" not in bench_roofline("tiny-awq", ["l4"], ["single"], reached=BOUND).to_text()
+    assert "A bound" in bench_roofline("tiny-awq", ["l4"], ["single"], Serving(paths="fastest"), BOUND).to_text()
 
 
 @pytest.mark.parametrize(
@@ -64,10 +68,9 @@ def test_paths_go_by_the_engines_rules_or_are_the_fastest():
 )
 def test_16_bit_weights_are_kept_where_jobs_end_sooner_by_it(monkeypatch, card, work, kept):
     """The border is for work of common lengths: a cache of `ENOUGH_TOKENS` and more is worth less than they are."""
-    reached = Reached(bandwidth=0.85, kv=0.85, gemm=0.7, int4=0.33, attention=0.7, step_s=2e-4)
 
     def job():
-        return bench_roofline("llama-8b-awq", [card], [work], reached=reached).jobs[0]
+        return bench_roofline("llama-8b-awq", [card], [work]).jobs[0]
 
     assert job().weights == ("int4 + 16 bit" if kept else "int4")
     seconds = {}
@@ -97,7 +100,8 @@ def test_fp8_is_for_cards_that_have_it():
 
 def test_a_shared_prefix_is_read_once_unless_asked_otherwise():
     once, each = (
-        bench_roofline("llama-8b", ["H100"], ["shared"], Serving(shared_reads=reads)) for reads in ("once", "each")
+        bench_roofline("llama-8b", ["H100"], ["shared"], Serving(shared_reads=reads), BOUND)
+        for reads in ("once", "each")
     )
     assert once.jobs[0].job.wall_s < 0.9 * each.jobs[0].job.wall_s
     assert once.is_bound
@@ -107,12 +111,12 @@ def test_a_shared_prefix_is_read_once_unless_asked_otherwise():
 def test_what_does_not_fit_is_said():
     size, weights, _ = model_size("llama-8b")
     small = Ceilings("small", 1e12, 1e14, 8e9)
-    bound = roofline._job(find_set("single"), size, weights, small, Serving(8, 512), Crossover(64, 192))
+    bound = roofline._job(find_set("single"), size, weights, small, Serving(8, 512), Crossover(64, 64, 192))
     assert (bound.job, bound.kv_tokens) == (None, 0)
     told = replace(bench_roofline("tiny", ["l4"], ["single"]), jobs=(bound,)).to_text()
     assert "does not fit: 0 tokens of room beside the weights" in told
     apart = roofline._job(
-        find_set("single"), *model_size("llama-8b-awq")[:2], small, Serving(8, 512), Crossover(64, 192)
+        find_set("single"), *model_size("llama-8b-awq")[:2], small, Serving(8, 512), Crossover(64, 64, 192)
     )
     assert (apart.weights, apart.job is None) == ("int4", False)  # no room for 16-bit weights beside them
 
@@ -136,14 +140,18 @@ def test_a_shape_is_the_checkpoint_it_writes(tmp_path):
 
 def test_the_command(pipe):
     code, out, _ = pipe(
-        "bench", "roofline", "--model", "tiny", "--card", "l4", "--requests", "single", "--gemm-share", "0.5",
-        "--step-ms", "1", "--fp8-share", "0.25", "--shared-reads", "each",
+        "bench", "roofline", "--model", "tiny", "--card", "l4", "--requests", "single", "--shared-reads", "each",
     )  # fmt: skip
     assert code == 0
     told = json.loads(out.splitlines()[-1])
-    assert (told["reached"]["gemm"], told["reached"]["fp8"], told["reached"]["step_s"]) == (0.5, 0.25, 1e-3)
+    assert told["reached"] == asdict(MEASURED)
     assert told["serving"]["shared_reads"] == "each"
-    assert told["jobs"][0]["job"]["wall_s"] > 0.256
+    _, out, _ = pipe(
+        "bench", "roofline", "--model", "tiny", "--card", "l4", "--requests", "single", "--kernels", "bound"
+    )
+    bound = json.loads(out.splitlines()[-1])
+    assert bound["reached"] == asdict(BOUND)
+    assert bound["jobs"][0]["job"]["wall_s"] < told["jobs"][0]["job"]["wall_s"]
     code, _, err = pipe("bench", "roofline", "--card", "tpu")
     assert code == 2
     assert "--card tpu" in err

@@ -11,10 +11,10 @@ from pipeline.bench.roofline import BLOCK_SIZE, model_size
 from pipeline.bench.schedule.host import HostTimes
 from pipeline.bench.schedule.simulation import CHOICES, PEERS, Choice, ScheduleRun, simulate
 from pipeline.cli.main import cli
-from pipeline.engine.startup.mixed_tokens import ASSUMED
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings
 from pipeline.roofline.job_simulation import Batching, kv_room, simulate_job
+from pipeline.roofline.shares import MEASURED
 
 SIZE, WEIGHTS, _ = model_size("qwen3-0.6b")
 SET = REQUEST_SETS["generation"].smaller(8, 2)
@@ -35,7 +35,7 @@ def test_a_host_that_takes_no_time_makes_nobody_wait_and_pacing_changes_nothing(
 
 
 def test_a_slow_host_is_all_that_counts_and_pacing_has_fewer_steps_with_prompts() -> None:
-    slow = HostTimes(launch_s=1e-3)
+    slow = HostTimes(launch_s=3e-3)
     by_kernel = Choice(max_num_seqs=16, captures_mixed=False)
     paced, each = (run(replace(by_kernel, is_paced=is_paced), slow) for is_paced in (True, False))
     replayed = run(replace(by_kernel, is_paced=False, replays_prompts=True), slow)
@@ -60,7 +60,7 @@ def test_a_step_is_padded_to_its_graph() -> None:
 def test_the_estimate_of_a_job_is_that_of_the_engines_scheduler_where_memory_is_tight() -> None:
     """`pipeline plan` simulates jobs without the scheduler; with all output reserved at once it would be 1.2 times."""
     size, weights, _ = model_size("llama-8b")
-    ceilings = Ceilings.of_card(find_card("L4"), ASSUMED)
+    ceilings = Ceilings.of_card(find_card("L4"), MEASURED)
     rows = REQUEST_SETS["generation"].smaller(4, 1)
     by_scheduler = simulate(rows, "L4", "x", Choice(reads_shared_once=False), size, weights, FAST_HOST)
     lengths = sorted(rows.lengths(), key=lambda row: -row.prompt)

@@ -4,7 +4,9 @@ The engine runs on the kernels for NVIDIA GPUs in Triton's interpreter, which co
 is told by `variant`.
 """
 
-from collections.abc import Hashable
+import gc
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,11 @@ from pipeline.engine.startup.build import captured_shapes
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import Resolved, resolve
 from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
-from pipeline.kernels.triton.compile_ahead import variant
-from pipeline.kernels.triton.launch import Launch, recorded_launches
+from pipeline.kernels.triton.compile_ahead import DistinctLaunches, variant
+from pipeline.kernels.triton.launch import Launch, recording
 from pipeline.model.config import read_config
 from tests.engine.test_gpu_kernels import DRAWN, QWEN3, replayed
-from tests.kernels.triton.problems import DEVICE
+from tests.kernels.triton.problems import DEVICE, recorded_launches
 from tests.model_folders import Family, write_checkpoint
 from tests.weights.packers import quantize_randomly
 
@@ -67,21 +69,21 @@ def config_of(folder: Path, **options: Any) -> EngineConfig:
     return EngineConfig(model=str(folder), device="cpu", dtype="float32", kernels="triton", **SIZES | options)
 
 
-def compiled(config: EngineConfig) -> set[Hashable]:
-    """The variants that an engine of `config` compiles ahead, captured steps included."""
+def loaded(config: EngineConfig) -> tuple[LoadedModel, Resolved]:
     shape = read_config(Path(config.model))
-    resolved: Resolved = resolve(config, shape)
-    model = LoadedModel.load(Path(config.model), shape, resolved)
-    found: list[Launch] = []
+    resolved = resolve(config, shape)
+    return LoadedModel.load(Path(config.model), shape, resolved), resolved
 
-    def record(steps: Any, say: Any, num_threads: int) -> None:
-        with recorded_launches() as launches:
+
+def compile_into(launches: DistinctLaunches, model: LoadedModel, resolved: Resolved) -> None:
+    """Record what an engine compiles ahead, captured steps included, without compiling it."""
+
+    def record(steps: Callable[[], None], say: Any, num_threads: int) -> None:
+        with recording(launches.add):
             steps()
-        found.extend(launches)
 
     model = replace(model, kernels=replace(model.kernels, compile_ahead=record))
     model.compile_kernels(resolved, captured_shapes(resolved, MIXED)[0], 1, lambda text: None)
-    return {variant(launch) for launch in found}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,7 +92,9 @@ def test_all_that_steps_launch_was_compiled(
 ) -> None:
     monkeypatch.setattr(cascade_metadata, "LEAST_SAVED_BYTES", 0)
     config = config_of(folder, **KINDS[kind])
-    ahead = compiled(config)
+    ahead = DistinctLaunches()
+    compile_into(ahead, *loaded(config))
+    assert all(variant(launch) == key for key, launch in ahead.of_variant.items()), "small tensors compile alike"
     rng = np.random.default_rng(3)
     stem = rng.integers(0, 255, 20 if kind == "deterministic" else 130).tolist()  # 128 keys are read together
     prompts = [stem + rng.integers(0, 255, n).tolist() for n in (1, 2)] + [[5, 6], rng.integers(0, 255, 20).tolist()]
@@ -104,10 +108,34 @@ def test_all_that_steps_launch_was_compiled(
         params = [SamplingParams(max_tokens=2 + n % 2, ignore_eos=True, **own) for n, own in enumerate(options)]
         engine.generate(prompts, params)
     assert len(launched) >= 7
-    missing = {name for key, name in launched.items() if key not in ahead}
+    missing = {name for key, name in launched.items() if key not in ahead.of_variant}
     assert not missing, f"compiled while a job runs: {missing}"
     kernels = set(launched.values())
     assert ("_cascade" in kernels) == (kind != "deterministic"), "prompts share a beginning"
+
+
+def test_compiling_ahead_keeps_no_tensor_of_a_step(tmp_path: Path) -> None:
+    """An 8B model's steps of 16,384 tokens, all layers kept, would take more memory than a card has."""
+    counts = []
+    for num_layers in (2, 6):
+        shape = QWEN3 | {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
+        path = write_checkpoint(tmp_path / str(num_layers), Family("qwen3", "qwen3"), shape, seed=4)
+        model, resolved = loaded(config_of(path))
+        launches, launched = DistinctLaunches(), list[weakref.ref[torch.Tensor]]()
+        add = launches.add
+
+        def noted(launch: Launch, add: Any = add, launched: Any = launched) -> None:
+            launched.extend(weakref.ref(each) for each in launch.arguments if isinstance(each, torch.Tensor))
+            add(launch)
+
+        launches.add = noted  # type: ignore[method-assign]
+        compile_into(launches, model, resolved)
+        del model
+        gc.collect()
+        assert launched
+        assert not any(tensor() is not None for tensor in launched)
+        counts.append(len(launches.of_variant))
+    assert counts[0] == counts[1]
 
 
 def test_no_kernel_runs_while_launches_are_recorded() -> None:

@@ -23,11 +23,10 @@ from pipeline.kernels.triton.attention.cascade import metadata as cascade_metada
 from pipeline.kernels.triton.attention.cascade.metadata import CascadeShape, Decided
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata
 from pipeline.kernels.triton.kernel_set import triton_kernels
-from pipeline.kernels.triton.launch import recorded_launches
 from pipeline.kernels.triton.linear.crossover import Crossover
 from pipeline.kernels.triton.linear.dispatch import Scratch
 from pipeline.model.config import read_config
-from tests.kernels.triton.problems import DEVICE
+from tests.kernels.triton.problems import DEVICE, recorded_launches
 from tests.model_folders import VOCAB, Family, write_checkpoint
 from tests.weights.packers import quantize_randomly
 
@@ -101,7 +100,7 @@ def test_captured_steps_give_the_reference_tokens(folder: Path, kind: str, monke
     expected, _ = tokens_of(engine_of(folder, "reference", kv_cache_dtype=kv_cache_dtype), is_drawn)
     speculation = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True} if with_drafts else "off"
     if not with_drafts:
-        monkeypatch.setattr("pipeline.kernels.triton.linear.dispatch.crossover_of", lambda _: Crossover(4, 4))
+        monkeypatch.setattr("pipeline.kernels.triton.linear.dispatch.crossover_of", lambda _: Crossover(4, 4, 4))
         kernels = triton_kernels(torch.float32, DEVICE, scratch=Scratch(torch.float32, DEVICE))
         monkeypatch.setattr("pipeline.engine.startup.loaded.select_kernels", lambda *_: kernels)
     engine = engine_of(folder, "triton", speculation=speculation, kv_cache_dtype=kv_cache_dtype)

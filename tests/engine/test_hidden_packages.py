@@ -17,7 +17,8 @@ REFUSED = "Numba needs NumPy 2.4 or less. Got NumPy 2.5."
 SCRIPT = f"""
 import json, sys
 
-sys.modules.update(dict.fromkeys(("ray", "pydantic", "pyarrow", "s3fs", "rich", "click")))  # as if not installed
+# as if not installed
+sys.modules.update(dict.fromkeys(("ray", "pydantic", "pyarrow", "s3fs", "rich", "click", "llguidance")))
 
 class Refusing:
     def find_spec(self, name, path=None, target=None):
@@ -26,7 +27,9 @@ class Refusing:
 
 sys.meta_path.insert(0, Refusing())
 from pipeline.engine.engine import Engine
+from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.errors import EnvironmentFailed
 from pipeline.kernels.triton import kernel_set
 
 speculation = {{"proposer": "ngram", "max_draft_tokens": 3, "forced": True}}
@@ -36,7 +39,11 @@ for drafts in ("off", speculation):
     with Engine(EngineConfig("pipeline/demo/models/target", device="cpu", speculation=drafts, **sizes)) as engine:
         done = engine.generate([[5, 6, 7, 5, 6, 7, 5, 6]], SamplingParams(max_tokens=12, ignore_eos=True))
         found.append((done[0].token_ids, engine.resolved, engine.stats.num_draft_steps))
-print(json.dumps(found))
+        try:
+            engine.generate([[5]], SamplingParams(structured_outputs=StructuredOutputs.of({{"regex": "a"}})))
+        except EnvironmentFailed as error:
+            refused = str(error)
+print(json.dumps((found, refused)))
 """
 
 
@@ -49,7 +56,7 @@ def told() -> Any:
 
 
 def test_the_engine_runs_and_says_what_is_slower(told: Any) -> None:
-    (plain, about, _), (drafted, about_drafts, num_draft_steps) = told
+    (plain, about, _), (drafted, about_drafts, num_draft_steps) = told[0]
     assert plain == drafted
     assert num_draft_steps > 0, "lookup by numpy"
     assert about["kernel.attention"] == f"torch (reference): numba cannot be imported ({REFUSED}), this is slower"
@@ -58,6 +65,11 @@ def test_the_engine_runs_and_says_what_is_slower(told: Any) -> None:
         f"lookup is slower and finds no copy patterns, as numba cannot be imported ({REFUSED})"
         in (about_drafts["speculation"])
     )
+
+
+def test_structured_outputs_are_refused_by_name_without_llguidance(told: Any) -> None:
+    assert "sampling.structured_outputs: needs the package llguidance" in told[1]
+    assert "pip install llguidance" in told[1]
 
 
 def test_doctor_warns_of_a_numba_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

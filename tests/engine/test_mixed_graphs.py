@@ -19,17 +19,18 @@ from pipeline.engine.forward.graphs import graph_sizes, mixed_sizes
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.build import _most_mixed_tokens
-from pipeline.engine.startup.mixed_tokens import ASSUMED, host_bound_tokens, most_mixed_tokens
+from pipeline.engine.startup.mixed_tokens import host_bound_tokens, most_mixed_tokens
 from pipeline.engine.startup.resolve import resolve
 from pipeline.engine.startup.served_form import served_form
 from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
-from pipeline.kernels.triton.launch import Launch, recorded_launches
+from pipeline.kernels.triton.launch import Launch
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import read_config
 from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings
+from pipeline.roofline.shares import MEASURED
 from pipeline.weights.awq import AwqFormat
 from tests.engine.test_gpu_kernels import QWEN3, engine_of
-from tests.kernels.triton.problems import DEVICE
+from tests.kernels.triton.problems import DEVICE, recorded_launches
 from tests.model_folders import Family, write_checkpoint
 
 pytestmark = [
@@ -159,17 +160,18 @@ def test_sizes_of_captured_mixed_steps() -> None:
 @pytest.mark.parametrize(
     ("card", "model", "most"),
     [
-        ("h100", "qwen3-0.6b", 2304),
+        ("h200", "qwen3-0.6b", 2048),
         ("a100 80", "qwen3-0.6b", 960),
-        ("l4", "qwen3-0.6b", 384),
-        ("h100", "llama3-8b-awq", 0),
-        ("h100", "llama3-8b", 0),
+        ("l4", "qwen3-0.6b", 416),
+        ("h200", "llama3-8b-awq", 288),
+        ("h200", "llama3-8b", 288),
+        ("a100 80", "llama3-8b-awq", 24),
         ("l4", "llama3-8b-awq", 0),
     ],
 )
 def test_mixed_steps_are_captured_where_launching_takes_longer_than_computing(card: str, model: str, most: int) -> None:
     known, (size, weights, _) = find_card(card), model_size(model)
-    ceilings = Ceilings.of_card(known, ASSUMED)
+    ceilings = Ceilings.of_card(known, MEASURED)
     weights = served_form(weights, size, ceilings, crossover_of(known.compute_capability), 512, DENSE_BYTES)
     assert host_bound_tokens(size, weights, ceilings, 8192) == most
     assert host_bound_tokens(size, weights, ceilings, 512) == min(most, 512), "no step has more"
@@ -181,17 +183,17 @@ def test_an_engine_asks_its_own_card(folder: Path, monkeypatch: pytest.MonkeyPat
     resolved, h100, a100 = resolve(config, read_config(folder)), find_card("h100"), find_card("a100 80")
     tiny = replace(read_config(folder), num_layers=28, hidden_size=1024, intermediate_size=3072, head_dim=128)
     tiny = replace(tiny, num_heads=16, num_kv_heads=8, vocab_size=151_936, windows=(None,) * 28)
-    assert most_mixed_tokens(tiny, resolved, h100) == 2304
-    assert most_mixed_tokens(replace(tiny, hidden_size=2048), resolved, h100) < 2304
+    assert most_mixed_tokens(tiny, resolved, h100) == 2048
+    assert most_mixed_tokens(replace(tiny, hidden_size=2048), resolved, h100) < 2048
     assert most_mixed_tokens(tiny, replace(resolved, max_num_batched_tokens=1024), h100) == 1024
     assert most_mixed_tokens(tiny, resolved, None) == 0
     awq, rounded = replace(tiny, quantization=AwqFormat(128, True, "gemm")), replace(resolved, activation_dtype="fp8")
-    assert most_mixed_tokens(awq, resolved, h100) == 2304
-    assert most_mixed_tokens(awq, rounded, h100) == 2816
+    assert most_mixed_tokens(awq, resolved, h100) == 2048
+    assert most_mixed_tokens(awq, rounded, h100) == 2304
     assert most_mixed_tokens(awq, rounded, a100) == 0, "it has no such products; the reference serves them uncaptured"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
     names, resolved = [h100.device, a100.device, "another"], replace(resolved, device=torch.device("cuda", 0))
     on_card = [_most_mixed_tokens(tiny, replace(resolved, device=torch.device("cuda", i))) for i in range(3)]
-    assert on_card == [2304, most_mixed_tokens(tiny, resolved, a100), 0]
-    assert 0 < on_card[1] < 2304
+    assert on_card == [2048, most_mixed_tokens(tiny, resolved, a100), 0]
+    assert 0 < on_card[1] < 2048
     assert _most_mixed_tokens(tiny, replace(resolved, device=torch.device("cpu"))) == 0

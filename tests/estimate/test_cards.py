@@ -28,8 +28,8 @@ def job():
 
 def test_a_data_sheet_is_faster_than_what_is_assumed_and_a_faster_card_than_a_slower_one(job):
     fast, slow = on_card(CARDS["H100 80GB SXM"], EIGHT_B, job, REQUESTS), on_card(CARDS["L40S"], EIGHT_B, job, REQUESTS)
-    assert fast.best.wall_s < fast.assumed.wall_s
-    assert fast.assumed.wall_s < slow.assumed.wall_s
+    assert fast.best.wall_s < fast.expected.wall_s
+    assert fast.expected.wall_s < slow.expected.wall_s
     assert fast.load_s == slow.load_s > 10
 
 
@@ -48,7 +48,7 @@ def test_advice_is_what_the_cost_model_says_and_only_what_is_worth_it(job):
     weights = [key for key in advice if key.startswith("weights: ")]
     assert len(weights) == 1  # 16 GB of weights leave next to no room on a card of 24
     better = on_card(card, EIGHT_B, job, REQUESTS, weights[0].removeprefix("weights: "))
-    assert advice[weights[0]].effect == pytest.approx(1 - better.assumed.wall_s / now.assumed.wall_s)
+    assert advice[weights[0]].effect == pytest.approx(1 - better.expected.wall_s / now.expected.wall_s)
     assert all(each.effect >= WORTH for each in advice.values())
 
 

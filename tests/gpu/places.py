@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from pipeline.bench.gpu.kernels.inputs import Heads
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.select import select_kernels
+from tests.gpu.inputs import Heads
 
+LAYER_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 100, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 _ON_CARD = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"))
 
 
@@ -19,6 +20,8 @@ class Place:
     heads: tuple[Heads, ...]
     linears_NK: tuple[tuple[int, int], ...]
     tokens: tuple[int, ...]
+    models: tuple[str, ...]  # shapes whose layers are tested at their own sizes
+    layer_tokens: tuple[int, ...]  # of those layers' linears
 
     @property
     def type_name(self) -> str:
@@ -35,13 +38,16 @@ class Place:
 def _on_card(dtype: torch.dtype) -> Place:
     heads = Heads(32, 8, 128), Heads(16, 8, 128), Heads(14, 2, 64), Heads(4, 4, 64)
     linears_NK = (384, 256), (1536, 1024), (256, 896), (1024, 3072)
-    return Place(torch.device("cuda"), dtype, heads, linears_NK, (1, 3, 16, 33, 64, 200, 512))
+    device = torch.device("cuda", 0)  # torch.cuda.set_device refuses one without an index
+    models = "llama3-8b-awq", "qwen3-0.6b"
+    return Place(device, dtype, heads, linears_NK, (1, 3, 16, 33, 64, 200, 512), models, LAYER_TOKENS)
 
 
+_CPU = Place(torch.device("cpu"), torch.float32, (Heads(14, 2, 64),), ((96, 256),), (1, 33), ("tiny-awq",), (1, 33))
 PLACES = pytest.mark.parametrize(
     "place",
     [
-        pytest.param(Place(torch.device("cpu"), torch.float32, (Heads(14, 2, 64),), ((96, 256),), (1, 33)), id="cpu"),
+        pytest.param(_CPU, id="cpu"),
         pytest.param(_on_card(torch.bfloat16), id="card, bfloat16", marks=_ON_CARD),
         pytest.param(_on_card(torch.float16), id="card, float16", marks=_ON_CARD),
     ],

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.bench.gpu.kernels.inputs import Heads, paged_step, random_int4
 from pipeline.kernels.contract import Kernels
 from pipeline.weights.packed import DenseWeight
+from tests.gpu.inputs import Heads, paged_step, random_int4
 from tests.gpu.places import PLACES, Place
 
 STEP = (1, 1, 4, 130, 40, 1), (1, 1300, 200, 130, 300, 65)  # tokens that sequences compute, and their contexts

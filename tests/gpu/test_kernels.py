@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.bench.gpu.kernels.checks import FP8_CODE, TOLERANCES, relative_error
-from pipeline.bench.gpu.kernels.inputs import paged_step, random_int4, widened
 from pipeline.kernels.activations.fp8 import fp8_block
 from pipeline.kernels.contract import Linear
 from pipeline.kernels.reference import reference_kernels
 from pipeline.weights.packed import DenseWeight, LinearWeight
+from tests.gpu.checks import FP8_CODE, TOLERANCES, relative_error
+from tests.gpu.inputs import paged_step, random_int4, widened
 from tests.gpu.places import PLACES, Place
 
 EPS = 1e-5

@@ -24,6 +24,7 @@ from pipeline.engine.schedule.step_plan import StepPlan
 from pipeline.engine.stats import EngineStats
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings, DecoderSize, Reached, StepTokens, Weights, step_seconds
+from pipeline.roofline.shares import MEASURED
 
 MAX_NUM_BATCHED_TOKENS = 8192
 CARD_MODEL, CARD = "llama-8b", "h100"
@@ -114,7 +115,7 @@ def bench_admission(
     """Each job at each size of the cache, by each rule. Raises ConfigError for a job that is not there."""
     card_size, card_weights, _ = model_size(CARD_MODEL)
     cores_size, cores_weights, _ = model_size(CORES_MODEL)
-    ceilings = Ceilings.of_card(find_card(CARD), Reached())
+    ceilings = Ceilings.of_card(find_card(CARD), MEASURED)
     machines = Machine(card_size, card_weights, ceilings), Machine(cores_size, cores_weights, CORES)
     runs = []
     for job in jobs or JOBS:

@@ -1,7 +1,7 @@
 """What `pipeline bench cluster` shows: pools of growing size, and one pool in several kinds of trouble.
 
-Nothing is run: time is simulated, by the cost model of a card, with the rule that jobs cut their units by. An engine is
-as fast as its card's figures allow; shares of time depend little on that.
+Nothing is run: time is simulated, by the cost model of a card, with the rule that jobs cut their units by. Kernels
+reach the shares of `roofline/shares.py`; shares of time depend little on them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +18,9 @@ from pipeline.errors import ConfigError
 from pipeline.job.dataflow.spec import FEWEST_IN_FLIGHT, units_in_flight
 from pipeline.job.running.reporter import STORE_TICK_S
 from pipeline.roofline.cards import find_card
-from pipeline.roofline.cost_model import Ceilings, Reached
+from pipeline.roofline.cost_model import Ceilings
 from pipeline.roofline.job_simulation import kv_room
+from pipeline.roofline.shares import MEASURED
 
 # US dollars a request, S3 Standard in us-east-1, as aws.amazon.com/s3/pricing said on 2026-11-24.
 PUT_USD, GET_USD = 0.005 / 1000, 0.0004 / 1000
@@ -112,7 +113,7 @@ def bench_cluster(
     prompt, output = Skewed(prompt_tokens, 16 * prompt_tokens), Skewed(output_tokens, max_tokens)
     size, weights, about = model_size(model)
     its_card = find_card(card)
-    ceilings = Ceilings.of_card(its_card, Reached())
+    ceilings = Ceilings.of_card(its_card, MEASURED)
     limits = gpu_limits(its_card.memory_bytes, its_card.compute_capability, int(weights.resident_bytes(size)))
     at_once = min(limits.max_num_seqs, kv_room(size, weights, ceilings) // (prompt.mean + output.mean))
     if at_once < 1:

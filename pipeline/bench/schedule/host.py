@@ -1,7 +1,7 @@
 """How long the host takes for a step, and the device, where each works beside the other.
 
-Measured: planning, building, sampling and handling (`pipeline bench scheduler`, docs/performance.md). Assumed, as no
-card was at hand: what launching a layer takes kernel by kernel, and replaying a graph.
+Measured on CPUs: planning, building, sampling and handling (`pipeline bench scheduler`, docs/performance.md). Measured
+beside an H200: launching a layer kernel by kernel. Assumed: replaying a graph.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ EMPTY_S = 4e-6  # of the card, in each layer of a captured mixed step: a cascade
 @dataclass(frozen=True)
 class HostTimes:
     """Seconds. step and row: of each step, and for each of its sequences, around the model. replay: of a graph. launch:
-    of one layer, kernel by kernel: 10 to 16 launches (docs/performance/gpu-audit.md counts them)."""
+    of one layer, kernel by kernel."""
 
     step_s: float = 350e-6
     row_s: float = 1.2e-6

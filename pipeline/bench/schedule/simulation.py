@@ -20,7 +20,7 @@ from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence as Row
 from pipeline.engine.schedule.sequence import SlotTable
-from pipeline.engine.startup.mixed_tokens import ASSUMED, host_bound_tokens
+from pipeline.engine.startup.mixed_tokens import host_bound_tokens
 from pipeline.engine.startup.served_form import served_form
 from pipeline.engine.stats import EngineStats
 from pipeline.errors import ConfigError
@@ -28,6 +28,7 @@ from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.roofline.cards import find_card, load_cards
 from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, Weights
 from pipeline.roofline.job_simulation import kv_room
+from pipeline.roofline.shares import MEASURED, source
 
 CARDS = ("H100 80GB SXM", "H200", "A100 80GB SXM", "L4", "RTX 4090")
 VOCAB = 30_000
@@ -136,9 +137,8 @@ def bench_schedule(
             for name, choice in (CHOICES | PEERS).items():
                 runs.append(simulate(rows, card, name, choice, size, weights, host))
     told = (
-        f"{about}; kernels at assumed shares of the data sheet (KV {ASSUMED.kv:g}, products {ASSUMED.gemm:g}, int4 "
-        f"products {ASSUMED.int4:g}); {host.launch_s * 1e6:.0f} us to launch a layer, assumed too. vLLM's ways: the "
-        "same shares and scheduler, but its int4 product for prompts too, their steps replayed, no prefix read once."
+        f"{about}; {source(names)}; {host.launch_s * 1e6:.0f} us to launch a layer. vLLM's ways: the same shares and "
+        "scheduler, but its int4 product for prompts too, their steps replayed, no prefix read once."
     )
     return ScheduleBench(told, tuple(runs))
 
@@ -147,10 +147,10 @@ def simulate(
     requests: RequestSet, card: str, name: str, choice: Choice, size: DecoderSize, weights: Weights, host: HostTimes
 ) -> ScheduleRun:
     """All requests, given at once, longest prompts first as in a job."""
-    reached = ASSUMED
+    reached = MEASURED
     if weights.int4 and choice.always_int4 is not None:
         weights = replace(weights, cached=False, fused_tokens=ALWAYS)
-        reached = replace(ASSUMED, int4=choice.always_int4)
+        reached = replace(MEASURED, int4=choice.always_int4)
     else:
         borders, ceilings = crossover_of(find_card(card).compute_capability), Ceilings.of_card(find_card(card), reached)
         weights = served_form(weights, size, ceilings, borders, choice.max_num_seqs, DENSE_BYTES)

@@ -23,6 +23,7 @@ import torch
 
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.errors import PipelineError
 from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphAttention, GraphShape
 from pipeline.model.decoder import Decoder, KVCache
 
@@ -39,16 +40,35 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Graphs that share one pool of memory: only one of them runs at a time."""
+    """Graphs that share one pool of memory: only one of them runs at a time.
+
+    Raises PipelineError with the reason where a function cannot be captured. torch is usable afterwards: the stream is
+    the one before, its default generator draws again, and the next capture gets a new pool.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, function: Callable[[], object]) -> Callable[[], None]:
         function()  # what is compiled or allocated at the first call must not be captured
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            function()
+        graph, before, reason = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), None
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                try:
+                    function()
+                except Exception as error:
+                    reason = error  # the end of the capture fails then too, and says less
+                    raise
+        except Exception as error:
+            reason = reason or error
+            # `torch.cuda.graph` undoes none of this where the end of the capture fails too.
+            torch.cuda.set_stream(before)
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())  # the old state still counts as being captured
+            self._pool = torch.cuda.graph_pool_handle()
+            raise PipelineError(
+                f"work could not be captured as a CUDA graph: {type(reason).__name__}: {reason}"
+            ) from reason
         return graph.replay
 
 

@@ -55,7 +55,7 @@ class ModelRunner:
         self.is_asynchronous = decoder.device.type == "cuda"
         self.greedy, self.sample = decoder.kernels.greedy, decoder.kernels.sample
         self._graphs: StepGraphs | None = None
-        self.replays_mixed = True  # mixed steps, where they are captured; `pipeline bench gpu` compares
+        self.replays_mixed = True  # mixed steps, where they are captured; `benchmarks.gpu` compares
         # As long as a sequence can be here, which is less than what the checkpoint claims where the cache is smaller.
         cos_PD2, sin_PD2 = decoder.config.rope.tables(decoder.config.head_dim, max_model_len)
         self.cos_PD2, self.sin_PD2 = cos_PD2.to(decoder.device), sin_PD2.to(decoder.device)
@@ -145,7 +145,7 @@ class Place:
     again inside. Takes about half a microsecond on a CPU."""
 
     def __init__(self, num_threads: int | None, device: torch.device) -> None:
-        """num_threads: None leaves those of the caller. A `device` without a number is the current one from now on.
+        """num_threads: None leaves those of the caller. A GPU `device` has an index.
 
         Raises ConfigError for less than one thread.
         """
@@ -154,7 +154,7 @@ class Place:
         self._num_threads = None if num_threads is None else min(num_threads, os.cpu_count() or 1)
         self._cuda: int | None = None
         if device.type == "cuda":
-            self._cuda = torch.cuda.current_device() if device.index is None else device.index
+            self._cuda = device.index
         self._before: list[tuple[int, torch.cuda.device | None]] = []
 
     @property

@@ -6,14 +6,15 @@ expressions; compiling a schema takes about a millisecond, a mask some microseco
 
 import json
 from collections import OrderedDict
-from typing import Any
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from typing import TYPE_CHECKING, Any
 
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, EnvironmentFailed
 from pipeline.tokenization.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_COMPILED = 256  # grammars that are kept; those of running rows live on beside them
 _ANY_OBJECT = '{"type":"object"}'
@@ -22,7 +23,8 @@ _ANY_OBJECT = '{"type":"object"}'
 def check_grammar(wanted: StructuredOutputs) -> None:
     """Compile without a tokenizer. Raises ConfigError where the grammar is malformed or asks for what is not there
     (`uniqueItems`, look-around, an unknown format), with the compiler's words, which name it."""
-    has_failed, told = LLMatcher.validate_grammar_with_warnings(_source(wanted), limits=_limits())
+    llguidance = import_llguidance()
+    has_failed, told = llguidance.LLMatcher.validate_grammar_with_warnings(_source(wanted), limits=_limits())
     if has_failed:
         raise ConfigError(f"sampling.structured_outputs.{wanted.kind}: {_first_line(told)}")
 
@@ -48,10 +50,10 @@ class GrammarCompiler:
         """A matcher at the beginning of a completion. Raises ConfigError."""
         return RowMatcher(self._template(wanted).deep_copy(), can_force, self._tokenizer.eos_token_ids)
 
-    def _template(self, wanted: StructuredOutputs) -> LLMatcher:
+    def _template(self, wanted: StructuredOutputs) -> "LLMatcher":
         found = self._compiled.get(wanted)
         if found is None:
-            found = LLMatcher(self._known_tokens(), _source(wanted), log_level=0, limits=_limits())
+            found = import_llguidance().LLMatcher(self._known_tokens(), _source(wanted), log_level=0, limits=_limits())
             if found.is_error():
                 raise ConfigError(f"sampling.structured_outputs.{wanted.kind}: {_first_line([found.get_error()])}")
             self._compiled[wanted] = found
@@ -60,42 +62,61 @@ class GrammarCompiler:
         self._compiled.move_to_end(wanted)
         return found
 
-    def _known_tokens(self) -> LLTokenizer:
-        """The bytes of all tokens. EOS and the width are told: left out, llguidance guesses them, and guessed the pad
-        token of the embedded model."""
-        if self._vocabulary is None:
+    def _known_tokens(self) -> "LLTokenizer":
+        """Return the bytes of all tokens. EOS and the width are passed: left out, llguidance guesses them, and guessed
+        the pad token of the embedded model."""
+        vocabulary = self._vocabulary
+        if vocabulary is None:
             tokenizer = self._tokenizer
             eos = sorted(token for token in tokenizer.eos_token_ids if token < tokenizer.vocab_size)
             if not eos:
                 raise ConfigError("sampling.structured_outputs: the checkpoint names no end-of-sequence token")
             width = max(self.vocab_size, tokenizer.vocab_size)
+            llguidance = import_llguidance()
             try:
-                self._vocabulary = LLTokenizer(tokenizer.literal_json, n_vocab=width, eos_token=eos)
+                vocabulary = llguidance.LLTokenizer(tokenizer.literal_json, n_vocab=width, eos_token=eos)
             except ValueError as error:
                 raise ConfigError(
                     f"sampling.structured_outputs: not with this checkpoint's kind of tokenizer ({error})"
                 ) from None
-        return self._vocabulary
+            self._vocabulary = vocabulary
+        return vocabulary
+
+
+def import_llguidance() -> Any:
+    """Return the module. Only structured outputs need it, so an engine starts where it is not installed.
+
+    Raises EnvironmentFailed there.
+    """
+    try:
+        import llguidance
+    except ImportError as error:
+        raise EnvironmentFailed(
+            f"sampling.structured_outputs: needs the package llguidance, which cannot be imported ({error}); "
+            "pip install llguidance"
+        ) from None
+    return llguidance
 
 
 def _limits() -> Any:
-    return LLParserLimits(verbose_errors=False)
+    return import_llguidance().LLParserLimits(verbose_errors=False)
 
 
 def _source(wanted: StructuredOutputs) -> str:
+    matcher = import_llguidance().LLMatcher
     if wanted.kind in ("json", "json_object"):
         pattern = wanted.whitespace_pattern
         # After what a schema itself may say under x-guidance.
         options: Any = {"whitespace_flexible": pattern is not None, "lenient": False}
         if pattern is not None:
             options["whitespace_pattern"] = pattern
-        return LLMatcher.grammar_from_json_schema(wanted.text or _ANY_OBJECT, overrides=options)
+        return matcher.grammar_from_json_schema(wanted.text or _ANY_OBJECT, overrides=options)
     if wanted.kind == "regex":
-        return LLMatcher.grammar_from_regex(wanted.text)
+        return matcher.grammar_from_regex(wanted.text)
     if wanted.kind == "choice":
         choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(wanted.text))
-        return LLMatcher.grammar_from_lark(f"start: {choices}")
-    return LLMatcher.grammar_from_lark(wanted.text)
+        return matcher.grammar_from_lark(f"start: {choices}")
+    return matcher.grammar_from_lark(wanted.text)
 
 
 def _first_line(told: list[str]) -> str:

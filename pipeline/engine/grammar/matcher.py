@@ -1,6 +1,9 @@
 """Where one row is in its grammar."""
 
-from llguidance import LLMatcher
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 NOTHING_FITS = "its grammar allows no token of the vocabulary"
 
@@ -13,7 +16,7 @@ class RowMatcher:
     is_open: no token is forced here, as far as was looked; the mask allows what `accepts` does then.
     """
 
-    def __init__(self, parser: LLMatcher, can_force: bool = False, never_force: frozenset[int] = frozenset()) -> None:
+    def __init__(self, parser: "LLMatcher", can_force: bool = False, never_force: frozenset[int] = frozenset()) -> None:
         self.parser, self._can_force, self._never_force = parser, can_force, never_force
         self.is_open = False
         self.look()

@@ -7,15 +7,16 @@ Shapes: R rows of logits, M of them with a grammar, V vocabulary, W 32-bit words
 
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
-from llguidance import LLExecutor
-from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.kernels.transfer import on_device
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
 
 _IS_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1
 _ADDED = np.where(_IS_SET, 0.0, -np.inf).astype(np.float32)  # [256, 8]: to the logits that a byte of a mask stands for
@@ -140,6 +141,8 @@ class MaskFiller:
         self._fill([matchers[s] for s in plain.tolist()], bits_MW, place_S[plain])
         if len(plain) < len(matchers):
             drafted, begun_ns = np.flatnonzero(count_S > 1).tolist(), perf_counter_ns()
+            from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
+
             asked = [(matchers[s].parser, int(place_S[s]), drafts[s]) for s in drafted]
             fill_next_token_bitmask_par_with_draft_tokens(self._threads(), asked, bits_MW)
             self._note_failed([matchers[s] for s in drafted], bits_MW, place_S[drafted])
@@ -161,6 +164,8 @@ class MaskFiller:
             return
         begun_ns, is_parallel = perf_counter_ns(), self._is_parallel(len(matchers))
         if is_parallel:
+            from llguidance.numpy import fill_next_token_bitmask_par
+
             asked = [(matcher.parser, place) for matcher, place in zip(matchers, places.tolist())]
             fill_next_token_bitmask_par(self._threads(), asked, bits_MW)
         else:
@@ -186,7 +191,9 @@ class MaskFiller:
             if matcher.error is not None:
                 bits_MW[place] = 0
 
-    def _threads(self) -> LLExecutor:
+    def _threads(self) -> "LLExecutor":
         if self._executor is None:
+            from llguidance import LLExecutor
+
             self._executor = LLExecutor(self._num_threads)
         return self._executor

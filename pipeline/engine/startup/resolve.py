@@ -11,6 +11,7 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.activations.rounded_linears import ROUNDINGS
 from pipeline.kernels.cache import FP8
 from pipeline.kernels.select import default_dtype
+from pipeline.machine.device import find_device
 from pipeline.model.config import DTYPES, ModelConfig
 from pipeline.weights.round_to_nearest import METHODS, RoundToNearest
 
@@ -60,7 +61,7 @@ class Resolved:
 def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     """Fill in what `config` leaves open. Raises ConfigError for what this machine or model cannot do."""
     _refuse_unserved(config)
-    device = _device(config.device)
+    device = find_device(config.device)
     on_gpu = device.type == "cuda"
     dtype = _dtype(config.dtype, device, model)
     limits = _default_limits(config, model, device, dtype)
@@ -124,20 +125,6 @@ def _positive(name: str, value: int | None, default: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"engine.{name} = {value!r}: expected an integer of at least 1")
     return value
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"engine.device = {name!r}: expected auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"engine.device = {name!r}: expected auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"engine.device = {name!r}: torch {torch.__version__} sees no CUDA device; use cpu or auto")
-    return device
 
 
 def _dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:

@@ -4,8 +4,9 @@ Triton compiles a kernel when it is first launched with arguments of some types,
 other. A job would meet most of its kernels in the first minutes, each time on a fresh machine.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from triton import knobs
 from triton.runtime._async_compile import AsyncCompileMode
 
-from pipeline.kernels.triton.launch import Launch, recorded_launches
+from pipeline.kernels.triton.launch import Launch, recording
 
 _TYPES = {
     torch.float64: "fp64",
@@ -31,25 +32,54 @@ _TYPES = {
 
 def compile_ahead(steps: Callable[[], None], say: Callable[[str], None], num_threads: int) -> None:
     """See `contract.Kernels`. A kernel that does not compile is told, and raises where a step needs it."""
-    with recorded_launches() as launches:
+    launches = DistinctLaunches()
+    with recording(launches.add):
         steps()
     failed = compile_launches(
-        launches, num_threads, lambda done, total: say(f"compiling GPU kernels, {done} of {total}")
+        launches.of_variant.values(),
+        num_threads,
+        lambda done, total: say(f"compiling GPU kernels, {done} of {total}"),
     )
     for kernel, error in failed.items():
         say(f"the GPU kernel {kernel} did not compile; steps that need it will fail: {error}")
 
 
+class DistinctLaunches:
+    """One launch of each variant, whose tensors are replaced by small ones: those of a step of an 8B model with 16,384
+    tokens would take more memory than a card has."""
+
+    def __init__(self) -> None:
+        self.of_variant: dict[Hashable, Launch] = {}
+        self._stand_ins: dict[Hashable, torch.Tensor] = {}
+
+    def add(self, launch: Launch) -> None:
+        key = variant(launch)
+        if key not in self.of_variant:
+            arguments = tuple(self._stand_in(each) for each in launch.arguments)
+            self.of_variant[key] = replace(launch, arguments=arguments)
+
+    def _stand_in(self, argument: Any) -> Any:
+        """A tensor of the same type and device, aligned to 16 bytes where the argument is: all that Triton reads of a
+        tensor to compile for it."""
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        key = argument.dtype, argument.device, _divides_by_16(argument)
+        if key not in self._stand_ins:
+            small = torch.empty(64, dtype=argument.dtype, device=argument.device)
+            self._stand_ins[key] = small if _divides_by_16(argument) else small[1:]
+        return self._stand_ins[key]
+
+
 def compile_launches(
-    launches: list[Launch], num_threads: int, say: Callable[[int, int], None]
+    launches: Iterable[Launch], num_threads: int, say: Callable[[int, int], None]
 ) -> dict[str, BaseException]:
-    """Compile for the current device what Triton's cache has not, on threads: for most of the time, in LLVM and ptxas,
-    Triton lets other threads run. say(compiled, all) is called at each. What failed is returned by kernel."""
-    variants = {variant(launch): launch for launch in launches}
+    """Compile launches of distinct variants for the current device, on threads, where Triton's cache lacks them: for
+    most of the time, in LLVM and ptxas, Triton lets other threads run. Calls say(compiled, all) at each. Returns what
+    failed, by kernel."""
     failed: dict[str, BaseException] = {}
     with ThreadPoolExecutor(num_threads) as pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
         names = {}
-        for launch in variants.values():
+        for launch in launches:
             submitted = len(mode.raw_futures)
             launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
             names |= dict.fromkeys(mode.raw_futures[submitted:], launch.kernel.__name__.lstrip("_"))

@@ -1,6 +1,6 @@
 """One launch of a kernel as data, so that what runs, what is compiled without a GPU and what is tested are the same."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -66,11 +66,10 @@ class Launch:
     num_stages: int = 2
 
     def run(self) -> Any:
-        """What Triton compiled for it is returned; None from its interpreter. Inside `recorded_launches` it is only
-        noted."""
-        recorded = _recorded.get()
-        if recorded is not None:
-            recorded.append(self)
+        """Launch, and return what Triton compiled; None in its interpreter. Inside `recording` nothing is launched."""
+        record = _record.get()
+        if record is not None:
+            record(self)
             return None
         return self.kernel[self.grid](*self.arguments, **self.options)
 
@@ -80,19 +79,21 @@ class Launch:
         return {**self.constants, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded launches", default=None)
+_record: ContextVar[Callable[[Launch], object] | None] = ContextVar("where launches are recorded", default=None)
 
 
 @contextmanager
-def recorded_launches() -> Iterator[list[Launch]]:
-    """Inside, launches of this thread are put into the list instead of run: what they would have written stays as it
-    was. So the code that launches is itself the list of what there is to compile."""
-    launches: list[Launch] = []
-    token = _recorded.set(launches)
+def recording(record: Callable[[Launch], object]) -> Iterator[None]:
+    """Pass this thread's launches to `record` instead of running them: what they would have written stays as it was.
+
+    So the code that launches is itself the list of what there is to compile. A launch refers to its tensors: to keep
+    those of many steps keeps their memory.
+    """
+    token = _record.set(record)
     try:
-        yield launches
+        yield
     finally:
-        _recorded.reset(token)
+        _record.reset(token)
 
 
 def cache_arguments(cache: LayerCache) -> tuple[torch.Tensor | None, ...]:

@@ -1,5 +1,6 @@
 """What may be asked for, in which form, and what is refused by name."""
 
+import llguidance
 import pytest
 
 from pipeline.engine.grammar import compiler as compiler_module
@@ -80,7 +81,7 @@ def test_min_tokens_does_not_go_with_a_grammar() -> None:
 
 def test_a_grammar_is_compiled_once_as_long_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    real = compiler_module.LLMatcher
+    real = llguidance.LLMatcher
 
     def counted(vocabulary, source, **options):
         made.append(source)
@@ -88,7 +89,7 @@ def test_a_grammar_is_compiled_once_as_long_as_there_is_room(monkeypatch: pytest
 
     for name in ("grammar_from_regex", "grammar_from_json_schema", "grammar_from_lark"):
         setattr(counted, name, getattr(real, name))
-    monkeypatch.setattr(compiler_module, "LLMatcher", counted)
+    monkeypatch.setattr(llguidance, "LLMatcher", counted)
     monkeypatch.setattr(compiler_module, "MAX_COMPILED", 2)
     compiler = GrammarCompiler(small_tokenizer(), VOCAB)
     one, two, three = (StructuredOutputs.of({"regex": letter}) for letter in "abc")

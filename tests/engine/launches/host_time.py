@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from pipeline.bench.roofline import model_size
-from pipeline.engine.startup.mixed_tokens import ASSUMED
-from pipeline.kernels.triton.launch import recorded_launches
 from pipeline.model.decoder import DecoderLayer
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings, StepTokens, step_seconds
+from pipeline.roofline.shares import MEASURED
 from tests.engine.launches.noted import LAYERS, STEPS, an_h100, runner_of, write_models
+from tests.kernels.triton.problems import recorded_launches
 
 REPEATS, ADDITIONS, MIDDLE = 300, 20, 1
 DEVICE_MODELS, CARD = ("qwen3-0.6b", "llama-8b-awq"), "h100"
@@ -57,7 +57,7 @@ def _device_s(model: str, rows: int, prompt: int) -> float:
     size, weights, _ = model_size(model)
     prompts = [prompt] if prompt else []
     tokens = StepTokens(np.array([1] * rows + prompts), np.array([1024] * rows + prompts), rows + len(prompts))
-    return step_seconds(tokens, size, weights, Ceilings.of_card(find_card(CARD), ASSUMED)).total_s / size.layers
+    return step_seconds(tokens, size, weights, Ceilings.of_card(find_card(CARD), MEASURED)).total_s / size.layers
 
 
 def _measured(step: Callable[[], object]) -> tuple[float, float, float]:

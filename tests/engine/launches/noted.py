@@ -23,10 +23,11 @@ from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import resolve
 from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
-from pipeline.kernels.triton.launch import H100, Launch, Target, recorded_launches
+from pipeline.kernels.triton.launch import H100, Launch, Target
 from pipeline.model import decoder
 from pipeline.model.config import read_config
 from pipeline.model.decoder import DecoderLayer
+from tests.kernels.triton.problems import recorded_launches
 from tests.model_folders import VOCAB, Family, write_checkpoint
 from tests.weights.packers import quantize_randomly
 

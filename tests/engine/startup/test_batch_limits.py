@@ -36,6 +36,7 @@ def resolved_on(card: Card, model: ModelConfig, monkeypatch: pytest.MonkeyPatch,
     major, minor = card.compute_capability
     about = SimpleNamespace(total_memory=card.memory_bytes, major=major, minor=minor)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     return resolve(EngineConfig("nowhere", device="cuda", **options), model)  # type: ignore[arg-type]
 

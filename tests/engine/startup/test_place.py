@@ -159,9 +159,8 @@ def test_each_engine_launches_on_its_own_device_and_the_caller_keeps_its(monkeyp
 
         return noted
 
-    devices.current = 3
     engines = {}
-    for index, name in ((0, "cuda:0"), (1, "cuda:1"), (3, "cuda")):
+    for index, name in ((0, "cuda:0"), (1, "cuda:1"), (3, "cuda:3")):
         engine = engines[index] = hash_engine(60, 4, is_asynchronous=True, bad_token=77)
         engine.place = Place(None, torch.device(name))
         for what in ("execute", "greedy", "sample", "zero_blocks"):

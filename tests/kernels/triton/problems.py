@@ -3,6 +3,8 @@
 Without a GPU the kernels run in Triton's interpreter, whose products of bfloat16 are wrong: that type is for a GPU.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.reference import write_kv
+from pipeline.kernels.triton.launch import Launch, recording
 from pipeline.weights.packed import GroupIntWeight
 from tests.kernels.triton.interpreter import spare_the_interpreter
 
@@ -28,6 +31,14 @@ DTYPES = pytest.mark.parametrize(
 ATTENTION = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # absolute; values are normal
 PRODUCT = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the largest
 RELATIVE = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of one elementwise pass
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Inside, launches are put into the list instead of run."""
+    launches: list[Launch] = []
+    with recording(launches.append):
+        yield launches
 
 
 def close(ours: torch.Tensor, oracle: torch.Tensor) -> bool:

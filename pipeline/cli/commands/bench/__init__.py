@@ -2,7 +2,7 @@
 
 import click
 
-from pipeline.cli.commands.bench import measured, on_card, simulated
+from pipeline.cli.commands.bench import measured, simulated
 from pipeline.cli.options import Commands
 
 _COMMANDS = (
@@ -18,7 +18,6 @@ _COMMANDS = (
     simulated.choices_of_the_schedule,
     simulated.pools_of_machines,
     simulated.bounds_of_cards,
-    on_card.kernels_and_jobs_on_a_card,
 )
 
 

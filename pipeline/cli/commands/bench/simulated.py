@@ -1,6 +1,5 @@
 """Benchmarks that compute nothing: bounds and jobs by the cost model of cards, in simulated time."""
 
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -43,7 +42,7 @@ def rules_of_admission(as_json: bool, **options: Any) -> None:
 @click.option("cards", "--card", multiple=True, metavar="NAME", help="As of bench roofline; H100, H200, A100, L4 and "
               "RTX 4090 when left out. May be repeated.")  # fmt: skip
 @click.option("requests", "--requests", multiple=True, metavar="SET", help="As of bench roofline; else all of them.")
-@click.option("--launch-us", type=FiniteRange(min=0), default=180.0, show_default=True,
+@click.option("--launch-us", type=FiniteRange(min=0), default=250.0, show_default=True,
               help="What the host takes to launch one layer, kernel by kernel.")  # fmt: skip
 @click.option("--smaller", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
               help="Only every Nth request.")  # fmt: skip
@@ -56,7 +55,7 @@ def choices_of_the_schedule(as_json: bool, launch_us: float, **options: Any) -> 
     Examples:
       pipeline bench schedule --card h100
       pipeline bench schedule --model qwen3-0.6b --card h200 --requests generation
-      pipeline bench schedule --launch-us 360 --json
+      pipeline bench schedule --launch-us 500 --json
 
     Nothing is run, no card is needed: the engine's scheduler plans every step of the fixed request sets, the device
     takes what the cost model says, and the host launches the next step meanwhile. Takes some 15 s a card.
@@ -99,11 +98,6 @@ def pools_of_machines(as_json: bool, **options: Any) -> None:
     print_told(bench_cluster(say=say, **options), as_json)
 
 
-def _share(flag: str, about: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    in_range = FiniteRange(0, 1, min_open=True)
-    return click.option(flag, type=in_range, default=1.0, show_default=True, help=about)
-
-
 @click.command("roofline")
 @click.option("--model", default="llama-8b-awq", show_default=True, metavar="SHAPE|PATH",
               help="tiny, qwen3-0.6b or llama-8b, also with -awq (nothing is written); or a checkpoint.")  # fmt: skip
@@ -120,33 +114,28 @@ def _share(flag: str, about: str) -> Callable[[Callable[..., Any]], Callable[...
               help="Of int4 linears: by the engine's crossover, or always the fastest.")  # fmt: skip
 @click.option("--shared-reads", type=click.Choice(["once", "each"]), default="once", show_default=True,
               help="Of a prefix that sequences share: once a step, or by each of them.")  # fmt: skip
-@_share("--bandwidth-share", "Of the card's bandwidth, that reading weights, keys and values reaches.")
-@_share("--gemm-share", "Of the card's rate, that 16-bit products and attention reach.")
-@_share("--int4-share", "Of the card's rate, that products of int4 weights reach.")
-@_share("--fp8-share", "Of the card's rate in fp8, that products of fp8 activations reach.")
-@click.option("--step-ms", type=FiniteRange(min=0), default=0.0, show_default=True,
-              help="Of each step, in which the card waits.")  # fmt: skip
+@click.option("--kernels", type=click.Choice(["measured", "bound"]), default="measured", show_default=True,
+              help="At the shares of the data sheet that were measured on one H200, or at the data sheet.")  # fmt: skip
 @json_flag
 @answers
 def bounds_of_cards(
-    model: str, cards: tuple[str, ...], requests: tuple[str, ...], step_ms: float, as_json: bool, **options: Any
+    model: str, cards: tuple[str, ...], requests: tuple[str, ...], kernels: str, as_json: bool, **options: Any
 ) -> None:
-    """What a card could do at the most, by the cost model: seconds of steps, and of jobs over fixed request sets.
+    """What a card would do by the cost model, or at the most: seconds of steps, and of jobs over fixed request sets.
 
     \b
     Examples:
       pipeline bench roofline
       pipeline bench roofline --model llama-8b-awq --card h100 --requests summaries
-      pipeline bench roofline --card h200 --bandwidth-share 0.85 --gemm-share 0.7 --int4-share 0.33 --step-ms 0.2
       pipeline bench roofline --card h100 --activation-dtype fp8 --kv-cache-dtype fp8
-      pipeline bench roofline --paths fastest    a bound, where int4 linears have two paths
+      pipeline bench roofline --kernels bound --paths fastest    bounds, where int4 linears have two paths
 
-    Nothing is run, no card is needed. With the default shares the figures are bounds that this engine cannot beat. The
-    cards' figures are their makers' (pipeline/roofline/hardware.yaml).
+    Nothing is run, no card is needed. The cards' figures are their makers' (pipeline/roofline/hardware.yaml). Kernels
+    reach the shares of them that were measured on one H200, which other cards are assumed to reach too. With --kernels
+    bound the figures are bounds that this engine cannot beat.
     """
     from pipeline.bench.roofline import Serving, bench_roofline
-    from pipeline.roofline.cost_model import Reached
+    from pipeline.roofline.shares import BOUND, MEASURED
 
-    bandwidth, gemm, int4, fp8 = (options.pop(f"{of}_share") for of in ("bandwidth", "gemm", "int4", "fp8"))
-    reached = Reached(bandwidth, bandwidth, gemm, int4, gemm, fp8, step_s=step_ms / 1e3)
+    reached = BOUND if kernels == "bound" else MEASURED
     print_told(bench_roofline(model, cards, requests, Serving(**options), reached), as_json)

@@ -73,8 +73,8 @@ class TwoPathLinear:
         self.tiled = TiledInt4.of(weight, device)
         self.input_order_K = None if weight.input_order_K is None else weight.input_order_K.to(device)
         self.scratch, self.shape_NK = scratch, (weight.out_features, weight.in_features)
-        of_card = crossover_of(self.target.capability)
-        default = of_card.cached if scratch is None else of_card.scratch
+        num_values = weight.out_features * weight.in_features
+        default = crossover_of(self.target.capability).max_fused_tokens(num_values, is_cached=scratch is None)
         self.crossover = default if crossover is None else crossover
         if scratch is None:
             self.kept_NK = self._dequantized(torch.empty(self.shape_NK, dtype=dtype, device=device))

@@ -15,8 +15,8 @@ from pipeline.kernels.triton.attention.captured_attention import CapturedAttenti
 from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
 from pipeline.kernels.triton.batch_invariant import BatchInvariantAttention, CapturedBatchInvariantAttention
-from pipeline.kernels.triton.launch import H100, Launch, Target, recorded_launches
-from tests.kernels.triton.problems import ATTENTION, DEVICE, make_step, sharing
+from pipeline.kernels.triton.launch import H100, Launch, Target
+from tests.kernels.triton.problems import ATTENTION, DEVICE, make_step, recorded_launches, sharing
 
 # numpy's, of rows that stand for no query: 0 / 0 in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -7,8 +7,7 @@ import torch
 from pipeline.kernels.contract import FutureNumbers
 from pipeline.kernels.triton.attention.staging import StagedStep
 from pipeline.kernels.triton.compile_ahead import variant
-from pipeline.kernels.triton.launch import recorded_launches
-from tests.kernels.triton.problems import DEVICE
+from tests.kernels.triton.problems import DEVICE, recorded_launches
 
 
 @pytest.mark.parametrize(("num_seqs", "num_blocks", "num_future"), [(1, 1, 0), (3, 5, 2), (70, 33, 5), (2, 1, 1500)])

@@ -153,7 +153,7 @@ def test_the_crossover_parts_the_ways(with_scratch: bool, monkeypatch: pytest.Mo
 def test_default_crossovers() -> None:
     weight = random_weight(8, 32, 32)
     of_card = crossover_of(Target.of(DEVICE).capability)
-    assert TwoPathLinear(weight, torch.float32, DEVICE).crossover == of_card.cached
+    assert TwoPathLinear(weight, torch.float32, DEVICE).crossover == of_card.small
     assert TwoPathLinear(weight, torch.float32, DEVICE, Scratch(torch.float32, DEVICE)).crossover == of_card.scratch
 
 

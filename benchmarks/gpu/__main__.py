@@ -1,0 +1,220 @@
+"""Time an NVIDIA GPU: kernels by variant, linears by path, engine steps, whole jobs, and vLLM on the same card.
+
+    python -m benchmarks.gpu --output gpu-times --budget 600
+    python -m benchmarks.gpu --output /tmp/smoke --device cpu --smoke
+
+Sections run one after another, each in a process of its own with a time limit, in the order of what is known least.
+After each, report.txt and figures.json are written anew; traces.tar holds traces of steps, log.txt the output of all
+sections. Needs torch, triton, numpy, transformers, pyyaml and safetensors. Whether kernels are right is checked by
+`pytest -m gpu tests/gpu`.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.jobs import AS_SERVED, SETS, jobs, peer_jobs
+from benchmarks.gpu.kernels import kernel_times
+from benchmarks.gpu.linears import linear_times
+from benchmarks.gpu.section import Found, Outcome, RunningSection, Section, Setting
+from benchmarks.gpu.steps import step_times
+from benchmarks.gpu.stopwatch import Rates, measure_rates
+from pipeline.bench.measure import facts_to_text, machine_facts, table
+from pipeline.bench.shapes import bench_model
+from pipeline.machine.host import package_versions
+
+MODELS, SMOKE_MODELS = ("llama3-8b-awq", "qwen3-0.6b"), ("tiny-awq", "tiny")
+MACHINE = "machine"
+MIN_S = 10.0  # a section starts where this much of the budget is left
+RESERVE_S = 8.0  # of the budget, to end the last section
+
+
+@dataclass(frozen=True)
+class Task:
+    """One section of one model. needs_checkpoint: its files must have been written."""
+
+    name: str
+    section: Section
+    model: str
+    limit_s: float
+    needs_checkpoint: bool = True
+
+
+def machine(setting: Setting) -> Iterator[Found]:
+    """Record versions and the card, and measure its rates."""
+    facts = machine_facts() | package_versions(("triton", "vllm"))
+    if setting.device.type == "cuda":
+        card = torch.cuda.get_device_properties(setting.device)
+        about = f"{card.total_memory / 1e9:.1f} GB, {card.multi_processor_count} multiprocessors"
+        facts = {"card": f"{card.name} ({about}, sm_{card.major}{card.minor})", "cuda": str(torch.version.cuda)} | facts
+    if setting.device.type == "cuda" and shutil.which("nvidia-smi"):
+        query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+        facts[query] = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20).stdout.strip()
+    rates = measure_rates(setting.device, setting.dtype, setting.is_smoke)
+    yield Found(f"{facts_to_text(facts)}\nAlone: {rates.to_text()}", {"machine": facts, "rates": asdict(rates)})
+
+
+def checkpoints(setting: Setting, models: Sequence[str]) -> Iterator[Found]:
+    """Write checkpoints of random weights where they do not exist yet."""
+    began = time.monotonic()
+    for model in models:
+        bench_model(model, say=lambda text: print(text, flush=True))
+    yield Found(f"{', '.join(models)}: {time.monotonic() - began:.1f} s")
+
+
+def plan(models: Sequence[str], is_smoke: bool) -> list[Task]:
+    """Return the sections of all kinds for the first model; for the others steps, and a job by variant."""
+    large, *small = models
+    tasks = [
+        Task(f"kernels-{large}", kernel_times, large, 90, False),
+        Task(f"linears-{large}", linear_times, large, 90, False),
+        Task(f"steps-{large}", step_times, large, 120),
+        Task(f"jobs-{large}", partial(jobs, names=SETS, variant=AS_SERVED), large, 240),
+    ]
+    variants = [(large, variant) for variant in ("fp8 cache", "fp8 activations")]
+    for model in small:
+        tasks.append(Task(f"steps-{model}", step_times, model, 90))
+        variants += [(model, variant) for variant in (AS_SERVED, "64 rows", "64 rows, prompts by kernel")]
+    for model, variant in variants[: 1 if is_smoke else None]:
+        run = partial(jobs, names=SETS[:1], variant=variant)
+        tasks.append(Task(f"jobs-{model}-{variant.replace(',', '').replace(' ', '-')}", run, model, 90))
+    return tasks
+
+
+class Session:
+    """Runs tasks in order and writes the report after each."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.began = options, time.monotonic()
+        self.date = datetime.now(UTC).isoformat(timespec="seconds")
+        self.outcomes: list[Outcome] = []
+        self.found: dict[str, Found] = {}
+        options.output.mkdir(parents=True, exist_ok=True)
+        for name in ("report.txt", "figures.json", "log.txt", "traces.tar"):
+            (options.output / name).unlink(missing_ok=True)
+        self.setting = Setting(
+            model=options.model[0],
+            device=find_device(options.device),
+            is_smoke=options.smoke,
+            traces=options.output / "traces.tar",
+        )
+
+    def run(self) -> int:
+        """Return the exit code: 1 where anything failed or was ended."""
+        models, wanted = self.options.model, self.options.sections
+        self._run(Task(MACHINE, machine, models[0], 60))
+        rates = self.found.get(MACHINE, Found()).figures.get("rates")
+        if rates is None:
+            return 1
+        self.setting = replace(self.setting, rates=Rates(**rates))
+        writing: RunningSection | None = self._start(Task("checkpoints", partial(checkpoints, models=models), "", 300))
+        for task in [*plan(models, self.options.smoke), self._peers(models[0])]:
+            if wanted and not any(task.name.startswith(each) for each in wanted):
+                continue
+            if task.needs_checkpoint and writing is not None:
+                self._finish(writing, 300)
+                writing = None
+            self._run(task)
+        if writing is not None:
+            self._finish(writing, 300)
+        return int(any(outcome.verdict in ("failed", "ended") for outcome in self.outcomes))
+
+    def _peers(self, model: str) -> Task:
+        def run(setting: Setting) -> Iterator[Found]:
+            ours = self.found.get(f"jobs-{model}", Found()).figures.get("jobs", [])
+            ours_s = {job["requests"]: job["wall_s"] for job in ours}
+            python = dict(peer.split("=", 1) for peer in self.options.peer).get("vllm")
+            if python is None and find_spec("vllm") is None:
+                return iter([Found("skipped: vLLM is not installed here, and there is no --peer vllm=PYTHON")])
+            return peer_jobs(setting, SETS, python or sys.executable, ours_s)
+
+        return Task(f"peers-{model}", run, model, 400)
+
+    def _left_s(self) -> float:
+        return self.began + self.options.budget - RESERVE_S - time.monotonic()
+
+    def _start(self, task: Task) -> RunningSection:
+        setting = replace(self.setting, model=task.model)
+        return RunningSection(task.name, task.section, setting, self.options.output / "log.txt")
+
+    def _run(self, task: Task) -> None:
+        if self._left_s() < MIN_S:
+            self._record(Outcome(task.name, "not started", time.monotonic() - self.began, 0.0, "the budget is used up"))
+        else:
+            self._finish(self._start(task), task.limit_s)
+
+    def _finish(self, running: RunningSection, limit_s: float) -> None:
+        outcome = running.wait(min(limit_s, self._left_s()), self.began)
+        self.found[running.name] = running.found
+        self._record(outcome)
+
+    def _record(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        print(f"[{time.monotonic() - self.began:4.0f} s] {outcome.name} {outcome.verdict} {outcome.why}", flush=True)
+        write(self.options.output / "report.txt", self.to_text() + "\n")
+        write(self.options.output / "figures.json", json.dumps(self.to_json()))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "date": self.date,
+            "command": shlex.join(sys.orig_argv),
+            "outcomes": [asdict(outcome) for outcome in self.outcomes],
+            "sections": {name: {**found.figures, "failures": found.failures} for name, found in self.found.items()},
+        }
+
+    def to_text(self) -> str:
+        rows = [(each.began_s, each.seconds, each.verdict, each.name, each.why) for each in self.outcomes]
+        columns = "at s >6.0f | took s >7.1f | verdict <11 | section <34 | why <1"
+        parts = [f"{self.date}. {shlex.join(sys.orig_argv)}", "\n".join(table(columns, rows))]
+        for name, found in self.found.items():
+            failures = [f"FAILED {failure}" for failure in found.failures]
+            parts.append("\n".join([f"=== {name}", *filter(None, [found.text]), *failures]))
+        return "\n\n".join(parts)
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device with its index, as torch.cuda.set_device refuses one without, and leave the card alone."""
+    device = torch.device(name)
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file at once."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("gpu-times"), metavar="FOLDER", help="default: gpu-times")
+    parser.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="end within this time")
+    parser.add_argument("--device", default="cuda", metavar="cuda[:N]|cpu")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, to see that every section runs")
+    parser.add_argument("--model", action="append", metavar="SHAPE|PATH", help="repeatable; the first runs as a whole")
+    parser.add_argument("--sections", default="", metavar="NAME,NAME", help="only sections that begin so: steps,jobs-l")
+    parser.add_argument("--peer", action="append", default=[], metavar="vllm=PYTHON", help="an environment with vLLM")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Python ends the running section at its exit
+    options.model = options.model or (SMOKE_MODELS if options.smoke else MODELS)
+    options.sections = [name for name in options.sections.split(",") if name]
+    return Session(options).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

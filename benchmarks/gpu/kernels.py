@@ -1,0 +1,246 @@
+"""Kernels of a layer and of sampling by variant, against their floor: moving their bytes and computing their products.
+
+To time another variant of a kernel, add a line to `variants` in the function of its work below. The first variant is
+what the engine runs; the others are compared with its result. Bytes are those that have to be read or written once.
+What a kernel plans on the host once for all layers of a step is not in its time.
+
+Suffixes as in `kernels/contract.py`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu.section import Found, Setting
+from pipeline.bench.measure import table
+from pipeline.kernels.select import select_kernels
+from tests.gpu.inputs import Heads, paged_step
+
+EPS = 1e-5
+NUM_DRAFTS = 4  # of each sequence, where drafts are checked
+SERVED = "served"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """tokens: of elementwise kernels. rows: of sampling. decoding: (sequences, context). prompts: (prompts, tokens).
+    shared: (sequences, context, tokens of it that all share)."""
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    decoding: tuple[tuple[int, int], ...]
+    prompts: tuple[tuple[int, int], ...]
+    shared: tuple[tuple[int, int, int], ...]
+
+
+FULL = Sizes(
+    (1, 64, 512, 8192),
+    (1, 16, 64, 256, 512),
+    ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (512, 512), (64, 4096)),
+    ((1, 512), (11, 735), (4, 2048), (1, 8192)),
+    ((64, 2176, 2048), (835, 2176, 2048)),
+)
+SMOKE = Sizes((16,), (4,), ((4, 100),), ((2, 60),), ((4, 200, 128),))
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kernel on inputs of one shape. variants: name -> call that returns a tensor or several."""
+
+    kernel: str
+    shape: str
+    num_bytes: float
+    flops: float
+    variants: Mapping[str, Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """off: largest difference to the served variant's result over its largest value, of integers the share of unequal
+    ones; None where shapes differ."""
+
+    kernel: str
+    shape: str
+    variant: str
+    seconds: float
+    floor_s: float
+    num_bytes: float
+    flops: float
+    off: float | None
+
+
+def kernel_times(setting: Setting) -> Iterator[Found]:
+    """Time every variant of every work; what matters most to decide comes first."""
+    found, times, stopwatch = Found(), list[KernelTime](), setting.stopwatch()
+    for build in Layer(setting).works(SMOKE if setting.is_smoke else FULL):
+        with found.case(f"{build.func.__name__}{build.args}"), torch.inference_mode():
+            work, results = build(), list[list[torch.Tensor]]()
+            for name, call in work.variants.items():
+                with found.case(f"{work.kernel}, {work.shape}, {name}"):
+                    result = call()
+                    results.append([t.clone() for t in (result if isinstance(result, tuple) else (result,))])
+                    floor_s = setting.rates.floor_s(work.num_bytes, work.flops)
+                    seconds, off = stopwatch.seconds(call), difference(results[-1], results[0])
+                    sizes = work.num_bytes, work.flops
+                    times.append(KernelTime(work.kernel, work.shape, name, seconds, floor_s, *sizes, off))
+        head = f"Kernels of {setting.model}, {setting.dtype}. to served: the served variant's time over this one's"
+        found.text = "\n".join([head, *times_to_lines(times), *stopwatch.complaints()])
+        found.figures = {"model": setting.model, "kernels": [asdict(time) for time in times]}
+        yield found
+
+
+def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float | None:
+    """Return the largest of the tensors; infinite where values are not finite."""
+    found = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        if a.shape != b.shape:
+            return None
+        if not a.is_floating_point():
+            found = max(found, float((a != b).float().mean()))
+        elif not bool(a.isfinite().all()):
+            return float("inf")
+        else:
+            found = max(found, float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-20)))
+    return found
+
+
+def times_to_lines(times: list[KernelTime]) -> list[str]:
+    columns = "kernel <16 | shape <44 | variant <8 | us >9,.1f | floor us >9,.1f | share >6.0% | GB/s >7,.0f"
+    rows, served_s = [], dict[tuple[str, str], float]()
+    for t in times:
+        served_s.setdefault((t.kernel, t.shape), t.seconds)
+        rates = t.num_bytes / t.seconds / 1e9, t.flops / t.seconds / 1e12
+        faster = served_s[t.kernel, t.shape] / t.seconds
+        share = t.floor_s / t.seconds
+        rows.append((t.kernel, t.shape, t.variant, t.seconds * 1e6, t.floor_s * 1e6, share, *rates, faster, t.off))
+    return table(f"{columns} | TFLOP/s >8,.2f | to served >9.2f | off >8.1e", rows)
+
+
+class Layer:
+    """Makes the inputs of each work, in the sizes of one model."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.size, self.dtype, self.device = setting.size, setting.dtype, setting.device
+        self.kernels = select_kernels(self.device, self.dtype)
+        self.heads = Heads(self.size.heads, self.size.kv_heads, self.size.head_dim)
+        self.random = torch.Generator(self.device).manual_seed(0)
+
+    def works(self, sizes: Sizes) -> Iterator["partial[Work]"]:
+        for rows in sizes.rows:
+            for is_peaked in (False, True):
+                yield from (partial(self.sample, rows, top_p, is_peaked) for top_p in (1.0, 0.9))
+            yield partial(self.greedy, rows)
+        for is_fp8 in (True, False):
+            for sequences, context in sizes.decoding:
+                yield partial(self.decode, [context] * sequences, is_fp8=is_fp8)
+            for sequences, context, shared in sizes.shared:
+                yield partial(self.decode, [context] * sequences, is_fp8=is_fp8, shared=shared)
+            for prompts, tokens in sizes.prompts:
+                yield partial(self.prompts, [tokens] * prompts, is_fp8=is_fp8)
+        for sequences, context in sizes.decoding[1:]:
+            yield partial(self.decode, _skewed(sequences, context))
+            yield partial(self.decode, [context] * sequences, queries=1 + NUM_DRAFTS)
+        for tokens in sizes.tokens:
+            writes = partial(self.write, tokens), partial(self.write, tokens, is_fp8=True)
+            yield from (partial(self.norm, tokens), partial(self.gate, tokens), *writes)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, generator=self.random).to(self.dtype)
+
+    def sample(self, rows: int, top_p: float, is_peaked: bool) -> Work:
+        """Flat logits are normal with a deviation of 3; peaked ones fall with their rank, as a model's do: rank r has
+        the weight r^-1.5."""
+        vocab = self.size.vocab
+        logits_RV = 3 * torch.randn(rows, vocab, device=self.device, generator=self.random)
+        if is_peaked:
+            ranks = torch.arange(1, vocab + 1, device=self.device).log() * -1.5
+            logits_RV = logits_RV.scatter(1, logits_RV.argsort(1, descending=True), ranks.expand(rows, -1))
+        options_4 = torch.tensor([1.0, vocab, top_p, 0.0], dtype=torch.float64, device=self.device)
+        u_1R = torch.rand(1, rows, device=self.device, generator=self.random).double()
+        how_5R = torch.cat([options_4.repeat(rows, 1).T, u_1R])
+        variants = {
+            SERVED: partial(self.kernels.sample, logits_RV, how_5R),
+        }
+        kernel = f"sample{', top_p 0.9' if top_p < 1 else ''}"
+        return Work(kernel, f"{rows:,} rows, {'peaked' if is_peaked else 'flat'}", logits_RV.nbytes, 0.0, variants)
+
+    def greedy(self, rows: int) -> Work:
+        logits_RV = torch.randn(rows, self.size.vocab, device=self.device, generator=self.random)
+        variants = {SERVED: partial(self.kernels.greedy, logits_RV)}
+        return Work("greedy", f"{rows:,} rows", logits_RV.nbytes, 0.0, variants)
+
+    def decode(self, contexts: list[int], queries: int = 1, is_fp8: bool = False, shared: int = 0) -> Work:
+        """Each sequence computes its last `queries` tokens."""
+        step = self._step([queries] * len(contexts), contexts, is_fp8, shared)
+        call = partial(self.kernels.attention, step.q_TND, step.cache, step.where, self.size.head_dim**-0.5, None)
+        variants = {
+            SERVED: call,
+        }
+        lengths = f"{contexts[0]:,}" if len(set(contexts)) == 1 else f"{min(contexts):,} to {max(contexts):,}"
+        shape = f"{len(contexts):,} at {lengths}"
+        shape += f", {shared:,} shared" if shared else ""
+        shape += f", {queries - 1} drafts each" if queries > 1 else ""
+        return Work(f"decode{', fp8' if is_fp8 else ''}", shape, _bytes(step), step.flops, variants)
+
+    def prompts(self, counts: list[int], is_fp8: bool = False) -> Work:
+        step = self._step(counts, counts, is_fp8)
+        variants: dict[str, Callable[[], Any]] = {
+            SERVED: partial(self.kernels.attention, step.q_TND, step.cache, step.where, self.size.head_dim**-0.5, None),
+        }
+        if not is_fp8:
+            variants["torch"] = self._torch_attention(len(counts), counts[0])
+        shape = f"{len(counts)} of {counts[0]:,}"
+        return Work(f"prompts{', fp8' if is_fp8 else ''}", shape, _bytes(step), step.flops, variants)
+
+    def norm(self, tokens: int) -> Work:
+        x_TH, residual_TH, weight_H = (self.normal(*n, self.size.hidden) for n in ((tokens,), (tokens,), ()))
+        variants = {SERVED: partial(self.kernels.add_rms_norm, x_TH, residual_TH, weight_H, EPS)}
+        return Work("add_rms_norm", f"{tokens:,} tokens", 4.0 * x_TH.nbytes, 0.0, variants)
+
+    def gate(self, tokens: int) -> Work:
+        gate_up = self.normal(tokens, 2 * self.size.intermediate)
+        variants = {SERVED: partial(self.kernels.silu_mul, gate_up)}
+        return Work("silu_mul", f"{tokens:,} tokens", 1.5 * gate_up.nbytes, 0.0, variants)
+
+    def write(self, tokens: int, is_fp8: bool = False) -> Work:
+        """norm_rope_write without norms, on prompts of up to 512 tokens."""
+        counts = [512] * (tokens // 512) + ([tokens % 512] if tokens % 512 else [])
+        step = self._step(counts, counts, is_fp8)
+        qkv_TMD = self.normal(tokens, self.heads.num_heads + 2 * self.heads.num_kv_heads, self.heads.head_dim)
+        angles = torch.rand(tokens, self.heads.head_dim // 2, device=self.device, generator=self.random)
+        to = step.cache, step.where.slot_mapping_T
+        variants = {SERVED: partial(self.kernels.norm_rope_write, qkv_TMD, angles, angles, None, EPS, *to)}
+        num_bytes = qkv_TMD.nbytes + step.q_TND.nbytes + step.kv_bytes + 2.0 * angles.nbytes
+        return Work(f"norm_rope_write{', fp8' if is_fp8 else ''}", f"{tokens:,} tokens", num_bytes, 0.0, variants)
+
+    def _step(self, counts: list[int], contexts: list[int], is_fp8: bool, shared: int = 0) -> Any:
+        options = {"with_fp8_cache": is_fp8, "shared": shared}
+        return paged_step(counts, contexts, self.heads, self.dtype, self.device, **options)
+
+    def _torch_attention(self, prompts: int, tokens: int) -> Callable[[], torch.Tensor]:
+        """scaled_dot_product_attention over contiguous tensors: FlashAttention on a GPU."""
+        heads = self.heads.num_heads, self.heads.num_kv_heads, self.heads.num_kv_heads
+        q, k, v = (self.normal(prompts, count, tokens, self.heads.head_dim) for count in heads)
+        backend = SDPBackend.FLASH_ATTENTION if self.device.type == "cuda" else SDPBackend.MATH
+
+        def call() -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        return call
+
+
+def _bytes(step: Any) -> float:
+    return step.kv_bytes + 2.0 * step.q_TND.nbytes
+
+
+def _skewed(sequences: int, mean: int) -> list[int]:
+    """Return exponential contexts of `mean` on average: a few are many times as long as the others."""
+    shares = np.random.default_rng(5).exponential(1.0, sequences)
+    return np.maximum(shares / shares.mean() * mean, 1).astype(int).tolist()

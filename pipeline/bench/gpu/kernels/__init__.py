@@ -1,1 +1,0 @@
-"""Kernels on a card: checked against the reference, then timed against their floor."""

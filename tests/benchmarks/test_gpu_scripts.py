@@ -1,0 +1,248 @@
+"""The scripts for a card, without one: every section runs on a processor in an environment without the job's packages,
+a section that fails costs only itself, and what a card says is read right."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.gpu.__main__ import Session
+from benchmarks.gpu.linears import CACHED, FUSED, LAYER, SCRATCH, cheapest_crossover, find_crossovers, with_layer
+from benchmarks.gpu.section import Found, RunningSection, Setting
+from benchmarks.gpu.stopwatch import Stopwatch
+from benchmarks.gpu.trace import NUM_KERNELS, OTHERS, Trace, pauses
+from pipeline.engine.forward.graphs import CudaCapture
+from pipeline.errors import PipelineError
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def test_every_section_runs_without_the_packages_of_a_job(tmp_path: Path) -> None:
+    missing = 'import sys\nsys.modules |= dict.fromkeys(("ray", "pydantic", "click", "llguidance"))\n'
+    (tmp_path / "sitecustomize.py").write_text(missing)
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--smoke", "--output", str(tmp_path / "out")]
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "out" / "figures.json").read_text())
+    outcomes = {each["name"]: each["verdict"] for each in figures["outcomes"]}
+    assert set(outcomes.values()) == {"done"}
+    assert {name.split("-")[0] for name in outcomes} == {
+        "machine", "checkpoints", "kernels", "linears", "steps", "jobs", "peers",
+    }  # fmt: skip
+    sections = figures["sections"]
+    assert all(time["seconds"] > 0 for time in sections["kernels-tiny-awq"]["kernels"])
+    assert all(time["off"] in (0.0, None) for time in sections["kernels-tiny-awq"]["kernels"])
+    assert set(sections["linears-tiny-awq"]["linears_s"]) >= {"16 bit", "served"}
+    assert [step["rows"] for step in sections["steps-tiny"]["steps"]] == [2, 1]
+    assert len(sections["jobs-tiny-awq"]["jobs"]) == 5
+    report = (tmp_path / "out" / "report.txt").read_text()
+    assert "skipped: vLLM is not installed here" in report
+
+
+def test_what_does_not_fit_the_budget_is_not_started(tmp_path: Path) -> None:
+    options = argparse.Namespace(
+        output=tmp_path, budget=1.0, device="cpu", smoke=True, model=["tiny"], sections=[], peer=[]
+    )  # fmt: skip
+    assert Session(options).run() == 1
+    (outcome,) = json.loads((tmp_path / "figures.json").read_text())["outcomes"]
+    assert (outcome["name"], outcome["verdict"]) == ("machine", "not started")
+
+
+def test_only_sections_that_are_named_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = argparse.Namespace(
+        output=tmp_path, budget=60.0, device="cpu", smoke=True, model=["tiny-awq"], sections=["jobs-tiny"], peer=[]
+    )  # fmt: skip
+    session, ran = Session(options), []
+    monkeypatch.setattr(session, "_start", lambda task: SimpleNamespace(name=task.name))
+    monkeypatch.setattr(session, "_finish", lambda running, limit_s: ran.append(running.name))
+    session.found["machine"] = Found(figures={"rates": {"copy_bytes_per_s": 1.0, "gemm_flops_per_s": 1.0}})
+    session.run()
+    assert ran == ["machine", "checkpoints", "jobs-tiny-awq", "jobs-tiny-awq-fp8-cache"]
+
+
+def sections() -> dict[str, tuple]:
+    """Name -> section, verdict, words of the reason."""
+
+    def works(setting):
+        yield Found("half", {"n": 1})
+        yield Found("whole", {"n": 2})
+
+    def hangs(setting):
+        yield Found("half", {"n": 1})
+        time.sleep(60)
+
+    def raises(setting):
+        yield Found("half", {"n": 1})
+        raise ValueError("no such kernel")
+
+    def vanishes(setting):
+        yield Found("half", {"n": 1})
+        os._exit(9)
+
+    def has_a_failed_case(setting):
+        found = Found("whole", {"n": 2})
+        with found.case("of 64"):
+            raise ValueError("too many registers")
+        yield found
+
+    return {
+        "works": (works, "done", ""),
+        "hangs": (hangs, "ended", "after 2 s"),
+        "raises": (raises, "failed", "no such kernel"),
+        "vanishes": (vanishes, "failed", "exit code 9"),
+        "fails": (has_a_failed_case, "failed", "1 failures, the first: of 64: ValueError: too many registers"),
+    }
+
+
+@pytest.mark.parametrize("name", sections())
+def test_a_section_keeps_what_it_found(tmp_path: Path, name: str) -> None:
+    section, verdict, words = sections()[name]
+    setting = Setting(model="tiny", device=CPU, is_smoke=True, traces=tmp_path / "traces.tar")
+    running = RunningSection(name, section, setting, tmp_path / "log.txt")
+    outcome = running.wait(2.0 if name == "hangs" else 30.0, time.monotonic())
+    assert outcome.verdict == verdict, outcome.why
+    assert words in outcome.why
+    assert outcome.seconds < 15
+    assert running.found.text == ("whole" if name in ("works", "fails") else "half")
+
+
+class FakeCuda:
+    """`torch.cuda` as torch 2.11 has it, where captures fail: the end of a capture fails too, so the stream stays and
+    the default generator counts as being captured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream, self.pools, self.is_captured = "default", 0, False
+        generator = SimpleNamespace(clone_state=lambda: "fresh", graphsafe_set_state=self.set_state)
+        fakes = {
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "current_stream": lambda *_: self.stream,
+            "set_stream": lambda stream: setattr(self, "stream", stream),
+            "current_device": lambda: 0,
+            "default_generators": (generator,),
+            "graph_pool_handle": self.new_pool,
+            "graph": self.graph,
+            "synchronize": lambda *_: None,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def new_pool(self) -> int:
+        self.pools += 1
+        return self.pools
+
+    def set_state(self, state: str) -> None:
+        assert state == "fresh"
+        self.is_captured = False
+
+    def graph(self, graph, pool):
+        cuda = self
+
+        class Capture:
+            def __enter__(self):
+                cuda.stream, cuda.is_captured = "capture", True
+
+            def __exit__(self, kind, error, at):
+                if error is not None:
+                    raise RuntimeError("capture_end: operation failed due to a previous error during capture")
+                cuda.stream, cuda.is_captured = "default", False
+
+        return Capture()
+
+
+def waits_in_capture(cuda: FakeCuda) -> None:
+    if cuda.is_captured:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_failed_capture_says_why_and_leaves_torch_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    capture = CudaCapture()
+    with pytest.raises(PipelineError, match="CUDA graph: RuntimeError: operation not permitted when stream is capt"):
+        capture(lambda: waits_in_capture(cuda))
+    assert (cuda.stream, cuda.is_captured, cuda.pools) == ("default", False, 2)
+    assert capture(lambda: None)() is None
+
+
+def test_the_stopwatch_reports_what_it_could_not_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, watch = FakeCuda(monkeypatch), Stopwatch(CPU, 0.0)
+    watch._capture, watch.on_gpu, calls = CudaCapture(), True, []
+    monkeypatch.setattr(watch, "_gpu_seconds", lambda run: run() or 1.0)
+    assert watch.seconds(lambda: calls.append(waits_in_capture(cuda))) == 1.0
+    assert len(calls) == 2 + 1 + 3, "warm-ups, the first call before a capture, and timed launches"
+    (complaint,) = watch.complaints()
+    assert "operation not permitted when stream is capturing" in complaint
+
+
+def test_the_crossover_is_where_least_is_lost_whatever_one_number_says() -> None:
+    def crossover(fused: tuple[float, ...], dense: tuple[float, ...]) -> int:
+        return cheapest_crossover(*({2**i: s for i, s in enumerate(of)} for of in (fused, dense)))
+
+    assert crossover((1, 1, 2, 4), (2, 2, 2.1, 2)) == 4
+    assert crossover((1, 1, 2.02, 1), (2, 2, 2, 2)) == 8, "slower at one number by 1% is noise"
+    assert crossover((3, 3, 3, 3), (2, 2, 2, 2)) == 0
+
+
+def test_crossovers_of_linears_and_of_a_layer() -> None:
+    fused = {"qkv": {1: 1.0, 64: 3.0, 256: 9.0}, "down": {1: 1.0, 64: 1.0, 256: 9.0}}
+    dense = {"qkv": {1: 2.0, 64: 2.0, 256: 2.0}, "down": {1: 2.0, 64: 2.5, 256: 3.0, 512: 4.0}}
+    (found,) = find_crossovers(with_layer({FUSED: fused, CACHED: dense, SCRATCH: {"qkv": dense["qkv"]}}, 2))[:1]
+    assert (found.form, found.tokens, found.next_tokens) == ("cached", {"qkv": 1, "down": 64, LAYER: 64}, 256)
+    assert found.to_text() == "crossover, cached: 64 (next measured: 256); by linear: qkv 1, down 64"
+    assert find_crossovers(with_layer({CACHED: dense}, 2)) == []
+
+
+def event(cat: str, name: str, ts: float, dur: float, correlation: int = 0) -> dict:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"correlation": correlation}}
+
+
+def test_a_captured_step_lasts_from_its_first_kernel_to_its_last() -> None:
+    """Two steps, each a replay of two kernels and one after it; the second waits 100 us for the host."""
+    events = [{"ph": "M", "name": "process_name"}]
+    for number, start in enumerate((1000.0, 1200.0)):
+        graph, single = 10 + number, 20 + number
+        events += [
+            event("cuda_runtime", "cudaGraphLaunch", start - 30, 5, graph),
+            event("cuda_driver", "cuLaunchKernelEx", start - 20, 5, single),
+            event("kernel", "attend", start, 40, graph),
+            event("kernel", "multiply", start + 42, 38, graph),
+            event("kernel", "sample", start + 81, 19, single),
+        ]
+    found = Trace(events).steps(2)
+    assert found is not None
+    assert (found.replay_s, found.busy_s, found.idle_s) == pytest.approx((80e-6, 97e-6, 53e-6))
+    assert found.host_s == pytest.approx(50e-6), "the pauses of one and two microseconds are no waiting"
+    assert found.kernels == pytest.approx({"attend": 40e-6, "multiply": 38e-6, "sample": 19e-6})
+
+
+def test_small_kernels_are_summed_and_a_processor_has_none() -> None:
+    events = [event("kernel", f"k{n}", 10.0 * n, 1.0 + (n < NUM_KERNELS), n) for n in range(NUM_KERNELS + 3)]
+    found = Trace(events).steps(1)
+    assert found is not None
+    assert (len(found.kernels), found.kernels[OTHERS]) == (NUM_KERNELS + 1, pytest.approx(3e-6))
+    assert Trace([event("cpu_op", "add", 0, 5)]).steps(1) is None
+
+
+def test_a_mixed_steps_host_is_until_its_last_launch() -> None:
+    events = [
+        event("user_annotation", "mixed step", 100, 500),
+        event("cuda_runtime", "cudaLaunchKernel", 150, 10, 1),
+        event("cuda_runtime", "cudaLaunchKernel", 390, 10, 2),
+        event("cuda_runtime", "cudaStreamSynchronize", 420, 170, 3),
+        event("cuda_runtime", "cudaLaunchKernel", 700, 10, 4),
+        *(event("kernel", name, start, length, n) for n, (name, start, length) in enumerate(
+            (("a", 170, 50), ("b", 410, 60)), 1)),
+        event("kernel", "c", 720, 60, 4),
+    ]  # fmt: skip
+    (found,) = Trace(events).windows("mixed step")
+    assert (found.launched_s, found.device_s, found.num_launches) == pytest.approx((300e-6, 110e-6, 2))
+    assert pauses([(5, 7), (0, 2), (1, 3), (7, 8)]) == [2]

@@ -1,0 +1,60 @@
+"""The engine's shares of a data sheet against the jobs and steps that they were measured in."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipeline.bench.request_sets import REQUEST_SETS
+from pipeline.bench.roofline import model_size
+from pipeline.roofline.cards import find_card
+from pipeline.roofline.cost_model import Ceilings, DecoderSize, StepTokens, Weights, step_seconds
+from pipeline.roofline.job_simulation import Batching, simulate_job
+from pipeline.roofline.shares import BOUND, MEASURED, MEASURED_ON, source
+
+H200 = Ceilings.of_card(find_card(MEASURED_ON), MEASURED)
+JOBS_S = {"single": 0.87, "shared": 5.39, "summaries": 27.37, "generation": 22.29, "classification": 21.17}
+STEPS_MS = {  # rows, context -> 8B, 0.6B
+    (512, 263): (18.49, 6.00),
+    (256, 302): (10.15, 3.80),
+    (64, 378): (5.71, 2.13),
+    (8, 452): (3.51, 1.42),
+    (512, 1043): (29.31, 15.67),
+    (64, 1168): (7.23, 3.41),
+    (8, 1244): (3.72, 1.61),
+}
+"""H200, 2026-11-26. The 8B model: AWQ int4, int4 products up to 128 tokens. The 0.6B model: a vocabulary of 32,000."""
+
+
+def llama() -> tuple[DecoderSize, Weights]:
+    size, weights, _ = model_size("llama3-8b-awq")
+    return size, replace(weights, cached=True, fused_tokens=128)
+
+
+@pytest.mark.parametrize("job", JOBS_S)
+def test_a_job_takes_as_long_as_on_the_card_that_was_measured(job: str) -> None:
+    work = REQUEST_SETS[job]
+    batching = Batching(1024, 16384, 13_241 * 64)
+    found = simulate_job(work.lengths(), *llama(), H200, batching, work.shared_prefix)
+    assert found.wall_s == pytest.approx(JOBS_S[job], rel=0.15)
+
+
+@pytest.mark.parametrize("step", STEPS_MS)
+def test_a_step_takes_as_long_as_on_the_card_that_was_measured(step: tuple[int, int]) -> None:
+    rows, context = step
+    tokens = StepTokens(np.ones(rows, dtype=np.int64), np.full(rows, context), rows)
+    small, dense, _ = model_size("qwen3-0.6b")
+    models = llama(), (replace(small, vocab=32_000), dense)
+    for (size, weights), measured_ms in zip(models, STEPS_MS[step], strict=True):
+        assert 1e3 * step_seconds(tokens, size, weights, H200).total_s == pytest.approx(measured_ms, rel=0.14)
+
+
+def test_the_source_says_which_cards_were_measured() -> None:
+    assert source([MEASURED_ON]) == "kernels as measured on one H200 (2026-11-26)"
+    for cards in (["L4"], [MEASURED_ON, "L4"]):
+        assert source(cards).endswith("; on other cards assumed to reach the same shares of the data sheet")
+
+
+def test_no_share_is_above_the_data_sheet() -> None:
+    shares = {name: value for name, value in vars(MEASURED).items() if not name.endswith("_s")}
+    assert all(0 < value < getattr(BOUND, name) for name, value in shares.items())
