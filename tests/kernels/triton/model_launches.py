@@ -97,6 +97,7 @@ def _attention(
             *(256, _TABLE, _BLOCK, shape.num_heads, shape.num_kv_heads, shape.head_dim, _META, target),
             num_queries=num_queries,
             window=window,
+            is_fp8=cache.k_CBKD.dtype == FP8,
         )
         sums, join = decode_launches(q_TND, cache, q_TND, work, 0.1, target)
         found |= {f"decode, {num_queries} queries": sums, f"decode, {num_queries} queries, join": join}

@@ -51,18 +51,21 @@ def _convert(
     v_scale_ptr,
     k_out_ptr,
     v_out_ptr,
-    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     ROWS: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):
-    """Some of the HEADS vectors of a block."""
+    """Some of the vectors of a block."""
+    HEADS: tl.constexpr = BLOCK * NUM_KV_HEADS
     row_R, pair_D = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, PAIRS)
     column_D = tl.arange(0, 2 * PAIRS)
     is_row_R = row_R < HEADS
-    source_R = tl.load(block_ptr + tl.program_id(0)).to(tl.int64) * HEADS + row_R
-    pair_RD = source_R[:, None] * (HEAD_DIM // 2) + pair_D[None, :]
+    first = tl.load(block_ptr + tl.program_id(0)).to(tl.int64) * HEADS
+    scale_R = first + row_R % NUM_KV_HEADS * BLOCK + row_R // NUM_KV_HEADS
+    pair_RD = (first + row_R)[:, None] * (HEAD_DIM // 2) + pair_D[None, :]
     is_pair_RD = is_row_R[:, None] & (pair_D < HEAD_DIM // 2)[None, :]
     out_RD = (tl.program_id(0).to(tl.int64) * HEADS + row_R)[:, None] * HEAD_DIM + column_D[None, :]
     is_out_RD = is_row_R[:, None] & (column_D < HEAD_DIM)[None, :]
@@ -70,22 +73,22 @@ def _convert(
     for kind in tl.static_range(2):
         code_ptr, scale_ptr, to_ptr = (v_ptr, v_scale_ptr, v_out_ptr) if kind else (k_ptr, k_scale_ptr, k_out_ptr)
         code_RD = tl.load(code_ptr.to(tl.pointer_type(tl.int16)) + pair_RD, mask=is_pair_RD, other=0)
-        scale_R = tl.load(scale_ptr + source_R, mask=is_row_R, other=0.0) * FACTOR
+        factor_R = tl.load(scale_ptr + scale_R, mask=is_row_R, other=0.0) * FACTOR
         even_RD, odd_RD = halves(code_RD, tl.float32, CONVERTS)
-        x_RD = tl.interleave(even_RD, odd_RD) * scale_R[:, None]
+        x_RD = tl.interleave(even_RD, odd_RD) * factor_R[:, None]
         tl.store(to_ptr + out_RD, x_RD.to(to_ptr.dtype.element_ty), mask=is_out_RD)
 
 
 def convert_launch(cache: LayerCache, block_X: torch.Tensor, converted: LayerCache, target: Target) -> Launch:
     """The blocks block_X (int32) of an FP8 cache into the first ones of `converted`."""
     _, block_size, num_kv_heads, head_dim = cache.k_CBKD.shape
-    heads = block_size * num_kv_heads
     return Launch(
         _convert,
-        (len(block_X), triton.cdiv(heads, _ROWS)),
+        (len(block_X), triton.cdiv(block_size * num_kv_heads, _ROWS)),
         (block_X, *cache_arguments(cache), converted.k_CBKD, converted.v_CBKD),
         {
-            "HEADS": heads,
+            "BLOCK": block_size,
+            "NUM_KV_HEADS": num_kv_heads,
             "HEAD_DIM": head_dim,
             "PAIRS": power_of_two(head_dim // 2),
             "ROWS": _ROWS,

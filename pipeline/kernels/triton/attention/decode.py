@@ -99,8 +99,8 @@ def _decode(
         weighted_RD, best_R, sum_R = attend(
             *(weighted_RD, best_R, sum_R, q_RD, position_R),
             *(k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM),
-            k_scale_ptr + kv_head if IS_FP8 else None,
-            v_scale_ptr + kv_head if IS_FP8 else None,
+            k_scale_ptr + kv_head * BLOCK if IS_FP8 else None,
+            v_scale_ptr + kv_head * BLOCK if IS_FP8 else None,
             *(table_ptr + sequence.to(tl.int64) * table_stride, context),
             *(first_tile * KEYS, last_tile * KEYS, scale, window),
             *(NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, IS_FP8, CONVERTS, STAGES),
@@ -227,6 +227,7 @@ def decode_launches(
 
 
 def _stages(columns: int, element_size: int, target: Target) -> int:
-    """Three tiles in flight, or as many as leave room for a second program on a multiprocessor."""
+    """Three tiles in flight, or as many as leave room for a second program on a multiprocessor, with its 8 KiB of
+    scales and sums."""
     tile_bytes = 2 * KEYS * columns * element_size
-    return stages_for(max(1, min(3, target.max_shared_bytes // 2 // tile_bytes)))
+    return stages_for(max(1, min(3, (target.max_shared_bytes // 2 - (8 << 10)) // tile_bytes)))

@@ -91,6 +91,7 @@ class PagedAttention:
                 num_queries=min(most, most_queries(group)),
                 window=window,
                 cascade=cascade,
+                is_fp8=cache.k_CBKD.dtype == FP8,
             )
             decode.refill(where, few, shared)
         if len(many):

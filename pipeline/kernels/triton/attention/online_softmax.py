@@ -56,8 +56,8 @@ def attend(
     """Add the keys at positions `begin` to `end` (`begin` a multiple of KEYS) to the running softmax of each row.
 
     Without MASKED every row must see every key of them. k_ptr and v_ptr point at the KV head in slot 0; slots lie
-    KV_STRIDE elements apart. With IS_FP8 they hold codes, and the scale pointers point at the KV head's scales.
-    weighted_RD and sum_R are relative to 2^best_R; best_R is -inf before a row saw any key.
+    KV_STRIDE elements apart. With IS_FP8 they hold codes, and the scale pointers point at the KV head's scales in
+    block 0. weighted_RD and sum_R are relative to 2^best_R; best_R is -inf before a row saw any key.
 
     Codes are loaded in pairs of columns, as elements of 16 bits, and multiplied as even and odd columns: the
     instruction that transposes values on their way to a product takes no elements of 8 bits, which would be read from
@@ -66,7 +66,7 @@ def attend(
     divided by powers of two, and best_R is the largest of score + log2(the value's scale) - LIFT, so that neither q nor
     weights leave float16's range.
     """
-    SCALE_STRIDE: tl.constexpr = KV_STRIDE // HEAD_DIM
+    NUM_KV_HEADS: tl.constexpr = KV_STRIDE // HEAD_DIM
     CODES: tl.constexpr = 2 if IS_FP8 else 1
     STRIDE: tl.constexpr = KV_STRIDE // CODES
     column = tl.arange(0, COLUMNS // CODES)
@@ -88,13 +88,13 @@ def attend(
         if BLOCK % KEYS == 0:
             block = tl.load(table_ptr + start // BLOCK).to(tl.int64)
             slot_at = block * BLOCK * STRIDE + (start % BLOCK + offset)[:, None] * STRIDE + column[None, :]
-            scale_at = block * BLOCK * SCALE_STRIDE + (start % BLOCK + offset) * SCALE_STRIDE
+            scale_at = block * BLOCK * NUM_KV_HEADS + start % BLOCK + offset
         else:
             block = tl.load(table_ptr + key // BLOCK, mask=key < context, other=0).to(tl.int64)
             slot_at = (block * BLOCK + key % BLOCK)[:, None] * STRIDE + column[None, :]
-            scale_at = (block * BLOCK + key % BLOCK) * SCALE_STRIDE
-        # What lies after the context may be anything, NaN too, and 0 * NaN is NaN.
-        if MASKED:
+            scale_at = block * BLOCK * NUM_KV_HEADS + key % BLOCK
+        # What lies after the context may be anything, NaN too, and 0 * NaN is NaN. No code is NaN.
+        if MASKED and not (IS_FP8 and BLOCK % KEYS == 0):
             there = (key < context)[:, None] & (column < HEAD_DIM // CODES)[None, :]
             k_LD = tl.load(k_ptr + slot_at, mask=there, other=0)
             v_LD = tl.load(v_ptr + slot_at, mask=there, other=0)

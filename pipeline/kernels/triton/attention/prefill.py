@@ -91,8 +91,8 @@ def _prefill(
     k_ptr += kv_head * HEAD_DIM
     v_ptr += kv_head * HEAD_DIM
     if IS_FP8:
-        k_scale_ptr += kv_head
-        v_scale_ptr += kv_head
+        k_scale_ptr += kv_head * BLOCK
+        v_scale_ptr += kv_head * BLOCK
     table_ptr += sequence.to(tl.int64) * table_stride
     KV_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
 
