@@ -44,6 +44,18 @@ def test_every_option_gives_the_tokens_of_the_host(seed: int, num_tokens: int) -
     assert torch.equal(logits_RV, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_in_the_model_s_type_are_read_as_float32(dtype: torch.dtype) -> None:
+    """Tokens and log-probabilities, on the host and on the device, greedy ones too."""
+    logits_RV, batch = mixed_rows(90, 600, 1)
+    logits_RV = logits_RV.to(dtype)
+    expected, greedy = (sample(logits_RV.float(), each) for each in (batch, None))
+    assert same(sample(logits_RV, batch), expected)
+    assert same(sample_on_device(OnThisDevice(), logits_RV, batch).output(), expected)
+    assert same(sample(logits_RV, None), greedy)
+    assert same(sample_on_device(OnThisDevice(), logits_RV, None).output(), greedy)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_rows_that_all_want_the_same(name: str) -> None:
     params = SamplingParams(**{"max_tokens": 9, "temperature": 1.0, "logprobs": 1, **OPTIONS[name]})
