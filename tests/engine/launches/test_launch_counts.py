@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pipeline.engine.forward.in_flight import FutureTokens
+from pipeline.engine.sampling.on_device import sample_on_device
 from pipeline.engine.schedule.step_plan import StepInput
 from tests.engine.launches.noted import (
     CONTEXT,
@@ -49,7 +50,7 @@ def test_launches_are_those_of_the_table(
         runner = runner_of(folders[weights], **options)
 
         def counted(step: StepInput, future: FutureTokens | None = None) -> Counts:
-            return counting.count(lambda: runner.greedy(runner.execute(step, future)))
+            return counting.count(lambda: sample_on_device(runner, runner.execute(step, future), None))
 
         rows = [counted(step).row(name, told) for told, step in STEPS.items()]
         counting.count(

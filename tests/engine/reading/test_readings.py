@@ -309,7 +309,8 @@ def test_log_probabilities_are_float32_s_whatever_the_model_s_type() -> None:
 
     logits_NV = (4 * torch.randn(20, Model.vocab_size, generator=torch.Generator().manual_seed(1))).bfloat16()
     found, expected = (
-        token_logprobs(each, Model(), np.arange(20), np.arange(20), num_top=2) for each in (logits_NV, logits_NV.float())
+        token_logprobs(each, Model(), np.arange(20), np.arange(20), num_top=2)
+        for each in (logits_NV, logits_NV.float())
     )
     assert found[0].tolist() == expected[0].tolist()
     assert found[1] == expected[1]

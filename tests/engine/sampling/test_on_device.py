@@ -170,7 +170,7 @@ def test_drafts_of_a_known_distribution_are_settled_as_on_the_host() -> None:
 
 def pairs_p_value(
     name: str,
-    own_sample: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = reference.sample,
+    own_sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = reference.sample,
     seeds: np.ndarray | None = None,
     positions: np.ndarray | None = None,
 ) -> float:
@@ -206,7 +206,7 @@ def test_control_a_seed_that_is_used_again_at_every_position_is_told() -> None:
     "mistake", ["temperature after top_p", "min_p forgotten", "one more than top_k", "numbers that are not uniform"]
 )
 def test_control_a_wrong_distribution_is_told(mistake: str) -> None:
-    def wrong(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def wrong(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> torch.Tensor:
         how_5R = how_5R.clone()
         if mistake == "min_p forgotten":
             how_5R[3] = 0.0

@@ -244,7 +244,7 @@ def _cut_row(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _sample(
-    logits_ptr, how_ptr, token_ptr, finite_ptr, best_ptr, sum_ptr, ids_ptr, num_ptr, list_ptr,
+    logits_ptr, how_ptr, token_and_finite_ptr, best_ptr, sum_ptr, ids_ptr, num_ptr, list_ptr,
     stride, num_tokens, num_parts, num_rows,
     PARTS: tl.constexpr, TOGETHER: tl.constexpr, PART: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
@@ -293,23 +293,21 @@ def _sample(
     first = tl.min(tl.where(is_past_W, lane_W, PART), axis=0)
     last = tl.max(tl.where(weight_W > 0, lane_W, 0), axis=0)
     token = part * PART + tl.where(first < PART, first, last)
-    tl.store(token_ptr + at, tl.where(is_finite, token, 0).to(tl.int64))
-    tl.store(finite_ptr + at, is_finite)
+    tl.store(token_and_finite_ptr + at, tl.where(is_finite, token, 0).to(tl.int64))
+    tl.store(token_and_finite_ptr + num_rows + at, is_finite.to(tl.int64))
 
 
-def sample(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> torch.Tensor:
     """See `contract.Kernels`. Stays on the device; the token of a row that is not finite is 0."""
-    num_rows = len(logits_RV)
-    token_R = torch.empty(num_rows, dtype=torch.int64, device=logits_RV.device)
-    finite_R = torch.empty(num_rows, dtype=torch.bool, device=logits_RV.device)
-    if num_rows:
-        for launch in sample_launches(logits_RV, how_5R, token_R, finite_R):
+    token_and_finite_2R = torch.empty(2, len(logits_RV), dtype=torch.int64, device=logits_RV.device)
+    if len(logits_RV):
+        for launch in sample_launches(logits_RV, how_5R, token_and_finite_2R):
             launch.run()
-    return token_R, finite_R
+    return token_and_finite_2R
 
 
 def sample_launches(
-    logits_RV: torch.Tensor, how_5R: torch.Tensor, token_R: torch.Tensor, finite_R: torch.Tensor
+    logits_RV: torch.Tensor, how_5R: torch.Tensor, token_and_finite_2R: torch.Tensor
 ) -> tuple[Launch, Launch]:
     """float32, float16 or bfloat16 logits; rows may lie apart."""
     num_rows, num_tokens = logits_RV.shape
@@ -332,7 +330,7 @@ def sample_launches(
         _sample,
         (num_rows,),
         (
-            *(logits_RV, how_5R, token_R, finite_R, best_RP, sum_RP, id_RP, num_RP, listed_RC),
+            *(logits_RV, how_5R, token_and_finite_2R, best_RP, sum_RP, id_RP, num_RP, listed_RC),
             *(logits_RV.stride(0), num_tokens, num_parts, num_rows),
         ),
         {"PARTS": power_of_two(num_parts, 4), "TOGETHER": _TOGETHER, "PART": _PART, "LISTED": _LISTED},

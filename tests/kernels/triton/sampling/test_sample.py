@@ -36,7 +36,7 @@ def how_of(options: list[tuple[float, float, float, float]], vocabulary: int, u_
 def both(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> list[tuple[np.ndarray, np.ndarray]]:
     ours = kernel.sample(logits_RV.to(DEVICE), how_5R.to(DEVICE))
     return [
-        (token_R.cpu().numpy(), finite_R.cpu().numpy())
+        (token_R.cpu().numpy(), finite_R.cpu().bool().numpy())
         for token_R, finite_R in (ours, reference.sample(logits_RV, how_5R))
     ]
 
