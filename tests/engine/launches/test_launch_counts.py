@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="what is noted is 
 PAGE = Path(__file__).parents[3] / "docs/performance/gpu-audit.md"
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("bfloat16", "bfloat16", {}),
-    ("bfloat16", "bfloat16", {"kv_cache_dtype": "fp8"}),
+    ("bfloat16, fp8 cache", "bfloat16", {"kv_cache_dtype": "fp8"}),
     ("AWQ", "AWQ", {}),
     ("AWQ, fp8 activations", "AWQ", {"activation_dtype": "fp8"}),
 ]
