@@ -25,12 +25,13 @@ _CODE_OF_ONE = 0x38
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Suffixes as in `kernels/contract.py`. The scales are float32, and None where keys and values are not FP8."""
+    """Suffixes as in `kernels/contract.py`. The scales are float32, and None where keys and values are not FP8. The
+    scales of a block and KV head are neighbours, as attention reads them."""
 
     k_CBKD: torch.Tensor
     v_CBKD: torch.Tensor
-    k_scale_CBK: torch.Tensor | None = None
-    v_scale_CBK: torch.Tensor | None = None
+    k_scale_CKB: torch.Tensor | None = None
+    v_scale_CKB: torch.Tensor | None = None
 
     @classmethod
     def allocate(
@@ -43,24 +44,25 @@ class LayerCache:
         device: torch.device,
     ) -> "LayerCache":
         """Of zeros; `dtype`: of the model, or FP8."""
-        head = num_blocks, block_size, num_kv_heads
-        keys, values = (torch.zeros(*head, head_dim, dtype=dtype, device=device) for _ in range(2))
+        shape = num_blocks, block_size, num_kv_heads, head_dim
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         if dtype != FP8:
             return cls(keys, values)
-        return cls(keys, values, torch.zeros(head, device=device), torch.zeros(head, device=device))
+        k_scale_CKB, v_scale_CKB = (torch.zeros(num_blocks, num_kv_heads, block_size, device=device) for _ in range(2))
+        return cls(keys, values, k_scale_CKB, v_scale_CKB)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        scales = self.k_scale_CBK, self.v_scale_CBK
+        scales = self.k_scale_CKB, self.v_scale_CKB
         return self.k_CBKD, self.v_CBKD, *(scale for scale in scales if scale is not None)
 
     def fill(self, blocks: list[int], value: float) -> None:
         """Overwrite whole blocks: every key and value in them reads as `value`."""
-        if self.k_scale_CBK is None or self.v_scale_CBK is None:
+        if self.k_scale_CKB is None or self.v_scale_CKB is None:
             self.k_CBKD[blocks] = value
             self.v_CBKD[blocks] = value
             return
-        for codes, scale in ((self.k_CBKD, self.k_scale_CBK), (self.v_CBKD, self.v_scale_CBK)):
+        for codes, scale in ((self.k_CBKD, self.k_scale_CKB), (self.v_CBKD, self.v_scale_CKB)):
             codes.view(torch.uint8)[blocks] = _CODE_OF_ONE
             scale[blocks] = value
 

@@ -68,6 +68,7 @@ class GraphShape:
     max_tokens: int  # of a step
     max_mixed_tokens: int = 0  # of a mixed step, in which a sequence computes more than `max_queries`; 0: none are
     num_numbers: int = 0  # of the runner's own, that come with each step
+    with_fp8_cache: bool = False
 
 
 class FutureNumbers(NamedTuple):

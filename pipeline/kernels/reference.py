@@ -52,22 +52,23 @@ def to_fp8(x_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write_kv(k_TKD: torch.Tensor, v_TKD: torch.Tensor, cache: LayerCache, slot_mapping_T: torch.Tensor) -> None:
-    caches = (k_TKD, cache.k_CBKD, cache.k_scale_CBK), (v_TKD, cache.v_CBKD, cache.v_scale_CBK)
-    for x_TKD, stored_CBKD, scale_CBK in caches:
-        if scale_CBK is None:
+    caches = (k_TKD, cache.k_CBKD, cache.k_scale_CKB), (v_TKD, cache.v_CBKD, cache.v_scale_CKB)
+    for x_TKD, stored_CBKD, scale_CKB in caches:
+        if scale_CKB is None:
             stored_CBKD.flatten(0, 1).index_copy_(0, slot_mapping_T, x_TKD.to(stored_CBKD.dtype))
         else:
             code_TKD, scale_TK = to_fp8(x_TKD)
             codes = stored_CBKD.view(torch.uint8).flatten(0, 1)
             codes.index_copy_(0, slot_mapping_T, code_TKD.view(torch.uint8))  # torch copies no FP8 by index
-            scale_CBK.flatten(0, 1).index_copy_(0, slot_mapping_T, scale_TK)
+            block_size = scale_CKB.shape[2]
+            scale_CKB[slot_mapping_T // block_size, :, slot_mapping_T % block_size] = scale_TK
 
 
-def read_kv(stored_CBKD: torch.Tensor, scale_CBK: torch.Tensor | None, blocks: torch.Tensor) -> torch.Tensor:
+def read_kv(stored_CBKD: torch.Tensor, scale_CKB: torch.Tensor | None, blocks: torch.Tensor) -> torch.Tensor:
     """Whole blocks (C', B, K, D), FP8 widened to float32."""
-    if scale_CBK is None:
+    if scale_CKB is None:
         return stored_CBKD[blocks]
-    return stored_CBKD.view(torch.uint8)[blocks].view(FP8).float() * scale_CBK[blocks][..., None]
+    return stored_CBKD.view(torch.uint8)[blocks].view(FP8).float() * scale_CKB[blocks].transpose(1, 2)[..., None]
 
 
 def norm_rope_write(
@@ -97,8 +98,8 @@ def attention(
         start, stop = int(where.query_start_S1[s]), int(where.query_start_S1[s + 1])
         num_blocks = -(-context // where.block_size)
         blocks = torch.from_numpy(where.block_table_SM[s, :num_blocks].astype(np.int64)).to(q_TND.device)
-        k_LKD = read_kv(cache.k_CBKD, cache.k_scale_CBK, blocks).flatten(0, 1)[:context]
-        v_LKD = read_kv(cache.v_CBKD, cache.v_scale_CBK, blocks).flatten(0, 1)[:context]
+        k_LKD = read_kv(cache.k_CBKD, cache.k_scale_CKB, blocks).flatten(0, 1)[:context]
+        v_LKD = read_kv(cache.v_CBKD, cache.v_scale_CKB, blocks).flatten(0, 1)[:context]
         k_NLD = k_LKD.to(q_TND.dtype).repeat_interleave(group, 1).transpose(0, 1)
         v_NLD = v_LKD.to(q_TND.dtype).repeat_interleave(group, 1).transpose(0, 1)
         q_NQD = q_TND[start:stop].transpose(0, 1)

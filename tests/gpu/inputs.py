@@ -95,14 +95,15 @@ def paged_step(
     )
     if not with_fp8_cache:
         return PagedStep(q_TND, LayerCache(keys, values), where, shared)
-    (k_code, k_scale), (v_code, v_scale) = to_fp8(keys), to_fp8(values)
-    return PagedStep(q_TND, LayerCache(k_code, v_code, k_scale, v_scale), where, shared)
+    (k_code, k_scale_CBK), (v_code, v_scale_CBK) = to_fp8(keys), to_fp8(values)
+    scales = (scale_CBK.transpose(1, 2).contiguous() for scale_CBK in (k_scale_CBK, v_scale_CBK))
+    return PagedStep(q_TND, LayerCache(k_code, v_code, *scales), where, shared)
 
 
 def widened(cache: LayerCache) -> LayerCache:
     """What it holds in float32, in tensors of its own."""
     everywhere = torch.arange(len(cache.k_CBKD), device=cache.k_CBKD.device)
-    stored = (cache.k_CBKD, cache.k_scale_CBK), (cache.v_CBKD, cache.v_scale_CBK)
+    stored = (cache.k_CBKD, cache.k_scale_CKB), (cache.v_CBKD, cache.v_scale_CKB)
     return LayerCache(*(read_kv(values, scale, everywhere).to(torch.float32, copy=True) for values, scale in stored))
 
 

@@ -24,6 +24,7 @@ import torch
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import PipelineError
+from pipeline.kernels.cache import FP8
 from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphAttention, GraphShape
 from pipeline.model.decoder import Decoder, KVCache
 
@@ -136,6 +137,7 @@ class StepGraphs:
             # Token ids, positions and slots; then where future tokens go and come from, two of a sequence with drafts
             # at most; then the rows that want logits.
             4 * max(most_tokens, most_mixed_tokens) + 4 * max_num_seqs,
+            with_fp8_cache=kv.layers[0].k_CBKD.dtype == FP8,
         )
         self.max_num_seqs = max_num_seqs
         self._padding_slot = (kv.num_blocks - 1) * block_size

@@ -85,7 +85,7 @@ def norm_rope_write_kernel(
 
 
 @kernel(fastmath=False)
-def write_fp8_kernel(x_TKD, slot_T, code_CBKD, scale_CBK, begin, end):
+def write_fp8_kernel(x_TKD, slot_T, code_CBKD, scale_CKB, begin, end):
     """Each head of `x_TKD` to its slot as FP8 codes and a scale; products and quotients as they are written."""
     num_tokens, num_heads, head_dim = x_TKD.shape
     block_size = code_CBKD.shape[1]
@@ -103,7 +103,7 @@ def write_fp8_kernel(x_TKD, slot_T, code_CBKD, scale_CBK, begin, end):
             inverse = np.float32(1.0) / scale
             for i in range(head_dim):
                 code[i] = code_of(wide(x[i]) * inverse) if is_sound else np.uint8(0)
-            scale_CBK[block, offset, h] = scale
+            scale_CKB[block, h, offset] = scale
 
 
 @kernel()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphShape, Linear
 from pipeline.kernels.transfer import on_device
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, checked_group, plan_key
@@ -77,8 +78,8 @@ def prepare_linear(
 class BatchInvariantAttention(PagedAttention):
     """The prefill kernel for all sequences of a step, in one loop over their keys."""
 
-    def plan(self, where: AttentionInput, q_TND: torch.Tensor, num_kv_heads: int, window: int | None) -> AttentionPlan:
-        queries = _queries_of_tile(q_TND.shape[1], num_kv_heads, q_TND.shape[2])
+    def plan(self, where: AttentionInput, q_TND: torch.Tensor, cache: LayerCache, window: int | None) -> AttentionPlan:
+        queries = _queries_of_tile(q_TND.shape[1], cache.k_CBKD.shape[2], q_TND.shape[2])
         every, wide = np.arange(len(where.context_len_S)), window or _NO_WINDOW
         return AttentionPlan(None, PrefillMetadata.of(where, every, queries, wide, q_TND.device))
 

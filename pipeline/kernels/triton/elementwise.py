@@ -65,6 +65,7 @@ def _norm_rope_write(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
     HEADS: tl.constexpr,
     NORMED: tl.constexpr,
@@ -119,8 +120,9 @@ def _norm_rope_write(
         tl.store(v_at, value_low, mask=value_there)
         tl.store(v_at + HALF, value_high, mask=value_there)
         if IS_FP8:
-            tl.store(k_scale_ptr + k_head, scale, mask=is_key)
-            tl.store(v_scale_ptr + v_head, scale, mask=is_value)
+            scale_at = slot // BLOCK * BLOCK * NUM_KV_HEADS + (head - NUM_HEADS) * BLOCK + slot % BLOCK
+            tl.store(k_scale_ptr + scale_at, scale, mask=is_key)
+            tl.store(v_scale_ptr + scale_at - NUM_KV_HEADS * BLOCK, scale, mask=is_value)
 
 
 @triton.jit
@@ -197,6 +199,7 @@ def norm_rope_write_launch(
             "NUM_HEADS": q_TND.shape[1],
             "NUM_KV_HEADS": cache.k_CBKD.shape[2],
             "HEAD_DIM": head_dim,
+            "BLOCK": cache.k_CBKD.shape[1],
             "PAIRS": power_of_two(head_dim // 2),
             "HEADS": _HEADS,
             "NORMED": qk_norm_D is not None,

@@ -41,7 +41,7 @@ def triton_kernels(
             "attention": "Triton: paged, split over the GPU for few tokens a sequence, tiles of 128 rows for many",
             "silu_mul": "Triton, one launch",
             "greedy": "Triton, two launches",
-            "sample": "Triton, one launch",
+            "sample": "Triton, two launches",
         },
         graph_attention=CapturedAttention,
         rounded=fp8_linears(device, dtype, deterministic),

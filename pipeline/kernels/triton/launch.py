@@ -34,6 +34,11 @@ class Target:
     def has_wgmma(self) -> bool:
         return self.capability[0] == 9
 
+    @property
+    def converts_fp8(self) -> bool:
+        """Has instructions that convert two FP8 codes to float16 (PTX ISA, `cvt`)."""
+        return self.capability >= (8, 9)
+
 
 def shared_bytes_of(capability: tuple[int, int]) -> int:
     """Most shared memory of one block, in bytes (CUDA C++ Programming Guide, technical specifications per compute
@@ -95,7 +100,7 @@ def cache_arguments(cache: LayerCache) -> tuple[torch.Tensor | None, ...]:
     """Keys, values and their scales as kernels take them: FP8 codes as bytes, None where there are no scales."""
     assert all(tensor.is_contiguous() for tensor in cache.tensors)
     stored = (s.view(torch.int8) if s.dtype == FP8 else s for s in (cache.k_CBKD, cache.v_CBKD))
-    return *stored, cache.k_scale_CBK, cache.v_scale_CBK
+    return *stored, cache.k_scale_CKB, cache.v_scale_CKB
 
 
 def power_of_two(number: int, least: int = 1) -> int:

@@ -131,9 +131,9 @@ def test_every_code_is_widened_exactly(queries: int) -> None:
 def test_a_broken_value_or_key_stays_in_its_head_and_sequence() -> None:
     torch.manual_seed(3)
     where, cache = ragged_step(np.random.default_rng(3), 2, 16, 4, torch.float32, with_fp8=True)
-    for name in ("k_scale_CBK", "v_scale_CBK"):
+    for name in ("k_scale_CKB", "v_scale_CKB"):
         broken = LayerCache(*(tensor.clone() for tensor in cache.tensors))
-        getattr(broken, name)[where.block_table_SM[1, 0], 0, 1] = float("nan")
+        getattr(broken, name)[where.block_table_SM[1, 0], 1, 0] = float("nan")
         q_TND = torch.randn(int(where.query_start_S1[-1]), 4, 16)
         ours = attention(q_TND, broken, where, 0.3, None).isfinite().all(-1)
         rows = slice(*where.query_start_S1[1:3].tolist())

@@ -183,7 +183,7 @@ def chosen(name: str) -> dict[str, Launch]:
             (", groups of 5", GROUPS_OF_5, torch.float16, None),
         )
         for key, launch in launches_of(shape, dtype, target, span, with_fp8_cache=True).items()
-        if key in ("norm_rope_write", "decode, 1 queries", "prefill", *CASCADE[:2])
+        if key in ("norm_rope_write", "convert", "decode, 1 queries", "prefill", *CASCADE[:2])
     }
     all_of |= over_fp8
     for group_size in (32, 64):

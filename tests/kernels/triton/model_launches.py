@@ -7,6 +7,7 @@ import torch
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import FutureNumbers
 from pipeline.kernels.triton.attention.cascade.metadata import CascadeMetadata, CascadeShape
+from pipeline.kernels.triton.attention.converted_cache import convert_launch
 from pipeline.kernels.triton.attention.decode import decode_launches
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch
@@ -24,7 +25,7 @@ from pipeline.kernels.triton.linear.int4 import (
     int4_launches,
 )
 from pipeline.kernels.triton.sampling.argmax import greedy_launches
-from pipeline.kernels.triton.sampling.sample import sample_launch
+from pipeline.kernels.triton.sampling.sample import sample_launches
 
 _META = torch.device("meta")
 _BLOCKS, _BLOCK, _TABLE = 1024, 64, 128
@@ -78,9 +79,12 @@ def launches_of(
     how_5T = empty(5, num_tokens, dtype=torch.float64)
     sampling = {"greedy, parts": parts, "greedy, whole": whole}
     products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target) | _fixed(shape, dtype, target)
-    sampling["sample"] = sample_launch(logits_TV, how_5T, slot_T, finite_T)
+    sampling["sample, parts"], sampling["sample"] = sample_launches(logits_TV, how_5T, slot_T, finite_T)
     copied_SM, numbers = empty(256, _TABLE, dtype=torch.int32), empty(4 * num_tokens, dtype=torch.int64)
     fused["scatter"] = scatter_launch(copied_SM, copied_SM, numbers, FutureNumbers(3 * num_tokens, 256, slot_T))
+    if with_fp8_cache:
+        read = LayerCache.allocate(_BLOCKS, _BLOCK, shape.num_kv_heads, shape.head_dim, dtype, _META)
+        fused["convert"] = convert_launch(cache, copied_SM[0], read, target)
     return fused | _attention(shape, q_TND, cache, target, window) | products | sampling
 
 
@@ -93,6 +97,7 @@ def _attention(
             *(256, _TABLE, _BLOCK, shape.num_heads, shape.num_kv_heads, shape.head_dim, _META, target),
             num_queries=num_queries,
             window=window,
+            is_fp8=cache.k_CBKD.dtype == FP8,
         )
         sums, join = decode_launches(q_TND, cache, q_TND, work, 0.1, target)
         found |= {f"decode, {num_queries} queries": sums, f"decode, {num_queries} queries, join": join}

@@ -14,7 +14,8 @@ from tests.kernels.triton.compiling import CASCADE, FIXED
 from tools.compiled_kernels import MAX_SPILLED, PAGE, limits, past_limits
 
 ROOT = Path(__file__).parents[3]
-OVER_FP8 = "norm_rope_write, fp8 cache", "decode, 1 queries, fp8 cache", "prefill, fp8 cache", "cascade, fp8 cache"
+FP8_CACHE = "norm_rope_write", "convert", "decode, 1 queries", "prefill", "cascade"
+OVER_FP8 = tuple(f"{name}, fp8 cache" for name in FP8_CACHE)
 EVERYWHERE = *CASCADE, "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "sample", *FIXED, *OVER_FP8
 
 

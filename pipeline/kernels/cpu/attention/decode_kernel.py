@@ -30,7 +30,7 @@ def nothing_read(num_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 @kernel()
 def paged_decode(
-    q_SND, k_CBKD, v_CBKD, k_scale_CBK, v_scale_CBK, table_SM, context_S, window, scale, parts,
+    q_SND, k_CBKD, v_CBKD, k_scale_CKB, v_scale_CKB, table_SM, context_S, window, scale, parts,
     read_S, place_S, part_PND, log_sum_PN, out_SND, begin, end
 ):  # fmt: skip
     """One query a sequence over the paged cache; blocks are read where they lie.
@@ -58,17 +58,17 @@ def paged_decode(
         score = np.empty((span * group, context_S[s] + KEYS), np.float32)
         flat_score = score.reshape(-1)
         keys = first, context_S[s], block_size
-        _multiply_keys(score, flat_score, q, k_flat, k_scale_CBK, table_SM[s], keys, heads, num_kv_heads, depth, scale)
+        _multiply_keys(score, flat_score, q, k_flat, k_scale_CKB, table_SM[s], keys, heads, num_kv_heads, depth, scale)
         best, total = np.empty(span * group, np.float32), np.empty(span * group, np.float32)
         _exponentiate(score, first, context_S[s], best, total)
         acc = np.zeros((span * group, head_dim), np.float32)
         flat_acc = acc.reshape(-1)
-        _add_values(acc, flat_acc, score, flat_score, v_CBKD, v_flat, v_scale_CBK, table_SM[s], keys, heads)
+        _add_values(acc, flat_acc, score, flat_score, v_CBKD, v_flat, v_scale_CKB, table_SM[s], keys, heads)
         _write_rows(out_SND, s, kv * group, acc, best, total, read_S[s] > 0, part_PND, log_sum_PN, place_S[s])
 
 
 @njit(inline="always")
-def _multiply_keys(score, flat_score, q, k_flat, k_scale_CBK, table_M, keys, heads, num_kv_heads, depth, scale):
+def _multiply_keys(score, flat_score, q, k_flat, k_scale_CKB, table_M, keys, heads, num_kv_heads, depth, scale):
     """The scores of one query. keys: the first one that it sees, the end of its context, and how many a block has. Of
     keys that fill a tile beside the ones that are seen, the products are never read."""
     (first, context, block_size), (kv, span, group) = keys, heads
@@ -97,7 +97,7 @@ def _multiply_keys(score, flat_score, q, k_flat, k_scale_CBK, table_M, keys, hea
                     score[g, start + n] = dot * scale
         for g in range(span * group):
             for n in range(low, high):
-                score[g, start + n] *= scale_at(k_scale_CBK, block, n, kv + g // group)
+                score[g, start + n] *= scale_at(k_scale_CKB, block, n, kv + g // group)
 
 
 @njit(inline="always")
@@ -116,7 +116,7 @@ def _exponentiate(score, first, context, best, total):
 
 
 @njit(inline="always")
-def _add_values(acc, flat_acc, weight, flat_weight, v_CBKD, v_flat, v_scale_CBK, table_M, keys, heads):
+def _add_values(acc, flat_acc, weight, flat_weight, v_CBKD, v_flat, v_scale_CKB, table_M, keys, heads):
     """To `acc`, the weighted values of one query; its arguments are as those of `_multiply_keys`."""
     (first, context, block_size), (kv, span, group) = keys, heads
     num_kv_heads, head_dim = v_CBKD.shape[2], v_CBKD.shape[3]
@@ -130,7 +130,7 @@ def _add_values(acc, flat_acc, weight, flat_weight, v_CBKD, v_flat, v_scale_CBK,
             at = (block * block_size + low) * v_row + (kv + h) * head_dim
             for g in range(h * group, (h + 1) * group):
                 for n in range(low, high):
-                    weight[g, start + n] *= scale_at(v_scale_CBK, block, n, kv + h)
+                    weight[g, start + n] *= scale_at(v_scale_CKB, block, n, kv + h)
             for i in range(0, in_tiles, 8 * _UNITS):
                 g = h * group
                 while g + 2 <= (h + 1) * group:

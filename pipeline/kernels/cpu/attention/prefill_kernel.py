@@ -31,7 +31,7 @@ _VALUE_UNITS = 8 if HAS_WIDE_VECTORS else 2
 
 @kernel()
 def paged_prefill(
-    q_TND, k_CBKD, v_CBKD, k_scale_CBK, v_scale_CBK, table_SM, item_I3, position_T, window, scale,
+    q_TND, k_CBKD, v_CBKD, k_scale_CKB, v_scale_CKB, table_SM, item_I3, position_T, window, scale,
     part_TND, log_sum_TN, out_TND, begin, end
 ):  # fmt: skip
     """A query at position p sees the keys p - window + 1 .. p.
@@ -68,11 +68,11 @@ def paged_prefill(
         score = score_LR.reshape(-1)
         _multiply_keys(score, q, k_flat, table_M, position_R, num_keys, h, k_CBKD.shape, depth)
         best_R, total_R = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
-        _exponentiate(score_LR, best_R, total_R, position_R, window, scale, k_scale_CBK, table_M, block_size, h)
+        _exponentiate(score_LR, best_R, total_R, position_R, window, scale, k_scale_CKB, table_M, block_size, h)
         out_RD, value_LD = np.zeros((rows, head_dim), np.float32), np.empty((_VALUES, head_dim), np.float32)
         out, value = out_RD.reshape(-1), value_LD.reshape(-1)
         for start in range(0, num_keys, _VALUES):
-            _copy_values(value_LD, v_CBKD, v_flat, v_scale_CBK, table_M, start, num_keys, h)
+            _copy_values(value_LD, v_CBKD, v_flat, v_scale_CKB, table_M, start, num_keys, h)
             _add_values(out_RD, out, score_LR, score, value_LD, value, position_R, start, num_rows)
         for r in range(num_rows):
             query, head, sum_D = token + r // group, h * group + r % group, out_RD[r]
@@ -125,12 +125,12 @@ def _multiply_keys(score, q, k_flat, table_M, position_R, num_keys, h, shape, de
 
 
 @njit(inline="always")
-def _exponentiate(score_LR, best_R, total_R, position_R, window, scale, k_scale_CBK, table_M, block_size, h):
+def _exponentiate(score_LR, best_R, total_R, position_R, window, scale, k_scale_CKB, table_M, block_size, h):
     """Scores become weights: exponentials less the row's largest one, 0 of keys that a row does not see."""
     rows = len(best_R)
     for n in range(len(score_LR)):
         some_R = score_LR[n]
-        factor = scale_at(k_scale_CBK, table_M[n // block_size], n % block_size, h) * scale
+        factor = scale_at(k_scale_CKB, table_M[n // block_size], n % block_size, h) * scale
         some_see_it_not = n > position_R[0] or n <= position_R[rows - 1] - window
         for r in range(rows):
             value = some_R[r] * factor
@@ -146,7 +146,7 @@ def _exponentiate(score_LR, best_R, total_R, position_R, window, scale, k_scale_
 
 
 @njit(inline="always")
-def _copy_values(value_LD, v_CBKD, v_flat, v_scale_CBK, table_M, start, num_keys, h):
+def _copy_values(value_LD, v_CBKD, v_flat, v_scale_CKB, table_M, start, num_keys, h):
     """Values of _VALUES keys in float32, block by block: a division takes as long as copying half a value."""
     _, block_size, num_kv_heads, head_dim = v_CBKD.shape
     n, end_n = start, min(start + _VALUES, num_keys)
@@ -159,7 +159,7 @@ def _copy_values(value_LD, v_CBKD, v_flat, v_scale_CBK, table_M, start, num_keys
                 prefetch_row(v_flat, ahead + offset * num_kv_heads * head_dim, head_dim)
         for offset in range(n - m * block_size, after - m * block_size):
             stored, copy = v_CBKD[block, offset, h], value_LD[m * block_size + offset - start]
-            value_scale = scale_at(v_scale_CBK, block, offset, h)
+            value_scale = scale_at(v_scale_CKB, block, offset, h)
             for i in range(head_dim):
                 copy[i] = wide(stored[i]) * value_scale
         n = after

@@ -82,16 +82,16 @@ def code_of(value):
     return np.uint8(sign | (subnormal if size < _FIRST_NORMAL_BITS else normal))
 
 
-def scale_at(scale_CBK, block, offset, head):
+def scale_at(scale_CKB, block, offset, head):
     raise NotImplementedError("only inside compiled code")
 
 
 @overload(scale_at, inline="always")
-def _scale_where(scale_CBK, block, offset, head):
+def _scale_where(scale_CKB, block, offset, head):
     """1 where there are no scales; what is multiplied by it is then left as it is."""
-    if isinstance(scale_CBK, types.NoneType):
-        return lambda scale_CBK, block, offset, head: np.float32(1.0)
-    return lambda scale_CBK, block, offset, head: scale_CBK[block, offset, head]
+    if isinstance(scale_CKB, types.NoneType):
+        return lambda scale_CKB, block, offset, head: np.float32(1.0)
+    return lambda scale_CKB, block, offset, head: scale_CKB[block, head, offset]
 
 
 def as_in(array, value):
@@ -164,6 +164,6 @@ CacheArrays = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None
 
 def arrays_of(cache: LayerCache) -> CacheArrays:
     """Keys, values and their scales as the attention kernels read them."""
-    k_scale_CBK = None if cache.k_scale_CBK is None else cache.k_scale_CBK.numpy()
-    v_scale_CBK = None if cache.v_scale_CBK is None else cache.v_scale_CBK.numpy()
-    return bits(cache.k_CBKD), bits(cache.v_CBKD), k_scale_CBK, v_scale_CBK
+    k_scale_CKB = None if cache.k_scale_CKB is None else cache.k_scale_CKB.numpy()
+    v_scale_CKB = None if cache.v_scale_CKB is None else cache.v_scale_CKB.numpy()
+    return bits(cache.k_CBKD), bits(cache.v_CBKD), k_scale_CKB, v_scale_CKB

@@ -38,7 +38,7 @@ class CapturedAttention:
         of_window = {window: cascade if window is None else None for window in shape.windows}
         self._no_tiles_I2 = np.full((self._most_tiles(shape.max_mixed_tokens), 2), -1)
         places = [shape.max_seqs + 1, shape.max_seqs, self._no_tiles_I2.size]
-        programs = num_programs_of(target, shape.num_kv_heads)
+        programs = num_programs_of(target, *heads, self.max_queries, shape.with_fp8_cache)
         own = [DecodeMetadata.sizes(shape.max_seqs, programs, each) for each in of_window.values()]
         size = shape.num_numbers, shape.max_seqs, shape.max_blocks
         self._staged = StagedStep([*places, *chain(*own)], *size, device)
@@ -49,7 +49,7 @@ class CapturedAttention:
         views = iter(rest)
         self._metadata = [
             DecodeMetadata.on(
-                *(list(islice(views, len(sizes))), self._places, *heads, target),
+                *(list(islice(views, len(sizes))), self._places, *heads),
                 num_queries=self.max_queries,
                 window=window,
                 cascade=each,

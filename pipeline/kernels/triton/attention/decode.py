@@ -62,6 +62,7 @@ def _decode(
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
     IS_FP8: tl.constexpr,
+    CONVERTS: tl.constexpr,
     STAGES: tl.constexpr,
     SHARED_QUERIES: tl.constexpr,
 ):
@@ -98,11 +99,11 @@ def _decode(
         weighted_RD, best_R, sum_R = attend(
             *(weighted_RD, best_R, sum_R, q_RD, position_R),
             *(k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM),
-            k_scale_ptr + kv_head if IS_FP8 else None,
-            v_scale_ptr + kv_head if IS_FP8 else None,
+            k_scale_ptr + kv_head * BLOCK if IS_FP8 else None,
+            v_scale_ptr + kv_head * BLOCK if IS_FP8 else None,
             *(table_ptr + sequence.to(tl.int64) * table_stride, context),
             *(first_tile * KEYS, last_tile * KEYS, scale, window),
-            *(NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, IS_FP8, STAGES),
+            *(NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, IS_FP8, CONVERTS, STAGES),
         )
         if partial < 0:
             out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM
@@ -209,7 +210,8 @@ def decode_launches(
         (num_kv_heads, metadata.num_programs),
         arguments,
         shape
-        | {"BLOCK": block_size, "KEYS": KEYS, "WINDOWED": windowed, "IS_FP8": is_fp8, "STAGES": stages}
+        | {"BLOCK": block_size, "KEYS": KEYS, "WINDOWED": windowed, "IS_FP8": is_fp8}
+        | {"CONVERTS": target.converts_fp8, "STAGES": stages}
         | {"SHARED_QUERIES": 0 if shared is None else shared.shape.num_queries},
         num_stages=stages,
     )
@@ -225,6 +227,7 @@ def decode_launches(
 
 
 def _stages(columns: int, element_size: int, target: Target) -> int:
-    """Three tiles in flight, or as many as leave room for a second program on a multiprocessor."""
+    """Three tiles in flight, or as many as leave room for a second program on a multiprocessor, with its 8 KiB of
+    scales and sums."""
     tile_bytes = 2 * KEYS * columns * element_size
-    return stages_for(max(1, min(3, target.max_shared_bytes // 2 // tile_bytes)))
+    return stages_for(max(1, min(3, (target.max_shared_bytes // 2 - (8 << 10)) // tile_bytes)))

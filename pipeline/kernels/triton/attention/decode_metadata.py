@@ -16,8 +16,12 @@ from pipeline.kernels.triton.attention.staging import StagedArrays
 from pipeline.kernels.triton.launch import Target, power_of_two
 
 KEYS = 64  # of a tile
+MIN_TILES = 4
+"""Of a program, but the last one. `_combine` adds one partial sum after the other: on an H200, 43 programs of 3 tiles
+took 5 us longer than 32 of 4."""
 MAX_QUERIES = 8  # of a sequence that the decode kernel takes
 _MAX_ROWS = 64
+_FP8_PROGRAM_BYTES = 60 << 10  # of shared memory, with 16 rows and heads of 128
 
 
 def most_queries(group: int) -> int:
@@ -29,9 +33,14 @@ def most_queries(group: int) -> int:
     return max(1, min(MAX_QUERIES, most_rows // group))
 
 
-def num_programs_of(target: Target, num_kv_heads: int) -> int:
-    """Of each KV head: twice the programs that a GPU has multiprocessors, divided among the KV heads."""
-    return max(1, 2 * target.num_multiprocessors // num_kv_heads)
+def num_programs_of(
+    target: Target, num_heads: int, num_kv_heads: int, head_dim: int, num_queries: int, is_fp8: bool
+) -> int:
+    """Of each KV head: the programs that a GPU has room for at once, divided among the KV heads. Tiles of an FP8 cache
+    take half the shared memory; more than 16 rows take the registers of a third program."""
+    is_small = is_fp8 and head_dim <= 128 and num_heads // num_kv_heads * num_queries <= 16
+    per_multiprocessor = 3 if is_small and target.max_shared_bytes >= 3 * _FP8_PROGRAM_BYTES else 2
+    return max(1, per_multiprocessor * target.num_multiprocessors // num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ class DecodeItems:
 
 def decode_items(sequence_S: np.ndarray, begin_S: np.ndarray, end_S: np.ndarray, num_programs: int) -> DecodeItems:
     """The tiles begin_S to end_S (at least one) of each sequence over `num_programs` programs: see `partition`."""
-    pieces = partition(begin_S, end_S, num_programs)
+    pieces = partition(begin_S, end_S, num_programs, MIN_TILES)
     is_cut_I = pieces.pieces_S[pieces.of_I] > 1
     partial_I = np.where(is_cut_I, np.cumsum(is_cut_I) - 1, -1)
     cut_S = np.flatnonzero(pieces.pieces_S > 1)
@@ -104,18 +113,20 @@ class DecodeMetadata:
         num_queries: int = 1,
         window: int | None = None,
         cascade: CascadeShape | None = None,
+        is_fp8: bool = False,
     ) -> "DecodeMetadata":
         """For steps of at most `max_seqs` sequences of at most `max_blocks` blocks and `num_queries` query tokens, with
         tensors of its own.
 
         Raises ValueError for more query tokens than `most_queries`.
         """
-        sizes = cls.sizes(max_seqs, num_programs_of(target, num_kv_heads), cascade)
+        num_programs = num_programs_of(target, num_heads, num_kv_heads, head_dim, num_queries, is_fp8)
+        sizes = cls.sizes(max_seqs, num_programs, cascade)
         staged = StagedArrays([*sizes, max_seqs + 1, max_seqs, max_seqs * max_blocks], device)
         *own, query_start_S1, context_len_S, table = staged.views
         made = cls.on(
             *(own, (query_start_S1, context_len_S, table.view(max_seqs, max_blocks))),
-            *(num_heads, num_kv_heads, head_dim, target),
+            *(num_heads, num_kv_heads, head_dim),
             num_queries=num_queries,
             window=window,
             cascade=cascade,
@@ -136,7 +147,6 @@ class DecodeMetadata:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        target: Target,
         *,
         num_queries: int,
         window: int | None,
@@ -156,15 +166,15 @@ class DecodeMetadata:
                 f"where {group} query heads share a KV head"
             )
         assert window is None or cascade is None
-        num_programs, num_rows = num_programs_of(target, num_kv_heads), power_of_two(group * num_queries, 16)
         items, program_start, splits, num_splits, *of_cascade = own
+        num_programs = len(program_start) - 1
         query_start_S1, context_len_S, block_table_SM = places
         device = items.device
         rows = 2 * num_programs, num_kv_heads, group * num_queries
         return cls(
             num_programs=num_programs,
             num_queries=num_queries,
-            num_rows=num_rows,
+            num_rows=power_of_two(group * num_queries, 16),
             window=window,
             staged=None,
             item_I4=items.view(-1, 4),

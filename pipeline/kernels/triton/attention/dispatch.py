@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from pipeline.errors import ModelError
-from pipeline.kernels.cache import LayerCache
+from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.triton.attention.cascade.metadata import CascadeShape
+from pipeline.kernels.triton.attention.converted_cache import MAX_BYTES, convert_launch
 from pipeline.kernels.triton.attention.decode import decode_launches
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch, rows_of
@@ -48,21 +49,27 @@ class PagedAttention:
         """float16, bfloat16 and float32; the cache must be contiguous, and of q's type or FP8."""
         key = plan_key(window)
         if key not in where.plans:
-            where.plans[key] = self.plan(where, q_TND, cache.k_CBKD.shape[2], window)
+            where.plans[key] = self.plan(where, q_TND, cache, window)
         plan: AttentionPlan = where.plans[key]
         q_TND = q_TND.contiguous()
         out_TND = torch.empty_like(q_TND)
         tensors = q_TND, cache, out_TND
         if plan.prefill is not None:
-            prefill_launch(*tensors, plan.prefill, scale, self.target).run()
+            read = cache
+            if plan.prefill.block_X is not None:
+                shape = len(plan.prefill.block_X), *cache.k_CBKD.shape[1:]
+                read = LayerCache(q_TND.new_empty(shape), q_TND.new_empty(shape))
+                convert_launch(cache, plan.prefill.block_X, read, self.target).run()
+            prefill_launch(q_TND, read, out_TND, plan.prefill, scale, self.target).run()
         if plan.decode is not None:
             for launch in decode_launches(*tensors, plan.decode, scale, self.target):
                 launch.run()
         return out_TND
 
-    def plan(self, where: AttentionInput, q_TND: torch.Tensor, num_kv_heads: int, window: int | None) -> AttentionPlan:
+    def plan(self, where: AttentionInput, q_TND: torch.Tensor, cache: LayerCache, window: int | None) -> AttentionPlan:
         """Of a step for the layers with this window: worked out on the host."""
         num_heads, head_dim = q_TND.shape[1:]
+        num_kv_heads = cache.k_CBKD.shape[2]
         group = checked_group(num_heads, num_kv_heads, head_dim)
         count_S = np.diff(where.query_start_S1)
         few, many = np.flatnonzero(count_S <= most_queries(group)), np.flatnonzero(count_S > most_queries(group))
@@ -84,10 +91,16 @@ class PagedAttention:
                 num_queries=min(most, most_queries(group)),
                 window=window,
                 cascade=cascade,
+                is_fp8=cache.k_CBKD.dtype == FP8,
             )
             decode.refill(where, few, shared)
         if len(many):
-            prefill = PrefillMetadata.of(where, many, rows_of(head_dim) // group, window, q_TND.device)
+            max_converted = 0
+            if cache.k_CBKD.dtype == FP8:
+                block_bytes = 2 * cache.k_CBKD[0].numel() * q_TND.element_size()
+                max_converted = MAX_BYTES // block_bytes
+            queries = rows_of(head_dim) // group
+            prefill = PrefillMetadata.of(where, many, queries, window, q_TND.device, max_converted)
         return AttentionPlan(decode, prefill)
 
 

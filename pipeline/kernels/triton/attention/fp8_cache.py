@@ -1,4 +1,4 @@
-"""FP8 codes by their bits, in registers: GPUs before compute capability 8.9 have no instructions for them.
+"""FP8 codes in registers: by conversion instructions, or by their bits on GPUs before compute capability 8.9.
 
 See `kernels/cache.py` for the numerics. Suffixes in kernels: L rows of a tile, D its columns.
 """
@@ -8,26 +8,56 @@ See `kernels/cache.py` for the numerics. Suffixes in kernels: L rows of a tile, 
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 from pipeline.kernels.cache import FP8_MAX, SMALLEST_SCALE
 
 _SHARE: tl.constexpr = tl.constexpr(1.0 / FP8_MAX)
 _SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_SCALE)
-LIFT: tl.constexpr = tl.constexpr(2.0**60)
-"""What the other operand of a product with codes widened to bfloat16 or float32 is multiplied by, or the product: 2^120
-at once, which their exponents and those of codes differ by, would leave their range."""
+_INTERPRETED: tl.constexpr = tl.constexpr(bool(knobs.runtime.interpret))
+
+# Two pairs at a time: those of one column of two neighbouring keys, as values reach a product's operand.
+_CONVERT: tl.constexpr = tl.constexpr("""{
+    .reg .b32 ordered;
+    .reg .b16 even, odd;
+    prmt.b32 ordered, $2, 0, 0x3120;
+    mov.b32 {even, odd}, ordered;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;
+}""")
+_MOVE: tl.constexpr = tl.constexpr("""{
+    .reg .b32 high, sign, rest;
+    shl.b32 high, $2, 8;
+    and.b32 sign, high, 0x80008000;
+    shr.u32 rest, high, 1;
+    lop3.b32 $0, rest, 0x3F803F80, sign, 0xEA;
+    and.b32 sign, $2, 0x80008000;
+    shr.u32 rest, $2, 1;
+    lop3.b32 $1, rest, 0x3F803F80, sign, 0xEA;
+}""")
 
 
 @triton.jit
-def widened(code, dtype: tl.constexpr):
-    """Codes (int8) in `dtype`, exactly, but too small by 2^8 in float16, else by 2^120: sign, exponent and mantissa are
-    moved to their places, and the exponent of `dtype` counts from another number."""
-    if dtype == tl.float16:
-        return ((code.to(tl.int16) << 7) & (0xBF80 - 0x10000)).to(dtype, bitcast=True)
-    elif dtype == tl.bfloat16:
-        return ((code.to(tl.int16) << 4) & (0x87F0 - 0x10000)).to(dtype, bitcast=True)
+def halves(pair, dtype: tl.constexpr, CONVERTS: tl.constexpr):
+    """Even and odd codes of pairs of them (int16, the even one in the low byte), in float16 or float32.
+
+    They are exact where the GPU CONVERTS codes. Else sign, exponent and mantissa are moved to their places in float16,
+    which leaves them too small by 2^8.
+    """
+    if _INTERPRETED:  # no PTX: the bits of each code by itself
+        tl.static_assert(not CONVERTS)
+        even = (((pair << 7) & 0x3F80) | ((pair << 8) & (0x8000 - 0x10000))).to(tl.float16, bitcast=True)
+        odd = (((pair >> 1) & 0x3F80) | (pair & (0x8000 - 0x10000))).to(tl.float16, bitcast=True)
     else:
-        return ((code.to(tl.int32) << 20) & (0x87F00000 - 0x100000000)).to(tl.float32, bitcast=True)
+        even, odd = tl.inline_asm_elementwise(
+            _CONVERT if CONVERTS else _MOVE,
+            "=r,=r,r",
+            [pair],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return even.to(dtype), odd.to(dtype)
 
 
 @triton.jit

@@ -20,15 +20,15 @@ class Partition:
     program_start: np.ndarray
 
 
-def partition(begin_S: np.ndarray, end_S: np.ndarray, num_programs: int) -> Partition:
+def partition(begin_S: np.ndarray, end_S: np.ndarray, num_programs: int, min_tiles: int = 1) -> Partition:
     """Split the tiles begin_S to end_S (at least one) of each run over `num_programs` programs.
 
-    Each program takes the same number of tiles; the last ones may take fewer.
+    Each program takes the same number of tiles, at least `min_tiles`; the last ones may take fewer, or none.
     """
     count_S = (end_S - begin_S).astype(np.int64)
     start_S = np.cumsum(count_S) - count_S
     total = int(count_S.sum())
-    per_program = max(1, -(-total // num_programs))
+    per_program = max(min_tiles, -(-total // num_programs))
     program_begin = np.minimum(np.arange(num_programs + 1) * per_program, total)
     start_I = np.union1d(start_S, program_begin[:-1][program_begin[:-1] < total])
     pieces_S = np.diff(np.searchsorted(start_I, np.append(start_S, total)))

@@ -20,8 +20,11 @@ import triton.language as tl
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.transfer import on_device
+from pipeline.kernels.triton.attention.converted_cache import converted_blocks
 from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, stages_for
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
+
+MAX_KEYS = 128  # of a tile
 
 
 def rows_of(head_dim: int) -> int:
@@ -54,6 +57,7 @@ def _prefill(
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
     IS_FP8: tl.constexpr,
+    CONVERTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     kv_head, item = tl.program_id(0), tl.program_id(1)
@@ -87,8 +91,8 @@ def _prefill(
     k_ptr += kv_head * HEAD_DIM
     v_ptr += kv_head * HEAD_DIM
     if IS_FP8:
-        k_scale_ptr += kv_head
-        v_scale_ptr += kv_head
+        k_scale_ptr += kv_head * BLOCK
+        v_scale_ptr += kv_head * BLOCK
     table_ptr += sequence.to(tl.int64) * table_stride
     KV_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
 
@@ -100,13 +104,13 @@ def _prefill(
             *(weighted_RD, best_R, sum_R, q_RD, position_R, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr),
             *(table_ptr, context),
             *(begin, masked_from, scale, window),
-            *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, False, False, IS_FP8, STAGES),
+            *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, False, False, IS_FP8, CONVERTS, STAGES),
         )
     weighted_RD, best_R, sum_R = attend(
         *(weighted_RD, best_R, sum_R, q_RD, position_R, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr),
         *(table_ptr, context),
         *(masked_from, end, scale, window),
-        *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, IS_FP8, STAGES),
+        *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, IS_FP8, CONVERTS, STAGES),
     )
     out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM + column_D[None, :]
     out_RD = weighted_RD / sum_R[:, None]
@@ -116,25 +120,44 @@ def _prefill(
 @dataclass(frozen=True)
 class PrefillMetadata:
     """Device tensors, int32. item_I2: sequence and first query of it, those with the most keys first; sequence -1: no
-    tile."""
+    tile. With block_X, the block table is of a cache that has these blocks of the FP8 cache in the type of q."""
 
     window: int | None
     item_I2: torch.Tensor
     query_start_S1: torch.Tensor
     context_len_S: torch.Tensor
     block_table_SM: torch.Tensor
+    block_X: torch.Tensor | None = None
 
     @classmethod
     def of(
-        cls, where: AttentionInput, sequences: np.ndarray, queries: int, window: int | None, device: torch.device
+        cls,
+        where: AttentionInput,
+        sequences: np.ndarray,
+        queries: int,
+        window: int | None,
+        device: torch.device,
+        max_converted: int = 0,
     ) -> "PrefillMetadata":
-        """For the sequences of `where` at these indices, `queries` query tokens to a tile."""
-        arrays = (
-            prefill_items(where, sequences, queries),
-            where.query_start_S1,
-            where.context_len_S,
-            where.block_table_SM,
-        )
+        """For the sequences of `where` at these indices, `queries` query tokens to a tile. Where it pays, up to
+        `max_converted` blocks are converted: see `converted_cache.py`."""
+        table_SM, converted = where.block_table_SM, None
+        if max_converted:
+            context_S, count_S = where.context_len_S[sequences], np.diff(where.query_start_S1)[sequences]
+            first_seen_S = np.zeros_like(context_S) if window is None else context_S - count_S - window + 1
+            converted = converted_blocks(
+                table_SM[sequences],
+                np.maximum(first_seen_S, 0) // MAX_KEYS * MAX_KEYS // where.block_size,  # where the first tile begins
+                -(-context_S // where.block_size),
+                -(-count_S // queries),
+                max_converted,
+            )
+        arrays = [prefill_items(where, sequences, queries), where.query_start_S1, where.context_len_S, table_SM]
+        if converted is not None:
+            block_X, own_SM = converted
+            table_SM = np.zeros_like(table_SM)
+            table_SM[sequences] = own_SM
+            arrays[3:] = table_SM, block_X
         return cls(window, *(on_device(np.ascontiguousarray(each, dtype=np.int32), device) for each in arrays))
 
 
@@ -162,8 +185,8 @@ def prefill_launch(
     _, block_size, num_kv_heads, _ = cache.k_CBKD.shape
     assert q_TND.stride()[1:] == (head_dim, 1)
     assert out_TND.is_contiguous()
-    columns = power_of_two(head_dim, 16)
     is_fp8 = cache.k_CBKD.dtype == FP8
+    columns = power_of_two(head_dim, 32 if is_fp8 else 16)
     keys, stages = tile_of(columns, q_TND.element_size(), is_fp8, metadata.window is not None, target)
     return Launch(
         _prefill,
@@ -183,6 +206,7 @@ def prefill_launch(
             "KEYS": keys,
             "WINDOWED": metadata.window is not None,
             "IS_FP8": is_fp8,
+            "CONVERTS": target.converts_fp8,
             "STAGES": stages,
         },
         num_warps=8,
@@ -194,7 +218,7 @@ def tile_of(columns: int, element_size: int, is_fp8: bool, windowed: bool, targe
     """Keys of a tile and pipeline stages: the largest that the compiler fits in 255 registers of 256 threads."""
     row_bytes = columns * element_size
     if target.has_wgmma:
-        keys = 128 if row_bytes <= 128 or (row_bytes == 256 and not windowed) else 64 if row_bytes <= 256 else 32
+        keys = MAX_KEYS if row_bytes <= 128 or (row_bytes == 256 and not windowed) else 64 if row_bytes <= 256 else 32
     else:
         keys = 64 if row_bytes <= 128 else 32
     if is_fp8:

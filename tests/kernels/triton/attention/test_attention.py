@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import attention as reference_attention
-from pipeline.kernels.triton.attention.decode_metadata import KEYS, DecodeMetadata, decode_items, most_queries
+from pipeline.kernels.triton.attention.decode_metadata import (
+    KEYS,
+    MIN_TILES,
+    DecodeMetadata,
+    decode_items,
+    most_queries,
+)
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, plan_key
-from pipeline.kernels.triton.launch import H100, Target
-from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, Step, make_step
+from pipeline.kernels.triton.launch import A100, H100, Target
+from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, Step, make_step, sharing
 
 # numpy's, of rows that stand for no query: 0 / 0 in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -58,7 +64,7 @@ def test_blocks_of_any_size_and_windows_at_tile_borders(block_size: int, window:
     check(make_step([(67, 1), (130, 20), (129, 2)], (2, 1), 16, block_size, torch.float32), window)
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)  # its products: float16
 @pytest.mark.parametrize("window", [None, 13])
 @pytest.mark.parametrize("name", ["decoding, ragged", "drafts", "chunk behind a prefix", "mixed"])
 def test_attention_over_an_fp8_cache(name: str, window: int | None, dtype: torch.dtype) -> None:
@@ -74,10 +80,67 @@ def test_groups_head_sizes_and_blocks_of_an_fp8_cache(
     check(make_step(lengths, (2 * group, 2), head_dim, block_size, dtype, with_fp8=True), None)
 
 
+def converted_blocks_of(step: Step, window: int | None) -> list[int] | None:
+    block_X = step.where.plans[plan_key(window)].prefill.block_X
+    return None if block_X is None else block_X.tolist()
+
+
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_blocks_that_prompts_read_from_an_fp8_cache_are_converted_once(head_dim: int) -> None:
+    """Two prompts that share their first block, and a sequence that decodes."""
+    step = make_step([(300, 300), (150, 80), (200, 1)], (8, 2), head_dim, 64, torch.float16, with_fp8=True)
+    step = sharing(step, [([0, 1], 1)])
+    check(step, None)
+    table_SM = step.where.block_table_SM
+    assert converted_blocks_of(step, None) == sorted({*table_SM[0, :5].tolist(), *table_SM[1, :3].tolist()})
+
+
+def test_a_tile_converts_what_hardly_any_other_tile_reads() -> None:
+    step = make_step([(300, 60)], (4, 1), 16, 64, torch.float16, with_fp8=True)  # two tiles
+    check(step, None)
+    assert converted_blocks_of(step, None) is None
+
+
+def test_blocks_before_a_window_are_not_converted_and_not_read() -> None:
+    """The first tile of keys begins before the window, where what is masked must be finite: 0 * NaN is NaN."""
+    step = make_step([(500, 180), (64, 64)], (4, 1), 16, 16, torch.float16, seed=12, with_fp8=True)
+    mine, others = (row[row >= 0] for row in step.where.block_table_SM)
+    step.cache.fill(others.tolist(), float("nan"))
+    window = 500 - 180 - 216 + 1  # the first key that is seen: 216; its tile begins at 192
+    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, window)
+    found = converted_blocks_of(step, window)
+    assert found is not None
+    assert found[0] in others, "what no block of the table maps to is another sequence's"
+    assert set(found) == {*mine[128 // 16 :].tolist(), *others.tolist()}
+    assert torch.isfinite(ours[:180]).all()
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize(("of_keys", "of_values"), [(1e-6, 1e4), (1e6, 1e-4), (1.0, 1e-9), (1.0, 1e9)])
+def test_an_fp8_cache_of_values_of_any_size(of_keys: float, of_values: float, queries: int) -> None:
+    """Products are in float16, whose range ends at 6e-8 and 65,504."""
+    step = make_step([(150, queries), (70, 1)], (4, 1), 32, 64, torch.bfloat16, with_fp8=True)
+    for scale, size in ((step.cache.k_scale_CKB, of_keys), (step.cache.v_scale_CKB, of_values)):
+        assert scale is not None
+        scale *= size
+    step.q_TND.mul_(1 / of_keys)
+    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    oracle = reference_attention(*step.wide, step.where, 0.3, None)
+    assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[torch.bfloat16] * of_values
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_broken_query_over_an_fp8_cache_stays_in_its_row(broken: float) -> None:
+    step = make_step([(66, 1), (100, 12), (200, 1)], (2, 1), 16, 64, torch.float32, with_fp8=True)
+    step.q_TND[3, 1, 5] = broken
+    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    assert torch.isfinite(ours).all(-1).logical_not().nonzero().tolist() == [[3, 1]]
+
+
 def test_a_broken_value_or_key_stays_in_its_head_and_sequence() -> None:
-    for name in ("k_scale_CBK", "v_scale_CBK"):
+    for name in ("k_scale_CKB", "v_scale_CKB"):
         step = make_step([(66, 1), (100, 12), (200, 1)], (2, 2), 16, 64, torch.float32, with_fp8=True)
-        getattr(step.cache, name)[step.where.block_table_SM[2, 1], 5, 1] = float("nan")
+        getattr(step.cache, name)[step.where.block_table_SM[2, 1], 1, 5] = float("nan")
         ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
         assert torch.isfinite(ours).all(-1).logical_not().nonzero().tolist() == [[13, 1]]
 
@@ -148,7 +211,7 @@ def test_every_tile_is_taken_once(tiles: list[tuple[int, int]], num_programs: in
     count_S = end_S - begin_S
     size_I = items.item_I4[:, 2] - items.item_I4[:, 1]
     taken = [int(size_I[a:b].sum()) for a, b in zip(items.program_start, items.program_start[1:])]
-    assert max(taken) == -(-int(count_S.sum()) // num_programs)
+    assert max(taken) == min(count_S.sum(), max(MIN_TILES, -(-count_S.sum() // num_programs)))
     assert len(items.item_I4) <= len(tiles) + num_programs
     assert len(items.split_S3) <= num_programs
     assert (items.item_I4[:, 3] < 2 * num_programs).all()
@@ -188,7 +251,13 @@ def test_tensors_of_the_work_lie_aligned() -> None:
         assert [(view.data_ptr() - work.staged.tensor.data_ptr()) % 16 for view in views] == [0] * 6
 
 
-def test_an_h100_gets_two_programs_a_multiprocessor() -> None:
-    work = DecodeMetadata.allocate(256, 128, 64, 32, 8, 128, torch.device("meta"), H100)
-    assert 2 * 132 - 8 < 8 * work.num_programs <= 2 * 132
+@pytest.mark.parametrize(
+    ("target", "num_queries", "is_fp8", "expected"),
+    [(H100, 1, False, 2), (H100, 4, True, 3), (H100, 5, True, 2), (A100, 1, True, 2)],
+)
+def test_programs_fill_the_multiprocessors(target: Target, num_queries: int, is_fp8: bool, expected: int) -> None:
+    shape = 256, 128, 64, 32, 8, 128, torch.device("meta"), target
+    work = DecodeMetadata.allocate(*shape, num_queries=num_queries, is_fp8=is_fp8)
+    most = expected * target.num_multiprocessors
+    assert most - 8 < 8 * work.num_programs <= most
     assert KEYS == 64

@@ -1,9 +1,11 @@
 """Sampled tokens against the oracle and against those of the engine's sampler on the host."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
-from triton.runtime.interpreter import InterpreterBuilder
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from pipeline.kernels import reference
 from pipeline.kernels.triton.sampling import sample as kernel
@@ -84,25 +86,84 @@ def test_candidates_that_just_fit_the_list(num_equal: int) -> None:
     assert agree(logits_RV, options, np.array([0.9, 1 - 2.0**-53, 0.5]))
 
 
+def flat(random: np.random.Generator, rows: int, vocabulary: int) -> torch.Tensor:
+    return torch.from_numpy(random.normal(0, 3, (rows, vocabulary))).float()
+
+
+def peaked(random: np.random.Generator, rows: int, vocabulary: int) -> torch.Tensor:
+    """Logits like a model's: a few tokens far above all others."""
+    logits_RV = flat(random, rows, vocabulary)
+    logits_RV[:, random.choice(vocabulary, 6, replace=False)] += torch.linspace(10, 20, 6)
+    return logits_RV
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", [flat, peaked])
+def test_rows_of_a_large_vocabulary(kind: Callable[..., torch.Tensor], seed: int) -> None:
+    """Flat rows have more tokens within reach of the cut than the list takes."""
+    random = np.random.default_rng(seed)
+    options = [
+        (0.7, 0, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 0.5, 0.0), (2.0, 0, 0.99, 0.0), (1.0, 50, 1.0, 0.0),
+        (1.0, 50, 0.9, 0.0), (1.0, 9000, 0.95, 0.0), (5.0, 9000, 1.0, 1e-3), (4.0, 0, 0.9, 1e-4), (3.0, 0, 1.0, 0.01),
+    ]  # fmt: skip
+    logits_RV = kind(random, len(options), 50_021)
+    assert agree(logits_RV, options, random.random(len(options)))
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.7, 0.9, 0.9999])
+@pytest.mark.parametrize("num_equal", [3000, 5000, 19_000])
+def test_equal_ones_behind_better_ones(num_equal: int, top_p: float) -> None:
+    """More of them than the list takes, or fewer; the cut is among the better ones, the equal ones or the others."""
+    random = np.random.default_rng(num_equal)
+    logits_RV = torch.from_numpy(random.normal(-3, 1, (3, 20_000))).float()
+    logits_RV[:, random.choice(20_000, num_equal, replace=False)] = 2.0
+    logits_RV[:, random.choice(20_000, 900, replace=False)] = torch.from_numpy(random.uniform(3, 4, 900)).float()
+    options = [(1.0, 0, top_p, 0.0), (1.0, 1500, top_p, 0.0), (1.0, 0, top_p, 0.1)]
+    for u in (0.1, 0.9, 1 - 2.0**-53):
+        assert agree(logits_RV, options, np.full(3, u))
+
+
+def test_a_row_has_its_token_in_any_batch() -> None:
+    random = np.random.default_rng(5)
+    options = [OPTIONS[name] for name in ("temperature", "top_k", "top_p", "all", "more than the list takes", "greedy")]
+    logits_RV = torch.cat([flat(random, 3, 9000), peaked(random, 3, 9000)])
+    how_5R = how_of(options, 9000, random.random(6))
+    token_R = kernel.sample(logits_RV.to(DEVICE), how_5R.to(DEVICE))[0]
+    for rows in ([0], [2], [5], [4, 2], [3, 1, 0, 4, 2, 5]):
+        alone = kernel.sample(logits_RV[rows].to(DEVICE), how_5R[:, rows].contiguous().to(DEVICE))[0]
+        assert alone.tolist() == token_R[rows].tolist()
+
+
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="loads are counted in the interpreter")
-def test_later_passes_read_candidates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = []
+@pytest.mark.parametrize(
+    ("kind", "name", "fewest", "most"),
+    [
+        (flat, "temperature", 1.0, 1.1),
+        (flat, "top_k", 1.0, 1.3),
+        (flat, "top_p", 2.5, 3.1),
+        (flat, "more than the list takes", 3.5, 4.1),
+        (peaked, "temperature", 1.0, 1.1),
+        (peaked, "top_k", 1.0, 1.3),
+        (peaked, "top_p", 1.0, 1.1),
+        (peaked, "all", 1.0, 1.3),
+    ],
+)
+def test_passes_over_the_logits(
+    monkeypatch: pytest.MonkeyPatch, kind: Callable[..., torch.Tensor], name: str, fewest: float, most: float
+) -> None:
+    num_loaded = 0
+    logits_RV = kind(np.random.default_rng(3), 1, 65_536)
     load = InterpreterBuilder.create_masked_load
-    monkeypatch.setattr(
-        InterpreterBuilder,
-        "create_masked_load",
-        lambda self, pointers, *rest: loaded.append(pointers.data.size) or load(self, pointers, *rest),
-    )
 
-    def passes(name: str) -> float:
-        loaded.clear()
-        logits_RV = torch.from_numpy(np.random.default_rng(3).normal(0, 3, (1, 40_960))).float()
-        kernel.sample(logits_RV.to(DEVICE), how_of([OPTIONS[name]], 40_960, np.array([0.5])).to(DEVICE))
-        return sum(loaded) / 40_960
+    def counted(self: InterpreterBuilder, pointers: TensorHandle, mask: TensorHandle, *rest: object) -> TensorHandle:
+        nonlocal num_loaded
+        at = pointers.data.astype(np.int64) - logits_RV.data_ptr()
+        num_loaded += int((mask.data & (at >= 0) & (at < logits_RV.nbytes)).sum())
+        return load(self, pointers, mask, *rest)
 
-    assert passes("top_p") < 6
-    assert passes("top_k") < 6
-    assert passes("more than the list takes") > 12, "the whole row, or the check would count nothing"
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+    kernel.sample(logits_RV, how_of([OPTIONS[name]], 65_536, np.array([0.5])))
+    assert fewest <= num_loaded / 65_536 <= most
 
 
 def test_equal_logits_everywhere() -> None:

@@ -50,6 +50,7 @@ def _cascade(
     KEYS: tl.constexpr,
     UNIT: tl.constexpr,
     IS_FP8: tl.constexpr,
+    CONVERTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     kv_head, program = tl.program_id(0), tl.program_id(1)
@@ -73,11 +74,11 @@ def _cascade(
             q_RD,
             row_R,
             *(k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM),
-            k_scale_ptr + kv_head if IS_FP8 else None,
-            v_scale_ptr + kv_head if IS_FP8 else None,
+            k_scale_ptr + kv_head * BLOCK if IS_FP8 else None,
+            v_scale_ptr + kv_head * BLOCK if IS_FP8 else None,
             *(table_ptr + sequence.to(tl.int64) * table_stride, end),
             *(begin, end, scale, 0),
-            *(NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, COLUMNS, BLOCK, KEYS, False, False, IS_FP8, STAGES),
+            *(NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, COLUMNS, BLOCK, KEYS, False, False, IS_FP8, CONVERTS, STAGES),
         )
         # Rows without a token are stored too: remembering which they are would hold registers through the loop.
         kept_R = (item * NUM_KV_HEADS + kv_head) * KEPT_ROWS + row_R  # see MOST_SUM_BYTES: 32 bits are enough
@@ -139,8 +140,8 @@ def cascade_launch(
 ) -> Launch:
     """The partial sums of every tile in `metadata` over its shared prefix, for the decode kernel."""
     head_dim = q_TND.shape[2]
-    columns = power_of_two(head_dim, 16)
     is_fp8 = cache.k_CBKD.dtype == FP8
+    columns = power_of_two(head_dim, 32 if is_fp8 else 16)
     keys, stages = tile_of(columns, q_TND.element_size(), is_fp8, False, target)
     assert q_TND.stride()[1:] == (head_dim, 1)
     assert UNIT % keys == 0
@@ -163,6 +164,7 @@ def cascade_launch(
             "KEYS": keys,
             "UNIT": UNIT,
             "IS_FP8": is_fp8,
+            "CONVERTS": target.converts_fp8,
             "STAGES": stages,
         },
         num_warps=8,
