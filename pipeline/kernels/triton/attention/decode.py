@@ -21,7 +21,7 @@ import triton.language as tl
 
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.triton.attention.cascade.kernel import cascade_launch, take_shared
-from pipeline.kernels.triton.attention.decode_metadata import KEYS, DecodeMetadata
+from pipeline.kernels.triton.attention.decode_metadata import KEYS, DecodeMetadata, programs_and_warps
 from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, merge, stages_for
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
 
@@ -213,6 +213,7 @@ def decode_launches(
         | {"BLOCK": block_size, "KEYS": KEYS, "WINDOWED": windowed, "IS_FP8": is_fp8}
         | {"CONVERTS": target.converts_fp8, "STAGES": stages}
         | {"SHARED_QUERIES": 0 if shared is None else shared.shape.num_queries},
+        num_warps=programs_and_warps(target, metadata.num_rows, head_dim, is_fp8)[1],
         num_stages=stages,
     )
     join = Launch(

@@ -21,7 +21,7 @@ MIN_TILES = 4
 took 5 us longer than 32 of 4."""
 MAX_QUERIES = 8  # of a sequence that the decode kernel takes
 _MAX_ROWS = 64
-_FP8_PROGRAM_BYTES = 60 << 10  # of shared memory, with 16 rows and heads of 128
+_FP8_PROGRAM_BYTES = 56 << 10  # of shared memory, with 16 rows and heads of 128
 
 
 def most_queries(group: int) -> int:
@@ -36,11 +36,17 @@ def most_queries(group: int) -> int:
 def num_programs_of(
     target: Target, num_heads: int, num_kv_heads: int, head_dim: int, num_queries: int, is_fp8: bool
 ) -> int:
-    """Of each KV head: the programs that a GPU has room for at once, divided among the KV heads. Tiles of an FP8 cache
-    take half the shared memory; more than 16 rows take the registers of a third program."""
-    is_small = is_fp8 and head_dim <= 128 and num_heads // num_kv_heads * num_queries <= 16
-    per_multiprocessor = 3 if is_small and target.max_shared_bytes >= 3 * _FP8_PROGRAM_BYTES else 2
+    """Of each KV head: the programs that a GPU has room for at once, divided among the KV heads."""
+    num_rows = power_of_two(num_heads // num_kv_heads * num_queries, 16)
+    per_multiprocessor, _ = programs_and_warps(target, num_rows, head_dim, is_fp8)
     return max(1, per_multiprocessor * target.num_multiprocessors // num_kv_heads)
+
+
+def programs_and_warps(target: Target, num_rows: int, head_dim: int, is_fp8: bool) -> tuple[int, int]:
+    """Programs of a multiprocessor and warps of a program. Converting the tiles of an FP8 cache takes instructions:
+    programs of two warps wait less for each other. More than 16 rows do not fit their registers."""
+    is_small = is_fp8 and num_rows == 16 and head_dim <= 128
+    return (4, 2) if is_small and target.max_shared_bytes >= 4 * _FP8_PROGRAM_BYTES else (2, 4)
 
 
 @dataclass(frozen=True)

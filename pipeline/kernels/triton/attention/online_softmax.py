@@ -83,6 +83,10 @@ def attend(
         unit_R = unit_R * (2.0**-14 * FACTOR) * scale
         q_even_RD, q_odd_RD = tl.split(q_RD.reshape(q_RD.shape[0], COLUMNS // 2, 2))
         even_RD, odd_RD = tl.split(weighted_RD.reshape(q_RD.shape[0], COLUMNS // 2, 2))
+    # Threads add up their shares of a row after the loop, where rows are few enough to keep them in registers.
+    LATE_SUM: tl.constexpr = q_RD.shape[0] <= 16
+    if LATE_SUM:
+        sum_RL = tl.zeros([q_RD.shape[0], KEYS], dtype=tl.float32)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = start + offset
         if BLOCK % KEYS == 0:
@@ -135,7 +139,11 @@ def attend(
         base_R = tl.where(new_best_R == float("-inf"), 0.0, new_best_R)
         weight_RL = tl.exp2(score_RL - base_R[:, None])
         shrink_R = tl.exp2(best_R - base_R)
-        sum_R = sum_R * shrink_R + tl.sum(weight_RL, axis=1)
+        if LATE_SUM:
+            sum_R = sum_R * shrink_R
+            sum_RL = sum_RL * shrink_R[:, None] + weight_RL
+        else:
+            sum_R = sum_R * shrink_R + tl.sum(weight_RL, axis=1)
         if IS_FP8:
             weight_RL = (weight_RL * v_scale_L[None, :]).to(DTYPE)
             even_RD = even_RD * shrink_R[:, None]
@@ -146,6 +154,8 @@ def attend(
             weighted_RD = weighted_RD * shrink_R[:, None]
             weighted_RD = tl.dot(weight_RL.to(v_LD.dtype), v_LD, weighted_RD, input_precision="ieee")
         best_R = new_best_R
+    if LATE_SUM:
+        sum_R += tl.sum(sum_RL, axis=1)
     if IS_FP8:
         weighted_RD = tl.interleave(even_RD, odd_RD)
     return weighted_RD, best_R, sum_R

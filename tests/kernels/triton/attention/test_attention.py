@@ -253,7 +253,7 @@ def test_tensors_of_the_work_lie_aligned() -> None:
 
 @pytest.mark.parametrize(
     ("target", "num_queries", "is_fp8", "expected"),
-    [(H100, 1, False, 2), (H100, 4, True, 3), (H100, 5, True, 2), (A100, 1, True, 2)],
+    [(H100, 1, False, 2), (H100, 4, True, 4), (H100, 5, True, 2), (A100, 1, True, 2)],
 )
 def test_programs_fill_the_multiprocessors(target: Target, num_queries: int, is_fp8: bool, expected: int) -> None:
     shape = 256, 128, 64, 32, 8, 128, torch.device("meta"), target
