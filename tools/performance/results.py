@@ -13,6 +13,7 @@ from typing import Any
 
 REQUIRED = ("bench", "command", "machine", "date")
 BENCHES = (
+    "gpu",
     "engine",
     "job",
     "speculation",
