@@ -39,7 +39,6 @@ class Stopwatch:
         if self.on_gpu:
             self._flush = torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
             self._sum = torch.empty((), dtype=torch.float32, device=device)
-            self._capture = CudaCapture()
 
     @torch.inference_mode()
     def seconds(self, call: Callable[[], object]) -> float:
@@ -58,7 +57,7 @@ class Stopwatch:
     def _captured(self, call: Callable[[], object]) -> Callable[[], object]:
         """Return what replays `call`, or `call` itself where it cannot be captured."""
         try:
-            replay = self._capture(call)
+            replay = CudaCapture()(call)  # a pool whose graphs are all gone takes no new one
         except PipelineError as reason:
             self.not_captured.append(str(reason))
             torch.cuda.synchronize(self.device)  # raises where the card is lost

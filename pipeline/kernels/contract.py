@@ -84,8 +84,8 @@ class GraphAttention(Protocol):
     """What attention reads of a step, in device tensors that stay where they are.
 
     With one of its `plans` in an `AttentionInput`, `Kernels.attention` launches the same work whatever the step, so
-    that it can be captured once and replayed after `refill`. The first of them is for any one sequence; the others are
-    for steps that have work of another kind beside, and several sequences.
+    that it can be captured once, behind `unpack`, and replayed after `refill`. The first of them is for any one
+    sequence; the others are for steps with work of another kind, and several sequences.
     """
 
     plans: tuple[dict[Hashable, Any], ...]
@@ -108,9 +108,13 @@ class GraphAttention(Protocol):
     def refill(
         self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None, most_short: int = 0
     ) -> int:
-        """Bring the tensors up to a step, by one copy and one launch, without waiting for the device, and return which
-        of `plans` it takes. numbers (int64): of the runner, from the first on. most_short: by how many tokens contexts
-        may be shorter than `where` has them."""
+        """Copy a step's numbers to the device by one copy, without waiting for it, and return which of `plans` the step
+        takes. numbers (int64): of the runner, from the first on. most_short: by how many tokens contexts may be shorter
+        than `where` has them."""
+        ...
+
+    def unpack(self) -> None:
+        """Bring the tensors up to the step that was copied last, by one launch: the first of what is captured."""
         ...
 
     def shorten(self, short_S: torch.Tensor) -> None:
@@ -178,9 +182,10 @@ class Kernels:
     attention(q_TND, LayerCache, AttentionInput, scale, window) -> o_TND; window None is full causal attention, else a
       query at position p sees keys p - window + 1 .. p.
     silu_mul(gate_up_T2F) -> silu(first half) * second half.
-    greedy(logits_RV) -> (token_R int64, finite_R bool): the best token of each row, of equal ones the first; a row that
-      holds NaN or +inf, or nothing above -inf, is not finite, and its token may be any of the vocabulary's.
-    sample(logits_RV, how_5R) -> (token_R, finite_R), as `greedy`, with sampled rows. how_5R (float64) has of each row
+    greedy(logits_RV) -> token_and_finite_2R (int64): the best token of each row, of equal ones the first, and 1 where
+      the row is finite; 0 where it holds NaN or +inf, or nothing above -inf, and its token may be any of the
+      vocabulary's. Logits are float32, float16 or bfloat16.
+    sample(logits_RV, how_5R) -> token_and_finite_2R, as `greedy`, with sampled rows. how_5R (float64) has of each row
       its temperature (0: its best token is taken), top_k (1 to V), top_p, min_p and a number u in [0, 1). With
       w = exp((logit - largest logit) / temperature), top_k keeps the k likeliest and what equals the last of them,
       min_p what has at least that w, and top_p, of what is left, the fewest likeliest whose sum reaches top_p of its
@@ -210,8 +215,8 @@ class Kernels:
     ]
     attention: Callable[[torch.Tensor, LayerCache, AttentionInput, float, int | None], torch.Tensor]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
-    greedy: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    sample: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    greedy: Callable[[torch.Tensor], torch.Tensor]
+    sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     served_by: dict[str, str]
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None
     decode_steps: Callable[[Sequence[LayerParts], int, float], DecodeSteps | None] | None = None

@@ -119,12 +119,12 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     return F.silu(gate_TF) * up_TF
 
 
-def greedy(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def greedy(logits_RV: torch.Tensor) -> torch.Tensor:
     best_R, token_R = logits_RV.max(dim=-1)
-    return token_R, torch.isfinite(best_R)
+    return torch.stack([token_R, torch.isfinite(best_R).long()])
 
 
-def sample(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> torch.Tensor:
     """By sorting; sums in float64. Equal weights are equal differences of logits here."""
     wide_RV = logits_RV.float()
     best_R, token_R = wide_RV.max(dim=-1)
@@ -145,7 +145,8 @@ def sample(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor,
     past_RV = positive_RV & (sum_RV > u_R1 * sum_RV[:, -1:])
     last_R = logits_RV.shape[1] - 1 - positive_RV.flip(1).byte().argmax(dim=-1)
     sampled_R = torch.where(past_RV.any(dim=-1), past_RV.byte().argmax(dim=-1), last_R)
-    return torch.where(is_sampled_R1[:, 0], sampled_R, torch.where(finite_R, token_R, 0)), finite_R
+    token_R = torch.where(is_sampled_R1[:, 0], sampled_R, torch.where(finite_R, token_R, 0))
+    return torch.stack([token_R, finite_R.long()])
 
 
 def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:

@@ -1,4 +1,4 @@
-"""Host arrays to the device without waiting for what the device is doing."""
+"""Copies between the host and the device that do not wait for what the device is doing."""
 
 import numpy as np
 import torch
@@ -12,6 +12,11 @@ def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory that is queued after the device's work; of a CPU's tensor, the tensor itself."""
+    return tensor.to("cpu", non_blocking=True)
 
 
 def staging_buffer(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

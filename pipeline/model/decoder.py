@@ -188,7 +188,7 @@ class Decoder:
         return k.add_rms_norm(x_TH, residual_TH, self.final_norm_H, eps)[0]
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """(R, vocabulary) float32; zeros of a model without a head over the vocabulary, of which nobody asks any."""
+        """Return logits (R, vocabulary) in the model's type; zeros of a model without a head over the vocabulary."""
         if self.lm_head is None:
-            return hidden_RH.new_zeros((len(hidden_RH), self.config.vocab_size), dtype=torch.float32)
-        return self.lm_head(hidden_RH).float()
+            return hidden_RH.new_zeros((len(hidden_RH), self.config.vocab_size))
+        return self.lm_head(hidden_RH)

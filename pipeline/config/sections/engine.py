@@ -111,7 +111,7 @@ class EngineSection(Section):
     activation_dtype: Literal["auto", "fp8", "fp8-per-token", "int8"] = Field(
         default="auto",
         description="Rounds the inputs of quantized linears, for speed: int8 on processors, fp8 on GPUs. fp8-per-token "
-        "is faster from about 100 tokens a step on, and rounds weights too. It can change tokens.",
+        "is faster from about 200 tokens a step on, and rounds weights too. It can change tokens.",
         examples=["int8"],
     )
     kernels: Literal["auto", "cpu", "triton", "reference"] = Field(

@@ -8,8 +8,8 @@ tensors that stay where they are: token ids, positions and slots here, who atten
 `kernels.contract.GraphAttention`. Each number of tokens has a graph for each kind of step that attention tells apart.
 Other steps are launched kernel by kernel.
 
-All numbers of a step reach the device in one copy, those that are read after or before the graph too, and one launch
-puts them where the graph reads them: each copy takes some 2 us of the device, and of the host more.
+All numbers of a step reach the device in one copy, those that are read after the graph too, and the first launch of the
+graph puts them where the others read them: each copy takes some 2 us of the device, and of the host more.
 
 Suffixes: those of `kernels/contract.py`; P tokens of a padded step, H hidden.
 """
@@ -148,14 +148,14 @@ class StepGraphs:
         # All of them write here: only one runs at a time, and each would keep its own.
         self._hidden_PH = torch.empty(sizes[-1], config.hidden_size, dtype=decoder.dtype, device=self._device)
         self._graphs: dict[int, _Graph] = {}
-        self._attention.refill(_one_token(block_size), np.zeros(0, dtype=np.int64))
         for done, size in enumerate(reversed(sizes)):  # the largest first: the others fit its memory
             say(done, len(sizes))
             self._graphs[size] = self._captured(size, block_size, forward, capture)
 
     def _captured(self, size: int, block_size: int, forward: Forward, capture: Capture) -> _Graph:
         numbers_3P, hidden_PH = self._attention.numbers[: 3 * size].view(3, size), self._hidden_PH[:size]
-        numbers_3P.copy_(torch.tensor([[0], [0], [self._padding_slot]]).expand(3, size))
+        padding_3P = np.repeat([0, 0, self._padding_slot], size)
+        self._attention.refill(_one_token(block_size), padding_3P)
 
         def captured(plans: dict[Hashable, Any]) -> Callable[[], None]:
             where = AttentionInput(
@@ -166,7 +166,12 @@ class StepGraphs:
                 block_size,
                 plans,
             )
-            return capture(lambda: _write(hidden_PH, forward(numbers_3P[0], numbers_3P[1], where)))
+
+            def step() -> None:
+                self._attention.unpack()
+                hidden_PH.copy_(forward(numbers_3P[0], numbers_3P[1], where))
+
+            return capture(step)
 
         kinds = self._attention.plans[: None if size > 1 else 1] if size in self._sizes else ()
         mixed = captured(self._attention.mixed_plans(size)) if size in self._mixed_sizes else None
@@ -231,10 +236,6 @@ class StepGraphs:
         if wants_all:
             return self._hidden_PH[:num_tokens]
         return self._hidden_PH[self._attention.numbers[rows_at : len(staged)]]
-
-
-def _write(into_PH: torch.Tensor, hidden_PH: torch.Tensor) -> None:
-    into_PH.copy_(hidden_PH)
 
 
 def _one_token(block_size: int) -> AttentionInput:

@@ -62,7 +62,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
-        """Logits (R, vocabulary) in float32 of the rows `step.logit_row_R`. future: tokens that the step has
+        """Logits (R, vocabulary), in the model's type, of the rows `step.logit_row_R`. future: tokens that the step has
         placeholders for; with rejected drafts only in steps that are captured."""
         places = step.query_start_S1, step.context_len_S, step.block_table_SM
         if self._graphs is not None and self._graphs.serves(step, self.replays_mixed):
@@ -91,7 +91,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """(R, vocabulary) float32, of hidden states that `execute_and_read` gave."""
+        """(R, vocabulary), in the model's type, of hidden states that `execute_and_read` gave."""
         return self.decoder.logits(hidden_RH)
 
     def _forward(

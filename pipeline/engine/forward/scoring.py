@@ -77,7 +77,7 @@ def prompt_logits(
             end = 0
             for piece in step:
                 begin, end = end, end + piece.stop - piece.start
-                yield piece, logits_TV[begin:end]
+                yield piece, logits_TV[begin:end].float()
                 if piece.stop == len(rows[piece.row]):
                     pool.release(blocks.pop(piece.row))
     finally:

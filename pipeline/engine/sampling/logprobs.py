@@ -11,6 +11,7 @@ import torch
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.penalties import on_rows
 from pipeline.engine.tasks import TokenLogprobs
+from pipeline.kernels.transfer import to_host
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class AskedLogprobs:
 
     def copied(self) -> "AskedLogprobs":
         """On their way into pinned memory of the host."""
-        tensors = (tensor.to("cpu", non_blocking=True) for tensor in (self.chosen_Q, self.top_QK, self.top_id_QK))
+        tensors = (to_host(tensor) for tensor in (self.chosen_Q, self.top_QK, self.top_id_QK))
         return AskedLogprobs(self.row_Q, self.width_Q, *tensors)
 
     def by_row(self, token_ids: np.ndarray, finite: np.ndarray) -> dict[int, TokenLogprobs]:

@@ -21,35 +21,34 @@ from pipeline.engine.sampling.random_numbers import PLAIN, uniforms
 from pipeline.engine.sampling.rejection import ProposalDistribution, replace_by_accepted
 from pipeline.engine.sampling.top_p import weights
 from pipeline.engine.schedule.sequence import adjusts_logits
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.transfer import on_device, to_host
 
 
 class SamplingKernels(Protocol):
     """Who chooses tokens on its device; see `Kernels`."""
 
-    def greedy(self, logits_RV: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def sample(self, logits_RV: torch.Tensor, how_5R: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def greedy(self, logits_RV: torch.Tensor, /) -> torch.Tensor: ...
+    def sample(self, logits_RV: torch.Tensor, how_5R: torch.Tensor, /) -> torch.Tensor: ...
 
 
 class PendingOutput:
     """A `SamplerOutput` that the device is working on. `token_ids_R` can be used on the device at once; the copies for
     the host are under way."""
 
-    def __init__(self, token_ids_R: torch.Tensor, finite_R: torch.Tensor, logprobs: AskedLogprobs | None) -> None:
-        self.token_ids_R = token_ids_R
-        both_2R = torch.stack([token_ids_R, finite_R.to(token_ids_R.dtype)])
-        self._both_2R = both_2R.to("cpu", non_blocking=True)  # into pinned memory
+    def __init__(self, token_and_finite_2R: torch.Tensor, logprobs: AskedLogprobs | None) -> None:
+        self.token_ids_R = token_and_finite_2R[0]
+        self._token_and_finite_2R = to_host(token_and_finite_2R)
         self._logprobs = None if logprobs is None else logprobs.copied()
         self._copied: torch.cuda.Event | None = None
-        if token_ids_R.is_cuda:
+        if self.token_ids_R.is_cuda:
             self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(token_ids_R.device))
+            self._copied.record(torch.cuda.current_stream(self.token_ids_R.device))
 
     def output(self) -> SamplerOutput:
         """The tokens on the host; waits for them, and for all that was queued before them."""
         if self._copied is not None:
             self._copied.synchronize()
-        token_ids, finite = tokens_and_finite(self._both_2R.numpy())
+        token_ids, finite = tokens_and_finite(self._token_and_finite_2R.numpy())
         return SamplerOutput(
             token_ids, finite, {} if self._logprobs is None else self._logprobs.by_row(token_ids, finite)
         )
@@ -72,11 +71,13 @@ def tokens_on_device(
     batch: SamplingBatch | None,
     future: FutureIds | None,
     proposal: ProposalDistribution | None,
-) -> tuple[torch.Tensor, torch.Tensor, AskedLogprobs | None]:
-    """Token ids, whether they mean anything, and log-probabilities, on the device. proposal: see `on_host.sample`."""
+) -> tuple[torch.Tensor, AskedLogprobs | None]:
+    """Token ids and whether they mean anything (2, R), and log-probabilities, on the device. proposal: see
+    `on_host.sample`."""
     if batch is None:
-        return *kernels.greedy(logits_RV), None
-    token_R, finite_R = choose(kernels, logits_RV, batch, future)
+        return kernels.greedy(logits_RV), None
+    token_and_finite_2R = choose(kernels, logits_RV, batch, future)
+    token_R = token_and_finite_2R[0]
     if proposal is not None:
         rows = proposal.rows[batch.is_sampled[proposal.rows]]
         if len(rows):
@@ -84,23 +85,22 @@ def tokens_on_device(
             token_D = token_R[at]
             replace_by_accepted(token_D, weights(logits_RV, batch, rows, future), batch, rows, proposal)
             token_R[at] = token_D
-    return token_R, finite_R, AskedLogprobs.of(logits_RV, batch, token_R)
+    return token_and_finite_2R, AskedLogprobs.of(logits_RV, batch, token_R)
 
 
 def choose(
     kernels: SamplingKernels, logits_RV: torch.Tensor, batch: SamplingBatch, future: FutureIds | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of plain steps, and whether they mean anything, on the device."""
+) -> torch.Tensor:
+    """The tokens of plain steps, and whether they mean anything (2, R), on the device."""
     how_5R = _how(batch, logits_RV.shape[1])
     changed = np.flatnonzero(adjusts_logits(batch.options, batch.positions) | batch.is_masked)
     if len(changed) == len(batch.options):
-        token_R, finite_R = _choose_changed(kernels, logits_RV, batch, changed, how_5R, future)
-    else:
-        token_R, finite_R = kernels.sample(logits_RV, on_device(how_5R, logits_RV.device))
-        if len(changed):
-            on = on_device(changed, logits_RV.device)
-            token_R[on], finite_R[on] = _choose_changed(kernels, logits_RV, batch, changed, how_5R, future)
-    return token_R, finite_R
+        return _choose_changed(kernels, logits_RV, batch, changed, how_5R, future)
+    token_and_finite_2R = kernels.sample(logits_RV, on_device(how_5R, logits_RV.device))
+    if len(changed):
+        on = on_device(changed, logits_RV.device)
+        token_and_finite_2R[:, on] = _choose_changed(kernels, logits_RV, batch, changed, how_5R, future)
+    return token_and_finite_2R
 
 
 def _choose_changed(
@@ -110,11 +110,12 @@ def _choose_changed(
     changed: np.ndarray,
     how_5R: np.ndarray,
     future: FutureIds | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     z_CV = adjusted(logits_RV, batch, changed, future)
-    token_C, finite_C = kernels.sample(z_CV, on_device(np.ascontiguousarray(how_5R[:, changed]), z_CV.device))
+    token_and_finite_2C = kernels.sample(z_CV, on_device(np.ascontiguousarray(how_5R[:, changed]), z_CV.device))
     # a mask or penalty may leave nothing, but never makes a broken row good
-    return token_C, finite_C & torch.isfinite(logits_RV[on_rows(changed, logits_RV)].amax(dim=-1))
+    token_and_finite_2C[1] &= torch.isfinite(logits_RV[on_rows(changed, logits_RV)].amax(dim=-1))
+    return token_and_finite_2C
 
 
 def _how(batch: SamplingBatch, vocab_size: int) -> np.ndarray:

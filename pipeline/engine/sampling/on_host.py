@@ -98,8 +98,8 @@ def _best(logits_RV: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
     On CPU torch looks for the place of a maximum value by value; numpy's search runs at the speed of reading.
     """
-    if logits_RV.device.type == "cpu" and logits_RV.dtype == torch.float32:
-        logits = logits_RV.numpy()
+    if logits_RV.device.type == "cpu":
+        logits = logits_RV.float().numpy()
         token_ids = logits.argmax(axis=-1)
         return logits[np.arange(len(token_ids)), token_ids], token_ids
     best_R, token_ids_R = logits_RV.max(dim=-1)

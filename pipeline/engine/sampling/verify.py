@@ -13,7 +13,7 @@ from pipeline.engine.sampling.on_device import PendingOutput, SamplingKernels, t
 from pipeline.engine.sampling.on_host import sample
 from pipeline.engine.sampling.penalties import FutureIds
 from pipeline.engine.sampling.rejection import ProposalDistribution
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.transfer import on_device, to_host
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,11 @@ def verify_on_device(
     """Begin what `verify` does. draft_S: drafts of each sequence, 0 too; draft_id_R: on the device, as `verify` has
     them. future: see `sample_on_device`."""
     first_S = np.cumsum(draft_S + 1) - draft_S - 1
-    token_R, finite_R, logprobs = tokens_on_device(kernels, logits_RV, batch, future, proposal)
-    accepted_R = (token_R == draft_id_R) & finite_R
+    token_and_finite_2R, logprobs = tokens_on_device(kernels, logits_RV, batch, future, proposal)
+    accepted_R = (token_and_finite_2R[0] == draft_id_R) & token_and_finite_2R[1].bool()
     row_SK1 = first_S[:, None] + np.minimum(np.arange(int(draft_S.max()) + 1), draft_S[:, None])
     # The last row of each sequence has no draft and is never accepted.
     accepted_S = accepted_R[on_device(row_SK1, accepted_R.device)].cumprod(dim=1).sum(dim=1)
-    host_accepted_S = accepted_S.to("cpu", non_blocking=True)  # before the tokens, which are waited for
-    return PendingVerified(PendingOutput(token_R, finite_R, logprobs), first_S, draft_S, accepted_S, host_accepted_S)
+    host_accepted_S = to_host(accepted_S)  # before the tokens, which are waited for
+    pending = PendingOutput(token_and_finite_2R, logprobs)
+    return PendingVerified(pending, first_S, draft_S, accepted_S, host_accepted_S)

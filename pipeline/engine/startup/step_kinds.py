@@ -48,7 +48,9 @@ def compute_step_kinds(runner: ModelRunner, resolved: Resolved, captured: Captur
             for shared in (False, True):
                 logits_RV = runner.execute(_decoding(resolved, num_sequences, queries, shared))
                 runner.greedy(logits_RV)
-                runner.sample(logits_RV, torch.zeros(5, len(logits_RV), dtype=torch.float64, device=logits_RV.device))
+                how_5R = torch.zeros(5, len(logits_RV), dtype=torch.float64, device=logits_RV.device)
+                runner.sample(logits_RV, how_5R)
+                runner.sample(logits_RV.float(), how_5R)  # with masks or penalties
     if runner.decoder.kernels.graph_attention is not None:
         runner.capture_steps(
             lambda function: (function(), function)[1],

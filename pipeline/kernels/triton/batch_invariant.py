@@ -140,6 +140,9 @@ class CapturedBatchInvariantAttention:
         context_S[: len(where.context_len_S)] = where.context_len_S
         self._staged.fill([start_S1, context_S, item_I2], numbers, where.block_table_SM, future)
 
+    def unpack(self) -> None:
+        self._staged.unpack()
+
     def shorten(self, short_S: torch.Tensor) -> None:
         self._staged.arrays[1][: len(short_S)] -= short_S
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.engine.forward import runner
 from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.params import EngineConfig
+from pipeline.engine.sampling import on_device
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import resolve
@@ -45,7 +46,14 @@ SHAPE = {
 BLOCK, ROWS, CONTEXT = 16, 8, 320
 # torch's operations for which no kernel runs, beside views.
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty"}
-CALLED = {"mm": "cuBLAS", "addmm": "cuBLAS", "linear": "cuBLAS", "zeros": "memset", "zeros_like": "memset"}
+CALLED = {
+    "mm": "cuBLAS",
+    "addmm": "cuBLAS",
+    "linear": "cuBLAS",
+    "zeros": "memset",
+    "zeros_like": "memset",
+    "to": "cast",
+}
 
 
 class _Dispatched(TorchDispatchMode):
@@ -58,9 +66,10 @@ class _Dispatched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, returned = func._schema.name.removeprefix("aten::"), func._schema.returns
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
-        if not is_view and name not in NO_KERNEL:
+        made = func(*args, **kwargs or {})
+        if name not in NO_KERNEL and (not is_view or (name == "to" and made is not args[0])):
             self._into.append(CALLED.get(name, name))
-        return func(*args, **kwargs or {})
+        return made
 
 
 @dataclass(frozen=True)
@@ -114,12 +123,17 @@ class Counting:
             return made
 
         uploads = [patch.object(module, "on_device", self._upload) for module in (decoder, runner)]
-        with patch.object(DecoderLayer, "forward", marked), uploads[0], uploads[1]:
+        download = patch.object(on_device, "to_host", self._download)
+        with patch.object(DecoderLayer, "forward", marked), uploads[0], uploads[1], download:
             yield self
 
     def _upload(self, array: np.ndarray, device: torch.device) -> torch.Tensor:
         self._events.append("copy to the device")
         return torch.from_numpy(array)
+
+    def _download(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._events.append("copy to the host")
+        return tensor
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """For `capture_steps`: a replay is one launch."""

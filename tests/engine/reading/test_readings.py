@@ -300,6 +300,22 @@ def test_a_token_s_log_probability_is_the_same_bits_whatever_else_is_read() -> N
     assert [(float(logprob[0]), top[0]) for logprob, top in alone] == list(zip(*(together[0].tolist(), together[1])))
 
 
+def test_log_probabilities_are_float32_s_whatever_the_model_s_type() -> None:
+    class Model:
+        vocab_size = 600
+
+        def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+            return hidden_RH
+
+    logits_NV = (4 * torch.randn(20, Model.vocab_size, generator=torch.Generator().manual_seed(1))).bfloat16()
+    found, expected = (
+        token_logprobs(each, Model(), np.arange(20), np.arange(20), num_top=2)
+        for each in (logits_NV, logits_NV.float())
+    )
+    assert found[0].tolist() == expected[0].tolist()
+    assert found[1] == expected[1]
+
+
 def test_the_time_of_labels_is_that_of_reading(folder: Path) -> None:
     """Though their tokens stand where generated ones would."""
     with float32_engine(folder, **TIGHT) as engine:

@@ -44,6 +44,18 @@ def test_every_option_gives_the_tokens_of_the_host(seed: int, num_tokens: int) -
     assert torch.equal(logits_RV, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_in_the_model_s_type_are_read_as_float32(dtype: torch.dtype) -> None:
+    """Tokens and log-probabilities, on the host and on the device, greedy ones too."""
+    logits_RV, batch = mixed_rows(90, 600, 1)
+    logits_RV = logits_RV.to(dtype)
+    expected, greedy = (sample(logits_RV.float(), each) for each in (batch, None))
+    assert same(sample(logits_RV, batch), expected)
+    assert same(sample_on_device(OnThisDevice(), logits_RV, batch).output(), expected)
+    assert same(sample(logits_RV, None), greedy)
+    assert same(sample_on_device(OnThisDevice(), logits_RV, None).output(), greedy)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_rows_that_all_want_the_same(name: str) -> None:
     params = SamplingParams(**{"max_tokens": 9, "temperature": 1.0, "logprobs": 1, **OPTIONS[name]})
@@ -158,7 +170,7 @@ def test_drafts_of_a_known_distribution_are_settled_as_on_the_host() -> None:
 
 def pairs_p_value(
     name: str,
-    own_sample: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = reference.sample,
+    own_sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = reference.sample,
     seeds: np.ndarray | None = None,
     positions: np.ndarray | None = None,
 ) -> float:
@@ -194,7 +206,7 @@ def test_control_a_seed_that_is_used_again_at_every_position_is_told() -> None:
     "mistake", ["temperature after top_p", "min_p forgotten", "one more than top_k", "numbers that are not uniform"]
 )
 def test_control_a_wrong_distribution_is_told(mistake: str) -> None:
-    def wrong(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def wrong(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> torch.Tensor:
         how_5R = how_5R.clone()
         if mistake == "min_p forgotten":
             how_5R[3] = 0.0

@@ -33,9 +33,10 @@ def drafting_engine(most: int = 4, wrong: float = 0.0, **options: Any) -> Engine
     proposer.runner.is_asynchronous = True
     best = proposer.runner.greedy
 
-    def greedy(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        token_R, finite_R = best(logits_RV)
-        return torch.where(torch.from_numpy(rng.random(len(token_R)) < wrong), 5, token_R), finite_R
+    def greedy(logits_RV: torch.Tensor) -> torch.Tensor:
+        found_2R = best(logits_RV)
+        found_2R[0, torch.from_numpy(rng.random(len(logits_RV)) < wrong)] = 5
+        return found_2R
 
     proposer.runner.greedy = greedy  # type: ignore[method-assign]
     engine.draft_as(Drafting([proposer], FixedDrafts(most), engine.scheduler))

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.contract import FutureNumbers
 from pipeline.kernels.triton.attention.cascade.metadata import CascadeMetadata, CascadeShape
 from pipeline.kernels.triton.attention.converted_cache import convert_launch
 from pipeline.kernels.triton.attention.decode import decode_launches
@@ -74,17 +73,17 @@ def launches_of(
         "norm_rope_write": rope,
         "silu_mul": silu_mul_launch(empty(num_tokens, 2 * shape.intermediate_size), out_TF),
     }
-    logits_TV, finite_T = empty(num_tokens, shape.vocab_size, dtype=torch.float32), empty(num_tokens, dtype=torch.bool)
-    parts, whole = greedy_launches(logits_TV, slot_T, finite_T)
+    logits_TV, chosen_2T = empty(num_tokens, shape.vocab_size), empty(2, num_tokens, dtype=torch.int64)
+    parts, whole = greedy_launches(logits_TV, chosen_2T)
     how_5T = empty(5, num_tokens, dtype=torch.float64)
     sampling = {"greedy, parts": parts, "greedy, whole": whole}
     products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target) | _fixed(shape, dtype, target)
-    sampling["sample, parts"], sampling["sample"] = sample_launches(logits_TV, how_5T, slot_T, finite_T)
-    copied_SM, numbers = empty(256, _TABLE, dtype=torch.int32), empty(4 * num_tokens, dtype=torch.int64)
-    fused["scatter"] = scatter_launch(copied_SM, copied_SM, numbers, FutureNumbers(3 * num_tokens, 256, slot_T))
+    sampling["sample, parts"], sampling["sample"] = sample_launches(logits_TV, how_5T, chosen_2T)
+    table_SM = empty(256, _TABLE, dtype=torch.int32)
+    fused["scatter"] = scatter_launch(slot_T, table_SM, table_SM)
     if with_fp8_cache:
         read = LayerCache.allocate(_BLOCKS, _BLOCK, shape.num_kv_heads, shape.head_dim, dtype, _META)
-        fused["convert"] = convert_launch(cache, copied_SM[0], read, target)
+        fused["convert"] = convert_launch(cache, table_SM[0], read, target)
     return fused | _attention(shape, q_TND, cache, target, window) | products | sampling
 
 

@@ -183,6 +183,7 @@ def test_captured_work_serves_every_step() -> None:
     for lengths in ([(100, 1)] * 6, [(70, 4)], [(1500, 1), (5, 1), (64, 4)]):
         step = make_step(lengths, (4, 2), 16, 64, torch.float32)
         assert captured.refill(step.where, np.zeros(0, dtype=np.int64)) == 0
+        captured.unpack()
         where = AttentionInput(
             *(np.zeros(1, dtype=np.int32),) * 2, np.zeros((1, 1), dtype=np.int32),
             step.where.slot_mapping_T, 64, captured.plans[0],

@@ -113,6 +113,9 @@ class CapturedAttention:
         arrays = [where.query_start_S1, where.context_len_S, item_I2, *chain(*own)]
         self._staged.fill(arrays, numbers, where.block_table_SM, future)
 
+    def unpack(self) -> None:
+        self._staged.unpack()
+
     def shorten(self, short_S: torch.Tensor) -> None:
         """Tiles after the end of a shorter context hold nothing that its queries see, and add nothing."""
         self._context_len_S[: len(short_S)] -= short_S

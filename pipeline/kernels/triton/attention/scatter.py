@@ -1,9 +1,13 @@
-"""Puts what was copied to the device for a captured step where the graph reads it, in one launch: block tables into
-their rows, and token ids that only the device knows among those of the step."""
+"""Puts what was copied to the device for a captured step where its graph reads it, as the graph's first launch: block
+tables into their rows, and token ids that only the device knows among those of the step.
+
+What varies from step to step is in the copy too, in its head: `SCATTER_HEAD` numbers.
+"""
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
 # It does not see what `triton.jit` makes of a function.
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -11,46 +15,36 @@ import triton.language as tl
 from pipeline.kernels.contract import FutureNumbers
 from pipeline.kernels.triton.launch import Launch
 
-_SIZE = 1024
+SCATTER_HEAD = 6  # int64
+_SIZE, _PROGRAMS = 1024, 64
 
 
-@triton.jit(
-    do_not_specialize=["copied_ptr", "index_ptr", "value_ptr", "table_stride", "num_seqs", "num_blocks", "num_future"]
-)
-def _scatter(
-    table_ptr,
-    copied_ptr,
-    number_ptr,
-    index_ptr,
-    value_ptr,
-    table_stride,
-    num_seqs,
-    num_blocks,
-    num_future,
-    SIZE: tl.constexpr,
-):
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    is_block = at < num_seqs * num_blocks
-    block = tl.load(copied_ptr + at, mask=is_block, other=0)
-    tl.store(table_ptr + (at // num_blocks).to(tl.int64) * table_stride + at % num_blocks, block, mask=is_block)
-    is_future = at < num_future
-    place = tl.load(index_ptr + at, mask=is_future, other=0)
-    row = tl.load(index_ptr + num_future + at, mask=is_future, other=0)
-    tl.store(number_ptr + place, tl.load(value_ptr + row, mask=is_future, other=0), mask=is_future)
+def scatter_head(table_SM: np.ndarray, table_at: int, future: FutureNumbers | None) -> np.ndarray:
+    """table_SM is copied to `table_at` (in int32) of the copy, at whose beginning are the numbers."""
+    at, count, address = (0, 0, 0) if future is None else (future.at, future.count, future.value_N.data_ptr())
+    return np.array([*table_SM.shape, table_at, at, count, address], dtype=np.int64)
 
 
-def scatter_launch(
-    table_SM: torch.Tensor, copied_SM: torch.Tensor, numbers: torch.Tensor, future: FutureNumbers | None
-) -> Launch:
-    """copied_SM (contiguous) into the first rows and columns of table_SM; of the int64 `numbers`, those that
-    `FutureNumbers` says."""
-    num_seqs, num_blocks = copied_SM.shape
-    num_future, values, index = (
-        (0, numbers, numbers) if future is None else (future.count, future.value_N, numbers[future.at :])
-    )
-    return Launch(
-        _scatter,
-        (triton.cdiv(max(num_seqs * num_blocks, num_future), _SIZE),),
-        (table_SM, copied_SM, numbers, index, values, table_SM.stride(0), num_seqs, num_blocks, num_future),
-        {"SIZE": _SIZE},
-    )
+@triton.jit(do_not_specialize=["table_stride"])
+def _scatter(head_ptr, copy_ptr, table_ptr, table_stride, SIZE: tl.constexpr):
+    num_seqs, num_blocks = tl.load(head_ptr), tl.load(head_ptr + 1)
+    copied_ptr, number_ptr = copy_ptr + tl.load(head_ptr + 2), copy_ptr.to(tl.pointer_type(tl.int64))
+    index_ptr, num_future = number_ptr + tl.load(head_ptr + 3), tl.load(head_ptr + 4)
+    value_ptr = tl.load(head_ptr + 5).to(tl.pointer_type(tl.int64))
+    for first in range(
+        tl.program_id(0) * SIZE, tl.maximum(num_seqs * num_blocks, num_future), tl.num_programs(0) * SIZE
+    ):
+        at = first + tl.arange(0, SIZE)
+        is_block = at < num_seqs * num_blocks
+        block = tl.load(copied_ptr + at, mask=is_block, other=0)
+        tl.store(table_ptr + at // num_blocks * table_stride + at % num_blocks, block, mask=is_block)
+        is_future = at < num_future
+        place = tl.load(index_ptr + at, mask=is_future, other=0)
+        row = tl.load(index_ptr + num_future + at, mask=is_future, other=0)
+        tl.store(number_ptr + place, tl.load(value_ptr + row, mask=is_future, other=0), mask=is_future)
+
+
+def scatter_launch(head: torch.Tensor, copied: torch.Tensor, table_SM: torch.Tensor) -> Launch:
+    """By `head` (`scatter_head` on the device), the block tables of the copy (int32) into the first rows and columns of
+    table_SM, and the future ones of its numbers."""
+    return Launch(_scatter, (_PROGRAMS,), (head, copied, table_SM, table_SM.stride(0)), {"SIZE": _SIZE})

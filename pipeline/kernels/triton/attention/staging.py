@@ -7,7 +7,7 @@ import torch
 
 from pipeline.kernels.contract import FutureNumbers
 from pipeline.kernels.transfer import staging_buffer
-from pipeline.kernels.triton.attention.scatter import scatter_launch
+from pipeline.kernels.triton.attention.scatter import SCATTER_HEAD, scatter_head, scatter_launch
 
 _ALIGNED = 4  # numbers of 4 bytes: see `Launch`
 
@@ -42,7 +42,7 @@ class StagedArrays:
 class StagedStep:
     """All that a captured step reads of the host: arrays of fixed places, the runner's own numbers and block tables.
 
-    One copy brings them, one launch puts them where the graph reads them.
+    `fill` brings them by one copy, and the graph begins with `unpack`, which puts them where the rest of it reads them.
     """
 
     def __init__(
@@ -50,8 +50,9 @@ class StagedStep:
     ) -> None:
         """sizes: of the arrays. The first view of the tensor beside them is `numbers` (int64), whatever is sent."""
         room = _aligned(2 * num_numbers) + _aligned(max_seqs * max_blocks)
-        self._staged = StagedArrays(sizes, device, room)
-        self.arrays = self._staged.views
+        self._staged = StagedArrays([2 * SCATTER_HEAD, *sizes], device, room)
+        head, *self.arrays = self._staged.views
+        self._head = head.view(torch.int64)
         self.numbers = self._staged.beside[: 2 * num_numbers].view(torch.int64)
         self.block_table_SM = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
 
@@ -59,10 +60,11 @@ class StagedStep:
         self, arrays: Sequence[np.ndarray], numbers: np.ndarray, table_SM: np.ndarray, future: FutureNumbers | None
     ) -> None:
         assert (numbers.dtype, table_SM.dtype) == (np.int64, np.int32)
-        self._staged.fill(arrays, [numbers, table_SM])
-        begin = words_of(numbers)
-        copied_SM = self._staged.beside[begin : begin + table_SM.size].view(table_SM.shape)
-        scatter_launch(self.block_table_SM, copied_SM, self.numbers, future).run()
+        head = scatter_head(table_SM, words_of(numbers), future)
+        self._staged.fill([head.view(np.int32), *arrays], [numbers, table_SM])
+
+    def unpack(self) -> None:
+        scatter_launch(self._head, self._staged.beside, self.block_table_SM).run()
 
 
 def words_of(array: np.ndarray) -> int:

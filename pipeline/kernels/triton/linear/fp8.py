@@ -36,7 +36,7 @@ from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST = tl.constexpr(SMALLEST_MAGNITUDE)
-_ROUNDED_AT_ONCE = 4096  # inputs of a token that one program rounds, 32 a thread
+_ROUNDED_AT_ONCE = 2048  # inputs of a token that one program rounds, in blocks
 
 
 @triton.jit

@@ -5,17 +5,19 @@ operand of a GPU's products lies in registers, so a thread reads its words of a 
 threads. Of four threads that share a row, thread l has word 4 l + j of quarter j of the block: four runs r of two
 inputs. For wgmma these are inputs 8 r + 2 l of the quarter and the next (ADJACENT 2); for mma.sync Triton gives a
 thread four inputs side by side, 16 (r // 2) + 4 l + 2 (r % 2) and the next (ADJACENT 4). Bits 4 r to 4 r + 3 of a
-word's high half hold the first of the two, those of its low half the second: ptxas then swaps fewer halves.
+word's low half hold the first of the two, those of its high half the second; the other way round with ADJACENT 4, where
+ptxas then swaps fewer halves.
 
 One shift, one mask and one `or` give two 16-bit floats for neighbouring inputs: with a nibble at the top of the
 mantissa and 2^4 as the exponent, a half is 16 + q exactly, in float16 as in bfloat16 (after Kim et al. 2022, "Who says
 elephants can't run"). Blocks come first in memory, so a tile of outputs reads one run of it.
 
 weight = (q - zero) * scale. 16 + zero is subtracted from 16 + q in registers, which is exact: both are integers of at
-most 256. The scale is applied after the dot product of each group, in float32. The scale and 16 + zero of a group lie
-side by side, and a step of the loop takes a chunk of two blocks, so that each thread copies at least the 4 bytes that
-an asynchronous copy takes. The outputs are the rows of a tile and the tokens its columns, as only the left operand of
-wgmma may come from registers, and few tokens fit its narrow side.
+most 256. For wgmma one instruction subtracts from two halves at once. The scale is applied after the dot product of
+each group, in float32. The scale and 16 + zero of a group lie side by side, and a step of the loop takes a chunk of two
+blocks, so that each thread copies at least the 4 bytes that an asynchronous copy takes. The outputs are the rows of a
+tile and the tokens its columns, as only the left operand of wgmma may come from registers, and few tokens fit its
+narrow side.
 
 Suffixes: N outputs, K inputs, M tokens, C chunks, B blocks, W words of a block (16), L threads (4) that share a row's
 words, Q quarters of a block, G groups of a chunk, P parts of the inputs, and J inputs of a dot product.
@@ -30,6 +32,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
 from pipeline.kernels.triton.linear.split_k import add_parts_launch
@@ -38,6 +41,7 @@ from pipeline.weights.packed import GroupIntWeight
 BLOCK = 128
 CHUNK = 2 * BLOCK
 PROGRAMS = {16: 3, 32: 2, 64: 1}  # of a multiprocessor, by the tokens of a tile
+_INTERPRETED: tl.constexpr = tl.constexpr(bool(knobs.runtime.interpret))  # then there is no PTX
 
 
 @triton.jit
@@ -54,24 +58,62 @@ def _pairs(word, RUN: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _in_order(zero_NLQ, one_NLQ, two_NLQ, three_NLQ, ADJACENT: tl.constexpr, dtype: tl.constexpr):
+    """Pairs of the four runs -> the inputs of these quarters in their order: (outputs, inputs)."""
+    pair_NLQ22 = tl.join(tl.join(zero_NLQ, two_NLQ), tl.join(one_NLQ, three_NLQ))
+    high, low = (pair_NLQ22 >> 16).to(tl.int16), (pair_NLQ22 & 0xFFFF).to(tl.int16)
+    # outputs, threads, quarters, run // 2, run % 2, halves
+    if ADJACENT == 2:
+        ordered = tl.permute(tl.join(low, high), 0, 2, 3, 4, 1, 5)
+    else:
+        ordered = tl.permute(tl.join(high, low), 0, 2, 3, 1, 4, 5)
+    bits_NJ = ordered.reshape(zero_NLQ.shape[0], 32 * zero_NLQ.shape[2])
+    if dtype == tl.bfloat16:
+        return bits_NJ.to(tl.bfloat16, bitcast=True)
+    return bits_NJ.to(tl.float16, bitcast=True).to(dtype)
+
+
+@triton.jit
 def _lifted(word_NLQ, ADJACENT: tl.constexpr, dtype: tl.constexpr):
     """Words -> 16 + q of the inputs of these quarters in their order: (outputs, inputs).
 
     Constants and loads alone feed it: a value from elsewhere would make Triton move the weights through shared memory.
     """
-    even = tl.join(_pairs(word_NLQ, 0, dtype), _pairs(word_NLQ, 2, dtype))
-    odd = tl.join(_pairs(word_NLQ, 1, dtype), _pairs(word_NLQ, 3, dtype))
-    pair_NLQ22 = tl.join(even, odd)
-    both = tl.join((pair_NLQ22 >> 16).to(tl.int16), (pair_NLQ22 & 0xFFFF).to(tl.int16))
-    # outputs, threads, quarters, run // 2, run % 2, halves
-    if ADJACENT == 2:
-        ordered = tl.permute(both, 0, 2, 3, 4, 1, 5)
+    return _in_order(
+        *(_pairs(word_NLQ, 0, dtype), _pairs(word_NLQ, 1, dtype), _pairs(word_NLQ, 2, dtype)),
+        *(_pairs(word_NLQ, 3, dtype), ADJACENT, dtype),
+    )
+
+
+@triton.jit
+def _less(pair_NLQ, base_NLQ, dtype: tl.constexpr):
+    """The difference of two pairs of 16-bit floats."""
+    return tl.inline_asm_elementwise(
+        "sub.rn.bf16x2 $0, $1, $2;" if dtype == tl.bfloat16 else "sub.rn.f16x2 $0, $1, $2;",
+        "=r,r,r",
+        [pair_NLQ, base_NLQ],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _centred(word_NLQ, base_N, ADJACENT: tl.constexpr, dtype: tl.constexpr):
+    """Words -> q - zero of the inputs of these quarters in their order: (outputs, inputs). base_N: 16 + zero."""
+    if ADJACENT == 2 and dtype != tl.float32 and not _INTERPRETED:
+        bits_N = base_N.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        base_NLQ = tl.broadcast_to((bits_N | (bits_N << 16))[:, None, None], word_NLQ.shape)
+        return _in_order(
+            _less(_pairs(word_NLQ, 0, dtype), base_NLQ, dtype),
+            _less(_pairs(word_NLQ, 1, dtype), base_NLQ, dtype),
+            _less(_pairs(word_NLQ, 2, dtype), base_NLQ, dtype),
+            _less(_pairs(word_NLQ, 3, dtype), base_NLQ, dtype),
+            ADJACENT,
+            dtype,
+        )
     else:
-        ordered = tl.permute(both, 0, 2, 3, 1, 4, 5)
-    bits_NJ = ordered.reshape(word_NLQ.shape[0], 32 * word_NLQ.shape[2])
-    if dtype == tl.bfloat16:
-        return bits_NJ.to(tl.bfloat16, bitcast=True)
-    return bits_NJ.to(tl.float16, bitcast=True).to(dtype)
+        return _lifted(word_NLQ, ADJACENT, dtype) - base_N.to(dtype)[:, None]
 
 
 @triton.jit
@@ -133,7 +175,7 @@ def _multiply(
                     inside = (begin + input_J < num_inputs)[:, None] & there_M[None, :]
                     x_JM = tl.load(x_at + begin, mask=inside, other=0.0)
                 scale_N, base_N = _scale_and_base(groups, block * PARTS + part, GROUPS)
-                weight_NJ = _lifted(_words_of(word_NW, part, PARTS), ADJACENT, dtype) - base_N.to(dtype)[:, None]
+                weight_NJ = _centred(_words_of(word_NW, part, PARTS), base_N, ADJACENT, dtype)
                 dot_NM = tl.dot(weight_NJ, x_JM, input_precision="ieee")
                 total_NM += scale_N.to(tl.float32)[:, None] * dot_NM
     if BIASED:
@@ -237,7 +279,8 @@ class TiledInt4:
         for run in range(4):
             for half in range(2):
                 nibble_NBQL = q_NBQRSLH[:, :, :, run // 2, run % 2, :, half]
-                word_NBLQ |= nibble_NBQL.transpose(2, 3) << (4 * run + 16 * (1 - half))
+                is_high = half == (1 if adjacent == 2 else 0)
+                word_NBLQ |= nibble_NBQL.transpose(2, 3) << (4 * run + 16 * is_high)
         scale_NG = _narrowest(weight.scales_NG.to(device))
         base_NG = (weight.zeros_NG.to(device) + 16).to(scale_NG.dtype)
         group_NG2 = torch.stack([scale_NG, base_NG], dim=-1)

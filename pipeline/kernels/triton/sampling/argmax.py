@@ -28,7 +28,7 @@ def _best_of_part(logits_ptr, value_ptr, token_ptr, stride, num_tokens, num_part
 
 
 @triton.jit(do_not_specialize=["num_parts"])
-def _best_of_parts(value_ptr, token_ptr, best_ptr, finite_ptr, num_parts, PARTS: tl.constexpr):
+def _best_of_parts(value_ptr, token_ptr, token_and_finite_ptr, num_parts, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     value = tl.load(value_ptr + row * num_parts + part, mask=part < num_parts, other=float("-inf"))
@@ -36,26 +36,20 @@ def _best_of_parts(value_ptr, token_ptr, best_ptr, finite_ptr, num_parts, PARTS:
     best, at = tl.max(value, axis=0, return_indices=True, return_indices_tie_break_left=True)
     finite = (best > float("-inf")) & (best < float("inf"))
     chosen = tl.sum(tl.where(part == at, token, 0), axis=0)
-    tl.store(best_ptr + row, tl.where(finite, chosen, 0).to(tl.int64))
-    tl.store(finite_ptr + row, finite)
+    tl.store(token_and_finite_ptr + row, tl.where(finite, chosen, 0).to(tl.int64))
+    tl.store(token_and_finite_ptr + tl.num_programs(0) + row, finite.to(tl.int64))
 
 
-def greedy(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token with the largest logit of each row (int64), of equal ones the first, and whether the row is finite.
-
-    A row that holds NaN or +inf, or nothing above -inf, is not, and its token is 0: as `on_host.greedy` says of it.
-    Stays on the device.
-    """
-    num_rows = len(logits_RV)
-    token_R = torch.empty(num_rows, dtype=torch.int64, device=logits_RV.device)
-    finite_R = torch.empty(num_rows, dtype=torch.bool, device=logits_RV.device)
-    if num_rows:
-        for launch in greedy_launches(logits_RV, token_R, finite_R):
+def greedy(logits_RV: torch.Tensor) -> torch.Tensor:
+    """See `contract.Kernels`. Stays on the device; the token of a row that is not finite is 0."""
+    token_and_finite_2R = torch.empty(2, len(logits_RV), dtype=torch.int64, device=logits_RV.device)
+    if len(logits_RV):
+        for launch in greedy_launches(logits_RV, token_and_finite_2R):
             launch.run()
-    return token_R, finite_R
+    return token_and_finite_2R
 
 
-def greedy_launches(logits_RV: torch.Tensor, token_R: torch.Tensor, finite_R: torch.Tensor) -> tuple[Launch, Launch]:
+def greedy_launches(logits_RV: torch.Tensor, token_and_finite_2R: torch.Tensor) -> tuple[Launch, Launch]:
     """float32, float16 or bfloat16 logits; rows may lie apart."""
     num_rows, num_tokens = logits_RV.shape
     assert logits_RV.stride(1) == 1
@@ -72,7 +66,7 @@ def greedy_launches(logits_RV: torch.Tensor, token_R: torch.Tensor, finite_R: to
     whole = Launch(
         _best_of_parts,
         (num_rows,),
-        (value_RP, token_RP, token_R, finite_R, num_parts),
+        (value_RP, token_RP, token_and_finite_2R, num_parts),
         {"PARTS": power_of_two(num_parts)},
         num_warps=1,
     )

@@ -143,6 +143,7 @@ def test_launches_do_not_change_from_step_to_step(with_fp8: bool, window: int | 
     taken, served = [], []
     for step in made:
         taken.append(captured.refill(step.where, np.zeros(0, dtype=np.int64)))
+        captured.unpack()
         if work.cascade is not None:
             served.append(int((work.cascade.shared_S[: len(step.where.context_len_S)] > 0).sum()))
         q_TND[: len(step.q_TND)] = step.q_TND

@@ -93,7 +93,9 @@ def test_words_hold_the_nibbles_where_the_head_of_the_file_says(adjacent: int, o
             if of_thread * thread + of_odd_run * (run % 2) + of_second_pair * (run // 2) + half == rest
         ]
         ((thread, run, half),) = places
-        nibble_N = (tiled.word_BNW[block, :, 4 * thread + quarter] >> (4 * run + 16 * (1 - half))) & 15
+        nibble_N = (
+            tiled.word_BNW[block, :, 4 * thread + quarter] >> (4 * run + 16 * (half if adjacent == 2 else 1 - half))
+        ) & 15
         assert nibble_N.tolist() == weight.q_NK[:, k].tolist()
 
 
