@@ -22,10 +22,11 @@ MEASURED = Reached(
     # A layer's linears at 8,192 tokens take 4,777 us, 0.76; with norms, rotations and gating between them 5,135, 0.70.
     # In jobs it is 0.66: 20.3 s of the prompts of `classification`, 10.9 ms of a decoding step of 512 rows.
     gemm=0.66,
-    # The fused product takes 130 us for 64 tokens, which is 0.22; 790 for 512, which is 0.29.
-    int4=0.22,
-    # It takes 70 us to unpack the 113 MB of a layer for 1 to 8 tokens.
-    int4_read=0.34,
+    # The fused product takes 118 us for 64 tokens, which is 0.24; 704 for 512, which is 0.32.
+    int4=0.24,
+    # For 1 to 16 tokens it takes 74 us alone to unpack the 113 MB of a layer, less in a captured step: `single` takes 2.85
+    # ms a token.
+    int4_read=0.50,
     # Prompts of 735 tokens compute 210 TFLOP/s, of 2,048 320, of 8,192 411; rows after a shared prefix 55 to 107.
     attention=0.21,
     # The layer of 8,192 tokens takes 3,860 us with the rounding of activations, 0.47; as much between as with 16 bit.
