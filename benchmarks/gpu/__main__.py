@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --output /tmp/smoke --device cpu --smoke
 
 Sections run one after another, each in a process of its own with a time limit, in the order of what is known least.
-After each, report.txt and figures.json are written anew; traces.tar holds traces of steps, log.txt the output of all
+After each, report.txt and figures.json are rewritten; traces.tar holds traces of steps, log.txt the output of all
 sections. Needs torch, triton, numpy, transformers, pyyaml and safetensors. Whether kernels are right is checked by
 `pytest -m gpu tests/gpu`.
 """

@@ -147,12 +147,12 @@ def times_to_lines(times: Times, setting: Setting) -> list[str]:
     layer = {path: by_linear[LAYER] for path, by_linear in times.items()}
     size, weights = setting.size, setting.weights
     parameters = size.linear_parameters / size.layers
-    fewest_bytes = parameters * min(DENSE_BYTES, weights.packed_bytes if weights.int4 else DENSE_BYTES)
+    min_bytes = parameters * min(DENSE_BYTES, weights.packed_bytes if weights.int4 else DENSE_BYTES)
     same = [path for path in layer if path in (DENSE, FUSED, CACHED, SCRATCH)]
     rows, late = [], list[str]()
     for tokens in sorted(set().union(*layer.values())):
         seconds = [layer[path].get(tokens) for path in layer]
-        floor_s = setting.rates.floor_s(fewest_bytes, 2.0 * parameters * tokens)
+        floor_s = setting.rates.floor_s(min_bytes, 2.0 * parameters * tokens)
         best = min(s for s in seconds if s is not None)
         alike = [layer[path][tokens] for path in same if tokens in layer[path]]
         behind = layer[SERVED][tokens] / min(alike) if tokens in layer.get(SERVED, {}) and alike else None

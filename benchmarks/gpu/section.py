@@ -31,7 +31,7 @@ EXIT_S = 20.0  # of a process that has closed its results: a driver frees a whol
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a section measures. model: a shape of `pipeline.bench.shapes` or a checkpoint. traces: the tar file that
+    """Model and device of a section. model: a shape of `pipeline.bench.shapes` or a checkpoint. traces: the file that
     traces are appended to. rates: what the device reaches alone."""
 
     model: str
@@ -93,7 +93,7 @@ class Outcome:
 
 
 class RunningSection:
-    """A started section. Forked, as importing torch anew takes seconds: the parent must not have touched the card."""
+    """A started section. Forked, as importing torch again takes seconds: the parent must not have touched the card."""
 
     def __init__(self, name: str, section: Section, setting: Setting, log: Path) -> None:
         assert not torch.cuda.is_initialized(), "a forked process could not use the card"

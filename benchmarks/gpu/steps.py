@@ -63,7 +63,7 @@ def step_times(setting: Setting) -> Iterator[Found]:
 
 
 class Phases:
-    """What an engine logs while it loads, and how long each phase took."""
+    """Loading phases that an engine logs, and how long each took."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

@@ -24,8 +24,8 @@ MEASURED = Reached(
     gemm=0.66,
     # The fused product takes 118 us for 64 tokens, which is 0.24; 704 for 512, which is 0.32.
     int4=0.24,
-    # For 1 to 16 tokens it takes 74 us alone to unpack the 113 MB of a layer, less in a captured step: `single` takes 2.85
-    # ms a token.
+    # For 1 to 16 tokens it takes 74 us alone to unpack the 113 MB of a layer, less in a captured step: `single` takes
+    # 2.85 ms a token.
     int4_read=0.50,
     # Prompts of 735 tokens compute 210 TFLOP/s, of 2,048 320, of 8,192 411; rows after a shared prefix 55 to 107.
     attention=0.21,

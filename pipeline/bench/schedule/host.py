@@ -1,7 +1,7 @@
-"""How long the host takes for a step, and the device, where each works beside the other.
+"""Host and device time of a step, where both work at once.
 
 Measured on CPUs: planning, building, sampling and handling (`pipeline bench scheduler`, docs/performance.md). Measured
-beside an H200: launching a layer kernel by kernel. Assumed: replaying a graph.
+next to an H200: launching a layer kernel by kernel. Assumed: replaying a graph.
 """
 
 from dataclasses import dataclass, replace

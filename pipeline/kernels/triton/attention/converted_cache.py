@@ -21,9 +21,10 @@ from pipeline.kernels.triton.attention.fp8_cache import halves
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
 
 MAX_BYTES = 1 << 27
-"""Of the converted keys and values of a layer. `engine/startup/memory.py` reserves four times as much."""
+"""Size of a layer's converted keys and values. `engine/startup/memory.py` reserves four times as much."""
 MIN_READS = 3
-"""Of a block by tiles of queries, on average. Converting reads a byte, writes two and has two read instead of one."""
+"""Average reads of a block by tiles of queries from which converting pays: it reads one byte and writes two, and later
+reads take two bytes instead of one."""
 _ROWS = 32
 
 

@@ -17,8 +17,8 @@ from pipeline.kernels.triton.launch import Target, power_of_two
 
 KEYS = 64  # of a tile
 MIN_TILES = 4
-"""Of a program, but the last one. `_combine` adds one partial sum after the other: on an H200, 43 programs of 3 tiles
-took 5 us longer than 32 of 4."""
+"""Tiles of each program but the last. `_combine` adds one partial sum after the other: on an H200, 43 programs of 3
+tiles took 5 us longer than 32 of 4."""
 MAX_QUERIES = 8  # of a sequence that the decode kernel takes
 _MAX_ROWS = 64
 _FP8_PROGRAM_BYTES = 56 << 10  # of shared memory, with 16 rows and heads of 128
@@ -36,7 +36,7 @@ def most_queries(group: int) -> int:
 def num_programs_of(
     target: Target, num_heads: int, num_kv_heads: int, head_dim: int, num_queries: int, is_fp8: bool
 ) -> int:
-    """Of each KV head: the programs that a GPU has room for at once, divided among the KV heads."""
+    """Return the programs of one KV head: those that fit on the GPU at once, divided among the KV heads."""
     num_rows = power_of_two(num_heads // num_kv_heads * num_queries, 16)
     per_multiprocessor, _ = programs_and_warps(target, num_rows, head_dim, is_fp8)
     return max(1, per_multiprocessor * target.num_multiprocessors // num_kv_heads)

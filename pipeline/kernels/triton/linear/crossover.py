@@ -32,7 +32,7 @@ class Crossover:
 # Assumed ones follow from the H200's times: the fused product by multiprocessors, clock and instructions of the
 # compiled loop (three times as many an output on sm_80 and sm_89 as on sm_90), reading and writing by bandwidth.
 CROSSOVERS = {
-    (8, 0): Crossover(cached=32, small=32, scratch=64),  # A100: 2 TB/s beside few multiprocessors
+    (8, 0): Crossover(cached=32, small=32, scratch=64),  # A100: 2 TB/s, few multiprocessors
     (8, 9): Crossover(cached=64, small=64, scratch=192),  # L40S, L4, RTX 4090: 0.3 to 1 TB/s
     (9, 0): Crossover(cached=64, small=32, scratch=192, source=MEASURED),
     (10, 0): Crossover(cached=16, small=16, scratch=64),  # B200: 8 TB/s, as many multiprocessors as an H200

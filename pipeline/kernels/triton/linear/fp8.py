@@ -236,8 +236,8 @@ def parts_of(num_outputs: int, num_blocks: int, block: int, target: Target) -> i
 def rounding_launch(
     x_MK: torch.Tensor, weight: E4m3Weight, multiple: int = 1
 ) -> tuple[Launch, torch.Tensor, torch.Tensor]:
-    """What rounds the inputs for this weight, the values (M, K) and the scales (B, M), B being 1 where a token has one
-    scale. Rows of x may lie apart.
+    """Return the launch that rounds the inputs for this weight, and what it writes: values (M, K) and scales (B, M), B
+    being 1 where a token has one scale. Rows of x may lie apart.
 
     multiple: M is the next multiple of it; nothing is written for tokens that x has not.
     """

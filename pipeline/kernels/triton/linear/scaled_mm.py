@@ -56,7 +56,7 @@ class ScaledMm:
                 self._leave(value_NK.shape, "wrong or refused when probed")
 
     def serves(self, value_NK: torch.Tensor) -> bool:
-        """Whether a weight of this shape was probed and has not been refused since."""
+        """Return True where a weight of this shape was probed and has not been refused since."""
         return self._serves.get(value_NK.shape, False)
 
     def __call__(
@@ -87,8 +87,8 @@ class ScaledMm:
 
 @torch.inference_mode()
 def agrees(value_NK: torch.Tensor, scale_BN: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether products in `dtype` with this weight are right: of distinct scales in both directions, none of which may
-    be mixed up, at all tokens and at outputs from the first to the last."""
+    """Return True where products in `dtype` with this weight are right: with distinct scales in both directions, at all
+    tokens and at outputs from the first to the last."""
     device, (num_outputs, num_inputs) = value_NK.device, value_NK.shape
     random = torch.Generator(device).manual_seed(0)
     output_n = torch.linspace(0, num_outputs - 1, _PROBED_OUTPUTS, device=device).long()
