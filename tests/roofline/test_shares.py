@@ -23,8 +23,8 @@ STEPS_MS = {  # rows, context -> 0.6B, 8B
     (64, 1168): (3.37,),
     (8, 1244): (1.59,),
 }
-"""H200, 2026-11-26, the second run. 8B: AWQ int4, int4 products up to 64 tokens; its steps of few rows were timed with an
-older product and are left out. 0.6B: a vocabulary of 32,000."""
+"""H200, 2026-11-26, the second run. 8B: AWQ int4, int4 products up to 64 tokens; its steps of few rows are left out,
+which were timed with an older product. 0.6B: a vocabulary of 32,000."""
 
 
 def llama() -> tuple[DecoderSize, Weights]:
