@@ -41,7 +41,7 @@ def test_shares_slow_it_down_and_the_text_says_where_they_come_from():
     assert slow.jobs[0].job.wall_s == pytest.approx(2 * bound.jobs[0].job.wall_s, rel=0.1)
     assert "Kernels at the data sheet." in bound.to_text()
     assert "Kernels as measured on one H200 (2026-11-26)." in measured.to_text()
-    assert "H200: the int4 product up to 64 tokens where 16-bit weights are kept, 128 where they" in measured.to_text()
+    assert "H200: the int4 product up to 64 tokens where 16-bit weights are kept, 192 where they" in measured.to_text()
     assert "(assumed)" in bench_roofline("llama-8b-awq", ["l4"], ["single"]).to_text()
 
 
