@@ -128,9 +128,8 @@ def token_logprobs(
     for begin in range(0, len(row_U), size):
         end = min(begin + size, len(row_U))
         logits_UV = model.logits(hidden_NH[torch.from_numpy(row_U[begin:end]).to(hidden_NH.device)])
-        logprob_UV = logits_UV.float().log_softmax(
-            -1
-        )  # of each row by itself, which torch's logsumexp of one row is not
+        # log_softmax treats each row by itself, which torch's logsumexp of one row does not.
+        logprob_UV = logits_UV.float().log_softmax(-1)
         lo, hi = np.searchsorted(pair_P, (begin, end))
         row_p, token_p = (
             torch.from_numpy(index).to(logits_UV.device) for index in (pair_P[lo:hi] - begin, token_P[lo:hi])
