@@ -5,15 +5,18 @@ other, not by the system's default.
 """
 
 import atexit
+import os
 import signal
 import sys
 
 from pipeline.cli import interrupt
+from pipeline.machine.threads import bounded_spin
 
 
 def main() -> None:
     sys.unraisablehook = interrupt.send_again
     atexit.register(interrupt.ignore_all)  # before anybody else's, so it is called after them
+    os.environ.update(bounded_spin(os.environ))  # before torch is imported
     code: object = 0
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

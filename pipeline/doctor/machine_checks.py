@@ -148,9 +148,9 @@ def _numba_layer() -> Check:
     if (lacks := why_no_numba()) is not None:
         todo = "Kernels on CPU and lookup of drafts are slower: pip install numba, and a numpy that it takes."
         return Check("kernels", "numba threads", "warning", f"numba {lacks}", todo)
-    from numba import config
+    from pipeline.kernels.cpu.compile.threads import threading_layers
 
-    for layer in config.THREADING_LAYER_PRIORITY:  # type: ignore[attr-defined]
+    for layer in threading_layers():
         try:
             importlib.import_module(f"numba.np.ufunc.{_POOLS[layer]}")
         except ImportError:

@@ -9,12 +9,16 @@ import os
 import sys
 from pathlib import Path
 
+from pipeline.machine.threads import bounded_spin
+
 PACKAGE_PARENT = str(Path(__file__).absolute().parents[2])  # the folder that `import pipeline` was found in
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """The environment of a child process, for `subprocess`: this one's, a safe path of modules, and `more`."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(_module_path()), "PYTHONSAFEPATH": "1", **more}
+    """The environment of a child process, for `subprocess`: this one's, a safe path of modules, threads that do not
+    spin for long, and `more`."""
+    path = os.pathsep.join(_module_path())
+    return {**os.environ, **bounded_spin(os.environ), "PYTHONPATH": path, "PYTHONSAFEPATH": "1", **more}
 
 
 def _module_path() -> list[str]:

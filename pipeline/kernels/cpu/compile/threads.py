@@ -30,6 +30,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
 
 from pipeline.kernels.cpu.compile.versions import made_of_imports
+from pipeline.machine.threads import is_spin_bounded, load_tbb
 
 PARALLEL_ELEMENTS = 1 << 15
 """Elementwise work below this stays on one thread: waking another one would take longer than it saves."""
@@ -114,13 +115,20 @@ def share_out(typing_context, num_items):
 
 
 def own_threads() -> None:
-    """Start numba's threads without changing torch's.
+    """Start numba's threads, oneTBB's where torch's do not spin (`machine.threads`), without changing torch's.
 
-    Both use one OpenMP library, and numba's start sets its number of threads to all cores, also for torch.
+    libgomp runs both numba's and torch's threads, and numba's start sets its number of threads to all cores, also for
+    torch.
     """
+    config.THREADING_LAYER_PRIORITY = threading_layers()  # pyright: ignore[reportAttributeAccessIssue]
     threads = torch.get_num_threads()
     get_num_threads()
     torch.set_num_threads(threads)
+
+
+def threading_layers() -> list[str]:
+    """Return numba's three threading layers, the preferred one first. Loads oneTBB if it is the first."""
+    return ["tbb", "omp", "workqueue"] if is_spin_bounded() and load_tbb() else ["omp", "workqueue", "tbb"]
 
 
 def use_threads(parallel: bool) -> int:
