@@ -1,0 +1,265 @@
+"""Compare the speed of two versions of the pipeline.
+
+    python -m benchmarks.compare ../before .
+    python -m benchmarks.compare ../before . --bench job --busy 0,1,3
+    python -m benchmarks.compare /envs/old/bin/python /envs/new/bin/python --rounds 15 --json
+
+OLD and NEW are each a checkout, run by this Python, or the Python of an environment. Every round runs `pipeline bench`
+of OLD, NEW and OLD again, or the same backwards. NEW is compared with the mean of its two neighbours, so that a drift
+of the machine cancels; the second OLD by the first is the control: its interval should hold 1. Intervals hold the
+median ratio with 95% confidence or more (order statistics of the rounds, no assumption on their distribution).
+
+Wall time is what a bench reports of its work, by the token, without loading. Processor time is that of the whole
+command and its children. With --busy, other processes take processor time meanwhile. The exit code is 1 if NEW is
+slower than OLD by more than 2%: an interval of wall time lies beyond 1.02.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from math import comb, sqrt
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from pipeline.bench.measure import facts_to_text, machine_facts, table
+from pipeline.machine.host import wall_time
+
+COMMANDS = {
+    "engine": "--model demo --reports --requests 256 --batch-sizes none --rounds 3",
+    "job": "--rows 512 --rounds 1",
+    "speculation": "--batch-sizes 8 --rows 64 --rounds 2",
+}
+MAX_SLOWER = 1.02
+CONFIDENCE = 0.95
+OLD, NEW, CONTROL = "old", "new", "old again"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One command. seconds: wall time of a token by measure; tokens: generated ones, to compare the work done."""
+
+    seconds: dict[str, float]
+    processor_s: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Interval:
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def from_values(cls, values: Sequence[float]) -> "Interval":
+        """Interval of the median of what the values are a sample of."""
+        ranked, cut = sorted(values), _ranks_cut(len(values))
+        return cls(median(ranked), ranked[cut], ranked[-1 - cut])
+
+    def to_text(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One measure next to `busy` other processes. alone: median time by that without other processes, old and new."""
+
+    bench: str
+    measure: str
+    busy: int
+    old: float
+    new: float
+    ratio: Interval
+    control: Interval
+    alone: tuple[float, float] | None
+
+    @property
+    def is_slower(self) -> bool:
+        return self.ratio.low > MAX_SLOWER
+
+    def cells(self) -> tuple[object, ...]:
+        alone = [None if self.alone is None else f"{each:.2f}" for each in (self.alone or (0, 0))]
+        verdict = "slower" if self.is_slower else "faster" if self.ratio.high < 1 else ""
+        control = self.control.to_text() + ("" if self.control.low <= 1 <= self.control.high else " !")
+        ratios = (self.ratio.to_text(), control)
+        return (self.bench, self.measure, self.busy, self.old, self.new, *alone, *ratios, verdict)
+
+
+def _ranks_cut(count: int) -> int:
+    """Return how many values at each end an interval with CONFIDENCE leaves out: the median is beyond rank k with the
+    probability of k or fewer heads in `count` tosses. 0 for 8 values and fewer; 5 and fewer give less confidence."""
+    cut, beyond = 0, 2 / 2**count
+    while beyond + 2 * comb(count, cut + 1) / 2**count <= 1 - CONFIDENCE:
+        cut += 1
+        beyond += 2 * comb(count, cut) / 2**count
+    return cut
+
+
+def run_bench(side: Path, bench: str, options: Sequence[str]) -> Ran:
+    """Run one `pipeline bench` of a checkout or an environment. Raises ClickException with its last words."""
+    python, path = (sys.executable, {"PYTHONPATH": str(side)}) if side.is_dir() else (str(side), {})
+    command = [python, "-m", "pipeline", "bench", bench, *options, "--json"]
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as words:
+        # In a folder of its own: `-m` would find a package of the working directory first.
+        process = subprocess.Popen(
+            command, cwd=folder, env=os.environ | path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words
+        )
+        assert process.stdout is not None
+        printed = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode != 0:
+            words.seek(0)
+            last = words.read()[-2000:].decode(errors="replace")
+            raise click.ClickException(f"{' '.join(command)} ended with {process.returncode}: {last}")
+    found = json.loads(printed.splitlines()[-1])
+    seconds, tokens = MEASURES[bench](found)
+    return Ran(seconds, usage.ru_utime + usage.ru_stime, tokens)
+
+
+def _engine(found: dict[str, Any]) -> tuple[dict[str, float], int]:
+    (ours,) = (speed for speed in found["speeds"] if speed["name"] == "this engine")
+    rates = {"all requests": ours["tokens_per_s"], "one request": ours["single_tokens_per_s"]}
+    tokens = sum(phase["tokens"] for phase in found["phases"] if not phase["name"].startswith(" "))
+    return {name: 1 / rate["median"] for name, rate in rates.items()}, tokens
+
+
+def _job(found: dict[str, Any]) -> tuple[dict[str, float], int]:
+    runs, tokens = found["job"], found["generated_tokens"]
+    names = {"work_s": "work", "whole_s": "whole process"}
+    return {name: median(run[field] for run in runs) / tokens for field, name in names.items()}, tokens
+
+
+def _speculation(found: dict[str, Any]) -> tuple[dict[str, float], int]:
+    seconds, tokens = {}, 0
+    for batch in found["batches"]:
+        for way in batch["ways"]:
+            if way["name"] in ("plain", "auto"):
+                seconds[f"{batch['batch']} at once, {way['name']}"] = sum(way["seconds"]) / way["tokens"]
+                tokens += way["tokens"]
+    return seconds, tokens
+
+
+MEASURES = {"engine": _engine, "job": _job, "speculation": _speculation}
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Keep `count` processes busy that share the processor fairly with the benchmark."""
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        time.sleep(0.5 if processes else 0)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def compared(bench: str, busy: int, runs: dict[int, dict[str, list[Ran]]]) -> list[Compared]:
+    """Compare one bench next to `busy` processes. runs: by number of busy processes and side, a run for each round."""
+
+    def values(side: str, measure: str | None, count: int) -> list[float]:
+        return [ran.processor_s if measure is None else ran.seconds[measure] for ran in runs[count][side]]
+
+    found = []
+    for measure in [*runs[busy][OLD][0].seconds, None]:
+        old, new, control = (values(side, measure, busy) for side in (OLD, NEW, CONTROL))
+        alone = None
+        if busy and 0 in runs:
+            pairs = ((side, zip(values(side, measure, busy), values(side, measure, 0))) for side in (OLD, NEW))
+            before, after = (median(a / b for a, b in times) for _, times in pairs)
+            alone = before, after
+        scale = 1 if measure is None else 1e6
+        found.append(
+            Compared(
+                bench,
+                "processor s" if measure is None else f"{measure}, us/token",
+                busy,
+                scale * median(old),
+                scale * median(new),
+                Interval.from_values([n / sqrt(o * c) for o, n, c in zip(old, new, control)]),
+                Interval.from_values([c / o for o, c in zip(old, control)]),
+                alone,
+            )
+        )
+    return found
+
+
+def same_work(bench: str, runs: dict[int, dict[str, list[Ran]]]) -> Iterator[str]:
+    """Yield a sentence if the versions generated different numbers of tokens."""
+    counts = {side: {ran.tokens for each in runs.values() for ran in each[side]} for side in (OLD, NEW)}
+    if counts[OLD] != counts[NEW]:
+        old, new = (", ".join(f"{count:,}" for count in sorted(counts[side])) for side in (OLD, NEW))
+        yield f"bench {bench}: old computed {old} tokens, new {new}; times are by the token."
+
+
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("old", type=click.Path(exists=True, resolve_path=False, path_type=Path))
+@click.argument("new", type=click.Path(exists=True, resolve_path=False, path_type=Path))
+@click.option("--bench", "benches", type=click.Choice(list(COMMANDS)), multiple=True, help="Which; default all.")
+@click.option("--rounds", default=9, show_default=True, type=click.IntRange(min=1), help="9 or more for a verdict.")
+@click.option("--busy", default="0", show_default=True, metavar="N,N", help="Numbers of other busy processes.")
+@click.option("--options", help="Options of `pipeline bench`, in place of those of one --bench.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def main(
+    old: Path, new: Path, benches: tuple[str, ...], rounds: int, busy: str, options: str | None, as_json: bool
+) -> None:
+    benches = benches or tuple(COMMANDS)
+    if options is not None and len(benches) != 1:
+        raise click.UsageError("--options goes with one --bench")
+    sides = {OLD: old.absolute(), NEW: new.absolute(), CONTROL: old.absolute()}
+    counts = [int(count) for count in busy.split(",")]
+    machine, date = machine_facts(), f"{wall_time():%Y-%m-%d %H:%M}"
+    found: list[Compared] = []
+    notes: list[str] = []
+    for bench in benches:
+        wanted = (COMMANDS[bench] if options is None else options).split()
+        runs: dict[int, dict[str, list[Ran]]] = {count: {side: [] for side in sides} for count in counts}
+        for number in range(rounds):
+            for count in counts:
+                with busy_processes(count):
+                    for side in list(sides) if number % 2 == 0 else reversed(list(sides)):
+                        click.echo(f"{bench}, round {number + 1} of {rounds}, {count} busy: {side}", err=True)
+                        runs[count][side].append(run_bench(sides[side], bench, wanted))
+        found += [each for count in counts for each in compared(bench, count, runs)]
+        notes += same_work(bench, runs)
+    if as_json:
+        command = " ".join(["python -m benchmarks.compare", *sys.argv[1:]])
+        rows = [asdict(each) for each in found]
+        print(
+            json.dumps(
+                {
+                    "bench": "compare",
+                    "command": command,
+                    "date": date,
+                    "machine": machine,
+                    "rounds": rounds,
+                    "compared": rows,
+                    "notes": notes,
+                }
+            )
+        )
+    else:
+        print(facts_to_text(machine))
+        columns = "bench <11 | time <20 | busy >4 | old >9.2f | new >9.2f | old by alone >12 | new by alone >12"
+        rows = [each.cells() for each in found]
+        print("\n".join(table(f"{columns} | new by old <24 | old again by old <26 |  <7", rows)))
+        if rounds < 9:
+            notes.append(f"{rounds} rounds: intervals need 9 for a verdict.")
+        if any(row[-2].endswith("!") for row in rows if isinstance(row[-2], str)):
+            notes.append("!: the control's interval does not hold 1; the machine changed, or something else ran.")
+        print("\n".join(notes))
+    sys.exit(any(each.is_slower for each in found if each.measure != "processor s"))
+
+
+if __name__ == "__main__":
+    main()
