@@ -19,12 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.section import Found, Setting
 from pipeline.bench.measure import table
+from pipeline.kernels.contract import InputKernels
 from pipeline.kernels.select import select_kernels
-from tests.gpu.inputs import Heads, paged_step
+from tests.gpu.inputs import Heads, paged_step, random_int4
 
 EPS = 1e-5
 NUM_DRAFTS = 4  # of each sequence, where drafts are checked
-SERVED = "served"
+SERVED, ROUNDED_APART = "served", "apart"
+FP8_FORMS = "fp8", "fp8-per-token"
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,10 @@ class Layer:
         for tokens in sizes.tokens:
             writes = partial(self.write, tokens), partial(self.write, tokens, is_fp8=True)
             yield from (partial(self.norm, tokens), partial(self.gate, tokens), *writes)
+            forms = [form for form in FP8_FORMS if self.device.type == "cuda" and form in self.kernels.rounded]
+            yield from (
+                partial(work, tokens, form) for form in forms for work in (self.rounded_norm, self.rounded_gate)
+            )
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device, generator=self.random).to(self.dtype)
@@ -208,6 +214,36 @@ class Layer:
         variants = {SERVED: partial(self.kernels.silu_mul, gate_up)}
         return Work("silu_mul", f"{tokens:,} tokens", 1.5 * gate_up.nbytes, 0.0, variants)
 
+    def rounded_norm(self, tokens: int, form: str) -> Work:
+        """A norm rounded for the linear that reads it: in one launch, and in two. Each variant writes into its own
+        inputs."""
+        linear, width = self._fp8_linear(form, self.size.hidden), self.size.hidden
+        inputs, weight_H = [self.normal(tokens, width), self.normal(tokens, width)], self.normal(width)
+
+        def call(before: InputKernels, x_TH: torch.Tensor, residual_TH: torch.Tensor) -> Any:
+            return _codes_and_scales(before.add_rms_norm(x_TH, residual_TH, weight_H, EPS)[0], linear)
+
+        sets = {SERVED: linear, ROUNDED_APART: self.kernels}
+        variants = {name: partial(call, each, *(x.clone() for x in inputs)) for name, each in sets.items()}
+        return Work(f"add_rms_norm, {form}", f"{tokens:,} tokens", 3.5 * inputs[0].nbytes, 0.0, variants)
+
+    def rounded_gate(self, tokens: int, form: str) -> Work:
+        """The same of silu * up."""
+        linear, gate_up = (
+            self._fp8_linear(form, self.size.intermediate),
+            self.normal(tokens, 2 * self.size.intermediate),
+        )
+
+        def call(before: InputKernels) -> Any:
+            return _codes_and_scales(before.silu_mul(gate_up), linear)
+
+        variants = {SERVED: partial(call, linear), ROUNDED_APART: partial(call, self.kernels)}
+        return Work(f"silu_mul, {form}", f"{tokens:,} tokens", 1.25 * gate_up.nbytes, 0.0, variants)
+
+    def _fp8_linear(self, form: str, inputs: int) -> Any:
+        """A linear of few outputs that reads its inputs in `form`."""
+        return self.kernels.rounded[form].prepare(random_int4(128, inputs, 128, torch.Generator().manual_seed(1)))
+
     def write(self, tokens: int, is_fp8: bool = False) -> Work:
         """norm_rope_write without norms, on prompts of up to 512 tokens."""
         counts = [512] * (tokens // 512) + ([tokens % 512] if tokens % 512 else [])
@@ -234,6 +270,12 @@ class Layer:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
         return call
+
+
+def _codes_and_scales(x: Any, linear: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round what is not rounded yet by the linear's own launch."""
+    rounded = linear.round(x) if isinstance(x, torch.Tensor) else x
+    return rounded.value_MK[: rounded.num_tokens].view(torch.uint8), rounded.scale_BM[:, : rounded.num_tokens]
 
 
 def _bytes(step: Any) -> float:

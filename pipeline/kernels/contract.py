@@ -7,7 +7,7 @@ B block size, C number of blocks, M most blocks of a sequence in a block table.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,8 +16,20 @@ from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.transfer import on_device
 from pipeline.weights.packed import LinearWeight
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""x_TK -> y_TN, in x's type. Owns its packed weight."""
+Linear = Callable[[Any], torch.Tensor]
+"""x_TK -> y_TN, in x's type. Owns its packed weight. One that is `InputKernels` also takes what those return as x."""
+
+
+@runtime_checkable
+class InputKernels(Protocol):
+    """Kernels that compute a linear's inputs: those of the set (`Kernels`), or the linear's own, which return them in
+    a form that it alone reads. Both give the linear's outputs the same bits."""
+
+    def add_rms_norm(
+        self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, /
+    ) -> tuple[Any, torch.Tensor]: ...
+
+    def silu_mul(self, gate_up_T2F: torch.Tensor, /) -> Any: ...
 
 
 @dataclass(frozen=True)

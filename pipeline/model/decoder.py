@@ -6,13 +6,14 @@ projection (N + 2 K), D head size.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.cache import LayerCache
-from pipeline.kernels.contract import AttentionInput, Kernels, Linear
+from pipeline.kernels.contract import AttentionInput, InputKernels, Kernels, Linear
 from pipeline.kernels.huge_pages import ask_for_huge_pages
 from pipeline.kernels.transfer import on_device
 from pipeline.model.config import ModelConfig
@@ -87,11 +88,15 @@ class DecoderLayer:
         self.o: Linear = kernels.prepare_linear(weights.o)
         self.gate_up: Linear = kernels.prepare_linear(weights.gate_up)
         self.down: Linear = kernels.prepare_linear(weights.down)
+        # A linear that rounds its inputs has kernels that write them rounded.
+        self.before_qkv, self.before_gate_up, self.before_down = (
+            linear if isinstance(linear, InputKernels) else kernels for linear in (self.qkv, self.gate_up, self.down)
+        )
 
     def write(
-        self, x_TH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slot_mapping_T: torch.Tensor, kv: KVCache
+        self, x_TH: Any, cos: torch.Tensor, sin: torch.Tensor, slot_mapping_T: torch.Tensor, kv: KVCache
     ) -> torch.Tensor:
-        """Write the tokens' keys and values; return their queries (T, N, D)."""
+        """Write the tokens' keys and values; return their queries (T, N, D). x_TH: as `before_qkv` returns it."""
         c = self.config
         qkv_TMD = self.qkv(x_TH).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         cache = kv.layers[self.index]
@@ -101,8 +106,8 @@ class DecoderLayer:
         scale = self.config.head_dim**-0.5
         return self.o(self.kernels.attention(q_TND, kv.layers[self.index], where, scale, self.window).flatten(1))
 
-    def feed_forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return self.down(self.kernels.silu_mul(self.gate_up(x_TH)))
+    def feed_forward(self, x_TH: Any) -> torch.Tensor:
+        return self.down(self.before_down.silu_mul(self.gate_up(x_TH)))
 
     def forward(
         self,
@@ -116,17 +121,17 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x and residual (T, H) after this layer, of the tokens `row_R` alone where it is given; their keys and values
         are written of all. May write into its inputs."""
-        k, eps = self.kernels, self.config.norm_eps
-        x_TH, residual_TH = k.add_rms_norm(x_TH, residual_TH, self.input_norm_H, eps)
-        q_TND = self.write(x_TH, cos, sin, where.slot_mapping_T, kv)
+        eps = self.config.norm_eps
+        normed_TH, residual_TH = self.before_qkv.add_rms_norm(x_TH, residual_TH, self.input_norm_H, eps)
+        q_TND = self.write(normed_TH, cos, sin, where.slot_mapping_T, kv)
         if row_R is not None and len(row_R) < len(q_TND):
             if len(row_R) == 0:
                 return x_TH[:0], residual_TH[:0]
             rows = on_device(row_R, q_TND.device)
             q_TND, residual_TH, where = q_TND[rows], residual_TH[rows], where.rows(row_R)
         x_TH = self.attend(q_TND, where, kv)
-        x_TH, residual_TH = k.add_rms_norm(x_TH, residual_TH, self.post_norm_H, eps)
-        return self.feed_forward(x_TH), residual_TH
+        normed_TH, residual_TH = self.before_gate_up.add_rms_norm(x_TH, residual_TH, self.post_norm_H, eps)
+        return self.feed_forward(normed_TH), residual_TH
 
 
 class Decoder:

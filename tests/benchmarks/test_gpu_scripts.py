@@ -13,13 +13,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.gpu import kernels
 from benchmarks.gpu.__main__ import Session
+from benchmarks.gpu.kernels import FP8_FORMS
 from benchmarks.gpu.linears import CACHED, FUSED, LAYER, SCRATCH, cheapest_crossover, find_crossovers, with_layer
 from benchmarks.gpu.section import Found, RunningSection, Setting
 from benchmarks.gpu.stopwatch import Stopwatch
 from benchmarks.gpu.trace import NUM_KERNELS, OTHERS, Trace, pauses
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.errors import PipelineError
+from pipeline.kernels.select import select_kernels
+from tests.kernels.triton.problems import recorded_launches
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -199,6 +203,19 @@ def test_crossovers_of_linears_and_of_a_layer() -> None:
     assert (found.form, found.tokens, found.next_tokens) == ("cached", {"qkv": 1, "down": 64, LAYER: 64}, 256)
     assert found.to_text() == "crossover, cached: 64 (next measured: 256); by linear: qkv 1, down 64"
     assert find_crossovers(with_layer({CACHED: dense}, 2)) == []
+
+
+@pytest.mark.parametrize("form", FP8_FORMS)
+def test_rounding_in_one_launch_and_in_two_has_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "select_kernels", lambda *_: select_kernels(CPU, torch.float32, "triton"))
+    layer = kernels.Layer(Setting(model="tiny-awq", device=CPU, is_smoke=True, traces=Path()))
+    for work in (layer.rounded_norm(3, form), layer.rounded_gate(3, form)):
+        with recorded_launches() as launches:
+            for call in work.variants.values():
+                call()
+        assert len(launches) == 1 + 2
+        served, apart = (list(call()) for call in work.variants.values())
+        assert kernels.difference(apart, served) == 0.0
 
 
 def event(cat: str, name: str, ts: float, dur: float, correlation: int = 0) -> dict:

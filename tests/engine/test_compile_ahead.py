@@ -40,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "": {},
     "drafts, fp8 cache": {"speculation": SPECULATION, "kv_cache_dtype": "fp8"},
     "deterministic": {"deterministic": True},
+    "fp8 activations": {"activation_dtype": "fp8"},
 }
 
 

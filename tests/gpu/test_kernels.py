@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pipeline.kernels.contract import InputKernels
 from pipeline.kernels.reference import reference_kernels
 from pipeline.weights.packed import DenseWeight, LinearWeight
 from tests.gpu.checks import FP8_CODE, TOLERANCES, fp8_tolerance, relative_error
@@ -88,6 +89,26 @@ def test_elementwise(place: Place, tokens: int, hidden: int) -> None:
     assert close(place, *zip(kernels.add_rms_norm(*inputs, EPS), expected))
     gate_up = place.normal(tokens, 2 * hidden)
     assert close(place, (kernels.silu_mul(gate_up), exact.silu_mul(gate_up.float())))
+
+
+@PLACES
+@pytest.mark.parametrize("rounded", ["fp8", "fp8-per-token"])
+@pytest.mark.parametrize(("tokens", "inputs"), [(1, 4096), (37, 896), (300, 1408), (64, 14336)])
+@torch.inference_mode()
+def test_norms_and_silu_round_for_fp8_to_the_same_bits(place: Place, rounded: str, tokens: int, inputs: int) -> None:
+    kernels, weight = place.kernels(), random_int4(384, inputs, 128, torch.Generator().manual_seed(0))
+    linear = kernels.rounded[rounded].prepare(weight) if rounded in kernels.rounded else None
+    before = linear
+    if linear is None or not isinstance(before, InputKernels):
+        pytest.skip("no kernel of this set rounds for the next linear")
+    x_TH, weight_H = place.normal(tokens, inputs), place.normal(inputs)
+    ours, apart = (each.add_rms_norm(x_TH.clone(), x_TH.clone(), weight_H, EPS) for each in (before, kernels))
+    assert torch.equal(ours[1], apart[1])
+    assert torch.equal(linear(ours[0]), linear(apart[0]))
+    gate_up_T2F = place.normal(tokens, 2 * inputs)
+    rounded_TF = before.silu_mul(gate_up_T2F)
+    assert not isinstance(rounded_TF, torch.Tensor)
+    assert torch.equal(linear(rounded_TF), linear(kernels.silu_mul(gate_up_T2F)))
 
 
 @PLACES

@@ -1,8 +1,9 @@
 """The elementwise work of a layer on a GPU: three launches. See `contract.Kernels`.
 
 Everything is computed in float32 and rounded once, but for the residual, which is rounded before its norm as it is
-stored. Suffixes are those of `kernels/contract.py`. Inside a kernel a name that ends in `_ptr` is a tensor's address,
-names in capitals are fixed when it is compiled.
+stored. Norms and silu * up are rounded once more, to e4m3, for a linear that reads them so (`Fp8Inputs`). Suffixes are
+those of `kernels/contract.py`. Inside a kernel a name that ends in `_ptr` is a tensor's address, names in capitals are
+fixed when it is compiled.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
@@ -14,14 +15,29 @@ import triton.language as tl
 
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.triton.attention.fp8_cache import codes_of, scales_of
+from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, store_rounded
 from pipeline.kernels.triton.launch import Launch, cache_arguments, power_of_two
 
 _HEADS = 8  # heads that one program of norm_rope_write works on
 _WIDTH = 1024  # outputs that one program of silu_mul works on
 
 
-@triton.jit
-def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, width, eps, WIDTH: tl.constexpr):
+@triton.jit(do_not_specialize=["scale_stride"])
+def _add_rms_norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    value_ptr,
+    scale_ptr,
+    x_stride,
+    residual_stride,
+    scale_stride,
+    width,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK: inputs of a scale, where the norm is written to value_ptr and scale_ptr; 0 where it is written to x."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < width
@@ -34,7 +50,12 @@ def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, wi
     total = total.to(tl.float32)
     factor = tl.rsqrt(tl.sum(total * total, axis=0) / width + eps)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(x_at, (total * factor * weight).to(x_ptr.dtype.element_ty), mask=inside)
+    norm = (total * factor * weight).to(x_ptr.dtype.element_ty)
+    if BLOCK == 0:
+        tl.store(x_at, norm, mask=inside)
+    else:
+        norm_BK = tl.reshape(norm.to(tl.float32), (WIDTH // BLOCK, BLOCK))
+        store_rounded(norm_BK, token, 0, value_ptr, scale_ptr, scale_stride, width, WIDTH // BLOCK, BLOCK)
 
 
 @triton.jit
@@ -125,16 +146,31 @@ def _norm_rope_write(
             tl.store(v_scale_ptr + scale_at - NUM_KV_HEADS * BLOCK, scale, mask=is_value)
 
 
-@triton.jit
-def _silu_mul(gate_up_ptr, out_ptr, gate_up_stride, width, WIDTH: tl.constexpr):
+@triton.jit(do_not_specialize=["scale_stride"])
+def _silu_mul(
+    gate_up_ptr,
+    out_ptr,
+    scale_ptr,
+    gate_up_stride,
+    scale_stride,
+    width,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK: outputs of a scale, where they are rounded to out_ptr and scale_ptr; else 0."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < width
     gate_at = gate_up_ptr + token * gate_up_stride + column
     gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_at + width, mask=inside, other=0.0).to(tl.float32)
-    product = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out_ptr + token * width + column, product.to(out_ptr.dtype.element_ty), mask=inside)
+    product = (gate / (1.0 + tl.exp(-gate)) * up).to(gate_up_ptr.dtype.element_ty)
+    if BLOCK == 0:
+        tl.store(out_ptr + token * width + column, product, mask=inside)
+    else:
+        first_block = tl.program_id(1) * (WIDTH // BLOCK)
+        product_BK = tl.reshape(product.to(tl.float32), (WIDTH // BLOCK, BLOCK))
+        store_rounded(product_BK, token, first_block, out_ptr, scale_ptr, scale_stride, width, WIDTH // BLOCK, BLOCK)
 
 
 def add_rms_norm(
@@ -146,14 +182,23 @@ def add_rms_norm(
     return x_TH, residual_TH
 
 
-def add_rms_norm_launch(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> Launch:
+def add_rms_norm_launch(
+    x_TH: torch.Tensor,
+    residual_TH: torch.Tensor,
+    weight_H: torch.Tensor,
+    eps: float,
+    rounded: Fp8Inputs | None = None,
+) -> Launch:
+    """rounded: where the norm is written instead of x, as whole blocks."""
     num_tokens, width = x_TH.shape
     block = power_of_two(width, 16)
+    out = (None, None) if rounded is None else (rounded.value_MK, rounded.scale_BM)
+    strides = x_TH.stride(0), residual_TH.stride(0), 0 if rounded is None else rounded.scale_BM.stride(0)
     return Launch(
         _add_rms_norm,
         (num_tokens,),
-        (x_TH, residual_TH, weight_H, x_TH.stride(0), residual_TH.stride(0), width, eps),
-        {"WIDTH": block},
+        (x_TH, residual_TH, weight_H, *out, *strides, width, eps),
+        {"WIDTH": block, "BLOCK": 0 if rounded is None else rounded.block},
         num_warps=min(16, max(1, block // 512)),
     )
 
@@ -216,11 +261,18 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     return out_TF
 
 
-def silu_mul_launch(gate_up_T2F: torch.Tensor, out_TF: torch.Tensor) -> Launch:
-    num_tokens, width = out_TF.shape
+def silu_mul_launch(gate_up_T2F: torch.Tensor, out: torch.Tensor | Fp8Inputs) -> Launch:
+    """out: (T, F), or where outputs are rounded to, as whole blocks."""
+    num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+    if isinstance(out, torch.Tensor):
+        out_TF, scale_BM, scale_stride, block = out, None, 0, 0
+    else:
+        out_TF, scale_BM, scale_stride, block = out.value_MK, out.scale_BM, out.scale_BM.stride(0), out.block
+    at_once = max(_WIDTH, block)
     return Launch(
         _silu_mul,
-        (num_tokens, -(-width // _WIDTH)),
-        (gate_up_T2F, out_TF, gate_up_T2F.stride(0), width),
-        {"WIDTH": _WIDTH},
+        (num_tokens, -(-width // at_once)),
+        (gate_up_T2F, out_TF, scale_BM, gate_up_T2F.stride(0), scale_stride, width),
+        {"WIDTH": at_once, "BLOCK": block},
+        num_warps=max(4, at_once // 1024),
     )

@@ -46,6 +46,7 @@ class Compiled:
     shared_bytes: int
     num_warps: int
     drops_counters: bool  # a loop of Triton's own form carried more integers: Triton 3.6 took some for constants
+    sum_layouts: list[str]  # of tensors that are summed to one float32
     ptx: str
     cubin: bytes
 
@@ -62,6 +63,13 @@ class Compiled:
     def products(self) -> list[str]:
         """The instructions that multiply tiles, by their full names, which say their shape."""
         return sorted(set(_PRODUCT.findall(self.ptx)))
+
+    @property
+    def sums(self) -> list[str]:
+        """The order in which values are summed to one float32: which a thread holds, and what it does to them before
+        threads exchange theirs."""
+        operations = re.findall(r"\b(?:fma|mul|add)\.(?:rn\.)?f32", self.ptx.split("shfl.")[0])
+        return [*self.sum_layouts, *sorted(operations)] if self.sum_layouts else []
 
     def loop(self) -> list[str]:
         """The instructions of the largest loop, loops within it once. Empty where there is none."""
@@ -112,13 +120,19 @@ def compile_for(launch: Launch, target: Target) -> Compiled:
     before, after = (_carried_integers(compiled.asm[form]) for form in ("ttir", "ttgir"))
     drops = len(before) == len(after) and any(kept < carried for carried, kept in zip(before, after))
     shared_bytes = compiled.metadata.shared
-    return Compiled(registers, spill_bytes, shared_bytes, launch.num_warps, drops, compiled.asm["ptx"], cubin)
+    layouts = _sum_layouts(compiled.asm["ttgir"])
+    return Compiled(registers, spill_bytes, shared_bytes, launch.num_warps, drops, layouts, compiled.asm["ptx"], cubin)
 
 
 def _carried_integers(form: str) -> list[int]:
     """By loop, how many integers one iteration hands to the next."""
     types = (re.sub(r"<[^<>]*>", "", match[1] or "") for match in _LOOP.finditer(form))
     return [len(re.findall(r"\bi(?:1|32|64)\b", each)) for each in types]
+
+
+def _sum_layouts(form: str) -> list[str]:
+    layouts = dict(re.findall(r"^#(\w+) = (#ttg\.\w+<.*>)$", form, re.MULTILINE))
+    return [layouts[name] for name in re.findall(r"\}\) : \(tensor<\w+xf32, #(\w+)>\) -> f32", form)]
 
 
 def _source(launch: Launch) -> ASTSource:
@@ -222,7 +236,7 @@ def main(name: str) -> None:
     for key, launch in chosen(name).items():
         compiled = compile_for(launch, target)
         told = {"name": key, "problems": compiled.problems(target), "uses_wgmma": compiled.uses_wgmma}
-        told |= {"multiplies_e4m3": compiled.multiplies_e4m3, "products": compiled.products}
+        told |= {"multiplies_e4m3": compiled.multiplies_e4m3, "products": compiled.products, "sums": compiled.sums}
         told |= {"registers": compiled.registers, "spill_bytes": compiled.spill_bytes, "warps": launch.num_warps}
         told |= {"shared_bytes": compiled.shared_bytes, "blocks": compiled.blocks(target)}
         loop = compiled.loop()

@@ -12,7 +12,8 @@ from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, mo
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch
 from pipeline.kernels.triton.attention.scatter import scatter_launch
 from pipeline.kernels.triton.elementwise import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
-from pipeline.kernels.triton.launch import Launch, Target
+from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
+from pipeline.kernels.triton.launch import Launch, Target, power_of_two
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
 from pipeline.kernels.triton.linear.fp8 import LEAST_CAPABILITY, E4m3Weight, fp8_launches
 from pipeline.kernels.triton.linear.int4 import (
@@ -153,8 +154,24 @@ def fp8_launches_of(shape: ModelShape, dtype: torch.dtype, target: Target) -> di
         )
         x_MK = torch.empty(num_tokens, num_inputs, dtype=dtype, device=_META)
         out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)
-        names = "fp8 rounding", f"fp8, {name}", f"fp8, {name}, join"
-        found |= dict(zip(names, fp8_launches(x_MK, weight, None, out_MN, target)))
+        rounded = weight.inputs_for(x_MK)
+        found["fp8 rounding"] = rounding_launch(x_MK, rounded)
+        found |= dict(zip((f"fp8, {name}", f"fp8, {name}, join"), fp8_launches(rounded, weight, None, out_MN, target)))
+    return found | _rounding_ahead(shape, dtype)
+
+
+def _rounding_ahead(shape: ModelShape, dtype: torch.dtype, num_tokens: int = 512) -> dict[str, Launch]:
+    """Norms and silu that round for the next linear: blocks of inputs, or all inputs of a token."""
+    found = {}
+    x_TH = torch.empty(num_tokens, shape.hidden_size, dtype=dtype, device=_META)
+    gate_up_T2F = torch.empty(num_tokens, 2 * shape.intermediate_size, dtype=dtype, device=_META)
+    for name, is_per_token in (("fp8", False), ("fp8 per token", True)):
+        to_H, to_F = (
+            Fp8Inputs.for_tokens(x_TH, width, power_of_two(width) if is_per_token else min(shape.group_size, BLOCK))
+            for width in (shape.hidden_size, shape.intermediate_size)
+        )
+        found[f"add_rms_norm, {name}"] = add_rms_norm_launch(x_TH, x_TH, x_TH[0], 1e-5, to_H)
+        found[f"silu_mul, {name}"] = silu_mul_launch(gate_up_T2F, to_F)
     return found
 
 

@@ -101,6 +101,14 @@ def test_fp8_products_use_the_units_for_them(compiled: dict, target: str) -> Non
     assert all(line["uses_wgmma"] for line in products.values()) == (target == "sm_90")
 
 
+@pytest.mark.parametrize("target", ["sm_89", "sm_90"])
+def test_a_norm_that_rounds_to_fp8_sums_its_squares_in_the_order_of_the_other(compiled: dict, target: str) -> None:
+    """Or tokens would depend on which kernel rounds."""
+    plain, *rounding = (compiled[target][f"add_rms_norm{form}"]["sums"] for form in ("", ", fp8", ", fp8 per token"))
+    assert len(plain) > 1
+    assert rounding == [plain, plain]
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_fixed_products_multiply_by_one_instruction_whatever_the_number_of_tokens(compiled: dict, target: str) -> None:
     """Or an output's sum would not be taken in one order."""

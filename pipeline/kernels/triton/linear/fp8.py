@@ -1,7 +1,8 @@
 """Products of e4m3 weights and e4m3 activations on a GPU; what they compute is defined in `kernels/activations/fp8.py`.
 
-Two launches for any number of tokens: one rounds the tokens' inputs, one multiplies, folding the scales of inputs and
-weights in after the dot product of each block. The units of sm_90 add up within a dot product in fewer bits than
+Two launches for any number of tokens: one rounds the tokens' inputs, unless the kernel that computes them does so (a
+norm or silu: `Fp8Linear`), one multiplies, folding the scales of inputs and weights in after the dot product of each
+block. The units of sm_90 add up within a dot product in fewer bits than
 float32 has (DeepSeek-V3, section 3.3.2); a block has at most 128 products, and all that follows is in float32.
 cuBLAS multiplies instead where it has the product, is faster and no order of sums is asked for: `scaled_mm.py`.
 
@@ -26,69 +27,17 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeline.kernels.activations.fp8 import LARGEST, LEAST_CAPABILITY, SMALLEST_MAGNITUDE, fp8_block
+from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY, fp8_block
 from pipeline.kernels.activations.fp8_per_token import per_output
 from pipeline.kernels.contract import Linear, RoundedLinears
+from pipeline.kernels.triton import elementwise
+from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
-from pipeline.kernels.triton.linear.scaled_mm import BLOCK, TOKENS_MULTIPLE, ScaledMm
+from pipeline.kernels.triton.linear.scaled_mm import BLOCK, ScaledMm
 from pipeline.kernels.triton.linear.split_k import add_parts_launch
 from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
-_LARGEST = tl.constexpr(LARGEST)
-_SMALLEST = tl.constexpr(SMALLEST_MAGNITUDE)
-_ROUNDED_AT_ONCE = 2048  # inputs of a token that one program rounds, in blocks
-
-
-@triton.jit
-def _quotient(x, scale, inverse):
-    """x / scale rounded to the nearest, from inverse = 1 / scale: three instructions instead of some 20.
-
-    One correction is enough for every quotient of a token's 16-bit inputs (all mantissas were tried). The product with
-    the inverse alone decides ties of e4m3 wrongly.
-    """
-    near = x * inverse
-    return tl.fma(tl.fma(-near, scale, x), inverse, near)
-
-
-@triton.jit
-def _nearest_e4m3(value):
-    """float32 of at most 448 -> the nearest value of e4m3, still in float32: ties to even, as the cast of a GPU rounds.
-
-    By arithmetic, because the cast of Triton's interpreter cuts off instead. Sums of about 1.5 * 2^20 times the value's
-    power of two have neighbours an eighth of that power apart, as e4m3 has; near zero, of 2^-6, 2^-9 apart.
-    """
-    power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    large = tl.maximum(power, 0.015625) * 1572864.0
-    return (value + large) - large
-
-
-@triton.jit(do_not_specialize=["scale_stride", "num_blocks"])
-def _round(
-    x_ptr,
-    value_ptr,
-    scale_ptr,
-    scale_stride,
-    num_inputs,
-    num_blocks,
-    x_stride,
-    row_stride,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Some blocks of a token: values to (M, K) and scales to (B, M). After the last input values are 0."""
-    token = tl.program_id(0).to(tl.int64)
-    block_B = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    input_BK = block_B[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x_BK = tl.load(x_ptr + token * x_stride + input_BK, mask=input_BK < num_inputs, other=0.0).to(tl.float32)
-    size_B = tl.max(x_BK.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # infinity and NaN have the largest bits
-    scale_B = tl.div_rn(tl.maximum(tl.cast(size_B, tl.float32, bitcast=True), _SMALLEST), _LARGEST)
-    scale_B = tl.where(size_B < 0x7F800000, scale_B, float("nan"))
-    scale_BK = tl.broadcast_to(scale_B[:, None], (BLOCKS, BLOCK))
-    inverse_BK = tl.broadcast_to(tl.div_rn(1.0, scale_B)[:, None], (BLOCKS, BLOCK))
-    value_BK = _nearest_e4m3(_quotient(x_BK, scale_BK, inverse_BK))
-    value_at = value_ptr + token * row_stride + input_BK
-    tl.store(value_at, value_BK.to(value_ptr.dtype.element_ty), mask=input_BK < row_stride)
-    tl.store(scale_ptr + block_B.to(tl.int64) * scale_stride + token, scale_B, mask=block_B < num_blocks)
+_MAX_FUSED_BLOCK = 32768  # inputs with one scale that a norm or silu rounds: one program holds them in registers
 
 
 @triton.jit
@@ -203,6 +152,15 @@ class E4m3Weight:
         rounded = per_output(weight, device)
         return None if rounded is None else replace(cls.of(rounded, BLOCK, device), per_token=True)
 
+    @property
+    def input_block(self) -> int:
+        """Inputs of a token that share a scale."""
+        return power_of_two(self.value_NK.shape[1]) if self.per_token else self.block
+
+    def inputs_for(self, x_MK: torch.Tensor) -> Fp8Inputs:
+        """Allocate memory for inputs, rounded as the product reads them."""
+        return Fp8Inputs.for_tokens(x_MK, self.value_NK.shape[1], self.input_block)
+
 
 @dataclass(frozen=True)
 class Fp8Tile:
@@ -233,61 +191,35 @@ def parts_of(num_outputs: int, num_blocks: int, block: int, target: Target) -> i
     return -(-num_blocks // per_part)
 
 
-def rounding_launch(
-    x_MK: torch.Tensor, weight: E4m3Weight, multiple: int = 1
-) -> tuple[Launch, torch.Tensor, torch.Tensor]:
-    """Return the launch that rounds the inputs for this weight, and what it writes: values (M, K) and scales (B, M), B
-    being 1 where a token has one scale. Rows of x may lie apart.
-
-    multiple: M is the next multiple of it; nothing is written for tokens that x has not.
-    """
-    num_tokens, row_stride = len(x_MK), weight.value_NK.shape[1]
-    block = power_of_two(row_stride) if weight.per_token else weight.block
-    num_blocks, scale_stride = -(-row_stride // block), -(-num_tokens // multiple) * multiple
-    assert x_MK.stride(1) == 1
-    value_MK = torch.empty(scale_stride, row_stride, dtype=torch.float8_e4m3fn, device=x_MK.device)
-    scale_BM = torch.empty(num_blocks, scale_stride, dtype=torch.float32, device=x_MK.device)
-    blocks = max(1, min(_ROUNDED_AT_ONCE // block, power_of_two(num_blocks)))
-    launch = Launch(
-        _round,
-        (num_tokens, -(-num_blocks // blocks)),
-        (x_MK, value_MK, scale_BM, scale_stride, weight.num_inputs, num_blocks, x_MK.stride(0), row_stride),
-        {"BLOCK": block, "BLOCKS": blocks},
-        num_warps=min(16, max(4, blocks * block // 1024)),
-    )
-    return launch, value_MK, scale_BM
-
-
 def fp8_launches(
-    x_MK: torch.Tensor,
+    x: Fp8Inputs,
     weight: E4m3Weight,
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
     target: Target,
     tile: Fp8Tile | None = None,
 ) -> list[Launch]:
-    """out = rounded x @ weight.T + bias: rounding, the product, and the sum of its parts where these are apart.
+    """out = x @ weight.T + bias: the product, and the sum of its parts where these are apart.
 
-    Rows of x may lie apart. bias_N in float32. tile: else `tile_for` says.
+    bias_N in float32. tile: else `tile_for` says.
     """
-    num_tokens, block = len(x_MK), weight.block
+    num_tokens, block = x.num_tokens, weight.block
     num_outputs, row_stride = weight.value_NK.shape
     num_blocks = row_stride // block
-    rounding, value_MK, scale_BM = rounding_launch(x_MK, weight)
     parts = parts_of(num_outputs, num_blocks, block, target)
     tile = tile or tile_for(num_tokens, parts, block, target)
     # Parts are written and read again, 8 bytes a token and output each: small beside the weight, or not at all.
     are_apart = 1 < parts <= row_stride // (16 * num_tokens)
     into = out_MN
     if are_apart:
-        into = torch.empty(parts, num_tokens, num_outputs, dtype=torch.float32, device=x_MK.device)
+        into = torch.empty(parts, num_tokens, num_outputs, dtype=torch.float32, device=out_MN.device)
     product = Launch(
         _multiply,
         (-(-num_outputs // tile.outputs), parts if are_apart else 1, -(-num_tokens // tile.tokens)),
         (
-            *(weight.value_NK, value_MK, weight.scale_GN, scale_BM, bias_N, into),
+            *(weight.value_NK, x.value_MK, weight.scale_GN, x.scale_BM, bias_N, into),
             *(num_tokens, num_outputs, num_blocks, row_stride, -(-num_blocks // parts)),
-            0 if weight.per_token else scale_BM.stride(0),
+            0 if weight.per_token else x.scale_BM.stride(0),
         ),
         {
             "BLOCK": block,
@@ -300,7 +232,7 @@ def fp8_launches(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return [rounding, product, *([add_parts_launch(into, bias_N, out_MN)] if are_apart else [])]
+    return [product, *([add_parts_launch(into, bias_N, out_MN)] if are_apart else [])]
 
 
 class Fp8Linear:
@@ -308,6 +240,9 @@ class Fp8Linear:
 
     cublas: sums may be taken in another order, by its products with the weights that it serves; a bias is then added to
     outputs that were rounded before.
+
+    `add_rms_norm` and `silu_mul` are `Kernels.add_rms_norm` and `silu_mul` for outputs that this linear alone reads:
+    they round them for it in the same launch, to the same bits, where its inputs are whole blocks in their own order.
     """
 
     def __init__(
@@ -323,36 +258,63 @@ class Fp8Linear:
         self.bias_N = None if bias_N is None else bias_N.to(device, torch.float32)
         self.input_order_K = None if input_order_K is None else input_order_K.to(device)
         num_outputs, num_inputs = weight.value_NK.shape
+        is_whole = num_inputs == weight.num_inputs and weight.input_block <= _MAX_FUSED_BLOCK
+        self._is_fused = is_whole and input_order_K is None
         fits = weight.per_token or weight.block == weight.group_size == BLOCK < num_inputs
         self.cublas = cublas if fits and num_outputs % 16 == 0 else None
         if self.cublas is not None:
             self.cublas.probe(weight.value_NK, weight.scale_GN)
 
-    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        if self.input_order_K is not None:
-            x_MK = x_MK[:, self.input_order_K]
-        y_MN = self._by_cublas(x_MK)
+    def __call__(self, x: torch.Tensor | Fp8Inputs) -> torch.Tensor:
+        rounded = self.round(x) if isinstance(x, torch.Tensor) else x
+        y_MN = self._by_cublas(rounded)
         if y_MN is not None:
             return y_MN
-        out_MN = x_MK.new_empty(len(x_MK), len(self.weight.value_NK))
-        if len(x_MK) > 0:
-            for launch in fp8_launches(x_MK, self.weight, self.bias_N, out_MN, self.target):
+        weight = self.weight
+        out_MN = weight.value_NK.new_empty((rounded.num_tokens, len(weight.value_NK)), dtype=rounded.dtype)
+        if rounded.num_tokens:
+            for launch in fp8_launches(rounded, weight, self.bias_N, out_MN, self.target):
                 launch.run()
         return out_MN
 
-    def _by_cublas(self, x_MK: torch.Tensor) -> torch.Tensor | None:
+    def round(self, x_MK: torch.Tensor) -> Fp8Inputs:
+        """Round inputs by a launch of its own."""
+        if self.input_order_K is not None:
+            x_MK = x_MK[:, self.input_order_K]
+        rounded = self.weight.inputs_for(x_MK)
+        if len(x_MK):
+            rounding_launch(x_MK, rounded).run()
+        return rounded
+
+    def add_rms_norm(
+        self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor | Fp8Inputs, torch.Tensor]:
+        if not self._is_fused:
+            return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps)
+        rounded = self.weight.inputs_for(x_TH)
+        if len(x_TH):
+            elementwise.add_rms_norm_launch(x_TH, residual_TH, weight_H, eps, rounded).run()
+        return rounded, residual_TH
+
+    def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor | Fp8Inputs:
+        if not self._is_fused:
+            return elementwise.silu_mul(gate_up_T2F)
+        rounded = self.weight.inputs_for(gate_up_T2F)
+        if len(gate_up_T2F):
+            elementwise.silu_mul_launch(gate_up_T2F, rounded).run()
+        return rounded
+
+    def _by_cublas(self, x: Fp8Inputs) -> torch.Tensor | None:
         """None where Triton computes this product."""
         cublas, weight = self.cublas, self.weight
-        if cublas is None or len(x_MK) < cublas.min_tokens or not cublas.serves(weight.value_NK):
+        if cublas is None or x.num_tokens < cublas.min_tokens or not cublas.serves(weight.value_NK):
             return None
-        assert x_MK.dtype == cublas.dtype
-        rounding, value_MK, scale_BM = rounding_launch(x_MK, weight, TOKENS_MULTIPLE)
-        rounding.run()
-        y_MN = cublas(value_MK, scale_BM, weight.value_NK, weight.scale_GN)
+        assert x.dtype == cublas.dtype
+        y_MN = cublas(x.value_MK, x.scale_BM, weight.value_NK, weight.scale_GN)
         if y_MN is None:
             return None
-        y_MN = y_MN[: len(x_MK)]
-        return y_MN if self.bias_N is None else (y_MN + self.bias_N).to(x_MK.dtype)
+        y_MN = y_MN[: x.num_tokens]
+        return y_MN if self.bias_N is None else (y_MN + self.bias_N).to(x.dtype)
 
 
 def fp8_linears(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> dict[str, RoundedLinears]:

@@ -12,7 +12,6 @@ import torch
 
 BLOCK = 128
 MIN_TOKENS_PER_TOKEN = 65  # of products with a scale for each token; Triton's take less time for fewer tokens
-TOKENS_MULTIPLE = 16  # cuBLASLt reads the scales of a block 16 bytes at a time, and refuses odd numbers of tokens
 _PROBED_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 208, 256, 400, 512, 1040)
 _PROBED_OUTPUTS = 64
 _SUMS = 2**-11  # of the largest output: four times what the units of an H200 lost in sums
@@ -26,7 +25,7 @@ def scaled_mm(
     """(M, N) in `dtype`: values in float8_e4m3fn, scales in float32 for blocks B of 128 inputs or, where B is 1, for
     all of them; all contiguous.
 
-    M divides by TOKENS_MULTIPLE.
+    M divides by `fp8_rounding.TOKENS_MULTIPLE`.
     """
     product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  # no public name before torch 2.13
     return product(value_MK, value_NK.t(), scale_a=scale_BM.t(), scale_b=scale_BN, out_dtype=dtype)

@@ -10,9 +10,11 @@ import torch
 
 from pipeline.kernels.activations.fp8 import rounded
 from pipeline.kernels.reference import reference_kernels
+from pipeline.kernels.triton import elementwise
+from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
 from pipeline.kernels.triton.launch import A100, H100, Target
 from pipeline.kernels.triton.linear import fp8
-from pipeline.kernels.triton.linear.fp8 import E4m3Weight, Fp8Linear, fp8_launches, fp8_linears, parts_of, tile_for
+from pipeline.kernels.triton.linear.fp8 import Fp8Linear, fp8_launches, fp8_linears, parts_of, tile_for
 from pipeline.kernels.triton.linear.scaled_mm import ScaledMm
 from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight
 from tests.gpu.checks import FP8_SUMS, fp8_tolerance
@@ -42,16 +44,19 @@ def linear_of(
     return linear
 
 
-def rounded_by_kernel(x_MK: torch.Tensor, block: int) -> torch.Tensor:
-    weight = random_weight(8, x_MK.shape[1], x_MK.shape[1])
-    packed = E4m3Weight.of(weight, block, DEVICE)
-    launch = fp8_launches(x_MK, packed, None, x_MK.new_empty(len(x_MK), 8), Target.of(DEVICE))[0]
-    launch.run()
-    value_MK, scale_BM = launch.arguments[1:3]
-    spread_MK = value_MK.float() * scale_BM.t().repeat_interleave(block, 1)
-    behind = spread_MK[:, x_MK.shape[1] :]
+def spread(rounded: Fp8Inputs, num_inputs: int) -> torch.Tensor:
+    """Values times their scales, of tokens and inputs that exist; zeros fill the last block."""
+    value_MK, scale_BM = rounded.value_MK[: rounded.num_tokens], rounded.scale_BM[:, : rounded.num_tokens]
+    spread_MK = value_MK.float() * scale_BM.t().repeat_interleave(rounded.block, 1)[:, : value_MK.shape[1]]
+    behind = spread_MK[:, num_inputs:]
     assert bool((behind == 0).all() or behind.isnan().any())
-    return spread_MK[:, : x_MK.shape[1]].cpu()
+    return spread_MK[:, :num_inputs].cpu()
+
+
+def rounded_by_kernel(x_MK: torch.Tensor, block: int) -> torch.Tensor:
+    into = Fp8Inputs.for_tokens(x_MK, -(-x_MK.shape[1] // block) * block, block)
+    rounding_launch(x_MK, into).run()
+    return spread(into, x_MK.shape[1])
 
 
 @DTYPES
@@ -89,6 +94,68 @@ def test_all_quotients_of_16_bit(dtype: torch.dtype) -> None:
     first = largest.view(-1, 1, 1).expand(-1, values.shape[1], -1)
     x_MK = torch.cat([first, values], 2).flatten(1).to(DEVICE, dtype)
     assert torch.equal(rounded_by_kernel(x_MK, 128), rounded(x_MK.cpu(), 128))
+
+
+def unusual_tokens(num_inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """Normal, tiny, large and zero values, and what is no number: a token each."""
+    x_MK = torch.randn(6, num_inputs) * torch.tensor([[1.0], [1e-6], [200.0], [0.0], [1.0], [1.0]])
+    x_MK[4, -1], x_MK[5, 3] = float("nan"), float("inf")
+    return x_MK.to(DEVICE, dtype)
+
+
+def bits(rounded: Fp8Inputs) -> list[torch.Tensor]:
+    value_MK, scale_BM = rounded.value_MK[: rounded.num_tokens], rounded.scale_BM[:, : rounded.num_tokens]
+    return [value_MK.view(torch.uint8), scale_BM.view(torch.int32)]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities in the interpreter
+@DTYPES
+@pytest.mark.parametrize("activation_dtype", ["fp8", "fp8-per-token"])
+@pytest.mark.parametrize(("num_inputs", "group_size"), [(128, 128), (1408, 64), (640, 32)])
+def test_norms_and_silu_round_to_the_bits_of_a_launch_of_its_own(
+    num_inputs: int, group_size: int, activation_dtype: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(num_inputs)
+    linear = linear_of(random_weight(8, num_inputs, group_size), activation_dtype)
+    x_TH, residual_TH = unusual_tokens(num_inputs, dtype), unusual_tokens(num_inputs, dtype)
+    gate_up_T2F = torch.cat([x_TH, residual_TH], 1)
+    weight_H = (torch.rand(num_inputs) + 0.5).to(DEVICE, dtype)
+    norm_TH, total_TH = elementwise.add_rms_norm(x_TH.clone(), residual_TH.clone(), weight_H, 1e-5)
+    rounded_norm, total = linear.add_rms_norm(x_TH.clone(), residual_TH.clone(), weight_H, 1e-5)
+    assert torch.equal(total.nan_to_num(7.0), total_TH.nan_to_num(7.0))
+    silu = elementwise.silu_mul(gate_up_T2F)
+    for apart, fused in ((norm_TH, rounded_norm), (silu, linear.silu_mul(gate_up_T2F))):
+        assert isinstance(fused, Fp8Inputs)
+        assert all(map(torch.equal, bits(fused), bits(linear.round(apart))))
+        oracle_MK = rounded(apart.cpu(), fused.block)
+        assert torch.equal(spread(fused, num_inputs).nan_to_num(7.0), oracle_MK.nan_to_num(7.0))
+        outputs = linear(fused), linear(apart)
+        assert outputs[0].dtype == dtype
+        assert torch.equal(*(each.nan_to_num(7.0) for each in outputs))
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation_dtype"),
+    [
+        (replace(random_weight(9, 128, 64), input_order_K=torch.randperm(128)), "fp8"),
+        (fp8_weight(7, 200, (128, 128)), "fp8"),
+        (random_weight(2, 32_896, 128), "fp8-per-token"),
+    ],
+    ids=["reordered", "no whole blocks", "too wide for one program"],
+)
+def test_norms_and_silu_stay_in_16_bit_for_linears_that_round_for_themselves(
+    weight: GroupIntWeight | Fp8Weight, activation_dtype: str
+) -> None:
+    linear, num_inputs = linear_of(weight, activation_dtype), weight.in_features
+    x_TH = torch.randn(2, num_inputs, device=DEVICE)
+    gate_up_T2F, weight_H = torch.cat([x_TH, x_TH], 1), torch.ones_like(x_TH[0])
+    ours, expected = (
+        (*each.add_rms_norm(x_TH.clone(), x_TH.clone(), weight_H, 1e-5), each.silu_mul(gate_up_T2F))
+        for each in (linear, elementwise)
+    )
+    for tensor, its in zip(ours, expected, strict=True):
+        assert isinstance(tensor, torch.Tensor)
+        assert tensor.equal(its)  # type: ignore[arg-type]
 
 
 def test_what_is_no_number_makes_all_outputs_none() -> None:
@@ -158,8 +225,10 @@ def test_a_tokens_bits_are_the_same_beside_others(bias: bool) -> None:
     linear, x_MK = linear_of(weight), torch.randn(80, 2048, device=DEVICE)
     packed, target = linear.weight, Target.of(DEVICE)
     assert parts_of(20, 16, 128, target) == 4
-    few, many = (fp8_launches(x_MK[:m], packed, linear.bias_N, x_MK.new_empty(m, 20), target) for m in (2, 80))
-    assert (len(few), few[1].constants["PARTS"], len(many), many[1].constants["PARTS"]) == (3, 1, 2, 4)
+    few, many = (
+        fp8_launches(linear.round(x_MK[:m]), packed, linear.bias_N, x_MK.new_empty(m, 20), target) for m in (2, 80)
+    )
+    assert (len(few), few[0].constants["PARTS"], len(many), many[0].constants["PARTS"]) == (2, 1, 1, 4)
     whole = linear(x_MK)
     for rows in (slice(0, 1), slice(3, 5), slice(0, 80)):
         assert torch.equal(linear(x_MK[rows]), whole[rows])
@@ -169,6 +238,8 @@ def test_a_tokens_bits_are_the_same_beside_others(bias: bool) -> None:
 def test_no_tokens_and_rows_that_lie_apart() -> None:
     linear, x_MK = linear_of(random_weight(8, 64, 64)), torch.randn(6, 64, device=DEVICE)
     assert linear(x_MK[:0]).shape == (0, 8)
+    assert linear(linear.add_rms_norm(x_MK[:0], x_MK[:0], x_MK[0], 1e-5)[0]).shape == (0, 8)
+    assert linear(linear.silu_mul(x_MK[:0].repeat(1, 2))).shape == (0, 8)
     assert torch.equal(linear(x_MK[::2]), linear(x_MK[::2].contiguous()))
 
 
