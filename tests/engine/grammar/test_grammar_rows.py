@@ -254,6 +254,39 @@ def test_a_dead_end_and_a_wrong_grammar_are_errors_of_their_rows_alone(drafting:
     assert (engine.num_unfinished, engine.pool.num_held) == (0, 0)
 
 
+TWICE = {"type": "object", "patternProperties": {"^[ab]$": {"const": 1}}, "additionalProperties": False,
+         "minProperties": 2, "maxProperties": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_a_finished_row_that_is_not_valid_is_an_error(is_asynchronous: bool) -> None:
+    """Each sample is checked, and of a row that reasons the answer alone; a row that is cut is not."""
+    engine = text_engine(is_asynchronous=is_asynchronous)
+    params = SamplingParams(max_tokens=30, temperature=1.0, structured_outputs={"json": TWICE})  # type: ignore[arg-type]
+    done = engine.generate([[row] for row in range(12)], params)
+    errors = [c for c in done if c.error]
+    assert 2 < len(errors) < 12
+    for c in errors:
+        assert (c.error, c.finish_reason, c.text, c.token_ids) == ("grammar_error", "error", "", [])
+        assert c.error_message.startswith("sampling.structured_outputs.json: the finished text cannot be read as JSON: ")
+        assert c.error_message.endswith("' twice")
+        assert (c.num_lost_prompt_tokens, c.num_lost_generated_tokens > 3) == (1 - c.num_cached_tokens, True)
+    assert all(len(json.loads(c.text)) == 2 for c in done if not c.error)
+    (four,) = engine.generate([[1]], replace(params, n=4, seed=7))
+    assert four.error == "grammar_error"
+    assert re.match("sample [0-3] of 4: sampling", four.error_message)
+    assert four.num_lost_generated_tokens > 4 * 6
+    assert {c.finish_reason for c in engine.generate([[row] for row in range(12)], replace(params, max_tokens=5))} == {
+        "length"
+    }
+    stopped = replace(params, temperature=0.0, stop=(":1",), structured_outputs={"json_object": True})  # type: ignore[arg-type]
+    held = replace(stopped, structured_outputs={"json": {"enum": [{"a": 1}]}})  # type: ignore[arg-type]
+    assert "cannot be read as JSON" in engine.generate([[1]], held)[0].error_message
+    thoughts = replace(held, stop=(), reasoning={"start": "<", "end": ">"}, thinking_token_budget=2)  # type: ignore[arg-type]
+    (reasoned,) = engine.generate([engine.tokenizer.encode("<")], thoughts)
+    assert (reasoned.text, reasoned.error, reasoned.num_reasoning_tokens > 0) == ('{"a":1}', None, True)
+
+
 def test_logits_that_are_no_numbers_are_no_matter_of_the_grammar() -> None:
     engine = text_engine()
     execute = engine.runner.execute
