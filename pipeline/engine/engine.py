@@ -132,8 +132,8 @@ class Engine(ReadingCalls):
     # -- one request at a time
 
     def add(self, request: Request) -> None:
-        """Queue a request. Its completion comes from a later `step`, as an error when it cannot be served; its final
-        check (`pipeline.engine.final_check.checked`) is left to the caller. Without a seed it takes the engine's and the
+        """Queue a request. Its completion comes from a later `step`, as an error when it cannot be served. The caller
+        makes its final check (`pipeline.engine.final_check.checked`). Without a seed it takes the engine's and the
         number of requests that were added before. Raises ConfigError where the tokenizer lacks the markers of
         `reasoning`."""
         with self._turn:

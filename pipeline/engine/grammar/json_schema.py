@@ -6,7 +6,7 @@ require themselves without end. Subschemas are named by the path of keys to them
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 from urllib.parse import unquote
@@ -73,12 +73,14 @@ def _children(node: Any, definitions: tuple[str, ...] = ()) -> Iterator[tuple[Pa
     if not isinstance(node, dict):
         return
     for keyword, value in node.items():
+        inner: Iterable[tuple[Any, Any]] = ()
         if keyword in _MANY and isinstance(value, list):
-            yield from (((keyword, index), child) for index, child in enumerate(value) if isinstance(child, dict | bool))
+            inner = enumerate(value)
         elif keyword in _ONE and isinstance(value, dict | bool):
             yield (keyword,), value
         elif (keyword in _NAMED or keyword in definitions) and isinstance(value, dict):
-            yield from (((keyword, name), child) for name, child in value.items() if isinstance(child, dict | bool))
+            inner = value.items()
+        yield from (((keyword, place), child) for place, child in inner if isinstance(child, dict | bool))
 
 
 # -- what no row could satisfy
@@ -98,7 +100,8 @@ def _check_numbers(path: Path, node: dict[str, Any]) -> None:
 def _check_draft(path: Path, node: dict[str, Any], draft: str) -> None:
     """Refuse what means something in older drafts alone, as a finished row would be checked by another meaning."""
     if isinstance(node.get("items"), list) and not any(year in draft for year in ("draft-0", "2019-09")):
-        raise _refused((*path, "items"), "is a list, as in older drafts; expected prefixItems, or a `$schema` that has it")
+        problem = "is a list, as in older drafts; expected prefixItems, or a `$schema` that has it"
+        raise _refused((*path, "items"), problem)
     for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
         if isinstance(node.get(keyword), bool) and "draft-03" not in draft and "draft-04" not in draft:
             problem = "is true or false, as in older drafts; expected a number, or a `$schema` that has them"
@@ -245,14 +248,14 @@ class _Recursion:
         names = dict.fromkeys(
             name for node in nodes.values() for name in _list(node, "required") if isinstance(name, str)
         )
-        if not all([known(of_name(name)) for name in names]):
+        if not all(known(of_name(name)) for name in names):
             return False
         for path, node in nodes.items():
             needs_others = bool(names.keys() - _mapping(node, "properties")) if names else _count(node, "minProperties")
             if needs_others and "additionalProperties" in node:
                 of_others = ("patternProperties", "additionalProperties", "" if names else "properties")
                 ways = [(*path, *place) for place, _ in _children(node) if place[0] in of_others]
-                if not any([known(frozenset({way})) for way in ways]):
+                if not any(known(frozenset({way})) for way in ways):
                     return False
         return True
 
@@ -268,7 +271,7 @@ class _Recursion:
 
         num_listed = max(len(_list(node, name)) for node in nodes.values() for name in ("items", "prefixItems"))
         num_items = max(_count(node, "minItems") for node in nodes.values())
-        return all([known(of_index(index)) for index in range(min(num_items, num_listed + 1))])
+        return all(known(of_index(index)) for index in range(min(num_items, num_listed + 1)))
 
 
 def _has(node: Any, keyword: str, kind: type) -> bool:
@@ -292,10 +295,8 @@ def _count(node: dict[str, Any], keyword: str) -> int:
 
 def _types(node: dict[str, Any]) -> frozenset[str]:
     given = node.get("type")
-    names = given if isinstance(given, list) else [given]
-    if given is None or not all(isinstance(name, str) for name in names):
-        return _TYPES
-    return frozenset(names) | ({"integer"} if "number" in names else frozenset())
+    names = frozenset(name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str))
+    return names | ({"integer"} if "number" in names else set()) if names else _TYPES
 
 
 # -- keywords without an effect

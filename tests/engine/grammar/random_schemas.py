@@ -8,12 +8,13 @@ import jsonschema
 
 from pipeline.engine.grammar.compiler import GrammarCompiler
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
+from pipeline.tokenization.tokenizer import Tokenizer
 
 NAMES = ("a", "b", "ab", "x1", "y")
 # Where Python's classes, by which jsonschema searches, are those of the masks for texts of printable ASCII.
 PATTERNS = ("^[ab]+$", "^[A-C]{2}-\\d{1,3}$", "z", "^(yes|no)$", "^\\w{1,4}$", "[0-9]$", "^a.b")
 BOUNDS = (-7, 0, 1, 3.5, 100, 2**53, 2**53 + 1, -(2**53) - 3, 0.125)
-CONSTANTS: tuple[Any, ...] = ("a\"b", 7, -0.5, None, True, [], {"x": [1, None]}, "", 2**53, 1.0)
+CONSTANTS: tuple[Any, ...] = ('a"b', 7, -0.5, None, True, [], {"x": [1, None]}, "", 2**53, 1.0)
 
 
 class RandomSchemas:
@@ -61,7 +62,8 @@ class RandomSchemas:
         if self._chance(0.5):
             return {"type": "string"} | self._bounds("minLength", "maxLength", (0, 1, 2, 5))
         if self._chance(0.5):
-            return {"type": "string", "pattern": self._rng.choice(PATTERNS)} | self._bounds("", "maxLength", (3, 9), 0.2)
+            made = {"type": "string", "pattern": self._rng.choice(PATTERNS)}
+            return made | ({"maxLength": 9} if self._chance(0.2) else {})
         return {"type": "string", "format": self._rng.choice(("date", "uuid", "ipv4", "time"))}
 
     def _constants(self) -> dict[str, Any]:
@@ -98,21 +100,23 @@ class RandomSchemas:
         return {keyword: [self._any(depth) for _ in range(self._rng.randint(1, 3))]}
 
 
-def random_text(compiler: GrammarCompiler, wanted: StructuredOutputs, ends: list[int], rng: random.Random) -> str | None:
+def random_text(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, wanted: StructuredOutputs, rng: random.Random
+) -> str | None:
     """Return a text that the masks of `wanted` allow, token by token, whole by them; None if it becomes too long."""
     matcher, tokens = compiler.matcher(wanted), []
-    closing = compiler._tokenizer.encode('"}],')
+    closing, ends = tokenizer.encode('"}],'), tokenizer.eos_token_ids
     for number in range(250):
         allowed = [token for token, bias in enumerate(matcher.parser.compute_logit_bias()) if bias]
         if matcher.error or not allowed:
             return None
-        if set(allowed) & set(ends) and (rng.random() < 0.5 or set(allowed) <= set(ends)):
-            return compiler._tokenizer.decode(tokens)
+        if ends.intersection(allowed) and (rng.random() < 0.5 or ends.issuperset(allowed)):
+            return tokenizer.decode(tokens)
         allowed = [token for token in allowed if token not in ends]
         near = [token for token in allowed if token in closing] if rng.random() < 0.3 + number / 200 else []
         tokens.append(rng.choice(near or allowed))
         if matcher.take(tokens[-1]):
-            return compiler._tokenizer.decode(tokens)
+            return tokenizer.decode(tokens)
     return None
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.errors import EnvironmentFailed
 from tests.engine.drafts.random_rows import same
 from tests.engine.drafts.test_draft_model import draft_with_itself
 from tests.engine.grammar.small_vocabulary import add_noise, text_engine
@@ -268,8 +270,7 @@ def test_a_finished_row_that_is_not_valid_is_an_error(is_asynchronous: bool) -> 
     assert 2 < len(errors) < 12
     for c in errors:
         assert (c.error, c.finish_reason, c.text, c.token_ids) == ("grammar_error", "error", "", [])
-        assert c.error_message.startswith("sampling.structured_outputs.json: the finished text cannot be read as JSON: ")
-        assert c.error_message.endswith("' twice")
+        assert re.fullmatch(r"sampling.structured_outputs.json: the finished .* '[ab]' twice", c.error_message)
         assert (c.num_lost_prompt_tokens, c.num_lost_generated_tokens > 3) == (1 - c.num_cached_tokens, True)
     assert all(len(json.loads(c.text)) == 2 for c in done if not c.error)
     (four,) = engine.generate([[1]], replace(params, n=4, seed=7))
@@ -285,6 +286,16 @@ def test_a_finished_row_that_is_not_valid_is_an_error(is_asynchronous: bool) -> 
     thoughts = replace(held, stop=(), reasoning={"start": "<", "end": ">"}, thinking_token_budget=2)  # type: ignore[arg-type]
     (reasoned,) = engine.generate([engine.tokenizer.encode("<")], thoughts)
     assert (reasoned.text, reasoned.error, reasoned.num_reasoning_tokens > 0) == ('{"a":1}', None, True)
+
+
+def test_json_is_refused_by_name_before_it_runs_without_jsonschema(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = text_engine()
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(EnvironmentFailed, match="needs the package jsonschema.*pip install jsonschema"):
+        engine.generate([[1]], SamplingParams(structured_outputs={"json": {"type": "null"}}))  # type: ignore[arg-type]
+    assert engine.stats.generated_tokens == 0
+    (done,) = engine.generate([[1]], SamplingParams(structured_outputs={"choice": ["aa"]}))  # type: ignore[arg-type]
+    assert done.text == "aa"
 
 
 def test_logits_that_are_no_numbers_are_no_matter_of_the_grammar() -> None:

@@ -60,7 +60,8 @@ IN_PART: dict[str, tuple[dict[str, Any], Any, Any, dict[str, Any], str]] = {
 CHECKED: dict[str, tuple[dict[str, Any], str, str]] = {
     "exclusiveMaximum": ({"type": "number", "exclusiveMaximum": 0.3}, "0.2", "0.29999999999999999999"),
     "exclusiveMinimum": ({"type": "integer", "exclusiveMinimum": 2**53 + 1}, "9007199254740994", "9007199254740993"),
-    "maxProperties": ({"type": "object", "additionalProperties": I, "maxProperties": 2}, '{"a":1,"b":1}', '{"a":1,"a":1}'),
+    "maxProperties": ({"type": "object", "additionalProperties": I, "maxProperties": 2},
+                      '{"a":1,"b":1}', '{"a":1,"a":1}'),
     "maximum": ({"type": "integer", "maximum": 2**53 + 3}, "9007199254740995", "9007199254740996"),
     "minProperties": ({"type": "object", "patternProperties": {"^[ab]$": I}, "additionalProperties": False,
                        "minProperties": 2}, '{"a":1,"b":1}', '{"b":1,"b":1}'),

@@ -80,7 +80,8 @@ LIST = {"type": "array", "items": {"$ref": "#/$defs/node"}}
         (NODE, NODE, "the schema requires itself without end"),
         ({"properties": {"a": {"$ref": "#/$defs/node"}}}, NODE, r"properties\.a requires itself without end"),
         (OPTIONAL, OPTIONAL, None), (LIST, LIST, None), (OPTIONAL, {"anyOf": [NODE, {"type": "null"}]}, None),
-        (NODE, {**LIST, "minItems": 1}, "without end"), (NODE, {"anyOf": [NODE, {**LIST, "minItems": 1}]}, "without end"),
+        (NODE, {**LIST, "minItems": 1}, "without end"),
+        (NODE, {"anyOf": [NODE, {**LIST, "minItems": 1}]}, "without end"),
         (NODE, {"oneOf": [NODE, {"type": "null"}]}, None),
         (NODE, {"type": "object", "allOf": [{"required": ["next"]}, OPTIONAL]}, "without end"),
         (NODE, {"allOf": [{"required": ["next"]}, OPTIONAL]}, "without end"), (NODE, {"allOf": [NODE]}, "without end"),
@@ -94,7 +95,9 @@ LIST = {"type": "array", "items": {"$ref": "#/$defs/node"}}
         (NODE, {"enum": [{"next": 1}]}, None), ({"type": "null"}, NODE, None), (NODE, False, "."),
     ],
 )  # fmt: skip
-def test_a_schema_whose_values_never_end_is_refused_where_it_begins(root: dict, node: Any, expected: str | None) -> None:
+def test_a_schema_whose_values_never_end_is_refused_where_it_begins(
+    root: dict, node: Any, expected: str | None
+) -> None:
     wanted = StructuredOutputs.of({"json": root | {"$defs": {"node": node}}})
     if expected is None:
         return check_grammar(wanted)
@@ -105,8 +108,10 @@ def test_a_schema_whose_values_never_end_is_refused_where_it_begins(root: dict, 
 @pytest.mark.parametrize(
     "without_effect",
     [
-        {"uniqueItems": False}, {"minItems": 0}, {"minLength": 0}, {"minProperties": 0}, {"required": []}, {"not": False},
-        {"contains": {"type": "null"}, "minContains": 0}, {"minContains": 2}, {"maxContains": 2}, {"if": {"type": "null"}},
+        {"uniqueItems": False}, {"minItems": 0}, {"minLength": 0}, {"minProperties": 0}, {"required": []},
+        {"not": False},
+        {"contains": {"type": "null"}, "minContains": 0}, {"minContains": 2}, {"maxContains": 2},
+        {"if": {"type": "null"}},
         {"then": False}, {"else": False}, {"if": {}, "then": True, "else": {"title": "x"}}, {"propertyNames": True},
         {"dependentRequired": {"a": []}}, {"dependentSchemas": {"a": {}}}, {"unevaluatedItems": True},
         {"unevaluatedProperties": {}}, {"additionalProperties": True}, {"additionalItems": False}, {"allOf": []},
@@ -138,7 +143,8 @@ def test_a_keyword_without_an_effect_is_taken(without_effect: dict) -> None:
 @pytest.mark.parametrize(
     ("regex", "matches", "others"),
     [
-        (r"\d", "07", "٣५ax"), (r"[\d.]", "7.", "٣x"), (r"\w", "aZ_9", "é٣-"), (r"[\w-]", "a-", "é "), (r"\D", "a٣é", "5"),
+        (r"\d", "07", "٣५ax"), (r"[\d.]", "7.", "٣x"), (r"\w", "aZ_9", "é٣-"), (r"[\w-]", "a-", "é "),
+        (r"\D", "a٣é", "5"),
         (r"[^\d]", "a٣", "5"), (r"\W", "-é٣", "a_5"), (r"\s", " \u00a0\u3000", "a"), (r"\S", "aé", " \u00a0"),
         (r"\\d", (r"\d",), "5"), (r"\p{Nd}", "5٣", "a"), (r"(?i)[a-c]", "bB", "d"), (r"a/\d", ("a/5",), ("a/٣",)),
     ],

@@ -67,7 +67,7 @@ def test_rows_that_finish_invalid_are_error_rows(job, without_ray):
     sampling = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "structured_outputs": {"json": TWICE}}
     backend = Backend(f"{SMALL}:job_engine", f"{SMALL}:job_tokenizer")
     with pytest.raises(TooManyRowErrors) as caught:
-        run_job(job.config(sampling=sampling), backend=backend)
+        run_job(job.config(sampling=sampling, run={"max_error_rate": 0.01}), backend=backend)
     assert caught.value.exit_code == 1
     assert "grammar_error" in str(caught.value)
     report = run_job(job.config(sampling=sampling, run={"max_error_rate": 1.0}), backend=backend)
