@@ -124,7 +124,7 @@ def token_array(ids: Iterable[int]) -> np.ndarray:
 @dataclass(eq=False)
 class Call:
     """Whose requests they are: one call of `Engine.stream`, or all calls of `Engine.add` together. Compared by
-    identity: callers may use the same row ids. check: what its completions go through."""
+    identity: callers may use the same row ids. check: what completions with structured outputs go through."""
 
     check: Callable[[Completion, SamplingParams], Completion] = lambda completion, params: completion
     num_given: int = 0  # requests so far, and so the position of the next one
@@ -134,7 +134,7 @@ class Call:
     def end(self, completion: Completion, params: SamplingParams) -> None:
         """One of its requests, with these parameters, has ended."""
         self.num_open -= 1
-        self.ended.append(self.check(completion, params))
+        self.ended.append(completion if params.structured_outputs is None else self.check(completion, params))
 
     def take(self) -> list[Completion]:
         """The completions since the last time."""

@@ -291,7 +291,7 @@ def test_a_finished_row_that_is_not_valid_is_an_error(is_asynchronous: bool) -> 
 def test_json_is_refused_by_name_before_it_runs_without_jsonschema(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = text_engine()
     monkeypatch.setitem(sys.modules, "jsonschema", None)
-    with pytest.raises(EnvironmentFailed, match="needs the package jsonschema.*pip install jsonschema"):
+    with pytest.raises(EnvironmentFailed, match=r"needs the package jsonschema.*pip install jsonschema"):
         engine.generate([[1]], SamplingParams(structured_outputs={"json": {"type": "null"}}))  # type: ignore[arg-type]
     assert engine.stats.generated_tokens == 0
     (done,) = engine.generate([[1]], SamplingParams(structured_outputs={"choice": ["aa"]}))  # type: ignore[arg-type]
