@@ -98,5 +98,6 @@ class RowError(StrEnum):
     TOKEN_OUT_OF_VOCABULARY = "token_out_of_vocabulary"  # the tokenizer knows more tokens than the model
     NON_FINITE_LOGITS = "non_finite_logits"
     TASK_NOT_SERVED = "task_not_served"  # the model has no head for what is asked: no vocabulary, or no classes
-    GRAMMAR_ERROR = "grammar_error"  # its structured_outputs cannot be compiled, or come to where no token can follow
+    # its structured_outputs cannot be compiled, come to where no token can follow, or do not hold what it has written
+    GRAMMAR_ERROR = "grammar_error"
     ENGINE_FAILURE = "engine_failure"  # the row ended the engine's process, repeatedly

@@ -19,8 +19,10 @@ import numpy as np
 import torch
 
 from pipeline.engine.drafts.drafting import Drafting
+from pipeline.engine.final_check import checked, is_checked
 from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.forward.scoring import Piece, ReservedBlocks, prompt_logits
+from pipeline.engine.grammar.validity import import_jsonschema
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
 from pipeline.engine.reading.calls import ReadingCalls, Text
 from pipeline.engine.reading.sequences import prompt_reader, sequence_of, why_refused
@@ -130,9 +132,10 @@ class Engine(ReadingCalls):
     # -- one request at a time
 
     def add(self, request: Request) -> None:
-        """Queue a request. Its completion comes from a later `step`, as an error when it cannot be served. Without a
-        seed it takes the engine's and the number of requests that were added before. Raises ConfigError where the
-        tokenizer lacks the markers of `reasoning`."""
+        """Queue a request. Its completion comes from a later `step`, as an error when it cannot be served. The caller
+        makes its final check (`pipeline.engine.final_check.checked`). Without a seed it takes the engine's and the
+        number of requests that were added before. Raises ConfigError where the tokenizer lacks the markers of
+        `reasoning`."""
         with self._turn:
             self._add(request, self._added)
 
@@ -200,6 +203,8 @@ class Engine(ReadingCalls):
         if generates and params.structured_outputs is not None:
             try:
                 self._masks.check(params.structured_outputs)
+                if sequence.call.check is checked and is_checked(params):
+                    import_jsonschema()  # raises here, not in the middle of a step
             except ConfigError as error:
                 return sequence.fail(RowError.GRAMMAR_ERROR, str(error))
         if generates and params.prompt_logprobs is not None:
@@ -319,7 +324,7 @@ class Engine(ReadingCalls):
         Others' completions never come here: those of added requests come from `step`, and each stream has its own,
         though any step computes for all. A stream that is closed, given up or interrupted aborts its requests.
         """
-        source, call, exhausted = iter(requests), Call(), False
+        source, call, exhausted = iter(requests), Call(checked), False
         ahead = 2 * self.table.num_slots
         try:
             while True:

@@ -64,6 +64,10 @@ def test_each_rows_own_comes_from_a_column(kind: str, job):
     [
         ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}},
          'job.yaml:10: sampling.structured_outputs: json: Unimplemented keys: ["uniqueItems"]'),
+        ({"structured_outputs": {"json": {"properties": {"id": {"enum": [9007199254740993]}}}}},
+         "sampling.structured_outputs: json: properties.id.enum[0] = 9007199254740993: a number beyond 2^53"),
+        ({"structured_outputs": {"json": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}},
+         "sampling.structured_outputs: json: the schema requires itself without end"),
         ({"structured_outputs": {"regex": "a(?=b)"}}, "look-ahead"),
         ({"structured_outputs": {"jsn": {}}}, "jsn: unknown key"),
         ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "exactly one of"),

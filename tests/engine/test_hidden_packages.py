@@ -18,7 +18,7 @@ SCRIPT = f"""
 import json, sys
 
 # as if not installed
-sys.modules.update(dict.fromkeys(("ray", "pydantic", "pyarrow", "s3fs", "rich", "click", "llguidance")))
+sys.modules.update(dict.fromkeys(("ray", "pydantic", "pyarrow", "s3fs", "rich", "click", "llguidance", "jsonschema")))
 
 class Refusing:
     def find_spec(self, name, path=None, target=None):

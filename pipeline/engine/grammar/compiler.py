@@ -5,9 +5,13 @@ expressions; compiling a schema takes about a millisecond, a mask some microseco
 """
 
 import json
+import re
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from pipeline.engine.grammar.json_schema import prepared
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.errors import ConfigError, EnvironmentFailed
@@ -17,7 +21,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_COMPILED = 256  # grammars that are kept; those of running rows live on beside them
-_ANY_OBJECT = '{"type":"object"}'
+ANY_OBJECT = '{"type":"object"}'
+# Texts and comments of a Lark grammar come first: they may hold slashes.
+_LARK_REGEX = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?P<regex>(?:\\.|[^/\\\n])+)/')
 
 
 def check_grammar(wanted: StructuredOutputs) -> None:
@@ -98,6 +104,23 @@ def import_llguidance() -> Any:
     return llguidance
 
 
+@lru_cache(maxsize=MAX_COMPILED)
+def name_matcher(pattern: str) -> Callable[[str], bool]:
+    """Return what tells whether a `pattern` of JSON Schema is found in a name, as the masks understand the pattern. The
+    time it takes is linear in the name's length. Raises ConfigError."""
+    llguidance = import_llguidance()
+    source = _json_source(json.dumps({"type": "string", "pattern": pattern}))
+    start = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, log_level=0, limits=_limits())
+    if start.is_error():
+        raise ConfigError(f"sampling.structured_outputs.json: {_first_line([start.get_error()])}")
+
+    def matches(name: str) -> bool:
+        matcher, text = start.deep_copy(), json.dumps(name, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        return matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
+
+    return matches
+
+
 def _limits() -> Any:
     return import_llguidance().LLParserLimits(verbose_errors=False)
 
@@ -105,18 +128,35 @@ def _limits() -> Any:
 def _source(wanted: StructuredOutputs) -> str:
     matcher = import_llguidance().LLMatcher
     if wanted.kind in ("json", "json_object"):
-        pattern = wanted.whitespace_pattern
-        # After what a schema itself may say under x-guidance.
-        options: Any = {"whitespace_flexible": pattern is not None, "lenient": False}
-        if pattern is not None:
-            options["whitespace_pattern"] = pattern
-        return matcher.grammar_from_json_schema(wanted.text or _ANY_OBJECT, overrides=options)
+        return _json_source(json.dumps(prepared(wanted.text or ANY_OBJECT)), wanted.whitespace_pattern)
     if wanted.kind == "regex":
-        return matcher.grammar_from_regex(wanted.text)
+        return matcher.grammar_from_lark(f"start: /{_in_lark(wanted.text)}/")
     if wanted.kind == "choice":
         choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(wanted.text))
         return matcher.grammar_from_lark(f"start: {choices}")
-    return matcher.grammar_from_lark(wanted.text)
+    return matcher.grammar_from_lark(_LARK_REGEX.sub(_with_ascii_classes, wanted.text))
+
+
+def _json_source(schema: str, whitespace_pattern: str | None = None) -> str:
+    # After what a schema itself may say under x-guidance.
+    options: Any = {"whitespace_flexible": whitespace_pattern is not None, "lenient": False}
+    if whitespace_pattern is not None:
+        options["whitespace_pattern"] = whitespace_pattern.replace(r"\s", r"[ \t\n\r]")  # the blanks of JSON
+    try:
+        return import_llguidance().LLMatcher.grammar_from_json_schema(schema, overrides=options)
+    except ValueError as error:  # nested too deeply
+        raise ConfigError(f"sampling.structured_outputs.json: {error}") from None
+
+
+def _in_lark(regex: str) -> str:
+    """The expression between the slashes of a Lark grammar. Classes are ECMAScript's, as in `pattern` of JSON Schema:
+    `\\d` and `\\w` are ASCII, `\\s` is any white space."""
+    return import_llguidance().regex_to_lark(regex, "dw")
+
+
+def _with_ascii_classes(found: re.Match[str]) -> str:
+    regex = found["regex"]
+    return found[0] if regex is None else f"/{_in_lark(regex)}/"
 
 
 def _first_line(told: list[str]) -> str:

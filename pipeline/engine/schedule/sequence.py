@@ -10,7 +10,7 @@ A sequence that generates nothing (engine/reading/) is taken out by the step tha
 Suffixes: S sequences, B blocks, N any items.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Protocol
@@ -124,16 +124,17 @@ def token_array(ids: Iterable[int]) -> np.ndarray:
 @dataclass(eq=False)
 class Call:
     """Whose requests they are: one call of `Engine.stream`, or all calls of `Engine.add` together. Compared by
-    identity: callers may use the same row ids."""
+    identity: callers may use the same row ids. check: what completions with structured outputs go through."""
 
+    check: Callable[[Completion, SamplingParams], Completion] = lambda completion, params: completion
     num_given: int = 0  # requests so far, and so the position of the next one
     num_open: int = 0  # of these, the ones that are in the engine and have not ended
     ended: list[Completion] = field(default_factory=list)  # not handed over yet
 
-    def end(self, completion: Completion) -> None:
-        """One of its requests has ended."""
+    def end(self, completion: Completion, params: SamplingParams) -> None:
+        """One of its requests, with these parameters, has ended."""
         self.num_open -= 1
-        self.ended.append(completion)
+        self.ended.append(completion if params.structured_outputs is None else self.check(completion, params))
 
     def take(self) -> list[Completion]:
         """The completions since the last time."""
@@ -191,7 +192,7 @@ class Sequence:
         """It has ended. Its call gets the completion, in a group that of the request once all have ended."""
         whole = completion if self.group is None else self.group.end(self.place, completion)
         if whole is not None:
-            self.call.end(whole)
+            self.call.end(whole, self.request.params)
 
     def fail(self, error: RowError, message: str) -> None:
         """End with an error. It must hold no slot and no blocks."""

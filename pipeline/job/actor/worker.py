@@ -21,7 +21,8 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import ResultShape
 from pipeline.data.units import Unit
-from pipeline.engine.params import Completion, EngineConfig, SamplingParams
+from pipeline.engine.final_check import checked
+from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
 from pipeline.engine.quality.reference_config import ReferenceConfig
 from pipeline.errors import OutputError, PipelineError, RowError
 from pipeline.job.actor.error_rows import failed_rows
@@ -180,7 +181,7 @@ class Worker:
         requests, failed = self._tokenize(unit)
         kept = self._partial.load(unit)  # of a run that was stopped
         done = {completion.row_id for completion in kept}
-        generated = kept + self._supervisor.generate([r for r in requests if r.row_id not in done])
+        generated = kept + self._generate([r for r in requests if r.row_id not in done])
         if self._sample or len(generated) < len(requests):
             if generated:
                 self._partial.save(unit, generated)
@@ -193,6 +194,11 @@ class Worker:
             self._partial.remove(unit)
         self._count(summary, kept, generated[len(kept) :])
         return summary
+
+    def _generate(self, requests: list[Request]) -> list[Completion]:
+        """The completions of `requests` after their final check, which is made here to cost the engine nothing."""
+        params = {request.row_id: request.params for request in requests}
+        return [checked(done, params[done.row_id]) for done in self._supervisor.generate(requests)]
 
     def _sampled(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
         errors = {done.row_id for done in completions if done.error == RowError.INVALID_MESSAGES}
@@ -212,7 +218,7 @@ class Worker:
         if again is None or again.num_rows == 0:
             return UnitSummary(unit.window, unit.index, PartTotals.of_table(part.table), found=True)
         requests, failed = self._tokenize(again)
-        generated = self._supervisor.generate(requests)
+        generated = self._generate(requests)
         if len(generated) < len(requests):
             return None
         began_us = now_us()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.errors import EnvironmentFailed
 from tests.engine.drafts.random_rows import same
 from tests.engine.drafts.test_draft_model import draft_with_itself
 from tests.engine.grammar.small_vocabulary import add_noise, text_engine
@@ -252,6 +254,48 @@ def test_a_dead_end_and_a_wrong_grammar_are_errors_of_their_rows_alone(drafting:
     assert "uniqueItems" in told["malformed"][1]
     assert (done["fine"].text, done["fine"].error, done["free"].error) == ("aa", None, None)
     assert (engine.num_unfinished, engine.pool.num_held) == (0, 0)
+
+
+TWICE = {"type": "object", "patternProperties": {"^[ab]$": {"const": 1}}, "additionalProperties": False,
+         "minProperties": 2, "maxProperties": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_a_finished_row_that_is_not_valid_is_an_error(is_asynchronous: bool) -> None:
+    """Each sample is checked, and of a row that reasons the answer alone; a row that is cut is not."""
+    engine = text_engine(is_asynchronous=is_asynchronous)
+    params = SamplingParams(max_tokens=30, temperature=1.0, structured_outputs={"json": TWICE})  # type: ignore[arg-type]
+    done = engine.generate([[row] for row in range(12)], params)
+    errors = [c for c in done if c.error]
+    assert 2 < len(errors) < 12
+    for c in errors:
+        assert (c.error, c.finish_reason, c.text, c.token_ids) == ("grammar_error", "error", "", [])
+        assert re.fullmatch(r"sampling.structured_outputs.json: the finished .* '[ab]' twice", c.error_message)
+        assert (c.num_lost_prompt_tokens, c.num_lost_generated_tokens > 3) == (1 - c.num_cached_tokens, True)
+    assert all(len(json.loads(c.text)) == 2 for c in done if not c.error)
+    (four,) = engine.generate([[1]], replace(params, n=4, seed=7))
+    assert four.error == "grammar_error"
+    assert re.match("sample [0-3] of 4: sampling", four.error_message)
+    assert four.num_lost_generated_tokens > 4 * 6
+    assert {c.finish_reason for c in engine.generate([[row] for row in range(12)], replace(params, max_tokens=5))} == {
+        "length"
+    }
+    stopped = replace(params, temperature=0.0, stop=(":1",), structured_outputs={"json_object": True})  # type: ignore[arg-type]
+    held = replace(stopped, structured_outputs={"json": {"enum": [{"a": 1}]}})  # type: ignore[arg-type]
+    assert "cannot be read as JSON" in engine.generate([[1]], held)[0].error_message
+    thoughts = replace(held, stop=(), reasoning={"start": "<", "end": ">"}, thinking_token_budget=2)  # type: ignore[arg-type]
+    (reasoned,) = engine.generate([engine.tokenizer.encode("<")], thoughts)
+    assert (reasoned.text, reasoned.error, reasoned.num_reasoning_tokens > 0) == ('{"a":1}', None, True)
+
+
+def test_json_is_refused_by_name_before_it_runs_without_jsonschema(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = text_engine()
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(EnvironmentFailed, match=r"needs the package jsonschema.*pip install jsonschema"):
+        engine.generate([[1]], SamplingParams(structured_outputs={"json": {"type": "null"}}))  # type: ignore[arg-type]
+    assert engine.stats.generated_tokens == 0
+    (done,) = engine.generate([[1]], SamplingParams(structured_outputs={"choice": ["aa"]}))  # type: ignore[arg-type]
+    assert done.text == "aa"
 
 
 def test_logits_that_are_no_numbers_are_no_matter_of_the_grammar() -> None:

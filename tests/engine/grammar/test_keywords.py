@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from pipeline.engine.grammar.validity import why_invalid
 from pipeline.errors import ConfigError
 from tools.schema_coverage import Doors, cases, measure
 
@@ -55,12 +56,23 @@ IN_PART: dict[str, tuple[dict[str, Any], Any, Any, dict[str, Any], str]] = {
                           {"n1": 1, "s": "x"}, {"n1": "x"},
                           {"type": "object", "patternProperties": {"a": I, "b": S}}, "patternProperty regexes"),
 }  # fmt: skip
+# What the masks allow and the check of finished rows finds: a schema, a valid text, one that is not.
+CHECKED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "exclusiveMaximum": ({"type": "number", "exclusiveMaximum": 0.3}, "0.2", "0.29999999999999999999"),
+    "exclusiveMinimum": ({"type": "integer", "exclusiveMinimum": 2**53 + 1}, "9007199254740994", "9007199254740993"),
+    "maxProperties": ({"type": "object", "additionalProperties": I, "maxProperties": 2},
+                      '{"a":1,"b":1}', '{"a":1,"a":1}'),
+    "maximum": ({"type": "integer", "maximum": 2**53 + 3}, "9007199254740995", "9007199254740996"),
+    "minProperties": ({"type": "object", "patternProperties": {"^[ab]$": I}, "additionalProperties": False,
+                       "minProperties": 2}, '{"a":1,"b":1}', '{"b":1,"b":1}'),
+    "minimum": ({"type": "integer", "minimum": 2**53 + 1}, "9007199254740993", "9007199254740992"),
+}  # fmt: skip
 REFUSED: dict[str, dict[str, Any]] = {
     "$dynamicRef": {"$dynamicRef": "#it", "$defs": {"a": I}},
     "contains": {"type": "array", "contains": I},
     "dependencies": {"type": "object", "dependencies": {"a": ["b"]}},
     "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
-    "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {}}},
+    "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {"minProperties": 2}}},
     "else": {"if": I, "else": {"minimum": 1}},
     "if": {"if": I, "then": {"minimum": 1}},
     "maxContains": {"type": "array", "contains": I, "maxContains": 2},
@@ -110,16 +122,26 @@ def test_a_keyword_that_is_refused_by_its_name(keyword: str, doors: Doors) -> No
         doors.compile(REFUSED[keyword])
 
 
+@pytest.mark.parametrize("keyword", CHECKED)
+def test_a_keyword_that_is_checked_once_a_row_has_finished(keyword: str, doors: Doors) -> None:
+    schema, valid, invalid = CHECKED[keyword]
+    wanted = doors.compile(schema)
+    for text in (valid, invalid):
+        assert doors.allows(wanted, text), text
+    assert why_invalid(wanted, valid) is None
+    assert why_invalid(wanted, invalid) is not None
+
+
 def test_keywords_that_say_nothing_of_the_text(doors: Doors) -> None:
     check(doors, {**I, **ANNOTATIONS}, 5, "5")
 
 
 def test_the_page_names_these_keywords() -> None:
-    rows = dict(
-        re.findall(r"^\| (kept to|in part|refused by name|no matter of the text) \| (.*?) \|", PAGE.read_text(), re.M)
-    )
+    kinds = "kept to|in part|checked at the end|refused by name|no matter of the text"
+    rows = dict(re.findall(rf"^\| ({kinds}) \| (.*?) \|", PAGE.read_text(), re.M))
     told = {name: re.findall(r"`([^`]+)`", keywords) for name, keywords in rows.items()}
-    assert told == {"kept to": sorted(KEPT), "in part": sorted(IN_PART), "refused by name": sorted(REFUSED),
+    assert told == {"kept to": sorted(KEPT), "in part": sorted(IN_PART),
+                    "checked at the end": sorted(CHECKED), "refused by name": sorted(REFUSED),
                     "no matter of the text": sorted(ANNOTATIONS)}  # fmt: skip
 
 

@@ -1,11 +1,15 @@
 """What may be asked for, in which form, and what is refused by name."""
 
+import json
+from typing import Any
+
 import llguidance
 import pytest
 
 from pipeline.engine.grammar import compiler as compiler_module
 from pipeline.engine.grammar.compiler import GrammarCompiler, check_grammar
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs, of_response_format
+from pipeline.engine.grammar.validity import why_invalid
 from pipeline.engine.params import SamplingParams
 from pipeline.errors import ConfigError
 from tests.engine.grammar.small_vocabulary import small_tokenizer
@@ -41,6 +45,13 @@ def test_what_is_no_specification_is_refused_by_its_key(given: object, expected:
         ({"json": {"type": "strin"}}, "strin"), ({"regex": "(?=a)b"}, "look-ahead"), ({"regex": "("}, "unclosed group"),
         ({"grammar": "start: word"}, "word"), ({"grammar": "begin: /a/"}, "start"),
         ({"json": {}, "whitespace_pattern": "[ "}, "regex"),
+        ({"json": {"enum": ["a", 9007199254740993]}}, r"json: enum\[1\] = 9007199254740993: a number beyond 2\^53"),
+        ({"json": {"properties": {"enum": {"const": {"a": [-(2**63)]}}}}}, r"properties\.enum\.const\.a\[0\] = -92233"),
+        ({"json": {"const": 1e300}}, r"const = 1e\+300"),
+        ({"json": '{"type":"array","items":' * 200 + "{}" + "}" * 200}, "recursion limit"),
+        ({"json": {"items": [{}]}}, r"items is a list, as in older drafts; expected prefixItems"),
+        ({"json": {"exclusiveMinimum": True, "minimum": 1}}, "exclusiveMinimum is true or false"),
+        ({"json": {"$schema": 5}}, r"\$schema = 5: expected a text"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compiled_is_refused_with_its_name(given: dict, named: str) -> None:
@@ -50,6 +61,124 @@ def test_what_cannot_be_compiled_is_refused_with_its_name(given: dict, named: st
             check(wanted)
         assert str(caught.value).startswith("sampling.structured_outputs.")
         assert "\n" not in str(caught.value)
+
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+OPTIONAL = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
+LIST = {"type": "array", "items": {"$ref": "#/$defs/node"}}
+
+
+@pytest.mark.parametrize(
+    ("root", "node", "expected"),
+    [
+        ({"$ref": "#"}, {}, "the schema leads back to itself"),
+        ({"$ref": "#it", "$anchor": "it"}, {}, "the schema leads back to itself"),
+        ({"$ref": "http://a/b#", "$id": "http://a/b"}, {}, "the schema leads back to itself"),
+        ({"properties": {"a": {"$ref": "#/$defs/node"}}}, {"allOf": [{"$ref": "#/$defs/node"}]},
+         r"\$defs\.node leads back"),
+        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, {}, "the schema leads back"),
+        (NODE, NODE, "the schema requires itself without end"),
+        ({"properties": {"a": {"$ref": "#/$defs/node"}}}, NODE, r"properties\.a requires itself without end"),
+        (OPTIONAL, OPTIONAL, None), (LIST, LIST, None), (OPTIONAL, {"anyOf": [NODE, {"type": "null"}]}, None),
+        (NODE, {**LIST, "minItems": 1}, "without end"),
+        (NODE, {"anyOf": [NODE, {**LIST, "minItems": 1}]}, "without end"),
+        (NODE, {"oneOf": [NODE, {"type": "null"}]}, None),
+        (NODE, {"type": "object", "allOf": [{"required": ["next"]}, OPTIONAL]}, "without end"),
+        (NODE, {"allOf": [{"required": ["next"]}, OPTIONAL]}, "without end"), (NODE, {"allOf": [NODE]}, "without end"),
+        (NODE, {"properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}, None),  # any text
+        ({"$ref": "#/$defs/node"}, {"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 1}, None),
+        ({"$ref": "#/$defs/node"}, {"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 2}, "without end"),
+        (NODE, {"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1}, "without end"),
+        (NODE, {"type": "object", "additionalProperties": {"$ref": "#"}}, None),
+        (NODE, {"type": "object", "patternProperties": {"^n": {"$ref": "#"}}, "additionalProperties": False,
+                "required": ["next"]}, "without end"),
+        (NODE, {"enum": [{"next": 1}]}, None), ({"type": "null"}, NODE, None), (NODE, False, "."),
+    ],
+)  # fmt: skip
+def test_a_schema_whose_values_never_end_is_refused_where_it_begins(
+    root: dict, node: Any, expected: str | None
+) -> None:
+    wanted = StructuredOutputs.of({"json": root | {"$defs": {"node": node}}})
+    if expected is None:
+        return check_grammar(wanted)
+    with pytest.raises(ConfigError, match=f"structured_outputs.json: .*{expected}"):
+        check_grammar(wanted)
+
+
+@pytest.mark.parametrize(
+    "without_effect",
+    [
+        {"uniqueItems": False}, {"minItems": 0}, {"minLength": 0}, {"minProperties": 0}, {"required": []},
+        {"not": False},
+        {"contains": {"type": "null"}, "minContains": 0}, {"minContains": 2}, {"maxContains": 2},
+        {"if": {"type": "null"}},
+        {"then": False}, {"else": False}, {"if": {}, "then": True, "else": {"title": "x"}}, {"propertyNames": True},
+        {"dependentRequired": {"a": []}}, {"dependentSchemas": {"a": {}}}, {"unevaluatedItems": True},
+        {"unevaluatedProperties": {}}, {"additionalProperties": True}, {"additionalItems": False}, {"allOf": []},
+        {"properties": {}}, {"patternProperties": {}}, {"items": True}, {"minProperties": 1, "required": ["a"]},
+        {"maxProperties": 2, "properties": {"a": {}, "b": {}}, "additionalProperties": False}, {"oneOf": [{}]},
+        {"$comment": "x", "title": "x", "default": 2**60, "examples": [2**60], "description": "x", "deprecated": True,
+         "readOnly": True},
+    ],
+)  # fmt: skip
+def test_a_keyword_without_an_effect_is_taken(without_effect: dict) -> None:
+    """At the root, and where a schema is nested; in data and as a name it stays what it is."""
+    compiler, tokenizer = GrammarCompiler(small_tokenizer(), VOCAB), small_tokenizer()
+    data = {"const": {"uniqueItems": False, "not": False}}
+    for schema, text in (
+        (without_effect, '{"a":1}'),
+        ({"type": "array", "items": without_effect}, '[[],"",{"a":1}]'),
+        ({"properties": {"uniqueItems": without_effect}}, '{"uniqueItems":[2,2]}'),
+        (data, json.dumps(data["const"], separators=(",", ":"))),
+    ):
+        wanted = StructuredOutputs.of({"json": schema})
+        check_grammar(wanted)
+        matcher = compiler.matcher(wanted)
+        for token in tokenizer.encode(text):
+            assert matcher.accepts(token), text
+            matcher.take(token)
+        assert why_invalid(wanted, text) is None
+
+
+@pytest.mark.parametrize(
+    ("regex", "matches", "others"),
+    [
+        (r"\d", "07", "٣५ax"), (r"[\d.]", "7.", "٣x"), (r"\w", "aZ_9", "é٣-"), (r"[\w-]", "a-", "é "),
+        (r"\D", "a٣é", "5"),
+        (r"[^\d]", "a٣", "5"), (r"\W", "-é٣", "a_5"), (r"\s", " \u00a0\u3000", "a"), (r"\S", "aé", " \u00a0"),
+        (r"\\d", (r"\d",), "5"), (r"\p{Nd}", "5٣", "a"), (r"(?i)[a-c]", "bB", "d"), (r"a/\d", ("a/5",), ("a/٣",)),
+    ],
+)  # fmt: skip
+def test_classes_of_regular_expressions_are_those_of_ecmascript_everywhere(regex: str, matches, others) -> None:
+    lark = regex.replace("/", "\\/")
+    forms: dict[str, dict[str, Any]] = {
+        "regex": {"regex": regex},
+        "pattern": {"json": {"type": "string", "pattern": f"^(?:{regex})$"}},
+        "name": {"json": {"patternProperties": {f"^(?:{regex})$": {"type": "null"}}, "additionalProperties": False,
+                          "type": "object", "minProperties": 1}},
+        "grammar": {"grammar": f'start: "a/b\\"" x | y // /\\d/\nx: /{lark}/\ny: "/" /{lark}/ "/"'},
+    }  # fmt: skip
+    for name, given in forms.items():
+        check_grammar(wanted := StructuredOutputs.of(given))
+        for text, is_right in [(text, True) for text in matches] + [(text, False) for text in others]:
+            quoted = json.dumps(text, ensure_ascii=False)
+            wraps = {"pattern": quoted, "name": f"{{{quoted}:null}}", "grammar": f'a/b"{text}'}
+            assert allows(wanted, wraps.get(name, text)) == is_right, (name, text)
+            assert name != "grammar" or allows(wanted, f"/{text}/") == is_right
+            if name == "name":
+                assert (why_invalid(wanted, wraps[name]) is None) == is_right
+
+
+def test_blanks_of_a_whitespace_pattern_are_those_of_json() -> None:
+    wanted = StructuredOutputs.of({"json": {"const": [1]}, "whitespace_pattern": r"\s{0,2}"})
+    assert [blank for blank in " \t\n\r\f\v\u00a0" if allows(wanted, f"[{blank}1]")] == [" ", "\t", "\n", "\r"]
+
+
+def allows(wanted: StructuredOutputs, text: str) -> bool:
+    """Whether the masks allow this text, byte by byte, and its end."""
+    source, limits = compiler_module._source(wanted), llguidance.LLParserLimits(verbose_errors=False)
+    matcher, ids = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, limits=limits), list(text.encode())
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 def test_a_text_and_a_mapping_are_one_specification_and_come_back() -> None:

@@ -5,12 +5,16 @@ import json
 import jsonschema
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
+from pipeline.errors import TooManyRowErrors
 from pipeline.job.actor.worker import Backend
 from pipeline.job.running.run import run_job
 from pipeline.report.facts import facts
 from pipeline.report.render import text
 
+TWICE = {"type": "object", "patternProperties": {"^[ab]$": {"const": 1}}, "additionalProperties": False,
+         "minProperties": 2, "maxProperties": 2}  # fmt: skip
 SMALL = "tests.engine.grammar.small_vocabulary"
 SCHEMAS = [
     {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False},
@@ -54,3 +58,28 @@ def test_every_row_keeps_to_its_own_schema(job, without_ray):
     assert work.masked_tokens + work.forced_tokens <= generated - of_others + 60, "the row that failed had some"
     assert 0 < work.filled_masks <= work.masked_tokens
     assert work.mask_us > 0
+
+
+def test_rows_that_finish_invalid_are_error_rows(job, without_ray):
+    """And count as others do: more of them than `run.max_error_rate` allows stop the job with its exit code."""
+    table = pa.table({"id": range(16), "text": [f"row {i}" for i in range(16)]})
+    pq.write_table(table, job.folder / "in" / "f.parquet")
+    sampling = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "structured_outputs": {"json": TWICE}}
+    backend = Backend(f"{SMALL}:job_engine", f"{SMALL}:job_tokenizer")
+    with pytest.raises(TooManyRowErrors) as caught:
+        run_job(job.config(sampling=sampling, run={"max_error_rate": 0.01}), backend=backend)
+    assert caught.value.exit_code == 1
+    assert "grammar_error" in str(caught.value)
+    report = run_job(job.config(sampling=sampling, run={"max_error_rate": 1.0}), backend=backend)
+    rows = job.table().to_pylist()
+    failed = [row for row in rows if row["error"]]
+    assert len(rows) == 16
+    assert report.rows.errors_by_code == {"grammar_error": len(failed)}
+    assert 3 < len(failed) < 16
+    for row in rows:
+        if row["error"]:
+            assert (row["error"], row["generated_text"]) == ("grammar_error", None)
+            assert "the finished text cannot be read as JSON: an object has the name" in row["error_message"]
+        else:
+            assert row["finish_reason"] == "stop"
+            jsonschema.validate(json.loads(row["generated_text"]), TWICE)

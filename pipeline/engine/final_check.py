@@ -1,0 +1,47 @@
+"""The final check of a completion: one whose JSON is not valid by its schema becomes an error."""
+
+from pipeline.engine.grammar.structured_outputs import StructuredOutputs
+from pipeline.engine.grammar.validity import why_invalid
+from pipeline.engine.params import Completion, SamplingParams
+from pipeline.engine.samples import with_samples
+from pipeline.errors import RowError
+
+
+def is_checked(params: SamplingParams) -> bool:
+    """Whether completions of these parameters are JSON."""
+    return params.structured_outputs is not None and params.structured_outputs.kind in ("json", "json_object")
+
+
+def checked(completion: Completion, params: SamplingParams) -> Completion:
+    """Return the completion, or the error `grammar_error` if it ended with `stop` and is not valid by its schema. Each
+    sample is checked, and of a row that reasons the answer. About 80 us for an object of ten fields.
+
+    Raises EnvironmentFailed where jsonschema is not installed.
+    """
+    wanted = params.structured_outputs
+    if wanted is None or not is_checked(params):
+        return completion
+    found = [_checked(one, wanted) for one in completion.each]
+    if all(after is before for after, before in zip(found, completion.each)):
+        return completion
+    return with_samples(found) if completion.samples else found[0]
+
+
+def _checked(one: Completion, wanted: StructuredOutputs) -> Completion:
+    why = why_invalid(wanted, one.text) if one.finish_reason == "stop" else None
+    if why is None:
+        return one
+    return Completion(
+        row_id=one.row_id,
+        token_ids=[],
+        text="",
+        finish_reason="error",
+        num_prompt_tokens=one.num_prompt_tokens,
+        num_cached_tokens=one.num_cached_tokens,
+        error=RowError.GRAMMAR_ERROR.value,
+        error_message=f"sampling.structured_outputs.{wanted.kind}: the finished text {why}",
+        queued_us=one.queued_us,
+        first_token_us=one.first_token_us,
+        num_lost_prompt_tokens=one.num_prompt_tokens - one.num_cached_tokens,
+        num_lost_generated_tokens=len(one.token_ids),
+    )
