@@ -80,8 +80,11 @@ def _as_loaded(folder: Path, setup: Setup) -> "ModelConfig":
     """With what the job makes of it. Raises ConfigError where that cannot be, or has no form for its activations."""
     from pipeline.engine.startup.resolve import no_such_weight, quantized_on_load
     from pipeline.model.config import read_config
+    from pipeline.model.load import as_stored
 
     config = quantized_on_load(read_config(folder), setup.quantization)
+    with suppress(ModelError):  # no weights, as from a store, or broken ones, which `_weights` reports
+        config = as_stored(config, folder)
     if setup.activation_dtype != "auto" and config.quantization is None:
         raise no_such_weight(setup.activation_dtype, "16- or 32-bit weights")
     return config

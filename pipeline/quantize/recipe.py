@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pipeline.checkpoints.file_checks import read_json
 from pipeline.errors import ConfigError, ModelError
 from pipeline.model.config import ModelConfig, read_config
+from pipeline.model.load import as_stored
 from pipeline.quantize import layouts
 from pipeline.quantize.gptq import DAMPING
 
@@ -55,7 +56,7 @@ def check_plain(source: Path) -> ModelConfig:
             f"{source}: is quantized already ({method or 'quantization_config'} in config.json); what it lost does not "
             "come back: take the checkpoint in 16 or 32 bit that it was made from"
         )
-    return read_config(source)
+    return as_stored(read_config(source), source)
 
 
 def check_shapes(source: Path, config: ModelConfig, recipe: Recipe) -> None:
