@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pipeline.checkpoints.file_checks import checked_file, read_json
+from pipeline.checkpoints.model_values import QUANTIZER_FILES
 from pipeline.errors import ModelError
 from pipeline.model.config import ModelConfig
 from pipeline.weights.packed import DenseWeight, LinearWeight, concatenate
@@ -96,9 +97,18 @@ class Checkpoint:
     def take(self, name: str) -> torch.Tensor:
         """The tensor as stored, on the device. Raises ModelError when it is missing."""
         if name not in self.home:
-            raise ModelError(f"{self.folder}: tensor {name} is missing from the checkpoint")
+            raise ModelError(f"{self.folder}: tensor {name} is missing from the checkpoint{self._quantized_as(name)}")
         self.left.discard(name)
         return self._stored(name).to(self.device)
+
+    def _quantized_as(self, name: str) -> str:
+        """The reason why a weight is missing, where it is stored quantized and no options say how."""
+        stem = name.removesuffix("weight")
+        found = [f"{stem}{suffix}" for suffix in ("qweight", "weight_packed") if f"{stem}{suffix}" in self.home]
+        if not found:
+            return ""
+        files = " or ".join(QUANTIZER_FILES)
+        return f", which has {found[0]}: add a quantization_config to config.json, or the quantizer's own {files}"
 
     def _stored(self, name: str) -> torch.Tensor:
         path = self.home[name]
