@@ -135,7 +135,7 @@ def class_names(values: dict[str, Any]) -> list[str] | None:
 def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
     f = Fields(values, path)
     family = f.one_of("model_type", sorted(FAMILIES))
-    f.one_of("hidden_act", ("silu",))
+    f.one_of("hidden_act", ("silu", "swish"))  # two names of one function
     hidden = f.integer("hidden_size", 1, 1 << 17)
     heads = f.integer("num_attention_heads", 1, 1 << 12)
     kv_heads = f.integer("num_key_value_heads", 1, 1 << 12, default=heads)

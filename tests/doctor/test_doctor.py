@@ -152,6 +152,26 @@ def test_a_model_in_a_store(tmp_path):
     assert "no tokenizer.json there" in checks("model", model="memory://test-doctor/m")["model"].found
 
 
+def test_the_quantizers_own_file_of_a_model_in_a_store_counts(tmp_path):
+    import fsspec
+
+    fs, config = fsspec.filesystem("memory"), json.loads((demo_model("target-awq") / "config.json").read_text())
+    options = config.pop("quantization_config")
+    fs.pipe_file("/test-doctor/old/config.json", json.dumps(config).encode())
+    fs.pipe_file("/test-doctor/old/tokenizer.json", b"{}")
+    assert "AWQ" not in checks("model", model="memory://test-doctor/old")["architecture"].found
+    fs.pipe_file("/test-doctor/old/quant_config.json", json.dumps(options).encode())
+    assert "AWQ int4, groups of 128" in checks("model", model="memory://test-doctor/old")["architecture"].found
+
+
+def test_an_output_embedding_of_its_own_is_counted(tmp_path):
+    shown = [
+        checks("model", model=str(copied(tmp_path / str(tie), tie_word_embeddings=tie)))["architecture"].found
+        for tie in (False, True)
+    ]
+    assert shown[0] == shown[1]
+
+
 def test_a_hugging_face_id_is_only_looked_up(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     found = checks("model", model="nobody/nothing-here")
