@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from pipeline.checkpoints.cache import cache_folder
 from pipeline.checkpoints.file_checks import read_json
 from pipeline.checkpoints.locate import locate_model
+from pipeline.checkpoints.model_values import QUANTIZER_FILES
 from pipeline.demo import demo_model
 from pipeline.errors import ConfigError, OutputError
 from pipeline.model.config import read_config
@@ -216,10 +217,11 @@ def _rewritten(
 
     def write(there: Path) -> None:
         config = read_json(folder / "config.json")
-        del config["quantization_config"]
+        config.pop("quantization_config", None)
         there.joinpath("config.json").write_text(json.dumps(config | changed))
         for file in folder.iterdir():
-            if file.is_file() and file.name != "config.json" and ".safetensors" not in file.name:
+            replaced = ("config.json", *QUANTIZER_FILES)
+            if file.is_file() and file.name not in replaced and ".safetensors" not in file.name:
                 shutil.copy(file, there)
         _write_shards(there, tensors())
 

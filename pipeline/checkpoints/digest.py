@@ -2,7 +2,11 @@
 on."""
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
+
+from pipeline.checkpoints.model_values import model_values, quantizer_file
+from pipeline.errors import ModelError
 
 FULL_BYTES = 16 * 2**20  # files up to this size are hashed whole
 SAMPLE_BYTES = 64 * 2**10
@@ -22,6 +26,9 @@ def model_digest(folder: Path) -> dict[str, str]:
     may not.
     """
     files = {file.name: file for pattern in _IDENTITY for file in folder.glob(pattern) if file.is_file()}
+    with suppress(ModelError):  # a config.json that cannot be read is refused where its values are needed
+        if (file := quantizer_file(folder, model_values(folder))) is not None:
+            files[file.name] = file
     return {name: file_digest(file) for name, file in sorted(files.items())}
 
 

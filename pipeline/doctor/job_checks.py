@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoints.locate import locate_model, model_kind, why_no_checkpoint
+from pipeline.checkpoints.model_values import CONFIG, QUANTIZER_FILES
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import open_source
 from pipeline.doctor.check import Check, Setup
@@ -80,8 +81,11 @@ def _as_loaded(folder: Path, setup: Setup) -> "ModelConfig":
     """With what the job makes of it. Raises ConfigError where that cannot be, or has no form for its activations."""
     from pipeline.engine.startup.resolve import no_such_weight, quantized_on_load
     from pipeline.model.config import read_config
+    from pipeline.model.load import as_stored
 
     config = quantized_on_load(read_config(folder), setup.quantization)
+    with suppress(ModelError):  # no weights, as from a store, or broken ones, which `_weights` reports
+        config = as_stored(config, folder)
     if setup.activation_dtype != "auto" and config.quantization is None:
         raise no_such_weight(setup.activation_dtype, "16- or 32-bit weights")
     return config
@@ -89,11 +93,14 @@ def _as_loaded(folder: Path, setup: Setup) -> "ModelConfig":
 
 @contextmanager
 def _fetched_config(setup: Setup) -> Iterator[Path]:
-    """A folder with the config.json of a model in a store."""
+    """A folder with the config.json of a model in a store, and its quantizer's own file."""
     assert setup.model is not None
     with tempfile.TemporaryDirectory() as folder:
         fs, root = filesystem(setup.model, setup.model_storage)
-        (Path(folder) / "config.json").write_bytes(fs.cat_file(posixpath.join(root, "config.json")))
+        (Path(folder) / CONFIG).write_bytes(fs.cat_file(posixpath.join(root, CONFIG)))
+        for name in QUANTIZER_FILES:
+            with suppress(FileNotFoundError):
+                (Path(folder) / name).write_bytes(fs.cat_file(posixpath.join(root, name)))
         yield Path(folder)
 
 
@@ -143,7 +150,7 @@ def _architecture(folder: Path, setup: Setup) -> Iterator[Check]:
 
 def _weights(folder: Path) -> Check:
     """Every file of the index, each with a sound header and as long as it says, with every tensor of the index."""
-    from pipeline.model.config import read_json
+    from pipeline.checkpoints.file_checks import read_json
     from pipeline.model.load import Checkpoint, checkpoint_files
 
     tensors, files = Checkpoint(folder).home, checkpoint_files(folder)

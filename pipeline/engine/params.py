@@ -17,6 +17,7 @@ from pipeline.engine.tasks import Task, TaskResult, TokenLogprobs
 from pipeline.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "length_loop", "error"]
+OFF_AT_MINUS_1 = {"top_k": 0, "seed": None, "thinking_token_budget": None}  # vLLM's -1, and what it means here
 MAX_SAMPLES = 1024  # of one request: they end together, so many more would hold up their unit
 MAX_PATTERN_SIZE = 1024  # of repetition detection: each token is compared with so many before it
 
@@ -51,10 +52,11 @@ class RepetitionDetectionParams:
 class SamplingParams:
     """How one request is decoded. Names and meanings follow vLLM where both have them.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `repetition_penalty` counts prompt and
-    output tokens, the presence and frequency penalties count output tokens only. `logprobs` None reports none,
-    0 the chosen token's, n also those of the n best tokens (of the raw distribution, before temperature and
-    penalties). A stop string ends the text just before it; no stop condition acts before `min_tokens` tokens.
+    `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; `seed` and `thinking_token_budget` -1
+    are None. `repetition_penalty` counts prompt and output tokens, the presence and frequency penalties count output
+    tokens only. `logprobs` None reports none, 0 the chosen token's, n also those of the n best tokens (of the raw
+    distribution, before temperature and penalties). A stop string ends the text just before it; no stop condition acts
+    before `min_tokens` tokens.
     `prompt_logprobs` is the same for the prompt's tokens, each after those before it; the first one has none.
     `repetition_detection` ends a row that repeats itself; None is off.
     `n` completions of one prompt come as one Completion with `samples`; the prompt is computed once. Their seeds follow
@@ -104,6 +106,9 @@ class SamplingParams:
             object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        for name, off in OFF_AT_MINUS_1.items():
+            if type(value := getattr(self, name)) is int and value == -1:
+                object.__setattr__(self, name, off)
         for name in ("stop", "stop_token_ids"):
             if isinstance(given := getattr(self, name), Iterable):
                 object.__setattr__(self, name, tuple(given))
@@ -125,7 +130,7 @@ class SamplingParams:
                 "0 with structured_outputs, which say where a completion ends",
             ),
             ("temperature", _is_finite(self.temperature) and self.temperature >= 0, "a finite number of at least 0"),
-            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0: off)"),
+            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0 or -1: off)"),
             ("top_p", _is_finite(self.top_p) and 0.0 < self.top_p <= 1.0, "a number in (0, 1]"),
             ("min_p", _is_finite(self.min_p) and 0.0 <= self.min_p <= 1.0, "a number in [0, 1]"),
             (

@@ -1,7 +1,7 @@
 """`ModelConfig`: a decoder described by fields, and one small function per family that fills them from config.json.
 
-The only file that knows family names. Decoder code branches on fields. An architecture or option that is not served
-is refused here by name.
+Family names are known here and in `checkpoints/model_values.py`, which has their defaults. Decoder code branches on
+fields. An architecture or option that is not served is refused here by name.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoints.file_checks import read_json
+from pipeline.checkpoints.model_values import CONFIG, model_values, quantization_options
 from pipeline.errors import ModelError
 from pipeline.kernels.cache import head_bytes
 from pipeline.model.rope import Rope
@@ -77,7 +77,7 @@ class ModelConfig:
 
 
 def _llama(f: Fields, layers: int) -> dict[str, Any]:
-    bias, mlp = f.flag("attention_bias", False), f.flag("mlp_bias", False)
+    bias, mlp = f.flag("attention_bias"), f.flag("mlp_bias")
     return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": mlp, "qk_norm": False, "windows": (None,) * layers}
 
 
@@ -91,21 +91,22 @@ def _qwen2(f: Fields, layers: int) -> dict[str, Any]:
 
 
 def _qwen3(f: Fields, layers: int) -> dict[str, Any]:
-    bias = f.flag("attention_bias", False)
+    bias = f.flag("attention_bias")
     return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": False, "qk_norm": True, "windows": _qwen_windows(f, layers)}
 
 
 def _qwen_windows(f: Fields, layers: int) -> tuple[int | None, ...]:
-    if not f.flag("use_sliding_window", False) or f.values.get("sliding_window") is None:
+    types, served = f.values.get("layer_types"), ("sliding_attention", "full_attention")
+    if types is not None and (
+        not isinstance(types, list) or len(types) != layers or any(t not in served for t in types)
+    ):
+        raise f.refuse("layer_types", f"{layers} entries, each of {served}")
+    first = f.integer("max_window_layers", 0, 1 << 20)
+    if not f.flag("use_sliding_window") or f.values.get("sliding_window") is None:
         return (None,) * layers
     window = f.integer("sliding_window", 1, 1 << 31)
-    types = f.values.get("layer_types")
     if types is None:
-        first = f.integer("max_window_layers", 0, 1 << 20, default=28)
         return tuple(window if layer >= first else None for layer in range(layers))
-    served = ("sliding_attention", "full_attention")
-    if not isinstance(types, list) or len(types) != layers or any(t not in served for t in types):
-        raise f.refuse("layer_types", f"{layers} entries, each of {served}")
     return tuple(window if t == "sliding_attention" else None for t in types)
 
 
@@ -116,9 +117,9 @@ FAMILIES: dict[str, Callable[[Fields, int], dict[str, Any]]] = {"llama": _llama,
 
 def read_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json. Raises ModelError naming the field that is wrong or not served."""
-    path = folder / "config.json"
+    path = folder / CONFIG
     try:
-        return _config_of(read_json(path), path)
+        return _config_of(model_values(folder), path)
     except RecursionError:  # showing a value that is nested as deep as the parser allows
         raise ModelError(f"{path}: nested too deeply for a model's config.json") from None
 
@@ -134,7 +135,7 @@ def class_names(values: dict[str, Any]) -> list[str] | None:
 def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
     f = Fields(values, path)
     family = f.one_of("model_type", sorted(FAMILIES))
-    f.one_of("hidden_act", ("silu",), default="silu")
+    f.one_of("hidden_act", ("silu", "swish"))  # two names of one function
     hidden = f.integer("hidden_size", 1, 1 << 17)
     heads = f.integer("num_attention_heads", 1, 1 << 12)
     kv_heads = f.integer("num_key_value_heads", 1, 1 << 12, default=heads)
@@ -148,9 +149,7 @@ def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
         raise f.refuse("head_dim", "an even number")
     dtype = f.one_of("dtype" if values.get("dtype") is not None else "torch_dtype", DTYPES, default="float32")
     max_position = f.integer("max_position_embeddings", 1, 1 << 24)
-    quantization = values.get("quantization_config")
-    if quantization is not None and not isinstance(quantization, dict):
-        raise f.refuse("quantization_config", "an object")
+    quantization = quantization_options(path.parent, values)
     rope = Rope.from_config(values, path, max_position)
     num_classes = None
     architectures = values.get("architectures")
@@ -166,12 +165,12 @@ def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=f.number("rms_norm_eps", 1e-6),
+        norm_eps=f.number("rms_norm_eps"),
         max_position=max_position,
         rope=rope,
-        tie_embeddings=f.flag("tie_word_embeddings", False),
+        tie_embeddings=f.flag("tie_word_embeddings"),
         dtype=DTYPES[dtype],
-        quantization=None if quantization is None else read_format(quantization, path),
+        quantization=None if quantization is None else read_format(*quantization),
         num_classes=num_classes,
         **FAMILIES[family](f, layers),
     )

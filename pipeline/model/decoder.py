@@ -153,7 +153,7 @@ class Decoder:
         self.final_norm_H = reader.final_norm().to(device, dtype)
         self.lm_head: Linear | None = None
         if reader.has_vocabulary_head:
-            head = DenseWeight(embedding) if config.tie_embeddings else reader.lm_head()
+            head = DenseWeight(embedding) if reader.ties_head else reader.lm_head()
             self.lm_head = kernels.prepare_linear(head)
         classes = reader.class_head()
         self.class_head_CH = None if classes is None else classes.float().cpu().numpy()

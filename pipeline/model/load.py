@@ -6,13 +6,14 @@ are checked by the safetensors library: sizes, types and offsets have to cover t
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from pipeline.checkpoints.file_checks import checked_file, read_json
+from pipeline.checkpoints.model_values import QUANTIZER_FILES
 from pipeline.errors import ModelError
 from pipeline.model.config import ModelConfig
 from pipeline.weights.packed import DenseWeight, LinearWeight, concatenate
@@ -20,6 +21,7 @@ from pipeline.weights.tensor_reader import FLOATS, StoredLinear
 
 DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 CPU = torch.device("cpu")
+HEAD = "lm_head.weight"
 PLAIN_NAME = re.compile(r"[\w.+=@ ()-]+\.safetensors")
 
 
@@ -68,18 +70,11 @@ def _inside(folder: Path, name: str) -> Path:
 class Checkpoint:
     """Named tensors of a folder, each handed out exactly once; `finish` proves that nothing was left.
 
-    `ignore`: names, `unused`: last parts of names, of tensors that nobody has to take. `device`: where tensors are
-    handed out. On a GPU quantized ones arrive as they are stored and are unpacked there, which takes the host neither
-    memory nor time.
+    `unused`: last parts of names of tensors that may be left. `device`: where tensors are handed out. On a GPU
+    quantized ones arrive as they are stored and are unpacked there, which takes the host neither memory nor time.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        ignore: tuple[str, ...] = (),
-        unused: tuple[str, ...] = (),
-        device: torch.device = CPU,
-    ) -> None:
+    def __init__(self, folder: Path, unused: tuple[str, ...] = (), device: torch.device = CPU) -> None:
         self.folder, self.device = folder, device
         self.home: dict[str, Path] = {}
         self.open: dict[Path, object] = {}
@@ -94,11 +89,7 @@ class Checkpoint:
                 if name in self.home:
                     raise ModelError(f"{path}: tensor {name} is also in {self.home[name].name}")
                 self.home[name] = path
-        self.left = {
-            name
-            for name in self.home
-            if not name.endswith(DERIVED) and name not in ignore and name.rpartition(".")[2] not in unused
-        }
+        self.left = {name for name in self.home if not name.endswith(DERIVED) and name.rpartition(".")[2] not in unused}
 
     def __contains__(self, name: str) -> bool:
         return name in self.home
@@ -106,14 +97,34 @@ class Checkpoint:
     def take(self, name: str) -> torch.Tensor:
         """The tensor as stored, on the device. Raises ModelError when it is missing."""
         if name not in self.home:
-            raise ModelError(f"{self.folder}: tensor {name} is missing from the checkpoint")
+            raise ModelError(f"{self.folder}: tensor {name} is missing from the checkpoint{self._quantized_as(name)}")
         self.left.discard(name)
+        return self._stored(name).to(self.device)
+
+    def _quantized_as(self, name: str) -> str:
+        """The reason why a weight is missing, where it is stored quantized and no options say how."""
+        stem = name.removesuffix("weight")
+        found = [f"{stem}{suffix}" for suffix in ("qweight", "weight_packed") if f"{stem}{suffix}" in self.home]
+        if not found:
+            return ""
+        files = " or ".join(QUANTIZER_FILES)
+        return f", which has {found[0]}: add a quantization_config to config.json, or the quantizer's own {files}"
+
+    def _stored(self, name: str) -> torch.Tensor:
         path = self.home[name]
         try:
-            stored = self.open[path].get_tensor(name)  # type: ignore[attr-defined]
+            return self.open[path].get_tensor(name)  # type: ignore[attr-defined]
         except (SafetensorError, AttributeError) as error:  # AttributeError: a type that this torch does not have
             raise ModelError(f"{path}: tensor {name} cannot be read ({error})") from None
-        return stored.to(self.device)
+
+    def skip(self, name: str) -> None:
+        """Let `finish` pass although this tensor is not taken."""
+        self.left.discard(name)
+
+    def holds_copy(self, name: str, other: str) -> bool:
+        """Return whether two tensors have the same type, shape and values, reading them up to the first difference."""
+        one, two = self._stored(name), self._stored(other)
+        return one.dtype == two.dtype and torch.equal(one, two)
 
     def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self.take(name)
@@ -140,7 +151,6 @@ class WeightReader:
         self.widened: list[str] = []  # fused linears whose parts are quantized differently, dense therefore
         self.checkpoint = Checkpoint(
             folder,
-            ignore=("lm_head.weight",) if config.tie_embeddings else (),
             unused=config.quantization.unused if config.quantization is not None else (),
             device=device,
         )
@@ -148,9 +158,25 @@ class WeightReader:
         is_bare = "model.embed_tokens.weight" not in self.checkpoint and "embed_tokens.weight" in self.checkpoint
         self.prefix = "" if is_bare else "model."
         """What the names of the decoder's tensors begin with."""
+        self.embedding_name = f"{self.prefix}embed_tokens.weight"
+        self._head_names = {name for name in self.checkpoint.left if name.startswith("lm_head.")}
+        self.ties_head = config.tie_embeddings and self._ties_head()
+        """Whether the output embedding is the input embedding. Where config.json ties them, the checkpoint may still
+        hold another output embedding, as merged fine-tunes do, which is then used; or the output embedding alone."""
+
+    def _ties_head(self) -> bool:
+        if self._head_names != {HEAD}:
+            return not self._head_names  # several tensors: a quantized one
+        if self.config.num_classes is None and self.embedding_name not in self.checkpoint:
+            self.embedding_name = HEAD
+        elif self.config.num_classes is None and not self.checkpoint.holds_copy(HEAD, self.embedding_name):
+            return False
+        else:
+            self.checkpoint.skip(HEAD)
+        return True
 
     def embedding(self) -> torch.Tensor:
-        return self._copied(f"{self.prefix}embed_tokens.weight", (self.config.vocab_size, self.config.hidden_size))
+        return self._copied(self.embedding_name, (self.config.vocab_size, self.config.hidden_size))
 
     def final_norm(self) -> torch.Tensor:
         return self._copied(f"{self.prefix}norm.weight", (self.config.hidden_size,))
@@ -161,10 +187,15 @@ class WeightReader:
         embedding."""
         if self.config.num_classes is not None:
             return False
-        return self.config.tie_embeddings or bool(self.prefix) or "lm_head.weight" in self.checkpoint
+        return self.config.tie_embeddings or bool(self.prefix or self._head_names)
 
     def lm_head(self) -> LinearWeight:
         """The untied output embedding."""
+        if not self._head_names:
+            raise ModelError(
+                f"{self.checkpoint.folder}: tensor {HEAD} is missing from the checkpoint, and its config.json does not "
+                "tie the output embedding to the input embedding; set tie_word_embeddings: true there if it is meant to"
+            )
         return self._linear("lm_head", (self.config.vocab_size, self.config.hidden_size), bias=False)
 
     def class_head(self) -> torch.Tensor | None:
@@ -213,3 +244,8 @@ class WeightReader:
         bias_N = self._copied(f"{prefix}.bias", shape_NK[:1]) if bias else None
         linear, quantization = StoredLinear(prefix, shape_NK, self.checkpoint, bias_N), self.config.quantization
         return linear.dense() if quantization is None else quantization.read_linear(linear)
+
+
+def as_stored(config: ModelConfig, folder: Path) -> ModelConfig:
+    """Return `config` with `tie_embeddings` as the tensors in `folder` have it. Raises ModelError."""
+    return replace(config, tie_embeddings=WeightReader(folder, config).ties_head) if config.tie_embeddings else config

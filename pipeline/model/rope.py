@@ -31,25 +31,31 @@ class Rope:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path, max_position: int) -> "Rope":
-        """Raises ModelError naming a scaling or option that is not served."""
-        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        """Read config.json's options; as in transformers `rope_scaling` counts where `rope_parameters` is there too.
+        Raises ModelError naming a scaling or option that is not served."""
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if not isinstance(scaling, dict):
             raise ModelError(f"{path}: rope_parameters = {scaling!r:.200}: expected an object")
+        scaling = {"rope_theta": config["rope_theta"]} | scaling
+        if "original_max_position_embeddings" in config:
+            scaling["original_max_position_embeddings"] = config["original_max_position_embeddings"]
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in SERVED:
             raise ModelError(f"{path}: rope scaling {kind!r:.200} is not served; served: {', '.join(SERVED)}")
-        partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-        if partial != 1.0:
+        if any(isinstance(value, dict) for value in scaling.values()):
+            raise ModelError(f"{path}: rope_parameters of their own for each layer type are not served")
+        partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if partial not in (None, 1.0):
             raise ModelError(f"{path}: partial_rotary_factor = {partial!r:.200} is not served; expected 1.0")
 
         def number(name: str, default: float | None, low: float = 1e-6, high: float = 1e9) -> float:
-            value = scaling.get(name, config.get(name) if name == "rope_theta" else None)
+            value = scaling.get(name)
             value = default if value is None else value
             if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
                 raise ModelError(f"{path}: rope {name} = {value!r:.200}: expected a number from {low:g} to {high:g}")
             return float(value)
 
-        theta = number("rope_theta", 10000.0, low=2.0, high=1e12)
+        theta = number("rope_theta", None, low=2.0, high=1e12)
         if kind == "default":
             return cls(theta)
         factor = number("factor", None)

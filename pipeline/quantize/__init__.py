@@ -48,6 +48,8 @@ def quantize(
     else:
         LayerWriter(source, config, recipe, output, say).run(texts, device)
         quantization = recipe.quantization_config()
+    if not config.tie_embeddings:
+        values = values | {"tie_word_embeddings": False}  # other engines go by this key alone
     output.finish(source, values | {"quantization_config": quantization})
 
 

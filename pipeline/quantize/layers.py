@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from pipeline.formatting import Remaining
 from pipeline.model.config import ModelConfig
-from pipeline.model.load import DERIVED, LayerWeights, WeightReader
+from pipeline.model.load import DERIVED, HEAD, LayerWeights, WeightReader
 from pipeline.quantize import layouts
 from pipeline.quantize.calibration import FUSED, Calibration
 from pipeline.quantize.checkpoint_writer import CheckpointWriter
@@ -119,11 +119,12 @@ class LayerWriter:
         """Embeddings, the last norm and the head, as they are."""
         self._reader.final_norm()
         self._reader.class_head()
-        if self._reader.has_vocabulary_head and not self._config.tie_embeddings:
+        if self._reader.has_vocabulary_head and not self._reader.ties_head:
             self._reader.lm_head()
         self._reader.finish()
         checkpoint = self._reader.checkpoint
-        dropped = (*DERIVED, "lm_head.weight") if self._config.tie_embeddings else DERIVED
+        has_copy = self._reader.ties_head and self._reader.embedding_name != HEAD
+        dropped = (*DERIVED, HEAD) if has_copy else DERIVED
         layers = f"{self._reader.prefix}layers."
         names = [n for n in checkpoint.home if not n.startswith(layers) and not n.endswith(dropped)]
         self._output.write(self._files[-1], {name: checkpoint.take(name) for name in names})

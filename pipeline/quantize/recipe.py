@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.checkpoints.file_checks import read_json
+from pipeline.checkpoints.model_values import model_values, quantization_options
 from pipeline.errors import ConfigError, ModelError
 from pipeline.model.config import ModelConfig, read_config
+from pipeline.model.load import as_stored
 from pipeline.quantize import layouts
 from pipeline.quantize.gptq import DAMPING
 
@@ -48,14 +49,14 @@ class Recipe:
 
 def check_plain(source: Path) -> ModelConfig:
     """The model's fields. Raises ModelError when its weights are quantized already."""
-    found = read_json(source / "config.json").get("quantization_config")
+    found = quantization_options(source, model_values(source))
     if found is not None:
-        method = found.get("quant_method") if isinstance(found, dict) else None
+        options, path = found
         raise ModelError(
-            f"{source}: is quantized already ({method or 'quantization_config'} in config.json); what it lost does not "
-            "come back: take the checkpoint in 16 or 32 bit that it was made from"
+            f"{source}: is quantized already ({options.get('quant_method') or 'quantization_config'} in {path.name}); "
+            "what it lost does not come back: take the checkpoint in 16 or 32 bit that it was made from"
         )
-    return read_config(source)
+    return as_stored(read_config(source), source)
 
 
 def check_shapes(source: Path, config: ModelConfig, recipe: Recipe) -> None:

@@ -33,14 +33,14 @@ class Fields:
             raise self.refuse(name, f"an integer from {low} to {high}")
         return value
 
-    def number(self, name: str, default: float) -> float:
-        value = self.values.get(name, default)
+    def number(self, name: str) -> float:
+        value = self.values.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e12:
             raise self.refuse(name, "a positive number")
         return float(value)
 
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name, default)
+    def flag(self, name: str) -> bool:
+        value = self.values.get(name)
         if not isinstance(value, bool):
             raise self.refuse(name, "true or false")
         return value

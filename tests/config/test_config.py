@@ -98,6 +98,16 @@ def test_every_engine_and_sampling_option_reaches_the_engine(job):
     assert set(SamplingParams.__dataclass_fields__) == set(type(config.sampling).model_fields) - of_jobs_alone
 
 
+def test_minus_1_is_off_as_in_vllm(job):
+    plain, off = job(MINIMAL), job(MINIMAL + "sampling: {top_k: -1, seed: -1, thinking_token_budget: -1}\n")
+    assert identity_of(off) == identity_of(plain)
+    assert off.sampling_params() == plain.sampling_params() == SamplingParams(top_k=-1, seed=-1)
+    assert SamplingParams(thinking_token_budget=-1).thinking_token_budget is None
+    for key in ("top_k: -2", "seed: -2", "top_k: true", "max_tokens: -1"):
+        with pytest.raises(JobFileError, match=key.partition(":")[0]):
+            job(MINIMAL + f"sampling: {{{key}}}\n")
+
+
 def test_off_and_false_both_switch_off(job):
     for word in ("off", "false", "no", "False"):
         assert job(MINIMAL + f"engine: {{enable_prefix_caching: {word}}}\n").engine.enable_prefix_caching is False

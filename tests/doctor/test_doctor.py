@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pipeline.config import load_job
 from pipeline.demo import demo_model
@@ -150,6 +151,27 @@ def test_a_model_in_a_store(tmp_path):
     assert checks("model", model="memory://test-doctor/m")["architecture"].state == "ok"
     fs.rm_file("/test-doctor/m/tokenizer.json")
     assert "no tokenizer.json there" in checks("model", model="memory://test-doctor/m")["model"].found
+
+
+def test_the_quantizers_own_file_of_a_model_in_a_store_counts(tmp_path):
+    import fsspec
+
+    fs, config = fsspec.filesystem("memory"), json.loads((demo_model("target-awq") / "config.json").read_text())
+    options = config.pop("quantization_config")
+    fs.pipe_file("/test-doctor/old/config.json", json.dumps(config).encode())
+    fs.pipe_file("/test-doctor/old/tokenizer.json", b"{}")
+    assert "AWQ" not in checks("model", model="memory://test-doctor/old")["architecture"].found
+    fs.pipe_file("/test-doctor/old/quant_config.json", json.dumps(options).encode())
+    assert "AWQ int4, groups of 128" in checks("model", model="memory://test-doctor/old")["architecture"].found
+
+
+def test_an_output_embedding_of_its_own_is_counted(tmp_path):
+    folder = copied(tmp_path / "m", tie_word_embeddings=True)
+    tensors, shown = load_file(folder / "model.safetensors"), []
+    for head in ({}, {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}):
+        save_file(tensors | head, folder / "model.safetensors")
+        shown.append(checks("model", model=str(folder))["architecture"].found.partition(",")[0])
+    assert shown == ["2.6 million parameters", "2.9 million parameters"]
 
 
 def test_a_hugging_face_id_is_only_looked_up(tmp_path, monkeypatch):

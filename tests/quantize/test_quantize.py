@@ -250,3 +250,12 @@ def test_without_autoawq_the_command_that_installs_it_is_named(pipe, base, tmp_p
     assert code == 2
     assert "pip install" in err
     assert "autoawq==0.2.9" in err
+
+
+def test_an_output_embedding_of_its_own_is_written_and_named(pipe, tmp_path):
+    base = write_checkpoint(tmp_path / "base", Family("llama", "llama"), CONFIG, 3)
+    config = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (base / "config.json").write_text(json.dumps(config))
+    made(pipe, base, tmp_path / "out", "int8")
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(tensors_of(tmp_path / "out")["lm_head.weight"], tensors_of(base)["lm_head.weight"])

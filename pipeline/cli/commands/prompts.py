@@ -18,7 +18,7 @@ _GENERATE_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--n", "sampling.n", int, "Completions of each prompt; more than one need a --temperature above 0."),
     ("--temperature", "sampling.temperature", float, "0, the default, takes the likeliest token each time."),
     ("--top-p", "sampling.top_p", float, "Only the likeliest tokens that together have this probability."),
-    ("--top-k", "sampling.top_k", int, "Only the K likeliest tokens; 0 is off."),
+    ("--top-k", "sampling.top_k", int, "Only the K likeliest tokens; 0 and -1 are off."),
     ("--min-p", "sampling.min_p", float, "Only tokens at least this likely, relative to the likeliest."),
     ("--repetition-penalty", "sampling.repetition_penalty", float, "Above 1: what was said becomes less likely."),
     ("--seed", "sampling.seed", int, "Of the random numbers; the same seed gives the same ones."),

@@ -2,7 +2,8 @@
 
 Fields as in https://platform.openai.com/docs/api-reference/batch/request-input, /chat/create, /completions/create and
 /embeddings/create, and those that vLLM's server takes besides (top_k, min_p, repetition_penalty, min_tokens,
-stop_token_ids, ignore_eos, prompt_logprobs, thinking_token_budget).
+stop_token_ids, ignore_eos, prompt_logprobs, thinking_token_budget). Other fields of vLLM are accepted where they hold
+the value that has no effect, as in lines written from its request classes.
 A field that is not known makes its row an error row: a completion that does not do what was asked is worse than none.
 """
 
@@ -35,13 +36,14 @@ OTHER_ENDPOINTS = ("responses", "moderations", "images/generations", "images/edi
 
 # They change no token here: how an answer is delivered, stored or billed.
 IGNORED = ("stream", "stream_options", "user", "metadata", "store", "service_tier", "safety_identifier",
-           "prompt_cache_key", "prompt_cache_retention")  # fmt: skip
+           "prompt_cache_key", "prompt_cache_retention", "priority", "request_id", "session_id", "cache_salt",
+           "stream_interval")  # fmt: skip
 # By the field's own name; the rest of the parameters have other names or forms.
 SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
              "stop", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "n",
              "prompt_logprobs", "thinking_token_budget")  # fmt: skip
 # Fields of what is not done, with the values that ask for nothing.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+_OF_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "tools": ([],),
     "tool_choice": ("none",),
@@ -53,6 +55,28 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "echo": (False,),
     "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0, 1),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "bad_words": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "vllm_xargs": ({},),
+}
+UNSUPPORTED: Mapping[Endpoint, Mapping[str, tuple[Any, ...]]] = {
+    "chat": {
+        **_OF_COMPLETIONS,
+        "add_special_tokens": (False,),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "chat_template_kwargs": ({},),
+        "include_reasoning": (True,),
+        "documents": ([],),
+    },
+    "text": {**_OF_COMPLETIONS, "add_special_tokens": (True,)},
+    "embedding": {},
 }
 _HINTS = {
     "chat_template_kwargs": "give prompt.chat.template_kwargs in the job file, for all rows",
@@ -63,13 +87,12 @@ _HINTS = {
     "add_generation_prompt": "give prompt.chat.add_generation_prompt in the job file, for all rows",
 }
 OF_LINE = ("custom_id", "method", "url", "body")
-_OF_COMPLETIONS = (*SAME_NAME, *UNSUPPORTED, "logprobs")
-# Besides those of IGNORED and model.
+# Besides those of IGNORED, of UNSUPPORTED and model.
 _FIELDS: Mapping[Endpoint, frozenset[str]] = {
     "chat": frozenset(
-        (*_OF_COMPLETIONS, "messages", "max_completion_tokens", "top_logprobs", "response_format"),
+        (*SAME_NAME, "logprobs", "messages", "max_completion_tokens", "top_logprobs", "response_format"),
     ),
-    "text": frozenset((*_OF_COMPLETIONS, "prompt")),
+    "text": frozenset((*SAME_NAME, "logprobs", "prompt")),
     "embedding": frozenset(("input", "dimensions", ENCODING_FORMAT)),
 }
 _ENCODINGS = ("float", "base64")
@@ -122,18 +145,22 @@ def _check_fields(body: Mapping[str, Any], endpoint: Endpoint) -> None:
     for name, value in body.items():
         if value is None:
             continue
-        if name not in _FIELDS[endpoint] and name not in IGNORED and name != "model":
-            hint = f"; {_HINTS[name]}" if name in _HINTS else ""
+        hint = f"; {_HINTS[name]}" if name in _HINTS else ""
+        if name in UNSUPPORTED[endpoint]:
+            check_unsupported(f"body.{name}", value, UNSUPPORTED[endpoint][name], hint)
+        elif name not in _FIELDS[endpoint] and name not in IGNORED and name != "model":
             raise Refused(f"body.{name[:80]}: not a field that is known for {_url(endpoint)}{hint}")
-        if name in UNSUPPORTED:
-            check_unsupported(f"body.{name}", value, UNSUPPORTED[name])
     if "model" in body and not isinstance(body["model"], str):
         raise Refused(f"body.model: expected text, got {shortened(body['model'])}")
 
 
 def _prompt(body: Mapping[str, Any], endpoint: Endpoint) -> str:
     if endpoint == "chat":
-        return chat_json(body.get("messages"), "body.messages")
+        chat, last = body.get("messages"), "continue_final_message"
+        turn = chat[-1] if isinstance(chat, list) and chat else None
+        if body.get(last) is False and isinstance(turn, dict) and turn.get("role") == "assistant":
+            raise Refused(f"body.{last}: false, but the last message is an assistant's; {_HINTS[last]}")
+        return chat_json(chat, "body.messages")
     key = "input" if endpoint == "embedding" else "prompt"
     prompt = body.get(key)
     if isinstance(prompt, list) and len(prompt) == 1:
@@ -169,7 +196,9 @@ def _parameters(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
             own["response_format"] = json.dumps(form)
     elif body.get("logprobs") is not None:
         own["logprobs"] = parameter("logprobs", body["logprobs"], "body.logprobs")
-    if "seed" in own:
+    if own.get("seed") == -1:
+        del own["seed"]  # as vLLM has it: the row's own
+    elif "seed" in own:
         own["seed"] &= 2**63 - 1  # the API takes negative ones
     return own
 

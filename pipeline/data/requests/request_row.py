@@ -123,11 +123,11 @@ def check_fields(
         check_unsupported(f"{where}{name}", value, unsupported[name])
 
 
-def check_unsupported(where: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    """Raise Refused unless the value is one of those that ask for nothing."""
+def check_unsupported(where: str, value: Any, neutral: tuple[Any, ...], hint: str = "") -> None:
+    """Raise Refused, with `hint` at the end, unless the value is one of those that ask for nothing."""
     if not any(type(value) is type(each) and value == each for each in neutral):  # True is no 1
         taken = f"only {json.dumps(neutral[0])} is taken, " if neutral else ""
-        raise Refused(f"{where}: not supported; {taken}got {shortened(value)}")
+        raise Refused(f"{where}: not supported; {taken}got {shortened(value)}{hint}")
 
 
 def chat_json(messages: object, where: str, system: object = None, system_where: str = "") -> str:

@@ -20,6 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.select import keep_gpu_kernels_in
 from pipeline.machine.numba import why_no_numba
 from pipeline.model.config import ModelConfig, read_config
+from pipeline.model.load import as_stored
 from pipeline.roofline.cards import card_of_device
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -48,7 +49,7 @@ def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
     Raises ModelError for the checkpoint, ConfigError for options it cannot be run with.
     """
     folder = locate_model(config.model)
-    model = quantized_on_load(read_config(folder), config.quantization)
+    model = quantized_on_load(as_stored(read_config(folder), folder), config.quantization)
     resolved = resolve(config, model)
     place = Place(config.num_threads, resolved.device)
     with place:

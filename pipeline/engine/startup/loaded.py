@@ -18,6 +18,7 @@ from pipeline.kernels.contract import Kernels
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder, KVCache
+from pipeline.model.load import as_stored
 from pipeline.tokenization.tokenizer import Tokenizer
 from pipeline.weights.fp8 import AS_THEY_COME
 
@@ -61,7 +62,7 @@ class LoadedModel:
                 "take a draft model of the same family, or leave it out"
             )
         ordinary = replace(resolved, activation_dtype="auto", deterministic=False)  # drafts may be anything
-        return cls.load(folder, read_config(folder), ordinary)
+        return cls.load(folder, as_stored(read_config(folder), folder), ordinary)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.file_checks import read_json
 from pipeline.checkpoints.locate import folder_here, model_kind, why_no_checkpoint
+from pipeline.checkpoints.model_values import model_values
 from pipeline.config import FromColumn, JobConfig, Mistake
 from pipeline.data.columns import is_list, is_text
 from pipeline.data.output.parts import PartStore
@@ -307,7 +307,7 @@ class _Examination:
             if tokenize is None or folder is None:
                 self.facts["prompt_tokens"] = None
             else:
-                told = read_json(folder / "config.json").get("max_position_embeddings")
+                told = model_values(folder).get("max_position_embeddings")
                 context = told if isinstance(told, int) else None  # what is wrong with it the engine says
                 self.facts["prompt_tokens"] = prompt_tokens(config, source, tokenize, context)
             first = self.facts["first_prompt"]

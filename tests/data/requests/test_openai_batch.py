@@ -52,6 +52,23 @@ def test_a_chat_is_its_messages_and_its_own_values():
     assert [heading(chat(n=n)).samples for n in (None, 1, "2", 2, 3.0)] == [False, False, False, True, True]
 
 
+# The values that vLLM's own request classes have where a client sets nothing.
+OFF_VALUES = {
+    "top_k": -1, "min_p": 0.0, "top_p": 1.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "n": 1,
+    "frequency_penalty": 0.0, "min_tokens": 0, "ignore_eos": False, "stop": [], "stop_token_ids": [],
+}  # fmt: skip
+OFF_IN_VLLM = OFF_VALUES | {
+    "max_tokens": None, "seed": -1, "logprobs": None, "prompt_logprobs": None, "logit_bias": None, "stream": False,
+    "use_beam_search": False, "length_penalty": 1.0, "include_stop_str_in_output": False, "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "bad_words": [], "echo": False, "priority": 0, "request_id": "a",
+    "return_tokens_as_token_ids": False, "return_token_ids": False, "vllm_xargs": {}, "structured_outputs": None,
+}  # fmt: skip
+OF_CHATS_OFF_IN_VLLM = {
+    "logprobs": False, "top_logprobs": 0, "add_special_tokens": False, "add_generation_prompt": True,
+    "continue_final_message": False, "chat_template_kwargs": {}, "include_reasoning": True, "documents": [],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("line", "endpoint", "parameters"),
     [
@@ -60,7 +77,11 @@ def test_a_chat_is_its_messages_and_its_own_values():
         (chat(logprobs=False, top_logprobs=0), "chat", {}),
         (chat(temperature=None, tools=None, response_format={"type": "text"}, tools_choice=None), "chat", {}),
         (chat(stop=["a", "b"], max_tokens=4.0), "chat", {"stop": ["a", "b"], "max_tokens": 4}),
-        (chat(seed=-1), "chat", {"seed": 2**63 - 1}),
+        (chat(seed=-2), "chat", {"seed": 2**63 - 2}),
+        (chat(seed=-1), "chat", {}),
+        (chat(**OFF_IN_VLLM), "chat", OFF_VALUES),
+        (text(**OFF_IN_VLLM, add_special_tokens=True), "text", OFF_VALUES),
+        (chat(**OF_CHATS_OFF_IN_VLLM), "chat", {}),
         (chat(thinking_token_budget=0, reasoning_effort=None), "chat", {"thinking_token_budget": 0}),
         (chat(tools=[], logit_bias={}, tool_choice="none"), "chat", {}),
         (chat(n=3.0), "chat", {"n": 3}),
@@ -85,7 +106,7 @@ REFUSED = [
     (chat(prompt="x"), r"body\.prompt: not a field that is known for /v1/chat"),
     (chat(reasoning_effort="low"), r"body\.reasoning_effort: not a field.*or thinking_token_budget"),
     (chat(thinking_token_budget="low"), r"body\.thinking_token_budget: expected an integer"),
-    (chat(chat_template_kwargs={}), r"body\.chat_template_kwargs.*prompt\.chat\.template_kwargs in the job file"),
+    (chat(chat_template_kwargs={"a": 1}), r"body\.chat_template_kwargs.*prompt\.chat\.template_kwargs in the job file"),
     (chat(prompt_logprobs=True), r"body\.prompt_logprobs: expected an integer, got True"),
     (chat(max_tokens="5"), r"body\.max_tokens: expected an integer, got '5'"),
     (chat(max_tokens=True), r"body\.max_tokens: expected an integer, got True"),
@@ -111,7 +132,12 @@ REFUSED = [
     (chat(messages=[{"role": "user"}]), r"body\.messages\[0\]: content is neither text nor parts of text"),
     (chat(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}]),
      r"body\.messages\[0\]: tool_calls\[0\]\.function\.arguments: expected a JSON object as text"),
-    (chat(continue_final_message=True), r"body\.continue_final_message: not a field .*prompt\.chat"),
+    (chat(continue_final_message=True), r"body\.continue_final_message: not supported; only false.*prompt\.chat"),
+    (chat(continue_final_message=False, messages=[*MESSAGES, {"role": "assistant", "content": "Well"}]),
+     r"body\.continue_final_message: false, but the last message is an assistant's.*prompt\.chat"),
+    (chat(use_beam_search=True), r"body\.use_beam_search: not supported; only false is taken, got True"),
+    (chat(add_special_tokens=True), r"body\.add_special_tokens: not supported; only false"),
+    (text(add_special_tokens=False), r"body\.add_special_tokens: not supported; only true"),
     (text(prompt=["a", "b"]), r"body\.prompt: expected one text, got a list of 2"),
     (text(prompt=[1, 2]), r"body\.prompt: expected one text, got a list of 2; token ids are not taken"),
     (text(prompt=[5]), r"body\.prompt: expected one text, got 5; token ids are not taken"),

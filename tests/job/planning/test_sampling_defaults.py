@@ -49,6 +49,14 @@ def test_what_the_job_leaves_out_is_the_models_and_in_its_identity(planned):
     assert taking.digest == written.digest != planned()[1].digest
 
 
+def test_an_option_that_the_model_switches_off_is_off(planned, job):
+    path = job.folder / "model" / "generation_config.json"
+    path.write_text(json.dumps(OWN | {"top_k": -1, "min_p": None, "top_p": 1.0}))
+    params, taking, _ = planned(defaults="model")
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.6, 1, 0, 0)
+    assert taking.digest == planned(temperature=0.6, repetition_penalty=1.05)[1].digest
+
+
 def test_a_model_that_does_not_sample_is_greedy(job):
     path = job.folder / "model" / "generation_config.json"
     path.write_text(json.dumps({**OWN, "do_sample": False}))

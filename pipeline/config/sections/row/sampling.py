@@ -16,7 +16,13 @@ from pipeline.config.values import (
     SwitchOrColumn,
     TokenIdsOrColumn,
 )
-from pipeline.engine.params import MAX_PATTERN_SIZE, MAX_SAMPLES, RepetitionDetectionParams, SamplingParams
+from pipeline.engine.params import (
+    MAX_PATTERN_SIZE,
+    MAX_SAMPLES,
+    OFF_AT_MINUS_1,
+    RepetitionDetectionParams,
+    SamplingParams,
+)
 from pipeline.errors import ConfigError
 
 
@@ -81,9 +87,9 @@ class SamplingSection(Section):
     )
     top_k: IntOrColumn = Field(
         default=0,
-        description="Sample among the k likeliest tokens. 0 is off.",
+        description="Sample among the k likeliest tokens. 0 and -1 are off.",
         examples=[20],
-        json_schema_extra={"minimum": 0},
+        json_schema_extra={"minimum": -1},
     )
     top_p: NumberOrColumn = Field(
         default=1.0,
@@ -130,9 +136,9 @@ class SamplingSection(Section):
     )
     seed: int | None = Field(
         default=None,
-        ge=0,
+        ge=-1,
         lt=2**63,
-        description="With the row's place it fixes the row's random numbers. engine.seed when left out.",
+        description="With the row's place it fixes the row's random numbers. engine.seed when left out or -1.",
         examples=[7],
     )
     logprobs: IntOrNoneOrColumn = Field(
@@ -171,9 +177,9 @@ class SamplingSection(Section):
     thinking_token_budget: IntOrNoneOrColumn = Field(
         default=None,
         description="The most tokens of reasoning: after them the end marker is taken, and the answer follows. Needs "
-        "reasoning; max_tokens counts both. No limit of their own when left out.",
+        "reasoning; max_tokens counts both. No limit of their own when left out or -1.",
         examples=[2048, {"column": "budget"}],
-        json_schema_extra={"minimum": 0},
+        json_schema_extra={"minimum": -1},
     )
     response_format: ResponseFormat = Field(
         default=None,
@@ -185,6 +191,11 @@ class SamplingSection(Section):
     @classmethod
     def _by_openais_name(cls, given: Any) -> Any:
         return with_structured_outputs(given)
+
+    @field_validator(*OFF_AT_MINUS_1, mode="before")
+    @classmethod
+    def _off_as_in_vllm(cls, value: Any, info: Any) -> Any:
+        return OFF_AT_MINUS_1[info.field_name] if type(value) is int and value == -1 else value
 
     @field_validator("*")
     @classmethod

@@ -1,0 +1,153 @@
+"""A config.json means what transformers' config class makes of it: keys that are missing, and keys that are null."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pipeline.errors import ModelError
+from pipeline.model.config import ModelConfig, read_config
+from tests.model_folders import LINEAR_ROPE, LLAMA3_ROPE, VOCAB, YARN_ROPE, Family, load_reference, write_checkpoint
+from tests.parity.harness import LOGIT_TOLERANCE, float32_engine, our_logits, reference_logits
+
+FULL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 999,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_theta": 5e5,
+    "sliding_window": 21,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "torch_dtype": "bfloat16",
+}
+LAYER_TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+BOTH = [FULL, FULL | LAYER_TYPES]
+FAMILIES = {"llama": [FULL], "mistral": [FULL], "qwen2": BOTH, "qwen3": BOTH}
+COMPUTED = ("head_dim", "num_key_value_heads")  # null: computed from others, in families whose class refuses it too
+
+
+def ours(folder: Path, values: dict[str, Any]) -> ModelConfig | None:
+    """None where it is refused."""
+    (folder / "config.json").write_text(json.dumps(values))
+    try:
+        return read_config(folder)
+    except ModelError:
+        return None
+
+
+def as_transformers_has_it(folder: Path, values: dict[str, Any]) -> ModelConfig | None:
+    (folder / "config.json").write_text(json.dumps(values))
+    try:
+        filled = AutoConfig.from_pretrained(folder).to_dict()
+    except Exception:  # its own checks have no common type
+        return None
+    return ours(folder, filled)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_missing_key_has_the_value_of_the_config_class(tmp_path: Path, family: str) -> None:
+    for full in FAMILIES[family]:
+        values = full | {"model_type": family}
+        assert ours(tmp_path, values) == as_transformers_has_it(tmp_path, values) is not None
+        for key in full:
+            changed = {name: value for name, value in values.items() if name != key}
+            assert ours(tmp_path, changed) == as_transformers_has_it(tmp_path, changed), key
+        bare = {"model_type": family}
+        assert ours(tmp_path, bare) == as_transformers_has_it(tmp_path, bare) is not None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_null_is_what_the_config_class_takes_it_for(tmp_path: Path, family: str) -> None:
+    for full in FAMILIES[family]:
+        for key in full:
+            changed = full | {"model_type": family, key: None}
+            expected = as_transformers_has_it(tmp_path, changed)
+            if expected is None and key in COMPUTED:
+                assert ours(tmp_path, changed) is not None
+            elif key == "rope_theta":  # loads there, and then fails to compute
+                assert ours(tmp_path, changed) is None
+            else:
+                assert ours(tmp_path, changed) == expected, key
+
+
+ROPES = [
+    *({"rope_parameters": rope} for rope in (LLAMA3_ROPE, YARN_ROPE, LINEAR_ROPE)),
+    {"rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE},
+    {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
+    {"rope_theta": 5e5, "rope_scaling": {}},
+    {"rope_theta": 5e5, "rope_scaling": LINEAR_ROPE, "rope_parameters": YARN_ROPE},
+    {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_theta": 7e5, "rope_type": "default"}},
+    {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": None},
+    {"original_max_position_embeddings": 32, "rope_parameters": YARN_ROPE},
+    {"rope_theta": 5e5, "partial_rotary_factor": None},
+    {"rope_parameters": YARN_ROPE | {"beta_fast": None, "beta_slow": None, "attention_factor": None}},
+    {"rope_parameters": YARN_ROPE | {"truncate": False, "mscale": None}},
+]
+
+
+@pytest.mark.parametrize("index", range(len(ROPES)))
+def test_rotary_options_mean_the_same_with_each_key_missing(tmp_path: Path, index: int) -> None:
+    given = ROPES[index]
+    (section,) = [name for name in ("rope_scaling", "rope_parameters") if given.get(name)][:1] or [None]
+    inner = given[section] if section else {}
+    variants = [given, *({**given, section: {k: v for k, v in inner.items() if k != key}} for key in inner)]
+    for variant in variants:
+        values = {k: v for k, v in FULL.items() if k != "rope_theta"} | {"model_type": "llama"} | variant
+        found = ours(tmp_path, values)
+        try:
+            config = AutoConfig.from_pretrained(tmp_path)
+            kind = config.rope_parameters["rope_type"]
+            if kind == "default":
+                exponent = torch.arange(0, 16, 2).float() / 16
+                frequencies, factor = 1.0 / config.rope_parameters["rope_theta"] ** exponent, 1.0
+            else:
+                frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+        except KeyError:
+            assert found is None, variant
+            continue
+        assert found is not None, variant
+        torch.testing.assert_close(found.rope.inverse_frequencies(16), frequencies)
+        assert found.rope.attention_factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.*each layer type"),
+        ({"use_sliding_window": False, "layer_types": ["linear_attention"] * 3}, "layer_types"),
+        ({"hidden_act": None}, "hidden_act = None"),
+        ({"text_config": {"hidden_size": 8}, "model_type": "llava"}, "model_type = 'llava'"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(tmp_path: Path, values: dict[str, Any], said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FULL | {"model_type": "qwen3"} | values))
+    with pytest.raises(ModelError, match=said):
+        read_config(tmp_path)
+
+
+def test_a_model_whose_config_leaves_out_what_its_class_says_computes_the_same(tmp_path: Path) -> None:
+    given = {name: value for name, value in FULL.items() if name in ("vocab_size", "hidden_size", "intermediate_size")}
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 257}
+    folder = write_checkpoint(tmp_path / "m", Family("qwen3", "qwen3"), given | shape | {"initializer_range": 0.2}, 0)
+    values = json.loads((folder / "config.json").read_text())
+    kept = ("architectures", "model_type", *given, *shape)
+    (folder / "config.json").write_text(json.dumps({name: values[name] for name in kept}))
+    tokens = list(range(40))
+    with float32_engine(folder) as engine:
+        difference = our_logits(engine, tokens) - reference_logits(load_reference(folder), tokens)
+    assert float(difference.abs().max()) < LOGIT_TOLERANCE
