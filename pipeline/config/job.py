@@ -158,7 +158,7 @@ class JobConfig(JobKeys):
 
     def unit_spec(self, kept: tuple[str, ...] = ()) -> "UnitSpec":
         """How rows are rendered and cut into units; `kept`: the input columns that go with them."""
-        from pipeline.data.units import UnitSpec
+        from pipeline.data.units import MAX_STRETCH_BYTES, UnitSpec
 
         params, run = self.sampling_params(), self.run
         return UnitSpec(
@@ -171,6 +171,7 @@ class JobConfig(JobKeys):
             self.quality.column if run.quality_sample > 0 else None,
             params.n,
             row_texts(self.task, self.choice, self.score, self.prompt.max_bytes),
+            min(run.window_bytes * 3 // 2, MAX_STRETCH_BYTES),  # those of a full window are one stretch, mostly
         )
 
     def chat_template(self) -> str | None:

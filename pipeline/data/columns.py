@@ -1,27 +1,34 @@
 """Arrow types of input columns: one plain type for the many ways to store the same values, the type that a kept
 column has in the output, and schemas merged over files.
 
-Plain: dictionaries decoded, large and view variants made ordinary, extension types stored as what they wrap.
-So what reads, renders and sends rows meets `string`, `binary`, `list` and `struct` only, and a dataset whose files
-differ in encoding is one. Kept columns get their own type back when their part is made.
+Plain: dictionaries decoded, large, view and fixed-size variants made ordinary, extension types stored as what they
+wrap, but for UUIDs. So what reads, renders and sends rows meets `string`, `binary`, `list`, `struct` and `map` only,
+and a dataset whose files differ in encoding is one. Kept columns get their own type back when their part is made.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.formatting import nearest
 
 
 def plain_type(t: pa.DataType) -> pa.DataType:
-    """The plain type of `t`; values are unchanged by a cast to it."""
+    """The plain type of `t`; values are unchanged by a cast to it. A UUID stays one, as its text is not its bytes."""
+    if isinstance(t, pa.UuidType):
+        return t
+    if isinstance(t, pa.Bool8Type):
+        return pa.bool_()
     if isinstance(t, pa.BaseExtensionType):
         return plain_type(t.storage_type)
     if pa.types.is_dictionary(t) or pa.types.is_run_end_encoded(t):
         return plain_type(t.value_type)
     if pa.types.is_large_string(t) or pa.types.is_string_view(t):
         return pa.string()
-    if pa.types.is_large_binary(t) or pa.types.is_binary_view(t):
+    if pa.types.is_large_binary(t) or pa.types.is_binary_view(t) or pa.types.is_fixed_size_binary(t):
         return pa.binary()
     if pa.types.is_fixed_size_list(t):
         return pa.list_(plain_type(t.value_type), t.list_size)
@@ -42,6 +49,8 @@ def kept_type(t: pa.DataType) -> pa.DataType:
     """
     if isinstance(t, pa.BaseExtensionType):
         return t if _can_be_cast(plain_type(t), t) else plain_type(t)
+    if pa.types.is_nested(t) and _has_nulls_alone(t):  # Arrow casts no such lists
+        return plain_type(t)
     if pa.types.is_dictionary(t):
         return pa.dictionary(pa.int32(), kept_type(t.value_type))
     if pa.types.is_fixed_size_list(t):
@@ -54,7 +63,12 @@ def kept_type(t: pa.DataType) -> pa.DataType:
         return pa.struct([pa.field(f.name, kept_type(f.type)) for f in t.fields])
     if pa.types.is_map(t):
         return pa.map_(kept_type(t.key_type), kept_type(t.item_type))
-    return t if pa.types.is_large_string(t) or pa.types.is_large_binary(t) else plain_type(t)
+    is_as_it_is = pa.types.is_large_string(t) or pa.types.is_large_binary(t) or pa.types.is_fixed_size_binary(t)
+    return t if is_as_it_is else plain_type(t)
+
+
+def _has_nulls_alone(t: pa.DataType) -> bool:
+    return pa.types.is_null(t) or any(_has_nulls_alone(t.field(i).type) for i in range(t.num_fields))
 
 
 def _can_be_cast(a: pa.DataType, b: pa.DataType) -> bool:
@@ -75,9 +89,15 @@ def kept_schema(schema: pa.Schema) -> pa.Schema:
     return pa.schema([pa.field(f.name, kept_type(f.type)) for f in schema])
 
 
+def empty_table(schema: pa.Schema) -> pa.Table:
+    """A table of no rows; Arrow's own makes none with lists of UUIDs."""
+    return pa.Table.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema)
+
+
 def merge_types(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     """The type that holds the values of both without loss, plain where they differ, or None. int32 with int64 is
-    int64; int with string is None."""
+    int64; int with string is None. Of two units of time it is the finer one, which may be too short for times of the
+    other (`times_made_finer`)."""
     if a.equals(b):
         return a
     if pa.types.is_null(a) or pa.types.is_null(b):
@@ -85,13 +105,11 @@ def merge_types(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     a, b = plain_type(a), plain_type(b)
     if a.equals(b):
         return a
-    for kind in (
-        pa.types.is_integer,
-        pa.types.is_floating,
-        pa.types.is_boolean,
-        pa.types.is_string,
-        pa.types.is_binary,
-    ):
+    if pa.types.is_nested(a) or pa.types.is_nested(b):
+        return _merge_nested(a, b)
+    if all(pa.types.is_binary(t) or isinstance(t, pa.UuidType) for t in (a, b)):
+        return pa.binary()
+    for kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_string):
         if kind(a) != kind(b):
             return None
     if pa.types.is_uint64(a) != pa.types.is_uint64(b) and not (
@@ -105,28 +123,72 @@ def merge_types(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     return merged.field("x").type
 
 
-def merge_schemas(schemas: list[tuple[str, pa.Schema]]) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
-    """One schema over the kept schemas of named files; columns that some file lacks, with the first such
-    file; columns that cannot be one, with the reason."""
+def _merge_nested(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    if pa.types.is_map(a) and pa.types.is_map(b):
+        key, item = merge_types(a.key_type, b.key_type), merge_types(a.item_type, b.item_type)
+        return None if key is None or item is None else pa.map_(key, item)
+    if pa.types.is_struct(a) and pa.types.is_struct(b):
+        ours, theirs = ({f.name: f.type for f in t.fields} for t in (a, b))
+        if len(ours) < a.num_fields or len(theirs) < b.num_fields:  # two fields of one name
+            return None
+        names, nothing = dict.fromkeys([*ours, *theirs]), pa.null()
+        merged = {name: merge_types(ours.get(name, nothing), theirs.get(name, nothing)) for name in names}
+        return None if None in merged.values() else pa.struct(list(merged.items()))
+    if all(is_list(t) or pa.types.is_fixed_size_list(t) for t in (a, b)):
+        value = merge_types(a.value_type, b.value_type)
+        sizes = [t.list_size if pa.types.is_fixed_size_list(t) else -1 for t in (a, b)]
+        return None if value is None else pa.list_(value, sizes[0] if sizes[0] == sizes[1] else -1)
+    return None
+
+
+@dataclass(frozen=True)
+class UnifiedColumn:
+    """A column that files store in different plain types. stored: each of these as text, with its first file."""
+
+    type: pa.DataType
+    stored: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class MergedSchemas:
+    """Columns of some files together. missing: columns that some file lacks, with the first such file. conflicts:
+    columns that cannot be one, with the reason."""
+
+    schema: pa.Schema
+    missing: Mapping[str, str] = field(default_factory=dict)
+    conflicts: Mapping[str, str] = field(default_factory=dict)
+    unified: Mapping[str, UnifiedColumn] = field(default_factory=dict)
+
+
+def merge_schemas(schemas: list[tuple[str, pa.Schema]]) -> MergedSchemas:
+    """Merge the kept schemas of named files."""
     types: dict[str, pa.DataType] = {}
+    stored: dict[str, dict[str, str]] = {}
     conflicts: dict[str, str] = {}
     for name, schema in schemas:
         for f in schema:
             if schema.names.count(f.name) > 1:
                 conflicts.setdefault(f.name, f"{name} has more than one column of this name")
                 continue
-            merged = merge_types(types.get(f.name, f.type), f.type)
+            merged, before = merge_types(types.get(f.name, f.type), f.type), stored.setdefault(f.name, {})
             if merged is None:
-                conflicts.setdefault(f.name, f"{name} has it as {f.type}, files before it as {types[f.name]}")
+                first = next(iter(before.values()))
+                conflicts.setdefault(
+                    f.name, f"{name} has it as {f.type}, files before it as {types[f.name]}, the first of them {first}"
+                )
             else:
                 types[f.name] = merged
+                if not pa.types.is_null(f.type):
+                    before.setdefault(str(plain_type(f.type)), name)
     missing = {
         column: name
         for column in [*types, *conflicts]
         for name, schema in reversed(schemas)
         if column not in schema.names
     }
-    return pa.schema([(n, t) for n, t in types.items() if n not in conflicts]), missing, conflicts
+    schema = pa.schema([(n, t) for n, t in types.items() if n not in conflicts])
+    unified = {f.name: UnifiedColumn(f.type, stored[f.name]) for f in schema if len(stored[f.name]) > 1}
+    return MergedSchemas(schema, missing, conflicts, unified)
 
 
 def is_text(t: pa.DataType) -> bool:
@@ -135,6 +197,120 @@ def is_text(t: pa.DataType) -> bool:
 
 def is_list(t: pa.DataType) -> bool:
     return pa.types.is_list(t) or pa.types.is_large_list(t)
+
+
+_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+
+
+def leaves(t: pa.DataType, becomes: pa.DataType | None = None) -> list[tuple[pa.DataType, pa.DataType | None]]:
+    """The types without children of a type, in the order of Parquet's columns, each with its own in the type `becomes`
+    of the same shape, which may have more fields."""
+    t = plain_type(t)
+    becomes = becomes and plain_type(becomes)
+    if pa.types.is_struct(t):
+        parts = [(f.type, becomes and becomes.field(f.name).type) for f in t.fields]
+    elif pa.types.is_map(t):
+        parts = [(t.key_type, becomes and becomes.key_type), (t.item_type, becomes and becomes.item_type)]
+    elif is_list(t) or pa.types.is_fixed_size_list(t):
+        parts = [(t.value_type, becomes and becomes.value_type)]
+    else:
+        return [(t, becomes)]
+    return [leaf for own, other in parts for leaf in leaves(own, other)]
+
+
+def times_made_finer(own: pa.DataType, becomes: pa.DataType) -> int | None:
+    """By how much a cast multiplies the numbers of a timestamp or duration; None for other types, and where not."""
+    if not all(pa.types.is_timestamp(t) or pa.types.is_duration(t) for t in (own, becomes)) or own.unit == becomes.unit:
+        return None
+    return _PER_SECOND[becomes.unit] // _PER_SECOND[own.unit]
+
+
+def decoded_bytes(array: pa.Array) -> np.ndarray:
+    """The bytes of each row's values when nothing of them is shared through a dictionary."""
+    t = array.type
+    if isinstance(array, pa.ExtensionArray):
+        return decoded_bytes(array.storage)
+    if isinstance(array, pa.DictionaryArray):
+        sizes = np.append(decoded_bytes(array.dictionary), 0)
+        return sizes[array.indices.fill_null(len(sizes) - 1).to_numpy(zero_copy_only=False)]
+    if pa.types.is_struct(t):
+        return sum((decoded_bytes(array.field(i)) for i in range(t.num_fields)), np.zeros(len(array), np.int64))
+    if pa.types.is_map(t):
+        return np.diff(_ends(decoded_bytes(array.keys) + decoded_bytes(array.items))[array.offsets.to_numpy()])
+    if pa.types.is_nested(t):
+        ends, (starts, lengths) = _ends(decoded_bytes(array.values)), _spans(array)
+        return ends[starts + lengths] - ends[starts]
+    if is_text(plain_type(t)) and not pa.types.is_fixed_size_binary(t):
+        return pc.call_function("binary_length", [array]).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return np.full(len(array), 0 if pa.types.is_null(t) else max(1, t.bit_width // 8), np.int64)
+
+
+def plain_array(array: pa.Array, t: pa.DataType) -> pa.Array:
+    """The values as the plain type `t`, which holds them. Raises ArrowInvalid where it is of a finer unit of time, and
+    too short.
+
+    Lists, structs and maps are taken apart here: Arrow's own casts lose the last offset of list views, and make lists
+    of nulls that are broken.
+    """
+    if isinstance(array, pa.ExtensionArray) and not isinstance(t, pa.UuidType):
+        return plain_array(array.storage, t)
+    if isinstance(array, pa.DictionaryArray):
+        return plain_array(array.dictionary_decode(), t)
+    own = array.type
+    if own.equals(t):
+        return array
+    if pa.types.is_null(own):
+        return pa.nulls(len(array), t)
+    if not pa.types.is_nested(t):
+        return array.cast(t)
+    mask = array.is_null()
+    if pa.types.is_struct(t):
+        found = {f.name: i for i, f in enumerate(own.fields)}
+        same = [f.name for f in own.fields] == [f.name for f in t.fields]  # two may have one name
+        places = range(t.num_fields) if same else [found.get(f.name) for f in t.fields]
+        fields = [
+            pa.nulls(len(array), f.type) if i is None else plain_array(array.field(i), f.type)
+            for i, f in zip(places, t.fields, strict=True)
+        ]
+        return pa.StructArray.from_arrays(fields, fields=list(t), mask=mask)
+    if pa.types.is_map(t):
+        array = array.take(pa.array(range(len(array)))) if array.offset else array
+        keys, items = plain_array(array.keys, t.key_type), plain_array(array.items, t.item_type)
+        return pa.MapArray.from_arrays(array.offsets, keys, items, type=t, mask=mask)
+    if pa.types.is_fixed_size_list(t):
+        values = array.values.slice(array.offset * t.list_size, len(array) * t.list_size)
+        return pa.FixedSizeListArray.from_arrays(plain_array(values, t.value_type), type=t, mask=mask)
+    starts, lengths = _spans(array)
+    ends, has_any = _ends(lengths), lengths > 0
+    first = starts[has_any][:1].sum()
+    if np.array_equal(starts[has_any], first + ends[:-1][has_any]):
+        values = array.values.slice(first, ends[-1])
+    else:
+        values = array.values.take(pa.array(np.repeat(starts - ends[:-1], lengths) + np.arange(ends[-1])))
+    return pa.ListArray.from_arrays(
+        pa.array(ends, pa.int32()), plain_array(values, t.value_type), type=t, mask=array.is_null()
+    )
+
+
+def _spans(lists: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Where in `values` each list of any kind begins, and how long it is; a null has none."""
+    t = lists.type
+    if pa.types.is_fixed_size_list(t):
+        starts = (np.arange(len(lists)) + lists.offset) * t.list_size
+        lengths = np.full(len(lists), t.list_size)
+    elif pa.types.is_list_view(t) or pa.types.is_large_list_view(t):
+        starts, lengths = lists.offsets.to_numpy(), lists.sizes.to_numpy()
+    else:
+        offsets = lists.offsets.to_numpy()
+        starts, lengths = offsets[:-1], np.diff(offsets)
+    return starts.astype(np.int64), np.where(lists.is_null().to_numpy(zero_copy_only=False), 0, lengths).astype(
+        np.int64
+    )
+
+
+def _ends(sizes: np.ndarray) -> np.ndarray:
+    """0, and the sum of the sizes up to each."""
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from pipeline.data.columns import plain_type
+from pipeline.data.columns import UnifiedColumn, plain_type
 from pipeline.data.dataset_files import DatasetFiles
 from pipeline.data.files.partitions import partition_columns
 
@@ -20,12 +20,14 @@ _ADVICE = "leave it out of the new files, or choose a new output.path for all fi
 @dataclass(frozen=True)
 class DatasetColumns:
     """`kept`: all columns that all files agree on, with the types that they have in the output, those of folder names
-    last. `missing`: the first file without a column. `conflicts`: which file, and why."""
+    last. `missing`: the first file without a column. `conflicts`: which file, and why. `unified`: those of `kept` that
+    files store in different types."""
 
     kept: pa.Schema
     missing: Mapping[str, str]
     conflicts: Mapping[str, str]
     partitions: frozenset[str]
+    unified: Mapping[str, UnifiedColumn]
 
 
 def dataset_columns(dataset: DatasetFiles, batches: Sequence[Mapping[int, str]], shown: str) -> DatasetColumns:
@@ -44,11 +46,12 @@ def dataset_columns(dataset: DatasetFiles, batches: Sequence[Mapping[int, str]],
         if name not in conflicts and not _fits(name, columns, every):
             conflicts[name] = _why_not(dataset, name, columns, first, later, shown)
     kept = pa.schema([f for f in columns.kept if f.name not in conflicts])
-    return DatasetColumns(kept, every.missing, conflicts, columns.partitions)
+    return DatasetColumns(kept, every.missing, conflicts, columns.partitions, _those(every.unified, kept))
 
 
 def _of_files(dataset: DatasetFiles, files: Mapping[int, str], shown: str) -> DatasetColumns:
-    schema, missing, conflicts = dataset.columns(files)
+    merged = dataset.columns(files)
+    schema, missing, conflicts = merged.schema, dict(merged.missing), dict(merged.conflicts)
     partitions, outside = partition_columns(files[index] for index in sorted(files))
     for column in [f for f in partitions if f.name in (*schema.names, *conflicts)]:
         partitions.remove(column)
@@ -60,7 +63,12 @@ def _of_files(dataset: DatasetFiles, files: Mapping[int, str], shown: str) -> Da
             schema = schema.remove(schema.get_field_index(column.name))
     missing |= {f.name: posixpath.join(shown, outside[f.name]) for f in partitions if f.name in outside}
     kept = pa.schema([*schema, *partitions])
-    return DatasetColumns(kept, missing, conflicts, frozenset(f.name for f in partitions))
+    names = frozenset(f.name for f in partitions)
+    return DatasetColumns(kept, missing, conflicts, names, _those(merged.unified, schema))
+
+
+def _those(unified: Mapping[str, UnifiedColumn], schema: pa.Schema) -> dict[str, UnifiedColumn]:
+    return {name: column for name, column in unified.items() if name in schema.names}
 
 
 def _fits(name: str, first: DatasetColumns, every: DatasetColumns) -> bool:

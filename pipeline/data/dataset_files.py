@@ -4,12 +4,13 @@ import hashlib
 import posixpath
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import pyarrow as pa
 
-from pipeline.data.columns import kept_schema, merge_schemas
+from pipeline.data.columns import MergedSchemas, UnifiedColumn, kept_schema, leaves, merge_schemas, times_made_finer
 from pipeline.data.files import json_lines
 from pipeline.data.files.footer import DamagedFile, read_footer
 from pipeline.data.files.json_types import MAX_KEYS, JsonTypes
@@ -17,6 +18,8 @@ from pipeline.data.files.source_file import SourceFile
 from pipeline.data.requests.input_checks import FileNotes, RequestFormat, Requests, requests_of
 from pipeline.data.requests.request_row import request_schema
 from pipeline.errors import InputError
+
+_FOOTERS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class DatasetFiles(Protocol):
         """What planning needs of a file. Raises DamagedFile."""
         ...
 
-    def columns(self, indices: Iterable[int]) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
+    def columns(self, indices: Iterable[int]) -> MergedSchemas:
         """As `merge_schemas`, of these files that were looked at, in their order."""
         ...
 
@@ -75,10 +78,12 @@ class _Footers:
         self._number: dict[bytes, int] = {}  # of each distinct schema, by a digest of what is stored
         self._kept: list[pa.Schema] = []
         self._schema_of: dict[int, int] = {}  # file -> number
+        self._files: dict[int, tuple[str, int]] = {}  # path and size
 
     def look(self, index: int, relative: str, size: int) -> SourceFile:
-        name = self._names[index]
-        got = read_footer(self._fs, posixpath.join(self._root, relative), size, name)
+        name, path = self._names[index], posixpath.join(self._root, relative)
+        self._files[index] = path, size
+        got = read_footer(self._fs, path, size, name)
         key = hashlib.sha256(got.schema.remove_metadata().serialize()).digest()
         with self._lock:
             if key not in self._number:
@@ -90,11 +95,52 @@ class _Footers:
             self._schema_of[index] = self._number[key]
         return SourceFile.of(relative, size, got)
 
-    def columns(self, indices: Iterable[int]) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
+    def columns(self, indices: Iterable[int]) -> MergedSchemas:
         first: dict[int, int] = {}  # file by schema
-        for index in sorted(indices):
+        files = sorted(indices)
+        for index in files:
             first.setdefault(self._schema_of[index], index)
-        return merge_schemas([(self._names[i], self._kept[number]) for number, i in first.items()])
+        merged = merge_schemas([(self._names[i], self._kept[number]) for number, i in first.items()])
+        lost = {name: why for name, column in merged.unified.items() if (why := self._lost_times(name, column, files))}
+        schema = pa.schema([f for f in merged.schema if f.name not in lost])
+        return replace(merged, schema=schema, conflicts={**merged.conflicts, **lost})
+
+    def _lost_times(self, name: str, column: UnifiedColumn, files: list[int]) -> str | None:
+        """The first file with times that the unit of `column` cannot hold, by its statistics."""
+        factors: dict[int, dict[int, int]] = {}  # of each schema by leaf
+        for number in {self._schema_of[i] for i in files}:
+            own = self._kept[number]
+            if name in own.names:
+                at = own.names.index(name)
+                before = sum(len(leaves(f.type)) for f in list(own)[:at])
+                pairs = enumerate(leaves(own.field(at).type, column.type), before)
+                factors[number] = {leaf: f for leaf, (a, b) in pairs if b is not None and (f := times_made_finer(a, b))}
+        to_check = [i for i in files if factors.get(self._schema_of[i])]
+        with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+            fits = pool.map(lambda i: self._fits(i, factors[self._schema_of[i]]), to_check)
+            bad = next((i for i, is_fine in zip(to_check, fits, strict=True) if not is_fine), None)
+        if bad is None:
+            return None
+        own = self._kept[self._schema_of[bad]].field(name).type
+        other = next(file for kind, file in column.stored.items() if kind != str(own))
+        return (
+            f"{self._names[bad]} has it as {own}, with times that {column.type} cannot hold, which files such as "
+            f"{other} need; store it in one unit in all files, or leave it out of input.columns and the prompt"
+        )
+
+    def _fits(self, index: int, factors: dict[int, int]) -> bool:
+        """Whether the numbers of these leaves of a file stay 64-bit integers when they are multiplied. Without
+        statistics that is seen when they are read."""
+        path, size = self._files[index]
+        metadata = read_footer(self._fs, path, size, self._names[index]).metadata
+        for group in range(metadata.num_row_groups):
+            for leaf, factor in factors.items():
+                found = metadata.row_group(group).column(leaf).statistics
+                if found is not None and found.has_min_max:
+                    ends = found.min_raw, found.max_raw
+                    if max(abs(end) for end in ends) * factor >= 2**63:
+                        return False
+        return True
 
     def requests(self) -> None:
         return None
@@ -119,11 +165,11 @@ class _Lines:
         self._types[index] = types
         return file
 
-    def columns(self, indices: Iterable[int]) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
+    def columns(self, indices: Iterable[int]) -> MergedSchemas:
         types = JsonTypes()
         for index in sorted(indices):
             types.add_all(self._types[index])
-        return types.schema(), {}, {}
+        return MergedSchemas(types.schema())
 
     def requests(self) -> None:
         return None
@@ -163,5 +209,5 @@ class _RequestLines:
             self._notes.clear()
         return self._found
 
-    def columns(self, indices: Iterable[int]) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
-        return request_schema(self.requests().endpoint), {}, {}
+    def columns(self, indices: Iterable[int]) -> MergedSchemas:
+        return MergedSchemas(request_schema(self.requests().endpoint))

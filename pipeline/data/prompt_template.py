@@ -1,4 +1,5 @@
-"""Prompt templates: text with `{column}`, `{column.field}` and `{column:.2f}`, and the values that fill it.
+"""Prompt templates: text with `{column}`, `{column.field}`, `{column.key}` and `{column:.2f}`, and the values that
+fill it.
 
 A template is split once into literal text and fields. A field's value is taken from its column as Arrow holds it and
 never looked at again; nothing of a template reaches Python's attributes or indices.
@@ -50,16 +51,35 @@ class Field:
         for at, name in enumerate(self.path):
             if is_text(kind) and at == 0:
                 return None
+            if pa.types.is_map(kind):
+                self._key(kind, at)
+                kind = kind.item_type
+                continue
             if not pa.types.is_struct(kind):
                 raise ConfigError(
-                    f"prompt.template: {{{self.name}}}: {'.'.join((self.column, *self.path[:at]))!r} is {kind}, which "
-                    "has no fields; expected a struct, or text that holds JSON objects"
+                    f"prompt.template: {{{self.name}}}: {self._upto(at)!r} is {kind}, which "
+                    "has no fields; expected a struct, a map, or text that holds JSON objects"
                 )
             names = [field.name for field in kind.fields]
             if names.count(name) != 1:
                 raise ConfigError(f"prompt.template: {{{self.name}}}: no field {name!r}{did_you_mean(name, names)}")
             kind = kind.field(name).type
         return kind
+
+    def _upto(self, at: int) -> str:
+        return ".".join((self.column, *self.path[:at]))
+
+    def _key(self, kind: pa.DataType, at: int) -> pa.Scalar:
+        """The key of a map that the name at `at` is the text of. Raises ConfigError where no key is."""
+        try:
+            key = pa.scalar(self.path[at]).cast(kind.key_type)
+            pc.call_function("map_lookup", [pa.nulls(1, kind)], pc.MapLookupOptions(key, "last"))
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+            raise ConfigError(
+                f"prompt.template: {{{self.name}}}: {self._upto(at)!r} is {kind}, of which no key is written "
+                f"{self.path[at]!r}"
+            ) from None
+        return key
 
     def check(self, schema: pa.Schema) -> None:
         """Raise ConfigError where the columns have no such field, or none that can be formatted so."""
@@ -83,8 +103,13 @@ class Field:
         column = batch.column(self.column)
         if self.path and is_text(column.type):
             return [_inside(value, self.path) for value in text_of(column)]
-        if self.path:
-            column = pc.call_function("struct_field", [column], pc.StructFieldOptions(list(self.path)))
+        for at, name in enumerate(self.path):
+            if pa.types.is_map(column.type):  # of a key that comes twice the last is its value, as Parquet has it
+                column = pc.call_function(
+                    "map_lookup", [column], pc.MapLookupOptions(self._key(column.type, at), "last")
+                )
+            else:
+                column = pc.call_function("struct_field", [column], pc.StructFieldOptions([name]))
         if not self.form:
             return text_of(column)
         if is_text(column.type):

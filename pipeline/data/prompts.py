@@ -115,10 +115,11 @@ def template_columns(template: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(field.column for field in parse(template)[1]))
 
 
-def render(table: pa.Table, spec: PromptSpec) -> Rendered:
-    """Render every row of `table`. A bad row is an error of its own and never an exception."""
+def render(table: pa.Table, spec: PromptSpec, max_bytes: int | None = None) -> Rendered:
+    """Render every row of `table`, or its first rows, of at most `max_bytes` of prompts or of one row. A bad row is an
+    error of its own and never an exception."""
     make_rows = _text_rows if spec.messages is None else _messages_rows
-    out = Rendered([], [], [])
+    out, num_bytes = Rendered([], [], []), 0
     # some rows at a time, so that the columns never lie in memory as Python objects whole
     for batch in table.to_batches(max_chunksize=1024):
         refused = repeat(None) if spec.refused is None else batch.column(spec.refused).to_pylist()
@@ -129,6 +130,10 @@ def render(table: pa.Table, spec: PromptSpec) -> Rendered:
                 prompt, code, message = make(), None, None
             except _Refused as e:
                 prompt, code, message = None, str(e.code), str(e)
+            if max_bytes is not None:
+                num_bytes += len((prompt or "").encode())
+                if num_bytes > max_bytes and out.prompts:
+                    return out
             out.prompts.append(prompt)
             out.errors.append(code)
             out.messages.append(message)
@@ -200,8 +205,8 @@ class TooLarge:
 
 
 def text_bytes(column: pa.Array, max_bytes: int) -> list[bytes | TooLarge | NoText | None]:
-    """A column's values as UTF-8 bytes, not checked; numbers and dates as Arrow writes them, lists and
-    structs as JSON; NoText for those that neither Arrow nor Python can write.
+    """A column's values as UTF-8 bytes, not checked; numbers and dates as Arrow writes them, lists, structs and maps
+    as JSON; NoText for those that neither Arrow nor Python can write.
 
     Bytes, because one string that is not UTF-8 would make Arrow refuse the whole column.
     """
@@ -211,6 +216,8 @@ def text_bytes(column: pa.Array, max_bytes: int) -> list[bytes | TooLarge | NoTe
     if pa.types.is_nested(t):
         values = (_nested(column, i) for i in range(len(column)))
         return [v if v is None or isinstance(v, bytes | NoText) else _json(v) for v in values]
+    if isinstance(t, pa.UuidType):
+        return [None if value is None else str(value).encode() for value in column.to_pylist()]
     texts = column.cast(pa.string()).cast(pa.binary()).to_pylist()
     if not pa.types.is_temporal(t):
         return texts
@@ -227,18 +234,39 @@ def _small_bytes(column: pa.Array, max_bytes: int) -> list[bytes | TooLarge | No
 
 
 def _nested(column: pa.Array, i: int) -> object:
-    """One list or struct as Python values; `_NOT_UTF8` when a string in it is not, NoText where Python has no such
+    """One list, struct or map as Python values; `_NOT_UTF8` when a string in it is not, NoText where Python has no such
     value: dates outside of the years 1 to 9999, a struct with two fields of one name."""
     try:
-        return column[i].as_py()
+        return _with_objects(column[i].as_py(), column.type)
     except UnicodeDecodeError:
         return _NOT_UTF8
     except (ValueError, OverflowError) as error:
         return NoText(f"a value in {column.type}: {error}")
 
 
+def _with_objects(value: Any, t: pa.DataType) -> Any:
+    """The value with a dict for each map, whose keys are texts. Of a key that comes twice the last is its value, as
+    Parquet has it."""
+    if value is None or not pa.types.is_nested(t):
+        return value
+    if pa.types.is_map(t):
+        keys = (_key_text(_with_objects(key, t.key_type)) for key, _ in value)
+        return {key: _with_objects(item, t.item_type) for key, (_, item) in zip(keys, value, strict=True)}
+    if pa.types.is_struct(t):
+        return {f.name: _with_objects(value[f.name], f.type) for f in t.fields}
+    return [_with_objects(item, t.value_type) for item in value]
+
+
+def _key_text(key: Any) -> str:
+    """As in JSON, without the quotes of a text."""
+    text = json.dumps(key, ensure_ascii=False, separators=(",", ":"), default=_plain)
+    return json.loads(text) if text.startswith('"') else text
+
+
 def _has_text_form(t: pa.DataType) -> bool:
-    if pa.types.is_nested(t) or is_text(t):
+    if pa.types.is_nested(t):
+        return all(_has_text_form(t.field(i).type) for i in range(t.num_fields))
+    if is_text(t) or isinstance(t, pa.UuidType):
         return True
     # Arrow looks a time zone up only where there is a value
     sample = pa.scalar(0, t) if pa.types.is_timestamp(t) else pa.scalar(None, t)

@@ -15,20 +15,21 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 
-from pipeline.data.columns import did_you_mean, plain_schema
+from pipeline.data.columns import UnifiedColumn, decoded_bytes, did_you_mean, empty_table, plain_array, plain_schema
 from pipeline.data.dataset_columns import dataset_columns
 from pipeline.data.dataset_files import SkippedFile, files_of
 from pipeline.data.files import json_lines, parquet_file
-from pipeline.data.files.footer import DamagedFile
+from pipeline.data.files.footer import DamagedFile, decoding
 from pipeline.data.files.listing import find_files, is_local
 from pipeline.data.files.partitions import partition_array
 from pipeline.data.files.source_file import Slice, SourceFile
 from pipeline.data.requests.input_checks import RequestFormat, Requests
 from pipeline.errors import InputError
 from pipeline.stores.filesystem import filesystem
-from pipeline.stores.redaction import shown_url
+from pipeline.stores.redaction import redacted, shown_url
 from pipeline.stores.retries import RetryCounts
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
@@ -70,6 +71,7 @@ class Source:
     skipped: tuple[SkippedFile, ...] = ()  # sorted by relative path
     batches: tuple[int, ...] = ()  # indices of `files` at which an appended batch begins
     requests: Requests | None = None  # where the lines are requests
+    unified: Mapping[str, UnifiedColumn] = field(default_factory=dict, repr=False)  # columns stored in several types
 
     @property
     def num_rows(self) -> int:
@@ -168,6 +170,7 @@ def open_source(
         on_corrupt,
         skipped,
         requests=dataset.requests(),
+        unified=columns.unified,
     )
 
 
@@ -217,33 +220,97 @@ def _pieces(source: Source, max_rows: int, max_bytes: int) -> Iterator[tuple[int
 
 
 def read_window(source: Source, window: Window, columns: Iterable[str]) -> pa.Table:
+    """The window's rows as one table; else as `read_stretches`."""
+    (table,) = read_stretches(source, window, columns)
+    return table
+
+
+def read_stretches(
+    source: Source, window: Window, columns: Iterable[str], max_bytes: int | None = None
+) -> Iterator[pa.Table]:
     """Those columns of the window's rows, in order, and then `source_file` (string) and `source_row` (int64).
+
+    In tables of at most `max_bytes` (None: all in one), or of one row: a window's values may be many times what they
+    are in the file, where rows share them.
 
     Page checksums are verified where the file has them. Raises InputError when a file is no longer the one that
     was planned, or is damaged; under `on_corrupt` skip damaged rows are null and told in the schema's metadata.
     EnvironmentFailed when a file cannot be read.
     """
     schema = pa.schema([source.schema.field(name) for name in dict.fromkeys(columns)])
-    tables, files, rows = [schema.empty_table()], [], []
-    damaged: list[tuple[int, int, str]] = []
-    done = 0
+    stretch = _Stretch(source, window, schema)
     for file, piece, read in _read_files(source, window, schema):
-        count = piece.num_rows
-        damaged += [(done + start, done + stop, reason) for start, stop, reason in read.damaged]
-        arrays = [_column(f, file, read.table, count, f.name in source.partitions) for f in schema]
-        tables.append(pa.Table.from_arrays(arrays, schema=schema))
-        files.append(pa.repeat(pa.scalar(file.relative, pa.string()), count))
-        rows.append(pa.array(range(piece.first_row, piece.first_row + count), pa.int64()))
-        done += count
-    where = [pa.chunked_array(files, pa.string()), pa.chunked_array(rows, pa.int64())]
-    notes = {WINDOW_KEY: str(window.index).encode()}
-    return pa.Table.from_arrays(
-        [*pa.concat_tables(tables).columns, *where],
-        schema=pa.schema(
-            [*schema, ("source_file", pa.string()), ("source_row", pa.int64())],
-            metadata={**notes, DAMAGED_KEY: json.dumps(damaged).encode()} if damaged else notes,
-        ),
-    )
+        sizes = np.zeros(piece.num_rows, np.int64) if max_bytes is None else read.row_bytes(piece.num_rows)
+        ends, start = np.concatenate([[0], np.cumsum(sizes)]), 0
+        while start < piece.num_rows:
+            stop = piece.num_rows
+            if max_bytes is not None:
+                room = max_bytes - stretch.num_bytes
+                stop = int(np.searchsorted(ends, ends[start] + room, side="right")) - 1
+            if stop <= start and stretch.num_rows:
+                yield stretch.table()
+                stretch = _Stretch(source, window, schema)
+                continue
+            stop = max(stop, start + 1)
+            stretch.add(file, piece, read, start, stop)
+            stretch.num_bytes += int(ends[stop] - ends[start])
+            start = stop
+    yield stretch.table()
+
+
+class _Stretch:
+    """Consecutive rows of a window, as they are read."""
+
+    def __init__(self, source: Source, window: Window, schema: pa.Schema) -> None:
+        self._source, self._window, self._schema = source, window, schema
+        self._tables, self._files, self._rows = [], [], []
+        self._damaged: list[tuple[int, int, str]] = []
+        self.num_rows = self.num_bytes = 0
+
+    def add(self, file: SourceFile, piece: Slice, read: "_Read", start: int, stop: int) -> None:
+        """Rows start <= i < stop of what was read of a file."""
+        for first, last, reason in read.damaged:
+            if max(first, start) < min(last, stop):
+                moved = self.num_rows - start
+                self._damaged.append((max(first, start) + moved, min(last, stop) + moved, reason))
+        count, name = stop - start, posixpath.join(self._source.root, file.relative)
+        stored = None if read.table is None else _plain(read.table, start, stop, self._schema, name)
+        arrays = [_column(f, file, stored, count, f.name in self._source.partitions) for f in self._schema]
+        self._tables.append(pa.Table.from_arrays(arrays, schema=self._schema))
+        self._files.append(pa.repeat(pa.scalar(file.relative, pa.string()), count))
+        first = piece.first_row + start
+        self._rows.append(pa.array(range(first, first + count), pa.int64()))
+        self.num_rows += count
+
+    def table(self) -> pa.Table:
+        where = [pa.chunked_array(self._files, pa.string()), pa.chunked_array(self._rows, pa.int64())]
+        notes = {WINDOW_KEY: str(self._window.index).encode()}
+        if self._damaged:
+            notes[DAMAGED_KEY] = json.dumps(self._damaged).encode()
+        fields = [*self._schema, ("source_file", pa.string()), ("source_row", pa.int64())]
+        columns = [*pa.concat_tables(self._tables or [empty_table(self._schema)]).columns, *where]
+        return pa.Table.from_arrays(columns, schema=pa.schema(fields, metadata=notes))
+
+
+def _plain(table: pa.Table, start: int, stop: int, schema: pa.Schema, name: str) -> pa.Table:
+    """Rows start <= i < stop with the columns' types in `schema`. Raises InputError naming the file `name` and the
+    column whose values do not fit."""
+    batches = table.slice(start, stop - start).to_batches()
+    if stop - start < table.num_rows:  # without what other rows have in lists and dictionaries
+        batches = [batch.take(pa.array(range(batch.num_rows))) for batch in batches]
+    columns = []
+    for i, f in enumerate(table.schema):
+        kind = schema.field(f.name).type
+        with decoding(name):
+            try:
+                columns.append(pa.chunked_array([plain_array(batch.column(i), kind) for batch in batches], kind))
+            except pa.ArrowInvalid as e:
+                raise InputError(
+                    f"{name}: column {f.name!r}: it is {f.type} here and {kind} of all files together, which does not "
+                    f"hold each of its values ({redacted(str(e))}); store it in one type in all files, or leave it out "
+                    "of input.columns and the prompt"
+                ) from e
+    return pa.table(columns, names=table.schema.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +319,13 @@ class _Read:
 
     table: pa.Table | None
     damaged: list[tuple[int, int, str]]
+
+    def row_bytes(self, num_rows: int) -> np.ndarray:
+        """Of the rows' values, decoded."""
+        sizes = np.zeros(num_rows, np.int64)
+        for column in () if self.table is None else self.table.columns:
+            sizes += np.concatenate([decoded_bytes(chunk) for chunk in column.chunks])
+        return sizes
 
 
 def _read_files(source: Source, window: Window, schema: pa.Schema) -> Iterator[tuple[SourceFile, Slice, "_Read"]]:

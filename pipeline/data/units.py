@@ -1,21 +1,21 @@
 """A unit: the rows that are generated, retried and committed together, as one Arrow table that travels as one
 value.
 
-`make_units` takes a window as it was read to the units it becomes: render, per-row sampling, order, cut.
+`window_units` and `make_units` take a window to the units it becomes: render, per-row sampling, order, cut. A window
+whose values or prompts are more bytes than `UnitSpec.max_bytes` becomes units stretch by stretch.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import overload
 
 import numpy as np
 import pyarrow as pa
 
 from pipeline.data.bucket import cut_units, estimate_tokens
-from pipeline.data.prompts import PromptSpec, render
+from pipeline.data.prompts import PromptSpec, Rendered, render
 from pipeline.data.row_texts import RowTexts
-from pipeline.data.source import DAMAGED_KEY, WINDOW_KEY
+from pipeline.data.source import DAMAGED_KEY, WINDOW_KEY, Source, Window, read_stretches
 from pipeline.errors import RowError
 
 # after the kept columns, in this order; they are found by position, so an input column may have such a name
@@ -30,6 +30,7 @@ OWN_FIELDS = (
     pa.field("_texts", pa.string()),  # what `RowTexts` read, or null
 )
 _OWN_NAMES = [f.name for f in OWN_FIELDS]
+MAX_STRETCH_BYTES = 1 << 30  # a column of text holds 2 GiB
 MAX_BUDGET = 1 << 20  # of one row's max_tokens in the estimate of a unit's size
 
 
@@ -46,6 +47,7 @@ class UnitSpec:
     expected: str | None = None  # the column of right answers
     default_n: int = 1  # samples of a row
     texts: RowTexts | None = None  # beside the prompts
+    max_bytes: int | None = None  # of a stretch's values, and of its prompts; None: a window is one stretch
 
     def of_input(self, columns: Iterable[str]) -> "UnitSpec":
         """The same of an input with these columns."""
@@ -107,27 +109,61 @@ class Unit:
         return cls(int(head[b"window"]), int(head[b"index"]), int(head[b"of"]), table.replace_schema_metadata(None))
 
 
-class Units(Sequence[Unit]):
-    """The units of one window, each made when it is asked for: a window's text is large, and need not lie in
-    memory twice."""
+@dataclass(frozen=True)
+class _Stretch:
+    """Consecutive rows of a window with their prompts, and which of them make each unit."""
 
-    def __init__(self, window: int, table: pa.Table, rows: list[np.ndarray]) -> None:
-        self._window, self._table, self._rows = window, table, rows
+    table: pa.Table
+    units: list[np.ndarray]
+
+
+class Units:
+    """The units of one window, each made when it is asked for: a window's text is large, and need not lie in
+    memory twice. Where the window is several stretches, they are read and rendered again, one at a time."""
+
+    def __init__(self, window: int, num_rows: int, stretches: Callable[[], Iterable[_Stretch]]) -> None:
+        self._window, self._stretches = window, stretches
+        self._rows: list[list[int]] = []  # of each stretch, of each unit
+        self._only: _Stretch | None = None
+        for stretch in stretches():
+            self._rows.append([len(rows) for rows in stretch.units])
+            if stretch.table.num_rows == num_rows:
+                self._only = stretch
+            del stretch  # before the next one is made
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return sum(map(len, self._rows))
 
     def num_rows_of(self, index: int) -> int:
-        return len(self._rows[index])
+        return [count for counts in self._rows for count in counts][index]
 
-    @overload
-    def __getitem__(self, index: int) -> Unit: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Unit]: ...
-    def __getitem__(self, index: int | slice) -> Unit | list[Unit]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return Unit(self._window, range(len(self))[index], len(self), self._table.take(pa.array(self._rows[index])))
+    def __iter__(self) -> Iterator[Unit]:
+        return self.some(range(len(self)))
+
+    def __getitem__(self, index: int) -> Unit:
+        return next(self.some([range(len(self))[index]]))
+
+    def some(self, indices: Iterable[int]) -> Iterator[Unit]:
+        """These units, in their order."""
+        wanted, first = set(indices), 0
+        for stretch in self._stretches() if self._only is None else [self._only]:
+            for i, rows in enumerate(stretch.units, first):
+                if i in wanted:
+                    yield Unit(self._window, i, len(self), stretch.table.take(pa.array(rows)))
+            first += len(stretch.units)
+            if max(wanted, default=-1) < first:
+                break
+            del stretch  # before the next one is made
+
+
+def window_units(source: Source, window: Window, spec: UnitSpec) -> Units:
+    """The units of a window of the input. Raises as `read_stretches`."""
+
+    def stretches() -> Iterator[_Stretch]:
+        for table in read_stretches(source, window, spec.columns, spec.max_bytes):
+            yield from _stretches_of(table, spec)
+
+    return Units(window.index, window.num_rows, stretches)
 
 
 def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> Units:
@@ -137,15 +173,28 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> Un
     """
     if window is None:
         window = int((table.schema.metadata or {})[WINDOW_KEY])
-    if table.num_rows == 0:
-        return Units(window, table, [])
-    # by position: the last two are read_window's, whatever the input's columns are called
+    return Units(window, table.num_rows, lambda: _stretches_of(table, spec))
+
+
+def _stretches_of(table: pa.Table, spec: UnitSpec) -> Iterator[_Stretch]:
+    """The rows of a table in stretches whose prompts are at most `spec.max_bytes`, or one row's."""
+    damaged = json.loads((table.schema.metadata or {}).get(DAMAGED_KEY, b"[]"))
+    start = 0
+    while start < table.num_rows:
+        rest = table.slice(start)
+        rendered = render(rest.select(list(range(table.num_columns - 2))), spec.prompt, spec.max_bytes)
+        count = len(rendered.prompts)
+        for first, stop, reason in damaged:
+            for i in range(max(first - start, 0), min(stop - start, count)):
+                rendered.errors[i], rendered.messages[i] = str(RowError.CORRUPT_INPUT), reason
+        yield _stretch(rest.slice(0, count), rendered, spec)
+        start += count
+
+
+def _stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Stretch:
+    # by position: the last two are read_stretches's, whatever the input's columns are called
     inputs = table.select(list(range(table.num_columns - 2)))
-    rendered = render(inputs, spec.prompt)
     errors, messages = rendered.errors, rendered.messages
-    for start, stop, reason in json.loads((table.schema.metadata or {}).get(DAMAGED_KEY, b"[]")):
-        errors[start:stop] = [str(RowError.CORRUPT_INPUT)] * (stop - start)
-        messages[start:stop] = [reason] * (stop - start)
     params = _row_params(inputs, spec.sampling_columns, errors, messages)
     texts = [None] * table.num_rows if spec.texts is None else spec.texts.read(inputs, errors, messages)
     budgets = _budgets(params, errors, spec.default_max_tokens, spec.default_n)
@@ -165,7 +214,7 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> Un
     del asked
     kept = inputs.select(list(spec.kept))
     whole = pa.Table.from_arrays([*kept.columns, *own], schema=pa.schema([*kept.schema, *OWN_FIELDS])).combine_chunks()
-    return Units(window, whole, cut)
+    return _Stretch(whole, cut)
 
 
 def _encoded(prompts: list[str | None], errors: list[str | None]) -> list[bytes | None]:
@@ -212,14 +261,15 @@ def _expected(inputs: pa.Table, column: str | None) -> list[str | None]:
 def _values(column: pa.ChunkedArray) -> Iterable[object]:
     try:
         return column.to_pylist()
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):
         return (_value(column, i) for i in range(len(column)))
 
 
 def _value(column: pa.ChunkedArray, i: int) -> object:
+    """b"" for text that is not UTF-8, and for dates and times that Python has no value of."""
     try:
         return column[i].as_py()
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):
         return b""
 
 

@@ -15,8 +15,7 @@ from itertools import pairwise
 
 from pipeline.bench.job.whole_job import answer_digest
 from pipeline.config import load_job
-from pipeline.data.source import read_window
-from pipeline.data.units import make_units
+from pipeline.data.units import window_units
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request
 from pipeline.job.actor.tokenize import Tokenize, chat_of
@@ -28,7 +27,7 @@ from pipeline.machine.host import available_cores, wall_time
 def _requests(plan: JobPlan, tokenize: Tokenize) -> Iterator[Request]:
     """Every row in the order of the job's units, named by its place in the input."""
     for window in plan.windows:
-        for unit in make_units(read_window(plan.source, window, plan.units.columns), plan.units, window.index):
+        for unit in window_units(plan.source, window, plan.units):
             files, rows = unit.own("source_file").to_pylist(), unit.own("source_row").to_pylist()
             requests, failed = tokenize(unit)
             assert not failed, failed[0]

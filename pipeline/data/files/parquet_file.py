@@ -1,5 +1,7 @@
 """Rows of a Parquet file: the columns of some stretches of its row groups.
 
+Texts are read as dictionaries, at every depth: a text that many rows share is held once, as in the file.
+
 Before rows are read the file is seen to be the one that was planned. Damage found then is told apart from a
 disk or store that fails: it is still there when the same rows are read again, through a new handle.
 """
@@ -23,7 +25,7 @@ _BATCH_ROWS = 4096  # of a row group too large for a window, decoded at a time
 def read_slices(
     fs: Any, root: str, shown: str, file: SourceFile, slices: list[Slice], schema: pa.Schema
 ) -> Iterator[pa.Table | DamagedFile]:
-    """Of each slice the columns of `schema`, or why they cannot be decoded. `shown` is the root for messages.
+    """Of each slice the columns that `schema` names, or why they cannot be decoded. `shown` is the root for messages.
 
     Page checksums are verified where the file has them; without them a bit flip that still decodes cannot be
     found. Raises InputError when the file is not the one that was planned, EnvironmentFailed when it cannot
@@ -61,9 +63,12 @@ def _open(fs: Any, path: str, name: str, file: SourceFile, whole: bool) -> Itera
             raise changed(name)
         with pa.OSFile(path) if is_local(fs) else pa.PythonFile(StoredRanges(fs, path, name, size), "r") as handle:
             with decoding(name):
+                metadata = metadata_of(footer)
                 parquet = pq.ParquetFile(
                     handle,
-                    metadata=metadata_of(footer),  # not asked of a store twice
+                    metadata=metadata,  # not asked of a store twice
+                    read_dictionary=_texts(metadata.schema),
+                    arrow_extensions_enabled=False,  # JSON would be no dictionary
                     page_checksum_verification=True,
                     # whole row groups: fetch their ranges at once; slices: stream, never hold a huge group
                     pre_buffer=whole,
@@ -78,22 +83,27 @@ def _decode(parquet: pq.ParquetFile, piece: Slice, file: SourceFile, name: str, 
     place = f"{name}: row group {piece.group}"
     with decoding(place):
         if piece.num_rows == file.rows_of(piece.group):
-            read = parquet.read_row_group(piece.group, columns=schema.names, use_threads=False)
-            table = read.select(schema.names).cast(schema)
+            read = parquet.read_row_group(piece.group, columns=schema.names, use_threads=False).select(schema.names)
         else:
-            table = _decode_part(parquet, piece, schema)
-    if table.num_rows != piece.num_rows:
+            read = _decode_part(parquet, piece, schema.names)
+    if read.num_rows != piece.num_rows:
         raise DamagedFile(place, "damaged: it holds fewer rows than its footer says")
-    return table
+    return read
 
 
-def _decode_part(parquet: pq.ParquetFile, piece: Slice, schema: pa.Schema) -> pa.Table:
+def _decode_part(parquet: pq.ParquetFile, piece: Slice, names: list[str]) -> pa.Table:
     position, batches = 0, []
-    for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[piece.group], columns=schema.names, use_threads=False):
+    for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[piece.group], columns=names, use_threads=False):
         start, stop = max(piece.start - position, 0), min(piece.stop - position, batch.num_rows)
         if start < stop:
-            batches.append(pa.Table.from_batches([batch.slice(start, stop - start)]).select(schema.names).cast(schema))
+            batches.append(pa.Table.from_batches([batch.slice(start, stop - start)]).select(names))
         position += batch.num_rows
         if position >= piece.stop:
             break
-    return pa.concat_tables(batches) if batches else schema.empty_table()
+    return pa.concat_tables(batches) if batches else pa.table({name: [] for name in names})
+
+
+def _texts(schema: pq.ParquetSchema) -> list[str]:
+    """The paths of columns of text or bytes, also inside of lists and structs."""
+    columns = [schema.column(i) for i in range(len(schema))]
+    return [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and c.logical_type.type != "DECIMAL"]

@@ -125,7 +125,9 @@ class Write:
             [o for _, _, o in rows],
         )
         kept = unit.kept()
-        kept = kept.cast(pa.schema([f.with_type(self._kept_types.get(f.name, f.type)) for f in kept.schema]))
+        fields = [f.with_type(self._kept_types.get(f.name, f.type)) for f in kept.schema]
+        arrays = [c if c.type.equals(f.type) else c.cast(f.type) for c, f in zip(kept.columns, fields, strict=True)]
+        kept = pa.Table.from_arrays(arrays, schema=pa.schema(fields))
         columns: list[Any] = [
             *self._answers(unit, each),
             [c.error for c in done],

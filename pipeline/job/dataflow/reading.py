@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from pipeline.data.output.parts import PartStore
-from pipeline.data.source import Source, read_window
-from pipeline.data.units import Unit, Units, UnitSpec, make_units
+from pipeline.data.source import Source
+from pipeline.data.units import Unit, Units, UnitSpec, window_units
 from pipeline.errors import OutputError
 from pipeline.job.dataflow.spec import WindowTask
 
@@ -15,8 +15,7 @@ MAX_SAMPLED_UNITS = 16  # of a window, each a file of what is kept
 
 def read_units(task: WindowTask, source: Source, spec: UnitSpec, output: str) -> Iterator[Unit]:
     """The units of one window that are not done. Raises InputError, and OutputError as `check_units` does."""
-    table = read_window(source, task.window, spec.columns)
-    return check_units(task, make_units(table, spec, task.window.index), output)
+    return check_units(task, window_units(source, task.window, spec), output)
 
 
 def check_units(task: WindowTask, units: Units, store: PartStore | str) -> Iterator[Unit]:
@@ -30,16 +29,15 @@ def check_units(task: WindowTask, units: Units, store: PartStore | str) -> Itera
     left = [i for i in range(len(units)) if i not in task.done]
     if task.sample is not None:
         return _sampled(units, left, task.sample)
-    return (units[i] for i in left)
+    return units.some(left)
 
 
 def _sampled(units: Units, left: Sequence[int], rows: int) -> Iterator[Unit]:
     """So many rows, of units evenly spread: units are sorted by length, so short and long ones are among them."""
     chosen = evenly(left, min(rows, MAX_SAMPLED_UNITS))
-    for index, count in zip(chosen, shares([units.num_rows_of(i) for i in chosen], rows)):
-        if count:
-            unit = units[index]
-            yield unit.of_rows(evenly(range(unit.num_rows), count))
+    counts = dict(zip(chosen, shares([units.num_rows_of(i) for i in chosen], rows)))
+    for unit in units.some(index for index, count in counts.items() if count):
+        yield unit.of_rows(evenly(range(unit.num_rows), counts[unit.index]))
 
 
 def shares(sizes: Sequence[int], total: int) -> list[int]:

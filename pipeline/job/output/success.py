@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from contextlib import closing
 
+from pipeline.data.columns import empty_table
 from pipeline.data.output.inventory import Inventory, read_counts
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, PartName, PartStore
@@ -19,7 +20,7 @@ _TOKENS = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens", "num
 
 def write_empty_part(plan: JobPlan, store: PartStore, metadata: dict[str, str]) -> None:
     """An input of no rows has an output too: one part of no rows, with all columns."""
-    store.write(PartName(plan.fingerprint.short, 0, 0, 1, 0), plan.schema.empty_table(), metadata)
+    store.write(PartName(plan.fingerprint.short, 0, 0, 1, 0), empty_table(plan.schema), metadata)
 
 
 def verify(plan: JobPlan, store: PartStore, say: Callable[[int, int], None] | None = None) -> PartTotals:

@@ -18,7 +18,7 @@ from pipeline.data.output.parts import SUCCESS, PartStore
 from pipeline.data.source import Source
 from pipeline.errors import FingerprintError, OutputError
 
-FORMAT = 1
+FORMAT = 2  # 1: units of outputs begun by earlier versions, whose windows are one stretch each (`data/units.py`)
 JOB = "_pipeline/job.json"
 ACCEPTED = "_pipeline/accepted-numerics.json"
 FILES = "_pipeline/files.json"  # of an output with more input files than JOB lists
@@ -37,6 +37,7 @@ class Fingerprint:
     numerics: dict[str, Any]
     free: dict[str, Any]
     needs_date: bool = False
+    format: int = FORMAT  # of the output that it is in
 
     @property
     def digest(self) -> str:
@@ -97,9 +98,9 @@ def claim(
     """Make the output folder this job's, or see that it is. Nothing is changed where it is refused. `files`: those of
     the input, by `file_digests`.
 
-    Returns `ours` with its date: the job file's, else that of the output's first run, else `now`; none where an earlier
-    version of this program began the output and kept none. Raises FingerprintError when its job differs, OutputError
-    when it holds something else.
+    Returns `ours` with the output's format and its date: the job file's, else that of the output's first run, else
+    `now`; none where an earlier version of this program began the output and kept none. Raises FingerprintError when
+    its job differs, OutputError when it holds something else.
     """
     raw = store.folder.read(JOB)
     is_new = raw is None
@@ -121,7 +122,7 @@ def claim(
         raw = store.folder.read(JOB)  # another run was first: then it is the one to agree with
         assert raw is not None
     theirs = _parse(store, raw)
-    ours = ours.with_date(theirs["date"])
+    ours = replace(ours.with_date(theirs["date"]), format=theirs["format"])
     if not is_new:
         _agree(store, theirs, ours, accept_numerics=True)  # before anything is written
         store.folder.probe()
@@ -175,7 +176,7 @@ def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
         date = _date_in(theirs["identity"])
         if date is not None:
             datetime.fromisoformat(date)
-        return {"identity": theirs["identity"], "numerics": theirs["numerics"], "date": date}
+        return {"identity": theirs["identity"], "numerics": theirs["numerics"], "date": date, "format": number}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"{place}: damaged ({error}); was it edited? Choose a new output.path") from error
 

@@ -62,6 +62,11 @@ class JobPlan:
         """Of each kept column, in the output."""
         return {name: self.schema.field(i).type for i, name in enumerate(self.units.kept)}
 
+    def of_output(self, claimed: Fingerprint) -> "JobPlan":
+        """This plan as it goes on in an output that `claim` made its own."""
+        units = self.units if claimed.format > 1 else replace(self.units, max_bytes=None)
+        return replace(self, fingerprint=claimed, units=units)
+
     def with_types_of(self, part: pa.Schema) -> "JobPlan":
         """This plan with the columns' types of a part that is there: one output has one schema, and versions before
         this one kept plain types."""

@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Any
 
 from pipeline.config import JobConfig
-from pipeline.data.source import Source, Window, read_window
-from pipeline.data.units import Units, make_units
+from pipeline.data.source import Source, Window
+from pipeline.data.units import Units, window_units
 from pipeline.job.actor.tokenize import Tokenize
 
 MAX_PROMPT_CHARS = 1500
@@ -70,7 +70,7 @@ def prompt_tokens(config: JobConfig, source: Source, tokenize: Tokenize, context
 
 def units_of(config: JobConfig, source: Source, window: Window) -> Units:
     spec = config.unit_spec().of_input(source.every_column)
-    return make_units(read_window(source, window, spec.columns), spec, window.index)
+    return window_units(source, window, spec)
 
 
 def sampled(total: int, rows: int = _STRETCHES * _STRETCH_ROWS) -> list[Window]:

@@ -160,7 +160,7 @@ def _plan(
         rows = plan.batches.num_rows(plan.source)
         say(f"{len(plan.batches.new):,} new files with {rows:,} rows are appended")
         plan.batches.record(store, rows, versions(), wall_time())
-    return replace(plan, fingerprint=claimed), store
+    return plan.of_output(claimed), store
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Kept columns come out with the types they went in with, as far as a part can hold them."""
 
+import json
+
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -135,3 +137,21 @@ def test_merged_parts_keep_them_too(job, tmp_path):
     for name, column in SAME.items():
         assert table.schema.field(name).type == column.type, name
         assert table[name].to_pylist() == column.to_pylist(), name
+
+
+def test_an_output_of_a_version_before_keeps_its_units(job):
+    """Its windows were one stretch, however many bytes their rows decode to."""
+    put(job, "a.parquet", {"shared": pa.array(["s" * 1000] * ROWS).dictionary_encode()})
+    settings = {"input": {"columns": ["shared"]}, "run": {"unit_rows": 50, "window_rows": 60, "window_bytes": 16384}}
+    run(job, **settings)
+    stretched = {part.name.partition("-w")[2] for part in job.parts()}
+    head = job.output / "_pipeline" / "job.json"
+    head.write_text(json.dumps({**json.loads(head.read_text()), "format": 1}))
+    for name in [*job.parts(), job.output / "_SUCCESS"]:
+        name.unlink()
+    run(job, **settings)
+    assert {part.name.partition("-w")[2] for part in job.parts()} != stretched
+    assert sorted(pq.read_metadata(part).num_rows for part in job.parts()) == [10, 50]
+    job.parts()[0].unlink()
+    run(job, **settings)
+    assert success(job)["input_rows"] == sum(pq.read_metadata(part).num_rows for part in job.parts()) == ROWS

@@ -80,8 +80,8 @@ def test_a_file_in_the_place_of_the_output_is_refused_by_its_own_name(job):
 def test_fault_54_a_newer_format_is_refused(job):
     run(job.rows(TEXTS))
     path = job.output / "_pipeline" / "job.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
-    with pytest.raises(OutputError, match="format 2, written by a newer version"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 3}))
+    with pytest.raises(OutputError, match="format 3, written by a newer version"):
         run(job)
     path.write_text("{")
     with pytest.raises(OutputError, match="damaged"):

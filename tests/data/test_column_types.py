@@ -1,0 +1,426 @@
+"""Every type that Parquet stores, in prompts and as a kept column: the values are pyarrow's own, or the column is
+refused by name."""
+
+import datetime
+import json
+import math
+import random
+from decimal import Decimal
+from uuid import UUID
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data.columns import plain_array, plain_type
+from pipeline.data.prompts import PromptSpec
+from pipeline.data.source import cut_windows, open_source
+from pipeline.data.units import UnitSpec, window_units
+from pipeline.errors import ConfigError, InputError
+
+IDS = [UUID(int=0), None, UUID("ff345678-1234-5678-1234-567812345678")]
+UUIDS = pa.array([v and v.bytes for v in IDS], pa.binary(16)).cast(pa.uuid())
+BYTES = pa.array([b"four", None, b"\xff\xfe\xfd\xfc"], pa.binary(4))
+INSTANT = pa.array([1_700_000_000, None, 0], pa.int64())
+NULL, BAD = "null_prompt", "invalid_utf8"
+
+
+def extension(kind: pa.DataType, values: list) -> pa.Array:
+    return pa.ExtensionArray.from_storage(kind, pa.array(values, kind.storage_type))
+
+
+# a column of three values and the prompts they give; None: as Arrow writes them
+COLUMNS: dict[str, tuple[pa.Array, list[str] | None]] = {
+    **{f"{kind}": (pa.array([1, None, 100], kind), ["1", NULL, "100"]) for kind in map(pa.type_for_alias, (
+        "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))},
+    **{f"{kind}": (pa.array([1.5, None, math.nan], kind), ["1.5", NULL, "nan"])
+       for kind in (pa.float16(), pa.float32(), pa.float64())},
+    **{f"{kind}": (pa.array([Decimal("1.50"), None, Decimal("-9.99")], kind), ["1.50", NULL, "-9.99"])
+       for kind in (pa.decimal32(5, 2), pa.decimal64(9, 2), pa.decimal128(20, 2), pa.decimal256(50, 2))},
+    **{f"{kind}": (INSTANT.cast(kind), None)
+       for unit in ("s", "ms", "us", "ns")
+       for kind in (pa.timestamp(unit), pa.timestamp(unit, "UTC"), pa.timestamp(unit, "Asia/Kolkata"),
+                    pa.timestamp(unit, "+02:00"), pa.duration(unit))},
+    **{f"{kind}": (pa.array([1, None, 60], pa.int32() if kind.bit_width == 32 else pa.int64()).cast(kind), None)
+       for kind in (pa.time32("s"), pa.time32("ms"), pa.time64("us"), pa.time64("ns"))},
+    **{f"{kind}": (pa.array([datetime.date(2026, 1, 31), None, datetime.date(1, 1, 1)], kind),
+                   ["2026-01-31", NULL, "0001-01-01"]) for kind in (pa.date32(), pa.date64())},
+    **{f"{kind}": (pa.array(["a", None, "é"], kind), ["a", NULL, "é"])
+       for kind in (pa.string(), pa.large_string(), pa.string_view())},
+    **{f"{kind}": (pa.array([b"a", None, b"\xff"], kind), ["a", NULL, BAD])
+       for kind in (pa.binary(), pa.large_binary(), pa.binary_view())},
+    "bool": (pa.array([True, None, False]), ["true", NULL, "false"]),
+    "null": (pa.nulls(3), [NULL, NULL, NULL]),
+    "fixed": (BYTES, ["four", NULL, BAD]),
+    "uuid": (UUIDS, [str(IDS[0]), NULL, str(IDS[2])]),
+    "bool8": (extension(pa.bool8(), [1, None, 0]), ["true", NULL, "false"]),
+    "json": (extension(pa.json_(), ['{"a":1}', None, "[]"]), ['{"a":1}', NULL, "[]"]),
+    "opaque": (extension(pa.opaque(pa.binary(4), "x", "y"), [b"four", None, b"\xff..."]), ["four", NULL, BAD]),
+    "tensor": (extension(pa.fixed_shape_tensor(pa.int8(), [2]), [[1, 2], None, [3, 4]]), ["[1,2]", NULL, "[3,4]"]),
+    **{f"{kind}": (pa.array([["a", None], None, []], kind), ['["a",null]', NULL, "[]"])
+       for kind in (pa.list_(pa.string()), pa.large_list(pa.string()), pa.list_view(pa.string()),
+                    pa.large_list_view(pa.string_view()))},
+    "fixed list": (pa.array([["a", None], None, ["b", "c"]], pa.list_(pa.string(), 2)),
+                   ['["a",null]', NULL, '["b","c"]']),
+    "map": (pa.array([[("k", "v")], None, []], pa.map_(pa.string(), pa.string())), ['{"k":"v"}', NULL, "{}"]),
+    "map of numbers": (pa.array([[(1, 2.5)], None, [(-1, None)]], pa.map_(pa.int8(), pa.float64())),
+                       ['{"1":2.5}', NULL, '{"-1":null}']),
+    "map of days": (pa.array([[(0, b"x")], None, []], pa.map_(pa.date32(), pa.binary())),
+                    ['{"1970-01-01":"x"}', NULL, "{}"]),
+    "struct": (pa.StructArray.from_arrays([UUIDS, BYTES], ["u", "b"]),
+               [f'{{"u":"{IDS[0]}","b":"four"}}', '{"u":null,"b":null}', BAD]),
+    "list of uuids": (pa.ListArray.from_arrays([0, 1, 2, 3], UUIDS), [f'["{IDS[0]}"]', "[null]", f'["{IDS[2]}"]']),
+    "maps in structs in lists": (
+        pa.array([[{"m": [("a", [("b", 1)])]}], None, [{"m": None}, None]],
+                 pa.list_(pa.struct([("m", pa.map_(pa.string(), pa.map_(pa.string(), pa.int8())))]))),
+        ['[{"m":{"a":{"b":1}}}]', NULL, '[{"m":null},null]'],
+    ),
+    "views in maps": (pa.array([[("k", ["x"]), ("l", [])], None, [("k", None)]],
+                               pa.map_(pa.string(), pa.list_view(pa.string()))),
+                      ['{"k":["x"],"l":[]}', NULL, '{"k":null}']),
+    **{f"dictionary of {name}": (values.dictionary_encode(), texts) for name, values, texts in (
+        ("texts", pa.array(["a", None, "é"]), ["a", NULL, "é"]),
+        ("bytes", BYTES, ["four", NULL, BAD]),
+        ("numbers", pa.array([7, None, 8]), ["7", NULL, "8"]),
+        ("days", pa.array([0, None, 1], pa.date32()), ["1970-01-01", NULL, "1970-01-02"]),
+    )},
+}  # fmt: skip
+NO_VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+
+
+def outcome(folder: str, template: str, kept: list[str]) -> tuple[list[str], pa.Table]:
+    """Of each row its prompt or error code, and the kept columns as a part has them. Raises what planning raises."""
+    source = open_source(folder)
+    spec = UnitSpec(PromptSpec(template=template), tuple(kept), max_bytes=1000).of_input(source.every_column)
+    source.check_columns(spec.columns)
+    spec.prompt.check(source.schema)
+    rows: list[tuple[str, int, str]] = []
+    tables = []
+    for window in cut_windows(source, 7, 1 << 20):
+        for unit in window_units(source, window, spec):
+            prompts, errors = (unit.own(name).to_pylist() for name in ("_prompt", "_error"))
+            texts = [p if e is None else e for p, e in zip(prompts, errors, strict=True)]
+            rows += [(*place, text) for place, text in zip(unit.places(), texts, strict=True)]
+            columns = zip(unit.kept().columns, (source.kept.field(name).type for name in kept), strict=True)
+            tables.append(pa.table([c if c.type.equals(t) else c.cast(t) for c, t in columns], names=kept))
+    sink = pa.BufferOutputStream()
+    order = sorted(range(len(rows)), key=lambda i: rows[i][:2])
+    pq.write_table(pa.concat_tables(tables).take(pa.array(order)), sink)
+    return [rows[i][2] for i in order], pq.read_table(pa.BufferReader(sink.getvalue()))
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["", "of a type that is not known here"])
+def test_each_type_has_its_text_and_is_kept(write, named):
+    notes = {"ARROW:extension:name": "acme.thing", "ARROW:extension:metadata": "x"} if named else None
+    for name, (column, expected) in COLUMNS.items():
+        if named and isinstance(column.type, pa.BaseExtensionType):
+            continue
+        schema = pa.schema([pa.field("c", column.type, metadata=notes)])
+        folder = write("a.parquet", pa.Table.from_arrays([column], schema=schema))
+        if expected is None:
+            texts = pq.read_table(folder)["c"].cast(pa.string()).to_pylist()
+            expected = [NULL if text is None else text for text in texts]
+        prompts, kept = outcome(folder, "{c}", ["c"])
+        assert prompts == expected, name
+        assert repr(kept["c"].to_pylist()) == repr(pq.read_table(folder)["c"].to_pylist()), name
+
+
+def test_fields_of_structs_and_values_of_maps(write):
+    notes = pa.array([[("a", 1), ("b", 2)], [("a", 3), ("a", 4)], []], pa.map_(pa.string(), pa.int32()))
+    more = pa.array([[(1, [("k", {"x": "deep"})])], None, [(2, [])]], pa.map_(pa.int8(), pa.map_(
+        pa.string(), pa.struct([("x", pa.string())]))))  # fmt: skip
+    folder = write("a.parquet", pa.table({
+        "s": pa.StructArray.from_arrays([UUIDS, notes], ["u", "m"]), "m": notes, "n": more, "id": [1, 2, 3],
+    }))  # fmt: skip
+    for template, expected in {
+        "{s.u}": [str(IDS[0]), NULL, str(IDS[2])],
+        "{m.a}": ["1", "4", NULL],  # of two values of a key the last one, as Parquet has it
+        "{m}": ['{"a":1,"b":2}', '{"a":4}', "{}"],
+        "{s.m.b}": ["2", NULL, NULL],
+        "{m.a:03d}": ["001", "004", NULL],
+        "{n.1.k.x}": ["deep", NULL, NULL],
+    }.items():
+        assert outcome(folder, template, ["id"])[0] == expected, template
+    for template, says in {
+        "{n.one}": "no key is written 'one'",
+        "{n.1.k.y}": "no field 'y'",
+        "{m.a.b}": "no fields",
+    }.items():
+        with pytest.raises(ConfigError, match=says):
+            outcome(folder, template, [])
+
+
+def test_views_are_lists_at_every_depth():
+    view = pa.list_view(pa.string())
+    for kind, values in {
+        view: [["a", None], None, []],
+        pa.large_list_view(pa.list_view(pa.int8())): [[[1, 2], None], None, [[], [3]], []],
+        pa.struct([("m", view)]): [{"m": ["a"]}, None, {"m": None}, {"m": []}],
+        pa.large_list(view): [[["a"], None], None, [[]], []],
+        pa.list_(view, 2): [[["a"], None], None, [["a", "b"], []]],
+        pa.map_(pa.string(), view): [[("k", ["a"])], None, [("k", None), ("l", [])], []],
+    }.items():
+        array = plain_array(pa.array(values, kind), plain_type(kind))
+        array.validate(full=True)
+        assert array.to_pylist() == values, kind
+
+
+def test_a_zone_that_is_not_known_is_refused_inside_of_lists_too():
+    kind = pa.list_(pa.struct([("t", pa.timestamp("us", "Mars/Crater"))]))
+    with pytest.raises(ConfigError, match=r"column 'x' is list.*which has no text form"):
+        PromptSpec(template="{x}").check(pa.schema([("x", kind)]))
+
+
+# --- files that store a column in different types
+
+
+TIMES = [pa.timestamp(u, z) for u in ("s", "ms", "us", "ns") for z in (None, "UTC", "Asia/Kolkata")]
+DURATIONS = [pa.duration(u) for u in ("s", "ms", "us", "ns")]
+CLOCKS = [pa.time32("s"), pa.time32("ms"), pa.time64("us"), pa.time64("ns")]
+DAYS = [pa.date32(), pa.date64()]
+NESTED = {"plain": lambda a: a, "list": lambda a: pa.ListArray.from_arrays(list(range(len(a) + 1)), a),
+          "struct": lambda a: pa.StructArray.from_arrays([pa.nulls(len(a), pa.int8()), a], ["x", "t"])}  # fmt: skip
+
+
+@pytest.mark.parametrize("nested", NESTED)
+def test_times_in_two_units_are_one_or_refused_when_planned(write, nested):
+    """Every pair of units and zones, with times that all units hold and with times that nanoseconds do not."""
+    last = (2**62, 253_402_214_400)  # 9999-12-31 in seconds, a duration of as long
+    for kinds in (TIMES, DURATIONS, CLOCKS, DAYS):
+        for a in kinds:
+            for b in kinds:
+                for value in (86_000, last[1]) if kinds in (TIMES, DURATIONS) else (0,):
+                    _check_pair(write, a, b, value, NESTED[nested])
+
+
+def _check_pair(write, a, b, seconds, nest) -> None:
+    def column(kind, value):
+        if pa.types.is_date(kind) or pa.types.is_time(kind):
+            return pa.array([value, None], pa.int32() if kind.bit_width == 32 else pa.int64()).cast(kind)
+        scale = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[kind.unit]
+        return pa.array([value * scale, None], pa.int64()).cast(kind)
+
+    def is_too_long(kind):
+        return hasattr(kind, "unit") and kind.unit == "ns" and seconds > 2**33
+
+    first, second = ((k, 86_000 if is_too_long(k) else seconds) for k in (a, b))
+    tables = [pa.table({"t": nest(column(*each))}) for each in (first, second)]
+    for name, table in zip(("a.parquet", "b.parquet"), tables, strict=True):
+        folder = write(name, table)
+    stored = [pq.read_schema(f"{folder}/{name}.parquet").field("t").type for name in "ab"]
+    own_zone = getattr(a, "tz", None) != getattr(b, "tz", None)
+    if own_zone or (is_too_long(a) != is_too_long(b)):
+        with pytest.raises(InputError, match=r"column 't'.*parquet.*parquet"):
+            open_source(folder).check_columns(["t"])
+        return
+    _, kept = outcome(folder, "{t}", ["t"])
+    for at, table in enumerate(tables):
+        assert kept["t"].slice(2 * at, 2).to_pylist() == table["t"].cast(kept["t"].type).to_pylist(), (a, b)
+    unified = open_source(folder).unified
+    assert bool(unified) == (stored[0] != stored[1]), (a, b)
+    if unified:
+        assert list(unified["t"].stored.values()) == [f"{folder}/a.parquet", f"{folder}/b.parquet"]
+
+
+def test_times_that_do_not_fit_are_no_damage_where_statistics_say_nothing(write):
+    write("a.parquet", {"t": pa.array([datetime.datetime(9999, 12, 31)], pa.timestamp("us"))}, write_statistics=False)
+    folder = write("b.parquet", {"t": pa.array([0]).cast(pa.timestamp("ns"))})
+    source = open_source(folder, on_corrupt="skip")
+    spec = UnitSpec(PromptSpec(template="{t}"))
+    with pytest.raises(InputError, match=r"a\.parquet: column 't': it is timestamp\[us\] here and timestamp\[ns\]"):
+        list(window_units(source, cut_windows(source, 10, 1 << 20)[0], spec))
+
+
+def test_what_would_change_a_value_inside_of_a_list_is_refused_as_outside(write):
+    for a, b, merged in (
+        (pa.int64(), pa.float64(), None),
+        (pa.uint64(), pa.int64(), None),
+        (pa.string(), pa.binary(), None),
+        (pa.timestamp("us"), pa.timestamp("us", "UTC"), None),
+        (pa.int32(), pa.int64(), pa.int64()),
+        (pa.decimal128(5, 2), pa.decimal128(9, 4), pa.decimal128(9, 4)),
+        (pa.string(), pa.dictionary(pa.int8(), pa.large_string()), pa.string()),
+        (pa.null(), pa.string(), pa.string()),
+        (pa.uuid(), pa.binary(16), pa.binary()),
+        (pa.binary(4), pa.binary(8), pa.binary()),
+    ):
+        for wrap in (lambda t: t, pa.list_, lambda t: pa.struct([("x", t)]), lambda t: pa.map_(pa.string(), t)):
+            write("a.parquet", pa.table({"c": pa.nulls(1, wrap(a))}))
+            folder = write("b.parquet", pa.table({"c": pa.nulls(1, wrap(b))}))
+            source = open_source(folder)
+            if merged is None:
+                with pytest.raises(InputError, match=r"column 'c': .*b\.parquet has it as.*a\.parquet"):
+                    source.check_columns(["c"])
+            else:
+                assert source.schema.field("c").type == wrap(merged), (a, b)
+                assert len(outcome(folder, "x{c}", ["c"])[0]) == 2
+    struct = [pa.struct([("a", pa.int8())]), pa.struct([("b", pa.string()), ("a", pa.int64())])]
+    write("a.parquet", pa.table({"c": pa.array([{"a": 1}], struct[0])}))
+    folder = write("b.parquet", pa.table({"c": pa.array([{"b": "x", "a": 2}], struct[1])}))
+    assert outcome(folder, "{c}", ["c"])[0] == ['{"a":1,"b":null}', '{"a":2,"b":"x"}']
+
+
+# --- schemas by chance
+
+
+LEAVES = [column.type for column, _ in COLUMNS.values() if not pa.types.is_nested(column.type)]
+
+
+def chance_type(rng: random.Random, depth: int = 0) -> pa.DataType:
+    if depth == 3 or rng.random() < 0.6:
+        return rng.choice([t for t in LEAVES if depth == 0 or not pa.types.is_dictionary(t)])
+    inner = chance_type(rng, depth + 1)
+    return rng.choice([
+        lambda: pa.list_(inner), lambda: pa.large_list(inner), lambda: pa.list_view(inner),
+        lambda: pa.list_(inner, rng.randint(1, 3)),
+        lambda: pa.struct([("a", inner), ("b", chance_type(rng, depth + 1))]),
+        lambda: pa.map_(rng.choice([pa.string(), pa.int16(), pa.date32()]), inner),
+    ])()  # fmt: skip
+
+
+def chance_array(rng: random.Random, t: pa.DataType, n: int) -> pa.Array:
+    nulls = pa.array([rng.random() < 0.2 for _ in range(n)])
+    if isinstance(t, pa.BaseExtensionType):
+        return pa.ExtensionArray.from_storage(t, chance_array(rng, t.storage_type, n))
+    if pa.types.is_dictionary(t):
+        return chance_array(rng, t.value_type, n).dictionary_encode()
+    if pa.types.is_struct(t):
+        return pa.StructArray.from_arrays([chance_array(rng, f.type, n) for f in t.fields], fields=list(t), mask=nulls)
+    if pa.types.is_fixed_size_list(t):
+        return pa.FixedSizeListArray.from_arrays(chance_array(rng, t.value_type, n * t.list_size), type=t, mask=nulls)
+    if pa.types.is_nested(t):
+        offsets = np.cumsum([0] + [0 if null.as_py() else rng.choice([0, 1, 1, 3]) for null in nulls])
+        if pa.types.is_map(t):
+            keys = chance_array(rng, t.key_type, int(offsets[-1]))
+            keys = pa.array([f"k{i}" if pa.types.is_string(t.key_type) else i for i in range(len(keys))]).cast(
+                pa.string() if pa.types.is_string(t.key_type) else pa.int32()).cast(t.key_type)  # fmt: skip
+            items = chance_array(rng, t.item_type, int(offsets[-1]))
+            return pa.MapArray.from_arrays(pa.array(offsets, pa.int32()), keys, items, type=t, mask=nulls)
+        values = chance_array(rng, t.value_type, int(offsets[-1]))
+        if pa.types.is_list_view(t):
+            starts, sizes = (pa.array(a, pa.int32()) for a in (offsets[:-1], np.diff(offsets)))
+            return pa.ListViewArray.from_arrays(starts, sizes, values, type=t, mask=nulls)
+        if pa.types.is_large_list(t):
+            return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values, type=t, mask=nulls)
+        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, type=t, mask=nulls)
+    return pa.array([None if null.as_py() else v for null, v in zip(nulls, chance_values(rng, t, n), strict=True)], t)
+
+
+def chance_values(rng: random.Random, t: pa.DataType, n: int) -> list:
+    if pa.types.is_null(t):
+        return [None] * n
+    if pa.types.is_boolean(t):
+        return [rng.random() < 0.5 for _ in range(n)]
+    if pa.types.is_integer(t):
+        low, high = (
+            (0, 2**t.bit_width - 1)
+            if pa.types.is_unsigned_integer(t)
+            else (-(2 ** (t.bit_width - 1)), 2 ** (t.bit_width - 1) - 1)
+        )
+        return [rng.choice([low, high, 0, 1, rng.randint(low, high)]) for _ in range(n)]
+    if pa.types.is_floating(t):
+        return [np.float16(v) if t.bit_width == 16 else v
+                for v in rng.choices([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-7, 65504.0], k=n)]  # fmt: skip
+    if pa.types.is_decimal(t):
+        return [Decimal(rng.randint(-(10**t.precision) + 1, 10**t.precision - 1)).scaleb(-t.scale) for _ in range(n)]
+    if pa.types.is_temporal(t):
+        # what Parquet holds: a day within its time, a time in seconds as milliseconds
+        high = 2**31 - 1 if t.bit_width == 32 else 2**62
+        if pa.types.is_time(t):
+            high = 86_400 * {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[t.unit] - 1
+        low = 0 if pa.types.is_time(t) else -high
+        if pa.types.is_date64(t):
+            return [pa.scalar(rng.randint(-(10**5), 10**5) * 86_400_000, pa.int64()).cast(t) for _ in range(n)]
+        if pa.types.is_timestamp(t) and t.unit == "s":
+            low, high = low // 1000, high // 1000
+        raw = pa.int32() if t.bit_width == 32 else pa.int64()
+        return [
+            pa.scalar(rng.choice([low, high, 0, 1, rng.randint(0, 10**9 if high > 10**9 else high)]), raw).cast(t)
+            for _ in range(n)
+        ]
+    if pa.types.is_fixed_size_binary(t):
+        return [rng.choice([rng.randbytes(t.byte_width), b"a" * t.byte_width]) for _ in range(n)]
+    texts = rng.choices(["", "a", "é{c0}\0", "x" * 300, '{"k": [1]}', "\u2028🙂"], k=n)
+    if pa.types.is_binary(t) or pa.types.is_large_binary(t) or pa.types.is_binary_view(t):
+        return [rng.choice([text.encode(), rng.randbytes(5)]) for text in texts]
+    return texts
+
+
+def with_numbers(t: pa.DataType) -> pa.DataType:
+    """A plain type with numbers in the place of times, as Python has no value of many."""
+    if pa.types.is_temporal(t):
+        return pa.int32() if t.bit_width == 32 else pa.int64()
+    if pa.types.is_struct(t):
+        return pa.struct([(f.name, with_numbers(f.type)) for f in t.fields])
+    if pa.types.is_map(t):
+        return pa.map_(with_numbers(t.key_type), with_numbers(t.item_type))
+    if pa.types.is_fixed_size_list(t):
+        return pa.list_(with_numbers(t.value_type), t.list_size)
+    return pa.list_(with_numbers(t.value_type)) if pa.types.is_list(t) else t
+
+
+def pythons(column: pa.ChunkedArray) -> list[str]:
+    try:
+        return list(map(repr, column.to_pylist()))
+    except (ValueError, OverflowError):
+        kind = with_numbers(plain_type(column.type))
+        return [repr(value) for chunk in column.chunks for value in plain_array(chunk, kind).to_pylist()]
+
+
+def check_schema(seed: int, folder: str, write) -> str:
+    """A file of chance columns: `right` where all values are pyarrow's own, else how the column is refused."""
+    rng = random.Random(seed)
+    types = [chance_type(rng) for _ in range(rng.randint(1, 4))]
+    columns = {f"c{i}": chance_array(rng, t, 9) for i, t in enumerate(types)}
+    try:
+        write(f"{folder}/a.parquet", pa.table(columns), row_group_size=rng.choice([2, 100]))
+    except pa.ArrowNotImplementedError:
+        return "Parquet has no such type"
+    file = f"{write(f'{folder}/b.txt', {'x': [1]})}/{folder}/a.parquet"
+    own = pq.read_table(file)
+    template = "".join(f"<{{{name}}}>" for name in columns)
+    try:
+        prompts, kept = outcome(file, template, list(columns))
+    except (ConfigError, InputError) as refused:
+        return "refused by name" if any(name in str(refused) for name in columns) else str(refused)
+    for name in columns:
+        assert pythons(kept[name]) == pythons(own[name]), (seed, types)
+    for i, prompt in enumerate(prompts):
+        nulls = [name for name in columns if not own[name][i].is_valid]
+        if prompt.startswith("<"):
+            assert not nulls
+            for name, value in zip(columns, texts_in(prompt, len(columns)) or [None] * len(columns)):
+                check_text(own[name][i], value)
+        else:
+            assert prompt in (NULL, BAD, "empty_prompt", "invalid_value"), prompt
+            assert (prompt == NULL) <= bool(nulls)
+    return "right"
+
+
+def texts_in(prompt: str, count: int) -> list[str] | None:
+    parts = prompt[1:-1].split("><")
+    return parts if len(parts) == count else None
+
+
+def check_text(value: pa.Scalar, text: str | None) -> None:
+    if text is None:
+        return
+    t = value.type
+    if pa.types.is_nested(t):
+        json.loads(text)
+    elif isinstance(t, pa.UuidType):
+        assert text == str(value.as_py())
+    elif isinstance(t, pa.Bool8Type):
+        assert text == str(value.as_py()).lower()
+    elif not isinstance(t, pa.BaseExtensionType) and not pa.types.is_dictionary(t):
+        is_bytes = pa.types.is_binary(t) or pa.types.is_large_binary(t) or pa.types.is_fixed_size_binary(t)
+        is_bytes = is_bytes or pa.types.is_binary_view(t)
+        assert text.encode() == (value.as_py() if is_bytes else value.cast(pa.string()).as_py().encode())
+
+
+@pytest.mark.parametrize("start", range(0, 40, 20))
+def test_columns_by_chance_are_right_or_refused_by_name(write, start):
+    outcomes = [check_schema(seed, f"s{seed}", write) for seed in range(start, start + 20)]
+    assert {*outcomes} <= {"right", "refused by name", "Parquet has no such type"}
+    assert outcomes.count("right") > 10

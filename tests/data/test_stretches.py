@@ -1,0 +1,133 @@
+"""A window whose values are many times what they are in the file: it is read and rendered in stretches, whose memory is
+bounded, and its units are the same each time."""
+
+import pickle
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data.columns import decoded_bytes, plain_array, plain_type
+from pipeline.data.prompts import PromptSpec
+from pipeline.data.source import DAMAGED_KEY, Window, cut_windows, open_source, read_stretches, read_window
+from pipeline.data.units import UnitSpec, make_units, window_units
+
+MIB = 1 << 20
+TEXT, ROWS = "x" * 20_000, 600  # 12 MB
+NUMBERS = pa.array([0] * ROWS, pa.int32())
+SHARED = pa.DictionaryArray.from_arrays(NUMBERS, pa.array([TEXT]))
+EACH = pa.array(range(ROWS + 1), pa.int32())
+KINDS = {
+    "dictionary": SHARED,
+    "list": pa.ListArray.from_arrays(EACH, SHARED),
+    "struct": pa.StructArray.from_arrays([SHARED], ["k"]),
+    "map": pa.MapArray.from_arrays(EACH, pa.DictionaryArray.from_arrays(NUMBERS, pa.array(["key"])), SHARED),
+    **{str(kind): kind for kind in (
+        pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.json_(), pa.list_(pa.string()))},
+}  # fmt: skip
+
+
+def put(path: str, kind: pa.Array | pa.DataType) -> None:
+    """A file of one row group, of a few kilobytes; made without the texts that it stands for."""
+    if isinstance(kind, pa.Array):
+        pq.write_table(pa.table({"c": kind, "id": list(range(ROWS))}), path)
+        return
+    with pq.ParquetWriter(path, pa.schema([("c", kind), ("id", pa.int64())])) as writer:
+        for start in range(0, ROWS, 100):
+            texts = (
+                [[TEXT]] * 100
+                if pa.types.is_list(kind)
+                else [TEXT.encode() if pa.types.is_binary(kind) else TEXT] * 100
+            )
+            column = pa.array(texts, kind.storage_type if isinstance(kind, pa.JsonType) else kind).cast(kind)
+            writer.write_batch(pa.record_batch({"c": column, "id": list(range(start, start + 100))}))
+
+
+@pytest.mark.parametrize("prompt", ["Say {c}", "{id}"])
+def test_memory_is_of_stretches_where_all_rows_share_a_text(tmp_path, prompt):
+    for name, kind in KINDS.items():
+        (tmp_path / name).mkdir()
+        put(str(tmp_path / name / "a.parquet"), kind)
+        source = open_source(str(tmp_path / name))
+        spec = UnitSpec(PromptSpec(template=prompt), kept=("c", "id"), unit_tokens=20_000, max_bytes=MIB * 3 // 2)
+        (window,) = cut_windows(source, 1 << 16, MIB)
+        before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+        pa.set_memory_pool(pool)
+        tracemalloc.start()
+        try:
+            rows = [id for unit in window_units(source, window, spec) for id in unit.kept()["id"].to_pylist()]
+            _, python = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            pa.set_memory_pool(before)
+        assert sorted(rows) == list(range(ROWS)), name
+        assert pool.max_memory() < 8 * MIB, name
+        assert python < 5 * MIB, name
+
+
+def test_stretches_have_each_row_once_and_the_same_units_each_time(write):
+    texts = [f"{i} " + "y" * (37 * i % 1000) for i in range(300)]
+    folder = write("a.parquet", {"text": texts, "id": list(range(300))}, row_group_size=70)
+    source = open_source(folder)
+    spec = UnitSpec(PromptSpec(template="{text} {text}"), kept=("id",), unit_rows=9, max_bytes=20_000)
+    (window,) = cut_windows(source, 1000, MIB)
+    units = window_units(source, window, spec)
+    again = window_units(*pickle.loads(pickle.dumps((source, window, spec))))
+    data = [unit.to_bytes() for unit in units]
+    assert data == [unit.to_bytes() for unit in again]
+    assert sorted(id for unit in units for id in unit.kept()["id"].to_pylist()) == list(range(300))
+    assert [units.num_rows_of(i) for i in range(len(units))] == [unit.num_rows for unit in units]
+    chosen = [3, 4, len(units) - 1]
+    assert [unit.to_bytes() for unit in units.some(chosen)] == [data[i] for i in chosen]
+    for unit in units:
+        assert sum(len(prompt) for prompt in unit.own("_prompt").to_pylist()) <= 20_000
+    whole = window_units(source, window, UnitSpec(PromptSpec(template="{text} {text}"), kept=("id",), unit_rows=9))
+    assert len(whole) < len(units)
+    plain = make_units(
+        read_window(source, window, spec.columns),
+        UnitSpec(PromptSpec(template="{text} {text}"), kept=("id",), unit_rows=9),
+        0,
+    )
+    assert [unit.to_bytes() for unit in whole] == [unit.to_bytes() for unit in plain]
+
+
+def test_a_stretch_knows_which_of_its_rows_are_damaged(write):
+    folder = write("a.parquet", {"text": [f"{i}" * 30 for i in range(40)]}, row_group_size=10, compression="none")
+    path = Path(folder, "a.parquet")
+    data = bytearray(path.read_bytes())
+    at = data.index(b"15" * 20)
+    data[at] ^= 1
+    path.write_bytes(data)
+    source = open_source(folder, on_corrupt="skip")
+    spec = UnitSpec(PromptSpec(column="text"), max_bytes=300)
+    found = {}
+    for unit in window_units(source, Window(0, 0, 40), spec):
+        found |= {row: error for (_, row), error in zip(unit.places(), unit.own("_error").to_pylist(), strict=True)}
+    assert found == {i: "corrupt_input" if 10 <= i < 20 else None for i in range(40)}
+    tables = list(read_stretches(source, Window(0, 0, 40), ["text"], 300))
+    assert len(tables) > 4
+    assert sum(DAMAGED_KEY in table.schema.metadata for table in tables) >= 1
+
+
+def test_decoded_bytes_are_those_of_each_row():
+    view, fixed = pa.list_view(pa.string()), pa.list_(pa.binary(3), 2)
+    two = pa.struct([("a", pa.string()), ("b", pa.int8())])
+    for column, expected in (
+        (pa.array(["ab", None, "é"]), [2, 0, 2]),
+        (pa.array(["ab", None, "é"]).dictionary_encode(), [2, 0, 2]),
+        (pa.array([1, None, 3], pa.int16()), [2, 2, 2]),
+        (pa.array([["a", "bc"], None, []], pa.large_list(pa.string())), [3, 0, 0]),
+        (pa.array([["a", "bc"], None, []], view), [3, 0, 0]),
+        (pa.array([[b"abc", b"def"], None, [None, b"ghi"]], fixed), [6, 0, 6]),
+        (pa.array([[("k", ["v", "w"])], None, []], pa.map_(pa.string(), pa.list_(pa.string()))), [3, 0, 0]),
+        (pa.array([{"a": "xy", "b": 1}, None, {"a": None, "b": 2}], two), [3, 1, 1]),
+        (pa.array([b"x" * 16] * 3, pa.binary(16)).cast(pa.uuid()), [16] * 3),
+        (pa.nulls(3), [0, 0, 0]),
+    ):  # fmt: skip
+        assert decoded_bytes(column).tolist() == expected, column.type
+        assert decoded_bytes(column.slice(1)).tolist() == expected[1:], column.type
+        assert plain_array(column.slice(1), plain_type(column.type)).to_pylist() == column.to_pylist()[1:]
+        assert isinstance(decoded_bytes(column), np.ndarray)
