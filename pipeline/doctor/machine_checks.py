@@ -10,11 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline import __version__
-from pipeline.checkpoints.cache import cache_folder, gpu_kernel_folder
 from pipeline.doctor.check import Check, Setup, State
 from pipeline.formatting import shown_bytes
+from pipeline.machine.caches import cache_root, cpu_kernel_folder, gpu_kernel_folder
 from pipeline.machine.host import VECTOR_FLAGS, available_cores, package_versions, processor
 from pipeline.machine.numba import why_no_numba
+from pipeline.machine.ray_folder import ray_folder, why_no_ray_folder
 from pipeline.stores.filesystem import is_url
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pyarrow", "s3fs", "numba", "numpy")
@@ -89,6 +90,9 @@ def memory(setup: Setup) -> Iterator[Check]:
             yield Check("memory and disks", name, "warning", found, todo)
         else:
             yield Check("memory and disks", name, "ok", found)
+    if problem := why_no_ray_folder(ray_folder()):
+        found, _, todo = problem.partition(". ")
+        yield Check("memory and disks", "ray's folder", "warning", found, f"{todo}; a job of one engine runs without.")
     if os.path.isdir("/dev/shm") and (shm := shutil.disk_usage("/dev/shm").total) < _MIN_FREE_BYTES:
         todo = "Ray falls back to slow files: in a container, start it with --shm-size=2g."
         yield Check("memory and disks", "/dev/shm", "warning", shown_bytes(shm), todo)
@@ -96,10 +100,10 @@ def memory(setup: Setup) -> Iterator[Check]:
 
 def _places(setup: Setup) -> Iterator[tuple[str, Path]]:
     if setup.output is not None and not is_url(setup.output):
-        yield "output", Path(setup.output).expanduser().absolute()
+        yield "output", Path(os.path.expanduser(setup.output)).absolute()
     yield "temporary files", Path(tempfile.gettempdir())
-    yield "ray", Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray"
-    yield "cache", cache_folder()
+    yield "ray", ray_folder().absolute()
+    yield "cache", cache_root()
 
 
 def kernels(setup: Setup) -> Iterator[Check]:
@@ -107,19 +111,19 @@ def kernels(setup: Setup) -> Iterator[Check]:
 
     from pipeline.errors import ConfigError
     from pipeline.kernels.activations.rounded_linears import with_rounded_activations
-    from pipeline.kernels.select import default_dtype, select_kernels
+    from pipeline.kernels.select import default_dtype, keep_cpu_kernels_in, keep_gpu_kernels_in, select_kernels
     from pipeline.model.config import DTYPES
 
     yield _numba_layer()
     device = setup.torch_device
+    notes: list[str] = []
+    keep_cpu_kernels_in(cpu_kernel_folder(say=notes.append))
+    for note in notes:
+        yield Check("kernels", "cache", "warning", note)
+    if device.type == "cuda":
+        keep_gpu_kernels_in(gpu_kernel_folder())
     dtype = DTYPES.get(setup.dtype) or default_dtype(device, torch.bfloat16)
-    try:
-        kernels = select_kernels(device, dtype)
-    except RuntimeError as error:
-        # numba, where neither its folder beside the code nor the user's cache can be written
-        todo = "Set NUMBA_CACHE_DIR to a folder that can be written."
-        yield Check("kernels", "numba cache", "failed", str(error), todo)
-        return
+    kernels = select_kernels(device, dtype)
     if setup.activation_dtype != "auto":
         try:
             kernels = with_rounded_activations(kernels, setup.activation_dtype, device)

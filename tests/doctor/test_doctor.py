@@ -208,12 +208,21 @@ def test_the_layer_that_numba_takes(monkeypatch, there, state):
     assert checks("kernels")["numba threads"].state == state
 
 
-def test_kernels_that_cannot_be_cached(monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("cannot cache function '_kernel': no locator available")
-
-    monkeypatch.setattr("pipeline.kernels.select.select_kernels", refuse)
-    assert "NUMBA_CACHE_DIR" in checks("kernels")["numba cache"].todo
+def test_caches_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "numba"))
+    failed = checks("kernels")["kernels"]
+    assert (failed.state, failed.exit_code) == ("failed", 3)
+    assert "set PIPELINE_CACHE or NUMBA_CACHE_DIR" in failed.found
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    monkeypatch.delenv("PIPELINE_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("long" * 20)))
+    warned = checks("kernels")["cache"]
+    assert warned.state == "warning"
+    assert f"kept in {tmp_path}" in warned.found
+    assert "RAY_TMPDIR" in checks("memory and disks")["ray's folder"].todo
 
 
 def test_activations_in_fp8(work, monkeypatch):

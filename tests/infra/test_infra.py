@@ -78,10 +78,10 @@ def test_images_have_what_kuberay_calls(image):
     assert any("/opt/venv/bin" in run and "/etc/profile.d/" in run for run in given(image, "RUN"))
     environment = " ".join(given(image, "ENV"))
     made = next(run for run in given(image, "RUN") if "useradd" in run)
-    for name in ("PIPELINE_CACHE", "NUMBA_CACHE_DIR"):
-        folder = re.search(rf"{name}=(\S+)", environment)
-        assert folder is not None
-        assert folder[1] in made.split()
+    folder = re.search(r"PIPELINE_CACHE=(\S+)", environment)
+    assert folder is not None
+    assert folder[1] in made.split()
+    assert "-g 0 -m 0775" in made, "`docker run --user 12345` gives that user group 0"
 
 
 @pytest.mark.parametrize("image", IMAGES)

@@ -1,5 +1,6 @@
 """The commands that make and measure checkpoints: their options, and where they go."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -230,7 +231,7 @@ def quantize_command(
         token_ids = read.token_ids
         left_out = "".join(f", {code} {count:,}" for code, count in read.left_out.items())
         say(f"calibrating with {len(token_ids):,} rows, {read.num_tokens:,} tokens{left_out}")
-    target = Path(output).expanduser()
+    target = Path(os.path.expanduser(output))
     quantize(source, target, recipe, token_ids, torch.device(device), say)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     before = sum(file.stat().st_size for file in source.glob("*.safetensors"))

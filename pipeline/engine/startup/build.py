@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoints.cache import gpu_kernel_folder
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.engine.forward.runner import ModelRunner, Place
@@ -17,7 +16,8 @@ from pipeline.engine.startup.mixed_tokens import most_mixed_tokens
 from pipeline.engine.startup.resolve import Resolved, Speculation, quantized_on_load, resolve
 from pipeline.engine.startup.step_kinds import CapturedShape
 from pipeline.errors import ConfigError
-from pipeline.kernels.select import keep_gpu_kernels_in
+from pipeline.kernels.select import keep_cpu_kernels_in, keep_gpu_kernels_in
+from pipeline.machine.caches import cpu_kernel_folder, gpu_kernel_folder
 from pipeline.machine.numba import why_no_numba
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.roofline.cards import card_of_device
@@ -45,8 +45,10 @@ class Built:
 def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
     """Load what `config` names. `say` is told what takes long.
 
-    Raises ModelError for the checkpoint, ConfigError for options it cannot be run with.
+    Raises ModelError for the checkpoint, ConfigError for options it cannot be run with, EnvironmentFailed where
+    compiled kernels cannot be kept.
     """
+    keep_cpu_kernels_in(cpu_kernel_folder(say=say))  # on a GPU, too: lookup of drafts is compiled for the CPU
     folder = locate_model(config.model)
     model = quantized_on_load(read_config(folder), config.quantization)
     resolved = resolve(config, model)
