@@ -13,6 +13,7 @@ from pipeline import __version__
 from pipeline.doctor.check import Check, Setup, State
 from pipeline.formatting import shown_bytes
 from pipeline.machine.caches import cache_root, cpu_kernel_folder, gpu_kernel_folder
+from pipeline.machine.cgroup import cpu_quota, memory_limit
 from pipeline.machine.host import VECTOR_FLAGS, available_cores, package_versions, processor
 from pipeline.machine.numba import why_no_numba
 from pipeline.machine.ray_folder import ray_folder, why_no_ray_folder
@@ -49,7 +50,10 @@ def devices(setup: Setup) -> Iterator[Check]:
     model, flags = processor()
     cores = available_cores()
     named = ", ".join(flag for flag in VECTOR_FLAGS if flag in flags) or "no AVX2"
-    yield Check("devices", "cpu", "ok", f"{model}; this process may use {cores} of {os.cpu_count()} cores; {named}")
+    quota = cpu_quota()
+    limited = "" if quota is None else f" (a quota of {quota.cpus:.3g}, {quota.source})"
+    found = f"{model}; this process may use {cores} of {os.cpu_count()} cores{limited}; {named}"
+    yield Check("devices", "cpu", "ok", found)
     if "avx2" not in flags and platform.machine() in ("x86_64", "AMD64"):
         yield Check("devices", "cpu flags", "warning", "no AVX2", "Linears and attention will be slow here.")
     native = supports_bf16()
@@ -74,7 +78,9 @@ def memory(setup: Setup) -> Iterator[Check]:
     free = free_cpu_bytes()
     low = free < 2 * _MIN_FREE_BYTES
     todo = "Ray alone takes up to 1 GB: end other programs, or use a larger machine." if low else ""
-    yield Check("memory and disks", "memory", "warning" if low else "ok", f"{shown_bytes(free)} free", todo)
+    limit = memory_limit()
+    limited = "" if limit is None else f" (a limit of {shown_bytes(limit.limit_bytes)}, {limit.source})"
+    yield Check("memory and disks", "memory", "warning" if low else "ok", f"{shown_bytes(free)} free{limited}", todo)
     seen: set[int] = set()
     for name, place in _places(setup):
         folder = next(p for p in (place, *place.parents) if p.is_dir())

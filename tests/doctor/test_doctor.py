@@ -15,8 +15,10 @@ import pytest
 from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Check, Setup, diagnose, exit_code, machine_checks
+from pipeline.engine.startup import memory
 from pipeline.errors import ConfigError
 from pipeline.machine import host
+from pipeline.machine.cgroup import CpuQuota, MemoryLimit
 from pipeline.stores.retries import RetryPolicy
 
 SECRET = "hunter2-never-shown"
@@ -130,6 +132,16 @@ def test_too_little_memory_and_too_small_a_vocabulary(tmp_path, monkeypatch):
     assert found["tokenizer"].state == "warning"
     monkeypatch.setattr("pipeline.engine.startup.memory.free_cpu_bytes", lambda: 2_600_000)
     assert checks("model", model=str(folder), device="cpu", dtype="float32")["memory"].state == "warning"
+
+
+def test_limits_of_control_groups_are_shown_with_their_source(monkeypatch):
+    monkeypatch.setattr(machine_checks, "cpu_quota", lambda: CpuQuota(0.5, Path("/sys/fs/cgroup/a/cpu.max")))
+    limit = MemoryLimit(10**9, 10**6, Path("/sys/fs/cgroup/memory.max"))
+    for module in (machine_checks, memory):
+        monkeypatch.setattr(module, "memory_limit", lambda: limit)
+    assert "(a quota of 0.5, /sys/fs/cgroup/a/cpu.max)" in checks("devices")["cpu"].found
+    found = checks("memory and disks")["memory"]
+    assert (found.state, found.found) == ("warning", "1.0 MB free (a limit of 1.0 GB, /sys/fs/cgroup/memory.max)")
 
 
 def test_a_chat_without_a_template(work, pipe):

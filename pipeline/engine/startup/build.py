@@ -1,5 +1,6 @@
 """From an `EngineConfig` to a loaded model with a KV cache: all that an engine is made of."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from pipeline.engine.startup.step_kinds import CapturedShape
 from pipeline.errors import ConfigError
 from pipeline.kernels.select import keep_cpu_kernels_in, keep_gpu_kernels_in
 from pipeline.machine.caches import cpu_kernel_folder, gpu_kernel_folder
+from pipeline.machine.host import available_cores
 from pipeline.machine.numba import why_no_numba
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.roofline.cards import card_of_device
@@ -52,9 +54,16 @@ def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
     folder = locate_model(config.model)
     model = quantized_on_load(read_config(folder), config.quantization)
     resolved = resolve(config, model)
-    place = Place(config.num_threads, resolved.device)
+    place = Place(_num_threads(config.num_threads), resolved.device)
     with place:
         return _built(config, folder, model, resolved, place, say)
+
+
+def _num_threads(wanted: int | None) -> int | None:
+    """The caller's threads where none are wanted, without more than a CPU quota runs at once; OMP_NUM_THREADS wins."""
+    if wanted is None and "OMP_NUM_THREADS" not in os.environ:
+        return min(torch.get_num_threads(), available_cores())
+    return wanted
 
 
 def _built(
