@@ -97,6 +97,9 @@ def test_images_are_made_of_files_that_are_there_and_let_in(image):
     for source in copied:
         assert (ROOT / source).exists()
         assert any(source == entry or source.startswith(f"{entry}/") for entry in allowed), source
+        folder = (ROOT / source).resolve()
+        links = [path for path in folder.rglob("*") if path.is_symlink()]
+        assert not [link for link in links if not link.resolve().is_relative_to(folder)], "they dangle in the image"
     assert {entry for entry in allowed if not any(s.startswith(entry) for s in copied)} == set()
 
 

@@ -116,7 +116,7 @@ def eval_command(
     Examples:
       pipeline eval out/qwen-awq --against Qwen/Qwen3-4B --data heldout.parquet --column text
       pipeline eval out/awq out/gptq --against models/base --job my.yaml --limit 200
-      pipeline eval demo:target-awq --against demo:target --job jobs/summarize.yaml --limit 100
+      pipeline eval demo:target-awq --against demo:target --job my.yaml --limit 100
       pipeline eval --against models/base --quantization int8 --quantization nf4 --job my.yaml
       pipeline eval out/awq --against out/awq --activation-dtype fp8 --job my.yaml
 
