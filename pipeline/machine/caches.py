@@ -66,6 +66,16 @@ def hub_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return cache_root(environ) / "huggingface"
 
 
+def check_temporary_folder() -> None:
+    """Raise EnvironmentFailed where no temporary folder can be written, which libraries want when they are imported."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise EnvironmentFailed(
+            f"{error.strerror}; mount one there (`docker run --tmpfs /tmp`), or set TMPDIR to a folder that can be written"
+        ) from None
+
+
 def why_not_writable(folder: Path) -> str:
     """Create the folder where it is missing and a file in it. Return the system's reason where that fails, else ""."""
     try:
@@ -92,10 +102,8 @@ def _own_temporary_folder() -> tuple[Path, str]:
 
     Kernels are loaded from it as code, and in a shared /tmp anybody may have created a folder of this name.
     """
-    try:
-        folder = Path(tempfile.gettempdir()) / f"{NAME}-{os.getuid()}"
-    except FileNotFoundError:  # of all places that Python tries, none can be written
-        return Path("$TMPDIR"), "no temporary folder can be written"
+    check_temporary_folder()
+    folder = Path(tempfile.gettempdir()) / f"{NAME}-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()

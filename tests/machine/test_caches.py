@@ -200,3 +200,13 @@ def test_a_model_in_a_folder_that_this_user_may_not_enter(place):
     folder(place / "closed" / "model", 0o755, 0)
     folder(place / "closed", 0o700, 0)
     assert as_other_user(lambda: model_kind(str(place / "closed" / "model"))) == "missing"
+
+
+def test_without_a_temporary_folder_a_command_says_what_to_set(monkeypatch, pipe):
+    """As in `docker run --read-only`; libraries raise when they are imported."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    code, _, err = pipe("doctor")
+    assert code == 3
+    assert "['/proc']" in err
+    assert "set TMPDIR" in err
