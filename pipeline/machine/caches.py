@@ -72,7 +72,8 @@ def check_temporary_folder() -> None:
         tempfile.gettempdir()
     except FileNotFoundError as error:
         raise EnvironmentFailed(
-            f"{error.strerror}; mount one there (`docker run --tmpfs /tmp`), or set TMPDIR to a folder that can be written"
+            f"{error.strerror}; mount one there (`docker run --tmpfs /tmp`), or set TMPDIR to a folder that can be "
+            "written"
         ) from None
 
 
