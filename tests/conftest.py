@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # What runs remember for `pipeline plan` is not the user's here.
 os.environ.setdefault("PIPELINE_CACHE", tempfile.mkdtemp(prefix="pipeline-tests-"))
+# Compiled kernels are kept from one run of the suite to the next.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".numba_cache"))
 
 # Triton reads this when it is imported. Where there is a GPU the same tests run compiled, on it.
 if not Path("/dev/nvidiactl").exists():

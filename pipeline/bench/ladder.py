@@ -34,7 +34,8 @@ from pipeline.engine.startup.memory import weight_bytes
 from pipeline.engine.startup.resolve import Resolved, resolve
 from pipeline.errors import PipelineError
 from pipeline.kernels.contract import Kernels
-from pipeline.kernels.select import select_kernels
+from pipeline.kernels.select import keep_cpu_kernels_in, select_kernels
+from pipeline.machine.caches import cpu_kernel_folder
 from pipeline.model.config import read_config
 from pipeline.weights.awq import AwqFormat
 
@@ -131,6 +132,7 @@ def bench_ladder(
     Raises PipelineError when a rung gives other float32 tokens than the first.
     """
     assert min(requests, batch, rounds) >= 1
+    keep_cpu_kernels_in(cpu_kernel_folder(say=say))
     use_threads(threads)
     machine = machine_facts()
     found = bench_model(

@@ -8,6 +8,7 @@ is the demonstration model's, filled up with numbered words.
 
 import hashlib
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,12 +20,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from pipeline.checkpoints.cache import cache_folder
 from pipeline.checkpoints.file_checks import read_json
 from pipeline.checkpoints.locate import locate_model
 from pipeline.checkpoints.model_values import QUANTIZER_FILES
 from pipeline.demo import demo_model
 from pipeline.errors import ConfigError, OutputError
+from pipeline.machine.caches import cache_root
 from pipeline.model.config import read_config
 from pipeline.model.load import Checkpoint
 from pipeline.weights.awq import SUFFIXES, AwqFormat
@@ -130,7 +131,7 @@ def bench_model(name: str, folder: str | None = None, say: Callable[[str], None]
         return BenchModel(locate_model(name), f"model {name}")
     shape, awq = SHAPES[name.removesuffix("-awq")], name.endswith("-awq")
     about = f"shape {name}, random weights{' (AWQ int4, groups of 128)' if awq else ''}, vocabulary {shape.vocab:,}"
-    root = Path(folder).expanduser() if folder is not None else cache_folder().parent / "bench"
+    root = Path(os.path.expanduser(folder)) if folder is not None else cache_root() / "bench"
     place = root / f"{name}-{_digest(shape)}"
     if not place.is_dir():
         say(f"writing a random checkpoint of shape {name} to {place}")
@@ -233,7 +234,7 @@ def _rewritten(
 def derived(folder: Path, kind: str) -> Path:
     """Where in the cache something made of a checkpoint lies, or is to be made."""
     tag = hashlib.sha256(f"{folder.resolve()} {VERSION}".encode()).hexdigest()[:8]
-    return cache_folder().parent / "bench" / f"{folder.name}-{tag}-{kind}"
+    return cache_root() / "bench" / f"{folder.name}-{tag}-{kind}"
 
 
 def _tensors(shape: Shape, awq: bool) -> Iterator[tuple[str, torch.Tensor]]:

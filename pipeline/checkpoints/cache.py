@@ -22,6 +22,7 @@ from typing import Any
 from pipeline.checkpoints.digest import file_digest
 from pipeline.checkpoints.file_checks import PATTERNS
 from pipeline.errors import EnvironmentFailed, ModelError
+from pipeline.machine.caches import cache_root
 from pipeline.stores.filesystem import RemoteFilesystem, filesystem, md5, why_not_opened
 from pipeline.stores.local_folder import sync_folder
 from pipeline.stores.redaction import shown_url
@@ -48,21 +49,9 @@ class _Remote:
     tag: str  # changes with the file
 
 
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where downloaded models are kept: $PIPELINE_CACHE/models, or below the user's ~/.cache."""
-    return _root(environ) / "models"
-
-
-def gpu_kernel_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where compiled GPU kernels are kept: $TRITON_CACHE_DIR, which is Triton's own variable, else
-    $PIPELINE_CACHE/triton, or below the user's ~/.cache."""
-    own = environ.get("TRITON_CACHE_DIR")
-    return Path(own).expanduser() if own else _root(environ) / "triton"
-
-
-def _root(environ: Mapping[str, str]) -> Path:
-    root = environ.get("PIPELINE_CACHE")
-    return Path(root).expanduser() if root else Path.home() / ".cache" / "parquet-batch-inference"
+def cache_folder(environ: Mapping[str, str] = os.environ, say: Say = lambda text: None) -> Path:
+    """Return the folder of downloaded models, below the root of all caches. Raises EnvironmentFailed."""
+    return cache_root(environ, say) / "models"
 
 
 def fetch_model(

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
 
 from pipeline.checkpoints.file_checks import checked_file
@@ -18,7 +19,7 @@ _CLOCK = "strftime_now"  # the one name by which a template can ask for the date
 
 def read_template(path: str) -> str:
     """The template in the file that `prompt.chat.template` names. Raises ConfigError."""
-    place, key = Path(path).expanduser(), f"prompt.chat.template {path}"
+    place, key = Path(os.path.expanduser(path)), f"prompt.chat.template {path}"
     try:
         with open(place, "rb") as file:
             raw = file.read(MAX_BYTES + 1)

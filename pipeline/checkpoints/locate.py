@@ -12,6 +12,7 @@ from pipeline.checkpoints.cache import cache_folder, fetch_model
 from pipeline.checkpoints.file_checks import PATTERNS
 from pipeline.demo import NAMES, demo_model
 from pipeline.errors import ModelError
+from pipeline.machine.caches import hub_folder
 from pipeline.stores.filesystem import is_url, storage_for
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts
@@ -27,9 +28,9 @@ def model_kind(path: str) -> ModelKind:
         return "embedded"
     if is_url(path):
         return "url"
-    place = Path(path).expanduser()
-    if place.exists():
-        return "folder" if place.is_dir() else "missing"
+    place = os.path.expanduser(path)
+    if os.path.exists(place):  # False where this user may not look
+        return "folder" if os.path.isdir(place) else "missing"
     return "id" if path.count("/") == 1 and not path.startswith((".", "/", "~")) else "missing"
 
 
@@ -60,7 +61,8 @@ def resolve_model(
     EnvironmentFailed when a store or the disk fails.
     """
     if is_url(path):
-        folder = fetch_model(path, storage or {}, cache_folder(), say or (lambda text: None), retries, key)
+        say = say or (lambda text: None)
+        folder = fetch_model(path, storage or {}, cache_folder(say=say), say, retries, key)
     elif storage:
         raise ModelError(f"model.storage: only a url takes options, found {', '.join(sorted(storage))}")
     else:
@@ -80,7 +82,7 @@ def folder_here(path: str, revision: str | None = None) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(path, "tokenizer.json", revision=revision)
+    found = try_to_load_from_cache(path, "tokenizer.json", revision=revision, cache_dir=hub_folder())
     return Path(found).parent if isinstance(found, str) else None
 
 
@@ -98,7 +100,7 @@ def locate_model(name: str, revision: str | None = None) -> Path:
         except KeyError as error:
             raise ModelError(f"model {name!r}: {error.args[0]}") from None
     if kind == "folder":
-        return Path(name).expanduser()
+        return Path(os.path.expanduser(name))
     if kind != "id":
         raise ModelError(f"model {name!r}: {why_no_checkpoint(name)}")
     return _download(name, revision)
@@ -106,8 +108,8 @@ def locate_model(name: str, revision: str | None = None) -> Path:
 
 def why_no_checkpoint(name: str) -> str:
     """What is at `name`, a local path, in the place of a checkpoint's folder; empty where it may be one."""
-    place = Path(name).expanduser()
-    if not place.exists():
+    place = Path(os.path.expanduser(name))
+    if not os.path.exists(place):
         return "no such folder, and not a Hugging Face id (owner/name)"
     if not place.is_dir():
         kind = "a GGUF file" if place.suffix == ".gguf" else "a file"
@@ -132,7 +134,7 @@ def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS, cache_dir=hub_folder()))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = f"and Hugging Face has it not or cannot be reached: {error}"
         if os.environ.get("HF_HUB_OFFLINE"):

@@ -19,6 +19,7 @@ import click
 from pipeline.cli.interrupt import was_raised
 from pipeline.errors import ConfigError, EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
 from pipeline.formatting import fitted, printable_json, printable_lines
+from pipeline.machine.caches import check_temporary_folder
 
 json_flag = click.option("as_json", "--json", is_flag=True, help="Print one JSON object, and nothing else.")
 
@@ -45,6 +46,7 @@ def answers(command: Callable[..., Any]) -> Callable[..., Any]:
     def answer(*args: Any, as_json: bool, **options: Any) -> None:
         click.get_current_context().obj = _claim_stdout()
         try:
+            check_temporary_folder()
             command(*args, as_json=as_json, **options)
         except PipelineError as error:
             if as_json:

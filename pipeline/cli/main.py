@@ -31,14 +31,14 @@ from pipeline.cli.options import Commands
 
 EPILOG = """\b
 Start here:
-  pipeline init my.yaml --input data         write a job file for a dataset
-  pipeline validate jobs/summarize.yaml      what the job is; nothing is run
-  pipeline plan jobs/summarize.yaml          what it will take, in hours and money
-  pipeline run jobs/summarize.yaml           run it, or go on where it stopped
-  pipeline report out/summarize              what it cost
-  pipeline submit jobs/summarize.yaml        the same on a Ray cluster
-  pipeline generate --input prompts.txt      a handful of prompts, without a job
-  pipeline doctor jobs/summarize.yaml        whether this machine can run it
+  pipeline init my.yaml --input data       write a job file for a dataset
+  pipeline validate my.yaml                what the job is; nothing is run
+  pipeline plan my.yaml                    what it will take, in hours and money
+  pipeline run my.yaml                     run it, or go on where it stopped
+  pipeline report out/my                   what it cost
+  pipeline submit my.yaml                  the same on a Ray cluster
+  pipeline generate --input prompts.txt    a handful of prompts, without a job
+  pipeline doctor my.yaml                  whether this machine can run it
 
 \b
 Exit codes:

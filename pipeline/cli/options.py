@@ -67,7 +67,7 @@ def job_overlays(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option("sets", "--set", metavar="KEY=VALUE", multiple=True,
                          help="Change one key of the job file: sampling.max_tokens=32. May be repeated."),
             click.option("overlays", "--config", metavar="FILE", type=click.Path(), multiple=True,
-                         help="Lay a file of the same form over the job file: configs/h100.yaml."),
+                         help="Lay a file of the same form over the job file: one for a kind of machine."),
             param_option,
             click.option("--limit", type=click.IntRange(min=1), metavar="N",
                          help="Only the first N rows. Another N is another job, with an output of its own."),

@@ -99,7 +99,7 @@ def parse(text: str, name: str) -> Document:
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        hint = "See jobs/summarize.yaml for a job file explained line by line."
+        hint = "`pipeline init` writes a job file with comments for a dataset."
         raise JobFileError([Mistake(f"{name}:1", "", "expected `key: value` lines", hint)])
     return Document(data, {(): name} | builder.origins)
 

@@ -1,5 +1,6 @@
 """Checks of what is to be run: the job file, the model, the input, the output."""
 
+import os
 import posixpath
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pipeline.doctor.check import Check, Setup
 from pipeline.errors import ModelError, OutputError, PipelineError
 from pipeline.formatting import counted, shown_bytes
 from pipeline.job.preview.examine import MODEL_FILES, examine, missing_model_files
+from pipeline.machine.caches import hub_folder
 from pipeline.stores.filesystem import filesystem, is_url
 from pipeline.stores.redaction import shown_url
 
@@ -110,7 +112,8 @@ def _cached(name: str, setup: Setup) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=setup.job and setup.job.model.revision, local_files_only=True))
+        revision = setup.job and setup.job.model.revision
+        return Path(snapshot_download(name, revision=revision, local_files_only=True, cache_dir=hub_folder()))
     except LocalEntryNotFoundError:
         return None
     except HFValidationError as error:
@@ -212,7 +215,7 @@ def output(setup: Setup) -> Iterator[Check]:
 @contextmanager
 def _left_as_found(output: str) -> Iterator[None]:
     """Folders on a local disk that the probe made are removed again, if nothing else has come into them."""
-    root = Path(output.removeprefix("file://")).expanduser().absolute()
+    root = Path(os.path.expanduser(output.removeprefix("file://"))).absolute()
     made = [p for p in (root / "_pipeline" / "tmp", root / "_pipeline", root, *root.parents) if not p.exists()]
     try:
         yield

@@ -10,11 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline import __version__
-from pipeline.checkpoints.cache import cache_folder, gpu_kernel_folder
 from pipeline.doctor.check import Check, Setup, State
 from pipeline.formatting import shown_bytes
+from pipeline.machine.caches import cache_root, cpu_kernel_folder, gpu_kernel_folder
+from pipeline.machine.cgroup import cpu_quota, memory_limit
 from pipeline.machine.host import VECTOR_FLAGS, available_cores, package_versions, processor
 from pipeline.machine.numba import why_no_numba
+from pipeline.machine.ray_folder import ray_folder, why_no_ray_folder
 from pipeline.stores.filesystem import is_url
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pyarrow", "s3fs", "numba", "numpy")
@@ -48,7 +50,10 @@ def devices(setup: Setup) -> Iterator[Check]:
     model, flags = processor()
     cores = available_cores()
     named = ", ".join(flag for flag in VECTOR_FLAGS if flag in flags) or "no AVX2"
-    yield Check("devices", "cpu", "ok", f"{model}; this process may use {cores} of {os.cpu_count()} cores; {named}")
+    quota = cpu_quota()
+    limited = "" if quota is None else f" (a quota of {quota.cpus:.3g}, {quota.source})"
+    found = f"{model}; this process may use {cores} of {os.cpu_count()} cores{limited}; {named}"
+    yield Check("devices", "cpu", "ok", found)
     if "avx2" not in flags and platform.machine() in ("x86_64", "AMD64"):
         yield Check("devices", "cpu flags", "warning", "no AVX2", "Linears and attention will be slow here.")
     native = supports_bf16()
@@ -73,7 +78,9 @@ def memory(setup: Setup) -> Iterator[Check]:
     free = free_cpu_bytes()
     low = free < 2 * _MIN_FREE_BYTES
     todo = "Ray alone takes up to 1 GB: end other programs, or use a larger machine." if low else ""
-    yield Check("memory and disks", "memory", "warning" if low else "ok", f"{shown_bytes(free)} free", todo)
+    limit = memory_limit()
+    limited = "" if limit is None else f" (a limit of {shown_bytes(limit.limit_bytes)}, {limit.source})"
+    yield Check("memory and disks", "memory", "warning" if low else "ok", f"{shown_bytes(free)} free{limited}", todo)
     seen: set[int] = set()
     for name, place in _places(setup):
         folder = next(p for p in (place, *place.parents) if p.is_dir())
@@ -89,6 +96,9 @@ def memory(setup: Setup) -> Iterator[Check]:
             yield Check("memory and disks", name, "warning", found, todo)
         else:
             yield Check("memory and disks", name, "ok", found)
+    if problem := why_no_ray_folder(ray_folder()):
+        found, _, todo = problem.partition(". ")
+        yield Check("memory and disks", "ray's folder", "warning", found, f"{todo}; a job of one engine runs without.")
     if os.path.isdir("/dev/shm") and (shm := shutil.disk_usage("/dev/shm").total) < _MIN_FREE_BYTES:
         todo = "Ray falls back to slow files: in a container, start it with --shm-size=2g."
         yield Check("memory and disks", "/dev/shm", "warning", shown_bytes(shm), todo)
@@ -96,10 +106,10 @@ def memory(setup: Setup) -> Iterator[Check]:
 
 def _places(setup: Setup) -> Iterator[tuple[str, Path]]:
     if setup.output is not None and not is_url(setup.output):
-        yield "output", Path(setup.output).expanduser().absolute()
+        yield "output", Path(os.path.expanduser(setup.output)).absolute()
     yield "temporary files", Path(tempfile.gettempdir())
-    yield "ray", Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray"
-    yield "cache", cache_folder()
+    yield "ray", ray_folder().absolute()
+    yield "cache", cache_root()
 
 
 def kernels(setup: Setup) -> Iterator[Check]:
@@ -107,19 +117,19 @@ def kernels(setup: Setup) -> Iterator[Check]:
 
     from pipeline.errors import ConfigError
     from pipeline.kernels.activations.rounded_linears import with_rounded_activations
-    from pipeline.kernels.select import default_dtype, select_kernels
+    from pipeline.kernels.select import default_dtype, keep_cpu_kernels_in, keep_gpu_kernels_in, select_kernels
     from pipeline.model.config import DTYPES
 
     yield _numba_layer()
     device = setup.torch_device
+    notes: list[str] = []
+    keep_cpu_kernels_in(cpu_kernel_folder(say=notes.append))
+    for note in notes:
+        yield Check("kernels", "cache", "warning", note)
+    if device.type == "cuda":
+        keep_gpu_kernels_in(gpu_kernel_folder())
     dtype = DTYPES.get(setup.dtype) or default_dtype(device, torch.bfloat16)
-    try:
-        kernels = select_kernels(device, dtype)
-    except RuntimeError as error:
-        # numba, where neither its folder beside the code nor the user's cache can be written
-        todo = "Set NUMBA_CACHE_DIR to a folder that can be written."
-        yield Check("kernels", "numba cache", "failed", str(error), todo)
-        return
+    kernels = select_kernels(device, dtype)
     if setup.activation_dtype != "auto":
         try:
             kernels = with_rounded_activations(kernels, setup.activation_dtype, device)

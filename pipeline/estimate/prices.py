@@ -58,7 +58,7 @@ def load_prices(path: Path = FILE) -> PriceList:
     except (TypeError, KeyError, ValueError) as error:
         raise ConfigError(
             f"--prices {path}: expected `prices`, a list of {{card, on_demand_usd, spot_usd, date, source}} as in "
-            f"configs/prices.yaml; {type(error).__name__}: {error}"
+            f"{FILE}; {type(error).__name__}: {error}"
         ) from None
     return PriceList(prices, rate)
 

@@ -71,7 +71,7 @@ class Saved:
 
     def __init__(self, path: str, overwrite: bool) -> None:
         """Raises ConfigError, OutputError before any work is done for it."""
-        self.path, self._overwrite = Path(path).expanduser(), overwrite
+        self.path, self._overwrite = Path(os.path.expanduser(path)), overwrite
         if is_url(path):
             raise OutputError(f"--output {shown_url(path)}: expected a local .jsonl or .parquet file")
         if self.path.suffix not in (".jsonl", ".ndjson", ".parquet"):

@@ -3,6 +3,7 @@ table, as a window of a job's input is one, so that all the rest is the job's.
 """
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -106,7 +107,7 @@ def _read(place: str) -> tuple[str, bytes]:
         if place == STDIN:
             raw = sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
-            with open(Path(place).expanduser(), "rb") as file:
+            with open(os.path.expanduser(place), "rb") as file:
                 raw = _decompressed(name, file)
     except FileNotFoundError:
         raise InputError(f"{name}: no such file") from None

@@ -1,6 +1,6 @@
 """Which kernels serve a device and a type. The only place that decides it, and it says what it decided."""
 
-import tempfile
+import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +11,8 @@ from pipeline.errors import ConfigError, EnvironmentFailed
 from pipeline.kernels.activations.rounded_linears import rounded_linears
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.reference import reference_kernels
-from pipeline.machine.numba import why_no_numba
+from pipeline.machine.caches import why_not_writable
+from pipeline.machine.numba import keep_compiled_in, why_no_numba
 
 _PAIRS = "numba on bfloat16 and int4 weights, products of pairs (AVX-512 BF16)"
 KERNELS = ("auto", "reference", "cpu", "triton")
@@ -69,20 +70,36 @@ def _triton_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool, 
     return triton_kernels(dtype, device, scratch=scratch, deterministic=deterministic)
 
 
+def keep_cpu_kernels_in(folder: Path) -> None:
+    """From now on this process keeps and looks for compiled CPU kernels there. Comes before any module of them is
+    imported. Raises EnvironmentFailed where nothing can be written."""
+    if why_no_numba() is not None:
+        return
+    reason = why_not_writable(folder)
+    if not reason:  # numba writes into folders of its own in there
+        closed = (entry.name for entry in folder.iterdir() if not os.access(entry, os.W_OK | os.X_OK))
+        reason = next((f"{name} in it cannot be written" for name in closed), "")
+    if reason:
+        raise EnvironmentFailed(
+            f"{folder}: compiled CPU kernels cannot be kept there ({reason}); set PIPELINE_CACHE or NUMBA_CACHE_DIR "
+            "to a folder that can be written"
+        )
+    keep_compiled_in(folder)
+
+
 def keep_gpu_kernels_in(folder: Path) -> None:
     """From now on this process keeps and looks for compiled GPU kernels there. Raises EnvironmentFailed where nothing
-    can be written."""
+    can be written, or loaded as code: Triton compiles its launchers to shared libraries."""
     if find_spec("triton") is None:
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as e:
+    reason = why_not_writable(folder)
+    if not reason and os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        reason = "mounted with noexec"
+    if reason:
         raise EnvironmentFailed(
-            f"{folder}: compiled GPU kernels cannot be kept there ({e.strerror or e}); set PIPELINE_CACHE to a folder "
-            "that can be written"
-        ) from None
+            f"{folder}: compiled GPU kernels cannot be kept there ({reason}); set PIPELINE_CACHE or TRITON_CACHE_DIR "
+            "to a folder that can be written"
+        )
     from pipeline.kernels.triton.compile_ahead import keep_kernels_in
 
     keep_kernels_in(folder)

@@ -1,5 +1,6 @@
 """This machine: its clock, cores, processor and installed packages."""
 
+import math
 import os
 import platform
 import time
@@ -8,6 +9,8 @@ from contextlib import suppress
 from datetime import datetime, tzinfo
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from pipeline.machine.cgroup import cpu_quota
 
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # of a processor: what its matrix products can use
 
@@ -28,10 +31,10 @@ def zone_time(zone: tzinfo) -> datetime:
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores that this process may use at once: those of its affinity, and no more than its CPU quota, rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return cores if quota is None else min(cores, math.ceil(quota.cpus))
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:

@@ -1,7 +1,11 @@
-"""Whether numba can be used here. No import of it elsewhere tells: it may be installed and refuse to be imported."""
+"""Whether numba can be used here, and where it keeps what it compiles.
+
+No import of it elsewhere tells: it may be installed and refuse to be imported.
+"""
 
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 
 def why_no_numba() -> str | None:
@@ -13,3 +17,9 @@ def why_no_numba() -> str | None:
     except ImportError as error:
         return f"cannot be imported ({error})"
     return None
+
+
+def keep_compiled_in(folder: Path) -> None:
+    """Let numba keep compiled functions in `folder`. A function takes the folder that is set when its module is
+    imported; without one, numba tries `__pycache__` next to the module, then the user's home, then raises."""
+    import_module("numba").config.CACHE_DIR = str(folder)

@@ -14,6 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from pipeline.formatting import Remaining
+from pipeline.kernels.select import keep_cpu_kernels_in
+from pipeline.machine.caches import cpu_kernel_folder
 from pipeline.model.config import ModelConfig
 from pipeline.model.load import DERIVED, HEAD, LayerWeights, WeightReader
 from pipeline.quantize import layouts
@@ -53,6 +55,7 @@ class LayerWriter:
         embedding_VH = self._reader.embedding()
         calibration = None
         if self._recipe.method == "gptq":
+            keep_cpu_kernels_in(cpu_kernel_folder(say=self._say))
             calibration = Calibration(self._config, embedding_VH, texts, device)
         for index, weights in enumerate(self._reader.layers()):
             linears = self._layer(index, weights, calibration, device)

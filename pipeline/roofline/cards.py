@@ -1,7 +1,7 @@
 """Accelerators by name: memory, bandwidth, arithmetic rates, as their vendor states them.
 
-Owns reading `hardware.yaml`, which lies beside this file so that an installed package has it too (`configs/` links to
-it). What a machine really has is asked of torch, not of this file.
+Owns reading `hardware.yaml`, which lies beside this file so that an installed package has it too. What a
+machine really has is asked of torch, not of this file.
 """
 
 from dataclasses import dataclass

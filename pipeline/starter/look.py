@@ -22,6 +22,7 @@ from pipeline.demo.reports import PROMPT_TEMPLATE
 from pipeline.errors import InputError, ModelError
 from pipeline.formatting import counted
 from pipeline.job.preview.dataset_tokens import read_samples
+from pipeline.machine.caches import hub_folder
 from pipeline.model.config import read_config
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -157,7 +158,7 @@ def _small_files_of(model: str) -> tuple[Path | None, str]:
         from huggingface_hub import snapshot_download
 
         try:
-            return Path(snapshot_download(model, allow_patterns=_SMALL_FILES)), ""
+            return Path(snapshot_download(model, allow_patterns=_SMALL_FILES, cache_dir=hub_folder())), ""
         except Exception as error:  # the network's, the hub's or the cache's: a job file can be written all the same
             return None, f"Hugging Face has it not or cannot be reached ({type(error).__name__})"
     folder = locate_model(model)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoints import cache as model_cache
-from pipeline.checkpoints.cache import MANIFEST, cache_folder, gpu_kernel_folder
+from pipeline.checkpoints.cache import MANIFEST, cache_folder
 from pipeline.checkpoints.digest import model_digest
 from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.demo import demo_model
@@ -54,9 +54,6 @@ def test_local_folders_and_what_is_none(tmp_path):
     with pytest.raises(ModelError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
     assert cache_folder({}) == Path.home() / ".cache" / "parquet-batch-inference" / "models"
-    assert gpu_kernel_folder({}) == Path.home() / ".cache" / "parquet-batch-inference" / "triton"
-    assert gpu_kernel_folder({"PIPELINE_CACHE": "/big"}) == Path("/big/triton")
-    assert gpu_kernel_folder({"PIPELINE_CACHE": "/big", "TRITON_CACHE_DIR": "/own"}) == Path("/own")
 
 
 def test_a_draft_model_is_found_like_a_model_and_missed_under_its_own_name(tmp_path):

@@ -24,7 +24,7 @@ from tests.cli.conftest import EVIL, JOB, finished_run, leave_output
 def test_help_teaches_with_examples(pipe):
     code, out, _ = pipe("--help")
     assert code == 0
-    assert "pipeline run jobs/summarize.yaml" in out
+    assert "pipeline run my.yaml" in out
     assert "75  interrupted" in out
     benchmarks = ("bench engine", "bench job", "bench scheduler", "bench ladder", "bench plan")
     jobs = ("run", "validate", "status", "report", "verify", "compact", "logs")

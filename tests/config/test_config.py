@@ -15,9 +15,7 @@ from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-PRESETS = sorted(
-    {*(ROOT / "configs").glob("*.yaml")} - {ROOT / "configs" / n for n in ("hardware.yaml", "prices.yaml")}
-)
+PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
 MINIMAL = """\
 input: {path: data}
 prompt: {column: text}

@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Check, Setup, diagnose, exit_code, machine_checks
+from pipeline.engine.startup import memory
 from pipeline.errors import ConfigError
 from pipeline.machine import host
+from pipeline.machine.cgroup import CpuQuota, MemoryLimit
 from pipeline.stores.retries import RetryPolicy
 
 SECRET = "hunter2-never-shown"
@@ -133,6 +135,16 @@ def test_too_little_memory_and_too_small_a_vocabulary(tmp_path, monkeypatch):
     assert checks("model", model=str(folder), device="cpu", dtype="float32")["memory"].state == "warning"
 
 
+def test_limits_of_control_groups_are_shown_with_their_source(monkeypatch):
+    monkeypatch.setattr(machine_checks, "cpu_quota", lambda: CpuQuota(0.5, Path("/sys/fs/cgroup/a/cpu.max")))
+    limit = MemoryLimit(10**9, 10**6, Path("/sys/fs/cgroup/memory.max"))
+    for module in (machine_checks, memory):
+        monkeypatch.setattr(module, "memory_limit", lambda: limit)
+    assert "(a quota of 0.5, /sys/fs/cgroup/a/cpu.max)" in checks("devices")["cpu"].found
+    found = checks("memory and disks")["memory"]
+    assert (found.state, found.found) == ("warning", "1.0 MB free (a limit of 1.0 GB, /sys/fs/cgroup/memory.max)")
+
+
 def test_a_chat_without_a_template(work, pipe):
     folder = copied(work / "m")
     (folder / "chat_template.jinja").unlink()
@@ -230,12 +242,21 @@ def test_the_layer_that_numba_takes(monkeypatch, there, state):
     assert checks("kernels")["numba threads"].state == state
 
 
-def test_kernels_that_cannot_be_cached(monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("cannot cache function '_kernel': no locator available")
-
-    monkeypatch.setattr("pipeline.kernels.select.select_kernels", refuse)
-    assert "NUMBA_CACHE_DIR" in checks("kernels")["numba cache"].todo
+def test_caches_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "numba"))
+    failed = checks("kernels")["kernels"]
+    assert (failed.state, failed.exit_code) == ("failed", 3)
+    assert "set PIPELINE_CACHE or NUMBA_CACHE_DIR" in failed.found
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    monkeypatch.delenv("PIPELINE_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("long" * 20)))
+    warned = checks("kernels")["cache"]
+    assert warned.state == "warning"
+    assert f"kept in {tmp_path}" in warned.found
+    assert "RAY_TMPDIR" in checks("memory and disks")["ray's folder"].todo
 
 
 def test_activations_in_fp8(work, monkeypatch):

@@ -78,10 +78,10 @@ def test_images_have_what_kuberay_calls(image):
     assert any("/opt/venv/bin" in run and "/etc/profile.d/" in run for run in given(image, "RUN"))
     environment = " ".join(given(image, "ENV"))
     made = next(run for run in given(image, "RUN") if "useradd" in run)
-    for name in ("PIPELINE_CACHE", "NUMBA_CACHE_DIR"):
-        folder = re.search(rf"{name}=(\S+)", environment)
-        assert folder is not None
-        assert folder[1] in made.split()
+    folder = re.search(r"PIPELINE_CACHE=(\S+)", environment)
+    assert folder is not None
+    assert folder[1] in made.split()
+    assert "-g 0 -m 0775" in made, "`docker run --user 12345` gives that user group 0"
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -97,6 +97,9 @@ def test_images_are_made_of_files_that_are_there_and_let_in(image):
     for source in copied:
         assert (ROOT / source).exists()
         assert any(source == entry or source.startswith(f"{entry}/") for entry in allowed), source
+        folder = (ROOT / source).resolve()
+        links = [path for path in folder.rglob("*") if path.is_symlink()]
+        assert not [link for link in links if not link.resolve().is_relative_to(folder)], "they dangle in the image"
     assert {entry for entry in allowed if not any(s.startswith(entry) for s in copied)} == set()
 
 

@@ -148,7 +148,7 @@ def test_a_revision_is_of_a_hugging_face_id(monkeypatch):
 
     asked = []
 
-    def download(name, revision, allow_patterns):
+    def download(name, revision, allow_patterns, cache_dir):
         asked.append((name, revision))
         return str(demo_model("target"))
 

@@ -1,5 +1,6 @@
 """The commands that make and measure checkpoints: their options, and where they go."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -115,7 +116,7 @@ def eval_command(
     Examples:
       pipeline eval out/qwen-awq --against Qwen/Qwen3-4B --data heldout.parquet --column text
       pipeline eval out/awq out/gptq --against models/base --job my.yaml --limit 200
-      pipeline eval demo:target-awq --against demo:target --job jobs/summarize.yaml --limit 100
+      pipeline eval demo:target-awq --against demo:target --job my.yaml --limit 100
       pipeline eval --against models/base --quantization int8 --quantization nf4 --job my.yaml
       pipeline eval out/awq --against out/awq --activation-dtype fp8 --job my.yaml
 
@@ -230,7 +231,7 @@ def quantize_command(
         token_ids = read.token_ids
         left_out = "".join(f", {code} {count:,}" for code, count in read.left_out.items())
         say(f"calibrating with {len(token_ids):,} rows, {read.num_tokens:,} tokens{left_out}")
-    target = Path(output).expanduser()
+    target = Path(os.path.expanduser(output))
     quantize(source, target, recipe, token_ids, torch.device(device), say)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     before = sum(file.stat().st_size for file in source.glob("*.safetensors"))

@@ -48,7 +48,7 @@ def submit(
 
     \b
     Examples:
-      pipeline submit jobs/summarize.yaml --address http://head:8265
+      pipeline submit my.yaml --address http://head:8265
       pipeline submit nightly.yaml --param date=2026-11-20 --detach
       pipeline submit nightly.yaml --if-running leave     from cron: no second run beside a long one
       RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=token pipeline submit my.yaml
@@ -94,7 +94,7 @@ def cancel(place: str, address: str | None, as_json: bool, **overlays: Any) -> N
 
     \b
     Examples:
-      pipeline cancel jobs/summarize.yaml
+      pipeline cancel my.yaml
       pipeline cancel summarize-3f2a9c1b04-1 --address http://head:8265
 
     A job file takes the options that it was submitted with, since they say which output it has. The next

@@ -31,7 +31,7 @@ def convert(
     \b
     Examples:
       pipeline convert out/batch --to openai-batch --output answers.jsonl
-      pipeline convert jobs/openai-batch.yaml --to openai-batch --output answers.jsonl --errors failed.jsonl
+      pipeline convert my.yaml --to openai-batch --output answers.jsonl --errors failed.jsonl
       pipeline convert out/batch --to anthropic-batch --output results.jsonl
       pipeline convert out/batch --to bedrock-batch --output records.jsonl.out
 

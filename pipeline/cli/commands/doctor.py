@@ -23,13 +23,13 @@ def doctor(job: str | None, model: str | None, source: str | None, output: str |
 
     \b
     Examples:
-      pipeline doctor jobs/summarize.yaml
+      pipeline doctor my.yaml
       pipeline doctor                            this machine alone
       pipeline doctor --model models/Qwen3-4B --output s3://bucket/results
 
     Of a model it also says what it takes, how many sequences fit beside it and how fast it could be at the most, here
-    and on the cards of configs/hardware.yaml, with what the job makes of it: model.quantization, engine.kv_cache_dtype
-    and engine.activation_dtype, which not every card has.
+    and on the cards of pipeline/roofline/hardware.yaml, with what the job makes of it: model.quantization,
+    engine.kv_cache_dtype and engine.activation_dtype, which not every card has.
 
     Looks at versions, devices, memory, disks and kernels; at a model's files; at whether a store is reached and
     creates files only where none stands. Loads no weights and downloads nothing. --model, --input and --output

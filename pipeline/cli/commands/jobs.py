@@ -66,9 +66,9 @@ def run(
 
     \b
     Examples:
-      pipeline run jobs/summarize.yaml
-      pipeline run jobs/summarize.yaml --limit 20 --set output.path=out/try
-      pipeline run my.yaml --config configs/h100.yaml --set run.actors=8
+      pipeline run my.yaml
+      pipeline run my.yaml --limit 20 --set output.path=out/try
+      pipeline run my.yaml --config gpu.yaml --set run.actors=8
       pipeline run my.yaml --json > report.json
       pipeline run my.yaml --sample 20           look at 20 rows first
       pipeline run my.yaml --append              files were added to the input since
@@ -151,8 +151,8 @@ def validate(job: str, as_json: bool, **overlays: Any) -> None:
 
     \b
     Examples:
-      pipeline validate jobs/summarize.yaml
-      pipeline validate my.yaml --config configs/l4.yaml --set input.path=other.parquet
+      pipeline validate my.yaml
+      pipeline validate my.yaml --config gpu.yaml --set input.path=other.parquet
 
     Looks at the job file, the input's footers and a few rows, the model's tokenizer and the output folder. Reads no
     weights and writes nothing.
@@ -185,7 +185,7 @@ def status(place: str, params: tuple[str, ...], watch: bool, as_json: bool) -> N
     \b
     Examples:
       pipeline status out/summarize
-      pipeline status jobs/summarize.yaml --watch
+      pipeline status my.yaml --watch
       pipeline status s3://bucket/labels --watch --json
 
     --watch draws rows, tokens and each engine actor on a terminal and prints lines elsewhere. It leaves with the run's
@@ -275,7 +275,7 @@ def verify(place: str, params: tuple[str, ...], deep: bool, as_json: bool) -> No
     \b
     Examples:
       pipeline verify out/summarize
-      pipeline verify jobs/summarize.yaml --deep
+      pipeline verify my.yaml --deep
 
     Compares names and sizes of the parts with what _SUCCESS counts, and reads every footer. --deep reads the parts
     whole, with the checksum of each page, and sees that their rows follow each other without a gap and without one

@@ -34,7 +34,7 @@ def logs(
     \b
     Examples:
       pipeline logs out/summarize
-      pipeline logs jobs/summarize.yaml --follow
+      pipeline logs my.yaml --follow
       pipeline logs s3://bucket/labels --actor 0 --actor driver --tail 100
       pipeline logs out/summarize --run 3 --json
 

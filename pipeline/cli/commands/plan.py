@@ -18,10 +18,11 @@ from pipeline.errors import ConfigError
 @click.option("--probe", type=click.IntRange(min=1), metavar="N",
               help="Compute N rows first and measure; the job's run takes them over.")  # fmt: skip
 @click.option("--hardware", metavar="CARD", multiple=True,
-              help="A card of configs/hardware.yaml, such as h100; all of them when left out. With one, what to set "
-              "there is told too. May be repeated.")  # fmt: skip
+              help="A card of pipeline/roofline/hardware.yaml, such as h100; all of them when left out. With one, what "
+              "to set there is told too. May be repeated.")  # fmt: skip
 @click.option("--actors", metavar="N,N", help="Numbers of engines to compare: 1,8,64. The job's when left out.")
-@click.option("--prices", metavar="FILE", type=click.Path(), help="Instead of configs/prices.yaml, in its form.")
+@click.option("--prices", metavar="FILE", type=click.Path(),
+              help="Instead of pipeline/estimate/prices.yaml, in its form.")  # fmt: skip
 @json_flag
 @answers
 def plan(
@@ -38,7 +39,7 @@ def plan(
 
     \b
     Examples:
-      pipeline plan jobs/summarize.yaml
+      pipeline plan my.yaml
       pipeline plan my.yaml --probe 64           a new model: compute 64 rows and measure
       pipeline plan my.yaml --hardware h100 --actors 1,8,64
       pipeline plan my.yaml --prices ours.yaml --json

@@ -39,7 +39,7 @@ def render(
 
     \b
     Examples:
-      pipeline render jobs/nightly.yaml > nightly.k8s.yaml
+      pipeline render my.yaml > nightly.k8s.yaml
       pipeline render my.yaml --set cluster.image=registry/image@sha256:... --output my.k8s.yaml
       pipeline render nightly.yaml --schedule '0 2 * * *' --time-zone Europe/Berlin
       pipeline render nightly.yaml --schedule '0 2 * * *' --operator 1.5

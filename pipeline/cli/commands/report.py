@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 @click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, metavar="N",
               help="With --by: how many values to name, the dearest first.")  # fmt: skip
 @click.option("--what-if", "changes", metavar="KEY=VALUE", multiple=True,
-              help="What it would have taken with another hardware (a card of configs/hardware.yaml), actors, "
-              "quantization (awq, none, fp8) or price (US dollars for an hour of an engine's machine). May be "
-              "repeated.")  # fmt: skip
+              help="What it would have taken with another hardware (a card of pipeline/roofline/hardware.yaml), "
+              "actors, quantization (awq, none, fp8) or price (US dollars for an hour of an engine's machine). "
+              "May be repeated.")  # fmt: skip
 @click.option("--hosted", metavar="USD,USD",
               help="What a hosted service would take at its prices of 1M prompt and 1M generated tokens: "
               "0.15,0.60.")  # fmt: skip
@@ -53,7 +53,7 @@ def report(
     \b
     Examples:
       pipeline report out/summarize
-      pipeline report jobs/summarize.yaml --json
+      pipeline report my.yaml --json
       pipeline report out/summarize --html report.html
       pipeline report out/summarize --by source_file
       pipeline report out/summarize --what-if hardware=h100,actors=4
@@ -61,7 +61,7 @@ def report(
       pipeline report out/before out/after --rows-per-month 50e6 --effort-usd 4000
 
     Where `pipeline plan` was asked before, its estimate stands beside what came. What is measured and what a model
-    says is told each time; docs/cost.md has the formulas.
+    says is told each time.
     """
     from pipeline.estimate.what_if import with_quantization
     from pipeline.job.output.read_output import damage_of, divided_by, open_output, report_of

@@ -101,7 +101,9 @@ def metadata(config: JobConfig, name: str) -> dict[str, Any]:
 def check(config: JobConfig, shipped: ShippedJob) -> None:
     """Raises ConfigError for what pods could not read or write, and for secrets that a manifest would hold."""
     if config.cluster.image is None:
-        raise ConfigError("cluster.image: is missing. Build one from infra/docker, and give it by digest")
+        raise ConfigError(
+            "cluster.image: is missing. Build one from infra/docker in the repository, and give it by digest"
+        )
     if (config.run.cpus_per_actor or 0) >= config.cluster.cpus:
         raise ConfigError(
             f"run.cpus_per_actor {config.run.cpus_per_actor:g}: a worker has {config.cluster.cpus} CPUs, one of them "

@@ -1,12 +1,12 @@
 """From an `EngineConfig` to a loaded model with a KV cache: all that an engine is made of."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from pipeline.checkpoints.cache import gpu_kernel_folder
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.engine.forward.runner import ModelRunner, Place
@@ -17,7 +17,9 @@ from pipeline.engine.startup.mixed_tokens import most_mixed_tokens
 from pipeline.engine.startup.resolve import Resolved, Speculation, quantized_on_load, resolve
 from pipeline.engine.startup.step_kinds import CapturedShape
 from pipeline.errors import ConfigError
-from pipeline.kernels.select import keep_gpu_kernels_in
+from pipeline.kernels.select import keep_cpu_kernels_in, keep_gpu_kernels_in
+from pipeline.machine.caches import cpu_kernel_folder, gpu_kernel_folder
+from pipeline.machine.host import available_cores
 from pipeline.machine.numba import why_no_numba
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.load import as_stored
@@ -46,14 +48,23 @@ class Built:
 def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
     """Load what `config` names. `say` is told what takes long.
 
-    Raises ModelError for the checkpoint, ConfigError for options it cannot be run with.
+    Raises ModelError for the checkpoint, ConfigError for options it cannot be run with, EnvironmentFailed where
+    compiled kernels cannot be kept.
     """
+    keep_cpu_kernels_in(cpu_kernel_folder(say=say))  # on a GPU, too: lookup of drafts is compiled for the CPU
     folder = locate_model(config.model)
     model = quantized_on_load(as_stored(read_config(folder), folder), config.quantization)
     resolved = resolve(config, model)
-    place = Place(config.num_threads, resolved.device)
+    place = Place(_num_threads(config.num_threads), resolved.device)
     with place:
         return _built(config, folder, model, resolved, place, say)
+
+
+def _num_threads(wanted: int | None) -> int | None:
+    """The caller's threads where none are wanted, without more than a CPU quota runs at once; OMP_NUM_THREADS wins."""
+    if wanted is None and "OMP_NUM_THREADS" not in os.environ:
+        return min(torch.get_num_threads(), available_cores())
+    return wanted
 
 
 def _built(

@@ -8,6 +8,7 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.select import serves_int4_alone
+from pipeline.machine.cgroup import memory_limit
 from pipeline.model.config import ModelConfig
 from pipeline.weights.formats import is_int4
 
@@ -20,15 +21,13 @@ SLACK_BYTES = 512 << 20  # on a GPU, for workspaces of libraries and pieces that
 
 
 def free_cpu_bytes() -> int:
-    """Memory that can be taken without swapping, within this process's cgroup."""
+    """Memory that can be taken without swapping, within the limits of this process's control groups."""
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    limit, current = _cgroup("memory.max"), _cgroup("memory.current")
-    if limit is not None and current is not None:
-        available = min(available, max(limit - current, 0))
-    return available
+    limit = memory_limit()
+    return available if limit is None else min(available, limit.free_bytes)
 
 
 def return_freed_bytes() -> None:
@@ -78,14 +77,6 @@ def release_cached_memory() -> None:
     """Give what the device's allocator keeps for reuse back, so that pieces of other sizes can be had."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def _cgroup(name: str) -> int | None:
-    try:
-        text = (Path("/sys/fs/cgroup") / name).read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def gpu_share_bytes(device: torch.device, gpu_memory_utilization: float) -> int:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.cache import cache_folder
+from pipeline.errors import EnvironmentFailed
 from pipeline.job.planning.plan import JobPlan
+from pipeline.machine.caches import cache_root
 from pipeline.machine.host import available_cores, processor
 from pipeline.report.record.run_record import RunRecord
 
@@ -34,7 +35,7 @@ def remember(plan: JobPlan, run: RunRecord) -> None:
     """Keep a run in which an engine took a step."""
     if not run.stat("num_steps"):
         return
-    with suppress(OSError):
+    with suppress(OSError, EnvironmentFailed):
         folder = _folder(plan)
         folder.mkdir(parents=True, exist_ok=True)
         kept = {"machine": _machine(plan), "work": _work(plan), "run": run.to_json()}
@@ -48,7 +49,7 @@ def remember(plan: JobPlan, run: RunRecord) -> None:
 def recall(plan: JobPlan) -> list[Remembered]:
     """Runs of the plan's model with its numerics on such a machine, the newest first."""
     found = []
-    with suppress(OSError):
+    with suppress(OSError, EnvironmentFailed):
         for path in _newest_first(_folder(plan)):
             with suppress(OSError, ValueError, KeyError, TypeError, AssertionError):
                 raw = json.loads(path.read_text())
@@ -58,7 +59,7 @@ def recall(plan: JobPlan) -> list[Remembered]:
 
 
 def _folder(plan: JobPlan) -> Path:
-    return cache_folder().parent / "runs" / _digest(plan.fingerprint.identity["model"])
+    return cache_root() / "runs" / _digest(plan.fingerprint.identity["model"])
 
 
 def _newest_first(folder: Path) -> list[Path]:

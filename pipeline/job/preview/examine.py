@@ -327,7 +327,7 @@ class _Examination:
 def missing_model_files(path: str, storage: Mapping[str, Any]) -> list[str]:
     """Which of MODEL_FILES are not in a folder or at an fsspec url. Raises ModelError, EnvironmentFailed."""
     if not is_url(path):
-        return [name for name in MODEL_FILES if not (Path(path).expanduser() / name).is_file()]
+        return [name for name in MODEL_FILES if not (Path(os.path.expanduser(path)) / name).is_file()]
     shown = shown_url(path)
     try:
         fs, root = filesystem(path, storage)

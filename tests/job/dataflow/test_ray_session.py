@@ -1,14 +1,18 @@
 """Starting and joining Ray, and what it is told: nothing at import, nothing of the working directory."""
 
+import os
 import subprocess
 import sys
+from datetime import datetime
 
 import pytest
 import ray
+from ray._private.utils import validate_socket_filepath
 
 from pipeline.errors import EnvironmentFailed
 from pipeline.job.dataflow.ray_session import cluster_cpus, connect
 from pipeline.machine.interpreter import child_environment
+from pipeline.machine.ray_folder import ray_folder, why_no_ray_folder
 
 
 @pytest.mark.parametrize(
@@ -49,6 +53,46 @@ def test_a_ray_that_does_not_start_is_tried_again_and_then_told(monkeypatch):
     with pytest.raises(EnvironmentFailed, match=r"Ray at 10\.0\.0\.1:6379 cannot be joined"):
         connect("10.0.0.1:6379")
     assert starts == ["10.0.0.1:6379"]
+
+
+def test_a_folder_that_ray_cannot_take_is_said_before_it_starts(monkeypatch, tmp_path):
+    """Ray itself would raise after its first seconds, and name no variable."""
+    (tmp_path / "file").write_text("")
+    longest = next(n for n in range(200) if not _takes(f"/{'x' * n}/ray")) - 1
+    wrong = [f"/{'x' * (longest + 1)}", f"/{'ä' * (longest // 2 + 1)}", "/proc", str(tmp_path / "file"), "relative", ""]
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
+    for place in wrong:
+        for name in ("TMPDIR", "RAY_TMPDIR"):
+            monkeypatch.delenv("RAY_TMPDIR", raising=False)
+            monkeypatch.setenv(name, place)
+            with pytest.raises(EnvironmentFailed, match=r"Ray cannot keep its files in .* Set RAY_TMPDIR to a short"):
+                connect(None, 4)
+    assert why_no_ray_folder(ray_folder({"RAY_TMPDIR": f"/{'x' * longest}", "TMPDIR": "/proc"})) == ""
+    assert why_no_ray_folder(ray_folder({})) == ""
+
+
+def _takes(folder: str) -> bool:
+    """Whether Ray takes a folder of this length, with the longest name of a session."""
+    session = f"session_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}_{(1 << 22) - 1}"
+    try:
+        validate_socket_filepath(f"{folder}/{session}/sockets/plasma_store")
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("home", ["file", "relative", "writable"])
+def test_a_token_for_a_home_that_takes_none(monkeypatch, tmp_path, home):
+    (tmp_path / "file").write_text("")
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", home if home == "relative" else str(tmp_path / home))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    connect(None, 4)
+    assert len(os.environ.get("RAY_AUTH_TOKEN", "")) == (0 if home == "writable" else 64)
 
 
 def test_to_import_the_dataflow_changes_no_variable():

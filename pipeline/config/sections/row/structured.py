@@ -5,8 +5,8 @@ identity, and a job that is sent elsewhere, hold the schema itself.
 """
 
 import json
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
@@ -88,7 +88,7 @@ def _read_schema(document: Document, place: KeyPath, path: object) -> Value:
     if not isinstance(path, str):
         raise _mistake(document, place, "expected the path of a file that holds a JSON Schema")
     try:
-        with open(Path(path).expanduser(), "rb") as file:
+        with open(os.path.expanduser(path), "rb") as file:
             raw = file.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
             raise _mistake(document, place, f"{path}: larger than {MAX_BYTES} bytes: not a schema")

@@ -1,0 +1,212 @@
+"""Where caches are kept, tried as a user without rights: homes, temporary folders and variables of many kinds."""
+
+import importlib.util
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.checkpoints.locate import model_kind
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import EngineConfig
+from pipeline.errors import EnvironmentFailed
+from pipeline.kernels.select import keep_cpu_kernels_in, keep_gpu_kernels_in
+from pipeline.machine.caches import cache_root, cpu_kernel_folder, gpu_kernel_folder, hub_folder, why_not_writable
+
+IS_ROOT = os.getuid() == 0
+OTHER = 54321 if IS_ROOT else os.getuid()  # a user id without a name
+NAME = "parquet-batch-inference"
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that other users may enter, unlike pytest's own."""
+    with tempfile.TemporaryDirectory() as made:
+        os.chmod(made, 0o755)
+        yield Path(made)
+
+
+def folder(path: Path, mode: int = 0o755, owner: int = OTHER) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    if IS_ROOT:
+        os.chown(path, owner, owner)
+    path.chmod(mode)
+    return path
+
+
+def as_other_user(call: Callable[[], Any]) -> Any:
+    """What `call` returns or raises in a fork that has no rights but those of `OTHER`."""
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        try:
+            if IS_ROOT:
+                os.setgroups([])
+                os.setresgid(OTHER, OTHER, OTHER)
+                os.setresuid(OTHER, OTHER, OTHER)
+            tempfile.tempdir = None  # Python remembers it
+            try:
+                found = call()
+            except BaseException as error:
+                found = error
+            with open(writing, "wb") as out:
+                pickle.dump(found, out)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as answer:
+        found = pickle.load(answer)
+    os.waitpid(child, 0)
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+HOMES = {
+    "writable": lambda at: folder(at),
+    "read-only": lambda at: folder(at, 0o555),
+    "of another user": lambda at: folder(at, 0o755, 0),
+    "closed": lambda at: folder(at, 0o700, 0),
+    "a file": lambda at: (at.write_text("") and at) or at,
+    "missing": lambda at: folder(at.parent / "closed", 0o555) / "home",
+    "relative": lambda at: Path("home"),
+    "the root": lambda at: Path("/"),
+    "unset": lambda at: None,
+}
+TEMPORARY = {
+    "shared": lambda at: folder(at, 0o1777, 0),
+    "made before": lambda at: folder(folder(at, 0o1777, 0) / f"{NAME}-{OTHER}", 0o700).parent,
+    "planted": lambda at: folder(folder(at, 0o1777, 0) / f"{NAME}-{OTHER}", 0o777, 0).parent,
+    "open to others": lambda at: folder(folder(at, 0o1777, 0) / f"{NAME}-{OTHER}", 0o777).parent,
+    "a link": lambda at: linked(folder(at, 0o1777, 0)),
+}
+NEEDS_ROOT = {"of another user", "closed", "unset", "the root", "planted"}
+HOSTILE = {"planted", "open to others", "a link"}
+
+
+def linked(at: Path) -> Path:
+    (at / f"{NAME}-{OTHER}").symlink_to(folder(at.parent / "elsewhere"))
+    return at
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_where_caches_are_kept(place, monkeypatch, named):
+    """Every home with every temporary folder; `PIPELINE_CACHE` wins over both."""
+    seen = set()
+    for home_kind, make_home in HOMES.items():
+        for kind, make_temporary in TEMPORARY.items():
+            if not IS_ROOT and {home_kind, kind} & NEEDS_ROOT:
+                continue
+            at = folder(place / f"{home_kind}, {kind}")
+            home, temporary = make_home(at / "home"), make_temporary(at / "tmp")
+            monkeypatch.delenv("HOME", raising=False)
+            if home is not None:
+                monkeypatch.setenv("HOME", str(home))
+            monkeypatch.setenv("TMPDIR", str(temporary))
+            environ = {"PIPELINE_CACHE": str(at / "named")} if named else {}
+
+            def find(environ=environ, at=at) -> tuple[Path, Path, Path | None, list[str]]:
+                os.chdir(at)
+                notes: list[str] = []
+                found = cache_root(environ, notes.append), cpu_kernel_folder(environ), hub_folder(environ), notes
+                assert named or why_not_writable(found[1]) == ""
+                return found
+
+            what = f"{home_kind}, {kind}"
+            if named:
+                root, *_, notes = as_other_user(find)
+                assert (root, notes) == (at / "named", []), what
+                seen.add("named")
+            elif home_kind == "writable":
+                assert as_other_user(find) == (home / ".cache" / NAME, home / ".cache" / NAME / "numba", None, []), what
+                seen.add("home")
+            elif kind in HOSTILE:
+                with pytest.raises(EnvironmentFailed, match=r"No folder can be written .* set PIPELINE_CACHE to"):
+                    as_other_user(find)
+                seen.add("refused")
+            else:
+                own = temporary / f"{NAME}-{OTHER}"
+                root, kernels, hub, notes = as_other_user(find)
+                assert (root, kernels, hub) == (own, own / "numba", own / "huggingface"), what
+                assert own.stat().st_mode & 0o777 == 0o700, what
+                (note,) = notes
+                assert str(own) in note
+                assert "set PIPELINE_CACHE" in note
+                seen.add("temporary")
+    assert seen == ({"named"} if named else {"home", "temporary", "refused"})
+
+
+def test_a_variable_of_one_kind_of_files_wins(monkeypatch):
+    monkeypatch.setenv("HOME", "/dev/null")
+    monkeypatch.setenv("TMPDIR", "/dev/null")
+    given = {"PIPELINE_CACHE": "/big", "NUMBA_CACHE_DIR": "/own/numba", "TRITON_CACHE_DIR": "own", "HF_HOME": "/hub"}
+    assert cpu_kernel_folder(given) == Path("/own/numba")
+    assert gpu_kernel_folder(given) == Path("own").absolute()
+    assert hub_folder(given) is None
+    assert cpu_kernel_folder({"PIPELINE_CACHE": "~nobody-here/x"}).name == "numba", "no error of Python's own"
+
+
+def test_a_full_disk_is_not_writable(tmp_path, monkeypatch):
+    class Full:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def write(self, data):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Full())
+    assert why_not_writable(tmp_path) == "No space left on device"
+
+
+def test_kernels_that_cannot_be_kept_are_the_environment_s_failure(tmp_path, monkeypatch):
+    """A folder that a variable names is not replaced; the engine ends before it loads anything."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "numba"))
+    with pytest.raises(EnvironmentFailed, match=r"file/numba: .*set PIPELINE_CACHE or NUMBA_CACHE_DIR"):
+        Engine(EngineConfig("demo", num_threads=1))
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((0,) * 8 + (os.ST_NOEXEC, 255)))
+    with pytest.raises(EnvironmentFailed, match=r"noexec.* set PIPELINE_CACHE or TRITON_CACHE_DIR"):
+        keep_gpu_kernels_in(tmp_path / "triton")
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="needs a folder of another user")
+def test_a_kernel_folder_in_which_another_user_compiled(place):
+    folder(folder(place / "numba", 0o777, 0) / "attention_0123", 0o755, 0)
+    with pytest.raises(EnvironmentFailed, match="attention_0123 in it cannot be written"):
+        as_other_user(lambda: keep_cpu_kernels_in(place / "numba"))
+
+
+def test_numba_keeps_kernels_in_the_folder_that_was_chosen(tmp_path, monkeypatch):
+    numba = pytest.importorskip("numba")
+    monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)
+    keep_cpu_kernels_in(tmp_path / "kept")
+    (tmp_path / "double.py").write_text("import numba\n\n@numba.njit(cache=True)\ndef double(x):\n    return 2 * x\n")
+    spec = importlib.util.spec_from_file_location("double", tmp_path / "double.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.double(2) == 4
+    assert Path(module.double.stats.cache_path).is_relative_to(tmp_path / "kept")
+    assert list((tmp_path / "kept").rglob("*.nbi"))
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="needs a folder of another user")
+def test_a_model_in_a_folder_that_this_user_may_not_enter(place):
+    folder(place / "closed" / "model", 0o755, 0)
+    folder(place / "closed", 0o700, 0)
+    assert as_other_user(lambda: model_kind(str(place / "closed" / "model"))) == "missing"
+
+
+def test_without_a_temporary_folder_a_command_says_what_to_set(monkeypatch, pipe):
+    """As in `docker run --read-only`; libraries raise when they are imported."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    code, _, err = pipe("doctor")
+    assert code == 3
+    assert "['/proc']" in err
+    assert "set TMPDIR" in err
