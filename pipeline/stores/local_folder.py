@@ -29,7 +29,7 @@ class LocalFolder(Folder):
     reads_at_once = 8
 
     def __init__(self, root: str) -> None:
-        self.root = Path(os.path.abspath(root))
+        self.root = Path(os.path.abspath(os.path.expanduser(root)))
 
     def shown(self, name: str = "") -> str:
         return str(self.root / name)
