@@ -29,6 +29,10 @@ from pipeline.stores.retries import RetryCounts
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
 NONCE_KEY = b"pipeline.nonce"  # file metadata: random for each write, so that equal bytes are from the same one
 SUCCESS = "_SUCCESS"
+# Hugging Face's `load_dataset(folder)` takes files of all subfolders, and of these the kind that is there most often:
+# the JSON of `_pipeline/`. It looks into this file first. Other loaders pass names by that begin with a dot.
+LOADER = ".huggingface.yaml"
+_LOADER_TEXT = b'configs:\n- config_name: default\n  data_files: "*.parquet"\n'
 _TAIL_BYTES = 16 * 1024  # holds most parts' footers, so that a part costs one read
 _NOT_DONE = -1  # in place of a unit's rows
 
@@ -172,6 +176,10 @@ class PartStore:
             if not progress.add(name):
                 raise OutputError(f"{self.folder.shown(file)}: another part holds the same unit; remove one of them")
         return progress
+
+    def name_data_files(self) -> None:
+        """Write the file that tells `load_dataset` which files are the dataset. One that is there stays as it is."""
+        self.folder.create(LOADER, _LOADER_TEXT)
 
     def write(self, name: PartName, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
         """Commit a unit's rows. True: we made the part. False: it was there already, with as many rows.

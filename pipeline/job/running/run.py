@@ -156,6 +156,7 @@ def _plan(
         plan = replace(plan, fingerprint=ours, retried_limits=limits)
     files = file_digests(plan.source)
     claimed = claim(store, config.name, plan.fingerprint, accept_numerics, versions(), wall_time(), files)
+    store.name_data_files()
     if plan.batches.new is not None:
         rows = plan.batches.num_rows(plan.source)
         say(f"{len(plan.batches.new):,} new files with {rows:,} rows are appended")

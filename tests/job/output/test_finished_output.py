@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.output.parts import PartStore
+from pipeline.data.output.compact import compact
+from pipeline.data.output.parts import LOADER, PartStore
 from pipeline.errors import OutputError
 from pipeline.job.output.following import Following
 from tests.job.conftest import TEXTS, Started, run, runs, success
@@ -32,6 +33,28 @@ def without_sizes(job) -> None:
     """`_SUCCESS` as versions before wrote it."""
     counts = {key: value for key, value in success(job).items() if key not in ("parts_bytes", "parts_digest")}
     (job.output / "_SUCCESS").write_text(json.dumps(counts))
+
+
+def test_loaders_of_folders_find_the_rows_alone(finished, tmp_path, monkeypatch):
+    """`_pipeline/` holds more JSON, and of samples more Parquet, than there are parts."""
+    import datasets
+    import pandas
+    import pyarrow.dataset
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    compacted = PartStore(str(tmp_path / "compacted"))
+    compact(PartStore(str(finished.output)), compacted, "parts", 10**9, str)
+    for file in range(5):
+        (finished.output / f"_pipeline/{file}.json").write_text("{}")
+        (finished.output / f"_pipeline/samples/{file}.parquet").parent.mkdir(exist_ok=True)
+        (finished.output / f"_pipeline/samples/{file}.parquet").write_bytes(finished.parts()[0].read_bytes())
+    for folder in (str(finished.output), compacted.path):
+        loaded = datasets.load_dataset(folder, cache_dir=str(tmp_path / "cache"), split="train")
+        assert sorted(loaded["source_row"]) == sorted(finished.table()["source_row"].to_pylist())
+        assert pyarrow.dataset.dataset(folder).count_rows() == len(pandas.read_parquet(folder)) == len(loaded)
+    (finished.output / LOADER).write_text("configs: mine")
+    run(finished)
+    assert (finished.output / LOADER).read_text() == "configs: mine"
 
 
 def test_success_counts_the_bytes_of_the_parts(finished):
