@@ -14,7 +14,7 @@ from pipeline.doctor.check import Check, Setup
 from pipeline.errors import ModelError, OutputError, PipelineError
 from pipeline.formatting import counted, shown_bytes
 from pipeline.job.preview.examine import MODEL_FILES, examine, missing_model_files
-from pipeline.stores.filesystem import filesystem, is_url
+from pipeline.stores.filesystem import filesystem, local_path
 from pipeline.stores.redaction import shown_url
 
 if TYPE_CHECKING:
@@ -205,12 +205,12 @@ def output(setup: Setup) -> Iterator[Check]:
 @contextmanager
 def _left_as_found(output: str) -> Iterator[None]:
     """Folders on a local disk that the probe made are removed again, if nothing else has come into them."""
-    root = Path(output.removeprefix("file://")).expanduser().absolute()
+    root = Path(local_path(output) or output).expanduser().absolute()
     made = [p for p in (root / "_pipeline" / "tmp", root / "_pipeline", root, *root.parents) if not p.exists()]
     try:
         yield
     finally:
-        if not is_url(output.removeprefix("file://")):
+        if local_path(output) is not None:
             with suppress(OSError):
                 for folder in made:
                     folder.rmdir()

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from pipeline.data.files.footer import metadata_of
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
-from pipeline.stores.filesystem import is_url
+from pipeline.stores.filesystem import local_path
 from pipeline.stores.folder import Folder
 from pipeline.stores.local_folder import LocalFolder
 from pipeline.stores.object_folder import open_objects
@@ -132,17 +132,23 @@ class PartStore:
     """The output folder. Safe for any number of writers, threads and processes; holds no state but the
     place."""
 
-    def __init__(self, path: str, storage: Mapping[str, Any] | None = None, retries: RetryCounts | None = None) -> None:
-        """A local path, or a url with its fsspec options in `storage`. `retries`: counts requests tried again. Raises
-        OutputError when it cannot be one."""
-        path = path.removeprefix("file://")
+    def __init__(
+        self,
+        path: str,
+        storage: Mapping[str, Any] | None = None,
+        retries: RetryCounts | None = None,
+        what: str = "output.path",
+    ) -> None:
+        """A local path, or a url with its fsspec options in `storage`. `retries`: counts requests tried again. `what`:
+        the key or option that gave the path. Raises OutputError when it cannot be one."""
         self.folder: Folder
-        if is_url(path):
-            self.folder = open_objects(path, storage or {}, retries)
+        local = local_path(path)
+        if local is None:
+            self.folder = open_objects(path, storage or {}, retries, what)
         elif storage:
             raise OutputError(f"output.storage: a local folder takes no options, found {', '.join(sorted(storage))}")
         else:
-            self.folder = LocalFolder(path)
+            self.folder = LocalFolder(local)
 
     def __repr__(self) -> str:
         return f"PartStore({self.path})"
