@@ -218,7 +218,7 @@ def _already_complete(plan: JobPlan, store: PartStore, done: DoneUnits, runs: li
         totals,
         rows,
         finished=True,
-        estimate=load_estimate(store),
+        estimate=load_estimate(store, plan.fingerprint.undated),
     )
     put_status(telemetry, replace(status, phase="finished", units=totals.units, error_rows=totals.num_error_rows))
     remove_all(store)

@@ -9,6 +9,10 @@ from pipeline.data.output.compact import compact
 from pipeline.data.output.parts import LOADER, PartStore
 from pipeline.errors import OutputError
 from pipeline.job.output.following import Following
+from pipeline.job.output.read_output import report_of
+from pipeline.job.planning.fingerprint import JOB, undated_digest
+from pipeline.job.telemetry.run_log import PLAN
+from pipeline.report.estimate import Estimate, Interval
 from tests.job.conftest import TEXTS, Started, run, runs, success
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -55,6 +59,21 @@ def test_loaders_of_folders_find_the_rows_alone(finished, tmp_path, monkeypatch)
     (finished.output / LOADER).write_text("configs: mine")
     run(finished)
     assert (finished.output / LOADER).read_text() == "configs: mine"
+
+
+def test_an_estimate_is_compared_with_runs_of_its_own_job_alone(finished):
+    """`pipeline plan` with another prompt, limit or overlay leaves its estimate in the same output."""
+    each, store = Interval(1, 2, 3), PartStore(str(finished.output))
+    job = undated_digest(json.loads((finished.output / JOB).read_text())["identity"])
+    for number, (planned, compared) in enumerate({job: True, "another job's": False, "": False}.items(), 1):
+        made = Estimate("", 0, 3, each, 0.0, each, each, each, job=planned)
+        (finished.output / PLAN).write_text(json.dumps(made.to_json()))
+        finished.parts()[0].unlink()
+        report, _ = run(finished)
+        (finished.output / "_pipeline/report.json").unlink()
+        assert [each.estimate is not None for each in (report, report_of(store))] == [compared] * 2
+        logs = [path.read_text() for path in (finished.output / "_pipeline/logs").glob("*/driver.log")]
+        assert sum("plan.json estimates another job" in log for log in logs) == number - 1
 
 
 def test_success_counts_the_bytes_of_the_parts(finished):
