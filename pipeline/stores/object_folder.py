@@ -18,7 +18,7 @@ from pipeline.stores.filesystem import RemoteFilesystem, filesystem, md5, protoc
 from pipeline.stores.folder import TMP, Folder, check_name
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts
-from pipeline.stores.store_errors import Failure, PreconditionFailed, failure_of
+from pipeline.stores.store_errors import SET_CREDENTIALS, Failure, PreconditionFailed, failure_of
 
 _TRIES = 3  # how often a file is written anew that the store took and then has not, or has otherwise
 
@@ -261,6 +261,8 @@ class ObjectFolder(Folder):
                 raise
             if failure is Failure.ABSENT:
                 raise absent(f"{place}: no such bucket or container ({told}); make it first") from None
+            if failure is Failure.CREDENTIALS:
+                raise denied(f"{place}: {told}; {SET_CREDENTIALS}") from None
             if failure is Failure.DENIED:
                 needed = "it needs the rights to list, read, write and delete below output.path"
                 raise denied(f"{place}: the store denies it ({told}); {needed}") from None

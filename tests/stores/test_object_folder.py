@@ -340,7 +340,9 @@ def test_fault_20_and_21_a_part_is_compared_with_what_was_written(faulty, store)
 
 def test_fault_22_credentials_that_stay_expired_stop_the_job_resumably(faulty, store):
     faulty.proxy.add("expired", times=1000)
-    with pytest.raises(EnvironmentFailed, match=r"credentials have expired.*renew them and run the same command"):
+    with pytest.raises(
+        EnvironmentFailed, match=r"credentials have expired or are not valid.*renew them and run the same command"
+    ):
         store.write(name(), result(50))
     faulty.proxy.calm()
     assert store.write(name(), result(50))
