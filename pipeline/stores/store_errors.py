@@ -56,8 +56,8 @@ _CONFLICT = frozenset(("OperationAborted", "ConditionalRequestConflict", "Confli
 _EXPIRED = frozenset(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"))
 _NOT_VALID = frozenset(("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidClientTokenId"))
 SET_CREDENTIALS = (
-    "set the store's credentials: key and secret, or profile, under `storage` in the job file, or AWS_ACCESS_KEY_ID and "
-    "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, in the environment"
+    "set the store's credentials: key and secret, or profile, under `storage` in the job file, or AWS_ACCESS_KEY_ID "
+    "and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, in the environment"
 )
 _BY_STATUS = {
     408: Fault.TIMEOUT,
