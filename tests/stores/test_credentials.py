@@ -69,13 +69,14 @@ def no_credentials_of_this_machine(monkeypatch, tmp_path) -> None:
 )
 def test_unknown_and_missing_credentials(reader, tmp_path, changes, code):
     storage = {key: value for key, value in {**reader, **changes}.items() if value is not None}
+    shown: list[str] = []
     outputs = PartStore("s3://bucket/out", storage).folder
     reads: dict[str, Callable[[], Any]] = {
         "input.path s3://bucket/in": lambda: open_source("s3://bucket/in", storage),
         "s3://bucket/out": lambda: outputs.names(),
         "s3://bucket/out/_pipeline/status.json": lambda: outputs.read("_pipeline/status.json"),
         "s3://bucket/out/_pipeline/tmp": outputs.probe,
-        "model.path s3://bucket/model": lambda: fetch_model("s3://bucket/model", storage, tmp_path, str),
+        "model.path s3://bucket/model": lambda: fetch_model("s3://bucket/model", storage, tmp_path, shown.append),
     }
     for place, read in reads.items():
         with pytest.raises(

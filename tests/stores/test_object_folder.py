@@ -72,6 +72,13 @@ def test_a_local_path_may_have_a_scheme(tmp_path, scheme):
     assert (tmp_path / "x/answers.jsonl").exists()
 
 
+def test_a_local_file_is_no_folder_for_an_output(tmp_path):
+    (tmp_path / "out").write_text("")
+    for read in (lambda folder: folder.read("_pipeline/job.json"), lambda folder: folder.names()):
+        with pytest.raises(OutputError, match=r"is a file.* expected a folder"):
+            read(PartStore(str(tmp_path / "out")).folder)
+
+
 def test_a_path_that_its_library_refuses(memory, monkeypatch):
     def refuse(path: str, **_):
         raise ValueError(f"{path}: expected namespace/name")
