@@ -27,7 +27,7 @@ from pipeline.stores.filesystem import RemoteFilesystem, filesystem, md5, why_no
 from pipeline.stores.local_folder import sync_folder
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts
-from pipeline.stores.store_errors import Failure, failure_of
+from pipeline.stores.store_errors import SET_CREDENTIALS, Failure, failure_of
 
 MANIFEST = ".manifest.json"  # in an entry: file name -> its size, digest, and tag in the store
 RANGE_BYTES = 16 * 2**20
@@ -133,6 +133,8 @@ class _StoredModel:
             if failure is Failure.ABSENT:
                 raise ModelError(f"{place}: no such folder in the store") from None
             told = self.fs.said(e)
+            if failure is Failure.CREDENTIALS:
+                raise ModelError(f"{place}: {told}; {SET_CREDENTIALS}") from None
             if failure is Failure.DENIED:
                 needed = "it needs the rights to list and read below it"
                 raise ModelError(f"{place}: the store denies it ({told}); {needed}") from None

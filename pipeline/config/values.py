@@ -110,6 +110,13 @@ def _no_login(path: str) -> str:
     return path
 
 
+def _on_one_line(path: str) -> str:
+    """YAML's `|` and `>` end a text with a line break, which would become part of a folder's name."""
+    if re.search(r"[\x00-\x1f\x7f]", path):
+        raise ValueError("expected a path on one line, without line breaks and other control characters")
+    return path
+
+
 def _embedded_exists(path: str) -> str:
     if path.startswith("demo:") and path not in EMBEDDED_MODELS:
         raise ValueError(f"no embedded model {path!r}: expected {', '.join(EMBEDDED_MODELS)}")
@@ -194,7 +201,8 @@ Duration = Annotated[
 ]
 # A local wall time in ISO form.
 Moment = Annotated[str, BeforeValidator(_moment), WithJsonSchema({"type": "string", "pattern": _MOMENT_PATTERN})]
-Place = Annotated[str, Field(min_length=1), AfterValidator(_no_login)]  # a path or an fsspec url
+# A path or an fsspec url
+Place = Annotated[str, Field(min_length=1), AfterValidator(_on_one_line), AfterValidator(_no_login)]
 ModelPlace = Annotated[Place, AfterValidator(_embedded_exists)]  # or a Hugging Face id, or an embedded model
 Column = Annotated[str, Field(min_length=1)]
 Columns = Annotated[

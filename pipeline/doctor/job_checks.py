@@ -17,7 +17,7 @@ from pipeline.errors import ModelError, OutputError, PipelineError
 from pipeline.formatting import counted, shown_bytes
 from pipeline.job.preview.examine import MODEL_FILES, examine, missing_model_files
 from pipeline.machine.caches import hub_folder
-from pipeline.stores.filesystem import filesystem, is_url
+from pipeline.stores.filesystem import filesystem, local_path
 from pipeline.stores.redaction import shown_url
 
 if TYPE_CHECKING:
@@ -215,12 +215,12 @@ def output(setup: Setup) -> Iterator[Check]:
 @contextmanager
 def _left_as_found(output: str) -> Iterator[None]:
     """Folders on a local disk that the probe made are removed again, if nothing else has come into them."""
-    root = Path(os.path.expanduser(output.removeprefix("file://"))).absolute()
+    root = Path(os.path.expanduser(local_path(output) or output)).absolute()
     made = [p for p in (root / "_pipeline" / "tmp", root / "_pipeline", root, *root.parents) if not p.exists()]
     try:
         yield
     finally:
-        if not is_url(output.removeprefix("file://")):
+        if local_path(output) is not None:
             with suppress(OSError):
                 for folder in made:
                     folder.rmdir()

@@ -219,6 +219,7 @@ def _estimate(
         speeds_from=speed.comes_from,
         lengths_from=lengths.come_from,
         actors=actors,
+        job=plan.fingerprint.undated,
     )
 
 

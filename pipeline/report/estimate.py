@@ -45,6 +45,7 @@ class Estimate(JsonRecord):
     speeds_from: str = ""
     lengths_from: str = ""
     actors: int = 1
+    job: str = ""  # undated digest of its identity; an earlier version wrote none
 
     @property
     def usd(self) -> Interval | None:

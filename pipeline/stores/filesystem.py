@@ -23,6 +23,14 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def local_path(path: str) -> str | None:
+    """The path on a local disk that a path or a `file:` url names; None for the url of a store."""
+    scheme, colon, rest = path.partition(":")
+    if colon and scheme in ("file", "local"):
+        return rest.removeprefix("//")
+    return None if is_url(path) else path
+
+
 def storage_for(path: str, storage: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fsspec options for `path`, of those that are given for a group of paths: a local one takes none."""
     return storage if is_url(path) else {}
@@ -53,7 +61,10 @@ def filesystem(
 
     def connect() -> tuple[Any, str]:
         chained = "::" in url
-        fs, path = fsspec.core.url_to_fs(url, **(given if chained or not _names_s3(url) else _one_try_s3(given)))
+        try:
+            fs, path = fsspec.core.url_to_fs(url, **(given if chained or not _names_s3(url) else _one_try_s3(given)))
+        except AttributeError as e:  # of filesystems inside another one, which was not given
+            raise ValueError(str(e)) from e
         if _is_s3(fs):
             fs.retries = 1  # its class default is 5; the loop here is the only one
             _open_session(fs)

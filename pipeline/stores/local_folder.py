@@ -29,7 +29,7 @@ class LocalFolder(Folder):
     reads_at_once = 8
 
     def __init__(self, root: str) -> None:
-        self.root = Path(os.path.abspath(root))
+        self.root = Path(os.path.abspath(os.path.expanduser(root)))
 
     def shown(self, name: str = "") -> str:
         return str(self.root / name)
@@ -116,6 +116,8 @@ class LocalFolder(Folder):
                 return file.read(), _tag(file.fileno())
         except FileNotFoundError:
             return None
+        except NotADirectoryError as e:
+            raise OutputError(f"{self.root}: is a file, or lies in one, expected a folder") from e
         except OSError as e:
             raise EnvironmentFailed(f"{self.path(name)}: cannot be read: {e.strerror}") from e
 

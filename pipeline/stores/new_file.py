@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pipeline.errors import EnvironmentFailed, OutputError
-from pipeline.stores.filesystem import is_url
+from pipeline.stores.filesystem import local_path
 from pipeline.stores.folder import Folder
 from pipeline.stores.local_folder import LocalFolder, sync_folder
 from pipeline.stores.object_folder import open_objects
@@ -32,14 +32,14 @@ class NewFile:
 
     def __init__(self, place: str, storage: Mapping[str, Any], what: str) -> None:
         """what: how messages call the place, such as the option that gave it."""
-        place = place.removeprefix("file://")
         self.shown, self._what, self._temporary = shown_url(place), what, None
         self._folder: Folder
-        if is_url(place):
+        local = local_path(place)
+        if local is None:
             parent, _, self._name = place.rstrip("/").rpartition("/")
-            self._folder = open_objects(parent, storage)
+            self._folder = open_objects(parent, storage, what=what)
         else:
-            path = Path(os.path.abspath(os.path.expanduser(place)))
+            path = Path(os.path.abspath(os.path.expanduser(local)))
             if path.is_dir():
                 raise OutputError(f"{what} {place}: is a folder, expected the name of a file")
             self._folder, self._name = LocalFolder(str(path.parent)), path.name

@@ -18,20 +18,25 @@ from pipeline.stores.filesystem import RemoteFilesystem, filesystem, md5, protoc
 from pipeline.stores.folder import TMP, Folder, check_name
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts
-from pipeline.stores.store_errors import Failure, PreconditionFailed, failure_of
+from pipeline.stores.store_errors import SET_CREDENTIALS, Failure, PreconditionFailed, failure_of
 
 _TRIES = 3  # how often a file is written anew that the store took and then has not, or has otherwise
 
 
-def open_objects(url: str, options: Mapping[str, Any], retries: RetryCounts | None = None) -> "ObjectFolder":
-    """The folder of a url. No request is made. Raises OutputError when there cannot be one."""
+def open_objects(
+    url: str, options: Mapping[str, Any], retries: RetryCounts | None = None, what: str = "output.path"
+) -> "ObjectFolder":
+    """The folder of a url. No request is made to S3. Raises OutputError when there cannot be one, with `what`: the key
+    or option that gave the url."""
     shown = shown_url(url).rstrip("/")
     if "::" in url:
-        raise OutputError(f"output.path {shown}: a chain of filesystems cannot create files exclusively; give one url")
+        raise OutputError(f"{what} {shown}: a chain of filesystems cannot create files exclusively; give one url")
     try:
         fs, root = filesystem(url, options, retries=retries)
-    except (ImportError, ValueError, TypeError) as e:
-        raise OutputError(f"output.path {shown}: {why_not_opened(url, options, e)}") from None
+    except (ImportError, ValueError, TypeError, OSError) as e:
+        raise OutputError(f"{what} {shown}: {why_not_opened(url, options, e)}") from None
+    if "memory" in protocols(fs):
+        raise OutputError(f"{what} {shown}: lies in the memory of one process and ends with it; give a disk or a store")
     return ObjectFolder(cast(RemoteFilesystem, fs), root.rstrip("/"), shown)
 
 
@@ -249,12 +254,15 @@ class ObjectFolder(Folder):
         try:
             yield
         except Exception as e:
-            failure = failure_of(e)
+            failure, told = failure_of(e), self._fs.said(e)
+            if failure is None and isinstance(e, (ValueError, NotImplementedError)):  # a path that its library refuses
+                raise denied(f"{place}: {told}") from None
             if failure is None:
                 raise
-            told = self._fs.said(e)
             if failure is Failure.ABSENT:
                 raise absent(f"{place}: no such bucket or container ({told}); make it first") from None
+            if failure is Failure.CREDENTIALS:
+                raise denied(f"{place}: {told}; {SET_CREDENTIALS}") from None
             if failure is Failure.DENIED:
                 needed = "it needs the rights to list, read, write and delete below output.path"
                 raise denied(f"{place}: the store denies it ({told}); {needed}") from None

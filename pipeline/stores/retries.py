@@ -78,8 +78,9 @@ def with_retries(
             if fault is Fault.CREDENTIALS:
                 if renewed:
                     raise EnvironmentFailed(
-                        f"{place()}: the store says that the credentials have expired ({said(e)}), also after reading "
-                        "them afresh; renew them and run the same command again, it goes on where it stopped"
+                        f"{place()}: the store says that the credentials have expired or are not valid ({said(e)}), "
+                        "also after reading them afresh; renew them and run the same command again, it goes on where "
+                        "it stopped"
                     ) from None
                 renewed = True
                 counts.add(fault)

@@ -28,6 +28,7 @@ class Failure(StrEnum):
 
     ABSENT = "absent"
     DENIED = "denied"
+    CREDENTIALS = "credentials"  # none were found, or the store does not know them
     SYSTEM = "system"  # an OSError: of the disk, or of a store as its library has it
     MALFORMED = "malformed"  # never sent, because its bucket or key cannot be one
     OTHER = "other"  # what else a store's library raises
@@ -53,6 +54,11 @@ _TIMEOUT = frozenset(("RequestTimeout", "RequestTimeoutException", "408"))
 _BROKEN = frozenset(("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"))
 _CONFLICT = frozenset(("OperationAborted", "ConditionalRequestConflict", "Conflict", "409"))
 _EXPIRED = frozenset(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"))
+_NOT_VALID = frozenset(("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidClientTokenId"))
+SET_CREDENTIALS = (
+    "set the store's credentials: key and secret, or profile, under `storage` in the job file, or AWS_ACCESS_KEY_ID "
+    "and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, in the environment"
+)
 _BY_STATUS = {
     408: Fault.TIMEOUT,
     429: Fault.THROTTLED,
@@ -156,6 +162,8 @@ def failure_of(error: Exception) -> Failure | None:
     The libraries behind fsspec have exceptions of their own without a common base. So a builtin that is no OSError is
     a defect, and everything else is theirs.
     """
+    if _has_unknown_credentials(error):
+        return Failure.CREDENTIALS
     for kind, failure in (
         (FileNotFoundError, Failure.ABSENT),
         (PermissionError, Failure.DENIED),
@@ -168,6 +176,15 @@ def failure_of(error: Exception) -> Failure | None:
     from botocore.exceptions import ParamValidationError
 
     return Failure.MALFORMED if isinstance(error, ParamValidationError) else Failure.OTHER
+
+
+def _has_unknown_credentials(error: BaseException) -> bool:
+    import botocore.exceptions as boto
+
+    answer = client_error(error)
+    if answer is not None:
+        return str(answer.response.get("Error", {}).get("Code", "")) in _NOT_VALID
+    return isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound))
 
 
 def client_error(error: BaseException | None) -> Any:

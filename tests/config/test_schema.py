@@ -96,6 +96,7 @@ BEYOND_A_SCHEMA = (
     "expected demo, demo:target",
     "no embedded model",
     "holds no user or password",
+    "without line breaks",
     "the same new name",
     "at least two labels",
     "is there twice",

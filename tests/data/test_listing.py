@@ -1,6 +1,7 @@
 """Which files a path stands for, and the columns that their folders' names are."""
 
 import os
+import socket
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -61,8 +62,38 @@ def test_links_are_followed_and_broken_ones_refused(write, tmp_path):
         open_source(folder)
     os.unlink(f"{folder}/a/round")
     os.symlink(f"{folder}/nothing", f"{folder}/x.parquet")
-    for path in (folder, f"{folder}/*.parquet"):
-        with pytest.raises(InputError, match=r"x\.parquet: neither"):
+    for path in (folder, f"{folder}/*.parquet", f"{folder}/x.parquet"):
+        with pytest.raises(InputError, match=r"x\.parquet: is a link to .*/nothing, which does not exist"):
+            open_source(path)
+
+
+def test_what_can_be_read_only_once_is_refused(write, tmp_path):
+    """Pipes, sockets, devices and names of file descriptors: planning and each resumed run read the input again."""
+    folder = write("a.parquet", texts(1))
+    os.mkfifo(f"{folder}/b.parquet")
+    os.symlink(f"{folder}/b.parquet", tmp_path / "link")
+    with socket.socket(socket.AF_UNIX) as unix, open(f"{folder}/a.parquet", "rb") as file:
+        unix.bind(str(tmp_path / "socket"))
+        descriptor = f"/dev/fd/{file.fileno()}"  # of a regular file, which another process cannot open by this name
+        pipes = [folder, f"{folder}/*.parquet", f"{folder}/b.parquet", f"file://{folder}/b.parquet"]
+        paths = dict.fromkeys([*pipes, str(tmp_path / "link")], "a pipe")
+        paths |= dict.fromkeys([descriptor, f"/proc/self/fd/{file.fileno()}", "/dev/stdin", "-"], "a file descriptor")
+        paths |= {str(tmp_path / "socket"): "a socket", "/dev/null": "a device"}
+        for path, kind in paths.items():
+            with pytest.raises(InputError, match=rf"is {kind}.* read more than once.*save it to a file") as raised:
+                open_source(path)
+            assert str(raised.value).startswith(f"{folder}/b.parquet" if path in pipes[:2] else f"input.path {path}: ")
+
+
+def test_a_missing_path_is_shown_as_it_was_looked_for(write, monkeypatch):
+    monkeypatch.chdir(write("a.parquet", texts(1)))
+    monkeypatch.setenv("HOME", "/nowhere")
+    for path, said in {
+        "b.parquet": f"it was looked for at {os.getcwd()}/b.parquet, below the working directory",
+        "~/b.parquet": "it was looked for at /nowhere/b.parquet",
+        "a.parquet ": "the path begins or ends with white space",
+    }.items():
+        with pytest.raises(InputError, match=rf"^input\.path {path}: does not exist; {said}$"):
             open_source(path)
 
 

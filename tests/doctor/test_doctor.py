@@ -21,6 +21,7 @@ from pipeline.errors import ConfigError
 from pipeline.machine import host
 from pipeline.machine.cgroup import CpuQuota, MemoryLimit
 from pipeline.stores.retries import RetryPolicy
+from tests.stores.boxes import box_url
 
 SECRET = "hunter2-never-shown"
 JOB = """\
@@ -194,8 +195,8 @@ def test_a_hugging_face_id_is_only_looked_up(tmp_path, monkeypatch):
 
 
 def test_an_output_in_a_store_is_probed():
-    found = checks("output", output="memory://test-doctor/out")
-    assert found["memory://test-doctor/out"].state == "ok"
+    found = checks("output", output=box_url("test-doctor/out"))
+    assert found["box://test-doctor/out"].state == "ok"
     assert checks("output", output="nothing://x/out")["output"].state == "failed"
 
 

@@ -13,10 +13,12 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import NONCE_KEY, SUCCESS, PartStore
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 from pipeline.stores import failpoints
+from pipeline.stores.new_file import NewFile
 from pipeline.stores.object_folder import ObjectFolder
 from pipeline.stores.retries import RetryPolicy
 from tests.data.output.finished_units import FP, name, result
 from tests.faults.store import KEY, SECRET, FaultyStore
+from tests.stores.boxes import box_url
 from tests.threads import at_once
 
 
@@ -39,9 +41,51 @@ def local(tmp_path) -> PartStore:
 
 @pytest.fixture
 def memory(tmp_path):
-    store = PartStore(f"memory://{tmp_path.name}")
+    store = PartStore(box_url(tmp_path.name))
     yield store
     store.folder._fs.raw.store.clear()
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("memory://out", "lies in the memory of one process and ends with it"),
+        ("dir:///out", r"cannot be opened \(ValueError\)"),
+        ("zip:///tmp", r"cannot be opened \(IsADirectoryError\)"),
+        ("ftp://127.0.0.1:9/out", r"cannot be opened \(ConnectionRefusedError\)"),
+        ("simplecache::memory://out", "a chain of filesystems"),
+    ],
+)
+def test_what_cannot_hold_an_output_is_refused_when_it_is_opened(tmp_path, url, reason):
+    """By whatever writes there: a job, `compact`, `convert`. Nothing reports success for files that are gone."""
+    with pytest.raises(OutputError, match=rf"^output\.path {url}: {reason}"):
+        PartStore(url)
+    with pytest.raises(OutputError, match=rf"^--output {url}: {reason}"):
+        NewFile(f"{url}/answers.jsonl", {}, "--output")
+
+
+@pytest.mark.parametrize("scheme", ["", "file:", "file://", "local://", "local:"])
+def test_a_local_path_may_have_a_scheme(tmp_path, scheme):
+    assert PartStore(f"{scheme}{tmp_path}/out").path == f"{tmp_path}/out"
+    with NewFile(f"{scheme}{tmp_path}/x/answers.jsonl", {}, "--output") as file:
+        file.publish()
+    assert (tmp_path / "x/answers.jsonl").exists()
+
+
+def test_a_local_file_is_no_folder_for_an_output(tmp_path):
+    (tmp_path / "out").write_text("")
+    for read in (lambda folder: folder.read("_pipeline/job.json"), lambda folder: folder.names()):
+        with pytest.raises(OutputError, match=r"is a file.* expected a folder"):
+            read(PartStore(str(tmp_path / "out")).folder)
+
+
+def test_a_path_that_its_library_refuses(memory, monkeypatch):
+    def refuse(path: str, **_):
+        raise ValueError(f"{path}: expected namespace/name")
+
+    monkeypatch.setattr(memory.folder._fs.raw, "ls", refuse)
+    with pytest.raises(OutputError, match=r"box://.*ValueError: .*expected namespace/name"):
+        memory.list()
 
 
 def opened(faulty: FaultyStore, folder: str) -> PartStore:
@@ -303,7 +347,9 @@ def test_fault_20_and_21_a_part_is_compared_with_what_was_written(faulty, store)
 
 def test_fault_22_credentials_that_stay_expired_stop_the_job_resumably(faulty, store):
     faulty.proxy.add("expired", times=1000)
-    with pytest.raises(EnvironmentFailed, match=r"credentials have expired.*renew them and run the same command"):
+    with pytest.raises(
+        EnvironmentFailed, match=r"credentials have expired or are not valid.*renew them and run the same command"
+    ):
         store.write(name(), result(50))
     faulty.proxy.calm()
     assert store.write(name(), result(50))

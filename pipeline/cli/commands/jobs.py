@@ -259,7 +259,7 @@ def compact(
     if size is None or not 0 < size <= MAX_FILE_BYTES:
         raise ConfigError(f"--target-size {target_size}: expected a size of at most 4 GiB, such as 256MB")
     storage = output_of(place, params)[1] if is_url(output) else {}
-    done = merge(open_output(place, params), PartStore(output, storage), order, size, say)
+    done = merge(open_output(place, params), PartStore(output, storage, what="--output"), order, size, say)
     print_answer(done, as_json)
 
 

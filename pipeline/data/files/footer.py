@@ -17,7 +17,7 @@ from pipeline.errors import EnvironmentFailed, InputError
 from pipeline.stores.filesystem import secrets_in
 from pipeline.stores.ranged_file import RangedFile
 from pipeline.stores.redaction import redacted, said
-from pipeline.stores.store_errors import Failure, client_error, failure_of
+from pipeline.stores.store_errors import SET_CREDENTIALS, Failure, client_error, failure_of
 
 _TAIL_BYTES = 64 * 1024  # holds most footers, so that most files cost one read
 _MAGIC, _MAGIC_ENCRYPTED = b"PAR1", b"PARE"
@@ -119,6 +119,8 @@ def reading(name: str, secrets: frozenset[str] = frozenset()) -> Iterator[None]:
         if failure is Failure.ABSENT:
             raise InputError(f"{name}: does not exist, or does no longer") from None
         told = said(client_error(e) or e, secrets)
+        if failure is Failure.CREDENTIALS:
+            raise InputError(f"{name}: {told}; {SET_CREDENTIALS}") from None
         if failure is Failure.DENIED:
             raise InputError(f"{name}: permission denied: {told}") from None
         if failure is Failure.MALFORMED:

@@ -7,6 +7,8 @@ links are followed, and whatever else is there is returned or refused.
 import glob
 import os
 import posixpath
+import re
+import stat
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,6 +20,13 @@ from pipeline.stores.redaction import said, secrets_of, shown_url
 from pipeline.stores.retries import RetryCounts
 
 _MAGIC = "*?["  # what makes a path a glob
+_DESCRIPTOR = re.compile(r"/dev/(stdin|fd/\d+)|/proc/[^/]+/fd/\d+")  # names another file in each process
+_KINDS = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a disk"),
+)
 
 
 def find_files(
@@ -37,7 +46,7 @@ def find_files(
     try:
         with reading(name, secrets):
             fs, full = filesystem(path, storage, retries=retries)
-            root, sizes = _local(full, name) if is_local(fs) else _remote(fs, full, name, path.endswith("/"))
+            root, sizes = _local(full, path, name) if is_local(fs) else _remote(fs, full, name, path.endswith("/"))
     except (ImportError, ValueError, TypeError) as e:  # no such protocol, or options it does not take
         raise InputError(f"{name}: cannot be opened with these input.storage options: {said(e, secrets)}") from None
     if [posixpath.join(root, f) for f in sizes] == [full]:
@@ -103,23 +112,51 @@ def _fixed(full: str) -> str:
     return "/".join(parts[:first]) or "/"
 
 
-def _local(full: str, name: str) -> tuple[str, dict[str, int]]:
+def _local(full: str, path: str, name: str) -> tuple[str, dict[str, int]]:
     """The root, and the size of each file by its path relative to it."""
+    if no_file := _no_file("/dev/stdin" if path == "-" else full):
+        raise InputError(f"{name}: {no_file}")
     if os.path.isfile(full):
         root, paths = os.path.split(full)[0], [full]
     elif os.path.isdir(full):
         root, paths = full, list(_walk(full))
     elif os.path.lexists(full) or not any(c in full for c in _MAGIC):
-        looked = "" if name.endswith(full) else f"; it was looked for at {full}, below the working directory"
-        raise InputError(f"{name}: does not exist{looked}")
+        raise InputError(f"{name}: does not exist{_looked_for(path, full)}")
     else:
         root, paths = _fixed(full), []
         for match in glob.glob(full, recursive=True, include_hidden=True):
             paths += _walk(match) if os.path.isdir(match) else [match]
     for p in paths:
-        if not os.path.isfile(p):
-            raise InputError(f"{p}: neither a file nor a folder (a broken link?)")
+        if no_file := _no_file(p):
+            raise InputError(f"{p}: {no_file}")
     return root, {os.path.relpath(p, root): os.stat(p).st_size for p in paths}
+
+
+def _no_file(path: str) -> str | None:
+    """Why a path that exists cannot be read as a file, and what to do; None for files, folders and missing names."""
+    if _DESCRIPTOR.fullmatch(path):
+        kind = "a file descriptor of one process"
+    elif os.path.islink(path) and not os.path.exists(path):
+        return f"is a link to {os.readlink(path)}, which does not exist; mend or remove the link"
+    else:
+        try:
+            mode = os.stat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        kind = next((kind for is_kind, kind in _KINDS if is_kind(mode)), None)
+    return kind and (
+        f"is {kind}, and an input is read more than once: when the job is planned, and by each run that resumes it; "
+        "save it to a file and give that (.parquet, .jsonl, .jsonl.gz and .jsonl.zst are read directly)"
+    )
+
+
+def _looked_for(path: str, full: str) -> str:
+    """Where a local path was looked for, where that is not plain from how the user wrote it."""
+    if path != path.strip():
+        return "; the path begins or ends with white space"
+    if path.endswith(full):
+        return ""
+    return f"; it was looked for at {full}" + (", below the working directory" if path[0] != "~" else "")
 
 
 def _walk(folder: str) -> Iterator[str]:

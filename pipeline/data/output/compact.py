@@ -118,6 +118,7 @@ def compact(
         return Compacted(
             target.path, order, len(parts), plan.num_files, 0, plan.rows, counts["error_rows"], output_rows
         )
+    target.name_data_files()
     target.folder.clean_tmp()
     windows, made = _windows(parts), 0
     for file in range(plan.num_files):

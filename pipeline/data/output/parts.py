@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from pipeline.data.files.footer import metadata_of
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
-from pipeline.stores.filesystem import is_url
+from pipeline.stores.filesystem import local_path
 from pipeline.stores.folder import Folder
 from pipeline.stores.local_folder import LocalFolder
 from pipeline.stores.object_folder import open_objects
@@ -29,6 +29,10 @@ from pipeline.stores.retries import RetryCounts
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
 NONCE_KEY = b"pipeline.nonce"  # file metadata: random for each write, so that equal bytes are from the same one
 SUCCESS = "_SUCCESS"
+# Hugging Face's `load_dataset(folder)` takes files of all subfolders, and of these the kind that is there most often:
+# the JSON of `_pipeline/`. It looks into this file first. Other loaders pass names by that begin with a dot.
+LOADER = ".huggingface.yaml"
+_LOADER_TEXT = b'configs:\n- config_name: default\n  data_files: "*.parquet"\n'
 _TAIL_BYTES = 16 * 1024  # holds most parts' footers, so that a part costs one read
 _NOT_DONE = -1  # in place of a unit's rows
 
@@ -128,17 +132,23 @@ class PartStore:
     """The output folder. Safe for any number of writers, threads and processes; holds no state but the
     place."""
 
-    def __init__(self, path: str, storage: Mapping[str, Any] | None = None, retries: RetryCounts | None = None) -> None:
-        """A local path, or a url with its fsspec options in `storage`. `retries`: counts requests tried again. Raises
-        OutputError when it cannot be one."""
-        path = path.removeprefix("file://")
+    def __init__(
+        self,
+        path: str,
+        storage: Mapping[str, Any] | None = None,
+        retries: RetryCounts | None = None,
+        what: str = "output.path",
+    ) -> None:
+        """A local path, or a url with its fsspec options in `storage`. `retries`: counts requests tried again. `what`:
+        the key or option that gave the path. Raises OutputError when it cannot be one."""
         self.folder: Folder
-        if is_url(path):
-            self.folder = open_objects(path, storage or {}, retries)
+        local = local_path(path)
+        if local is None:
+            self.folder = open_objects(path, storage or {}, retries, what)
         elif storage:
             raise OutputError(f"output.storage: a local folder takes no options, found {', '.join(sorted(storage))}")
         else:
-            self.folder = LocalFolder(path)
+            self.folder = LocalFolder(local)
 
     def __repr__(self) -> str:
         return f"PartStore({self.path})"
@@ -172,6 +182,10 @@ class PartStore:
             if not progress.add(name):
                 raise OutputError(f"{self.folder.shown(file)}: another part holds the same unit; remove one of them")
         return progress
+
+    def name_data_files(self) -> None:
+        """Write the file that tells `load_dataset` which files are the dataset. One that is there stays as it is."""
+        self.folder.create(LOADER, _LOADER_TEXT)
 
     def write(self, name: PartName, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
         """Commit a unit's rows. True: we made the part. False: it was there already, with as many rows.

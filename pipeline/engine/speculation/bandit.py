@@ -254,6 +254,8 @@ class MeasuredDrafts:
             return
         slowdown = contest.measured_slowdown(arm)
         plain_s = off_s if slowdown is None else own_s / slowdown  # at the speed that the machine has now
+        # Where its speed changed between the arms, a plain step seems to take longer than this one, which does more.
+        same_tokens_s = own_s if plain_s is None else min(plain_s, own_s) * outcome.num_generated / num
         counts = self._counts.of(num)
         counts.drafted_steps += 1
         counts.probe_steps += contest.incumbent == OFF
@@ -262,7 +264,7 @@ class MeasuredDrafts:
         counts.draft_tokens += int(verdict.drafted_D.sum())
         counts.accepted_tokens += int(verdict.accepted_D.sum())
         counts.spent_us += round(own_s * 1e6)
-        counts.plain_us += round((own_s if plain_s is None else plain_s * outcome.num_generated / num) * 1e6)
+        counts.plain_us += round(same_tokens_s * 1e6)
 
     def _slow(self) -> float:
         """Of tokens with drafts, what share counts: once no sequence waits, those of slow ones do."""

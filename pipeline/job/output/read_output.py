@@ -18,7 +18,7 @@ from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import SAMPLE_FIELD, result_field, result_names
 from pipeline.errors import ConfigError, OutputError
 from pipeline.formatting import duration
-from pipeline.job.planning.fingerprint import JOB
+from pipeline.job.planning.fingerprint import JOB, undated_digest
 from pipeline.job.telemetry.run_log import REPORT_JSON, STATUS, load_estimate, load_runs, silent_s
 from pipeline.job.telemetry.status import Status
 from pipeline.report.build import build_report
@@ -111,7 +111,8 @@ def report_of(store: PartStore) -> RunReport:
                 return kept
         job = _read(store, JOB, "the job's own record, _pipeline/job.json, is missing")
         rows = _read(store, STATUS, "the job's status, _pipeline/status.json, is missing")["rows_total"]
-        return build_report(job["job"], job["fingerprint"], runs, store.totals(), rows, load_estimate(store))
+        estimate = load_estimate(store, undated_digest(job["identity"]))
+        return build_report(job["job"], job["fingerprint"], runs, store.totals(), rows, estimate)
     except (KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"{store.path}/_pipeline: not written by this version ({error!r})") from None
 

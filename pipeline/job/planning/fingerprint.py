@@ -45,6 +45,11 @@ class Fingerprint:
         return hashlib.sha256(_canonical(self.identity)).hexdigest()
 
     @property
+    def undated(self) -> str:
+        """Of the identity without the date that prompts are told, which changes none of a job's cost."""
+        return undated_digest(self.identity)
+
+    @property
     def short(self) -> str:
         """As in the names of parts."""
         return self.digest[:8]
@@ -271,6 +276,14 @@ def first_files(store: PartStore) -> dict[str, str] | None:
             "output.path"
         )
     return listed
+
+
+def undated_digest(identity: Mapping[str, Any]) -> str:
+    """`Fingerprint.undated` of an identity as `_pipeline/job.json` holds it."""
+    prompt = dict(identity["prompt"])
+    if prompt.get("chat"):
+        prompt["chat"] = {key: value for key, value in prompt["chat"].items() if key != "date"}
+    return hashlib.sha256(_canonical({**identity, "prompt": prompt})).hexdigest()
 
 
 def _files(digests: dict[str, str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pipeline.job.running.totals import OutputTotals
 from pipeline.job.telemetry.logs import DRIVER, Level, LogFolder, LogOptions
 from pipeline.job.telemetry.metrics_server import MetricsServer
 from pipeline.job.telemetry.pace import Pace
-from pipeline.job.telemetry.run_log import RunLog, load_estimate, make_report, put_status
+from pipeline.job.telemetry.run_log import PLAN, RunLog, load_estimate, make_report, put_status
 from pipeline.job.telemetry.status import Status, status_line, work
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.report.record.computed import Computed
@@ -70,7 +70,9 @@ class RunReporter:
         self._driver_log = self.logs.log(DRIVER, logs.level)
         self._show_line, self._logged, self._logged_at = logs.show, "", 0.0
         self.note(f"run {log.run_id}: {plan.num_rows} rows, {totals.now().rows} of them written before")
-        self._estimate = load_estimate(store)
+        self._estimate = load_estimate(store, plan.fingerprint.undated)
+        if self._estimate is None and store.folder.has(PLAN):
+            self.note(f"{PLAN} estimates another job and is not compared with this run; `pipeline plan` estimates it")
         self._metrics = MetricsServer.at(plan.config.run.metrics_address, self.warn)
         self._health: Health | None = None
         self._drops: set[str] = set()  # measures of quality whose drop was reported already

@@ -156,6 +156,7 @@ def _plan(
         plan = replace(plan, fingerprint=ours, retried_limits=limits)
     files = file_digests(plan.source)
     claimed = claim(store, config.name, plan.fingerprint, accept_numerics, versions(), wall_time(), files)
+    store.name_data_files()
     if plan.batches.new is not None:
         rows = plan.batches.num_rows(plan.source)
         say(f"{len(plan.batches.new):,} new files with {rows:,} rows are appended")
@@ -217,7 +218,7 @@ def _already_complete(plan: JobPlan, store: PartStore, done: DoneUnits, runs: li
         totals,
         rows,
         finished=True,
-        estimate=load_estimate(store),
+        estimate=load_estimate(store, plan.fingerprint.undated),
     )
     put_status(telemetry, replace(status, phase="finished", units=totals.units, error_rows=totals.num_error_rows))
     remove_all(store)

@@ -231,11 +231,13 @@ def make_report(
     return report
 
 
-def load_estimate(store: PartStore) -> Estimate | None:
-    """What `pipeline plan` expected of the job; None where it was not asked, or what it left cannot be read."""
+def load_estimate(store: PartStore, job: str) -> Estimate | None:
+    """What `pipeline plan` expected of the job with this undated digest; None where `plan` did not run, estimated
+    another job (another input, prompt, model, limit or length), or left what cannot be read."""
     with suppress(ValueError, TypeError, KeyError):
         raw = store.folder.read(PLAN)
-        return None if raw is None else Estimate.from_json(json.loads(raw))
+        estimate = None if raw is None else Estimate.from_json(json.loads(raw))
+        return estimate if estimate is not None and estimate.job == job else None
     return None
 
 

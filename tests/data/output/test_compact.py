@@ -15,6 +15,7 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, PartName, PartStore
 from pipeline.data.output.result_columns import output_schema
 from pipeline.errors import EnvironmentFailed, OutputError
+from tests.stores.boxes import box_url
 
 FINGERPRINT = "1a2b3c4d" * 8
 ROWS_PER_FILE = 40  # of the input
@@ -67,7 +68,7 @@ def places(request, tmp_path):
     """The job's output and where to merge it: on a local disk, and in an fsspec store."""
     if request.param == "local":
         return PartStore(str(tmp_path / "out")), PartStore(str(tmp_path / "merged"))
-    root = f"memory://{tmp_path.name}"
+    root = box_url(tmp_path.name)
     return PartStore(f"{root}/out"), PartStore(f"{root}/merged")
 
 

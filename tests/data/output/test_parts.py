@@ -257,7 +257,7 @@ def test_a_short_write_is_not_published(store):
     assert parts(store) == leftovers(store) == []
 
 
-def test_probe(store, tmp_path):
+def test_probe(store, tmp_path, monkeypatch):
     store.folder.probe()
     store.folder.probe()
     assert leftovers(store) == []
@@ -272,6 +272,8 @@ def test_probe(store, tmp_path):
     with pytest.raises(OutputError, match=r"output\.storage"):
         PartStore(str(tmp_path), {"key": "secret"})
     assert PartStore(f"file://{store.path}").path == store.path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert PartStore("~/there").path == str(tmp_path / "there")
 
 
 def failing(code: int, text: str):

@@ -330,6 +330,21 @@ def test_what_was_saved_is_counted_at_the_speed_that_the_machine_has_now(faster:
     assert 0.8 < counted < 1.2
 
 
+@pytest.mark.parametrize("slow", [3.0, 10.0, 100.0])
+def test_a_machine_that_becomes_fast_as_drafts_begin_makes_them_save_no_more(slow: float) -> None:
+    """Its plain steps were timed while it was slow. A step with drafts computes what a plain one does and more, so a
+    plain step of that moment took no longer than the step itself."""
+    driven = Driven(plain_s=0.01 * slow)
+    while not driven.step():
+        pass
+    driven.plain_s = 0.01
+    driven.share(300)
+    (line,) = driven.counts.lines()
+    assert line.drafted_steps > 250
+    true_s = line.drafted_steps * (0.01 * (1 + K) - 0.012)
+    assert 0.8 * true_s < line.saved_s < 1.3 * true_s
+
+
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_an_engine_gives_the_tokens_of_plain_steps(seed: int, is_asynchronous: bool) -> None:

@@ -5,9 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.output.parts import PartStore
+from pipeline.data.output.compact import compact
+from pipeline.data.output.parts import LOADER, PartStore
 from pipeline.errors import OutputError
 from pipeline.job.output.following import Following
+from pipeline.job.output.read_output import report_of
+from pipeline.job.planning.fingerprint import JOB, undated_digest
+from pipeline.job.telemetry.run_log import PLAN
+from pipeline.report.estimate import Estimate, Interval
 from tests.job.conftest import TEXTS, Started, run, runs, success
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -32,6 +37,43 @@ def without_sizes(job) -> None:
     """`_SUCCESS` as versions before wrote it."""
     counts = {key: value for key, value in success(job).items() if key not in ("parts_bytes", "parts_digest")}
     (job.output / "_SUCCESS").write_text(json.dumps(counts))
+
+
+def test_loaders_of_folders_find_the_rows_alone(finished, tmp_path, monkeypatch):
+    """`_pipeline/` holds more JSON, and of samples more Parquet, than there are parts."""
+    import datasets
+    import pandas
+    import pyarrow.dataset
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    compacted = PartStore(str(tmp_path / "compacted"))
+    compact(PartStore(str(finished.output)), compacted, "parts", 10**9, str)
+    for file in range(5):
+        (finished.output / f"_pipeline/{file}.json").write_text("{}")
+        (finished.output / f"_pipeline/samples/{file}.parquet").parent.mkdir(exist_ok=True)
+        (finished.output / f"_pipeline/samples/{file}.parquet").write_bytes(finished.parts()[0].read_bytes())
+    for folder in (str(finished.output), compacted.path):
+        loaded = datasets.load_dataset(folder, cache_dir=str(tmp_path / "cache"), split="train")
+        assert sorted(loaded["source_row"]) == sorted(finished.table()["source_row"].to_pylist())
+        assert pyarrow.dataset.dataset(folder).count_rows() == len(pandas.read_parquet(folder)) == len(loaded)
+    (finished.output / LOADER).write_text("configs: mine")
+    run(finished)
+    assert (finished.output / LOADER).read_text() == "configs: mine"
+
+
+def test_an_estimate_is_compared_with_runs_of_its_own_job_alone(finished):
+    """`pipeline plan` with another prompt, limit or overlay leaves its estimate in the same output."""
+    each, store = Interval(1, 2, 3), PartStore(str(finished.output))
+    job = undated_digest(json.loads((finished.output / JOB).read_text())["identity"])
+    for number, (planned, compared) in enumerate({job: True, "another job's": False, "": False}.items(), 1):
+        made = Estimate("", 0, 3, each, 0.0, each, each, each, job=planned)
+        (finished.output / PLAN).write_text(json.dumps(made.to_json()))
+        finished.parts()[0].unlink()
+        report, _ = run(finished)
+        (finished.output / "_pipeline/report.json").unlink()
+        assert [each.estimate is not None for each in (report, report_of(store))] == [compared] * 2
+        logs = [path.read_text() for path in (finished.output / "_pipeline/logs").glob("*/driver.log")]
+        assert sum("plan.json estimates another job" in log for log in logs) == number - 1
 
 
 def test_success_counts_the_bytes_of_the_parts(finished):

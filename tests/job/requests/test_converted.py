@@ -17,6 +17,7 @@ from pipeline.job.output.convert import convert, errors_beside
 from tests.job.conftest import run
 from tests.job.fake_engine import answer, result_of, text_of
 from tests.job.requests.lines import CHAT, TEXT, converted, put, request, tokens_of
+from tests.stores.boxes import box_url
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -314,11 +315,11 @@ def test_files_in_a_store_are_created_and_never_replaced(batch):
     import fsspec
 
     run(batch)
-    store, place = PartStore(str(batch.output)), "memory://converted/deep/answers.jsonl"
+    store, place = PartStore(str(batch.output)), box_url("converted/deep/answers.jsonl")
     for _ in range(2):
         done = convert(store, place, errors_beside(place), {})
         assert (done.completed_rows, done.error_rows) == (37, 3)
-    fs = fsspec.filesystem("memory")
+    fs = fsspec.filesystem("box")
     assert fs.cat_file("/converted/deep/answers.jsonl").count(b"\n") == 37
     assert fs.cat_file("/converted/deep/answers.errors.jsonl").count(b"\n") == 3
     fs.pipe_file("/converted/deep/answers.jsonl", b"mine")
