@@ -145,7 +145,7 @@ def _text_rows(table: pa.RecordBatch, spec: PromptSpec) -> Iterator[Any]:
         columns.append((field, values if default is None else [default.encode() if v is None else v for v in values]))
     for i in range(table.num_rows):
         values = {field: column[i] for field, column in columns}
-        yield lambda values=values: _fill(literals, fields, values, literal_bytes, spec.max_bytes)
+        yield lambda values=values: _fill(literals, fields, values, literal_bytes, spec)
 
 
 def _fill(
@@ -153,7 +153,7 @@ def _fill(
     fields: tuple[Field, ...],
     values: dict[Field, "bytes | TooLarge | NoText | None"],
     literal_bytes: int,
-    max_bytes: int,
+    spec: PromptSpec,
 ) -> str:
     decoded: dict[Field, str] = {}
     size = literal_bytes
@@ -164,17 +164,23 @@ def _fill(
         if isinstance(value, NoText):
             raise _Refused(RowError.INVALID_VALUE, f"column {field.name!r}: {value.why}")
         size += len(value)
-    _check_size(size, max_bytes)
+    _check_size(size, spec.max_bytes)
     for field, value in values.items():
         assert isinstance(value, bytes)  # else the size was too large
         decoded[field] = _decode(value, field.name)
-    if not any(text.strip() for text in decoded.values()):
+    if not any(text.strip() for text in decoded.values()) and not _stands_alone(literals, fields, spec):
         named = ", ".join(repr(field.name) for field in decoded)
         raise _Refused(RowError.EMPTY_PROMPT, f"nothing but whitespace in {named}")
     out = [literals[0]]
     for field, literal in zip(fields, literals[1:], strict=True):
         out += (decoded[field], literal)
     return "".join(out)
+
+
+def _stands_alone(literals: tuple[str, ...], fields: tuple[Field, ...], spec: PromptSpec) -> bool:
+    """Return whether the template is a prompt without any value: it has text, and a default says of each column that
+    the prompt can do without it. The model would make up the data of any other row that has none."""
+    return all(field.name in spec.defaults for field in fields) and any(text.strip() for text in literals)
 
 
 def _check_size(size: int, max_bytes: int) -> None:

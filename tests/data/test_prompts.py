@@ -333,6 +333,43 @@ def test_texts_stand_for_nulls_where_asked():
         PromptSpec(messages="m", defaults={"m": ""})
 
 
+@pytest.mark.parametrize(
+    ("template", "defaults", "expected"),
+    [
+        # rows: text, null, empty, whitespace
+        ("Write a poem. {hint}", {}, ["Write a poem. x", "null_prompt", "empty_prompt", "empty_prompt"]),
+        ("Write a poem. {hint}", {"hint": ""},
+         ["Write a poem. x", "Write a poem. ", "Write a poem. ", "Write a poem.  \t"]),
+        ("Write a poem. {hint}", {"hint": "sea"},
+         ["Write a poem. x", "Write a poem. sea", "Write a poem. ", "Write a poem.  \t"]),
+        ("{hint}", {"hint": ""}, ["x", "empty_prompt", "empty_prompt", "empty_prompt"]),
+        ("\n{hint} ", {"hint": " "}, ["\nx ", "empty_prompt", "empty_prompt", "empty_prompt"]),
+        ("{hint}", {"hint": "sea"}, ["x", "sea", "empty_prompt", "empty_prompt"]),
+        ("{{{hint}}}", {"hint": ""}, ["{x}", "{}", "{}", "{ \t}"]),
+        ("{doc}/{hint}", {"hint": ""}, ["d/x", "d/", "d/", "d/ \t"]),
+        ("{blank}/{hint}", {"hint": ""}, ["/x", "empty_prompt", "empty_prompt", "empty_prompt"]),
+        ("{blank}/{hint}", {"hint": "", "blank": ""}, ["/x", "/", "/", "/ \t"]),
+        ("{s.f}/{hint:>2}", {"hint": "", "s.f": "-"}, ["/ x", "-/", "/  ", "-/ \t"]),
+        ("{all_null}!", {"all_null": ""}, ["!"] * 4),
+        ("{all_null}!", {}, ["null_prompt"] * 4),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_empty_where_no_value_that_it_needs_has_text(template, defaults, expected):
+    columns = {
+        "hint": ["x", None, "", " \t"],
+        "doc": ["d"] * 4,
+        "blank": [""] * 4,
+        "s": [{"f": ""}, None, {"f": ""}, {"f": None}],
+        "all_null": pa.nulls(4, pa.string()),
+    }
+    assert prompts(columns, template=template, defaults=defaults) == expected
+    if template == "{hint}":
+        assert prompts(columns, column="hint", defaults=defaults) == expected
+        as_code = [None, "null_prompt", "empty_prompt", "empty_prompt"]
+        chats = [h if h is None else [{"role": "user", "content": h}] for h in columns["hint"]]
+        assert [p if p in as_code else None for p in prompts({"c": chats}, messages="c")] == as_code
+
+
 def test_bytes_that_are_no_text_are_an_error_in_a_form_too():
     column = pa.array([b"\xff", b"ok"], pa.binary())
     out = render(pa.table({"b": column}), PromptSpec(template="{b:>4}"))
