@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from pipeline.data.columns import did_you_mean, is_text
 from pipeline.data.messages import MessageRefused, plain_message, refusal_of_type
-from pipeline.data.prompt_template import Field, NoText, parse
+from pipeline.data.prompt_template import Field, NoText, in_template, parse
 from pipeline.errors import ConfigError, RowError
 
 MAX_BYTES = 8 * 1024 * 1024
@@ -52,8 +52,18 @@ class PromptSpec:
                 raise ConfigError(f"prompt.defaults: {name!r} is not in the prompt{did_you_mean(name, names)}")
 
     def of_input(self, columns: Iterable[str]) -> "PromptSpec":
-        """The same of an input with these columns."""
-        return replace(self, dotted=tuple(name for name in columns if "." in name))
+        """The same of an input with these columns. Raises ConfigError where the template names one of them in a form
+        that its name cannot have."""
+        names = tuple(columns)
+        spec = replace(self, dotted=tuple(name for name in names if "." in name))
+        for field in () if self.template is None else spec.parts[1]:
+            meant = next((n for n in names if n.startswith(field.column) and in_template(n) != n), None)
+            if field.column not in names and meant is not None:
+                raise ConfigError(
+                    f"prompt.template: the input has no column {field.column!r}; the column {meant!r} is written "
+                    f"{{{in_template(meant)}}}"
+                )
+        return spec
 
     @property
     def parts(self) -> tuple[tuple[str, ...], tuple[Field, ...]]:

@@ -102,6 +102,25 @@ def test_validate_looks_at_data_model_and_output(work, pipe, setting: str, expec
         assert expected in err
 
 
+@pytest.mark.parametrize("name", ["w:th", "x!y", "l[0]", "b{r}", "0", "`a`", "a.b:c", "größe 数"])
+def test_a_column_of_any_name_is_kept_and_rendered_and_the_message_says_how(work, pipe, name):
+    pq.write_table(pa.table({name: ["v"], "text": ["t"]}), work / "data" / "a.parquet")
+    written = "`" + name.replace("`", "``") + "`"
+    job = JOB.replace("columns: [id]", f"columns: ['{name}']")
+    (work / "job.yaml").write_text(job.replace('{text}', f"{{{written}}}"))
+    code, out, err = pipe("validate", "job.yaml", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["first_prompt"]["text"] == "Sum up:\nv\n"
+    assert found["columns"]["kept"] == [name]
+    if name not in ("`a`", "größe 数"):
+        (work / "job.yaml").write_text(job.replace("{text}", f"{{{name}}}"))
+        code, _, err = pipe("validate", "job.yaml")
+        assert code == 2
+        assert f"{{{written}}}" in err
+        assert "1 mistake" in err or "mistakes" not in err
+
+
 def test_validate_lists_the_files_that_a_job_skips(work, pipe):
     (work / "data" / "b.parquet").write_bytes(b"")
     code, _, err = pipe("validate", "job.yaml")

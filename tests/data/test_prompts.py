@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.data.prompt_template import in_template
 from pipeline.data.prompts import PromptSpec, render, template_columns
 from pipeline.errors import ConfigError
 
@@ -49,12 +50,44 @@ def test_fault_45_values_are_never_rendered_again(text, hostile):
     "template",
     [
         *("{report.}", "{.report}", "{report[0]}", "{report!r}", "{report:>99999}", "{report:{n}}", "{}", "{0}"),
+        *("{`report}", "{`re`port`}", "{report.`x}", "{`a`!r}", "{`a`:{b}}", "{`a`b}", "{`a`.}"),
         *("{report", "}", "no column", "", '{"a": 1} {report}', "\ud800{report}"),
     ],
 )
 def test_templates_are_refused(template):
     with pytest.raises(ConfigError, match=r"prompt\.template"):
         PromptSpec(template=template)
+
+
+ODD_NAMES = ["w:th", "x!y", "l[0]", "b{r}", "0", "two words", "a.b", "a..b", ".", "", "it's", 'q"q', "größe 数", "t`k", "`q`",
+             "``", "line\nend", "{", "}", "]", "a]:b", "a!r", "{a}", "{{a}}", "x:>5", " ", "`", "__class__"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_any_column_can_stand_in_a_template(name):
+    table = pa.table({name: ["v`{x}`"], "plain": ["p"], "s": [{name: "in"}]})
+    for written in {in_template(name), "`" + name.replace("`", "``") + "`"}:
+        template = f"{{{{{{{written}}}}}}}|{{plain}}|{{{written}:>8}}|{{s.`{name.replace('`', '``')}`}}"
+        spec = PromptSpec(template=template, defaults={name: ""}).of_input(table.schema.names)
+        spec.check(table.schema)
+        assert spec.columns == (name, "plain", "s")
+        assert render(table, spec).prompts == ["{v`{x}`}|p|  v`{x}`|in"]
+
+
+@pytest.mark.parametrize("name", ["w:th", "x!y", "l[0]", "b{r}", "0", "a!r", "x:>5"])
+def test_a_column_that_a_template_cannot_name_so_is_shown_in_backticks(name):
+    """When the template is read or, where the form is one that means something else, when the columns are known."""
+    with pytest.raises(ConfigError, match=r"prompt\.template: ") as refused:
+        PromptSpec(template=f"Rate: {{{name}}}").of_input(["plain", name])
+    assert f"{{`{name}`}}" in str(refused.value)
+
+
+def test_a_name_in_backticks_is_one_column_whatever_dots_it_holds():
+    columns = {"a.b": ["dotted"], "a": [{"b": "field", "b.c": "deep"}], "a.b.c": ["whole"]}
+    template = "{a.b} {`a.b`} {`a`.b} {a.`b.c`} {`a.b.c`} {a.b.c}"
+    assert render(pa.table(columns), PromptSpec(template=template).of_input(columns)).prompts == [
+        "dotted dotted field deep whole whole"
+    ]
 
 
 @pytest.mark.parametrize("spec", [{}, {"column": "a", "template": "{a}"}, {"column": "a", "messages": "a"}])

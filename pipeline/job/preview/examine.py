@@ -19,6 +19,7 @@ from pipeline.data.columns import is_list, is_text
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import output_schema
 from pipeline.data.requests.input_checks import Requests
+from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import Source, cut_windows, open_source
 from pipeline.errors import ConfigError, EnvironmentFailed, ModelError, PipelineError, RowError
 from pipeline.job.actor.tasks.job_task import JobTask
@@ -237,14 +238,17 @@ class _Examination:
     def _columns(self, source: Source) -> list[str]:
         """Every column that the job names is there, in each file, and of a kind that fits."""
         config, prompt = self.config, self.config.prompt
-        self.spec = self.spec.of_input(source.every_column)
         given = config.input.columns
         kept = list(source.every_column if given is None else given)
         prompt_key = next(f"prompt.{k}" for k in ("template", "column", "messages") if getattr(prompt, k) is not None)
         wanted = [("input.columns", name) for name in given or ()]
-        wanted += [(prompt_key, name) for name in self.spec.columns]
+        of_prompt: tuple[str, ...] = ()
+        with self._noting(prompt_key):
+            self.spec = self.spec.of_input(source.every_column)
+            of_prompt = self.spec.columns
+        wanted += [(prompt_key, name) for name in of_prompt]
         wanted += [(f"sampling.{option}", name) for option, name in config.sampling_columns().items()]
-        texts = config.unit_spec().of_input(source.every_column).texts
+        texts = self._texts(source)
         wanted += [] if texts is None else [(texts.key, name) for name in texts.columns]
         if config.run.quality_sample > 0 and config.quality.column is not None:
             wanted.append(("quality.column", config.quality.column))
@@ -256,7 +260,7 @@ class _Examination:
             with self._noting(key):
                 source.check_columns([name])
                 absent.remove(name)
-        if not absent & set(self.spec.columns):
+        if of_prompt and not absent & set(of_prompt):
             with self._noting(prompt_key):
                 self.spec.check(source.schema)
         if texts is not None and not absent & set(texts.columns):
@@ -267,9 +271,17 @@ class _Examination:
                 self._mistake(f"sampling.{option}", f"column {name!r} is text, expected numbers")
             if option.startswith("structured_outputs.") and name not in absent:
                 self._structured_column(f"sampling.{option}", name, source.schema.field(name).type)
-        asked = [name for name in self.spec.columns if name != self.spec.refused]
+        asked = [name for name in of_prompt if name != self.spec.refused]
         self.facts["columns"] = {"kept": kept, "prompt": asked, "sampling": config.sampling_columns()}
         return kept
+
+    def _texts(self, source: Source) -> RowTexts | None:
+        """The texts of the rows beside their prompts; None where there are none, or they name a column wrongly."""
+        texts = self.config.unit_spec().texts
+        if texts is not None:
+            with self._noting(texts.key):
+                return texts.of_input(source.every_column)
+        return None
 
     def _structured_column(self, key: str, name: str, kind: Any) -> None:
         if key.endswith(".choice"):

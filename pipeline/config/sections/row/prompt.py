@@ -64,8 +64,8 @@ class PromptSection(Section):
         default=None,
         min_length=1,
         description="Text with {column} for the columns of each row, {column.field} for a field of a struct or of JSON "
-        "text, {column:.2f} for a number or date in a form; {{ and }} stand for braces. Or give `column`, or "
-        "`messages`.",
+        "text, {column:.2f} for a number or date in a form, {`column`} for a name with other characters; {{ and }} stand "
+        "for braces. Or give `column`, or `messages`.",
         examples=["Summarize: {text}", "{author.name} ({score:.1f}): {text}"],
     )
     column: Column | None = Field(
