@@ -47,7 +47,9 @@ class RowTexts:
                 raise ConfigError(f"{self.key}: column {self.labels!r} is {kind}, expected lists of texts")
         elif self.completion.column is not None and not is_text(kind := schema.field(self.completion.column).type):
             name = self.completion.column
-            raise ConfigError(f'{self.key}: column {name!r} is {kind}, expected text; as text: "{{{in_template(name)}}}"')
+            raise ConfigError(
+                f'{self.key}: column {name!r} is {kind}, expected text; as text: "{{{in_template(name)}}}"'
+            )
         else:
             try:
                 self.completion.check(schema)

@@ -107,7 +107,7 @@ def test_a_column_of_any_name_is_kept_and_rendered_and_the_message_says_how(work
     pq.write_table(pa.table({name: ["v"], "text": ["t"]}), work / "data" / "a.parquet")
     written = "`" + name.replace("`", "``") + "`"
     job = JOB.replace("columns: [id]", f"columns: ['{name}']")
-    (work / "job.yaml").write_text(job.replace('{text}', f"{{{written}}}"))
+    (work / "job.yaml").write_text(job.replace("{text}", f"{{{written}}}"))
     code, out, err = pipe("validate", "job.yaml", "--json")
     assert code == 0, err
     found = json.loads(out)
