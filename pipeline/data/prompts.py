@@ -39,11 +39,14 @@ class PromptSpec:
     max_bytes: int = MAX_BYTES  # of the rendered prompt, in UTF-8
     defaults: Mapping[str, str] = of_dataclass(default_factory=dict)  # texts for nulls, by what the template names
     refused: str | None = None  # a column of text that says why a row is not asked; null where it is
+    in_pieces: bool = False  # a template is rendered as a JSON list of its literals and, between them, the values
     dotted: tuple[str, ...] = ()  # columns of the input whose names hold dots: {a.b} may be one, or a field of {a}
 
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.column, self.template, self.messages)) != 1:
             raise ConfigError("prompt: give exactly one of template, column, messages")
+        if self.in_pieces and self.template is None:
+            raise ConfigError("prompt.special_tokens: template is of prompt.template alone")
         if self.messages is not None and self.defaults:
             raise ConfigError("prompt.defaults: only template and column take texts for nulls, messages does not")
         names = [] if self.messages is not None else [field.name for field in self.parts[1]]
@@ -71,6 +74,10 @@ class PromptSpec:
         if self.template is not None:
             return parse(self.template, self.dotted)
         return ("", ""), (Field(self.column or ""),)
+
+    def text_of(self, prompt: str) -> str:
+        """Return a rendered prompt as one text, or messages as their JSON."""
+        return "".join(json.loads(prompt)) if self.in_pieces else prompt
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -184,7 +191,7 @@ def _fill(
     out = [literals[0]]
     for field, literal in zip(fields, literals[1:], strict=True):
         out += (decoded[field], literal)
-    return "".join(out)
+    return json.dumps(out, ensure_ascii=False) if spec.in_pieces else "".join(out)
 
 
 def _stands_alone(literals: tuple[str, ...], fields: tuple[Field, ...], spec: PromptSpec) -> bool:

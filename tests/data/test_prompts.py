@@ -59,8 +59,10 @@ def test_templates_are_refused(template):
         PromptSpec(template=template)
 
 
-ODD_NAMES = ["w:th", "x!y", "l[0]", "b{r}", "0", "two words", "a.b", "a..b", ".", "", "it's", 'q"q', "größe 数", "t`k", "`q`",
-             "``", "line\nend", "{", "}", "]", "a]:b", "a!r", "{a}", "{{a}}", "x:>5", " ", "`", "__class__"]  # fmt: skip
+ODD_NAMES = [
+    *("w:th", "x!y", "l[0]", "b{r}", "0", "two words", "a.b", "a..b", ".", "", "it's", 'q"q', "größe 数", "t`k", "`q`"),
+    *("``", "line\nend", "{", "}", "]", "a]:b", "a!r", "{a}", "{{a}}", "x:>5", " ", "`", "__class__"),
+]
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)

@@ -19,6 +19,7 @@ from pipeline.data.source import read_window
 from pipeline.data.units import make_units
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request
+from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tokenize import Tokenize, chat_of
 from pipeline.job.planning.actor_specs import resolve_device
 from pipeline.job.planning.plan import JobPlan, make_plan
@@ -46,7 +47,8 @@ def main(job: str) -> None:
     engine = Engine(config.engine_config(str(plan.model), plan.draft and str(plan.draft), available_cores()))
     engine.warm_up()
     marks.append(time.perf_counter())
-    tokenize = Tokenize(engine.tokenizer, config.sampling_params(), config.seed, chat_of(config, wall_time()))
+    chat, author = chat_of(config, wall_time()), author_texts(config)
+    tokenize = Tokenize(engine.tokenizer, config.sampling_params(), config.seed, chat, author=author)
     requests = list(_requests(plan, tokenize))
     marks.append(time.perf_counter())
     for request in requests:

@@ -22,6 +22,7 @@ from pipeline.data.requests.input_checks import Requests
 from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import Source, cut_windows, open_source
 from pipeline.errors import ConfigError, EnvironmentFailed, ModelError, PipelineError, RowError
+from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tasks.job_task import JobTask
 from pipeline.job.actor.tasks.of_job import OF_CHECKPOINT, task_of, with_stored_pooling
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
@@ -33,6 +34,7 @@ from pipeline.job.planning.reference_model import check_own, check_same_tokens
 from pipeline.job.planning.sampling_defaults import taken, values_of, with_model_defaults
 from pipeline.job.preview.prompt_preview import first_prompt, prompt_tokens
 from pipeline.machine.host import wall_time
+from pipeline.report.record.data_warnings import of_files
 from pipeline.stores.filesystem import filesystem, is_url
 from pipeline.stores.redaction import shown_url
 
@@ -214,6 +216,7 @@ class _Examination:
             "skipped_files": [{"file": f.relative, "bytes": f.size, "reason": f.reason} for f in source.skipped],
             "columns": {f.name: str(f.type) for f in source.schema},
         }
+        self.facts["warnings"] = [vars(warning) for warning in of_files(source.passed_over)]
 
     def _requests(self, source: Source) -> bool:
         """Of lines that are requests: for which endpoint they are, and so what the prompt and the defaults are. Whether
@@ -312,7 +315,8 @@ class _Examination:
 
                 tokenizer = Tokenizer.from_folder(str(folder), template)
                 params, now = config.sampling_params(), wall_time()
-                tokenize = Tokenize(tokenizer, params, config.seed, chat_of(config, now), task=task)
+                author = author_texts(config)
+                tokenize = Tokenize(tokenizer, params, config.seed, chat_of(config, now), task=task, author=author)
             else:
                 config.chat_template()
             self.facts["first_prompt"] = first_prompt(config, source, tokenize)
@@ -321,7 +325,8 @@ class _Examination:
             else:
                 told = read_json(folder / "config.json").get("max_position_embeddings")
                 context = told if isinstance(told, int) else None  # what is wrong with it the engine says
-                self.facts["prompt_tokens"] = prompt_tokens(config, source, tokenize, context)
+                self.facts["prompt_tokens"], found = prompt_tokens(config, source, tokenize, context)
+                self.facts["warnings"] += map(vars, found.warnings())
             first = self.facts["first_prompt"]
             if first and first["error"] == RowError.INVALID_LABELS and not isinstance(config.choice.labels, FromColumn):
                 self._mistake("choice.labels", first["error_message"].removeprefix("choice.labels: "))
