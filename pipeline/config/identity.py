@@ -53,6 +53,8 @@ def _prompt_identity(job: JobKeys) -> dict[str, Any]:
     prompt = job.prompt.model_dump(mode="json", exclude={"chat": {"date", "template"}})
     if prompt["chat"] is not None and prompt["chat"]["continue_final_message"]:
         del prompt["chat"]["continue_final_message"]
+    if prompt["special_tokens"] == "text":
+        del prompt["special_tokens"]
     return prompt if prompt["defaults"] else {k: v for k, v in prompt.items() if k != "defaults"}
 
 

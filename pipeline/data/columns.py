@@ -148,6 +148,10 @@ class UnifiedColumn:
     type: pa.DataType
     stored: Mapping[str, str]
 
+    def to_text(self, name: str) -> str:
+        stored = ", ".join(f"{kind} in {file}" for kind, file in self.stored.items())
+        return f"{name}: {stored}, read as {self.type}"
+
 
 @dataclass(frozen=True)
 class MergedSchemas:

@@ -1,6 +1,7 @@
 """Prompt templates: text with `{column}`, `{column.field}`, `{column.key}` and `{column:.2f}`, and the values that
 fill it.
 
+A name in backticks is taken to the letter; a backtick of its own is doubled, as in Spark SQL.
 A template is split once into literal text and fields. A field's value is taken from its column as Arrow holds it and
 never looked at again; nothing of a template reaches Python's attributes or indices.
 """
@@ -12,7 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from string import Formatter
+from itertools import takewhile
 from typing import Any
 
 import pyarrow as pa
@@ -21,7 +22,17 @@ import pyarrow.compute as pc
 from pipeline.data.columns import did_you_mean, is_text
 from pipeline.errors import ConfigError
 
-_HINT = "; write {column}, {column.field} or {column:.2f}, and {{ or }} for a brace of the text"
+_HINT = (
+    "; write {column}, {column.field} or {column:.2f}, {`column`} for a name with other characters, and {{ or }} for a "
+    "brace of the text"
+)
+_MAX_HINT_CHARS = 64  # of a name that is shown in backticks
+_NAME = r"`(?:[^`]|``)*`|[^`.{}:!\[][^.{}:!\[]*"  # a column or a field, in backticks or plain
+_PLAIN_NAME = r"[^`{}:!\[\"'\n]+"  # fits every form of a field
+_PIECE = re.compile(
+    rf"(?P<text>[^{{}}]+)|(?P<brace>\{{\{{|\}}\}})|\{{(?P<name>(?:{_NAME})(?:\.(?:{_NAME}))*)(?::(?P<form>[^{{}}]*))?\}}"
+)
+_NO_FIELD = re.compile(r"\{(?P<inside>(?:[^{}]|\{[^{}]*\})*)\}")
 _MAX_WIDTH_DIGITS = 4  # of a format spec: more would make a row of gigabytes
 
 
@@ -123,34 +134,59 @@ class Field:
 def parse(template: str, dotted: tuple[str, ...] = ()) -> tuple[tuple[str, ...], tuple[Field, ...]]:
     """The literals and the fields between them. `dotted`: columns whose names hold dots; the longest of them that a
     name begins with is its column. Raises ConfigError when the template is malformed or names none."""
-    literals, fields = [""], []
     try:
-        template.encode()  # half a surrogate pair: UnicodeEncodeError, a ValueError
-        for literal, name, form, conversion in Formatter().parse(template):
-            literals[-1] += literal
-            if name is None:
-                continue
-            fields.append(_field(name, form or "", conversion, dotted))
+        template.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair
+        raise ConfigError(f"prompt.template: {error}") from error
+    literals, fields, at = [""], [], 0
+    while at < len(template):
+        piece = _PIECE.match(template, at)
+        if piece is None:
+            raise ConfigError(f"prompt.template: {_why_no_field(template[at:])}{_HINT}")
+        if piece["name"] is None:
+            literals[-1] += piece["text"] or piece["brace"][0]
+        else:
+            fields.append(_field(piece["name"], piece["form"] or "", dotted))
             literals.append("")
-    except ValueError as e:
-        raise ConfigError(f"prompt.template: {e}{_HINT}") from e
+        at = piece.end()
     if not fields:
         raise ConfigError(f"prompt.template: names no column, so every prompt would be the same{_HINT}")
     return tuple(literals), tuple(fields)
 
 
-def _field(name: str, form: str, conversion: str | None, dotted: tuple[str, ...]) -> Field:
-    column = max((c for c in dotted if f"{name}.".startswith(f"{c}.")), key=len, default=name.partition(".")[0])
-    path = name[len(column) + 1 :].split(".") if name != column else []
-    braces_of_json = form and any(c in name for c in "\"'\n")
-    if not all((column, *path)) or column.isdigit() or braces_of_json:
+def in_template(name: str) -> str:
+    """Return what stands for the column of this name between a template's braces."""
+    is_plain = re.fullmatch(_PLAIN_NAME, name) and all(name.split(".")) and not name.isdigit()
+    return name if is_plain else "`" + name.replace("`", "``") + "`"
+
+
+def _why_no_field(rest: str) -> str:
+    """Why no piece of a template begins with `rest`."""
+    if rest[0] == "}":
+        return f"a single }} before {rest[1:21]!r}"
+    found = _NO_FIELD.match(rest)
+    if found is None:
+        return f"no }} ends {rest[:20]!r}"
+    inside = found["inside"]
+    is_name = 0 < len(inside) <= _MAX_HINT_CHARS and not any(c in inside for c in "\"'\n`")  # no JSON, no code
+    if not is_name or not any(c in inside for c in "[{!"):
+        return f"{found[0][:_MAX_HINT_CHARS]} names no column"
+    meant = f"a column of this name is {{{in_template(inside)}}}"
+    return f"{found[0]}: no indices, conversions or fields in format specs are taken; {meant}"
+
+
+def _field(name: str, form: str, dotted: tuple[str, ...]) -> Field:
+    parts = re.findall(_NAME, name)
+    plain = ".".join(takewhile(lambda part: part[0] != "`", parts))
+    column = max((c for c in dotted if f"{plain}.".startswith(f"{c}.")), key=len, default=parts[0])
+    names = [column, *re.findall(_NAME, name[len(column) + 1 :])]
+    if column.isdigit():
+        raise ConfigError(f"prompt.template: {{{name}}} names no column; one of this name is {{`{column}`}}{_HINT}")
+    if form and any(c in part for part in parts if part[0] != "`" for c in "\"'\n"):  # braces of JSON
         raise ConfigError(f"prompt.template: {{{name}}} names no column{_HINT}")
-    if conversion or "[" in name or "{" in form:
-        raise ConfigError(
-            f"prompt.template: {{{name}...}}: no indices, conversions or fields in format specs are taken{_HINT}"
-        )
     if any(len(digits) > _MAX_WIDTH_DIGITS for digits in re.findall(r"\d+", form)):
         raise ConfigError(f"prompt.template: {{{name}:{form}}}: a format spec of more than {_MAX_WIDTH_DIGITS} digits")
+    column, *path = (part[1:-1].replace("``", "`") if part[0] == "`" else part for part in names)
     return Field(column, tuple(path), form)
 
 

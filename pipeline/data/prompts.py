@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from pipeline.data.columns import did_you_mean, is_text
 from pipeline.data.messages import MessageRefused, plain_message, refusal_of_type
-from pipeline.data.prompt_template import Field, NoText, parse
+from pipeline.data.prompt_template import Field, NoText, in_template, parse
 from pipeline.errors import ConfigError, RowError
 
 MAX_BYTES = 8 * 1024 * 1024
@@ -39,11 +39,14 @@ class PromptSpec:
     max_bytes: int = MAX_BYTES  # of the rendered prompt, in UTF-8
     defaults: Mapping[str, str] = of_dataclass(default_factory=dict)  # texts for nulls, by what the template names
     refused: str | None = None  # a column of text that says why a row is not asked; null where it is
+    in_pieces: bool = False  # a template is rendered as a JSON list of its literals and, between them, the values
     dotted: tuple[str, ...] = ()  # columns of the input whose names hold dots: {a.b} may be one, or a field of {a}
 
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.column, self.template, self.messages)) != 1:
             raise ConfigError("prompt: give exactly one of template, column, messages")
+        if self.in_pieces and self.template is None:
+            raise ConfigError("prompt.special_tokens: template is of prompt.template alone")
         if self.messages is not None and self.defaults:
             raise ConfigError("prompt.defaults: only template and column take texts for nulls, messages does not")
         names = [] if self.messages is not None else [field.name for field in self.parts[1]]
@@ -52,8 +55,18 @@ class PromptSpec:
                 raise ConfigError(f"prompt.defaults: {name!r} is not in the prompt{did_you_mean(name, names)}")
 
     def of_input(self, columns: Iterable[str]) -> "PromptSpec":
-        """The same of an input with these columns."""
-        return replace(self, dotted=tuple(name for name in columns if "." in name))
+        """The same of an input with these columns. Raises ConfigError where the template names one of them in a form
+        that its name cannot have."""
+        names = tuple(columns)
+        spec = replace(self, dotted=tuple(name for name in names if "." in name))
+        for field in () if self.template is None else spec.parts[1]:
+            meant = next((n for n in names if n.startswith(field.column) and in_template(n) != n), None)
+            if field.column not in names and meant is not None:
+                raise ConfigError(
+                    f"prompt.template: the input has no column {field.column!r}; the column {meant!r} is written "
+                    f"{{{in_template(meant)}}}"
+                )
+        return spec
 
     @property
     def parts(self) -> tuple[tuple[str, ...], tuple[Field, ...]]:
@@ -61,6 +74,10 @@ class PromptSpec:
         if self.template is not None:
             return parse(self.template, self.dotted)
         return ("", ""), (Field(self.column or ""),)
+
+    def text_of(self, prompt: str) -> str:
+        """Return a rendered prompt as one text, or messages as their JSON."""
+        return "".join(json.loads(prompt)) if self.in_pieces else prompt
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -150,7 +167,7 @@ def _text_rows(table: pa.RecordBatch, spec: PromptSpec) -> Iterator[Any]:
         columns.append((field, values if default is None else [default.encode() if v is None else v for v in values]))
     for i in range(table.num_rows):
         values = {field: column[i] for field, column in columns}
-        yield lambda values=values: _fill(literals, fields, values, literal_bytes, spec.max_bytes)
+        yield lambda values=values: _fill(literals, fields, values, literal_bytes, spec)
 
 
 def _fill(
@@ -158,7 +175,7 @@ def _fill(
     fields: tuple[Field, ...],
     values: dict[Field, "bytes | TooLarge | NoText | None"],
     literal_bytes: int,
-    max_bytes: int,
+    spec: PromptSpec,
 ) -> str:
     decoded: dict[Field, str] = {}
     size = literal_bytes
@@ -169,17 +186,23 @@ def _fill(
         if isinstance(value, NoText):
             raise _Refused(RowError.INVALID_VALUE, f"column {field.name!r}: {value.why}")
         size += len(value)
-    _check_size(size, max_bytes)
+    _check_size(size, spec.max_bytes)
     for field, value in values.items():
         assert isinstance(value, bytes)  # else the size was too large
         decoded[field] = _decode(value, field.name)
-    if not any(text.strip() for text in decoded.values()):
+    if not any(text.strip() for text in decoded.values()) and not _stands_alone(literals, fields, spec):
         named = ", ".join(repr(field.name) for field in decoded)
         raise _Refused(RowError.EMPTY_PROMPT, f"nothing but whitespace in {named}")
     out = [literals[0]]
     for field, literal in zip(fields, literals[1:], strict=True):
         out += (decoded[field], literal)
-    return "".join(out)
+    return json.dumps(out, ensure_ascii=False) if spec.in_pieces else "".join(out)
+
+
+def _stands_alone(literals: tuple[str, ...], fields: tuple[Field, ...], spec: PromptSpec) -> bool:
+    """Return whether the template is a prompt without any value: it has text, and a default says of each column that
+    the prompt can do without it. The model would make up the data of any other row that has none."""
+    return all(field.name in spec.defaults for field in fields) and any(text.strip() for text in literals)
 
 
 def _check_size(size: int, max_bytes: int) -> None:

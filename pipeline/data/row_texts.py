@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from pipeline.data.columns import did_you_mean, is_list, is_text
+from pipeline.data.prompt_template import in_template
 from pipeline.data.prompts import PromptSpec, render
 from pipeline.errors import ConfigError, RowError
 
@@ -29,8 +30,11 @@ class RowTexts:
         return self.completion.columns if self.completion is not None else (self.labels or "",)
 
     def of_input(self, columns: Iterable[str]) -> "RowTexts":
-        """The same of an input with these columns."""
-        return replace(self, completion=self.completion and self.completion.of_input(columns))
+        """The same of an input with these columns. Raises ConfigError as `PromptSpec.of_input`."""
+        try:
+            return replace(self, completion=self.completion and self.completion.of_input(columns))
+        except ConfigError as error:
+            raise ConfigError(f"{self.key}: {error.problem('prompt.template')}") from None
 
     def check(self, schema: pa.Schema) -> None:
         """Raise ConfigError where the columns of `schema` cannot be read so."""
@@ -43,7 +47,9 @@ class RowTexts:
                 raise ConfigError(f"{self.key}: column {self.labels!r} is {kind}, expected lists of texts")
         elif self.completion.column is not None and not is_text(kind := schema.field(self.completion.column).type):
             name = self.completion.column
-            raise ConfigError(f'{self.key}: column {name!r} is {kind}, expected text; as text: "{{{name}}}"')
+            raise ConfigError(
+                f'{self.key}: column {name!r} is {kind}, expected text; as text: "{{{in_template(name)}}}"'
+            )
         else:
             try:
                 self.completion.check(schema)

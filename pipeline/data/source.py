@@ -23,6 +23,7 @@ from pipeline.data.dataset_columns import dataset_columns
 from pipeline.data.dataset_files import SkippedFile, files_of
 from pipeline.data.files import json_lines, parquet_file
 from pipeline.data.files.footer import DamagedFile, decoding
+from pipeline.data.files.formats import of_one_format
 from pipeline.data.files.listing import find_files, is_local
 from pipeline.data.files.partitions import partition_array
 from pipeline.data.files.source_file import Slice, SourceFile
@@ -69,9 +70,15 @@ class Source:
     partitions: frozenset[str] = frozenset()  # the columns that come from folder names
     on_corrupt: OnCorrupt = "fail"
     skipped: tuple[SkippedFile, ...] = ()  # sorted by relative path
+    passed_over: tuple[str, ...] = ()  # files of other formats, sorted
     batches: tuple[int, ...] = ()  # indices of `files` at which an appended batch begins
     requests: Requests | None = None  # where the lines are requests
     unified: Mapping[str, UnifiedColumn] = field(default_factory=dict, repr=False)  # columns stored in several types
+
+    @property
+    def unified_texts(self) -> list[str]:
+        """Return a text for each column that files store in several types, such as `x: int32 in a.parquet, ...`."""
+        return [column.to_text(name) for name, column in self.unified.items()]
 
     @property
     def num_rows(self) -> int:
@@ -115,21 +122,29 @@ def open_source(
     retries: RetryCounts | None = None,
     is_later: Callable[[str], bool] | None = None,
     requests: RequestFormat | None = None,
+    was_skipped: Callable[[str], bool] | None = None,
 ) -> Source:
     """Find the files of a file, folder (read whole, recursively) or glob, local or an fsspec url: JSON Lines where
     they are called so, else Parquet. `requests`: the format of the lines, where these are requests.
 
-    In folders and globs, names that start with `_` or `.` are passed by, and folders named `column=value` below
+    In folders and globs, names that start with `_` or `.` and files of other formats (`files/formats.py`; these are
+    `Source.passed_over`) are passed by, and folders named `column=value` below
     the root (of a glob: below the part before its first pattern) are columns. Where every file holds a column of
     that name, the files' own is taken. Reads every file's footer, in parallel, and every line of JSON Lines. Raises
     InputError naming what is missing, empty, damaged or of another format; under `on_corrupt` skip such files are in
     `Source.skipped`. `retries` counts requests to a store that are tried again. `is_later` says of a file by its
-    relative path whether it was appended to an output: it must fit the columns of the others.
+    relative path whether it was appended to an output: it must fit the columns of the others. `was_skipped` says of a
+    file of another format that an output lists it as damaged, as versions before this one did; it stays that.
     """
     storage = dict(storage or {})
-    fs, root, found = find_files(path, storage, retries)
+    listed = find_files(path, storage, retries)
+    fs, root, found = listed.fs, listed.root, listed.files
     shown = shown_url(fs.unstrip_protocol(root)) if not is_local(fs) else root
     names = [posixpath.join(shown, relative) for relative, _ in found]
+    others: list[tuple[str, int]] = []
+    if not listed.is_named:
+        found, others = of_one_format(fs, root, found, f"input.path {shown_url(path)}", names)
+        names = [posixpath.join(shown, relative) for relative, _ in found]
     dataset = files_of(fs, root, names, on_corrupt == "skip", requests)
 
     def look(index: int) -> SourceFile | SkippedFile:
@@ -146,6 +161,10 @@ def open_source(
         read = list(pool.map(look, range(len(found))))
     files = tuple(f for f in read if isinstance(f, SourceFile))
     skipped = tuple(f for f in read if isinstance(f, SkippedFile))
+    if was_skipped is not None:
+        damaged = [SkippedFile(*file, "not a Parquet file") for file in others if was_skipped(file[0])]
+        skipped = tuple(sorted((*skipped, *damaged), key=lambda file: file.relative))
+        others = [file for file in others if not was_skipped(file[0])]
     if not files:
         first = skipped[0]
         raise InputError(
@@ -169,6 +188,7 @@ def open_source(
         columns.partitions,
         on_corrupt,
         skipped,
+        tuple(relative for relative, _ in others),
         requests=dataset.requests(),
         unified=columns.unified,
     )

@@ -21,6 +21,7 @@ from pipeline.estimate.measured import Speed, measured_speed
 from pipeline.estimate.pool import PoolEstimate
 from pipeline.estimate.prices import FILE, PriceList, load_prices
 from pipeline.estimate.recommend import Advice, advice_for_card, advice_for_pool
+from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tokenize import Tokenize, chat_of
 from pipeline.job.planning.actor_specs import resolve_device
 from pipeline.job.planning.fingerprint import JOB
@@ -97,7 +98,8 @@ def estimate_job(
     rows_left = plan.num_rows - _rows_done(store, plan)
     tokenizer = Tokenizer.from_folder(str(plan.model), plan.chat_template)
     params, now = plan.config.sampling_params(), wall_time()
-    tokenize = Tokenize(tokenizer, params, config.seed, chat_of(plan.config, now), task=plan.task)
+    author = author_texts(plan.config)
+    tokenize = Tokenize(tokenizer, params, config.seed, chat_of(plan.config, now), task=plan.task, author=author)
     block = BLOCK_SIZE if plan.device.startswith("cuda") else CPU_BLOCK_SIZE
     if not plan.num_rows:
         raise ConfigError(f"input.path {shown_url(config.input.path)}: has no rows, so there is nothing to plan")

@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.formatting import Remaining
 from pipeline.generate.answer import Answer, Saved
 from pipeline.generate.prompts import Prompts
+from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
 from pipeline.job.planning.reasoning_markers import with_reasoning_markers
 from pipeline.job.planning.sampling_defaults import with_model_defaults
@@ -104,13 +105,15 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
             from pipeline.tokenization.tokenizer import Tokenizer
 
             tokenizer = Tokenizer.from_folder(str(folder), template)
-        tokenize = Tokenize(tokenizer, config.sampling_params(), config.seed, chat_of(config, now))
+        author = author_texts(config)
+        tokenize = Tokenize(tokenizer, config.sampling_params(), config.seed, chat_of(config, now), author=author)
         rendered: dict[int, str | None] = {}
         requests: list[Request] = []
         done: dict[int, Completion] = {}
         for unit in units:
             lines = unit.own("source_row").to_pylist()
-            rendered |= zip(lines, unit.own("_prompt").to_pylist())
+            prompts_as_text = (p and unit_spec.prompt.text_of(p) for p in unit.own("_prompt").to_pylist())
+            rendered |= zip(lines, prompts_as_text)
             asked, failed = tokenize(unit)
             requests += [replace(r, row_id=lines[r.row_id]) for r in asked]  # type: ignore[index]
             done |= {lines[c.row_id]: c for c in failed}  # type: ignore[index]

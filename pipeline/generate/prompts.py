@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from pipeline.data.files.footer import decoding
 from pipeline.data.files.json_lines import compression_of, is_json_lines
+from pipeline.data.prompt_template import in_template
 from pipeline.data.prompts import template_columns
 from pipeline.data.source import open_source
 from pipeline.errors import ConfigError, InputError
@@ -93,10 +94,10 @@ def _names_columns(template: str) -> bool:
 def _default_key(name: str, names: list[str]) -> dict[str, tuple[str, str]]:
     found = next((key for key in _PROMPT_KEYS if key in names), None)
     if found is None:
-        there = ", ".join(names)
+        there, first = ", ".join(names), in_template(names[0]) if names else "text"
         raise ConfigError(
             f"{name}: no prompt, text or messages among its columns ({there}); say what to send: "
-            f'--prompt "Summarize: {{{names[0] if names else "text"}}}"'
+            f'--prompt "Summarize: {{{first}}}"'
         )
     return {"prompt.messages" if found == "messages" else "prompt.column": (found, name)}
 

@@ -97,6 +97,7 @@ def build_report(
             sum(run.stat("quality_us") for run in runs),
             runs[-1].config_free.get("quality", {}) if runs else {},
         ),
+        warnings=(*(runs[-1].warnings if runs else ()), *stats.control_tokens.warnings()),
     )
     limits = runs[-1].config_free.get("targets", {}) if runs else {}
     return replace(report, targets=targets_of(_actuals(report), limits)) if limits else report

@@ -36,6 +36,7 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         ("Rows", written + samples),
         ("Errors", errors),
         ("Left out", left_out if skipped else ""),
+        *(("Warning", warning.to_text()) for warning in report.warnings),
         ("Looped", _looped(report)),
         ("Reasoning", _reasoning(report)),
         ("Tokens", counts),

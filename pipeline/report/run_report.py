@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.report.account import Cost, Tokens
 from pipeline.report.estimate import EstimateAndActual
 from pipeline.report.record.computed import Computed
+from pipeline.report.record.data_warnings import DataWarning
 from pipeline.report.record.json_record import SCHEMA_VERSION, JsonRecord
 from pipeline.report.record.row_stats import ErrorExample, Histogram, LengthBucket
 from pipeline.report.record.run_record import RunRecord, per_second
@@ -155,6 +156,7 @@ class RunReport(JsonRecord):
     loops: LoopCost | None = None
     reasoning: ReasoningCost | None = None
     quality: QualityReport | None = None
+    warnings: tuple[DataWarning, ...] = ()  # what was odd about the data
     schema_version: int = SCHEMA_VERSION
 
     @property

@@ -118,6 +118,11 @@ class Tokenizer:
         return ids[0] if len(ids) == 1 else None
 
     @property
+    def control_texts(self) -> Sequence[str]:
+        """The text of each control token."""
+        return tuple(self._control)
+
+    @property
     def literal_json(self) -> str:
         """The tokenizer as tokenizer.json has it, with every control token special: none of them is text."""
         return self._literal_json
@@ -144,6 +149,18 @@ class Tokenizer:
                     torn = self._aliased.torn(text, self._leaks_re)
                     encoded[row] = self._aliased.encode(torn, add_special_tokens=True)
         return encoded
+
+    def encode_template(self, pieces: Sequence[str]) -> list[int]:
+        """Token ids of a template's literals and, between them, values: control tokens are parsed in a literal alone,
+        every character of a value is text, also where it joins a literal. BOS and EOS where the tokenizer adds them;
+        no second BOS where the text begins with it."""
+        plain = list(pieces)
+        if self._control_re is not None:
+            plain[::2] = [self._aliased.aliased(literal, self._control_re) for literal in pieces[::2]]
+        ids = self._aliased.encode(self._aliased.torn("".join(plain), self._leaks_re), add_special_tokens=True)
+        is_twice = len(ids) > 1 and ids[0] == ids[1] and ids[0] in self._control_ids
+        added = self._literal.encode("", add_special_tokens=True).ids
+        return ids[1:] if is_twice and added[:1] == ids[:1] else ids
 
     def continuation(self, ids: Sequence[int], text: str) -> list[int]:
         """Token ids of `text` as it follows the prompt `ids`, every character of it text; those of the prompt stay.

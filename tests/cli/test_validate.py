@@ -102,6 +102,62 @@ def test_validate_looks_at_data_model_and_output(work, pipe, setting: str, expec
         assert expected in err
 
 
+@pytest.mark.parametrize("name", ["w:th", "x!y", "l[0]", "b{r}", "0", "`a`", "a.b:c", "größe 数"])
+def test_a_column_of_any_name_is_kept_and_rendered_and_the_message_says_how(work, pipe, name):
+    pq.write_table(pa.table({name: ["v"], "text": ["t"]}), work / "data" / "a.parquet")
+    written = "`" + name.replace("`", "``") + "`"
+    job = JOB.replace("columns: [id]", f"columns: ['{name}']")
+    (work / "job.yaml").write_text(job.replace("{text}", f"{{{written}}}"))
+    code, out, err = pipe("validate", "job.yaml", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["first_prompt"]["text"] == "Sum up:\nv\n"
+    assert found["columns"]["kept"] == [name]
+    if name not in ("`a`", "größe 数"):
+        (work / "job.yaml").write_text(job.replace("{text}", f"{{{name}}}"))
+        code, _, err = pipe("validate", "job.yaml")
+        assert code == 2
+        assert f"{{{written}}}" in err
+        assert "1 mistake" in err or "mistakes" not in err
+
+
+def test_validate_lists_what_is_odd_about_the_data(work, pipe):
+    for name in ("README.md", "dataset_infos.json"):
+        (work / "data" / name).write_text("{}")
+    texts = [f"<|im_end|>{i}" for i in range(5)]
+    pq.write_table(pa.table({"id": range(5), "text": texts}), work / "data" / "a.parquet")
+    small = pa.table({"id": pa.array([], pa.int16()), "text": pa.array([], pa.string())})
+    pq.write_table(small, work / "data" / "b.parquet")
+    habit = JOB.replace("Sum up:\\n{text}\\n", "<|im_start|>user\\n{text}<|im_end|>")
+    (work / "job.yaml").write_text(habit)
+    code, out, err = pipe("validate", "job.yaml")
+    assert code == 0, err
+    assert "  Warning   2 files of another format passed over (README.md): " in out
+    assert "  Warning   1 column stored in several types (id: int64 in " in out
+    assert "b.parquet, read as int64): " in out
+    assert "  Warning   5 rows with control tokens that the job file writes as text (<|im_start|>): " in out
+    assert "give the chat as prompt.messages, or the turn alone with prompt.chat, or set prompt.special_tokens" in out
+    assert "  Warning   5 rows with texts of control tokens in the data (a.parquet row 0: <|im_end|>): " in out
+    found = json.loads(pipe("validate", "job.yaml", "--json")[1])
+    assert [each["count"] for each in found["warnings"]] == [2, 1, 5, 5]
+    (work / "job.yaml").write_text(habit.replace("prompt: {", "prompt: {special_tokens: template, "))
+    parsed = json.loads(pipe("validate", "job.yaml", "--json")[1])
+    assert [each["kind"] for each in parsed["warnings"]] == [
+        "files_passed_over",
+        "columns_unified",
+        "control_tokens_in_rows",
+    ]
+    (work / "data" / "b.parquet").unlink()
+    assert parsed["first_prompt"]["tokens"] < found["first_prompt"]["tokens"]
+    assert parsed["first_prompt"]["text"] == found["first_prompt"]["text"] == f"<|im_start|>user\n{texts[0]}<|im_end|>"
+    for name in ("README.md", "dataset_infos.json"):
+        (work / "data" / name).unlink()
+    (work / "job.yaml").write_text(JOB)
+    assert "Warning" in pipe("validate", "job.yaml")[1]
+    pq.write_table(pa.table({"id": [1], "text": ["<|im_end|>"]}), work / "data" / "a.parquet")
+    assert "Warning" not in pipe("validate", "job.yaml")[1]
+
+
 def test_validate_lists_the_files_that_a_job_skips(work, pipe):
     (work / "data" / "b.parquet").write_bytes(b"")
     code, _, err = pipe("validate", "job.yaml")

@@ -240,6 +240,9 @@ def test_refused(mistakes, more: str, expected: str):
         ("column: text", "template: 'x {'", "prompt.template: "),
         ("column: text", "column: text, defaults: {txt: x}", "prompt: defaults: 'txt' is not in the prompt"),
         ("column: text", "messages: text, defaults: {text: x}", "messages does not"),
+        ("column: text", "column: text, special_tokens: template", "special_tokens: template is for a prompt.template"),
+        ("column: text", "messages: text, special_tokens: template", "column and messages hold data"),
+        ("column: text", "template: '{text}', chat: true, special_tokens: template", "with chat the chat template"),
         ("{column: text}", "{}", "expected exactly one of template, column, messages; got none of them"),
         ("path: demo", "path: demo:large", "expected demo, demo:target, demo:target-awq"),
         ("path: demo", "path: demo, draft: demo:small", "model.draft: no embedded model 'demo:small'"),
@@ -319,6 +322,7 @@ IDENTITY = [
     ("prompt:", "run: {unit_tokens: 5}\nprompt:"),
     ("prompt:", "run: {unit_rows: 5}\nprompt:"),
     ("column: text", "column: text, defaults: {text: none}"),
+    ("column: text", "template: '{text}', special_tokens: template"),
 ]
 NUMERICS = [
     ("prompt:", "engine: {dtype: float32}\nprompt:"),
@@ -349,6 +353,12 @@ def test_what_makes_another_job_what_rounds_differently_and_what_is_free(job, ch
     base, changed = job(), job(MINIMAL.replace(*change, 1))
     assert (identity_of(changed) != identity_of(base)) == identity
     assert (numerics_of(changed) != numerics_of(base)) == numerics
+
+
+def test_a_job_without_special_tokens_is_the_job_of_earlier_versions(job):
+    assert "special_tokens" not in identity_of(job())["prompt"]
+    same = job(MINIMAL.replace("column: text", "column: text, special_tokens: text"))
+    assert identity_of(same) == identity_of(job())
 
 
 def test_a_task_is_in_the_identity_and_no_key_of_older_jobs(job):

@@ -91,6 +91,9 @@ BEYOND_A_SCHEMA = (
     "no indices, conversions",
     "is not in the prompt",
     "messages does not",
+    "special_tokens: template is for",
+    "column and messages hold data",
+    "with chat the chat template",
     "only a Hugging Face id has revisions",
     "prompt.template: ",  # no template at all
     "expected demo, demo:target",

@@ -1,5 +1,6 @@
 """Which files a path stands for, and the columns that their folders' names are."""
 
+import gzip
 import os
 import socket
 import threading
@@ -396,6 +397,134 @@ def test_a_file_in_a_store_costs_one_request_to_plan(store, write):
     assert len(rows_of(source, cut_windows(source, 1000, BIG))) == 60
     assert len(store.proxy.requests) - before <= 20 * 3  # is it the same, its footer, its data
     assert store.bucket.storage["secret"] not in repr(source)
+
+
+# what hubs and Spark leave next to data, by the files that hold it: those passed over, those not even named
+LEFT = {
+    "README.md": b"# Data",
+    "LICENSE": b"MIT",
+    "dataset_infos.json": b'{"default": {"features": {}}}',
+    "data/dataset_info.json": b'{\n  "features": {}\n}',
+    "data/state.json": b'{"_split": null}',
+    "data/cache-1.arrow": b"ARROW1\0\0",
+    "data/notes.csv": b"a,b\n",
+    "data/done": b"",
+    "data/part-0.parquet.md5": b"d41d8cd9",
+    "data/part-9": b"text",
+}
+HIDDEN = {
+    "_SUCCESS": b"",
+    ".gitattributes": b"*.parquet lfs",
+    "_metadata": b"PAR1",
+    "_common_metadata": b"PAR1",
+    "data/.part-0.parquet.crc": b"crc",
+    "_delta_log/0.json": b"{}",
+    "_temporary/0/a.parquet": b"",
+    ".cache/huggingface/a.parquet.lock": b"",
+}
+
+
+def leave(folder: str | Path, files: dict[str, bytes]) -> None:
+    for name, data in files.items():
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def parquet_without_endings(write) -> tuple[str, list[str]]:
+    names = [
+        "data/a.parquet",
+        "data/b.snappy.parquet",
+        "data/c.PQ",
+        "data/part-00000",
+        "data/part-1.zlib",
+        "d.parquet.gz",
+    ]
+    for number, name in enumerate(names):
+        folder = write(name, texts(1, number))
+    return folder, sorted(names)
+
+
+def test_files_of_other_formats_are_passed_over_and_named(store, write):
+    folder, names = parquet_without_endings(write)
+    leave(folder, {**LEFT, **HIDDEN})
+    fsspec.filesystem("memory").put(folder, "/other-formats", recursive=True)
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            store.bucket.upload(path, f"other-formats/{path.relative_to(folder)}")
+    for mode in ("fail", "skip"):
+        for place, storage in (
+            (folder, {}),
+            (f"{folder}/**/*", {}),
+            ("memory://other-formats", {}),
+            (store.bucket.url("other-formats"), store.bucket.storage),
+        ):
+            source = open_source(place, storage, mode)
+            assert [file.relative for file in source.files] == names
+            assert (source.passed_over, source.skipped) == (tuple(sorted(LEFT)), ())
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.PARQUET", "data/part-00000", "x.parquet.gz", "x.pq"])
+@pytest.mark.parametrize("bad", [b"PAR1 cut off", b""])
+def test_a_broken_file_of_the_wanted_format_is_an_error_next_to_others(write, name, bad):
+    folder = write("a.parquet", texts(1))
+    leave(folder, {name: bad, "README.md": b"#"})
+    if name == "data/part-00000" and not bad:
+        assert open_source(folder).passed_over == ("README.md", name)  # without a byte it is no Parquet
+        return
+    with pytest.raises(InputError, match=rf"{name}: (not a Parquet file|no Parquet, but|the file is empty)"):
+        open_source(folder)
+    assert [file.relative for file in open_source(folder, on_corrupt="skip").skipped] == [name]
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({"README.md": b"#"}, r"found 1 \.md \(README\.md\)"),
+        ({"a.arrow": b"ARROW1", "b.arrow": b"", "dataset_info.json": b"{}", "state.json": b"{}"},
+         r"2 \.arrow \(a\.arrow, \.\.\.\), 2 \.json \(dataset_info\.json, \.\.\.\); expected \.parquet"),
+        ({"part-0": b"text", "part-1": b""}, r"2 without an ending \(part-0, \.\.\.\)"),
+        ({"a.csv": b"x", "_b.parquet": b""}, r"1 \.csv \(a\.csv\)"),
+    ],
+)  # fmt: skip
+def test_a_folder_without_files_of_a_format_says_what_is_there(tmp_path, files, found):
+    leave(tmp_path, files)
+    for place in (str(tmp_path), f"{tmp_path}/*"):
+        with pytest.raises(InputError, match=rf"input\.path .*: no Parquet or JSON Lines there; .*{found}"):
+            open_source(place)
+
+
+def test_json_lines_next_to_files_of_other_formats(write, tmp_path):
+    row = b'{"text": "x"}\n'
+    here = tmp_path / "in"
+    leave(here, {"a.jsonl": row, "b.json": row, "c.ndjson": row, "d.json.gz": gzip.compress(row), **LEFT, **HIDDEN})
+    source = open_source(str(here))
+    assert [file.relative for file in source.files] == ["a.jsonl", "b.json", "c.ndjson", "d.json.gz"]
+    assert source.passed_over == tuple(sorted(LEFT))
+    write("part-7", texts(1))  # Parquet by its bytes: as before, rows of both formats are refused
+    with pytest.raises(InputError, match="one format"):
+        open_source(str(here))
+    assert [f.relative for f in open_source(f"{here}/*.json").files] == ["b.json"]
+
+
+def test_a_file_that_is_named_is_read_whatever_its_name(write):
+    folder = write("README.md", texts(2))
+    leave(folder, {"state.json": b'{"text": "x"}\n', "notes.txt": b"no rows"})
+    assert open_source(f"{folder}/README.md").num_rows == 2
+    assert open_source(f"{folder}/state.json").num_rows == 1
+    with pytest.raises(InputError, match=r"notes\.txt: not a Parquet file"):
+        open_source(f"{folder}/notes.txt")
+
+
+def test_folders_of_a_column_whose_name_begins_with_an_underscore_are_read(write):
+    write("_day=1/a.parquet", texts(1))
+    write("_day=2/_x.parquet", texts(1))
+    folder = write("_old/a.parquet", texts(1))
+    fsspec.filesystem("memory").put(folder, "/underscores", recursive=True)
+    for place in (folder, f"{folder}/*", "memory://underscores"):
+        source = open_source(place)
+        assert [file.relative for file in source.files] == ["_day=1/a.parquet"]
+    assert [row["_day"] for row in table_of(open_source(folder))] == [1]
 
 
 @pytest.mark.parametrize("fault", ["truncated", "slow_down", "reset"])

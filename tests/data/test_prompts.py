@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.data.prompt_template import in_template
 from pipeline.data.prompts import PromptSpec, render, template_columns
 from pipeline.errors import ConfigError
 
@@ -49,12 +50,46 @@ def test_fault_45_values_are_never_rendered_again(text, hostile):
     "template",
     [
         *("{report.}", "{.report}", "{report[0]}", "{report!r}", "{report:>99999}", "{report:{n}}", "{}", "{0}"),
+        *("{`report}", "{`re`port`}", "{report.`x}", "{`a`!r}", "{`a`:{b}}", "{`a`b}", "{`a`.}"),
         *("{report", "}", "no column", "", '{"a": 1} {report}', "\ud800{report}"),
     ],
 )
 def test_templates_are_refused(template):
     with pytest.raises(ConfigError, match=r"prompt\.template"):
         PromptSpec(template=template)
+
+
+ODD_NAMES = [
+    *("w:th", "x!y", "l[0]", "b{r}", "0", "two words", "a.b", "a..b", ".", "", "it's", 'q"q', "größe 数", "t`k", "`q`"),
+    *("``", "line\nend", "{", "}", "]", "a]:b", "a!r", "{a}", "{{a}}", "x:>5", " ", "`", "__class__"),
+]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_any_column_can_stand_in_a_template(name):
+    table = pa.table({name: ["v`{x}`"], "plain": ["p"], "s": [{name: "in"}]})
+    for written in {in_template(name), "`" + name.replace("`", "``") + "`"}:
+        template = f"{{{{{{{written}}}}}}}|{{plain}}|{{{written}:>8}}|{{s.`{name.replace('`', '``')}`}}"
+        spec = PromptSpec(template=template, defaults={name: ""}).of_input(table.schema.names)
+        spec.check(table.schema)
+        assert spec.columns == (name, "plain", "s")
+        assert render(table, spec).prompts == ["{v`{x}`}|p|  v`{x}`|in"]
+
+
+@pytest.mark.parametrize("name", ["w:th", "x!y", "l[0]", "b{r}", "0", "a!r", "x:>5"])
+def test_a_column_that_a_template_cannot_name_so_is_shown_in_backticks(name):
+    """When the template is read or, where the form is one that means something else, when the columns are known."""
+    with pytest.raises(ConfigError, match=r"prompt\.template: ") as refused:
+        PromptSpec(template=f"Rate: {{{name}}}").of_input(["plain", name])
+    assert f"{{`{name}`}}" in str(refused.value)
+
+
+def test_a_name_in_backticks_is_one_column_whatever_dots_it_holds():
+    columns = {"a.b": ["dotted"], "a": [{"b": "field", "b.c": "deep"}], "a.b.c": ["whole"]}
+    template = "{a.b} {`a.b`} {`a`.b} {a.`b.c`} {`a.b.c`} {a.b.c}"
+    assert render(pa.table(columns), PromptSpec(template=template).of_input(columns)).prompts == [
+        "dotted dotted field deep whole whole"
+    ]
 
 
 @pytest.mark.parametrize("spec", [{}, {"column": "a", "template": "{a}"}, {"column": "a", "messages": "a"}])
@@ -331,6 +366,43 @@ def test_texts_stand_for_nulls_where_asked():
         PromptSpec(template="{text}", defaults={"txt": ""})
     with pytest.raises(ConfigError, match="messages does not"):
         PromptSpec(messages="m", defaults={"m": ""})
+
+
+@pytest.mark.parametrize(
+    ("template", "defaults", "expected"),
+    [
+        # rows: text, null, empty, whitespace
+        ("Write a poem. {hint}", {}, ["Write a poem. x", "null_prompt", "empty_prompt", "empty_prompt"]),
+        ("Write a poem. {hint}", {"hint": ""},
+         ["Write a poem. x", "Write a poem. ", "Write a poem. ", "Write a poem.  \t"]),
+        ("Write a poem. {hint}", {"hint": "sea"},
+         ["Write a poem. x", "Write a poem. sea", "Write a poem. ", "Write a poem.  \t"]),
+        ("{hint}", {"hint": ""}, ["x", "empty_prompt", "empty_prompt", "empty_prompt"]),
+        ("\n{hint} ", {"hint": " "}, ["\nx ", "empty_prompt", "empty_prompt", "empty_prompt"]),
+        ("{hint}", {"hint": "sea"}, ["x", "sea", "empty_prompt", "empty_prompt"]),
+        ("{{{hint}}}", {"hint": ""}, ["{x}", "{}", "{}", "{ \t}"]),
+        ("{doc}/{hint}", {"hint": ""}, ["d/x", "d/", "d/", "d/ \t"]),
+        ("{blank}/{hint}", {"hint": ""}, ["/x", "empty_prompt", "empty_prompt", "empty_prompt"]),
+        ("{blank}/{hint}", {"hint": "", "blank": ""}, ["/x", "/", "/", "/ \t"]),
+        ("{s.f}/{hint:>2}", {"hint": "", "s.f": "-"}, ["/ x", "-/", "/  ", "-/ \t"]),
+        ("{all_null}!", {"all_null": ""}, ["!"] * 4),
+        ("{all_null}!", {}, ["null_prompt"] * 4),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_empty_where_no_value_that_it_needs_has_text(template, defaults, expected):
+    columns = {
+        "hint": ["x", None, "", " \t"],
+        "doc": ["d"] * 4,
+        "blank": [""] * 4,
+        "s": [{"f": ""}, None, {"f": ""}, {"f": None}],
+        "all_null": pa.nulls(4, pa.string()),
+    }
+    assert prompts(columns, template=template, defaults=defaults) == expected
+    if template == "{hint}":
+        assert prompts(columns, column="hint", defaults=defaults) == expected
+        as_code = [None, "null_prompt", "empty_prompt", "empty_prompt"]
+        chats = [h if h is None else [{"role": "user", "content": h}] for h in columns["hint"]]
+        assert [p if p in as_code else None for p in prompts({"c": chats}, messages="c")] == as_code
 
 
 def test_bytes_that_are_no_text_are_an_error_in_a_form_too():

@@ -43,9 +43,13 @@ HIDDEN_SIZE = 8
 class FakeTokenizer:
     digest = "fake"
     end_token_id = 0
+    control_texts = ("<|end|>", "<|start|>")
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
+
+    def encode_template(self, pieces: list[str]) -> list[int]:
+        return list("".join(pieces).encode())
 
     def continuation(self, ids: Sequence[int], text: str) -> list[int]:
         return list(text.encode())

@@ -6,6 +6,7 @@ from math import ceil
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.report.record.data_warnings import MAX_FEW_ROWS, ControlTokenRows
 from pipeline.report.record.row_stats import (
     HISTOGRAM_ERROR,
     MAX_EXAMPLES,
@@ -78,7 +79,21 @@ def test_row_stats_add_up_and_keep_the_first_examples():
     assert total.latency.row_us.count == 6
 
 
+def test_rows_with_control_tokens_add_up_and_few_of_them_are_no_warning():
+    one = RowStats(control_tokens=ControlTokenRows(in_values=MAX_FEW_ROWS, value_example="first"))
+    two = RowStats(control_tokens=ControlTokenRows(2, 1, "<s>", "second"))
+    assert one.control_tokens.warnings() == []
+    found = (one + two).control_tokens
+    assert found == ControlTokenRows(2, MAX_FEW_ROWS + 1, "<s>", "first")
+    assert [(w.kind, w.count, w.example) for w in found.warnings()] == [
+        ("control_tokens_in_template", 2, "<s>"),
+        ("control_tokens_in_rows", MAX_FEW_ROWS + 1, "first"),
+    ]
+    assert (RowStats() + one).control_tokens == one.control_tokens
+
+
 def test_row_stats_come_back_from_json():
     total = stats("null_prompt", 1) + stats("engine_failure", 2)
+    total += RowStats(control_tokens=ControlTokenRows(2, 1, "<s>", "a"))
     assert RowStats.from_json(json.loads(json.dumps(total.to_json()))) == total
     assert RowStats.from_json({}) == RowStats()

@@ -8,7 +8,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
+from tokenizers import pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from pipeline.errors import ModelError
@@ -216,3 +216,50 @@ def test_after_a_control_token_a_continuation_is_a_text_of_its_own(tokenizer):
     alone = [token for token in tokenizer.encode("yes") if token not in bos]
     assert tokenizer.continuation([*tokenizer.encode("a"), control], "yes") == alone
     assert tokenizer.continuation([], "yes") == alone
+
+
+PIECES = [*CONTROL, *ORDINARY, "<|im_", "end|>", "|>", "<|", "\ue000", "</", "s>", "<s>", "</s>"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=9).filter(lambda pieces: len(pieces) % 2 == 1))
+def test_control_tokens_of_a_template_are_those_inside_of_one_literal(tokenizer, spm_tokenizer, pieces):
+    """Also where a value and a literal join at their border."""
+    for one in (tokenizer, spm_tokenizer):
+        inside = [one._control[text] for literal in pieces[::2] for text in one._control_re.findall(literal)]
+        bos = one.encode("")
+        got = [
+            token for token in one.encode_template(pieces) if token in one._control_ids - {one._control.get("<unk>")}
+        ]
+        begins = one._control_re.match(pieces[0])
+        assert got == (inside if begins and one._control[begins[0]] == bos[0] else [*bos, *inside])
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ["<|im_start|>user\n", "What is  2 + 2?", "<|im_end|>\n<|im_start|>assistant\n<think>"],
+        ["", " a", "<|im_end|>", "b ", ""],
+        ["Say: ", "你好", ""],
+        ["<|im_end|>", " x", " <|im_end|> y\n"],
+        ["<table>", "x", "\n\n\n"],
+        ["<s>[INST] ", "x", " [/INST] y</s><s>"],
+    ],
+)
+def test_a_template_with_ordinary_values_has_the_tokens_of_transformers(folder, spm_folder, pieces):
+    """But for a BOS that the template and the tokenizer both write, which is there once."""
+    for one in (folder, spm_folder):
+        ours, theirs = Tokenizer.from_folder(one), AutoTokenizer.from_pretrained(one)
+        expected = theirs("".join(pieces))["input_ids"]
+        if expected[:2] == [theirs.bos_token_id] * 2:
+            del expected[0]
+        assert ours.encode_template(pieces) == expected
+
+
+def test_a_bos_that_the_tokenizer_does_not_add_stays(folder, tmp_path):
+    backend = small_tokenizers.byte_level()
+    backend.post_processor = processors.Sequence([])
+    one = Tokenizer.from_folder(small_tokenizers.save(tmp_path, backend, bos="<|bos|>", eos="<|eos|>"))
+    bos = one.token_id("<|bos|>")
+    assert one.encode_template(["<|bos|><|bos|>", "x", ""]) == [bos, bos, *one.encode("x")]
+    assert one.encode_template(["<|bos|>", "<|bos|>", ""]) == [bos, *one.encode("<|bos|>")]

@@ -18,6 +18,7 @@ from pipeline.config import load_job
 from pipeline.data.units import window_units
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request
+from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tokenize import Tokenize, chat_of
 from pipeline.job.planning.actor_specs import resolve_device
 from pipeline.job.planning.plan import JobPlan, make_plan
@@ -45,7 +46,8 @@ def main(job: str) -> None:
     engine = Engine(config.engine_config(str(plan.model), plan.draft and str(plan.draft), available_cores()))
     engine.warm_up()
     marks.append(time.perf_counter())
-    tokenize = Tokenize(engine.tokenizer, config.sampling_params(), config.seed, chat_of(config, wall_time()))
+    chat, author = chat_of(config, wall_time()), author_texts(config)
+    tokenize = Tokenize(engine.tokenizer, config.sampling_params(), config.seed, chat, author=author)
     requests = list(_requests(plan, tokenize))
     marks.append(time.perf_counter())
     for request in requests:

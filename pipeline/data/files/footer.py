@@ -21,6 +21,7 @@ from pipeline.stores.store_errors import SET_CREDENTIALS, Failure, client_error,
 
 _TAIL_BYTES = 64 * 1024  # holds most footers, so that most files cost one read
 _MAGIC, _MAGIC_ENCRYPTED = b"PAR1", b"PARE"
+_COMPRESSED = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".lz4", ".snappy")
 
 
 class DamagedFile(InputError):
@@ -78,6 +79,12 @@ def digest(footer: bytes) -> str:
     return hashlib.sha256(footer).hexdigest()
 
 
+def begins_like_parquet(fs: Any, path: str, size: int) -> bool:
+    """Return whether a file of `size` bytes begins as Parquet does, encrypted or not."""
+    head = fs.cat_file(path, start=0, end=min(size, len(_MAGIC)))
+    return head in (_MAGIC, _MAGIC_ENCRYPTED)
+
+
 def footer_bytes(fs: Any, path: str, size: int, name: str) -> bytes:
     """The footer with its length and magic, the last bytes of the file. Raises as `read_footer`."""
     if size == 0:
@@ -86,6 +93,8 @@ def footer_bytes(fs: Any, path: str, size: int, name: str) -> bytes:
     if tail[-4:] == _MAGIC_ENCRYPTED:
         raise InputError(f"{name}: encrypted Parquet is not supported")
     if size < 12 or tail[-4:] != _MAGIC:
+        if name.lower().endswith(_COMPRESSED):
+            raise DamagedFile(name, "no Parquet, but a file compressed as a whole by its name; decompress it")
         raise DamagedFile(name, "not a Parquet file, or a truncated one (it does not end in PAR1)")
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if length + 4 > size:

@@ -1,7 +1,8 @@
 """Which files a path stands for: a file, a folder read whole, or a glob, on a local disk or in a store.
 
-Nothing is left out silently: names that start with `_` or `.` are skipped, as every Parquet reader does,
-links are followed, and whatever else is there is returned or refused.
+Nothing is left out silently: names that start with `_` or `.` are skipped, as every Parquet reader does, but for the
+folders of a column whose name does (`_day=1`, as Spark has it); links are followed, and whatever else is there is
+returned or refused.
 """
 
 import glob
@@ -10,6 +11,7 @@ import posixpath
 import re
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -29,10 +31,19 @@ _KINDS = (
 )
 
 
-def find_files(
-    path: str, storage: dict[str, Any], retries: RetryCounts | None = None
-) -> tuple[Any, str, list[tuple[str, int]]]:
-    """The fsspec filesystem, the root on it, and (path relative to the root, size) of each file, sorted.
+@dataclass(frozen=True)
+class Found:
+    """The fsspec filesystem, the root on it, and (path relative to the root, size) of each file, sorted. is_named: the
+    only file is the one that the path names."""
+
+    fs: Any
+    root: str
+    files: list[tuple[str, int]]
+    is_named: bool = False
+
+
+def find_files(path: str, storage: dict[str, Any], retries: RetryCounts | None = None) -> Found:
+    """List what `path` stands for.
 
     Raises InputError when there is nothing to read, EnvironmentFailed when it cannot be listed.
     """
@@ -50,14 +61,14 @@ def find_files(
     except (ImportError, ValueError, TypeError) as e:  # no such protocol, or options it does not take
         raise InputError(f"{name}: cannot be opened with these input.storage options: {said(e, secrets)}") from None
     if [posixpath.join(root, f) for f in sizes] == [full]:
-        return fs, root, list(sizes.items())  # a file named by the user, whatever its name
+        return Found(fs, root, list(sizes.items()), is_named=True)  # whatever its name
     found = sorted((f, n) for f, n in sizes.items() if not is_passed_by(f))
     if not found:
         raise InputError(f"{name}: no files there (names that start with _ or . are passed by)")
     for relative, _ in found:
         if (shown := relative.encode(errors="backslashreplace").decode()) != relative:
             raise InputError(f"{name}: {shown}: a name that is not UTF-8 cannot stand in source_file; rename it")
-    return fs, root, found
+    return Found(fs, root, found)
 
 
 def would_find(path: str, storage: dict[str, Any], folder: str, folder_storage: dict[str, Any]) -> bool:
@@ -102,7 +113,12 @@ def is_local(fs: Any) -> bool:
 
 def is_passed_by(relative: str) -> bool:
     """Whether a file below the root is not of the input, by its name or that of a folder on the way."""
-    return any(part.startswith(("_", ".")) for part in relative.split("/"))
+    *folders, name = relative.split("/")
+    return name.startswith(("_", ".")) or any(map(_is_hidden, folders))
+
+
+def _is_hidden(folder: str) -> bool:
+    return folder.startswith(".") or (folder.startswith("_") and "=" not in folder)
 
 
 def _fixed(full: str) -> str:
@@ -170,11 +186,11 @@ def _walk(folder: str) -> Iterator[str]:
             raise InputError(f"{here}: a link that leads back to a folder it lies in")
         for entry in sorted(os.listdir(here)):
             path = os.path.join(here, entry)
-            if entry[0] in "_.":
-                continue
             if os.path.isdir(path):
+                if _is_hidden(entry):
+                    continue
                 waiting.append((path, above | {real}))
-            else:
+            elif entry[0] not in "_.":
                 yield path
 
 

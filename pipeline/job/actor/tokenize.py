@@ -6,7 +6,7 @@ A row that cannot be sent is a completion with an error. Jobs, `pipeline generat
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +17,7 @@ from pipeline.data.units import Unit
 from pipeline.engine.grammar.structured_outputs import of_response_format
 from pipeline.engine.params import Completion, QualitySample, Request, SamplingParams
 from pipeline.errors import ConfigError, RowError
+from pipeline.job.actor.control_tokens import AuthorTexts, ControlTokenCounter
 from pipeline.job.actor.tasks.job_task import JobTask, RowRefused
 from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.chat_messages import ChatTemplateError
@@ -33,6 +34,11 @@ class Tokenizer(Encodes, Protocol):
     """What Tokenize needs: `pipeline.tokenization.tokenizer.Tokenizer`, or a test's fake."""
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+    def encode_template(self, pieces: list[str]) -> list[int]: ...
+
+    @property
+    def control_texts(self) -> Sequence[str]: ...
+
     def encode_chat(
         self,
         messages: list[dict[str, Any]],
@@ -120,6 +126,7 @@ class Tokenize:
         chat: Chat | None,
         quality_sample: float = 0.0,
         task: JobTask | None = None,
+        author: AuthorTexts | None = None,
     ) -> None:
         """quality_sample: the share of rows whose completions are to be compared with a reference model. task: what is
         asked in place of completions."""
@@ -129,6 +136,9 @@ class Tokenize:
         self._params = params
         self._seed = seed
         self._chat = chat
+        author = author or AuthorTexts()
+        self.control_tokens = ControlTokenCounter(tokenizer.control_texts, author)
+        self._in_pieces = author.parses_control_tokens
         self._chat_lock = threading.Lock()  # the template is rendered by one process for all threads
 
     def __call__(self, unit: Unit) -> tuple[list[Request], list[Completion]]:
@@ -154,7 +164,10 @@ class Tokenize:
             if is_sampled(self._quality_sample, self._seed, file, row):
                 sampled[i] = QualitySample(expected)
         if self._chat is None:
-            encoded = self._tokenizer.encode_batch([prompt for _, prompt, _ in wanted])
+            if self._in_pieces:
+                encoded = [self._tokenizer.encode_template(json.loads(prompt)) for _, prompt, _ in wanted]
+            else:
+                encoded = self._tokenizer.encode_batch([prompt for _, prompt, _ in wanted])
             pairs = zip(wanted, encoded, strict=True)
             requests = [Request(i, ids, params, sampled.get(i)) for (i, _, params), ids in pairs]
             return self._asked(unit, requests, failed)
@@ -185,6 +198,8 @@ class Tokenize:
 
     def shown(self, prompt: str) -> str:
         """A unit's prompt as the model gets it, for people. Raises ChatTemplateError."""
+        if self._in_pieces:
+            return "".join(json.loads(prompt))
         return prompt if self._chat is None else self._through_template(self._tokenizer.render_chat, prompt, self._chat)
 
     def _encode_chat(self, prompt: str, chat: Chat) -> list[int]:

@@ -25,6 +25,7 @@ from pipeline.engine.final_check import checked
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
 from pipeline.engine.quality.reference_config import ReferenceConfig
 from pipeline.errors import OutputError, PipelineError, RowError
+from pipeline.job.actor.control_tokens import AuthorTexts
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.tasks.job_task import JobTask
@@ -70,6 +71,7 @@ class WorkSpec:
     seed: int = 0
     results: ResultShape = field(default_factory=ResultShape)  # the columns of the output beside kept ones
     chat: Chat | None = None
+    author: AuthorTexts = AuthorTexts()  # noqa: RUF009  # frozen
     chat_template: str | None = None  # instead of the checkpoint's own
     revision: str | None = None  # of the model
     draft: str | None = None
@@ -128,7 +130,9 @@ class Worker:
         self._supervisor = Supervisor(launch, birth_us, self._log, logs.shown(engine_log(actor)))
         # While the engine's process starts:
         tokenizer = load_factory(spec.backend.tokenizer)(engine.model, spec.chat_template)
-        self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat, spec.quality_sample, spec.task)
+        self._tokenize = Tokenize(
+            tokenizer, spec.params, spec.seed, spec.chat, spec.quality_sample, spec.task, spec.author
+        )
         self._retried_limits = spec.retried_limits
         self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint)
@@ -189,6 +193,8 @@ class Worker:
             return None if len(generated) < len(requests) else self._sampled(unit, failed + generated)
         began_us = now_us()
         summary = self._write(unit, failed + generated)
+        stats = replace(summary.row_stats, control_tokens=self._tokenize.control_tokens(unit))
+        summary = replace(summary, row_stats=stats)
         self._supervisor.wrote(began_us)
         if kept:
             self._partial.remove(unit)

@@ -5,6 +5,7 @@ import os
 
 from pipeline.config import JobConfig
 from pipeline.engine.startup.batch_limits import most_default_seqs
+from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tokenize import chat_of
 from pipeline.job.actor.worker import Backend, WorkSpec
 from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, units_in_flight
@@ -49,6 +50,7 @@ def flow_spec(
         seed=config.seed,
         results=config.result_shape(None if plan.task is None else plan.task.fields),
         chat=chat_of(config, plan.fingerprint.date),
+        author=author_texts(config),
         chat_template=plan.chat_template,
         output=config.output.path if is_url(config.output.path) else os.path.abspath(config.output.path),
         storage=dict(config.output.storage),

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import Source
 from pipeline.errors import EnvironmentFailed, FingerprintError, OutputError
-from pipeline.job.planning.fingerprint import file_digests, first_files
+from pipeline.job.planning.fingerprint import file_digests, first_files, is_skipped
 
 FOLDER = "_pipeline/appended"
 FORMAT = 1
@@ -46,7 +46,7 @@ class Batches:
                 raise OutputError(
                     f"{store.folder.shown(f'{FOLDER}/{name}')}: damaged ({error}); was it edited?"
                 ) from error
-        return cls(tuple(batches), first_files(store) if append else None, append)
+        return cls(tuple(batches), first_files(store, is_needed=append), append)
 
     def arranged(self, source: Source) -> tuple[Source, "Batches"]:
         """`source` with its files in the order of the batches, and the batches with a new one where --append found new
@@ -80,6 +80,10 @@ class Batches:
         """Whether a file is not of the first run, as far as is known before the files are looked at."""
         is_new = self.more and self.first is not None and name not in self.first
         return is_new or any(name in batch for batch in self.appended)
+
+    def was_skipped(self, name: str) -> bool:
+        """Whether the first run listed a file as damaged."""
+        return self.first is not None and is_skipped(self.first.get(name, ""))
 
     @property
     def later_files(self) -> set[str]:

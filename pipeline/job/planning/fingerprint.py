@@ -24,6 +24,7 @@ ACCEPTED = "_pipeline/accepted-numerics.json"
 FILES = "_pipeline/files.json"  # of an output with more input files than JOB lists
 MAX_LISTED_FILES = 1000  # of more input files only the sum of their digests is kept
 LIMITS = {"max_model_len": "engine.max_model_len"}  # of the identity, which a run with --retry-failed may change
+_SKIPPED = "damaged, skipped"  # of a file in `file_digests`
 MAX_SHOWN = 20
 MAX_VALUE_CHARS = 100
 
@@ -256,12 +257,18 @@ def _differing(old: Any, new: Any) -> tuple[str, str]:
 def file_digests(source: Source) -> dict[str, str]:
     """Of each input file what tells it from others."""
     digests = {f.relative: f"{f.size} bytes, {f.digest[:16]}" for f in source.files}
-    return digests | {f.relative: f"{f.size} bytes, damaged, skipped" for f in source.skipped}
+    return digests | {f.relative: f"{f.size} bytes, {_SKIPPED}" for f in source.skipped}
 
 
-def first_files(store: PartStore) -> dict[str, str] | None:
-    """The input files of the output's first run, as `file_digests`; None where there was none. Raises FingerprintError
-    where there were many and an earlier version of this program kept no list of them."""
+def is_skipped(digest: str) -> bool:
+    """Whether one of `file_digests` is of a damaged file."""
+    return digest.endswith(_SKIPPED)
+
+
+def first_files(store: PartStore, is_needed: bool = True) -> dict[str, str] | None:
+    """The input files of the output's first run, as `file_digests`; None where there was none. Where there were many
+    and an earlier version of this program kept no list of them, raises FingerprintError if it `is_needed`, else returns
+    an empty one."""
     raw = store.folder.read(JOB)
     if raw is None:
         return None
@@ -269,6 +276,8 @@ def first_files(store: PartStore) -> dict[str, str] | None:
     if not isinstance(files.get("count"), int):
         return files
     listed = json.loads(store.folder.read(FILES) or b"{}")
+    if not listed and not is_needed:
+        return {}
     if hashlib.sha256(_canonical(listed)).hexdigest() != files["digest"]:
         raise FingerprintError(
             f"output.path {store.path}: an earlier version of this program began it and kept no list of its "

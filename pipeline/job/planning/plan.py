@@ -93,7 +93,9 @@ def make_plan(
     config = with_stored_pooling(with_model_defaults(config, model, say), model)
     config = with_reasoning_markers(config, model)
     given, batches = config.input, batches or Batches()
-    source = open_source(given.path, given.storage, given.on_corrupt, retries, batches.is_later, given.requests)
+    source = open_source(
+        given.path, given.storage, given.on_corrupt, retries, batches.is_later, given.requests, batches.was_skipped
+    )
     config = config.of_lines(source.requests)
     task = task_of(config, model)
     if say is not None and source.requests is not None and source.requests.ignored:

@@ -15,6 +15,7 @@ from pipeline.data.source import Source, Window, cut_windows, open_source, read_
 from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.params import SamplingParams
 from pipeline.errors import InputError, RowError
+from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tokenize import Tokenize, chat_of
 from pipeline.machine.host import wall_time
 from pipeline.tokenization.tokenizer import Tokenizer
@@ -58,7 +59,7 @@ def read_samples(
     spec = config.prompt_spec().of_input(source.every_column)
     source.check_columns([*kept, *spec.columns])
     spec.check(source.schema)
-    tokenize = Tokenize(tokenizer, SamplingParams(), 0, chat_of(config, wall_time()))
+    tokenize = Tokenize(tokenizer, SamplingParams(), 0, chat_of(config, wall_time()), author=author_texts(config))
     unit_spec = UnitSpec(spec, kept)
     found: list[tuple[tuple[int, str, int], list[int], str | None]] = []
     left_out: Counter[str] = Counter()

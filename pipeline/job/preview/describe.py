@@ -12,6 +12,7 @@ from pipeline.job.planning.sampling_defaults import shown
 from pipeline.job.preview.examine import Examined
 from pipeline.job.preview.prompt_preview import MAX_PROMPT_CHARS
 from pipeline.report.number_formats import money
+from pipeline.report.record.data_warnings import DataWarning
 from pipeline.stores.redaction import shown_url
 
 _MAX_LINES_SHOWN = 24
@@ -27,7 +28,9 @@ def describe(found: Examined, config: JobConfig) -> str:
     head = [f"{printable(found.job)}: valid", ""]
     facts = [f"  {label:<10}{printable(value)}" for label, value in _facts(found, config)]
     lengths = _shown_lengths(found.facts["prompt_tokens"])
-    return "\n".join([*head, *facts, "", *_shown_prompt(found.facts["first_prompt"], found), *lengths])
+    warnings = [f"  Warning   {printable(DataWarning(**each).to_text())}" for each in found.facts["warnings"]]
+    prompt = _shown_prompt(found.facts["first_prompt"], found)
+    return "\n".join([*head, *facts, "", *prompt, *lengths, *([""] if warnings else []), *warnings])
 
 
 def _found_markers(markers: Mapping[str, str] | None, config: JobConfig) -> list[tuple[str, str]]:

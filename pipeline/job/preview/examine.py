@@ -19,8 +19,10 @@ from pipeline.data.columns import is_list, is_text
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import output_schema
 from pipeline.data.requests.input_checks import Requests
+from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import Source, cut_windows, open_source
 from pipeline.errors import ConfigError, EnvironmentFailed, ModelError, PipelineError, RowError
+from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tasks.job_task import JobTask
 from pipeline.job.actor.tasks.of_job import OF_CHECKPOINT, task_of, with_stored_pooling
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
@@ -32,6 +34,7 @@ from pipeline.job.planning.reference_model import check_own, check_same_tokens
 from pipeline.job.planning.sampling_defaults import taken, values_of, with_model_defaults
 from pipeline.job.preview.prompt_preview import first_prompt, prompt_tokens
 from pipeline.machine.host import wall_time
+from pipeline.report.record.data_warnings import input_warnings
 from pipeline.stores.filesystem import filesystem, is_url
 from pipeline.stores.redaction import shown_url
 
@@ -213,6 +216,7 @@ class _Examination:
             "skipped_files": [{"file": f.relative, "bytes": f.size, "reason": f.reason} for f in source.skipped],
             "columns": {f.name: str(f.type) for f in source.schema},
         }
+        self.facts["warnings"] = [vars(warning) for warning in input_warnings(source.passed_over, source.unified_texts)]
 
     def _requests(self, source: Source) -> bool:
         """Of lines that are requests: for which endpoint they are, and so what the prompt and the defaults are. Whether
@@ -237,14 +241,17 @@ class _Examination:
     def _columns(self, source: Source) -> list[str]:
         """Every column that the job names is there, in each file, and of a kind that fits."""
         config, prompt = self.config, self.config.prompt
-        self.spec = self.spec.of_input(source.every_column)
         given = config.input.columns
         kept = list(source.every_column if given is None else given)
         prompt_key = next(f"prompt.{k}" for k in ("template", "column", "messages") if getattr(prompt, k) is not None)
         wanted = [("input.columns", name) for name in given or ()]
-        wanted += [(prompt_key, name) for name in self.spec.columns]
+        of_prompt: tuple[str, ...] = ()
+        with self._noting(prompt_key):
+            self.spec = self.spec.of_input(source.every_column)
+            of_prompt = self.spec.columns
+        wanted += [(prompt_key, name) for name in of_prompt]
         wanted += [(f"sampling.{option}", name) for option, name in config.sampling_columns().items()]
-        texts = config.unit_spec().of_input(source.every_column).texts
+        texts = self._texts(source)
         wanted += [] if texts is None else [(texts.key, name) for name in texts.columns]
         if config.run.quality_sample > 0 and config.quality.column is not None:
             wanted.append(("quality.column", config.quality.column))
@@ -256,7 +263,7 @@ class _Examination:
             with self._noting(key):
                 source.check_columns([name])
                 absent.remove(name)
-        if not absent & set(self.spec.columns):
+        if of_prompt and not absent & set(of_prompt):
             with self._noting(prompt_key):
                 self.spec.check(source.schema)
         if texts is not None and not absent & set(texts.columns):
@@ -267,9 +274,17 @@ class _Examination:
                 self._mistake(f"sampling.{option}", f"column {name!r} is text, expected numbers")
             if option.startswith("structured_outputs.") and name not in absent:
                 self._structured_column(f"sampling.{option}", name, source.schema.field(name).type)
-        asked = [name for name in self.spec.columns if name != self.spec.refused]
+        asked = [name for name in of_prompt if name != self.spec.refused]
         self.facts["columns"] = {"kept": kept, "prompt": asked, "sampling": config.sampling_columns()}
         return kept
+
+    def _texts(self, source: Source) -> RowTexts | None:
+        """The texts of the rows beside their prompts; None where there are none, or they name a column wrongly."""
+        texts = self.config.unit_spec().texts
+        if texts is not None:
+            with self._noting(texts.key):
+                return texts.of_input(source.every_column)
+        return None
 
     def _structured_column(self, key: str, name: str, kind: Any) -> None:
         if key.endswith(".choice"):
@@ -300,7 +315,8 @@ class _Examination:
 
                 tokenizer = Tokenizer.from_folder(str(folder), template)
                 params, now = config.sampling_params(), wall_time()
-                tokenize = Tokenize(tokenizer, params, config.seed, chat_of(config, now), task=task)
+                author = author_texts(config)
+                tokenize = Tokenize(tokenizer, params, config.seed, chat_of(config, now), task=task, author=author)
             else:
                 config.chat_template()
             self.facts["first_prompt"] = first_prompt(config, source, tokenize)
@@ -309,7 +325,8 @@ class _Examination:
             else:
                 told = model_values(folder).get("max_position_embeddings")
                 context = told if isinstance(told, int) else None  # what is wrong with it the engine says
-                self.facts["prompt_tokens"] = prompt_tokens(config, source, tokenize, context)
+                self.facts["prompt_tokens"], found = prompt_tokens(config, source, tokenize, context)
+                self.facts["warnings"] += map(vars, found.warnings())
             first = self.facts["first_prompt"]
             if first and first["error"] == RowError.INVALID_LABELS and not isinstance(config.choice.labels, FromColumn):
                 self._mistake("choice.labels", first["error_message"].removeprefix("choice.labels: "))

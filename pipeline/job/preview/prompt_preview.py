@@ -10,6 +10,7 @@ from pipeline.config import JobConfig
 from pipeline.data.source import Source, Window
 from pipeline.data.units import Units, window_units
 from pipeline.job.actor.tokenize import Tokenize
+from pipeline.report.record.data_warnings import ControlTokenRows
 
 MAX_PROMPT_CHARS = 1500
 _STRETCHES, _STRETCH_ROWS = 4, 64  # sampled, evenly spread: few, as each costs a row group
@@ -31,6 +32,8 @@ def first_prompt(config: JobConfig, source: Source, tokenize: Tokenize | None) -
             prompt, error, message = None, failed[0].error, failed[0].error_message
         else:
             prompt, tokens = tokenize.shown(prompt), len(requests[0].prompt_token_ids)
+    elif prompt is not None:
+        prompt = config.prompt_spec().text_of(prompt)
     return {
         "source_file": file,
         "source_row": row,
@@ -43,21 +46,25 @@ def first_prompt(config: JobConfig, source: Source, tokenize: Tokenize | None) -
     }
 
 
-def prompt_tokens(config: JobConfig, source: Source, tokenize: Tokenize, context: int | None) -> dict[str, Any]:
-    """How long the prompts of a sample are, in tokens, and what they come to in all if the other rows are like them.
-    context: of the model, as far as that is known."""
+def prompt_tokens(
+    config: JobConfig, source: Source, tokenize: Tokenize, context: int | None
+) -> tuple[dict[str, Any], ControlTokenRows]:
+    """How long the prompts of a sample are, in tokens, and what they come to in all if the other rows are like them;
+    and which of them hold texts of control tokens. context: of the model, as far as that is known."""
     total = source.num_rows if config.input.limit is None else min(config.input.limit, source.num_rows)
     lengths: list[int] = []
     errors: Counter[str] = Counter()
+    control_tokens = ControlTokenRows()
     for window in sampled(total):
         for unit in units_of(config, source, window):
             requests, failed = tokenize(unit)
             lengths += [len(request.prompt_token_ids) for request in requests]
             errors.update(str(completion.error) for completion in failed)
+            control_tokens += tokenize.control_tokens(unit)
     lengths.sort()
     rows, most = len(lengths) + sum(errors.values()), config.engine.max_model_len or context
     room = most and most - (config.task == "generate")  # one generated token at least
-    return {
+    found = {
         "rows": rows,
         "errors": dict(sorted(errors.items())),
         "max_model_len": most,
@@ -66,6 +73,7 @@ def prompt_tokens(config: JobConfig, source: Source, tokenize: Tokenize, context
         "histogram": _histogram(lengths),
         "estimated_total": round(sum(lengths) / rows * total) if rows else 0,
     }
+    return found, control_tokens
 
 
 def units_of(config: JobConfig, source: Source, window: Window) -> Units:

@@ -50,6 +50,7 @@ from pipeline.job.telemetry.run_log import (
 from pipeline.job.telemetry.status import Status
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.machine.host import wall_time
+from pipeline.report.record.data_warnings import input_warnings
 from pipeline.report.record.run_record import Outcome, RunRecord, SkippedInput
 from pipeline.report.run_report import RunReport
 from pipeline.stores.retries import RetryCounts
@@ -116,6 +117,7 @@ def run_job(
                 plan.retried_limits,
             )
             log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
+            log.warnings = input_warnings(plan.source.passed_over, plan.source.unified_texts)
             totals = left.totals(store, log, earlier, plan)
             log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
             reporter = RunReporter(plan, store, log, totals, earlier, telemetry, show, logs, sample)

@@ -25,6 +25,7 @@ from pipeline.job.telemetry.writer import Telemetry
 from pipeline.machine.host import now_us, package_versions, process_mark
 from pipeline.report.build import build_report
 from pipeline.report.estimate import Estimate
+from pipeline.report.record.data_warnings import DataWarning
 from pipeline.report.record.moments import Moments
 from pipeline.report.record.row_stats import RowStats
 from pipeline.report.record.run_record import Outcome, RunRecord, SkippedInput
@@ -92,6 +93,7 @@ class RunLog:
         self.write_us = 0
         self.first_errors: list[str] = []  # to show when there are too many
         self.skipped_files: list[SkippedInput] = []
+        self.warnings: list[DataWarning] = []  # of the plan
         self.stopped_by = ""
         self._skipped_told = False
 
@@ -149,6 +151,7 @@ class RunLog:
             stopped_by=self.stopped_by,
             sampled_stats=self.sampled_stats,
             moments=list(self.moments.kept),
+            warnings=self.warnings,
         )
 
     def save(self) -> None:

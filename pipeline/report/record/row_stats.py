@@ -9,6 +9,7 @@ from dataclasses import astuple, dataclass, field
 from math import ceil
 
 from pipeline.report.record.computed import Computed
+from pipeline.report.record.data_warnings import ControlTokenRows
 from pipeline.report.record.json_record import JsonRecord
 from pipeline.report.record.quality_stats import QualityStats
 
@@ -176,6 +177,7 @@ class RowStats(JsonRecord):
     looped: LoopedRows = field(default_factory=LoopedRows)
     quality: QualityStats = field(default_factory=QualityStats)
     reasoned: ReasonedRows = field(default_factory=ReasonedRows)
+    control_tokens: ControlTokenRows = field(default_factory=ControlTokenRows)
 
     def __add__(self, other: "RowStats") -> "RowStats":
         """Of the examples, those of `self` come first."""
@@ -196,4 +198,5 @@ class RowStats(JsonRecord):
             self.looped + other.looped,
             self.quality + other.quality,
             self.reasoned + other.reasoned,
+            self.control_tokens + other.control_tokens,
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipeline.report.record.computed import Computed
+from pipeline.report.record.data_warnings import DataWarning
 from pipeline.report.record.json_record import SCHEMA_VERSION, JsonRecord
 from pipeline.report.record.row_stats import RowStats
 
@@ -211,6 +212,7 @@ class RunRecord(JsonRecord):
     sampled_stats: RowStats = field(default_factory=RowStats)  # of the rows of a run with --sample
     moments: list[Moment] = field(default_factory=list)  # how it went over time (`moments.py`)
     further_samples: int = 0  # written as rows, beside `rows_written`
+    warnings: list[DataWarning] = field(default_factory=list)  # what planning found odd about the input
     schema_version: int = SCHEMA_VERSION
 
     @property

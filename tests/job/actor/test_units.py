@@ -17,6 +17,7 @@ from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.tasks import TokenLogprobs
 from pipeline.errors import PipelineError
+from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.tokenize import Chat, Tokenize, chat_of, failed_row, row_seed
 from pipeline.job.actor.write import Write, row_stats
@@ -139,6 +140,68 @@ def test_chats_from_text_and_from_messages():
     assert bytes(requests[0].prompt_token_ids) == b"<user>hi<assistant>yo"
 
 
+def prompt_job(**prompt) -> JobConfig:
+    base = {"model": {"path": "m"}, "input": {"path": "i"}, "output": {"path": "o"}}
+    return JobConfig.model_validate(base | {"prompt": prompt})
+
+
+ENDED = ["fine", None, "a<|end|>", "<|end|>", "<|end|><|start|>", "<|END|>", "{q}", "|>"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "in_template", "in_values"),
+    [
+        ({"column": "q"}, 0, 3),
+        ({"template": "Q: {q}"}, 0, 3),
+        ({"template": "<|start|>{q}<|end|>"}, 7, 3),
+        ({"template": "<|start|>{q}<|end|>", "special_tokens": "template"}, 0, 3),
+        # where a value and a literal become one at their border, it is text of the row
+        ({"template": "<|end{q}"}, 0, 4),
+        ({"template": "<|end{q}", "special_tokens": "template"}, 0, 3),
+        ({"column": "q", "chat": {"system": "Be <|end|>"}}, 7, 3),
+        ({"messages": "m"}, 0, 3),
+        ({"template": "{n}"}, 0, 0),
+    ],
+)
+def test_rows_with_texts_of_control_tokens_are_counted(prompt, in_template, in_values):
+    config = prompt_job(**prompt)
+    chats = [q and [{"role": "user", "content": q}] for q in ENDED]
+    unit = unit_of({"q": ENDED, "m": chats, "n": range(8)}, config.unit_spec())
+    tokenize = Tokenize(FakeTokenizer(), SamplingParams(), 0, chat_of(config, None), author=author_texts(config))
+    found = tokenize.control_tokens(unit)
+    assert (found.in_template, found.in_values) == (in_template, in_values)
+    assert found.template_example in (("<|start|>", "<|end|>") if in_template else ("",))
+    assert found.value_example == ("a.parquet row 2: <|end|>" if in_values else "")
+
+
+def test_control_tokens_of_any_spelling_are_found():
+    odd = ("<｜end▁of▁sentence｜>", "[INST] ", "\n\n#", "a.b*", "\\x", "</s>", '"q"')
+
+    class Odd(FakeTokenizer):
+        control_texts = odd
+
+    rows = [f"x{text}y" for text in odd] + ["a!b*", "x"]
+    unit = unit_of({"q": rows}, UnitSpec(PromptSpec(column="q")))
+    assert Tokenize(Odd(), SamplingParams(), 0, None).control_tokens(unit).in_values == len(odd)
+    Odd.control_texts = ()
+    assert Tokenize(Odd(), SamplingParams(), 0, None).control_tokens(unit).in_values == 0
+
+
+def test_a_template_of_control_tokens_goes_to_the_tokenizer_in_pieces():
+    class Pieces(FakeTokenizer):
+        def encode_template(self, pieces):
+            told.append(pieces)
+            return [1]
+
+    told: list[list[str]] = []
+    config = prompt_job(template="<|start|>{q}<|end|>{n:03d}", special_tokens="template")
+    unit = unit_of({"q": ['"\\é\n<|end|>'], "n": [7]}, config.unit_spec())
+    tokenize = Tokenize(Pieces(), SamplingParams(), 0, None, author=author_texts(config))
+    tokenize(unit)
+    assert told == [["<|start|>", '"\\é\n<|end|>', "<|end|>", "007", ""]]
+    assert tokenize.shown(unit.own("_prompt")[0].as_py()) == '<|start|>"\\é\n<|end|><|end|>007'
+
+
 def test_whether_the_last_turn_is_continued_is_the_job_files_to_say():
     class Told(FakeTokenizer):
         def encode_chat(self, messages, *rest):
@@ -146,9 +209,8 @@ def test_whether_the_last_turn_is_continued_is_the_job_files_to_say():
 
     turns = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]]
     unit = unit_of({"m": turns}, UnitSpec(PromptSpec(messages="m")))
-    base = {"model": {"path": "m"}, "input": {"path": "i"}, "output": {"path": "o"}}
     for chat, expected in (({}, 1), ({"continue_final_message": False}, 0)):
-        config = JobConfig.model_validate(base | {"prompt": {"messages": "m", "chat": chat}})
+        config = prompt_job(messages="m", chat=chat)
         requests, _ = Tokenize(Told(), SamplingParams(), 0, chat_of(config, None))(unit)
         assert requests[0].prompt_token_ids == [expected]
         assert ("continue_final_message" in identity_of(config)["prompt"]["chat"]) is (expected == 0)

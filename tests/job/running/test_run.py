@@ -21,6 +21,7 @@ from pipeline.errors import (
 from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.running.run import run_job
 from pipeline.report.account import Tokens
+from pipeline.report.render import markdown, text
 from tests.job.conftest import FAKES, TEXTS, Started, run, runs, success
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -44,6 +45,29 @@ def test_a_finished_job_has_each_row_once_and_its_counts(job):
     for part in job.parts():
         rows = pq.read_table(part).to_pylist()
         assert rows == sorted(rows, key=lambda row: (row["source_file"], row["source_row"]))
+
+
+def test_what_is_odd_about_the_data_is_listed_at_the_end_and_in_the_report(job, tmp_path):
+    texts = ["a<|end|>", *TEXTS[:8], "<|end|>b", None]
+    job.rows(texts, per_file=6)
+    (tmp_path / "in" / "README.md").write_text("# Data")
+    report, _ = run(job, prompt={"template": "<|start|>{text}"})
+    told = [(warning.kind, warning.count, warning.example) for warning in report.warnings]
+    assert told == [("files_passed_over", 1, "README.md"), ("control_tokens_in_template", 10, "<|start|>")]
+    raw = json.loads((job.output / "_pipeline" / "report.json").read_text())["warnings"]
+    assert [(each["kind"], each["count"], each["example"]) for each in raw] == told
+    for page in (text(report), markdown(report)):
+        words = " ".join(page.split())
+        assert "1 file of another format passed over (README.md): " in words
+        assert "prompt.special_tokens: template" in words
+    again, _ = run(job, prompt={"template": "<|start|>{text}"})  # of a finished job
+    assert again.warnings == report.warnings
+
+
+def test_nothing_is_listed_where_nothing_is_odd(job):
+    report, _ = run(job.rows([*TEXTS[:8], "<|end|>"]))  # one such row may be
+    assert report.warnings == ()
+    assert "Warning" not in text(report)
 
 
 def test_tokens_refused_computed_and_cached_are_told_apart_everywhere(job):

@@ -1,6 +1,6 @@
 """The section `prompt`: what is asked of each row, as a text or a chat."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -64,8 +64,8 @@ class PromptSection(Section):
         default=None,
         min_length=1,
         description="Text with {column} for the columns of each row, {column.field} for a field of a struct or of JSON "
-        "text, {column:.2f} for a number or date in a form; {{ and }} stand for braces. Or give `column`, or "
-        "`messages`.",
+        "text, {column:.2f} for a number or date in a form, {`column`} for a name with other characters; {{ and }} "
+        "stand for braces. Or give `column`, or `messages`.",
         examples=["Summarize: {text}", "{author.name} ({score:.1f}): {text}"],
     )
     column: Column | None = Field(
@@ -89,6 +89,12 @@ class PromptSection(Section):
         description="Texts that stand for nulls: by what the template names, or by the column. A null without one "
         "makes the row an error row.",
         examples=[{"title": "(untitled)", "author.name": "unknown"}],
+    )
+    special_tokens: Literal["text", "template"] = Field(
+        default="text",
+        description="What texts of the model's control tokens are in a prompt that is sent as plain text: letters "
+        "(text), or control tokens where the template itself writes them (template). In values they are letters.",
+        examples=["template"],
     )
     max_bytes: Bytes = Field(
         default=8 * 2**20,
@@ -126,6 +132,11 @@ class PromptSection(Section):
         if len(given) != 1:
             found = " and ".join(given) if given else "none of them"
             raise ValueError(f"expected exactly one of template, column, messages; got {found}")
+        if self.special_tokens == "template" and (self.template is None or self.chat is not None):
+            raise ValueError(
+                "special_tokens: template is for a prompt.template that is sent as plain text; column and messages "
+                "hold data, and with chat the chat template writes the control tokens"
+            )
         if self.defaults:
             try:
                 self.spec()
@@ -137,4 +148,5 @@ class PromptSection(Section):
         """How rows become prompts."""
         from pipeline.data.prompts import PromptSpec
 
-        return PromptSpec(self.column, self.template, self.messages, self.max_bytes, self.defaults)
+        in_pieces = self.special_tokens == "template"
+        return PromptSpec(self.column, self.template, self.messages, self.max_bytes, self.defaults, in_pieces=in_pieces)

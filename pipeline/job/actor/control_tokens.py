@@ -1,0 +1,76 @@
+"""Texts that the job file puts into prompts, and rows whose prompts hold texts of control tokens.
+
+Text is never a control token, so the model gets those as letters; people who render chats themselves expect otherwise.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.data.units import Unit
+from pipeline.report.record.data_warnings import ControlTokenRows
+
+if TYPE_CHECKING:
+    from pipeline.config import JobConfig
+
+
+@dataclass(frozen=True)
+class AuthorTexts:
+    """The literals of `prompt.template`, and the system message of `prompt.chat`.
+
+    parses_control_tokens: control tokens in the literals are parsed; a unit's prompts are pieces as JSON then.
+    """
+
+    literals: tuple[str, ...] = ()
+    system: str | None = None
+    parses_control_tokens: bool = False
+
+
+def author_texts(config: "JobConfig") -> AuthorTexts:
+    """What the job file itself puts into prompts."""
+    prompt, spec = config.prompt, config.prompt_spec()
+    literals = () if spec.template is None else spec.parts[0]
+    return AuthorTexts(literals, prompt.chat and prompt.chat.system, spec.in_pieces)
+
+
+class ControlTokenCounter:
+    """Counts the rows of units. Thread-safe. Prompts are searched as Arrow holds them, in a small part of the time that
+    it takes to encode them; only those with a match become Python's."""
+
+    def __init__(self, texts: Sequence[str], author: AuthorTexts) -> None:
+        """texts: of the tokenizer's control tokens."""
+        self._pattern = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
+        self._find = re.compile(self._pattern).findall if texts else lambda text: []
+        self._in_pieces = author.parses_control_tokens
+        self._literal = [] if self._in_pieces else [text for part in author.literals for text in self._find(part)]
+        self._of_author = [*self._literal, *self._find(author.system or "")]
+
+    def __call__(self, unit: Unit) -> ControlTokenRows:
+        prompts = unit.own("_prompt")
+        if not self._pattern:
+            return ControlTokenRows()
+        in_template, example = 0, ""
+        if self._of_author:
+            in_template, example = len(prompts) - prompts.null_count, self._of_author[0]
+        counts = pc.call_function("count_substring_regex", [prompts], pc.MatchSubstringOptions(self._pattern))
+        more = pc.call_function("greater", [counts, pa.scalar(len(self._literal), counts.type)])
+        rows = [i for i in pc.call_function("indices_nonzero", [more]).to_pylist() if self._own(prompts[i].as_py())]
+        if not rows:
+            return ControlTokenRows(in_template=in_template, template_example=example)
+        (file, row), first = min(
+            ((unit.own("source_file")[i].as_py(), unit.own("source_row")[i].as_py()), i) for i in rows
+        )
+        own = f"{file} row {row}: {self._own(prompts[first].as_py())}"
+        return ControlTokenRows(in_template, len(rows), example, own)
+
+    def _own(self, prompt: str) -> str:
+        """The first text of a control token that a row's own values hold; empty where there is none."""
+        if self._in_pieces:
+            return next((text for value in json.loads(prompt)[1::2] for text in self._find(value)), "")
+        found = self._find(prompt)
+        return next((text for text in found if text not in self._literal), found[-1])
