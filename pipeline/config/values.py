@@ -113,7 +113,7 @@ def _no_login(path: str) -> str:
 def _on_one_line(path: str) -> str:
     """YAML's `|` and `>` end a text with a line break, which would become part of a folder's name."""
     if re.search(r"[\x00-\x1f\x7f]", path):
-        raise ValueError("expected a path on one line, without line breaks and other control characters")
+        raise ValueError(f"expected a path on one line, without control characters, not {path[:200]!r}")
     return path
 
 

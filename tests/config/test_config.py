@@ -253,7 +253,7 @@ def test_refused(mistakes, more: str, expected: str):
         ("path: data", "path: 's3://user:hunter2@bucket/x'", "input.path: a bucket's url holds no user or password"),
         ("path: demo", "path: 's3://user:hunter2@bucket'", "model.path: a bucket's url holds no user or password"),
         ("path: out", "path: 'gs://hunter2@bucket/x'", "output.path: a bucket's url holds no user or password"),
-        ("path: out", 'path: "out\\n"', "output.path: expected a path on one line, without line breaks"),
+        ("path: out", 'path: "out\\n"', "output.path: expected a path on one line, without control characters"),
         ("path: out", "path: out, rename: {error: e, finish_reason: e}", "two columns get the same new name"),
     ],
 )

@@ -99,7 +99,7 @@ BEYOND_A_SCHEMA = (
     "expected demo, demo:target",
     "no embedded model",
     "holds no user or password",
-    "without line breaks",
+    "without control characters",
     "the same new name",
     "at least two labels",
     "is there twice",

@@ -368,7 +368,7 @@ def test_fault_23_filesystems_without_exclusive_create_are_refused(memory, monke
         PartStore("simplecache::s3://bucket/out")
     with monkeypatch.context() as patch:
         patch.setattr(kind, "pipe_file", AbstractFileSystem.pipe_file)  # looks, then writes
-        with pytest.raises(OutputError, match=r"\(memory\) has no exclusive create.*use S3"):
+        with pytest.raises(OutputError, match=r"\(box\) has no exclusive create.*use S3"):
             memory.folder.probe()
 
     def no_modes(self, path, value):
@@ -476,7 +476,7 @@ def test_rewriting_is_refused_where_it_would_not_be_safe(faulty, store, memory):
     faulty.proxy.add("ignore_conditions", "probe", times=100)
     with pytest.raises(OutputError, match="does not heed If-Match"):
         store.folder.probe_swap()
-    with pytest.raises(OutputError, match="known of S3 and local disks only, not of memory"):
+    with pytest.raises(OutputError, match="known of S3 and local disks only, not of box"):
         memory.folder.probe_swap()
 
 

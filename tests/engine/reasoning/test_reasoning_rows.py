@@ -199,7 +199,7 @@ def test_markers_that_are_no_tokens_are_refused_before_anything_runs() -> None:
     assert run(engine, [right])[1].token_ids == run(text_engine(), [right])[1].token_ids, "it took no seed"
     for given, told in (
         ({"thinking_token_budget": 3}, "sampling.thinking_token_budget = 3: expected none without sampling.reasoning"),
-        ({"thinking_token_budget": -1, "reasoning": "auto"}, "expected an integer of at least 0"),
+        ({"thinking_token_budget": -2, "reasoning": "auto"}, "expected an integer of at least 0"),
         ({"reasoning": True}, "sampling.reasoning = True: expected auto, or"),
         ({"reasoning": {"start": "a", "end": "a"}}, "are both 'a'"),
     ):

@@ -120,7 +120,7 @@ def test_its_markers_are_the_checkpoints_and_part_of_what_the_job_is(job):
         ({"reasoning": True}, "sampling.reasoning", "expected auto, or"),
         ({"reasoning": {"start": "a"}}, "sampling.reasoning", "expected auto, or"),
         ({"thinking_token_budget": 9}, "sampling", "needs reasoning"),
-        ({"reasoning": "auto", "thinking_token_budget": -1}, "sampling.thinking_token_budget", "at least 0"),
+        ({"reasoning": "auto", "thinking_token_budget": -2}, "sampling.thinking_token_budget", "at least 0"),
         ({"reasoning_effort": "low"}, "sampling.reasoning_effort", "sampling.thinking_token_budget"),
     ],
 )
