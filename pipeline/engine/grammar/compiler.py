@@ -15,10 +15,11 @@ from pipeline.engine.grammar.json_schema import prepared
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.errors import ConfigError, EnvironmentFailed
-from pipeline.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+    from pipeline.tokenization.tokenizer import Tokenizer
 
 MAX_COMPILED = 256  # grammars that are kept; those of running rows live on beside them
 ANY_OBJECT = '{"type":"object"}'
@@ -38,7 +39,7 @@ def check_grammar(wanted: StructuredOutputs) -> None:
 class GrammarCompiler:
     """Of one model. `vocab_size`: the width of its logits, of which the tokenizer may know fewer or more."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: "Tokenizer", vocab_size: int) -> None:
         self._tokenizer, self.vocab_size = tokenizer, vocab_size
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()

@@ -39,7 +39,7 @@ def test_one_engine_and_one_window_need_no_ray(job, run, needs_ray, monkeypatch)
     assert spec_of(job.rows(TEXTS), **run).needs_ray is needs_ray
 
 
-def test_a_small_job_never_imports_ray(job):
+def test_a_small_job_never_imports_ray_and_its_engine_starts_before_transformers_is_imported(job):
     job.rows(TEXTS)
     job.config(run={"window_rows": 1000})
     script = """
@@ -47,12 +47,13 @@ import sys
 from pipeline.config import load_job
 from pipeline.job.running.run import run_job
 from tests.job.conftest import FAKES
+print("transformers" in sys.modules)
 print(run_job(load_job(sys.argv[1]), backend=FAKES).rows.written, "ray" in sys.modules, "torch" in sys.modules)
 """
     done = subprocess.run(
         [sys.executable, "-c", script, str(job.folder / "job.yaml")], capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["50", "False", "False"]
+    assert done.stdout.split() == ["False", "50", "False", "False"]
     job.check(TEXTS)
 
 
