@@ -297,7 +297,7 @@ def plain_array(array: pa.Array, t: pa.DataType) -> pa.Array:
 
 
 def _spans(lists: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Where in `values` each list of any kind begins, and how long it is; a null has none."""
+    """Return the offset in `values` and the length of each list of any kind; a null has length 0."""
     t = lists.type
     if pa.types.is_fixed_size_list(t):
         starts = (np.arange(len(lists)) + lists.offset) * t.list_size

@@ -341,7 +341,7 @@ class _Read:
     damaged: list[tuple[int, int, str]]
 
     def row_bytes(self, num_rows: int) -> np.ndarray:
-        """Of the rows' values, decoded."""
+        """Return the decoded size of each row's values."""
         sizes = np.zeros(num_rows, np.int64)
         for column in () if self.table is None else self.table.columns:
             sizes += np.concatenate([decoded_bytes(chunk) for chunk in column.chunks])

@@ -8,7 +8,7 @@ from pipeline.errors import RowError
 
 
 def is_checked(params: SamplingParams) -> bool:
-    """Whether completions of these parameters are JSON."""
+    """Return whether completions of these parameters are JSON."""
     return params.structured_outputs is not None and params.structured_outputs.kind in ("json", "json_object")
 
 

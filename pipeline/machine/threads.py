@@ -9,6 +9,7 @@ all threads came or not. Threads of torch must not spin next to those of oneTBB,
 import ctypes
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -20,10 +21,11 @@ _LIBRARY = "libtbb.so.12"
 def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what to add to the environment of a process before it loads torch, so that libgomp's threads soon sleep.
 
-    Empty where the environment has a setting already, and where there is no oneTBB: alone on its cores libgomp is
-    slower with it.
+    Empty where the environment has a setting already, and on platforms for which oneTBB is not installed: without it,
+    a process alone on its cores is slower with this setting.
     """
-    if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys() or platform.machine() != "x86_64":
+    has_tbb = (sys.platform, platform.machine()) == ("linux", "x86_64")  # as pyproject.toml has it
+    if not has_tbb or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
         return {}
     return {"GOMP_SPINCOUNT": str(_SPINS)}
 

@@ -19,7 +19,7 @@ from pipeline.stores.filesystem import secrets_in
 _PARQUET_ENDINGS = (".parquet", ".parq", ".pq")
 _CODEC_ENDINGS = (".snappy", ".gz", ".gzip", ".zst", ".zstd", ".lz4", ".br", ".bz2")  # after .parquet, as Hive has it
 _DATASETS_NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")  # of Hugging Face's datasets
-_DATASETS_STATE = "state.json"  # beside dataset_info.json
+_DATASETS_STATE = "state.json"  # next to dataset_info.json
 _AT_ONCE = 32  # files whose first bytes are read
 _MAX_SHOWN = 6  # endings in one message
 
@@ -74,10 +74,10 @@ def _datasets_notes(relatives: list[str]) -> set[str]:
 
 
 def _counted(relatives: list[str]) -> str:
-    """How many files of which ending, with the first of each."""
+    """Return the number of files of each ending, with the first of each."""
     endings = Counter(posixpath.splitext(relative)[1].lower() for relative in relatives)
-    told = []
+    parts = []
     for ending, count in endings.most_common(_MAX_SHOWN):
         first = next(relative for relative in relatives if posixpath.splitext(relative)[1].lower() == ending)
-        told.append(f"{count:,} {ending or 'without an ending'} ({first}{', ...' if count > 1 else ''})")
-    return ", ".join(told) + (", ..." if len(endings) > _MAX_SHOWN else "")
+        parts.append(f"{count:,} {ending or 'without an ending'} ({first}{', ...' if count > 1 else ''})")
+    return ", ".join(parts) + (", ..." if len(endings) > _MAX_SHOWN else "")

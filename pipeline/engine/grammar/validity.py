@@ -1,4 +1,4 @@
-"""Whether a finished text is valid by its JSON Schema, by the package jsonschema.
+"""Validation of finished texts by their JSON Schema, with the package jsonschema.
 
 The masks hold most of a schema; what they hold in part shows here: numbers beyond float64, a name that an object has
 twice, a text that a stop string has cut. Patterns and formats are the masks' alone: jsonschema has Python's regular

@@ -32,7 +32,7 @@ class AuthorTexts:
 
 
 def author_texts(config: "JobConfig") -> AuthorTexts:
-    """What the job file itself puts into prompts."""
+    """Return the texts that the job file itself puts into prompts."""
     prompt, spec = config.prompt, config.prompt_spec()
     literals = () if spec.template is None else spec.parts[0]
     return AuthorTexts(literals, prompt.chat and prompt.chat.system, spec.in_pieces)

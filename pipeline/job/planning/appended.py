@@ -82,7 +82,7 @@ class Batches:
         return is_new or any(name in batch for batch in self.appended)
 
     def was_skipped(self, name: str) -> bool:
-        """Whether the first run listed a file as damaged."""
+        """Return whether the first run listed a file as damaged."""
         return self.first is not None and is_skipped(self.first.get(name, ""))
 
     @property

@@ -1,4 +1,4 @@
-"""What was odd about the data of a job and made no error: counted, with one example each.
+"""Oddities in the data of a job that are no errors: counted, with one example each.
 
 `pipeline validate`, the end of a run and report.json show the same short list.
 """
