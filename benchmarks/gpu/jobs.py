@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.section import Found, Setting
+from benchmarks.gpu.section import Found, Setting, launch_mixed_steps
 from pipeline.bench.engines.peer import Peer, PeerTask
 from pipeline.bench.measure import facts_to_text, table
 from pipeline.bench.request_sets import RequestSet, find_set, run_requests
@@ -39,7 +39,7 @@ class Variant:
 
 def _launch_prompts_by_kernel(engine: Engine) -> None:
     assert isinstance(engine.runner, ModelRunner)
-    engine.runner.replays_mixed = False
+    launch_mixed_steps(engine.runner)
 
 
 AS_SERVED = "as served"
@@ -115,7 +115,7 @@ def _run_set(engine: Engine, work: RequestSet, round_name: str) -> list[Moment]:
     moments: list[Moment] = []
     batch_sum, start = engine.stats.batch_sum, time.perf_counter()
 
-    def note(step_s: float) -> None:
+    def note() -> None:
         nonlocal batch_sum
         batch_sum, sequences = engine.stats.batch_sum, engine.stats.batch_sum - batch_sum
         moments.append(Moment(time.perf_counter() - start, engine.num_unfinished, sequences))

@@ -182,14 +182,12 @@ class StepGraphs:
         """Tokens that a sequence may compute in a captured step."""
         return self._attention.max_queries
 
-    def serves(self, step: StepInput, with_mixed: bool = True) -> bool:
+    def serves(self, step: StepInput) -> bool:
         num_tokens, num_seqs = len(step.token_id_T), len(step.context_len_S)
         if num_seqs > self.max_num_seqs:
             return False
         if not self._is_mixed(step):
             return num_tokens <= self._sizes[-1]
-        if not with_mixed:
-            return False
         at = int(np.searchsorted(self._mixed_sizes, num_tokens))
         if at == len(self._mixed_sizes):
             return False
