@@ -25,7 +25,7 @@ TINY = {
     "ladder": "--requests 4 --batch 2 --rounds 1 --output-tokens 2-6 --dtype float32",
     "plan": "--scale 1 --files 2 --rows-per-file 1000 --parts-per-window 2",
     "scheduler": "--sequences 8 --steps 2 --rounds 1",
-    "simulate admission": "--rows 40 --max-num-seqs 8",
+    "simulate admission": "--rows 16 --max-num-seqs 8 --kv-share 1",
     "simulate schedule": "--model qwen3-0.6b --card l4 --requests shared --smaller 64",
     "simulate pools": "--actors 1,2 --in-flight 1 --rows 20",
 }
@@ -85,7 +85,7 @@ def test_sorted_batches_hold_their_longest_in_the_memory_that_exists() -> None:
 
 
 def test_a_simulated_engine_computes_every_token_and_waits_for_a_slow_host() -> None:
-    rows = [row for unit in job_units("generation", 40, seed=3) for row in unit]
+    rows = [row for unit in job_units("generation", 16, seed=3) for row in unit]
     fast, slow = (
         Machine.on_card("qwen3-0.6b", "h100", max_num_seqs=8, captures_mixed=False, launch_s=s) for s in (0, 1)
     )

@@ -1,5 +1,5 @@
 """How often the host launches for a layer and for a step on a GPU, by kernel: the table of
-docs/performance/gpu-audit.md. A launch more in a layer is some microseconds of each layer of each step that is not
+benchmarks/gpu-audit.md. A launch more in a layer is some microseconds of each layer of each step that is not
 replayed."""
 
 from pathlib import Path
@@ -28,7 +28,7 @@ from tests.kernels.triton.problems import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="what is noted is not run, and the CPU has no graphs")
 
-PAGE = Path(__file__).parents[3] / "docs/performance/gpu-audit.md"
+PAGE = Path(__file__).parents[3] / "benchmarks/gpu-audit.md"
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("bfloat16", "bfloat16", {}),
     ("bfloat16, fp8 cache", "bfloat16", {"kv_cache_dtype": "fp8"}),
@@ -70,4 +70,4 @@ def test_launches_are_those_of_the_table(
         rows += [counted(STEPS[told]).row(name, f"{told}, replayed") for told in (DECODING, MIXED)]
     page = PAGE.read_text().splitlines()
     stale = [row for row in rows if row not in page]
-    assert not stale, "\n".join(["not in docs/performance/gpu-audit.md:", *stale])
+    assert not stale, "\n".join(["not in benchmarks/gpu-audit.md:", *stale])
