@@ -88,5 +88,5 @@ def test_drafts_change_no_text(folder: Path):
 
 def test_each_page_of_a_user_has_an_example_that_runs():
     with_example = {name(block.page) for block in CONSOLE}
-    for page in ("job-file", "cli", "output", "guarantees", "models", "speculation", "gpu", "clusters", "cookbook"):
+    for page in ("job-file", "output", "guarantees", "models", "speculation", "gpu", "clusters", "cookbook"):
         assert f"docs/{page}.md" in with_example
