@@ -60,12 +60,12 @@ class StepTime:
 
 
 class Recorder:
-    """Records the steps of an engine by wrapping its runner's `execute`."""
+    """Records the steps of an engine by wrapping its runner's `execute`. The first step begins with this object."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.steps: list[StepTime] = []
-        self._execute, self._last, self._began = runner.execute, (0, 0, 0, 0), time.perf_counter()
-        self._model_s = 0.0
+        self._execute, self._began = runner.execute, time.perf_counter()
+        self._sizes, self._model_s = (0, 0, 0, 0), 0.0
         runner.execute = self._timed  # pyright: ignore[reportAttributeAccessIssue]
 
     def _timed(self, step: StepInput, *rest: Any) -> torch.Tensor:
@@ -73,16 +73,12 @@ class Recorder:
         logits = self._execute(step, *rest)
         single_S = np.diff(step.query_start_S1) == 1
         sizes = len(step.context_len_S), len(step.token_id_T), len(step.logit_row_R)
-        self._last = (*sizes, int(step.context_len_S[single_S].sum()))
-        self._model_s = time.perf_counter() - start
+        self._sizes, self._model_s = (*sizes, int(step.context_len_S[single_S].sum())), time.perf_counter() - start
         return logits
-
-    def start(self) -> None:
-        self._began = time.perf_counter()
 
     def after_step(self) -> None:
         now = time.perf_counter()
-        self.steps.append(StepTime(*self._last, now - self._began, self._model_s))
+        self.steps.append(StepTime(*self._sizes, now - self._began, self._model_s))
         self._began = now
 
 
@@ -179,11 +175,10 @@ def main(
     with Engine(options, progress) as engine:
         engine.warm_up()
         assert isinstance(engine.runner, ModelRunner)
-        machine, recorder = machine_facts(), Recorder(engine.runner)
-        for name in ("warm-up", "counted"):
-            recorder.steps.clear()
-            recorder.start()
-            run_requests(engine, work.round(name, engine.runner.vocab_size), False, recorder.after_step)
+        vocab_size, machine = engine.runner.vocab_size, machine_facts()
+        run_requests(engine, work.round("warm-up", vocab_size), False)
+        recorder = Recorder(engine.runner)
+        run_requests(engine, work.round("counted", vocab_size), False, recorder.after_step)
         progress("measuring the floor")
         read_bytes_per_s = READ_BYTES / fastest(torch.ones(READ_BYTES // 4).sum, 5)
         figures = {

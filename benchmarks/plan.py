@@ -13,7 +13,6 @@ import io
 import json
 import os
 import pickle
-import platform
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.script import progress, report, script
-from pipeline.bench.measure import facts_to_text, last_line, table
+from pipeline.bench.measure import facts_to_text, last_line, machine_facts, table
 from pipeline.cli.console import json_flag
 from pipeline.config import load_job
 from pipeline.data.output.part_totals import PartTotals
@@ -196,12 +195,7 @@ def bench_plan(
         "footer_bytes": int.from_bytes(template[-8:-4], "little"),
         "parts_per_window": parts_per_window,
         "repeats": repeats,
-        "machine": {
-            "cores": str(len(os.sched_getaffinity(0))),
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            "pyarrow": pa.__version__,
-        },
+        "machine": machine_facts(),
     }
 
 
@@ -212,10 +206,8 @@ def to_lines(figures: dict[str, Any]) -> list[str]:
         rows.append((f"{c['scale']}x", c["files"], c["rows"], c["windows"], c["parts"], *spent))
     columns = " | ".join(f"{stage} s >9.2f | MB >6.1f" for stage in STAGES)
     return [
-        "Planning: footers of all files read, schemas merged, windows cut, the job's fingerprint made.",
-        "Resuming: names of parts are read, and the remaining windows found. No part is opened.",
-        "Executing: the driver's part of it, simulated: read tasks and units' summaries.",
-        "Verifying: names are read again, and the footers of all parts are read and summed.",
+        "plan: footers read, windows cut. resume: names of parts read, remaining windows found. execute: read",
+        "tasks and units' summaries, simulated. verify: names read again, footers of all parts read and summed.",
         f"Files of {figures['rows_per_file']:,} rows in {ROW_GROUPS} row groups and {COLUMNS} columns, footers of "
         f"{figures['footer_bytes']:,} bytes, just written on a local disk (in the page cache).",
         f"{figures['parts_per_window']} parts a window; before resuming, nine of ten windows are complete. Medians of "

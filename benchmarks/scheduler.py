@@ -56,7 +56,7 @@ class Timed:
 
 
 class NoModel:
-    """A runner that computes nothing: a row of made logits for each row that samples."""
+    """A runner that computes nothing: a row of made logits for each row that samples. All rows generate."""
 
     is_asynchronous, max_corrected_queries = False, 0
     greedy, sample = staticmethod(reference.greedy), staticmethod(reference.sample)
@@ -74,15 +74,6 @@ class NoModel:
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         return self.logits_RV[: len(step.logit_row_R)]
 
-    def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        raise AssertionError("all rows generate")
-
-    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("all rows generate")
-
-    def zero_blocks(self, blocks: list[int]) -> None:
-        raise AssertionError("made logits are finite")
-
 
 class Load:
     """An engine that is kept full with rows of ragged lengths, and the time of the parts of its steps."""
@@ -94,7 +85,7 @@ class Load:
         self.decode = Timed(tokenizer.decode)
         self.runner = NoModel(num_running, sorted(tokenizer.eos_token_ids))
         self.engine = Engine.from_parts(
-            self.runner,
+            self.runner,  # type: ignore[arg-type]  # reads nothing and cleans no blocks
             SimpleNamespace(decode=self.decode, eos_token_ids=tokenizer.eos_token_ids),  # type: ignore[arg-type]
             num_blocks=num_running * -(-MAX_MODEL_LEN // BLOCK_SIZE),
             block_size=BLOCK_SIZE,

@@ -200,9 +200,9 @@ JOBS = {
 }
 
 
-def job_units(job: str, count: int, seed: int) -> list[list[SimulatedRow]]:
+def job_units(job: str, count: int) -> list[list[SimulatedRow]]:
     """Return the rows of a job in units, cut and ordered as a job's are. The same at every call."""
-    work = replace(JOBS[job], count=count, seed=(seed,))
+    work = replace(JOBS[job], count=count)
     requests, max_tokens = work.round("1", VOCAB), work.output.high
     texts = [np.array(request.prompt_token_ids, dtype=np.int32) for request in requests]
     assert texts[0].itemsize == BYTES_PER_TOKEN
@@ -230,9 +230,9 @@ class MaxTokens(Admission):
 RULES = {"engine": Admission, "free blocks": FreeBlocks, "max_tokens": MaxTokens, "known lengths": MaxTokens}
 
 
-def admission_runs(machine: Machine, job: str, kv_share: float, rows: int, seed: int) -> Iterator[dict[str, Any]]:
+def admission_runs(machine: Machine, job: str, kv_share: float, rows: int) -> Iterator[dict[str, Any]]:
     """Yield a run for each rule. With "known lengths" a row may generate exactly what it does."""
-    of_job = [row for unit in job_units(job, rows, seed) for row in unit]
+    of_job = [row for unit in job_units(job, rows) for row in unit]
     lengths = [len(row.prompt) + row.output for row in of_job]
     max_model_len = max(len(row.prompt) + row.max_tokens for row in of_job)
     batch_tokens = machine.max_num_seqs * sum(lengths) / len(lengths)
@@ -254,7 +254,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-def schedule_runs(model: str, card: str, name: str, launch_s: float, smaller: int) -> Iterator[dict[str, Any]]:
+def schedule_runs(model: str, card: str, name: str, smaller: int) -> Iterator[dict[str, Any]]:
     """Yield a run for each choice; without figures where the model and a request do not fit the card."""
     requests = find_set(name).smaller(smaller, 1).round("1", VOCAB)
     rows = [SimulatedRow(np.array(r.prompt_token_ids, np.int32), r.max_tokens, r.max_tokens) for r in requests]
@@ -262,7 +262,7 @@ def schedule_runs(model: str, card: str, name: str, launch_s: float, smaller: in
     longest = max(len(row.prompt) + row.output for row in rows)
     for choice, settings in CHOICES.items():
         progress(f"{name}, {choice}")
-        machine = Machine.on_card(model, card, launch_s=launch_s, **settings)
+        machine = Machine.on_card(model, card, **settings)
         fits = machine.num_blocks * BLOCK_SIZE > longest
         yield {"job": name, "choice": choice, **(SimulatedEngine(machine, longest + 1).run(rows) if fits else {})}
 
@@ -344,7 +344,6 @@ def main() -> None: ...
 MODEL = click.option("--model", default="llama-8b-awq", show_default=True, metavar="SHAPE|PATH")
 CARD = click.option("--card", default="h100", show_default=True, metavar="NAME", help="The beginning of its name.")
 JOB = click.option("--job", type=click.Choice(list(JOBS)), default="generation", show_default=True)
-SEED = click.option("--seed", type=int, default=1, show_default=True)
 
 
 @main.command("admission")
@@ -355,34 +354,29 @@ SEED = click.option("--seed", type=int, default=1, show_default=True)
               help="The KV cache, as a share of what a full batch of mean rows holds in the end.")  # fmt: skip
 @click.option("--max-num-seqs", type=click.IntRange(1, 8192), default=256, show_default=True)
 @click.option("--rows", type=click.IntRange(min=1), default=2000, show_default=True)
-@SEED
 @json_flag
 @clean_errors
 def compare_admission(
-    model: str, card: str, job: str, kv_share: float, max_num_seqs: int, rows: int, seed: int, as_json: bool
+    model: str, card: str, job: str, kv_share: float, max_num_seqs: int, rows: int, as_json: bool
 ) -> None:
     """Compare rules of admission on a job whose KV cache is tight."""
     machine = Machine.on_card(model, card, max_num_seqs=max_num_seqs)
-    settings = {"model": model, "card": card, "rows": rows, "max_num_seqs": max_num_seqs, "seed": seed}
-    show("admission", settings, list(admission_runs(machine, job, kv_share, rows, seed)), as_json)
+    settings = {"model": model, "card": card, "rows": rows, "max_num_seqs": max_num_seqs}
+    show("admission", settings, list(admission_runs(machine, job, kv_share, rows)), as_json)
 
 
 @main.command("schedule")
 @MODEL
 @CARD
 @click.option("sets", "--requests", multiple=True, metavar="SET", help="As of bench roofline; else all of them.")
-@click.option("--launch-us", type=FiniteRange(min=0), default=1e6 * LAUNCH_S, show_default=True,
-              help="Host time to launch one layer, kernel by kernel.")  # fmt: skip
 @click.option("--smaller", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
               help="Keep every Nth request.")  # fmt: skip
 @json_flag
 @clean_errors
-def compare_schedules(
-    model: str, card: str, sets: Sequence[str], launch_us: float, smaller: int, as_json: bool
-) -> None:
+def compare_schedules(model: str, card: str, sets: Sequence[str], smaller: int, as_json: bool) -> None:
     """Compare choices of the schedule on the fixed request sets."""
-    settings = {"model": model, "card": card, "launch_us": launch_us, "smaller": smaller}
-    runs = [run for name in sets or REQUEST_SETS for run in schedule_runs(model, card, name, launch_us / 1e6, smaller)]
+    settings = {"model": model, "card": card, "smaller": smaller}
+    runs = [run for name in sets or REQUEST_SETS for run in schedule_runs(model, card, name, smaller)]
     show("schedule", settings, runs, as_json)
 
 
@@ -396,19 +390,18 @@ def compare_schedules(
 @click.option("--join-s", type=FiniteRange(min=0), default=0.0, show_default=True,
               help="Seconds within which machines come, one after the other.")  # fmt: skip
 @click.option("--rows", type=click.IntRange(min=1), default=2000, show_default=True, help="Of each machine.")
-@SEED
 @json_flag
 @clean_errors
 def compare_pools(
     model: str, card: str, job: str, actors: Sequence[int], in_flight: Sequence[int], join_s: float, rows: int,
-    seed: int, as_json: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Compare numbers of machines and of units that each has open."""
     machine = Machine.on_card(model, card)
-    settings = {"model": model, "card": card, "job": job, "rows": rows, "join_s": join_s, "seed": seed}
+    settings = {"model": model, "card": card, "job": job, "rows": rows, "join_s": join_s}
     runs = []
     for count in actors:
-        units = job_units(job, count * rows, seed)
+        units = job_units(job, count * rows)
         for each in in_flight:
             progress(f"{count} machines, {each} units in flight")
             found = run_pool(machine, units, actors=count, in_flight=each, join_s=join_s)

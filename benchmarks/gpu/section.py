@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.gpu.stopwatch import Rates, Stopwatch
 from pipeline.bench.roofline import model_size
+from pipeline.engine.engine import Engine
 from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.kernels.select import default_dtype
@@ -80,9 +81,10 @@ class Found:
         self.failures.append(f"{name}: {type(error).__name__}: {str(error).strip()[:500]}")
 
 
-def launch_mixed_steps(runner: ModelRunner) -> Callable[[], None]:
+def launch_mixed_steps(engine: Engine) -> Callable[[], None]:
     """Launch steps with prompts kernel by kernel from now on; the returned function replays captured ones again."""
-    graphs = runner._graphs
+    assert isinstance(engine.runner, ModelRunner)
+    graphs = engine.runner._graphs
     if graphs is None:
         return lambda: None
     serves = graphs.serves

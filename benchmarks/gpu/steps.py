@@ -110,7 +110,6 @@ class StepBench:
         self._engine, self._traces, self._name = engine, traces, name
         self._random = np.random.default_rng(SEED)
         assert isinstance(engine.runner, ModelRunner)
-        self._runner = engine.runner
         self._on_card = engine.runner.decoder.device.type == "cuda"
 
     def measure(self, rows: Sequence[int], context: int) -> Iterator[StepTime]:
@@ -143,7 +142,7 @@ class StepBench:
         wall_s = self._timed(NUM_TIMED, self._engine.step)
         traced = self._traced(f"{self._name}-{rows}x{context}", NUM_TRACED, self._engine.step)
         mixed_s = self._timed(NUM_MIXED, self._mixed_step)
-        replay_again = launch_mixed_steps(self._runner)
+        replay_again = launch_mixed_steps(self._engine)
         by_kernel_s = self._timed(NUM_MIXED, self._mixed_step) if self._on_card else None
         windows = self._traced(f"{self._name}-{rows}x{context}-mixed", NUM_MIXED_TRACED, self._mixed_step)
         replay_again()

@@ -85,7 +85,7 @@ def test_sorted_batches_hold_their_longest_in_the_memory_that_exists() -> None:
 
 
 def test_a_simulated_engine_computes_every_token_and_waits_for_a_slow_host() -> None:
-    rows = [row for unit in job_units("generation", 16, seed=3) for row in unit]
+    rows = [row for unit in job_units("generation", 16) for row in unit]
     fast, slow = (
         Machine.on_card("qwen3-0.6b", "h100", max_num_seqs=8, captures_mixed=False, launch_s=s) for s in (0, 1)
     )
@@ -101,7 +101,7 @@ def test_a_simulated_engine_computes_every_token_and_waits_for_a_slow_host() -> 
 
 def test_more_machines_end_sooner_and_late_ones_cost_balance() -> None:
     machine = Machine.on_card("qwen3-0.6b", "h100", max_num_seqs=8)
-    units = [[row] for unit in job_units("generation", 60, seed=1) for row in unit]
+    units = [[row] for unit in job_units("generation", 60) for row in unit]
     alone, both, late = (
         run_pool(machine, units, actors=actors, in_flight=8, join_s=join_s)
         for actors, join_s in ((1, 0.0), (2, 0.0), (2, 65.0))
