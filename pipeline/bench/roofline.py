@@ -43,7 +43,7 @@ BLOCK_SIZE = 64  # of the KV cache on a card
 
 @dataclass(frozen=True)
 class Serving:
-    """How steps are served. paths: `engine`, which goes by its crossover and keeps 16-bit weights beside int4 ones by
+    """How steps are served. paths: `engine`, which goes by its crossover and keeps 16-bit weights next to int4 ones by
     its own rule, or the `fastest` of all. shared_reads: of a prefix, `once` a step or once for `each` sequence."""
 
     max_num_seqs: int = 1024
@@ -133,7 +133,7 @@ class RooflineBench:
         for bound in self.jobs:
             name, j = (bound.card, bound.requests, bound.weights), bound.job
             if j is None:
-                lacks = bound.lacks or f"does not fit: {bound.kv_tokens:,} tokens of room beside the weights"
+                lacks = bound.lacks or f"does not fit: {bound.kv_tokens:,} tokens of room next to the weights"
                 rows.append((*name, lacks, *[None] * 5))
             else:
                 rates = j.output_tokens_per_s, j.tokens_per_s

@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_said():
     bound = roofline._job(find_set("single"), size, weights, small, Serving(8, 512), Crossover(64, 64, 192))
     assert (bound.job, bound.kv_tokens) == (None, 0)
     told = replace(bench_roofline("tiny", ["l4"], ["single"]), jobs=(bound,)).to_text()
-    assert "does not fit: 0 tokens of room beside the weights" in told
+    assert "does not fit: 0 tokens of room next to the weights" in told
     apart = roofline._job(
         find_set("single"), *model_size("llama-8b-awq")[:2], small, Serving(8, 512), Crossover(64, 64, 192)
     )

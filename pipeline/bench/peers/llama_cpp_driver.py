@@ -48,7 +48,7 @@ def load(task):
     params.n_ctx = slots * task["max_model_len"]
     params.n_batch = 2048
     params.cont_batching = True
-    params.cache_ram_mib = 0  # prompts of ended requests are not kept beside the slots
+    params.cache_ram_mib = 0  # prompts of ended requests are not kept
     params.n_threads_http = slots + 4
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = task["threads"]
     params.port = 0
