@@ -77,8 +77,8 @@ def test_a_node_that_dies_costs_its_open_units_alone_and_one_that_joins_gets_wor
     assert fault["where"] == [f"{lost['host']} (Ray node {lost['node_id'][:8]})"]
     assert 0 <= fault["tokens"]["generated"] <= IN_FLIGHT * UNIT_ROWS * 6
     assert fault["machine_us"] > 0
-    assert run["units_lost"] == 0
-    assert report["work"]["machines_lost"] == 1
+    assert run["duplicate_units"] == 0
+    assert report["work"]["nodes_lost"] == 1
     assert "machine lost: " in (job.output / "_pipeline" / "report.md").read_text()
     # the machine that is gone is not paid for after its end, the other one not before its beginning
     machine_us = [sum(actor["phases_us"].values()) for actor in (lost, replacement)]
@@ -137,7 +137,7 @@ def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhe
     assert joined["replaces"] == drained["actor"]
     assert joined["units"] > 0
     assert drained["units"] < actors[nodes[0].node_id]["units"]
-    assert report["runs"][0]["units_lost"] == 0
+    assert report["runs"][0]["duplicate_units"] == 0
     for fault in report["faults"]:  # Ray ends a drained machine that nobody uses, soon or late
         assert fault["kind"] in ("node_lost", "engine_restarted")
         assert (fault["tokens"], fault["work_us"]) == ({"prompt": 0, "generated": 0}, 0)
@@ -158,7 +158,7 @@ def test_all_workers_leave_and_others_come(job, cluster):
     job.check(TEXTS[:120])
     report = json.loads((job.output / "_pipeline" / "report.json").read_text())
     assert [actor["node_id"] for actor in report["runs"][0]["actors"]] == [only.node_id, late.node_id]
-    assert report["runs"][0]["units_lost"] == 0
+    assert report["runs"][0]["duplicate_units"] == 0
 
 
 def test_the_head_restarts_and_the_same_command_goes_on(job):

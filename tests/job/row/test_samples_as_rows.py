@@ -164,7 +164,7 @@ def test_rows_may_have_one_sample_or_differ_in_their_number(rows):
     report, _ = run(rows, sampling={"n": 1}, output={"path": str(rows.folder / "one")})
     one = pq.read_table(rows.folder / "one", columns=["id", "sample_index", "generated_text"]).to_pylist()
     assert [row["sample_index"] for row in one] == [0] * 5
-    assert report.rows.further_samples == 0
+    assert report.rows.extra_samples == 0
     assert all(isinstance(row["generated_text"], str) for row in one)
 
 

@@ -44,7 +44,7 @@ def test_what_runs_leave_is_as_the_schemas_say(job, without_ray):
         assert keys <= set(raw), "each key that a schema names is there"
         for key in sorted(keys - {"warning"}):
             wrong = {**raw, key: [None] if not isinstance(raw[key], list) else "text"}
-            assert key in ("resolved", "config_free") or not validator(name).is_valid(wrong), (name, key)
+            assert key in ("resolved", "settings") or not validator(name).is_valid(wrong), (name, key)
 
 
 def test_records_of_before_there_were_versions_are_read():
