@@ -36,21 +36,24 @@ def printable_json(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time with about three digits: `850 ms`, `12.3 s`, `4 min 05 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
+    """Return a time with about three digits: `850 ms`, `12.3 s`, `4 min 05 s`, `12 min`, `3 h 05 min`, `2 d 04 h`."""
     if seconds < 0:
         return f"-{duration(-seconds)}"
     if 0 < seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 99.95:
         return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 10:
-        return f"{minutes} min {rest:02} s"
+    if seconds < 599.5:
+        return _two_units(round(seconds), 60, "min", "s")
     minutes = round(seconds / 60)
     if minutes < 90:
         return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+    return _two_units(minutes, 60, "h", "min") if minutes < 48 * 60 else _two_units(minutes // 60, 24, "d", "h")
+
+
+def _two_units(small: int, in_large: int, large_unit: str, small_unit: str) -> str:
+    large, rest = divmod(small, in_large)
+    return f"{large} {large_unit} {rest:02} {small_unit}" if rest else f"{large} {large_unit}"
 
 
 def percent(share: float) -> str:

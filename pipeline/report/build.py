@@ -17,7 +17,7 @@ from pipeline.report.record.row_stats import Computed, RowStats
 from pipeline.report.record.run_record import PHASES, ActorRecord, RunRecord, summed
 from pipeline.report.run_report import ErrorCost, LengthCost, Percentiles, Rows, RunReport, Work
 from pipeline.report.savings import find_savings
-from pipeline.report.targets import compare_targets
+from pipeline.report.targets import targets_of
 
 MAX_REASONS = 10  # of engine restarts in the report
 
@@ -101,7 +101,7 @@ def build_report(
         ),
         warnings=(*(runs[-1].warnings if runs else ()), *stats.control_tokens.warnings()),
     )
-    return replace(report, targets=compare_targets(report, settings.get("targets", {})))
+    return replace(report, targets=targets_of(report, settings.get("targets", {})))
 
 
 def _error_costs(

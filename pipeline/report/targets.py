@@ -15,11 +15,11 @@ FIGURES: Mapping[str, Callable[[RunReport], float | None]] = {
     "max_usd_per_1m_generated": lambda report: report.cost.per_1m_generated_usd,
     "min_generated_per_s": lambda report: report.generated_tokens_per_s,
     "min_batch_efficiency": lambda report: report.batch_efficiency if report.machine_us else None,
-    "max_row_p95_s": _row_p95_s,
+    "max_row_p95": _row_p95_s,
 }
 
 
-def compare_targets(report: RunReport, limits: Mapping[str, float | None]) -> tuple[Target, ...]:
+def targets_of(report: RunReport, limits: Mapping[str, float | None]) -> tuple[Target, ...]:
     """limits: by the keys of the section; its other keys are no limits."""
     found = ((key, limits.get(key), figure) for key, figure in FIGURES.items())
     return tuple(Target(key, limit, figure(report)) for key, limit, figure in found if limit is not None)

@@ -20,7 +20,7 @@ def test_status_of_a_folder_and_of_a_job(work, pipe):
         code, out, _ = pipe("status", place)
         assert code == 0
         assert f"{place}: finished\n" in out
-        assert "66.7 %, 2/3 rows" in out
+        assert "66.7%, 2/3 rows" in out
     raw = json.loads(pipe("status", "out", "--json")[1])
     assert (raw["rows_done"], raw["stale"]) == (2, None)
 

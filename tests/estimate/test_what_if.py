@@ -128,13 +128,13 @@ def test_changes_are_read_as_they_are_typed():
 
 
 def test_a_change_for_the_worse_is_never_paid_back_and_an_unpriced_job_has_no_return():
-    worth = compare_reports(("a", "b"), a_report(phases=HALF), a_report(), 5e6, 10).worth
+    worth = compare_reports(("a", "b"), a_report(phases=HALF), a_report(), 5e6, 10).returns
     assert worth is not None
     assert worth.payback_months is None
-    assert "$75.00 more a month" in " ".join(worth.to_text())
+    assert "$75.00 more a month" in worth.to_text()
     with pytest.raises(ConfigError, match="b has no cost of a row"):
         compare_reports(("a", "b"), a_report(), a_report(hourly_usd=None), 5e6)
-    assert compare_reports(("a", "b"), a_report(), a_report(hourly_usd=None)).worth is None
+    assert compare_reports(("a", "b"), a_report(), a_report(hourly_usd=None)).returns is None
 
 
 def test_every_figure_of_two_reports_stands_beside_the_other():

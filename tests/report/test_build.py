@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import replace
+from html import escape
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from markupsafe import escape as html_escape
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.report.account import Tokens, accounted, allocate
@@ -13,8 +15,9 @@ from pipeline.report.build import build_report
 from pipeline.report.faults import LostTime
 from pipeline.report.record.row_stats import Computed, ErrorExample, Histogram, Latency, LengthBucket, RowStats
 from pipeline.report.record.run_record import PHASES, RunRecord, SkippedInput
-from pipeline.report.render import markdown, text
+from pipeline.report.render import html, markdown, text
 from pipeline.report.run_report import ErrorCost, RunReport
+from pipeline.report.sections import sections
 from tests.report.records import actor, delivering, ended, report, run
 
 HOUR = 3_600_000_000
@@ -140,8 +143,29 @@ def test_what_people_read():
         assert "87.5%" in told
         assert "█" * 21 in told
         assert "killed" in told
-    assert "| all | 2 h 00 min |" in page
+    assert "| all | 2 h |" in page
     assert all(len(line) <= 80 for line in text(built, 80).splitlines()), "fits a terminal"
+
+
+def test_a_section_is_declared_once_and_shown_in_every_form():
+    killed = replace(with_stats(), outcome="killed", driver_us={"planning_us": 5})
+    resolved = {"device": "cpu", "max_num_seqs": 8}
+    built = report(killed, replace(with_stats(), resolved=resolved), error_rows={"null_prompt": 3})
+    shown, page, web = text(built), markdown(built), html(built)
+    titles = [section.title for section in sections(built)]
+    assert {"Summary", "Cost", "Latency of a row", "Error rows", "Examples of error rows", "Runs"} <= set(titles)
+    for section in sections(built):
+        _, _, rest = page.partition(f"\n## {section.title}\n\n")
+        table = rest.partition("\n\n")[0].splitlines()
+        assert len(table) == 2 + len(section.rows)
+        assert {line.replace("\\|", "").count("|") for line in table} == {1 + len(section.rows[0])}
+        _, _, rest = web.partition(f"<h2>{section.title}</h2>")
+        assert rest.partition("</table>")[0].count("<td") == sum(map(len, section.rows))
+        assert (f"\n  {section.title}\n" in shown) is section.on_terminal
+        for note in section.notes:
+            assert escape(note, quote=False) in page
+            assert str(html_escape(note)) in web
+            assert (f"    {note}" in shown.splitlines()) is section.on_terminal
 
 
 def test_a_job_name_cannot_break_the_page():
