@@ -245,13 +245,12 @@ def load_estimate(store: PartStore, job: str) -> Estimate | None:
 
 def put_status(telemetry: Telemetry, status: Status) -> None:
     """Write what a run shows, with the time of now for people who find it later."""
-    told = replace(status, told_at=datetime.now(UTC).isoformat(timespec="seconds"))
-    telemetry.put(STATUS, json.dumps(told.to_json(), indent=1).encode())
+    dated = replace(status, updated_at=datetime.now(UTC).isoformat(timespec="seconds"))
+    telemetry.put(STATUS, json.dumps(dated.to_json(), indent=1).encode())
 
 
 def silent_s(status: Status) -> float:
-    """For how long nothing was heard of the run that left this status, by wall clocks: for people only. 0 where a
-    version before this one left it."""
-    if not status.told_at:
+    """Seconds since the run wrote this status, by wall clocks: for people only. 0 for one that was not written."""
+    if not status.updated_at:
         return 0.0
-    return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(status.told_at)).total_seconds())
+    return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(status.updated_at)).total_seconds())

@@ -8,11 +8,11 @@ from pipeline.report.record.json_record import SCHEMA_VERSION, JsonRecord
 
 @dataclass(frozen=True)
 class Status(JsonRecord):
-    """`rows_done` counts rows that are finished, while the run goes on also those of units that are not written yet;
+    """`rows_done` counts finished rows, while the run goes on also those of units that are not written yet;
     `rows_written` the others. Tokens and rates are what this run computed, prompt tokens without those from cache;
     rates are over the last half minute. `eta_s` is None while unknown and when nothing is left. `warning` is the last
-    that went wrong without ending the run, `told_at` the wall time, for people. `quality_rows` to `quality_drops` tell
-    of the rows that were compared with a reference model, in all runs of the job."""
+    problem that did not end the run, `updated_at` the wall time, for people. `quality_rows` to `quality_drops` are of
+    the rows compared with a reference model, in all runs of the job."""
 
     run_id: str = ""
     phase: str = "planning"
@@ -33,7 +33,7 @@ class Status(JsonRecord):
     quality_rows: int = 0
     token_agreement: float | None = None
     quality_drops: tuple[str, ...] = ()
-    told_at: str = ""
+    updated_at: str = ""
     schema_version: int = SCHEMA_VERSION
 
 
