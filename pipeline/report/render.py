@@ -8,10 +8,7 @@ import textwrap
 from html import escape
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from pipeline.formatting import printable, table
-from pipeline.report.charts import charts
 from pipeline.report.run_report import RunReport
 from pipeline.report.sections import Bar, Cell, outcome_text, sections
 
@@ -39,10 +36,14 @@ def markdown(report: RunReport) -> str:
 
 def html(report: RunReport) -> str:
     """Return the report as an html page, which needs no network and nothing but itself."""
+    from pipeline.report.charts import charts
+
     return _page(report, "report.html.jinja", autoescape=True, charts=charts(report))
 
 
 def _page(report: RunReport, template: str, autoescape: bool, **values: object) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # 40 ms, which `pipeline status` saves
+
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=autoescape,

@@ -101,14 +101,14 @@ def test_an_elastic_pool_grows_as_nodes_join_and_gives_actors_back_before_the_ta
     job.check(texts)
     report = json.loads((job.output / "_pipeline" / "report.json").read_text())
     (run,) = report["runs"]
-    first, *later = sorted(run["actors"], key=lambda actor: actor["began_us"])
-    assert (first["began_us"], first["node_id"] in joined) == (0, False)
+    first, *later = sorted(run["actors"], key=lambda actor: actor["started_us"])
+    assert (first["started_us"], first["node_id"] in joined) == (0, False)
     assert {actor["node_id"] for actor in later} == joined
-    assert all(actor["began_us"] > 0 and actor["units"] > 0 and actor["replaces"] is None for actor in later)
-    ends = [actor["began_us"] + sum(actor["phases_us"].values()) for actor in run["actors"]]
+    assert all(actor["started_us"] > 0 and actor["units"] > 0 and actor["replaces"] is None for actor in later)
+    ends = [actor["started_us"] + sum(actor["phases_us"].values()) for actor in run["actors"]]
     for actor, end in zip(run["actors"], ends, strict=True):
-        assert actor["given_back"] == (end < run["wall_us"] - 4e6), (ends, run["wall_us"])
-    assert sum(actor["given_back"] for actor in run["actors"]) == 2
+        assert actor["released"] == (end < run["wall_us"] - 4e6), (ends, run["wall_us"])
+    assert sum(actor["released"] for actor in run["actors"]) == 2
     page = (job.output / "_pipeline" / "report.md").read_text()
     assert "3 engines: 2 joined after the start, 2 given back before the end" in page
 

@@ -186,7 +186,7 @@ def test_samples_kept_of_a_try_and_of_a_run_that_is_killed_are_there_once(rows):
     report, _ = run(rows)
     check(rows, texts)
     assert (report.rows.written, report.rows.output, success(rows)["output_rows"]) == (30, 90, 90)
-    assert runs(rows)[-1]["further_samples"] == 2 * runs(rows)[-1]["rows_written"]
+    assert runs(rows)[-1]["extra_samples"] == 2 * runs(rows)[-1]["rows_written"]
 
 
 def test_error_rows_computed_again_become_all_their_samples_in_their_place(tmp_path):

@@ -247,7 +247,7 @@ def test_fault_52_two_runs_at_once_deliver_each_row_once(job):
     one, two = runs(job)
     assert one["units_written"] + two["units_written"] == len(job.parts())
     assert one["duplicate_units"] + two["duplicate_units"] > 0
-    assert any(actor["doubled"]["generated"] for run in (one, two) for actor in run["actors"])
+    assert any(actor["duplicate_tokens"]["generated"] for run in (one, two) for actor in run["actors"])
     assert one["rows_written"] + two["rows_written"] == 50
 
 
