@@ -52,9 +52,7 @@ def test_status_of_a_run_that_was_not_heard_of_for_long(work, pipe):
         store.folder.replace("_pipeline/status.json", json.dumps(status | told).encode())
         out = pipe("status", "out")[1]
         assert f"out: {head}\n" in out
-        assert ("Nothing was heard of it for 3 h. If its process on elsewhere is gone" in out) == (
-            head == "stale"
-        )
+        assert ("Nothing was heard of it for 3 h. If its process on elsewhere is gone" in out) == (head == "stale")
 
 
 def test_status_of_a_run_that_ended_and_could_not_say_so(work, pipe):
