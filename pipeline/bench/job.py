@@ -245,7 +245,7 @@ def _times_of(run: RunRecord, whole_s: float) -> Times:
     assert len(run.actors) == 1
     startup_us, load_us = run.phase_us("startup"), run.phase_us("load")
     work_s = (run.machine_us - startup_us - load_us) / 1e6
-    idle_s = (run.phase_us("waiting") + run.phase_us("tail")) / 1e6
+    idle_s = run.phase_us("idle") / 1e6
     end_s = sum(run.driver_us[name] for name in ("ray_stop", "verify")) / 1e6
     return Times(startup_us / 1e6, load_us / 1e6, work_s, idle_s, end_s, whole_s, run.generated_tokens / work_s)
 

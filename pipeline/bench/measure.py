@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from pipeline.errors import PipelineError
+from pipeline.formatting import table as drawn_table
 from pipeline.machine.host import VECTOR_FLAGS, available_cores, package_versions, processor
-from pipeline.report.number_formats import aligned
 
 PACKAGES = ("torch", "transformers", "numba", "ray")
 
@@ -67,7 +67,7 @@ def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:
         ]
 
     head = cells([head.strip() for head, _, _ in parts])
-    return aligned([head, *map(cells, rows)], sides="".join(spec[0] for spec in formats))
+    return drawn_table(map(cells, rows), head=head, sides="".join(spec[0] for spec in formats)).split("\n")
 
 
 def last_line(command: list[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:

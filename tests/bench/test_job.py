@@ -87,8 +87,7 @@ def test_a_jobs_work_is_all_after_its_load():
         "startup": 9_000_000,
         "load": 1_000_000,
         "decode": 5_500_000,
-        "waiting": 500_000,
-        "tail": 2_000_000,
+        "idle": 2_500_000,
     }
     run = RunRecord("r", "", actors=[ActorRecord(0, phases)], generated_tokens=400)
     run.driver_us.update(ray_stop=500_000, verify=250_000)

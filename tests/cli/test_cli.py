@@ -63,7 +63,7 @@ def test_run_prints_the_report(work, pipe, job_that):
     assert code == 0
     assert "3 of 3: 3 completed, 0 errors" in out
     assert "_pipeline/report.md" in out
-    assert "generating: 33.3 %, 1/3 rows" in err
+    assert "generating: 33.3%, 1/3 rows" in err
     assert (seen["config"].input.limit, seen["config"].run.actors) == (2, 2)
     assert seen["accept_numerics"]
     assert seen["retry_failed"]

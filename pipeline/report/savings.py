@@ -1,16 +1,16 @@
-"""What the engine's ways of working saved a job, each against the way that it stands in for.
+"""Machine time that features of the engine saved a job, each against the plain alternative, measured or modelled.
 
-Owns the estimates of the alternatives, and says of each whether it was measured or modelled. None of it is in the
-job's machine time: it is time that was not spent.
+None of it is in the job's machine time: it is time that was not spent.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline.report.features import Speculation
 from pipeline.report.record.json_record import JsonRecord
 from pipeline.report.record.row_stats import Histogram
-from pipeline.report.sections.drafts import Speculated
+from pipeline.report.record.run_record import RunRecord
 
 NAMES = {
     "prefix_sharing": "Prefix sharing",
@@ -26,18 +26,15 @@ class Saving(JsonRecord):
     done instead."""
 
     name: str
+    title: str
     saved_us: int
     usd: float | None
     basis: Literal["measured", "modelled"]
     against: str
 
-    @property
-    def title(self) -> str:
-        return NAMES[self.name]
-
 
 def prefix_sharing_us(cached_tokens: int, prefill_us: int, computed_prompt_tokens: int) -> int:
-    """Prompt tokens from cache, each at the time that a computed one took."""
+    """Return the time of prompt tokens from cache, each at that of a computed one."""
     return cached_tokens * prefill_us // computed_prompt_tokens if computed_prompt_tokens else 0
 
 
@@ -59,24 +56,25 @@ def continuous_batching_us(outputs: Iterable[Histogram], batch: int, decode_us: 
     return round(decode_us * max(0.0, longest * count / total - 1.0))
 
 
-def savings(
-    cached_tokens: int,
-    computed_prompt_tokens: int,
-    outputs: Mapping[int, Histogram],
-    batch: int,
+def find_savings(
+    runs: Sequence[RunRecord],
+    *,
+    outputs: Iterable[Histogram],
     phases_us: Mapping[str, int],
-    speculated: Speculated | None,
+    speculation: Speculation | None,
     usd_per_us: float | None,
 ) -> tuple[Saving, ...]:
-    """Those that made a difference. batch: sequences that may run at once, 0 where it is not known."""
+    """Return those that made a difference. outputs: the lengths of completions."""
 
     def saving(name: str, us: int, basis: Literal["measured", "modelled"], against: str) -> Saving:
-        return Saving(name, us, None if usd_per_us is None else us * usd_per_us, basis, against)
+        return Saving(name, NAMES[name], us, None if usd_per_us is None else us * usd_per_us, basis, against)
 
-    shared_us = prefix_sharing_us(cached_tokens, phases_us["prefill"], computed_prompt_tokens)
-    drafts_us = speculated.saved_us if speculated is not None else 0
-    decode_us = phases_us["decode"] + phases_us["drafts"]
-    batching_us = continuous_batching_us(outputs.values(), batch, decode_us) if batch else 0
+    computed = sum(run.computed.prompt for run in runs)
+    shared_us = prefix_sharing_us(sum(run.stat("cached_tokens") for run in runs), phases_us["prefill"], computed)
+    drafts_us = speculation.saved_us if speculation is not None else 0
+    decode_us = phases_us["decode"] + sum(run.stat("drafts_us") for run in runs)
+    batch = int(runs[-1].resolved.get("max_num_seqs", 0)) if runs else 0
+    batching_us = continuous_batching_us(outputs, batch, decode_us) if batch else 0
     found = (
         saving("prefix_sharing", shared_us, "measured", "computing those tokens too"),
         saving("speculation", drafts_us, "measured", "plain steps, timed in this job"),

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipeline.report.features import QualityReport, drop_text
 from pipeline.report.record.quality_stats import QualityStats
 from pipeline.report.record.row_stats import RowStats
-from pipeline.report.sections.quality import QualityReport, told_drop
 
 
 def rows(agreed: list[int], tokens: int = 20) -> QualityStats:
@@ -29,7 +29,6 @@ def test_sums_are_the_same_in_any_order_and_come_back_from_json():
     twice = RowStats(quality=forth) + RowStats(quality=forth)
     assert RowStats.from_json(json.loads(json.dumps(twice.to_json()))) == twice
     assert twice.quality.unmeasured == {"too_long": 4}
-    assert RowStats.from_json({}).quality == QualityStats(), "of a version before there was any"
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1])
@@ -63,18 +62,18 @@ def test_an_alarm_is_raised_for_a_drop_that_is_certain():
 
 
 def test_the_report_tells_figures_alarms_and_what_was_left_out():
-    assert QualityReport.of(QualityStats(), 5, {}) is None
+    assert QualityReport.from_sums(QualityStats(), 5, {}) is None
     sums = replace(rows([18] * 200) + answers(80, 0, 20), unmeasured={"too_long": 3})
-    report = QualityReport.of(sums, 5, {"max_drop": 0.02})
+    report = QualityReport.from_sums(sums, 5, {"max_drop": 0.02})
     assert report is not None
-    assert report.kl_nats == pytest.approx(sums.kl_nanonats / 1e9 / sums.tokens)
-    assert (report.served_right, report.reference_right) == (0.8, 1.0)
+    assert report.kl_nats_per_token == pytest.approx(sums.kl_nanonats / 1e9 / sums.tokens)
+    assert (report.served_correct_share, report.reference_correct_share) == (0.8, 1.0)
     assert set(report.drops) == {"agreement", "right_answers"}
-    told = report.told()
+    told = report.to_text()
     assert "of 4,100 tokens agree with the reference model" in told
-    assert "right of 100 answers: 80.0 %, the reference's 100.0 %" in told
+    assert "right of 100 answers: 80%, the reference's 100%" in told
     assert "rows that could not be compared: too_long 3" in told
-    assert f"ALARM: {told_drop('agreement', report.drops['agreement'], 0.02)}" in told
-    only = QualityReport.of(QualityStats(unmeasured={"too_long": 1}), 0, {"max_drop": 0.02})
+    assert f"ALARM: {drop_text('agreement', report.drops['agreement'], 0.02)}" in told
+    only = QualityReport.from_sums(QualityStats(unmeasured={"too_long": 1}), 0, {"max_drop": 0.02})
     assert only is not None
-    assert only.told() == "rows that could not be compared: too_long 1"
+    assert only.to_text() == "rows that could not be compared: too_long 1"

@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.report.number_formats import money, seconds
+from pipeline.formatting import duration, money
+from pipeline.report.features import Speculation
 from pipeline.report.record.row_stats import Histogram, RowStats
 from pipeline.report.record.run_record import no_phases
 from pipeline.report.render import markdown, text
-from pipeline.report.sections.drafts import Speculated
-from pipeline.report.sections.savings import continuous_batching_us, prefix_sharing_us, savings
-from pipeline.report.tables import saving_rows
+from pipeline.report.savings import continuous_batching_us, find_savings, prefix_sharing_us
 from tests.report.records import delivering, report, run
 
 
@@ -40,14 +39,17 @@ def test_outputs_of_one_length_gain_nothing_from_continuous_batching():
 
 
 def test_each_saving_has_its_price_and_what_saved_nothing_is_left_out():
+    stats = {"prompt_tokens": 1500, "cached_tokens": 500}
+    ran = replace(run(), actors=[replace(run().actors[0], stats=stats)], resolved={"max_num_seqs": 4})
     phases = no_phases() | {"prefill": 1000, "decode": 4000}
-    slow = Speculated(10, 5, (), (), -250)
-    told = savings(500, 1000, {64: Histogram.of([8, 8])}, 4, phases, slow, usd_per_us=0.01)
-    assert [(s.name, s.saved_us, s.usd, s.basis) for s in told] == [
+    slow = Speculation(10, 5, (), (), -250)
+    outputs = [Histogram.of([8, 8])]
+    found = find_savings([ran], outputs=outputs, phases_us=phases, speculation=slow, usd_per_us=0.01)
+    assert [(s.name, s.saved_us, s.usd, s.basis) for s in found] == [
         ("prefix_sharing", 500, 5.0, "measured"),
         ("speculation", -250, -2.5, "measured"),
     ]
-    assert savings(0, 1000, {}, 0, phases, None, None) == ()
+    assert find_savings([], outputs=[], phases_us=phases, speculation=None, usd_per_us=None) == ()
 
 
 def test_the_report_shows_them():
@@ -57,8 +59,7 @@ def test_the_report_shows_them():
         resolved={"max_num_seqs": 10},
     )
     built = report(record, num_generated_tokens=300_000)
-    ((name, time, usd, against),) = saving_rows(built)
-    assert (name, against) == ("Continuous batching", "modelled: static batches of 10 rows")
-    assert (time, usd) == (seconds(built.savings[0].saved_us), money(built.savings[0].usd))
-    assert f"Continuous batching {time}" in " ".join(text(built).split())
-    assert f"| Continuous batching | {time} | {usd} | {against} |" in markdown(built)
+    (saving,) = built.savings
+    row = (saving.title, duration(saving.saved_us / 1e6), money(saving.usd), "static batches of 10 rows (modelled)")
+    assert " ".join(row) in " ".join(text(built).split())
+    assert f"| {' | '.join(row)} |" in markdown(built)
