@@ -1,6 +1,7 @@
 """Every `console` block of the pages is run, in a folder with the repository's jobs and presets; what is shown below a
 command is among what it printed."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -73,6 +74,13 @@ def test_python_runs(block: Block, folder: Path):
     script = folder / "example.py"
     script.write_text(block.text, encoding="utf-8")
     typed(folder, "python example.py")
+
+
+def test_the_notebook_runs(folder: Path):
+    cells = json.loads((ROOT / "docs" / "python.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    (folder / "notebook.py").write_text("\n\n".join(code), encoding="utf-8")
+    assert "20 rows, 0 errors" in typed(folder, "python notebook.py")
 
 
 def test_drafts_change_no_text(folder: Path):
