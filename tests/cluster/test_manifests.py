@@ -385,3 +385,11 @@ def test_a_schedule_keeps_its_date_open_and_fills_in_the_rest(pipe, job_file):
     assert made[-1]["spec"]["schedule"] == "*/5 2-4 * * mon,fri"
     once = made_by(pipe, job_file(**DATED), "--param", "date=2026-01-01")
     assert json.loads(once[0]["data"]["job.json"])["output"]["path"] == "s3://b/2026-01-01/a"
+
+
+def test_the_patches_of_the_page_are_known_to_kubernetes(pipe, tmp_path):
+    (section,) = re.findall(r"```yaml\n(kubernetes:.*?)```", (ROOT / "docs/clusters.md").read_text(), re.DOTALL)
+    (tmp_path / "patched.yaml").write_text(section)
+    made = made_by(pipe, *shlex.split(NIGHTLY), "--config", str(tmp_path / "patched.yaml"))
+    assert all_wrong(made) == []
+    assert "podAntiAffinity" in pods(made)[1]["affinity"]
