@@ -94,7 +94,7 @@ class KubernetesSection(Section):
     )
     patch: PatchSection = Field(
         default=PatchSection(),
-        description="JSON merge patches (RFC 7386) for what has no key here: spot nodes, volumes, secrets, annotations. "
+        description="JSON merge patches (RFC 7386) for what has no key here: spot nodes, volumes, secrets. "
         "null removes a key; lists of objects with a name (worker groups: groupName) merge by it.",
         examples=[{"worker": {"spec": {"nodeSelector": {"cloud.google.com/gke-spot": "true"}}}}],
     )
