@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeGuard
 from zoneinfo import ZoneInfo
 
 import yaml
@@ -222,17 +222,22 @@ def _check_pods(shipped: ShippedJob, *templates: dict[str, Any]) -> None:
     place = json.loads(shipped.files[JOB_FILE])["output"]["path"]
     for template in templates:
         spec = template.get("spec")
-        lists = [spec.get("containers"), spec.get("volumes", [])] if isinstance(spec, dict) else [None]
-        if not all(isinstance(each, list) and all(isinstance(item, dict) for item in each) for each in lists):
+        spec = spec if isinstance(spec, dict) else {}
+        containers, volumes = spec.get("containers"), spec.get("volumes", [])
+        if not (_is_list_of_objects(containers) and _is_list_of_objects(volumes)):
             raise ConfigError(
                 "kubernetes.patch: leaves a pod without a list of containers and volumes. Expected, for example, "
                 "pods: {spec: {containers: [{name: ray, env: [{name: NAME, value: VALUE}]}]}}"
             )
-        shared = {volume.get("name") for volume in lists[1] if not _UNSHARED & volume.keys()}
-        mounts = [mount for container in lists[0] for mount in container.get("volumeMounts", ())]
-        folders = [str(mount["mountPath"]).rstrip("/") for mount in mounts if mount.get("name") in shared]
+        shared = {volume.get("name") for volume in volumes if not _UNSHARED & volume.keys()}
+        mounts = [mount for container in containers for mount in container.get("volumeMounts") or ()]
+        folders = [str(mount.get("mountPath")).rstrip("/") for mount in mounts if mount.get("name") in shared]
         if shipped.is_local and not any(place == folder or place.startswith(f"{folder}/") for folder in folders):
             raise ConfigError(
                 f"output.path {place}: is on no disk that the pods share. Expected a url such as s3://bucket/folder, "
                 "or a path below a volume in kubernetes.patch.pods"
             )
+
+
+def _is_list_of_objects(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)

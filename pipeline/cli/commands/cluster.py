@@ -11,7 +11,7 @@ from pipeline.errors import ConfigError, EnvironmentFailed
 from pipeline.formatting import duration, printable_lines
 
 if TYPE_CHECKING:
-    from ray.job_submission import JobDetails
+    from pipeline.cluster.submission import JobDetails
 
 _NOT_FOUND = 127  # a shell's exit code for a command that does not exist
 
