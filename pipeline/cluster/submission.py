@@ -21,6 +21,7 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from pipeline.cluster.shipped_job import JOB_FILE, STOP_WAIT_BEYOND_DRAIN_S, ShippedJob
 from pipeline.errors import ConfigError, EnvironmentFailed, Interrupted
+from pipeline.machine.host import wall_time
 
 POLL_S = 1.0
 HEAD_START_S = 60.0  # a head that was just started answers some seconds before it accepts jobs
@@ -60,14 +61,17 @@ class JobServer:
 
         Raises ConfigError where the job runs into this output with other settings.
         """
-        deadline_s = time.monotonic() + HEAD_START_S
+        deadline_s, is_first = time.monotonic() + HEAD_START_S, True
         while True:
             try:
                 return self._submit_once(job, options)
             except EnvironmentFailed as error:  # the head has just started, or another caller took the number
                 if time.monotonic() > deadline_s:
                     raise
-                log(f"{self._place} has not accepted the job; trying again ({error.__cause__!s:.200})")
+                if is_first:
+                    tries = f"trying again for up to {HEAD_START_S:.0f} s"
+                    log(f"{self._place} has not accepted the job; {tries} ({error.__cause__!s:.200})")
+            is_first = False
             time.sleep(POLL_S)
 
     def _submit_once(self, job: ShippedJob, options: list[str]) -> tuple[JobDetails, bool]:
@@ -170,11 +174,10 @@ def exit_code(details: JobDetails) -> int | None:
 
 def to_json(details: JobDetails) -> dict[str, Any]:
     started_ms, ended_ms = details.start_time, details.end_time
-    now_ms = time.time() * 1000
     return {
         "submission_id": details.submission_id,
         "state": details.status.value,
         "exit_code": exit_code(details),
         "output": (details.metadata or {}).get(_OUTPUT, ""),
-        "seconds": None if started_ms is None else round(((ended_ms or now_ms) - started_ms) / 1000, 3),
+        "seconds": started_ms and round((ended_ms or 1000 * wall_time().timestamp()) / 1000 - started_ms / 1000, 3),
     }
