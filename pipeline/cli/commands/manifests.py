@@ -1,4 +1,4 @@
-"""The command that writes a job's Kubernetes manifests: render."""
+"""The command that writes a job's Kubernetes manifests."""
 
 import shlex
 import sys
@@ -11,48 +11,47 @@ from pipeline.cli.console import answers, json_flag, print_json, print_lines, sa
 from pipeline.cli.options import job_overlays
 from pipeline.errors import ConfigError, OutputError
 
-_OPERATORS = ("1.7", "1.6", "1.5")
-
 
 @click.command()
 @click.argument("job", metavar="JOB.yaml", type=click.Path())
 @job_overlays
-@click.option("--target", type=click.Choice(["kuberay"]), default="kuberay", show_default=True)
 @click.option("--schedule", metavar="CRON", help="Minute, hour, day, month, day of the week: '0 2 * * *'.")
-@click.option("--time-zone", default="Etc/UTC", show_default=True, metavar="ZONE", help="Of the schedule.")
-@click.option("--operator", type=click.Choice(_OPERATORS), default="1.7", show_default=True,
-              help="KubeRay's version. Before 1.7 a schedule is a CronJob of Kubernetes.")  # fmt: skip
-@click.option("--output", type=click.Path(), metavar="FILE", help="Where to write; else standard output.")
+@click.option("--time-zone", default="Etc/UTC", show_default=True, metavar="ZONE", help="Time zone of the schedule.")
+@click.option("--ray-cron-job", is_flag=True,
+              help="Schedule by KubeRay's RayCronJob (1.7, its feature gate on) instead of a CronJob.")  # fmt: skip
+@click.option("--output", type=click.Path(), metavar="FILE", help="Write to a file instead of standard output.")
 @json_flag
 @answers
-def render(
+def manifests(
     job: str,
-    target: str,
     schedule: str | None,
     time_zone: str,
-    operator: str,
+    ray_cron_job: bool,
     output: str | None,
     as_json: bool,
     **overlays: Any,
 ) -> None:
-    """Write the Kubernetes manifests of a job: a Ray cluster of its own, once or by a schedule.
+    """Write the Kubernetes manifests of a job: a Ray cluster of its own, once or on a schedule.
 
     \b
     Examples:
-      pipeline render my.yaml > nightly.k8s.yaml
-      pipeline render my.yaml --set cluster.image=registry/image@sha256:... --output my.k8s.yaml
-      pipeline render nightly.yaml --schedule '0 2 * * *' --time-zone Europe/Berlin
-      pipeline render nightly.yaml --schedule '0 2 * * *' --operator 1.5
+      pipeline manifests my.yaml > my.k8s.yaml
+      pipeline manifests my.yaml --set kubernetes.image=registry/image@sha256:... --output my.k8s.yaml
+      pipeline manifests nightly.yaml --schedule '0 2 * * *' --time-zone Europe/Berlin
+      pipeline manifests nightly.yaml --schedule '0 2 * * *' --ray-cron-job
 
-    What Kubernetes has to know stands in the job file's section `cluster`. The job file goes along in a ConfigMap.
-    Parameters of {today: ZONE} get the date of each firing; the others are filled in here. A cluster that fails is
-    followed by another one, which goes on from the parts that are written.
+    The job file's section `kubernetes` holds image and sizes, and patches for all else. The job file is sent along in a
+    ConfigMap. Parameters of {today: ZONE} get the date of each firing; the others are filled in here. A cluster that
+    fails is replaced by another one, which resumes from the parts that are written.
     """
-    from pipeline.cluster.kuberay.manifests import Schedule, manifests, to_yaml
+    from pipeline.cluster.manifests import Schedule, to_yaml
+    from pipeline.cluster.manifests import manifests as manifests_of
     from pipeline.config import load_job
     from pipeline.config.parameters import TodaySection
 
     config, timed = load_job(job, **overlays), None
+    if schedule is None and ray_cron_job:
+        raise ConfigError("--ray-cron-job: needs --schedule")
     if schedule is not None:
         given = {flag.partition("=")[0] for flag in overlays["params"]}
         days = {name for name, kind in config.params.items() if isinstance(kind, TodaySection)} - given
@@ -63,8 +62,8 @@ def render(
         open_params = {name: f"fired-at-{name}" for name in sorted(days)}
         overlays["params"] = (*overlays["params"], *(f"{name}={text}" for name, text in open_params.items()))
         config = load_job(job, **overlays)
-        timed = Schedule(schedule, time_zone, open_params, operator == "1.7")
-    made = manifests(config, timed)
+        timed = Schedule(cron=schedule, time_zone=time_zone, open_params=open_params, by_kuberay=ray_cron_job)
+    made = manifests_of(config, timed)
     if as_json:
         return print_json({"manifests": made})
     text = to_yaml(made, shlex.join(["pipeline", *sys.argv[1:]]))
