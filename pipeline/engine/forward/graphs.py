@@ -155,7 +155,7 @@ class StepGraphs:
     def _captured(self, size: int, block_size: int, forward: Forward, capture: Capture) -> _Graph:
         numbers_3P, hidden_PH = self._attention.numbers[: 3 * size].view(3, size), self._hidden_PH[:size]
         padding_3P = np.repeat([0, 0, self._padding_slot], size)
-        self._attention.refill(_one_token(block_size), padding_3P)
+        self._attention.refill(AttentionInput.one_sequence(1, block_size), padding_3P)  # something to attend to
 
         def captured(plans: dict[Hashable, Any]) -> Callable[[], None]:
             where = AttentionInput(
@@ -236,14 +236,3 @@ class StepGraphs:
         if wants_all:
             return self._hidden_PH[:num_tokens]
         return self._hidden_PH[self._attention.numbers[rows_at : len(staged)]]
-
-
-def _one_token(block_size: int) -> AttentionInput:
-    """A sequence of one token in block 0: while steps are captured, somebody has to attend to something."""
-    return AttentionInput(
-        np.array([0, 1], dtype=np.int32),
-        np.ones(1, dtype=np.int32),
-        np.zeros((1, 1), dtype=np.int32),
-        torch.zeros(1, dtype=torch.int64),
-        block_size,
-    )

@@ -129,3 +129,22 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
         block_table_SM=cut_rows(table.block_table, slot_S, 0, most_blocks),
         logit_row_R=logit_row_R,
     )
+
+
+def dummy_step(
+    *, count_S: np.ndarray, context_len_S: np.ndarray, block_table_SM: np.ndarray, block_size: int, row_R: np.ndarray
+) -> StepInput:
+    """A step of no real sequences, which computes the last `count_S` tokens (all 1) of each context and wants logits
+    of its tokens `row_R`."""
+    position_T = ranges(context_len_S - count_S, count_S)
+    sequence_T = np.repeat(np.arange(len(count_S)), count_S)
+    block_T = block_table_SM[sequence_T, position_T // block_size].astype(np.int64)
+    return StepInput(
+        token_id_T=np.ones(len(position_T), dtype=np.int64),
+        position_T=position_T,
+        slot_mapping_T=block_T * block_size + position_T % block_size,
+        query_start_S1=np.append(0, np.cumsum(count_S)).astype(np.int32),
+        context_len_S=context_len_S.astype(np.int32),
+        block_table_SM=block_table_SM,
+        logit_row_R=row_R,
+    )

@@ -10,8 +10,8 @@ from pipeline.engine.params import SamplingParams
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.on_device import sample_on_device
 from pipeline.engine.sampling.top_p import weights
-from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, ranges, sampling_options
-from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, sampling_options
+from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.memory import release_cached_memory
 from pipeline.engine.startup.resolve import Resolved
 
@@ -58,23 +58,16 @@ def _made(resolved: Resolved, num_tokens: int, num_sequences: int, num_rows: int
     """A step of no real sequences: each computes its share of the tokens from position 0 on, and the first `num_rows`
     tokens want logits. All read and write the same blocks, each in an order of its own: attention reads together what
     several begin with."""
-    size = resolved.block_size
     count_S = np.full(num_sequences, num_tokens // num_sequences, dtype=np.int64)
     count_S[: num_tokens % num_sequences] += 1
-    query_start_S1 = np.append(0, np.cumsum(count_S))
-    position_T = np.minimum(ranges(np.zeros_like(count_S), count_S), resolved.max_model_len - 1)
-    most_blocks = -(-int(position_T.max() + 1) // size)
+    most_blocks = -(-int(count_S.max()) // resolved.block_size)
     in_order_SM = np.tile(np.arange(most_blocks, dtype=np.int32), (num_sequences, 1))
-    table_SM = np.random.default_rng(0).permuted(in_order_SM, axis=1)
-    block_T = table_SM[np.repeat(np.arange(num_sequences), count_S), position_T // size].astype(np.int64)
-    return StepInput(
-        token_id_T=np.ones(num_tokens, dtype=np.int64),
-        position_T=position_T,
-        slot_mapping_T=block_T * size + position_T % size,
-        query_start_S1=query_start_S1.astype(np.int32),
-        context_len_S=np.minimum(count_S, resolved.max_model_len).astype(np.int32),
-        block_table_SM=table_SM,
-        logit_row_R=np.arange(num_rows),
+    return dummy_step(
+        count_S=count_S,
+        context_len_S=count_S,
+        block_table_SM=np.random.default_rng(0).permuted(in_order_SM, axis=1),
+        block_size=resolved.block_size,
+        row_R=np.arange(num_rows),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.engine.forward.graphs import graph_sizes
 from pipeline.engine.forward.runner import ModelRunner
-from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.resolve import Resolved
 
 FEW_TOKENS = 256  # of a step, up to which every size that steps are padded to is a kind of its own; then powers of two
@@ -72,7 +72,13 @@ def _prompts(resolved: Resolved, num_tokens: int) -> StepInput:
     count_S = np.full(-(-num_tokens // longest), longest)
     count_S[-1] = num_tokens - longest * (len(count_S) - 1)
     table_SM = np.zeros((len(count_S), -(-longest // resolved.block_size)), dtype=np.int32)
-    return _made(count_S, count_S, table_SM, np.cumsum(count_S) - 1)
+    return dummy_step(
+        count_S=count_S,
+        context_len_S=count_S,
+        block_table_SM=table_SM,
+        block_size=resolved.block_size,
+        row_R=np.cumsum(count_S) - 1,
+    )
 
 
 def _decoding(resolved: Resolved, num_sequences: int, queries: int, shared: bool) -> StepInput:
@@ -83,19 +89,10 @@ def _decoding(resolved: Resolved, num_sequences: int, queries: int, shared: bool
     table_SM = np.tile(np.arange(num_blocks, dtype=np.int32), (num_sequences, 1))
     if not shared:
         table_SM += num_blocks * np.arange(num_sequences, dtype=np.int32)[:, None]
-    count_S = np.full(num_sequences, queries)
-    row_R = np.arange(min(num_sequences * queries, resolved.most_checked_tokens))
-    return _made(count_S, np.full(num_sequences, context), table_SM, row_R)
-
-
-def _made(count_S: np.ndarray, context_S: np.ndarray, table_SM: np.ndarray, row_R: np.ndarray) -> StepInput:
-    num_tokens = int(count_S.sum())
-    return StepInput(
-        token_id_T=np.zeros(num_tokens, dtype=np.int64),
-        position_T=np.zeros(num_tokens, dtype=np.int64),
-        slot_mapping_T=np.zeros(num_tokens, dtype=np.int64),
-        query_start_S1=np.append(0, np.cumsum(count_S)).astype(np.int32),
-        context_len_S=context_S.astype(np.int32),
+    return dummy_step(
+        count_S=np.full(num_sequences, queries),
+        context_len_S=np.full(num_sequences, context),
         block_table_SM=table_SM,
-        logit_row_R=row_R,
+        block_size=resolved.block_size,
+        row_R=np.arange(min(num_sequences * queries, resolved.most_checked_tokens)),
     )

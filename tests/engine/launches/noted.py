@@ -20,7 +20,7 @@ from pipeline.engine.forward import runner
 from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.sampling import on_device
-from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import resolve
 from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
@@ -162,10 +162,13 @@ def step_of(counts: Sequence[int], contexts: Sequence[int], *, shared: bool = Fa
     table_SM = np.tile(np.arange(blocks, dtype=np.int32), (len(counts), 1))
     if not shared:
         table_SM += blocks * np.arange(len(counts), dtype=np.int32)[:, None]
-    ends = np.cumsum(counts)
-    zeros_T = np.zeros(int(ends[-1]), dtype=np.int64)
-    start_S1 = np.append(0, ends).astype(np.int32)
-    return StepInput(zeros_T, zeros_T, zeros_T, start_S1, np.array(contexts, dtype=np.int32), table_SM, ends - 1)
+    return dummy_step(
+        count_S=np.array(counts),
+        context_len_S=np.array(contexts),
+        block_table_SM=table_SM,
+        block_size=BLOCK,
+        row_R=np.cumsum(counts) - 1,
+    )
 
 
 DECODING, MIXED = "decoding", "a prompt beside decoding"
