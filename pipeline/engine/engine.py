@@ -21,7 +21,6 @@ import torch
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.final_check import checked, is_checked
 from pipeline.engine.forward.runner import Place, Runner
-from pipeline.engine.forward.scoring import Piece, ReservedBlocks, prompt_logits
 from pipeline.engine.grammar.validity import import_jsonschema
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
 from pipeline.engine.reading.calls import ReadingCalls, Text
@@ -70,7 +69,6 @@ class Engine(ReadingCalls):
             built.tokenizer,
             built.place,
             num_blocks=built.num_blocks,
-            num_scoring_blocks=built.num_scoring_blocks,
             block_size=resolved.block_size,
             max_model_len=built.max_model_len,
             max_num_seqs=resolved.max_num_seqs,
@@ -108,15 +106,12 @@ class Engine(ReadingCalls):
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
         seed: int = 0,
-        num_scoring_blocks: int = 0,
     ) -> None:
         self._turn = threading.RLock()  # held by the thread that adds, steps or aborts
         self.place = place  # for who computes with `runner` apart from steps
         self.tokenizer, self.seed, self.max_model_len = tokenizer, seed, max_model_len
         self.stats = EngineStats()
         self.pool = BlockPool(num_blocks, block_size)
-        self._scoring = ReservedBlocks(num_blocks, num_scoring_blocks, block_size)
-        self.max_read_tokens = num_scoring_blocks * block_size  # of a text that `read` takes
         self.table = SlotTable(max_num_seqs, max_model_len, block_size)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
         self._masks = GrammarMasks(tokenizer, runner.vocab_size, self.table, self.stats, place.num_threads)
@@ -354,27 +349,6 @@ class Engine(ReadingCalls):
             if any(call.num_open for call in calls):
                 self._abort(lambda sequence: sequence.call in calls)
             del self._abandoned[: len(calls)]  # not before: a second Ctrl-C leaves them to the next step
-
-    # -- known texts
-
-    def read(self, token_ids: list[int], max_tokens: int) -> Generator[tuple[Piece, torch.Tensor], None, None]:
-        """The logits (R, vocabulary) in float32 after each token of a text of at most `max_read_tokens` tokens, piece
-        by piece, each of at most `max_tokens` tokens.
-
-        A piece is computed when it is asked for, so that steps of requests can go on in between: it has KV blocks that
-        no request gets (`EngineConfig.scoring_tokens`). One text at a time.
-        """
-        self._check_open()
-        pieces = prompt_logits(self.runner, self._scoring, [token_ids], max_tokens)
-        try:
-            while True:
-                with self._turn, self.place:
-                    piece = next(pieces, None)
-                if piece is None:
-                    return
-                yield piece
-        finally:
-            pieces.close()
 
     def paused(self, ns: int) -> None:
         """The caller did something else for so long since the last step: no step took that time."""

@@ -330,7 +330,6 @@ def test_options_that_cannot_be_met_are_refused(folder: Path, options: dict, sai
         ({"device": None}, "auto, cpu"),
         ({"gpu_memory_utilization": "0.9"}, "a number"),
         ({"kv_cache_memory_bytes": 1e6}, "an integer of bytes"),
-        ({"scoring_tokens": -1}, "an integer"),
         ({"seed": 1.5}, "an integer"),
         ({"num_threads": "2"}, "an integer"),
         ({"deterministic": "no"}, "true or false"),

@@ -91,8 +91,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """(R, vocabulary), in the model's type, of hidden states that `execute_and_read` gave."""
-        return self.decoder.logits(hidden_RH)
+        """(R, vocabulary), in the model's type, of hidden states that `execute_and_read` gave, on any device."""
+        return self.decoder.logits(hidden_RH.to(self.decoder.device, self.decoder.dtype))
 
     def _forward(
         self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, where: AttentionInput, row_R: np.ndarray
