@@ -23,7 +23,6 @@ from pipeline.engine.final_check import checked, is_checked
 from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.grammar.validity import import_jsonschema
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
-from pipeline.engine.reading.calls import ReadingCalls, Text
 from pipeline.engine.reading.sequences import prompt_reader, sequence_of, why_refused
 from pipeline.engine.reasoning.request_reasoning import RequestReasoning
 from pipeline.engine.samples import Group, sample_seed
@@ -39,16 +38,18 @@ from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.loop import StepLoop
 from pipeline.engine.step.out_of_memory import MemoryRecovery
 from pipeline.engine.step.overlapped import OverlappedLoop
+from pipeline.engine.tasks import Choice, Classify, Embed, Pooling, Score, Task
 from pipeline.errors import ConfigError, RowError
-from pipeline.kernels.select import must_compile
 from pipeline.tokenization.detokenizer import StopChecker
+from pipeline.tokenization.labels import encode_labels
 from pipeline.tokenization.tokenizer import Tokenizer
 
+Text = str | list[int]
+"""A text, or the ids of its tokens."""
 
-class Engine(ReadingCalls):
+
+class Engine:
     """`Engine(EngineConfig(model="path")).generate(["prompt", ...], SamplingParams(max_tokens=64))`."""
-
-    _warming_up = "warming up"  # what takes its time there
 
     def __init__(self, config: EngineConfig, say: Callable[[str], None] | None = None) -> None:
         """Load the model. `say` is told what takes long while it does, here and in `warm_up`.
@@ -61,8 +62,6 @@ class Engine(ReadingCalls):
             )
         self._say = say or (lambda text: None)
         built = build(config, self._say)
-        if must_compile(built.runner.decoder.kernels):
-            self._warming_up = "compiling CPU kernels (first time on this machine)"
         resolved = built.resolved
         self._assemble(
             built.runner,
@@ -350,6 +349,53 @@ class Engine(ReadingCalls):
                 self._abort(lambda sequence: sequence.call in calls)
             del self._abandoned[: len(calls)]  # not before: a second Ctrl-C leaves them to the next step
 
+    # -- known texts: results in their order; rows that cannot be served come back as completions with an error
+
+    def score(
+        self, prompts: Text | Iterable[Text], completions: Items[str] | None = None, top: int | None = None
+    ) -> list[Completion]:
+        """How likely each completion is after its prompt; without completions, how likely each text is from its second
+        token on. `result` of each is a `ScoreResult`. top: see `Score`. Raises ConfigError when the counts differ."""
+        ids = self._encoded(prompts)
+        if completions is None:
+            return self._completed_tasks(ids, [Score(1, top)] * len(ids))
+        _check_several("completions", completions)
+        if len(completions) != len(ids):
+            raise ConfigError(f"{len(ids)} prompts with {len(completions)} completions: expected one for each")
+        texts = [own + self.tokenizer.continuation(own, text) for own, text in zip(ids, completions)]
+        return self._completed_tasks(texts, [Score(max(len(own), 1), top) for own in ids])
+
+    def choose(self, prompts: Text | Iterable[Text], labels: Items[str]) -> list[Completion]:
+        """Which of the labels follows each prompt, by one pass over it. `result` of each is a `ChoiceResult`. Raises
+        ConfigError for labels that cannot be told apart."""
+        _check_several("labels", labels)
+        ids = self._encoded(prompts)
+        return self._completed_tasks(ids, [Choice(tuple(encode_labels(self.tokenizer, own, labels))) for own in ids])
+
+    def embed(
+        self,
+        texts: Text | Iterable[Text],
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> list[Completion]:
+        """Each text as a vector (see `Embed`). `result` of each is a `VectorResult`."""
+        ids = self._encoded(texts)
+        return self._completed_tasks(ids, [Embed(pooling, normalize, dimensions)] * len(ids))
+
+    def classify(self, texts: Text | Iterable[Text]) -> list[Completion]:
+        """What the model's classification head makes of each text (see `Classify`)."""
+        ids = self._encoded(texts)
+        return self._completed_tasks(ids, [Classify()] * len(ids))
+
+    def _completed_tasks(self, ids: Items[list[int]], tasks: Items[Task]) -> list[Completion]:
+        params = SamplingParams()
+        return self._completed(
+            [Request(row, own, params, task=task) for row, (own, task) in enumerate(zip(ids, tasks))]
+        )
+
+    # -- upkeep
+
     def paused(self, ns: int) -> None:
         """The caller did something else for so long since the last step: no step took that time."""
         if self.drafting is not None:
@@ -405,8 +451,14 @@ class Engine(ReadingCalls):
         self.close()
 
     def _say_warming_up(self) -> None:
-        self._say(self._warming_up)
+        self._say("warming up (compiling kernels, the first time on a machine)")
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("the engine is closed")
+
+
+def _check_several(name: str, texts: object) -> None:
+    """A single text would be taken for a list of its characters."""
+    if isinstance(texts, str) or not isinstance(texts, Items):
+        raise ConfigError(f"{name} = {texts!r:.80}: expected a list of texts")

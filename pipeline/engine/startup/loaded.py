@@ -20,7 +20,6 @@ from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder, KVCache
 from pipeline.model.load import as_stored
 from pipeline.tokenization.tokenizer import Tokenizer
-from pipeline.weights.fp8 import AS_THEY_COME
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,14 @@ class LoadedModel:
     @property
     def weights(self) -> str:
         """What kind of weights it has, to read."""
-        kind = "dense" if self.config.quantization is None else str(self.config.quantization)
+        stored = self.config.quantization
+        kind = "dense" if stored is None else str(stored)
         widened, linears = self.decoder.num_widened, self.kernels.prepare_linear
+        if stored is not None and stored.has_activations and not isinstance(linears, RoundedWherePossible):
+            kind += ", activations not in 8 bits"
         if widened:
             kind += f"; {widened} fused linears of several formats dequantized"
         if isinstance(linears, RoundedWherePossible):
-            kind = kind.replace(AS_THEY_COME, "")
             kind += f"; inputs of {linears.num_rounded} of {linears.num_all} linears in {linears.activation_dtype}"
         return kind
 
