@@ -18,7 +18,8 @@ class QuantFormat(Protocol):
     """How the linears of a model are quantized, to read (`str`) and to read them with.
 
     `bits` of a weight, and the inputs that share a scale (None: all of an output's); the widest and the smallest where
-    linears differ. `has_activations`: the checkpoint is made for activations in 8 bits. `unused`: last parts of the names of tensors that say nothing about weights.
+    linears differ. `has_activations`: the checkpoint is made for activations in 8 bits. `unused`: last parts of the
+    names of tensors that say nothing about weights.
     """
 
     @property
