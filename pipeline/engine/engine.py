@@ -24,7 +24,7 @@ from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.grammar.validity import import_jsonschema
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
 from pipeline.engine.reading.sequences import prompt_reader, sequence_of, why_refused
-from pipeline.engine.reasoning.request_reasoning import RequestReasoning
+from pipeline.engine.reasoning.tracking import RequestReasoning
 from pipeline.engine.samples import Group, sample_seed
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
@@ -167,7 +167,16 @@ class Engine:
             return [Sequence(request, token_ids, first, seed, call, queued_us=queued_us)]
         group = Group(n)
         return [
-            Sequence(request, token_ids, first + place, sample_seed(seed, place), call, group, place, queued_us)
+            Sequence(
+                request,
+                token_ids,
+                first + place,
+                sample_seed(seed, place),
+                call=call,
+                group=group,
+                place=place,
+                queued_us=queued_us,
+            )
             for place in range(n)
         ]
 

@@ -113,14 +113,14 @@ def evaluate(
                 device = str(engine.resolved["device"])
                 measured.append(rows.measure(each, engine, kept, outputs)[0])
     return Evaluation(
-        shown_url(config.input.path),
-        len(samples.token_ids),
-        samples.num_tokens,
-        samples.left_out,
-        params.max_tokens,
-        device,
-        reference is not None,
-        tuple(measured),
+        data=shown_url(config.input.path),
+        num_rows=len(samples.token_ids),
+        num_tokens=samples.num_tokens,
+        left_out=samples.left_out,
+        max_tokens=params.max_tokens,
+        device=device,
+        has_reference=reference is not None,
+        models=tuple(measured),
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pipeline.kernels.cache import LayerCache
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.memory import on_device
 from pipeline.weights.packed import LinearWeight
 
 Linear = Callable[[Any], torch.Tensor]

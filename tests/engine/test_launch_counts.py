@@ -27,7 +27,7 @@ from pipeline.engine.sampling.on_device import sample_on_device
 from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import resolve
-from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
+from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.launch import H100, Launch, Target
 from pipeline.model import decoder
 from pipeline.model.config import read_config

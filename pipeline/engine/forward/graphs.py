@@ -124,19 +124,19 @@ class StepGraphs:
         config, self._device, block_size = decoder.config, decoder.device, kv.block_size
         assert decoder.kernels.graph_attention is not None
         shape = GraphShape(
-            max_num_seqs,
-            max_blocks,
-            block_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            frozenset(config.windows),
-            max_queries,
-            most_tokens,
-            most_mixed_tokens,
+            max_seqs=max_num_seqs,
+            max_blocks=max_blocks,
+            block_size=block_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            windows=frozenset(config.windows),
+            max_queries=max_queries,
+            max_tokens=most_tokens,
+            max_mixed_tokens=most_mixed_tokens,
             # Token ids, positions and slots; then where future tokens go and come from, two of a sequence with drafts
             # at most; then the rows that want logits.
-            4 * max(most_tokens, most_mixed_tokens) + 4 * max_num_seqs,
+            num_numbers=4 * max(most_tokens, most_mixed_tokens) + 4 * max_num_seqs,
             with_fp8_cache=kv.layers[0].k_CBKD.dtype == FP8,
         )
         self.max_num_seqs = max_num_seqs

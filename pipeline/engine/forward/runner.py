@@ -15,7 +15,7 @@ from pipeline.engine.sampling.on_device import SamplingKernels
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import ConfigError
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.memory import on_device
 from pipeline.model.decoder import Decoder, KVCache
 
 

@@ -19,8 +19,7 @@ import numpy as np
 
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.params import Completion, Request, SamplingParams
-from pipeline.engine.reasoning.row_reasoning import RowReasoning
-from pipeline.engine.reasoning.text_reasoning import TextReasoning
+from pipeline.engine.reasoning.tracking import RowReasoning, TextReasoning
 from pipeline.engine.samples import Group
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
 from pipeline.engine.tasks import HiddenStates, TaskResult, TokenLogprobs
@@ -72,7 +71,7 @@ def adjusts_logits(options: Any, num_generated: np.ndarray | int = 0) -> Any:
 
 def is_greedy(options: Any) -> Any:
     """Which rows always take the best token of their logits as the model gives them. Takes one row as a dict too."""
-    return (options["temperature"] == 0.0) > adjusts_logits(options)  # that is: and not
+    return np.logical_and(options["temperature"] == 0.0, np.logical_not(adjusts_logits(options)))
 
 
 def is_plain(params: SamplingParams) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.engine.schedule.sequence import SlotTable, ranges
 from pipeline.engine.stats import EngineStats
-from pipeline.kernels.table_rows import cut_rows
+from pipeline.kernels.shared_prefix import cut_rows
 
 
 @dataclass(frozen=True)

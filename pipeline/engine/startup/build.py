@@ -11,11 +11,11 @@ from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.engine.forward.runner import ModelRunner, Place
 from pipeline.engine.params import EngineConfig
+from pipeline.engine.startup.dummy_steps import CapturedShape
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.memory import kv_budget_bytes, return_freed_bytes
 from pipeline.engine.startup.mixed_tokens import most_mixed_tokens
 from pipeline.engine.startup.resolve import Resolved, Speculation, quantized_on_load, resolve
-from pipeline.engine.startup.step_kinds import CapturedShape
 from pipeline.errors import ConfigError
 from pipeline.kernels.select import keep_cpu_kernels_in, keep_gpu_kernels_in
 from pipeline.machine.caches import cpu_kernel_folder, gpu_kernel_folder
@@ -29,7 +29,7 @@ from pipeline.tokenization.tokenizer import Tokenizer
 PASS_QUERIES = 2  # tokens of a sequence in a draft pass that is captured
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Built:
     """`num_blocks`: of the KV cache, which the draft model's runner has as well. about: what every `auto` became."""
 
@@ -108,7 +108,16 @@ def _built(
         "num_threads": place.num_threads,
         "speculation": "off" if resolved.speculation is None else _told(resolved.speculation),
     } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}
-    return Built(resolved, place, runner, draft_runner, tokenizer, num_blocks, max_model_len, about)
+    return Built(
+        resolved=resolved,
+        place=place,
+        runner=runner,
+        draft_runner=draft_runner,
+        tokenizer=tokenizer,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        about=about,
+    )
 
 
 def _told(speculation: Speculation) -> str:

@@ -8,10 +8,15 @@ import torch
 
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.forward.runner import ModelRunner
-from pipeline.engine.startup.footprint import forward_bytes, largest_step_bytes, step_input_shape
+from pipeline.engine.startup.dummy_steps import (
+    CapturedShape,
+    compute_step_kinds,
+    forward_bytes,
+    largest_step_bytes,
+    step_input_shape,
+)
 from pipeline.engine.startup.memory import cache_before_dense, dense_weights_fit, gpu_share_bytes
 from pipeline.engine.startup.resolve import Resolved, no_such_weight
-from pipeline.engine.startup.step_kinds import CapturedShape, compute_step_kinds
 from pipeline.errors import ModelError
 from pipeline.kernels.activations.rounded_linears import RoundedWherePossible, with_rounded_activations
 from pipeline.kernels.contract import Kernels
