@@ -71,7 +71,7 @@ def rounded(x_MK: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def per_output(weight: LinearWeight, device: torch.device | None = None) -> Fp8Weight | None:
-    """Return a weight as `fp8-per-token` rounds it, computed on `device`, else where the weight is; None for one of 16 bit.
+    """The weight as `fp8-per-token` rounds it, computed on `device`, else where it is; None for one of 16 bit.
 
     Its inputs are in their own order, whatever order a checkpoint stores them in.
     """
