@@ -35,8 +35,8 @@ from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence as Row
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.schedule.step_plan import StepPlan
+from pipeline.engine.startup.memory import served_form
 from pipeline.engine.startup.mixed_tokens import LAUNCH_S, host_bound_tokens
-from pipeline.engine.startup.served_form import served_form
 from pipeline.engine.stats import EngineStats
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.roofline.cards import find_card

@@ -14,8 +14,8 @@ from pipeline.bench.measure import table
 from pipeline.bench.request_sets import REQUEST_SETS, RequestSet, find_set
 from pipeline.bench.shapes import GROUP, NAMES, SHAPES
 from pipeline.checkpoints.locate import locate_model
+from pipeline.engine.startup.memory import served_form
 from pipeline.engine.startup.resolve import no_such_weight
-from pipeline.engine.startup.served_form import served_form
 from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.triton.linear.crossover import Crossover, crossover_of
 from pipeline.model.config import read_config

@@ -9,7 +9,7 @@ from pipeline.bench import roofline
 from pipeline.bench.request_sets import find_set
 from pipeline.bench.roofline import Serving, bench_roofline, model_size
 from pipeline.bench.shapes import bench_model
-from pipeline.engine.startup import served_form
+from pipeline.engine.startup import memory
 from pipeline.errors import ConfigError, ModelError
 from pipeline.kernels.triton.linear.crossover import Crossover
 from pipeline.model.config import read_config
@@ -75,7 +75,7 @@ def test_16_bit_weights_are_kept_where_jobs_end_sooner_by_it(monkeypatch, card, 
     assert job().weights == ("int4 + 16 bit" if kept else "int4")
     seconds = {}
     for always in (True, False):
-        monkeypatch.setattr(served_form, "cache_before_dense", lambda *_, always=always: 0 if always else float("inf"))
+        monkeypatch.setattr(memory, "cache_before_dense", lambda *_, always=always: 0 if always else float("inf"))
         seconds[job().weights] = job().job.wall_s
     assert (seconds["int4 + 16 bit"] < seconds["int4"]) == kept
     assert (seconds["int4 + 16 bit"] > seconds["int4"]) == (not kept)

@@ -20,10 +20,10 @@ from pipeline.engine.forward.graphs import graph_sizes, mixed_sizes
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.build import _most_mixed_tokens
+from pipeline.engine.startup.memory import served_form
 from pipeline.engine.startup.mixed_tokens import host_bound_tokens, most_mixed_tokens
 from pipeline.engine.startup.resolve import resolve
-from pipeline.engine.startup.served_form import served_form
-from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
+from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.launch import Launch
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import read_config

@@ -15,7 +15,7 @@ from pipeline.engine.sampling.on_device import SamplingKernels
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import ConfigError
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.memory import on_device
 from pipeline.model.decoder import Decoder, KVCache
 
 
@@ -90,8 +90,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """(R, vocabulary), in the model's type, of hidden states that `execute_and_read` gave."""
-        return self.decoder.logits(hidden_RH)
+        """(R, vocabulary), in the model's type, of hidden states that `execute_and_read` gave, on any device."""
+        return self.decoder.logits(hidden_RH.to(self.decoder.device, self.decoder.dtype))
 
     def _forward(
         self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, where: AttentionInput, row_R: np.ndarray

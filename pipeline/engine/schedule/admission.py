@@ -94,8 +94,9 @@ class Admission:
             counts.append(count)
             if sequence.num_cached < 0:  # not admitted before
                 sequence.num_cached = min(start, sequence.num_prompt)
-                self._stats.cached_tokens += sequence.num_cached
-                self._stats.prompt_tokens += sequence.num_cached
+                if not sequence.is_compared:
+                    self._stats.cached_tokens += sequence.num_cached
+                    self._stats.prompt_tokens += sequence.num_cached
             demand = with_it
             in_progress.update(sequence.hashes[len(hits) :])
             budget -= count

@@ -1,17 +1,27 @@
 """How likely a model finds texts, and how far its distributions are from a reference's.
 
-Sums are in float64: divergences of 1e-6 are differences of numbers of about 10.
+Models are compared by the hidden states that `HiddenStates` requests read: the logits of a large vocabulary never lie
+in memory for a whole text. Sums are in float64: divergences of 1e-6 are differences of numbers of about 10.
 
 Shape suffixes: R rows of logits (one after each token of a piece of text), V vocabulary.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from pipeline.engine.forward.runner import Runner
+
 _AT_ONCE = 64  # rows that lie in float64 at a time
+
+
+def logits_in_pieces(runner: Runner, states_NH: np.ndarray, max_rows: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """The first row of each piece of at most `max_rows` rows, and its logits (R, V) in float32."""
+    for first in range(0, len(states_NH), max_rows):
+        yield first, runner.logits(torch.from_numpy(states_NH[first : first + max_rows])).float()
 
 
 @dataclass

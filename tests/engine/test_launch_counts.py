@@ -1,7 +1,8 @@
-"""Steps of a small model on the kernels for NVIDIA GPUs of which the launches are noted and not run.
+"""How often the host launches for a layer and for a step on a GPU. A launch more in a layer is some microseconds of
+each layer of each step that is not replayed.
 
-They are computed by the engine's own runner. Operations of torch are noted as they are dispatched. So it says what the
-host launches, and in which layer, but not what comes of it.
+Steps of a small model are computed by the engine's own runner on the kernels for NVIDIA GPUs, whose launches are noted
+and not run. Operations of torch are noted as they are dispatched.
 """
 
 from collections import Counter
@@ -13,24 +14,29 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.engine.forward import runner
+from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.sampling import on_device
-from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.sampling.on_device import sample_on_device
+from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import resolve
-from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
+from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.launch import H100, Launch, Target
 from pipeline.model import decoder
 from pipeline.model.config import read_config
 from pipeline.model.decoder import DecoderLayer
-from tests.kernels.triton.problems import recorded_launches
+from tests.kernels.triton.problems import DEVICE, recorded_launches
 from tests.model_folders import VOCAB, Family, write_checkpoint
 from tests.weights.packers import quantize_randomly
+
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="what is noted is not run, and the CPU has no graphs")
 
 LAYERS = 3
 SHAPE = {
@@ -96,14 +102,9 @@ class Counts:
         assert second <= first
         return cls(second, last, by_place[None] + first - second)
 
-    def row(self, *of: str) -> str:
-        """Of a table in Markdown, beginning with these cells."""
-        last = "the same" if self.last == self.layer else _told(self.last)
-        return f"| {' | '.join((*of, _told(self.layer), last, _told(self.around)))} |"
-
-
-def _told(counts: Counter[str]) -> str:
-    return f"{counts.total()}: " + ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) if counts else "none"
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        return self.layer.total(), self.last.total(), self.around.total()
 
 
 class Counting:
@@ -162,10 +163,13 @@ def step_of(counts: Sequence[int], contexts: Sequence[int], *, shared: bool = Fa
     table_SM = np.tile(np.arange(blocks, dtype=np.int32), (len(counts), 1))
     if not shared:
         table_SM += blocks * np.arange(len(counts), dtype=np.int32)[:, None]
-    ends = np.cumsum(counts)
-    zeros_T = np.zeros(int(ends[-1]), dtype=np.int64)
-    start_S1 = np.append(0, ends).astype(np.int32)
-    return StepInput(zeros_T, zeros_T, zeros_T, start_S1, np.array(contexts, dtype=np.int32), table_SM, ends - 1)
+    return dummy_step(
+        count_S=np.array(counts),
+        context_len_S=np.array(contexts),
+        block_table_SM=table_SM,
+        block_size=BLOCK,
+        row_R=np.cumsum(counts) - 1,
+    )
 
 
 DECODING, MIXED = "decoding", "a prompt beside decoding"
@@ -191,3 +195,44 @@ def runner_of(folder: Path, **options: Any) -> ModelRunner:
     with recorded_launches():
         loaded = LoadedModel.load(folder, shape, resolve(config, shape))
     return loaded.runner((ROWS + 1) * CONTEXT // BLOCK, BLOCK, 512)
+
+
+REPLAYED = [(0, 0, 6), (0, 0, 6), (0, 0, 7)]  # the second one step ahead of its tokens
+MODELS: list[tuple[str, dict[str, Any], list[tuple[int, int, int]]]] = [
+    ("bfloat16", {}, [(10, 10, 12), (11, 11, 12), (11, 16, 12)]),
+    ("bfloat16", {"kv_cache_dtype": "fp8"}, [(10, 10, 12), (11, 11, 12), (12, 16, 12)]),
+    ("AWQ", {}, [(11, 11, 12), (12, 12, 12), (11, 17, 12)]),
+    ("AWQ", {"activation_dtype": "fp8"}, [(12, 12, 12), (13, 13, 12), (12, 18, 12)]),
+]
+"""Weights, options, and launches of a layer, of the last one and around them: of STEPS, launched kernel by kernel."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_models(tmp_path_factory.mktemp("launches"))
+
+
+@pytest.mark.parametrize(("weights", "options", "expected"), MODELS)
+def test_launches_are_those_of_the_table(
+    weights: str, options: dict[str, Any], expected: list[tuple[int, int, int]], folders: dict[str, Path]
+) -> None:
+    with an_h100(), Counting().watched() as counting:
+        runner = runner_of(folders[weights], **options)
+
+        def counted(step: StepInput, future: FutureTokens | None = None) -> Counts:
+            return counting.count(lambda: sample_on_device(runner, runner.execute(step, future), None))
+
+        found = [counted(step) for step in STEPS.values()]
+        counting.count(
+            lambda: runner.capture_steps(
+                counting.capture,
+                max_num_seqs=ROWS + 1,
+                max_queries=1,
+                most_tokens=ROWS,
+                most_mixed_tokens=ROWS + CONTEXT,
+                say=lambda done, total: None,
+            )
+        )
+        future = FutureTokens(np.arange(ROWS), np.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64))
+        found += [counted(STEPS[DECODING]), counted(STEPS[DECODING], future), counted(STEPS[MIXED])]
+    assert [counts.totals for counts in found] == expected + REPLAYED, found

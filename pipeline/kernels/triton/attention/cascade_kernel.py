@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.triton.attention.cascade.metadata import UNIT, CascadeMetadata
+from pipeline.kernels.triton.attention.cascade_metadata import UNIT, CascadeMetadata
 from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, merge
 from pipeline.kernels.triton.attention.prefill import rows_of, tile_of
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
