@@ -15,8 +15,8 @@ from pipeline.data.files import json_lines
 from pipeline.data.files.footer import DamagedFile, read_footer
 from pipeline.data.files.json_types import MAX_KEYS, JsonTypes
 from pipeline.data.files.source_file import SourceFile
-from pipeline.data.requests.input_checks import FileNotes, RequestFormat, Requests, requests_of
-from pipeline.data.requests.request_row import request_schema
+from pipeline.data.requests.input_checks import FileNotes, Requests, requests_of
+from pipeline.data.requests.request_row import FORMAT, request_schema
 from pipeline.errors import InputError
 
 _FOOTERS_AT_ONCE = 16
@@ -46,12 +46,10 @@ class DatasetFiles(Protocol):
         ...
 
 
-def files_of(
-    fs: Any, root: str, names: list[str], keep_bad: bool, requests: RequestFormat | None = None
-) -> DatasetFiles:
+def files_of(fs: Any, root: str, names: list[str], keep_bad: bool, of_requests: bool = False) -> DatasetFiles:
     """What looks at the files, called `names` in messages, that lie below `root`. With `keep_bad` lines that are no
-    rows are rows without values. `requests`: the format of their lines, where these are requests. Raises InputError
-    where files are of two formats."""
+    rows are rows without values. `of_requests`: whether their lines are requests. Raises InputError where files are of
+    two formats."""
     lines = [name for name in names if json_lines.is_json_lines(name)]
     if lines and len(lines) < len(names):
         other = next(name for name in names if not json_lines.is_json_lines(name))
@@ -59,14 +57,14 @@ def files_of(
             f"{lines[0]} is JSON Lines by its name, {other} is not; a job reads one format: name the files of one, "
             "as in input.path: data/*.jsonl"
         )
-    if requests is None:
+    if not of_requests:
         return _Lines(fs, root, names, keep_bad) if lines else _Footers(fs, root, names)
     if not lines:
         raise InputError(
-            f"{names[0]}: input.format: {requests} is of JSON Lines, and this is none by its name; expected .jsonl, "
+            f"{names[0]}: input.format: {FORMAT} is of JSON Lines, and this is none by its name; expected .jsonl, "
             "also with .gz or .zst"
         )
-    return _RequestLines(fs, root, names, keep_bad, requests)
+    return _RequestLines(fs, root, names, keep_bad)
 
 
 class _Footers:
@@ -176,11 +174,10 @@ class _Lines:
 
 
 class _RequestLines:
-    """Looks at JSON Lines whose lines are requests. Their columns are the format's, whatever the lines hold."""
+    """Looks at JSON Lines whose lines are requests. Their columns are the API's, whatever the lines hold."""
 
-    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool, format: RequestFormat) -> None:
+    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool) -> None:
         self._fs, self._root, self._names, self._keep_bad = fs, root, names, keep_bad
-        self._format: RequestFormat = format
         self._notes: dict[int, FileNotes] = {}
         self._files: dict[int, tuple[str, int]] = {}  # relative path and size
         self._found: Requests | None = None
@@ -189,7 +186,7 @@ class _RequestLines:
         notes = FileNotes(self._names[index])
 
         def add(number: int, line: dict[str, Any]) -> None:
-            notes.add(line, number, self._format)
+            notes.add(line, number)
 
         path = posixpath.join(self._root, relative)
         file = json_lines.scan(self._fs, path, relative, size, notes.name, self._keep_bad, add)
@@ -205,7 +202,7 @@ class _RequestLines:
                 path = posixpath.join(self._root, relative)
                 return json_lines.whole_lines(self._fs, path, relative, size, self._names[order[at]])
 
-            self._found = requests_of([self._notes[i] for i in order], self._format, lines_of)
+            self._found = requests_of([self._notes[i] for i in order], lines_of)
             self._notes.clear()
         return self._found
 

@@ -27,7 +27,7 @@ from pipeline.data.files.formats import of_one_format
 from pipeline.data.files.listing import find_files, is_local
 from pipeline.data.files.partitions import partition_array
 from pipeline.data.files.source_file import Slice, SourceFile
-from pipeline.data.requests.input_checks import RequestFormat, Requests
+from pipeline.data.requests.input_checks import Requests
 from pipeline.errors import InputError
 from pipeline.stores.filesystem import filesystem
 from pipeline.stores.redaction import redacted, shown_url
@@ -121,11 +121,11 @@ def open_source(
     on_corrupt: OnCorrupt = "fail",
     retries: RetryCounts | None = None,
     is_later: Callable[[str], bool] | None = None,
-    requests: RequestFormat | None = None,
+    of_requests: bool = False,
     was_skipped: Callable[[str], bool] | None = None,
 ) -> Source:
     """Find the files of a file, folder (read whole, recursively) or glob, local or an fsspec url: JSON Lines where
-    they are called so, else Parquet. `requests`: the format of the lines, where these are requests.
+    they are called so, else Parquet. `of_requests`: whether the lines are requests.
 
     In folders and globs, names that start with `_` or `.` and files of other formats (`files/formats.py`; these are
     `Source.passed_over`) are passed by, and folders named `column=value` below
@@ -145,7 +145,7 @@ def open_source(
     if not listed.is_named:
         found, others = of_one_format(fs, root, found, f"input.path {shown_url(path)}", names)
         names = [posixpath.join(shown, relative) for relative, _ in found]
-    dataset = files_of(fs, root, names, on_corrupt == "skip", requests)
+    dataset = files_of(fs, root, names, on_corrupt == "skip", of_requests)
 
     def look(index: int) -> SourceFile | SkippedFile:
         relative, size = found[index]

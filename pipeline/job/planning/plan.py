@@ -94,7 +94,7 @@ def make_plan(
     config = with_reasoning_markers(config, model)
     given, batches = config.input, batches or Batches()
     source = open_source(
-        given.path, given.storage, given.on_corrupt, retries, batches.is_later, given.requests, batches.was_skipped
+        given.path, given.storage, given.on_corrupt, retries, batches.is_later, given.has_requests, batches.was_skipped
     )
     config = config.of_lines(source.requests)
     task = task_of(config, model)

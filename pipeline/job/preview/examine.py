@@ -96,7 +96,7 @@ class _Examination:
         """The input; None where it cannot be read, or asks for something else than the job."""
         with self._noting("input.path"):
             given = self.config.input
-            source = open_source(given.path, given.storage, given.on_corrupt, requests=given.requests)
+            source = open_source(given.path, given.storage, given.on_corrupt, of_requests=given.has_requests)
             self._dataset(source)
             return source if self._requests(source) else None
         return None
@@ -231,7 +231,6 @@ class _Examination:
             self.found.requests = found
             self.spec = self.config.prompt_spec()
             self.facts["requests"] = {
-                "format": found.format,
                 "endpoint": found.endpoint,
                 "model": found.model,
                 "ignored": list(found.ignored),
