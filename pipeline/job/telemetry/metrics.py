@@ -1,8 +1,8 @@
 """A running job as Prometheus sees it: counters, gauges and histograms of what the driver knows.
 
 Names end as vLLM's do where the meaning is the same; all follow Prometheus' rules: base units, `_total` for counters
-alone. Counters never fall while a run continues: what an engine's process counted before it ended stays counted. All are
-of this run; `run` is in the labels, so another one is another series.
+alone. Counters never fall while a run continues: what an engine's process counted before it ended stays counted. All
+are of this run; `run` is in the labels, so another one is another series.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
