@@ -54,7 +54,7 @@ class Window:
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """A dataset as found at planning. Picklable; `url` and `storage` may hold secrets and are never shown."""
 
@@ -122,7 +122,6 @@ def open_source(
     retries: RetryCounts | None = None,
     is_later: Callable[[str], bool] | None = None,
     of_requests: bool = False,
-    was_skipped: Callable[[str], bool] | None = None,
 ) -> Source:
     """Find the files of a file, folder (read whole, recursively) or glob, local or an fsspec url: JSON Lines where
     they are called so, else Parquet. `of_requests`: whether the lines are requests.
@@ -133,8 +132,7 @@ def open_source(
     that name, the files' own is taken. Reads every file's footer, in parallel, and every line of JSON Lines. Raises
     InputError naming what is missing, empty, damaged or of another format; under `on_corrupt` skip such files are in
     `Source.skipped`. `retries` counts requests to a store that are tried again. `is_later` says of a file by its
-    relative path whether it was appended to an output: it must fit the columns of the others. `was_skipped` says of a
-    file of another format that an output lists it as damaged, as versions before this one did; it stays that.
+    relative path whether it was appended to an output: it must fit the columns of the others.
     """
     storage = dict(storage or {})
     listed = find_files(path, storage, retries)
@@ -161,10 +159,6 @@ def open_source(
         read = list(pool.map(look, range(len(found))))
     files = tuple(f for f in read if isinstance(f, SourceFile))
     skipped = tuple(f for f in read if isinstance(f, SkippedFile))
-    if was_skipped is not None:
-        damaged = [SkippedFile(*file, "not a Parquet file") for file in others if was_skipped(file[0])]
-        skipped = tuple(sorted((*skipped, *damaged), key=lambda file: file.relative))
-        others = [file for file in others if not was_skipped(file[0])]
     if not files:
         first = skipped[0]
         raise InputError(
@@ -176,19 +170,19 @@ def open_source(
     first = {i: relative for i, relative in at.items() if i not in later}
     columns = dataset_columns(dataset, (first, later), shown)
     return Source(
-        shown,
-        path,
-        root,
-        files,
-        plain_schema(columns.kept),
-        columns.kept,
-        columns.missing,
-        columns.conflicts,
-        storage,
-        columns.partitions,
-        on_corrupt,
-        skipped,
-        tuple(relative for relative, _ in others),
+        root=shown,
+        url=path,
+        base=root,
+        files=files,
+        schema=plain_schema(columns.kept),
+        kept=columns.kept,
+        missing=columns.missing,
+        conflicts=columns.conflicts,
+        storage=storage,
+        partitions=columns.partitions,
+        on_corrupt=on_corrupt,
+        skipped=skipped,
+        passed_over=tuple(relative for relative, _ in others),
         requests=dataset.requests(),
         unified=columns.unified,
     )

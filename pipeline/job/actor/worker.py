@@ -138,13 +138,13 @@ class Worker:
         self._partial = PartialUnits(store, spec.fingerprint)
         self._write = Write(
             store,
-            spec.fingerprint,
-            spec.rename,
-            spec.results,
-            spec.metadata,
-            spec.kept_types,
-            spec.retried_limits,
-            spec.task,
+            fingerprint=spec.fingerprint,
+            rename=spec.rename,
+            results=spec.results,
+            metadata=spec.metadata,
+            kept_types=spec.kept_types,
+            limits=spec.retried_limits,
+            task=spec.task,
         )
 
     def process(self, data: bytes) -> UnitSummary | None:

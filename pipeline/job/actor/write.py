@@ -45,6 +45,7 @@ class Write:
     def __init__(
         self,
         store: PartStore,
+        *,
         fingerprint: str,
         rename: Mapping[str, str],
         results: ResultShape,
@@ -72,10 +73,10 @@ class Write:
         return UnitSummary(
             unit.window,
             unit.index,
-            PartTotals.of_table(table),
-            written,
-            row_stats(unit, completions),
-            (time.monotonic_ns() - started) // 1000,
+            totals=PartTotals.of_table(table),
+            written=written,
+            row_stats=row_stats(unit, completions),
+            write_us=(time.monotonic_ns() - started) // 1000,
         )
 
     def name(self, unit: Unit) -> PartName:
@@ -93,11 +94,11 @@ class Write:
         return UnitSummary(
             unit.window,
             unit.index,
-            PartTotals.of_table(table),
-            True,
-            row_stats(unit, completions),
-            (time.monotonic_ns() - started) // 1000,
-            PartTotals.of_table(renewed),
+            totals=PartTotals.of_table(table),
+            written=True,
+            row_stats=row_stats(unit, completions),
+            write_us=(time.monotonic_ns() - started) // 1000,
+            renewed=PartTotals.of_table(renewed),
         )
 
     def sample(self, unit: Unit, completions: list[Completion], run_id: str, prompts: list[str | None]) -> None:

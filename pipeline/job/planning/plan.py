@@ -4,7 +4,7 @@ job file -> source -> windows -> fingerprint -> one listing of the output -> the
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +62,6 @@ class JobPlan:
         """Of each kept column, in the output."""
         return {name: self.schema.field(i).type for i, name in enumerate(self.units.kept)}
 
-    def of_output(self, claimed: Fingerprint) -> "JobPlan":
-        """This plan as it goes on in an output that `claim` made its own."""
-        units = self.units if claimed.format > 1 else replace(self.units, max_bytes=None)
-        return replace(self, fingerprint=claimed, units=units)
-
-    def with_types_of(self, part: pa.Schema) -> "JobPlan":
-        """This plan with the columns' types of a part that is there: one output has one schema, and versions before
-        this one kept plain types."""
-        if part.names != self.schema.names:
-            return self
-        fields = [f.with_type(there.type) for f, there in zip(self.schema, part, strict=True)]
-        return replace(self, schema=pa.schema(fields))
-
 
 def make_plan(
     config: JobConfig,
@@ -93,9 +80,7 @@ def make_plan(
     config = with_stored_pooling(with_model_defaults(config, model, say), model)
     config = with_reasoning_markers(config, model)
     given, batches = config.input, batches or Batches()
-    source = open_source(
-        given.path, given.storage, given.on_corrupt, retries, batches.is_later, given.has_requests, batches.was_skipped
-    )
+    source = open_source(given.path, given.storage, given.on_corrupt, retries, batches.is_later, given.has_requests)
     config = config.of_lines(source.requests)
     task = task_of(config, model)
     if say is not None and source.requests is not None and source.requests.ignored:
