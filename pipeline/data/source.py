@@ -19,8 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.data.columns import UnifiedColumn, decoded_bytes, did_you_mean, empty_table, plain_array, plain_schema
-from pipeline.data.dataset_columns import dataset_columns
-from pipeline.data.dataset_files import SkippedFile, files_of
+from pipeline.data.dataset_files import SkippedFile, dataset_columns, files_of
 from pipeline.data.files import json_lines, parquet_file
 from pipeline.data.files.footer import DamagedFile, decoding
 from pipeline.data.files.formats import of_one_format

@@ -15,8 +15,7 @@ from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, RowQuality
 from pipeline.errors import PipelineError
 from pipeline.job.actor.error_rows import patched
-from pipeline.job.actor.tasks.job_task import JobTask
-from pipeline.job.actor.tasks.task_results import plain_logprobs
+from pipeline.job.actor.tasks import JobTask, plain_logprobs
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.report.record.computed import Computed
 from pipeline.report.record.quality_stats import QualityStats

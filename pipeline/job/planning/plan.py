@@ -19,8 +19,8 @@ from pipeline.data.output.result_columns import output_schema
 from pipeline.data.source import Source, Window, cut_windows, open_source
 from pipeline.data.units import UnitSpec
 from pipeline.errors import ConfigError
-from pipeline.job.actor.tasks.job_task import JobTask
-from pipeline.job.actor.tasks.of_job import task_of, with_stored_pooling
+from pipeline.job.actor.task_of_job import task_of, with_stored_pooling
+from pipeline.job.actor.tasks import JobTask
 from pipeline.job.actor.tokenize import chat_template
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.appended import Batches

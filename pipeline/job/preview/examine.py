@@ -23,8 +23,8 @@ from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import Source, cut_windows, open_source
 from pipeline.errors import ConfigError, EnvironmentFailed, ModelError, PipelineError, RowError
 from pipeline.job.actor.control_tokens import author_texts
-from pipeline.job.actor.tasks.job_task import JobTask
-from pipeline.job.actor.tasks.of_job import OF_CHECKPOINT, task_of, with_stored_pooling
+from pipeline.job.actor.task_of_job import OF_CHECKPOINT, task_of, with_stored_pooling
+from pipeline.job.actor.tasks import JobTask
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
 from pipeline.job.planning.checkpoint_limits import against_limits
 from pipeline.job.planning.output_place import check_output_place

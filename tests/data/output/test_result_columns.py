@@ -1,6 +1,5 @@
 """The output's columns: one schema, clear of the input's names, with sums that survive renaming."""
 
-
 import pyarrow as pa
 import pytest
 
