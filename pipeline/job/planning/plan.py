@@ -33,7 +33,7 @@ from pipeline.job.planning.sampling_defaults import with_model_defaults
 from pipeline.stores.retries import RetryCounts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobPlan:
     """All that follows from the job file, the input and the model; of the output only the date that a chat template is
     told."""
@@ -106,17 +106,17 @@ def make_plan(
         config, source, model_digest(model), device.partition(":")[0], dated, template, batches.later_files
     )
     return JobPlan(
-        config,
-        source,
-        windows,
-        units,
-        schema,
-        model,
-        draft,
-        ours,
-        batches,
-        device,
-        template,
+        config=config,
+        source=source,
+        windows=windows,
+        units=units,
+        schema=schema,
+        model=model,
+        draft=draft,
+        fingerprint=ours,
+        batches=batches,
+        device=device,
+        chat_template=template,
         reference=reference,
         task=task,
     )

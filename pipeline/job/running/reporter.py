@@ -44,6 +44,7 @@ class RunReporter:
         plan: JobPlan,
         store: PartStore,
         log: RunLog,
+        *,
         totals: OutputTotals,
         earlier: list[RunRecord],
         telemetry: Telemetry,

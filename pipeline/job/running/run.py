@@ -106,19 +106,29 @@ def run_job(
             of_sample = sample or 0
             log = RunLog(
                 store,
-                free_of(config),
-                config.cost.hourly_usd,
-                {"device": plan.device},
-                telemetry,
-                retries,
-                of_sample,
-                plan.retried_limits,
+                config_free=free_of(config),
+                hourly_usd=config.cost.hourly_usd,
+                resolved={"device": plan.device},
+                telemetry=telemetry,
+                retries=retries,
+                sample_rows=of_sample,
+                retried_limits=plan.retried_limits,
             )
             log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
             log.warnings = input_warnings(plan.source.passed_over, plan.source.unified_texts)
             totals = left.totals(store, log, earlier, plan)
             log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
-            reporter = RunReporter(plan, store, log, totals, earlier, telemetry, show, logs, sample)
+            reporter = RunReporter(
+                plan,
+                store,
+                log,
+                totals=totals,
+                earlier=earlier,
+                telemetry=telemetry,
+                show=show,
+                logs=logs,
+                sample=sample,
+            )
             if plan.batches.new is not None:
                 reporter.note(f"appended: {len(plan.batches.new)} new files of the input")
             with _recorded(log, reporter, stop, "finished" if sample is None else "sampled"):
