@@ -78,8 +78,8 @@ class JobConfig(JobKeys):
     def of_endpoint(self, endpoint: "Endpoint", samples: bool = False, prompt_logprobs: bool = False) -> "JobConfig":
         """The job whose lines are requests for this endpoint. samples: whether some ask for several completions;
         prompt_logprobs: whether some ask for those."""
-        assert self.input.requests is not None
-        sampling = sampling_of(self.input.requests, endpoint, self.sampling, samples, prompt_logprobs)
+        assert self.input.has_requests
+        sampling = sampling_of(endpoint, self.sampling, samples, prompt_logprobs)
         new = {"prompt": prompt_of(endpoint, self.prompt), "sampling": sampling}
         return self.model_copy(update=new)
 
@@ -124,7 +124,7 @@ class JobConfig(JobKeys):
     def sampling_columns(self) -> dict[str, str]:
         """Of the options that each row may set itself: option (`structured_outputs.json` and the like) to column. A
         null there means the job's value."""
-        if self.input.requests is not None:
+        if self.input.has_requests:
             from pipeline.data.requests.request_row import PARAMETERS
 
             return {name: name for name in PARAMETERS} if self.task == "generate" else {}
@@ -136,7 +136,7 @@ class JobConfig(JobKeys):
 
     def prompt_spec(self) -> "PromptSpec":
         """How rows become prompts, or are refused as requests."""
-        if self.input.requests is None:
+        if not self.input.has_requests:
             return self.prompt.spec()
         from pipeline.data.requests.request_row import REFUSED
 
@@ -146,7 +146,7 @@ class JobConfig(JobKeys):
         """The result columns. task_fields: those of a job that does not generate."""
         from pipeline.data.output.result_columns import ResultShape
 
-        sampling, of_requests = self.sampling, self.input.requests is not None and self.task == "generate"
+        sampling, of_requests = self.sampling, self.input.has_requests and self.task == "generate"
         samples = "rows" if self.output.samples == "rows" else "one" if sampling.n == 1 else "lists"
         return ResultShape(
             samples,

@@ -28,7 +28,7 @@ from pipeline.errors import OutputError, PipelineError, RowError
 from pipeline.job.actor.control_tokens import AuthorTexts
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
-from pipeline.job.actor.tasks.job_task import JobTask
+from pipeline.job.actor.tasks import JobTask
 from pipeline.job.actor.tokenize import Chat, Tokenize
 from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process.main import load_factory
@@ -137,13 +137,13 @@ class Worker:
         self._partial = PartialUnits(store, spec.fingerprint)
         self._write = Write(
             store,
-            spec.fingerprint,
-            spec.rename,
-            spec.results,
-            spec.metadata,
-            spec.kept_types,
-            spec.retried_limits,
-            spec.task,
+            fingerprint=spec.fingerprint,
+            rename=spec.rename,
+            results=spec.results,
+            metadata=spec.metadata,
+            kept_types=spec.kept_types,
+            limits=spec.retried_limits,
+            task=spec.task,
         )
 
     def process(self, data: bytes) -> UnitSummary | None:

@@ -42,7 +42,7 @@ class Spot:
     drain_s: float = 30.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FlowSpec:
     """All that a dataflow is made of. `cpus` and `gpus` are what one actor is booked with; `actors` is the most that
     there are at once, `min_actors` how many it starts with where they are fewer."""

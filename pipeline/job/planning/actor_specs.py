@@ -71,17 +71,17 @@ def flow_spec(
     )
     requested = failpoints.requested(os.environ)
     return FlowSpec(
-        plan.source,
-        tasks,
-        plan.units,
-        work,
-        most,
-        cpus,
-        gpus,
-        in_flight,
-        run.ray_address,
-        spot,
-        requested,
+        source=plan.source,
+        tasks=tasks,
+        units=plan.units,
+        work=work,
+        actors=most,
+        cpus=cpus,
+        gpus=gpus,
+        units_in_flight=in_flight,
+        ray_address=run.ray_address,
+        spot=spot,
+        failpoints=requested,
         always_ray=run.ray == "always",
         min_actors=fewest,
     )

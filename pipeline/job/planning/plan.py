@@ -4,7 +4,7 @@ job file -> source -> windows -> fingerprint -> one listing of the output -> the
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from pipeline.data.output.result_columns import output_schema
 from pipeline.data.source import Source, Window, cut_windows, open_source
 from pipeline.data.units import UnitSpec
 from pipeline.errors import ConfigError
-from pipeline.job.actor.tasks.job_task import JobTask
-from pipeline.job.actor.tasks.of_job import task_of, with_stored_pooling
+from pipeline.job.actor.task_of_job import task_of, with_stored_pooling
+from pipeline.job.actor.tasks import JobTask
 from pipeline.job.actor.tokenize import chat_template
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.appended import Batches
@@ -33,7 +33,7 @@ from pipeline.job.planning.sampling_defaults import with_model_defaults
 from pipeline.stores.retries import RetryCounts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobPlan:
     """All that follows from the job file, the input and the model; of the output only the date that a chat template is
     told."""
@@ -62,19 +62,6 @@ class JobPlan:
         """Of each kept column, in the output."""
         return {name: self.schema.field(i).type for i, name in enumerate(self.units.kept)}
 
-    def of_output(self, claimed: Fingerprint) -> "JobPlan":
-        """This plan as it goes on in an output that `claim` made its own."""
-        units = self.units if claimed.format > 1 else replace(self.units, max_bytes=None)
-        return replace(self, fingerprint=claimed, units=units)
-
-    def with_types_of(self, part: pa.Schema) -> "JobPlan":
-        """This plan with the columns' types of a part that is there: one output has one schema, and versions before
-        this one kept plain types."""
-        if part.names != self.schema.names:
-            return self
-        fields = [f.with_type(there.type) for f, there in zip(self.schema, part, strict=True)]
-        return replace(self, schema=pa.schema(fields))
-
 
 def make_plan(
     config: JobConfig,
@@ -93,9 +80,7 @@ def make_plan(
     config = with_stored_pooling(with_model_defaults(config, model, say), model)
     config = with_reasoning_markers(config, model)
     given, batches = config.input, batches or Batches()
-    source = open_source(
-        given.path, given.storage, given.on_corrupt, retries, batches.is_later, given.requests, batches.was_skipped
-    )
+    source = open_source(given.path, given.storage, given.on_corrupt, retries, batches.is_later, given.has_requests)
     config = config.of_lines(source.requests)
     task = task_of(config, model)
     if say is not None and source.requests is not None and source.requests.ignored:
@@ -121,17 +106,17 @@ def make_plan(
         config, source, model_digest(model), device.partition(":")[0], dated, template, batches.later_files
     )
     return JobPlan(
-        config,
-        source,
-        windows,
-        units,
-        schema,
-        model,
-        draft,
-        ours,
-        batches,
-        device,
-        template,
+        config=config,
+        source=source,
+        windows=windows,
+        units=units,
+        schema=schema,
+        model=model,
+        draft=draft,
+        fingerprint=ours,
+        batches=batches,
+        device=device,
+        chat_template=template,
         reference=reference,
         task=task,
     )

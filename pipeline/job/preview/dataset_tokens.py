@@ -54,7 +54,7 @@ def read_samples(
     Raises InputError when no row is left, ConfigError when the prompt does not fit the columns.
     """
     kept, given = () if expected is None else (expected,), config.input
-    source = open_source(given.path, given.storage, given.on_corrupt, requests=given.requests)
+    source = open_source(given.path, given.storage, given.on_corrupt, of_requests=given.has_requests)
     config = config.of_lines(source.requests)
     spec = config.prompt_spec().of_input(source.every_column)
     source.check_columns([*kept, *spec.columns])

@@ -23,8 +23,8 @@ from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import Source, cut_windows, open_source
 from pipeline.errors import ConfigError, EnvironmentFailed, ModelError, PipelineError, RowError
 from pipeline.job.actor.control_tokens import author_texts
-from pipeline.job.actor.tasks.job_task import JobTask
-from pipeline.job.actor.tasks.of_job import OF_CHECKPOINT, task_of, with_stored_pooling
+from pipeline.job.actor.task_of_job import OF_CHECKPOINT, task_of, with_stored_pooling
+from pipeline.job.actor.tasks import JobTask
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
 from pipeline.job.planning.checkpoint_limits import against_limits
 from pipeline.job.planning.output_place import check_output_place
@@ -96,7 +96,7 @@ class _Examination:
         """The input; None where it cannot be read, or asks for something else than the job."""
         with self._noting("input.path"):
             given = self.config.input
-            source = open_source(given.path, given.storage, given.on_corrupt, requests=given.requests)
+            source = open_source(given.path, given.storage, given.on_corrupt, of_requests=given.has_requests)
             self._dataset(source)
             return source if self._requests(source) else None
         return None
@@ -231,7 +231,6 @@ class _Examination:
             self.found.requests = found
             self.spec = self.config.prompt_spec()
             self.facts["requests"] = {
-                "format": found.format,
                 "endpoint": found.endpoint,
                 "model": found.model,
                 "ignored": list(found.ignored),

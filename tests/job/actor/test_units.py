@@ -44,7 +44,13 @@ def complete(requests, text="t") -> list[Completion]:
 def write(tmp_path, rename=None, logprobs=False) -> Write:
     store = PartStore(str(tmp_path / "out"))
     store.folder.probe()
-    return Write(store, "0123abcd", rename or {}, ResultShape(logprobs=logprobs), {"pipeline.fingerprint": "0123abcd"})
+    return Write(
+        store,
+        fingerprint="0123abcd",
+        rename=rename or {},
+        results=ResultShape(logprobs=logprobs),
+        metadata={"pipeline.fingerprint": "0123abcd"},
+    )
 
 
 def test_reasoning_has_columns_of_its_own_a_text_for_each_sample(tmp_path):
@@ -55,7 +61,13 @@ def test_reasoning_has_columns_of_its_own_a_text_for_each_sample(tmp_path):
     done = [thought, failed_row(at[1], "empty_prompt", "none"), replace(plain, samples=(thought, plain))]
     store = PartStore(str(tmp_path / "out"))
     for samples, expected in (("one", ["why", None, None]), ("lists", [["why"], None, ["why", None]])):
-        write = Write(store, "0123abcd", {"reasoning": "r"}, ResultShape(samples, reasoning=True), {})
+        write = Write(
+            store,
+            fingerprint="0123abcd",
+            rename={"reasoning": "r"},
+            results=ResultShape(samples, reasoning=True),
+            metadata={},
+        )
         table = write.table(unit, done)
         assert table["r"].to_pylist() == expected
         assert table["num_reasoning_tokens"].to_pylist() == [3, 0, 3]

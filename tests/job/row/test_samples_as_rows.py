@@ -197,7 +197,7 @@ def test_error_rows_computed_again_become_all_their_samples_in_their_place(tmp_p
     tables = []
     for store, failed in zip(stores, ([], bad)):
         store.folder.probe()
-        write = Write(store, "0123abcd", {}, ResultShape("rows"), {})
+        write = Write(store, fingerprint="0123abcd", rename={}, results=ResultShape("rows"), metadata={})
         write(unit, [failed_row(i, "engine_failure", "") if i in failed else c for i, c in enumerate(completions)])
         name = write.name(unit)
         if failed:

@@ -23,7 +23,7 @@ from pipeline.estimate.job_estimate import estimate_job
 from pipeline.estimate.prices import load_prices
 from pipeline.estimate.render import text as estimate_text
 from pipeline.estimate.what_if import what_if
-from pipeline.job.actor.tasks.classify import ClassifyTask
+from pipeline.job.actor.tasks import ClassifyTask
 from pipeline.job.output.audit import audit
 from pipeline.job.output.convert import convert
 from pipeline.job.output.read_output import divided_by

@@ -8,11 +8,7 @@ from pipeline.config import FromColumn, JobConfig
 from pipeline.config.sections.row.tasks import EmbedSection
 from pipeline.engine.tasks import Embed
 from pipeline.errors import ConfigError
-from pipeline.job.actor.tasks.choice import ChoiceTask
-from pipeline.job.actor.tasks.classify import Activation, ClassifyTask
-from pipeline.job.actor.tasks.embed import EmbedTask
-from pipeline.job.actor.tasks.job_task import JobTask
-from pipeline.job.actor.tasks.score import ScoreTask
+from pipeline.job.actor.tasks import Activation, ChoiceTask, ClassifyTask, EmbedTask, JobTask, ScoreTask
 from pipeline.stores.redaction import shown_url
 
 OF_CHECKPOINT = ("embed", "classify")  # tasks whose columns follow from the checkpoint
