@@ -165,7 +165,7 @@ def test_the_engines_get_a_reference_that_approximates_nothing(job):
     spec = flow_spec(make_plan(config, "cpu"), (), Backend(), "0001").work
     assert spec.reference is not None
     assert (spec.reference.engine.model, spec.reference.engine.quantization) == (spec.engine.model, "none")
-    assert (spec.reference.generates, spec.quality_sample, spec.engine.scoring_tokens) == (False, SHARE, 8192)
+    assert (spec.reference.generates, spec.quality_sample) == (False, SHARE)
     for sampling in (
         {"temperature": 0.5},
         {"temperature": {"column": "id"}},
@@ -176,7 +176,7 @@ def test_the_engines_get_a_reference_that_approximates_nothing(job):
         assert work.reference is not None
         assert work.reference.generates
     off = flow_spec(make_plan(watched(job, run={"quality_sample": 0}), "cpu"), (), Backend(), "0001").work
-    assert (off.reference, off.quality_sample, off.engine.scoring_tokens) == (None, 0, 0)
+    assert (off.reference, off.quality_sample) == (None, 0)
 
 
 def test_it_is_no_part_of_what_a_job_is(job):
