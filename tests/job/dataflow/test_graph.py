@@ -68,7 +68,7 @@ def test_windows_units_and_actors_give_each_row_once(job, local_ray):
     assert sum(report.phases_us.values()) == report.machine_us
     for actor in record["actors"]:
         assert 0 <= record["wall_us"] - sum(actor["phases_us"].values()) < 3_000_000
-    assert report.tokens.generated == report.work.generated_tokens
+    assert report.tokens.generated == report.work.computed_generated_tokens
     assert record["resolved"]["max_num_seqs"] == 8
     assert {"planning", "starting Ray", "running", "verifying", "finished"} <= {s.phase for s in statuses}
 

@@ -23,7 +23,7 @@ from pipeline.job.process.child import Ended
 from pipeline.job.process.open_rows import OpenRows
 from pipeline.job.running.run import run_job
 from pipeline.report.record.quality_stats import QualityStats
-from pipeline.report.record.run_record import RunRecord
+from pipeline.report.record.run_record import RunRecord, no_phases
 from pipeline.report.render import html, markdown, text
 from pipeline.report.run_report import RunReport
 from tests.job.conftest import TEXTS, runs
@@ -77,9 +77,9 @@ def test_a_stopped_job_compares_the_same_rows_and_tells_record_report_status_and
     assert found is not None
     assert found.sums.rows == len(chosen(job)) > 5
     assert found.sums.tokens == sum(rows[i]["num_generated_tokens"] for i in chosen(job))
-    assert 0.1 < (found.agreement or 0) < 0.999
-    assert (found.kl_nats or 0) > 0.001
-    assert found.quality_us > 0
+    assert 0.1 < (found.token_agreement or 0) < 0.999
+    assert (found.kl_nats_per_token or 0) > 0.001
+    assert found.machine_us > 0
     assert set(found.drops) == {"agreement"}
 
     kept = runs(job)
@@ -88,7 +88,7 @@ def test_a_stopped_job_compares_the_same_rows_and_tells_record_report_status_and
     assert RunReport.from_json(json.loads(json.dumps(report.to_json()))) == report
     status = json.loads((job.output / "_pipeline" / "status.json").read_text())
     assert status["quality_rows"] == found.sums.rows
-    assert status["token_agreement"] == found.agreement
+    assert status["token_agreement"] == found.token_agreement
     assert status["quality_drops"] == ["agreement"]
     (event,) = [json.loads(line) for line in told.read_text().splitlines()]
     assert (event["event"], event["measure"]) == ("quality_drop", "agreement")
@@ -109,7 +109,7 @@ def test_right_answers_are_counted_for_both_models_and_their_column_is_not_in_th
     report = run_job(watched(job, run={"quality_sample": 1}, quality={"model": "demo:target", "column": "text"}))
     assert report.quality is not None
     assert report.quality.sums.expected_rows == 8
-    assert (report.quality.served_right, report.quality.reference_right) == (0.0, 0.0)
+    assert (report.quality.served_correct_share, report.quality.reference_correct_share) == (0.0, 0.0)
     assert job.table().column_names[0] == "id"
     assert "text" not in job.table().column_names
 
@@ -117,7 +117,7 @@ def test_right_answers_are_counted_for_both_models_and_their_column_is_not_in_th
 def test_runs_add_up_killed_ones_too():
     def of(outcome, agreed, us):
         stats = replace(RunRecord("", "").row_stats, quality=QualityStats.of_row(10, agreed, 5, agreed == 10))
-        actor = {"actor": 0, "phases_us": {"load": 10, "decode": us}, "stats": {"quality_us": us}}
+        actor = {"actor": 0, "phases_us": no_phases() | {"load": 10, "decode": us}, "stats": {"quality_us": us}}
         raw = {"run_id": "0001", "started_at": "", "outcome": outcome, "actors": [actor]}
         record = RunRecord.from_json(raw | {"settings": {"quality": {"max_drop": 0.5}}})
         return replace(record, row_stats=stats)
@@ -127,7 +127,7 @@ def test_runs_add_up_killed_ones_too():
 
     found = build_report("j", "f", [of("killed", 10, 3), of("finished", 4, 4)], PartTotals(), 2).quality
     assert found is not None
-    assert (found.sums.rows, found.sums.agreed, found.quality_us, found.max_drop) == (2, 14, 7, 0.5)
+    assert (found.sums.rows, found.sums.agreed, found.machine_us, found.max_drop) == (2, 14, 7, 0.5)
 
 
 def test_a_row_whose_process_ended_is_not_compared_again():

@@ -106,7 +106,7 @@ def test_a_budget_counts_every_actor_and_the_runs_before():
 def test_it_is_said_once_when_most_of_a_limit_is_used():
     limits = RunLimits(CostSection(), RunSection(max_runtime=100.0), ())
     assert limits.warning(limits.nearest([], 79.0)) is None
-    assert "run.max_runtime: 81 s of 2 min are used" in limits.warning(limits.nearest([], 81.0))
+    assert "run.max_runtime: 81 s of 1 min 40 s are used" in limits.warning(limits.nearest([], 81.0))
     assert limits.warning(limits.nearest([], 90.0)) is None
 
 

@@ -34,7 +34,7 @@ def test_a_finished_job_has_each_row_once_and_its_counts(job):
     assert success(job)["input_rows"] == 51
     assert success(job)["errors"] == {"null_prompt": 1}
     assert (report.rows.input, report.rows.written, report.rows.errors) == (51, 51, 1)
-    assert report.tokens.generated == report.work.generated_tokens > 0
+    assert report.tokens.generated == report.work.computed_generated_tokens > 0
     assert statuses[-1].outcome == "finished"
     assert (statuses[-1].rows_done, statuses[-1].rows_written, statuses[-1].rows_total) == (51, 51, 51)
     told = json.loads((job.output / "_pipeline" / "status.json").read_text())
