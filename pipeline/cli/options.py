@@ -54,9 +54,9 @@ class Commands(click.Group):
             formatter.write_dl(list(shown.items()))
 
 
-param_option = click.option(
-    "params", "--param", metavar="NAME=VALUE", multiple=True,
-    help="A value for a name that the job declares in params: date=2026-11-20. May be repeated.",
+var_option = click.option(
+    "vars", "--var", metavar="NAME=VALUE", multiple=True,
+    help="Set a variable that the job declares in vars: date=2026-11-20. May be repeated.",
 )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def job_overlays(command: Callable[..., Any]) -> Callable[..., Any]:
                          help="Change one key of the job file: sampling.max_tokens=32. May be repeated."),
             click.option("overlays", "--config", metavar="FILE", type=click.Path(), multiple=True,
                          help="Lay a file of the same form over the job file: one for a kind of machine."),
-            param_option,
+            var_option,
             click.option("--limit", type=click.IntRange(min=1), metavar="N",
                          help="Only the first N rows. Another N is another job, with an output of its own."),
         ]

@@ -35,17 +35,17 @@ class ShippedJob:
     drain_s: float
 
     @classmethod
-    def of(cls, config: JobConfig, open_params: Mapping[str, str] | None = None) -> "ShippedJob":
-        """open_params: parameters that each run fills in with its date, by the text that stands for them in `config`.
+    def of(cls, config: JobConfig, open_vars: Mapping[str, str] | None = None) -> "ShippedJob":
+        """open_vars: variables that each run fills in with its date, by the text that stands for them in `config`.
         Raises ConfigError where the file of a chat template cannot be read."""
         data: dict[str, Any] = copy.deepcopy(dict(config.data))
-        declared = data.pop("params", {})  # the others are filled in
-        if open_params:
-            data["params"] = {name: declared[name] for name in open_params}
+        declared = data.pop("vars", {})  # the others are filled in
+        if open_vars:
+            data["vars"] = {name: declared[name] for name in open_vars}
         data.setdefault("run", {}).setdefault("ray_address", "auto")
         for section, key in (("input", "path"), ("output", "path")):
             place = _everywhere(data[section][key])
-            for name, text in (open_params or {}).items():
+            for name, text in (open_vars or {}).items():
                 place = place.replace(text, f"${{{name}}}")
             data[section][key] = place
         for section, key in (("model", "path"), ("model", "draft"), ("quality", "model")):
@@ -59,7 +59,7 @@ class ShippedJob:
         files[JOB_FILE] = json.dumps(data, indent=1)
         output = str(data["output"]["path"]).rstrip("/")
         slug = _NO_NAME.sub("-", config.name).strip("-").lower()[:40] or "job"
-        return cls(f"{slug}-{_digest(output)}", shown_url(output), files, config.run.drain_s)
+        return cls(f"{slug}-{_digest(output)}", shown_url(output), files, config.run.drain_timeout)
 
     @property
     def digest(self) -> str:

@@ -12,7 +12,7 @@ import yaml
 
 from pipeline.cluster.kuberay import schedule
 from pipeline.config import load_job
-from pipeline.config.parameters import moment_of
+from pipeline.config.variables import moment_of
 from tests.cluster.kubernetes_schema import wrong
 from tools.generated import stale
 from tools.manifests import COMMANDS, files

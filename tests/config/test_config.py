@@ -10,7 +10,7 @@ import pytest
 from pipeline import run_job
 from pipeline.config import JobConfig, JobFileError, load_job
 from pipeline.config.identity import free_of, identity_of, numerics_of
-from pipeline.config.sections.row.prompt import PromptSection
+from pipeline.config.sections.prompt import PromptSection
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError
 

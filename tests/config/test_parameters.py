@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config import JobFileError, load_job
 from pipeline.config.identity import identity_of
-from pipeline.config.parameters import moment_of
+from pipeline.config.variables import moment_of
 
 JOB = """\
 params: {date: {today: Pacific/Auckland}, team: blue}

@@ -49,7 +49,7 @@ def submit(
     \b
     Examples:
       pipeline submit my.yaml --address http://head:8265
-      pipeline submit nightly.yaml --param date=2026-11-20 --detach
+      pipeline submit nightly.yaml --var date=2026-11-20 --detach
       pipeline submit nightly.yaml --if-running leave     from cron: no second run beside a long one
       RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=token pipeline submit my.yaml
 

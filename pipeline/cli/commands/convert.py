@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.cli.console import answers, json_flag, print_answer
-from pipeline.cli.options import param_option
+from pipeline.cli.options import var_option
 
 if TYPE_CHECKING:
     from pipeline.data.requests.request_row import RequestFormat
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
-@param_option
+@var_option
 @click.option("--to", "form", type=click.Choice(["openai-batch", "anthropic-batch", "bedrock-batch"]), required=True,
               help="The form of the lines; it need not be that of the job's input.")  # fmt: skip
 @click.option("--output", required=True, type=click.Path(), metavar="FILE.jsonl",
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @json_flag
 @answers
 def convert(
-    place: str, params: tuple[str, ...], form: "RequestFormat", output: str, errors: str | None, as_json: bool
+    place: str, vars: tuple[str, ...], form: "RequestFormat", output: str, errors: str | None, as_json: bool
 ) -> None:
     """Write the output of a finished job as a hosted batch API delivers it.
 
@@ -48,7 +48,7 @@ def convert(
     """
     from pipeline.job.output.convert import convert as write
     from pipeline.job.output.read_output import open_output, output_of
-    from pipeline.stores.filesystem import is_url
+    from pipeline.stores.filesystem import storage_for
 
-    storage = output_of(place, params)[1] if is_url(output) else {}
-    print_answer(write(open_output(place, params), output, errors, storage, form), as_json)
+    storage = storage_for(output, output_of(place, vars)[1])
+    print_answer(write(open_output(place, vars), output, errors, storage, form), as_json)

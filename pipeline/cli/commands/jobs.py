@@ -17,7 +17,7 @@ from pipeline.cli.console import (
     say,
     stdout_is_claimed,
 )
-from pipeline.cli.options import Renamed, job_overlays, param_option
+from pipeline.cli.options import Renamed, job_overlays, var_option
 from pipeline.errors import ConfigError, EnvironmentFailed, LimitReached, OutputError
 from pipeline.formatting import counted
 
@@ -80,7 +80,7 @@ def run(
     Logs of the driver and of each engine are kept in output.path/_pipeline/logs; `pipeline logs` shows them.
     """
     from pipeline.config import load_job
-    from pipeline.config.parameters import moment_of
+    from pipeline.config.variables import moment_of
 
     config = load_job(job, **overlays, now=moment_of(fired_at))
     run_and_report(config, as_json, verbose, log_level, accept_numerics, retry_failed, append, sample, at_limit)
@@ -175,11 +175,11 @@ def validate(job: str, as_json: bool, **overlays: Any) -> None:
 
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
-@param_option
+@var_option
 @click.option("-w", "--watch", is_flag=True, help="Go on until the run ends; with --json an object at each change.")
 @json_flag
 @answers
-def status(place: str, params: tuple[str, ...], watch: bool, as_json: bool) -> None:
+def status(place: str, vars: tuple[str, ...], watch: bool, as_json: bool) -> None:
     """Say how far a job is, from its output folder.
 
     \b
@@ -195,7 +195,7 @@ def status(place: str, params: tuple[str, ...], watch: bool, as_json: bool) -> N
     from pipeline.job.output.read_output import open_output
     from pipeline.job.telemetry.status import status_line
 
-    seen = Following(store := open_output(place, params))
+    seen = Following(store := open_output(place, vars))
     now, doubt = seen.status, seen.doubt
 
     def as_object(status: "Status", doubt: str | None) -> None:
@@ -226,7 +226,7 @@ def status(place: str, params: tuple[str, ...], watch: bool, as_json: bool) -> N
 
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
-@param_option
+@var_option
 @click.option("--output", cls=Renamed, old="--to", required=True, type=click.Path(), metavar="PATH",
               help="A new folder, or an fsspec url.")  # fmt: skip
 @click.option("--order", type=click.Choice(["parts", "input"]), default="parts", show_default=True,
@@ -235,7 +235,7 @@ def status(place: str, params: tuple[str, ...], watch: bool, as_json: bool) -> N
 @json_flag
 @answers
 def compact(
-    place: str, params: tuple[str, ...], output: str, order: Literal["parts", "input"], target_size: str, as_json: bool
+    place: str, vars: tuple[str, ...], output: str, order: Literal["parts", "input"], target_size: str, as_json: bool
 ) -> None:
     """Merge the parts of a finished job into a few large files in a new folder.
 
@@ -253,23 +253,23 @@ def compact(
     from pipeline.data.output.compact import compact as merge
     from pipeline.data.output.parts import PartStore
     from pipeline.job.output.read_output import open_output, output_of
-    from pipeline.stores.filesystem import is_url
+    from pipeline.stores.filesystem import storage_for
 
     size = parse_bytes(target_size)
     if size is None or not 0 < size <= MAX_FILE_BYTES:
         raise ConfigError(f"--target-size {target_size}: expected a size of at most 4 GiB, such as 256MB")
-    storage = output_of(place, params)[1] if is_url(output) else {}
-    done = merge(open_output(place, params), PartStore(output, storage, what="--output"), order, size, say)
+    storage = storage_for(output, output_of(place, vars)[1])
+    done = merge(open_output(place, vars), PartStore(output, storage, what="--output"), order, size, say)
     print_answer(done, as_json)
 
 
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
-@param_option
+@var_option
 @click.option("--deep", is_flag=True, help="Read every page of every part, and see that each row is there once.")
 @json_flag
 @answers
-def verify(place: str, params: tuple[str, ...], deep: bool, as_json: bool) -> None:
+def verify(place: str, vars: tuple[str, ...], deep: bool, as_json: bool) -> None:
     """Say whether the output of a finished job is sound, and name all that is damaged.
 
     \b
@@ -287,7 +287,7 @@ def verify(place: str, params: tuple[str, ...], deep: bool, as_json: bool) -> No
     from pipeline.job.output.audit import audit
     from pipeline.job.output.read_output import open_output
 
-    found = audit(open_output(place, params), deep, say)
+    found = audit(open_output(place, vars), deep, say)
     print_answer(found, as_json)
     if not found.sound:
         sys.exit(OutputError.exit_code)

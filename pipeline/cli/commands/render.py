@@ -45,25 +45,25 @@ def render(
       pipeline render nightly.yaml --schedule '0 2 * * *' --operator 1.5
 
     What Kubernetes has to know stands in the job file's section `cluster`. The job file goes along in a ConfigMap.
-    Parameters of {today: ZONE} get the date of each firing; the others are filled in here. A cluster that fails is
+    Variables of {today: ZONE} get the date of each firing; the others are filled in here. A cluster that fails is
     followed by another one, which goes on from the parts that are written.
     """
     from pipeline.cluster.kuberay.manifests import Schedule, manifests, to_yaml
     from pipeline.config import load_job
-    from pipeline.config.parameters import TodaySection
+    from pipeline.config.variables import TodaySection
 
     config, timed = load_job(job, **overlays), None
     if schedule is not None:
-        given = {flag.partition("=")[0] for flag in overlays["params"]}
-        days = {name for name, kind in config.params.items() if isinstance(kind, TodaySection)} - given
+        given = {flag.partition("=")[0] for flag in overlays["vars"]}
+        days = {name for name, kind in config.vars.items() if isinstance(kind, TodaySection)} - given
         if not days:
             raise ConfigError(
-                "--schedule: every firing would have the same output. Declare params: {date: {today: ZONE}}"
+                "--schedule: every firing would have the same output. Declare vars: {date: {today: ZONE}}"
             )
-        open_params = {name: f"fired-at-{name}" for name in sorted(days)}
-        overlays["params"] = (*overlays["params"], *(f"{name}={text}" for name, text in open_params.items()))
+        open_vars = {name: f"logical-date-{name}" for name in sorted(days)}
+        overlays["vars"] = (*overlays["vars"], *(f"{name}={text}" for name, text in open_vars.items()))
         config = load_job(job, **overlays)
-        timed = Schedule(schedule, time_zone, open_params, operator == "1.7")
+        timed = Schedule(schedule, time_zone, open_vars, operator == "1.7")
     made = manifests(config, timed)
     if as_json:
         return print_json({"manifests": made})

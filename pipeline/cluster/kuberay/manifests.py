@@ -18,13 +18,13 @@ class Schedule:
 
     cron: str
     time_zone: str
-    open_params: Mapping[str, str]  # as `ShippedJob.of` takes them
+    open_vars: Mapping[str, str]  # as `ShippedJob.of` takes them
     has_ray_cron_job: bool = True
 
 
 def manifests(config: JobConfig, schedule: Schedule | None = None) -> list[dict[str, Any]]:
     """Raises ConfigError for what Kubernetes, KubeRay or the pods could not do."""
-    shipped = ShippedJob.of(config, schedule.open_params if schedule else None)
+    shipped = ShippedJob.of(config, schedule.open_vars if schedule else None)
     check(config, shipped)
     name = object_name(config, MAX_NAME if schedule is None else MAX_CRON_NAME)
     made = [config_map(config, name, shipped), *budgets(config, name)]

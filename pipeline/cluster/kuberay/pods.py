@@ -33,7 +33,7 @@ def labels(name: str, role: str) -> dict[str, str]:
 
 def wait_s(config: JobConfig) -> int:
     """From the wish to stop to the end of whoever is asked."""
-    return int(config.run.drain_s) + BEYOND_DRAIN_S
+    return int(config.run.drain_timeout) + BEYOND_DRAIN_S
 
 
 def head(config: JobConfig, name: str, config_map: str) -> dict[str, Any]:

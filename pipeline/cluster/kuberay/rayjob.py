@@ -47,7 +47,7 @@ def config_map(config: JobConfig, name: str, shipped: ShippedJob) -> dict[str, A
 def spec(config: JobConfig, name: str, options: str = "") -> dict[str, Any]:
     """The RayJobSpec. `options`: of `pipeline run`, as a shell reads them."""
     if config.cost.budget_usd is not None or config.run.max_runtime is not None:
-        options += " --at-limit 0"  # backoffLimit would spend again
+        options += " --limit-exit-code 0"  # backoffLimit would spend again
     fewest, most = config.run.pool
     cluster: dict[str, Any] = {
         "rayVersion": RAY_VERSION,
@@ -109,11 +109,10 @@ def check(config: JobConfig, shipped: ShippedJob) -> None:
             f"run.cpus_per_actor {config.run.cpus_per_actor:g}: a worker has {config.cluster.cpus} CPUs, one of them "
             "for reading; raise cluster.cpus"
         )
-    for section in (config.input, config.output, config.model):
-        if secrets_of(section.storage):
-            kind = type(section).__name__.removesuffix("Section").lower()
+    for prefix, options in config.storage.items():
+        if secrets_of(options):
             raise ConfigError(
-                f"{kind}.storage: holds a secret, which a manifest must not. Put it into a Kubernetes secret as "
+                f"storage.{prefix}: holds a secret, which a manifest must not. Put it into a Kubernetes secret as "
                 "environment variables, and name that in cluster.secrets"
             )
     data = json.loads(shipped.files[JOB_FILE])

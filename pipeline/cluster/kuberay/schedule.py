@@ -18,7 +18,7 @@ from pipeline.errors import ConfigError
 MAX_CRON_NAME = 36  # of a RayCronJob: eleven characters of minutes follow
 LATE_S = 3600  # a firing that the controller missed is made up for within this time
 # Of the moment, in the shell that Ray starts the driver with: summarize-29400123-x7k2p -> @1764007380
-FIRED_AT = ' --fired-at "@$(( $(echo "${RAY_CLUSTER_NAME%-*}" | sed "s/.*-//") * 60 ))"'
+FIRED_AT = ' --logical-date "@$(( $(echo "${RAY_CLUSTER_NAME%-*}" | sed "s/.*-//") * 60 ))"'
 _FIELD = re.compile(r"(\*|[0-9A-Za-z]+(-[0-9A-Za-z]+)?)(/[0-9]+)?(,(\*|[0-9A-Za-z]+(-[0-9A-Za-z]+)?)(/[0-9]+)?)*")
 _NAMED = ("@yearly", "@annually", "@monthly", "@weekly", "@daily", "@midnight", "@hourly")
 

@@ -28,7 +28,7 @@ class Stall:
             raise EnvironmentFailed(self._why(actors))
 
     def _why(self, actors: list[ActorState]) -> str:
-        idle = f"Nothing has moved for {self._limit_s:g} s (run.progress_timeout_s)"
+        idle = f"Nothing has moved for {self._limit_s:g} s (6 times run.stall_timeout)"
         if not actors:
             return (
                 f"{idle}: no engine actor could be started. Has the cluster the CPUs and GPUs that run.actors, "

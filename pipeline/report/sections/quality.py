@@ -1,4 +1,4 @@
-"""How far what was served is from a reference model (`run.quality_sample`), for a job's report, and its alarm."""
+"""How far what was served is from a reference model (`quality.sample`), for a job's report, and its alarm."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.config.sections.cost import CostSection
+from pipeline.config.sections.limits import CostSection
 from pipeline.config.sections.run import RunSection
 from pipeline.errors import LimitReached
 from pipeline.job.running.limits import BUDGET, MAX_RUNTIME, Limit, RunLimits, must_drain

@@ -9,7 +9,7 @@ import yaml
 from click.testing import CliRunner
 
 from pipeline.cli.main import cli
-from pipeline.config.sections.targets import TargetsSection
+from pipeline.config.sections.limits import TargetsSection
 from pipeline.errors import LimitReached
 from pipeline.job.running.notify import notify
 from pipeline.report.targets import Target, targets_of
