@@ -87,6 +87,8 @@ def _one_kind(option: dict[str, Any], definitions: dict[str, Any]) -> str:
         return f"list of {_one_kind(option.get('items', {}), definitions) or 'values'}"
     if kind == "string" and "pattern" in option and "[kKmMgGtT]" in option["pattern"]:
         return "size"
+    if kind == "string" and "s|min|m|h|d" in option.get("pattern", ""):
+        return "duration"
     if kind == "string" and option.get("pattern", "").startswith("^([oO][nN]"):
         return ""  # on and off, beside true and false
     return {"string": "text", "boolean": "true or false"}.get(kind, kind)

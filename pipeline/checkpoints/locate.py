@@ -55,8 +55,8 @@ def resolve_model(
     """The local folder of a checkpoint. A url is downloaded once per machine (`cache`); a Hugging Face id is fetched
     into its own cache, or only looked up there with HF_HUB_OFFLINE=1.
 
-    storage: fsspec options of urls, by prefix. say: receives what is being downloaded. retries: counts requests that are
-    tried again. key: of the job file, for messages. revision: of a Hugging Face id. Raises ModelError, and
+    storage: fsspec options of urls, by prefix. say: receives what is being downloaded. retries: counts requests
+    that are tried again. key: of the job file, for messages. revision: of a Hugging Face id. Raises ModelError, and
     EnvironmentFailed when a store or the disk fails.
     """
     if is_url(path):

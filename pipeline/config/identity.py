@@ -28,7 +28,9 @@ def identity_of(job: JobKeys) -> dict[str, Any]:
 
 def numerics_of(job: JobKeys) -> dict[str, Any]:
     """What may change a token by rounding, as configured; the fingerprint has what `device: auto` became."""
-    return job.model_dump(mode="json", include=_marked(JobKeys, "numerics"))
+    numerics = job.model_dump(mode="json", include=_marked(JobKeys, "numerics"))
+    numerics["engine"]["device"] = job.engine.device.partition(":")[0]
+    return numerics
 
 
 def free_of(job: JobKeys) -> dict[str, Any]:

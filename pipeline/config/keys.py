@@ -16,7 +16,7 @@ from pipeline.config.sections.model import ModelSection
 from pipeline.config.sections.prompt import PromptSection
 from pipeline.config.sections.run import RunSection
 from pipeline.config.sections.sampling import SamplingSection
-from pipeline.config.sections.task import TaskSection, TaskType
+from pipeline.config.sections.task import BareTask, TaskSection
 from pipeline.config.values import HIDDEN, ModelPlace, Section, or_word
 from pipeline.config.variables import TodaySection
 
@@ -60,7 +60,7 @@ class JobKeys(Section):
         description="Which checkpoint answers. A bare word is its path: `model: Qwen/Qwen3-4B`.",
         examples=["Qwen/Qwen3-4B", {"path": "Qwen/Qwen3-4B"}],
     )
-    task: Annotated[TaskSection, or_word(WORDS["task"], TaskSection, TaskType)] = Field(
+    task: Annotated[TaskSection, or_word(WORDS["task"], TaskSection, BareTask)] = Field(
         default=TaskSection(),
         description="What is computed for each row. A bare word is its type: `task: embed`.",
         examples=["embed", {"type": "choice", "labels": ["billing", "bug", "question"]}],

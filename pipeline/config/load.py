@@ -16,6 +16,7 @@ from pipeline.config.sections.structured import with_schema_file
 from pipeline.config.variables import Now, given_on
 from pipeline.errors import ConfigError
 from pipeline.machine.host import zone_time
+from pipeline.presets import FOLDER, NAMES
 
 
 def load_job(
@@ -25,18 +26,19 @@ def load_job(
     limit: int | None = None,
     environ: Mapping[str, str] = os.environ,
     vars: Iterable[str] = (),
+    presets: Iterable[str] = (),
     now: Now = zone_time,
 ) -> JobConfig:
-    """The job in a file, with overlay files laid on top and then `key=value` settings. `environ`: what `${NAME}` in
-    paths stands for. `vars`: `name=value` of variables that the job declares. `now`: the time in a zone.
+    """The job in a file, with presets laid on top, then overlay files and then `key=value` settings. `environ`: what
+    `${NAME}` in paths stands for. `vars`: `name=value` of variables that the job declares. `now`: the time in a zone.
 
     Raises JobFileError (a ConfigError) with every mistake found.
     """
-    for name, given in (("sets", sets), ("overlays", overlays), ("vars", vars)):
+    for name, given in (("sets", sets), ("overlays", overlays), ("vars", vars), ("presets", presets)):
         if isinstance(given, str | Mapping):
             raise ConfigError(f"load_job: {name} = {given!r:.80}: expected a list of texts, such as ['input.limit=20']")
     document = _spelled_out(read(path))
-    for overlay in overlays:
+    for overlay in (*map(_preset, presets), *overlays):
         document = _spelled_out(merge(document, read(overlay)))
     for text in sets:
         document = _spelled_out(merge(document, _setting(text)))
@@ -56,7 +58,7 @@ def job_from_flags(
     """
     document = Document({}, {(): "the command line"})
     for key, (value, flag) in values.items():
-        document = merge(document, _document_of(tuple(key.split(".")), value, flag))
+        document = _spelled_out(merge(document, _document_of(tuple(key.split(".")), value, flag)))
     for text in sets:
         document = _spelled_out(merge(document, _setting(text)))
     return _job_of(document, environ)
@@ -82,6 +84,12 @@ def _spelled_out(document: Document) -> Document:
             data[section] = {key: word}
             origins[section, key] = origins[section,]
     return Document(data, origins)
+
+
+def _preset(name: str) -> Path:
+    if name not in NAMES:
+        raise JobFileError([Mistake(f"--preset {name}", "", "no such preset", f"There are: {', '.join(NAMES)}.")])
+    return FOLDER / f"{name}.yaml"
 
 
 def _setting(text: str) -> Document:

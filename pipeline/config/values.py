@@ -67,6 +67,13 @@ def _switch(value: object) -> object:
     return _SWITCH.get(value.lower(), value) if isinstance(value, str) else value
 
 
+def _auto_or_switch(value: object) -> object:
+    value = _switch(value)
+    if value != "auto" and not isinstance(value, bool):
+        raise _refuse("auto, true or false")
+    return value
+
+
 def parse_bytes(text: str) -> int | None:
     """`8 GiB` as a number of bytes; None where the text is no size."""
     match = _SIZE.fullmatch(text.strip())
@@ -160,10 +167,15 @@ def or_word(key: str, section: Any, word: Any = str) -> BeforeValidator:
 _TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
 _SWITCH_SCHEMA = {"anyOf": [{"type": "boolean"}, {"type": "string", "pattern": _SWITCH_PATTERN}]}
 _BYTES_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": _SIZE_PATTERN}]}
-_DURATION_SCHEMA = {"type": "string", "pattern": rf"^\s*{_DURATION.pattern}\s*$", "format": "duration-text"}
+_DURATION_SCHEMA = {"type": "string", "pattern": rf"^\s*{_DURATION.pattern}\s*$"}
 _COLUMNS_SCHEMA = {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA, "uniqueItems": True}]}
 
 Switch = Annotated[bool, BeforeValidator(_switch), WithJsonSchema(_SWITCH_SCHEMA)]
+AutoOrSwitch = Annotated[
+    Literal["auto"] | bool,
+    BeforeValidator(_auto_or_switch),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, *_SWITCH_SCHEMA["anyOf"]]}),
+]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1), WithJsonSchema(_BYTES_SCHEMA)]
 # In seconds, at most a year.
 Duration = Annotated[float, BeforeValidator(_duration), Field(ge=0, le=31_536_000), WithJsonSchema(_DURATION_SCHEMA)]

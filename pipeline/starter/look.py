@@ -174,7 +174,7 @@ def _job(place: str, model: str, seen: Look, has_chat: bool) -> Any:
         "messages": ("prompt.messages", seen.prompt),
         "column": ("prompt.column", seen.prompt),
         "template": ("prompt.template", seen.template),
-        "requests": ("input.format", requests and requests.format),
+        "requests": ("input.format", "openai"),
     }
     key, value = prompts[seen.kind]
     flags: dict[str, tuple[Any, str]] = {

@@ -84,10 +84,10 @@ def test_a_firing_has_the_date_of_its_moment_in_the_parameters_zone(work, pipe, 
     text = (work / "job.yaml").read_text().replace("path: out", "path: 'out/${date}'")
     (work / "job.yaml").write_text(text + "params: {date: {today: Europe/Berlin}}\n")
     for moment in ("@1795475100", "2026-11-23T23:05:00+00:00", "@1795475100"):
-        assert pipe("run", "job.yaml", "--fired-at", moment)[0] == 0
+        assert pipe("run", "job.yaml", "--logical-date", moment)[0] == 0
     assert places == ["out/2026-11-24"] * 3
     for moment in ("@x", "2026-11-23T23:05:00", "now", "@"):
-        code, _, err = pipe("run", "job.yaml", "--fired-at", moment)
+        code, _, err = pipe("run", "job.yaml", "--logical-date", moment)
         assert (code, "expected a time with its zone" in err) == (2, True)
 
 
@@ -184,8 +184,8 @@ def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, aws, monkeypatc
         bucket = store.bucket
         bucket.upload(work / "data" / "a.parquet", "in/a.parquet")
         storage = json.dumps(dict(bucket.storage))
-        job = JOB.replace("path: data,", f"path: '{bucket.url('in')}', storage: {storage},")
-        job = job.replace("path: out", f"path: '{bucket.url('out')}', storage: {storage}")
+        job = JOB.replace("path: data,", f"path: '{bucket.url('in')}',") + f"storage: {{s3: {storage}}}\n"
+        job = job.replace("path: out", f"path: '{bucket.url('out')}'")
         job = job.replace("path: demo", "path: model").replace("sampling:", "run: {max_error_rate: 1}\nsampling:")
         (work / "job.yaml").write_text(job)
         for command, expected in [

@@ -132,7 +132,7 @@ def test_a_cluster_that_ends_leaves_time_to_drain(name):
     from pipeline.job.running.watch import GIVE_UP_S
 
     job, shipped = ray_job(EXAMPLES[name]), json.loads(EXAMPLES[name][0]["data"]["job.json"])
-    drain_s = shipped["run"].get("drain_s", 30)
+    drain_s = shipped["run"].get("drain_timeout", 30)
     groups = job["rayClusterSpec"]["headGroupSpec"], job["rayClusterSpec"]["workerGroupSpecs"][0]
     head, worker = (group["template"]["spec"] for group in groups)
     (wait_s,) = [int(e["value"]) for e in head["containers"][0]["env"] if e["name"] == "RAY_JOB_STOP_WAIT_TIME_S"]
@@ -206,7 +206,7 @@ def test_a_firing_knows_its_date_in_each_try(name, tmp_path, monkeypatch):
     minutes = 1795475100 // 60
     for suffix in ("x7k2p", "09090"):
         words = started(ray_job(EXAMPLES[name]), tmp_path, f"summarize-{minutes}-{suffix}")
-        assert words[:3] == ["run", "job.json", "--fired-at"]
+        assert words[:3] == ["run", "job.json", "--logical-date"]
         (tmp_path / "job.json").write_text(EXAMPLES[name][0]["data"]["job.json"])
         fired = load_job(tmp_path / "job.json", now=moment_of(words[3]))
         assert fired.output.path == "s3://amzn-s3-demo-bucket/output/summarize/2026-11-24"
@@ -267,9 +267,9 @@ def test_hostile_texts_are_text(pipe, job_file, tmp_path, text):
         ({"input": {"path": "/data/in"}}, "input.path /data/in: is on no disk of the pods"),
         ({"model": {"path": "/data/model"}}, "model.path /data/model"),
         ({"output": {"path": "/work/out"}}, "output.path /work/out"),
-        ({"output": {"path": "s3://b/o", "storage": {"secret": "hidden-word"}}}, "output.storage: holds a secret"),
-        ({"input": {"path": "s3://b/o", "storage": {"client_kwargs": {"aws_secret_access_key": "hidden-word"}}}},
-         "input.storage: holds a secret"),
+        ({"output": {"path": "s3://b/o"}, "storage": {"s3": {"secret": "hidden-word"}}}, "storage.s3: holds a secret"),
+        ({"input": {"path": "s3://b/o"}, "storage": {"s3://b": {"client_kwargs": {"aws_secret_access_key": "hidden-word"}}}},
+         "storage.s3://b: holds a secret"),
         ({"name": "n" * 48}, "at most 47 characters"),
         ({"run": {"cpus_per_actor": 4}}, "run.cpus_per_actor 4: a worker has 4 CPUs"),
         ({"cluster": {"image": "r.io/x", "secrets": ["a b"]}}, "cluster.secrets"),
@@ -297,7 +297,7 @@ def test_a_shared_disk_is_reached_by_its_claim(pipe, job_file):
     assert "is on no disk" in refusal(pipe, job_file(**refused))
 
 
-DATED = {"params": {"date": {"today": "Europe/Berlin"}, "kind": "a"}, "output": {"path": "s3://b/${date}/${kind}"}}
+DATED = {"vars": {"date": {"today": "Europe/Berlin"}, "kind": "a"}, "output": {"path": "s3://b/${date}/${kind}"}}
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ DATED = {"params": {"date": {"today": "Europe/Berlin"}, "kind": "a"}, "output": 
         (["--schedule", "0 2 * * *", "--time-zone", "Berlin"], "--time-zone 'Berlin'"),
         (["--schedule", "0 2 * * *", "--operator", "1.5"], "cluster.kubectl_image: is missing"),
         (["--schedule", "0 2 * * *", "--set", f"name={'n' * 37}"], "at most 36 characters"),
-        (["--schedule", "0 2 * * *", "--param", "date=2026-01-01"], "every firing would have the same output"),
+        (["--schedule", "0 2 * * *", "--var", "date=2026-01-01"], "every firing would have the same output"),
     ],
 )
 def test_schedules_that_would_not_work_are_refused(pipe, job_file, arguments, told):
@@ -317,10 +317,10 @@ def test_schedules_that_would_not_work_are_refused(pipe, job_file, arguments, to
 
 
 def test_a_schedule_keeps_its_date_open_and_fills_in_the_rest(pipe, job_file):
-    made = rendered(pipe, job_file(**DATED), "--schedule", "*/5 2-4 * * mon,fri", "--param", "kind=b")
+    made = rendered(pipe, job_file(**DATED), "--schedule", "*/5 2-4 * * mon,fri", "--var", "kind=b")
     sent = json.loads(made[0]["data"]["job.json"])
     assert sent["output"]["path"] == "s3://b/${date}/b"
-    assert sent["params"] == {"date": {"today": "Europe/Berlin"}}
+    assert sent["vars"] == {"date": {"today": "Europe/Berlin"}}
     assert made[-1]["spec"]["schedule"] == "*/5 2-4 * * mon,fri"
-    once = rendered(pipe, job_file(**DATED), "--param", "date=2026-01-01")
+    once = rendered(pipe, job_file(**DATED), "--var", "date=2026-01-01")
     assert json.loads(once[0]["data"]["job.json"])["output"]["path"] == "s3://b/2026-01-01/a"

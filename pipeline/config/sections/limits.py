@@ -71,7 +71,7 @@ class TargetsSection(Section):
     min_generated_per_s: _Positive | None = Field(
         default=None, description="Generated tokens a second of machine time.", examples=[1000]
     )
-    max_row_p95: Duration | None = Field(
+    max_row_p95: Annotated[Duration, Field(gt=0)] | None = Field(
         default=None, description="Time in which 95 % of the rows end, their queue included.", examples=["2 min"]
     )
     min_batch_efficiency: _Share | None = Field(

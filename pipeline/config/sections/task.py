@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from pipeline.config.values import IDENTITY, FromColumn, PerRow, Section, Switch, Text, Texts
+from pipeline.config.values import IDENTITY, AutoOrSwitch, FromColumn, PerRow, Section, Text, Texts
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipeline.data.row_texts import RowTexts
 
 TaskType = Literal["generate", "choice", "score", "embed", "classify"]
+BareTask = Literal["generate", "score", "embed", "classify"]  # those that need no other key
 KEYS_OF: dict[TaskType, tuple[str, ...]] = {
     "generate": (),
     "choice": ("labels",),
@@ -31,7 +32,8 @@ def _keys_for_editors(schema: dict[str, Any]) -> None:
         for name, keys in KEYS_OF.items()
         for key in keys
     ]
-    schema["allOf"].append({"if": {"properties": {"type": {"const": "choice"}}}, "then": {"required": ["labels"]}})
+    is_choice = {"properties": {"type": {"const": "choice"}}, "required": ["type"]}
+    schema["allOf"].append({"if": is_choice, "then": {"required": ["labels"]}})
 
 
 class TaskSection(Section):
@@ -75,7 +77,7 @@ class TaskSection(Section):
         examples=["mean"],
         json_schema_extra=IDENTITY,
     )
-    normalize: Literal["auto"] | Switch = Field(
+    normalize: AutoOrSwitch = Field(
         default="auto",
         description="embed: scale vectors to length 1. auto: as these files say, without them true.",
         examples=[False],

@@ -56,7 +56,7 @@ def kept(job) -> pa.Table:
 def test_types_that_all_files_share_come_out_as_they_went_in(job):
     put(job, "a.parquet", {name: column.slice(0, 30) for name, column in SAME.items()})
     put(job, "b.parquet", {name: column.slice(30) for name, column in SAME.items()}, 30)
-    run(job, input={"columns": None}, run={"unit_rows": 8, "window_rows": 25})
+    run(job, input={"columns": None}, run={"window_rows": 25}, output={"rows_per_file": 8})
     table = kept(job)
     for name, column in SAME.items():
         assert table.schema.field(name).type == column.type, name
@@ -86,7 +86,7 @@ def test_where_files_differ_the_wider_or_plain_type_holds_all(job):
 def test_a_part_holds_no_more_of_a_dictionary_than_its_rows_need(job):
     values = pa.array([f"{i:04d}" + "v" * 2000 for i in range(ROWS)]).dictionary_encode()
     put(job, "a.parquet", {"kind": values})
-    run(job, input={"columns": None}, run={"unit_rows": 5, "window_rows": 60})
+    run(job, input={"columns": None}, run={"window_rows": 60}, output={"rows_per_file": 5})
     assert len(job.parts()) == 12
     for part in job.parts():
         assert len(pq.read_table(part)["kind"].combine_chunks().dictionary) == 5
@@ -98,7 +98,11 @@ def test_an_output_of_a_version_before_keeps_the_types_it_was_begun_with(job, tm
     texts = pq.read_table(job.folder / "in" / "a.parquet")
     bad = [None if i == 3 else text for i, text in enumerate(texts["text"].to_pylist())]
     pq.write_table(texts.set_column(0, "text", pa.array(bad)), job.folder / "in" / "a.parquet", row_group_size=10)
-    settings = {"input": {"columns": list(SAME)}, "run": {"unit_rows": 8, "window_rows": 25, "max_error_rate": 1}}
+    settings = {
+        "input": {"columns": list(SAME)},
+        "run": {"window_rows": 25, "max_error_rate": 1},
+        "output": {"rows_per_file": 8},
+    }
     run(job, **settings)
     for part in job.parts():
         table = pq.read_table(part)
@@ -131,7 +135,7 @@ def test_parts_of_both_kinds_are_one_dataset(job):
 
 def test_merged_parts_keep_them_too(job, tmp_path):
     put(job, "a.parquet", SAME)
-    run(job, input={"columns": None}, run={"unit_rows": 8, "window_rows": 25})
+    run(job, input={"columns": None}, run={"window_rows": 25}, output={"rows_per_file": 8})
     compact(PartStore(str(job.output)), PartStore(str(tmp_path / "merged")), "input", 2**14, print)
     table = ds.dataset(tmp_path / "merged", format="parquet").to_table()
     for name, column in SAME.items():
@@ -142,7 +146,7 @@ def test_merged_parts_keep_them_too(job, tmp_path):
 def test_an_output_of_a_version_before_keeps_its_units(job):
     """Its windows were one stretch, however many bytes their rows decode to."""
     put(job, "a.parquet", {"shared": pa.array(["s" * 1000] * ROWS).dictionary_encode()})
-    settings = {"input": {"columns": ["shared"]}, "run": {"unit_rows": 50, "window_rows": 60, "window_bytes": 16384}}
+    settings = {"input": {"columns": ["shared"]}, "run": {"window_rows": 60}, "output": {"rows_per_file": 50}}
     run(job, **settings)
     stretched = {part.name.partition("-w")[2] for part in job.parts()}
     head = job.output / "_pipeline" / "job.json"

@@ -33,7 +33,7 @@ def test_a_run_ends_inside_its_budget_and_a_higher_one_finishes_it_with_each_row
     job.fake(**SLOW).rows(TEXTS)
     price = {"hourly_usd": A_SECOND}
     with pytest.raises(LimitReached, match=r"cost.budget_usd: another unit would have passed it") as error:
-        run(job, cost=price | {"budget_usd": 6.0}, run={"units_in_flight": 1})
+        run(job, cost=price | {"budget_usd": 6.0})
     assert error.value.exit_code == 75
     first = runs(job)[0]
     assert (first["outcome"], first["stopped_by"]) == ("interrupted", BUDGET)
@@ -52,7 +52,7 @@ def test_what_earlier_runs_spent_counts_so_that_a_scheduler_can_not_spend_again(
     job.fake(**SLOW).rows(TEXTS)
     cost = {"hourly_usd": A_SECOND, "budget_usd": 4.0}
     with pytest.raises(LimitReached):
-        run(job, cost=cost, run={"units_in_flight": 1})
+        run(job, cost=cost)
     started = Started.count
     with pytest.raises(LimitReached, match="what is left does not pay for the start"):
         run(job, cost=cost | {"budget_usd": 2.0})
@@ -66,7 +66,7 @@ def test_what_earlier_runs_spent_counts_so_that_a_scheduler_can_not_spend_again(
 def test_a_run_ends_inside_its_time(job, soon):
     job.fake(**SLOW).rows(TEXTS)
     with pytest.raises(LimitReached, match=r"run.max_runtime: another unit.*The next run does more"):
-        run(job, run={"max_runtime": "5 s", "units_in_flight": 1})
+        run(job, run={"max_runtime": "5 s"})
     assert runs(job)[0]["wall_us"] < 5e6
     assert runs(job)[0]["stopped_by"] == MAX_RUNTIME
     run(job)
@@ -77,11 +77,11 @@ def test_a_unit_that_takes_longer_than_was_thought_is_left_in_the_middle_and_its
     texts = TEXTS[:8]
     job.fake(step_s=0.5, max_num_seqs=2).rows(texts)
     with pytest.raises(LimitReached, match=r"0 of 8 rows written.* Raise it if the next run ends like this one"):
-        run(job, run={"max_runtime": "4 s", "unit_rows": 50, "window_rows": 50})
+        run(job, run={"max_runtime": "4 s", "window_rows": 50}, output={"rows_per_file": 50})
     first = runs(job)[0]
     assert first["wall_us"] < 5e6
     assert first["rows_written"] == 0
-    report, _ = run(job, run={"unit_rows": 50, "window_rows": 50})
+    report, _ = run(job, run={"window_rows": 50}, output={"rows_per_file": 50})
     job.check(texts)
     assert report.work.taken_rows > 0
 

@@ -123,7 +123,7 @@ def test_a_run_that_fails_midway_leaves_whole_parts_of_both_kinds_and_goes_on(lo
 
     monkeypatch.setattr(LocalFolder, "swap", failing)
     with pytest.raises(EnvironmentFailed):
-        retry(long, 200, run={"units_in_flight": 1})
+        retry(long, 200)
     assert 0 < len(noted(long)) < 3
     assert not (long.output / "_SUCCESS").exists()
     monkeypatch.undo()
