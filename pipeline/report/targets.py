@@ -19,6 +19,6 @@ class Target:
         return self.actual < self.limit if self.key.startswith("min_") else self.actual > self.limit
 
 
-def targets_of(actuals: Mapping[str, float | None], limits: Mapping[str, float]) -> tuple[Target, ...]:
-    """Both by the keys of the section. A limit that another version knew is passed over."""
-    return tuple(Target(key, limit, actuals[key]) for key, limit in limits.items() if key in actuals)
+def targets_of(actuals: Mapping[str, float | None], limits: Mapping[str, float | None]) -> tuple[Target, ...]:
+    """Both by the keys of the section. limits: None where the job has none."""
+    return tuple(Target(key, limit, actuals[key]) for key, limit in limits.items() if limit is not None)

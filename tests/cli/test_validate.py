@@ -262,7 +262,7 @@ def test_the_models_own_sampling_is_taken_only_where_asked_and_always_told(work,
     shutil.copytree(demo_model("target"), work / "own")
     values = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 9, "do_sample": True}
     (work / "own" / "generation_config.json").write_text(json.dumps(values))
-    own, take = ["--set", "model.path=own"], ["--set", "sampling.defaults=model"]
+    own, take = ["--set", "model.path=own"], ["--set", "sampling.generation_config=model"]
     out = pipe("validate", "job.yaml", *own)[1]
     not_taken = "not taken of the model's generation_config.json: temperature 0.6, top_p 0.95, top_k 20 (sampling.def"
     assert not_taken in out
@@ -338,7 +338,7 @@ def test_validate_shows_a_task_and_its_columns(work, pipe):
         ("task: {type: score, completion: {column: number}}", "is int64, expected text; as text: \"{number}\""),
         ("task: {type: score, completion: '{text:.2f}'}", "task.completion: "),
         ("task: {type: embed, dimensions: 5000}", "job.yaml:5: task.dimensions: 5000: the vectors of demo have "),
-        ("task: classify", "job.yaml:5: task.type: classify: demo has no sequence classification head"),
+        ("task: classify", "job.yaml:5: task: classify: demo has no sequence classification head"),
     ],
 )  # fmt: skip
 def test_validate_refuses_tasks_that_the_data_or_the_model_cannot_do(work, pipe, task, expected):

@@ -77,7 +77,3 @@ class TargetsSection(Section):
     min_batch_efficiency: _Share | None = Field(
         default=None, description="The share of machine time that is prefill and decode.", examples=[0.8]
     )
-
-    def limits(self) -> dict[str, float]:
-        """Those that are set; durations in seconds."""
-        return self.model_dump(exclude_none=True)

@@ -183,7 +183,7 @@ class _Examination:
         folder = folder_here(config.model.path, config.model.revision)
         is_here = folder is not None and (folder / "config.json").is_file()
         task = None
-        with self._noting("task.dimensions" if config.task.type == "embed" else "task.type"):
+        with self._noting("task.dimensions" if config.task.type == "embed" else "task"):
             if is_here or config.task.type not in OF_CHECKPOINT:
                 folder = folder or Path()
                 task = task_of(with_stored_pooling(config, folder), folder)

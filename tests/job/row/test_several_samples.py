@@ -9,6 +9,7 @@ import pytest
 from pipeline.cli.sample import _shown
 from pipeline.config.jobfile import JobFileError
 from pipeline.data.output.parts import PartStore
+from pipeline.data.units import window_units
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request
 from pipeline.engine.samples import sample_seed

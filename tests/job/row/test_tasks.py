@@ -131,7 +131,7 @@ def test_each_row_may_have_its_own_labels_and_bad_ones_are_error_rows_by_name(of
         assert [each["logprob"] for each in rows[i]["label_probabilities"]] == list(expected.logprobs)
         assert rows[i]["label"] == options[i][expected.best]
     for i, why in {2: "'options' is null", 3: "an empty list", 4: "a null among the labels", 5: "an empty label",
-                   6: "choice.labels: 'same' is there twice"}.items():  # fmt: skip
+                   6: "task.labels: 'same' is there twice"}.items():  # fmt: skip
         assert (rows[i]["error"], rows[i]["label"]) == ("invalid_labels", None)
         assert why in rows[i]["error_message"]
 
@@ -155,7 +155,7 @@ def test_a_completion_is_scored_after_its_prompt(of):
         assert len(told["token_logprobs"][0]["top"]) == 2
     for i, why in {2: "column 'answer' is null", 3: "nothing but whitespace", 4: "nothing but whitespace"}.items():
         assert (rows[i]["error"], rows[i]["logprob"]) == ("invalid_completion", None)
-        assert rows[i]["error_message"].startswith("score.completion: ")
+        assert rows[i]["error_message"].startswith("task.completion: ")
         assert why in rows[i]["error_message"]
 
 

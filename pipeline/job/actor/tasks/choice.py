@@ -30,7 +30,7 @@ class ChoiceTask:
             try:
                 return prompt, Choice(tuple(encode_labels(tokenizer, prompt, self._of(own))))
             except ConfigError as refused:
-                raise RowRefused(RowError.INVALID_LABELS, f"choice.{refused}") from None
+                raise RowRefused(RowError.INVALID_LABELS, f"task.{refused}") from None
 
         return ask
 
