@@ -51,8 +51,9 @@ def test_run_prints_the_report(work, pipe, job_that):
 
     def run_job(config, *, accept_numerics, retry_failed, append, sample, progress, logs, metrics):
         seen.update(
-            config=config, accept_numerics=accept_numerics, retry_failed=retry_failed, append=append, sample=sample
-        )
+            config=config, accept_numerics=accept_numerics, retry_failed=retry_failed, append=append, sample=sample,
+            metrics=metrics,
+        )  # fmt: skip
         progress(Status(phase="generating", rows_total=3, rows_done=1))
         print("noise of a library")
         return build_report("demo", "1a2b3c4d", [finished_run()], PartTotals(3), 3)
