@@ -79,6 +79,7 @@ class RunSection(Section):
         default=30.0,
         description="Time to finish open work after a stop signal or a spot notice.",
         examples=["2 min"],
+        json_schema_extra={"default": "30 s"},
     )
     stall_timeout: Annotated[Duration, Field(gt=0)] = Field(
         default=300.0,
@@ -86,6 +87,7 @@ class RunSection(Section):
         f"{LOAD_TIMEOUTS} times as long. A run in which nothing moves for {PROGRESS_TIMEOUTS} times as long ends with "
         "exit code 3.",
         examples=["10 min"],
+        json_schema_extra={"default": "5 min"},
     )
     max_runtime: Annotated[Duration, Field(gt=0)] | None = Field(
         default=None,
