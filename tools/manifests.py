@@ -13,7 +13,7 @@ PLACE = "infra/kuberay"
 _CPU, _NIGHTLY = f"--config {PLACE}/cluster-cpu.yaml", f"--config {PLACE}/nightly.yaml --schedule '5 2 * * *'"
 COMMANDS = {
     "once.k8s.yaml": f"jobs/summarize.yaml {_CPU}",
-    "gpu.k8s.yaml": "jobs/summarize.yaml --config configs/h100.yaml "
+    "gpu.k8s.yaml": "jobs/summarize.yaml --preset h100 "
     f"--config {PLACE}/cluster-gpu.yaml --set input.path=/work/jobs/data",
     "nightly.k8s.yaml": f"jobs/summarize.yaml {_CPU} {_NIGHTLY} --time-zone Europe/Berlin",
     "nightly-cronjob.k8s.yaml": f"jobs/summarize.yaml {_CPU} {_NIGHTLY} --time-zone Europe/Berlin --operator 1.5",
