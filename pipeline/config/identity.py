@@ -6,9 +6,10 @@ token by rounding. *Free* may change from run to run.
 
 from typing import Any
 
+from pydantic import BaseModel
+
 from pipeline.config.keys import JobKeys
 from pipeline.config.mistakes import model_of
-from pipeline.config.values import Section
 from pipeline.data.source import WINDOW_BYTES
 from pipeline.data.units import UNIT_TOKENS
 from pipeline.stores.redaction import shown_url
@@ -38,7 +39,7 @@ def free_of(job: JobKeys) -> dict[str, Any]:
     return _shown(job.model_dump(mode="json", include=_marked(JobKeys, "free")))
 
 
-def _marked(section: type[Section], mark: str) -> dict[str, Any]:
+def _marked(section: type[BaseModel], mark: str) -> dict[str, Any]:
     """The fields with this mark, as pydantic's `include`. The mark of a section in a section is that of its own fields
     where they have one (`prompt.chat`)."""
     included: dict[str, Any] = {}

@@ -110,7 +110,7 @@ def _actuals(report: RunReport) -> dict[str, float | None]:
         "max_usd_per_1m_generated": report.cost.per_1m_generated_usd,
         "min_generated_per_s": report.generated_tokens_per_s,
         "min_batch_efficiency": report.batch_efficiency if report.machine_us else None,
-        "max_row_p95": None if row is None else row.p95 / 1e6,
+        "max_row_p95": None if row is None or row.p95 is None else row.p95 / 1e6,
     }
 
 
