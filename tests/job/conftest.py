@@ -126,6 +126,12 @@ def without_ray(monkeypatch):
     monkeypatch.setattr(Started, "count", 0)
 
 
+@pytest.fixture
+def one_unit_in_flight(monkeypatch):
+    """Engines work on one unit at a time, so that a run that is stopped leaves some of a small job undone."""
+    monkeypatch.setattr("pipeline.job.planning.actor_specs.units_in_flight", lambda *_: 1)
+
+
 def run(job, signals=(), **sections):
     """Run the job with these sections changed. `signals`: (when, number), sent once each as `when(status)` holds."""
     statuses, to_send, seen = [], list(signals), sections.pop("show", lambda status: None)

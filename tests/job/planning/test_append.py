@@ -86,6 +86,7 @@ def test_batches_follow_each_other_and_plain_runs_go_on(begun):
     assert len(Batches.of(PartStore(str(begun.output))).appended) == 2, "nothing was new"
 
 
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_a_run_that_is_stopped_goes_on_without_the_flag(begun):
     begun.settings["run"] |= {"drain_timeout": "0.1 s"}
     begun.settings["output"] |= {"rows_per_file": 2}

@@ -29,6 +29,7 @@ def told(job, number=-1):
     return job.output / "_pipeline" / "logs" / runs(job)[number]["run_id"] / "driver.log"
 
 
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_a_run_ends_inside_its_budget_and_a_higher_one_finishes_it_with_each_row_once(job, soon):
     job.fake(**SLOW).rows(TEXTS)
     price = {"hourly_usd": A_SECOND}
@@ -48,6 +49,7 @@ def test_a_run_ends_inside_its_budget_and_a_higher_one_finishes_it_with_each_row
     assert runs(job)[1]["stopped_by"] == ""
 
 
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_what_earlier_runs_spent_counts_so_that_a_scheduler_can_not_spend_again(job, soon):
     job.fake(**SLOW).rows(TEXTS)
     cost = {"hourly_usd": A_SECOND, "budget_usd": 4.0}
@@ -63,6 +65,7 @@ def test_what_earlier_runs_spent_counts_so_that_a_scheduler_can_not_spend_again(
     run(job, cost=cost | {"budget_usd": 2.0})  # nothing is left to pay for
 
 
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_a_run_ends_inside_its_time(job, soon):
     job.fake(**SLOW).rows(TEXTS)
     with pytest.raises(LimitReached, match=r"run.max_runtime: another unit.*The next run does more"):
@@ -104,7 +107,7 @@ def test_a_budget_counts_every_actor_and_the_runs_before():
 
 
 def test_it_is_said_once_when_most_of_a_limit_is_used():
-    limits = RunLimits(CostSection(), RunSection(max_runtime=100.0), ())
+    limits = RunLimits(CostSection(), RunSection(max_runtime="100 s"), ())
     assert limits.warning(limits.nearest([], 79.0)) is None
     assert "run.max_runtime: 81 s of 2 min are used" in limits.warning(limits.nearest([], 81.0))
     assert limits.warning(limits.nearest([], 90.0)) is None

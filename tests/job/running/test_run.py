@@ -172,6 +172,7 @@ def test_exactly_the_limit_is_allowed(job):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_a_signal_lets_open_units_finish_and_the_next_run_goes_on(job, number):
     job.fake(step_s=0.1).rows(TEXTS)
     handler = signal.getsignal(number)
@@ -318,6 +319,7 @@ def test_errors_of_parts_that_were_removed_are_not_counted_again(job):
     assert {status.error_rows for status in statuses[1:]} == {2}, "the part with the error rows stayed"
 
 
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_resuming_opens_one_part_before_the_count_at_the_end(job, monkeypatch):
     """Names say what is there, and one part its columns' types; a million footers would take an hour over a store."""
     job.fake(step_s=0.1).rows([None, *TEXTS[1:]])

@@ -67,6 +67,7 @@ def test_nothing_is_told_where_all_is_kept(job, tmp_path):
     assert not (tmp_path / "told").exists()
 
 
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_limits_are_told_when_they_are_near_and_when_they_are_reached(job, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.job.running.limits.RESERVE_S", 0.3)
     monkeypatch.setattr("pipeline.job.running.watch.RESERVE_S", 0.3)
