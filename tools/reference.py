@@ -55,8 +55,9 @@ def _table(heading: str, section: dict[str, Any], definitions: dict[str, Any]) -
         required = name in (*section.get("required", ()), *section.get("else", {}).get("required", ()))
         default = "required" if required else "" if key.get("default") in (None, "") else _code(key["default"])
         example = _code(key["examples"][0]) if "$ref" not in key else ""  # its keys have examples of their own
-        is_section = heading == WHOLE and any(_sections(key, definitions))
-        kind = f"[section](#{name})" if is_section else _kind(key, definitions)
+        is_section = "$ref" in key or (heading == WHOLE and any(_sections(key, definitions)))
+        anchor = name if heading == WHOLE else f"{heading}{name}"
+        kind = f"[section](#{anchor})" if is_section else _kind(key, definitions)
         resume = {"identity": "identity", "numerics": "numerics"}.get(key.get("resume", ""), "")
         description = key["description"].replace("{{", "`{{`").replace("}}", "`}}`").replace("|", "\\|")
         yield f"| `{name}` | {kind} | {default} | {description} | {example} | {resume} |"

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
-from pipeline.config.sections.cluster import ClusterSection
 from pipeline.config.sections.data import InputSection, OutputSection
 from pipeline.config.sections.engine import EngineSection
+from pipeline.config.sections.kubernetes import KubernetesSection
 from pipeline.config.sections.limits import CostSection, QualitySection, TargetsSection
 from pipeline.config.sections.model import ModelSection
 from pipeline.config.sections.prompt import PromptSection
@@ -76,9 +76,9 @@ class JobKeys(Section):
     )
     output: OutputSection = Field(description="Where the results go.", examples=[{"path": "out/summarize"}])
     run: RunSection = Field(default=RunSection(), description="How the work is run.", examples=[{"actors": 8}])
-    cluster: ClusterSection = Field(
-        default=ClusterSection(),
-        description="The cluster that `pipeline render` writes manifests of.",
+    kubernetes: KubernetesSection = Field(
+        default=KubernetesSection(),
+        description="The Ray cluster that `pipeline manifests` writes manifests for.",
         examples=[{"image": "registry.example.com/parquet-batch-inference:0.1.0-cpu"}],
         json_schema_extra=HIDDEN,
     )

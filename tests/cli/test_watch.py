@@ -120,7 +120,7 @@ def test_an_output_in_a_store(work, pipe, aws):
         put(store, replace(STATUS, outcome="failed", phase="failed"), run_of(10, actor(0, 1)))
         aws(**faulty.bucket.storage)
         code, out, _ = pipe("status", faulty.bucket.url("out"), "--watch")
-        assert (code, out) == (3, "failed: 50.0 %, 1,000/2,000 rows (3 errors)\n")
+        assert (code, out) == (3, "failed: 50%, 1,000/2,000 rows (3 errors)\n")
 
 
 def test_ctrl_c_leaves_a_terminal_as_it_was(work):

@@ -94,7 +94,7 @@ def test_a_full_job(job):
 def test_every_engine_and_sampling_option_reaches_the_engine(job):
     """A field added to the engine must be added to the job file, or left out on purpose."""
     config = job()
-    not_in_jobs = {"model", "quantization", "draft", "num_threads", "scoring_tokens"}  # or in another section
+    not_in_jobs = {"model", "quantization", "draft", "num_threads"}  # or in another section
     not_in_jobs |= {"block_size", "kernels", "enable_prefix_caching", "seed"}  # for measuring and tests
     assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields)
     of_jobs_alone = {"generation_config"}
@@ -388,10 +388,10 @@ def test_every_key_is_of_one_class(job):
     text = MINIMAL.replace("column: text", "column: text, chat: true")
     parts = [free_of(job(text)), numerics_of(job(text)), identity_of(job(text))]
     seen = {f"{name}.{key}" for part in parts for name in part if isinstance(part[name], dict) for key in part[name]}
-    hidden = {"run.notify", "cluster.*"}
+    hidden = {"run.notify"}
     for name, field in JobConfig.model_fields.items():
         section = section_at(JobConfig, (name,))
-        if section is not None and name != "cluster":
+        if section is not None and name != "kubernetes":
             missing = {f"{name}.{key}" for key in section.model_fields} - seen - hidden
             assert not missing, field
     assert set(parts[2]["prompt"]["chat"]) == {"system", "continue_final_message", "template_kwargs"}

@@ -18,11 +18,11 @@ from pipeline.job.actor.error_rows import patched
 from pipeline.job.actor.tasks.job_task import JobTask
 from pipeline.job.actor.tasks.task_results import plain_logprobs
 from pipeline.job.telemetry.unit_summary import UnitSummary
-from pipeline.report.record.computed import Computed
 from pipeline.report.record.quality_stats import QualityStats
 from pipeline.report.record.row_stats import (
     MAX_EXAMPLES,
     MAX_MESSAGE,
+    Computed,
     ErrorExample,
     Histogram,
     LengthBucket,

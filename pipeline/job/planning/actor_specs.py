@@ -10,7 +10,7 @@ from pipeline.job.actor.tokenize import chat_of
 from pipeline.job.actor.worker import Backend, WorkSpec
 from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, units_in_flight
 from pipeline.job.planning.plan import JobPlan
-from pipeline.job.planning.reference_model import with_reference
+from pipeline.job.planning.reference_model import reference_of
 from pipeline.job.telemetry.logs import Level
 from pipeline.job.telemetry.run_log import versions
 from pipeline.machine.host import available_cores
@@ -33,14 +33,13 @@ def flow_spec(
     fewest, most = run.pool
     cpus = run.cpus_per_actor or _cpus(most, run.cluster_address, gpus)
     engine = config.engine_config(str(plan.model), plan.draft and str(plan.draft), max(1, int(cpus)))
-    engine, reference = with_reference(config, engine, plan.reference)
     work = WorkSpec(
         backend=backend,
         model=config.model.path,
         revision=config.model.revision,
         draft=config.model.draft,
         engine=engine,
-        reference=reference,
+        reference=reference_of(config, engine, plan.reference),
         reference_model=config.quality.model,
         quality_sample=config.quality.sample,
         step_timeout_s=run.step_timeout_s,

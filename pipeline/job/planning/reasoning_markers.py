@@ -13,8 +13,8 @@ def with_reasoning_markers(config: JobConfig, folder: Path) -> JobConfig:
     wanted = config.sampling.reasoning
     if wanted is None:
         return config
-    from pipeline.engine.reasoning.marker_tokens import find_markers, marker_tokens
-    from pipeline.engine.reasoning.text_reasoning import why_not_by_text
+    from pipeline.engine.reasoning.markers import find_markers, marker_tokens
+    from pipeline.engine.reasoning.tracking import why_not_by_text
     from pipeline.tokenization.tokenizer import Tokenizer
 
     tokenizer, sampling = Tokenizer.from_folder(str(folder)), config.sampling

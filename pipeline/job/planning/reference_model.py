@@ -1,14 +1,12 @@
 """Which model the rows of `quality.sample` are compared with, and whether that says anything."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from pipeline.checkpoints.locate import resolve_model
 from pipeline.config import JobConfig
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.quality.reference_config import (
-    MAX_ROW_TOKENS,
     ReferenceConfig,
     approximates,
     reference_config,
@@ -77,13 +75,11 @@ def check_same_tokens(reference: Path, model: Path) -> None:
         )
 
 
-def with_reference(
-    config: JobConfig, engine: EngineConfig, folder: Path | None
-) -> tuple[EngineConfig, ReferenceConfig | None]:
-    """The served engine's options with room for rows that are read, and the reference engine's."""
+def reference_of(config: JobConfig, engine: EngineConfig, folder: Path | None) -> ReferenceConfig | None:
+    """The reference engine's options; None where no rows are compared. engine: the served one's."""
     if folder is None:
-        return engine, None
+        return None
     by_row = {name.partition(".")[0] for name in config.sampling_columns()}
     likeliest = takes_likeliest(config.sampling_params()) and by_row.isdisjoint(_TOKEN_OPTIONS)
     generates = config.quality.column is not None or not likeliest
-    return replace(engine, scoring_tokens=MAX_ROW_TOKENS), reference_config(engine, str(folder), generates)
+    return reference_config(engine, str(folder), generates)

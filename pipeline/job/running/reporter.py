@@ -20,11 +20,11 @@ from pipeline.job.telemetry.pace import Pace
 from pipeline.job.telemetry.run_log import PLAN, RunLog, load_estimate, make_report, put_status
 from pipeline.job.telemetry.status import Status, status_line, work
 from pipeline.job.telemetry.writer import Telemetry
-from pipeline.report.record.computed import Computed
+from pipeline.report.features import drop_text
 from pipeline.report.record.quality_stats import QualityStats
+from pipeline.report.record.row_stats import Computed
 from pipeline.report.record.run_record import RunRecord
 from pipeline.report.run_report import RunReport
-from pipeline.report.sections.quality import told_drop
 from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url
 
@@ -172,8 +172,8 @@ class RunReporter:
         for what, drop in found.drops(max_drop).items():
             if what not in self._drops:
                 self._drops.add(what)
-                told = told_drop(what, drop, max_drop)
-                self.warn(f"quality: after {found.rows:,} rows of the sample {told}: {found.told()}")
+                told = drop_text(what, drop, max_drop)
+                self.warn(f"quality: after {found.rows:,} rows of the sample {told}: {found.to_text()}")
                 self.notify("quality_drop", measure=what, drop=drop, max_drop=max_drop, rows=found.rows)
 
     def _quality(self) -> QualityStats:

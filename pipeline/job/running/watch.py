@@ -175,7 +175,8 @@ class Watch:
                     self._look(flow)
                     self.reporter.update("draining")
                     next_look = time.monotonic() + TICK_S
-                    if time.monotonic() > given + heard_s and not any(a.open_units for a in self.log.actors):
+                    working = any(actor.record.units_in_progress for actor in self.log.actors)
+                    if time.monotonic() > given + heard_s and not working:
                         break
 
 

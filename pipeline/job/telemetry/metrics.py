@@ -107,7 +107,7 @@ class Snapshot:
         if self.hourly_usd is not None:
             usd = sum(record.machine_us for record in actors) / 3.6e9 * self.hourly_usd
             yield _family(CounterMetricFamily, "cost_usd", "Machine time by cost.hourly_usd.", run, [({}, usd)])
-        open_units = [({"actor": str(r.actor)}, float(r.open_units)) for r in actors]
+        open_units = [({"actor": str(r.actor)}, float(r.units_in_progress)) for r in actors]
         yield _family(GaugeMetricFamily, "open_units", "Units that an engine works on.", run, open_units, ("actor",))
         health = [
             ({"actor": str(record.actor), "host": record.host, "health": name}, float(name == now))
@@ -155,7 +155,7 @@ class Health:
             self._words[record.actor] = actor.told, now
         if record.node_lost:
             return "lost"
-        if record.given_back:
+        if record.released:
             return "given back"
         if now - since > SILENT_S:
             return "silent"

@@ -23,8 +23,7 @@ from pipeline.job.actor.tokenize import Chat, Tokenize, chat_of, failed_row, row
 from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process import supervisor
 from pipeline.job.telemetry.unit_summary import UnitSummary
-from pipeline.report.record.computed import Computed
-from pipeline.report.record.row_stats import MAX_MESSAGE, Histogram
+from pipeline.report.record.row_stats import MAX_MESSAGE, Computed, Histogram
 from pipeline.tokenization.chat_messages import ChatTemplateError
 from tests.engine.hash_runner import hash_engine
 from tests.job.fake_engine import FakeTokenizer
@@ -272,7 +271,7 @@ def test_a_part_counts_as_computed_what_an_engine_computed_for_it(tmp_path):
     assert totals.num_input_tokens == 6 * 21
     assert totals.num_cached_tokens == engine.stats.cached_tokens > 0
     assert totals.num_error_input_tokens == 70 + 4
-    computed = Computed.by(asdict(engine.stats))
+    computed = Computed.from_stats(asdict(engine.stats))
     assert computed.less(supervisor.computed(done)) == Computed(prompt=4)
     assert totals.num_computed_tokens == computed.all - 4
 

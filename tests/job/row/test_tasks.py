@@ -29,8 +29,7 @@ from pipeline.job.output.convert import convert
 from pipeline.job.output.read_output import divided_by
 from pipeline.job.running.run import run_job
 from pipeline.job.running.sample import read_sample
-from pipeline.report.html.page import html
-from pipeline.report.render import markdown, text
+from pipeline.report.render import html, markdown, text
 from pipeline.tokenization.tokenizer import Tokenizer
 from tests.job.conftest import TEXTS, Job, run, runs, success
 from tests.job.fake_engine import HIDDEN_SIZE, FakeTokenizer, result_of
@@ -239,7 +238,7 @@ def test_a_stopped_run_keeps_its_finished_rows_and_the_next_takes_them_over(of, 
     num_kept = len(json.loads(kept.read_text()))
     assert 0 < num_kept < 16
     report, _ = run(job, output={"rows_per_file": 16})
-    assert report.work.taken_rows == num_kept
+    assert report.work.resumed_rows == num_kept
     assert job.table().equals(undisturbed.table())
 
 
@@ -298,7 +297,7 @@ def test_a_sample_shows_what_the_task_tells_and_the_run_takes_it_over(of, task):
     assert expected[task] in _shown(rows[0])
     assert "None" not in _shown(rows[0])
     report, _ = run(job)
-    assert report.work.taken_rows == 9
+    assert report.work.resumed_rows == 9
 
 
 def test_a_sample_shows_errors_and_the_beginning_of_long_lists(of):

@@ -114,7 +114,7 @@ def test_health_says_how_each_actor_is(server, monkeypatch):
     now = 0.0
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
     health, status = Health(), Status("r", "running", rows_done=1)
-    there = [actor(0), actor(1, stats={}), actor(2, node_lost=True), actor(3, given_back=True)]
+    there = [actor(0), actor(1, stats={}), actor(2, node_lost=True), actor(3, released=True)]
     there[1] = replace(there[1], loading="reading weights")
     assert health.look(status, there) == (["ready", "loading", "lost", "given back"], 0.0)
     now = metrics.SILENT_S + 1
