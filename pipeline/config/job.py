@@ -11,13 +11,13 @@ from pydantic import ConfigDict, PrivateAttr, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from pipeline.checkpoints.chat_template import read_template
-from pipeline.config.contradictions import contradiction_of_lines, contradictions, say_for_editors
+from pipeline.config.contradictions import contradiction_of_lines, contradictions, rules_for_editors
 from pipeline.config.jobfile import Document, Value
 from pipeline.config.keys import JobKeys
 from pipeline.config.requests import filled, is_of_requests, prompt_of, sampling_of
 from pipeline.config.sections.engine import SpeculationSection
-from pipeline.config.sections.row.structured import StructuredFromColumn
-from pipeline.config.sections.row.tasks import row_texts
+from pipeline.config.sections.sampling import DEFAULT_MAX_TOKENS
+from pipeline.config.sections.structured import StructuredFromColumn
 from pipeline.config.values import FromColumn
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class JobConfig(JobKeys):
     """One job, complete and checked. `where` says which line a key came from."""
 
-    model_config = ConfigDict(json_schema_extra=say_for_editors)
+    model_config = ConfigDict(json_schema_extra=rules_for_editors)
 
     _document: Document = PrivateAttr(default_factory=lambda: Document({}))
 
@@ -73,7 +73,7 @@ class JobConfig(JobKeys):
         job = self.of_endpoint(found.endpoint, found.samples, found.prompt_logprobs)
         if found.dimensions is None:
             return job
-        return job.model_copy(update={"embed": self.embed.model_copy(update={"dimensions": found.dimensions})})
+        return job.model_copy(update={"task": self.task.model_copy(update={"dimensions": found.dimensions})})
 
     def of_endpoint(self, endpoint: "Endpoint", samples: bool = False, prompt_logprobs: bool = False) -> "JobConfig":
         """The job whose lines are requests for this endpoint. samples: whether some ask for several completions;
@@ -85,13 +85,13 @@ class JobConfig(JobKeys):
 
     @property
     def data(self) -> Mapping[str, Value]:
-        """What the job file says after overlays, `--set`, parameters and variables, without defaults."""
+        """The job file's values after overlays, `--set` and variables, without defaults."""
         return self._document.data
 
     def engine_config(self, model_path: str, draft_path: str | None, num_threads: int | None = None) -> EngineConfig:
         """The engine's options, with the folders that the model and its draft model were found in."""
         engine = self.engine.model_dump()
-        if self.task != "generate":
+        if self.task.type != "generate":
             engine["speculation"] = "off"
         return EngineConfig(
             model=model_path,
@@ -112,11 +112,11 @@ class JobConfig(JobKeys):
         """The values that are the same for every row; those from a column are left at their defaults, but that a
         temperature beside a constant `n` above 1 is then 1: rows whose temperature is null have it."""
         constant = {name: value for name, value in self.sampling if not isinstance(value, FromColumn)}
-        del constant["defaults"], constant["response_format"]
+        del constant["generation_config"]
         if self.sampling.repetition_detection is not None:
             constant["repetition_detection"] = self.sampling.repetition_detection.params()
         if "max_tokens" not in constant:  # a constant min_tokens may be above max_tokens' default
-            constant["max_tokens"] = max(SamplingParams.max_tokens, constant.get("min_tokens", 0))
+            constant["max_tokens"] = max(DEFAULT_MAX_TOKENS, constant.get("min_tokens", 0))
         if "temperature" not in constant and constant.get("n", 1) > 1:
             constant["temperature"] = 1.0
         return SamplingParams(**constant)
@@ -127,7 +127,7 @@ class JobConfig(JobKeys):
         if self.input.has_requests:
             from pipeline.data.requests.request_row import PARAMETERS
 
-            return {name: name for name in PARAMETERS} if self.task == "generate" else {}
+            return {name: name for name in PARAMETERS} if self.task.type == "generate" else {}
         return {
             f"{name}.{value.kind}" if isinstance(value, StructuredFromColumn) else name: value.column
             for name, value in self.sampling
@@ -146,7 +146,7 @@ class JobConfig(JobKeys):
         """The result columns. task_fields: those of a job that does not generate."""
         from pipeline.data.output.result_columns import ResultShape
 
-        sampling, of_requests = self.sampling, self.input.has_requests and self.task == "generate"
+        sampling, of_requests = self.sampling, self.input.has_requests and self.task.type == "generate"
         samples = "rows" if self.output.samples == "rows" else "one" if sampling.n == 1 else "lists"
         return ResultShape(
             samples,
@@ -158,20 +158,20 @@ class JobConfig(JobKeys):
 
     def unit_spec(self, kept: tuple[str, ...] = ()) -> "UnitSpec":
         """How rows are rendered and cut into units; `kept`: the input columns that go with them."""
+        from pipeline.data.source import WINDOW_BYTES
         from pipeline.data.units import MAX_STRETCH_BYTES, UnitSpec
 
-        params, run = self.sampling_params(), self.run
+        params = self.sampling_params()
         return UnitSpec(
             self.prompt_spec(),
             kept,
             self.sampling_columns(),
-            params.max_tokens if self.task == "generate" else 0,
-            run.unit_tokens,
-            run.unit_rows,
-            self.quality.column if run.quality_sample > 0 else None,
-            params.n,
-            row_texts(self.task, self.choice, self.score, self.prompt.max_bytes),
-            min(run.window_bytes * 3 // 2, MAX_STRETCH_BYTES),  # those of a full window are one stretch, mostly
+            default_max_tokens=params.max_tokens if self.task.type == "generate" else 0,
+            unit_rows=self.output.rows_per_file,
+            expected=self.quality.column if self.quality.sample > 0 else None,
+            default_n=params.n,
+            texts=self.task.row_texts(),
+            max_bytes=min(WINDOW_BYTES * 3 // 2, MAX_STRETCH_BYTES),  # those of a full window are one stretch, mostly
         )
 
     def chat_template(self) -> str | None:

@@ -93,12 +93,12 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
             raise ConfigError(f"sampling.{option}: the input has no column {column!r}")
     units = make_units(prompts.table, unit_spec, window=0)
     say(f"loading {shown_url(config.model.path)}")
-    folder = resolve_model(config.model.path, config.model.storage, say, revision=config.model.revision)
+    folder = resolve_model(config.model.path, config.storage, say, revision=config.model.revision)
     template = chat_template(config, folder)  # before weights are read
     config = with_reasoning_markers(with_model_defaults(config, folder, say), folder)
     from pipeline.engine.engine import Engine
 
-    draft = resolve_draft(config.draft_model, config.model.storage, say)
+    draft = resolve_draft(config.draft_model, config.storage, say)
     with Engine(config.engine_config(str(folder), draft and str(draft)), say) as engine:
         tokenizer = engine.tokenizer
         if template is not None:

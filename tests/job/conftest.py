@@ -35,8 +35,8 @@ class Job:
             "model": {"path": str(folder / "model")},
             "engine": {"device": "cpu"},
             "sampling": {"max_tokens": 6},
-            "output": {"path": str(self.output)},
-            "run": {"window_rows": 20, "unit_rows": 8, "max_error_rate": 0.5, "drain_s": 5},
+            "output": {"path": str(self.output), "rows_per_file": 8},
+            "run": {"window_rows": 20, "max_error_rate": 0.5, "drain_timeout": "5 s"},
         }
         (folder / "in").mkdir()
         self.fake()
@@ -126,6 +126,12 @@ def without_ray(monkeypatch):
     monkeypatch.setattr(Started, "count", 0)
 
 
+@pytest.fixture
+def one_unit_in_flight(monkeypatch):
+    """Engines work on one unit at a time, so that a run that is stopped leaves some of a small job undone."""
+    monkeypatch.setattr("pipeline.job.planning.actor_specs.units_in_flight", lambda *_: 1)
+
+
 def run(job, signals=(), **sections):
     """Run the job with these sections changed. `signals`: (when, number), sent once each as `when(status)` holds."""
     statuses, to_send, seen = [], list(signals), sections.pop("show", lambda status: None)
@@ -138,7 +144,7 @@ def run(job, signals=(), **sections):
 
     options = {
         key: sections.pop(key)
-        for key in ("accept_numerics", "retry_failed", "append", "sample", "logs")
+        for key in ("accept_numerics", "retry_failed", "append", "sample", "logs", "metrics")
         if key in sections
     }
     report = run_job(job.config(**sections), backend=FAKES, progress=show, **options)

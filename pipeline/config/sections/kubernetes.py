@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
-from pipeline.config.sections.section import Section
+from pipeline.config.values import Section
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]

@@ -72,6 +72,10 @@ class Chat:
     now: datetime | None = None
 
 
+# As vLLM's pooling requests: the vector and the classes are those of the chat, not of an answer that begins.
+_WITHOUT_ASSISTANT = ("embed", "classify")
+
+
 def chat_of(config: "JobConfig", now: datetime | None) -> Chat | None:
     """How a prompt becomes a chat; None where it is sent as it is. `now`: the date, where the job file has none."""
     given = config.prompt.chat
@@ -80,7 +84,7 @@ def chat_of(config: "JobConfig", now: datetime | None) -> Chat | None:
     return Chat(
         config.prompt.messages is not None,
         given.system,
-        given.add_generation_prompt,
+        config.task.type not in _WITHOUT_ASSISTANT,
         given.template_kwargs,
         given.continue_final_message,
         now if given.date is None else datetime.fromisoformat(given.date),

@@ -31,18 +31,17 @@ def flow_spec(
     config, run = plan.config, plan.config.run
     gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
     fewest, most = run.pool
-    cpus = run.cpus_per_actor or _cpus(most, run.ray_address, gpus)
+    cpus = run.cpus_per_actor or _cpus(most, run.cluster_address, gpus)
     engine = config.engine_config(str(plan.model), plan.draft and str(plan.draft), max(1, int(cpus)))
     work = WorkSpec(
         backend=backend,
         model=config.model.path,
-        model_storage=dict(config.model.storage),
         revision=config.model.revision,
         draft=config.model.draft,
         engine=engine,
         reference=reference_of(config, engine, plan.reference),
         reference_model=config.quality.model,
-        quality_sample=run.quality_sample,
+        quality_sample=config.quality.sample,
         step_timeout_s=run.step_timeout_s,
         load_timeout_s=run.load_timeout_s,
         params=config.sampling_params(),
@@ -52,7 +51,7 @@ def flow_spec(
         author=author_texts(config),
         chat_template=plan.chat_template,
         output=config.output.path if is_url(config.output.path) else os.path.abspath(config.output.path),
-        storage=dict(config.output.storage),
+        storage=config.storage,
         rename=dict(config.output.rename),
         kept_types=plan.kept_types,
         metadata=provenance(plan),
@@ -64,11 +63,9 @@ def flow_spec(
         retried_limits=plan.retried_limits,
         task=plan.task,
     )
-    spot, units = Spot(run.spot_notice, run.drain_s), plan.units
+    spot, units = Spot(run.spot_notice, run.drain_timeout), plan.units
     at_once = config.engine.max_num_seqs or most_default_seqs(plan.device.startswith("cuda"))
-    in_flight = run.units_in_flight or units_in_flight(
-        at_once, units.unit_rows, units.unit_tokens, units.default_max_tokens, units.default_n
-    )
+    in_flight = units_in_flight(at_once, units.unit_rows, units.unit_tokens, units.default_max_tokens, units.default_n)
     requested = failpoints.requested(os.environ)
     return FlowSpec(
         source=plan.source,
@@ -79,10 +76,10 @@ def flow_spec(
         cpus=cpus,
         gpus=gpus,
         units_in_flight=in_flight,
-        ray_address=run.ray_address,
+        ray_address=run.cluster_address,
         spot=spot,
         failpoints=requested,
-        always_ray=run.ray == "always",
+        always_ray=run.ray_address == "local",
         min_actors=fewest,
     )
 
@@ -99,10 +96,10 @@ def resolve_device(config: JobConfig) -> str:
     """What `engine.device` is: `auto` is cuda where this machine (or the cluster to join) has a GPU."""
     if config.engine.device != "auto":
         return config.engine.device
-    if config.run.ray_address is not None:
+    if config.run.cluster_address is not None:
         from pipeline.job.dataflow.ray_session import cluster_has_gpus
 
-        return "cuda" if cluster_has_gpus(config.run.ray_address) else "cpu"
+        return "cuda" if cluster_has_gpus(config.run.cluster_address) else "cpu"
     if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
         return "cpu"
     import torch

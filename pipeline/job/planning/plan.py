@@ -16,7 +16,7 @@ from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.config import JobConfig
 from pipeline.data.output.parts import DoneUnits, PartName
 from pipeline.data.output.result_columns import output_schema
-from pipeline.data.source import Source, Window, cut_windows, open_source
+from pipeline.data.source import WINDOW_BYTES, Source, Window, cut_windows, open_source
 from pipeline.data.units import UnitSpec
 from pipeline.errors import ConfigError
 from pipeline.job.actor.task_of_job import task_of, with_stored_pooling
@@ -30,6 +30,7 @@ from pipeline.job.planning.output_place import check_output_place
 from pipeline.job.planning.reasoning_markers import with_reasoning_markers
 from pipeline.job.planning.reference_model import resolve_reference
 from pipeline.job.planning.sampling_defaults import with_model_defaults
+from pipeline.stores.filesystem import storage_for
 from pipeline.stores.retries import RetryCounts
 
 
@@ -74,13 +75,20 @@ def make_plan(
     `retries`: counts requests to stores that are tried again. `batches`: the output's, which follow the files of its
     first run. Raises UserError's kinds."""
     check_output_place(config)
-    model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
+    model = resolve_model(config.model.path, config.storage, say, retries, revision=config.model.revision)
     for _, refused in against_limits(config, model):
         raise refused
     config = with_stored_pooling(with_model_defaults(config, model, say), model)
     config = with_reasoning_markers(config, model)
     given, batches = config.input, batches or Batches()
-    source = open_source(given.path, given.storage, given.on_corrupt, retries, batches.is_later, given.has_requests)
+    source = open_source(
+        given.path,
+        storage_for(given.path, config.storage),
+        given.on_corrupt,
+        retries,
+        batches.is_later,
+        given.has_requests,
+    )
     config = config.of_lines(source.requests)
     task = task_of(config, model)
     if say is not None and source.requests is not None and source.requests.ignored:
@@ -97,8 +105,8 @@ def make_plan(
     kept_schema = pa.schema([source.kept.field(name) for name in kept])
     shape = config.result_shape(None if task is None else task.fields)
     schema = output_schema(kept_schema, config.output.rename, shape)
-    windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
-    draft = resolve_draft(config.draft_model, config.model.storage, say, retries)
+    windows = cut_windows(source, config.run.window_rows, WINDOW_BYTES, config.input.limit)
+    draft = resolve_draft(config.draft_model, config.storage, say, retries)
     reference = resolve_reference(config, model, say, retries)
     template = chat_template(config, model)
     dated = folder_asks_for_date(model) if template is None else asks_for_date(template)

@@ -1,4 +1,4 @@
-"""Which model the rows of `run.quality_sample` are compared with, and whether that says anything."""
+"""Which model the rows of `quality.sample` are compared with, and whether that says anything."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +13,11 @@ from pipeline.engine.quality.reference_config import (
     takes_likeliest,
 )
 from pipeline.errors import ConfigError, ModelError
-from pipeline.stores.filesystem import storage_for
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts
 
 KEY = "quality.model"
-_NAME_ONE = f"name the 16-bit model in {KEY}, or leave run.quality_sample out"
+_NAME_ONE = f"name the 16-bit model in {KEY}, or leave quality.sample out"
 _TOKEN_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty",
                   "frequency_penalty", "structured_outputs", "thinking_token_budget")  # fmt: skip
 
@@ -31,12 +30,12 @@ def resolve_reference(
     Raises ConfigError, ModelError where the reference says nothing about the job's model.
     """
     named = config.quality.model
-    if config.run.quality_sample == 0:
+    if config.quality.sample == 0:
         return None
     if named is None:
         check_own(config, model)
         return model
-    folder = resolve_model(named, storage_for(named, config.model.storage), say, retries, KEY)
+    folder = resolve_model(named, config.storage, say, retries, KEY)
     check_same_tokens(folder, model)
     return folder
 

@@ -1,6 +1,6 @@
 """A checkpoint's own sampling values, from its generation_config.json: which there are, and a job that takes them.
 
-They are taken only where the job says `sampling.defaults: model`, and never over a value that the job gives. Which were
+They are taken only with `sampling.generation_config: model`, and never over a value that the job gives. Which were
 taken is in the job's identity, as its other sampling values are.
 """
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from pipeline.checkpoints.file_checks import read_json
 from pipeline.config import JobConfig
-from pipeline.config.sections.row.sampling import SamplingSection
+from pipeline.config.sections.sampling import SamplingSection
 from pipeline.errors import ModelError
 
 FILE = "generation_config.json"
@@ -34,13 +34,13 @@ def values_of(folder: Path) -> dict[str, Any]:
 def taken(config: JobConfig, values: dict[str, Any]) -> dict[str, Any]:
     """Those of `values` that the job takes: all that it does not give itself, where it asks for them."""
     given = config.sampling.model_fields_set
-    return {k: v for k, v in values.items() if config.sampling.defaults == "model" and k not in given}
+    return {k: v for k, v in values.items() if config.sampling.generation_config == "model" and k not in given}
 
 
 def with_model_defaults(config: JobConfig, folder: Path, say: Callable[[str], None] | None = None) -> JobConfig:
     """`config` with the model's values where it asks for them; `say` is told which. Raises ModelError."""
-    values = taken(config, values_of(folder)) if config.sampling.defaults == "model" else {}
-    if config.sampling.defaults == "model" and say is not None:
+    values = taken(config, values_of(folder)) if config.sampling.generation_config == "model" else {}
+    if config.sampling.generation_config == "model" and say is not None:
         say(f"sampling by the model's {FILE}: {shown(values) or 'it has nothing to take'}")
     if not values:
         return config
@@ -49,7 +49,9 @@ def with_model_defaults(config: JobConfig, folder: Path, say: Callable[[str], No
         sampling = SamplingSection.model_validate(given | values)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        raise ModelError(f"{folder / FILE}: {problem['loc'][0]}: {problem['msg']} (sampling.defaults: model)") from None
+        raise ModelError(
+            f"{folder / FILE}: {problem['loc'][0]}: {problem['msg']} (sampling.generation_config: model)"
+        ) from None
     return config.model_copy(update={"sampling": sampling})
 
 

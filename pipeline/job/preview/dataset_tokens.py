@@ -18,6 +18,7 @@ from pipeline.errors import InputError, RowError
 from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tokenize import Tokenize, chat_of
 from pipeline.machine.host import wall_time
+from pipeline.stores.filesystem import storage_for
 from pipeline.tokenization.tokenizer import Tokenizer
 
 # Small, so that a few rows of a large dataset cost a few row groups.
@@ -54,7 +55,8 @@ def read_samples(
     Raises InputError when no row is left, ConfigError when the prompt does not fit the columns.
     """
     kept, given = () if expected is None else (expected,), config.input
-    source = open_source(given.path, given.storage, given.on_corrupt, of_requests=given.has_requests)
+    storage = storage_for(given.path, config.storage)
+    source = open_source(given.path, storage, given.on_corrupt, of_requests=given.has_requests)
     config = config.of_lines(source.requests)
     spec = config.prompt_spec().of_input(source.every_column)
     source.check_columns([*kept, *spec.columns])

@@ -20,7 +20,7 @@ from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import output_schema
 from pipeline.data.requests.input_checks import Requests
 from pipeline.data.row_texts import RowTexts
-from pipeline.data.source import Source, cut_windows, open_source
+from pipeline.data.source import WINDOW_BYTES, Source, cut_windows, open_source
 from pipeline.errors import ConfigError, EnvironmentFailed, ModelError, PipelineError, RowError
 from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.task_of_job import OF_CHECKPOINT, task_of, with_stored_pooling
@@ -35,7 +35,7 @@ from pipeline.job.planning.sampling_defaults import taken, values_of, with_model
 from pipeline.job.preview.prompt_preview import first_prompt, prompt_tokens
 from pipeline.machine.host import wall_time
 from pipeline.report.record.data_warnings import input_warnings
-from pipeline.stores.filesystem import filesystem, is_url
+from pipeline.stores.filesystem import filesystem, is_url, storage_for
 from pipeline.stores.redaction import shown_url
 
 MODEL_FILES = ("config.json", "tokenizer.json")  # what every checkpoint has, beside its weights
@@ -96,7 +96,8 @@ class _Examination:
         """The input; None where it cannot be read, or asks for something else than the job."""
         with self._noting("input.path"):
             given = self.config.input
-            source = open_source(given.path, given.storage, given.on_corrupt, of_requests=given.has_requests)
+            storage = storage_for(given.path, self.config.storage)
+            source = open_source(given.path, storage, given.on_corrupt, of_requests=given.has_requests)
             self._dataset(source)
             return source if self._requests(source) else None
         return None
@@ -119,14 +120,14 @@ class _Examination:
     def _model(self) -> None:
         model = self.config.model
         self.facts["paths_below"] = os.getcwd()
-        self.facts["model"] = self._checkpoint("model.path", model.path, model.storage)
+        self.facts["model"] = self._checkpoint("model.path", model.path)
         if model.revision is not None:
             self.facts["model"]["revision"] = model.revision
             if model_kind(model.path) == "folder":
                 self._mistake("model.revision", f"{model.path} is a folder; only a Hugging Face id has revisions")
         if model.draft is not None:
-            self.facts["draft model"] = self._checkpoint("model.draft", model.draft, model.storage)
-        if self.config.run.quality_sample > 0:
+            self.facts["draft model"] = self._checkpoint("model.draft", model.draft)
+        if self.config.quality.sample > 0:
             self._reference(self.config.quality.model)
         self._limits()
 
@@ -142,7 +143,7 @@ class _Examination:
         """The model that rows are compared with, as far as the checkpoints are on this machine."""
         model, before = self.config.model, len(self.found.mistakes)
         if named is not None:
-            self.facts["reference model"] = self._checkpoint(REFERENCE_KEY, named, model.storage)
+            self.facts["reference model"] = self._checkpoint(REFERENCE_KEY, named)
         if len(self.found.mistakes) > before:
             return
         with self._noting(REFERENCE_KEY):
@@ -155,7 +156,7 @@ class _Examination:
     def _sampling(self) -> None:
         """Which of the model's own sampling values are taken, and which are not."""
         self.facts["model_sampling"] = {"taken": {}, "not_taken": {}}
-        with self._noting("sampling.defaults"):
+        with self._noting("sampling.generation_config"):
             folder = folder_here(self.config.model.path, self.config.model.revision)
             if folder is not None:
                 values = values_of(folder)
@@ -176,21 +177,20 @@ class _Examination:
     def _task(self) -> JobTask | None:
         """What is asked in place of completions; None also where it follows from a checkpoint that is not here."""
         config = self.config
-        if config.task == "generate":
+        if config.task.type == "generate":
             return None
-        values = getattr(config, config.task)
-        self.facts["task"] = {"name": config.task, **values.model_dump(mode="json"), "columns_known": False}
+        self.facts["task"] = {"type": config.task.type, **config.task.keys, "columns_known": False}
         folder = folder_here(config.model.path, config.model.revision)
         is_here = folder is not None and (folder / "config.json").is_file()
         task = None
-        with self._noting("embed.dimensions" if config.task == "embed" else "task"):
-            if is_here or config.task not in OF_CHECKPOINT:
+        with self._noting("task.dimensions" if config.task.type == "embed" else "task"):
+            if is_here or config.task.type not in OF_CHECKPOINT:
                 folder = folder or Path()
                 task = task_of(with_stored_pooling(config, folder), folder)
                 self.facts["task"]["columns_known"] = True
         return task
 
-    def _checkpoint(self, key: str, path: str, storage: Mapping[str, Any]) -> dict[str, str]:
+    def _checkpoint(self, key: str, path: str) -> dict[str, str]:
         """What there is to tell of the checkpoint that `key` names."""
         kind, shown = model_kind(path), shown_url(path)
         if kind == "missing":
@@ -199,13 +199,13 @@ class _Examination:
             self._mistake(key, f"{shown}: {reason}")
         elif kind in ("folder", "url"):
             with self._noting(key):
-                for name in missing_model_files(path, storage):
+                for name in missing_model_files(path, storage_for(path, self.config.storage)):
                     self._mistake(key, f"{shown}: no {name} in this folder", "Give a checkpoint's folder.")
         return {"path": shown, "kind": _MODEL_KINDS[kind]}
 
     def _dataset(self, source: Source) -> None:
         run, limit = self.config.run, self.config.input.limit
-        windows = cut_windows(source, run.window_rows, run.window_bytes, limit)
+        windows = cut_windows(source, run.window_rows, WINDOW_BYTES, limit)
         self.facts["input"] = {
             "path": source.root,
             "files": len(source.files),
@@ -252,7 +252,7 @@ class _Examination:
         wanted += [(f"sampling.{option}", name) for option, name in config.sampling_columns().items()]
         texts = self._texts(source)
         wanted += [] if texts is None else [(texts.key, name) for name in texts.columns]
-        if config.run.quality_sample > 0 and config.quality.column is not None:
+        if config.quality.sample > 0 and config.quality.column is not None:
             wanted.append(("quality.column", config.quality.column))
         asked_for = {name for _, name in wanted}
         wanted += [("input.columns", name) for name in kept if name not in asked_for]  # left out: all of them
@@ -298,7 +298,7 @@ class _Examination:
         with self._noting("output.rename"):
             fields = [source.kept.field(name) for name in kept]
             config = self.config
-            own = None if config.task == "generate" else () if task is None else task.fields
+            own = None if config.task.type == "generate" else () if task is None else task.fields
             schema: pa.Schema = output_schema(pa.schema(fields), config.output.rename, config.result_shape(own))
             self.facts["output_columns"] = {f.name: str(f.type) for f in schema}
 
@@ -327,14 +327,14 @@ class _Examination:
                 self.facts["prompt_tokens"], found = prompt_tokens(config, source, tokenize, context)
                 self.facts["warnings"] += map(vars, found.warnings())
             first = self.facts["first_prompt"]
-            if first and first["error"] == RowError.INVALID_LABELS and not isinstance(config.choice.labels, FromColumn):
-                self._mistake("choice.labels", first["error_message"].removeprefix("choice.labels: "))
+            if first and first["error"] == RowError.INVALID_LABELS and not isinstance(config.task.labels, FromColumn):
+                self._mistake("task.labels", first["error_message"].removeprefix("task.labels: "))
 
     def _output(self) -> None:
         output = self.config.output
         facts: dict[str, Any] = {"path": shown_url(output.path)}
         with self._noting("output.path"):
-            done = PartStore(output.path, output.storage).list()
+            done = PartStore(output.path, storage_for(output.path, self.config.storage)).list()
             facts |= {"parts_there": done.num_units, "rows_there": done.num_rows}
             check_output_place(self.config)
         self.facts["output"] = facts
@@ -354,6 +354,6 @@ def missing_model_files(path: str, storage: Mapping[str, Any]) -> list[str]:
         # each store's library has exceptions of its own, whose texts may repeat what is secret
         given = ", ".join(sorted(storage)) or "none given"
         raise ModelError(
-            f"{shown}: cannot be opened ({type(error).__name__}); are the url, the rights to it and model.storage "
+            f"{shown}: cannot be opened ({type(error).__name__}); are the url, the rights to it and its storage "
             f"({given}) right?"
         ) from None

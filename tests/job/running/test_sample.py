@@ -91,7 +91,7 @@ def test_other_numerics_begin_anew_too(job):
 def test_what_an_ordinary_run_left_is_never_given_to_another_job(job):
     job.rows(TEXTS).fake(step_s=0.2)
     with pytest.raises(Interrupted):
-        run(job, [(lambda status: status.rows_done > 0, signal.SIGTERM)], run={"drain_s": 0.1})
+        run(job, [(lambda status: status.rows_done > 0, signal.SIGTERM)], run={"drain_timeout": "0.1 s"})
     for part in job.parts():
         part.unlink()
     with pytest.raises(FingerprintError):
@@ -101,7 +101,7 @@ def test_what_an_ordinary_run_left_is_never_given_to_another_job(job):
 def test_a_sample_that_is_stopped_keeps_its_rows(job):
     job.rows(TEXTS).fake(step_s=0.05, max_num_seqs=2)
     with pytest.raises(Interrupted):
-        run(job, [(lambda status: status.rows_done > 3, signal.SIGTERM)], sample=40, run={"drain_s": 0.1})
+        run(job, [(lambda status: status.rows_done > 3, signal.SIGTERM)], sample=40, run={"drain_timeout": "0.1 s"})
     assert runs(job)[0]["outcome"] == "interrupted"
     report, _ = run(job)
     job.check(TEXTS)
