@@ -50,7 +50,7 @@ def files_of_a_token(**options: object) -> set[str]:
     ("heading", "most", "options"),
     [
         ("Without drafts", 14, {"speculation": "off"}),
-        ("With drafts", 20, {"speculation": {"proposer": "ngram", "max_draft_tokens": 4, "forced": True}}),
+        ("With drafts", 20, {"speculation": {"method": "lookup", "num_speculative_tokens": 4, "forced": True}}),
     ],
 )
 def test_the_way_of_a_token_is_the_one_that_is_listed(heading: str, most: int, options: dict[str, object]) -> None:

@@ -8,7 +8,7 @@ on a machine of its own.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -144,7 +144,7 @@ class _Run:
 
 def _run(engine: Engine, name: str, prompts: Sequence[list[int]], lengths: Sequence[int]) -> _Run:
     engine.forget()
-    before, found = engine.counters(), [0] * len(prompts)
+    before, found = replace(engine.stats), [0] * len(prompts)
     for row, (prompt, length) in enumerate(zip(prompts, lengths)):
         params = SamplingParams(max_tokens=length, ignore_eos=True, structured_outputs=_GRAMMARS[name])  # type: ignore[arg-type]
         engine.add(Request(row, prompt, params))
@@ -155,9 +155,8 @@ def _run(engine: Engine, name: str, prompts: Sequence[list[int]], lengths: Seque
                 raise PipelineError(f"row {completion.row_id} failed: {completion.error_message}")
             assert isinstance(completion.row_id, int)
             found[completion.row_id] = len(completion.token_ids)
-    seconds, after = perf_counter() - begun, engine.counters()
-    spent = {field: after[field] - before.get(field, 0) for field in EngineStats.__dataclass_fields__}
-    return _Run(seconds, found, EngineStats(**spent))
+    seconds = perf_counter() - begun
+    return _Run(seconds, found, engine.stats.since(before))
 
 
 def _way(name: str, runs: Sequence[_Run]) -> GrammarWay:

@@ -178,7 +178,7 @@ class _Timed:
 class _NoModel:
     """The runner of an engine: a row of made logits for each that wants one."""
 
-    is_asynchronous, max_corrected_queries = False, 0
+    is_asynchronous, has_graphs = False, False
     greedy, sample = staticmethod(reference.greedy), staticmethod(reference.sample)
     hidden_size, has_vocabulary_head = 0, True
     class_head_CH: np.ndarray | None = None

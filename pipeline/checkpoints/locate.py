@@ -40,9 +40,9 @@ def resolve_draft(
     say: Callable[[str], None] | None = None,
     retries: RetryCounts | None = None,
 ) -> Path | None:
-    """The local folder of `model.draft`, if there is one; a url takes the model's storage options. Raises as
+    """The local folder of `speculation.model`, if there is one; a url takes the model's storage options. Raises as
     `resolve_model`."""
-    return None if path is None else resolve_model(path, storage_for(path, storage), say, retries, "model.draft")
+    return None if path is None else resolve_model(path, storage_for(path, storage), say, retries, "speculation.model")
 
 
 def resolve_model(

@@ -48,7 +48,7 @@ class ShippedJob:
             for name, text in (open_params or {}).items():
                 place = place.replace(text, f"${{{name}}}")
             data[section][key] = place
-        for section, key in (("model", "path"), ("model", "draft"), ("quality", "model")):
+        for section, key in (("model", "path"), ("speculation", "model"), ("quality", "model")):
             place = data.get(section, {}).get(key)
             if isinstance(place, str) and os.path.exists(os.path.expanduser(place)):  # a name is none
                 data[section][key] = _everywhere(place)

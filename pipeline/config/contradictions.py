@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.keys import JobKeys
 from pipeline.config.requests import FORMATS, SOURCES
-from pipeline.config.sections.engine import SpeculationSection
 from pipeline.config.sections.row.tasks import SECTIONS
 from pipeline.config.values import FromColumn
 from pipeline.data.requests.request_row import CUSTOM_ID
@@ -44,12 +43,10 @@ def _of_task(job: JobKeys) -> Iterator[Contradiction]:
     if job.input.requests is not None and job.task != "embed":
         why = f"the lines of {job.input.format} ask for completions or embeddings; use task generate or embed"
         yield "input.format", why
-    if job.model.draft is not None:
-        yield "model.draft", nothing
     if "samples" in job.output.model_fields_set:
         yield "output.samples", nothing
-    if isinstance(job.engine.speculation, SpeculationSection):
-        yield "engine.speculation", nothing
+    if job.speculation.method not in ("auto", "off"):
+        yield "speculation", nothing
     if job.run.quality_sample > 0:
         yield "run.quality_sample", f"compares completions; leave it out with task {job.task}"
     for name in _OF_COMPLETIONS:

@@ -80,9 +80,10 @@ def free_of(job: JobKeys) -> dict[str, Any]:
     return {
         "name": job.name,
         "input": {"path": shown_url(job.input.path), "on_corrupt": job.input.on_corrupt},
-        "model": job.model.model_dump(exclude={"storage", "quantization"})
-        | {"path": shown_url(job.model.path), "draft": job.model.draft and shown_url(job.model.draft)},
+        "model": job.model.model_dump(exclude={"storage", "quantization"}) | {"path": shown_url(job.model.path)},
         "engine": {"device": job.engine.device, **engine},
+        "speculation": job.speculation.model_dump()
+        | {"model": job.speculation.model and shown_url(job.speculation.model)},
         "output": {"path": shown_url(job.output.path)},
         "run": job.run.model_dump(exclude=_CUT),
         "cost": job.cost.model_dump(),

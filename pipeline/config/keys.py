@@ -21,6 +21,7 @@ from pipeline.config.sections.row.sampling import SamplingSection
 from pipeline.config.sections.row.tasks import ChoiceSection, ClassifySection, EmbedSection, ScoreSection, TaskName
 from pipeline.config.sections.run import RunSection
 from pipeline.config.sections.section import Section
+from pipeline.config.sections.speculation import Speculation, SpeculationSection
 from pipeline.config.sections.targets import TargetsSection
 
 ParameterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -74,6 +75,11 @@ class JobKeys(Section):
     )
     engine: EngineSection = Field(
         default=EngineSection(), description="How the engine computes.", examples=[{"dtype": "bfloat16"}]
+    )
+    speculation: Speculation = Field(
+        default=SpeculationSection(),
+        description="Speculative decoding. A bare word is its method: `speculation: off`.",
+        examples=["off", {"method": "draft_model", "model": "models/Qwen3-0.6B"}],
     )
     sampling: SamplingSection = Field(
         default=SamplingSection(),

@@ -47,7 +47,7 @@ def test_every_key_has_a_description_an_example_and_a_default_or_is_required():
 
 @pytest.mark.parametrize(
     "more",
-    ["engine: {speculation: false}", "engine: {speculation: {proposer: ngram}}", "sampling: {stop: END}",
+    ["speculation: false", "speculation: lookup", "speculation: {method: off}", "sampling: {stop: END}",
      "sampling: {max_tokens: {column: b}}", "engine: {enable_prefix_caching: off}", "run: {window_bytes: 1 MiB}",
      "run: {spot_notice: false}", "name:"],
 )  # fmt: skip
@@ -59,7 +59,7 @@ def test_short_forms_are_taken(more: str):
     "more",
     ["model2: {}", "engine: {max_num_seq: 3}", "sampling: {max_tokens: true}", "sampling: {max_tokens: 0}",
      "sampling: {max_tokens: {columns: b}}", "sampling: {seed: {column: b}}", "sampling: {stop: ['']}",
-     "engine: {device: gpu}", "engine: {speculation: ngram}", "engine: {speculation: {max_draft_tokens: 99}}",
+     "engine: {device: gpu}", "speculation: ngram", "speculation: {num_speculative_tokens: 99}",
      "engine: {gpu_memory_utilization: 90}", "run: {window_bytes: lots}", "run: [actors]", "name: 5"],
 )  # fmt: skip
 def test_wrong_job_files_are_refused(more: str):
@@ -104,7 +104,9 @@ BEYOND_A_SCHEMA = (
     "at least two labels",
     "is there twice",
     "compares completions",
-    "engine.speculation: says nothing",
+    "speculation: says nothing",
+    "only for method draft_model",
+    "required by method draft_model",
     "targets.min_generated_per_s: says nothing",
 )
 

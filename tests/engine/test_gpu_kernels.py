@@ -2,6 +2,7 @@
 interpreter, captured steps included, whose replay is the captured function called again on the same tensors."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.drafting import MAX_CHECKED_TOKENS
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.graphs import graph_sizes
 from pipeline.engine.forward.in_flight import FutureTokens
@@ -98,7 +100,7 @@ def test_captured_steps_give_the_reference_tokens(folder: Path, kind: str, monke
     with_drafts, is_drawn = kind.startswith("drafts"), kind.startswith("drawn")
     kv_cache_dtype = "fp8" if "fp8" in kind else "auto"
     expected, _ = tokens_of(engine_of(folder, "reference", kv_cache_dtype=kv_cache_dtype), is_drawn)
-    speculation = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True} if with_drafts else "off"
+    speculation = {"method": "lookup", "num_speculative_tokens": 2, "forced": True} if with_drafts else "off"
     if not with_drafts:
         monkeypatch.setattr("pipeline.kernels.triton.linear.dispatch.crossover_of", lambda _: Crossover(4, 4, 4))
         kernels = triton_kernels(torch.float32, DEVICE, scratch=Scratch(torch.float32, DEVICE))
@@ -135,8 +137,8 @@ def test_drafts_ahead_of_captured_steps_give_the_reference_tokens(folder: Path, 
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     with engine_of(folder, "reference") as engine:
         expected = [completion.token_ids for completion in engine.generate(prompts, params)]
-    speculation = {"proposer": "draft", "max_draft_tokens": 2, "forced": True}
-    engine = engine_of(folder, "triton", speculation=speculation, draft=str(folder), deterministic=deterministic)
+    speculation = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2, "forced": True}
+    engine = engine_of(folder, "triton", speculation=speculation, deterministic=deterministic)
     (proposer,) = engine.drafting.proposers  # type: ignore[union-attr]
     short, passes = [], []
     for runner, queries in ((engine.runner, 3), (proposer.runner, 2)):  # type: ignore[attr-defined]
@@ -178,15 +180,15 @@ def test_sizes_of_captured_steps() -> None:
 
 
 def test_steps_with_drafts_are_captured_up_to_the_largest_batch(folder: Path) -> None:
-    """As many tokens as all sequences have with all their drafts, but no more than a step may have."""
-    speculation = {"proposer": "ngram", "max_draft_tokens": 6}
-    for most_batched, captured in ((8192, 3584), (2048, 2048)):
-        config = EngineConfig(
-            str(folder), device="cpu", max_num_seqs=512, max_num_batched_tokens=most_batched, speculation=speculation
-        )
-        resolved = resolve(config, read_config(folder))
-        assert captured_shapes(resolved, 300) == [(7, captured, 300), (2, 1024, 0)]
-    plain = resolve(EngineConfig(str(folder), device="cpu", max_num_seqs=512), read_config(folder))
+    """Or up to the largest mixed step that is captured, if that is larger, but no further than drafts are checked."""
+    config = EngineConfig(str(folder), device="cpu", max_num_seqs=512, max_num_batched_tokens=8192)
+    resolved = resolve(config, read_config(folder))
+    assert resolved.most_checked_tokens == MAX_CHECKED_TOKENS == 1024
+    for most_mixed, captured in ((300, 512), (700, 700), (2048, 1024), (0, 1024)):
+        assert captured_shapes(resolved, most_mixed) == [(7, captured, most_mixed), (2, 1024, 0)]
+    small = resolve(replace(config, max_num_seqs=8), read_config(folder))
+    assert captured_shapes(small, 300)[0] == (7, 56, 300)
+    plain = resolve(replace(config, speculation="off"), read_config(folder))
     assert captured_shapes(plain, 0)[0] == (1, 512, 0)
 
 
@@ -196,7 +198,7 @@ def test_graphs_go_as_far_as_the_kernels_take_queries(folder: Path) -> None:
         runner.capture_steps(
             lambda function: function, max_num_seqs=3, max_queries=33, most_tokens=99, say=lambda *_: None
         )
-        assert runner.max_corrected_queries == 8
+        assert runner._graphs._attention.max_queries == 8
 
 
 @pytest.mark.parametrize("kind", ["kernel by kernel", "captured, drafts, fp8 cache"])
@@ -219,10 +221,9 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
         where: AttentionInput,
         sequences: np.ndarray | None = None,
         shared: Sequence[np.ndarray] = (),
-        most_short: int = 0,
     ) -> list[np.ndarray]:
         served.append(len(shared) > 0 and bool(shared[-1].any()))
-        return numbers(work, where, sequences, shared, most_short)
+        return numbers(work, where, sequences, shared)
 
     monkeypatch.setattr(CascadeShape, "decide", decide_and_watch)
     monkeypatch.setattr(DecodeMetadata, "numbers", numbers_and_watch)
@@ -237,7 +238,7 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
         expected = [completion.token_ids for completion in reference.generate(prompts, params)]
     assert not plans
     if "captured" in kind:
-        options |= {"speculation": {"proposer": "ngram", "max_draft_tokens": 2, "forced": True}}
+        options |= {"speculation": {"method": "lookup", "num_speculative_tokens": 2, "forced": True}}
     with engine_of(folder, "triton", **options) as engine:
         if "captured" in kind:
             runner: Any = engine.runner

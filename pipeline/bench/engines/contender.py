@@ -59,7 +59,7 @@ class _RecordingRunner:
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.vocab_size, self.is_asynchronous = runner, runner.vocab_size, runner.is_asynchronous
-        self.max_corrected_queries = runner.max_corrected_queries
+        self.has_graphs = runner.has_graphs
         self.greedy, self.sample, self.zero_blocks = runner.greedy, runner.sample, runner.zero_blocks
         self.hidden_size, self.has_vocabulary_head = runner.hidden_size, runner.has_vocabulary_head
         self.class_head_CH, self.logits = runner.class_head_CH, runner.logits

@@ -1,49 +1,11 @@
-"""The section `engine`, with its speculation. Left out, values are those of the engine for the device."""
+"""The section `engine`. Left out, values are those of the engine for the device."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from pipeline.config.sections.section import Section
-from pipeline.config.values import (
-    UNION_TAGS,
-    Bytes,
-    Switch,
-    false_is_off,
-)
-
-
-class SpeculationSection(Section):
-    """Who drafts (null: whoever is there), and how many tokens at most for a row in a step; only where it pays unless
-    `forced`."""
-
-    proposer: Literal["ngram", "draft"] | None = Field(
-        default=None,
-        description="Who drafts: lookup in the texts (ngram) or the draft model. Both when left out.",
-        examples=["ngram"],
-    )
-    max_draft_tokens: int = Field(
-        default=6,
-        ge=1,
-        le=32,
-        description="The most tokens drafted for a row in one step.",
-        examples=[12],
-    )
-    forced: Switch = Field(
-        default=False,
-        description="Draft in every step, to measure; otherwise only where it pays.",
-        examples=[True],
-    )
-
-
-def _kind_of_speculation(value: object) -> str:
-    return UNION_TAGS[isinstance(value, dict | SpeculationSection)]
-
-
-Speculation = Annotated[
-    Annotated[Literal["off", "auto"], Tag(UNION_TAGS[0])] | Annotated[SpeculationSection, Tag(UNION_TAGS[1])],
-    Discriminator(_kind_of_speculation),
-]
+from pipeline.config.values import Bytes, Switch
 
 
 class EngineSection(Section):
@@ -123,12 +85,6 @@ class EngineSection(Section):
         default=False,
         description="A row's tokens never depend on what it is computed with. Slower; on CPU in float32 only.",
         examples=[True],
-    )
-    speculation: Annotated[Speculation, false_is_off(Literal["off", "auto"] | SpeculationSection)] = Field(
-        default="auto",
-        description="Speculative decoding: off, auto (where a draft model is given and it pays), or who drafts "
-        "and how much.",
-        examples=["off", {"proposer": "ngram"}],
     )
     seed: int = Field(
         default=0,

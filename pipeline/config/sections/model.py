@@ -1,4 +1,4 @@
-"""The section `model`: which checkpoint answers, and which drafts."""
+"""The section `model`: which checkpoint answers."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,8 +13,8 @@ from pipeline.stores.filesystem import is_url
 class ModelSection(Section):
     """Which checkpoint: a folder, an fsspec url such as s3://, a Hugging Face id, or one of EMBEDDED_MODELS.
 
-    `draft` is another one, smaller and with the same tokens, that proposes tokens for it to check. `quantization` makes
-    the linears of a 16- or 32-bit checkpoint smaller while it is loaded; the draft model stays as it is.
+    `quantization` makes the linears of a 16- or 32-bit checkpoint smaller while it is loaded; a draft model stays as it
+    is.
     """
 
     path: ModelPlace = Field(
@@ -28,11 +28,6 @@ class ModelSection(Section):
         description="fsspec options of the url, such as a profile or an endpoint; left out, the environment's. "
         "Never shown.",
         examples=[{"profile": "research"}],
-    )
-    draft: ModelPlace | None = Field(
-        default=None,
-        description="A smaller model with the same tokens, which proposes some where that is faster.",
-        examples=["models/Qwen3-0.6B"],
     )
     quantization: Literal["none", "int8", "int4-rtn", "nf4"] = Field(
         default="none",

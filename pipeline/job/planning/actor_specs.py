@@ -39,7 +39,7 @@ def flow_spec(
         model=config.model.path,
         model_storage=dict(config.model.storage),
         revision=config.model.revision,
-        draft=config.model.draft,
+        draft=config.speculation.model,
         engine=engine,
         reference=reference,
         reference_model=config.quality.model,
