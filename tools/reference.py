@@ -1,8 +1,9 @@
-"""Writes the reference pages from the code: keys of the job file (`docs/job-file.md`) and commands (`docs/cli.md`).
+"""Writes the table of the job file's keys into `docs/job-file.md`, and makes the site's page of commands.
 
 python -m tools.reference
 
-What people wrote around the two marks of a page stays as it is.
+What people wrote around the two marks of the page stays as it is. The page of commands is not kept: `--help` has the
+same text, and `tools/site.py` adds the page when the site is built.
 """
 
 import json
@@ -104,16 +105,20 @@ def commands(command: click.Command = cli, parent: click.Context | None = None) 
             yield from commands(found, context)
 
 
-PAGES = {DOCS / "job-file.md": keys, DOCS / "cli.md": commands}
+PAGE = DOCS / "job-file.md"
 
 
-def written(page: Path) -> str:
-    """A page with what is generated as it is now between the two marks."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+def command_page() -> str:
+    """Return the site's page of all commands, as Markdown."""
+    return "# Command line\n\n`pipeline COMMAND --help` prints the same in a terminal.\n\n" + "\n".join(commands())
+
+
+def written(page: str) -> str:
+    """Return the page with the keys as they are now between the two marks."""
+    before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
-    return f"{before}{BEGIN}\n" + "\n".join(PAGES[page]()) + f"\n{END}{after}"
+    return f"{before}{BEGIN}\n" + "\n".join(keys()) + f"\n{END}{after}"
 
 
 if __name__ == "__main__":
-    for page in PAGES:
-        page.write_text(written(page), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the built site (`mkdocs.yml`) has beside the pages: the files of the repository that they link to.
+"""Adds to the built site (`mkdocs.yml`) the page of commands and the files of the repository that pages link to.
 
 mkdocs calls the two functions. A page links to `../jobs/judge.yaml`, which is right in the repository; in the
 site that file lies under `files/`.
@@ -11,6 +11,8 @@ from typing import Any
 
 from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]  # of the extra `docs`
 
+from tools.reference import command_page
+
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
 
@@ -22,7 +24,8 @@ def in_repository(page: str, link: str) -> str | None:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the files that pages link to."""
+    """Add the page of commands, and the files that pages link to."""
+    files.append(File.generated(config, "cli.md", content=command_page()))
     linked = {
         path
         for page in files.documentation_pages()

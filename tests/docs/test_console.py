@@ -1,6 +1,7 @@
 """Every `console` block of the pages is run, in a folder with the repository's jobs and presets; what is shown below a
 command is among what it printed."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -75,6 +76,13 @@ def test_python_runs(block: Block, folder: Path):
     typed(folder, "python example.py")
 
 
+def test_the_notebook_runs(folder: Path):
+    cells = json.loads((ROOT / "docs" / "python.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    (folder / "notebook.py").write_text("\n\n".join(code), encoding="utf-8")
+    assert "20 rows, 0 errors" in typed(folder, "python notebook.py")
+
+
 def test_drafts_change_no_text(folder: Path):
     """What docs/speculation.md says of its two outputs."""
     import pyarrow.parquet as pq
@@ -88,5 +96,5 @@ def test_drafts_change_no_text(folder: Path):
 
 def test_each_page_of_a_user_has_an_example_that_runs():
     with_example = {name(block.page) for block in CONSOLE}
-    for page in ("job-file", "cli", "output", "guarantees", "models", "speculation", "gpu", "clusters", "cookbook"):
+    for page in ("job-file", "output", "guarantees", "models", "speculation", "gpu", "clusters", "cookbook"):
         assert f"docs/{page}.md" in with_example
