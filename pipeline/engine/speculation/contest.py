@@ -15,7 +15,7 @@ from math import hypot
 from pipeline.engine.speculation.step_time import Rate, Window
 
 # The account, in plain steps but for the share
-GRANT_STEPS = 5.0
+GRANT_STEPS = 8.0
 MAX_BALANCE_STEPS = 24.0
 PRICE_STEPS = 4.0  # that a contest is expected to lose
 EARNED_SHARE = 0.005  # of all time

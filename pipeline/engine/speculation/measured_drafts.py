@@ -19,13 +19,13 @@ from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome
 from pipeline.engine.speculation.contest import Account, Contest, size_of
 from pipeline.engine.speculation.counts import SpeculationCounts
 from pipeline.engine.speculation.row_lengths import RowLengths
-from pipeline.engine.speculation.step_time import PrefillCost
+from pipeline.engine.speculation.step_time import OUTLIER, PrefillCost
 
 FIRST_STEPS = 48  # plain ones at the start: little is known then from which to draft
 WARM_UP = 3  # steps after drafts went on or off, which say nothing: caches are cold, the proposer catches up
 SETTLED, LOOK_EVERY = 64, 2  # steps alike, from when one in so many is looked at closely
 UNKNOWN_COST = 0.3  # of a draft, in tokens, as long as steps with drafts were not timed
-MAX_CHARGE_STEPS = 8.0  # plain ones that a step may be charged, and gain: the machine did something else
+UNKNOWN_OUTLIER = 6.0  # plain steps' time that a step with drafts is taken to be at most, until such were timed
 MAX_DRIFT_STEPS = 1.0  # the same of a step's part in what drafts have lost, or gained
 
 
@@ -125,16 +125,18 @@ class MeasuredDrafts:
         self, contest: Contest, has_drafts: bool, own_s: float, tokens: float, seconds: float, off_s: float
     ) -> None:
         """Charge what the step lost against the incumbent or, if it is the incumbent's, against plain steps."""
-        lost_s = 0.0
+        lost_s = drift = 0.0
         if has_drafts or contest.is_on:
             best = contest.rate(contest.is_on, self._prefill.token_s) if has_drafts != contest.is_on else None
-            most_s = MAX_CHARGE_STEPS * off_s
-            lost_s = min(max(own_s - tokens * (off_s if best is None else best.token_s), -most_s), most_s)
+            drift = (own_s - tokens * off_s) / off_s
+            rate = contest.rate(has_drafts, self._prefill.token_s)
+            # In a longer step the machine did something else; the rates leave that out, too.
+            own_s = min(own_s, UNKNOWN_OUTLIER * off_s if rate is None else OUTLIER * rate.step_s)
+            lost_s = own_s - tokens * (off_s if best is None else best.token_s)
         steps = self._unsettled_s / seconds  # this one stands for those before it
         self._account.settle(self._unsettled_s, steps * lost_s, off_s)
         if has_drafts and contest.is_on:
-            drift = steps * min(lost_s / off_s, MAX_DRIFT_STEPS)
-            contest.lost_steps = max(contest.lost_steps + drift, 0.0)
+            contest.lost_steps = max(contest.lost_steps + steps * min(drift, MAX_DRIFT_STEPS), 0.0)
         self._unsettled_s = 0.0
 
     def _count(self, contest: Contest, outcome: StepOutcome, own_s: float) -> None:
