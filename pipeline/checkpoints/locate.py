@@ -40,8 +40,8 @@ def resolve_draft(
     say: Callable[[str], None] | None = None,
     retries: RetryCounts | None = None,
 ) -> Path | None:
-    """The local folder of `model.draft`, if there is one. Raises as `resolve_model`."""
-    return None if path is None else resolve_model(path, storage, say, retries, "model.draft")
+    """The local folder of `speculation.model`, if there is one. Raises as `resolve_model`."""
+    return None if path is None else resolve_model(path, storage, say, retries, "speculation.model")
 
 
 def resolve_model(

@@ -15,7 +15,6 @@ from pipeline.config.contradictions import contradiction_of_lines, contradiction
 from pipeline.config.jobfile import Document, Value
 from pipeline.config.keys import JobKeys
 from pipeline.config.requests import filled, is_of_requests, prompt_of, sampling_of
-from pipeline.config.sections.engine import SpeculationSection
 from pipeline.config.sections.sampling import DEFAULT_MAX_TOKENS
 from pipeline.config.sections.structured import StructuredFromColumn
 from pipeline.config.values import FromColumn
@@ -90,23 +89,14 @@ class JobConfig(JobKeys):
 
     def engine_config(self, model_path: str, draft_path: str | None, num_threads: int | None = None) -> EngineConfig:
         """The engine's options, with the folders that the model and its draft model were found in."""
-        engine = self.engine.model_dump()
-        if self.task.type != "generate":
-            engine["speculation"] = "off"
+        generates = self.task.type == "generate"
         return EngineConfig(
             model=model_path,
             quantization=self.model.quantization,
-            draft=draft_path,
+            speculation=self.speculation.engine_config(draft_path) if generates else "off",
             num_threads=num_threads,
-            **engine,
+            **self.engine.model_dump(),
         )
-
-    @property
-    def draft_model(self) -> str | None:
-        """`model.draft`, where it is of use: not when nothing is to be drafted, or by another proposer."""
-        wanted = self.engine.speculation
-        is_named = isinstance(wanted, SpeculationSection) and wanted.proposer != "ngram"
-        return self.model.draft if wanted == "auto" or is_named else None
 
     def sampling_params(self) -> SamplingParams:
         """The values that are the same for every row; those from a column are left at their defaults, but that a

@@ -98,7 +98,7 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
     config = with_reasoning_markers(with_model_defaults(config, folder, say), folder)
     from pipeline.engine.engine import Engine
 
-    draft = resolve_draft(config.draft_model, config.storage, say)
+    draft = resolve_draft(config.speculation.model, config.storage, say)
     with Engine(config.engine_config(str(folder), draft and str(draft)), say) as engine:
         tokenizer = engine.tokenizer
         if template is not None:

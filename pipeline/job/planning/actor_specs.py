@@ -37,7 +37,7 @@ def flow_spec(
         backend=backend,
         model=config.model.path,
         revision=config.model.revision,
-        draft=config.model.draft,
+        draft=config.speculation.model,
         engine=engine,
         reference=reference_of(config, engine, plan.reference),
         reference_model=config.quality.model,

@@ -106,7 +106,7 @@ def make_plan(
     shape = config.result_shape(None if task is None else task.fields)
     schema = output_schema(kept_schema, config.output.rename, shape)
     windows = cut_windows(source, config.run.window_rows, WINDOW_BYTES, config.input.limit)
-    draft = resolve_draft(config.draft_model, config.storage, say, retries)
+    draft = resolve_draft(config.speculation.model, config.storage, say, retries)
     reference = resolve_reference(config, model, say, retries)
     template = chat_template(config, model)
     dated = folder_asks_for_date(model) if template is None else asks_for_date(template)

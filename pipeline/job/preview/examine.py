@@ -125,8 +125,8 @@ class _Examination:
             self.facts["model"]["revision"] = model.revision
             if model_kind(model.path) == "folder":
                 self._mistake("model.revision", f"{model.path} is a folder; only a Hugging Face id has revisions")
-        if model.draft is not None:
-            self.facts["draft model"] = self._checkpoint("model.draft", model.draft)
+        if (draft := self.config.speculation.model) is not None:
+            self.facts["draft model"] = self._checkpoint("speculation.model", draft)
         if self.config.quality.sample > 0:
             self._reference(self.config.quality.model)
         self._limits()
