@@ -2,8 +2,8 @@
 job files say.
 
 A job file of one has no `prompt`, or one with `chat` and `max_bytes` alone; its `sampling` is for lines that do not
-give a value themselves. Which endpoint the lines are for is known once the input is read (`JobConfig.of_lines`); those
-for embeddings are of jobs with `task: embed`.
+give a value themselves. Which endpoint the lines are for is known once the input is read
+(`job/planning/resolution.py`); those for embeddings are of jobs with `task: embed`.
 """
 
 from collections.abc import Mapping

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoints.chat_template import read_template
 from pipeline.checkpoints.locate import locate_model, model_kind, why_no_checkpoint
 from pipeline.checkpoints.model_values import CONFIG, QUANTIZER_FILES
 from pipeline.data.output.parts import PartStore
@@ -15,7 +16,9 @@ from pipeline.data.source import open_source
 from pipeline.doctor.check import Check, Setup
 from pipeline.errors import ModelError, OutputError, PipelineError
 from pipeline.formatting import counted, shown_bytes
-from pipeline.job.preview.examine import MODEL_FILES, examine, missing_model_files
+from pipeline.job.planning.checkpoint_values import MODEL_FILES
+from pipeline.job.planning.resolution import missing_model_files
+from pipeline.job.preview.examine import examine
 from pipeline.machine.caches import hub_folder
 from pipeline.stores.filesystem import filesystem, local_path
 from pipeline.stores.redaction import shown_url
@@ -172,15 +175,16 @@ def _tokenizer(folder: Path, setup: Setup) -> Iterator[Check]:
     from pipeline.model.config import read_config
     from pipeline.tokenization.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_folder(str(folder), setup.job and setup.job.chat_template())
+    chat = setup.job and setup.job.prompt.chat
+    template = read_template(chat.template) if chat is not None and chat.template is not None else None
+    tokenizer = Tokenizer.from_folder(str(folder), template)
     known, rows = tokenizer.vocab_size, read_config(folder).vocab_size
     if known > rows:
         todo = "Prompts that use the tokens above become error rows: does this tokenizer belong to the model?"
         yield Check("model", "tokenizer", "warning", f"{known:,} tokens, the model has {rows:,}", todo)
     else:
         yield Check("model", "tokenizer", "ok", f"{known:,} tokens, ends at {sorted(tokenizer.eos_token_ids)}")
-    wants_chat = setup.job is not None and setup.job.prompt.chat is not None
-    if tokenizer.has_chat_template or not wants_chat:
+    if tokenizer.has_chat_template or chat is None:
         found = "there" if tokenizer.has_chat_template else "none: prompts can be plain text only"
         yield Check("model", "chat template", "ok", found)
     else:

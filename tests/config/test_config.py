@@ -13,6 +13,8 @@ from pipeline.config.identity import free_of, identity_of, numerics_of
 from pipeline.config.sections.row.prompt import PromptSection
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError
+from pipeline.job.planning.resolved_job import sampling_columns, sampling_params
+from tests.job.conftest import units_as_written
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -53,8 +55,8 @@ def test_defaults_are_those_of_the_engine(job):
     assert config.name == "job"
     assert config.input.columns is None
     assert config.engine_config("folder", None, 2) == EngineConfig(model="folder", num_threads=2)
-    assert config.sampling_params() == SamplingParams()
-    assert config.sampling_columns() == {}
+    assert sampling_params(config.sampling) == SamplingParams()
+    assert sampling_columns(config) == {}
     assert config.prompt.spec().columns == ("text",)
     assert config.cost.hourly_usd is None
 
@@ -79,10 +81,10 @@ def test_a_full_job(job):
     engine = config.engine_config("folder", None, 1)
     assert (engine.device, engine.dtype, engine.kv_cache_memory_bytes) == ("cuda:1", "bfloat16", 2 * 2**30)
     assert not engine.enable_prefix_caching
-    params = config.sampling_params()
+    params = sampling_params(config.sampling)
     assert params.min_tokens == 20, "a constant min_tokens stands although max_tokens is the row's"
     assert (params.temperature, params.stop, params.top_k) == (1.0, ("END",), 5)
-    assert config.sampling_columns() == {"max_tokens": "budget"}
+    assert sampling_columns(config) == {"max_tokens": "budget"}
     assert config.run.window_bytes == 2**20
     assert config.seed == 3
 
@@ -99,7 +101,7 @@ def test_every_engine_and_sampling_option_reaches_the_engine(job):
 def test_minus_1_is_off_as_in_vllm(job):
     plain, off = job(MINIMAL), job(MINIMAL + "sampling: {top_k: -1, seed: -1, thinking_token_budget: -1}\n")
     assert identity_of(off) == identity_of(plain)
-    assert off.sampling_params() == plain.sampling_params() == SamplingParams(top_k=-1, seed=-1)
+    assert sampling_params(off.sampling) == sampling_params(plain.sampling) == SamplingParams(top_k=-1, seed=-1)
     assert SamplingParams(thinking_token_budget=-1).thinking_token_budget is None
     for key in ("top_k: -2", "seed: -2", "top_k: true", "max_tokens: -1"):
         with pytest.raises(JobFileError, match=key.partition(":")[0]):
@@ -130,7 +132,7 @@ def test_the_draft_model_is_only_taken_where_it_is_of_use(job):
 
 def test_texts_that_look_like_booleans_stay_texts(job):
     config = job(MINIMAL + "sampling: {stop: [No, off]}\n")
-    assert config.sampling_params().stop == ("No", "off")
+    assert sampling_params(config.sampling).stop == ("No", "off")
 
 
 def test_messages_are_a_chat(job):
@@ -287,7 +289,7 @@ def test_settings_overlays_and_limit_in_this_order(job, tmp_path, mistakes):
     assert config.where("run.actors") == "--set"
     assert config.where("input.limit") == "--limit"
     assert config.where("input.path").endswith("job.yaml:1")
-    assert job(sets=["sampling.max_tokens={column: b}"]).sampling_columns() == {"max_tokens": "b"}
+    assert sampling_columns(job(sets=["sampling.max_tokens={column: b}"])) == {"max_tokens": "b"}
     assert "--set: run.actors: expected an integer; got 'x'" in mistakes(sets=["run.actors=x"])[0]
     assert "Did you mean `actors`?" in mistakes(sets=["run.actor=2"])[0]
     assert "expected key=value" in mistakes(sets=["run.actors"])[0]
@@ -367,9 +369,9 @@ def test_a_task_is_in_the_identity_and_no_key_of_older_jobs(job):
     assert identity_of(chosen) == identity_of(job()) | {"task": "choice", "choice": {"labels": ["a", "b"]}}
     column = job(MINIMAL + "task: choice\nchoice: {labels: {column: options}}\n")
     assert identity_of(column)["choice"] == {"labels": {"column": "options"}}
-    assert column.unit_spec().columns == ("text", "options")
+    assert units_as_written(column).columns == ("text", "options")
     assert chosen.engine_config("folder", None).speculation == "off"
-    assert chosen.unit_spec().default_max_tokens == 0
+    assert units_as_written(chosen).default_max_tokens == 0
 
 
 def test_quantization_on_load_is_the_target_models_and_no_key_of_older_jobs(job):

@@ -10,6 +10,7 @@ import yaml
 from pipeline.config import JobConfig, JobFileError, job_from_flags, load_job
 from pipeline.config.identity import identity_of
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
+from pipeline.job.planning.resolved_job import sampling_columns, sampling_params
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
 
@@ -36,7 +37,7 @@ def test_a_schema_a_file_of_it_and_openais_form_are_one_job(job, tmp_path: Path)
         job(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}),
     ]
     wanted = StructuredOutputs.of({"json": SCHEMA})
-    assert {config.sampling_params().structured_outputs for config in forms} == {wanted}
+    assert {sampling_params(config.sampling).structured_outputs for config in forms} == {wanted}
     assert all(identity_of(config) == identity_of(forms[0]) for config in forms)
     assert identity_of(forms[0])["sampling"]["structured_outputs"] == {"json": SCHEMA}
     assert "json_file" not in json.dumps(forms[2].data), "a job that is sent elsewhere holds the schema"
@@ -46,7 +47,7 @@ def test_a_schema_a_file_of_it_and_openais_form_are_one_job(job, tmp_path: Path)
 
 
 def test_a_job_without_one_is_the_job_that_it_was(job):
-    assert job(response_format={"type": "text"}).sampling_params().structured_outputs is None
+    assert sampling_params(job(response_format={"type": "text"}).sampling).structured_outputs is None
     for name in ("structured_outputs", "response_format"):
         assert name not in identity_of(job())["sampling"]
 
@@ -54,8 +55,8 @@ def test_a_job_without_one_is_the_job_that_it_was(job):
 @pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
 def test_each_rows_own_comes_from_a_column(kind: str, job):
     config = job(structured_outputs={kind: {"column": "form"}})
-    assert config.sampling_columns() == {f"structured_outputs.{kind}": "form"}
-    assert config.sampling_params().structured_outputs is None
+    assert sampling_columns(config) == {f"structured_outputs.{kind}": "form"}
+    assert sampling_params(config.sampling).structured_outputs is None
     assert identity_of(config)["sampling"]["structured_outputs"] == {kind: {"column": "form"}}
 
 
@@ -96,6 +97,6 @@ def test_flags_take_a_text_or_a_file(tmp_path: Path):
              "output.path": ("-", "")}  # fmt: skip
     for given in (json.dumps(SCHEMA), str(tmp_path / "s.json")):
         config = job_from_flags({**basis, **_form_flags(given, ())})
-        assert config.sampling_params().structured_outputs == StructuredOutputs.of({"json": SCHEMA})
+        assert sampling_params(config.sampling).structured_outputs == StructuredOutputs.of({"json": SCHEMA})
     config = job_from_flags({**basis, **_form_flags(None, ("yes", "no"))})
-    assert config.sampling_params().structured_outputs == StructuredOutputs.of({"choice": ["yes", "no"]})
+    assert sampling_params(config.sampling).structured_outputs == StructuredOutputs.of({"choice": ["yes", "no"]})

@@ -37,7 +37,7 @@ class _Listed(LocalFolder):
     """A folder of the parts of a job. `stopped`: of every tenth window one unit is missing."""
 
     def __init__(self, plan: JobPlan, parts_per_window: int, stopped: bool) -> None:
-        super().__init__(plan.config.output.path)
+        super().__init__(plan.job.config.output.path)
         self._plan, self._of, self._stopped = plan, parts_per_window, stopped
         self._part = cache(lambda rows: serialize(_rows(plan.schema, rows), {"pipeline.job": "x" * 2000}))
 

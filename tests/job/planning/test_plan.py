@@ -13,7 +13,6 @@ from pipeline.data.output.parts import DoneUnits, PartName, PartStore
 from pipeline.errors import ModelError, OutputError
 from pipeline.job.dataflow.reading import check_units
 from pipeline.job.dataflow.spec import WindowTask
-from pipeline.job.planning.appended import Batches
 from pipeline.job.planning.fingerprint import claim, difference, shown
 from pipeline.job.planning.plan import make_plan, what_is_left
 from pipeline.job.telemetry.run_log import RunLog, load_runs
@@ -126,7 +125,7 @@ def test_an_output_that_lists_files_of_other_formats_as_damaged_is_the_same_jobs
     before = replace(plain.fingerprint, identity={**plain.fingerprint.identity, "files": files})
     claim(store, "job", before, False, {}, datetime.now())
     (tmp_path / "in" / "LICENSE").write_text("MIT")
-    plan = make_plan(config, "cpu", batches=Batches.of(store))
+    plan = make_plan(config, "cpu")
     assert plan.fingerprint.identity == before.identity
     assert (plan.source.passed_over, [f.relative for f in plan.source.skipped]) == (("LICENSE",), ["README.md"])
 
