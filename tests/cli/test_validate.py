@@ -74,7 +74,10 @@ def test_validate_tells_all_mistakes_of_the_data(work, pipe):
         ("output.path=data/out", "--set: output.path: data/out: lies in input.path data, so the next run would read"),
         ("output.path=data/_out", None),
         ("output.path=nothing://bucket/x", "cannot be opened (ValueError)"),
-        ("model.path=memory://test-cli/model", "memory://test-cli/model: no config.json and no tokenizer.json in this folder"),
+        (
+            "model.path=memory://test-cli/model",
+            "memory://test-cli/model: no config.json and no tokenizer.json in this folder",
+        ),
         ("model.path=nothing://bucket/x", "nothing://bucket/x: cannot be opened (ValueError)"),
         ("model.path=job.yaml", "job.yaml: a file; this program reads safetensors checkpoints"),
         ("model.path=data", "data: has no config.json; give the folder of"),

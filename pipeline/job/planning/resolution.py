@@ -139,7 +139,9 @@ class Resolution:
 
     def appended_batches(self) -> None:
         output = self.config.output
-        self.batches = Batches.of(PartStore(output.path, output.storage, self._retries), self._append)
+        store = PartStore(output.path, output.storage, self._retries)
+        self.batches = Batches.of(store, self._append)
+        self.store = store
 
     def input_files(self) -> None:
         given, batches = self.config.input, self.batches
@@ -392,6 +394,7 @@ def resolve_prompts(config: JobConfig, model: Path) -> Resolution:
 
 def fetched(say: Say, retries: RetryCounts | None) -> Locate:
     def locate(key: str, path: str, storage: Mapping[str, Any], revision: str | None) -> Path:
+        _check_place(key, path)
         folder = resolve_model(path, storage_for(path, storage), say, retries, key, revision)
         _check_files(key, path, [name for name in MODEL_FILES if not (folder / name).is_file()])
         return folder
@@ -401,15 +404,13 @@ def fetched(say: Say, retries: RetryCounts | None) -> Locate:
 
 def on_this_machine(key: str, path: str, storage: Mapping[str, Any], revision: str | None) -> Path:
     """Locate a checkpoint without downloading anything; of one in a store see that it is there."""
-    kind = model_kind(path)
-    if kind == "missing" or (kind == "folder" and why_no_checkpoint(path)):
-        raise ModelError(f"{key} {shown_url(path)}: {why_no_checkpoint(path)}")
-    if kind in ("folder", "url"):
+    _check_place(key, path)
+    if model_kind(path) in ("folder", "url"):
         _check_files(key, path, missing_model_files(path, storage_for(path, storage)))
     folder = folder_here(path, revision)
     if folder is None or not (folder / "config.json").is_file():
         raise NotKnown(key)
-    return folder
+    return folder.resolve()
 
 
 def missing_model_files(path: str, storage: Mapping[str, Any]) -> list[str]:
@@ -444,6 +445,12 @@ def _about(key: str) -> Iterator[None]:
     except PipelineError as error:
         error.key = key
         raise
+
+
+def _check_place(key: str, path: str) -> None:
+    kind = model_kind(path)
+    if kind == "missing" or (kind == "folder" and why_no_checkpoint(path)):
+        raise ModelError(f"{key} {shown_url(path)}: {why_no_checkpoint(path)}")
 
 
 def _check_files(key: str, path: str, absent: list[str]) -> None:

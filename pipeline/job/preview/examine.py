@@ -6,19 +6,20 @@ found is reported, with the line of the job file that leads to it.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.checkpoints.locate import model_kind
 from pipeline.checkpoints.model_values import model_values
 from pipeline.config import FromColumn, JobConfig, Mistake
-from pipeline.data.output.parts import PartStore
 from pipeline.data.source import Source, cut_windows
 from pipeline.errors import EnvironmentFailed, PipelineError, RowError
 from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tokenize import Tokenize, chat_of
-from pipeline.job.planning.resolution import OF_JOB, Resolution, on_this_machine
+from pipeline.job.planning.fingerprint import check_output
+from pipeline.job.planning.plan import plan_of
+from pipeline.job.planning.resolution import OF_JOB, NotKnown, Resolution, on_this_machine
 from pipeline.job.preview.prompt_preview import first_prompt, prompt_tokens
 from pipeline.machine.host import wall_time
 from pipeline.report.record.data_warnings import input_warnings
@@ -155,10 +156,14 @@ def _prompts(examined: Examined) -> None:
 
 
 def _output(examined: Examined) -> None:
-    output = examined.resolution.config.output
-    facts = examined.facts["output"] = {"path": shown_url(output.path)}
-    if any(mistake.key == "output.path" for mistake in examined.mistakes):
+    """What is there, and whether it is this job's, as far as the job's identity can be known here."""
+    found = examined.resolution
+    facts: dict[str, Any] = {"path": shown_url(found.config.output.path)}
+    examined.facts["output"] = facts
+    if not found.knows("store") or any(mistake.key == "output.path" for mistake in examined.mistakes):
         return
     with examined.noting("output.path"):
-        done = PartStore(output.path, output.storage).list()
+        with suppress(NotKnown):
+            check_output(found.store, plan_of(found, "cpu").fingerprint)
+        done = found.store.list()
         facts |= {"parts_there": done.num_units, "rows_there": done.num_rows}
