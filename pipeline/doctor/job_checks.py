@@ -17,7 +17,7 @@ from pipeline.doctor.check import Check, Setup
 from pipeline.errors import ModelError, OutputError, PipelineError
 from pipeline.formatting import counted, shown_bytes
 from pipeline.job.planning.checkpoint_values import MODEL_FILES
-from pipeline.job.planning.resolution import missing_model_files
+from pipeline.job.planning.resolution import missing_from_store
 from pipeline.job.preview.examine import examine
 from pipeline.machine.caches import hub_folder
 from pipeline.stores.filesystem import filesystem, local_path
@@ -49,7 +49,7 @@ def model(setup: Setup) -> Iterator[Check]:
     if kind == "missing":
         raise ModelError(f"{shown}: {why_no_checkpoint(path)}")
     if kind == "url":
-        absent = missing_model_files(path, setup.model_storage)
+        absent = missing_from_store(path, setup.model_storage)
         if absent:
             raise ModelError(f"{shown}: no {' and no '.join(absent)} there; expected a checkpoint's folder")
         yield Check("model", "folder", "ok", f"{shown}: {' and '.join(MODEL_FILES)} are there")

@@ -4,7 +4,6 @@
 failed one did not find is passed over, and so is, where nothing is downloaded, one of a checkpoint that is elsewhere.
 """
 
-import os
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -122,6 +121,12 @@ class Resolution:
                     found = [error]
                 yield from (_keyed(check.key, error) for error in found)
 
+    def checked(self, checks: "tuple[JobCheck, ...]") -> "Resolution":
+        """Run `checks` and raise the first failure."""
+        for error in self.failures(checks):
+            raise error
+        return self
+
     def resolved(self) -> ResolvedJob:
         """Return what all checks together found. Raises NotKnown where something is missing."""
         return ResolvedJob(**{field.name: getattr(self, field.name) for field in fields(ResolvedJob)})
@@ -186,10 +191,8 @@ class Resolution:
         """Find the texts that rows bring beside their prompts."""
         config = self.config
         texts = row_texts(config.task, config.choice, config.score, config.prompt.max_bytes)
-        if texts is not None:
-            with _about(texts.key):
-                texts = texts.of_input(self.table.every_column)
-        self.texts = texts
+        with _about(texts.key if texts else ""):
+            self.texts = texts and texts.of_input(self.table.every_column)
 
     def columns(self) -> Iterator[PipelineError]:
         """Every column that the job names is there, in each file, and of a kind that fits."""
@@ -246,8 +249,7 @@ class Resolution:
         return exceeded_limits(self.config, self.model)
 
     def draft_checkpoint(self) -> None:
-        config = self.config
-        named, storage = config.draft_model, config.model.storage
+        named, storage = self.config.draft_model, self.config.model.storage
         self.draft = None if named is None else self._locate("model.draft", named, storage, None)
 
     def reference_checkpoint(self) -> None:
@@ -367,19 +369,14 @@ def resolve_job(
 ) -> Resolution:
     """Resolve a job for a run. Checkpoints are downloaded. say: receives what is downloaded and taken from where.
     retries, append: as `Resolution` takes them. Raises the first failure."""
-    found = Resolution(config, fetched(say, retries), say, retries, append)
-    for error in found.failures(OF_JOB):
-        raise error
-    return found
+    return Resolution(config, fetched(say, retries), say, retries, append).checked(OF_JOB)
 
 
 def resolve_rows(config: JobConfig, table: Columns, say: Say) -> ResolvedJob:
     """Resolve what a job does with the rows of `table`, whatever its input and output are. Raises the first failure."""
     found = Resolution(config, fetched(say, None), say)
     found.table = table
-    for error in found.failures(OF_ROWS):
-        raise error
-    return found.resolved()
+    return found.checked(OF_ROWS).resolved()
 
 
 def resolve_prompts(config: JobConfig, model: Path) -> Resolution:
@@ -387,17 +384,13 @@ def resolve_prompts(config: JobConfig, model: Path) -> Resolution:
     failure."""
     found = Resolution(config, on_this_machine)
     found.model = model
-    for error in found.failures(OF_PROMPTS):
-        raise error
-    return found
+    return found.checked(OF_PROMPTS)
 
 
 def fetched(say: Say, retries: RetryCounts | None) -> Locate:
     def locate(key: str, path: str, storage: Mapping[str, Any], revision: str | None) -> Path:
         _check_place(key, path)
-        folder = resolve_model(path, storage_for(path, storage), say, retries, key, revision)
-        _check_files(key, path, [name for name in MODEL_FILES if not (folder / name).is_file()])
-        return folder
+        return _whole(key, path, resolve_model(path, storage_for(path, storage), say, retries, key, revision))
 
     return locate
 
@@ -405,21 +398,18 @@ def fetched(say: Say, retries: RetryCounts | None) -> Locate:
 def on_this_machine(key: str, path: str, storage: Mapping[str, Any], revision: str | None) -> Path:
     """Locate a checkpoint without downloading anything; of one in a store see that it is there."""
     _check_place(key, path)
-    if model_kind(path) in ("folder", "url"):
-        _check_files(key, path, missing_model_files(path, storage_for(path, storage)))
+    if is_url(path):
+        _check_files(key, path, missing_from_store(path, storage))
     folder = folder_here(path, revision)
     if folder is None or not (folder / "config.json").is_file():
         raise NotKnown(key)
-    return folder.resolve()
+    return _whole(key, path, folder.resolve())
 
 
-def missing_model_files(path: str, storage: Mapping[str, Any]) -> list[str]:
-    """Which of MODEL_FILES are not in a folder or at an fsspec url. Raises ModelError, EnvironmentFailed."""
-    if not is_url(path):
-        return [name for name in MODEL_FILES if not (Path(os.path.expanduser(path)) / name).is_file()]
-    shown = shown_url(path)
+def missing_from_store(url: str, storage: Mapping[str, Any]) -> list[str]:
+    """Which of MODEL_FILES are not at an fsspec url. Raises ModelError, EnvironmentFailed."""
     try:
-        fs, root = filesystem(path, storage)
+        fs, root = filesystem(url, storage)
         return [name for name in MODEL_FILES if not fs.exists(posixpath.join(root, name))]
     except PipelineError:
         raise
@@ -427,9 +417,26 @@ def missing_model_files(path: str, storage: Mapping[str, Any]) -> list[str]:
         # each store's library has exceptions of its own, whose texts may repeat what is secret
         given = ", ".join(sorted(storage)) or "none given"
         raise ModelError(
-            f"{shown}: cannot be opened ({type(error).__name__}); are the url, the rights to it and model.storage "
-            f"({given}) right?"
+            f"{shown_url(url)}: cannot be opened ({type(error).__name__}); are the url, the rights to it and "
+            f"model.storage ({given}) right?"
         ) from None
+
+
+def _check_place(key: str, path: str) -> None:
+    kind = model_kind(path)
+    if kind == "missing" or (kind == "folder" and why_no_checkpoint(path)):
+        raise ModelError(f"{key} {shown_url(path)}: {why_no_checkpoint(path)}")
+
+
+def _whole(key: str, path: str, folder: Path) -> Path:
+    _check_files(key, path, [name for name in MODEL_FILES if not (folder / name).is_file()])
+    return folder
+
+
+def _check_files(key: str, path: str, absent: list[str]) -> None:
+    if absent:
+        files = " and no ".join(absent)
+        raise ModelError(f"{key} {shown_url(path)}: no {files} in this folder; give a checkpoint's folder")
 
 
 def _keyed(key: str, error: PipelineError) -> PipelineError:
@@ -445,18 +452,6 @@ def _about(key: str) -> Iterator[None]:
     except PipelineError as error:
         error.key = key
         raise
-
-
-def _check_place(key: str, path: str) -> None:
-    kind = model_kind(path)
-    if kind == "missing" or (kind == "folder" and why_no_checkpoint(path)):
-        raise ModelError(f"{key} {shown_url(path)}: {why_no_checkpoint(path)}")
-
-
-def _check_files(key: str, path: str, absent: list[str]) -> None:
-    if absent:
-        files = " and no ".join(absent)
-        raise ModelError(f"{key} {shown_url(path)}: no {files} in this folder; give a checkpoint's folder")
 
 
 def _unfit(option: str, name: str, kind: pa.DataType) -> str:
