@@ -171,7 +171,7 @@ def test_the_engines_get_a_reference_that_approximates_nothing(job):
         {"temperature": 0.5},
         {"temperature": {"column": "id"}},
         {"structured_outputs": {"regex": "[a-f]+"}},
-        {"structured_outputs": {"regex": {"column": "id"}}},
+        {"structured_outputs": {"regex": {"column": "text"}}},
     ):
         work = flow_spec(make_plan(watched(job, sampling=sampling), "cpu"), (), Backend(), "0001").work
         assert work.reference is not None
