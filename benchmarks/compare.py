@@ -30,8 +30,9 @@ from typing import Any
 
 import click
 
+from benchmarks.script import report, script
 from pipeline.bench.measure import facts_to_text, machine_facts, table
-from pipeline.machine.host import wall_time
+from pipeline.cli.console import json_flag
 
 COMMANDS = {
     "engine": "--model demo --reports --requests 256 --batch-sizes none --rounds 3",
@@ -128,7 +129,9 @@ def run_bench(side: Path, bench: str, options: Sequence[str]) -> Ran:
 def _engine(found: dict[str, Any]) -> tuple[dict[str, float], int]:
     (ours,) = (speed for speed in found["speeds"] if speed["name"] == "this engine")
     rates = {"all requests": ours["tokens_per_s"], "one request": ours["single_tokens_per_s"]}
-    tokens = sum(phase["tokens"] for phase in found["phases"] if not phase["name"].startswith(" "))
+    tokens = found.get("computed_tokens")
+    if tokens is None:  # of a version that timed phases
+        tokens = sum(phase["tokens"] for phase in found["phases"] if not phase["name"].startswith(" "))
     return {name: 1 / rate["median"] for name, rate in rates.items()}, tokens
 
 
@@ -202,14 +205,14 @@ def same_work(bench: str, runs: dict[int, dict[str, list[Ran]]]) -> Iterator[str
         yield f"bench {bench}: old computed {old} tokens, new {new}; times are by the token."
 
 
-@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@script(__doc__)
 @click.argument("old", type=click.Path(exists=True, resolve_path=False, path_type=Path))
 @click.argument("new", type=click.Path(exists=True, resolve_path=False, path_type=Path))
 @click.option("--bench", "benches", type=click.Choice(list(COMMANDS)), multiple=True, help="Which; default all.")
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(min=1), help="9 or more for a verdict.")
 @click.option("--busy", default="0", show_default=True, metavar="N,N", help="Numbers of other busy processes.")
 @click.option("--options", help="Options of `pipeline bench`, in place of those of one --bench.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_flag
 def main(
     old: Path, new: Path, benches: tuple[str, ...], rounds: int, busy: str, options: str | None, as_json: bool
 ) -> None:
@@ -218,7 +221,7 @@ def main(
         raise click.UsageError("--options goes with one --bench")
     sides = {OLD: old.absolute(), NEW: new.absolute(), CONTROL: old.absolute()}
     counts = [int(count) for count in busy.split(",")]
-    machine, date = machine_facts(), f"{wall_time():%Y-%m-%d %H:%M}"
+    machine = machine_facts()
     found: list[Compared] = []
     notes: list[str] = []
     for bench in benches:
@@ -232,32 +235,16 @@ def main(
                         runs[count][side].append(run_bench(sides[side], bench, wanted))
         found += [each for count in counts for each in compared(bench, count, runs)]
         notes += same_work(bench, runs)
-    if as_json:
-        command = " ".join(["python -m benchmarks.compare", *sys.argv[1:]])
-        rows = [asdict(each) for each in found]
-        print(
-            json.dumps(
-                {
-                    "bench": "compare",
-                    "command": command,
-                    "date": date,
-                    "machine": machine,
-                    "rounds": rounds,
-                    "compared": rows,
-                    "notes": notes,
-                }
-            )
-        )
-    else:
-        print(facts_to_text(machine))
-        columns = "bench <11 | time <20 | busy >4 | old >9.2f | new >9.2f | old by alone >12 | new by alone >12"
-        rows = [each.cells() for each in found]
-        print("\n".join(table(f"{columns} | new by old <24 | old again by old <26 |  <7", rows)))
-        if rounds < 9:
-            notes.append(f"{rounds} rounds: intervals need 9 for a verdict.")
-        if any(row[-2].endswith("!") for row in rows if isinstance(row[-2], str)):
-            notes.append("!: the control's interval does not hold 1; the machine changed, or something else ran.")
-        print("\n".join(notes))
+    columns = "bench <11 | time <20 | busy >4 | old >9.2f | new >9.2f | old by alone >12 | new by alone >12"
+    rows = [each.cells() for each in found]
+    if rounds < 9:
+        notes.append(f"{rounds} rounds: intervals need 9 for a verdict.")
+    if any(row[-2].endswith("!") for row in rows if isinstance(row[-2], str)):
+        notes.append("!: the control's interval does not hold 1; the machine changed, or something else ran.")
+    lines = [facts_to_text(machine), *table(f"{columns} | new by old <24 | old again by old <26 |  <7", rows), *notes]
+    compared_json = [asdict(each) for each in found]
+    figures = {"machine": machine, "rounds": rounds, "compared": compared_json, "notes": notes}
+    report("compare", figures, lines, as_json)
     sys.exit(any(each.is_slower for each in found if each.measure != "processor s"))
 
 

@@ -4,39 +4,31 @@ Importing the command line takes a quarter of a second. A SIGTERM that comes in 
 other, not by the system's default.
 """
 
-import atexit
 import os
 import signal
-import sys
 
 from pipeline.cli import interrupt
 from pipeline.machine.threads import bounded_spin
 
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
 
 def main() -> None:
-    sys.unraisablehook = interrupt.send_again
-    atexit.register(interrupt.ignore_all)  # before anybody else's, so it is called after them
+    handled = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]  # as nohup asks
+    for number in handled:
+        signal.signal(number, interrupt.leave)
     os.environ.update(bounded_spin(os.environ))  # before torch is imported
-    code: object = 0
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # as nohup asks
-            signal.signal(number, interrupt.interrupt)
-        from pipeline.cli.main import main as command
+    from pipeline.cli.main import main as command
 
+    try:
+        for number in handled:
+            signal.signal(number, interrupt.interrupt)
         command()
     except SystemExit as leaving:
-        code = leaving.code
-        raise
+        interrupt.leave_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
     except KeyboardInterrupt:
-        from pipeline.errors import Interrupted
-
-        print("Interrupted.", file=sys.stderr)
-        code = Interrupted.exit_code
-        sys.exit(code)
-    finally:
-        interrupt.keep_exit_code(code)
+        interrupt.leave(signal.SIGINT, None)
+    interrupt.leave_process(0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What people are shown: text made safe for a terminal, durations, sizes, counts, a line of progress every few seconds.
+"""Text for people: made safe for a terminal; durations, shares, money, sizes, tables, lines of progress.
 
 A terminal obeys control characters: they could clear the screen, set its title or hide what was said. Bidirectional
 overrides show text in another order than it has. So text from data, file names and libraries is spelled out where it
@@ -6,20 +6,17 @@ leaves the program; what is written as data stays what it is.
 """
 
 import re
-import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from itertools import groupby
+from io import StringIO
+from math import floor, log10
 
+MIN_WIDTH, MAX_WIDTH = 40, 10_000  # of a table, in characters
 SAY_EVERY_S = 5.0  # between two lines of progress
 
 # Any character that may have to be spelled out; `str.isprintable` decides.
 _SUSPECT = re.compile(r"[^ -~]")
-_GAP = re.compile(r"\S {2,}(?=\S)")  # between two columns
-_COLUMN = re.compile(r"x(?: ?x)*")
-_TABLE_GAPS = 4  # in each line of a table; lines with fewer end in a sentence
-_FIRST_COLUMN = re.compile(r" *(\||\S+ ) +(?=\S)")  # of a line with two or more: a label, or the mark of a quotation
 
 
 def printable(text: str) -> str:
@@ -38,64 +35,71 @@ def printable_json(text: str) -> str:
     return _SUSPECT.sub(lambda match: match[0] if match[0].isprintable() else _json_escape(match[0]), text)
 
 
-def fitted(text: str, width: int) -> str:
-    """A text of our own for a terminal of so many columns. Bars that do not fit are left out. A table that is wider
-    goes on below: its first column again, and the columns that had no room. Other longer lines go on under their second
-    column; a word that is longer stays whole."""
-    found: list[str] = []
-    for is_table, group in groupby(text.split("\n"), lambda line: len(_GAP.findall(line)) >= _TABLE_GAPS):
-        lines = list(group)
-        found += _in_blocks(lines, width) if is_table else lines
-    return "\n".join(line if len(line) <= width else _wrapped(line, width) for line in found)
-
-
-def _in_blocks(lines: list[str], width: int) -> list[str]:
-    """The lines of a table, as they are where they or their columns do not fit."""
-    bare = [line.rstrip("█ ") for line in lines]
-    longest = max(map(len, bare))
-    if longest <= width:
-        return lines
-    blank = "".join(" " if all(line[i : i + 1] in ("", " ") for line in bare) else "x" for i in range(longest))
-    first, *others = [match.span() for match in _COLUMN.finditer(blank)]
-    columns = [[line[start:end].ljust(end - start) for line in bare] for start, end in others]
-    label = [line[: first[1]].ljust(first[1]) for line in bare]
-    blocks, room = [label], width - len(label[0])
-    for column in columns:
-        taken = len(column[0]) + 2
-        if taken > room and blocks[-1] is not label:
-            blocks, room = [*blocks, label], width - len(label[0])
-        if taken > room:
-            return lines
-        blocks[-1] = [f"{before}  {cell}" for before, cell in zip(blocks[-1], column, strict=True)]
-        room -= taken
-    return [line.rstrip() for number, block in enumerate(blocks) for line in ([""] * (number > 0) + block)]
-
-
-def _wrapped(line: str, width: int) -> str:
-    line = line.rstrip("█ ")
-    body, first = line.lstrip(), _FIRST_COLUMN.match(line)
-    margin = len(line) - len(body)
-    return textwrap.fill(
-        body,
-        width,
-        initial_indent=" " * margin,
-        subsequent_indent=" " * min(len(first[0]) if first else margin, width // 2),
-        replace_whitespace=False,
-        expand_tabs=False,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-
-
 def duration(seconds: float) -> str:
-    """A time as coarse as a guess should be: `40 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
-    if seconds < 90:
-        return f"{max(0, round(seconds))} s"
+    """Return a time with about three digits: `850 ms`, `12.3 s`, `4 min 05 s`, `12 min`, `3 h 05 min`, `2 d 04 h`."""
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if 0 < seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 99.95:
+        return f"{seconds:.3g} s"
+    if seconds < 599.5:
+        return _two_units(round(seconds), 60, "min", "s")
     minutes = round(seconds / 60)
     if minutes < 90:
         return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+    return _two_units(minutes, 60, "h", "min") if minutes < 48 * 60 else _two_units(minutes // 60, 24, "d", "h")
+
+
+def _two_units(small: int, in_large: int, large_unit: str, small_unit: str) -> str:
+    large, rest = divmod(small, in_large)
+    return f"{large} {large_unit} {rest:02} {small_unit}" if rest else f"{large} {large_unit}"
+
+
+def percent(share: float) -> str:
+    """`5%`, `62.3%`."""
+    return f"{share * 100:.1f}".removesuffix(".0") + "%"
+
+
+def money(usd: float | None) -> str:
+    """US dollars with three significant digits below one dollar; no price is `unpriced`, never 0."""
+    if usd is None:
+        return "unpriced"
+    if usd < 0:
+        return f"-{money(-usd)}"
+    cents = usd * 100
+    if usd == 0 or usd >= 1 or (cents > 0.5 and abs(cents - round(cents)) < 1e-9):
+        return f"${usd:,.2f}"
+    return f"${usd:.{2 - floor(log10(usd))}f}"
+
+
+def table(
+    rows: Iterable[Sequence[str]],
+    *,
+    head: Sequence[str] = (),
+    sides: str = "<",
+    width: int | None = None,
+    indent: int = 0,
+) -> str:
+    """Return lines of aligned columns. Cells that do not fit into `width` characters fold inside their column.
+
+    sides: `<` or `>` for each column; the last one given holds for all columns after it.
+    width: None is as wide as the cells are.
+    """
+    from rich.console import Console  # takes 40 ms, which commands without a table save
+    from rich.table import Table
+    from rich.text import Text
+
+    lines = [list(map(printable, row)) for row in rows]
+    grid = Table(box=None, show_header=any(head), header_style="", padding=(0, 2, 0, 0), pad_edge=False)
+    for i in range(len(lines[0] if lines else head)):
+        justify = "right" if sides[min(i, len(sides) - 1)] == ">" else "left"
+        grid.add_column(Text(head[i] if head else ""), justify=justify, overflow="fold")
+    for line in lines:
+        grid.add_row(*map(Text, line))
+    drawn = StringIO()
+    Console(file=drawn, width=MAX_WIDTH if width is None else max(MIN_WIDTH, width) - indent).print(grid)
+    return "\n".join(" " * indent + line.rstrip() for line in drawn.getvalue().splitlines())
 
 
 def counted(number: int, noun: str) -> str:
@@ -140,8 +144,8 @@ class Remaining:
         if now < self._said + SAY_EVERY_S or not self._first < done < self._total:
             return
         self._said = now
-        left = duration((now - self._began) / (done - self._first) * (self._total - done))
-        share = f"{done:,} of {self._total:,}, {done / self._total:.0%}"
+        left = duration(round((now - self._began) / (done - self._first) * (self._total - done)))
+        share = f"{done:,} of {self._total:,}, {percent(done / self._total)}"
         self._say(f"{self._what}: {share} (about {left} left){more and f', {more}'}")
 
 

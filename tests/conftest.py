@@ -27,7 +27,7 @@ if not Path("/dev/nvidiactl").exists():
 # Tests that start Rays and whole jobs on real engines, kill them and wait for what follows: one at a time.
 REAL_ENGINES = (
     "tests/cluster/test_submit.py",
-    "tests/bench/job/test_whole_job.py",
+    "tests/bench/test_job.py",
     "tests/docs/test_console.py",
     "tests/faults/",
 )

@@ -1,4 +1,4 @@
-"""Writes `docs/performance/compiled-kernels.md`: what the Triton kernels compile to for each card, and limits of it.
+"""Writes `benchmarks/compiled-kernels.md`: what the Triton kernels compile to for each card, and limits of it.
 
 python -m tools.compiled_kernels              # write it; takes minutes where Triton's cache is empty
 python -m tools.compiled_kernels --check      # exit with 1 where a kernel is past its limits
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "performance" / "compiled-kernels.md"
+PAGE = ROOT / "benchmarks" / "compiled-kernels.md"
 TARGETS = "sm_80", "sm_89", "sm_90", "sm_100"
 COLUMNS = (
     "kernel", "registers", "spilled", "shared", "warps", "blocks", "at least", "instructions", "at most", "shuffles",

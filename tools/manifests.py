@@ -13,10 +13,7 @@ PLACE = "infra/kuberay"
 _CPU, _NIGHTLY = f"--config {PLACE}/cluster-cpu.yaml", f"--config {PLACE}/nightly.yaml --schedule '5 2 * * *'"
 COMMANDS = {
     "once.k8s.yaml": f"jobs/summarize.yaml {_CPU}",
-    "gpu.k8s.yaml": "jobs/summarize.yaml --config configs/h100.yaml "
-    f"--config {PLACE}/cluster-gpu.yaml --set input.path=/work/jobs/data",
     "nightly.k8s.yaml": f"jobs/summarize.yaml {_CPU} {_NIGHTLY} --time-zone Europe/Berlin",
-    "nightly-cronjob.k8s.yaml": f"jobs/summarize.yaml {_CPU} {_NIGHTLY} --time-zone Europe/Berlin --operator 1.5",
 }
 
 
@@ -24,7 +21,7 @@ def files() -> dict[Path, str]:
     """Every example, with what it has to hold now."""
     made = {}
     for name, command in COMMANDS.items():
-        words, argv = ["render", *shlex.split(command), "--output", f"{PLACE}/{name}"], sys.argv
+        words, argv = ["manifests", *shlex.split(command), "--output", f"{PLACE}/{name}"], sys.argv
         sys.argv = ["pipeline", *words]  # what the head of the file says
         try:
             done = CliRunner().invoke(cli, words[:-2], catch_exceptions=False)

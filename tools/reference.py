@@ -18,6 +18,7 @@ from pipeline.config.schema import job_schema
 
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- generated: python -m tools.reference -->\n", "<!-- end of generated -->"
+WHOLE = "The whole file"
 WIDTH = 88  # characters of a line of help
 
 
@@ -25,7 +26,7 @@ def keys() -> Iterator[str]:
     """Every key of the job file: a heading for each section, with a table."""
     schema = job_schema()
     definitions = schema["$defs"]
-    yield from _table("The whole file", schema, definitions)
+    yield from _table(WHOLE, schema, definitions)
     for name, key in schema["properties"].items():
         if "$ref" in key:
             yield from _section(name, definitions[key["$ref"].rpartition("/")[2]], definitions)
@@ -34,7 +35,7 @@ def keys() -> Iterator[str]:
 def _section(path: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
     yield from _table(path, section, definitions)
     for name, key in section["properties"].items():
-        for option in key.get("anyOf", ()):
+        for option in (key, *key.get("anyOf", ())):
             inner = definitions.get(option.get("$ref", "").rpartition("/")[2], {})
             if "properties" in inner and "column" not in inner["properties"]:
                 yield from _section(f"{path}.{name}", inner, definitions)
@@ -48,7 +49,7 @@ def _table(heading: str, section: dict[str, Any], definitions: dict[str, Any]) -
         required = name in (*section.get("required", ()), *section.get("else", {}).get("required", ()))
         default = "required" if required else "" if key.get("default") in (None, "") else _code(key["default"])
         example = _code(key["examples"][0]) if "$ref" not in key else ""
-        kind = f"[section](#{name})" if "$ref" in key else _kind(key, definitions)
+        kind = f"[section](#{'' if heading == WHOLE else heading}{name})" if "$ref" in key else _kind(key, definitions)
         description = key["description"].replace("{{", "`{{`").replace("}}", "`}}`").replace("|", "\\|")
         yield f"| `{name}` | {kind} | {default} | {description} | {example} |"
     yield ""

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.section import Found, Setting
+from benchmarks.gpu.section import Found, Setting, launch_mixed_steps
 from pipeline.bench.engines.peer import Peer, PeerTask
 from pipeline.bench.measure import facts_to_text, table
 from pipeline.bench.request_sets import RequestSet, find_set, run_requests
 from pipeline.bench.shapes import bench_model
 from pipeline.engine.engine import Engine
-from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.startup.memory import free_cpu_bytes
 from pipeline.model.config import read_config
@@ -34,24 +33,19 @@ class Variant:
     """options: of `EngineConfig`. prepare: changes an engine that has run nothing."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    prepare: Callable[[Engine], None] = lambda engine: None
-
-
-def _launch_prompts_by_kernel(engine: Engine) -> None:
-    assert isinstance(engine.runner, ModelRunner)
-    engine.runner.replays_mixed = False
+    prepare: Callable[[Engine], object] = lambda engine: None
 
 
 AS_SERVED = "as served"
 VARIANTS = {
     AS_SERVED: Variant(),
-    "prompts by kernel": Variant(prepare=_launch_prompts_by_kernel),
+    "prompts by kernel": Variant(prepare=launch_mixed_steps),
     "fp8 cache": Variant({"kv_cache_dtype": "fp8"}),
     "fp8 activations": Variant({"activation_dtype": "fp8"}),
     "fp8 per token": Variant({"activation_dtype": "fp8-per-token"}),
     "512 rows, 8,192 tokens": Variant({"max_num_seqs": 512, "max_num_batched_tokens": 8192}),
     "64 rows": Variant({"max_num_seqs": 64}),
-    "64 rows, prompts by kernel": Variant({"max_num_seqs": 64}, _launch_prompts_by_kernel),
+    "64 rows, prompts by kernel": Variant({"max_num_seqs": 64}, launch_mixed_steps),
 }
 
 
@@ -115,7 +109,7 @@ def _run_set(engine: Engine, work: RequestSet, round_name: str) -> list[Moment]:
     moments: list[Moment] = []
     batch_sum, start = engine.stats.batch_sum, time.perf_counter()
 
-    def note(step_s: float) -> None:
+    def note() -> None:
         nonlocal batch_sum
         batch_sum, sequences = engine.stats.batch_sum, engine.stats.batch_sum - batch_sum
         moments.append(Moment(time.perf_counter() - start, engine.num_unfinished, sequences))

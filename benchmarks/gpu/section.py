@@ -17,10 +17,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.stopwatch import Rates, Stopwatch
 from pipeline.bench.roofline import model_size
+from pipeline.engine.engine import Engine
+from pipeline.engine.forward.runner import ModelRunner
+from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.kernels.select import default_dtype
 from pipeline.roofline.cost_model import DecoderSize, Weights
 
@@ -75,6 +79,21 @@ class Found:
     def failed(self, name: str, error: Exception) -> None:
         traceback.print_exception(error)
         self.failures.append(f"{name}: {type(error).__name__}: {str(error).strip()[:500]}")
+
+
+def launch_mixed_steps(engine: Engine) -> Callable[[], None]:
+    """Launch steps with prompts kernel by kernel from now on; the returned function replays captured ones again."""
+    assert isinstance(engine.runner, ModelRunner)
+    graphs = engine.runner._graphs
+    if graphs is None:
+        return lambda: None
+    serves = graphs.serves
+
+    def serves_decoding(step: StepInput) -> bool:
+        return int(np.diff(step.query_start_S1).max()) <= graphs.max_queries and serves(step)
+
+    graphs.serves = serves_decoding  # pyright: ignore[reportAttributeAccessIssue]
+    return lambda: setattr(graphs, "serves", serves)
 
 
 Section = Callable[[Setting], Iterator[Found]]

@@ -2,7 +2,7 @@
 
 The most rows come first: their prompts are computed once, then rows are dropped for the next point, so that contexts
 grow by some dozen tokens from point to point. At each point some steps are timed by the clock, some are traced, and
-some get a new prompt beside the rows: as served, captured where the engine captures such steps, then kernel by kernel.
+some get a new prompt next to the rows: as served, captured where the engine captures such steps, then kernel by kernel.
 """
 
 import gzip
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.gpu.section import Found, Setting
+from benchmarks.gpu.section import Found, Setting, launch_mixed_steps
 from benchmarks.gpu.trace import Trace, Traced, Window
 from pipeline.bench.measure import table
 from pipeline.bench.request_sets import FIRST_TOKEN
@@ -91,7 +91,7 @@ class Phases:
 @dataclass(frozen=True)
 class StepTime:
     """Steps of `rows` rows with contexts of `context` tokens on average. wall_s: of a step, nothing traced. traced:
-    None without a card. mixed_s: wall time of a step with a prompt of PROMPT tokens besides the rows, as served;
+    None without a card. mixed_s: wall time of a step with a prompt of PROMPT tokens next to the rows, as served;
     by_kernel_s: the same on a card, launched kernel by kernel; mixed: those, traced."""
 
     rows: int
@@ -110,7 +110,6 @@ class StepBench:
         self._engine, self._traces, self._name = engine, traces, name
         self._random = np.random.default_rng(SEED)
         assert isinstance(engine.runner, ModelRunner)
-        self._runner = engine.runner
         self._on_card = engine.runner.decoder.device.type == "cuda"
 
     def measure(self, rows: Sequence[int], context: int) -> Iterator[StepTime]:
@@ -143,10 +142,10 @@ class StepBench:
         wall_s = self._timed(NUM_TIMED, self._engine.step)
         traced = self._traced(f"{self._name}-{rows}x{context}", NUM_TRACED, self._engine.step)
         mixed_s = self._timed(NUM_MIXED, self._mixed_step)
-        self._runner.replays_mixed = False
+        replay_again = launch_mixed_steps(self._engine)
         by_kernel_s = self._timed(NUM_MIXED, self._mixed_step) if self._on_card else None
         windows = self._traced(f"{self._name}-{rows}x{context}-mixed", NUM_MIXED_TRACED, self._mixed_step)
-        self._runner.replays_mixed = True
+        replay_again()
         return StepTime(
             len(running),
             mean,
@@ -213,7 +212,7 @@ def steps_to_text(times: Sequence[StepTime]) -> str:
     lines = [
         "Milliseconds of a step. wall: by the clock, nothing traced. replay: a captured step from its first kernel to "
         "its last; busy: some kernel ran; idle: none did; waits: of it, pauses of more than 5 us, which wait for the "
-        f"host. mixed: with a prompt of {PROMPT} tokens besides the rows, as served; by kernel: the same launched "
+        f"host. mixed: with a prompt of {PROMPT} tokens next to the rows, as served; by kernel: the same launched "
         "kernel by kernel; of that, traced and so slower, host: until the last launch; card: busy.",
     ]
     rows = []

@@ -1,1 +1,1 @@
-"""Measurements of the program itself, for `pipeline bench`: fixed work, medians, what was measured said beside."""
+"""Benchmarks of `pipeline bench`: fixed work, medians, comparison with other engines on the user's machine."""

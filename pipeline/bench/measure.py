@@ -1,5 +1,4 @@
-"""Figures that can be compared: medians with their spread, ratios of pairs, the machine they were taken on, and how
-benchmarks show them and start their processes."""
+"""Figures that can be compared: medians with their spread, ratios of pairs, the facts of the machine, and tables."""
 
 import json
 import os
@@ -9,23 +8,21 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from pipeline.errors import PipelineError
+from pipeline.formatting import table as drawn_table
 from pipeline.machine.host import VECTOR_FLAGS, available_cores, package_versions, processor
-from pipeline.report.number_formats import aligned
 
 PACKAGES = ("torch", "transformers", "numba", "ray")
-READ_BYTES = 256 << 20  # larger than any cache
 
 
 @dataclass(frozen=True)
 class Spread:
-    """What some repetitions gave."""
+    """Median and range of some repetitions."""
 
     median: float
     low: float
@@ -51,13 +48,14 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 
 
 def alternating(names: Sequence[str], rounds: int) -> list[list[str]]:
-    """The order of each round: every other one backwards, so that none always runs on the warmer machine."""
+    """Return the order of each round: every other one backwards, so that none always runs on the warmer machine."""
     return [list(names) if number % 2 == 0 else list(reversed(names)) for number in range(rounds)]
 
 
 def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:
-    """Lines of a head and of each row. columns: `name <8 | seconds >9.2f`, each column's head and the format of its
-    values; a column is as wide as that says, or as its longest value. None is an empty cell; text is shown as it is."""
+    """Return a head and a line for each row. columns: `name <8 | seconds >9.2f`, the head of each column and the format
+    of its values. A column is as wide as its format says, or as its longest value. None is an empty cell; text is shown
+    unchanged."""
     parts = [column.rpartition(" ") for column in columns.split(" | ")]
     formats = [spec for _, _, spec in parts]
     widths = [spec[0] + re.findall(r"\d+", spec)[0] for spec in formats]
@@ -69,12 +67,12 @@ def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:
         ]
 
     head = cells([head.strip() for head, _, _ in parts])
-    return aligned([head, *map(cells, rows)], sides="".join(spec[0] for spec in formats))
+    return drawn_table(map(cells, rows), head=head, sides="".join(spec[0] for spec in formats)).split("\n")
 
 
-def said_by(command: list[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What a process says in its last line, as JSON. `environment` None is this process's. Raises PipelineError with
-    its last words."""
+def last_line(command: list[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Run a process and return its last line, as JSON. `environment` None is this process's. Raises PipelineError with
+    the end of its standard error."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         raise PipelineError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
@@ -82,7 +80,7 @@ def said_by(command: list[str], environment: Mapping[str, str] | None = None) ->
 
 
 def machine_facts() -> dict[str, str]:
-    """What a figure has to be read with: processor, cores, load, versions."""
+    """Processor, cores, load and versions, without which a figure says nothing."""
     model, flags = processor()
     return {
         "cpu": f"{model} ({', '.join(flag for flag in VECTOR_FLAGS if flag in flags) or 'no AVX2'})",
@@ -94,7 +92,7 @@ def machine_facts() -> dict[str, str]:
 
 
 def use_threads(threads: int | None) -> None:
-    """A benchmark's whole process computes with so many: what it compares an engine with, too. None: torch's choice."""
+    """Set the threads of this process, so that an engine and its contenders have the same. None: torch's choice."""
     if threads is not None:
         torch.set_num_threads(min(threads, os.cpu_count() or 1))
 
@@ -103,22 +101,12 @@ def facts_to_text(facts: dict[str, str]) -> str:
     return ", ".join(f"{key} {value}" for key, value in facts.items())
 
 
-def read_bandwidth(repeats: int = 5) -> float:
-    """Bytes a second that torch's threads read from memory, the best of some passes over one large tensor."""
-    return READ_BYTES / fastest(torch.ones(READ_BYTES // 4).sum, repeats)
-
-
-def fastest(call: Callable[[], object], passes: int, least_s: float = 0.0) -> float:
-    """The least seconds of some passes after one that warms up, and of more until all took `least_s`."""
+def fastest(call: Callable[[], object], passes: int, min_s: float = 0.0) -> float:
+    """Return the least seconds of some passes after one that warms up, and of more until all took `min_s`."""
     call()
     taken: list[float] = []
-    while len(taken) < passes or sum(taken) < least_s:
+    while len(taken) < passes or sum(taken) < min_s:
         start = time.perf_counter()
         call()
         taken.append(time.perf_counter() - start)
     return min(taken)
-
-
-def resident_bytes() -> int:
-    """Of this process now, as Linux counts it."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

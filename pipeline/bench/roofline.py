@@ -1,4 +1,4 @@
-"""What a card could do with a model and the fixed request sets, by the cost model. Needs no card.
+"""Steps and jobs of a card by the cost model, for a model and the fixed request sets. Needs no card.
 
 With the shares that kernels reach, and the paths that the engine takes, figures are predictions. They are bounds where
 all shares are 1 and every linear takes its fastest path: no engine is faster.
@@ -14,8 +14,8 @@ from pipeline.bench.measure import table
 from pipeline.bench.request_sets import REQUEST_SETS, RequestSet, find_set
 from pipeline.bench.shapes import GROUP, NAMES, SHAPES
 from pipeline.checkpoints.locate import locate_model
+from pipeline.engine.startup.memory import served_form
 from pipeline.engine.startup.resolve import no_such_weight
-from pipeline.engine.startup.served_form import served_form
 from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.triton.linear.crossover import Crossover, crossover_of
 from pipeline.model.config import read_config
@@ -43,7 +43,7 @@ BLOCK_SIZE = 64  # of the KV cache on a card
 
 @dataclass(frozen=True)
 class Serving:
-    """How steps are served. paths: `engine`, which goes by its crossover and keeps 16-bit weights beside int4 ones by
+    """How steps are served. paths: `engine`, which goes by its crossover and keeps 16-bit weights next to int4 ones by
     its own rule, or the `fastest` of all. shared_reads: of a prefix, `once` a step or once for `each` sequence."""
 
     max_num_seqs: int = 1024
@@ -133,22 +133,14 @@ class RooflineBench:
         for bound in self.jobs:
             name, j = (bound.card, bound.requests, bound.weights), bound.job
             if j is None:
-                lacks = bound.lacks or f"does not fit: {bound.kv_tokens:,} tokens of room beside the weights"
+                lacks = bound.lacks or f"does not fit: {bound.kv_tokens:,} tokens of room next to the weights"
                 rows.append((*name, lacks, *[None] * 5))
             else:
                 rates = j.output_tokens_per_s, j.tokens_per_s
                 rows.append((*name, j.wall_s, *rates, j.tail_s, j.sequences, j.kv_used))
         figures = "tokens out/s >13,.0f | all/s >9,.0f | tail s >7.2f | at once >8.0f | KV used >8.0%"
         lines += table(f"card <16 | requests <16 | weights <14 | seconds >8.2f | {figures}", rows)
-        return "\n".join([*lines, "", "Seconds of whole jobs:", *self._compact(), "", *self.sets])
-
-    def _compact(self) -> list[str]:
-        """Seconds by card and request set, as a table of Markdown."""
-        names = list(dict.fromkeys(bound.requests for bound in self.jobs))
-        rows = [["card", *names], ["---"] * (1 + len(names))]
-        for card in dict.fromkeys(bound.card for bound in self.jobs):
-            rows.append([card, *(_cell(bound) for bound in self.jobs if bound.card == card)])
-        return [f"| {' | '.join(row)} |" for row in rows]
+        return "\n".join([*lines, "", *self.sets])
 
 
 def _crossover(card: Card) -> str:
@@ -157,12 +149,6 @@ def _crossover(card: Card) -> str:
         f"{card.name}: the int4 product up to {at.cached} tokens where 16-bit weights are kept, {at.scratch} where "
         f"they are not ({at.source})."
     )
-
-
-def _cell(bound: JobBound) -> str:
-    if bound.job is None:
-        return "not served" if bound.lacks else "does not fit"
-    return f"{bound.job.wall_s:.2f}" if bound.job.wall_s < 1 else f"{bound.job.wall_s:.1f}"
 
 
 def bench_roofline(
@@ -193,8 +179,8 @@ def bench_roofline(
             StepBound(card.name, work, step_seconds(tokens, size, kind, ceilings, serving.value_bytes(size)))
             for work, tokens in _steps()
         ]
-    told = tuple(each.to_text() for each in sets)
-    return RooflineBench(about, serving, reached, chosen, tuple(steps), tuple(jobs), told)
+    texts = tuple(each.to_text() for each in sets)
+    return RooflineBench(about, serving, reached, chosen, tuple(steps), tuple(jobs), texts)
 
 
 def model_size(name: str, activation_dtype: str = "auto") -> tuple[DecoderSize, Weights, str]:

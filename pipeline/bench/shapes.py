@@ -1,4 +1,4 @@
-"""Checkpoints of named shapes with random weights, for benchmarks where no real model is at hand.
+"""Checkpoints of named shapes with random weights, for benchmarks without a real model.
 
 A shape's speed does not depend on what its weights say, so random ones serve; their completions mean nothing. Written
 once into a cache folder, shard by shard (no more than one shard is in memory), from fixed seeds, and renamed into place
@@ -29,7 +29,6 @@ from pipeline.machine.caches import cache_root
 from pipeline.model.config import read_config
 from pipeline.model.load import Checkpoint
 from pipeline.weights.awq import SUFFIXES, AwqFormat
-from pipeline.weights.packed import GroupIntWeight, LinearWeight
 from pipeline.weights.tensor_reader import StoredLinear
 
 SHARD_BYTES = 512 << 20
@@ -150,83 +149,37 @@ def write_shape(folder: Path, shape: Shape, awq: bool) -> None:
 def dequantized(folder: Path, dtype: torch.dtype, say: Callable[[str], None] = lambda text: None) -> Path:
     """The folder in the cache that holds an AWQ checkpoint's weights as plain tensors of `dtype`, written once.
 
-    What a program without AWQ kernels computes the same model from.
+    A program without AWQ kernels computes the same model from it.
     """
-    name = str(dtype).removeprefix("torch.")
-
-    def plain(prefix: str, weight: LinearWeight) -> dict[str, torch.Tensor]:
-        return {f"{prefix}.weight": weight.dequantize(dtype)}
-
-    return _rewritten(folder, name, {"dtype": name}, plain, lambda other: other.to(dtype), say)
-
-
-def in_int8(folder: Path, say: Callable[[str], None] = lambda text: None) -> Path:
-    """The folder in the cache that holds an AWQ checkpoint's weights as integers of 8 bits, written once.
-
-    compressed-tensors "int-quantized": `weight` (N, K) int8 and `weight_scale` (N, G). The values are exactly those of
-    the 4 bits, since q - zero fits and scales stay.
-    """
-
-    def bytes_of(prefix: str, weight: LinearWeight) -> dict[str, torch.Tensor]:
-        assert isinstance(weight, GroupIntWeight)
-        zeros_NK = weight.zeros_NG.repeat_interleave(weight.group_size, dim=1)
-        centered_NK = (weight.q_NK.to(zeros_NK.dtype) - zeros_NK).to(torch.int8)
-        return {f"{prefix}.weight": centered_NK, f"{prefix}.weight_scale": weight.scales_NG}
-
-    awq = read_config(folder).quantization
-    weights = {
-        "num_bits": 8,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": None if awq is None else awq.group_size,
-    }
-    quantization = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }
-    return _rewritten(folder, "int8", {"quantization_config": quantization}, bytes_of, lambda other: other, say)
-
-
-def _rewritten(
-    folder: Path,
-    kind: str,
-    changed: dict[str, Any],
-    of_linear: Callable[[str, LinearWeight], dict[str, torch.Tensor]],
-    of_other: Callable[[torch.Tensor], torch.Tensor],
-    say: Callable[[str], None],
-) -> Path:
-    """An AWQ checkpoint in another form: of each linear the named tensors, of other tensors what `of_other` makes."""
-    awq = read_config(folder).quantization
+    awq, name = read_config(folder).quantization, str(dtype).removeprefix("torch.")
     if not isinstance(awq, AwqFormat) or awq.version != "gemm":
         raise ConfigError(f"{folder}: not an AWQ checkpoint of the gemm layout")
-    place = derived(folder, kind)
+    place = derived(folder, name)
     if place.is_dir():
         return place
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         checkpoint = Checkpoint(folder)
-        for name in sorted(checkpoint.home):
-            prefix, _, suffix = name.rpartition(".")
+        for tensor in sorted(checkpoint.home):
+            prefix, _, suffix = tensor.rpartition(".")
             if suffix == "qweight":
-                packed = checkpoint.take(name)
-                shape_NK = (packed.shape[1] * 8, packed.shape[0])
-                yield from of_linear(prefix, awq.read_linear(StoredLinear(prefix, shape_NK, checkpoint))).items()
+                packed = checkpoint.take(tensor)
+                stored = StoredLinear(prefix, (packed.shape[1] * 8, packed.shape[0]), checkpoint)
+                yield f"{prefix}.weight", awq.read_linear(stored).dequantize(dtype)
             elif suffix not in SUFFIXES:
-                yield name, of_other(checkpoint.take(name))
+                yield tensor, checkpoint.take(tensor).to(dtype)
 
     def write(there: Path) -> None:
         config = read_json(folder / "config.json")
         config.pop("quantization_config", None)
-        there.joinpath("config.json").write_text(json.dumps(config | changed))
+        there.joinpath("config.json").write_text(json.dumps(config | {"dtype": name}))
+        replaced = ("config.json", *QUANTIZER_FILES)
         for file in folder.iterdir():
-            replaced = ("config.json", *QUANTIZER_FILES)
             if file.is_file() and file.name not in replaced and ".safetensors" not in file.name:
                 shutil.copy(file, there)
         _write_shards(there, tensors())
 
-    say(f"writing the weights of {folder.name} as {kind} to {place}")
+    say(f"writing the weights of {folder.name} as {name} to {place}")
     _whole_or_not_at_all(place, write)
     return place
 
@@ -317,8 +270,8 @@ def _write_tokenizer(folder: Path, vocab: int) -> None:
 
 
 def _digest(shape: Shape) -> str:
-    told = json.dumps([VERSION, SEED, asdict(shape)])
-    return hashlib.sha256(told.encode()).hexdigest()[:8]
+    text = json.dumps([VERSION, SEED, asdict(shape)])
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _whole_or_not_at_all(place: Path, write: Callable[[Path], None]) -> None:

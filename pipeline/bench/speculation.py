@@ -1,12 +1,11 @@
 """Speculative decoding against plain decoding: the same rows at several batch sizes, with drafts forced and by choice.
 
-Every way is the same engine, since where an engine's memory lies is worth a few percent; what changes is who drafts and
-when. Rows come as in a job: so many at once, the next as soon as one has ended, and at the end a tail in which ever
-fewer are left. Ways alternate within a round and all rounds have other rows, so that nothing is found again but what
-texts of one kind have in common; each way has proposers of its own, and prefixes are forgotten in between. What
-proposers and the controller learn in one round they know in the next, as in a long job; a round before the counted ones
-warms up. Plain steps are run twice in a round, as a control: the ratio of the two would be 1 on a machine of its own,
-and a way that is not further below 1 than that is not measurably slower.
+All ways run on one engine, since the place of its memory changes times by a few percent; they differ in proposer and
+policy. Rows come as in a job: a batch at once, the next as soon as one has ended, and at the end a tail of ever fewer
+rows. Ways alternate within a round and all rounds have other rows; each way has proposers of its own, and prefixes are
+forgotten in between. Proposers and policy keep from round to round what they have learned, as in a long job; a round
+before the counted ones warms up. Plain steps run twice in a round, as a control: without noise the ratio of the two is
+1, and a way that is not further below 1 than that is not measurably slower.
 """
 
 import itertools
@@ -156,12 +155,12 @@ def _batch(
         strict = engine.resolved["dtype"] == "float32"
         runs: dict[str, list[_Run]] = {name: [] for name in ways}
         for number, order in enumerate(alternating(list(ways), rounds + 1)):
-            asked = _rows(engine, text, number, num_rows)
+            requests = _rows(engine, text, number, num_rows)
             for name in order:
                 say(f"{batch} at once: {'warm-up' if number == 0 else f'round {number} of {rounds}'}, {name}")
                 engine.forget()
                 engine.draft_as(ways[name])
-                runs[name].append(_run(engine, asked))
+                runs[name].append(_run(engine, requests))
         return (
             BatchSpeculation(batch, num_rows, tuple(_way(name, runs[name], runs[PLAIN], strict) for name in ways)),
             str(engine.resolved["dtype"]),

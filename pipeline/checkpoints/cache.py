@@ -2,7 +2,8 @@
 
 An entry is named for the url and for every file's name, size and tag in the store, so a model that was replaced there
 is another entry. It appears whole or not at all: files are written below a temporary name, synced, and the folder
-renamed. Of processes that want the same model at once one downloads, the others wait for it.
+renamed. Of processes that want the same model at once one downloads, the others wait for it. Its manifest has each
+file's sha256, size and mtime: a start compares the last two, `check_copy` reads the files.
 """
 
 import fcntl
@@ -13,28 +14,25 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.digest import file_digest
 from pipeline.checkpoints.file_checks import PATTERNS
 from pipeline.errors import EnvironmentFailed, ModelError
 from pipeline.machine.caches import cache_root
-from pipeline.stores.filesystem import RemoteFilesystem, filesystem, md5, why_not_opened
+from pipeline.stores.filesystem import RemoteFilesystem, filesystem, why_not_opened
 from pipeline.stores.local_folder import sync_folder
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts
 from pipeline.stores.store_errors import SET_CREDENTIALS, Failure, failure_of
 
-MANIFEST = ".manifest.json"  # in an entry: file name -> its size, digest, and tag in the store
+MANIFEST = ".manifest.json"  # in an entry: file name -> `_Stored`
 RANGE_BYTES = 16 * 2**20
 NUM_RANGES = 8  # read at once, so that much memory
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# part sizes of the usual uploaders: the AWS tools, s3fs and others
-_PART_BYTES = [n * 2**20 for n in (5, 8, 10, 15, 16, 20, 25, 32, 50, 64, 100, 128, 256, 512, 1024)]
 
 Say = Callable[[str], None]
 
@@ -47,6 +45,15 @@ class _Remote:
     path: str
     size: int
     tag: str  # changes with the file
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A file of an entry, as it was downloaded."""
+
+    size: int
+    mtime_ns: int
+    sha256: str
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ, say: Say = lambda text: None) -> Path:
@@ -67,17 +74,11 @@ def fetch_model(
     key: of the job file, for messages. Raises ModelError when the url holds no model that can be served,
     EnvironmentFailed when the store or the disk fails.
     """
-    shown = shown_url(url)
-    try:
-        fs, root = filesystem(url, storage, retries=retries)
-    except (ImportError, ValueError, TypeError) as e:
-        raise ModelError(f"{key} {shown}: {why_not_opened(url, storage, e)}") from None
-    if not isinstance(fs, RemoteFilesystem):
-        return Path(root)
-    model = _StoredModel(fs, root, shown, key)
+    model = _opened(url, storage, retries, key)
+    if isinstance(model, Path):
+        return model
     files = model.files()
-    identity = [shown, *(f"{f.name} {f.size} {f.tag}" for f in files)]
-    entry = cache / hashlib.sha256("\n".join(identity).encode()).hexdigest()[:32]
+    entry = cache / model.entry_of(files)
     if _whole(entry):
         return entry
     with _disk(cache):
@@ -88,6 +89,26 @@ def fetch_model(
                     _remove(cache, entry)
                 _download(model, files, entry, say)
     return entry
+
+
+def check_copy(url: str, storage: Mapping[str, Any], cache: Path) -> tuple[Path, bool] | None:
+    """Return the folder of the model's copy in the cache, and whether its files are as they were downloaded: all bytes
+    are read. None where there is no copy. Raises as `fetch_model`."""
+    model = _opened(url, storage, None, "model.path")
+    if isinstance(model, Path):
+        return None
+    entry = cache / model.entry_of(model.files())
+    return (entry, _whole(entry, read_all=True)) if entry.exists() else None
+
+
+def _opened(url: str, storage: Mapping[str, Any], retries: RetryCounts | None, key: str) -> "_StoredModel | Path":
+    """Return the model in its store, or the folder that a url such as file:// names."""
+    shown = shown_url(url)
+    try:
+        fs, root = filesystem(url, storage, retries=retries)
+    except (ImportError, ValueError, TypeError) as e:
+        raise ModelError(f"{key} {shown}: {why_not_opened(url, storage, e)}") from None
+    return _StoredModel(fs, root, shown, key) if isinstance(fs, RemoteFilesystem) else Path(root)
 
 
 @dataclass(frozen=True)
@@ -116,6 +137,11 @@ class _StoredModel:
             why = f"only pickles ({pickles[0]}), which can run code and are never read" if pickles else "no weights"
             raise ModelError(f"{self.key} {self.shown}: {why}; it needs *.safetensors files")
         return files
+
+    def entry_of(self, files: list[_Remote]) -> str:
+        """Return the name of these files' folder in the cache."""
+        identity = [self.shown, *(f"{f.name} {f.size} {f.tag}" for f in files)]
+        return hashlib.sha256("\n".join(identity).encode()).hexdigest()[:32]
 
     def replaced(self, file: _Remote) -> EnvironmentFailed:
         return EnvironmentFailed(f"{self.shown}/{file.name}: was replaced while it was downloaded; run again")
@@ -156,16 +182,32 @@ def _tag_of(entry: Mapping[str, Any]) -> str:
     return ""
 
 
-def _whole(entry: Path) -> bool:
-    """Whether every file of the entry is there as it was when it was made."""
+def _whole(entry: Path, read_all: bool = False) -> bool:
+    """Return whether every file of the entry is as it was downloaded: by size and mtime, or with `read_all`, and of a
+    file that was touched since, by its sha256."""
     try:
-        manifest = json.loads((entry / MANIFEST).read_bytes())
-        return all(
-            (entry / name).stat().st_size == stored["size"] and file_digest(entry / name) == stored["digest"]
-            for name, stored in manifest.items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        manifest = {name: _Stored(**stored) for name, stored in json.loads((entry / MANIFEST).read_bytes()).items()}
+        return all(_same(entry / name, stored, read_all) for name, stored in manifest.items())
+    except (OSError, ValueError, TypeError, AttributeError):
         return False
+
+
+def _same(path: Path, stored: _Stored, read_all: bool) -> bool:
+    status = path.stat()
+    if status.st_size != stored.size:
+        return False
+    is_touched = status.st_mtime_ns != stored.mtime_ns
+    if (is_touched or read_all) and _sha256(path) != stored.sha256:
+        return False
+    if is_touched:  # as by a copy of the cache: its next check is by mtime again
+        with suppress(OSError):
+            os.utime(path, ns=(status.st_atime_ns, stored.mtime_ns))
+    return True
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _download(model: _StoredModel, files: list[_Remote], entry: Path, say: Say) -> None:
@@ -179,13 +221,17 @@ def _download(model: _StoredModel, files: list[_Remote], entry: Path, say: Say) 
     temporary = entry.parent / f".{entry.name}.{secrets.token_hex(8)}"
     temporary.mkdir()
     try:
-        done = 0
+        done, manifest = 0, {}
         for file in files:
             (temporary / file.name).parent.mkdir(exist_ok=True)
             say(f"downloading the model: {file.name}, {done / 1e9:.2f} of {total / 1e9:.2f} GB")
-            _download_file(model, file, temporary / file.name)
+            path = temporary / file.name
+            _read_ranges(model, file, path)
+            manifest[file.name] = asdict(_Stored(file.size, path.stat().st_mtime_ns, _sha256(path)))
             done += file.size
-        manifest = {f.name: {"size": f.size, "digest": file_digest(temporary / f.name), "tag": f.tag} for f in files}
+        now = model.files()
+        if changed := [file for file in files if file not in now]:  # so its ranges may be of two files
+            raise model.replaced(changed[0])
         with open(temporary / MANIFEST, "w") as out:
             json.dump(manifest, out)
             out.flush()
@@ -200,25 +246,6 @@ def _download(model: _StoredModel, files: list[_Remote], entry: Path, say: Say) 
         sync_folder(entry.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _download_file(model: _StoredModel, file: _Remote, path: Path) -> None:
-    """One file, seen to be what the store has as far as its tag tells."""
-    before = None
-    while True:
-        _read_ranges(model, file, path)
-        if _matches(path, file.tag) is not False:
-            return
-        # a tag that looks like an MD5 and is none: damaged on the way, or encrypted by a key service
-        with open(path, "rb") as written:
-            now = hashlib.file_digest(written, "sha256").digest()
-        if now == before:
-            break
-        before = now
-    with model.asking():
-        tag = _tag_of(model.fs.info(file.path))
-    if tag != file.tag:
-        raise model.replaced(file)
 
 
 def _read_ranges(model: _StoredModel, file: _Remote, path: Path) -> None:
@@ -238,30 +265,6 @@ def _read_ranges(model: _StoredModel, file: _Remote, path: Path) -> None:
         for _ in pool.map(read, range(0, file.size, RANGE_BYTES)):
             pass
         os.fsync(out.fileno())
-
-
-def _matches(path: Path, tag: str) -> bool | None:
-    """Whether the file's MD5 is what an S3 store's entity tag says; None where the tag does not tell."""
-    digest, _, num_parts = tag.partition("-")
-    if len(digest) != 32 or set(digest) - set("0123456789abcdef"):
-        return None
-    if not num_parts:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest() == digest
-    size = path.stat().st_size
-    for part_bytes in _PART_BYTES:
-        if num_parts == str(-(-size // part_bytes)) and _multipart_md5(path, part_bytes) == digest:
-            return True
-    return None  # uploaded in parts of another size
-
-
-def _multipart_md5(path: Path, part_bytes: int) -> str:
-    """S3's entity tag of a file uploaded in parts, without their number: the MD5 of the parts' MD5s."""
-    parts = b""
-    with open(path, "rb") as file:
-        while part := file.read(part_bytes):
-            parts += bytes.fromhex(md5(part))
-    return md5(parts)
 
 
 def _remove(cache: Path, entry: Path) -> None:

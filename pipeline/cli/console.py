@@ -18,7 +18,7 @@ import click
 
 from pipeline.cli.interrupt import was_raised
 from pipeline.errors import ConfigError, EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
-from pipeline.formatting import fitted, printable_json, printable_lines
+from pipeline.formatting import printable_json, printable_lines
 from pipeline.machine.caches import check_temporary_folder
 
 json_flag = click.option("as_json", "--json", is_flag=True, help="Print one JSON object, and nothing else.")
@@ -134,13 +134,14 @@ def results_stream() -> TextIO:
     return click.get_current_context().obj or sys.stdout
 
 
+def result_width() -> int | None:
+    """The characters that a line of results may have; None where they do not go to a terminal."""
+    return shutil.get_terminal_size().columns if results_stream().isatty() else None
+
+
 def print_result(text: str) -> None:
-    """Print a result for people: on a terminal no wider than that."""
-    text = printable_lines(text)
-    stream = results_stream()
-    if stream.isatty():
-        text = fitted(text, max(40, shutil.get_terminal_size().columns))
-    _print_result(text)
+    """Print a result for people."""
+    _print_result(printable_lines(text))
 
 
 def print_lines(text: str) -> None:
@@ -159,6 +160,14 @@ def print_answer(found: Any, as_json: bool) -> None:
         print_json(found.to_json())
     else:
         print_result(found.to_text())
+
+
+def print_tables(found: Any, as_json: bool) -> None:
+    """Print what has `to_json` and `to_text(width)`."""
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_result(found.to_text(result_width()))
 
 
 def _print_result(text: str) -> None:

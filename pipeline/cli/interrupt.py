@@ -1,5 +1,4 @@
-"""Signals before a run has handlers of its own, where each ends the command, and after the command has ended, where
-none changes the exit code any more.
+"""Signals outside a run, which has handlers of its own (`job/running/stop.py`): each ends the command with 75.
 
 Nothing heavy is imported here: this is what catches a signal while the rest is imported.
 """
@@ -10,51 +9,47 @@ import sys
 import threading
 from contextlib import suppress
 from types import FrameType
+from typing import NoReturn
 
+INTERRUPTED = 75  # as `errors.Interrupted`, which is not imported yet
+GRACE_S = 10.0  # from a signal to the end of its process, whatever holds its exception up
 _raised: list[signal.Signals] = []
 
 
-class Interrupt(KeyboardInterrupt):
-    """A signal. A class of its own: Python remembers a plain KeyboardInterrupt that went through `exec` (importing a
-    dataclass does it) and then ends itself with SIGINT, whatever the exit code was to be."""
+def leave(number: int, frame: FrameType | None) -> None:
+    """Handle a signal while the command line is imported: there is nothing to undo, and an exception can be lost in a
+    callback of the garbage collector."""
+    _leave_now()
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """The handler."""
+    """Handle a signal while a command runs: it undoes what it has begun, for GRACE_S at most."""
     _raised.append(signal.Signals(number))
-    raise Interrupt(signal.Signals(number).name)
+    timer = threading.Timer(GRACE_S, _leave_now)
+    timer.daemon = True
+    timer.start()
+    raise KeyboardInterrupt
 
 
 def was_raised() -> bool:
-    """Whether a signal has come. An extension module may turn its exception into one of its own, as pydantic's does
-    where it builds a validator."""
+    """Return whether a signal has come. An extension module may turn its exception into one of its own, as pydantic's
+    does where it builds a validator."""
     return bool(_raised)
 
 
-def send_again(lost: "sys.UnraisableHookArgs") -> None:
-    """Nothing is raised out of a callback of the garbage collector, which importing a module runs too: a signal that
-    came there comes once more."""
-    if isinstance(lost.exc_value, Interrupt):
-        number = signal.Signals[str(lost.exc_value)]
-        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()  # after the callback
-    else:
-        sys.__unraisablehook__(lost)
-
-
-def keep_exit_code(code: object) -> None:
-    """The command has ended and what is left is the interpreter's and the libraries' own end, which may take seconds:
-    Ctrl-C cuts it short, with the code that the command ended with; a scheduler's signals change nothing."""
-    with suppress(OSError, ValueError):  # nobody may read any more
-        sys.stdout.flush()
-        sys.stderr.flush()
-    number = code if isinstance(code, int) else int(code is not None)
+def leave_process(code: int) -> NoReturn:
+    """Leave with this code, without the interpreter's and the libraries' own end: it may take seconds, and a signal in
+    it would change the code."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, lambda *_: os._exit(number))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(code))  # where writing hangs
+    with suppress(OSError, ValueError):  # the reader may be gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
-def ignore_all() -> None:
-    """For the last part of the interpreter's end, where it gives every signal that has a handler the system's default,
-    which is to end the process by the signal."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+def _leave_now() -> NoReturn:
+    with suppress(OSError, ValueError):
+        os.write(2, b"Interrupted.\n")
+    os._exit(INTERRUPTED)

@@ -20,9 +20,9 @@ from pipeline.cli.commands import (
     init,
     jobs,
     logs,
+    manifests,
     plan,
     prompts,
-    render,
     report,
     schema,
 )
@@ -78,7 +78,7 @@ COMMANDS = (
         jobs.verify,
         convert.convert,
     ),
-    *(cluster.submit, cluster.submissions, cluster.cancel, render.render),
+    *(cluster.submit, cluster.cancel, manifests.manifests),
     *(prompts.generate, doctor.doctor, schema.schema, checkpoints.eval_command, checkpoints.quantize_command),
     *(bench.bench, completion.completion),
 )

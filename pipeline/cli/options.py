@@ -45,8 +45,17 @@ class Grouped(click.Command):
             formatter.write_dl(list(shown.values()))
 
 
+FORMER_COMMANDS = {"render": "It is named `manifests` here.", "submissions": "Use Ray's own `ray job list`."}
+
+
 class Commands(click.Group):
-    """A group whose help text has the whole first sentence of each command; click's own cuts it short."""
+    """A group whose help text has the whole first sentence of each command (click's own cuts it short), and which says
+    where a former command went."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args[0] in FORMER_COMMANDS and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {args[0]!r}. {FORMER_COMMANDS[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         shown = {name: self.commands[name].get_short_help_str(limit=200) for name in self.list_commands(ctx)}

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cli.progress import PlainProgress
-from pipeline.formatting import counted, duration, printable
+from pipeline.formatting import counted, duration, percent, printable
 from pipeline.job.output.following import Following
 from pipeline.job.telemetry.pace import Pace
 from pipeline.report.record.run_record import ActorRecord, RunRecord
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 BAR_WIDTH = 40
 HEAD_LINES = 9  # of the drawing, beside its actors
-_DOING = {"startup": "starting", "load": "loading", "drafts": "decode", "preempted": "recomputing",
-          "retried": "recomputing", "write": "writing", "tail": "done"}  # fmt: skip
+_DOING = {"startup": "starting", "load": "loading", "wasted": "recomputing"}
 
 
 class ActorRates:
@@ -99,12 +98,12 @@ def drawing(seen: Following, place: str, rates: ActorRates, height: int) -> Grou
     status, run = seen.status, seen.run
     head = Text(f"{printable(place)}: {printable(status.outcome if seen.doubt is None else 'stale')}", style="bold")
     phase = "" if status.phase == status.outcome else f"{printable(status.phase)}, "
-    head.append(f"  {phase}{duration(status.elapsed_s)}", style="not bold")
+    head.append(f"  {phase}{duration(round(status.elapsed_s))}", style="not bold")
     bar = Table.grid(padding=(0, 2))
     share = status.rows_done / max(1, status.rows_total)
     errors = f" ({status.error_rows:,} errors)" if status.error_rows else ""
-    left = "" if status.eta_s is None else f"{duration(status.eta_s)} left"
-    bar.add_row(ProgressBar(max(1, status.rows_total), status.rows_done, width=BAR_WIDTH), f"{share:.1%}", left)
+    left = "" if status.eta_s is None else f"{duration(round(status.eta_s))} left"
+    bar.add_row(ProgressBar(max(1, status.rows_total), status.rows_done, width=BAR_WIDTH), percent(share), left)
     tokens = f"{status.input_tokens:,} tokens in, {status.generated_tokens:,} out"
     speed = f"{status.input_tokens_per_s:,.0f} tok/s in, {status.generated_tokens_per_s:,.0f} out"
     rows = f"{status.rows_done:,} of {status.rows_total:,} rows{errors}, {counted(status.units, 'unit')} written"

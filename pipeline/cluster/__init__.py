@@ -1,1 +1,1 @@
-"""Jobs handed to a cluster that somebody else's machine drives: Ray's job server."""
+"""Jobs that a cluster drives: through Ray's job server, or as Kubernetes manifests for KubeRay."""

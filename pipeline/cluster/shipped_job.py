@@ -1,7 +1,7 @@
 """A job as it is sent to a cluster: one file with everything filled in, in a folder of its own.
 
-Overlays, `--set`, parameters, the date and environment variables are those of whoever sends it. So what runs on the
-cluster is what was checked here, and nothing of it goes through a shell.
+Overlays, `--set`, parameters, the date and environment variables are those of the sender. So the cluster runs what was
+checked here, and nothing of it passes through a shell.
 """
 
 import copy
@@ -21,17 +21,21 @@ from pipeline.stores.redaction import shown_url
 
 JOB_FILE = "job.json"  # JSON is YAML in which every text is quoted
 TEMPLATE_FILE = "chat_template.jinja"
+STOP_WAIT_BEYOND_DRAIN_S = 30  # from the end of run.drain_s to SIGKILL: the driver writes parts and records
+_PATHS = (("input", "path"), ("output", "path"), ("model", "path"), ("model", "draft"), ("quality", "model"))
 _NO_NAME = re.compile(r"[^A-Za-z0-9]+")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShippedJob:
-    """`files`: name -> text of what is sent. `name`: what submissions of this job are called: its own name and a digest
-    of its output, so that two submissions with one output are told to be one job."""
+    """`files`: name -> text of what is sent. `name`: the job's own name and a digest of its output, so that two
+    submissions into one output are recognised as one job. `made_absolute`: keys whose path was relative to the working
+    directory here -> that path."""
 
     name: str
     output: str
     files: dict[str, str]
+    made_absolute: dict[str, str]
     drain_s: float
 
     @classmethod
@@ -43,15 +47,20 @@ class ShippedJob:
         if open_params:
             data["params"] = {name: declared[name] for name in open_params}
         data.setdefault("run", {}).setdefault("ray_address", "auto")
-        for section, key in (("input", "path"), ("output", "path")):
-            place = _everywhere(data[section][key])
-            for name, text in (open_params or {}).items():
-                place = place.replace(text, f"${{{name}}}")
-            data[section][key] = place
-        for section, key in (("model", "path"), ("model", "draft"), ("quality", "model")):
-            place = data.get(section, {}).get(key)
-            if isinstance(place, str) and os.path.exists(os.path.expanduser(place)):  # a name is none
-                data[section][key] = _everywhere(place)
+        made_absolute = {}
+        for section, key in _PATHS:
+            path = data.get(section, {}).get(key)
+            if not isinstance(path, str) or is_url(path):
+                continue
+            path = os.path.expanduser(path)
+            if section not in ("input", "output") and not os.path.exists(path):
+                continue  # a model's name
+            if not os.path.isabs(path):
+                made_absolute[f"{section}.{key}"] = path
+            data[section][key] = os.path.abspath(path)
+        for name, text in (open_params or {}).items():
+            for section in ("input", "output"):
+                data[section]["path"] = data[section]["path"].replace(text, f"${{{name}}}")
         files = {}
         if (chat := config.prompt.chat) is not None and chat.template is not None:
             files[TEMPLATE_FILE] = read_template(chat.template)
@@ -59,7 +68,13 @@ class ShippedJob:
         files[JOB_FILE] = json.dumps(data, indent=1)
         output = str(data["output"]["path"]).rstrip("/")
         slug = _NO_NAME.sub("-", config.name).strip("-").lower()[:40] or "job"
-        return cls(f"{slug}-{_digest(output)}", shown_url(output), files, config.run.drain_s)
+        return cls(
+            name=f"{slug}-{_digest(output)}",
+            output=shown_url(output),
+            files=files,
+            made_absolute=made_absolute,
+            drain_s=config.run.drain_s,
+        )
 
     @property
     def digest(self) -> str:
@@ -72,13 +87,6 @@ class ShippedJob:
     def write(self, folder: Path) -> None:
         for name, text in self.files.items():
             (folder / name).write_text(text, encoding="utf-8")
-
-
-def _everywhere(place: str) -> str:
-    """A path that means the same in any working directory, where its disk is there."""
-    if is_url(place):
-        return place
-    return os.path.abspath(os.path.expanduser(place))
 
 
 def _digest(text: str) -> str:

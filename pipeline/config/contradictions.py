@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.keys import JobKeys
-from pipeline.config.requests import FORMATS, SOURCES
+from pipeline.config.requests import SOURCES
 from pipeline.config.sections.engine import SpeculationSection
 from pipeline.config.sections.row.tasks import SECTIONS
 from pipeline.config.values import FromColumn
-from pipeline.data.requests.request_row import CUSTOM_ID
+from pipeline.data.requests.request_row import CUSTOM_ID, FORMAT
 
 if TYPE_CHECKING:
     from pipeline.data.requests.input_checks import Requests
@@ -26,7 +26,7 @@ def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contrad
     for name in SECTIONS:
         if name in written and job.task != name:
             yield name, f"task is {job.task}; write task: {name}, or leave it out"
-    if job.input.requests is not None:
+    if job.input.has_requests:
         yield from _beside_requests(job, written.get("prompt"))
     if job.task == "generate":
         yield from _equal_samples(job)
@@ -41,7 +41,7 @@ def _of_task(job: JobKeys) -> Iterator[Contradiction]:
     nothing = f"says nothing with task {job.task}, which generates no text; leave it out"
     for name in sorted(job.sampling.model_fields_set):
         yield f"sampling.{name}", nothing
-    if job.input.requests is not None and job.task != "embed":
+    if job.input.has_requests and job.task != "embed":
         why = f"the lines of {job.input.format} ask for completions or embeddings; use task generate or embed"
         yield "input.format", why
     if job.model.draft is not None:
@@ -77,7 +77,7 @@ def _equal_samples(job: JobKeys) -> Iterator[Contradiction]:
     the lines' API."""
     sampling = job.sampling
     named = "temperature" in sampling.model_fields_set
-    is_final = named or (job.input.requests is None and sampling.defaults != "model")
+    is_final = named or (not job.input.has_requests and sampling.defaults != "model")
     if is_final and isinstance(sampling.n, int) and sampling.n > 1 and sampling.temperature == 0:
         why = f"{sampling.n} with temperature 0 gives {sampling.n} equal texts; set sampling.temperature above 0"
         yield "sampling.n", why
@@ -89,9 +89,9 @@ def contradiction_of_lines(job: JobKeys, found: "Requests", wants_chats: bool) -
     task, dimensions = job.task, job.embed.dimensions
     if (task == "embed") != (found.endpoint == "embedding"):
         use = "generate" if task == "embed" else "embed"
-        return "task", f"{task}, but {found.place} is for {found.asks_for} ({found.endpoint_key}); use task: {use}"
+        return "task", f"{task}, but {found.place} is for {found.url}; use task: {use}"
     if wants_chats and found.endpoint != "chat":
-        return "prompt.chat", f"the lines are for {found.asks_for}, which has no chats; leave it out"
+        return "prompt.chat", f"the lines are for {found.url}, which has no chats; leave it out"
     if None not in (dimensions, found.dimensions) and dimensions != found.dimensions:
         return "embed.dimensions", f"{dimensions}, but {found.place} has body.dimensions {found.dimensions}"
     return None
@@ -100,7 +100,7 @@ def contradiction_of_lines(job: JobKeys, found: "Requests", wants_chats: bool) -
 def say_for_editors(schema: dict[str, Any]) -> None:
     """Add the rules that JSON Schema can hold to a job file's schema, in place: a job has a prompt from one source, or
     lines that say it; a section has its task, labels are there, and other tasks take no sampling."""
-    of_requests = {"properties": {"format": {"enum": list(FORMATS)}}, "required": ["format"]}
+    of_requests = {"properties": {"format": {"const": FORMAT}}, "required": ["format"]}
     one_source = {"oneOf": [{"required": [key], "properties": {key: {"type": "string"}}} for key in SOURCES]}
     no_source = {"not": {"anyOf": [{"required": [key]} for key in (*SOURCES, "defaults")]}}
     schema["if"] = {"properties": {"input": of_requests}, "required": ["input"]}

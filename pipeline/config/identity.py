@@ -46,7 +46,7 @@ def _task_identity(job: JobKeys) -> dict[str, Any]:
 
 
 def _format(job: JobKeys) -> dict[str, str]:
-    return {} if job.input.requests is None else {"format": job.input.format}
+    return {"format": job.input.format} if job.input.has_requests else {}
 
 
 def _prompt_identity(job: JobKeys) -> dict[str, Any]:

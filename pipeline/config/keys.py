@@ -9,10 +9,10 @@ from typing import Annotated
 from pydantic import Field, StringConstraints
 
 from pipeline.config.parameters import TodaySection
-from pipeline.config.sections.cluster import ClusterSection
 from pipeline.config.sections.cost import CostSection
 from pipeline.config.sections.engine import EngineSection
 from pipeline.config.sections.input import InputSection
+from pipeline.config.sections.kubernetes import KubernetesSection
 from pipeline.config.sections.model import ModelSection
 from pipeline.config.sections.output import OutputSection
 from pipeline.config.sections.quality import QualitySection
@@ -83,9 +83,9 @@ class JobKeys(Section):
     )
     output: OutputSection = Field(description="Where the results go.", examples=[{"path": "out/summarize"}])
     run: RunSection = Field(default=RunSection(), description="How the work is cut and run.", examples=[{"actors": 8}])
-    cluster: ClusterSection = Field(
-        default=ClusterSection(),
-        description="The cluster that `pipeline render` writes manifests of.",
+    kubernetes: KubernetesSection = Field(
+        default=KubernetesSection(),
+        description="The Ray cluster that `pipeline manifests` writes manifests for.",
         examples=[{"image": "registry.example.com/parquet-batch-inference:0.1.0-cpu"}],
     )
     cost: CostSection = Field(

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from pipeline.config.jobfile import Document, KeyPath, Mistake, dotted
+from pipeline.config.sections.kubernetes import FORMER_KEYS
 from pipeline.config.values import UNION_TAGS
 from pipeline.formatting import nearest
 
@@ -50,6 +51,7 @@ _KNOWN_ELSEWHERE = {
     "model_revision": "named model.revision here",
     "input_path": "named input.path here",
     "output_path": "named output.path here",
+    **FORMER_KEYS,
 }
 _PLANNED_VALUES: dict[KeyPath, str] = {("model", "trust"): "code from a checkpoint is never run: leave it out"}
 _EXPECTED = {

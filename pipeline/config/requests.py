@@ -1,4 +1,4 @@
-"""Jobs whose input is a file of requests (`input.format: openai-batch` or another API's): the lines say what others'
+"""Jobs whose input is a file of requests (`input.format: openai-batch`): the lines say what others'
 job files say.
 
 A job file of one has no `prompt`, or one with `chat` and `max_bytes` alone; its `sampling` is for lines that do not
@@ -7,25 +7,20 @@ give a value themselves. Which endpoint the lines are for is known once the inpu
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any
 
 from pipeline.config.sections.row.prompt import PromptSection
 from pipeline.config.sections.row.sampling import SamplingSection
 from pipeline.config.values import FromColumn
-from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT, PROMPT_COLUMN, Endpoint, RequestFormat
+from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT, PROMPT_COLUMN, Endpoint
 
-if TYPE_CHECKING:
-    pass
-
-_OF_CHATS = {"temperature": 1.0, "max_tokens": 4096}
 # What the API does where neither a line nor the job file says. A chat there goes on to the model's end; here a row is
 # given room for max_tokens, so that there is a bound.
-DEFAULTS: Mapping[RequestFormat, Mapping[Endpoint, dict[str, Any]]] = {
-    "openai-batch": {"chat": _OF_CHATS, "text": {"temperature": 1.0, "max_tokens": 16}, "embedding": {}},
-    "anthropic-batch": {"chat": _OF_CHATS},
-    "bedrock-batch": {"chat": _OF_CHATS, "text": {"temperature": 0.5, "top_p": 0.9, "max_tokens": 512}},
+DEFAULTS: Mapping[Endpoint, dict[str, Any]] = {
+    "chat": {"temperature": 1.0, "max_tokens": 4096},
+    "text": {"temperature": 1.0, "max_tokens": 16},
+    "embedding": {},
 }
-FORMATS: tuple[RequestFormat, ...] = get_args(RequestFormat)
 SOURCES = ("template", "column", "messages")  # of a prompt
 
 
@@ -57,13 +52,11 @@ def prompt_of(endpoint: Endpoint, prompt: PromptSection) -> PromptSection:
     return prompt.model_copy(update=new)
 
 
-def sampling_of(
-    form: RequestFormat, endpoint: Endpoint, sampling: SamplingSection, samples: bool, prompt_logprobs: bool
-) -> SamplingSection:
+def sampling_of(endpoint: Endpoint, sampling: SamplingSection, samples: bool, prompt_logprobs: bool) -> SamplingSection:
     """The values for lines that give none, with the API's where the job file has none either. samples,
     prompt_logprobs: whether some lines ask for several completions, or for those of their prompts, so that the output
     has room for them; the job's own values are for those that do not say."""
-    missing = {name: value for name, value in DEFAULTS[form][endpoint].items() if name not in sampling.model_fields_set}
+    missing = {name: value for name, value in DEFAULTS[endpoint].items() if name not in sampling.model_fields_set}
     if samples and sampling.n == 1:
         missing["n"] = FromColumn("n")
     if prompt_logprobs and sampling.prompt_logprobs is None:

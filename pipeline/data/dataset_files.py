@@ -1,25 +1,39 @@
-"""All files of an input together: their format, what planning finds in each, and the columns that they store."""
+"""All files of an input together: their format, what planning finds in each, and the columns of the dataset.
+
+Columns are stored in files or in the names of folders. The files of the output's first run say which columns there are
+and of which type. Files that were appended later must fit: the existing prompts and parts were made of these types.
+"""
 
 import hashlib
 import posixpath
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import pyarrow as pa
 
-from pipeline.data.columns import MergedSchemas, UnifiedColumn, kept_schema, leaves, merge_schemas, times_made_finer
+from pipeline.data.columns import (
+    MergedSchemas,
+    UnifiedColumn,
+    kept_schema,
+    leaves,
+    merge_schemas,
+    plain_type,
+    times_made_finer,
+)
 from pipeline.data.files import json_lines
 from pipeline.data.files.footer import DamagedFile, read_footer
 from pipeline.data.files.json_types import MAX_KEYS, JsonTypes
+from pipeline.data.files.partitions import partition_columns
 from pipeline.data.files.source_file import SourceFile
-from pipeline.data.requests.input_checks import FileNotes, RequestFormat, Requests, requests_of
-from pipeline.data.requests.request_row import request_schema
+from pipeline.data.requests.input_checks import FileNotes, Requests, requests_of
+from pipeline.data.requests.request_row import FORMAT, request_schema
 from pipeline.errors import InputError
 
 _FOOTERS_AT_ONCE = 16
+_ADVICE = "leave it out of the new files, or choose a new output.path for all files"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +60,10 @@ class DatasetFiles(Protocol):
         ...
 
 
-def files_of(
-    fs: Any, root: str, names: list[str], keep_bad: bool, requests: RequestFormat | None = None
-) -> DatasetFiles:
+def files_of(fs: Any, root: str, names: list[str], keep_bad: bool, of_requests: bool = False) -> DatasetFiles:
     """What looks at the files, called `names` in messages, that lie below `root`. With `keep_bad` lines that are no
-    rows are rows without values. `requests`: the format of their lines, where these are requests. Raises InputError
-    where files are of two formats."""
+    rows are rows without values. `of_requests`: whether their lines are requests. Raises InputError where files are of
+    two formats."""
     lines = [name for name in names if json_lines.is_json_lines(name)]
     if lines and len(lines) < len(names):
         other = next(name for name in names if not json_lines.is_json_lines(name))
@@ -59,14 +71,14 @@ def files_of(
             f"{lines[0]} is JSON Lines by its name, {other} is not; a job reads one format: name the files of one, "
             "as in input.path: data/*.jsonl"
         )
-    if requests is None:
+    if not of_requests:
         return _Lines(fs, root, names, keep_bad) if lines else _Footers(fs, root, names)
     if not lines:
         raise InputError(
-            f"{names[0]}: input.format: {requests} is of JSON Lines, and this is none by its name; expected .jsonl, "
+            f"{names[0]}: input.format: {FORMAT} is of JSON Lines, and this is none by its name; expected .jsonl, "
             "also with .gz or .zst"
         )
-    return _RequestLines(fs, root, names, keep_bad, requests)
+    return _RequestLines(fs, root, names, keep_bad)
 
 
 class _Footers:
@@ -176,11 +188,10 @@ class _Lines:
 
 
 class _RequestLines:
-    """Looks at JSON Lines whose lines are requests. Their columns are the format's, whatever the lines hold."""
+    """Looks at JSON Lines whose lines are requests. Their columns are the API's, whatever the lines hold."""
 
-    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool, format: RequestFormat) -> None:
+    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool) -> None:
         self._fs, self._root, self._names, self._keep_bad = fs, root, names, keep_bad
-        self._format: RequestFormat = format
         self._notes: dict[int, FileNotes] = {}
         self._files: dict[int, tuple[str, int]] = {}  # relative path and size
         self._found: Requests | None = None
@@ -189,7 +200,7 @@ class _RequestLines:
         notes = FileNotes(self._names[index])
 
         def add(number: int, line: dict[str, Any]) -> None:
-            notes.add(line, number, self._format)
+            notes.add(line, number)
 
         path = posixpath.join(self._root, relative)
         file = json_lines.scan(self._fs, path, relative, size, notes.name, self._keep_bad, add)
@@ -205,9 +216,96 @@ class _RequestLines:
                 path = posixpath.join(self._root, relative)
                 return json_lines.whole_lines(self._fs, path, relative, size, self._names[order[at]])
 
-            self._found = requests_of([self._notes[i] for i in order], self._format, lines_of)
+            self._found = requests_of([self._notes[i] for i in order], lines_of)
             self._notes.clear()
         return self._found
 
     def columns(self, indices: Iterable[int]) -> MergedSchemas:
         return MergedSchemas(request_schema(self.requests().endpoint))
+
+
+@dataclass(frozen=True)
+class DatasetColumns:
+    """`kept`: all columns that all files agree on, with the types that they have in the output, those of folder names
+    last. `missing`: the first file without a column. `conflicts`: which file, and why. `unified`: those of `kept` that
+    files store in different types."""
+
+    kept: pa.Schema
+    missing: Mapping[str, str]
+    conflicts: Mapping[str, str]
+    partitions: frozenset[str]
+    unified: Mapping[str, UnifiedColumn]
+
+
+def dataset_columns(dataset: DatasetFiles, batches: Sequence[Mapping[int, str]], shown: str) -> DatasetColumns:
+    """The columns of files in batches, given as path by index in `dataset`. `shown`: the root, as messages name it.
+
+    A column that an appended file would change is in `conflicts`.
+    """
+    first, *appended = [files for files in batches if files]
+    columns = _of_files(dataset, first, shown)
+    if not appended:
+        return columns
+    later = {index: relative for files in appended for index, relative in files.items()}
+    every = _of_files(dataset, {**first, **later}, shown)
+    conflicts = dict(columns.conflicts)
+    for name in (*every.kept.names, *every.conflicts):
+        if name not in conflicts and not _fits(name, columns, every):
+            conflicts[name] = _why_not(dataset, name, columns, first, later, shown)
+    kept = pa.schema([f for f in columns.kept if f.name not in conflicts])
+    return DatasetColumns(kept, every.missing, conflicts, columns.partitions, _those(every.unified, kept))
+
+
+def _of_files(dataset: DatasetFiles, files: Mapping[int, str], shown: str) -> DatasetColumns:
+    merged = dataset.columns(files)
+    schema, missing, conflicts = merged.schema, dict(merged.missing), dict(merged.conflicts)
+    partitions, outside = partition_columns(files[index] for index in sorted(files))
+    for column in [f for f in partitions if f.name in (*schema.names, *conflicts)]:
+        partitions.remove(column)
+        if column.name in missing:
+            conflicts[column.name] = (
+                f"some files hold it, {missing[column.name]} does not, and folders are named {column.name}=...; "
+                "which is meant cannot be told"
+            )
+            schema = schema.remove(schema.get_field_index(column.name))
+    missing |= {f.name: posixpath.join(shown, outside[f.name]) for f in partitions if f.name in outside}
+    kept = pa.schema([*schema, *partitions])
+    names = frozenset(f.name for f in partitions)
+    return DatasetColumns(kept, missing, conflicts, names, _those(merged.unified, schema))
+
+
+def _those(unified: Mapping[str, UnifiedColumn], schema: pa.Schema) -> dict[str, UnifiedColumn]:
+    return {name: column for name, column in unified.items() if name in schema.names}
+
+
+def _fits(name: str, first: DatasetColumns, every: DatasetColumns) -> bool:
+    """Whether the column stays what it was with more files. How its values are stored may differ."""
+    if name not in first.kept.names or name not in every.kept.names:
+        return False
+    one, all_ = (columns.kept.field(name).type for columns in (first, every))
+    return plain_type(one).equals(plain_type(all_)) and (name in first.partitions) == (name in every.partitions)
+
+
+def _why_not(
+    dataset: DatasetFiles,
+    name: str,
+    columns: DatasetColumns,
+    first: Mapping[int, str],
+    later: Mapping[int, str],
+    shown: str,
+) -> str:
+    """Of a column that some appended file changes: the first such file, and how."""
+    for index, relative in sorted(later.items()):
+        own = _of_files(dataset, {index: relative}, shown)
+        if name not in (*own.kept.names, *own.conflicts):
+            continue
+        if not _fits(name, columns, _of_files(dataset, {**first, index: relative}, shown)):
+            file = posixpath.join(shown, relative)
+            if name not in columns.kept.names:
+                return f"the appended file {file} has it, the files that the output was begun with do not; {_ADVICE}"
+            kind = own.kept.field(name).type if name in own.kept.names else "two columns of this name"
+            return (
+                f"the appended file {file} has it as {kind}, the files that the output was begun with as "
+                f"{columns.kept.field(name).type}; store it so in the new files, or choose a new output.path for all"
+            )
+    return f"the appended files give it another type together; {_ADVICE}"

@@ -19,15 +19,14 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.data.columns import UnifiedColumn, decoded_bytes, did_you_mean, empty_table, plain_array, plain_schema
-from pipeline.data.dataset_columns import dataset_columns
-from pipeline.data.dataset_files import SkippedFile, files_of
+from pipeline.data.dataset_files import SkippedFile, dataset_columns, files_of
 from pipeline.data.files import json_lines, parquet_file
 from pipeline.data.files.footer import DamagedFile, decoding
 from pipeline.data.files.formats import of_one_format
 from pipeline.data.files.listing import find_files, is_local
 from pipeline.data.files.partitions import partition_array
 from pipeline.data.files.source_file import Slice, SourceFile
-from pipeline.data.requests.input_checks import RequestFormat, Requests
+from pipeline.data.requests.input_checks import Requests
 from pipeline.errors import InputError
 from pipeline.stores.filesystem import filesystem
 from pipeline.stores.redaction import redacted, shown_url
@@ -54,7 +53,7 @@ class Window:
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """A dataset as found at planning. Picklable; `url` and `storage` may hold secrets and are never shown."""
 
@@ -121,11 +120,10 @@ def open_source(
     on_corrupt: OnCorrupt = "fail",
     retries: RetryCounts | None = None,
     is_later: Callable[[str], bool] | None = None,
-    requests: RequestFormat | None = None,
-    was_skipped: Callable[[str], bool] | None = None,
+    of_requests: bool = False,
 ) -> Source:
     """Find the files of a file, folder (read whole, recursively) or glob, local or an fsspec url: JSON Lines where
-    they are called so, else Parquet. `requests`: the format of the lines, where these are requests.
+    they are called so, else Parquet. `of_requests`: whether the lines are requests.
 
     In folders and globs, names that start with `_` or `.` and files of other formats (`files/formats.py`; these are
     `Source.passed_over`) are passed by, and folders named `column=value` below
@@ -133,8 +131,7 @@ def open_source(
     that name, the files' own is taken. Reads every file's footer, in parallel, and every line of JSON Lines. Raises
     InputError naming what is missing, empty, damaged or of another format; under `on_corrupt` skip such files are in
     `Source.skipped`. `retries` counts requests to a store that are tried again. `is_later` says of a file by its
-    relative path whether it was appended to an output: it must fit the columns of the others. `was_skipped` says of a
-    file of another format that an output lists it as damaged, as versions before this one did; it stays that.
+    relative path whether it was appended to an output: it must fit the columns of the others.
     """
     storage = dict(storage or {})
     listed = find_files(path, storage, retries)
@@ -145,7 +142,7 @@ def open_source(
     if not listed.is_named:
         found, others = of_one_format(fs, root, found, f"input.path {shown_url(path)}", names)
         names = [posixpath.join(shown, relative) for relative, _ in found]
-    dataset = files_of(fs, root, names, on_corrupt == "skip", requests)
+    dataset = files_of(fs, root, names, on_corrupt == "skip", of_requests)
 
     def look(index: int) -> SourceFile | SkippedFile:
         relative, size = found[index]
@@ -161,10 +158,6 @@ def open_source(
         read = list(pool.map(look, range(len(found))))
     files = tuple(f for f in read if isinstance(f, SourceFile))
     skipped = tuple(f for f in read if isinstance(f, SkippedFile))
-    if was_skipped is not None:
-        damaged = [SkippedFile(*file, "not a Parquet file") for file in others if was_skipped(file[0])]
-        skipped = tuple(sorted((*skipped, *damaged), key=lambda file: file.relative))
-        others = [file for file in others if not was_skipped(file[0])]
     if not files:
         first = skipped[0]
         raise InputError(
@@ -176,19 +169,19 @@ def open_source(
     first = {i: relative for i, relative in at.items() if i not in later}
     columns = dataset_columns(dataset, (first, later), shown)
     return Source(
-        shown,
-        path,
-        root,
-        files,
-        plain_schema(columns.kept),
-        columns.kept,
-        columns.missing,
-        columns.conflicts,
-        storage,
-        columns.partitions,
-        on_corrupt,
-        skipped,
-        tuple(relative for relative, _ in others),
+        root=shown,
+        url=path,
+        base=root,
+        files=files,
+        schema=plain_schema(columns.kept),
+        kept=columns.kept,
+        missing=columns.missing,
+        conflicts=columns.conflicts,
+        storage=storage,
+        partitions=columns.partitions,
+        on_corrupt=on_corrupt,
+        skipped=skipped,
+        passed_over=tuple(relative for relative, _ in others),
         requests=dataset.requests(),
         unified=columns.unified,
     )

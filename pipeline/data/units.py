@@ -47,7 +47,7 @@ class UnitSpec:
     expected: str | None = None  # the column of right answers
     default_n: int = 1  # samples of a row
     texts: RowTexts | None = None  # beside the prompts
-    max_bytes: int | None = None  # of a stretch's values, and of its prompts; None: a window is one stretch
+    max_bytes: int = MAX_STRETCH_BYTES  # of a stretch's values, and of its prompts
 
     def of_input(self, columns: Iterable[str]) -> "UnitSpec":
         """The same of an input with these columns."""

@@ -22,12 +22,11 @@ from pipeline.engine.startup.memory import (
     free_cpu_bytes,
     weight_bytes,
 )
-from pipeline.formatting import shown_bytes
+from pipeline.formatting import shown_bytes, table
 from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.cache import FP8, head_bytes
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
-from pipeline.report.number_formats import aligned
 from pipeline.roofline.cards import Card, card_of_device, load_cards
 from pipeline.roofline.shares import source
 
@@ -66,10 +65,11 @@ class MemoryTable:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def to_text(self) -> str:
+    def to_text(self, width: int | None = None) -> str:
         files = "; ".join(f"{form} {shown_bytes(size)}" for form, size in self.checkpoint_bytes.items())
-        head = ["device", "memory", "dtype", "weights", "KV", "a token", *(f"{length:,}" for length in self.lengths)]
-        rows = [[*head, "prompts/s", "out/s"]]
+        lengths = [f"{length:,}" for length in self.lengths]
+        head = ["device", "memory", "dtype", "weights", "KV", "a token", *lengths, "prompts/s", "out/s"]
+        rows = []
         for p in self.places:
             memory, weights = shown_bytes(p.memory_bytes), shown_bytes(p.weight_bytes)
             fits = ["-" if p.lacks else f"{count:,}" for count in p.sequences]
@@ -83,7 +83,7 @@ class MemoryTable:
                 "  sequences that fit at once, by their length in tokens; tokens a second by the cost model: of",
                 f"  prompts, and out by as many sequences of {CONTEXT} as run there at once;",
                 f"  {source([p.name for p in self.places])}:",
-                *(f"    {line}" for line in aligned(rows)),
+                table(rows, head=head, sides="<>", width=width, indent=4),
                 *(f"    {p.name} cannot run this: {p.lacks}" for p in self.places if p.lacks),
             ]
         )

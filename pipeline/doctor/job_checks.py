@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoints.cache import cache_folder, check_copy
 from pipeline.checkpoints.chat_template import read_template
 from pipeline.checkpoints.locate import locate_model, model_kind, why_no_checkpoint
 from pipeline.checkpoints.model_values import CONFIG, QUANTIZER_FILES
@@ -55,6 +56,7 @@ def model(setup: Setup) -> Iterator[Check]:
         yield Check("model", "folder", "ok", f"{shown}: {' and '.join(MODEL_FILES)} are there")
         with _fetched_config(setup) as folder:
             yield from _architecture(folder, setup)
+        yield from _copy(path, setup)
         return
     folder = _cached(path, setup) if kind == "id" else locate_model(path)
     if folder is None:
@@ -65,6 +67,18 @@ def model(setup: Setup) -> Iterator[Check]:
     yield from _architecture(folder, setup)
     yield _weights(folder)
     yield from _tokenizer(folder, setup)
+
+
+def _copy(url: str, setup: Setup) -> Iterator[Check]:
+    """The copy of a model at a url in this machine's cache, if there is one."""
+    if (copy := check_copy(url, setup.model_storage, cache_folder())) is None:
+        return
+    folder, is_whole = copy
+    if is_whole:
+        yield Check("model", "copy", "ok", f"{folder}: every file is as it was downloaded, by sha256")
+    else:
+        todo = "Remove the folder: the next run downloads the model again."
+        yield Check("model", "copy", "failed", f"{folder}: differs from what was downloaded", todo)
 
 
 def model_config(setup: Setup) -> "ModelConfig | None":

@@ -21,12 +21,10 @@ import torch
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.final_check import checked, is_checked
 from pipeline.engine.forward.runner import Place, Runner
-from pipeline.engine.forward.scoring import Piece, ReservedBlocks, prompt_logits
 from pipeline.engine.grammar.validity import import_jsonschema
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
-from pipeline.engine.reading.calls import ReadingCalls, Text
 from pipeline.engine.reading.sequences import prompt_reader, sequence_of, why_refused
-from pipeline.engine.reasoning.request_reasoning import RequestReasoning
+from pipeline.engine.reasoning.tracking import RequestReasoning
 from pipeline.engine.samples import Group, sample_seed
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
@@ -40,16 +38,18 @@ from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.loop import StepLoop
 from pipeline.engine.step.out_of_memory import MemoryRecovery
 from pipeline.engine.step.overlapped import OverlappedLoop
+from pipeline.engine.tasks import Choice, Classify, Embed, Pooling, Score, Task
 from pipeline.errors import ConfigError, RowError
-from pipeline.kernels.select import must_compile
 from pipeline.tokenization.detokenizer import StopChecker
+from pipeline.tokenization.labels import encode_labels
 from pipeline.tokenization.tokenizer import Tokenizer
 
+Text = str | list[int]
+"""A text, or the ids of its tokens."""
 
-class Engine(ReadingCalls):
+
+class Engine:
     """`Engine(EngineConfig(model="path")).generate(["prompt", ...], SamplingParams(max_tokens=64))`."""
-
-    _warming_up = "warming up"  # what takes its time there
 
     def __init__(self, config: EngineConfig, say: Callable[[str], None] | None = None) -> None:
         """Load the model. `say` is told what takes long while it does, here and in `warm_up`.
@@ -62,15 +62,12 @@ class Engine(ReadingCalls):
             )
         self._say = say or (lambda text: None)
         built = build(config, self._say)
-        if must_compile(built.runner.decoder.kernels):
-            self._warming_up = "compiling CPU kernels (first time on this machine)"
         resolved = built.resolved
         self._assemble(
             built.runner,
             built.tokenizer,
             built.place,
             num_blocks=built.num_blocks,
-            num_scoring_blocks=built.num_scoring_blocks,
             block_size=resolved.block_size,
             max_model_len=built.max_model_len,
             max_num_seqs=resolved.max_num_seqs,
@@ -108,15 +105,12 @@ class Engine(ReadingCalls):
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
         seed: int = 0,
-        num_scoring_blocks: int = 0,
     ) -> None:
         self._turn = threading.RLock()  # held by the thread that adds, steps or aborts
         self.place = place  # for who computes with `runner` apart from steps
         self.tokenizer, self.seed, self.max_model_len = tokenizer, seed, max_model_len
         self.stats = EngineStats()
         self.pool = BlockPool(num_blocks, block_size)
-        self._scoring = ReservedBlocks(num_blocks, num_scoring_blocks, block_size)
-        self.max_read_tokens = num_scoring_blocks * block_size  # of a text that `read` takes
         self.table = SlotTable(max_num_seqs, max_model_len, block_size)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
         self._masks = GrammarMasks(tokenizer, runner.vocab_size, self.table, self.stats, place.num_threads)
@@ -173,7 +167,16 @@ class Engine(ReadingCalls):
             return [Sequence(request, token_ids, first, seed, call, queued_us=queued_us)]
         group = Group(n)
         return [
-            Sequence(request, token_ids, first + place, sample_seed(seed, place), call, group, place, queued_us)
+            Sequence(
+                request,
+                token_ids,
+                first + place,
+                sample_seed(seed, place),
+                call=call,
+                group=group,
+                place=place,
+                queued_us=queued_us,
+            )
             for place in range(n)
         ]
 
@@ -355,26 +358,52 @@ class Engine(ReadingCalls):
                 self._abort(lambda sequence: sequence.call in calls)
             del self._abandoned[: len(calls)]  # not before: a second Ctrl-C leaves them to the next step
 
-    # -- known texts
+    # -- known texts: results in their order; rows that cannot be served come back as completions with an error
 
-    def read(self, token_ids: list[int], max_tokens: int) -> Generator[tuple[Piece, torch.Tensor], None, None]:
-        """The logits (R, vocabulary) in float32 after each token of a text of at most `max_read_tokens` tokens, piece
-        by piece, each of at most `max_tokens` tokens.
+    def score(
+        self, prompts: Text | Iterable[Text], completions: Items[str] | None = None, top: int | None = None
+    ) -> list[Completion]:
+        """How likely each completion is after its prompt; without completions, how likely each text is from its second
+        token on. `result` of each is a `ScoreResult`. top: see `Score`. Raises ConfigError when the counts differ."""
+        ids = self._encoded(prompts)
+        if completions is None:
+            return self._completed_tasks(ids, [Score(1, top)] * len(ids))
+        _check_several("completions", completions)
+        if len(completions) != len(ids):
+            raise ConfigError(f"{len(ids)} prompts with {len(completions)} completions: expected one for each")
+        texts = [own + self.tokenizer.continuation(own, text) for own, text in zip(ids, completions)]
+        return self._completed_tasks(texts, [Score(max(len(own), 1), top) for own in ids])
 
-        A piece is computed when it is asked for, so that steps of requests can go on in between: it has KV blocks that
-        no request gets (`EngineConfig.scoring_tokens`). One text at a time.
-        """
-        self._check_open()
-        pieces = prompt_logits(self.runner, self._scoring, [token_ids], max_tokens)
-        try:
-            while True:
-                with self._turn, self.place:
-                    piece = next(pieces, None)
-                if piece is None:
-                    return
-                yield piece
-        finally:
-            pieces.close()
+    def choose(self, prompts: Text | Iterable[Text], labels: Items[str]) -> list[Completion]:
+        """Which of the labels follows each prompt, by one pass over it. `result` of each is a `ChoiceResult`. Raises
+        ConfigError for labels that cannot be told apart."""
+        _check_several("labels", labels)
+        ids = self._encoded(prompts)
+        return self._completed_tasks(ids, [Choice(tuple(encode_labels(self.tokenizer, own, labels))) for own in ids])
+
+    def embed(
+        self,
+        texts: Text | Iterable[Text],
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> list[Completion]:
+        """Each text as a vector (see `Embed`). `result` of each is a `VectorResult`."""
+        ids = self._encoded(texts)
+        return self._completed_tasks(ids, [Embed(pooling, normalize, dimensions)] * len(ids))
+
+    def classify(self, texts: Text | Iterable[Text]) -> list[Completion]:
+        """What the model's classification head makes of each text (see `Classify`)."""
+        ids = self._encoded(texts)
+        return self._completed_tasks(ids, [Classify()] * len(ids))
+
+    def _completed_tasks(self, ids: Items[list[int]], tasks: Items[Task]) -> list[Completion]:
+        params = SamplingParams()
+        return self._completed(
+            [Request(row, own, params, task=task) for row, (own, task) in enumerate(zip(ids, tasks))]
+        )
+
+    # -- upkeep
 
     def paused(self, ns: int) -> None:
         """The caller did something else for so long since the last step: no step took that time."""
@@ -431,8 +460,14 @@ class Engine(ReadingCalls):
         self.close()
 
     def _say_warming_up(self) -> None:
-        self._say(self._warming_up)
+        self._say("warming up (compiling kernels, the first time on a machine)")
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("the engine is closed")
+
+
+def _check_several(name: str, texts: object) -> None:
+    """A single text would be taken for a list of its characters."""
+    if isinstance(texts, str) or not isinstance(texts, Items):
+        raise ConfigError(f"{name} = {texts!r:.80}: expected a list of texts")

@@ -228,8 +228,6 @@ class EngineConfig:
     and drafts where that pays; or {"proposer": "ngram" or "draft", "max_draft_tokens": n, "forced": False}: "ngram" is
     looking up in the texts, both are used where none is named, and with `forced` there are drafts in every step. It
     changes how fast tokens come, not which; of sampled ones, with a draft model, the distribution stays.
-    scoring_tokens: room in the KV cache that requests do not get, for known texts that are read beside them
-    (`Engine.read`), as far as max_model_len leaves it.
     num_threads: CPU threads of this engine while it computes, at most one for each processor; None: those that torch
     has then.
     """
@@ -250,7 +248,6 @@ class EngineConfig:
     deterministic: bool = False
     quantization: str = "none"
     draft: str | None = None
-    scoring_tokens: int = 0
     speculation: str | bool | dict[str, str | int] = "auto"
     seed: int = 0
     num_threads: int | None = None
@@ -272,7 +269,6 @@ class EngineConfig:
                 self.kv_cache_memory_bytes is None or _is_int(self.kv_cache_memory_bytes),
                 "an integer of bytes, or none",
             ),
-            ("scoring_tokens", _is_int(self.scoring_tokens) and self.scoring_tokens >= 0, "an integer of at least 0"),
             ("seed", _is_int(self.seed), "an integer"),
             ("num_threads", self.num_threads is None or _is_int(self.num_threads), "an integer of at least 1, or none"),
         ):

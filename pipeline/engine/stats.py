@@ -3,7 +3,7 @@
 from dataclasses import astuple, dataclass
 
 DRAFT_PLACES = 8  # places of drafts after the known tokens that are counted apart; the last one counts all from there
-STEP_TIMES = ("prefill_us", "decode_us", "drafts_us", "preempted_us", "retried_us")  # of EngineStats
+STEP_TIMES = ("prefill_us", "decode_us", "drafts_us", "preempted_us", "retried_us", "quality_us")  # of EngineStats
 
 
 @dataclass
@@ -12,9 +12,10 @@ class EngineStats:
 
     prompt_tokens and generated_tokens count every finished or running request once; recomputed_tokens is work done
     again after a preemption. The time of all steps is the sum of STEP_TIMES: a step's is divided in proportion to its
-    tokens, of which rejected drafts take drafts_us, those computed again preempted_us, and labels that are read
-    prefill_us; a step that did not fit the memory is retried_us. batch_sum adds the sequences of each step,
-    kv_used_ppm_sum the used share of the KV cache of each step (parts per million).
+    tokens, of which rejected drafts take drafts_us, those computed again preempted_us, labels that are read prefill_us,
+    and texts that are read to compare models (`HiddenStates`) quality_us; a step that did not fit the memory is
+    retried_us. batch_sum adds the sequences of each step, kv_used_ppm_sum the used share of the KV cache of each step
+    (parts per million).
 
     plain_steps to plain_rows_us are sums over the plain steps, which generated one token for each of their rows and did
     nothing else: 1, rows, rows**2, microseconds, rows * microseconds. A line of time by rows is
@@ -41,6 +42,7 @@ class EngineStats:
     drafts_us: int = 0
     preempted_us: int = 0
     retried_us: int = 0
+    quality_us: int = 0
     batch_sum: int = 0
     kv_used_ppm_sum: int = 0
     plain_steps: int = 0

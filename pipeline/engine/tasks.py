@@ -91,7 +91,18 @@ def _check_pooling(pooling: str) -> None:
         raise ConfigError(f"pooling = {pooling!r}: expected one of {', '.join(POOLINGS)}")
 
 
-Task = Score | Choice | Embed | Classify
+@dataclass(frozen=True)
+class HiddenStates:
+    """The model's last hidden states, after its last norm, of the request's tokens from position `first` on: what its
+    logits are made of, for comparisons of models.
+
+    Such requests are served before others, and their time is `EngineStats.quality_us`; they count as no row's work.
+    """
+
+    first: int = 0
+
+
+Task = Score | Choice | Embed | Classify | HiddenStates
 
 
 @dataclass(frozen=True)
@@ -137,4 +148,11 @@ class VectorResult:
     values: np.ndarray
 
 
-TaskResult = ScoreResult | ChoiceResult | VectorResult
+@dataclass(frozen=True, eq=False)
+class StatesResult:
+    """states_NH: float32, of each token a row."""
+
+    states_NH: np.ndarray
+
+
+TaskResult = ScoreResult | ChoiceResult | VectorResult | StatesResult

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.config import JobConfig
 from pipeline.engine.startup.batch_limits import BatchLimits, gpu_limits
-from pipeline.engine.startup.served_form import served_form, usable_kv_room
+from pipeline.engine.startup.memory import served_form, usable_kv_room
 from pipeline.errors import ConfigError
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig

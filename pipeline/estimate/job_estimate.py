@@ -164,7 +164,7 @@ def _shared(sample: PromptSample, history: Sequence[Remembered]) -> float:
     """The share of prompt tokens from cache: as earlier runs of the job had it, else as the sample shows. Of several
     samples of a row the first one counts: the others find its blocks."""
     for run in (each.run for each in history if each.same_work):
-        lengths = sum((run.row_stats + run.sampled_stats).lengths.values(), LengthBucket())
+        lengths = sum((run.row_stats + run.sample_row_stats).lengths.values(), LengthBucket())
         if lengths.input_tokens:
             return lengths.cached_tokens / lengths.input_tokens
     return sample.shared
@@ -202,7 +202,7 @@ def _estimate(
     phases["decode"] = round(speed.generated_token_us * work.generated.expected)
     computing = phases["prefill"] + phases["decode"]
     phases |= {phase: round(share * computing) for phase, share in speed.beside.items()}
-    phases["tail"] = max(0, round(pool.machine_us.expected) - sum(phases.values()))
+    phases["idle"] += max(0, round(pool.machine_us.expected) - sum(phases.values()))  # while others end
     return Estimate(
         made_at=zone_time(UTC).isoformat(timespec="seconds"),
         runs_before=len(load_runs(store)) if store.folder.read(JOB) is not None else 0,

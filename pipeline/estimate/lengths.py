@@ -147,7 +147,7 @@ def output_lengths(requests: Sequence[Request], history: Sequence[Remembered]) -
     most = np.array([request.params.max_tokens for request in requests] or [0])
     n = np.array([request.params.n for request in requests] or [1])
     runs = [each.run for each in history if each.same_work]
-    stats = sum((run.row_stats + run.sampled_stats for run in runs), RowStats())
+    stats = sum((run.row_stats + run.sample_row_stats for run in runs), RowStats())
     known = {bucket: histogram for bucket, histogram in stats.outputs.items() if histogram.count}
     if not known:
         share, least = ASSUMED.times(float((most * n).mean())), float(n.mean())  # a sample has a token at least

@@ -4,7 +4,7 @@ An engine's time is start-up and load, once each, and then so much for each prom
 that is generated. Steps with few rows are dearer for each of them: where a run was too small to fill its batch, as a
 probe is, a token generated in a full one is taken from the line that fits the times of its plain steps by their rows.
 Drafts, which may make it cheaper still, need more steps than a probe has to prove themselves. Time at rest, rejected
-drafts and work done twice are a share of the rest.
+drafts and work done twice are a share of the rest; the idle time at a run's end is none of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,13 @@ from dataclasses import dataclass
 
 from pipeline.formatting import counted
 from pipeline.job.planning.history import Remembered
-from pipeline.report.record.computed import Computed
-from pipeline.report.record.row_stats import RowStats
+from pipeline.report.record.row_stats import Computed, RowStats
 from pipeline.report.record.run_record import RunRecord
 
 LEAST_SPREAD = 0.1  # of a speed, on a machine that others use too
 TOLD_APART = 1.5  # how many times as long as another a run took, that it is said
 MAX_RUNS = 3  # the newest say most about now
 FEW_TOKENS = 0.5  # of those of the largest run, below which a run beside it says little
-BESIDE = ("drafts", "preempted", "retried", "waiting", "write")  # phases that grow with the work
 COMPARED = 2.0  # rows that a row takes which is compared with a reference model, where no run before compared any
 FULL = 0.8  # of its batch that a run has to fill, on average, to be taken as it is
 
@@ -61,8 +59,10 @@ def measured_speed(
     chosen = large[:MAX_RUNS]
     computed = sum((run.computed for run in chosen), Computed())
     prefill, decode = (sum(run.phase_us(phase) for run in chosen) for phase in ("prefill", "decode"))
-    beside = {phase: sum(run.phase_us(phase) for run in chosen) / max(1, prefill + decode) for phase in BESIDE}
-    beside["quality"] = compared * _compared_row(chosen)
+    wasted, idle = (sum(run.phase_us(phase) for run in chosen) for phase in ("wasted", "idle"))
+    idle -= sum(actor.tail_us for run in chosen for actor in run.actors)
+    computing = max(1, prefill + decode)
+    beside = {"wasted": wasted / computing, "idle": idle / computing, "quality": compared * _compared_row(chosen)}
     last = next(run for run in runs if run.actors)
     actors = [actor for actor in last.actors if actor.stats.get("num_steps")]
     prompt_us, generated_us = prefill / computed.prompt, decode / max(1, computed.generated)
@@ -85,7 +85,7 @@ def measured_speed(
 
 def _compared_row(runs: Sequence[RunRecord]) -> float:
     """What it takes to compare a row with the reference model, by what it takes to compute one."""
-    stats = sum((run.row_stats + run.sampled_stats for run in runs), RowStats())
+    stats = sum((run.row_stats + run.sample_row_stats for run in runs), RowStats())
     rows = sum(bucket.rows for bucket in stats.lengths.values())
     computing_us = sum(run.phase_us("prefill") + run.phase_us("decode") for run in runs)
     if not (stats.quality.rows and rows and computing_us):

@@ -2,9 +2,8 @@
 
 from pipeline.estimate.job_estimate import JobEstimate
 from pipeline.estimate.pool import PoolEstimate
-from pipeline.formatting import counted, duration, printable
+from pipeline.formatting import counted, duration, money, percent, printable, table
 from pipeline.report.estimate import Interval
-from pipeline.report.number_formats import aligned, money, percent, seconds
 from pipeline.report.record.run_record import PHASES
 from pipeline.roofline.shares import source
 
@@ -14,7 +13,7 @@ NOTHING_KNOWN = (
 )
 
 
-def text(found: JobEstimate) -> str:
+def text(found: JobEstimate, width: int | None = None) -> str:
     sample = found.sample
     whole = "all rows" if sample.rows >= sample.total_rows else f"a sample of {sample.rows:,} rows"
     errors = f"; {percent(sample.errors / sample.rows)} have no usable prompt" if sample.errors else ""
@@ -30,22 +29,22 @@ def text(found: JobEstimate) -> str:
     ]
     if found.here:
         lines += ["", f"  On this machine, by {found.here[0].basis}"]
-        lines += [f"    {line}" for line in aligned(_here_rows(found.here))]
+        lines.append(_table(_here_rows(found.here), width))
     else:
         lines += ["", f"  {'Nothing is left to compute.' if not found.rows_left else NOTHING_KNOWN}"]
     if found.estimate is not None:
-        phases = [f"{name} {seconds(us)}" for name in PHASES if (us := found.estimate.phases_us[name])]
+        phases = [f"{name} {duration(us / 1e6)}" for name in PHASES if (us := found.estimate.phases_us[name])]
         lines.append(f"    {', '.join(phases)}")
     if found.cards:
         lines += ["", "  On cards, by the cost model; low, expected and high"]
-        lines += [f"    {line}" for line in aligned(_card_rows(found.cards))]
+        lines.append(_table(_card_rows(found.cards), width))
         lines += [f"    {pool.place}: {pool.lacks}" for pool in found.cards if pool.lacks]
         lines.append(f"    Expected: {source([pool.place for pool in found.cards])}.")
     lines += [f"    {doubt[0].upper()}{doubt[1:]}." for doubt in found.doubts]
     if found.advice:
         lines += ["", "  Worth changing"]
         for each in found.advice:
-            effect = "" if each.effect is None else f" ({each.effect:.0%} less time, by the cost model)"
+            effect = "" if each.effect is None else f" ({percent(each.effect)} less time, by the cost model)"
             lines.append(f"    {each.key}{effect}: {each.why}")
     return "\n".join(lines)
 
@@ -56,13 +55,17 @@ def _tokens(count: Interval) -> str:
     return shown if low == shown == high else f"{shown} ({low} to {high})"
 
 
+def _table(rows: list[list[str]], width: int | None) -> str:
+    return table(rows[1:], head=rows[0], sides="<>", width=width, indent=4)
+
+
 def _here_rows(pools: tuple[PoolEstimate, ...]) -> list[list[str]]:
     priced = any(p.usd is not None for p in pools)
     rows = [["engines", "time", "low", "high", "machine time", "USD", *["low", "high"] * priced]]
     for p in pools:
-        times = (seconds(round(us)) for us in (p.wall_us.expected, p.wall_us.low, p.wall_us.high))
+        times = (duration(us / 1e6) for us in (p.wall_us.expected, p.wall_us.low, p.wall_us.high))
         usd = ["unpriced"] if p.usd is None else [money(v) for v in (p.usd.expected, p.usd.low, p.usd.high)]
-        rows.append([f"{p.actors:,}", *times, seconds(round(p.machine_us.expected)), *usd])
+        rows.append([f"{p.actors:,}", *times, duration(p.machine_us.expected / 1e6), *usd])
     return rows
 
 

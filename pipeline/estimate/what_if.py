@@ -14,10 +14,10 @@ from pipeline.checkpoints.locate import locate_model
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.estimate.cards import STARTUP_S, CardServing, OnCard, on_card
 from pipeline.estimate.prices import PriceList
+from pipeline.formatting import duration, money, table
 from pipeline.model.config import ModelConfig, read_config
-from pipeline.report.number_formats import aligned, money, seconds
 from pipeline.report.run_report import RunReport
-from pipeline.report.sections.savings import Saving
+from pipeline.report.savings import NAMES, Saving
 from pipeline.roofline.cards import Card, card_of_device, find_card
 from pipeline.roofline.job_simulation import RequestTokens
 
@@ -46,12 +46,12 @@ class WhatIf:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def to_text(self) -> str:
-        rows = [["", "time", "machine time", "US dollars"]]
-        for case in (self.now, self.then):
-            rows.append([case.name, seconds(round(case.wall_us)), seconds(round(case.machine_us)), money(case.usd)])
-        notes = [f"{case.name}: {case.basis}" for case in (self.now, self.then)]
-        return "\n".join([*aligned(rows), "", *notes])
+    def to_text(self, width: int | None = None) -> str:
+        cases = (self.now, self.then)
+        rows = [(c.name, duration(c.wall_us / 1e6), duration(c.machine_us / 1e6), money(c.usd)) for c in cases]
+        head = ("", "time", "machine time", "US dollars")
+        notes = "\n".join(f"{case.name}: {case.basis}" for case in cases)
+        return f"{table(rows, head=head, sides='<>', width=width)}\n\n{notes}"
 
 
 def what_if(report: RunReport, changes: Mapping[str, str], prices: PriceList) -> WhatIf:
@@ -64,7 +64,8 @@ def what_if(report: RunReport, changes: Mapping[str, str], prices: PriceList) ->
         raise ConfigError("--what-if: no run of this job has computed anything that was delivered")
     phases = report.phases_us
     engines = max(1, len([actor for actor in run.actors if actor.machine_us]))
-    computing = report.machine_us - phases["startup"] - phases["load"] - phases["tail"]
+    tail_us = sum(actor.tail_us for each in report.runs for actor in each.actors)
+    computing = report.machine_us - phases["startup"] - phases["load"] - tail_us
     started = [actor for each in report.runs for actor in each.actors if actor.stats.get("num_steps")]
     start_us = sum(actor.phases_us["startup"] + actor.phases_us["load"] for actor in started) / len(started)
     now = Case("now", report.wall_us, report.machine_us, report.cost.total_usd, "measured")
@@ -109,7 +110,7 @@ def with_quantization(report: RunReport) -> RunReport:
     ratio = dense.expected.wall_s / here.expected.wall_s  # pyright: ignore[reportOptionalMemberAccess]
     us = round((report.phases_us["prefill"] + report.phases_us["decode"]) * (ratio - 1))
     usd = report.cost.total_usd and us * report.cost.total_usd / report.machine_us
-    saving = Saving("quantization", us, usd, "modelled", f"16-bit weights on {own.name}")
+    saving = Saving("quantization", NAMES["quantization"], us, usd, "modelled", f"16-bit weights on {own.name}")
     return replace(report, savings=(*report.savings, saving))
 
 
@@ -142,7 +143,7 @@ def _on_hardware(
         ratio = there.expected.wall_s / here.expected.wall_s  # pyright: ignore[reportOptionalMemberAccess]
         told = f"computing {ratio:.2f} times as long, by the cost model, against the measured time on {own.name}"
         return _Scaled(card, computing_us * ratio, None, told)
-    rows = sum(bucket.rows.rows for bucket in report.lengths)
+    rows = sum(bucket.completed.rows for bucket in report.lengths)
     us = there.expected.wall_s / len(_requests(report)) * rows * 1e6  # pyright: ignore[reportOptionalMemberAccess]
     told = f"{card.name} with {there.weights} by the cost model alone, nothing measured on a card"
     return _Scaled(card, us, (STARTUP_S + there.load_s) * 1e6, told)
@@ -164,16 +165,16 @@ def _own_card(resolved: Mapping[str, Any]) -> Card | None:
 
 
 def _model(report: RunReport) -> ModelConfig:
-    path = str(report.runs[-1].config_free.get("model", {}).get("path", ""))
+    path = str(report.runs[-1].settings.get("model", {}).get("path", ""))
     return read_config(Path(locate_model(path)))
 
 
 def _requests(report: RunReport) -> list[RequestTokens]:
     """As many of each bucket of prompt lengths as it has of the rows, each as long as its mean."""
-    rows = sum(bucket.rows.rows for bucket in report.lengths)
+    rows = sum(bucket.completed.rows for bucket in report.lengths)
     requests: list[RequestTokens] = []
     for bucket in report.lengths:
-        of, count = bucket.rows, max(1, round(REQUESTS * bucket.rows.rows / rows))
+        of, count = bucket.completed, max(1, round(REQUESTS * bucket.completed.rows / rows))
         prompt = max(1, (of.input_tokens - of.cached_tokens) // of.rows)
         requests += [RequestTokens(prompt, max(1, of.generated_tokens // of.rows))] * count
     return requests

@@ -2,8 +2,7 @@
 it takes in time and memory.
 
 `measurement.py` takes the models through the rows, `table.py` shows what was found. Logits are the engine's own
-(`engine/forward/scoring.py`, compared by `divergence.py` beside it), so what is measured is what a job would run,
-kernels included.
+(`engine/quality/divergence.py`), so what is measured is what a job would run, kernels included.
 """
 
 from pipeline.evaluate.measurement import ModelVariant, evaluate

@@ -3,19 +3,21 @@
 At most two models are in memory, the reference and one other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from pipeline.checkpoints.locate import resolve_model
 from pipeline.config import JobConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.forward.divergence import Divergence, Likelihood
-from pipeline.engine.forward.scoring import prompt_logits
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
+from pipeline.engine.quality.divergence import Divergence, Likelihood, logits_in_pieces
 from pipeline.engine.startup.memory import weight_bytes
 from pipeline.engine.startup.resolve import quantized_on_load, resolve
+from pipeline.engine.tasks import HiddenStates, StatesResult
 from pipeline.errors import ConfigError, ModelError
 from pipeline.evaluate.table import Evaluation, Measured
 from pipeline.formatting import Remaining
@@ -28,8 +30,8 @@ from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.tokenizer import Tokenizer
 
 MAX_NUM_SEQS = 32  # outputs that are generated at once, unless the job says how many
-LOGIT_BYTES = 128 << 20  # of the logits of one step, of one model
-STEP_TOKENS = 2048  # of one step, however small the vocabulary
+LOGIT_BYTES = 128 << 20  # of the logits of one piece, of one model
+GROUP_TOKENS = 16384  # of the texts whose hidden states are kept at once, or one text
 
 Say = Callable[[str], None]
 
@@ -111,14 +113,14 @@ def evaluate(
                 device = str(engine.resolved["device"])
                 measured.append(rows.measure(each, engine, kept, outputs)[0])
     return Evaluation(
-        shown_url(config.input.path),
-        len(samples.token_ids),
-        samples.num_tokens,
-        samples.left_out,
-        params.max_tokens,
-        device,
-        reference is not None,
-        tuple(measured),
+        data=shown_url(config.input.path),
+        num_rows=len(samples.token_ids),
+        num_tokens=samples.num_tokens,
+        left_out=samples.left_out,
+        max_tokens=params.max_tokens,
+        device=device,
+        has_reference=reference is not None,
+        models=tuple(measured),
     )
 
 
@@ -228,21 +230,23 @@ class _Rows:
         return measured, outputs
 
     def _score(self, name: str, engine: Engine, reference: Engine | None) -> tuple[Likelihood, Divergence | None]:
-        rows, at_once = self._samples.token_ids, LOGIT_BYTES // (4 * engine.runner.vocab_size)
-        at_once = min(STEP_TOKENS, max(1, at_once))
+        max_rows = max(1, LOGIT_BYTES // (4 * engine.runner.vocab_size))
         told = Remaining(self._say, f"{name}: tokens of the texts", self._samples.num_tokens)
         likelihood, apart, done = Likelihood(), None if reference is None else Divergence(), 0
-        theirs = None if reference is None else prompt_logits(reference.runner, reference.pool, rows, at_once)
-        for piece, logits_RV in prompt_logits(engine.runner, engine.pool, rows, at_once):
-            if not bool(logits_RV.isfinite().all()):
-                raise ModelError(f"{name}: logits that are no finite numbers, in row {piece.row} of those read")
-            likelihood.add(logits_RV, rows[piece.row][piece.start + 1 : piece.stop + 1])
-            if theirs is not None and apart is not None:
-                same, reference_RV = next(theirs)
-                assert same == piece
-                apart.add(logits_RV, reference_RV)
-            done += len(logits_RV)
-            told(done)
+        for rows in _groups(self._samples.token_ids):
+            ours = _states(name, engine, rows)
+            theirs = {} if reference is None else _states("the reference", reference, rows)
+            for row, token_ids in rows.items():
+                pieces = None if reference is None else logits_in_pieces(reference.runner, theirs[row], max_rows)
+                for first, logits_RV in logits_in_pieces(engine.runner, ours[row], max_rows):
+                    if not bool(logits_RV.isfinite().all()):
+                        raise ModelError(f"{name}: logits that are no finite numbers, in row {row} of those read")
+                    likelihood.add(logits_RV, token_ids[first + 1 : first + 1 + len(logits_RV)])
+                    if pieces is not None and apart is not None:
+                        apart.add(logits_RV, next(pieces)[1])
+                done += len(token_ids)
+                told(done)
+        engine.forget()  # so that rates of prompts are those of computed ones
         return likelihood, apart
 
     def _generate(self, name: str, engine: Engine) -> _Outputs:
@@ -260,3 +264,26 @@ class _Rows:
             1e6 * (spent.prompt_tokens - spent.cached_tokens) / max(1, spent.prefill_us),
             1e6 * spent.generated_tokens / max(1, spent.decode_us + spent.drafts_us),
         )
+
+
+def _groups(rows: Sequence[list[int]]) -> Iterator[dict[int, list[int]]]:
+    """The texts by their number, about GROUP_TOKENS tokens at a time."""
+    group: dict[int, list[int]] = {}
+    for row, token_ids in enumerate(rows):
+        group[row] = token_ids
+        if sum(map(len, group.values())) >= GROUP_TOKENS:
+            yield group
+            group = {}
+    if group:
+        yield group
+
+
+def _states(name: str, engine: Engine, rows: Mapping[int, list[int]]) -> dict[int, np.ndarray]:
+    """The last hidden states of each text, by its number."""
+    states: dict[int, np.ndarray] = {}
+    params, task = SamplingParams(), HiddenStates()
+    for completion in engine.stream(Request(row, token_ids, params, task=task) for row, token_ids in rows.items()):
+        if not isinstance(completion.result, StatesResult):
+            raise ModelError(f"{name}: row {completion.row_id} of those read: {completion.error_message}")
+        states[completion.row_id] = completion.result.states_NH  # type: ignore[index]
+    return states

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.report.number_formats import aligned
+from pipeline.formatting import table
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,23 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def to_text(self) -> str:
+    def to_text(self, width: int | None = None) -> str:
         left_out = ", ".join(f"{code} {count:,}" for code, count in self.left_out.items())
         head = (
             f"{self.data}: {self.num_rows:,} rows, {self.num_tokens:,} tokens"
             + (f"; left out: {left_out}" if left_out else "")
             + f"; outputs of at most {self.max_tokens} tokens, greedy, on {self.device}"
         )
-        rows = [_HEAD, *(_row(model) for model in self.models)]
-        shown = [i for i in range(len(_HEAD)) if any(row[i] != "" for row in rows[1:])]
-        lines = aligned([[row[i] for i in shown] for row in rows], sum(i < _NUM_NAMES for i in shown))
+        rows = [_row(model) for model in self.models]
+        shown = [i for i in range(len(_HEAD)) if any(row[i] != "" for row in rows)]
+        sides = "".join("<" if i < _NUM_NAMES else ">" for i in shown)
+        drawn = table(
+            [[row[i] for i in shown] for row in rows], head=[_HEAD[i] for i in shown], sides=sides, width=width
+        )
         notes = ["weights: files, and about what they take once loaded; KV: bytes a token"]
         if self.has_reference:
             notes.insert(0, f"KL, top-1 and same: against {self.models[0].name}, the first line")
-        return "\n".join([head, "", *lines, "", *notes])
+        return "\n".join([head, "", drawn, "", *notes])
 
 
 _HEAD = ["model", "weights", "dtype", "perplexity", "KL mean", "KL p99", "top-1", "same", "expected",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pipeline.kernels.cache import LayerCache
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.memory import on_device
 from pipeline.weights.packed import LinearWeight
 
 Linear = Callable[[Any], torch.Tensor]
@@ -48,6 +48,17 @@ class AttentionInput:
     block_size: int
     plans: dict[Hashable, Any] = field(default_factory=dict, compare=False)
     """A cache for this step: a kernel plans in the first layer that asks, and later layers find the plan by its key."""
+
+    @classmethod
+    def one_sequence(cls, num_tokens: int, block_size: int, device: torch.device | None = None) -> "AttentionInput":
+        """A sequence that computes all of its tokens, in the blocks from 0 on."""
+        return cls(
+            query_start_S1=np.array([0, num_tokens], dtype=np.int32),
+            context_len_S=np.array([num_tokens], dtype=np.int32),
+            block_table_SM=np.arange(-(-num_tokens // block_size), dtype=np.int32)[None],
+            slot_mapping_T=torch.arange(num_tokens, device=device),
+            block_size=block_size,
+        )
 
     def rows(self, row_R: np.ndarray) -> "AttentionInput":
         """The same for some tokens of the step alone, in any order: each becomes a sequence of one query.

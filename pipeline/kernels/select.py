@@ -14,7 +14,6 @@ from pipeline.kernels.reference import reference_kernels
 from pipeline.machine.caches import why_not_writable
 from pipeline.machine.numba import keep_compiled_in, why_no_numba
 
-_PAIRS = "numba on bfloat16 and int4 weights, products of pairs (AVX-512 BF16)"
 KERNELS = ("auto", "reference", "cpu", "triton")
 
 
@@ -132,7 +131,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
     if dtype == torch.float32:
         linear = "numba on bfloat16, 8-bit and int4 weights; torch (BLAS) on float32 weights"
     elif dtype == torch.bfloat16 and multiplies_pairs():
-        linear = _PAIRS
+        linear = "numba on bfloat16 and int4 weights, products of pairs (AVX-512 BF16)"
     return replace(
         kernels,
         add_rms_norm=add_rms_norm,
@@ -185,23 +184,6 @@ def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
         decode_steps=None,
         served_by=kernels.served_by | own,
     )
-
-
-def must_compile(kernels: Kernels) -> bool:
-    """Whether kernels are compiled before the first step, which takes some seconds, once on a machine."""
-    if not any("numba" in origin for origin in kernels.served_by.values()) or why_no_numba() is not None:
-        return False
-    from pipeline.kernels.cpu import elementwise
-    from pipeline.kernels.cpu.attention.decode_kernel import paged_decode
-    from pipeline.kernels.cpu.attention.prefill_kernel import paged_prefill
-    from pipeline.kernels.cpu.compile.threads import is_cached
-    from pipeline.kernels.cpu.linear.linear_kernel import linear_kernel
-
-    used = [elementwise.add_rms_norm_kernel, elementwise.norm_rope_write_kernel, elementwise.silu_mul_kernel]
-    used += [paged_decode, paged_prefill]
-    if "numba" in kernels.served_by["linear"]:
-        used.append(linear_kernel("bf16" if kernels.served_by["linear"] == _PAIRS else "bfloat16"))
-    return not all(is_cached(kernel) for kernel in used)
 
 
 def default_dtype(device: torch.device, checkpoint: torch.dtype) -> torch.dtype:

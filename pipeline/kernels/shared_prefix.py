@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.kernels.table_rows import cut_rows
-
 MOST_LEVELS = 4  # of branching below one another that are looked at
 _STRETCH = 32  # blocks that are compared at once, at first
 
@@ -157,3 +155,10 @@ def _starts(size_G: np.ndarray) -> np.ndarray:
     start_G1 = np.zeros(len(size_G) + 1, dtype=np.int64)
     np.cumsum(size_G, out=start_G1[1:])
     return start_G1
+
+
+def cut_rows(table_NM: np.ndarray, row_S: np.ndarray, begin: int, end: int) -> np.ndarray:
+    """table_NM[row_S, begin:end], in half the time: what is taken of a row is copied as one value."""
+    assert begin < end
+    whole_N = table_NM[:, begin:end].view(f"V{(end - begin) * table_NM.itemsize}")[:, 0]
+    return whole_N[row_S].view(table_NM.dtype).reshape(len(row_S), end - begin)

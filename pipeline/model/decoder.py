@@ -14,8 +14,7 @@ import torch.nn.functional as F
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, InputKernels, Kernels, Linear
-from pipeline.kernels.huge_pages import ask_for_huge_pages
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.memory import ask_for_huge_pages, on_device
 from pipeline.model.config import ModelConfig
 from pipeline.model.load import LayerWeights, WeightReader
 from pipeline.weights.packed import DenseWeight

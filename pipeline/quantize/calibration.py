@@ -8,7 +8,6 @@ Shape suffixes: N outputs, K inputs, T tokens of a text, H hidden, D head size.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -67,13 +66,7 @@ class Calibration:
     def _outputs(self, layer: DecoderLayer) -> Iterator[torch.Tensor]:
         for hidden_TH in self._hidden_TH:
             length = len(hidden_TH)
-            where = AttentionInput(
-                query_start_S1=np.array([0, length], dtype=np.int32),
-                context_len_S=np.array([length], dtype=np.int32),
-                block_table_SM=np.arange(-(-length // BLOCK_SIZE), dtype=np.int32)[None],
-                slot_mapping_T=torch.arange(length, device=self._device),
-                block_size=BLOCK_SIZE,
-            )
+            where = AttentionInput.one_sequence(length, BLOCK_SIZE, self._device)
             x_TH = hidden_TH.to(self._device, copy=True)  # a layer may write into its inputs
             cos_TD2, sin_TD2 = self._cos_PD2[:length], self._sin_PD2[:length]
             x_TH, residual_TH = layer.forward(x_TH, torch.zeros_like(x_TH), cos_TD2, sin_TD2, where, self._kv)

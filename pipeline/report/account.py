@@ -1,39 +1,30 @@
 """Where the machine time of a job went and what it was charged to: every microsecond in one phase, money after time.
 
-Owns the division; `run_report.py` owns the report that shows it, `sections/faults.py` which work was lost. Prices are
-declared by the job, never looked up. A job without a price is unpriced (None), not free.
+`faults.py` says which work was lost. Prices are declared by the job, never looked up. A job without a price is unpriced
+(None), not free.
 
-An actor's phases say what it did. What it computed and nobody got (rows of a run that was killed, of a unit whose part
-was there already, of rows that failed in the engine) is known later: the account takes its time out of `prefill` and
-`decode` and puts it into `retried`.
+An actor's phases say what it did. Lost work (rows of a run that was killed, of a unit whose part already existed, of
+rows that failed in the engine) is known later: the account moves its time from `prefill` and `decode` to `wasted`.
 
-Reading prompts (prefill) is charged to prompt tokens and writing (decode) to generated tokens. All other machine time
-is charged to both in the proportion of those two, because it was spent to make them possible. The divisor is what was
-delivered in the output and had to be computed for it: prompt tokens of completed rows without those from cache, and
-generated ones. So lost work makes the delivered tokens dearer, and a prompt that was refused or found in the cache
-makes none of them cheaper.
+Prefill is charged to prompt tokens and decode to generated tokens. All other machine time is charged to both in the
+proportion of those two, because it was spent to make them possible. The divisor is what was delivered in the output and
+had to be computed for it: prompt tokens of completed rows without those from cache, and generated ones. So lost work
+raises the cost of the delivered tokens, and a prompt that was refused or found in the cache lowers none.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pipeline.report.faults import LostTime
 from pipeline.report.record.row_stats import LengthBucket
 from pipeline.report.record.run_record import PHASES, RunRecord, split_exactly
-from pipeline.report.sections.faults import LostTime
-
-METHOD = (
-    "prefill time is charged to prompt tokens, decode time to generated tokens, all other machine time to"
-    " both in proportion to those two; divided by what was delivered in the output: prompt tokens computed for"
-    " completed rows (none from cache, none of error rows), generated tokens, rows"
-)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of completed rows: `cached` is the share of `input` that was served from shared KV blocks, the rest was computed.
-    `error_input` are prompt tokens of error rows: delivered in no case, whether an engine had begun them or not.
-
-    What engines computed for rows that failed in them is work that nobody got (`row_failed` in `faults.py`).
+    """Tokens of completed rows: `cached` is the share of `input` that was served from shared KV blocks, the rest was
+    computed. `error_input` are prompt tokens of error rows: delivered in no case, whether an engine had begun them or
+    not. What engines computed for rows that failed in them is lost work (`row_failed` in `faults.py`).
     """
 
     input: int
@@ -60,19 +51,18 @@ class Cost:
     per_row_usd: float | None
     per_1m_with_cached_usd: float | None  # prompt tokens, those from cache among them
     unpriced_runs: int
-    method: str = METHOD
     phases_usd: Mapping[str, float] | None = None
 
 
 def accounted(runs: Sequence[RunRecord], lost: Sequence[LostTime]) -> list[dict[str, int]]:
-    """The machine time of each run by phase, whole microseconds that sum to it exactly. lost: of each run."""
+    """Return the machine time of each run by phase, whole microseconds that sum to it exactly. lost: of each run."""
     accounts = []
     for run, gone in zip(runs, lost, strict=True):
         phases = {phase: run.phase_us(phase) for phase in PHASES}
         for phase, us in (("prefill", gone.prefill_us), ("decode", gone.decode_us)):
             moved = min(us, phases[phase])
             phases[phase] -= moved
-            phases["retried"] += moved
+            phases["wasted"] += moved
         assert sum(phases.values()) == run.machine_us, f"{phases} do not sum to {run.machine_us} us"
         accounts.append(phases)
     return accounts

@@ -1,7 +1,7 @@
 """A job's machine time and money divided by a column of its output: by source file, by customer, by finish reason.
 
-Owns the division and its table. Rows share steps, so that none has a time of its own: time is divided as the cost is
-among tokens (`account.shares_us`). Work that nobody got, of error rows too, is divided with the rest.
+Rows share steps, so that none has a time of its own: time is divided as the cost is
+among tokens (`account.shares_us`). Lost work, of error rows too, is divided with the rest.
 """
 
 from collections.abc import Iterable
@@ -12,9 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.output.result_columns import is_first_sample, result_column
-from pipeline.formatting import printable
+from pipeline.formatting import duration, money, percent, table
 from pipeline.report.account import shares_us
-from pipeline.report.number_formats import aligned, money, percent, seconds
 from pipeline.report.record.json_record import JsonRecord
 from pipeline.report.record.row_stats import LengthBucket
 from pipeline.report.run_report import RunReport
@@ -50,31 +49,30 @@ class ByColumn(JsonRecord):
     groups: tuple[Group, ...]
     others: Group | None = None
 
-    def to_text(self) -> str:
+    def to_text(self, width: int | None = None) -> str:
         head = [self.column, "rows", "errors", "tokens in", "from cache", "tokens out", "machine time", "share", "USD"]
-        shown = [*self.groups, *([self.others] if self.others is not None else [])]
         rows = [
             [
-                _shown(group.value),
+                group.value if len(group.value) <= _MAX_SHOWN else f"{group.value[: _MAX_SHOWN - 3]}...",
                 f"{group.rows:,}",
                 f"{group.rows - group.completed.rows:,}",
                 f"{group.completed.input_tokens:,}",
                 f"{group.completed.cached_tokens:,}",
                 f"{group.completed.generated_tokens:,}",
-                seconds(group.machine_us),
+                duration(group.machine_us / 1e6),
                 percent(group.machine_us / self.machine_us if self.machine_us else 0.0),
                 money(group.usd),
             ]
-            for group in shown
+            for group in (*self.groups, *([self.others] if self.others is not None else []))
         ]
-        return "\n".join(aligned([head, *rows]))
+        return table(rows, head=head, sides="<>", width=width)
 
 
-def by_column(report: RunReport, column: str, parts: Iterable[pa.Table], most: int) -> ByColumn:
-    """parts: tables of `column` and of the results `error` and the token counts. most: groups to name."""
+def by_column(report: RunReport, column: str, parts: Iterable[pa.Table], max_groups: int) -> ByColumn:
+    """parts: tables of `column` and of the results `error` and the token counts. max_groups: how many to name."""
     found: dict[str, Group] = {}
-    for table in parts:
-        for new in _groups(column, table):
+    for part in parts:
+        for new in _groups(column, part):
             old = found.get(new.value)
             found[new.value] = new if old is None else old.plus(new)
     groups = list(found.values())
@@ -85,7 +83,7 @@ def by_column(report: RunReport, column: str, parts: Iterable[pa.Table], most: i
         for group, us in zip(groups, times, strict=True)
     ]
     priced.sort(key=lambda group: (-group.machine_us, group.value))
-    rest = priced[most:]
+    rest = priced[max_groups:]
     others = None
     if rest:
         others = Group(
@@ -95,7 +93,7 @@ def by_column(report: RunReport, column: str, parts: Iterable[pa.Table], most: i
             sum(group.machine_us for group in rest),
             None if total is None else sum(group.usd or 0.0 for group in rest),
         )
-    return ByColumn(column, report.machine_us, tuple(priced[:most]), others)
+    return ByColumn(column, report.machine_us, tuple(priced[:max_groups]), others)
 
 
 def _groups(column: str, table: pa.Table) -> Iterable[Group]:
@@ -125,8 +123,3 @@ def _text(value: pa.Scalar) -> str:
     if isinstance(plain, bytes):
         return plain.decode(errors="replace")
     return NULL if plain is None else str(plain)
-
-
-def _shown(value: str) -> str:
-    text = printable(value[: _MAX_SHOWN + 1])
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

@@ -1,99 +1,98 @@
-"""Two reports side by side, what a change is worth over the months, and the same tokens at a hosted service's price.
+"""Two reports next to each other, the return on a change, and the same tokens at a hosted service's price.
 
 The formulas are in docs/cost.md.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.errors import ConfigError
-from pipeline.report.number_formats import aligned, money, percent, seconds
+from pipeline.formatting import duration, money, percent, table
 from pipeline.report.record.run_record import PHASES
 from pipeline.report.run_report import RunReport
+
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "count": lambda value: f"{value:,.0f}",
+    "us": lambda value: duration(value / 1e6),
+    "usd": money,
+    "share": percent,
+}
+# what, kind, and the figure of a report; None: not known
+_FIGURES: list[tuple[str, str, Callable[[RunReport], float | None]]] = [
+    ("rows", "count", lambda report: report.rows.written),
+    ("error rows", "count", lambda report: report.rows.errors),
+    ("prompt tokens computed", "count", lambda report: report.tokens.computed),
+    ("generated tokens", "count", lambda report: report.tokens.generated),
+    ("time", "us", lambda report: report.wall_us),
+    ("machine time", "us", lambda report: report.machine_us),
+    *((f"  {phase}", "us", lambda report, phase=phase: report.phases_us[phase]) for phase in PHASES),
+    ("batch efficiency", "share", lambda report: report.batch_efficiency),
+    ("generated tokens/s", "count", lambda report: report.generated_tokens_per_s),
+    ("cost", "usd", lambda report: report.cost.total_usd),
+    ("  1M prompt tokens", "usd", lambda report: report.cost.per_1m_prompt_usd),
+    ("  1M generated tokens", "usd", lambda report: report.cost.per_1m_generated_usd),
+    ("  a row", "usd", lambda report: report.cost.per_row_usd),
+]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """kind: count, us (microseconds), usd, share or rate. None: not known there."""
+    """kind: count, us (microseconds), usd or share. None: not known in that report."""
 
     what: str
     kind: str
     before: float | None
     after: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        return None if not self.before or self.after is None else self.after / self.before
-
-    def shown(self, value: float | None) -> str:
-        if value is None:
-            return "unknown"
-        match self.kind:
-            case "us":
-                return seconds(round(value))
-            case "usd":
-                return money(value)
-            case "share":
-                return percent(value)
-        return f"{value:,.0f}"
+    ratio: float | None
 
 
 @dataclass(frozen=True)
 class Return:
-    """Of a change that takes the cost of a row from one to the other: US dollars a month, and once for the effort.
-    payback_months: None where nothing is saved."""
+    """Return on a change of the cost of a row: US dollars a month, and once for the effort. payback_months: None where
+    nothing is saved."""
 
     rows_per_month: float
     before_usd: float
     after_usd: float
     effort_usd: float
+    savings_usd: float
+    payback_months: float | None
 
-    @property
-    def savings_usd(self) -> float:
-        return self.before_usd - self.after_usd
-
-    @property
-    def payback_months(self) -> float | None:
-        return self.effort_usd / self.savings_usd if self.savings_usd > 0 else None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"savings_usd": self.savings_usd, "payback_months": self.payback_months}
-
-    def to_text(self) -> list[str]:
+    def to_text(self) -> str:
         if self.payback_months is None:
-            back = "it is never paid back"
+            back = "never paid back"
         elif self.payback_months == 0:
-            back = "there is nothing to pay back"
+            back = "nothing to pay back"
         else:
             back = f"paid back after {self.payback_months:,.1f} months"
-        return [
+        saved = f"{money(abs(self.savings_usd))} {'saved' if self.savings_usd >= 0 else 'more'}"
+        return (
             f"At {self.rows_per_month:,.0f} rows a month: {money(self.before_usd)} before, {money(self.after_usd)} "
-            f"after, {_saved(self.savings_usd)} a month; {money(self.effort_usd)} once, {back}.",
-            "  savings = rows a month x (cost of a row before - after); payback = one-off effort / savings",
-        ]
-
-
-def _saved(usd: float) -> str:
-    return f"{money(usd)} saved" if usd >= 0 else f"{money(-usd)} more"
+            f"after, {saved} a month; {money(self.effort_usd)} once, {back}.\n"
+            "  savings = rows a month x (cost of a row before - after); payback = one-off effort / savings"
+        )
 
 
 @dataclass(frozen=True)
 class Comparison:
+    """`returns`: JSON's `return`."""
+
     names: tuple[str, str]
     figures: tuple[Figure, ...]
-    worth: Return | None = None
+    returns: Return | None = None
 
     def to_json(self) -> dict[str, Any]:
-        figures = [asdict(figure) | {"ratio": figure.ratio} for figure in self.figures]
-        return {"names": self.names, "figures": figures, "return": self.worth and self.worth.to_json()}
+        raw = asdict(self)
+        return {"names": self.names, "figures": raw["figures"], "return": raw["returns"]}
 
-    def to_text(self) -> str:
-        rows = [["", *self.names, "ratio"]]
-        for figure in self.figures:
-            ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
-            rows.append([figure.what, figure.shown(figure.before), figure.shown(figure.after), ratio])
-        return "\n".join([*aligned(rows), *([] if self.worth is None else ["", *self.worth.to_text()])])
+    def to_text(self, width: int | None = None) -> str:
+        rows = []
+        for each in self.figures:
+            both = ("unknown" if v is None else _FORMATS[each.kind](v) for v in (each.before, each.after))
+            rows.append([each.what, *both, "" if each.ratio is None else f"{each.ratio:.2f}"])
+        text = table(rows, head=["", *self.names, "ratio"], sides="<>", width=width)
+        return text if self.returns is None else f"{text}\n\n{self.returns.to_text()}"
 
 
 def compare_reports(
@@ -104,39 +103,27 @@ def compare_reports(
     effort_usd: float = 0.0,
 ) -> Comparison:
     """rows_per_month: for the return; raises ConfigError where one of the two has no cost of a row."""
-    figures = tuple(_figures(before, after))
+    figures = []
+    for what, kind, figure in _FIGURES:
+        a, b = figure(before), figure(after)
+        if a or b or not what.startswith("  "):  # phases that took no time in either are left out
+            figures.append(Figure(what, kind, a, b, b / a if a and b is not None else None))
     if rows_per_month is None:
-        return Comparison(names, figures)
-    each = before.cost.per_row_usd, after.cost.per_row_usd
-    if each[0] is None or each[1] is None:
-        nameless = names[each.index(None)]
-        raise ConfigError(f"--rows-per-month: {nameless} has no cost of a row; its job declared no cost.hourly_usd")
+        return Comparison(names, tuple(figures))
+    for name, report in zip(names, (before, after)):
+        if report.cost.per_row_usd is None:
+            raise ConfigError(f"--rows-per-month: {name} has no cost of a row; its job declared no cost.hourly_usd")
+    before_usd, after_usd = ((report.cost.per_row_usd or 0.0) * rows_per_month for report in (before, after))
+    savings = before_usd - after_usd
+    payback = effort_usd / savings if savings > 0 else None
     return Comparison(
-        names, figures, Return(rows_per_month, each[0] * rows_per_month, each[1] * rows_per_month, effort_usd)
+        names, tuple(figures), Return(rows_per_month, before_usd, after_usd, effort_usd, savings, payback)
     )
-
-
-def _figures(a: RunReport, b: RunReport) -> Iterator[Figure]:
-    yield Figure("rows", "count", a.rows.written, b.rows.written)
-    yield Figure("error rows", "count", a.rows.errors, b.rows.errors)
-    yield Figure("prompt tokens computed", "count", a.tokens.computed, b.tokens.computed)
-    yield Figure("generated tokens", "count", a.tokens.generated, b.tokens.generated)
-    yield Figure("time", "us", a.wall_us, b.wall_us)
-    yield Figure("machine time", "us", a.machine_us, b.machine_us)
-    for phase in PHASES:
-        if a.phases_us.get(phase) or b.phases_us.get(phase):
-            yield Figure(f"  {phase}", "us", a.phases_us.get(phase, 0), b.phases_us.get(phase, 0))
-    yield Figure("batch efficiency", "share", a.batch_efficiency, b.batch_efficiency)
-    yield Figure("generated tokens/s", "rate", a.generated_tokens_per_s, b.generated_tokens_per_s)
-    yield Figure("cost", "usd", a.cost.total_usd, b.cost.total_usd)
-    yield Figure("  1M prompt tokens", "usd", a.cost.per_1m_prompt_usd, b.cost.per_1m_prompt_usd)
-    yield Figure("  1M generated tokens", "usd", a.cost.per_1m_generated_usd, b.cost.per_1m_generated_usd)
-    yield Figure("  a row", "usd", a.cost.per_row_usd, b.cost.per_row_usd)
 
 
 @dataclass(frozen=True)
 class Hosted:
-    """What a service would have taken for the rows that were completed, at its prices of a million tokens."""
+    """Price of the completed rows at a hosted service, by its prices of a million tokens."""
 
     prompt_usd: float
     generated_usd: float
@@ -153,7 +140,7 @@ class Hosted:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def to_text(self) -> str:
+    def to_text(self, width: int | None = None) -> str:
         own = "this job is unpriced" if self.own_usd is None else f"this job took {money(self.own_usd)}"
         if self.own_usd and self.total_usd:
             own += f", {self.own_usd / self.total_usd:.2f} times that"

@@ -1,6 +1,6 @@
-"""What was expected of a job before it ran, kept in its output as `_pipeline/plan.json`, and set beside what came.
+"""What `pipeline.estimate` expected of a job before it ran (`_pipeline/plan.json`), next to what it took.
 
-Whoever makes it is `pipeline.estimate`. Times are whole microseconds, money is US dollars.
+Times are whole microseconds, money is US dollars.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pipeline.report.record.json_record import JsonRecord
 from pipeline.report.record.run_record import PHASES, RunRecord
 
-LEAST_SHARE = 0.01  # of the machine time, below which a phase has no ratio
+MIN_SHARE = 0.01  # of the machine time, below which a phase has no ratio
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Estimate(JsonRecord):
     speeds_from: str = ""
     lengths_from: str = ""
     actors: int = 1
-    job: str = ""  # undated digest of its identity; an earlier version wrote none
+    job: str = ""  # undated digest of its identity
 
     @property
     def usd(self) -> Interval | None:
@@ -54,16 +54,16 @@ class Estimate(JsonRecord):
 
 @dataclass(frozen=True)
 class Compared:
-    """A line: expected, what came, and the ratio of these (None where next to nothing was expected)."""
+    """A line: expected, actual, and the ratio of these (None where next to nothing was expected)."""
 
     what: str
     expected: float
     actual: float
-    least: float = 1e-12
+    ratio: float | None
 
-    @property
-    def ratio(self) -> float | None:
-        return self.actual / self.expected if self.expected >= self.least else None
+    @classmethod
+    def of(cls, what: str, expected: float, actual: float, min_expected: float = 1e-12) -> "Compared":
+        return cls(what, expected, actual, actual / expected if expected >= min_expected else None)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class EstimateAndActual:
 
     @property
     def ratio(self) -> float | None:
-        """Of machine time, what came to what was expected."""
+        """Actual over expected machine time."""
         return next(line.ratio for line in self.lines if line.what == "machine_us")
 
 
@@ -89,23 +89,23 @@ def compare(
     if not machine_us:
         return None
     lines = [
-        Compared("rows", estimate.rows, sum(run.rows_written for run in since)),
-        Compared(
+        Compared.of("rows", estimate.rows, sum(run.rows_written for run in since)),
+        Compared.of(
             "prompt_tokens", estimate.prompt_tokens.expected, sum(run.input_tokens - run.cached_tokens for run in since)
         ),
-        Compared("generated_tokens", estimate.generated_tokens.expected, sum(run.generated_tokens for run in since)),
+        Compared.of("generated_tokens", estimate.generated_tokens.expected, sum(run.generated_tokens for run in since)),
         *(
-            Compared(
+            Compared.of(
                 phase,
                 estimate.phases_us.get(phase, 0),
                 sum(account[phase] for account in accounts[estimate.runs_before :]),
-                least=estimate.machine_us.expected * LEAST_SHARE,
+                min_expected=estimate.machine_us.expected * MIN_SHARE,
             )
             for phase in PHASES
         ),
-        Compared("machine_us", estimate.machine_us.expected, machine_us),
-        Compared("wall_us", estimate.wall_us.expected, sum(run.wall_us for run in since)),
+        Compared.of("machine_us", estimate.machine_us.expected, machine_us),
+        Compared.of("wall_us", estimate.wall_us.expected, sum(run.wall_us for run in since)),
     ]
     if estimate.usd is not None:
-        lines.append(Compared("usd", estimate.usd.expected, sum(run.usd(run.machine_us) for run in since)))
+        lines.append(Compared.of("usd", estimate.usd.expected, sum(run.usd(run.machine_us) for run in since)))
     return EstimateAndActual(estimate, tuple(lines))

@@ -1,6 +1,6 @@
 """A job's report over all its runs: rows, tokens, work, time, money, and what the plan had expected.
 
-Owns the report's numbers and their names in JSON. `build.py` makes it, `render.py` writes it out for people.
+Owns the report's numbers and their names in JSON. `build.py` makes it, `sections.py` arranges it for people.
 """
 
 from collections.abc import Mapping
@@ -9,32 +9,27 @@ from typing import Any
 
 from pipeline.report.account import Cost, Tokens
 from pipeline.report.estimate import EstimateAndActual
-from pipeline.report.record.computed import Computed
+from pipeline.report.faults import FaultCost
+from pipeline.report.features import QualityReport, Speculation, TokensCost
 from pipeline.report.record.data_warnings import DataWarning
 from pipeline.report.record.json_record import SCHEMA_VERSION, JsonRecord
-from pipeline.report.record.row_stats import ErrorExample, Histogram, LengthBucket
+from pipeline.report.record.row_stats import Computed, ErrorExample, Histogram, LengthBucket
 from pipeline.report.record.run_record import RunRecord, per_second
-from pipeline.report.sections.drafts import Speculated
-from pipeline.report.sections.faults import FaultCost
-from pipeline.report.sections.loops import LoopCost
-from pipeline.report.sections.quality import QualityReport
-from pipeline.report.sections.reasoning import ReasoningCost
-from pipeline.report.sections.savings import Saving
-from pipeline.report.targets import Target
+from pipeline.report.savings import Saving
 
 PERCENTS = (50, 95, 99)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Of the whole job: rows of the input, and those of them in the output so far (completed + errors), with
-    `further_samples` where samples stand as rows."""
+    """Rows of the input, and those of them in the output so far (completed + errors), with `extra_samples` where
+    samples are rows of their own."""
 
     input: int
     written: int
     errors: int
     errors_by_code: dict[str, int]
-    further_samples: int = 0
+    extra_samples: int = 0
 
     @property
     def completed(self) -> int:
@@ -42,53 +37,54 @@ class Rows:
 
     @property
     def output(self) -> int:
-        """As whoever reads the output counts them."""
-        return self.written + self.further_samples
+        """Rows as a reader of the output counts them."""
+        return self.written + self.extra_samples
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """What the engines did over all runs, lost work included.
 
     `wasted_*_tokens` is what engines computed and the output does not hold, summed over the runs (`faults.py`);
     prompt tokens without those from cache. A run that was killed has not recorded its last second or two, so it is a
     lower bound when `wasted_is_lower_bound`. `wasted_us` is the engines' time for it, on average a token.
-    `unseen_generated_tokens` is in the output, but in no run's record, for the same reason.
+    `unrecorded_tokens` are generated ones of the output that are in no run's record, for the same reason.
     """
 
-    generated_tokens: int
+    computed_generated_tokens: int
     wasted_generated_tokens: int
+    wasted_prompt_tokens: int
     wasted_is_lower_bound: bool
-    recomputed_tokens: int
+    wasted_us: int
+    wasted_usd: float | None
+    unrecorded_tokens: int
+    recomputed_tokens: int  # after preemptions
+    rejected_draft_tokens: int
     preemptions: int
-    units_lost: int
-    restarts: int
+    duplicate_units: int
+    units_already_written: int  # handed out, but their part existed before any work: no work was done twice
+    units_restarted: int  # in progress at the last report of a run or an actor that is gone
+    resumed_rows: int  # finished by a run that was stopped, delivered by a later one
+    poison_rows: int  # that ended the engine's process and became error rows
+    engine_restarts: int
+    restart_reasons: Mapping[str, int]  # how engine processes ended, the commonest
+    actors_replaced: int
+    nodes_lost: int  # that left the cluster while the job ran on them
+    storage_retries: Mapping[str, int]
+    telemetry_failures: int  # writes of status, record and report that failed
     steps: int
-    mean_batch: float
-    mean_kv_used: float
-    wasted_prompt_tokens: int = 0
-    wasted_us: int = 0
-    wasted_usd: float | None = None
-    unseen_generated_tokens: int = 0
-    units_begun_again: int = 0  # open at the last that was heard of a run or an actor that is gone
-    units_found: int = 0  # handed out, but their part was there before any work: no work was done twice
-    taken_rows: int = 0  # finished by a run that was stopped, delivered by a later one
-    convicted_rows: int = 0  # that ended the engine's process and became error rows
-    actors_replaced: int = 0
-    machines_lost: int = 0  # that left the cluster while the job ran on them
-    storage_retries: Mapping[str, int] = field(default_factory=dict)
-    restart_reasons: Mapping[str, int] = field(default_factory=dict)  # how engine processes ended, the commonest
-    steps_out_of_memory: int = 0  # undone, and tried again with fewer tokens
-    masked_tokens: int = 0  # that a grammar had to allow, those after drafts too
-    filled_masks: int = 0  # of these, the ones whose mask was filled; else the likeliest token was allowed
-    mask_us: int = 0  # in which engines filled these masks
-    forced_tokens: int = 0  # generated ones that a grammar left no choice of, which took no step
-    telemetry_failures: int = 0  # writes of status, record and report that failed
+    out_of_memory_steps: int  # undone, and tried again with fewer tokens
+    mean_batch_size: float
+    mean_kv_cache_usage: float
+    grammar_tokens: int  # that a grammar had to allow, those after drafts too
+    grammar_masks: int  # of these, the ones whose mask was filled; else the likeliest token was allowed
+    grammar_mask_us: int  # in which engines filled these masks
+    grammar_forced_tokens: int  # generated ones that a grammar left no choice of, which took no step
 
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Microseconds, of `rows` rows; None of none."""
+    """Microseconds, of `rows` rows; None without rows."""
 
     rows: int
     p50: int | None
@@ -102,32 +98,47 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class LengthCost:
-    """Completed rows whose prompts have at most `longest` tokens (and more than the bucket before), and their share
+    """Completed rows whose prompts have at most `max_prompt_tokens` (and more than the bucket before), and their share
     of the machine time and of its price."""
 
-    longest: int
-    rows: LengthBucket
+    max_prompt_tokens: int
+    completed: LengthBucket
     machine_us: int
     usd: float | None = None
 
 
 @dataclass(frozen=True)
 class ErrorCost:
-    """Error rows of one code: what engines computed for them, the time of that on average, and its price. Of rows that
+    """Error rows of one code: what engines computed for them, the time of that on average, and its price. For rows that
     ended the engine's process: what it took to find them."""
 
     rows: int
-    lost: Computed
+    computed_tokens: Computed
     machine_us: int
     usd: float | None
 
 
 @dataclass(frozen=True)
+class Target:
+    """A limit of the job file's section `targets`. actual: None where it is not known, which is a miss too."""
+
+    key: str
+    limit: float
+    actual: float | None
+
+    @property
+    def is_missed(self) -> bool:
+        if self.actual is None:
+            return True
+        return self.actual < self.limit if self.key.startswith("min_") else self.actual > self.limit
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunReport(JsonRecord):
     """The job so far. Times are whole microseconds; `phases_us` sums to `machine_us` exactly.
 
-    `latency`, `lengths` and `examples` are of the rows that the runs' records know: all but those that a killed
-    run wrote after its last record.
+    `latency`, `lengths` and `examples` are of the rows in the runs' records: all but those that a killed run wrote
+    after its last record. energy_uj: of all engines since each was loaded, None where no machine measures it.
     """
 
     job: str
@@ -146,17 +157,17 @@ class RunReport(JsonRecord):
     latency: Mapping[str, Percentiles] = field(default_factory=dict)
     lengths: tuple[LengthCost, ...] = ()
     examples: Mapping[str, tuple[ErrorExample, ...]] = field(default_factory=dict)
-    faults: tuple[FaultCost, ...] = ()
-    speculated: Speculated | None = None
+    faults: list[FaultCost] = field(default_factory=list)
+    speculation: Speculation | None = None
     estimate: EstimateAndActual | None = None
     targets: tuple[Target, ...] = ()
     error_costs: Mapping[str, ErrorCost] = field(default_factory=dict)
     savings: tuple[Saving, ...] = ()
-    energy_uj: int | None = None  # of all engines, from when each was loaded on; None where no machine tells it
-    loops: LoopCost | None = None
-    reasoning: ReasoningCost | None = None
+    energy_uj: int | None = None
+    loops: TokensCost | None = None
+    reasoning: TokensCost | None = None
     quality: QualityReport | None = None
-    warnings: tuple[DataWarning, ...] = ()  # what was odd about the data
+    warnings: tuple[DataWarning, ...] = ()  # oddities of the data
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -176,17 +187,17 @@ class RunReport(JsonRecord):
 
     @property
     def has_generated(self) -> bool:
-        """Whether tokens were generated; not by a job whose task asks for something else."""
+        """False for a job whose task generates no tokens."""
         return self.tokens.generated > 0 or not self.rows.completed
 
     @property
     def batch_efficiency(self) -> float:
-        """The share of the machine time in which engines computed what was delivered."""
+        """The share of the machine time in which engines computed delivered tokens."""
         return (self.phases_us["prefill"] + self.phases_us["decode"]) / self.machine_us if self.machine_us else 0.0
 
     @property
     def joules_per_generated_token(self) -> float | None:
-        """Of delivered tokens, everything included; None where the energy is not known."""
+        """Joules for a delivered token, everything included; None where the energy is not known."""
         known = self.energy_uj is not None and self.tokens.generated
         return self.energy_uj / 1e6 / self.tokens.generated if known else None  # pyright: ignore[reportOptionalOperand]
 
@@ -198,15 +209,14 @@ class RunReport(JsonRecord):
     def to_json(self) -> dict[str, Any]:
         raw = super().to_json()
         raw["targets"] = [{**asdict(target), "is_missed": target.is_missed} for target in self.targets]
-        raw["rows"]["completed"] = self.rows.completed
-        raw["rows"]["output"] = self.rows.output
+        raw["rows"] |= {"completed": self.rows.completed, "output": self.rows.output}
         raw["tokens"]["computed"] = self.tokens.computed
         raw["input_tokens_per_s"] = self.input_tokens_per_s
         raw["generated_tokens_per_s"] = self.generated_tokens_per_s
         raw["rows_per_s"] = self.rows_per_s
+        raw["batch_efficiency"] = self.batch_efficiency
         raw["joules_per_generated_token"] = self.joules_per_generated_token
         raw["runs"] = [run.to_json() | {"machine_us": run.machine_us} for run in self.runs]
         if self.estimate is not None:
             raw["estimate"]["ratio"] = self.estimate.ratio
-        raw["faults"] = [fault.to_json() for fault in self.faults]
         return raw

@@ -1,24 +1,25 @@
-"""Whether a job kept to its targets (the job file's section `targets`)."""
+"""Figures of a report that the job file's section `targets` limits."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
-
-@dataclass(frozen=True)
-class Target:
-    """actual: None where it is not known, which is a miss too."""
-
-    key: str
-    limit: float
-    actual: float | None
-
-    @property
-    def is_missed(self) -> bool:
-        if self.actual is None:
-            return True
-        return self.actual < self.limit if self.key.startswith("min_") else self.actual > self.limit
+from pipeline.report.run_report import RunReport, Target
 
 
-def targets_of(actuals: Mapping[str, float | None], limits: Mapping[str, float]) -> tuple[Target, ...]:
-    """Both by the keys of the section. A limit that another version knew is passed over."""
-    return tuple(Target(key, limit, actuals[key]) for key, limit in limits.items() if key in actuals)
+def _row_p95_s(report: RunReport) -> float | None:
+    p95 = report.latency["row_us"].p95 if "row_us" in report.latency else None
+    return None if p95 is None else p95 / 1e6
+
+
+# None: the figure is not known
+FIGURES: Mapping[str, Callable[[RunReport], float | None]] = {
+    "max_usd_per_1m_generated": lambda report: report.cost.per_1m_generated_usd,
+    "min_generated_per_s": lambda report: report.generated_tokens_per_s,
+    "min_batch_efficiency": lambda report: report.batch_efficiency if report.machine_us else None,
+    "max_row_p95": _row_p95_s,
+}
+
+
+def targets_of(report: RunReport, limits: Mapping[str, float | None]) -> tuple[Target, ...]:
+    """limits: by the keys of the section; its other keys are no limits."""
+    found = ((key, limits.get(key), figure) for key, figure in FIGURES.items())
+    return tuple(Target(key, limit, figure(report)) for key, limit, figure in found if limit is not None)

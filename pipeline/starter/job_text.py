@@ -8,6 +8,7 @@ import yaml
 from pipeline.checkpoints.locate import model_kind
 from pipeline.config.requests import DEFAULTS
 from pipeline.config.schema import FILE_NAME, schema_text
+from pipeline.data.requests.request_row import FORMAT
 from pipeline.errors import ConfigError
 from pipeline.formatting import counted
 from pipeline.starter.look import Look
@@ -74,7 +75,7 @@ def _input(seen: Look) -> list[str]:
         own = "" if _is_embed(seen) else " and sampling values"
         model = _comment(f" for {seen.requests.model!r}" if seen.requests.model else "")
         return [
-            f"  format: {seen.requests.format}         # each line has its own prompt{own}",
+            f"  format: {FORMAT}         # each line has its own prompt{own}",
             f"{found}: requests{model}; custom_id is kept",
         ]
     columns = ", ".join(f"{column} ({kind})" for column, kind in seen.columns.items())
@@ -120,7 +121,7 @@ def _limits(seen: Look) -> list[str]:
         return ["task: embed                    # the lines are for /v1/embeddings: a vector for each"]
     defaults = {"max_tokens": MAX_TOKENS, "temperature": 0}
     if seen.requests is not None:
-        defaults = DEFAULTS[seen.requests.format][seen.requests.endpoint]
+        defaults = DEFAULTS[seen.requests.endpoint]
     max_tokens, longest = defaults["max_tokens"], seen.lengths[-1] if seen.lengths else None
     notes = []
     if longest is not None and seen.max_position is not None:

@@ -35,6 +35,7 @@ class AwqFormat:
     zero_point: bool
     version: str = "gemm"
     bits: int = 4
+    has_activations: bool = False
     unused: tuple[str, ...] = ()
 
     @classmethod

@@ -23,7 +23,7 @@ import torch
 
 from pipeline.errors import ModelError
 from pipeline.weights.config_fields import Fields
-from pipeline.weights.fp8 import ACTIVATION_SCALES, AS_THEY_COME, block_of, fp8_text, read_float8
+from pipeline.weights.fp8 import ACTIVATION_SCALES, block_of, fp8_text, read_float8
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 from pipeline.weights.tensor_reader import StoredLinear, groups_text, input_order, unpack_words
 
@@ -79,6 +79,10 @@ class CompressedFormat:
         sizes = [scheme.group_size for scheme in self.schemes]
         return None if None in sizes else min(size for size in sizes if size is not None)
 
+    @property
+    def has_activations(self) -> bool:
+        return any(scheme.has_activations for scheme in self.schemes)
+
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> "CompressedFormat":
         """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
@@ -98,8 +102,7 @@ class CompressedFormat:
 
     def __str__(self) -> str:
         kinds = dict.fromkeys(_shown(scheme) for scheme in self.schemes)
-        note = AS_THEY_COME if any(scheme.has_activations for scheme in self.schemes) else ""
-        return f"compressed-tensors {' and '.join(kinds)}{note}"
+        return f"compressed-tensors {' and '.join(kinds)}"
 
     def read_linear(self, linear: StoredLinear) -> LinearWeight:
         """One linear: dense where the checkpoint has no quantized tensors of that name.

@@ -18,13 +18,16 @@ class QuantFormat(Protocol):
     """How the linears of a model are quantized, to read (`str`) and to read them with.
 
     `bits` of a weight, and the inputs that share a scale (None: all of an output's); the widest and the smallest where
-    linears differ. `unused`: last parts of the names of tensors that say nothing about weights.
+    linears differ. `has_activations`: the checkpoint is made for activations in 8 bits. `unused`: last parts of the
+    names of tensors that say nothing about weights.
     """
 
     @property
     def bits(self) -> int: ...
     @property
     def group_size(self) -> int | None: ...
+    @property
+    def has_activations(self) -> bool: ...
     @property
     def unused(self) -> tuple[str, ...]: ...
 

@@ -19,7 +19,6 @@ from pipeline.weights.tensor_reader import FLOATS, StoredLinear
 
 SCALES = ("weight_scale_inv", "weight_scale")
 SCALE_TYPES = (*FLOATS, torch.float8_e8m0fnu)
-AS_THEY_COME = ", activations not in 8 bits"  # of a checkpoint that wants them so, where it is not asked for
 ACTIVATION_SCALES = ("input_scale", "activation_scale", "k_scale", "v_scale", "q_scale")
 
 
@@ -29,6 +28,7 @@ class Fp8Format:
 
     block: tuple[int, int] | None
     bits: int = 8
+    has_activations: bool = True
     unused: tuple[str, ...] = ACTIVATION_SCALES
 
     @property
@@ -47,7 +47,7 @@ class Fp8Format:
         return cls(block_of(options, "weight_block_size"))
 
     def __str__(self) -> str:
-        return f"{fp8_text(self.block)}{AS_THEY_COME}"
+        return fp8_text(self.block)
 
     def read_linear(self, linear: StoredLinear) -> LinearWeight:
         """One linear: dense where its weight has no scales. Raises ModelError for what is not this layout."""

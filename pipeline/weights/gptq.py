@@ -46,6 +46,7 @@ class GptqFormat:
     desc_act: bool
     checkpoint_format: str
     overrides: tuple[Override, ...] = ()
+    has_activations: bool = False
     unused: tuple[str, ...] = ()
 
     @classmethod

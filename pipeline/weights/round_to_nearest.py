@@ -42,6 +42,7 @@ class RoundToNearest:
     """One of METHODS."""
 
     method: str
+    has_activations: bool = False
     unused: tuple[str, ...] = ()
 
     @property

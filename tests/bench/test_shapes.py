@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.bench import shapes
-from pipeline.bench.shapes import BenchModel, bench_model, dequantized, in_int8
+from pipeline.bench.shapes import BenchModel, bench_model, dequantized
 from pipeline.errors import ConfigError
 from pipeline.model.config import read_config
 from pipeline.model.load import WeightReader
@@ -74,19 +74,6 @@ def test_the_dense_twin_of_an_awq_shape_holds_what_the_engine_dequantizes(tmp_pa
         dequantized(dense, torch.float32)
     assert "quantization_config" not in json.loads((dense / "config.json").read_text())
     assert next(AutoModelForCausalLM.from_pretrained(dense).parameters()).dtype == torch.float32
-
-
-def test_the_int8_twin_of_an_awq_shape_holds_the_same_values(tmp_path):
-    folder = bench_model("tiny-awq", str(tmp_path)).folder
-    wide = in_int8(folder)
-    packed, twin = (list(WeightReader(f, read_config(f)).layers()) for f in (folder, wide))
-    for ours, theirs in zip(packed, twin, strict=True):
-        for name in ("qkv", "o", "gate_up", "down"):
-            narrow, byte = getattr(ours, name), getattr(theirs, name)
-            assert (narrow.bits, byte.bits) == (4, 8)
-            assert torch.equal(narrow.dequantize(torch.float32), byte.dequantize(torch.float32))
-    with pytest.raises(ConfigError, match="not an AWQ"):
-        in_int8(wide)
 
 
 def test_other_names_are_models():

@@ -1,12 +1,10 @@
 """The scripts for a card, without one: every section runs on a processor in an environment without the job's packages,
-a section that fails costs only itself, and what a card says is read right."""
+and crossovers and traces are read right."""
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +12,9 @@ import pytest
 import torch
 
 from benchmarks.gpu import kernels
-from benchmarks.gpu.__main__ import Session
 from benchmarks.gpu.kernels import FP8_FORMS
 from benchmarks.gpu.linears import CACHED, FUSED, LAYER, SCRATCH, cheapest_crossover, find_crossovers, with_layer
-from benchmarks.gpu.section import Found, RunningSection, Setting
-from benchmarks.gpu.stopwatch import Stopwatch
+from benchmarks.gpu.section import Setting
 from benchmarks.gpu.trace import NUM_KERNELS, OTHERS, Trace, pauses
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.errors import PipelineError
@@ -51,73 +47,6 @@ def test_every_section_runs_without_the_packages_of_a_job(tmp_path: Path) -> Non
     assert len(sections["jobs-tiny-awq"]["jobs"]) == 5
     report = (tmp_path / "out" / "report.txt").read_text()
     assert "skipped: vLLM is not installed here" in report
-
-
-def test_what_does_not_fit_the_budget_is_not_started(tmp_path: Path) -> None:
-    options = argparse.Namespace(
-        output=tmp_path, budget=1.0, device="cpu", smoke=True, model=["tiny"], sections=[], peer=[]
-    )  # fmt: skip
-    assert Session(options).run() == 1
-    (outcome,) = json.loads((tmp_path / "figures.json").read_text())["outcomes"]
-    assert (outcome["name"], outcome["verdict"]) == ("machine", "not started")
-
-
-def test_only_sections_that_are_named_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = argparse.Namespace(
-        output=tmp_path, budget=60.0, device="cpu", smoke=True, model=["tiny-awq"], sections=["jobs-tiny"], peer=[]
-    )  # fmt: skip
-    session, ran = Session(options), []
-    monkeypatch.setattr(session, "_start", lambda task: SimpleNamespace(name=task.name))
-    monkeypatch.setattr(session, "_finish", lambda running, limit_s: ran.append(running.name))
-    session.found["machine"] = Found(figures={"rates": {"copy_bytes_per_s": 1.0, "gemm_flops_per_s": 1.0}})
-    session.run()
-    assert ran == ["machine", "checkpoints", "jobs-tiny-awq", "jobs-tiny-awq-fp8-cache"]
-
-
-def sections() -> dict[str, tuple]:
-    """Name -> section, verdict, words of the reason."""
-
-    def works(setting):
-        yield Found("half", {"n": 1})
-        yield Found("whole", {"n": 2})
-
-    def hangs(setting):
-        yield Found("half", {"n": 1})
-        time.sleep(60)
-
-    def raises(setting):
-        yield Found("half", {"n": 1})
-        raise ValueError("no such kernel")
-
-    def vanishes(setting):
-        yield Found("half", {"n": 1})
-        os._exit(9)
-
-    def has_a_failed_case(setting):
-        found = Found("whole", {"n": 2})
-        with found.case("of 64"):
-            raise ValueError("too many registers")
-        yield found
-
-    return {
-        "works": (works, "done", ""),
-        "hangs": (hangs, "ended", "after 2 s"),
-        "raises": (raises, "failed", "no such kernel"),
-        "vanishes": (vanishes, "failed", "exit code 9"),
-        "fails": (has_a_failed_case, "failed", "1 failures, the first: of 64: ValueError: too many registers"),
-    }
-
-
-@pytest.mark.parametrize("name", sections())
-def test_a_section_keeps_what_it_found(tmp_path: Path, name: str) -> None:
-    section, verdict, words = sections()[name]
-    setting = Setting(model="tiny", device=CPU, is_smoke=True, traces=tmp_path / "traces.tar")
-    running = RunningSection(name, section, setting, tmp_path / "log.txt")
-    outcome = running.wait(2.0 if name == "hangs" else 30.0, time.monotonic())
-    assert outcome.verdict == verdict, outcome.why
-    assert words in outcome.why
-    assert outcome.seconds < 15
-    assert running.found.text == ("whole" if name in ("works", "fails") else "half")
 
 
 class FakeCuda:
@@ -175,16 +104,6 @@ def test_a_failed_capture_says_why_and_leaves_torch_usable(monkeypatch: pytest.M
         capture(lambda: waits_in_capture(cuda))
     assert (cuda.stream, cuda.is_captured, cuda.pools) == ("default", False, 2)
     assert capture(lambda: None)() is None
-
-
-def test_the_stopwatch_reports_what_it_could_not_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, watch = FakeCuda(monkeypatch), Stopwatch(CPU, 0.0)
-    watch._capture, watch.on_gpu, calls = CudaCapture(), True, []
-    monkeypatch.setattr(watch, "_gpu_seconds", lambda run: run() or 1.0)
-    assert watch.seconds(lambda: calls.append(waits_in_capture(cuda))) == 1.0
-    assert len(calls) == 2 + 1 + 3, "warm-ups, the first call before a capture, and timed launches"
-    (complaint,) = watch.complaints()
-    assert "operation not permitted when stream is capturing" in complaint
 
 
 def test_the_crossover_is_where_least_is_lost_whatever_one_number_says() -> None:

@@ -1,7 +1,6 @@
 """The model's folder: local, or downloaded once from a store and checked."""
 
-import hashlib
-import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoints import cache as model_cache
-from pipeline.checkpoints.cache import MANIFEST, cache_folder
+from pipeline.checkpoints.cache import MANIFEST, cache_folder, check_copy
 from pipeline.checkpoints.digest import model_digest
 from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.demo import demo_model
@@ -101,9 +100,11 @@ def test_a_damaged_entry_is_made_anew(store, cache, damage):
     if damage == "gone":
         path.unlink()
     else:
-        path.write_bytes(good[:-1] if damage == "cut" else good[:200] + bytes([good[200] ^ 1]) + good[201:])
+        path.write_bytes(good[:200] + bytes([good[200] ^ 1]) + good[201:] if damage == "flip" else good[:-1])
     assert resolve(store) == folder
-    assert path.read_bytes() == good
+    assert len(path.read_bytes()) == len(good)
+    assert damage == "manifest" or path.read_bytes() == good
+    assert check_copy(store.bucket.url("model"), store.bucket.storage, cache) == (folder, True)
     assert visible(cache) == [folder.name]
 
 
@@ -115,49 +116,37 @@ def test_faults_15_17_20_and_21_while_a_model_is_downloaded(store, monkeypatch):
     assert store.proxy.done["truncated"] == 1
 
 
-def test_a_range_that_came_damaged_is_found_by_the_tag(store, monkeypatch):
-    read, times = model_cache.RemoteFilesystem.cat_file, [1]
-
-    def damaging(self, path, start=None, end=None):
-        data = read(self, path, start, end)
-        if path.endswith("model.safetensors") and start == 400_000 and times:
-            times.pop()
-            return data[:-1] + bytes([data[-1] ^ 1])
-        return data
-
-    monkeypatch.setattr(model_cache.RemoteFilesystem, "cat_file", damaging)
+def test_a_start_compares_sizes_and_times_and_a_check_reads_everything(store, cache, monkeypatch):
+    url, storage = store.bucket.url("model"), store.bucket.storage
+    assert check_copy(url, storage, cache) is None
     folder = resolve(store)
-    assert times == []
-    assert (folder / "model.safetensors").read_bytes() == (demo_model("draft") / "model.safetensors").read_bytes()
-
-
-def test_entity_tags_of_uploads_in_parts_and_of_encrypted_files(tmp_path):
-    path = tmp_path / "weights"
-    path.write_bytes(bytes(range(256)) * 50_000)  # 12.8 MB
-    data = path.read_bytes()
-    parts = [data[i : i + 8 * 2**20] for i in range(0, len(data), 8 * 2**20)]
-    tag = hashlib.md5(b"".join(hashlib.md5(p).digest() for p in parts)).hexdigest()
-    assert model_cache._matches(path, f"{tag}-2") is True
-    assert model_cache._matches(path, f"{tag}-3") is None
-    assert model_cache._matches(path, hashlib.md5(data).hexdigest()) is True
-    assert model_cache._matches(path, hashlib.md5(b"").hexdigest()) is False
-    assert model_cache._matches(path, "0x8DC") is None
-    assert model_cache._matches(path, "") is None
-
-
-def test_a_tag_that_is_no_md5_costs_a_second_download(store, monkeypatch):
-    monkeypatch.setattr(model_cache, "_matches", lambda path, tag: False)
-    before = gets(store)
-    folder = resolve(store)
-    assert model_digest(folder) == model_digest(demo_model("draft"))
-    assert gets(store) - before == 2 * (5 + 5)  # five ranges of the weights, five small files
+    read: list[str] = []
+    real = model_cache._sha256
+    monkeypatch.setattr(model_cache, "_sha256", lambda path: read.append(path.name) or real(path))
+    assert resolve(store) == folder
+    assert read == []
+    os.utime(folder / "model.safetensors")  # as by a copy: its bytes are read, once
+    assert resolve(store) == resolve(store) == folder
+    assert read == ["model.safetensors"]
+    assert check_copy(url, storage, cache) == (folder, True)
+    path, status = folder / "config.json", (folder / "config.json").stat()
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as by a disk that fails
+    assert resolve(store) == folder
+    assert check_copy(url, storage, cache) == (folder, False)
 
 
 def test_a_file_replaced_while_it_is_downloaded_is_said(store, monkeypatch):
-    monkeypatch.setattr(model_cache, "_matches", lambda path, tag: False)
-    monkeypatch.setattr(model_cache.RemoteFilesystem, "info", lambda self, path: {"ETag": "another"})
-    with pytest.raises(EnvironmentFailed, match="was replaced while it was downloaded; run again"):
+    old, read = store.bucket.get("model/config.json"), model_cache._read_ranges
+
+    def replacing(*args):
+        store.bucket.put("model/config.json", old + b"\n")
+        read(*args)
+
+    monkeypatch.setattr(model_cache, "_read_ranges", replacing)
+    with pytest.raises(EnvironmentFailed, match="was replaced while it was downloaded"):
         resolve(store)
+    store.bucket.put("model/config.json", old)
 
 
 def test_processes_at_once_download_once(store, cache):
@@ -229,9 +218,3 @@ def test_fault_46_no_message_shows_storage_options(store):
         store.proxy.calm()
     with pytest.raises(ModelError, match=r"nope://x: cannot be opened .*these its options: secret"):
         resolve_model("nope://x", {"secret": SECRET})
-
-
-def test_the_manifest_names_sizes_and_tags(store):
-    manifest = json.loads((resolve(store) / MANIFEST).read_text())
-    assert manifest["model.safetensors"]["size"] == (demo_model("draft") / "model.safetensors").stat().st_size
-    assert len(manifest["config.json"]["tag"]) == 32

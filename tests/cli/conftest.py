@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.data.output.inventory import Inventory
 from pipeline.data.output.parts import SUCCESS, PartName, PartStore
 from pipeline.data.output.result_columns import output_schema
 from pipeline.job.telemetry.status import Status
@@ -83,5 +84,12 @@ def leave_output(root: Path, run: RunRecord, outcome: str, rows: int = 2) -> Par
     status = Status("run-1", "generating", outcome, rows_total=3, rows_done=2, eta_s=30.0)
     store.folder.replace("_pipeline/status.json", json.dumps(status.to_json()).encode())
     if outcome == "finished":
-        store.folder.replace(SUCCESS, json.dumps({"parts": 1, "completed_rows": rows, "error_rows": 0}).encode())
+        store.folder.replace(SUCCESS, success_of(store))
     return store
+
+
+def success_of(store: PartStore) -> bytes:
+    """What `_SUCCESS` of an output without error rows has to count."""
+    there = Inventory.of(store)
+    counts = {"parts": there.parts, "completed_rows": there.rows, "error_rows": 0}
+    return json.dumps(counts | {"parts_bytes": there.parts_bytes, "parts_digest": there.parts_digest}).encode()

@@ -26,7 +26,7 @@ def test_help_teaches_with_examples(pipe):
     assert code == 0
     assert "pipeline run my.yaml" in out
     assert "75  interrupted" in out
-    benchmarks = ("bench engine", "bench job", "bench scheduler", "bench ladder", "bench plan")
+    benchmarks = ("bench engine", "bench job", "bench speculation", "bench roofline")
     jobs = ("run", "validate", "status", "report", "verify", "compact", "logs")
     for command in (*jobs, "generate", "doctor", "init", "completion", "schema", *benchmarks):
         code, out, _ = pipe(*command.split(), "--help")
@@ -63,7 +63,7 @@ def test_run_prints_the_report(work, pipe, job_that):
     assert code == 0
     assert "3 of 3: 3 completed, 0 errors" in out
     assert "_pipeline/report.md" in out
-    assert "generating: 33.3 %, 1/3 rows" in err
+    assert "generating: 33.3%, 1/3 rows" in err
     assert (seen["config"].input.limit, seen["config"].run.actors) == (2, 2)
     assert seen["accept_numerics"]
     assert seen["retry_failed"]
@@ -209,26 +209,6 @@ def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, aws, monkeypatc
         everything = b"".join(bucket.get(key) for key in bucket.tags())
         assert SECRET.encode() not in everything
     assert pq.read_table(work / "merged").column("id").to_pylist() == [1, 2, 3]
-
-
-def test_bench_plan(pipe, monkeypatch):
-    from pipeline.bench.job.plan import PlanBench, PlanCost
-
-    asked = {}
-
-    def bench_plan(**options):
-        asked.update(options)
-        options["say"]("planning")
-        cost = PlanCost(1, 5, 10**6, 20, 2000, *(0.5, 10**6) * 4)
-        return PlanBench((cost,), 10, 10, 10, 100, 1, {"cores": "2"})
-
-    monkeypatch.setattr("pipeline.bench.job.plan.bench_plan", bench_plan)
-    code, out, err = pipe("bench", "plan", "--scale", "1", "--files", "5", "--repeats", "1", "--json")
-    assert (code, err) == (0, "planning\n")
-    assert json.loads(out)["bench"] == "plan"
-    assert (asked["scales"], asked["files"], asked["repeats"], asked["parts_per_window"]) == ((1,), 5, 1, 60)
-    assert "1x" in pipe("bench", "plan")[1]
-    assert asked["scales"] == (1, 10, 100)
 
 
 def commands_no_terminal(text: str) -> bool:

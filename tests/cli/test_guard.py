@@ -150,7 +150,7 @@ entry.main()
 """
 
 
-def test_a_signal_that_comes_where_nothing_can_be_raised_comes_once_more():
+def test_a_signal_that_comes_where_nothing_can_be_raised_leaves_with_75():
     done = subprocess.run(
         [sys.executable, "-c", LOSES_A_SIGNAL], capture_output=True, text=True, timeout=60, check=False
     )
@@ -187,44 +187,51 @@ ENDS_SLOWLY = """
 import atexit, sys, threading, time, types
 import pipeline.__main__ as entry
 
-where, code = sys.argv[1:]
-cli = types.ModuleType("pipeline.cli.main")
-cli.main = lambda: sys.exit(int(code))
-sys.modules["pipeline.cli.main"] = cli
-
 class Slow:
-    def __del__(self, time=time, print=print):
-        self.end(time, print)
-    @staticmethod
-    def end(time=time, print=print):
-        print("ending", flush=True)
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end:
-            time.sleep(0.01)
-        print("ended", flush=True)
+    __del__ = lambda self, end=time.sleep: end(60)
 
-if where == "module":
-    slow = Slow()
-elif where == "atexit":
-    cli.main = lambda: (atexit.register(Slow.end), sys.exit(int(code)))
-else:
-    threading.Thread(target=Slow.end).start()
+def main():
+    print("printed", end="")
+    atexit.register(time.sleep, 60)
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    sys.exit(3)
+
+cli = types.ModuleType("pipeline.cli.main")
+cli.main = main
+sys.modules["pipeline.cli.main"] = cli
+slow = Slow()
 entry.main()
 """
 
 
-@pytest.mark.parametrize("where", ["thread", "atexit", "module"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_the_process_ends_keeps_the_exit_code(where, number):
-    """In the end of the last object Python has taken its handlers away already."""
-    process = subprocess.Popen([sys.executable, "-c", ENDS_SLOWLY, where, "3"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ending\n"
-    time.sleep(0.3)
-    process.send_signal(number)
-    said, _ = process.communicate(timeout=30)
-    cut_short = number == signal.SIGINT and where != "module"
-    assert (process.returncode, said) == (3, "" if cut_short else "ended\n")
+def test_the_process_leaves_with_its_code_and_waits_for_no_library():
+    """So there is no time in which a signal would change the code."""
+    done = subprocess.run([sys.executable, "-c", ENDS_SLOWLY], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (3, "printed")
+
+
+SWALLOWS_A_SIGNAL = """
+import os, signal, sys, time, types
+import pipeline.__main__ as entry
+from pipeline.cli import interrupt
+
+def main():
+    interrupt.GRACE_S = 0.3
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException:
+        time.sleep(60)
+
+cli = types.ModuleType("pipeline.cli.main")
+cli.main = main
+sys.modules["pipeline.cli.main"] = cli
+entry.main()
+"""
+
+
+def test_a_signal_that_nothing_lets_through_ends_the_process_all_the_same():
+    done = subprocess.run([sys.executable, "-c", SWALLOWS_A_SIGNAL], capture_output=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (75, b"Interrupted.\n")
 
 
 def test_a_guard_that_is_killed_takes_the_command_with_it():

@@ -11,7 +11,7 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.job.output import following
 from pipeline.job.telemetry.status import Status
 from pipeline.report.build import build_report
-from tests.cli.conftest import EVIL, finished_run, leave_output
+from tests.cli.conftest import EVIL, finished_run, leave_output, success_of
 
 DRIVER = "2026-11-23 12:00:01.000 info    starting Ray\n2026-11-23 12:00:03.000 warning slow\n"
 ENGINE = "2026-11-23 12:00:02.000 print   loading shard 1\n"
@@ -73,7 +73,7 @@ def test_following_ends_with_the_run_and_has_its_exit_code(logged, pipe, monkeyp
         with (logs / "driver.log").open("a") as log:
             log.write("2026-11-23 12:00:04.000 info    ended\n")
         if outcome == "finished":
-            store.folder.create("_SUCCESS", b'{"parts": 1, "completed_rows": 2, "error_rows": 0}')
+            store.folder.create("_SUCCESS", success_of(store))
         store.folder.replace("_pipeline/status.json", json.dumps(replace(status, outcome=outcome).to_json()).encode())
 
     writer = threading.Thread(target=go_on)

@@ -80,10 +80,16 @@ def test_numbers_that_are_none_or_endless_are_refused_everywhere():
                 assert kind.convert(text, None, None) is None, (name, text)
 
 
+def test_former_commands_say_where_they_went(pipe):
+    for former, hint in (("render", "`manifests`"), ("submissions", "`ray job list`")):
+        code, out, err = pipe(former, "my.yaml")
+        assert (code, out, hint in err) == (2, "", True), err
+
+
 def test_help_has_whole_sentences_of_its_commands():
     for args in ([], ["bench"]):
         listed = CliRunner().invoke(cli, [*args, "--help"], terminal_width=80).output.partition("Commands:")[2]
         assert "..." not in listed
-    assert "Stop a job that was submitted to a cluster: what is being computed" in " ".join(
+    assert "Stop a job that was submitted to a cluster: open work is finished" in " ".join(
         CliRunner().invoke(cli, ["--help"], terminal_width=80).output.split()
     )

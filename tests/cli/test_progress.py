@@ -5,7 +5,6 @@ from dataclasses import replace
 from io import StringIO
 
 from pipeline.cli.progress import PlainProgress, progress_for
-from pipeline.formatting import duration
 from pipeline.job.telemetry.status import Status, status_line
 from tests.cli.conftest import EVIL
 
@@ -25,8 +24,8 @@ def test_plain_progress_speaks_at_changes_every_few_seconds_and_seldom_when_noth
         progress(Status(phase="finished", rows_total=100, rows_done=100, error_rows=1))
     lines = stream.getvalue().splitlines()
     assert [line.split(",")[0] for line in lines] == [
-        "planning", "loading", "loading (30 s)", "running", "running: 5.0 %", "running: 10.0 %",
-        "finished: 100.0 %", "finished: 100.0 %",
+        "planning", "loading", "loading (30 s)", "running", "running: 5%", "running: 10%",
+        "finished: 100%", "finished: 100%",
     ]  # fmt: skip
     assert "(1 errors)" in lines[-1], "the last state is always told"
 
@@ -34,10 +33,9 @@ def test_plain_progress_speaks_at_changes_every_few_seconds_and_seldom_when_noth
 def test_a_status_in_one_line():
     status = Status(phase="running", rows_total=2000, rows_done=1000, error_rows=3, input_tokens_per_s=1234.5,
                     generated_tokens_per_s=99, eta_s=300)  # fmt: skip
-    assert status_line(status) == ("running: 50.0 %, 1,000/2,000 rows (3 errors), 1,234 tok/s in, 99 out, 5 min left")
+    assert status_line(status) == ("running: 50%, 1,000/2,000 rows (3 errors), 1,234 tok/s in, 99 out, 5 min left")
     ended = replace(status, outcome="interrupted", phase="interrupted")
-    assert status_line(ended) == "interrupted: 50.0 %, 1,000/2,000 rows (3 errors)"
-    assert [duration(s) for s in (0, 40, 720, 11_100, 200_000)] == ["0 s", "40 s", "12 min", "3 h 05 min", "2 d 7 h"]
+    assert status_line(ended) == "interrupted: 50%, 1,000/2,000 rows (3 errors)"
 
 
 def test_a_live_bar_is_drawn_on_a_terminal(monkeypatch):

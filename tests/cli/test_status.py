@@ -20,7 +20,7 @@ def test_status_of_a_folder_and_of_a_job(work, pipe):
         code, out, _ = pipe("status", place)
         assert code == 0
         assert f"{place}: finished\n" in out
-        assert "66.7 %, 2/3 rows" in out
+        assert "66.7%, 2/3 rows" in out
     raw = json.loads(pipe("status", "out", "--json")[1])
     assert (raw["rows_done"], raw["stale"]) == (2, None)
 
@@ -47,14 +47,12 @@ def test_status_of_a_run_that_was_not_heard_of_for_long(work, pipe):
     store = leave_output(work, finished_run(outcome="running", versions={"host": "elsewhere", "pid": "1"}), "running")
     status = json.loads(store.folder.read("_pipeline/status.json"))
     now = datetime.now(UTC)
-    for told_at, head in ((now, "running"), (now - timedelta(hours=3), "stale"), (None, "running")):
-        told = {"told_at": told_at.isoformat()} if told_at else {}
+    for updated_at, head in ((now, "running"), (now - timedelta(hours=3), "stale")):
+        told = {"updated_at": updated_at.isoformat()}
         store.folder.replace("_pipeline/status.json", json.dumps(status | told).encode())
         out = pipe("status", "out")[1]
         assert f"out: {head}\n" in out
-        assert ("Nothing was heard of it for 3 h 00 min. If its process on elsewhere is gone" in out) == (
-            head == "stale"
-        )
+        assert ("Nothing was heard of it for 3 h. If its process on elsewhere is gone" in out) == (head == "stale")
 
 
 def test_status_of_a_run_that_ended_and_could_not_say_so(work, pipe):
@@ -62,8 +60,8 @@ def test_status_of_a_run_that_ended_and_could_not_say_so(work, pipe):
     store = leave_output(work, finished_run(outcome="failed", versions={"host": "elsewhere", "pid": "1"}), "running")
     status = json.loads(store.folder.read("_pipeline/status.json"))
     for seconds, head, code in ((5, "running", 0), (60, "stale", 3)):
-        told_at = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()
-        store.folder.replace("_pipeline/status.json", json.dumps(status | {"told_at": told_at}).encode())
+        updated_at = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()
+        store.folder.replace("_pipeline/status.json", json.dumps(status | {"updated_at": updated_at}).encode())
         out = pipe("status", "out")[1]
         assert f"out: {head}\n" in out
         assert ("The run's record says failed: its last status could not be written" in out) == (head == "stale")

@@ -21,7 +21,7 @@ from pipeline.job.output import following
 from pipeline.job.output.following import Following
 from pipeline.job.telemetry.status import Status
 from pipeline.report.record.run_record import ActorRecord, no_phases
-from tests.cli.conftest import EVIL, finished_run, leave_output
+from tests.cli.conftest import EVIL, finished_run, leave_output, success_of
 from tests.faults.store import FaultyStore
 
 STATUS = Status("run-1", "running", "running", 2000, 1000, 900, 3, 7, 2, 50_000, 9_000, 1234.5, 99, 300.0, 60.0)
@@ -93,7 +93,7 @@ def test_watching_ends_with_the_run_and_has_its_exit_code(work, pipe, monkeypatc
     def go_on() -> None:
         time.sleep(0.4)
         if outcome == "finished":
-            store.folder.create("_SUCCESS", b'{"parts": 1, "completed_rows": 2, "error_rows": 0}')
+            store.folder.create("_SUCCESS", success_of(store))
         put(store, replace(STATUS, phase=outcome, outcome=outcome), run_of(11))
 
     writer = threading.Thread(target=go_on)
@@ -120,7 +120,7 @@ def test_an_output_in_a_store(work, pipe, aws):
         put(store, replace(STATUS, outcome="failed", phase="failed"), run_of(10, actor(0, 1)))
         aws(**faulty.bucket.storage)
         code, out, _ = pipe("status", faulty.bucket.url("out"), "--watch")
-        assert (code, out) == (3, "failed: 50.0 %, 1,000/2,000 rows (3 errors)\n")
+        assert (code, out) == (3, "failed: 50%, 1,000/2,000 rows (3 errors)\n")
 
 
 def test_ctrl_c_leaves_a_terminal_as_it_was(work):

@@ -30,8 +30,9 @@ def head(tmp_path_factory):
     with logs.open("w") as log:
         ray = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
     env["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{ports[1]}"
-    deadline = time.monotonic() + 60
-    while pipeline(env, "submissions").returncode:
+    deadline = time.monotonic() + 200  # on a busy machine a head lists jobs long before it accepts one
+    accepted = [BIN / "ray", "job", "submit", "--no-wait", "--", "true"]
+    while subprocess.run(accepted, env=env, capture_output=True).returncode:
         assert ray.poll() is None, logs.read_text()
         assert time.monotonic() < deadline, logs.read_text()
     yield env
@@ -78,7 +79,7 @@ def test_a_job_is_joined_drained_and_gone_on_with(head, job, tmp_path):
         lines.append(first.stderr.readline())
         assert lines[-1], lines
     joined = start(head, *job, "--json")
-    assert " is under way at http://127.0.0.1:" in joined.stderr.readline()
+    assert " is running at http://127.0.0.1:" in joined.stderr.readline()
     left = pipeline(head, "submit", *job, "--if-running", "leave", "--json")
     found = json.loads(left.stdout)
     assert (left.returncode, found["state"], found["exit_code"]) == (0, "RUNNING", None)
@@ -102,16 +103,14 @@ def test_a_job_is_joined_drained_and_gone_on_with(head, job, tmp_path):
     written = sum(pq.read_metadata(part).num_rows for part in output.glob("part-*"))
     assert 0 < written < ROWS
     assert json.loads(pipeline(head, "status", *job, "--json").stdout)["outcome"] == "interrupted"
-    nobody = pipeline(head, "cancel", *job)
-    assert (nobody.returncode, "no run of this job is under way" in nobody.stderr) == (2, True)
+    ended_already = pipeline(head, "cancel", *job)
+    assert (ended_already.returncode, "no run of this job" in ended_already.stderr) == (2, True)
 
     again = pipeline(head, "submit", *job)
     assert again.returncode == 0, again.stderr
     assert again.stdout.startswith(f"{found['submission_id'][:-1]}2: succeeded after")
     table = pq.read_table(output, columns=["source_row"])
     assert sorted(table["source_row"].to_pylist()) == list(range(ROWS))
-    states = [one["state"] for one in json.loads(pipeline(head, "submissions", "--json").stdout)["submissions"]]
-    assert states == ["STOPPED", "SUCCEEDED"]
 
 
 def test_what_ends_a_driver_is_told_here(head, job, tmp_path):
@@ -122,13 +121,13 @@ def test_what_ends_a_driver_is_told_here(head, job, tmp_path):
     found = mistaken.stdout.split(":")[0]
     assert pipeline(head, "cancel", found).returncode == 0  # it has ended
     unknown = pipeline(head, "cancel", "nightly-1-1")
-    assert (unknown.returncode, "nightly-1-1 does not exist" in unknown.stderr) == (2, True)
+    assert (unknown.returncode, "nightly-1-1: no run of this job" in unknown.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("changed", "code", "told"),
     [
-        ({"RAY_AUTH_MODE": "disabled"}, 2, "asks for a token"),
+        ({"RAY_AUTH_MODE": "disabled"}, 2, "requires a token"),
         ({"RAY_AUTH_TOKEN": "f" * 32}, 2, "Invalid authentication token"),
         ({"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1"}, 3, "Give --address http://HEAD:8265"),
     ],

@@ -92,7 +92,7 @@ def test_a_full_job(job):
 def test_every_engine_and_sampling_option_reaches_the_engine(job):
     """A field added to the engine must be added to the job file, or left out on purpose."""
     config = job()
-    not_in_jobs = {"model", "quantization", "draft", "num_threads", "scoring_tokens"}  # or in another section
+    not_in_jobs = {"model", "quantization", "draft", "num_threads"}  # or in another section
     assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields)
     of_jobs_alone = {"defaults", "response_format"}
     assert set(SamplingParams.__dataclass_fields__) == set(type(config.sampling).model_fields) - of_jobs_alone

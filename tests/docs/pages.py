@@ -9,10 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "infra/*.md", "pipeline/demo/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "infra/*.md", "pipeline/demo/*.md")
     for path in ROOT.glob(pattern)
 )  # fmt: skip
-LOG = ROOT / "docs" / "performance"  # what was typed at some time, by the program of that time
+LOG = ROOT / "benchmarks"  # what was typed at some time, by the program of that time
 
 _FENCE = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 

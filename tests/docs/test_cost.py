@@ -6,18 +6,16 @@ from pathlib import Path
 import pytest
 
 from pipeline.report.account import Tokens, accounted, allocate
+from pipeline.report.faults import LostTime
 from pipeline.report.record.run_record import PHASES, ActorRecord, RunRecord
-from pipeline.report.sections.faults import LostTime
 
 PAGE = Path("docs/cost.md").read_text()
 EXAMPLE = PAGE.partition("### A worked example")[2]
 WORDS = {
     "startup": "start-up",
-    "drafts": "rejected drafts",
-    "preempted": "work done again after preemptions",
-    "retried": "lost work",
+    "wasted": "wasted work",
     "quality": "quality watch",
-    "write": "writing",
+    "idle": "idle time",
 }
 
 

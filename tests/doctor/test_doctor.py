@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
 
+from pipeline.checkpoints.locate import resolve_model
 from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Check, Setup, diagnose, exit_code, machine_checks
@@ -164,6 +165,22 @@ def test_a_model_in_a_store(tmp_path):
     assert checks("model", model="memory://test-doctor/m")["architecture"].state == "ok"
     fs.rm_file("/test-doctor/m/tokenizer.json")
     assert "no tokenizer.json there" in checks("model", model="memory://test-doctor/m")["model"].found
+
+
+def test_the_copy_of_a_model_in_a_store_is_read_whole(tmp_path, monkeypatch):
+    import fsspec
+
+    monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path))
+    for file in demo_model("draft").iterdir():
+        fsspec.filesystem("memory").pipe_file(f"/test-doctor/copied/{file.name}", file.read_bytes())
+    assert "copy" not in checks("model", model="memory://test-doctor/copied")
+    weights = resolve_model("memory://test-doctor/copied") / "model.safetensors"
+    assert checks("model", model="memory://test-doctor/copied")["copy"].state == "ok"
+    before, data = weights.stat(), weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    found = checks("model", model="memory://test-doctor/copied")["copy"]
+    assert (found.state, "differs from what was downloaded" in found.found) == ("failed", True)
 
 
 def test_the_quantizers_own_file_of_a_model_in_a_store_counts(tmp_path):

@@ -20,7 +20,7 @@ from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.engine.startup.build import captured_shapes
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import Resolved, resolve
-from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
+from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.compile_ahead import DistinctLaunches, variant
 from pipeline.kernels.triton.launch import Launch, recording
 from pipeline.model.config import read_config

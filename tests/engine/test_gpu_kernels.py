@@ -19,8 +19,8 @@ from pipeline.engine.startup.build import captured_shapes
 from pipeline.engine.startup.resolve import resolve
 from pipeline.engine.tasks import Embed, Score
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
-from pipeline.kernels.triton.attention.cascade.metadata import CascadeShape, Decided
+from pipeline.kernels.triton.attention import cascade_metadata
+from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape, Decided
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata
 from pipeline.kernels.triton.kernel_set import triton_kernels
 from pipeline.kernels.triton.linear.crossover import Crossover

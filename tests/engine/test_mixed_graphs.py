@@ -20,10 +20,10 @@ from pipeline.engine.forward.graphs import graph_sizes, mixed_sizes
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.build import _most_mixed_tokens
+from pipeline.engine.startup.memory import served_form
 from pipeline.engine.startup.mixed_tokens import host_bound_tokens, most_mixed_tokens
 from pipeline.engine.startup.resolve import resolve
-from pipeline.engine.startup.served_form import served_form
-from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
+from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.launch import Launch
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import read_config
@@ -113,13 +113,10 @@ def test_captured_mixed_steps_give_the_reference_tokens(
         runner.is_asynchronous = True
         engine.runner = runner
     run, serves, mixed, launched = runner._graphs.run, runner._graphs.serves, [], []
-    steps: list[StepInput] = []
 
     def run_and_note(step: StepInput, *rest: Any) -> torch.Tensor:
         count_S = np.diff(step.query_start_S1)
         if count_S.max() > runner.max_corrected_queries:
-            if step.token_id_T.min() >= 0:  # none that only the device knew then
-                steps.append(step)
             mixed.append((len(step.token_id_T), len(count_S), int(step.context_len_S.max() - count_S.max())))
         keys_CBKD = runner.kv.layers[0].k_CBKD
         before = keys_CBKD.clone()
@@ -141,9 +138,6 @@ def test_captured_mixed_steps_give_the_reference_tokens(
     assert any(before > 0 for *_, before in mixed), "after a chunk or a cached beginning"
     assert all(size > MOST_MIXED for size in launched), "only larger steps are launched kernel by kernel"
     assert launched
-    runner.replays_mixed, replayed = False, len(mixed)
-    runner.execute(steps[-1])
-    assert len(mixed) == replayed, "kernel by kernel where that is asked for"
     assert engine.stats.num_preemptions > 0 or "preempted" not in kind
 
 

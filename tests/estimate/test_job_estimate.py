@@ -13,8 +13,8 @@ from pipeline.estimate.job_estimate import _Work
 from pipeline.estimate.render import NOTHING_KNOWN
 from pipeline.report.account import accounted
 from pipeline.report.estimate import Estimate, Interval, compare
+from pipeline.report.faults import LostTime
 from pipeline.report.record.run_record import PHASES, ActorRecord, RunRecord, no_phases
-from pipeline.report.sections.faults import LostTime
 
 JOB = ["jobs/summarize.yaml", "--limit", "96", "--set", "sampling.max_tokens=24"]
 
@@ -82,7 +82,7 @@ def test_a_probe_is_enough_and_the_run_takes_its_rows_over(tmp_path):
     assert "from 16 rows of 1 earlier run of this job" in told
     assert "On this machine, by 1 run" in told
     report = run(tmp_path / "out")
-    assert report["work"]["taken_rows"] == 16
+    assert report["work"]["resumed_rows"] == 16
     assert report["rows"]["completed"] == 96
     assert report["estimate"]["estimate"]["runs_before"] == 1
 

@@ -20,23 +20,23 @@ from pipeline.report.record.run_record import ActorRecord, RunRecord
 from pipeline.report.run_report import RunReport
 
 EXAMPLE = Path("docs/cost.md").read_text().rpartition("### A worked example")[2]
-SECONDS = {"startup": 60, "load": 120, "prefill": 1200, "decode": 3600, "drafts": 30, "preempted": 20, "retried": 10,
-           "quality": 5, "write": 15, "waiting": 220, "tail": 120}  # fmt: skip
+SECONDS = {"startup": 60, "load": 120, "prefill": 1200, "decode": 3600, "wasted": 60, "quality": 5, "idle": 355}
+TAIL_S = 120  # of the idle time
 HALF = dict(SECONDS.items()) | {"prefill": 600, "decode": 2040}
 
 
 def a_report(phases=SECONDS, hourly_usd: float | None = 2.5, **resolved) -> RunReport:
     """The job of docs/cost.md."""
-    actor = ActorRecord(0, {phase: s * 10**6 for phase, s in phases.items()}, {"num_steps": 1})
+    actor = ActorRecord(0, {phase: s * 10**6 for phase, s in phases.items()}, {"num_steps": 1}, tail_us=TAIL_S * 10**6)
     stats = RowStats(lengths={512: LengthBucket(100_000, 30_000_000, 0, 6_000_000)})
     run = RunRecord("1", "", "finished", wall_us=actor.machine_us, actors=[actor], hourly_usd=hourly_usd,
                     units_written=90, row_stats=stats, resolved=resolved,
-                    config_free={"model": {"path": "demo:target"}})  # fmt: skip
+                    settings={"model": {"path": "demo:target"}})  # fmt: skip
     return build_report("x", "f" * 64, [run], PartTotals(100_000, 90, {}, 30_000_000, 0, 6_000_000), 100_000)
 
 
 def replace_model(report: RunReport, path: str) -> RunReport:
-    runs = tuple(replace(run, config_free={"model": {"path": path}}) for run in report.runs)
+    runs = tuple(replace(run, settings={"model": {"path": path}}) for run in report.runs)
     return replace(report, runs=runs)
 
 
@@ -49,7 +49,7 @@ def test_the_worked_example_is_what_the_program_computes():
     before, after = a_report(), a_report(phases=HALF)
     assert after.cost.total_usd == pytest.approx(2.25)
     assert before.cost.per_row_usd == pytest.approx(told("cost of a row before"))
-    worth = compare_reports(("a", "b"), before, after, 5e6, 1500).worth
+    worth = compare_reports(("a", "b"), before, after, 5e6, 1500).returns
     assert worth is not None
     assert worth.before_usd == pytest.approx(told("a month before"))
     assert worth.after_usd == pytest.approx(told("a month after"))
@@ -128,13 +128,13 @@ def test_changes_are_read_as_they_are_typed():
 
 
 def test_a_change_for_the_worse_is_never_paid_back_and_an_unpriced_job_has_no_return():
-    worth = compare_reports(("a", "b"), a_report(phases=HALF), a_report(), 5e6, 10).worth
+    worth = compare_reports(("a", "b"), a_report(phases=HALF), a_report(), 5e6, 10).returns
     assert worth is not None
     assert worth.payback_months is None
-    assert "$75.00 more a month" in " ".join(worth.to_text())
+    assert "$75.00 more a month" in worth.to_text()
     with pytest.raises(ConfigError, match="b has no cost of a row"):
         compare_reports(("a", "b"), a_report(), a_report(hourly_usd=None), 5e6)
-    assert compare_reports(("a", "b"), a_report(), a_report(hourly_usd=None)).worth is None
+    assert compare_reports(("a", "b"), a_report(), a_report(hourly_usd=None)).returns is None
 
 
 def test_every_figure_of_two_reports_stands_beside_the_other():

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline import Engine, EngineConfig, SamplingParams
-from pipeline.engine.forward.divergence import Divergence
+from pipeline.engine.quality.divergence import Divergence
 from pipeline.evaluate import measurement
 from tests.model_folders import FAMILIES, load_reference, make_family, small_config, write_checkpoint
 from tests.parity.harness import reference_logits
@@ -53,7 +53,8 @@ def measured(pipe, *arguments: str) -> dict:
 def test_every_figure_is_that_of_transformers(pipe, checkpoints, texts, monkeypatch):
     base, noisy = checkpoints
     path, rows = texts
-    monkeypatch.setattr(measurement, "LOGIT_BYTES", 4 * 320 * 37)  # steps hold several rows, rows span steps
+    monkeypatch.setattr(measurement, "LOGIT_BYTES", 4 * 320 * 37)  # rows in several pieces
+    monkeypatch.setattr(measurement, "GROUP_TOKENS", 150)  # and in several groups
     told = measured(pipe, str(noisy), "--against", str(base), "--data", str(path), "--max-tokens", str(NUM_OUTPUTS))
     first, second = told["models"]
     assert (told["num_rows"], told["left_out"]) == (12, {"null_prompt": 1, "prompt_too_long": 1})

@@ -224,7 +224,7 @@ def run_campaign(
         assert report["rows"]["written"] == report["rows"]["input"] == place.rows
         happened.rounds += 1
         happened.rows += len(expected)
-        happened.restarts += report["work"]["restarts"]
+        happened.restarts += report["work"]["engine_restarts"]
         happened.wasted_tokens += report["work"]["wasted_generated_tokens"]
         say(f"job {happened.rounds} is finished and equal; {happened.kills.total()} kills so far")
     return happened

@@ -8,7 +8,7 @@ top_k the k-th best, in deviations of the logits. What a wrong step leads to is 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from pipeline.demo import demo_model
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.params import Completion, EngineConfig, SamplingParams
-from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.kernels.activations.rounded_linears import with_rounded_activations
 from pipeline.kernels.reference import reference_kernels
@@ -153,17 +153,15 @@ def max_behind(
 def _logits(reference: ModelRunner, prompt: list[int], generated: list[int]) -> torch.Tensor:
     """(generated, vocabulary), before each generated token."""
     tokens = np.array(prompt + generated[:-1], dtype=np.int64)
-    place_T = np.arange(len(tokens))
-    step = StepInput(
-        token_id_T=tokens,
-        position_T=place_T,
-        slot_mapping_T=place_T,
-        query_start_S1=np.array([0, len(tokens)], dtype=np.int32),
-        context_len_S=np.array([len(tokens)], dtype=np.int32),
+    length_S = np.array([len(tokens)])
+    step = dummy_step(
+        count_S=length_S,
+        context_len_S=length_S,
         block_table_SM=np.arange(-(-len(tokens) // BLOCK_SIZE), dtype=np.int32)[None],
-        logit_row_R=place_T[len(prompt) - 1 :],
+        block_size=BLOCK_SIZE,
+        row_R=np.arange(len(prompt) - 1, len(tokens)),
     )
-    return reference.execute(step)
+    return reference.execute(replace(step, token_id_T=tokens))
 
 
 def _penalised(

@@ -1,4 +1,7 @@
-"""Where these tests run: on a card, in its types and at the sizes of real models, and on the CPU at small ones."""
+"""Where these tests run: on a card, in its types and at the sizes of real models, and on the CPU at small ones.
+
+On the CPU they repeat what `tests/kernels` and `tests/engine` hold: see `conftest.py`.
+"""
 
 from dataclasses import dataclass
 
@@ -47,7 +50,7 @@ _CPU = Place(torch.device("cpu"), torch.float32, (Heads(14, 2, 64),), ((96, 256)
 PLACES = pytest.mark.parametrize(
     "place",
     [
-        pytest.param(_CPU, id="cpu"),
+        pytest.param(_CPU, id="cpu", marks=pytest.mark.gpu),
         pytest.param(_on_card(torch.bfloat16), id="card, bfloat16", marks=_ON_CARD),
         pytest.param(_on_card(torch.float16), id="card, float16", marks=_ON_CARD),
     ],

@@ -1,6 +1,6 @@
 """Our tokens and logits against those of transformers, in float32."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from pipeline import Engine, EngineConfig, SamplingParams
-from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.schedule.step_plan import dummy_step
 
 LOGIT_TOLERANCE = 1e-4
 TIE = 1e-4  # two best logits closer than this may come out either way
@@ -57,20 +57,16 @@ def compare_greedy(model: Any, prompt: list[int], ours: list[int], expected: lis
 
 def our_logits(engine: Engine, token_ids: list[int]) -> torch.Tensor:
     """Logits at every position, computed by the engine's own runner as one chunk in blocks taken out of order."""
-    size, length = engine.pool.block_size, len(token_ids)
-    blocks = np.arange(-(-length // size))[::-1].astype(np.int32) + 1
-    position_T = np.arange(length)
-    return engine.runner.execute(
-        StepInput(
-            token_id_T=np.array(token_ids, dtype=np.int64),
-            position_T=position_T,
-            slot_mapping_T=blocks[position_T // size].astype(np.int64) * size + position_T % size,
-            query_start_S1=np.array([0, length], dtype=np.int32),
-            context_len_S=np.array([length], dtype=np.int32),
-            block_table_SM=blocks[None, :].copy(),
-            logit_row_R=position_T,
-        )
+    size, length_S = engine.pool.block_size, np.array([len(token_ids)])
+    blocks = np.arange(-(-len(token_ids) // size))[::-1].astype(np.int32) + 1
+    step = dummy_step(
+        count_S=length_S,
+        context_len_S=length_S,
+        block_table_SM=blocks[None, :].copy(),
+        block_size=size,
+        row_R=np.arange(len(token_ids)),
     )
+    return engine.runner.execute(replace(step, token_id_T=np.array(token_ids, dtype=np.int64)))
 
 
 def float32_engine(folder: Path, **options: Any) -> Engine:

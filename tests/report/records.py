@@ -17,7 +17,7 @@ def run(usd: float | None = 1.0, outcome="finished", **phases: int) -> RunRecord
 
 def delivering(run: RunRecord) -> RunRecord:
     """All that its engines generated is in parts."""
-    return replace(run, actors=[replace(actor, delivered=actor.computed) for actor in run.actors])
+    return replace(run, actors=[replace(actor, delivered_tokens=actor.computed) for actor in run.actors])
 
 
 def report(*runs: RunRecord, **totals) -> RunReport:

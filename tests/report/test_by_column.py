@@ -22,5 +22,5 @@ def test_values_that_python_does_not_have_are_named_all_the_same(column: pa.Arra
     count = pa.array([1] * 4, pa.int32())
     tokens = {f"num_{what}_tokens": count for what in ("input", "cached", "generated")}
     part = pa.table({"c": column, "error": pa.nulls(4, pa.string()), **tokens})
-    found = by_column(report(delivering(run())), "c", [part], most=9)
+    found = by_column(report(delivering(run())), "c", [part], max_groups=9)
     assert {group.value: group.rows for group in found.groups} == dict(zip(names, [1, 2, 1]))

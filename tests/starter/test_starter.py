@@ -172,18 +172,3 @@ def test_a_file_of_requests_is_a_job_without_a_prompt(here, pipe, url, body, max
     found = examine(load_job("my.yaml"))
     assert (found.mistakes, found.failures) == ([], [])
     assert found.facts["columns"]["kept"] == (["custom_id"] if max_tokens else ["custom_id", "encoding_format"])
-
-
-@pytest.mark.parametrize(
-    ("form", "line", "max_tokens"),
-    [("anthropic-batch", {"custom_id": "1", "params": {"model": "c", "max_tokens": 9, "messages": CHAT}}, 256),
-     ("bedrock-batch", {"recordId": "1", "modelInput": {"prompt": "Why?"}}, 512)],
-)  # fmt: skip
-def test_lines_of_other_apis_are_known_by_their_fields(here, pipe, form, line, max_tokens):
-    Path("requests.jsonl").write_text(json.dumps(line) + "\n")
-    code, _, err = pipe("init", "my.yaml", "--input", "requests.jsonl")
-    assert (code, f"requests of {form}" in err) == (0, True), err
-    written = yaml.safe_load(Path("my.yaml").read_text())
-    assert (written["input"]["format"], written["sampling"]["max_tokens"]) == (form, max_tokens)
-    found = examine(load_job("my.yaml"))
-    assert (found.mistakes, found.failures) == ([], [])

@@ -1,54 +1,87 @@
 """This engine against `transformers.generate` and other engines: the same requests, in turn, in one run.
 
 Every contender gets the same checkpoint, token ids, output lengths, type and threads, and its own rounds alternate
-with the others'. Ratios are taken within a round. That the work was the same is checked by the tokens: in float32
-they are equal or part at a near-tie, else the run ends without a figure.
+with the others'. Ratios are taken within a round. Tokens prove that the work was the same: in float32 they are equal
+or part at a near-tie, else the run ends without a figure.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-from pipeline.bench.engines.asked import Asked
-from pipeline.bench.engines.contender import GenerateModel, StaticBatches, ThisEngine
-from pipeline.bench.engines.floor import Phase, phases
-from pipeline.bench.engines.lineup import Lineup, Speed
-from pipeline.bench.engines.memory import MemoryTaken, load_measured
+from pipeline.bench.engines.contenders import (
+    Agreement,
+    GenerateModel,
+    NextLogits,
+    Ran,
+    StaticBatches,
+    ThisEngine,
+    compare,
+)
 from pipeline.bench.engines.peer import Peer, PeerTask
-from pipeline.bench.measure import facts_to_text, machine_facts, read_bandwidth, table, use_threads
-from pipeline.bench.request_sets import BenchRequest
+from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
+from pipeline.bench.request_sets import BenchRequest, Reports, workload
 from pipeline.bench.shapes import bench_model, dequantized, derived
 from pipeline.engine.engine import Engine
-from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.params import EngineConfig
 from pipeline.errors import ConfigError
-from pipeline.model.config import read_config
-from pipeline.model.decoder import Decoder
+from pipeline.model.config import ModelConfig, read_config
+from pipeline.tokenization.tokenizer import Tokenizer
+
+TRIAL = 0  # the number of the round before the counted ones
+NEAR_BEST = 0.9  # static batch sizes whose trial came this near to the best one's all run in the rounds
+SINGLE_TOKENS = 64
+WARM_REQUESTS = 16  # of the trial, where it has no batch size to choose
+WARM_UP = [BenchRequest([16] * 8, 4), BenchRequest([17] * 5, 3)]
+
+Sets = Mapping[str, Sequence[BenchRequest]]
+"""`set N` and `one N`, a single request, of each round N."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second of one contender over the rounds, for the whole set and for one request alone.
+
+    faster and single_faster: how many times as fast this engine was, round by round. cpu_ratio: processor time of the
+    set by this engine's; other programs on the machine disturb it less. None for another process. agreement: its
+    tokens with this engine's.
+    """
+
+    name: str
+    tokens_per_s: Spread
+    single_tokens_per_s: Spread
+    faster: Spread | None
+    single_faster: Spread | None
+    cpu_ratio: Spread | None
+    agreement: Agreement | None
 
 
 @dataclass(frozen=True)
 class EngineBench:
+    """trials: static batch size -> tokens per second in the round before the counted ones. computed_tokens: of this
+    engine, over the counted rounds."""
+
     model: str
     dtype: str
     work: str
     speeds: tuple[Speed, ...]
-    trials: dict[int, float]  # static batch size -> tokens a second in the round before the counted ones
+    computed_tokens: int
+    trials: dict[int, float]
     rounds: int
-    phases: tuple[Phase, ...]
-    read_bytes_per_s: float
     strict: bool
     settings: dict[str, str | int]
     peers: dict[str, dict[str, str]]
-    memory: MemoryTaken | None
     machine: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        return {"bench": "engine", **asdict(self), "shares": {p.name.strip(): p.share for p in self.phases}}
+        return {"bench": "engine", **asdict(self)}
 
     def to_text(self) -> str:
         lines = [
@@ -56,7 +89,7 @@ class EngineBench:
             f"Model: {self.model}; {self.dtype} ({self.settings['weights']}).",
             f"Work: {self.work}.",
             facts_to_text(self.machine),
-            f"Rounds: {self.rounds}; medians (least to most), ratios within a round. Only tokens asked for count.",
+            f"Rounds: {self.rounds}; medians (lowest to highest), ratios within a round. Only requested tokens count.",
             "",
         ]
         rows = []
@@ -64,10 +97,9 @@ class EngineBench:
             faster = (f"{v.to_text()} x" if v is not None else None for v in (s.faster, s.single_faster))
             rows.append((s.name, s.tokens_per_s.to_text(1), s.single_tokens_per_s.to_text(1), *faster))
         columns = " <34 | tokens/s >24 | one request alone >24 | this engine is >24 | for one alone >24"
-        lines += [*table(columns, rows), "", *self._about_others(), *self._about_floor()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *table(columns, rows), "", *self._notes()])
 
-    def _about_others(self) -> Iterator[str]:
+    def _notes(self) -> Iterator[str]:
         if self.trials:
             trials = ", ".join(f"{size}: {speed:,.1f}" for size, speed in self.trials.items())
             tried = f" Tokens/s in a trial by batch size: {trials}; those near the best took part."
@@ -82,28 +114,10 @@ class EngineBench:
                 yield f"Same tokens as {speed.name}: {speed.agreement.to_text()}."
         if self.trials and not self.strict:
             yield "Rounded, a near-tie may go either way in every engine, and what follows it differs: counted only."
-        for name, about in self.peers.items():
-            yield f"Peer {name}: {facts_to_text(about)}."
+        for name, facts in self.peers.items():
+            yield f"Peer {name}: {facts_to_text(facts)}."
         if not self.peers:
             yield "No other engine took part (--peer)."
-        if self.memory is not None:
-            yield self.memory.to_text()
-
-    def _about_floor(self) -> Iterator[str]:
-        if not self.phases:
-            yield "The floor is measured on processors only."
-            return
-        yield ""
-        yield (
-            "Where this engine's time went, all rounds, against its floor: its own linears alone, and in decoding keys "
-            f"and values read at {self.read_bytes_per_s / 1e9:.1f} GB/s, both measured after the rounds."
-        )
-        parts = "s >8.2f | model >8.2f | linears >8.2f | KV >7.2f | share >7.0%"
-        spent = [(p.name, p.steps, p.tokens, p.wall_s, p.model_s, p.gemm_s, p.kv_s, p.share) for p in self.phases]
-        yield from table(f"steps of <22 | steps >7, | tokens >9, | {parts}", spent)
-        if float(self.machine["load before"]) > 1:
-            yield f"Other programs ran (load {self.machine['load before']} before): shares and seconds say little."
-        yield "model: part of s in the model; linears + KV: the floor; share: floor / s. Steps of prompts decode too."
 
 
 def bench_engine(
@@ -131,92 +145,184 @@ def bench_engine(
     use_threads(threads)
     found = bench_model(model, folder, say)
     config = read_config(found.folder)
-    asked = (
-        Asked.reports(found.folder, requests)
-        if reports
-        else Asked.random(requests, prompt_tokens, output_tokens, config.vocab_size)
-    )
-    sets = asked.sets(rounds, chooses=len(batch_sizes) > 1)
-    longest = max(len(r.prompt_token_ids) + r.max_tokens for each in sets.values() for r in each)
+    if reports:
+        rows = Reports(requests, Tokenizer.from_folder(str(found.folder)).encode_batch)
+        work, new_round, new_one = rows.to_text(), rows.round, rows.one
+    else:
+        made, size = workload(requests, prompt_tokens, output_tokens), config.vocab_size
+        work = f"{made.to_text()}; greedy, EOS ignored"
+        new_round, new_one = partial(made.round, vocab_size=size), partial(made.one, vocab_size=size)
+    sets = request_sets(new_round, new_one, rounds, chooses=len(batch_sizes) > 1)
     with ExitStack() as stack:
         options = EngineConfig(
             str(found.folder),
             dtype=dtype,
             activation_dtype=activation_dtype,
             num_threads=threads,
-            max_model_len=longest,
+            max_model_len=max(len(r.prompt_token_ids) + r.max_tokens for each in sets.values() for r in each),
         )
-        loaded, memory = load_measured(options, say, folder)
-        engine = stack.enter_context(loaded)
+        engine = stack.enter_context(Engine(options, say))
+        engine.warm_up()
         machine = machine_facts()
-        runner = engine.runner
-        assert isinstance(runner, ModelRunner)
-        decoder = runner.decoder
-        ours = ThisEngine(engine, shared_prefixes=reports)
-        strict = decoder.dtype == torch.float32 and activation_dtype == "auto"
+        served = getattr(torch, str(engine.resolved["dtype"]))
+        ours = ThisEngine(engine, shares_prefixes=reports)
+        strict = served == torch.float32 and activation_dtype == "auto"
         lineup = Lineup(sets, ours.name, lambda name: ours.run(sets[name]), strict, say)
         dense = found.folder
         if config.quantization is not None and (batch_sizes or peers):
-            dense = dequantized(found.folder, decoder.dtype, say)
-        about: dict[str, dict[str, str]] = {}
+            dense = dequantized(found.folder, served, say)
+        facts: dict[str, dict[str, str]] = {}
         for name, place in peers:
             say(f"starting {name}")
-            task = _peer_task(engine, found.folder, dense, config.quantization is not None, reports, sets)
+            task = _peer_task(engine, config, (found.folder, dense), reports, sets)
             peer = stack.enter_context(Peer(name, place, task))
-            lineup.add(name, peer.run_set)
-            about[name] = peer.about
+            lineup.runs[name] = peer.run_set
+            facts[name] = peer.about
         if batch_sizes:
             say("loading the model with transformers")
-            generate = GenerateModel(dense, decoder.dtype, str(decoder.device), engine.tokenizer.eos_token_ids)
+            device = str(engine.resolved["device"])
+            generate = GenerateModel(dense, served, device, engine.tokenizer.eos_token_ids)
             lineup.add_statics([StaticBatches(generate, size) for size in batch_sizes], generate.next_logits)
-
         lineup.trial()
         for number in range(1, rounds + 1):
             lineup.round(number)
         machine["load after"] = f"{os.getloadavg()[0]:.1f}"
-        floor = _floor(lineup, decoder, say)
         return EngineBench(
             model=found.about,
             dtype=str(engine.resolved["dtype"]),
-            work=asked.work,
+            work=work,
             speeds=lineup.speeds(),
+            computed_tokens=sum(ran.computed_tokens for ran in lineup.ran(ours.name, "set")),
             trials=lineup.trials,
             rounds=rounds,
-            phases=floor[0],
-            read_bytes_per_s=floor[1],
-            strict=lineup.strict,
+            strict=strict,
             settings=dict(engine.resolved),
-            peers=about,
-            memory=memory,
+            peers=facts,
             machine=machine,
         )
 
 
-def _floor(lineup: Lineup, decoder: Decoder, say: Callable[[str], None]) -> tuple[tuple[Phase, ...], float]:
-    """This engine's phases over the counted rounds, and the memory's bandwidth; nothing and 0 on a GPU."""
-    if decoder.device.type != "cpu":
-        return (), 0.0
-    say("measuring the floor")
-    bytes_per_s = read_bandwidth()
-    steps = [step for ran in lineup.ran(lineup.ours, "set") for step in ran.steps]
-    return tuple(phases(steps, decoder, bytes_per_s)), bytes_per_s
+def request_sets(
+    new_round: Callable[[str], list[BenchRequest]],
+    new_one: Callable[[str, int], BenchRequest],
+    rounds: int,
+    chooses: bool,
+) -> dict[str, list[BenchRequest]]:
+    """Return the requests of every round by name. chooses: whether the trial has a batch size to choose, which takes
+    all requests."""
+    trial = new_round(str(TRIAL))
+    if not chooses:
+        trial = trial[:WARM_REQUESTS]
+    single = min(SINGLE_TOKENS, max(request.max_tokens for request in trial))
+    sets = {"warm-up": WARM_UP, f"set {TRIAL}": trial}
+    for number in range(1, rounds + 1):
+        sets[f"set {number}"] = new_round(str(number))
+        sets[f"one {number}"] = [new_one(str(number), single)]
+    return sets
 
 
 def _peer_task(
-    engine: Engine, folder: Path, dense: Path, is_quantized: bool, reports: bool, sets: dict[str, list[BenchRequest]]
+    engine: Engine, config: ModelConfig, folders: tuple[Path, Path], shares_prefixes: bool, sets: Sets
 ) -> PeerTask:
-    """What another engine needs to do the same work. dense: the checkpoint's weights in 16 or 32 bit."""
+    """The task of another engine. folders: the checkpoint, and its weights in 16 or 32 bit."""
+    folder, dense = folders
     return PeerTask(
         model=str(folder.resolve()),
         dense_model=str(dense.resolve()),
-        quantized=is_quantized,
+        quantized=config.quantization is not None,
         dtype=str(engine.resolved["dtype"]),
         threads=int(engine.resolved["num_threads"]),
         max_model_len=engine.max_model_len,
         max_num_seqs=int(engine.resolved["max_num_seqs"]),
         work_folder=str(derived(dense, "peers")),
-        shared_prefixes=reports,
+        shared_prefixes=shares_prefixes,
         eos_token_ids=tuple(sorted(engine.tokenizer.eos_token_ids)),
         sets=sets,
         device=str(engine.resolved["device"]),
     )
+
+
+class Lineup:
+    """Contenders, the results of every set that each has run, and their comparison with `ours`.
+
+    runs: contender -> a function from the name of a set to its result. strict: the tokens of static batches must be
+    our own, or part from them at near-ties.
+    """
+
+    def __init__(
+        self, sets: Sets, ours: str, run: Callable[[str], Ran], strict: bool, say: Callable[[str], None]
+    ) -> None:
+        self.sets, self.ours, self.strict, self.say = sets, ours, strict, say
+        self.runs = {ours: run}
+        self.trials: dict[int, float] = {}
+        self._statics: list[StaticBatches] = []
+        self._next_logits: NextLogits | None = None
+        self._results: dict[str, dict[str, Ran]] = {}
+        self._agreement: dict[str, Agreement] = {}
+
+    def add_statics(self, statics: list[StaticBatches], next_logits: NextLogits) -> None:
+        """Add static batches of several sizes, of which the best will count."""
+        self._statics, self._next_logits = statics, next_logits
+        for static in statics:
+            self.runs[static.name] = lambda name, static=static: static.run(self.sets[name])
+
+    def trial(self) -> None:
+        """Run a round that does not count: it warms up, compares tokens and drops slow static batch sizes."""
+        for name in self.runs:
+            self._run(name, "set", TRIAL)
+        self._compare(TRIAL)
+        self.trials = {s.batch_size: self._results[s.name][f"set {TRIAL}"].tokens_per_s for s in self._statics}
+        for static in self._statics:
+            if self.trials[static.batch_size] < NEAR_BEST * max(self.trials.values()):
+                del self.runs[static.name]
+
+    def round(self, number: int) -> None:
+        for name in alternating(list(self.runs), number)[-1]:
+            self._run(name, "set", number)
+            self._run(name, "one", number)
+        self._compare(number)
+
+    def ran(self, name: str, kind: str) -> list[Ran]:
+        """Results of the counted rounds, in their order."""
+        return [ran for key, ran in self._results[name].items() if key.startswith(kind) and key != f"set {TRIAL}"]
+
+    def speeds(self) -> tuple[Speed, ...]:
+        """Return this engine first; of the static batches only the best."""
+        static = [static.name for static in self._statics if static.name in self.runs]
+        best = max(static, key=lambda name: median(ran.tokens_per_s for ran in self.ran(name, "set")), default=None)
+        return tuple(self._speed(name) for name in self.runs if name not in static or name == best)
+
+    def _speed(self, name: str) -> Speed:
+        def rates(of: str, kind: str) -> list[float]:
+            return [ran.tokens_per_s for ran in self.ran(of, kind)]
+
+        def by_cpu(of: str) -> list[float]:
+            """Tokens per second of processor time."""
+            return [ran.tokens_per_s * ran.wall_s / ran.cpu_s for ran in self.ran(of, "set") if ran.cpu_s is not None]
+
+        of_set, single = rates(name, "set"), rates(name, "one")
+        faster = single_faster = cpu_ratio = None
+        if name != self.ours:
+            faster, single_faster = ratio(rates(self.ours, "set"), of_set), ratio(rates(self.ours, "one"), single)
+            cpu_ratio = ratio(by_cpu(self.ours), by_cpu(name)) if by_cpu(name) else None
+        agreement = self._agreement.get(name)
+        return Speed(name, Spread.of(of_set), Spread.of(single), faster, single_faster, cpu_ratio, agreement)
+
+    def _run(self, name: str, kind: str, number: int) -> None:
+        when = "trial" if number == TRIAL else f"round {number}"
+        self.say(f"{when}, {'all requests' if kind == 'set' else 'one request'}: {name}")
+        key = f"{kind} {number}"
+        self._results.setdefault(name, {})[key] = self.runs[name](key)
+
+    def _compare(self, number: int) -> None:
+        """Raise PipelineError where the work was not the same."""
+        static_names = {static.name for static in self._statics}
+        for name in self.runs:
+            if name == self.ours:
+                continue
+            next_logits = self._next_logits if self.strict and name in static_names else None
+            for key in (f"set {number}", f"one {number}"):
+                if key in self._results[name]:
+                    mine, other = self._results[self.ours][key].token_ids, self._results[name][key].token_ids
+                    found = compare(self.sets[key], mine, other, next_logits)
+                    self._agreement[name] = self._agreement.get(name, Agreement()) + found

@@ -1,4 +1,4 @@
-"""Engines of other environments as contenders: a process that is told which requests to run, line by line.
+"""Engines of other environments as contenders: a process that takes names of request sets, line by line.
 
 The protocol is `peers/serve.py`'s. The process loads its model once and stays, so that its rounds can alternate with
 the others'; while it waits it takes memory but no processor.
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pipeline.bench.engines.contender import Ran
+from pipeline.bench.engines.contenders import Ran
 from pipeline.bench.request_sets import BenchRequest
 from pipeline.errors import ConfigError, EnvironmentFailed
 
@@ -73,10 +73,10 @@ class Peer:
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the process)
         self._folder = tempfile.TemporaryDirectory(prefix="bench-peer-")
         path = Path(self._folder.name) / "task.json"
-        told: dict[str, Any] = {key: value for key, value in vars(task).items() if key != "sets"}
-        told["place"] = place
-        told["sets"] = {key: [asdict(request) for request in requests] for key, requests in task.sets.items()}
-        path.write_text(json.dumps(told))
+        request: dict[str, Any] = {key: value for key, value in vars(task).items() if key != "sets"}
+        request["place"] = place
+        request["sets"] = {key: [asdict(each) for each in requests] for key, requests in task.sets.items()}
+        path.write_text(json.dumps(request))
         environment = os.environ | {"OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
             [place, str(PEERS / "serve.py"), DRIVERS[name], str(path)],

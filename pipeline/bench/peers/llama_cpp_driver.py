@@ -48,7 +48,7 @@ def load(task):
     params.n_ctx = slots * task["max_model_len"]
     params.n_batch = 2048
     params.cont_batching = True
-    params.cache_ram_mib = 0  # prompts of ended requests are not kept beside the slots
+    params.cache_ram_mib = 0  # prompts of ended requests are not kept
     params.n_threads_http = slots + 4
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = task["threads"]
     params.port = 0
@@ -64,8 +64,8 @@ def load(task):
             "cache_prompt": task["shared_prefixes"],
             "return_tokens": True,
         }
-        asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked) as answer:
+        call = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(call) as answer:
             return json.load(answer)["tokens"]
 
     pool = ThreadPoolExecutor(slots)
@@ -153,13 +153,13 @@ def _tensors(folder):
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
         data = numpy.memmap(path, numpy.uint8, "r", offset=8 + length)
-        for name, told in header.items():
+        for name, stored in header.items():
             if name == "__metadata__":
                 continue
-            start, end = told["data_offsets"]
+            start, end = stored["data_offsets"]
             raw = data[start:end]
-            if told["dtype"] == "BF16":
+            if stored["dtype"] == "BF16":
                 array = (raw.view(numpy.uint16).astype(numpy.uint32) << 16).view(numpy.float32)
             else:
-                array = raw.view({"F32": numpy.float32, "F16": numpy.float16}[told["dtype"]]).astype(numpy.float32)
-            yield name, array.reshape(told["shape"])
+                array = raw.view({"F32": numpy.float32, "F16": numpy.float16}[stored["dtype"]]).astype(numpy.float32)
+            yield name, array.reshape(stored["shape"])

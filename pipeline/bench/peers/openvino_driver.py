@@ -1,6 +1,6 @@
 """OpenVINO GenAI with continuous batching. Run with openvino-genai 2026.4.0, optimum-intel 2.2 and nncf 3.4.
 
-`--peer openvino=/path/to/environment/bin/python`, which needs openvino-genai, and beside it optimum-cli of
+`--peer openvino=/path/to/environment/bin/python`, which needs openvino-genai, and optimum-cli of
 optimum-intel with nncf, to convert the checkpoint: once, into the task's work folder. For an AWQ checkpoint its
 dequantized weights are converted to OpenVINO's own int4 (groups of 128), so weights are of the same size and not the
 same values. Keys and values are kept in the run's type (its default on processors is 8 bit), activations too.

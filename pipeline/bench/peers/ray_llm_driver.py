@@ -1,9 +1,8 @@
 """Ray Data LLM over vLLM, as a whole job: `python ray_llm_driver.py REQUEST.json`, for `bench job --peer ray-llm=`.
 
-Runs in that environment's own Python and imports nothing of this package. Written from the documentation of
-`ray.data.llm` and its source in Ray 2.60; the graph was built with it, but it has not yet come to its end against vLLM,
-whose metrics want ray[serve] beside ray[data]. For vLLM's
-build for processors its environment variables (VLLM_CPU_KVCACHE_SPACE and others) are the caller's to set.
+Runs in that environment's own Python and imports nothing of this package. Run with Ray 2.60 and vllm-cpu
+0.32.0; vLLM's metrics need ray[serve] next to ray[data]. The caller sets the environment variables of vLLM's build for
+processors (VLLM_CPU_KVCACHE_SPACE and others).
 
 The request is a JSON object: model (a folder), input (a folder of Parquet with the columns prompt and max_tokens),
 output (a folder to be made), dtype, ignore_eos, threads. Greedy. The last line printed is JSON: startup_s, work_s,
@@ -58,7 +57,7 @@ def main(path):
     import pyarrow.parquet as pq
     import ray
 
-    # Ray gives a worker as many threads as CPUs were asked for, one here, unless this says otherwise.
+    # Ray gives a worker one thread for each CPU that it requested, one here, unless this says otherwise.
     os.environ.setdefault("OMP_NUM_THREADS", str(request["threads"]))
     os.environ.setdefault("RAY_worker_niceness", "0")  # as this package has it; at 15 any other program goes before
     ray.init(address="local", num_cpus=max(4, request["threads"]), include_dashboard=False, log_to_driver=False)
@@ -68,7 +67,7 @@ def main(path):
         pq.read_table(part) for part in glob.glob(os.path.join(request["output"], "**/*.parquet"), recursive=True)
     ]
     first_s = min(min(table["began_s"].to_pylist()) for table in tables if table.num_rows)
-    told = {
+    found = {
         "startup_s": first_s - began_s,
         "work_s": ended_s - first_s,
         "rows": sum(table.num_rows for table in tables),
@@ -76,7 +75,7 @@ def main(path):
         "generated_tokens": sum(sum(table["num_generated_tokens"].to_pylist()) for table in tables),
         "dtype": request["dtype"],
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

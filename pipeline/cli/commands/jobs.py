@@ -13,6 +13,7 @@ from pipeline.cli.console import (
     print_answer,
     print_json,
     print_result,
+    result_width,
     results_stream,
     say,
     stdout_is_claimed,
@@ -131,7 +132,9 @@ def run_and_report(
         if as_json:
             print_json(report.to_json())
             return _leave_if_missed(report, config)
-        print_result(f"{text(report)}\n\n  Results     {output}\n  Report      {output}/_pipeline/report.md")
+        print_result(
+            f"{text(report, result_width())}\n\n  Results     {output}\n  Report      {output}/_pipeline/report.md"
+        )
         _leave_if_missed(report, config)
 
 

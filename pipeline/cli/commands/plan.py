@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from pipeline.cli.console import answers, json_flag, print_json, print_result, say
+from pipeline.cli.console import answers, json_flag, print_json, print_result, result_width, say
 from pipeline.cli.options import job_overlays
 from pipeline.errors import ConfigError
 
@@ -69,7 +69,7 @@ def plan(
         save_estimate(config, found.estimate)
     if as_json:
         return print_json(found.to_json())
-    print_result(text(found))
+    print_result(text(found, result_width()))
 
 
 def _counts(text: str | None) -> tuple[int, ...]:

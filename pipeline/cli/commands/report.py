@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.cli.console import answers, json_flag, print_answer, print_json, print_result, say
+from pipeline.cli.console import answers, json_flag, print_json, print_result, print_tables, result_width, say
 from pipeline.cli.options import FiniteRange, param_option
 from pipeline.errors import ConfigError, OutputError
 
@@ -80,7 +80,7 @@ def report(
     if changes:
         return _what_if(told, changes, as_json)
     if column is not None:
-        return print_answer(divided_by(store, told, column, top), as_json)
+        return print_tables(divided_by(store, told, column, top), as_json)
     if hosted is not None:
         return _hosted(told, hosted, as_json)
     told = with_quantization(told)
@@ -90,7 +90,7 @@ def report(
     if as_json:
         print_json({**told.to_json(), "stale": doubt})
         return
-    print_result(text(told))
+    print_result(text(told, result_width()))
     if doubt:
         print_result(f"\n  {doubt}")
 
@@ -102,14 +102,14 @@ def _compare(
     from pipeline.report.comparison import compare_reports
 
     first, second = (report_of(open_output(place, params)) for place in (before, after))
-    print_answer(compare_reports((before, after), first, second, rows_per_month, effort_usd), as_json)
+    print_tables(compare_reports((before, after), first, second, rows_per_month, effort_usd), as_json)
 
 
 def _what_if(told: "RunReport", changes: tuple[str, ...], as_json: bool) -> None:
     from pipeline.estimate.prices import load_prices
     from pipeline.estimate.what_if import parse_changes, what_if
 
-    print_answer(what_if(told, parse_changes(changes), load_prices()), as_json)
+    print_tables(what_if(told, parse_changes(changes), load_prices()), as_json)
 
 
 def _hosted(told: "RunReport", prices: str, as_json: bool) -> None:
@@ -121,11 +121,11 @@ def _hosted(told: "RunReport", prices: str, as_json: bool) -> None:
         prompt_usd = generated_usd = -1.0
     if not (0 <= prompt_usd < 1e6 and 0 <= generated_usd < 1e6):
         raise ConfigError(f"--hosted {prices}: expected two prices in US dollars, such as 0.15,0.60")
-    print_answer(Hosted.of(told, prompt_usd, generated_usd), as_json)
+    print_tables(Hosted.of(told, prompt_usd, generated_usd), as_json)
 
 
 def _write_page(told: "RunReport", page: str) -> None:
-    from pipeline.report.html.page import html
+    from pipeline.report.render import html
 
     try:
         Path(page).write_text(html(told), encoding="utf-8")

@@ -1,14 +1,11 @@
 """The section `input`: what is read."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from pipeline.config.sections.section import Section
 from pipeline.config.values import Columns, Place
-
-if TYPE_CHECKING:
-    from pipeline.data.requests.request_row import RequestFormat
 
 
 class InputSection(Section):
@@ -20,12 +17,11 @@ class InputSection(Section):
         "directory; ${NAME} and ${NAME:-default} are environment variables, here and in the other paths.",
         examples=["jobs/data", "s3://bucket/tickets/*.parquet", "chats.jsonl.gz", "${DATA:-data}/in"],
     )
-    format: Literal["columns", "openai-batch", "anthropic-batch", "bedrock-batch"] = Field(
+    format: Literal["columns", "openai-batch"] = Field(
         default="columns",
         description="What a row is: columns, of which prompt and sampling name some; or a line of a batch API, which "
         "says prompt and sampling itself: openai-batch for /v1/chat/completions, /v1/completions or, with task: embed, "
-        "/v1/embeddings; anthropic-batch for Anthropic's messages; bedrock-batch for Amazon's Converse, or InvokeModel "
-        "of Llama models.",
+        "/v1/embeddings.",
         examples=["openai-batch"],
     )
     columns: Columns | None = Field(
@@ -55,6 +51,6 @@ class InputSection(Section):
     )
 
     @property
-    def requests(self) -> "RequestFormat | None":
-        """The format of the lines, where these are requests of a batch API."""
-        return None if self.format == "columns" else self.format
+    def has_requests(self) -> bool:
+        """Return whether rows are requests of a batch API."""
+        return self.format != "columns"

@@ -94,7 +94,15 @@ def scan(
             content.update(block)
             offset, line = offset + len(block), line + block.count(b"\n")
     blocks = LineBlocks(offsets, lines, checksums)
-    return SourceFile(relative, size, content.hexdigest(), sum(rows), rows, sizes, blocks=blocks)
+    return SourceFile(
+        relative=relative,
+        size=size,
+        digest=content.hexdigest(),
+        num_rows=sum(rows),
+        group_rows=rows,
+        group_bytes=sizes,
+        blocks=blocks,
+    )
 
 
 def whole_lines(fs: Any, path: str, relative: str, size: int, name: str) -> Iterator[tuple[int, dict[str, Any]]]:

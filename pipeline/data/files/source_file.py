@@ -7,7 +7,7 @@ Reading is the work of `parquet_file` and `json_lines`.
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -29,8 +29,10 @@ class LineBlocks:
         return LineBlocks(self.offsets[start:stop], self.first_lines[start:stop], self.checksums[start:stop])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
+    """What planning knows of one file."""
+
     relative: str  # to the root, "/"-separated
     size: int
     digest: str  # sha256 of the footer, or of all lines
@@ -47,7 +49,12 @@ class SourceFile:
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         rows = array("q", (g.num_rows for g in groups))
         return cls(
-            relative, size, footer.digest, sum(rows), rows, array("q", (max(0, g.total_byte_size) for g in groups))
+            relative=relative,
+            size=size,
+            digest=footer.digest,
+            num_rows=sum(rows),
+            group_rows=rows,
+            group_bytes=array("q", (max(0, g.total_byte_size) for g in groups)),
         )
 
     def only(self, start: int, stop: int) -> "SourceFile":
@@ -56,10 +63,14 @@ class SourceFile:
         a, b = bisect_right(ends, start), bisect_left(ends, stop) + 1
         rows = self.group_rows[a:b]
         before = ends[a] - rows[0]
-        groups, first_row = self.first_group + a, self.first_row + before
-        blocks = self.blocks and self.blocks.only(a, b)
-        return SourceFile(
-            self.relative, self.size, self.digest, sum(rows), rows, self.group_bytes[a:b], groups, first_row, blocks
+        return replace(
+            self,
+            num_rows=sum(rows),
+            group_rows=rows,
+            group_bytes=self.group_bytes[a:b],
+            first_group=self.first_group + a,
+            first_row=self.first_row + before,
+            blocks=self.blocks and self.blocks.only(a, b),
         )
 
     def rows_of(self, group: int) -> int:

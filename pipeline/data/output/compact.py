@@ -114,7 +114,7 @@ def compact(
     plan = _claim(source, target, parts, counts["fingerprint"], hashlib.sha256(raw).hexdigest(), order, target_bytes)
     there = set(target.folder.names(""))
     if SUCCESS in there:
-        output_rows = counts.get("output_rows", plan.rows)
+        output_rows = counts["output_rows"]
         return Compacted(
             target.path, order, len(parts), plan.num_files, 0, plan.rows, counts["error_rows"], output_rows
         )
@@ -163,7 +163,7 @@ def _refuse_inside(source: PartStore, target: PartStore) -> None:
 def _counts(source: PartStore, raw: bytes) -> dict[str, Any]:
     try:
         counts = json.loads(raw)
-        numbers = [counts[name] for name in ("completed_rows", "error_rows", "num_generated_tokens")]
+        numbers = [counts[name] for name in ("completed_rows", "error_rows", "num_generated_tokens", "output_rows")]
         texts = [counts[name] for name in ("job", "fingerprint")]
         known = all(isinstance(n, int) for n in numbers) and all(isinstance(t, str) for t in texts)
     except (ValueError, KeyError, TypeError):
@@ -349,8 +349,7 @@ def _verify(source: PartStore, target: PartStore, plan: FilePlan, counts: dict[s
             )
         totals += held
     found = (totals.rows, totals.num_error_rows, totals.num_generated_tokens, totals.output_rows)
-    output_rows = counts.get("output_rows", plan.rows)  # an earlier version knew no samples as rows
-    expected_totals = (plan.rows, counts["error_rows"], counts["num_generated_tokens"], output_rows)
+    expected_totals = (plan.rows, counts["error_rows"], counts["num_generated_tokens"], counts["output_rows"])
     if found != expected_totals:
         raise OutputError(
             f"{target.path}: holds (rows, error rows, generated tokens, rows with all samples) {found}, the job's "

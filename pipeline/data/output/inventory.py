@@ -40,19 +40,15 @@ class Inventory:
         return cls(parts, rows, parts_bytes, f"{digest % 2**64:016x}")
 
     def wrong(self, counts: Mapping[str, Any]) -> str | None:
-        """Why this is not what `counts` of `_SUCCESS` say; None where it is.
-
-        Versions before this one kept no bytes and no digest: then the number of parts and their rows are compared.
-        """
+        """Return why this is not what `counts` of `_SUCCESS` say; None where it is."""
         rows = counts["completed_rows"] + counts["error_rows"]
-        size = counts.get("parts_bytes", self.parts_bytes)
         if self.parts != counts["parts"]:
             return f"it holds {self.parts:,} parts, _SUCCESS counts {counts['parts']:,}"
         if self.rows != rows:
             return f"its parts hold {self.rows:,} rows, _SUCCESS counts {rows:,}"
-        if self.parts_bytes != size:
-            return f"its parts have {self.parts_bytes:,} bytes, _SUCCESS counts {size:,}"
-        if self.parts_digest != counts.get("parts_digest", self.parts_digest):
+        if self.parts_bytes != counts["parts_bytes"]:
+            return f"its parts have {self.parts_bytes:,} bytes, _SUCCESS counts {counts['parts_bytes']:,}"
+        if self.parts_digest != counts["parts_digest"]:
             return "its parts have other names and sizes than when _SUCCESS was written"
         return None
 
@@ -61,7 +57,8 @@ def read_counts(store: PartStore) -> dict[str, Any] | None:
     """What `_SUCCESS` holds; None where there is none, or one that another program wrote."""
     try:
         counts = json.loads(store.folder.read(SUCCESS) or b"null")
-        whole = all(isinstance(counts[name], int) for name in ("parts", "completed_rows", "error_rows"))
+        whole = all(isinstance(counts[name], int) for name in ("parts", "completed_rows", "error_rows", "parts_bytes"))
+        whole = whole and isinstance(counts["parts_digest"], str)
     except (ValueError, KeyError, TypeError):
         return None
     return counts if whole else None

@@ -19,8 +19,7 @@ class PartTotals:
     each row's first; `output_rows` is both together.
     `num_input_tokens` to `num_generated_tokens` are of completed rows: of the prompts' tokens `num_cached_tokens` came
     from shared KV blocks and the others were computed. `num_error_input_tokens` are the prompt tokens of error rows:
-    refused, or given up on by an engine, and delivered in no case. A footer of a version that did not have that key
-    counted them in `num_input_tokens`; the rows themselves would have to be read to tell them apart.
+    refused, or given up on by an engine, and delivered in no case.
     """
 
     rows: int = 0
@@ -30,7 +29,7 @@ class PartTotals:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_error_input_tokens: int = 0
-    further_samples: int = 0  # none in a footer of a version that did not have that key
+    further_samples: int = 0
 
     @property
     def output_rows(self) -> int:
@@ -85,9 +84,7 @@ class PartTotals:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "PartTotals":
-        """Of an earlier version, too; keys that a later one added are passed over."""
-        raw = json.loads(text)
-        return cls(**{name: raw[name] for name in (*_COUNTS, "error_rows") if name in raw})
+        return cls(**json.loads(text))
 
 
 _COUNTS = tuple(f.name for f in fields(PartTotals) if f.name != "error_rows")

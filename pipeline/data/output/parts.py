@@ -278,12 +278,12 @@ class PartStore:
     def totals_in(self, name: PartName, footer: pq.FileMetaData) -> PartTotals:
         """The part's rows and tokens, of its footer. Raises OutputError where it contradicts the name or itself."""
         file = str(name)
-        text = (footer.metadata or {}).get(UNIT_KEY)
-        if text is None:
+        try:
+            totals = PartTotals.from_json((footer.metadata or {})[UNIT_KEY])
+        except (KeyError, ValueError, TypeError):
             raise OutputError(
-                f"{self.folder.shown(file)}: has no {UNIT_KEY.decode()} metadata: not written by this program"
-            )
-        totals = PartTotals.from_json(text)
+                f"{self.folder.shown(file)}: has no {UNIT_KEY.decode()} metadata of this version's: not written by it"
+            ) from None
         if (totals.output_rows, totals.rows) != (footer.num_rows, name.rows):
             of_input = f", {totals.rows} of the input" if totals.further_samples else ""
             raise OutputError(

@@ -1,5 +1,4 @@
-"""The formats of requests, and what all lines of an input must agree on: one endpoint, one model, and an id of its own
-for each.
+"""Agreement of all lines of an input of requests: one endpoint, one model, and an id of its own for each.
 
 Of a line a hash of 8 bytes is kept. Where two are equal, their files are read again, so that what is refused is a
 duplicate with both lines named, never a collision.
@@ -13,66 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.requests import anthropic_batch, bedrock_batch, openai_batch
+from pipeline.data.requests import openai_batch
 from pipeline.data.requests.request_row import (
     CUSTOM_ID,
+    FORMAT,
     Endpoint,
-    Heading,
     NoRequest,
     Refused,
     Request,
-    RequestFormat,
     shortened,
 )
 from pipeline.errors import InputError
 
-
-@dataclass(frozen=True)
-class _Reader:
-    heading: Callable[[Mapping[str, Any]], Heading]
-    request: Callable[[Mapping[str, Any], Endpoint], Request]
-    endpoints: Mapping[str, Endpoint]  # by what lines call them
-    fields: tuple[str, ...]  # of a line
-    line: str  # as messages show it
-    id_key: str = CUSTOM_ID  # where a line has its id
-    endpoint_key: str = "url"  # what tells the endpoint
-    model_key: str = "body.model"
-
-
-READERS: Mapping[RequestFormat, _Reader] = {
-    "openai-batch": _Reader(
-        openai_batch.heading,
-        openai_batch.request,
-        openai_batch.ENDPOINTS,
-        openai_batch.OF_LINE,
-        '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}',
-    ),
-    "anthropic-batch": _Reader(
-        anthropic_batch.heading,
-        anthropic_batch.request,
-        anthropic_batch.ENDPOINTS,
-        anthropic_batch.OF_LINE,
-        '{"custom_id": "1", "params": {"max_tokens": 256, "messages": [...]}}',
-        endpoint_key="params",
-        model_key="params.model",
-    ),
-    "bedrock-batch": _Reader(
-        bedrock_batch.heading,
-        bedrock_batch.request,
-        bedrock_batch.ENDPOINTS,
-        bedrock_batch.OF_LINE,
-        '{"recordId": "1", "modelInput": {"messages": [...]}}',
-        id_key="recordId",
-        endpoint_key="modelInput",
-    ),
-}
+# A line as messages show it.
+EXPECTED_LINE = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}'
 
 
 @dataclass(frozen=True)
 class Requests:
     """What an input of requests is, as planning found it. `model`: the name in the lines; None where none has one."""
 
-    format: RequestFormat
     endpoint: Endpoint
     model: str | None = None
     ignored: tuple[str, ...] = ()  # fields that some lines have and that change nothing here
@@ -82,21 +41,16 @@ class Requests:
     place: str = field(default="", compare=False)  # file and line of the first request, for messages
 
     @property
-    def asks_for(self) -> str:
-        """What the format calls its endpoint."""
-        return _name(self.endpoint, self.format)
-
-    @property
-    def endpoint_key(self) -> str:
-        return READERS[self.format].endpoint_key
+    def url(self) -> str:
+        """Return the endpoint as lines name it."""
+        return _url(self.endpoint)
 
     def row(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """A line's object as a row of `request_schema`."""
-        reader = READERS[self.format]
         try:
-            return reader.request(line, self.endpoint).row(self.endpoint)
+            return openai_batch.request(line, self.endpoint).row(self.endpoint)
         except Refused as why:
-            name = line.get(reader.id_key)
+            name = line.get(CUSTOM_ID)
             return Request(name if isinstance(name, str) else None, refused=str(why)).row(self.endpoint)
 
 
@@ -113,12 +67,12 @@ class FileNotes:
     samples: bool = False
     prompt_logprobs: bool = False
 
-    def add(self, line: Mapping[str, Any], number: int, format: RequestFormat) -> None:
+    def add(self, line: Mapping[str, Any], number: int) -> None:
         """Raises InputError where the whole input is to be refused for this line."""
         try:
-            found = READERS[format].heading(line)
+            found = openai_batch.heading(line)
         except NoRequest as why:
-            raise InputError(f"{self.name}:{number}: {why} (input.format: {format})") from None
+            raise InputError(f"{self.name}:{number}: {why} (input.format: {FORMAT})") from None
         self.hashes.append(_hash(found.custom_id))
         if found.endpoint is not None:
             self.endpoints.setdefault(found.endpoint, number)
@@ -131,37 +85,33 @@ class FileNotes:
         self.prompt_logprobs = self.prompt_logprobs or found.prompt_logprobs
 
 
-def requests_of(
-    notes: list[FileNotes], format: RequestFormat, lines_of: Callable[[int], Iterator[tuple[int, Mapping[str, Any]]]]
-) -> Requests:
+def requests_of(notes: list[FileNotes], lines_of: Callable[[int], Iterator[tuple[int, Mapping[str, Any]]]]) -> Requests:
     """What the files, in their order, are together. `lines_of`: the lines of a file by its index, with their numbers.
 
     Raises InputError where lines disagree, naming two of them, or where two have one custom_id.
     """
-    urls = [(_name(e, format), f"{n.name}:{i}") for n in notes for e, i in n.endpoints.items()]
+    urls = [(_url(e), f"{n.name}:{i}") for n in notes for e, i in n.endpoints.items()]
     models = [(model, f"{n.name}:{i}") for n in notes for model, i in n.models.items()]
     dimensions = [(number, f"{n.name}:{i}") for n in notes for number, i in n.dimensions.items()]
-    reader = READERS[format]
-    for key, found in ((reader.endpoint_key, urls), (reader.model_key, models), ("body.dimensions", dimensions)):
+    for key, found in (("url", urls), ("body.model", models), ("body.dimensions", dimensions)):
         _refuse_several(key, found)
     if not urls:
-        raise InputError(f"{notes[0].name}: no line is a request of {format}; expected lines such as {reader.line}")
-    _refuse_duplicates(notes, format, lines_of)
+        raise InputError(f"{notes[0].name}: no line is a request of {FORMAT}; expected lines such as {EXPECTED_LINE}")
+    _refuse_duplicates(notes, lines_of)
     ignored = {name for each in notes for name in each.ignored}
     return Requests(
-        format,
-        reader.endpoints[urls[0][0]],
-        models[0][0] if models else None,
-        tuple(sorted(ignored)),
-        any(each.samples for each in notes),
-        dimensions[0][0] if dimensions else None,
-        any(each.prompt_logprobs for each in notes),
-        urls[0][1],
+        openai_batch.ENDPOINTS[urls[0][0]],
+        model=models[0][0] if models else None,
+        ignored=tuple(sorted(ignored)),
+        samples=any(each.samples for each in notes),
+        dimensions=dimensions[0][0] if dimensions else None,
+        prompt_logprobs=any(each.prompt_logprobs for each in notes),
+        place=urls[0][1],
     )
 
 
-def _name(endpoint: Endpoint, format: RequestFormat) -> str:
-    return next(name for name, of in READERS[format].endpoints.items() if of == endpoint)
+def _url(endpoint: Endpoint) -> str:
+    return next(url for url, of in openai_batch.ENDPOINTS.items() if of == endpoint)
 
 
 def _refuse_several(key: str, found: Sequence[tuple[object, str]]) -> None:
@@ -176,7 +126,7 @@ def _refuse_several(key: str, found: Sequence[tuple[object, str]]) -> None:
 
 
 def _refuse_duplicates(
-    notes: list[FileNotes], format: RequestFormat, lines_of: Callable[[int], Iterator[tuple[int, Mapping[str, Any]]]]
+    notes: list[FileNotes], lines_of: Callable[[int], Iterator[tuple[int, Mapping[str, Any]]]]
 ) -> None:
     hashes = [np.frombuffer(each.hashes, np.uint64) if each.hashes else np.empty(0, np.uint64) for each in notes]
     ordered = np.sort(np.concatenate(hashes))
@@ -189,13 +139,13 @@ def _refuse_duplicates(
         if not np.isin(hashes[index], twice).any():
             continue
         for number, line in lines_of(index):
-            custom_id = READERS[format].heading(line).custom_id
+            custom_id = openai_batch.heading(line).custom_id
             if _hash(custom_id) not in wanted:
                 continue
             place = f"{each.name}:{number}"
             if custom_id in seen:
                 raise InputError(
-                    f"{place}: {READERS[format].id_key} {shortened(custom_id)} is that of {seen[custom_id]} too; give "
+                    f"{place}: {CUSTOM_ID} {shortened(custom_id)} is that of {seen[custom_id]} too; give "
                     "each line one of its own, by which its answer is found"
                 )
             seen[custom_id] = place

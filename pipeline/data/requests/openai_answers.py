@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from pipeline.data.output.result_columns import SAMPLED
 from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT, Endpoint
-from pipeline.errors import OutputError, RowError
+from pipeline.errors import RowError
 
 # The API knows no end for repeating itself; like max_tokens, it is one that the engine set.
 FINISH_REASONS = {"stop": "stop", "length": "length", "length_loop": "length"}
@@ -50,15 +50,11 @@ class Answered:
     created: int
     fingerprint: str
 
-    def key(self, row: Mapping[str, Any]) -> str:
-        """64 hexadecimal digits of which the ids of a row are made."""
-        place = f"{self.fingerprint}\0{row['source_file']}\0{row['source_row']}"
-        return hashlib.sha256(place.encode()).hexdigest()
-
     def line(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A row of the output, with result columns by their own names, as the line for it. One with an error is for the
         error file."""
-        key = self.key(row)
+        place = f"{self.fingerprint}\0{row['source_file']}\0{row['source_row']}"
+        key = hashlib.sha256(place.encode()).hexdigest()
         status, body = self._refusal(row) if row["error"] is not None else (200, self._body(row, key[:24]))
         response = {"status_code": status, "request_id": f"req_{key[24:48]}", "body": body}
         return {"id": f"batch_req_{key[:24]}", "custom_id": row[CUSTOM_ID], "response": response, "error": None}
@@ -93,25 +89,10 @@ class Answered:
         }
 
     def _refusal(self, row: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-        is_ours = is_of_engine(row)
+        is_ours = row["error"] in OF_ENGINE
         kind = "server_error" if is_ours else "invalid_request_error"
         error = {"message": row["error_message"] or row["error"], "type": kind, "param": None, "code": row["error"]}
         return 500 if is_ours else 400, {"error": error}
-
-
-def is_of_engine(row: Mapping[str, Any]) -> bool:
-    """Whether an error row is the engine's fault, not the row's."""
-    return row["error"] in OF_ENGINE
-
-
-def only_text(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Text and finish reason of a row with one completion. Raises OutputError where it has several."""
-    texts, reasons = row["generated_text"], row["finish_reason"]
-    if isinstance(texts, str):
-        return texts, reasons
-    if len(texts) > 1:
-        raise OutputError(f"{row[CUSTOM_ID]}: has {len(texts)} completions; only lines of openai-batch hold several")
-    return texts[0], reasons[0]
 
 
 def _vector(row: Mapping[str, Any]) -> str | list[float]:

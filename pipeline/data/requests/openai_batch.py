@@ -101,7 +101,7 @@ _ENCODINGS = ("float", "base64")
 def heading(line: Mapping[str, Any]) -> Heading:
     """Raises NoRequest where there is no custom_id, the url is an endpoint that is not served, or an embedding is to
     have no number of dimensions: all lines have one length."""
-    custom_id, url, body = id_of(line, CUSTOM_ID), line.get("url"), line.get("body")
+    custom_id, url, body = id_of(line), line.get("url"), line.get("body")
     if isinstance(url, str) and url.removeprefix("/v1/") in OTHER_ENDPOINTS:
         raise NoRequest(f"url {url} is not served; expected {_EXPECTED_URL}")
     body = body if isinstance(body, dict) else {}

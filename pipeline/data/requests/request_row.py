@@ -1,13 +1,12 @@
-"""A request as a row: the columns that every format of requests is read as.
+"""A request as a row: the columns that lines of a batch API are read as.
 
-A format (`openai_batch` and its like) turns a line's object into a `Request`. What makes one row wrong is in its
-`refused` and becomes an error row. `Heading` is what all lines of an input must agree on; it is looked at while a job
-is planned.
+`openai_batch` turns a line's object into a `Request`. What makes one row wrong is in its `refused` and becomes an error
+row. `Heading` is what all lines of an input must agree on; it is looked at while a job is planned.
 """
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ import pyarrow as pa
 
 from pipeline.data.messages import MessageRefused, plain_message
 
-RequestFormat = Literal["openai-batch", "anthropic-batch", "bedrock-batch"]
+FORMAT = "openai-batch"  # as input.format names it
 Endpoint = Literal["chat", "text", "embedding"]
 
 # Each row's own sampling values, by SamplingParams' names; null means the job's. response_format is JSON.
@@ -100,27 +99,14 @@ class Refused(ValueError):
     """A request that becomes an error row; the text names the field."""
 
 
-def id_of(line: Mapping[str, Any], name: str) -> str:
-    """What a line is called, in its field `name`. Raises NoRequest."""
-    value = line.get(name)
+def id_of(line: Mapping[str, Any]) -> str:
+    """Return the line's custom_id. Raises NoRequest."""
+    value = line.get(CUSTOM_ID)
     if value is None or value == "":
-        raise NoRequest(f"no {name}, by which its answer is found; give each line one of its own")
+        raise NoRequest(f"no {CUSTOM_ID}, by which its answer is found; give each line one of its own")
     if not isinstance(value, str):
-        raise NoRequest(f"{name} is {shortened(value)}, expected text; quote it")
+        raise NoRequest(f"{CUSTOM_ID} is {shortened(value)}, expected text; quote it")
     return value
-
-
-def check_fields(
-    given: Mapping[str, Any], known: Collection[str], unsupported: Mapping[str, tuple[Any, ...]], where: str
-) -> None:
-    """Raise Refused where a field is not known, or asks for what is not done. unsupported: such fields, with the values
-    that ask for nothing. where: what stands before a field's name."""
-    for name, value in given.items():
-        if value is None or name in known:
-            continue
-        if name not in unsupported:
-            raise Refused(f"{where}{name[:80]}: not a field that is known; there are {', '.join(known)}")
-        check_unsupported(f"{where}{name}", value, unsupported[name])
 
 
 def check_unsupported(where: str, value: Any, neutral: tuple[Any, ...], hint: str = "") -> None:
@@ -130,15 +116,13 @@ def check_unsupported(where: str, value: Any, neutral: tuple[Any, ...], hint: st
         raise Refused(f"{where}: not supported; {taken}got {shortened(value)}{hint}")
 
 
-def chat_json(messages: object, where: str, system: object = None, system_where: str = "") -> str:
-    """A chat as JSON. What a chat template makes of roles and of tool calls in earlier turns is its own; other content
-    than text is refused here. system: of APIs that have it apart, None where there is none. Raises Refused."""
+def chat_json(messages: object, where: str) -> str:
+    """Return a chat as JSON. What a chat template makes of roles and of tool calls in earlier turns is its own; other
+    content than text is refused here. Raises Refused."""
     if not isinstance(messages, list) or not messages:
         raise Refused(f"{where}: expected a list of messages")
     try:
         chat = [plain_message(message, f"{where}[{i}]") for i, message in enumerate(messages)]
-        if system is not None:
-            chat = [plain_message({"role": "system", "content": system}, system_where), *chat]
         return json.dumps(chat, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except MessageRefused as why:
         raise Refused(str(why)) from None

@@ -34,7 +34,7 @@ from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.scheduler import allot
 from pipeline.engine.schedule.sequence import PLACEHOLDER_TOKEN, SlotTable, is_greedy
 from pipeline.engine.schedule.step_plan import StepPlan, build_input
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.memory import on_device
 
 NEAR = 8  # known tokens behind that the first pass computes besides; who is further behind catches up first
 

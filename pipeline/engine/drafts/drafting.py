@@ -33,7 +33,7 @@ from pipeline.engine.schedule.sequence import ranges
 from pipeline.engine.schedule.step_plan import StepPlan
 from pipeline.engine.schedule.thinking import end_of_drafts
 from pipeline.engine.stats import DRAFT_PLACES, EngineStats
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.memory import on_device
 
 _NONE_S = np.zeros(0, dtype=np.int64)
 

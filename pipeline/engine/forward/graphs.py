@@ -124,19 +124,19 @@ class StepGraphs:
         config, self._device, block_size = decoder.config, decoder.device, kv.block_size
         assert decoder.kernels.graph_attention is not None
         shape = GraphShape(
-            max_num_seqs,
-            max_blocks,
-            block_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            frozenset(config.windows),
-            max_queries,
-            most_tokens,
-            most_mixed_tokens,
+            max_seqs=max_num_seqs,
+            max_blocks=max_blocks,
+            block_size=block_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            windows=frozenset(config.windows),
+            max_queries=max_queries,
+            max_tokens=most_tokens,
+            max_mixed_tokens=most_mixed_tokens,
             # Token ids, positions and slots; then where future tokens go and come from, two of a sequence with drafts
             # at most; then the rows that want logits.
-            4 * max(most_tokens, most_mixed_tokens) + 4 * max_num_seqs,
+            num_numbers=4 * max(most_tokens, most_mixed_tokens) + 4 * max_num_seqs,
             with_fp8_cache=kv.layers[0].k_CBKD.dtype == FP8,
         )
         self.max_num_seqs = max_num_seqs
@@ -155,7 +155,7 @@ class StepGraphs:
     def _captured(self, size: int, block_size: int, forward: Forward, capture: Capture) -> _Graph:
         numbers_3P, hidden_PH = self._attention.numbers[: 3 * size].view(3, size), self._hidden_PH[:size]
         padding_3P = np.repeat([0, 0, self._padding_slot], size)
-        self._attention.refill(_one_token(block_size), padding_3P)
+        self._attention.refill(AttentionInput.one_sequence(1, block_size), padding_3P)  # something to attend to
 
         def captured(plans: dict[Hashable, Any]) -> Callable[[], None]:
             where = AttentionInput(
@@ -182,14 +182,12 @@ class StepGraphs:
         """Tokens that a sequence may compute in a captured step."""
         return self._attention.max_queries
 
-    def serves(self, step: StepInput, with_mixed: bool = True) -> bool:
+    def serves(self, step: StepInput) -> bool:
         num_tokens, num_seqs = len(step.token_id_T), len(step.context_len_S)
         if num_seqs > self.max_num_seqs:
             return False
         if not self._is_mixed(step):
             return num_tokens <= self._sizes[-1]
-        if not with_mixed:
-            return False
         at = int(np.searchsorted(self._mixed_sizes, num_tokens))
         if at == len(self._mixed_sizes):
             return False
@@ -236,14 +234,3 @@ class StepGraphs:
         if wants_all:
             return self._hidden_PH[:num_tokens]
         return self._hidden_PH[self._attention.numbers[rows_at : len(staged)]]
-
-
-def _one_token(block_size: int) -> AttentionInput:
-    """A sequence of one token in block 0: while steps are captured, somebody has to attend to something."""
-    return AttentionInput(
-        np.array([0, 1], dtype=np.int32),
-        np.ones(1, dtype=np.int32),
-        np.zeros((1, 1), dtype=np.int32),
-        torch.zeros(1, dtype=torch.int64),
-        block_size,
-    )

@@ -20,7 +20,7 @@ from pipeline.engine.sampling.penalties import FutureIds
 from pipeline.engine.sampling.verify import PendingVerified, Verified
 from pipeline.engine.schedule.sequence import PLACEHOLDER_TOKEN, SlotTable, ranges
 from pipeline.engine.schedule.step_plan import StepInput, StepPlan
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.memory import on_device
 
 
 @dataclass(frozen=True)

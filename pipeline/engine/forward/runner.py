@@ -15,7 +15,7 @@ from pipeline.engine.sampling.on_device import SamplingKernels
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import ConfigError
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.memory import on_device
 from pipeline.model.decoder import Decoder, KVCache
 
 
@@ -55,7 +55,6 @@ class ModelRunner:
         self.is_asynchronous = decoder.device.type == "cuda"
         self.greedy, self.sample = decoder.kernels.greedy, decoder.kernels.sample
         self._graphs: StepGraphs | None = None
-        self.replays_mixed = True  # mixed steps, where they are captured; `benchmarks.gpu` compares
         # As long as a sequence can be here, which is less than what the checkpoint claims where the cache is smaller.
         cos_PD2, sin_PD2 = decoder.config.rope.tables(decoder.config.head_dim, max_model_len)
         self.cos_PD2, self.sin_PD2 = cos_PD2.to(decoder.device), sin_PD2.to(decoder.device)
@@ -65,7 +64,7 @@ class ModelRunner:
         """Logits (R, vocabulary), in the model's type, of the rows `step.logit_row_R`. future: tokens that the step has
         placeholders for; with rejected drafts only in steps that are captured."""
         places = step.query_start_S1, step.context_len_S, step.block_table_SM
-        if self._graphs is not None and self._graphs.serves(step, self.replays_mixed):
+        if self._graphs is not None and self._graphs.serves(step):
             where = AttentionInput(*places, torch.from_numpy(step.slot_mapping_T), self.block_size)
             return self.decoder.logits(self._graphs.run(step, where, future))
         assert future is None or future.rejected is None, "only captured attention reads contexts on the device"
@@ -91,8 +90,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """(R, vocabulary), in the model's type, of hidden states that `execute_and_read` gave."""
-        return self.decoder.logits(hidden_RH)
+        """(R, vocabulary), in the model's type, of hidden states that `execute_and_read` gave, on any device."""
+        return self.decoder.logits(hidden_RH.to(self.decoder.device, self.decoder.dtype))
 
     def _forward(
         self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, where: AttentionInput, row_R: np.ndarray

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pipeline.engine.grammar.matcher import RowMatcher
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.memory import on_device
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor

@@ -31,7 +31,6 @@ def reference_config(served: EngineConfig, model: str, generates: bool) -> Refer
         speculation="off",
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=STEP_TOKENS,
-        scoring_tokens=MAX_ROW_TOKENS,
     )
     return ReferenceConfig(plain, generates)
 

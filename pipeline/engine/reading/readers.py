@@ -9,7 +9,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.engine.tasks import ChoiceResult, Classify, Embed, Score, ScoreResult, TokenLogprobs, VectorResult
+from pipeline.engine.tasks import (
+    ChoiceResult,
+    Classify,
+    Embed,
+    Score,
+    ScoreResult,
+    StatesResult,
+    TokenLogprobs,
+    VectorResult,
+)
 
 
 class LogprobReader:
@@ -99,3 +108,29 @@ class PoolingReader:
         if self._task.normalize:
             pooled_H = pooled_H / max(float(np.linalg.norm(pooled_H)), 1e-12)  # as torch.nn.functional.normalize
         return VectorResult(pooled_H)
+
+
+class StatesReader:
+    """The hidden states of one sequence's tokens from position `first` on."""
+
+    num_after = 0
+
+    def __init__(self, first: int, num_tokens: int) -> None:
+        self.first, self.stop = first, num_tokens
+        self._pieces: list[np.ndarray] = []
+
+    def put(self, start: int, states_NH: np.ndarray) -> None:
+        """The hidden states at the positions from `start` on that one step computed."""
+        if start <= self.first:
+            self._pieces.clear()
+        self._pieces.append(states_NH)
+
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(np.isfinite(states_NH).all()) for states_NH in self._pieces)
+
+    def next_text(self) -> tuple[int, tuple[int, ...]] | None:
+        return None
+
+    def result(self) -> StatesResult:
+        return StatesResult(np.concatenate(self._pieces))

@@ -7,9 +7,9 @@ import numpy as np
 
 from pipeline.engine.params import Request
 from pipeline.engine.reading.label_tree import LabelReader, LabelTree
-from pipeline.engine.reading.readers import LogprobReader, PoolingReader
+from pipeline.engine.reading.readers import LogprobReader, PoolingReader, StatesReader
 from pipeline.engine.schedule.sequence import Call, Sequence, token_array
-from pipeline.engine.tasks import Choice, Classify, Embed, Score
+from pipeline.engine.tasks import Choice, Classify, Embed, HiddenStates, Score
 from pipeline.errors import RowError
 
 _tree_of = lru_cache(maxsize=256)(LabelTree.of)  # most often all rows of a job have the same labels
@@ -60,6 +60,8 @@ def sequence_of(request: Request, order: int, call: Call, queued_us: int, model:
         sequence.reader = LabelReader(tree, len(ids))
     elif isinstance(task, Score):
         sequence.reader = LogprobReader.of_tokens(sequence.token_ids, task)
+    elif isinstance(task, HiddenStates):
+        sequence.reader = StatesReader(task.first, len(ids))
     else:
         assert isinstance(task, Embed | Classify)
         sequence.reader = PoolingReader(task, len(ids), model.class_head_CH)

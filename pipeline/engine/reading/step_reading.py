@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pipeline.engine.reading.readers import LogprobReader, PoolingReader
+from pipeline.engine.reading.readers import LogprobReader, PoolingReader, StatesReader
 from pipeline.engine.schedule.sequence import SlotTable, ranges
 from pipeline.engine.schedule.step_plan import StepPlan
 
@@ -60,6 +60,7 @@ class StepReading:
     def take(self, hidden_NH: torch.Tensor, model: OutputEmbedding, table: SlotTable) -> None:
         """Give the readers what they want of the step's hidden states: all of them, or none where memory runs out."""
         told = self._logprobs(hidden_NH, model, table) + self._vectors(hidden_NH, table)
+        told += self._states(hidden_NH, table)
         for tell in told:
             tell()
         for slot in self.slot_S[self.stop_S == table.read_to[self.slot_S]].tolist():
@@ -109,6 +110,14 @@ class StepReading:
         if readers:
             sum_RH = torch.stack(sums).cpu().numpy()
             told += [partial(reader.put, start, sum_H) for (reader, start), sum_H in zip(readers, sum_RH)]
+        return told
+
+    def _states(self, hidden_NH: torch.Tensor, table: SlotTable) -> list[Callable[[], None]]:
+        told = []
+        for slot, start, stop, first in self._sequences():
+            reader = table.at(slot).reader
+            if isinstance(reader, StatesReader):
+                told.append(partial(reader.put, start, hidden_NH[first : first + stop - start].float().cpu().numpy()))
         return told
 
     def _sequences(self) -> list[tuple[int, int, int, int]]:

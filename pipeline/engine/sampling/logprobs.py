@@ -11,7 +11,7 @@ import torch
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.penalties import on_rows
 from pipeline.engine.tasks import TokenLogprobs
-from pipeline.kernels.transfer import to_host
+from pipeline.kernels.memory import to_host
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.schedule.sequence import counts_output, ranges
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.memory import on_device
 
 LARGE = 1e30  # options and penalised logits stay below: far from fp32's end, and 1 / LARGE is no denormal
 

@@ -14,7 +14,7 @@ import torch
 
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.random_numbers import ACCEPT, RESIDUAL, draw, uniforms
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.memory import on_device
 
 
 @dataclass(frozen=True)

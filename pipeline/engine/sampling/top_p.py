@@ -9,7 +9,7 @@ import torch
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.penalties import LARGE, FutureIds, adjusted, column, on_rows
 from pipeline.engine.sampling.random_numbers import sums
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.memory import on_device
 
 _FEW = 64  # best values looked at for top_p; rows that are flatter are looked at again
 _GROUPS = 256  # of tokens, whose maxima tell how large the best values are at least

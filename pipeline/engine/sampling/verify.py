@@ -13,7 +13,7 @@ from pipeline.engine.sampling.on_device import PendingOutput, SamplingKernels, t
 from pipeline.engine.sampling.on_host import sample
 from pipeline.engine.sampling.penalties import FutureIds
 from pipeline.engine.sampling.rejection import ProposalDistribution
-from pipeline.kernels.transfer import on_device, to_host
+from pipeline.kernels.memory import on_device, to_host
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from pipeline.engine.schedule.sequence import Sequence, SlotTable
 from pipeline.engine.stats import EngineStats
 
 HISTORY = 1024  # sequences that finished last, by which others' lengths are predicted
+PERCENTILE = 75  # of their lengths, which is expected of others
 MAX_DEFERRED = 64  # waiting sequences looked past because their prefix is being computed right now
 
 
@@ -33,7 +34,6 @@ class Admission:
     """Of one scheduler. Owns the waiting queue, oldest first, and the lengths of finished outputs."""
 
     min_history = 16  # finished sequences before their lengths predict others'
-    percentile = 75
 
     def __init__(self, table: SlotTable, pool: BlockPool, stats: EngineStats, enable_prefix_caching: bool) -> None:
         self._table, self._pool, self._stats = table, pool, stats
@@ -94,8 +94,9 @@ class Admission:
             counts.append(count)
             if sequence.num_cached < 0:  # not admitted before
                 sequence.num_cached = min(start, sequence.num_prompt)
-                self._stats.cached_tokens += sequence.num_cached
-                self._stats.prompt_tokens += sequence.num_cached
+                if not sequence.is_compared:
+                    self._stats.cached_tokens += sequence.num_cached
+                    self._stats.prompt_tokens += sequence.num_cached
             demand = with_it
             in_progress.update(sequence.hashes[len(hits) :])
             budget -= count
@@ -125,7 +126,7 @@ class Admission:
     def _update_expected_output(self) -> None:
         if self._has_changed and self._num_finished >= self.min_history:
             length_H = self._length_H[: self._num_finished]
-            rank = len(length_H) * self.percentile // 100
+            rank = len(length_H) * PERCENTILE // 100
             self.expected_output = int(np.partition(length_H, rank)[rank])
             self._has_changed = False
 

@@ -30,9 +30,10 @@ class AdmissionPacing:
         """An iteration that launched a step with prompts, or one that only decodes. The one after a step with prompts
         says nothing of the host, since the device computes those."""
         if not self._was_mixed:
-            name = "_mixed_us" if is_mixed else "_plain_us"
-            mean = getattr(self, name)
-            setattr(self, name, MEMORY * mean + (1 - MEMORY) * step_us if mean else float(step_us))
+            if is_mixed:
+                self._mixed_us = _mean_with(self._mixed_us, step_us)
+            else:
+                self._plain_us = _mean_with(self._plain_us, step_us)
         self._was_mixed = is_mixed
 
     def steps(self, expected_output: int) -> int:
@@ -55,3 +56,7 @@ class AdmissionPacing:
         self._num_steps += 1
         has_room = self._num_ended >= ENDED_SHARE * num_running
         return has_room or self._num_steps >= self.steps(expected_output)
+
+
+def _mean_with(mean_us: float, step_us: int) -> float:
+    return MEMORY * mean_us + (1 - MEMORY) * step_us if mean_us else float(step_us)

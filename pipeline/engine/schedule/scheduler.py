@@ -77,6 +77,8 @@ class Scheduler:
             )
         elif -(-(known + sequence.generates) // size) > self.pool.num_blocks:
             self._fail_too_long(sequence)
+        elif sequence.is_compared:
+            self.waiting.appendleft(sequence)  # a finished row waits for it, and its prompt's blocks are still here
         else:
             self.waiting.append(sequence)
 
@@ -160,8 +162,10 @@ class Scheduler:
         they are accepted."""
         table, pool, stats, size = self.table, self.pool, self.stats, self.pool.block_size
         end_S, prompt_S = plan.known_end_S, table.num_prompt[plan.slot_S]
-        generates_S = table.generates[plan.slot_S] if table.num_readers else None
-        tokens = StepTokens.of(plan, prompt_S, table.repeat_until[plan.slot_S], generates_S)
+        generates_S = compared_S = None
+        if table.num_readers:
+            generates_S, compared_S = table.generates[plan.slot_S], table.is_compared[plan.slot_S]
+        tokens = StepTokens.of(plan, prompt_S, table.repeat_until[plan.slot_S], generates_S, compared_S)
         stats.num_steps += 1
         stats.prompt_tokens += tokens.prefill
         stats.recomputed_tokens += tokens.repeated

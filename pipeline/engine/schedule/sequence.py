@@ -19,11 +19,10 @@ import numpy as np
 
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.params import Completion, Request, SamplingParams
-from pipeline.engine.reasoning.row_reasoning import RowReasoning
-from pipeline.engine.reasoning.text_reasoning import TextReasoning
+from pipeline.engine.reasoning.tracking import RowReasoning, TextReasoning
 from pipeline.engine.samples import Group
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
-from pipeline.engine.tasks import TaskResult, TokenLogprobs
+from pipeline.engine.tasks import HiddenStates, TaskResult, TokenLogprobs
 from pipeline.errors import ConfigError, RowError
 from pipeline.tokenization.detokenizer import StopChecker
 
@@ -72,7 +71,7 @@ def adjusts_logits(options: Any, num_generated: np.ndarray | int = 0) -> Any:
 
 def is_greedy(options: Any) -> Any:
     """Which rows always take the best token of their logits as the model gives them. Takes one row as a dict too."""
-    return (options["temperature"] == 0.0) > adjusts_logits(options)  # that is: and not
+    return np.logical_and(options["temperature"] == 0.0, np.logical_not(adjusts_logits(options)))
 
 
 def is_plain(params: SamplingParams) -> bool:
@@ -179,6 +178,11 @@ class Sequence:
         return self.request.task is None
 
     @property
+    def is_compared(self) -> bool:
+        """Whether it is read to compare models, and no row's work."""
+        return isinstance(self.request.task, HiddenStates)
+
+    @property
     def num_shareable(self) -> int:
         """Of its first known tokens, those that it need not compute itself where their blocks are there: the last
         one's logits are wanted, or a reader wants hidden states. What a reader puts after the prompt it writes over
@@ -257,6 +261,7 @@ class SlotTable:
         self.end_id = np.zeros(num_slots, dtype=np.int64)
         self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or ids: looked at one by one
         self.generates = np.ones(num_slots, dtype=bool)  # else it ends when all that it knows is computed
+        self.is_compared = np.zeros(num_slots, dtype=bool)
         self.read_from = np.full(num_slots, _LARGEST)  # positions whose hidden states are wanted; none: _LARGEST
         self.read_to = np.zeros(num_slots, dtype=np.int64)
         self.num_readers = 0  # in the slots, of those that still want something
@@ -297,6 +302,7 @@ class SlotTable:
         self.has_stops[slot] = bool(params.stop or params.stop_token_ids)
         self._set_thinking(slot, sequence)
         self.generates[slot] = sequence.generates
+        self.is_compared[slot] = sequence.is_compared
         self.read_from[slot] = _LARGEST
         if sequence.reader is not None and not (sequence.has_been_read and sequence.generates):
             self.num_readers += 1

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.engine.schedule.sequence import SlotTable, ranges
 from pipeline.engine.stats import EngineStats
-from pipeline.kernels.table_rows import cut_rows
+from pipeline.kernels.shared_prefix import cut_rows
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,33 @@ class StepPlan:
 
 
 class StepTokens(NamedTuple):
-    """Tokens of one step by what they are: prompt, generated, computed before and lost by a preemption, or known ones
-    after the prompt of a row that generates nothing (labels)."""
+    """Tokens of one step by what they are: prompt, generated, computed before and lost by a preemption, known ones
+    after the prompt of a row that generates nothing (labels), or of texts that are read to compare models."""
 
     prefill: int
     decode: int
     repeated: int
     labels: int = 0
+    compared: int = 0
 
     @classmethod
     def of(
-        cls, plan: StepPlan, prompt_S: np.ndarray, lost_S: np.ndarray, generates_S: np.ndarray | None = None
+        cls,
+        plan: StepPlan,
+        prompt_S: np.ndarray,
+        lost_S: np.ndarray,
+        generates_S: np.ndarray | None = None,
+        compared_S: np.ndarray | None = None,
     ) -> "StepTokens":
         """prompt_S: the length of each prompt. lost_S: where each sequence was when it was preempted. generates_S:
-        which sequences do; all, when left out."""
+        which sequences do; all, when left out. compared_S: which are read to compare models; none, when left out."""
+        if compared_S is not None and compared_S.any():
+            assert generates_S is not None
+            rest = np.flatnonzero(~compared_S)
+            drafts_S = None if plan.draft_S is None else plan.draft_S[rest]
+            others = StepPlan(plan.slot_S[rest], plan.start_S[rest], plan.count_S[rest], plan.samples_S[rest], drafts_S)
+            tokens = cls.of(others, prompt_S[rest], lost_S[rest], generates_S[rest])
+            return tokens._replace(compared=plan.num_tokens - others.num_tokens)
         first_S = np.maximum(prompt_S, lost_S)  # where decoding begins
         labels = 0
         if generates_S is not None:
@@ -80,10 +93,12 @@ class StepTokens(NamedTuple):
         total = max(sum(self), 1)
         prefill_us, preempted_us = step_us * (self.prefill + self.labels) // total, step_us * self.repeated // total
         drafts_us = step_us * min(num_rejected, self.decode) // total
+        quality_us = step_us * self.compared // total
         stats.prefill_us += prefill_us
+        stats.quality_us += quality_us
         stats.preempted_us += preempted_us
         stats.drafts_us += drafts_us
-        stats.decode_us += step_us - prefill_us - preempted_us - drafts_us
+        stats.decode_us += step_us - prefill_us - preempted_us - drafts_us - quality_us
         if self.decode == total and only_samples:
             stats.plain_steps += 1
             stats.plain_rows += total
@@ -128,4 +143,23 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
         context_len_S=context_len_S.astype(np.int32),
         block_table_SM=cut_rows(table.block_table, slot_S, 0, most_blocks),
         logit_row_R=logit_row_R,
+    )
+
+
+def dummy_step(
+    *, count_S: np.ndarray, context_len_S: np.ndarray, block_table_SM: np.ndarray, block_size: int, row_R: np.ndarray
+) -> StepInput:
+    """A step of no real sequences, which computes the last `count_S` tokens (all 1) of each context and wants logits
+    of its tokens `row_R`."""
+    position_T = ranges(context_len_S - count_S, count_S)
+    sequence_T = np.repeat(np.arange(len(count_S)), count_S)
+    block_T = block_table_SM[sequence_T, position_T // block_size].astype(np.int64)
+    return StepInput(
+        token_id_T=np.ones(len(position_T), dtype=np.int64),
+        position_T=position_T,
+        slot_mapping_T=block_T * block_size + position_T % block_size,
+        query_start_S1=np.append(0, np.cumsum(count_S)).astype(np.int32),
+        context_len_S=context_len_S.astype(np.int32),
+        block_table_SM=block_table_SM,
+        logit_row_R=row_R,
     )

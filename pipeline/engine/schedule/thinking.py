@@ -5,7 +5,7 @@ Suffixes: R sequences, one for each token or row of logits.
 
 import numpy as np
 
-from pipeline.engine.reasoning.row_reasoning import Thinking
+from pipeline.engine.reasoning.tracking import Thinking
 from pipeline.engine.schedule.sequence import SlotTable
 
 

@@ -11,11 +11,11 @@ from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.engine.forward.runner import ModelRunner, Place
 from pipeline.engine.params import EngineConfig
+from pipeline.engine.startup.dummy_steps import CapturedShape
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.memory import kv_budget_bytes, return_freed_bytes
 from pipeline.engine.startup.mixed_tokens import most_mixed_tokens
 from pipeline.engine.startup.resolve import Resolved, Speculation, quantized_on_load, resolve
-from pipeline.engine.startup.step_kinds import CapturedShape
 from pipeline.errors import ConfigError
 from pipeline.kernels.select import keep_cpu_kernels_in, keep_gpu_kernels_in
 from pipeline.machine.caches import cpu_kernel_folder, gpu_kernel_folder
@@ -29,10 +29,9 @@ from pipeline.tokenization.tokenizer import Tokenizer
 PASS_QUERIES = 2  # tokens of a sequence in a draft pass that is captured
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Built:
-    """`num_blocks`: of the KV cache for requests, which the draft model's runner has as well; num_scoring_blocks: those
-    after them, for known texts. about: what every `auto` became."""
+    """`num_blocks`: of the KV cache, which the draft model's runner has as well. about: what every `auto` became."""
 
     resolved: Resolved
     place: Place
@@ -40,7 +39,6 @@ class Built:
     draft_runner: ModelRunner | None
     tokenizer: Tokenizer
     num_blocks: int
-    num_scoring_blocks: int
     max_model_len: int
     about: dict[str, str | int]
 
@@ -89,13 +87,9 @@ def _built(
             each.compile_kernels(resolved, shape, place.num_threads, say)
         step_bytes = max(each.step_bytes(resolved) for each in loaded)
         step_bytes += sum(each.captured_bytes(resolved, shape.largest) for each, shape in zip(loaded, shapes))
-    all_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded), step_bytes)
-    per_sequence = -(-resolved.max_model_len // resolved.block_size)
-    room = all_blocks - per_sequence if all_blocks >= per_sequence else all_blocks // 4
-    num_scoring_blocks = min(_scoring_blocks(config, resolved), room)
-    num_blocks = all_blocks - num_scoring_blocks
+    num_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded), step_bytes)
     max_model_len = _fit_length(config, resolved, num_blocks)
-    runner = target.runner(all_blocks, resolved.block_size, max_model_len)
+    runner = target.runner(num_blocks, resolved.block_size, max_model_len)
     draft_runner = draft.runner(num_blocks, resolved.block_size, max_model_len) if draft is not None else None
     if resolved.device.type == "cuda":
         _capture_steps(runner, draft_runner, resolved, shapes, say)
@@ -114,7 +108,16 @@ def _built(
         "num_threads": place.num_threads,
         "speculation": "off" if resolved.speculation is None else _told(resolved.speculation),
     } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}
-    return Built(resolved, place, runner, draft_runner, tokenizer, num_blocks, num_scoring_blocks, max_model_len, about)
+    return Built(
+        resolved=resolved,
+        place=place,
+        runner=runner,
+        draft_runner=draft_runner,
+        tokenizer=tokenizer,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        about=about,
+    )
 
 
 def _told(speculation: Speculation) -> str:
@@ -161,7 +164,7 @@ def _capture_steps(
 def _num_kv_blocks(config: EngineConfig, resolved: Resolved, bytes_per_token: int, step_bytes: int) -> int:
     block_bytes = resolved.block_size * bytes_per_token
     per_sequence = -(-resolved.max_model_len // resolved.block_size)
-    need = (resolved.max_num_seqs * per_sequence + _scoring_blocks(config, resolved)) * block_bytes
+    need = resolved.max_num_seqs * per_sequence * block_bytes
     budget = kv_budget_bytes(
         resolved.device, config.kv_cache_memory_bytes, need, config.gpu_memory_utilization, step_bytes
     )
@@ -172,10 +175,6 @@ def _num_kv_blocks(config: EngineConfig, resolved: Resolved, bytes_per_token: in
             "engine.kv_cache_memory_bytes"
         )
     return num_blocks
-
-
-def _scoring_blocks(config: EngineConfig, resolved: Resolved) -> int:
-    return -(-min(config.scoring_tokens, resolved.max_model_len) // resolved.block_size)
 
 
 def _fit_length(config: EngineConfig, resolved: Resolved, num_blocks: int) -> int:

@@ -8,10 +8,15 @@ import torch
 
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.forward.runner import ModelRunner
-from pipeline.engine.startup.footprint import forward_bytes, largest_step_bytes, step_input_shape
+from pipeline.engine.startup.dummy_steps import (
+    CapturedShape,
+    compute_step_kinds,
+    forward_bytes,
+    largest_step_bytes,
+    step_input_shape,
+)
 from pipeline.engine.startup.memory import cache_before_dense, dense_weights_fit, gpu_share_bytes
 from pipeline.engine.startup.resolve import Resolved, no_such_weight
-from pipeline.engine.startup.step_kinds import CapturedShape, compute_step_kinds
 from pipeline.errors import ModelError
 from pipeline.kernels.activations.rounded_linears import RoundedWherePossible, with_rounded_activations
 from pipeline.kernels.contract import Kernels
@@ -20,7 +25,6 @@ from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder, KVCache
 from pipeline.model.load import as_stored
 from pipeline.tokenization.tokenizer import Tokenizer
-from pipeline.weights.fp8 import AS_THEY_COME
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,14 @@ class LoadedModel:
     @property
     def weights(self) -> str:
         """What kind of weights it has, to read."""
-        kind = "dense" if self.config.quantization is None else str(self.config.quantization)
+        stored = self.config.quantization
+        kind = "dense" if stored is None else str(stored)
         widened, linears = self.decoder.num_widened, self.kernels.prepare_linear
+        if stored is not None and stored.has_activations and not isinstance(linears, RoundedWherePossible):
+            kind += ", activations not in 8 bits"
         if widened:
             kind += f"; {widened} fused linears of several formats dequantized"
         if isinstance(linears, RoundedWherePossible):
-            kind = kind.replace(AS_THEY_COME, "")
             kind += f"; inputs of {linears.num_rounded} of {linears.num_all} linears in {linears.activation_dtype}"
         return kind
 

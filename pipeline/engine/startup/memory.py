@@ -2,14 +2,18 @@
 
 import ctypes
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.select import serves_int4_alone
+from pipeline.kernels.triton.linear.crossover import Crossover
 from pipeline.machine.cgroup import memory_limit
 from pipeline.model.config import ModelConfig
+from pipeline.roofline.cost_model import Ceilings, DecoderSize, Weights
+from pipeline.roofline.job_simulation import kv_room
 from pipeline.weights.formats import is_int4
 
 CPU_SHARE = 0.25  # of the free memory; the rest is left to reading, writing and Ray
@@ -129,3 +133,22 @@ def kv_budget_bytes(
             f"{SLACK_BYTES >> 20} are kept in reserve. Lower engine.max_num_batched_tokens, or raise the utilization"
         )
     return min(need, budget)
+
+
+def served_form(
+    weights: Weights, size: DecoderSize, card: Ceilings, borders: Crossover, max_num_seqs: int, kv_value_bytes: float
+) -> Weights:
+    """4-bit weights with `cached` set where 16-bit copies fit beside the KV cache, and `fused_tokens` the most tokens
+    of a step that go through the fused product. Other weights are returned unchanged."""
+    if weights.fp8 or not weights.int4:
+        return weights
+    cached = replace(weights, cached=True, fused_tokens=borders.cached)
+    if usable_kv_room(size, cached, card, kv_value_bytes) >= cache_before_dense(max_num_seqs, EXPECTED_TOKENS):
+        return cached
+    return replace(weights, cached=False, fused_tokens=borders.scratch)
+
+
+def usable_kv_room(size: DecoderSize, weights: Weights, card: Ceilings, kv_value_bytes: float) -> int:
+    """Tokens that the KV cache holds beside the weights and the memory that is kept free."""
+    slack = int(SLACK_BYTES / size.kv_bytes_per_token(kv_value_bytes))
+    return kv_room(size, weights, card, kv_value_bytes=kv_value_bytes) - slack

@@ -8,8 +8,8 @@ least to do besides its linears; with more sequences the device takes longer, an
 import numpy as np
 
 from pipeline.engine.forward.graphs import mixed_sizes
+from pipeline.engine.startup.memory import served_form
 from pipeline.engine.startup.resolve import Resolved
-from pipeline.engine.startup.served_form import served_form
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card

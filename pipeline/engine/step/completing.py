@@ -15,14 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.engine.params import Completion, FinishReason
-from pipeline.engine.reasoning.row_reasoning import Thinking
+from pipeline.engine.reasoning.tracking import Decode, RowReasoning, TextReasoning, Thinking
 from pipeline.engine.sampling.batch import SamplerOutput
 from pipeline.engine.sampling.verify import Verified
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence, ranges
 from pipeline.engine.schedule.step_plan import StepPlan
 from pipeline.engine.schedule.thinking import take_thoughts
-from pipeline.engine.step.divided import divided
 from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.repetition import repeats_itself
 from pipeline.engine.tasks import ScoreResult, TokenLogprobs
@@ -189,7 +188,7 @@ class Completing:
             # Without a stop string, what stopped it is its last token: EOS or a stop token id, which is no text.
             text = self._tokenizer.decode(token_ids[:-1] if end.reason == "stop" else token_ids)
         whole = self._whole(sequence, end.reason, token_ids, text, now_us)
-        return whole if sequence.reasoning is None else divided(whole, sequence.reasoning, self._tokenizer)
+        return whole if sequence.reasoning is None else divided(whole, sequence.reasoning, self._tokenizer.decode)
 
     def _whole(
         self, sequence: Sequence, reason: FinishReason, token_ids: list[int], text: str, now_us: int
@@ -268,6 +267,15 @@ class Completing:
         if ahead is not None:
             ahead_of[ahead.slot_S] = ahead.count_S
         self._scheduler.release_rejected(slot_S, ahead_of[slot_S])
+
+
+def divided(whole: Completion, reasoning: RowReasoning | TextReasoning, decode: Decode) -> Completion:
+    """`whole`, whose text is that of all tokens up to its end, with the answer as its text. Blanks at the border fall
+    away: around the reasoning and before the answer, as models write empty lines there."""
+    thought, answer, num_tokens = reasoning.split(whole.token_ids, whole.text, decode)
+    if thought is None:
+        return whole
+    return replace(whole, text=answer.lstrip(), reasoning=thought.strip() or None, num_reasoning_tokens=num_tokens)
 
 
 def _of_prompt(sequence: Sequence) -> list[TokenLogprobs] | None:

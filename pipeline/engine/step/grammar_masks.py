@@ -16,7 +16,7 @@ from pipeline.engine.grammar.compiler import GrammarCompiler
 from pipeline.engine.grammar.matcher import NOTHING_FITS, RowMatcher
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.grammar.token_mask import MaskFiller, TokenMask
-from pipeline.engine.reasoning.row_reasoning import Thinking
+from pipeline.engine.reasoning.tracking import Thinking
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.schedule.step_plan import StepPlan
 from pipeline.engine.schedule.thinking import has_spent

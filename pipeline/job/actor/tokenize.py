@@ -16,7 +16,7 @@ from pipeline.engine.grammar.structured_outputs import of_response_format
 from pipeline.engine.params import Completion, QualitySample, Request, SamplingParams
 from pipeline.errors import ConfigError, RowError
 from pipeline.job.actor.control_tokens import AuthorTexts, ControlTokenCounter
-from pipeline.job.actor.tasks.job_task import JobTask, RowRefused
+from pipeline.job.actor.tasks import JobTask, RowRefused
 from pipeline.tokenization.chat_messages import ChatTemplateError
 from pipeline.tokenization.labels import Encodes
 

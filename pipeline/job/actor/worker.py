@@ -28,7 +28,7 @@ from pipeline.errors import OutputError, PipelineError, RowError
 from pipeline.job.actor.control_tokens import AuthorTexts
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
-from pipeline.job.actor.tasks.job_task import JobTask
+from pipeline.job.actor.tasks import JobTask
 from pipeline.job.actor.tokenize import Chat, Tokenize
 from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process.main import load_factory
@@ -36,7 +36,6 @@ from pipeline.job.process.supervisor import Launch, Supervisor, computed
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.logs import Level, LogFolder, engine_log
 from pipeline.job.telemetry.unit_summary import UnitSummary
-from pipeline.machine.host import now_us
 from pipeline.report.record.run_record import ActorRecord
 from pipeline.stores.filesystem import storage_for
 from pipeline.stores.retries import RetryCounts
@@ -138,13 +137,13 @@ class Worker:
         self._partial = PartialUnits(store, spec.fingerprint)
         self._write = Write(
             store,
-            spec.fingerprint,
-            spec.rename,
-            spec.results,
-            spec.metadata,
-            spec.kept_types,
-            spec.retried_limits,
-            spec.task,
+            fingerprint=spec.fingerprint,
+            rename=spec.rename,
+            results=spec.results,
+            metadata=spec.metadata,
+            kept_types=spec.kept_types,
+            limits=spec.retried_limits,
+            task=spec.task,
         )
 
     def process(self, data: bytes) -> UnitSummary | None:
@@ -153,7 +152,7 @@ class Worker:
         None after `interrupt`: the unit is not finished, and what is of it is kept for the next run.
         """
         unit = Unit.from_bytes(data)
-        self._add(open_units=1)
+        self._add(units_in_progress=1)
         began = time.monotonic()
         self._log.line(f"unit {unit.index} of window {unit.window}: {unit.num_rows:,} rows", "debug")
         try:
@@ -163,7 +162,7 @@ class Worker:
         except Exception:
             return UnitSummary(unit.window, unit.index, failure_kind="", failure_message=traceback.format_exc())
         finally:
-            self._add(open_units=-1)
+            self._add(units_in_progress=-1)
             self._log.line(f"unit {unit.index} of window {unit.window}: {time.monotonic() - began:.1f} s", "debug")
         if summary is not None and not summary.sampled_rows:
             self._add(units=1, rows=summary.totals.rows, error_rows=summary.totals.num_error_rows)
@@ -189,13 +188,11 @@ class Worker:
         if self._sample or len(generated) < len(requests):
             if generated:
                 self._partial.save(unit, generated)
-                self._add(kept=computed(generated[len(kept) :]))
+                self._add(kept_tokens=computed(generated[len(kept) :]))
             return None if len(generated) < len(requests) else self._sampled(unit, failed + generated)
-        began_us = now_us()
         summary = self._write(unit, failed + generated)
         stats = replace(summary.row_stats, control_tokens=self._tokenize.control_tokens(unit))
         summary = replace(summary, row_stats=stats)
-        self._supervisor.wrote(began_us)
         if kept:
             self._partial.remove(unit)
         self._count(summary, kept, generated[len(kept) :])
@@ -227,18 +224,19 @@ class Worker:
         generated = self._generate(requests)
         if len(generated) < len(requests):
             return None
-        began_us = now_us()
         summary = self._write.again(again, failed + generated, name, part)
-        self._supervisor.wrote(began_us)
         self._count(summary, [], generated)
         return summary
 
     def _count(self, summary: UnitSummary, kept: list[Completion], generated: list[Completion]) -> None:
         """Where the work for a unit went: `kept` is an earlier run's, `generated` this actor's."""
         if not summary.written:
-            return self._add(doubled=computed(generated))
-        taken_tokens = computed(kept).generated
-        self._add(delivered=computed(generated), taken_rows=len(kept), taken_generated_tokens=taken_tokens)
+            return self._add(duplicate_tokens=computed(generated))
+        self._add(
+            delivered_tokens=computed(generated),
+            resumed_rows=len(kept),
+            resumed_generated_tokens=computed(kept).generated,
+        )
 
     def interrupt(self) -> None:
         """Stop in the middle of what is open; `process` returns soon."""
@@ -255,9 +253,10 @@ class Worker:
                 restarts=deaths.count,
                 restart_reasons=list(deaths.reasons),
                 restart_us=deaths.restart_us,
-                died=deaths.lost,
-                died_us=deaths.died_us,
-                convicted_rows=deaths.convicted_rows,
+                crashed_tokens=deaths.lost,
+                crashed_us=deaths.crashed_us,
+                tail_us=self._supervisor.tail_us(),
+                poison_rows=deaths.poison_rows,
                 storage_retries=self._retries.counted(),
             )
             return ActorState(

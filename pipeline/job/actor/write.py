@@ -15,14 +15,13 @@ from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, RowQuality
 from pipeline.errors import PipelineError
 from pipeline.job.actor.error_rows import patched
-from pipeline.job.actor.tasks.job_task import JobTask
-from pipeline.job.actor.tasks.task_results import plain_logprobs
+from pipeline.job.actor.tasks import JobTask, plain_logprobs
 from pipeline.job.telemetry.unit_summary import UnitSummary
-from pipeline.report.record.computed import Computed
 from pipeline.report.record.quality_stats import QualityStats
 from pipeline.report.record.row_stats import (
     MAX_EXAMPLES,
     MAX_MESSAGE,
+    Computed,
     ErrorExample,
     Histogram,
     LengthBucket,
@@ -45,6 +44,7 @@ class Write:
     def __init__(
         self,
         store: PartStore,
+        *,
         fingerprint: str,
         rename: Mapping[str, str],
         results: ResultShape,
@@ -72,10 +72,10 @@ class Write:
         return UnitSummary(
             unit.window,
             unit.index,
-            PartTotals.of_table(table),
-            written,
-            row_stats(unit, completions),
-            (time.monotonic_ns() - started) // 1000,
+            totals=PartTotals.of_table(table),
+            written=written,
+            row_stats=row_stats(unit, completions),
+            write_us=(time.monotonic_ns() - started) // 1000,
         )
 
     def name(self, unit: Unit) -> PartName:
@@ -93,11 +93,11 @@ class Write:
         return UnitSummary(
             unit.window,
             unit.index,
-            PartTotals.of_table(table),
-            True,
-            row_stats(unit, completions),
-            (time.monotonic_ns() - started) // 1000,
-            PartTotals.of_table(renewed),
+            totals=PartTotals.of_table(table),
+            written=True,
+            row_stats=row_stats(unit, completions),
+            write_us=(time.monotonic_ns() - started) // 1000,
+            renewed=PartTotals.of_table(renewed),
         )
 
     def sample(self, unit: Unit, completions: list[Completion], run_id: str, prompts: list[str | None]) -> None:

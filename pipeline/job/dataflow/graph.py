@@ -161,7 +161,7 @@ class EngineActor:
                     self._stopping.set()
                 if order >= Order.GIVE_UP:
                     self._worker.interrupt()
-                if order == Order.LEAVE and not self._worker.state().open_units:
+                if order == Order.LEAVE and not self._worker.state().record.units_in_progress:
                     os._exit(0)  # Ray starts another one elsewhere, and gives it the units that were open here
             except ray.exceptions.RayError:
                 return  # the ledger ends with the run

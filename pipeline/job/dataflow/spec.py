@@ -19,7 +19,7 @@ FULL_BATCHES = 4  # rows in flight, in batches: some wait, and of most units onl
 
 def units_in_flight(max_num_seqs: int, unit_rows: int, unit_tokens: int, max_tokens: int, n: int = 1) -> int:
     """How many units an engine of `max_num_seqs` sequences at once needs open so that its batch stays full, by the most
-    rows of `n` samples that a unit can have. `pipeline bench cluster` compares it with others."""
+    rows of `n` samples that a unit can have. `python -m benchmarks.simulate pools` compares numbers of them."""
     rows = max(1, min(unit_rows, unit_tokens // max(1, max_tokens * n)))
     return min(MOST_IN_FLIGHT, max(FEWEST_IN_FLIGHT, -(-FULL_BATCHES * max_num_seqs // (rows * n))))
 
@@ -42,7 +42,7 @@ class Spot:
     drain_s: float = 30.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FlowSpec:
     """All that a dataflow is made of. `cpus` and `gpus` are what one actor is booked with; `actors` is the most that
     there are at once, `min_actors` how many it starts with where they are fewer."""

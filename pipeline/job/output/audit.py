@@ -27,13 +27,13 @@ from pipeline.stores.read_ahead import read_ahead
 
 MAX_SHOWN = 20
 NOT_FINISHED = "no _SUCCESS that counts its rows: the job is not finished; `pipeline run` goes on with it"
-_COUNTED = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")
+_COUNTED = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens", "num_error_input_tokens")
 _CODES = frozenset(str(code) for code in RowError)
 
 Place = tuple[int, str, int]  # number of the batch that the file was appended in, source_file, source_row
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Audit:
     """What was found. `problems` are the first of `num_problems`; rows and errors are those of the parts that could be
     read."""
@@ -129,15 +129,15 @@ class _Auditor:
         if counts is not None and not self._num_problems:  # else the sums differ for a reason that was told
             self._compare(totals, counts)
         return Audit(
-            self._store.path,
-            self._deep,
-            inventory.parts,
-            inventory.parts_bytes,
-            totals.rows,
-            totals.num_error_rows,
-            self._num_problems,
-            tuple(self._problems),
-            totals.output_rows,
+            path=self._store.path,
+            deep=self._deep,
+            parts=inventory.parts,
+            parts_bytes=inventory.parts_bytes,
+            rows=totals.rows,
+            error_rows=totals.num_error_rows,
+            num_problems=self._num_problems,
+            problems=tuple(self._problems),
+            output_rows=totals.output_rows,
         )
 
     def _add(self, problem: str) -> None:
@@ -214,8 +214,8 @@ class _Auditor:
         read = self._store.read_part(name)
         table = read.table
         totals, problem = PartTotals.of_table(table), part.problem
-        if _sums(totals) != _sums(part.totals):
-            problem = f"{name}: its rows, errors or prompt tokens are not those that its footer counts"
+        if totals != part.totals:
+            problem = f"{name}: its rows, errors or tokens are not those that its footer counts"
         places = pa.table({"file": result_column(table, "source_file"), "row": result_column(table, "source_row")})
         if places["file"].null_count or places["row"].null_count:
             return _Part(part.totals, part.schema, None, f"{name}: rows without source_file or source_row")
@@ -242,14 +242,8 @@ class _Auditor:
         found |= {key: getattr(totals, key) for key in _COUNTED}
         found["output_rows"] = totals.output_rows
         for key, value in found.items():
-            if counts.get(key, value) != value:
-                self._add(f"{key}: the parts hold {value}, _SUCCESS counts {counts[key]}")
-
-
-def _sums(totals: PartTotals) -> tuple[Any, ...]:
-    """What rows and footer must agree in; earlier versions counted the prompt tokens of error rows with the others."""
-    input_tokens = totals.num_input_tokens + totals.num_error_input_tokens
-    return totals.rows, totals.further_samples, totals.error_rows, input_tokens
+            if counts.get(key) != value:
+                self._add(f"{key}: the parts hold {value}, _SUCCESS counts {counts.get(key)}")
 
 
 def _wrong_samples(name: PartName, places: pa.Table) -> str | None:

@@ -1,4 +1,4 @@
-"""`pipeline convert`: the output of a finished job as the file that a hosted batch API would deliver.
+"""`pipeline convert`: the output of a finished job as the files that OpenAI's Batch API would deliver.
 
 A part is read, its rows become lines, the next part is read: memory holds one part. Both files appear whole, the one of
 errors first, so that where the other is, nothing is missing; each line follows from the output alone, so the same call
@@ -6,7 +6,7 @@ after an interruption makes the same files.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -17,9 +17,8 @@ import pyarrow as pa
 from pipeline.data.output.inventory import read_counts, what_is_wrong
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import result_names
-from pipeline.data.requests import anthropic_batch, bedrock_batch
 from pipeline.data.requests.openai_answers import RESULTS, Answered, together
-from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT, RequestFormat
+from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT
 from pipeline.errors import OutputError
 from pipeline.formatting import counted
 from pipeline.job.planning.fingerprint import JOB
@@ -27,29 +26,11 @@ from pipeline.job.telemetry.run_log import load_runs
 from pipeline.stores.new_file import NewFile
 
 _ROWS_AT_ONCE = 1024
-_MANIFEST = "manifest.json.out"
-
-
-@dataclass(frozen=True)
-class _Form:
-    """What an API delivers. manifest: whether a summary lies beside the lines."""
-
-    line: Callable[[Answered, Mapping[str, Any]], dict[str, Any]]
-    has_embeddings: bool = False
-    has_file_of_errors: bool = False
-    manifest: bool = False
-
-
-_FORMS: Mapping[RequestFormat, _Form] = {
-    "openai-batch": _Form(Answered.line, has_embeddings=True, has_file_of_errors=True),
-    "anthropic-batch": _Form(anthropic_batch.answer),
-    "bedrock-batch": _Form(bedrock_batch.answer, manifest=True),
-}
 
 
 @dataclass(frozen=True)
 class Converted:
-    """`errors` is None where no row failed, or its line is in `output`: then there is no file of errors."""
+    """`errors` is None where no row failed: then there is no file of errors."""
 
     output: str
     errors: str | None
@@ -60,8 +41,7 @@ class Converted:
         return asdict(self)
 
     def to_text(self) -> str:
-        where = "" if self.errors is None else f"{self.errors}: "
-        failed = f"; {where}{counted(self.error_rows, 'error row')}" if self.error_rows else ""
+        failed = f"; {self.errors}: {counted(self.error_rows, 'error row')}" if self.error_rows else ""
         return f"{self.output}: {counted(self.completed_rows, 'completed row')}{failed}"
 
 
@@ -72,16 +52,9 @@ def errors_beside(output: str) -> str:
     return f"{folder}{slash}{stem}.errors.{ending}" if stem and dot else f"{output}.errors"
 
 
-def convert(
-    store: PartStore,
-    output: str,
-    errors: str | None,
-    storage: Mapping[str, Any],
-    form: RequestFormat = "openai-batch",
-) -> Converted:
+def convert(store: PartStore, output: str, errors: str | None, storage: Mapping[str, Any]) -> Converted:
     """Write the lines of completed rows to the file `output`, those of error rows to `errors`, which is made only where
-    there are some; None: beside `output`. APIs other than OpenAI's have all lines in one file, and take no `errors`.
-    `storage`: fsspec options of all files, where they are urls.
+    there are some; None: next to `output`. `storage`: fsspec options of both files, where they are urls.
 
     Raises OutputError when the job is not finished, its output is not what `_SUCCESS` counts, has no column of
     custom_id, or a file is there already that holds anything else; EnvironmentFailed when a disk or store fails.
@@ -91,56 +64,31 @@ def convert(
         raise OutputError(f"{store.path}: no _SUCCESS, so the job is not finished; `pipeline run` it to its end first")
     if (wrong := what_is_wrong(store)) is not None:
         raise OutputError(f"{store.path}: {wrong}; `pipeline verify` names what is damaged")
-    made = _FORMS[form]
-    if errors is not None and not made.has_file_of_errors:
-        raise OutputError(f"--errors {errors}: {form} has the lines of error rows in --output too; leave it out")
     if output == errors:
         raise OutputError(f"--errors {errors}: is --output too; give them two names")
-    answered = _answered(store, form)
-    done = failed = num_input = num_output = 0
+    answered = _answered(store)
+    done = failed = 0
     with ExitStack() as stack:
-        good = bad = stack.enter_context(NewFile(output, storage, "--output"))
-        if made.has_file_of_errors:
-            bad = stack.enter_context(NewFile(errors or errors_beside(output), storage, "--errors"))
+        good = stack.enter_context(NewFile(output, storage, "--output"))
+        bad = stack.enter_context(NewFile(errors or errors_beside(output), storage, "--errors"))
         for row in _rows(store):
-            line = json.dumps(made.line(answered, row), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+            line = json.dumps(answered.line(row), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
             file = good if row["error"] is None else bad
             file.write(line.encode() + b"\n")
             done, failed = done + (row["error"] is None), failed + (row["error"] is not None)
-            num_input, num_output = num_input + row["num_input_tokens"], num_output + row["num_generated_tokens"]
         if (done, failed) != (counts["completed_rows"], counts["error_rows"]):
             raise OutputError(
                 f"{store.path}: its parts hold {done:,} completed and {failed:,} error rows, _SUCCESS counts "
                 f"{counts['completed_rows']:,} and {counts['error_rows']:,}; `pipeline verify` names what is damaged"
             )
-        if made.manifest:
-            beside = output.rpartition("/")[0]
-            summary = stack.enter_context(
-                NewFile(f"{beside}/{_MANIFEST}" if beside else _MANIFEST, storage, "--output")
-            )
-            summary.write(_manifest(done, failed, num_input, num_output))
-            summary.publish()
-        if failed and bad is not good:
+        if failed:
             bad.publish()
         good.publish()
-    return Converted(good.shown, bad.shown if failed and bad is not good else None, done, failed)
+    return Converted(good.shown, bad.shown if failed else None, done, failed)
 
 
-def _manifest(done: int, failed: int, num_input: int, num_output: int) -> bytes:
-    """Bedrock's summary of a batch."""
-    counts = {
-        "totalRecordCount": done + failed,
-        "processedRecordCount": done + failed,
-        "successRecordCount": done,
-        "errorRecordCount": failed,
-        "inputTokenCount": num_input,
-        "outputTokenCount": num_output,
-    }
-    return json.dumps(counts).encode() + b"\n"
-
-
-def _answered(store: PartStore, form: RequestFormat) -> Answered:
-    """What all lines say of the job: from its record, and from that of the run that finished it."""
+def _answered(store: PartStore) -> Answered:
+    """Return what all lines have in common: from the job's record, and from that of the run that finished it."""
     place = store.folder.shown(JOB)
     try:
         job = json.loads(store.folder.read(JOB) or b"")
@@ -150,9 +98,8 @@ def _answered(store: PartStore, form: RequestFormat) -> Answered:
         created = int(datetime.fromisoformat(load_runs(store)[-1].started_at).timestamp())
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise OutputError(f"{place}: damaged, or a run's record is missing ({error}); was it edited?") from error
-    if task != "generate" and (task != "embed" or not _FORMS[form].has_embeddings):
-        held = "completions or embeddings" if _FORMS[form].has_embeddings else "completions"
-        raise OutputError(f"{store.path}: its job's task is {task}; the files of {form} hold {held} alone")
+    if task not in ("generate", "embed"):
+        raise OutputError(f"{store.path}: its job's task is {task}; only completions and embeddings can be converted")
     endpoint = "embedding" if task == "embed" else "chat" if is_chat else "text"
     return Answered(endpoint, model, created, fingerprint)
 

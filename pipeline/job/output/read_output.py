@@ -83,8 +83,8 @@ def doubt_of(store: PartStore, now: Status, run: RunRecord | None) -> str | None
         return None
     host = run.versions.get("host", "unknown") if run is not None else "unknown"
     return (
-        f"Nothing was heard of it for {duration(silent)}. If its process on {host} is gone, `pipeline run` goes on "
-        "from what is written."
+        f"Nothing was heard of it for {duration(round(silent))}. If its process on {host} is gone, `pipeline run` goes "
+        "on from what is written."
     )
 
 

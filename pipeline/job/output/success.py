@@ -15,7 +15,8 @@ from pipeline.errors import Interrupted, OutputError, PipelineError
 from pipeline.job.planning.appended import num_appended
 from pipeline.job.planning.plan import JobPlan, what_is_left
 
-_TOKENS = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens", "num_error_input_tokens")  # as PartTotals
+# As PartTotals has them.
+_TOKENS = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens", "num_error_input_tokens")
 
 
 def write_empty_part(plan: JobPlan, store: PartStore, metadata: dict[str, str]) -> None:
@@ -56,11 +57,15 @@ def read_success(store: PartStore) -> PartTotals | None:
     if counts is None:
         return None
     try:
-        rows, tokens = counts["completed_rows"] + counts["error_rows"], [counts[name] for name in _TOKENS[:3]]
-        tokens.append(counts.get(_TOKENS[3], 0))  # an earlier version counted them as num_input_tokens
-        tokens.append(counts.get("output_rows", rows) - rows)
-        return PartTotals(rows, counts["parts"], dict(counts["errors"]), *tokens)
-    except (ValueError, KeyError, TypeError):  # not all that this version writes
+        rows = counts["completed_rows"] + counts["error_rows"]
+        return PartTotals(
+            rows=rows,
+            units=counts["parts"],
+            error_rows=dict(counts["errors"]),
+            further_samples=counts["output_rows"] - rows,
+            **{name: counts[name] for name in _TOKENS},
+        )
+    except (ValueError, KeyError, TypeError):  # edited, or another program's
         return None
 
 

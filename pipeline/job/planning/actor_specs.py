@@ -8,7 +8,7 @@ from pipeline.engine.startup.batch_limits import most_default_seqs
 from pipeline.job.actor.worker import Backend, WorkSpec
 from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, units_in_flight
 from pipeline.job.planning.plan import JobPlan
-from pipeline.job.planning.reference_model import with_reference
+from pipeline.job.planning.reference_model import reference_of
 from pipeline.job.telemetry.logs import Level
 from pipeline.job.telemetry.run_log import versions
 from pipeline.machine.host import available_cores
@@ -30,7 +30,7 @@ def flow_spec(
     gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
     fewest, most = run.pool
     cpus = run.cpus_per_actor or _cpus(most, run.ray_address, gpus)
-    engine, reference = with_reference(job, job.engine_config(max(1, int(cpus))))
+    engine = job.engine_config(max(1, int(cpus)))
     work = WorkSpec(
         backend=backend,
         model=config.model.path,
@@ -38,7 +38,7 @@ def flow_spec(
         revision=config.model.revision,
         draft=config.model.draft,
         engine=engine,
-        reference=reference,
+        reference=reference_of(job, engine),
         reference_model=config.quality.model,
         quality_sample=run.quality_sample,
         step_timeout_s=run.step_timeout_s,
@@ -69,17 +69,17 @@ def flow_spec(
     )
     requested = failpoints.requested(os.environ)
     return FlowSpec(
-        plan.source,
-        tasks,
-        job.units,
-        work,
-        most,
-        cpus,
-        gpus,
-        in_flight,
-        run.ray_address,
-        spot,
-        requested,
+        source=plan.source,
+        tasks=tasks,
+        units=job.units,
+        work=work,
+        actors=most,
+        cpus=cpus,
+        gpus=gpus,
+        units_in_flight=in_flight,
+        ray_address=run.ray_address,
+        spot=spot,
+        failpoints=requested,
         always_ray=run.ray == "always",
         min_actors=fewest,
     )

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import Source
 from pipeline.errors import EnvironmentFailed, FingerprintError, OutputError
-from pipeline.job.planning.fingerprint import file_digests, first_files, is_skipped
+from pipeline.job.planning.fingerprint import file_digests, first_files
 
 FOLDER = "_pipeline/appended"
 FORMAT = 1
@@ -33,20 +33,19 @@ class Batches:
 
     @classmethod
     def of(cls, store: PartStore, append: bool = False) -> "Batches":
-        """Raises OutputError where a record is damaged, FingerprintError where --append is asked for and an earlier
-        version of this program kept no list of the first files."""
+        """Return those on record. Raises OutputError where one is damaged."""
         batches = []
         for name in sorted(store.folder.names(FOLDER)):
             try:
                 record = json.loads(store.folder.read(f"{FOLDER}/{name}") or b"")
-                if record["format"] > FORMAT:
-                    raise OutputError(f"{store.folder.shown(f'{FOLDER}/{name}')}: written by a newer version")
+                if record["format"] != FORMAT:
+                    raise OutputError(f"{store.folder.shown(f'{FOLDER}/{name}')}: written by another version")
                 batches.append({str(file): str(digest) for file, digest in record["files"].items()})
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise OutputError(
                     f"{store.folder.shown(f'{FOLDER}/{name}')}: damaged ({error}); was it edited?"
                 ) from error
-        return cls(tuple(batches), first_files(store, is_needed=append), append)
+        return cls(tuple(batches), first_files(store), append)
 
     def arranged(self, source: Source) -> tuple[Source, "Batches"]:
         """`source` with its files in the order of the batches, and the batches with a new one where --append found new
@@ -80,10 +79,6 @@ class Batches:
         """Whether a file is not of the first run, as far as is known before the files are looked at."""
         is_new = self.more and self.first is not None and name not in self.first
         return is_new or any(name in batch for batch in self.appended)
-
-    def was_skipped(self, name: str) -> bool:
-        """Return whether the first run listed a file as damaged."""
-        return self.first is not None and is_skipped(self.first.get(name, ""))
 
     @property
     def later_files(self) -> set[str]:

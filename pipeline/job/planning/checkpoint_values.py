@@ -68,8 +68,8 @@ def reasoning_markers(sampling: SamplingSection, model: Path) -> ReasoningMarker
     """Return the texts around the reasoning of `sampling.reasoning`, so that they are a part of what the job is. Raises
     ConfigError where the tokenizer lacks them, or where other options need them to be one token each, ModelError where
     there is no tokenizer."""
-    from pipeline.engine.reasoning.marker_tokens import find_markers, marker_tokens
-    from pipeline.engine.reasoning.text_reasoning import why_not_by_text
+    from pipeline.engine.reasoning.markers import find_markers, marker_tokens
+    from pipeline.engine.reasoning.tracking import why_not_by_text
     from pipeline.tokenization.tokenizer import Tokenizer
 
     assert sampling.reasoning is not None

@@ -18,13 +18,12 @@ from pipeline.data.output.parts import SUCCESS, PartStore
 from pipeline.data.source import Source
 from pipeline.errors import FingerprintError, OutputError
 
-FORMAT = 2  # 1: units of outputs begun by earlier versions, whose windows are one stretch each (`data/units.py`)
+FORMAT = 1
 JOB = "_pipeline/job.json"
 ACCEPTED = "_pipeline/accepted-numerics.json"
 FILES = "_pipeline/files.json"  # of an output with more input files than JOB lists
 MAX_LISTED_FILES = 1000  # of more input files only the sum of their digests is kept
 LIMITS = {"max_model_len": "engine.max_model_len"}  # of the identity, which a run with --retry-failed may change
-_SKIPPED = "damaged, skipped"  # of a file in `file_digests`
 MAX_SHOWN = 20
 MAX_VALUE_CHARS = 100
 
@@ -38,7 +37,6 @@ class Fingerprint:
     numerics: dict[str, Any]
     free: dict[str, Any]
     needs_date: bool = False
-    format: int = FORMAT  # of the output that it is in
 
     @property
     def digest(self) -> str:
@@ -104,9 +102,8 @@ def claim(
     """Make the output folder this job's, or see that it is. Nothing is changed where it is refused. `files`: those of
     the input, by `file_digests`.
 
-    Returns `ours` with the output's format and its date: the job file's, else that of the output's first run, else
-    `now`; none where an earlier version of this program began the output and kept none. Raises FingerprintError when
-    its job differs, OutputError when it holds something else.
+    Returns `ours` with the output's date: the job file's, else that of the output's first run, else `now`. Raises
+    FingerprintError when its job differs, OutputError when it holds something else.
     """
     raw = store.folder.read(JOB)
     is_new = raw is None
@@ -123,7 +120,7 @@ def claim(
         raw = store.folder.read(JOB)  # another run was first: then it is the one to agree with
         assert raw is not None
     theirs = _parse(store, raw)
-    ours = replace(ours.with_date(theirs["date"]), format=theirs["format"])
+    ours = ours.with_date(theirs["date"])
     if not is_new:
         _agree(store, theirs, ours, accept_numerics=True)  # before anything is written
         store.folder.probe()
@@ -175,31 +172,20 @@ def differs(store: PartStore, ours: Fingerprint) -> bool:
     return theirs["identity"] != mine.identity or theirs["numerics"] != mine.numerics
 
 
-def check_dated(store: PartStore, ours: Fingerprint) -> None:
-    """Before rows are computed: raises FingerprintError where it is not known which dates are in the prompts of those
-    that are there, because an earlier version of this program kept none."""
-    if ours.needs_date and ours.date is None:
-        raise FingerprintError(
-            f"output.path {store.path}: the model's chat template asks for the date, and the rows that are there were "
-            "computed by an earlier version of this program, which did not keep the date that it told. The other rows "
-            "cannot be given the same. Choose a new output.path; prompt.chat.date sets the date."
-        )
-
-
 def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
     place = f"{store.path}/{JOB}"
     try:
         theirs = json.loads(raw)
-        number = theirs["format"]
-        if number > FORMAT:
+        if theirs["format"] != FORMAT:
             raise OutputError(
-                f"{place}: format {number}, written by a newer version of this program "
-                f"({theirs.get('versions', {}).get('pipeline', 'unknown')}); this one knows {FORMAT}"
+                f"{place}: format {theirs['format']}, written by version "
+                f"{theirs.get('versions', {}).get('pipeline', 'unknown')}; this one reads and writes format {FORMAT}. "
+                "Finish the job with that version, or choose a new output.path"
             )
         date = _date_in(theirs["identity"])
         if date is not None:
             datetime.fromisoformat(date)
-        return {"identity": theirs["identity"], "numerics": theirs["numerics"], "date": date, "format": number}
+        return {"identity": theirs["identity"], "numerics": theirs["numerics"], "date": date}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"{place}: damaged ({error}); was it edited? Choose a new output.path") from error
 
@@ -282,34 +268,25 @@ def _differing(old: Any, new: Any) -> tuple[str, str]:
 def file_digests(source: Source) -> dict[str, str]:
     """Of each input file what tells it from others."""
     digests = {f.relative: f"{f.size} bytes, {f.digest[:16]}" for f in source.files}
-    return digests | {f.relative: f"{f.size} bytes, {_SKIPPED}" for f in source.skipped}
+    return digests | {f.relative: f"{f.size} bytes, damaged, skipped" for f in source.skipped}
 
 
-def is_skipped(digest: str) -> bool:
-    """Whether one of `file_digests` is of a damaged file."""
-    return digest.endswith(_SKIPPED)
-
-
-def first_files(store: PartStore, is_needed: bool = True) -> dict[str, str] | None:
-    """The input files of the output's first run, as `file_digests`; None where there was none. Where there were many
-    and an earlier version of this program kept no list of them, raises FingerprintError if it `is_needed`, else returns
-    an empty one."""
+def first_files(store: PartStore) -> dict[str, str] | None:
+    """Return the input files of the output's first run, as `file_digests`; None where there was none. Raises
+    OutputError."""
     raw = store.folder.read(JOB)
     if raw is None:
         return None
     files = _parse(store, raw)["identity"]["files"]
     if not isinstance(files.get("count"), int):
         return files
-    listed = json.loads(store.folder.read(FILES) or b"{}")
-    if not listed and not is_needed:
-        return {}
-    if hashlib.sha256(_canonical(listed)).hexdigest() != files["digest"]:
-        raise FingerprintError(
-            f"output.path {store.path}: an earlier version of this program began it and kept no list of its "
-            f"{files['count']:,} input files, so which ones are new cannot be told. Compute the new ones into another "
-            "output.path"
+    listed = store.folder.read(FILES) or b""
+    if hashlib.sha256(listed).hexdigest() != files["digest"]:
+        raise OutputError(
+            f"{store.path}/{FILES}: damaged, or missing: it lists the {files['count']:,} input files of the first run. "
+            "Was it edited? Choose a new output.path"
         )
-    return listed
+    return json.loads(listed)
 
 
 def undated_digest(identity: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ job file -> resolved -> windows -> fingerprint -> one listing of the output -> t
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -43,19 +43,6 @@ class JobPlan:
     def kept_types(self) -> dict[str, pa.DataType]:
         """Of each kept column, in the output."""
         return {name: self.schema.field(i).type for i, name in enumerate(self.job.units.kept)}
-
-    def of_output(self, claimed: Fingerprint) -> "JobPlan":
-        """This plan as it goes on in an output that `claim` made its own."""
-        units = self.job.units if claimed.format > 1 else replace(self.job.units, max_bytes=None)
-        return replace(self, fingerprint=claimed, job=replace(self.job, units=units))
-
-    def with_types_of(self, part: pa.Schema) -> "JobPlan":
-        """This plan with the columns' types of a part that is there: one output has one schema, and versions before
-        this one kept plain types."""
-        if part.names != self.schema.names:
-            return self
-        fields = [f.with_type(there.type) for f, there in zip(self.schema, part, strict=True)]
-        return replace(self, schema=pa.schema(fields))
 
 
 def make_plan(

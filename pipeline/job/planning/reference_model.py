@@ -1,12 +1,10 @@
 """Which model the rows of `run.quality_sample` are compared with, and whether that says anything."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from pipeline.config import JobConfig
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.quality.reference_config import (
-    MAX_ROW_TOKENS,
     ReferenceConfig,
     approximates,
     reference_config,
@@ -57,11 +55,11 @@ def check_same_tokens(reference: Path, model: Path) -> None:
         )
 
 
-def with_reference(job: ResolvedJob, engine: EngineConfig) -> tuple[EngineConfig, ReferenceConfig | None]:
-    """The served engine's options with room for rows that are read, and the reference engine's."""
+def reference_of(job: ResolvedJob, engine: EngineConfig) -> ReferenceConfig | None:
+    """The reference engine's options; None where no rows are compared. engine: the served one's."""
     if job.reference is None:
-        return engine, None
+        return None
     by_row = {name.partition(".")[0] for name in job.units.sampling_columns}
     likeliest = takes_likeliest(job.params) and by_row.isdisjoint(_TOKEN_OPTIONS)
     generates = job.config.quality.column is not None or not likeliest
-    return replace(engine, scoring_tokens=MAX_ROW_TOKENS), reference_config(engine, str(job.reference), generates)
+    return reference_config(engine, str(job.reference), generates)

@@ -28,8 +28,8 @@ from pipeline.data.requests.input_checks import Requests
 from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import open_source
 from pipeline.errors import ConfigError, ModelError, PipelineError
-from pipeline.job.actor.tasks.job_task import JobTask
-from pipeline.job.actor.tasks.of_job import classify_task, embed_task, plain_task
+from pipeline.job.actor.task_of_job import classify_task, embed_task, plain_task
+from pipeline.job.actor.tasks import JobTask
 from pipeline.job.planning.appended import Batches
 from pipeline.job.planning.checkpoint_values import (
     MODEL_FILES,
@@ -151,13 +151,7 @@ class Resolution:
     def input_files(self) -> None:
         given, batches = self.config.input, self.batches
         source = open_source(
-            given.path,
-            given.storage,
-            given.on_corrupt,
-            self._retries,
-            batches.is_later,
-            given.requests,
-            batches.was_skipped,
+            given.path, given.storage, given.on_corrupt, self._retries, batches.is_later, given.has_requests
         )
         self.source, self.batches = batches.arranged(source)
         self.table: Columns = self.source
@@ -277,7 +271,7 @@ class Resolution:
             if taken:
                 sampling = with_stored_sampling(sampling, taken, self.model)
         if (lines := self.requests) is not None:
-            sampling = sampling_of(lines.format, lines.endpoint, sampling, lines.samples, lines.prompt_logprobs)
+            sampling = sampling_of(lines.endpoint, sampling, lines.samples, lines.prompt_logprobs)
         self.sampling = sampling
 
     def reasoning(self) -> None:

@@ -22,7 +22,7 @@ from pipeline.data.row_texts import RowTexts
 from pipeline.data.units import MAX_STRETCH_BYTES, UnitSpec
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.job.actor.control_tokens import AuthorTexts, author_texts
-from pipeline.job.actor.tasks.job_task import JobTask
+from pipeline.job.actor.tasks import JobTask
 from pipeline.job.actor.tokenize import Chat, Tokenize, Tokenizer, chat_of
 
 
@@ -90,7 +90,7 @@ def sampling_params(sampling: SamplingSection) -> SamplingParams:
 def sampling_columns(config: JobConfig) -> Mapping[str, str]:
     """The options that each row may set itself: option (`structured_outputs.json` and the like) to column. A null there
     means the job's value."""
-    if config.input.requests is not None:
+    if config.input.has_requests:
         return {name: name for name in PARAMETERS} if config.task == "generate" else {}
     return {
         f"{name}.{value.kind}" if isinstance(value, StructuredFromColumn) else name: value.column
@@ -102,14 +102,14 @@ def sampling_columns(config: JobConfig) -> Mapping[str, str]:
 def prompt_spec(config: JobConfig, prompt: PromptSection) -> PromptSpec:
     """How rows become prompts, or are refused as requests."""
     spec = prompt.spec()
-    return spec if config.input.requests is None else replace(spec, refused=REFUSED)
+    return replace(spec, refused=REFUSED) if config.input.has_requests else spec
 
 
 def result_shape(
     config: JobConfig, sampling: SamplingSection, task_fields: tuple[pa.Field, ...] | None = None
 ) -> ResultShape:
     """The result columns. task_fields: those of a job that does not generate."""
-    of_requests = config.input.requests is not None and config.task == "generate"
+    of_requests = config.input.has_requests and config.task == "generate"
     return ResultShape(
         "rows" if config.output.samples == "rows" else "one" if sampling.n == 1 else "lists",
         logprobs=sampling.logprobs is not None or of_requests,  # some rows of requests may ask for theirs

@@ -6,11 +6,10 @@ from pipeline.config import FromColumn, JobConfig
 from pipeline.config.sections.row.sampling import RepetitionSection, SamplingSection
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.reasoning.markers import ReasoningMarkers
-from pipeline.formatting import counted, printable, shown_bytes
+from pipeline.formatting import counted, money, printable, shown_bytes
 from pipeline.job.planning.checkpoint_values import shown_values
 from pipeline.job.preview.examine import Examined
 from pipeline.job.preview.prompt_preview import MAX_PROMPT_CHARS
-from pipeline.report.number_formats import money
 from pipeline.report.record.data_warnings import DataWarning
 from pipeline.stores.redaction import shown_url
 

@@ -74,7 +74,7 @@ def examine(config: JobConfig) -> Examined:
     if resolution.knows("source"):
         found.facts |= _input(config, resolution.source)
     if (lines := resolution.requests) is not None:
-        names = ("format", "endpoint", "model")
+        names = ("endpoint", "model")
         found.facts["requests"] = {name: getattr(lines, name) for name in names} | {"ignored": list(lines.ignored)}
     if config.task != "generate":
         given = getattr(config, config.task).model_dump(mode="json")

@@ -54,7 +54,7 @@ def serve(
     watch: "QualityWatch | None" = None,
 ) -> None:
     """Step the engine for as long as the process lives, take in rows between steps, tell what finished. watch: compares
-    some rows with a reference model between the steps; the counter `quality_us` is the time that it takes."""
+    some rows with a reference model; the counter `quality_us` is the time that it takes, in steps and between them."""
     mark = reported = now_us()
     busy_us = idle_us = quality_us = 0
     while True:
@@ -87,7 +87,8 @@ def serve(
                 mark = now
         # Told before rows are, so that whoever takes a row finds the work for it counted.
         if completions or mark - reported >= REPORT_US:
-            counters = engine.counters() | {"quality_us": quality_us}
+            counters = engine.counters()
+            counters["quality_us"] = counters.get("quality_us", 0) + quality_us
             if meter is not None:
                 counters["energy_uj"] = meter.read_uj()
             send(Worked(mark, busy_us, idle_us, counters))
@@ -145,8 +146,7 @@ def main(fd: int) -> None:
         if start.reference is None:
             engine = factory(start.config, say)
         else:
-            from pipeline.engine.quality.reference import open_reference
-            from pipeline.engine.quality.watch import QualityWatch
+            from pipeline.engine.quality.watch import QualityWatch, open_reference
 
             reference = open_reference(start.reference, factory, say)  # first: the KV cache takes what is left
             engine = factory(start.config, say)

@@ -19,7 +19,7 @@ from pipeline.job.process.open_rows import OpenRows
 from pipeline.job.process.timeline import Timeline
 from pipeline.job.telemetry.logs import Level, RotatedLog
 from pipeline.machine.host import now_us
-from pipeline.report.record.computed import Computed
+from pipeline.report.record.row_stats import Computed
 from pipeline.report.record.run_record import summed
 
 MAX_START_DEATHS = 3  # in a row, without a word why
@@ -36,8 +36,8 @@ class Deaths:
     reasons: tuple[str, ...] = ()
     lost: Computed = field(default_factory=Computed)  # work on rows that were inside, as far as it was told
     restart_us: int = 0
-    died_us: int = 0
-    convicted_rows: int = 0
+    crashed_us: int = 0
+    poison_rows: int = 0
 
 
 def computed(completions: Iterable[Completion]) -> Computed:
@@ -110,14 +110,14 @@ class Supervisor:
 
     def deaths(self) -> Deaths:
         with self._lock:
-            restart_us, died_us = self._timeline.restart_us(now_us()), self._timeline.died_us
+            restart_us, crashed_us = self._timeline.restart_us(now_us()), self._timeline.crashed_us
             convicted = self._rows.num_convicted
-            return Deaths(self._restarts, tuple(self._reasons), self._lost, restart_us, died_us, convicted)
+            return Deaths(self._restarts, tuple(self._reasons), self._lost, restart_us, crashed_us, convicted)
 
-    def wrote(self, began_us: int) -> None:
-        """A part was written from then until now."""
+    def tail_us(self) -> int:
+        """The idle time since the engine last computed."""
         with self._lock:
-            self._timeline.wrote(began_us, now_us())
+            return self._timeline.tail_us
 
     def at_rest(self) -> str:
         """The phase the actor's time goes to while nothing more is heard of it."""
@@ -242,7 +242,7 @@ class Supervisor:
             self.loading = "starting"
             self._restarts += 1
             self._reasons += [ended.short()][: MAX_REASONS - len(self._reasons)]
-            self._lost += Computed.by(self._stats).less(self._given)
+            self._lost += Computed.from_stats(self._stats).less(self._given)
             self._given = Computed()
             self._past_stats, self._stats = summed([self._past_stats, self._stats]), {}
             self._timeline.lost(now_us(), had_rows=self._rows.any_inside)

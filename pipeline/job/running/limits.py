@@ -69,7 +69,7 @@ class RunLimits:
             used = f"{spent:.4g} of {self._budget:g} US dollars"
             limits.append(Limit(BUDGET, used, (self._budget - spent) / a_second, spent / self._budget))
         if self._max_runtime is not None:
-            used = f"{duration(wall_s)} of {duration(self._max_runtime)}"
+            used = f"{duration(round(wall_s))} of {duration(self._max_runtime)}"
             limits.append(Limit(MAX_RUNTIME, used, self._max_runtime - wall_s, wall_s / self._max_runtime))
         return min(limits, key=lambda limit: limit.left_s, default=None)
 
@@ -83,7 +83,7 @@ class RunLimits:
 
 def must_drain(limit: Limit, actors: Sequence[ActorState], units_done: int, running_s: float) -> bool:
     """Whether units that were begun now would pass the limit. running_s: since the first step."""
-    open_units = sum(actor.record.open_units for actor in actors)
+    open_units = sum(actor.record.units_in_progress for actor in actors)
     # As long as none has ended, a unit takes at least as long as it has taken.
     finish_s = running_s if not units_done else open_units * running_s / units_done
     return limit.left_s <= finish_s + RESERVE_S
@@ -92,4 +92,4 @@ def must_drain(limit: Limit, actors: Sequence[ActorState], units_done: int, runn
 def _there(actors: Sequence[ActorState]) -> list[ActorState]:
     """Those that cost money from now on."""
     replaced = {actor.record.replaces for actor in actors}
-    return [a for a in actors if not a.record.node_lost and not a.record.given_back and a.record.actor not in replaced]
+    return [a for a in actors if not a.record.node_lost and not a.record.released and a.record.actor not in replaced]

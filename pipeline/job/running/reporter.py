@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from pipeline.data.output.parts import PartStore
 from pipeline.job.planning.history import remember
@@ -17,19 +16,17 @@ from pipeline.job.running.totals import OutputTotals
 from pipeline.job.telemetry.logs import DRIVER, Level, LogFolder, LogOptions
 from pipeline.job.telemetry.metrics_server import MetricsServer
 from pipeline.job.telemetry.pace import Pace
+from pipeline.job.telemetry.progress import Progress
 from pipeline.job.telemetry.run_log import PLAN, RunLog, load_estimate, make_report, put_status
 from pipeline.job.telemetry.status import Status, status_line, work
 from pipeline.job.telemetry.writer import Telemetry
-from pipeline.report.record.computed import Computed
+from pipeline.report.features import drop_text
 from pipeline.report.record.quality_stats import QualityStats
+from pipeline.report.record.row_stats import Computed
 from pipeline.report.record.run_record import RunRecord
 from pipeline.report.run_report import RunReport
-from pipeline.report.sections.quality import told_drop
 from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url
-
-if TYPE_CHECKING:
-    from pipeline.job.telemetry.metrics import Health
 
 TICK_S = 1.0  # between two looks at how far a run is
 STORE_TICK_S = 10.0  # between records in an object store, where each is a request that is paid for
@@ -47,6 +44,7 @@ class RunReporter:
         plan: JobPlan,
         store: PartStore,
         log: RunLog,
+        *,
         totals: OutputTotals,
         earlier: list[RunRecord],
         telemetry: Telemetry,
@@ -74,7 +72,7 @@ class RunReporter:
         if self._estimate is None and store.folder.has(PLAN):
             self.note(f"{PLAN} estimates another job and is not compared with this run; `pipeline plan` estimates it")
         self._metrics = MetricsServer.at(plan.job.config.run.metrics_address, self.warn)
-        self._health: Health | None = None
+        self.progress = Progress(plan.job.config.run.progress_timeout_s)
         self._drops: set[str] = set()  # measures of quality whose drop was reported already
 
     def note(self, text: str, level: Level = "info") -> None:
@@ -115,17 +113,23 @@ class RunReporter:
         self.say(phase)
 
     def _measure(self, status: Status) -> None:
-        """Set what Prometheus is shown."""
+        """Look whether anything moved, and set what Prometheus is shown."""
+        log, config = self._log, self._plan.job.config
+        units = log.written.units + log.lost.units
+        self.progress.look((status.phase, work(status), units), log.actors)
         if self._metrics is None:
             return
-        from pipeline.job.telemetry.metrics import Health, Snapshot
+        from pipeline.job.telemetry.metrics import Snapshot
 
-        log, config = self._log, self._plan.job.config
-        self._health = self._health or Health()
-        health, moved_s = self._health.look(status, log.actors)
-        errors = dict(log.written.error_rows)
         self._metrics.snapshot = Snapshot(
-            config.name, status, log.actors, log.row_stats, errors, health, moved_s, config.cost.hourly_usd
+            job=config.name,
+            status=status,
+            actors=log.actors,
+            rows=log.row_stats,
+            error_rows=dict(log.written.error_rows),
+            health=[self.progress.health(actor) for actor in log.actors],
+            progress=self.progress,
+            hourly_usd=config.cost.hourly_usd,
         )
 
     def _log_progress(self, status: Status) -> None:
@@ -171,8 +175,8 @@ class RunReporter:
         for what, drop in found.drops(max_drop).items():
             if what not in self._drops:
                 self._drops.add(what)
-                told = told_drop(what, drop, max_drop)
-                self.warn(f"quality: after {found.rows:,} rows of the sample {told}: {found.told()}")
+                told = drop_text(what, drop, max_drop)
+                self.warn(f"quality: after {found.rows:,} rows of the sample {told}: {found.to_text()}")
                 self.notify("quality_drop", measure=what, drop=drop, max_drop=max_drop, rows=found.rows)
 
     def _quality(self) -> QualityStats:

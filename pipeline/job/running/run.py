@@ -28,7 +28,7 @@ from pipeline.job.actor.worker import Backend
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.output.success import check_none_appended, read_success, verify, write_empty_part, write_success
 from pipeline.job.planning.actor_specs import flow_spec, provenance, resolve_device
-from pipeline.job.planning.fingerprint import check_dated, claim, file_digests, record_numerics, with_limits_of
+from pipeline.job.planning.fingerprint import claim, file_digests, record_numerics, with_limits_of
 from pipeline.job.planning.plan import JobPlan, make_plan, what_is_left
 from pipeline.job.running.limits import RunLimits
 from pipeline.job.running.reporter import RunReporter, Show, close_telemetry, harmless
@@ -96,8 +96,6 @@ def run_job(
                     return _already_complete(plan, store, left.stood, earlier, show)
                 show(Status(phase=f"planning: all parts are counted again: {wrong}"))
             limits = RunLimits(config.cost, config.run, earlier if left.tasks else ())
-            if left.tasks:
-                check_dated(store, plan.fingerprint)
             if accept_numerics:
                 record_numerics(store, plan.fingerprint)
             # it is of the parts as they were: some are to be made or replaced, or are damaged
@@ -107,19 +105,29 @@ def run_job(
             of_sample = sample or 0
             log = RunLog(
                 store,
-                free_of(config),
-                config.cost.hourly_usd,
-                {"device": plan.device},
-                telemetry,
-                retries,
-                of_sample,
-                plan.retried_limits,
+                settings=free_of(config),
+                hourly_usd=config.cost.hourly_usd,
+                resolved={"device": plan.device},
+                telemetry=telemetry,
+                retries=retries,
+                sample_rows=of_sample,
+                retried_limits=plan.retried_limits,
             )
             log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
             log.warnings = input_warnings(plan.source.passed_over, plan.source.unified_texts)
             totals = left.totals(store, log, earlier, plan)
             log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
-            reporter = RunReporter(plan, store, log, totals, earlier, telemetry, show, logs, sample)
+            reporter = RunReporter(
+                plan,
+                store,
+                log,
+                totals=totals,
+                earlier=earlier,
+                telemetry=telemetry,
+                show=show,
+                logs=logs,
+                sample=sample,
+            )
             if plan.batches.new is not None:
                 reporter.note(f"appended: {len(plan.batches.new)} new files of the input")
             with _recorded(log, reporter, stop, "finished" if sample is None else "sampled"):
@@ -128,7 +136,6 @@ def run_job(
                     write_empty_part(plan, store, provenance(plan))
                 totals.check_error_rate()
                 if left.tasks:
-                    plan = _with_types_of_parts(plan, store, left.stood)
                     engine = backend or Backend()
                     spec = flow_spec(plan, left.tasks, engine, log.run_id, left.has_failed, logs.level)
                     Watch(config.run, log, totals, reporter, stop, limits, plan.num_rows).compute(spec)
@@ -161,7 +168,7 @@ def _plan(
         rows = plan.batches.num_rows(plan.source)
         say(f"{len(plan.batches.new):,} new files with {rows:,} rows are appended")
         plan.batches.record(store, rows, versions(), wall_time())
-    return plan.of_output(claimed), store
+    return replace(plan, fingerprint=claimed), store
 
 
 @dataclass(frozen=True)
@@ -224,11 +231,6 @@ def _already_complete(plan: JobPlan, store: PartStore, done: DoneUnits, runs: li
     remove_all(store)
     close_telemetry(telemetry, show, status)
     return report
-
-
-def _with_types_of_parts(plan: JobPlan, store: PartStore, stood: DoneUnits) -> JobPlan:
-    some_part = next(stood.parts(), None)
-    return plan if some_part is None else plan.with_types_of(store.footer(some_part).schema.to_arrow_schema())
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.dataflow.spec import EndOfUnits, FlowSpec
 from pipeline.job.running.limits import BUDGET, RESERVE_S, Limit, RunLimits, must_drain
 from pipeline.job.running.reporter import TICK_S, RunReporter
-from pipeline.job.running.stall import Stall
 from pipeline.job.running.stop import StopSignals
 from pipeline.job.running.totals import OutputTotals
 from pipeline.job.telemetry.actor_state import ActorState
@@ -82,7 +81,6 @@ class Watch:
 
     def _consume(self, flow: "Dataflow | InProcessDataflow") -> None:
         next_look, began = 0.0, None
-        stall = Stall(self.settings.progress_timeout_s)
         while True:
             self._take_next(flow)
             if self.stop.count:
@@ -95,7 +93,7 @@ class Watch:
                 if limit := self._limit_that_stops(time.monotonic() - began if began is not None else 0.0):
                     return self._drain_for(limit, flow)
                 self.reporter.update(phase)
-                stall.look(self.log.written.units + self.log.lost.units, self.log.actors)
+                self.reporter.progress.check(self.log.actors)
                 next_look = time.monotonic() + TICK_S
 
     def _take_next(self, flow: "Dataflow | InProcessDataflow") -> None:
@@ -175,7 +173,8 @@ class Watch:
                     self._look(flow)
                     self.reporter.update("draining")
                     next_look = time.monotonic() + TICK_S
-                    if time.monotonic() > given + heard_s and not any(a.open_units for a in self.log.actors):
+                    working = any(actor.record.units_in_progress for actor in self.log.actors)
+                    if time.monotonic() > given + heard_s and not working:
                         break
 
 

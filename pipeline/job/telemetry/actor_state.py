@@ -16,7 +16,3 @@ class ActorState:
     resolved: Mapping[str, str | int] = field(default_factory=dict)
     loading: str = ""  # what its engine does before it is up; empty once it is
     told: int = 0  # how often it had told before: of two states the later one, whichever arrives last
-
-    @property
-    def open_units(self) -> int:
-        return self.record.open_units

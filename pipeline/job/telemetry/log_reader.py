@@ -1,19 +1,21 @@
 """The logs of a run read back for people: all of them in the order of their times, and what was added since.
 
-Works on a disk and in a store alike. Rotation is followed: the rest of a file that was moved away is read too.
+Works on a disk and in a store alike. A place in a log is the name of one of its files and an offset.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from os import SEEK_END
 
 from pipeline.errors import OutputError
-from pipeline.job.telemetry.logs import LOGS, NUM_BACKUPS, RAY
+from pipeline.job.telemetry.logs import LOGS, RAY
 from pipeline.job.telemetry.run_id import run_number
 from pipeline.stores.folder import Folder
 
-HEAD_BYTES = 64  # by which a file is known again after it was moved: the time of its first line is among them
+RAY_LOG = RAY.removesuffix(".log")
+_PIECE = re.compile(r"([^.]+)(?:\.(\d+))?\.log")
 
 
 @dataclass(frozen=True)
@@ -25,18 +27,10 @@ class LogLine:
 
     def to_json(self) -> dict[str, str]:
         """Time, level and text apart; of Ray's logs there is the text alone."""
-        if self.log == "ray":
+        if self.log == RAY_LOG:
             return {"log": self.log, "text": self.text}
         day, time, level, text = (self.text.split(" ", 3) + [""] * 3)[:4]
         return {"log": self.log, "time": f"{day} {time}", "level": level, "text": text.lstrip()}
-
-
-@dataclass(frozen=True)
-class _Place:
-    """How far a file was read."""
-
-    head: bytes = b""
-    offset: int = 0
 
 
 def logged_run(folder: Folder, wanted: str | None = None) -> str:
@@ -57,55 +51,37 @@ class LogReader:
 
     def __init__(self, folder: Folder, run_id: str, only: Iterable[str] = ()) -> None:
         self._folder, self._place, self._only = folder, f"{LOGS}/{run_id}", frozenset(only)
-        self._read: dict[str, _Place] = {}
-
-    def names(self) -> list[str]:
-        """The logs that are there, without their ending."""
-        return [name.removesuffix(".log") for name in self._folder.names(self._place) if name.endswith(".log")]
+        self._offsets: dict[str, int] = {}  # of each file
 
     def new_lines(self) -> list[LogLine]:
-        """The whole lines that were not told before, in the order of their times."""
-        wanted = [name for name in self.names() if not self._only or name in self._only]
-        timed = heapq.merge(*(self._new_of(name) for name in wanted if f"{name}.log" != RAY), key=_time)
-        return [*timed, *(self._new_of("ray") if "ray" in wanted else ())]  # Ray's lines have no such times
+        """Return the whole lines that were not returned before, in the order of their times."""
+        pieces = [piece for piece in self._pieces() if not self._only or piece[0] in self._only]
+        timed: dict[str, list[LogLine]] = {}
+        for log, _, name in pieces:
+            timed.setdefault(log, []).extend(LogLine(log, line) for line in self._rest(name))
+        of_ray = timed.pop(RAY_LOG, [])  # Ray's lines have no such times
+        return [*heapq.merge(*timed.values(), key=_time), *of_ray]
 
-    def _new_of(self, name: str) -> Iterator[LogLine]:
-        data = self._new_bytes(f"{self._place}/{name}.log")
-        return (LogLine(name, line) for line in data.decode("utf-8", "replace").splitlines())
+    def _pieces(self) -> list[tuple[str, int, str]]:
+        """Return the files in order: log, number, name."""
+        found = [(_PIECE.fullmatch(name), name) for name in self._folder.names(self._place)]
+        return sorted((match[1], int(match[2] or 1), name) for match, name in found if match is not None)
 
-    def _new_bytes(self, path: str) -> bytes:
-        seen = self._read.get(path)
-        if seen is None:  # from the oldest file on
-            before = [self._folder.read(f"{path}.{number}") or b"" for number in range(NUM_BACKUPS, 0, -1)]
-            return b"".join(before) + self._rest(path, _Place())
+    def _rest(self, name: str) -> list[str]:
+        """Return the lines of a file after those read before, up to the last whole one."""
+        offset = self._offsets.get(name, 0)
         try:
-            with self._folder.open(path) as file:
-                if file.seek(0, SEEK_END) == seen.offset:
-                    return b""
-                file.seek(0)
-                is_same = file.read(len(seen.head)) == seen.head
-        except FileNotFoundError:  # just being moved
-            return b""
-        if is_same:
-            return self._rest(path, seen)
-        moved = self._folder.read(f"{path}.1") or b""
-        before = moved[seen.offset :] if moved.startswith(seen.head) else moved
-        return before + self._rest(path, _Place())
-
-    def _rest(self, path: str, place: _Place) -> bytes:
-        """What the file holds after `place`, up to its last line's end."""
-        try:
-            with self._folder.open(path) as file:
+            with self._folder.open(f"{self._place}/{name}") as file:
                 size = file.seek(0, SEEK_END)
-                file.seek(0)
-                head = place.head or file.read(HEAD_BYTES)
-                file.seek(place.offset)
-                data = file.read(size - place.offset)  # in one request
-        except FileNotFoundError:
-            return b""
+                if size <= offset:
+                    return []
+                file.seek(offset)
+                data = file.read(size - offset)  # in one request
+        except FileNotFoundError:  # just being removed
+            return []
         data = data[: data.rfind(b"\n") + 1]
-        self._read[path] = _Place(head, place.offset + len(data))
-        return data
+        self._offsets[name] = offset + len(data)
+        return data.decode("utf-8", "replace").splitlines()
 
 
 def _time(line: LogLine) -> str:

@@ -1,12 +1,11 @@
 """The logs of a run, `_pipeline/logs/<run id>/`: `driver.log`, `engine-<actor>.log` and, after a failure, `ray.log`.
 
-Each line carries its time and level. Files are rotated and logs of old runs removed, so that their size is bounded;
-they are written by a thread, so that a slow disk holds nothing up. Of an output in a store they are written to a
-temporary folder and uploaded as they grow. `log_reader` reads them back.
+Each line carries its time and level. A log that grows continues in `driver.2.log` and so on; its first file and the
+newest ones stay, and logs of old runs are removed, so that their size is bounded. No file is renamed: a reader knows
+where it is by a name and an offset. A thread writes, so that a slow disk holds nothing up. Logs of an output in a store
+are written to a temporary folder and uploaded as they grow. `log_reader` reads them back.
 """
 
-import logging
-import logging.handlers
 import os
 import queue
 import shutil
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import PipelineError
@@ -29,9 +28,9 @@ from pipeline.stores.local_folder import LocalFolder
 LOGS = "_pipeline/logs"
 DRIVER = "driver.log"
 RAY = "ray.log"
-MAX_BYTES = 5 * 2**20  # of a file on a disk, before it is rotated
+MAX_BYTES = 5 * 2**20  # of a file on a disk
 STORE_MAX_BYTES = 2**20  # of one in a store, to which a file goes whole each time
-NUM_BACKUPS = 2
+NUM_LAST = 2  # newest files of a log that stay, with its first
 MAX_RUNS = 20  # earlier ones whose logs are kept
 SYNC_S = 3.0  # between looks for lines that a store does not have yet
 SYNC_SHARE = 0.05  # of the time, at most, in which logs are being uploaded
@@ -123,6 +122,9 @@ class LogFolder:
                 if self._uploaded.get(file.name) != version:
                     self._store.folder.replace(f"{self._name}/{file.name}", file.read_bytes())
                     self._uploaded[file.name] = version
+            for name in [name for name in self._uploaded if not (self.path / name).exists()]:
+                self._store.folder.remove(f"{self._name}/{name}")
+                del self._uploaded[name]
 
 
 def _remove_left_over() -> None:
@@ -135,10 +137,10 @@ def _remove_left_over() -> None:
 
 
 class RotatedLog:
-    """One log file. Thread-safe; `line` never blocks and never raises."""
+    """One log. Thread-safe; `line` never blocks and never raises."""
 
     def __init__(self, path: Path, level: Level = "info", max_bytes: int = MAX_BYTES) -> None:
-        """level: lines below it are not kept. max_bytes: of the file, before it is rotated."""
+        """level: lines below it are not kept. max_bytes: of a file, before the next one begins."""
         self._path, self._least, self._max_bytes = path, LEVELS.index(level), max_bytes
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
         self.dropped = 0
@@ -173,23 +175,31 @@ class RotatedLog:
         self._thread.join(timeout_s)
 
     def _write(self) -> None:
-        handler: _Rotated | None = None
+        file: BinaryIO | None = None
+        number = 1
         while (line := self._lines.get()) is not None:
+            data = line.encode("utf-8", "backslashreplace") + b"\n"
             try:
-                if handler is None:
+                if file is not None and file.tell() + len(data) > self._max_bytes:
+                    file.close()
+                    file, number = None, number + 1
+                    if number - NUM_LAST > 1:
+                        piece_path(self._path, number - NUM_LAST).unlink(missing_ok=True)
+                if file is None:
                     self._path.parent.mkdir(parents=True, exist_ok=True)
-                    handler = _Rotated(self._path, maxBytes=self._max_bytes, backupCount=NUM_BACKUPS, encoding="utf-8",
-                                       errors="backslashreplace")  # fmt: skip
-                handler.emit(logging.LogRecord("", logging.INFO, "", 0, "%s", (line,), None))
-            except OSError:
+                    file = open(piece_path(self._path, number), "ab")  # noqa: SIM115
+                file.write(data)
+                file.flush()
+            except OSError:  # a full disk must not fill the terminal
                 self.dropped += 1
-        if handler is not None:
-            handler.close()
+        if file is not None:
+            with suppress(OSError):
+                file.close()
 
 
-class _Rotated(logging.handlers.RotatingFileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk must not fill the terminal."""
+def piece_path(path: Path, number: int) -> Path:
+    """Return the path of a log's file by its number: `driver.log`, `driver.2.log`, `driver.3.log`."""
+    return path if number == 1 else path.with_suffix(f".{number}{path.suffix}")
 
 
 def collect_ray_logs(session_logs: Path, path: Path) -> None:

@@ -1,24 +1,23 @@
 """A running job as Prometheus sees it: counters, gauges and histograms of what the driver knows.
 
-Names end as vLLM's do where the meaning is the same. Counters never fall while a run goes on: what an engine's process
-counted before it ended stays counted. All are of this run; `run` is in the labels, so another one is another series.
+Names end as vLLM's do where the meaning is the same; all follow Prometheus' rules: base units, `_total` for counters
+alone. Counters never fall while a run continues: what an engine's process counted before it ended stays counted. All
+are of this run; `run` is in the labels, so another one is another series.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from pipeline.job.telemetry.actor_state import ActorState
-from pipeline.job.telemetry.status import Status, work
+from pipeline.job.telemetry.progress import HEALTH, Progress
+from pipeline.job.telemetry.status import Status
 from pipeline.report.record.row_stats import Histogram, RowStats
 
-SILENT_S = 15.0  # without an actor's word, which it gives each second
 # Upper bounds of buckets in seconds: of whole rows and first tokens, and between two tokens.
 LONG_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-HEALTH = ("starting", "loading", "ready", "silent", "given back", "lost")
 
 # name, what it says, the engine's count, and by how much it is divided
 _ENGINE = (
@@ -28,13 +27,18 @@ _ENGINE = (
     ("num_preemptions", "Sequences that had to give up their KV cache.", "num_preemptions", 1),
     ("engine_steps", "Steps of the engine.", "num_steps", 1),
     ("engine_sequences", "Sequences of all steps; by steps, the batch.", "batch_sum", 1),
-    ("engine_kv_cache_usage", "Used shares of the KV cache of all steps; by steps, the mean.", "kv_used_ppm_sum", 1e6),
+    (
+        "engine_kv_cache_usage_ratio",
+        "Used shares of the KV cache of all steps; by steps, the mean.",
+        "kv_used_ppm_sum",
+        1e6,
+    ),
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One moment of a run. `health`: of each actor, as `Health` says."""
+    """One moment of a run. `health`: of each actor, as `Progress` has it."""
 
     job: str
     status: Status
@@ -42,7 +46,7 @@ class Snapshot:
     rows: RowStats
     error_rows: Mapping[str, int]
     health: Sequence[str]
-    moved_s: float  # since anything moved: rows, tokens, an engine that loads
+    progress: Progress
     hourly_usd: float | None = None
 
     def families(self) -> Iterator[Metric]:
@@ -52,8 +56,12 @@ class Snapshot:
             ("rows_done", "Rows that are computed, also those whose part is not written yet.", status.rows_done),
             ("rows_written", "Rows in parts, of earlier runs too.", status.rows_written),
             ("units_written", "Units in parts, of earlier runs too.", status.units),
-            ("run_seconds", "Seconds since the run began.", status.elapsed_s),
-            ("moved_seconds_ago", "Seconds since rows, tokens or a model's load went on.", self.moved_s),
+            ("run_start_timestamp_seconds", "Unix time at which the run began.", self.progress.began_at),
+            (
+                "last_progress_timestamp_seconds",
+                "Unix time at which rows, tokens or a model's load last moved.",
+                self.progress.moved_at,
+            ),
         )
         for name, about, value in gauges:
             yield _family(GaugeMetricFamily, name, about, run, [({}, value)])
@@ -107,8 +115,10 @@ class Snapshot:
         if self.hourly_usd is not None:
             usd = sum(record.machine_us for record in actors) / 3.6e9 * self.hourly_usd
             yield _family(CounterMetricFamily, "cost_usd", "Machine time by cost.hourly_usd.", run, [({}, usd)])
-        open_units = [({"actor": str(r.actor)}, float(r.open_units)) for r in actors]
-        yield _family(GaugeMetricFamily, "open_units", "Units that an engine works on.", run, open_units, ("actor",))
+        open_units = [({"actor": str(r.actor)}, float(r.units_in_progress)) for r in actors]
+        yield _family(
+            GaugeMetricFamily, "units_in_progress", "Units that an engine works on.", run, open_units, ("actor",)
+        )
         health = [
             ({"actor": str(record.actor), "host": record.host, "health": name}, float(name == now))
             for record, now in zip(actors, self.health)
@@ -123,43 +133,12 @@ class Snapshot:
             "job": self.job,
             "run": self.status.run_id,
             "phase": self.status.phase,
-            "moved_seconds_ago": round(self.moved_s, 1),
+            "seconds_without_progress": round(self.progress.still_s, 1),
             "actors": [
                 {"actor": state.record.actor, "host": state.record.host, "health": health}
                 for state, health in zip(self.actors, self.health)
             ],
         }
-
-
-class Health:
-    """Remembers when actors last spoke and when anything last moved. Looked at about once a second."""
-
-    def __init__(self) -> None:
-        self._words: dict[int, tuple[int, float]] = {}
-        self._moved: tuple[object, float] = (None, time.monotonic())
-
-    def look(self, status: Status, actors: Sequence[ActorState]) -> tuple[list[str], float]:
-        """How each actor is, and for how long nothing has moved."""
-        now = time.monotonic()
-        loading = sum(a.record.phases_us["startup"] + a.record.phases_us["load"] for a in actors)
-        moved = status.phase, work(status), loading
-        if moved != self._moved[0]:
-            self._moved = moved, now
-        return [self._of(actor, now) for actor in actors], now - self._moved[1]
-
-    def _of(self, actor: ActorState, now: float) -> str:
-        record = actor.record
-        told, since = self._words.get(record.actor, (-1, now))
-        if actor.told != told:
-            since = now
-            self._words[record.actor] = actor.told, now
-        if record.node_lost:
-            return "lost"
-        if record.given_back:
-            return "given back"
-        if now - since > SILENT_S:
-            return "silent"
-        return "ready" if record.stats.get("num_steps") else "loading" if actor.loading else "starting"
 
 
 def cumulative(found: Histogram, bounds_s: Sequence[float]) -> tuple[list[tuple[str, float]], float]:

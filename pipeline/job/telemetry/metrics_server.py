@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipeline.job.telemetry.metrics import Snapshot
 
-STALLED_S = 300.0  # /healthz says 503 after that
-
 
 class MetricsServer:
     """Serves the last snapshot that was set."""
@@ -40,7 +38,7 @@ class MetricsServer:
                 if self.path == "/metrics":
                     self._answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
                 elif self.path == "/healthz":
-                    well = now is None or now.moved_s < STALLED_S
+                    well = now is None or now.progress.is_well
                     told = json.dumps({"well": well} | (now.to_json() if now else {}))
                     self._answer(200 if well else 503, "application/json", told.encode())
                 else:

@@ -6,7 +6,7 @@ In computed tokens: cached tokens and refused rows take no time.
 from collections import deque
 
 from pipeline.data.output.part_totals import PartTotals
-from pipeline.report.record.computed import Computed
+from pipeline.report.record.row_stats import Computed
 
 WINDOW_S = 30.0
 

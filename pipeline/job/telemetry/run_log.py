@@ -26,9 +26,8 @@ from pipeline.machine.host import now_us, package_versions, process_mark
 from pipeline.report.build import build_report
 from pipeline.report.estimate import Estimate
 from pipeline.report.record.data_warnings import DataWarning
-from pipeline.report.record.moments import Moments
 from pipeline.report.record.row_stats import RowStats
-from pipeline.report.record.run_record import Outcome, RunRecord, SkippedInput
+from pipeline.report.record.run_record import Moments, Outcome, RunRecord, SkippedInput
 from pipeline.report.render import markdown
 from pipeline.report.run_report import RunReport
 from pipeline.stores.retries import RetryCounts
@@ -56,7 +55,7 @@ class RunLog:
     def __init__(
         self,
         store: PartStore,
-        config_free: Mapping[str, Any],
+        settings: Mapping[str, Any],
         hourly_usd: float | None,
         resolved: Mapping[str, Any],
         telemetry: Telemetry,
@@ -73,11 +72,11 @@ class RunLog:
             self.run_id,
             now.isoformat(timespec="seconds"),
             versions=versions(),
-            config_free=dict(config_free),
+            settings=dict(settings),
             hourly_usd=hourly_usd,
             resolved=dict(resolved),
             sample_rows=sample_rows,
-            retried_limits=dict(retried_limits or {}),
+            retry_limits=dict(retried_limits or {}),
         )
         self.outcome: Outcome = "running"
         self.driver_us: dict[str, int] = {}
@@ -88,7 +87,7 @@ class RunLog:
         self.sampled_rows = 0
         self.found_units = 0  # of these, the ones that were found before any work
         self.row_stats = RowStats()  # of the parts this run made
-        self.sampled_stats = RowStats()
+        self.sample_row_stats = RowStats()
         self.moments = Moments()
         self.write_us = 0
         self.first_errors: list[str] = []  # to show when there are too many
@@ -108,7 +107,7 @@ class RunLog:
         shown = [example.line(code) for code, some in unit.row_stats.errors.items() for example in some]
         self.first_errors += shown[: NUM_SHOWN_ERRORS - len(self.first_errors)]
         if unit.sampled_rows:
-            self.sampled_stats += unit.row_stats
+            self.sample_row_stats += unit.row_stats
         elif unit.written:
             self.written += unit.totals
             self.computed += unit.renewed or unit.totals
@@ -134,14 +133,14 @@ class RunLog:
             actors=[actor.record for actor in self.actors],
             rows_written=computed.rows,
             units_written=computed.units,
-            units_lost=self.lost.units - self.found_units,
-            units_found=self.found_units,
+            duplicate_units=self.lost.units - self.found_units,
+            units_already_written=self.found_units,
             input_tokens=computed.num_input_tokens,
             cached_tokens=computed.num_cached_tokens,
             generated_tokens=computed.num_generated_tokens,
             error_rows=dict(computed.error_rows),
             error_input_tokens=computed.num_error_input_tokens,
-            further_samples=computed.further_samples,
+            extra_samples=computed.further_samples,
             write_us=self.write_us,
             resolved=resolved,
             row_stats=self.row_stats,
@@ -149,8 +148,8 @@ class RunLog:
             skipped_files=self.skipped_files,
             telemetry_failures=self._telemetry.failures,
             stopped_by=self.stopped_by,
-            sampled_stats=self.sampled_stats,
-            moments=list(self.moments.kept),
+            sample_row_stats=self.sample_row_stats,
+            moments=list(self.moments.recorded),
             warnings=self.warnings,
         )
 
@@ -198,7 +197,7 @@ def totals_so_far(store: PartStore, runs: Iterable[RunRecord], done: DoneUnits) 
     totals = PartTotals()
     for run in runs:
         tokens = run.input_tokens, run.cached_tokens, run.generated_tokens, run.error_input_tokens
-        totals += PartTotals(run.rows_written, 0, run.error_rows, *tokens, run.further_samples)
+        totals += PartTotals(run.rows_written, 0, run.error_rows, *tokens, run.extra_samples)
     if totals.rows > done.num_rows:
         return store.totals(done)
     return replace(totals, rows=done.num_rows, units=done.num_units)
@@ -246,13 +245,12 @@ def load_estimate(store: PartStore, job: str) -> Estimate | None:
 
 def put_status(telemetry: Telemetry, status: Status) -> None:
     """Write what a run shows, with the time of now for people who find it later."""
-    told = replace(status, told_at=datetime.now(UTC).isoformat(timespec="seconds"))
-    telemetry.put(STATUS, json.dumps(told.to_json(), indent=1).encode())
+    dated = replace(status, updated_at=datetime.now(UTC).isoformat(timespec="seconds"))
+    telemetry.put(STATUS, json.dumps(dated.to_json(), indent=1).encode())
 
 
 def silent_s(status: Status) -> float:
-    """For how long nothing was heard of the run that left this status, by wall clocks: for people only. 0 where a
-    version before this one left it."""
-    if not status.told_at:
+    """Seconds since the run wrote this status, by wall clocks: for people only. 0 for one that was not written."""
+    if not status.updated_at:
         return 0.0
-    return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(status.told_at)).total_seconds())
+    return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(status.updated_at)).total_seconds())

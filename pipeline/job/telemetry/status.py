@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass
 
-from pipeline.formatting import duration
+from pipeline.formatting import duration, percent
 from pipeline.report.record.json_record import SCHEMA_VERSION, JsonRecord
 
 
 @dataclass(frozen=True)
 class Status(JsonRecord):
-    """`rows_done` counts rows that are finished, while the run goes on also those of units that are not written yet;
+    """`rows_done` counts finished rows, while the run goes on also those of units that are not written yet;
     `rows_written` the others. Tokens and rates are what this run computed, prompt tokens without those from cache;
     rates are over the last half minute. `eta_s` is None while unknown and when nothing is left. `warning` is the last
-    that went wrong without ending the run, `told_at` the wall time, for people. `quality_rows` to `quality_drops` tell
-    of the rows that were compared with a reference model, in all runs of the job."""
+    problem that did not end the run, `updated_at` the wall time, for people. `quality_rows` to `quality_drops` are of
+    the rows compared with a reference model, in all runs of the job."""
 
     run_id: str = ""
     phase: str = "planning"
@@ -33,17 +33,16 @@ class Status(JsonRecord):
     quality_rows: int = 0
     token_agreement: float | None = None
     quality_drops: tuple[str, ...] = ()
-    told_at: str = ""
+    updated_at: str = ""
     schema_version: int = SCHEMA_VERSION
 
 
 def status_line(status: Status) -> str:
     """A status in one line of text."""
     if not any(work(status)):
-        elapsed = f" ({duration(status.elapsed_s)})" if status.elapsed_s >= 1 else ""
+        elapsed = f" ({duration(round(status.elapsed_s))})" if status.elapsed_s >= 1 else ""
         return f"{status.phase}{elapsed}"
-    share = 100 * status.rows_done / max(1, status.rows_total)
-    return f"{status.phase}: {share:.1f} %, {counts(status)}"
+    return f"{status.phase}: {percent(status.rows_done / max(1, status.rows_total))}, {counts(status)}"
 
 
 def work(status: Status) -> tuple[int, ...]:
@@ -59,9 +58,9 @@ def counts(status: Status) -> str:
     if status.error_rows:
         counts += f" ({status.error_rows:,} errors)"
     if status.token_agreement is not None:
-        counts += f", token agreement {100 * status.token_agreement:.1f} %"
+        counts += f", token agreement {percent(status.token_agreement)}"
         counts += f" (ALARM: {', '.join(status.quality_drops)})" if status.quality_drops else ""
     if status.outcome != "running" or status.rows_done >= status.rows_total:
         return counts
     counts += f", {status.input_tokens_per_s:,.0f} tok/s in, {status.generated_tokens_per_s:,.0f} out"
-    return counts if status.eta_s is None else f"{counts}, {duration(status.eta_s)} left"
+    return counts if status.eta_s is None else f"{counts}, {duration(round(status.eta_s))} left"

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations import fp8, int8
-from pipeline.kernels.activations.fp8_per_token import per_output
+from pipeline.kernels.activations.fp8 import per_output
 from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 

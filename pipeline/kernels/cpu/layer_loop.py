@@ -52,16 +52,16 @@ class _Layer:
         qkv, o, gate_up, down = narrow
         q_norm_D, k_norm_D = parts.qk_norm_D or (parts.input_norm_H.new_ones(head_dim),) * 2
         return cls(
-            bits(parts.input_norm_H),
-            bits(parts.post_norm_H),
-            parts.qk_norm_D is not None,
-            bits(q_norm_D),
-            bits(k_norm_D),
-            qkv,
-            o,
-            gate_up,
-            down,
-            UNBOUNDED if parts.window is None else parts.window,
+            input_norm_H=bits(parts.input_norm_H),
+            post_norm_H=bits(parts.post_norm_H),
+            with_norm=parts.qk_norm_D is not None,
+            q_norm_D=bits(q_norm_D),
+            k_norm_D=bits(k_norm_D),
+            qkv=qkv,
+            o=o,
+            gate_up=gate_up,
+            down=down,
+            window=UNBOUNDED if parts.window is None else parts.window,
         )
 
     def is_parallel(self, num_tokens: int) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphShape, Linear
-from pipeline.kernels.transfer import on_device
+from pipeline.kernels.memory import on_device
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, checked_group, plan_key
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
 from pipeline.kernels.triton.attention.staging import StagedStep

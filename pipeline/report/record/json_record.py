@@ -1,7 +1,6 @@
 """Frozen dataclasses as plain values, ready for json.dumps, and back by the types of their fields.
 
-What another version wrote is read too: keys that are not known here are passed over, and a field whose key is absent
-has its default.
+Unknown keys are ignored, and a field whose key is absent has its default.
 """
 
 import types
@@ -10,7 +9,7 @@ from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
-SCHEMA_VERSION = 2  # of the records that a run leaves: grows when a key goes or means something else
+SCHEMA_VERSION = 1  # of the records that a run leaves: grows when a key goes or means something else
 
 
 class JsonRecord:

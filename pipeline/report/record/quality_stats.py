@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import sqrt
 
+from pipeline.formatting import percent
+
 CERTAIN = 2.0  # standard errors that a drop has to be above the limit
 
 
@@ -103,17 +105,17 @@ class QualityStats:
             found["right_answers"] = self.right_drop
         return found
 
-    def told(self) -> str:
-        """For people, in a line; empty where nothing was compared."""
+    def to_text(self) -> str:
+        """Return a line; empty where nothing was compared."""
         if self.agreement is None:
             return ""
         parts = [
-            f"{100 * self.agreement:.2f} % (± {100 * self.agreement_error:.2f}) of {self.tokens:,} tokens agree with "
+            f"{self.agreement:.2%} (± {self.agreement_error:.2%}) of {self.tokens:,} tokens agree with "
             "the reference model",
             f"KL {self.kl_nanonats / 1e9 / self.tokens:.3g} nats a token",
             f"{self.same_texts:,} of {self.rows:,} texts the same",
         ]
         if self.expected_rows:
-            served, reference = (100 * n / self.expected_rows for n in (self.served_right, self.reference_right))
-            parts.append(f"right of {self.expected_rows:,} answers: {served:.1f} %, the reference's {reference:.1f} %")
+            served, reference = (percent(n / self.expected_rows) for n in (self.served_right, self.reference_right))
+            parts.append(f"right of {self.expected_rows:,} answers: {served}, the reference's {reference}")
         return "; ".join(parts)

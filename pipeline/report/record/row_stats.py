@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 from math import ceil
 
-from pipeline.report.record.computed import Computed
 from pipeline.report.record.data_warnings import ControlTokenRows
 from pipeline.report.record.json_record import JsonRecord
 from pipeline.report.record.quality_stats import QualityStats
@@ -20,6 +19,31 @@ HISTOGRAM_ERROR = 1 / 32  # of a value read back from a histogram, at most, of i
 
 _EXACT = 32  # values below have a bucket each
 _PER_DOUBLING = 16
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Tokens that an engine computed: of prompts (what shared KV blocks served is not computed), and generated."""
+
+    prompt: int = 0
+    generated: int = 0
+
+    @classmethod
+    def from_stats(cls, stats: Mapping[str, int]) -> "Computed":
+        """Return what an engine computed, from its EngineStats, without work done again after a preemption."""
+        prompt = stats.get("prompt_tokens", 0) - stats.get("cached_tokens", 0)
+        return cls(max(0, prompt), stats.get("generated_tokens", 0))
+
+    @property
+    def all(self) -> int:
+        return self.prompt + self.generated
+
+    def __add__(self, other: "Computed") -> "Computed":
+        return Computed(self.prompt + other.prompt, self.generated + other.generated)
+
+    def less(self, other: "Computed") -> "Computed":
+        """Subtract `other`, at least down to 0: counters that are read at different moments may cross."""
+        return Computed(max(0, self.prompt - other.prompt), max(0, self.generated - other.generated))
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,8 @@ def finish_job(store: PartStore, windows: int = 3, rows: int = 30, units: int = 
 
 def _row(i: int) -> dict:
     failed = i % 13 == 5
-    no_text = "" if i < ROWS_PER_FILE else None  # an earlier version wrote the empty string
     return {
-        "id": i, "tags": [f"t{i}", None], "generated_text": no_text if failed else f"answer {i} " * (i % 7),
+        "id": i, "tags": [f"t{i}", None], "generated_text": None if failed else f"answer {i} " * (i % 7),
         "error": "null_prompt" if failed else None, "num_input_tokens": i, "num_cached_tokens": 0,
         "num_generated_tokens": i % 7, "source_file": f"f{i // ROWS_PER_FILE}.parquet", "line": i % ROWS_PER_FILE,
     }  # fmt: skip
@@ -58,7 +57,7 @@ def _succeed(store: PartStore, totals: PartTotals) -> None:
     counts = {
         "job": "demo", "fingerprint": FINGERPRINT, "input_rows": totals.rows,
         "completed_rows": totals.rows - totals.num_error_rows, "error_rows": totals.num_error_rows,
-        "num_generated_tokens": totals.num_generated_tokens,
+        "num_generated_tokens": totals.num_generated_tokens, "output_rows": totals.output_rows,
     }  # fmt: skip
     store.folder.replace(SUCCESS, json.dumps(counts).encode())
 

@@ -1,7 +1,5 @@
 """The output's columns: one schema, clear of the input's names, with sums that survive renaming."""
 
-import json
-
 import pyarrow as pa
 import pytest
 
@@ -89,12 +87,3 @@ def test_totals_are_taken_away_again():
     b = PartTotals(4, 2, {"null_prompt": 1, "engine_failure": 3}, 20, 6, 7, 9)
     assert a + b - b == a
     assert a - b == PartTotals(error_rows={"null_prompt": 1})
-
-
-def test_footers_of_earlier_and_later_versions_are_read():
-    earlier = {"rows": 2, "units": 1, "error_rows": {"prompt_too_long": 1}, "num_input_tokens": 200_040,
-               "num_cached_tokens": 3, "num_generated_tokens": 5}  # fmt: skip
-    assert PartTotals.from_json(json.dumps(earlier)) == PartTotals(2, 1, {"prompt_too_long": 1}, 200_040, 3, 5)
-    assert PartTotals.from_json(json.dumps(earlier | {"num_audio_tokens": 7})) == PartTotals.from_json(
-        json.dumps(earlier)
-    )

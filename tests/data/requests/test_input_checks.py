@@ -24,7 +24,7 @@ def put(folder, name: str, lines: list) -> str:
 
 
 def opened(place: str, **options):
-    return open_source(place, requests="openai-batch", **options)
+    return open_source(place, of_requests=True, **options)
 
 
 def named(i, make=chat, **body) -> dict:
@@ -36,7 +36,7 @@ def test_lines_are_rows_of_one_schema_whatever_they_hold(tmp_path, monkeypatch):
     put(tmp_path, "a.jsonl", [named(0), named(1, max_tokens=3), named(2, n=4)])
     source = opened(put(tmp_path, "b.jsonl.gz", [named(3, user="u", logprobs=True)]))
     assert source.schema.equals(request_schema("chat"))
-    assert source.requests == input_checks.Requests("openai-batch", "chat", "m", ("user",), samples=True)
+    assert source.requests == input_checks.Requests("chat", "m", ("user",), samples=True)
     spec = UnitSpec(PromptSpec(messages="messages", refused="refused"), ("custom_id",), {p: p for p in PARAMETERS})
     names = ("source_file", "source_row", "_error", "_error_message", "_params")
     found = {}
@@ -62,8 +62,8 @@ def test_texts_to_embed_bring_their_encoding(tmp_path):
     source = opened(put(tmp_path, "a.jsonl", [*lines, named(2, embedding, dimensions=4, input=["Twice"])]))
     found = source.requests
     assert source.schema.equals(request_schema("embedding"))
-    assert found == input_checks.Requests("openai-batch", "embedding", "m", ("user",), dimensions=4)
-    assert (found.place, found.asks_for) == (str(tmp_path / "a.jsonl:1"), "/v1/embeddings")
+    assert found == input_checks.Requests("embedding", "m", ("user",), dimensions=4)
+    assert (found.place, found.url) == (str(tmp_path / "a.jsonl:1"), "/v1/embeddings")
     rows = read_window(source, cut_windows(source, 9, 1 << 20)[0], ["input", "encoding_format"]).to_pydict()
     assert (rows["input"], rows["encoding_format"]) == (["Once", "Once", "Twice"], [None, "base64", None])
 
@@ -132,7 +132,7 @@ def test_equal_hashes_of_different_ids_are_no_duplicates(tmp_path, monkeypatch):
 def test_a_line_costs_eight_bytes_while_it_is_looked_at():
     notes = input_checks.FileNotes("a")
     for i in range(1000):
-        notes.add(named(i), i, "openai-batch")
+        notes.add(named(i), i)
     assert notes.hashes.itemsize * len(notes.hashes) == 8 * 1000
     assert len(np.unique(np.array(notes.hashes))) == 1000
     assert (len(notes.models), len(notes.endpoints)) == (1, 1)

@@ -162,7 +162,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("line", "says"), REFUSED)
 def test_a_row_is_refused_by_the_name_of_a_field(line, says):
-    row = Requests("openai-batch", ENDPOINTS.get(str(line["url"]), "chat")).row(line)
+    row = Requests(ENDPOINTS.get(str(line["url"]), "chat")).row(line)
     assert {name for name, value in row.items() if value is not None} == {"custom_id", "refused"}
     assert row["custom_id"] == "a"
     assert re.match(says, row["refused"])
@@ -170,7 +170,7 @@ def test_a_row_is_refused_by_the_name_of_a_field(line, says):
 
 
 def test_a_row_that_is_not_whole_is_one_without_values():
-    row = Requests("openai-batch", "chat").row({})
+    row = Requests("chat").row({})
     assert row == {"custom_id": None, "messages": None, "refused": "method: expected POST, got None"}
 
 

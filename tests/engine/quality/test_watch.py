@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from pipeline import Engine, EngineConfig, Request, SamplingParams
 from pipeline.engine.params import Completion, QualitySample, RowQuality
-from pipeline.engine.quality.reference import open_reference
 from pipeline.engine.quality.reference_config import approximates, reference_config
-from pipeline.engine.quality.watch import QualityWatch
-from tests.engine.hash_runner import VOCAB, expected_tokens, hash_engine, next_token
+from pipeline.engine.quality.watch import QualityWatch, open_reference
+from tests.engine.hash_runner import expected_tokens, hash_engine
 from tests.model_folders import FAMILIES, load_reference, small_config, write_checkpoint
 from tests.parity.harness import reference_logits
 
@@ -39,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def options(folder: Path, **more: Any) -> EngineConfig:
     given = {"dtype": "float32", "kernels": "reference", "max_model_len": MAX_LEN, "max_num_seqs": 4, "block_size": 8}
-    return EngineConfig(str(folder), **(given | {"scoring_tokens": MAX_LEN} | more))  # type: ignore[arg-type]
+    return EngineConfig(str(folder), **(given | more))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -113,7 +112,10 @@ def test_the_figures_are_those_of_transformers_logits(
         assert (found.served_right, found.reference_right) == (None, None)
         apart += 12 - agreed
     assert apart > 0, "the noise is too small to tell one model from the other"
-    assert reference.stats.num_steps == 0, "its own text follows from what it reads"
+    assert reference.stats.generated_tokens == 0, "its own text follows from what it reads"
+    counted = sum(len(r.prompt_token_ids) for r in requests)
+    assert (served.stats.prompt_tokens, served.stats.generated_tokens) == (counted, 8 * 12), "only the job's rows"
+    assert served.stats.quality_us > 0
 
 
 def test_no_row_changes_by_being_compared_and_no_room_is_lost(pair: Callable[..., tuple[Engine, Engine]]) -> None:
@@ -127,7 +129,6 @@ def test_no_row_changes_by_being_compared_and_no_room_is_lost(pair: Callable[...
     assert [plain(done[i]) for i in range(14)] == alone
     assert sum(c.quality is not None for c in done.values()) == 7
     assert served.pool.num_held == 0
-    assert served.max_read_tokens == reference.max_read_tokens == MAX_LEN
     served.pool.check()
 
 
@@ -214,71 +215,65 @@ def test_what_cannot_be_compared_is_delivered_and_says_why(
     watch._most_tokens = lengths[0]
     assert sorted(why_not()) == ["", "too_long", "too_long"]
     watch._most_tokens = lengths[-1]
-    read = reference.read
+    logits = reference.runner.logits
 
     def fail_once(error: Exception) -> Callable[..., Any]:
-        left = [error]
+        """While the second piece of a row is compared."""
+        left = [None, error]
 
-        def failing(*arguments: Any) -> Any:
-            pieces = read(*arguments)
-            if left:
-                yield next(pieces)
-                pieces.close()
-                raise left.pop()
-            yield from pieces
+        def failing(hidden_RH: torch.Tensor) -> torch.Tensor:
+            if left and (now := left.pop(0)) is not None:
+                raise now
+            return logits(hidden_RH)
 
         return failing
 
-    monkeypatch.setattr(reference, "read", fail_once(MemoryError()))
-    monkeypatch.setattr("pipeline.engine.quality.watch.MAX_PIECE_TOKENS", 5)
     watch._piece_tokens = 5
+    monkeypatch.setattr(reference.runner, "logits", fail_once(MemoryError()))
     assert sorted(why_not()) == ["", "", "out_of_memory"]
-    monkeypatch.setattr(reference, "read", fail_once(ValueError("broken")))
+    monkeypatch.setattr(reference.runner, "logits", fail_once(ValueError("broken")))
     assert why_not() == ["reference_failed"] * 3, "nothing is asked of a reference that failed"
     assert "ValueError: broken" in capsys.readouterr().err
+    assert not served.has_unfinished
+    assert not reference.has_unfinished
 
 
-def test_logits_that_are_no_numbers_and_rows_that_fail_are_not_compared(folders: tuple[Path, Path]) -> None:
+def test_logits_that_are_no_numbers_and_rows_that_fail_are_not_compared() -> None:
     row, error = Request(0, [1, 2], GREEDY, QualitySample()), Completion(0, [], "", "error", 2, error="x")
-    engine = hash_engine(20, bad_token=7, num_scoring_blocks=8)
-    engine.runner.cache = np.full((28, 4), -7, dtype=np.int64)  # type: ignore[attr-defined]
-    watch = QualityWatch(engine, engine)
+    engine = hash_engine(20, bad_token=7)
+    watch = QualityWatch(engine, hash_engine(20))
     watch.expect(row)
     assert watch.take([error]) == [error]
     watch.expect(row)
     assert watch.take([Completion(0, [3, 7, 9], "", "length", 2)]) == []
     found = []
     while watch.has_work:
-        found += watch.advance()
+        found += watch.take(engine.step()) + watch.advance()
     assert [c.quality for c in found] == [RowQuality(why_not="not_finite")]
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
-def test_texts_are_read_between_steps_in_blocks_of_their_own(is_asynchronous: bool) -> None:
+def test_rows_are_read_before_those_that_wait_and_change_none(is_asynchronous: bool) -> None:
     """Also where the next step is launched before its tokens are known."""
-    engine = hash_engine(30, 4, is_asynchronous=is_asynchronous, max_num_batched_tokens=24, num_scoring_blocks=9)
-    engine.runner.cache = np.full((39, 4), -7, dtype=np.int64)  # type: ignore[attr-defined]
+    options = {"is_asynchronous": is_asynchronous, "max_num_seqs": 3}
+    served, reference = hash_engine(30, 4, **options), hash_engine(30, 4)  # type: ignore[arg-type]
     rng = np.random.default_rng(3)
-    requests = [
-        Request(i, rng.integers(0, 90, 9).tolist(), SamplingParams(max_tokens=25, ignore_eos=True)) for i in range(12)
-    ]
+    params = SamplingParams(max_tokens=25, ignore_eos=True)
+    requests = [Request(i, rng.integers(0, 90, 9).tolist(), params, QualitySample()) for i in range(12)]
+    watch, done = QualityWatch(served, reference), dict[Any, Completion]()
     for request in requests:
-        engine.add(request)
-    text, done, reading = rng.integers(0, VOCAB, 36).tolist(), {}, None
-    num_read = 0
-    while engine.has_unfinished:
-        done |= {c.row_id: c for c in engine.step()}
-        reading = reading or engine.read(text, 7)
-        piece = next(reading, None)
-        if piece is None:
-            reading, num_read = None, num_read + 1
-            continue
-        for place, logits in enumerate(piece[1], piece[0].start):
-            assert int(logits.argmax()) == next_token(text[: place + 1])
+        served.add(request)
+        watch.expect(request)
+    while served.has_unfinished or watch.has_work:
+        completions = watch.take(served.step() if served.has_unfinished else []) + watch.advance()
+        assert done or not completions or served.scheduler.waiting, "the first row waited for all others"
+        done |= {completion.row_id: completion for completion in completions}
     for request in requests:
-        assert done[request.row_id].token_ids == expected_tokens(request.prompt_token_ids, 25, 64, False)
-    assert num_read > 5
-    assert engine.pool.num_held == 0
+        completion = done[request.row_id]
+        assert completion.token_ids == expected_tokens(request.prompt_token_ids, 25, 64, False)
+        assert completion.quality == RowQuality(25, 25, 0, True)
+    assert served.stats.prompt_tokens == sum(len(request.prompt_token_ids) for request in requests)
+    assert served.pool.num_held == reference.pool.num_held == 0
 
 
 def test_which_engines_differ_from_their_reference() -> None:

@@ -8,11 +8,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from pipeline.engine.params import Completion
-from pipeline.engine.reasoning.marker_tokens import find_markers, marker_tokens
-from pipeline.engine.reasoning.markers import MarkerTokens, ReasoningMarkers
-from pipeline.engine.reasoning.row_reasoning import RowReasoning
-from pipeline.engine.reasoning.text_reasoning import TextReasoning
-from pipeline.engine.step.divided import divided
+from pipeline.engine.reasoning.markers import MarkerTokens, ReasoningMarkers, find_markers, marker_tokens
+from pipeline.engine.reasoning.tracking import RowReasoning, TextReasoning
+from pipeline.engine.step.completing import divided
 from pipeline.errors import ConfigError
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -79,7 +77,7 @@ def test_a_completion_is_divided_at_its_markers(
     whole = Completion(0, ids, shown[: len(shown) - cut], "stop", 1)
     markers = marker_tokens("auto", tokenizer)
     assert isinstance(markers, MarkerTokens)
-    found = divided(whole, RowReasoning(markers, is_open), tokenizer)
+    found = divided(whole, RowReasoning(markers, is_open), tokenizer.decode)
     assert (found.reasoning, found.text, found.num_reasoning_tokens) == (reasoning, answer, num_tokens)
     assert found.token_ids == ids
     if is_special:
@@ -88,7 +86,7 @@ def test_a_completion_is_divided_at_its_markers(
     texts = ReasoningMarkers("<think>", "</think>")
     assert marker_tokens(texts, without) == texts
     whole = replace(whole, token_ids=without.encode(text))
-    found = divided(whole, TextReasoning(texts, is_open), without)
+    found = divided(whole, TextReasoning(texts, is_open), without.decode)
     num_tokens -= cut if not answer and reasoning else 0  # the tokens of a stop string are no reasoning here
     assert (found.reasoning, found.text, found.num_reasoning_tokens) == (reasoning, answer, num_tokens)
 
@@ -98,7 +96,7 @@ def test_a_stop_string_that_begins_in_the_marker_leaves_nothing() -> None:
     ids = tokenizer._parsing.encode("<think>abcd", add_special_tokens=False).ids
     markers = marker_tokens("auto", tokenizer)
     assert isinstance(markers, MarkerTokens)
-    found = divided(Completion(0, ids, "<think", "stop", 1), RowReasoning(markers, False), tokenizer)
+    found = divided(Completion(0, ids, "<think", "stop", 1), RowReasoning(markers, False), tokenizer.decode)
     assert (found.reasoning, found.text) == (None, "")
 
 
@@ -110,7 +108,9 @@ def test_a_stop_string_around_the_end_marker_cuts_the_reasoning_too(is_special: 
     assert shown.endswith(stop)
     markers = marker_tokens("auto", tokenizer)
     assert isinstance(markers, MarkerTokens)
-    found = divided(Completion(0, ids, shown.removesuffix(stop), "stop", 1), RowReasoning(markers, False), tokenizer)
+    found = divided(
+        Completion(0, ids, shown.removesuffix(stop), "stop", 1), RowReasoning(markers, False), tokenizer.decode
+    )
     assert (found.reasoning, found.text) == ("so" if stop.startswith("!") else "so!", "")
 
 

@@ -68,7 +68,7 @@ CPU = Machine("cpu", _cpu, prefill_s=2e-3)
 TINY = Machine("tiny on a cpu", lambda tokens, sequences, kv, drafted: 230e-6 + 22e-6 * tokens, prefill_s=12e-6)
 
 
-# Fitted to docs/performance.md: forced lookup is 3.1, 2.1, 1.8, 1.5 and 1.3 times plain steps at 1, 8, 32, 64
+# Fitted to figures of 2026-11-23: forced lookup is 3.1, 2.1, 1.8, 1.5 and 1.3 times plain steps at 1, 8, 32, 64
 # and 128 sequences, of which each gets some 5.5 tokens in a step. A plain step of one takes 0.24 ms.
 # first_s: what the first draft adds to a step; token_s: what each token does.
 def _demo(first_s: float, token_s: float) -> Machine:

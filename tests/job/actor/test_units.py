@@ -23,8 +23,7 @@ from pipeline.job.actor.tokenize import Chat, Tokenize, chat_of, failed_row, row
 from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process import supervisor
 from pipeline.job.telemetry.unit_summary import UnitSummary
-from pipeline.report.record.computed import Computed
-from pipeline.report.record.row_stats import MAX_MESSAGE, Histogram
+from pipeline.report.record.row_stats import MAX_MESSAGE, Computed, Histogram
 from pipeline.tokenization.chat_messages import ChatTemplateError
 from tests.engine.hash_runner import hash_engine
 from tests.job.conftest import units_as_written
@@ -46,7 +45,13 @@ def complete(requests, text="t") -> list[Completion]:
 def write(tmp_path, rename=None, logprobs=False) -> Write:
     store = PartStore(str(tmp_path / "out"))
     store.folder.probe()
-    return Write(store, "0123abcd", rename or {}, ResultShape(logprobs=logprobs), {"pipeline.fingerprint": "0123abcd"})
+    return Write(
+        store,
+        fingerprint="0123abcd",
+        rename=rename or {},
+        results=ResultShape(logprobs=logprobs),
+        metadata={"pipeline.fingerprint": "0123abcd"},
+    )
 
 
 def test_reasoning_has_columns_of_its_own_a_text_for_each_sample(tmp_path):
@@ -57,7 +62,13 @@ def test_reasoning_has_columns_of_its_own_a_text_for_each_sample(tmp_path):
     done = [thought, failed_row(at[1], "empty_prompt", "none"), replace(plain, samples=(thought, plain))]
     store = PartStore(str(tmp_path / "out"))
     for samples, expected in (("one", ["why", None, None]), ("lists", [["why"], None, ["why", None]])):
-        write = Write(store, "0123abcd", {"reasoning": "r"}, ResultShape(samples, reasoning=True), {})
+        write = Write(
+            store,
+            fingerprint="0123abcd",
+            rename={"reasoning": "r"},
+            results=ResultShape(samples, reasoning=True),
+            metadata={},
+        )
         table = write.table(unit, done)
         assert table["r"].to_pylist() == expected
         assert table["num_reasoning_tokens"].to_pylist() == [3, 0, 3]
@@ -277,7 +288,7 @@ def test_a_part_counts_as_computed_what_an_engine_computed_for_it(tmp_path):
     assert totals.num_input_tokens == 6 * 21
     assert totals.num_cached_tokens == engine.stats.cached_tokens > 0
     assert totals.num_error_input_tokens == 70 + 4
-    computed = Computed.by(asdict(engine.stats))
+    computed = Computed.from_stats(asdict(engine.stats))
     assert computed.less(supervisor.computed(done)) == Computed(prompt=4)
     assert totals.num_computed_tokens == computed.all - 4
 

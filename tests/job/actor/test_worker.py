@@ -12,7 +12,7 @@ from pipeline.data.units import UnitSpec, make_units
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.job.actor.worker import Worker, WorkSpec
 from pipeline.machine.host import now_us
-from pipeline.report.record.computed import Computed
+from pipeline.report.record.row_stats import Computed
 from tests.job.conftest import FAKES
 
 
@@ -62,8 +62,8 @@ def test_what_an_actor_delivered_is_what_its_engine_computed(start):
     for unit in units(20, 8):
         worker.process(unit)
     record = worker.state().record
-    assert record.delivered == record.computed
-    assert (record.open, record.open_units, record.units, record.rows) == (Computed(), 0, 3, 20)
+    assert record.delivered_tokens == record.computed
+    assert (record.open, record.units_in_progress, record.units, record.rows) == (Computed(), 0, 3, 20)
 
 
 def test_rows_kept_by_a_stopped_actor_are_taken_over_by_the_next(start):
@@ -74,16 +74,16 @@ def test_rows_kept_by_a_stopped_actor_are_taken_over_by_the_next(start):
     call.start()
     while stopped.state().open_rows_done < 3:
         time.sleep(0.02)
-    assert stopped.state().open_units == 1
+    assert stopped.state().record.units_in_progress == 1
     stopped.interrupt()
     call.join(timeout=60)
     first = stopped.state().record
-    assert first.kept.generated > 0
-    assert first.delivered == Computed()
+    assert first.kept_tokens.generated > 0
+    assert first.delivered_tokens == Computed()
     following = start()
     summary = following.process(unit)
     second = following.state().record
-    assert second.taken_rows >= 3
-    assert second.taken_generated_tokens == first.kept.generated
-    assert summary.totals.num_generated_tokens == second.delivered.generated + first.kept.generated
-    assert second.delivered == second.computed
+    assert second.resumed_rows >= 3
+    assert second.resumed_generated_tokens == first.kept_tokens.generated
+    assert summary.totals.num_generated_tokens == second.delivered_tokens.generated + first.kept_tokens.generated
+    assert second.delivered_tokens == second.computed

@@ -64,7 +64,7 @@ def test_windows_units_and_actors_give_each_row_once(job, local_ray):
     (record,) = [json.loads(p.read_text()) for p in (job.output / "_pipeline" / "runs").iterdir()]
     assert record["units_written"] == len(job.parts()) == sum(actor["units"] for actor in record["actors"])
     assert all(actor["units"] > 0 for actor in record["actors"])
-    assert record["units_lost"] == 0
+    assert record["duplicate_units"] == 0
     assert sum(report.phases_us.values()) == report.machine_us
     for actor in record["actors"]:
         assert 0 <= record["wall_us"] - sum(actor["phases_us"].values()) < 3_000_000
@@ -199,6 +199,6 @@ def test_a_driver_killed_at_any_moment_leaves_whole_parts_and_the_next_run_does_
     assert {path.name: path.stat().st_mtime_ns for path in job.parts() if path.name in done} == done
     assert [run.outcome for run in report.runs] == ["killed", "finished"]
     assert report.runs[1].units_written == len(job.parts()) - len(done)
-    assert report.runs[1].units_lost == 0
+    assert report.runs[1].duplicate_units == 0
     assert report.runs[0].machine_us > 0
     assert report.work.wasted_is_lower_bound

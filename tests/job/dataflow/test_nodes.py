@@ -77,8 +77,8 @@ def test_a_node_that_dies_costs_its_open_units_alone_and_one_that_joins_gets_wor
     assert fault["where"] == [f"{lost['host']} (Ray node {lost['node_id'][:8]})"]
     assert 0 <= fault["tokens"]["generated"] <= IN_FLIGHT * UNIT_ROWS * 6
     assert fault["machine_us"] > 0
-    assert run["units_lost"] == 0
-    assert report["work"]["machines_lost"] == 1
+    assert run["duplicate_units"] == 0
+    assert report["work"]["nodes_lost"] == 1
     assert "machine lost: " in (job.output / "_pipeline" / "report.md").read_text()
     # the machine that is gone is not paid for after its end, the other one not before its beginning
     machine_us = [sum(actor["phases_us"].values()) for actor in (lost, replacement)]
@@ -101,14 +101,14 @@ def test_an_elastic_pool_grows_as_nodes_join_and_gives_actors_back_before_the_ta
     job.check(texts)
     report = json.loads((job.output / "_pipeline" / "report.json").read_text())
     (run,) = report["runs"]
-    first, *later = sorted(run["actors"], key=lambda actor: actor["began_us"])
-    assert (first["began_us"], first["node_id"] in joined) == (0, False)
+    first, *later = sorted(run["actors"], key=lambda actor: actor["started_us"])
+    assert (first["started_us"], first["node_id"] in joined) == (0, False)
     assert {actor["node_id"] for actor in later} == joined
-    assert all(actor["began_us"] > 0 and actor["units"] > 0 and actor["replaces"] is None for actor in later)
-    ends = [actor["began_us"] + sum(actor["phases_us"].values()) for actor in run["actors"]]
+    assert all(actor["started_us"] > 0 and actor["units"] > 0 and actor["replaces"] is None for actor in later)
+    ends = [actor["started_us"] + sum(actor["phases_us"].values()) for actor in run["actors"]]
     for actor, end in zip(run["actors"], ends, strict=True):
-        assert actor["given_back"] == (end < run["wall_us"] - 4e6), (ends, run["wall_us"])
-    assert sum(actor["given_back"] for actor in run["actors"]) == 2
+        assert actor["released"] == (end < run["wall_us"] - 4e6), (ends, run["wall_us"])
+    assert sum(actor["released"] for actor in run["actors"]) == 2
     page = (job.output / "_pipeline" / "report.md").read_text()
     assert "3 engines: 2 joined after the start, 2 given back before the end" in page
 
@@ -137,7 +137,7 @@ def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhe
     assert joined["replaces"] == drained["actor"]
     assert joined["units"] > 0
     assert drained["units"] < actors[nodes[0].node_id]["units"]
-    assert report["runs"][0]["units_lost"] == 0
+    assert report["runs"][0]["duplicate_units"] == 0
     for fault in report["faults"]:  # Ray ends a drained machine that nobody uses, soon or late
         assert fault["kind"] in ("node_lost", "engine_restarted")
         assert (fault["tokens"], fault["work_us"]) == ({"prompt": 0, "generated": 0}, 0)
@@ -158,7 +158,7 @@ def test_all_workers_leave_and_others_come(job, cluster):
     job.check(TEXTS[:120])
     report = json.loads((job.output / "_pipeline" / "report.json").read_text())
     assert [actor["node_id"] for actor in report["runs"][0]["actors"]] == [only.node_id, late.node_id]
-    assert report["runs"][0]["units_lost"] == 0
+    assert report["runs"][0]["duplicate_units"] == 0
 
 
 def test_the_head_restarts_and_the_same_command_goes_on(job):

@@ -1,16 +1,13 @@
 """Kept columns come out with the types they went in with, as far as a part can hold them."""
 
-import json
-
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.columns import plain_schema
 from pipeline.data.output.compact import compact
 from pipeline.data.output.parts import PartStore
-from tests.job.conftest import run, success
+from tests.job.conftest import run
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -92,43 +89,6 @@ def test_a_part_holds_no_more_of_a_dictionary_than_its_rows_need(job):
         assert len(pq.read_table(part)["kind"].combine_chunks().dictionary) == 5
 
 
-@pytest.mark.parametrize("again", ["resumed", "with its failed rows"])
-def test_an_output_of_a_version_before_keeps_the_types_it_was_begun_with(job, tmp_path, again):
-    put(job, "a.parquet", SAME)
-    texts = pq.read_table(job.folder / "in" / "a.parquet")
-    bad = [None if i == 3 else text for i, text in enumerate(texts["text"].to_pylist())]
-    pq.write_table(texts.set_column(0, "text", pa.array(bad)), job.folder / "in" / "a.parquet", row_group_size=10)
-    settings = {"input": {"columns": list(SAME)}, "run": {"unit_rows": 8, "window_rows": 25, "max_error_rate": 1}}
-    run(job, **settings)
-    for part in job.parts():
-        table = pq.read_table(part)
-        plain = pa.schema(
-            [f.with_type(p.type) for f, p in zip(table.schema, plain_schema(table.schema), strict=True)],
-            metadata=table.schema.metadata,
-        )
-        pq.write_table(table.cast(plain), part)
-    if again == "resumed":
-        job.parts()[0].unlink()
-    run(job, retry_failed=again != "resumed", **settings)
-    assert success(job)["input_rows"] == ROWS
-    schemas = [pq.read_schema(part).remove_metadata() for part in job.parts()]
-    assert all(schema.equals(schemas[0]) for schema in schemas), "one output, one schema"
-    assert schemas[0].field("dictionary").type == pa.string()
-    compact(PartStore(str(job.output)), PartStore(str(tmp_path / "merged")), "input", 2**20, print)
-
-
-def test_parts_of_both_kinds_are_one_dataset(job):
-    put(job, "a.parquet", SAME)
-    run(job, input={"columns": None})
-    for which in (0, -1):
-        part = job.parts()[which]
-        whole = part.read_bytes()
-        table = pq.read_table(part)
-        pq.write_table(table.cast(pa.schema(plain_schema(table.schema))), part)
-        assert kept(job).num_rows == ROWS
-        part.write_bytes(whole)
-
-
 def test_merged_parts_keep_them_too(job, tmp_path):
     put(job, "a.parquet", SAME)
     run(job, input={"columns": None}, run={"unit_rows": 8, "window_rows": 25})
@@ -137,21 +97,3 @@ def test_merged_parts_keep_them_too(job, tmp_path):
     for name, column in SAME.items():
         assert table.schema.field(name).type == column.type, name
         assert table[name].to_pylist() == column.to_pylist(), name
-
-
-def test_an_output_of_a_version_before_keeps_its_units(job):
-    """Its windows were one stretch, however many bytes their rows decode to."""
-    put(job, "a.parquet", {"shared": pa.array(["s" * 1000] * ROWS).dictionary_encode()})
-    settings = {"input": {"columns": ["shared"]}, "run": {"unit_rows": 50, "window_rows": 60, "window_bytes": 16384}}
-    run(job, **settings)
-    stretched = {part.name.partition("-w")[2] for part in job.parts()}
-    head = job.output / "_pipeline" / "job.json"
-    head.write_text(json.dumps({**json.loads(head.read_text()), "format": 1}))
-    for name in [*job.parts(), job.output / "_SUCCESS"]:
-        name.unlink()
-    run(job, **settings)
-    assert {part.name.partition("-w")[2] for part in job.parts()} != stretched
-    assert sorted(pq.read_metadata(part).num_rows for part in job.parts()) == [10, 50]
-    job.parts()[0].unlink()
-    run(job, **settings)
-    assert success(job)["input_rows"] == sum(pq.read_metadata(part).num_rows for part in job.parts()) == ROWS

@@ -33,12 +33,6 @@ def cut(part: Path, size: int = 500) -> None:
     part.write_bytes(part.read_bytes()[:size])
 
 
-def without_sizes(job) -> None:
-    """`_SUCCESS` as versions before wrote it."""
-    counts = {key: value for key, value in success(job).items() if key not in ("parts_bytes", "parts_digest")}
-    (job.output / "_SUCCESS").write_text(json.dumps(counts))
-
-
 def test_loaders_of_folders_find_the_rows_alone(finished, tmp_path, monkeypatch):
     """`_pipeline/` holds more JSON, and of samples more Parquet, than there are parts."""
     import datasets
@@ -126,15 +120,6 @@ def test_parts_that_changed_places_are_seen(finished):
     one.write_bytes(b)
     two.write_bytes(a)
     assert "names and sizes" in (doubt(finished) or "")
-
-
-def test_an_output_of_a_version_before_is_judged_by_its_names(finished):
-    without_sizes(finished)
-    assert doubt(finished) is None
-    _, statuses = run(finished)
-    assert statuses[-1].phase == "already complete"
-    finished.parts()[0].unlink()
-    assert "parts" in (doubt(finished) or "")
 
 
 def test_a_part_of_other_bytes_and_a_good_footer_is_counted_again(finished):

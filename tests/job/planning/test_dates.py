@@ -97,22 +97,6 @@ def test_of_two_first_runs_at_midnight_the_second_takes_the_date_of_the_first(jo
         run(LATER, sampling={"max_tokens": 7})
 
 
-def test_outputs_of_the_version_before_are_not_mixed(job, run):
-    first = run(FIRST)
-    path = job.output / "_pipeline" / "job.json"
-    body = json.loads(path.read_text())
-    del body["identity"]["prompt"]["chat"]["date"]
-    path.write_text(json.dumps(body))
-    undated = make_plan(job.config(prompt={"chat": {}}), "cpu").fingerprint.short
-    for part in job.parts():
-        part.rename(part.with_name(part.name.replace(part.name.split("-")[1], undated)))
-    assert run(LATER) == first, "a complete one is complete"
-    job.parts()[0].unlink()
-    with pytest.raises(FingerprintError, match="asks for the date, and the rows that are there"):
-        run(LATER)
-    assert Started.count == 1
-
-
 def test_a_date_that_was_edited_is_damage(job, run):
     run(FIRST)
     path = job.output / "_pipeline" / "job.json"

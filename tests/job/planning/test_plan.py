@@ -2,8 +2,6 @@
 
 import json
 import os
-from dataclasses import replace
-from datetime import datetime
 
 import pytest
 
@@ -13,7 +11,7 @@ from pipeline.data.output.parts import DoneUnits, PartName, PartStore
 from pipeline.errors import ModelError, OutputError
 from pipeline.job.dataflow.reading import check_units
 from pipeline.job.dataflow.spec import WindowTask
-from pipeline.job.planning.fingerprint import claim, difference, shown
+from pipeline.job.planning.fingerprint import difference, shown
 from pipeline.job.planning.plan import make_plan, what_is_left
 from pipeline.job.telemetry.run_log import RunLog, load_runs
 from pipeline.job.telemetry.writer import Telemetry
@@ -111,23 +109,6 @@ def test_the_fingerprint_follows_what_the_output_depends_on(job):
         digest(run={"window_rows": 7}),
     ]
     assert len({same, *others}) == 7
-
-
-def test_an_output_that_lists_files_of_other_formats_as_damaged_is_the_same_jobs(job, tmp_path):
-    """As outputs of earlier versions do, under input.on_corrupt: skip. Files that are new there are not of the job."""
-    job.rows(["a", "b"])
-    config = job.config(input={"on_corrupt": "skip"})
-    store = PartStore(config.output.path)
-    (tmp_path / "in" / "README.md").write_text("# Data")
-    plain = make_plan(config, "cpu")
-    assert plain.source.passed_over == ("README.md",)
-    files = {**plain.fingerprint.identity["files"], "README.md": "6 bytes, damaged, skipped"}
-    before = replace(plain.fingerprint, identity={**plain.fingerprint.identity, "files": files})
-    claim(store, "job", before, False, {}, datetime.now())
-    (tmp_path / "in" / "LICENSE").write_text("MIT")
-    plan = make_plan(config, "cpu")
-    assert plan.fingerprint.identity == before.identity
-    assert (plan.source.passed_over, [f.relative for f in plan.source.skipped]) == (("LICENSE",), ["README.md"])
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 from pipeline.demo import demo_model
 from pipeline.errors import ConfigError, UserError
 from pipeline.generate import complete, read_prompts
+from pipeline.job.planning.fingerprint import FORMAT
 from pipeline.job.planning.plan import make_plan
 from pipeline.job.planning.resolution import resolve_job, resolve_prompts
 from pipeline.job.preview.examine import examine
@@ -90,7 +91,7 @@ def there(job, monkeypatch):
     files = {"files": {"a.parquet": "1 bytes, 0"}, "prompt": {"chat": None}}
     for name, identity in (("other", files), ("appended", files)):
         (job.folder / name / "_pipeline").mkdir(parents=True)
-        head = {"format": 2, "job": "x", "fingerprint": "0", "identity": identity, "numerics": {}, "free": {}}
+        head = {"format": FORMAT, "job": "x", "fingerprint": "0", "identity": identity, "numerics": {}, "free": {}}
         (job.folder / name / "_pipeline" / "job.json").write_text(json.dumps(head))
     batch = {"format": 1, "files": {"a.parquet": made_digest(job)}, "rows": 2, "at": ""}
     (job.folder / "appended" / "_pipeline" / "appended").mkdir()

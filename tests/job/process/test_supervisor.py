@@ -16,7 +16,7 @@ from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.job.process.child import SHORT_CHARS, Child, Ended, Launch, oom_kills
 from pipeline.job.process.messages import Ready, Start
 from pipeline.job.process.supervisor import Supervisor, computed
-from pipeline.report.record.computed import Computed
+from pipeline.report.record.row_stats import Computed
 from tests.job.fake_engine import answer
 
 
@@ -81,7 +81,7 @@ def test_fault_1_a_process_that_is_killed_in_a_step_is_replaced_and_no_row_is_bl
     assert supervisor.deaths().count == 1
     deaths = supervisor.deaths()
     assert deaths.reasons == ("signal SIGKILL",)
-    assert deaths.convicted_rows == 0
+    assert deaths.poison_rows == 0
     # The first process's work is counted too: what was delivered and what was lost are all that was computed.
     both, stats = computed([*done, *more]) + deaths.lost, supervisor.stats()
     assert both == Computed(stats["prompt_tokens"], stats["generated_tokens"])
@@ -130,7 +130,7 @@ def test_a_row_is_not_blamed_for_one_death_while_it_was_alone(start, tmp_path):
     cured.touch()
     call.join(timeout=30)
     check(asked, done)
-    assert (supervisor.deaths().count, supervisor.deaths().convicted_rows) == (3, 0)
+    assert (supervisor.deaths().count, supervisor.deaths().poison_rows) == (3, 0)
 
 
 @pytest.mark.parametrize("fault", ["kill", "crash"])
@@ -139,7 +139,7 @@ def test_fault_2_the_row_that_ends_the_process_is_found_and_becomes_an_error_row
     asked = requests([f"row {i}" + " poison" * (i == 5) for i in range(12)])
     check(asked, supervisor.generate(asked), failed={5})
     assert supervisor.deaths().count <= 7
-    assert supervisor.deaths().convicted_rows == 1
+    assert supervisor.deaths().poison_rows == 1
     more = requests(["after"])
     check(more, supervisor.generate(more))
 
@@ -331,9 +331,10 @@ def test_phases_sum_to_the_time_exactly(start, tmp_path):
         timeline = supervisor._timeline
         assert sum(timeline.phases(timeline.covered_us).values()) == timeline.covered_us - timeline.birth_us
         phases = timeline.phases(timeline.covered_us)
-        assert 0 < timeline.died_us == phases["retried"]
+        assert 0 < timeline.crashed_us == phases["wasted"]
         assert 100_000 < timeline.restart_us(timeline.covered_us) < phases["startup"] + phases["load"]
-    assert all(phases[name] > 0 for name in ("startup", "load", "decode", "retried", "waiting", "tail")), phases
+    assert all(phases[name] > 0 for name in ("startup", "load", "decode", "wasted", "idle")), phases
     assert phases["load"] >= 200_000
-    assert phases["tail"] >= 500_000
+    assert phases["idle"] >= 500_000 + 300_000
+    assert supervisor.tail_us() >= 500_000
     assert supervisor.stats()["generated_tokens"] > 0

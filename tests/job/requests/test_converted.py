@@ -169,91 +169,6 @@ def test_texts_are_embedded_and_converted(embedding):
         assert (read.usage.prompt_tokens, read.usage.total_tokens) == (len(prompt), len(prompt))
 
 
-def as_anthropics(line: dict, i: int) -> dict:
-    content = [{"type": "text", "text": f"é {i}"}] if i < 3 else [{"type": "image"}]
-    body = {"model": "c", "max_tokens": 6, "system": "Be brief.", "messages": [{"role": "user", "content": content}]}
-    return {"custom_id": line["custom_id"], "params": body}
-
-
-def as_converse(line: dict, i: int) -> dict:
-    content = [{"text": f"é {i}"}] if i < 3 else [{"image": {}}]
-    body = {"system": [{"text": "Be brief."}], "messages": [{"role": "user", "content": content}]}
-    return {"recordId": line["custom_id"], "modelInput": {**body, "inferenceConfig": {"maxTokens": 6}}}
-
-
-def as_llamas(line: dict, i: int) -> dict:
-    return {"recordId": line["custom_id"], "modelInput": {"prompt": f"é {i}" if i < 3 else None, "max_gen_len": 6}}
-
-
-@pytest.mark.parametrize(
-    ("form", "make", "name"),
-    [
-        ("anthropic-batch", as_anthropics, "custom_id"),
-        ("bedrock-batch", as_converse, "recordId"),
-        ("bedrock-batch", as_llamas, "recordId"),
-    ],
-)
-def test_lines_of_other_apis_are_answered_and_converted(batch, pipe, form, make, name):
-    (batch.folder / "in" / "b.jsonl").unlink()
-    put(batch, "a.jsonl", [make(request(i), i) for i in range(4)])
-    run(batch, input={"format": form})
-    with pytest.raises(OutputError, match=f"--errors x: {form} has the lines of error rows in --output too"):
-        convert(PartStore(str(batch.output)), "answers.jsonl", "x", {}, form)
-    place = batch.folder / "answers.jsonl"
-    code, out, err = pipe("convert", str(batch.output), "--to", form, "--output", str(place))
-    assert (code, out.strip(), err) == (0, f"{place}: 3 completed rows; 1 error row", "")
-    lines = [json.loads(line) for line in place.read_text().splitlines()]
-    by_id = {line.pop(name): line for line in lines}
-    assert by_id.keys() == {f"id-{i}" for i in range(4)}
-    num_input = num_output = 0
-    for i in range(3):
-        is_text = make is as_llamas
-        prompt = list((f"é {i}" if is_text else f"<system>Be brief.<user>é {i}").encode())
-        tokens = answer(prompt, row_seed(0, "a.jsonl", i), 6)
-        num_input, num_output = num_input + len(prompt), num_output + len(tokens)
-        line = by_id[f"id-{i}"]
-        if form == "anthropic-batch":
-            (block,), usage = line["result"]["message"]["content"], line["result"]["message"]["usage"]
-            found = block["text"], usage["input_tokens"], usage["output_tokens"]
-        elif is_text:
-            told = line["modelOutput"]
-            found = told["generation"], told["prompt_token_count"], told["generation_token_count"]
-        else:
-            (block,), usage = line["modelOutput"]["output"]["message"]["content"], line["modelOutput"]["usage"]
-            found = block["text"], usage["inputTokens"], usage["outputTokens"]
-        assert found == (text_of(tokens), len(prompt), len(tokens))
-    last = by_id["id-3"]
-    assert (last.get("result") or last)["error"]
-    manifest = batch.folder / "manifest.json.out"
-    assert manifest.exists() == (form == "bedrock-batch")
-    if manifest.exists():
-        assert json.loads(manifest.read_text()) == {
-            "totalRecordCount": 4, "processedRecordCount": 4, "successRecordCount": 3, "errorRecordCount": 1,
-            "inputTokenCount": num_input, "outputTokenCount": num_output,
-        }  # fmt: skip
-
-
-def test_the_form_of_the_answers_need_not_be_that_of_the_lines(batch):
-    """The ids are what joins them. What a form has no place for, as id-5's log-probabilities, is left out."""
-    run(batch)
-    good, bad = converted(batch)
-    texts = {line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"] for line in good}
-    place = batch.folder / "results.jsonl"
-    done = convert(PartStore(str(batch.output)), str(place), None, {}, "anthropic-batch")
-    assert (done.completed_rows, done.error_rows) == (len(good), len(bad)) == (37, 3)
-    results = {line["custom_id"]: line["result"] for line in map(json.loads, place.read_text().splitlines())}
-    messages = {name: result["message"] for name, result in results.items() if result["type"] == "succeeded"}
-    assert {name: message["content"][0]["text"] for name, message in messages.items()} == texts
-    assert messages["id-5"].keys() == messages["id-9"].keys()
-    assert {name for name, result in results.items() if result["type"] == "errored"} == {"id-6", "id-7", "id-8"}
-
-
-def test_embeddings_are_of_openais_lines_alone(embedding):
-    run(embedding)
-    with pytest.raises(OutputError, match="task is embed; the files of bedrock-batch hold completions alone"):
-        convert(PartStore(str(embedding.output)), str(embedding.folder / "a"), None, {}, "bedrock-batch")
-
-
 def test_a_row_that_ends_the_engine_is_the_engines_fault(batch):
     batch.fake(kill="é 30")
     run(batch)
@@ -304,7 +219,7 @@ def test_an_output_without_custom_id_is_refused(tmp_path):
 def test_the_command_writes_both_files(batch, pipe):
     run(batch)
     place = str(batch.folder / "x.jsonl")
-    code, out, err = pipe("convert", str(batch.output), "--to", "openai-batch", "--output", place, "--json")
+    code, out, err = pipe("convert", str(batch.output), "--output", place, "--json")
     assert (code, err) == (0, "")
     assert json.loads(out) == {
         "output": place, "errors": str(batch.folder / "x.errors.jsonl"), "completed_rows": 37, "error_rows": 3,

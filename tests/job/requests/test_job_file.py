@@ -43,7 +43,7 @@ def test_values_for_lines_that_do_not_say(batch):
             {"prompt": {"column": "x"}, "input": {"columns": []}},  # all that is wrong, at once
             r"(?s)input\.columns: expected custom_id among them.*prompt\.column: ",
         ),
-        ({"input": {"format": "openai"}}, r"input\.format: expected one of columns, openai-batch, anthropic-batch"),
+        ({"input": {"format": "openai"}}, r"input\.format: expected one of columns, openai-batch"),
     ],
 )
 def test_a_job_file_that_says_what_lines_say_is_refused(batch, sections, says):
@@ -61,7 +61,7 @@ def test_chats_are_not_asked_of_texts(batch):
 @pytest.mark.parametrize(
     ("url", "section", "says"),
     [
-        (CHAT, {}, r"task: embed, but \S+a\.jsonl:1 is for /v1/chat/completions \(url\); use task: generate"),
+        (CHAT, {}, r"task: embed, but \S+a\.jsonl:1 is for /v1/chat/completions; use task: generate"),
         (EMBEDDINGS, {"task": "generate"}, r"task: generate, but \S+a\.jsonl:1 is for /v1/embeddings.*use task: embed"),
         (EMBEDDINGS, {"embed": {"dimensions": 3}}, r"embed\.dimensions: 3, but \S+:1 has body\.dimensions 4"),
         (EMBEDDINGS, {"prompt": {"chat": True}}, r"prompt\.chat: the lines are for /v1/embeddings, which has no chats"),
@@ -82,5 +82,5 @@ def test_what_the_lines_ignore_is_said(batch):
     assert [s.phase for s in statuses if "change nothing here: user" in s.phase]
     found = examine(batch.config())
     assert found.facts["requests"] == {
-        "format": "openai-batch", "endpoint": "chat", "model": "gpt-x", "ignored": ["user"],
+        "endpoint": "chat", "model": "gpt-x", "ignored": ["user"],
     }  # fmt: skip

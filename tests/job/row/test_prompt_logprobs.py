@@ -41,7 +41,7 @@ def test_each_row_has_them_once_whatever_samples_it_has_and_where_it_was_kept(jo
     run(job, sample=5)
     run(job)
     check(job, texts)
-    assert runs(job)[-1]["actors"][0]["taken_rows"] == 5
+    assert runs(job)[-1]["actors"][0]["resumed_rows"] == 5
     assert job.table()["prompt_logprobs"].null_count == (1 if form == "lists" else 1 + 15)
     with pytest.raises(FingerprintError, match=r"sampling\.prompt_logprobs: 1 -> nothing"):
         run(job, sampling={"prompt_logprobs": None})

@@ -22,10 +22,9 @@ from pipeline.job.preview.examine import examine
 from pipeline.job.process.child import Ended
 from pipeline.job.process.open_rows import OpenRows
 from pipeline.job.running.run import run_job
-from pipeline.report.html.page import html
 from pipeline.report.record.quality_stats import QualityStats
 from pipeline.report.record.run_record import RunRecord
-from pipeline.report.render import markdown, text
+from pipeline.report.render import html, markdown, text
 from pipeline.report.run_report import RunReport
 from tests.job.conftest import TEXTS, runs
 from tests.job.conftest import run as run_fakes
@@ -120,7 +119,7 @@ def test_runs_add_up_killed_ones_too():
         stats = replace(RunRecord("", "").row_stats, quality=QualityStats.of_row(10, agreed, 5, agreed == 10))
         actor = {"actor": 0, "phases_us": {"load": 10, "decode": us}, "stats": {"quality_us": us}}
         raw = {"run_id": "0001", "started_at": "", "outcome": outcome, "actors": [actor]}
-        record = RunRecord.from_json(raw | {"config_free": {"quality": {"max_drop": 0.5}}})
+        record = RunRecord.from_json(raw | {"settings": {"quality": {"max_drop": 0.5}}})
         return replace(record, row_stats=stats)
 
     from pipeline.data.output.part_totals import PartTotals
@@ -166,7 +165,7 @@ def test_the_engines_get_a_reference_that_approximates_nothing(job):
     spec = flow_spec(make_plan(config, "cpu"), (), Backend(), "0001").work
     assert spec.reference is not None
     assert (spec.reference.engine.model, spec.reference.engine.quantization) == (spec.engine.model, "none")
-    assert (spec.reference.generates, spec.quality_sample, spec.engine.scoring_tokens) == (False, SHARE, 8192)
+    assert (spec.reference.generates, spec.quality_sample) == (False, SHARE)
     for sampling in (
         {"temperature": 0.5},
         {"temperature": {"column": "id"}},
@@ -177,7 +176,7 @@ def test_the_engines_get_a_reference_that_approximates_nothing(job):
         assert work.reference is not None
         assert work.reference.generates
     off = flow_spec(make_plan(watched(job, run={"quality_sample": 0}), "cpu"), (), Backend(), "0001").work
-    assert (off.reference, off.quality_sample, off.engine.scoring_tokens) == (None, 0, 0)
+    assert (off.reference, off.quality_sample) == (None, 0)
 
 
 def test_it_is_no_part_of_what_a_job_is(job):

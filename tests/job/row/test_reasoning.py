@@ -1,6 +1,7 @@
 """Reasoning in a job: columns, report, the checkpoint's markers, and a run that takes over rows of an earlier one."""
 
 import json
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,11 +16,10 @@ from pipeline.job.preview.describe import describe
 from pipeline.job.preview.examine import examine
 from pipeline.job.running.run import run_job
 from pipeline.job.running.sample import read_sample
-from pipeline.report.html.page import html
+from pipeline.report.features import TokensCost
 from pipeline.report.record.row_stats import ReasonedRows
-from pipeline.report.render import markdown, text
+from pipeline.report.render import html, markdown, text
 from pipeline.report.run_report import RunReport
-from pipeline.report.sections.reasoning import ReasoningCost
 from tests.job.conftest import runs
 
 MARKERS = {"start": ":", "end": ","}  # the embedded model does not reason: these are around the first part of its texts
@@ -131,6 +131,8 @@ def test_a_mistake_in_the_job_file_is_told_with_its_key(job, given, key, message
 
 def test_reasoning_is_charged_what_generated_tokens_are():
     phases = {"prefill": 100, "decode": 300}
-    assert ReasoningCost.of(ReasonedRows(2, 50), 1000, phases, 200, 0.4) == ReasoningCost(2, 50, 0.25, 750 // 4, 0.1)
-    assert ReasoningCost.of(ReasonedRows(), 1000, phases, 200, 0.4) is None
+    charge = partial(TokensCost.charge, machine_us=1000, phases_us=phases, generated_tokens=200)
+    assert charge(2, 50, generated_usd=0.4) == TokensCost(2, 50, 0.25, 750 // 4, 0.1)
+    assert charge(2, 50, generated_usd=None) == TokensCost(2, 50, 0.25, 750 // 4, None)
+    assert charge(0, 0, generated_usd=0.4) is None
     assert ReasonedRows(1, 5) + ReasonedRows(2, 6) == ReasonedRows(3, 11)

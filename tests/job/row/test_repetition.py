@@ -10,11 +10,8 @@ from pipeline.errors import ConfigError
 from pipeline.job.planning.plan import make_plan
 from pipeline.job.planning.resolved_job import sampling_params
 from pipeline.job.running.run import run_job
-from pipeline.report.html.page import html
-from pipeline.report.record.row_stats import LoopedRows
-from pipeline.report.render import markdown, text
+from pipeline.report.render import html, markdown, text
 from pipeline.report.run_report import RunReport
-from pipeline.report.sections.loops import LoopCost
 from tests.job.conftest import runs
 
 LOOP = {"max_pattern_size": 24, "min_count": 3}
@@ -54,7 +51,7 @@ def test_looping_rows_end_early_and_the_report_counts_them_whoever_computed_them
     tokens = sum(row["num_generated_tokens"] for row in rows if row["finish_reason"] == "length_loop")
     loops = report.loops
     assert loops is not None
-    assert (loops.rows, loops.generated_tokens) == (reasons["length_loop"], tokens)
+    assert (loops.rows, loops.tokens) == (reasons["length_loop"], tokens)
     share = tokens / report.tokens.generated
     assert loops.usd == pytest.approx((report.cost.generated_usd or 0) * share)
     assert 0 < loops.machine_us <= report.machine_us * share
@@ -62,14 +59,6 @@ def test_looping_rows_end_early_and_the_report_counts_them_whoever_computed_them
     for told in (text(report), markdown(report), html(report)):
         assert f"{loops.rows} rows repeated themselves" in " ".join(told.split())
     assert RunReport.from_json(json.loads(json.dumps(report.to_json()))) == report
-
-
-def test_a_loop_is_charged_what_generated_tokens_are():
-    phases = {"prefill": 100, "decode": 300}
-    assert LoopCost.of(LoopedRows(2, 50), 1000, phases, 200, 0.4) == LoopCost(2, 50, 750 // 4, 0.1)
-    assert LoopCost.of(LoopedRows(2, 50), 1000, phases, 200, None) == LoopCost(2, 50, 750 // 4, None)
-    assert LoopCost.of(LoopedRows(), 1000, phases, 200, 0.4) is None
-    assert LoopedRows(1, 5) + LoopedRows(2, 6) == LoopedRows(3, 11)
 
 
 def test_it_is_part_of_what_a_job_is_where_it_is_on(job):

@@ -164,7 +164,7 @@ def test_rows_may_have_one_sample_or_differ_in_their_number(rows):
     report, _ = run(rows, sampling={"n": 1}, output={"path": str(rows.folder / "one")})
     one = pq.read_table(rows.folder / "one", columns=["id", "sample_index", "generated_text"]).to_pylist()
     assert [row["sample_index"] for row in one] == [0] * 5
-    assert report.rows.further_samples == 0
+    assert report.rows.extra_samples == 0
     assert all(isinstance(row["generated_text"], str) for row in one)
 
 
@@ -186,7 +186,7 @@ def test_samples_kept_of_a_try_and_of_a_run_that_is_killed_are_there_once(rows):
     report, _ = run(rows)
     check(rows, texts)
     assert (report.rows.written, report.rows.output, success(rows)["output_rows"]) == (30, 90, 90)
-    assert runs(rows)[-1]["further_samples"] == 2 * runs(rows)[-1]["rows_written"]
+    assert runs(rows)[-1]["extra_samples"] == 2 * runs(rows)[-1]["rows_written"]
 
 
 def test_error_rows_computed_again_become_all_their_samples_in_their_place(tmp_path):
@@ -197,7 +197,7 @@ def test_error_rows_computed_again_become_all_their_samples_in_their_place(tmp_p
     tables = []
     for store, failed in zip(stores, ([], bad)):
         store.folder.probe()
-        write = Write(store, "0123abcd", {}, ResultShape("rows"), {})
+        write = Write(store, fingerprint="0123abcd", rename={}, results=ResultShape("rows"), metadata={})
         write(unit, [failed_row(i, "engine_failure", "") if i in failed else c for i, c in enumerate(completions)])
         name = write.name(unit)
         if failed:

@@ -150,7 +150,7 @@ def test_rows_that_are_kept_of_a_sample_keep_their_samples(job):
     run(job, sampling=SAMPLING | {"logprobs": 0}, sample=5)
     run(job, sampling=SAMPLING | {"logprobs": 0})
     check(job, TEXTS[:16])
-    assert runs(job)[-1]["actors"][0]["taken_rows"] == 5
+    assert runs(job)[-1]["actors"][0]["resumed_rows"] == 5
     tokens = sum(len(ids) for row in job.table().to_pylist() if row["error"] is None for ids in row["logprobs"])
     assert tokens == sum(job.table()["num_generated_tokens"].to_pylist())
 

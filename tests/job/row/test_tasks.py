@@ -23,14 +23,13 @@ from pipeline.estimate.job_estimate import estimate_job
 from pipeline.estimate.prices import load_prices
 from pipeline.estimate.render import text as estimate_text
 from pipeline.estimate.what_if import what_if
-from pipeline.job.actor.tasks.classify import ClassifyTask
+from pipeline.job.actor.tasks import ClassifyTask
 from pipeline.job.output.audit import audit
 from pipeline.job.output.convert import convert
 from pipeline.job.output.read_output import divided_by
 from pipeline.job.running.run import run_job
 from pipeline.job.running.sample import read_sample
-from pipeline.report.html.page import html
-from pipeline.report.render import markdown, text
+from pipeline.report.render import html, markdown, text
 from pipeline.tokenization.tokenizer import Tokenizer
 from tests.job.conftest import TEXTS, Job, run, runs, success, units_as_written
 from tests.job.fake_engine import HIDDEN_SIZE, FakeTokenizer, result_of
@@ -234,7 +233,7 @@ def test_a_stopped_run_keeps_its_finished_rows_and_the_next_takes_them_over(of, 
     num_kept = len(json.loads(kept.read_text()))
     assert 0 < num_kept < 16
     report, _ = run(job, run={"unit_rows": 16})
-    assert report.work.taken_rows == num_kept
+    assert report.work.resumed_rows == num_kept
     assert job.table().equals(undisturbed.table())
 
 
@@ -293,7 +292,7 @@ def test_a_sample_shows_what_the_task_tells_and_the_run_takes_it_over(of, task):
     assert expected[task] in _shown(rows[0])
     assert "None" not in _shown(rows[0])
     report, _ = run(job)
-    assert report.work.taken_rows == 9
+    assert report.work.resumed_rows == 9
 
 
 def test_a_sample_shows_errors_and_the_beginning_of_long_lists(of):

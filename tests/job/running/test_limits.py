@@ -22,7 +22,7 @@ def soon(without_ray, monkeypatch):
 
 
 def state(actor=0, open_units=0, decode_us=0, **record) -> ActorState:
-    return ActorState(ActorRecord(actor, no_phases() | {"decode": decode_us}, open_units=open_units, **record))
+    return ActorState(ActorRecord(actor, no_phases() | {"decode": decode_us}, units_in_progress=open_units, **record))
 
 
 def told(job, number=-1):
@@ -83,7 +83,7 @@ def test_a_unit_that_takes_longer_than_was_thought_is_left_in_the_middle_and_its
     assert first["rows_written"] == 0
     report, _ = run(job, run={"unit_rows": 50, "window_rows": 50})
     job.check(texts)
-    assert report.work.taken_rows > 0
+    assert report.work.resumed_rows > 0
 
 
 def test_a_budget_counts_every_actor_and_the_runs_before():

@@ -1,12 +1,9 @@
 """`--retry-failed`: error rows alone are computed again, and their parts are replaced whole."""
 
-import json
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.output.parts import UNIT_KEY
 from pipeline.errors import EnvironmentFailed, OutputError, TooManyRowErrors
 from pipeline.stores import failpoints
 from pipeline.stores.local_folder import LocalFolder
@@ -53,23 +50,6 @@ def test_error_rows_alone_are_computed_again(ill):
     assert last["rows_written"] == 3
     engines = last["actors"][0]["stats"]
     assert engines["prompt_tokens"] == sum(len(f"Say {text}".encode()) for text in RED.values())
-
-
-def test_parts_of_an_earlier_version_are_mended_too(ill):
-    """Whose error rows hold empty text, and whose footers count the tokens of these as any other's."""
-    for part in ill.parts():
-        table = pq.read_table(part)
-        old = json.loads(table.schema.metadata[UNIT_KEY])
-        old["num_input_tokens"] += old.pop("num_error_input_tokens")
-        texts = table["generated_text"].fill_null("")
-        table = table.set_column(table.schema.get_field_index("generated_text"), "generated_text", texts)
-        part.unlink()
-        pq.write_table(table.replace_schema_metadata({UNIT_KEY: json.dumps(old)}), part)
-    ill.cure()
-    report = retry(ill)
-    ill.check(ill.texts)
-    assert report.tokens.error_input == 0
-    assert report.tokens.input == sum(row["num_input_tokens"] for row in ill.table().to_pylist())
 
 
 def test_rows_that_fail_again_stay_error_rows_and_count_against_the_limit(ill):

@@ -246,8 +246,8 @@ def test_fault_52_two_runs_at_once_deliver_each_row_once(job):
     job.check(TEXTS)
     one, two = runs(job)
     assert one["units_written"] + two["units_written"] == len(job.parts())
-    assert one["units_lost"] + two["units_lost"] > 0
-    assert any(actor["doubled"]["generated"] for run in (one, two) for actor in run["actors"])
+    assert one["duplicate_units"] + two["duplicate_units"] > 0
+    assert any(actor["duplicate_tokens"]["generated"] for run in (one, two) for actor in run["actors"])
     assert one["rows_written"] + two["rows_written"] == 50
 
 
@@ -263,7 +263,7 @@ def test_a_row_that_kills_the_engine_becomes_an_error_row(job):
     report, _ = run(job.fake(kill="poison").rows(texts))
     job.check(texts)
     assert report.rows.errors_by_code == {"engine_failure": 1}
-    assert report.work.restarts > 0
+    assert report.work.engine_restarts > 0
 
 
 def test_a_damaged_input_page_ends_the_run_with_its_name(job):

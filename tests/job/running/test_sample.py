@@ -41,7 +41,7 @@ def test_the_full_run_takes_the_rows_over_and_gives_the_same_output(job):
     report, _ = run(job)
     job.check(TEXTS)
     assert success(job)["completed_rows"] == 50
-    assert report.work.taken_rows == 12
+    assert report.work.resumed_rows == 12
     assert report.work.generated_tokens == report.tokens.generated, "no row was computed twice"
     there = {(row["source_file"], row["source_row"]): row["generated_text"] for row in job.table().to_pylist()}
     assert before == {place: there[place] for place in before}
@@ -54,7 +54,7 @@ def test_a_larger_sample_keeps_what_the_smaller_one_computed(job):
     assert len(sampled(job)) == 20
     report, _ = run(job)
     job.check(TEXTS)
-    assert 20 <= report.work.taken_rows <= 25
+    assert 20 <= report.work.resumed_rows <= 25
     assert report.work.generated_tokens == report.tokens.generated
 
 
@@ -84,7 +84,7 @@ def test_other_numerics_begin_anew_too(job):
     job.rows(TEXTS)
     run(job, sample=4, engine={"dtype": "float32"})
     report, _ = run(job, engine={"dtype": "bfloat16"})
-    assert report.work.taken_rows == 0
+    assert report.work.resumed_rows == 0
     assert len(runs(job)) == 1
 
 
@@ -105,7 +105,7 @@ def test_a_sample_that_is_stopped_keeps_its_rows(job):
     assert runs(job)[0]["outcome"] == "interrupted"
     report, _ = run(job)
     job.check(TEXTS)
-    assert report.work.taken_rows > 3
+    assert report.work.resumed_rows > 3
 
 
 def test_a_finished_job_has_nothing_to_sample(job):

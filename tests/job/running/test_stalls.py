@@ -95,8 +95,8 @@ def test_fault_50_clocks_that_jump_change_nothing(job, monkeypatch):
 
 
 def test_fault_50_no_file_asks_for_wall_time_but_those_that_show_it():
-    """For people: `started_at` of a run, the times in its logs. The date that chat templates print is pinned once. All
-    else is monotonic."""
+    """For people and Prometheus: `started_at` of a run, the times in its logs, of its start and its
+    last progress. The date that chat templates print is pinned once. All else is monotonic."""
     asks = re.compile(r"time\.time\(|datetime\.now\(|\.st_mtime\b|time\.localtime\(|date\.today\(")
     package = Path(pipeline.__file__).parent
     # kernels/cpu/compile/threads.py compares the ages of two files, as numba does, to say whether it will compile
@@ -105,6 +105,7 @@ def test_fault_50_no_file_asks_for_wall_time_but_those_that_show_it():
     assert found <= {
         "job/telemetry/run_log.py",
         "job/telemetry/logs.py",
+        "job/telemetry/progress.py",
         "machine/host.py",
         "kernels/cpu/compile/threads.py",
     }

@@ -63,15 +63,16 @@ def test_a_failure_of_the_environment_names_the_logs(job):
     assert "ended 3 times while it loaded" in log_of(job, "driver.log")
 
 
-def test_a_log_is_rotated_and_its_control_characters_are_spelled_out(tmp_path):
+def test_a_log_goes_on_in_other_files_and_its_control_characters_are_spelled_out(tmp_path):
     log = RotatedLog(tmp_path / "x" / "a.log", max_bytes=2000)
     for number in range(500):
         log.line(f"line {number} \x1b[31m")
     log.close()
-    files = sorted(path.name for path in (tmp_path / "x").iterdir())
-    assert files == ["a.log", "a.log.1", "a.log.2"]
-    assert all(path.stat().st_size <= 2000 for path in (tmp_path / "x").iterdir())
-    assert (tmp_path / "x" / "a.log").read_text().endswith("line 499 \\x1b[31m\n")
+    files = {path.name: path.read_text() for path in (tmp_path / "x").iterdir()}
+    assert len(files) == 3
+    assert all(len(text) <= 2000 for text in files.values())
+    assert "line 0 " in files["a.log"]
+    assert max(files.values()).endswith("line 499 \\x1b[31m\n")
 
 
 def test_a_disk_that_fails_or_hangs_holds_nobody_up(tmp_path, monkeypatch):
@@ -116,6 +117,10 @@ def test_logs_of_an_output_in_a_store_are_uploaded_as_they_grow(tmp_path, monkey
         assert uploads == [place] * number
     time.sleep(0.3)
     assert len(uploads) == 2, "what did not change is not uploaded again"
+    (folder.path / "driver.2.log").write_text("removed when the log goes on in other files\n")
+    wait_until(lambda: store.folder.has(place.replace(".log", ".2.log")))
+    (folder.path / "driver.2.log").unlink()
+    wait_until(lambda: not store.folder.has(place.replace(".log", ".2.log")))
     log.line("three")
     log.close()
     folder.close()

@@ -14,10 +14,12 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline.job.telemetry import metrics
+from pipeline.errors import EnvironmentFailed
+from pipeline.job.telemetry import progress
 from pipeline.job.telemetry.actor_state import ActorState
-from pipeline.job.telemetry.metrics import Health, Snapshot, cumulative
-from pipeline.job.telemetry.metrics_server import STALLED_S, MetricsServer
+from pipeline.job.telemetry.metrics import Snapshot, cumulative
+from pipeline.job.telemetry.metrics_server import MetricsServer
+from pipeline.job.telemetry.progress import Progress
 from pipeline.job.telemetry.status import Status
 from pipeline.report.record.quality_stats import QualityStats
 from pipeline.report.record.row_stats import Histogram, RowStats, Timing, latency_of
@@ -36,7 +38,8 @@ def actor(number=0, told=1, **record):
 def snapshot(**changed):
     rows = RowStats(latency_of([Timing(0, 2_000_000, 8_000_000, 7)]))
     status = Status("0001-x", "running", rows_total=100, rows_done=8, rows_written=5, units=1, elapsed_s=3.0)
-    made = Snapshot("my job", status, [actor(host="h")], rows, {"empty_prompt": 2}, ["ready"], 1.0, 2.5)
+    given = {"actors": [actor(host="h", storage_retries={"reset": 1})], "rows": rows, "error_rows": {"empty_prompt": 2}}
+    made = Snapshot(job="my job", status=status, **given, health=["ready"], progress=Progress(1800), hourly_usd=2.5)
     return replace(made, **changed)
 
 
@@ -86,7 +89,7 @@ def test_prometheus_reads_what_is_shown(server):
     assert value["pipeline_rows",] == 100
     assert value["pipeline_rows_written",] == 5
     assert value["pipeline_generation_tokens_total", "0"] == 20
-    assert value["pipeline_engine_kv_cache_usage_total", "0"] == 2.0
+    assert value["pipeline_engine_kv_cache_usage_ratio_total", "0"] == 2.0
     assert value["pipeline_error_rows_total", "empty_prompt"] == 2
     assert value["pipeline_phase_seconds_total", "0", "decode"] == 3600
     assert value["pipeline_cost_usd_total",] == 2.5
@@ -110,26 +113,38 @@ def test_histograms_add_up_to_the_values():
     assert total_s == pytest.approx(3.19, rel=1 / 32)
 
 
-def test_health_says_how_each_actor_is(server, monkeypatch):
+def test_progress_says_how_each_actor_is_and_whether_the_run_is_well(server, monkeypatch):
     now = 0.0
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
-    health, status = Health(), Status("r", "running", rows_done=1)
-    there = [actor(0), actor(1, stats={}), actor(2, node_lost=True), actor(3, given_back=True)]
-    there[1] = replace(there[1], loading="reading weights")
-    assert health.look(status, there) == (["ready", "loading", "lost", "given back"], 0.0)
-    now = metrics.SILENT_S + 1
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    watch = Progress(limit_s=1800)
+
+    def healths(rows_done, actors):
+        watch.look(rows_done, actors)
+        return [watch.health(actor) for actor in actors], watch.still_s
+
+    loading = replace(actor(1, stats={}), loading="reading weights")
+    there = [actor(0), loading, actor(2, node_lost=True), actor(3, released=True)]
+    assert healths(1, there) == (["ready", "loading", "lost", "given back"], 0.0)
+    now = progress.SILENT_S + 1
     starting = actor(4, stats={}, phases_us={**no_phases(), "startup": 5})
-    assert health.look(status, [actor(0), starting]) == (["silent", "starting"], 0.0)
+    assert healths(1, [actor(0), starting]) == (["silent", "starting"], 0.0)
     now += 10
-    assert health.look(status, [actor(0, told=2), starting]) == (["ready", "starting"], 10.0)
-    assert health.look(replace(status, rows_done=2), [actor(0, told=3)]) == (["ready"], 0.0)
+    assert healths(1, [actor(0, told=2), starting]) == (["ready", "starting"], 10.0)
+    assert healths(2, [actor(0, told=3)]) == (["ready"], 0.0)
 
     assert asked(server, "/healthz") == (200, '{"well": true}')
-    server.snapshot = snapshot(moved_s=STALLED_S)
+    server.snapshot = snapshot(progress=watch)
+    assert asked(server, "/healthz")[0] == 200
+    now += 300
     code, text = asked(server, "/healthz")
     assert (code, json.loads(text)["well"], json.loads(text)["actors"]) == (
         503, False, [{"actor": 0, "host": "h", "health": "ready"}],
     )  # fmt: skip
+    assert json.loads(text)["seconds_without_progress"] == 300
+    watch.check([])
+    now += 1501
+    with pytest.raises(EnvironmentFailed, match=r"Nothing has moved for 1800 s.*no engine actor could be started"):
+        watch.check([])
     assert asked(server, "/x")[0] == 404
 
 
@@ -172,9 +187,9 @@ def test_a_run_shows_its_metrics_and_the_address_ends_with_it(job, without_ray):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=2)
 
 
-def test_the_dashboard_and_the_alerts_ask_for_names_that_are_shown(server):
-    server.snapshot = snapshot()
-    names = {name for name, *_ in shown(server)} | {"pipeline_storage_retries_total"}
+def test_the_dashboard_the_alerts_and_the_page_name_what_is_shown(server):
+    server.snapshot = snapshot(rows=RowStats(quality=QualityStats.of_row(40, 38, 3_000_000_000, True)))
+    names = {name for name, *_ in shown(server)}
     dashboard = json.loads((MONITORING / "dashboard.json").read_text())
     asked_for = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
@@ -182,6 +197,28 @@ def test_the_dashboard_and_the_alerts_ask_for_names_that_are_shown(server):
     assert len(asked_for) > 20
     for expression in asked_for:
         assert set(re.findall(r"pipeline_\w+", expression)) <= names, expression
+    table = MONITORING.parents[1].joinpath("docs/monitoring.md").read_text().partition("## What is shown")[2]
+    first_cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    documented = {f"pipeline_{name}" for cell in first_cells for name in re.findall(r"`(\w+)", cell)}
+    assert documented == {re.sub(r"_(bucket|sum|count)$", "", name) for name in names if not name.endswith("_created")}
+
+
+def test_metrics_are_named_by_prometheus_rules(server):
+    """Those of promtool's linter, with the units that its documentation calls abbreviated or not basic."""
+    server.snapshot = snapshot()
+    wrong = ("ms", "us", "ns", "s", "sec", "minutes", "hours", "days", "milliseconds", "percent", "kb", "mb", "gb",
+             "gauge", "counter", "histogram")  # fmt: skip
+    for family in text_string_to_metric_families(asked(server, "/metrics")[1]):
+        assert family.documentation.endswith("."), family.name
+        assert re.fullmatch(r"pipeline_[a-z0-9_]+", family.name), family.name
+        assert not set(family.name.split("_")) & set(wrong), family.name
+        names = {sample.name for sample in family.samples if not sample.name.endswith("_created")}
+        if family.type == "counter":
+            assert all(name.endswith("_total") for name in names), names
+        elif family.type == "gauge":
+            assert not any(name.endswith(("_total", "_count", "_sum", "_bucket")) for name in names), names
+        labels = {label for sample in family.samples for label in sample.labels}
+        assert labels <= {"job_name", "run", "code", "actor", "phase", "kind", "host", "health", "le"}, labels
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not there")

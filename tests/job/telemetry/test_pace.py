@@ -2,7 +2,7 @@
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.job.telemetry.pace import Pace
-from pipeline.report.record.computed import Computed
+from pipeline.report.record.row_stats import Computed
 
 NOTHING = PartTotals()
 

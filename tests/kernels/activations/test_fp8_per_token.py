@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.activations.fp8_per_token import per_output
+from pipeline.kernels.activations.fp8 import per_output
 from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight, Fp8Weight, LinearWeight
 from pipeline.weights.round_to_nearest import int8, nf4

@@ -1,20 +1,8 @@
 """Which kernels serve the CPU, and oneDNN's linears."""
 
-import os
-import time
-import types
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.cache import LayerCache
-from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.cpu import elementwise
-from pipeline.kernels.cpu.attention.attention import attention
-from pipeline.kernels.cpu.attention.decode_kernel import paged_decode
-from pipeline.kernels.cpu.compile.threads import is_cached
 from pipeline.kernels.cpu.linear.selection import DenseLinear, padded_tokens, prepare_linear
 from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight
@@ -56,38 +44,6 @@ def test_selection_says_who_serves_each_operation() -> None:
         for operation, origin in kernels.served_by.items()
         if operation not in ("linear", "greedy", "sample")
     )
-
-
-def test_it_is_known_whether_the_kernels_are_compiled(tmp_path: Path) -> None:
-    cache, q = LayerCache.allocate(1, 4, 1, 4, torch.float32, torch.device("cpu")), torch.ones(1, 3, 4)
-    elementwise.add_rms_norm(q[0], q[0], q[0, 0], 1e-5)
-    elementwise.norm_rope_write(q, q[:, 0, :2], q[:, 0, :2], None, 1e-5, cache, torch.tensor([2]))
-    elementwise.silu_mul(q[0])
-    where = AttentionInput(
-        np.array([0, 1], dtype=np.int32),
-        np.array([3], dtype=np.int32),
-        np.zeros((1, 1), dtype=np.int32),
-        torch.tensor([2]),
-        4,
-    )
-    attention(q, cache, where, 1.0, None)
-    passes = elementwise.add_rms_norm_kernel, elementwise.norm_rope_write_kernel, elementwise.silu_mul_kernel
-    assert all(is_cached(kernel) for kernel in (*passes, paged_decode))
-    newer = tmp_path / "elementwise.py"
-    newer.write_text("a newer file")
-    later = time.time() + 60
-    os.utime(newer, (later, later))
-
-    class Changed:
-        stats, __name__ = elementwise.silu_mul_kernel.stats, "silu_mul_kernel"
-        py_func = types.FunctionType(elementwise.silu_mul_kernel.py_func.__code__.replace(co_filename=str(newer)), {})
-
-    class OfOtherTiles(Changed):
-        py_func = types.FunctionType(elementwise.silu_mul_kernel.py_func.__code__, {})
-        py_func.__qualname__ = f"silu_mul_kernel-{'0' * 12}"
-
-    assert not is_cached(Changed())  # type: ignore[arg-type]
-    assert not is_cached(OfOtherTiles())  # type: ignore[arg-type]
 
 
 def test_selecting_kernels_leaves_the_number_of_threads_alone() -> None:

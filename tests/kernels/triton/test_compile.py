@@ -1,4 +1,4 @@
-"""Every kernel compiles for sm_80, sm_89 and sm_90, keeps the limits of `docs/performance/compiled-kernels.md`, and
+"""Every kernel compiles for sm_80, sm_89 and sm_90, keeps the limits of `benchmarks/compiled-kernels.md`, and
 reaches wgmma where it can."""
 
 import json

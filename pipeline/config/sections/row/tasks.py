@@ -1,7 +1,7 @@
 """What a job asks of each row in place of a completion: the key `task`, and a section for each kind.
 
 Owns the keys. Which other keys say nothing beside a task is in `config/contradictions.py`; what becomes of a row, in
-`job/actor/tasks/`.
+`job/actor/tasks.py`.
 """
 
 from typing import TYPE_CHECKING, Literal

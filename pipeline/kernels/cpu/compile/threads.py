@@ -19,7 +19,6 @@ optimized and compiled again: that took about three times as long.
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,14 +141,3 @@ def use_threads(parallel: bool) -> int:
 
 
 _told = threading.local()  # numba keeps a number for each thread too; to tell it again takes 10 us
-
-
-def is_cached(kernel: Dispatcher) -> bool:
-    """Whether this kernel was compiled on this machine before, so that it loads in no time.
-
-    Looks for numba's index file; a type that was not used so far is compiled all the same.
-    """
-    source = Path(kernel.py_func.__code__.co_filename)
-    assert kernel.stats.cache_path is not None
-    indexes = Path(kernel.stats.cache_path).glob(f"{source.stem}.{kernel.py_func.__qualname__}-*.nbi")
-    return any(index.stat().st_mtime >= source.stat().st_mtime for index in indexes)

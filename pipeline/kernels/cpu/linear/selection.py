@@ -4,8 +4,7 @@ In float32, weights that were stored narrow are read so (`linear_widened.py`). O
 bfloat16 on processors with AVX-512 BF16 and without AMX, `linear_bf16.py` serves all. Elsewhere oneDNN packs weights
 once. It compiles a kernel for each number of tokens (some milliseconds each), and that number changes from step to
 step, so tokens are padded to one of a few numbers. A 4-bit weight then keeps two forms: int4 for few tokens, where
-reading the weights takes all the time, and packed bfloat16 of the same values for many, where multiplying does. The
-number of tokens between the two is measured at load for each shape.
+reading the weights takes all the time, and packed bfloat16 of the same values for many, where multiplying does.
 """
 
 from dataclasses import replace
@@ -15,11 +14,18 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.contract import Linear
-from pipeline.kernels.cpu.linear.crossover import crossover
 from pipeline.machine.numba import why_no_numba
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 INT4PACK_GROUPS = (32, 64, 128, 256)
+CROSSOVER = 8
+"""Tokens of a step up to which int4 weights are multiplied as they are.
+
+By `python -m benchmarks.cpu_crossover` on a Zen 5 EPYC with AVX-512 BF16, 2026-11-22 and 2026-11-26: the forms cross
+between 4 and 12 tokens for weights of 1,024 x 256 to 4,096 x 4,096, on one thread and on two. Processors with AMX were
+not measured: up to 8 tokens their dense product waits for memory as well. A measurement at load would decide anew at
+each start how a row is rounded.
+"""
 
 
 def supports_bf16() -> bool:
@@ -73,8 +79,7 @@ class Int4Linear:
         self.scale_zero_GN2 = torch.stack([scales_GN, zeros_GN], dim=-1).to(torch.bfloat16).contiguous()
         in_its_order = replace(weight, input_order_K=None)  # as the int4 form has it
         self.dense = DenseLinear(in_its_order.dequantize(torch.bfloat16), weight.bias_N, torch.bfloat16)
-        key = "int4pack", weight.out_features, weight.in_features
-        self.crossover = crossover(key, self.int4, self.dense, weight.in_features, torch.bfloat16)
+        self.crossover = CROSSOVER
 
     def int4(self, x_TK: torch.Tensor) -> torch.Tensor:
         y_TN = torch.ops.aten._weight_int4pack_mm_for_cpu(x_TK, self.packed, self.group_size, self.scale_zero_GN2)

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphShape
-from pipeline.kernels.triton.attention.cascade.metadata import CascadeShape
-from pipeline.kernels.triton.attention.cascade.steps import CascadeSteps
+from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape, CascadeSteps
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries, num_programs_of
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, checked_group, plan_key
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of

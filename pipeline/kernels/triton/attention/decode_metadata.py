@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.triton.attention.cascade.metadata import CascadeMetadata, CascadeShape
+from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeShape
 from pipeline.kernels.triton.attention.partition import partition
 from pipeline.kernels.triton.attention.staging import StagedArrays
 from pipeline.kernels.triton.launch import Target, power_of_two

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pipeline.kernels.contract import FutureNumbers
-from pipeline.kernels.transfer import staging_buffer
+from pipeline.kernels.memory import staging_buffer
 from pipeline.kernels.triton.attention.scatter import SCATTER_HEAD, scatter_head, scatter_launch
 
 _ALIGNED = 4  # numbers of 4 bytes: see `Launch`

@@ -27,8 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY, fp8_block
-from pipeline.kernels.activations.fp8_per_token import per_output
+from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY, fp8_block, per_output
 from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.triton import elementwise
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch

@@ -45,10 +45,15 @@ LENGTHS = {
 
 
 @DTYPES
-@pytest.mark.parametrize("window", [None, 13])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_attention(name: str, window: int | None, dtype: torch.dtype) -> None:
-    check(make_step(LENGTHS[name], (4, 1), 16, 64, dtype), window)
+def test_attention(name: str, dtype: torch.dtype) -> None:
+    check(make_step(LENGTHS[name], (4, 1), 16, 64, dtype), None)
+
+
+@pytest.mark.parametrize("with_fp8", [False, True], ids=["", "fp8 cache"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_attention_in_a_window(name: str, with_fp8: bool) -> None:
+    check(make_step(LENGTHS[name], (4, 1), 16, 64, torch.float32, with_fp8=with_fp8), 13)
 
 
 @DTYPES
@@ -65,10 +70,9 @@ def test_blocks_of_any_size_and_windows_at_tile_borders(block_size: int, window:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)  # its products: float16
-@pytest.mark.parametrize("window", [None, 13])
 @pytest.mark.parametrize("name", ["decoding, ragged", "drafts", "chunk behind a prefix", "mixed"])
-def test_attention_over_an_fp8_cache(name: str, window: int | None, dtype: torch.dtype) -> None:
-    check(make_step(LENGTHS[name], (4, 1), 16, 64, dtype, with_fp8=True), window)
+def test_attention_over_an_fp8_cache(name: str, dtype: torch.dtype) -> None:
+    check(make_step(LENGTHS[name], (4, 1), 16, 64, dtype, with_fp8=True), None)
 
 
 @DTYPES

@@ -11,8 +11,8 @@ import torch
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput, GraphShape
 from pipeline.kernels.reference import attention as reference_attention
+from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.attention.captured_attention import CapturedAttention
-from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
 from pipeline.kernels.triton.batch_invariant import BatchInvariantAttention, CapturedBatchInvariantAttention
 from pipeline.kernels.triton.launch import H100, Launch, Target

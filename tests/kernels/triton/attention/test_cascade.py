@@ -11,10 +11,9 @@ import torch
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput, GraphShape
 from pipeline.kernels.reference import attention as reference_attention
+from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.attention.captured_attention import CapturedAttention
-from pipeline.kernels.triton.attention.cascade import metadata as cascade_metadata
-from pipeline.kernels.triton.attention.cascade.metadata import UNIT, CascadePlan, CascadeShape
-from pipeline.kernels.triton.attention.cascade.steps import CascadeSteps
+from pipeline.kernels.triton.attention.cascade_metadata import UNIT, CascadePlan, CascadeShape, CascadeSteps
 from pipeline.kernels.triton.attention.decode import decode_launches
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata
 from pipeline.kernels.triton.attention.dispatch import PagedAttention, plan_key

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipeline.kernels.triton.launch import A100, H100, Target
-from pipeline.kernels.triton.linear.crossover import crossover_of
+from pipeline.kernels.triton.linear.crossover import CROSSOVERS, crossover_of
 from pipeline.kernels.triton.linear.dispatch import (
     DenseLinear,
     Scratch,
@@ -157,6 +157,12 @@ def test_default_crossovers() -> None:
     of_card = crossover_of(Target.of(DEVICE).capability)
     assert TwoPathLinear(weight, torch.float32, DEVICE).crossover == of_card.small
     assert TwoPathLinear(weight, torch.float32, DEVICE, Scratch(torch.float32, DEVICE)).crossover == of_card.scratch
+
+
+def test_cards_without_an_entry_take_the_crossover_of_the_next_older_one() -> None:
+    assert crossover_of((8, 6)) == crossover_of((8, 0))
+    assert crossover_of((12, 0)) == CROSSOVERS[10, 0]
+    assert crossover_of((7, 5)) == CROSSOVERS[8, 0]
 
 
 def test_linears_share_a_scratch() -> None:

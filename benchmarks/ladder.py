@@ -1,0 +1,278 @@
+"""Compare ways of batching: one request at a time, static, dynamic and continuous batches, and more on top.
+
+    python -m benchmarks.ladder
+    python -m benchmarks.ladder --model qwen3-0.6b --requests 16 --rounds 1
+
+Every rung is this engine on the same prompts and gives the same tokens, but for the last one (other numerics). Rungs
+differ in the requests that the engine has at a time. All have the same memory for weights and KV cache, with blocks for
+`--batch` requests of the longest length:
+
+    one request at a time     the next begins when the last has ended
+    static batches            `--batch` requests, each with room for the longest; the next when all of them have ended
+    dynamic batches           sorted by length; as many as fit with room for the longest of their own batch
+    continuous batching       a request begins as soon as blocks for its expected need are free
+    + prefix sharing          the prompts' common beginning is computed and held once
+    + int4 weights            the same values in 4 bits, where served; the memory saved goes to the KV cache
+    + int8 activations        inputs of linears rounded, where the processor has products of bytes: tokens may differ
+
+Static and dynamic batches pad nothing here, so the first rungs are better than an engine that pads would make them.
+Sorting is by prompt and output together, which a real job does not know: the dynamic rung is the best possible.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import click
+
+from benchmarks.script import progress, report, script
+from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
+from pipeline.bench.request_sets import workload
+from pipeline.bench.shapes import SHAPES, bench_model, dequantized
+from pipeline.cli.commands.bench import shared_options
+from pipeline.cli.console import json_flag
+from pipeline.demo.reports import PROMPT_TEMPLATE, make_report
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
+from pipeline.engine.startup.memory import weight_bytes
+from pipeline.engine.startup.resolve import resolve
+from pipeline.errors import PipelineError
+from pipeline.kernels.select import keep_cpu_kernels_in, select_kernels
+from pipeline.machine.caches import cpu_kernel_folder
+from pipeline.model.config import read_config
+from pipeline.tokenization.tokenizer import Tokenizer
+from pipeline.weights.awq import AwqFormat
+
+ONE, STATIC, DYNAMIC, CONTINUOUS = (
+    "one request at a time", "static batches", "dynamic batches, sorted", "continuous batching",
+)  # fmt: skip
+SHARING, INT4, ROUNDED = "+ prefix sharing", "+ int4 weights", "+ int8 activations"
+BLOCK_SIZE = 16
+SLOTS_PER_BATCH = 8  # continuous batching may have this many times `batch` requests at once, if the memory does
+
+Drive = Callable[[Engine, list[Request]], Iterator[Completion]]
+Way = tuple[Engine, bool, Drive]  # the bool: whether prompts share prefixes
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way, over the rounds. at_once: sequences in a step, on average. computed_tokens: of a round's prompts. equal:
+    completions that are those of the first rung, over all rounds."""
+
+    name: str
+    tokens_per_s: tuple[float, ...]
+    at_once: float
+    computed_tokens: int
+    equal: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One round of one way."""
+
+    tokens_per_s: float
+    computed_tokens: int
+    at_once: float
+    token_ids: dict[object, list[int]]
+
+
+class Prompts:
+    """Reports to summarize after the same solved example; each request generates its own number of tokens."""
+
+    def __init__(self, folder: Path, requests: int, output_tokens: tuple[int, int]) -> None:
+        self._tokenizer = Tokenizer.from_folder(str(folder))
+        solved = make_report("train", 0, fillers=False)
+        self._head = f"{solved.prompt} {solved.summary}\n\n"
+        self.outputs = [n.output for n in workload(requests, 1, output_tokens).lengths()]
+        first, second = (self._tokenizer.encode(self._head + PROMPT_TEMPLATE.format(report=text)) for text in "AB")
+        self.num_shared = next(i for i, (a, b) in enumerate(zip(first, second)) if a != b)
+
+    def round(self, number: int) -> list[Request]:
+        first = number * len(self.outputs)
+        texts = [self._head + make_report("job", first + i).prompt for i in range(len(self.outputs))]
+        return [
+            Request(i, ids, SamplingParams(max_tokens=output, ignore_eos=True))
+            for i, (ids, output) in enumerate(zip(self._tokenizer.encode_batch(texts), self.outputs))
+        ]
+
+
+def ways(folder: Path, dtype: str, batch: int, longest: int, threads: int | None) -> tuple[dict[str, Way], int, str]:
+    """Return the rungs that this machine serves, the tokens of the KV cache, and the data type."""
+    config = read_config(folder)
+    resolved = resolve(EngineConfig(str(folder), dtype=dtype), config)
+    name = str(resolved.dtype).removeprefix("torch.")
+    kernels = select_kernels(resolved.device, resolved.dtype)
+    is_served = isinstance(config.quantization, AwqFormat) and "int4" in kernels.served_by["linear"]
+    plain = dequantized(folder, resolved.dtype, progress) if is_served else folder
+    kv_tokens = batch * _in_blocks(longest)
+    kv_bytes = kv_tokens * config.kv_bytes_per_token(resolved.kv_dtype)
+
+    def load(path: Path, saved_bytes: int = 0, activation_dtype: str = "auto") -> Engine:
+        progress(f"loading {path.name}")
+        engine = Engine(
+            EngineConfig(
+                str(path),
+                dtype=name,
+                activation_dtype=activation_dtype,
+                max_model_len=longest,
+                max_num_seqs=SLOTS_PER_BATCH * batch,
+                block_size=BLOCK_SIZE,
+                kv_cache_memory_bytes=kv_bytes + saved_bytes,
+                num_threads=threads,
+            )
+        )
+        engine.warm_up()
+        return engine
+
+    engine = load(plain)
+    found: dict[str, Way] = {
+        ONE: (engine, False, lambda e, r: waves(e, [[one] for one in r])),
+        STATIC: (engine, False, lambda e, r: waves(e, [r[i : i + batch] for i in range(0, len(r), batch)])),
+        DYNAMIC: (engine, False, lambda e, r: waves(e, by_length(r, kv_tokens))),
+        CONTINUOUS: (engine, False, lambda e, r: waves(e, [r])),
+        SHARING: (engine, True, lambda e, r: waves(e, [r])),
+    }
+    if is_served:
+        sizes = [weight_bytes(read_config(each), resolved.device, resolved.dtype) for each in (plain, folder)]
+        found[INT4] = (load(folder, sizes[0] - sizes[1]), True, lambda e, r: waves(e, [r]))
+        rounded = kernels.rounded.get("int8")
+        if rounded is not None and "products of bytes" in rounded.served_by:
+            found[ROUNDED] = (load(folder, sizes[0] - sizes[1], "int8"), True, lambda e, r: waves(e, [r]))
+    return found, kv_tokens, name
+
+
+def waves(engine: Engine, each: Sequence[list[Request]]) -> Iterator[Completion]:
+    """Begin each wave when all of the one before has ended."""
+    for wave in each:
+        for request in wave:
+            engine.add(request)
+        while engine.has_unfinished:
+            yield from engine.step()
+
+
+def by_length(requests: list[Request], kv_tokens: int) -> list[list[Request]]:
+    """Return batches, the longest requests first, each as large as its longest request lets it be."""
+    left = sorted(requests, key=_length, reverse=True)
+    batches = []
+    while left:
+        size = kv_tokens // _in_blocks(_length(left[0]))
+        batches.append(left[:size])
+        left = left[size:]
+    return batches
+
+
+def run(engine: Engine, shares: bool, drive: Drive, requests: list[Request]) -> Run:
+    """Run one round of one way on an engine that remembers nothing. Raises PipelineError when a request fails."""
+    engine.scheduler.enable_prefix_caching = shares
+    engine.forget()
+    before, began = replace(engine.stats), perf_counter()
+    done = list(drive(engine, requests))
+    seconds, grew = perf_counter() - began, engine.stats.since(before)
+    if failed := [each.error_message for each in done if each.error is not None]:
+        raise PipelineError(f"a request failed: {failed[0]}")
+    return Run(
+        grew.generated_tokens / seconds,
+        grew.prompt_tokens - grew.cached_tokens,
+        grew.batch_sum / grew.num_steps,
+        {each.row_id: each.token_ids for each in done},
+    )
+
+
+def rungs_of(runs: dict[str, list[Run]]) -> list[Rung]:
+    found = []
+    for name, of_way in runs.items():
+        pairs = zip(of_way, runs[ONE], strict=True)
+        equal = sum(own.token_ids[i] == ids for own, first in pairs for i, ids in first.token_ids.items())
+        at_once = sum(each.at_once for each in of_way) / len(of_way)
+        rates = tuple(each.tokens_per_s for each in of_way)
+        found.append(Rung(name, rates, at_once, of_way[0].computed_tokens, equal))
+    return found
+
+
+def bench_ladder(
+    model: str,
+    requests: int,
+    batch: int,
+    rounds: int,
+    output_tokens: tuple[int, int],
+    dtype: str,
+    threads: int | None,
+    folder: str | None,
+) -> tuple[dict[str, Any], list[str]]:
+    """Return figures and text. With an int4 checkpoint all rungs compute the values of its weights.
+
+    Raises PipelineError when a rung gives other float32 tokens than the first.
+    """
+    keep_cpu_kernels_in(cpu_kernel_folder(say=progress))
+    use_threads(threads)
+    machine = machine_facts()
+    name = {"demo": "demo:target-awq"}.get(model, f"{model}-awq" if model in SHAPES else model)
+    found = bench_model(name, folder, progress)
+    prompts = Prompts(found.folder, requests, output_tokens)
+    longest = max(_length(request) for number in range(rounds) for request in prompts.round(number))
+    all_ways, kv_tokens, resolved = ways(found.folder, dtype, batch, longest, threads)
+    runs: dict[str, list[Run]] = {way: [] for way in all_ways}
+    for number, order in enumerate(alternating(list(all_ways), rounds)):
+        for way in order:
+            progress(f"round {number + 1} of {rounds}: {way}")
+            runs[way].append(run(*all_ways[way], prompts.round(number)))
+    rungs = rungs_of(runs)
+    for rung in rungs:
+        if resolved == "float32" and rung.name != ROUNDED and rung.equal < requests * rounds:
+            raise PipelineError(f"{rung.name}: {requests * rounds - rung.equal} float32 completions are not {ONE}'s")
+    figures = {
+        "about": found.about,
+        "requests": requests,
+        "batch": batch,
+        "prompt_tokens": sum(len(each.prompt_token_ids) for each in prompts.round(0)),
+        "shared_tokens": prompts.num_shared,
+        "generated_tokens": sum(prompts.outputs),
+        "kv_tokens": kv_tokens,
+        "dtype": resolved,
+        "rounds": rounds,
+        "rungs": [asdict(rung) for rung in rungs],
+        "machine": machine,
+    }
+    rows = []
+    for before, rung in zip((None, *rungs), rungs):
+        step = None if before is None else ratio(rung.tokens_per_s, before.tokens_per_s).to_text()
+        first = ratio(rung.tokens_per_s, rungs[0].tokens_per_s).median
+        speed = Spread.of(rung.tokens_per_s).to_text(0)
+        rows.append((rung.name, speed, step, first, rung.at_once, rung.computed_tokens, rung.equal))
+    columns = " <26 | tokens/s >25 | by rung before >25 | by first >9.2f | at once >8.1f | prompt computed >16,"
+    lines = [
+        f"One engine, driven in {len(rungs)} ways: {found.about}, {resolved}.",
+        f"A round: {requests} requests, {figures['prompt_tokens']:,} tokens in (each begins with the same "
+        f"{prompts.num_shared}), {figures['generated_tokens']:,} out, greedy. KV memory of {kv_tokens:,} tokens: "
+        f"{batch} requests of the longest length.",
+        f"Generated tokens per second: median of {rounds} rounds (lowest to highest), in alternating order, new "
+        f"prompts each round. equal: completions with the first rung's tokens, of {requests * rounds}.",
+        facts_to_text(machine),
+        "",
+        *table(f"{columns} | equal >6,", rows),
+    ]
+    return figures, lines
+
+
+def _length(request: Request) -> int:
+    return len(request.prompt_token_ids) + request.params.max_tokens
+
+
+def _in_blocks(tokens: int) -> int:
+    """Round up to whole blocks."""
+    return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
+
+
+@script(__doc__)
+@shared_options(model="demo", requests=48)
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Requests of a static batch.")
+@shared_options(rounds=3, output_tokens="16-128", dtype="auto", threads=None, folder=None)
+@json_flag
+def main(as_json: bool, **options: Any) -> None:
+    report("ladder", *bench_ladder(**options), as_json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Contenders of `bench engine` in this process, and the check that two contenders computed the same.
+
+This engine and `transformers.generate` in static batches. Each completes a list of requests and reports its time.
+Engines of other environments are `peer.Peer`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.bench.request_sets import BenchRequest, run_requests
+from pipeline.engine.engine import Engine
+from pipeline.errors import PipelineError
+
+NextLogits = Callable[[list[int]], torch.Tensor]
+"""Token ids -> logits (vocabulary) of the token after them."""
+
+TIE = 1e-4  # in float32, two best logits closer than this may come out either way
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The requests' tokens in their order, and the time from the first request to the last token.
+
+    cpu_s: processor time of all threads, waiting in a spin included; None for another process. computed_tokens: of
+    this engine, those of prompts too; 0 for others.
+    """
+
+    wall_s: float
+    token_ids: list[list[int]]
+    cpu_s: float | None = None
+    computed_tokens: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(len(tokens) for tokens in self.token_ids) / self.wall_s
+
+
+class ThisEngine:
+    """All requests are added at once; the engine's scheduler does the rest.
+
+    shares_prefixes: whether prompts may be found in the prefix cache; of random ones it would mean that a round was
+    not fresh.
+    """
+
+    name = "this engine"
+
+    def __init__(self, engine: Engine, shares_prefixes: bool) -> None:
+        self.engine, self.shares_prefixes = engine, shares_prefixes
+
+    def run(self, requests: Sequence[BenchRequest]) -> Ran:
+        before = self._num_computed()
+        start, start_cpu = time.perf_counter(), time.process_time()
+        token_ids = run_requests(self.engine, requests, self.shares_prefixes)
+        wall_s, cpu_s = time.perf_counter() - start, time.process_time() - start_cpu
+        # The last token of a request is never computed.
+        return Ran(wall_s, token_ids, cpu_s, self._num_computed() - before - len(requests))
+
+    def _num_computed(self) -> int:
+        done = self.engine.stats
+        known = done.prompt_tokens - done.cached_tokens + done.generated_tokens
+        return known + done.recomputed_tokens + done.rejected_drafts
+
+
+class GenerateModel:
+    """A checkpoint loaded by transformers, for static batches of several sizes."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str, eos_token_ids: frozenset[int]) -> None:
+        from transformers import AutoModelForCausalLM, GenerationConfig, logging
+
+        logging.disable_progress_bar()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        self.model.eval().to(device)
+        self.device, self.eos_token_ids = device, eos_token_ids
+        # A new one: the EOS settings of the folder's would end rows early.
+        self.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
+
+    @torch.inference_mode()
+    def next_logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Logits (vocabulary) of the token after `token_ids`."""
+        return self.model(torch.tensor([token_ids], device=self.device), logits_to_keep=1).logits[0, -1].float()
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
+        """One batch, padded on the left; it runs until its last row has all tokens or, where that counts, EOS."""
+        ignore_eos = requests[0].ignore_eos
+        assert all(request.ignore_eos == ignore_eos for request in requests)
+        length = max(len(r.prompt_token_ids) for r in requests)
+        padding = [length - len(r.prompt_token_ids) for r in requests]
+        ids_BT = torch.tensor([[0] * pad + r.prompt_token_ids for pad, r in zip(padding, requests)])
+        mask_BT = torch.tensor([[0] * pad + [1] * (length - pad) for pad in padding])
+        out_BT = self.model.generate(
+            input_ids=ids_BT.to(self.device),
+            attention_mask=mask_BT.to(self.device),
+            max_new_tokens=max(r.max_tokens for r in requests),
+            eos_token_id=None if ignore_eos else sorted(self.eos_token_ids),
+        )
+        rows = [row[length : length + r.max_tokens].tolist() for row, r in zip(out_BT, requests)]
+        return rows if ignore_eos else [self._until_eos(row) for row in rows]
+
+    def _until_eos(self, tokens: list[int]) -> list[int]:
+        end = next((at for at, token in enumerate(tokens) if token in self.eos_token_ids), len(tokens))
+        return tokens[: end + 1]
+
+
+class StaticBatches:
+    """`transformers.generate` over batches of `batch_size` requests, sorted by the prompts' lengths."""
+
+    def __init__(self, model: GenerateModel, batch_size: int) -> None:
+        self.model, self.batch_size = model, batch_size
+        self.name = f"transformers.generate, {batch_size} at once"
+
+    def run(self, requests: Sequence[BenchRequest]) -> Ran:
+        token_ids: list[list[int]] = [[] for _ in requests]
+        start, start_cpu = time.perf_counter(), time.process_time()
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_token_ids))
+        for first in range(0, len(order), self.batch_size):
+            rows = order[first : first + self.batch_size]
+            for row, tokens in zip(rows, self.model.generate([requests[row] for row in rows])):
+                token_ids[row] = tokens
+        return Ran(time.perf_counter() - start, token_ids, time.process_time() - start_cpu)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Equal tokens over some requests. Tokens after a request's first difference follow from it and do not count."""
+
+    requests: int = 0
+    equal_requests: int = 0
+    compared_tokens: int = 0
+    near_ties: int = 0
+
+    def __add__(self, other: "Agreement") -> "Agreement":
+        return Agreement(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other))))
+
+    def to_text(self) -> str:
+        text = f"{self.equal_requests} of {self.requests} completions equal, {self.compared_tokens:,} tokens"
+        return text + (f", {self.near_ties} apart from a near-tie on" if self.near_ties else "")
+
+
+def compare(
+    requests: Sequence[BenchRequest],
+    ours: Sequence[list[int]],
+    theirs: Sequence[list[int]],
+    next_logits: NextLogits | None = None,
+) -> Agreement:
+    """Compare completions of the same requests. With `next_logits` a first difference must be a near-tie; without it
+    (16 bit, other weights) differences are only counted.
+
+    Raises PipelineError for lengths other than requested (unequal work) and for a difference that is no near-tie.
+    """
+    found = Agreement()
+    for index, (request, mine, other) in enumerate(zip(requests, ours, theirs, strict=True)):
+        first = next((at for at, (a, b) in enumerate(zip(mine, other)) if a != b), None)
+        wanted = {request.max_tokens} if request.ignore_eos else range(1, request.max_tokens + 1)
+        if len(mine) not in wanted or len(other) not in wanted or (first is None and len(mine) != len(other)):
+            raise PipelineError(
+                f"request {index}: {request.max_tokens} tokens were requested, this engine gave {len(mine)} and the "
+                f"other {len(other)}: unequal work is not compared"
+            )
+        if first is None:
+            found += Agreement(1, 1, len(mine))
+            continue
+        if next_logits is not None:
+            logits = next_logits(request.prompt_token_ids + mine[:first])
+            gap = float(logits[other[first]] - logits[mine[first]])
+            if abs(gap) >= TIE:
+                raise PipelineError(
+                    f"request {index}: token {first} is {mine[first]} here and {other[first]} there, whose logit is "
+                    f"{gap:.2e} higher: the two do not compute the same model, so their times are not compared"
+                )
+        found += Agreement(1, 0, first + 1, int(next_logits is not None))
+    return found

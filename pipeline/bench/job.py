@@ -1,0 +1,301 @@
+"""The whole job, Parquet to Parquet through Ray, against the engine alone on the same rows.
+
+Both are processes of their own, started cold each round, in alternating order: `pipeline run`, and `engine_alone`,
+which reads, renders and tokenizes the same rows with the job's own stages and steps the same engine without Ray,
+without parts and without an engine process. Start-up and load are reported apart from the work. A job's work is the
+time from its engine being ready to the driver holding the last part, as its own record has it; the engine's is from
+its first request to its last completion, tokenization before it left out. So the ratio holds all that the job does to
+feed the engine, to write and to count.
+
+Rows are the demonstration's reports. A random shape never ends by itself, so each of its rows requests a number of
+tokens of its own.
+"""
+
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.bench.measure import Spread, alternating, facts_to_text, last_line, machine_facts, ratio, table
+from pipeline.bench.request_sets import REPORT_TOKENS, workload
+from pipeline.bench.shapes import NAMES, bench_model
+from pipeline.data.output.parts import PartStore
+from pipeline.demo.reports import make_report
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.job.telemetry.run_log import load_runs
+from pipeline.machine.host import available_cores
+from pipeline.machine.interpreter import child_environment
+from pipeline.report.record.run_record import RunRecord
+
+ROW_GROUP = 128
+NUM_FILES = 4
+MAX_MODEL_LEN = 1024  # of a peer, which may set memory apart for it; the longest report is below 700 tokens
+PEERS = {"ray-llm": Path(__file__).parent / "peers" / "ray_llm_driver.py"}
+
+PHASES = {
+    "startup_s": "start-up (Ray, processes, imports)",
+    "load_s": "load and warm-up",
+    "work_s": "work",
+    "idle_s": "  of it no step (no rows, last part)",
+    "end_s": "end (counting, Ray's end)",
+    "whole_s": "whole process",
+}
+
+Row = tuple[str, int]  # source file, source row
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one run. `whole_s` is the process from start to end; the rest of it is Python's own start and
+    end. `idle_s`: of the work, when no engine stepped. `tokens_per_s`: generated ones, during the work. None: a peer
+    does not report it."""
+
+    startup_s: float
+    load_s: float | None
+    work_s: float
+    idle_s: float | None
+    end_s: float
+    whole_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class JobBench:
+    about: str
+    rows: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    dtype: str
+    job: tuple[Times, ...]
+    engine: tuple[Times, ...]
+    peers: dict[str, tuple[Times, ...]]
+    equal_rows: int  # rows whose completion was the same in every run of both
+    machine: dict[str, str]
+
+    @property
+    def ratio(self) -> Spread:
+        """The job's work by the engine's, of the same round."""
+        return ratio([t.work_s for t in self.job], [t.work_s for t in self.engine])
+
+    def to_json(self) -> dict[str, Any]:
+        peers = {name: asdict(self._by_job(name)) for name in self.peers}
+        return {"bench": "job", **asdict(self), "job_by_engine": asdict(self.ratio), "peer_by_job": peers}
+
+    def to_text(self) -> str:
+        names = ["job", "engine alone", *self.peers]
+        runs = [self.job, self.engine, *self.peers.values()]
+        lines = [
+            f"The job, Parquet to Parquet, and the engine alone: {self.about}, {self.dtype}.",
+            f"{self.rows:,} rows, {self.prompt_tokens:,} tokens in ({self.cached_tokens:,} of them from the prefix "
+            f"cache of the job), {self.generated_tokens:,} out; greedy. Seconds, medians of {len(self.job)} cold runs "
+            "each, lowest and highest; alternating.",
+            facts_to_text(self.machine),
+            "",
+        ]
+        rows = [(about, *(_cell([vars(t)[field] for t in times]) for times in runs)) for field, about in PHASES.items()]
+        rates = (Spread.of([t.tokens_per_s for t in times]).to_text(0) for times in runs)
+        columns = " | ".join([" <36", *(f"{name} >27" for name in names)])
+        lines += table(columns, [*rows, ("tokens/s out, during the work", *rates)])
+        lines += ["", f"Job's work by engine's: {self.ratio.to_text(3)}."]
+        lines += [f"Work of {name} by the job's: {self._by_job(name).to_text(2)}." for name in self.peers]
+        lines.append(f"Completions equal in all runs of job and engine: {self.equal_rows:,} of {self.rows:,} rows.")
+        return "\n".join(lines)
+
+    def _by_job(self, peer: str) -> Spread:
+        return ratio([t.work_s for t in self.peers[peer]], [t.work_s for t in self.job])
+
+
+def bench_job(
+    model: str = "demo:target-awq",
+    rows: int = 512,
+    rounds: int = 3,
+    dtype: str = "auto",
+    output_tokens: tuple[int, int] = (16, 128),
+    peers: Mapping[str, str] | None = None,
+    folder: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> JobBench:
+    """Measure `model` (a shape of `shapes.NAMES`, an embedded model or a path) over `rows` reports.
+
+    `output_tokens`: bounds of what each row of a random shape asks for. `peers`: of PEERS, with the Python that runs
+    it. `folder`: where a shape's checkpoint lies. Raises PipelineError when a run fails, or when float32 completions
+    of job and engine differ.
+    """
+    peers = dict(peers or {})
+    if unknown := set(peers) - set(PEERS):
+        raise ConfigError(f"--peer {min(unknown)}: expected {', '.join(PEERS)}")
+    assert min(rows, rounds) >= 1
+    machine = machine_facts()
+    found = bench_model(model, folder, say)
+    with tempfile.TemporaryDirectory(prefix="bench-job-") as made:
+        place = Path(made)
+        job_file = _write_job(place, found.folder, rows, dtype, output_tokens if model in NAMES else None)
+        runs: dict[str, list[_Run]] = {name: [] for name in ("job", "engine", *peers)}
+        for number, order in enumerate(alternating(list(runs), rounds), 1):
+            for name in order:
+                say(f"round {number} of {rounds}: {name}")
+                if name == "job":
+                    runs[name].append(_run_job(job_file, place / f"out-{number}"))
+                elif name == "engine":
+                    runs[name].append(_run_engine(job_file))
+                else:
+                    output = place / f"{name}-{number}"
+                    runs[name].append(_run_peer(peers[name], PEERS[name], job_file, output, runs["job"][0]))
+    first = runs["job"][0]
+    ours = runs["job"] + runs["engine"]
+    equal = sum(all(run.answers.get(row) == answer for run in ours) for row, answer in first.answers.items())
+    if first.dtype == "float32" and (equal < rows or len(first.answers) != rows):
+        raise PipelineError(f"{rows - equal} of {rows} float32 completions of the job and of the engine alone differ")
+    return JobBench(
+        found.about,
+        rows,
+        first.prompt_tokens,
+        first.cached_tokens,
+        first.generated_tokens,
+        first.dtype,
+        tuple(run.times for run in runs["job"]),
+        tuple(run.times for run in runs["engine"]),
+        {name: tuple(run.times for run in runs[name]) for name in peers},
+        equal,
+        machine,
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    times: Times
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    dtype: str
+    answers: Mapping[Row, str]  # a digest of each completion; empty for a peer
+
+
+def _cell(seconds: list[float | None]) -> str:
+    known = [value for value in seconds if value is not None]
+    return Spread.of(known).to_text() if known else "not reported"
+
+
+def answer_digest(text: str, num_tokens: int, finish_reason: str) -> str:
+    """Return a digest that two completions share exactly when they are the same."""
+    return hashlib.sha256(f"{num_tokens} {finish_reason} {text}".encode()).hexdigest()[:16]
+
+
+def _write_job(place: Path, model: Path, rows: int, dtype: str, budgets: tuple[int, int] | None) -> Path:
+    """Write the job's file next to its input. `budgets`: of each row, EOS ignored; None: until EOS."""
+    (place / "in").mkdir()
+    wanted = [n.output for n in workload(rows, 120, budgets or (REPORT_TOKENS, REPORT_TOKENS)).lengths()]
+    table = pa.table(
+        {
+            "prompt": [make_report("job", index).prompt for index in range(rows)],
+            "max_tokens": pa.array(wanted, pa.int32()),
+        }
+    )
+    per_file = -(-rows // NUM_FILES)
+    for number, start in enumerate(range(0, rows, per_file)):
+        part = table.slice(start, per_file)
+        pq.write_table(part, place / "in" / f"reports-{number:02d}.parquet", row_group_size=ROW_GROUP)
+    job = {
+        "name": "bench",
+        "input": {"path": str(place / "in"), "columns": []},
+        "prompt": {"column": "prompt"},
+        "model": {"path": str(model)},
+        "engine": {"dtype": dtype},
+        "sampling": {"max_tokens": {"column": "max_tokens"}, "ignore_eos": budgets is not None},
+        "output": {"path": str(place / "out")},
+    }
+    path = place / "job.yaml"
+    path.write_text(json.dumps(job))  # JSON is YAML too
+    return path
+
+
+def _run_job(job_file: Path, output: Path) -> _Run:
+    command = ["-m", "pipeline", "run", str(job_file), "--set", f"output.path={output}", "--json"]
+    _, whole_s = _measured([sys.executable, *command], child_environment())
+    run = load_runs(PartStore(str(output)))[0]
+    columns = ["source_file", "source_row", "generated_text", "num_generated_tokens", "finish_reason"]
+    table = pa.concat_tables([pq.read_table(part, columns=columns) for part in output.glob("part-*.parquet")])
+    answers = {
+        (row["source_file"], row["source_row"]): answer_digest(
+            row["generated_text"] or "", row["num_generated_tokens"], row["finish_reason"]
+        )
+        for row in table.to_pylist()
+    }
+    return _Run(
+        _times_of(run, whole_s),
+        run.input_tokens,
+        run.cached_tokens,
+        run.generated_tokens,
+        str(run.resolved["dtype"]),
+        answers,
+    )
+
+
+def _times_of(run: RunRecord, whole_s: float) -> Times:
+    """A run of one actor, whose phases begin with the run and end with its graph."""
+    assert len(run.actors) == 1
+    startup_us, load_us = run.phase_us("startup"), run.phase_us("load")
+    work_s = (run.machine_us - startup_us - load_us) / 1e6
+    idle_s = run.phase_us("idle") / 1e6
+    end_s = sum(run.driver_us[name] for name in ("ray_stop", "verify")) / 1e6
+    return Times(startup_us / 1e6, load_us / 1e6, work_s, idle_s, end_s, whole_s, run.generated_tokens / work_s)
+
+
+def _run_engine(job_file: Path) -> _Run:
+    threads = str(available_cores())  # what a job of one actor gives its engine
+    found, whole_s = _measured(
+        [sys.executable, "-m", "pipeline.bench.engine_alone", str(job_file)],
+        child_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads, NUMBA_NUM_THREADS=threads),
+    )
+    startup_s = whole_s - found["load_s"] - found["tokenize_s"] - found["work_s"] - found["end_s"]
+    rate = found["generated_tokens"] / found["work_s"]
+    return _Run(
+        Times(startup_s, found["load_s"], found["work_s"], found["idle_s"], found["end_s"], whole_s, rate),
+        found["prompt_tokens"],
+        found["cached_tokens"],
+        found["generated_tokens"],
+        found["dtype"],
+        {(file, row): answer for file, row, answer in found["answers"]},
+    )
+
+
+def _run_peer(python: str, driver: Path, job_file: Path, output: Path, ours: _Run) -> _Run:
+    """A peer in an environment of its own, on the input and in the type of our own run. Raises PipelineError when it
+    did other work."""
+    job = json.loads(job_file.read_text())
+    request = {
+        "model": job["model"]["path"],
+        "input": job["input"]["path"],
+        "output": str(output),
+        "dtype": ours.dtype,
+        "ignore_eos": job["sampling"]["ignore_eos"],
+        "threads": available_cores(),
+        "max_model_len": MAX_MODEL_LEN,
+    }
+    request_file = output.with_suffix(".json")
+    request_file.write_text(json.dumps(request))
+    found, whole_s = _measured([python, str(driver), str(request_file)])
+    tokens = found["generated_tokens"]
+    if found["rows"] != len(ours.answers) or (request["ignore_eos"] and tokens != ours.generated_tokens):
+        raise PipelineError(
+            f"{driver.stem} completed {found['rows']} rows with {tokens} tokens, the job {len(ours.answers)} with "
+            f"{ours.generated_tokens}: they cannot be compared"
+        )
+    startup_s, work_s = found["startup_s"], found["work_s"]
+    times = Times(startup_s, None, work_s, None, max(0.0, whole_s - startup_s - work_s), whole_s, tokens / work_s)
+    return _Run(times, found["prompt_tokens"], 0, tokens, found["dtype"], {})
+
+
+def _measured(command: list[str], environment: Mapping[str, str] | None = None) -> tuple[dict[str, Any], float]:
+    """Return the JSON of a process's last line, and its seconds."""
+    began = time.perf_counter()
+    return last_line(command, environment), time.perf_counter() - began

@@ -1,1 +1,0 @@
-"""The whole job against the engine alone, and what a large job costs its driver."""

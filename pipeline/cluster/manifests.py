@@ -1,0 +1,243 @@
+"""A job as Kubernetes manifests: `base.yaml`, filled in from the job file and patched by `kubernetes.patch`."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, TypeGuard
+from zoneinfo import ZoneInfo
+
+import yaml
+
+from pipeline.cluster.merge_patch import merged
+from pipeline.cluster.shipped_job import JOB_FILE, STOP_WAIT_BEYOND_DRAIN_S, ShippedJob
+from pipeline.config import JobConfig
+from pipeline.errors import ConfigError
+from pipeline.stores.redaction import secrets_of
+
+RAY_VERSION = "2.60.0"  # of the image, as pyproject.toml pins it
+GRACE_BEYOND_HOOK_S = 15
+MAX_NAME = 47  # of a RayJob; the names of its pods are longer
+MAX_CRON_NAME = 36  # `-` and the firing's minutes since 1970 follow
+MAX_CONFIG_MAP = 900_000  # bytes; Kubernetes accepts 1 MiB
+# The CronJob (and a RayCronJob) ends a RayJob's name in the firing's minutes since 1970, and KubeRay names its clusters
+# by it: summarize-29400123-x7k2p -> @1764007380. So every try of one firing finds the same date.
+FIRED_AT = ' --fired-at "@$(( $(echo "${RAY_CLUSTER_NAME%-*}" | sed "s/.*-//") * 60 ))"'
+
+_VALUE = re.compile(r"<([a-z_]+)>")
+_CRON_NAMES = ("@yearly", "@annually", "@monthly", "@weekly", "@daily", "@midnight", "@hourly")
+_UNSHARED = {"emptyDir", "configMap", "secret", "ephemeral"}  # volumes that workers and head do not share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Times at which a job runs. `open_params`: parameters that each firing fills in, as `ShippedJob.of` takes them.
+    `by_kuberay`: a RayCronJob (KubeRay 1.7, feature gate RayCronJob) instead of a CronJob."""
+
+    cron: str
+    time_zone: str
+    open_params: Mapping[str, str]
+    by_kuberay: bool = False
+
+    def check(self) -> None:
+        """Raises ConfigError."""
+        if self.cron not in _CRON_NAMES and len(self.cron.split()) != 5:
+            raise ConfigError(
+                f"--schedule {self.cron!r}: expected minute, hour, day, month and day of the week, such as '0 2 * * *'"
+            )
+        try:
+            ZoneInfo(self.time_zone)
+        except (OSError, ValueError, KeyError):
+            raise ConfigError(f"--time-zone {self.time_zone!r}: expected a name such as Europe/Berlin") from None
+
+
+def manifests(config: JobConfig, schedule: Schedule | None = None) -> list[dict[str, Any]]:
+    """Return all objects of a job in the order in which they are applied.
+
+    Raises ConfigError for what Kubernetes, KubeRay or the pods could not do.
+    """
+    shipped = ShippedJob.of(config, schedule.open_params if schedule else None)
+    _check(config, shipped)
+    kubernetes, (min_workers, max_workers) = config.kubernetes, config.run.pool
+    options = FIRED_AT if schedule else ""
+    if config.cost.budget_usd is not None or config.run.max_runtime is not None:
+        options += " --at-limit 0"  # backoffLimit would spend again
+    stop_wait_s = int(config.run.drain_s) + STOP_WAIT_BEYOND_DRAIN_S
+    values: dict[str, Any] = {
+        "name": _object_name(config.name, MAX_NAME if schedule is None else MAX_CRON_NAME),
+        "namespace": kubernetes.namespace,
+        "image": kubernetes.image,
+        "cpus": str(kubernetes.cpus),
+        "memory": kubernetes.memory,
+        "gpus": str(kubernetes.gpus) if kubernetes.gpus else None,
+        "retries": kubernetes.retries,
+        "min_workers": min_workers,
+        "max_workers": max_workers,
+        "ray_version": RAY_VERSION,
+        "options": options,
+        "stop_wait_s": str(stop_wait_s),
+        "grace_s": stop_wait_s + GRACE_BEYOND_HOOK_S,
+    }
+    base = yaml.safe_load(files("pipeline.cluster").joinpath("base.yaml").read_text(encoding="utf-8"))
+    elastic, patch = base["elastic"] if min_workers < max_workers else {}, kubernetes.patch
+
+    def made(name: str, *patches: dict[str, Any]) -> Any:
+        filled = _filled(base[name], values)
+        for each in patches:
+            filled = merged(filled, each)
+        return filled
+
+    values["head"] = made("head", elastic.get("head", {}), patch.pods, patch.head)
+    values["worker"] = made("worker", patch.pods, patch.worker)
+    _check_pods(shipped, values["head"], values["worker"])
+    job = made("job", elastic.get("job", {}), patch.job)
+    values["files"] = _files(config, shipped)
+    budgets = [made("head_budget"), made("worker_budget")]
+    if schedule is None:
+        return [made("config_map"), *budgets, job]
+    schedule.check()
+    values |= {"schedule": schedule.cron, "time_zone": schedule.time_zone, "job_spec": job.get("spec")}
+    if schedule.by_kuberay:
+        return [made("config_map"), *budgets, made("ray_cron_job", patch.cron)]
+    values["files"]["rayjob.yaml"] = _dump([job])
+    account = [made("service_account"), made("role"), made("role_binding")]
+    return [made("config_map"), *budgets, *account, made("cron_job", patch.cron)]
+
+
+def to_yaml(made: list[dict[str, Any]], command: str) -> str:
+    """Return the manifests as a file whose head says how it was made and what it needs. `command`: as it was typed."""
+    config_map, last = made[0], made[-1]
+    pods = [last, yaml.safe_load(config_map["data"].get("rayjob.yaml", ""))]
+    needs = {
+        *(f"image {image}" for image in _found(pods, "image")),
+        *(f"secret {secret}" for secret in _found(pods, "secretName")),
+        *(f"secret {secret}" for secret in _found(_found(pods, "secretRef"), "name")),
+        *(f"volume claim {claim}" for claim in _found(pods, "claimName")),
+        *(f"namespace {namespace}" for namespace in _found(config_map, "namespace")),
+    }
+    name, kind = config_map["metadata"]["name"].removesuffix("-job"), last["kind"].lower()
+    ends = "stops the schedule; delete a rayjob to drain a run" if kind == "cronjob" else "drains what runs"
+    lines = [
+        f"# Made by: {' '.join(command.split())}",
+        "# Change the job file and make it again; then: kubectl apply -f THIS_FILE",
+        f"# kubectl delete {kind} {name} {ends}. Written parts stay.",
+        "# Must exist before:",
+        *(f"#   the {need}" for need in sorted(needs)),
+    ]
+    return "\n".join(lines) + "\n" + _dump(made)
+
+
+class _Plain(yaml.SafeDumper):
+    """YAML without anchors, and with texts of several lines as blocks."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Plain.add_representer(str, _text)
+
+
+def _dump(objects: list[dict[str, Any]]) -> str:
+    return yaml.dump_all(objects, Dumper=_Plain, sort_keys=False, width=120)
+
+
+def _filled(node: Any, values: Mapping[str, Any]) -> Any:
+    """`node` with each `<name>` replaced, once: values are not searched for names. A text that is nothing but a name
+    becomes the value itself; a key whose value is None is left out."""
+    if isinstance(node, dict):
+        filled = {key: _filled(value, values) for key, value in node.items()}
+        return {key: value for key, value in filled.items() if value is not None}
+    if isinstance(node, list):
+        return [_filled(item, values) for item in node]
+    if not isinstance(node, str):
+        return node
+    if whole := _VALUE.fullmatch(node):
+        return values[whole[1]]
+    return _VALUE.sub(lambda found: str(values[found[1]]), node)
+
+
+def _found(value: Any, key: str) -> list[Any]:
+    """All values under `key`, at any depth."""
+    if isinstance(value, list):
+        return [found for item in value for found in _found(item, key)]
+    if not isinstance(value, dict):
+        return []
+    return ([value[key]] if key in value else []) + [found for item in value.values() for found in _found(item, key)]
+
+
+def _files(config: JobConfig, shipped: ShippedJob) -> dict[str, str]:
+    """The files of the ConfigMap: the job without what only Kubernetes needs."""
+    data = json.loads(shipped.files[JOB_FILE])
+    data["run"].setdefault("cpus_per_actor", config.kubernetes.cpus - 1)  # a reader takes the other one
+    data["run"].setdefault("gpus_per_actor", config.kubernetes.gpus)
+    data.pop("kubernetes", None)
+    found = {**shipped.files, JOB_FILE: json.dumps(data, indent=1)}
+    if sum(map(len, found.values())) > MAX_CONFIG_MAP:
+        raise ConfigError("the job file and its chat template are larger than a ConfigMap may be")
+    return found
+
+
+def _object_name(name: str, max_length: int) -> str:
+    """The job's name as Kubernetes accepts it. Raises ConfigError where it is too long."""
+    found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if not found or found[0].isdigit():
+        found = f"job-{found}".rstrip("-")
+    if len(found) > max_length:
+        raise ConfigError(f"name {name}: Kubernetes accepts at most {max_length} characters here; give a shorter one")
+    return found
+
+
+def _check(config: JobConfig, shipped: ShippedJob) -> None:
+    """Raises ConfigError for an image or CPUs that are missing, paths of this machine, and secrets."""
+    kubernetes = config.kubernetes
+    if kubernetes.image is None:
+        raise ConfigError(
+            "kubernetes.image: is missing. Build one from infra/docker in the repository, and give it by digest"
+        )
+    if (config.run.cpus_per_actor or 0) >= kubernetes.cpus:
+        raise ConfigError(
+            f"run.cpus_per_actor {config.run.cpus_per_actor:g}: a worker has {kubernetes.cpus} CPUs, one of them for "
+            "reading; raise kubernetes.cpus"
+        )
+    for kind, section in (("input", config.input), ("output", config.output), ("model", config.model)):
+        if secrets_of(section.storage):
+            raise ConfigError(
+                f"{kind}.storage: holds a secret, which a manifest must not. Put it into a Kubernetes secret as "
+                "environment variables, and name that under envFrom in kubernetes.patch"
+            )
+    for key, path in shipped.made_absolute.items():
+        raise ConfigError(
+            f"{key} {path}: is a path of this machine. Expected a url such as s3://bucket/folder, or an absolute path "
+            "of the image or of a volume in kubernetes.patch"
+        )
+
+
+def _check_pods(shipped: ShippedJob, *templates: dict[str, Any]) -> None:
+    """Raises ConfigError for a patch that breaks a pod template, and where pods would write to disks of their own."""
+    place = json.loads(shipped.files[JOB_FILE])["output"]["path"]
+    for template in templates:
+        spec = template.get("spec")
+        spec = spec if isinstance(spec, dict) else {}
+        containers, volumes = spec.get("containers"), spec.get("volumes", [])
+        if not (_is_list_of_objects(containers) and _is_list_of_objects(volumes)):
+            raise ConfigError(
+                "kubernetes.patch: leaves a pod without a list of containers and volumes. Expected, for example, "
+                "pods: {spec: {containers: [{name: ray, env: [{name: NAME, value: VALUE}]}]}}"
+            )
+        shared = {volume.get("name") for volume in volumes if not _UNSHARED & volume.keys()}
+        mounts = [mount for container in containers for mount in container.get("volumeMounts") or ()]
+        folders = [str(mount.get("mountPath")).rstrip("/") for mount in mounts if mount.get("name") in shared]
+        if shipped.is_local and not any(place == folder or place.startswith(f"{folder}/") for folder in folders):
+            raise ConfigError(
+                f"output.path {place}: is on no disk that the pods share. Expected a url such as s3://bucket/folder, "
+                "or a path below a volume in kubernetes.patch.pods"
+            )
+
+
+def _is_list_of_objects(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)

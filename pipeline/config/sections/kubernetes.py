@@ -1,0 +1,100 @@
+"""The section `kubernetes`, which `pipeline manifests` alone reads, and patches in place of its former keys."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints
+
+from pipeline.config.sections.section import Section
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
+Image = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,500}$")]
+
+# Former key of `cluster` -> hint.
+FORMER_KEYS = {
+    "cluster": "named kubernetes here",
+    **{
+        key: f"write kubernetes.patch: {{{patch}}}"
+        for key, patch in {
+            "head_memory": "head: {spec: {containers: [{name: ray, resources: {requests: {memory: 8Gi}, "
+            "limits: {memory: 8Gi}}}]}}",
+            "gpu_resource": "worker: {spec: {containers: [{name: ray, resources: {"
+            'requests: {nvidia.com/gpu: null, RESOURCE: "1"}, limits: {nvidia.com/gpu: null, RESOURCE: "1"}}}]}}',
+            "node_selector": "worker: {spec: {nodeSelector: {LABEL: VALUE}}}",
+            "tolerations": "worker: {spec: {tolerations: [{key: TAINT, operator: Exists}]}}",
+            "service_account": "pods: {spec: {serviceAccountName: NAME}}",
+            "secrets": "pods: {spec: {containers: [{name: ray, envFrom: [{secretRef: {name: NAME}}]}]}}",
+            "token_secret": "job: {spec: {rayClusterSpec: {authOptions: {secretName: NAME}}}}",
+            "volumes": "pods: {spec: {volumes: [{name: NAME, persistentVolumeClaim: {claimName: NAME}}], "
+            "containers: [{name: ray, volumeMounts: [{name: NAME, mountPath: /data}]}]}}",
+            "deadline_s": "job: {spec: {activeDeadlineSeconds: 18000}}",
+            "keep_s": "job: {spec: {ttlSecondsAfterFinished: 600}}",
+        }.items()
+    },
+    "image_folders": "not needed: an absolute path is one of the image or of a volume",
+    "kubectl_image": "not needed: the job's own image creates the RayJob",
+}
+
+
+class PatchSection(Section):
+    """JSON merge patches (RFC 7386) of what `pipeline manifests` writes. Lists of objects with a `name` (worker groups:
+    `groupName`) merge by it. `null` removes a key."""
+
+    pods: dict[str, Any] = Field(
+        default={},
+        description="For the pod templates of head and workers; their container is called ray.",
+        examples=[{"spec": {"serviceAccountName": "pipeline-s3"}}],
+    )
+    head: dict[str, Any] = Field(
+        default={},
+        description="For the head's pod template, after pods.",
+        examples=[{"spec": {"priorityClassName": "high"}}],
+    )
+    worker: dict[str, Any] = Field(
+        default={},
+        description="For the workers' pod template, after pods.",
+        examples=[{"spec": {"nodeSelector": {"cloud.google.com/gke-spot": "true"}}}],
+    )
+    job: dict[str, Any] = Field(
+        default={},
+        description="For the RayJob.",
+        examples=[{"spec": {"activeDeadlineSeconds": 18000}}],
+    )
+    cron: dict[str, Any] = Field(
+        default={},
+        description="For the CronJob of a schedule, or the RayCronJob.",
+        examples=[{"spec": {"startingDeadlineSeconds": 600}}],
+    )
+
+
+class KubernetesSection(Section):
+    """A Ray cluster of its own for the job, one worker pod per engine."""
+
+    image: Image | None = Field(
+        default=None,
+        description="The container image of all pods, best by digest: a tag can move between two tries.",
+        examples=["registry.example.com/parquet-batch-inference@sha256:0123"],
+    )
+    namespace: Name | None = Field(
+        default=None,
+        description="Namespace of all objects. kubectl's own when left out.",
+        examples=["batch"],
+    )
+    cpus: int = Field(
+        default=4,
+        ge=2,
+        description="CPUs of a worker pod: one for reading, the others for its engine unless run.cpus_per_actor says "
+        "otherwise.",
+        examples=[16],
+    )
+    memory: Quantity = Field(default="8Gi", description="Memory of a worker pod.", examples=["64Gi"])
+    gpus: int = Field(default=0, ge=0, description="GPUs of a worker pod and its engine.", examples=[1])
+    retries: int = Field(
+        default=3, ge=0, description="New clusters after one that failed; each resumes from the parts.", examples=[5]
+    )
+    patch: PatchSection = Field(
+        default=PatchSection(),
+        description="JSON merge patches (RFC 7386) for what has no key here: spot nodes, volumes, secrets. "
+        "null removes a key; lists of objects with a name (worker groups: groupName) merge by it.",
+        examples=[{"worker": {"spec": {"nodeSelector": {"cloud.google.com/gke-spot": "true"}}}}],
+    )

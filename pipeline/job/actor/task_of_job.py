@@ -1,0 +1,73 @@
+"""The task of a job, from its job file and its checkpoint."""
+
+from pathlib import Path
+from typing import Literal
+
+from pipeline.checkpoints.file_checks import read_json
+from pipeline.checkpoints.pooling import read_pooling
+from pipeline.config import FromColumn, JobConfig
+from pipeline.config.sections.row.tasks import EmbedSection
+from pipeline.engine.tasks import Embed
+from pipeline.errors import ConfigError
+from pipeline.job.actor.tasks import Activation, ChoiceTask, ClassifyTask, EmbedTask, JobTask, ScoreTask
+
+_BY_PROBLEM_TYPE: dict[object, Activation] = {
+    "multi_label_classification": "sigmoid",
+    "single_label_classification": "softmax",
+    "regression": "none",
+}
+
+
+def plain_task(config: JobConfig) -> JobTask | None:
+    """Return the task of a job whose columns follow from its file alone; None where it generates."""
+    if config.task == "choice":
+        labels = config.choice.labels
+        return ChoiceTask(None if isinstance(labels, FromColumn) else labels)
+    if config.task == "score":
+        return ScoreTask(config.score.completion is not None, config.score.token_logprobs)
+    return None
+
+
+def embed_task(given: EmbedSection, model: Path, shown: str) -> tuple[EmbedSection, EmbedTask]:
+    """Return the section with what the checkpoint's files say in place of `auto`, so that it is in the job's identity,
+    and the task. shown: the model's name. Raises ConfigError, ModelError."""
+    from pipeline.model.config import read_config
+
+    pooling, normalize, hidden = given.pooling, given.normalize, read_config(model).hidden_size
+    if pooling == "auto" or normalize == "auto":
+        stored = read_pooling(model)
+        if pooling == "auto":
+            pooling = "last" if stored is None else stored.pooling
+        if normalize == "auto":
+            normalize = stored is None or stored.normalize
+    if given.dimensions is not None and given.dimensions > hidden:
+        raise ConfigError(
+            f"embed.dimensions {given.dimensions}: the vectors of {shown} have {hidden:,} numbers (hidden_size in its "
+            "config.json); expected at most so many",
+            key="embed.dimensions",
+        )
+    found = given.model_copy(update={"pooling": pooling, "normalize": normalize})
+    return found, EmbedTask(Embed(pooling, normalize, given.dimensions), given.dimensions or hidden)
+
+
+def classify_task(activation: Activation | Literal["auto"], model: Path, shown: str) -> ClassifyTask:
+    """activation: as in the job file. shown: the model's name. Raises ConfigError where the checkpoint has no head or
+    cannot do it, ModelError where it cannot be read."""
+    from pipeline.model.config import class_names, read_config
+
+    num_classes = read_config(model).num_classes
+    if num_classes is None:
+        raise ConfigError(
+            f"task classify: {shown} has no sequence classification head (architectures in its "
+            "config.json names no ...ForSequenceClassification); task: choice asks any model for one of some labels"
+        )
+    values = read_json(model / "config.json")
+    labels = class_names(values) or [f"LABEL_{number}" for number in range(num_classes)]
+    if activation == "auto":
+        activation = _BY_PROBLEM_TYPE.get(values.get("problem_type"), "softmax" if num_classes > 1 else "sigmoid")
+    if activation == "softmax" and num_classes == 1:
+        raise ConfigError(
+            "classify.activation softmax: the head has one label, of which it is always 1; sigmoid or none",
+            key="classify.activation",
+        )
+    return ClassifyTask(tuple(labels), activation)

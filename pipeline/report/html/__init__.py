@@ -1,1 +1,0 @@
-"""A job's report as one page for a browser."""

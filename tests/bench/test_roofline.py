@@ -1,0 +1,155 @@
+"""The command that needs no card: the makers' figures, the model's sizes, jobs that do not fit."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from pipeline.bench import roofline
+from pipeline.bench.request_sets import find_set
+from pipeline.bench.roofline import Serving, bench_roofline, model_size
+from pipeline.bench.shapes import bench_model
+from pipeline.engine.startup import memory
+from pipeline.errors import ConfigError, ModelError
+from pipeline.kernels.triton.linear.crossover import Crossover
+from pipeline.model.config import read_config
+from pipeline.roofline.cards import find_card, load_cards
+from pipeline.roofline.cost_model import Ceilings, Reached
+from pipeline.roofline.shares import BOUND, MEASURED
+
+SLOW = Reached(0.5, 0.5, 0.5, 0.25, 0.5, int4_read=0.5)
+
+
+def test_a_bound_comes_from_the_cards_own_figures():
+    found = bench_roofline("llama-8b", ["h100"], ["single"], reached=BOUND)
+    (card,) = found.cards
+    alone = next(bound.seconds for bound in found.steps if bound.work == "decoding, 1 at once")
+    size, _, _ = model_size("llama-8b")
+    assert alone.linears_s == pytest.approx(2 * size.linear_parameters / card.bandwidth_bytes_per_s)
+    (job,) = found.jobs
+    assert (job.requests, job.weights) == ("single", "16 bit")
+    prompt_s = 2 * 512 * size.linear_parameters / card.bf16_flops
+    assert 255 * alone.linears_s + prompt_s < job.job.wall_s < 1.1 * (255 * alone.total_s + prompt_s)
+    assert "A bound: nothing is faster." in found.to_text()
+    assert json.loads(json.dumps(found.to_json()))["jobs"][0]["job"]["num_steps"] == 256
+
+
+def test_shares_slow_it_down_and_the_text_says_where_they_come_from():
+    bound, slow, measured = (
+        bench_roofline("llama-8b-awq", ["H200"], ["single"], reached=reached) for reached in (BOUND, SLOW, MEASURED)
+    )
+    assert slow.jobs[0].job.wall_s == pytest.approx(2 * bound.jobs[0].job.wall_s, rel=0.1)
+    assert "Kernels at the data sheet." in bound.to_text()
+    assert "Kernels as measured on one H200 (2026-11-26)." in measured.to_text()
+    assert "H200: the int4 product up to 64 tokens where 16-bit weights are kept, 192 where they" in measured.to_text()
+    assert "(assumed)" in bench_roofline("llama-8b-awq", ["l4"], ["single"]).to_text()
+
+
+def test_paths_go_by_the_engines_rules_or_are_the_fastest():
+    engine, fastest = (
+        bench_roofline("llama-8b-awq", ["L4"], ["classification"], Serving(paths=paths), SLOW)
+        for paths in ("engine", "fastest")
+    )
+    assert engine.jobs[0].weights == "int4"
+    assert fastest.jobs[0].job.wall_s < engine.jobs[0].job.wall_s
+    few = bench_roofline("llama-8b-awq", ["L4"], ["single"], Serving(max_num_seqs=1), SLOW)
+    assert few.jobs[0].weights == "int4 + 16 bit"  # one sequence of 2,048 has its room beside them
+    assert "A bound" not in bench_roofline("tiny-awq", ["l4"], ["single"], reached=BOUND).to_text()
+    assert "A bound" in bench_roofline("tiny-awq", ["l4"], ["single"], Serving(paths="fastest"), BOUND).to_text()
+
+
+@pytest.mark.parametrize(
+    ("card", "work", "kept"),
+    [
+        ("H100 80", "generation", True),
+        ("L40S", "mixed", True),
+        ("L4", "mixed", False),
+    ],
+)
+def test_16_bit_weights_are_kept_where_jobs_end_sooner_by_it(monkeypatch, card, work, kept):
+    """The border is for work of common lengths: a cache of `ENOUGH_TOKENS` and more is worth less than they are."""
+
+    def job():
+        return bench_roofline("llama-8b-awq", [card], [work]).jobs[0]
+
+    assert job().weights == ("int4 + 16 bit" if kept else "int4")
+    seconds = {}
+    for always in (True, False):
+        monkeypatch.setattr(memory, "cache_before_dense", lambda *_, always=always: 0 if always else float("inf"))
+        seconds[job().weights] = job().job.wall_s
+    assert (seconds["int4 + 16 bit"] < seconds["int4"]) == kept
+    assert (seconds["int4 + 16 bit"] > seconds["int4"]) == (not kept)
+
+
+def test_fp8_is_for_cards_that_have_it():
+    serving = Serving(activation_dtype="fp8", kv_cache_dtype="fp8")
+    found = bench_roofline("llama-8b-awq", ["H100", "A100 80"], ["generation"], serving)
+    plain = bench_roofline("llama-8b-awq", ["H100", "A100 80"], ["generation"])
+    ours, lacking = found.jobs
+    assert (ours.weights, lacking.job) == ("fp8", None)
+    assert ours.job.wall_s < plain.jobs[0].job.wall_s
+    assert ours.kv_tokens > 1.8 * plain.jobs[0].kv_tokens
+    assert {bound.card for bound in found.steps} == {"H100 80GB SXM"}
+    text = found.to_text()
+    assert "A100 80GB SXM generation fp8 has no fp8: compute capability 8.9 does" in " ".join(text.split())
+    with pytest.raises(ConfigError, match="16- or 32-bit weights have no exact form"):
+        bench_roofline("llama-8b", serving=serving)
+
+
+def test_a_shared_prefix_is_read_once_unless_asked_otherwise():
+    once, each = (
+        bench_roofline("llama-8b", ["H100"], ["shared"], Serving(shared_reads=reads), BOUND)
+        for reads in ("once", "each")
+    )
+    assert once.jobs[0].job.wall_s < 0.9 * each.jobs[0].job.wall_s
+    assert once.is_bound
+    assert not each.is_bound
+
+
+def test_what_does_not_fit_is_said():
+    size, weights, _ = model_size("llama-8b")
+    small = Ceilings("small", 1e12, 1e14, 8e9)
+    bound = roofline._job(find_set("single"), size, weights, small, Serving(8, 512), Crossover(64, 64, 192))
+    assert (bound.job, bound.kv_tokens) == (None, 0)
+    told = replace(bench_roofline("tiny", ["l4"], ["single"]), jobs=(bound,)).to_text()
+    assert "does not fit: 0 tokens of room next to the weights" in told
+    apart = roofline._job(
+        find_set("single"), *model_size("llama-8b-awq")[:2], small, Serving(8, 512), Crossover(64, 64, 192)
+    )
+    assert (apart.weights, apart.job is None) == ("int4", False)  # no room for 16-bit weights beside them
+
+
+def test_cards_and_sets_go_by_name():
+    assert find_card("l4").name == "L4"
+    assert find_card("h100") in load_cards()
+    with pytest.raises(ConfigError, match="--card tpu: no such card; expected one of H200"):
+        bench_roofline(cards=["tpu"])
+    with pytest.raises(ConfigError, match="--requests chat: expected one of summaries"):
+        bench_roofline(requests=["chat"])
+    with pytest.raises(ModelError):
+        bench_roofline("/no/such/model")
+
+
+def test_a_shape_is_the_checkpoint_it_writes(tmp_path):
+    for name in ("tiny", "tiny-awq"):
+        config = read_config(bench_model(name, str(tmp_path)).folder)
+        assert model_size(name)[:2] == (config.size, config.weights_on_card())
+
+
+def test_the_command(pipe):
+    code, out, _ = pipe(
+        "bench", "roofline", "--model", "tiny", "--card", "l4", "--requests", "single", "--shared-reads", "each",
+    )  # fmt: skip
+    assert code == 0
+    told = json.loads(out.splitlines()[-1])
+    assert told["reached"] == asdict(MEASURED)
+    assert told["serving"]["shared_reads"] == "each"
+    _, out, _ = pipe(
+        "bench", "roofline", "--model", "tiny", "--card", "l4", "--requests", "single", "--kernels", "bound"
+    )
+    bound = json.loads(out.splitlines()[-1])
+    assert bound["reached"] == asdict(BOUND)
+    assert bound["jobs"][0]["job"]["wall_s"] < told["jobs"][0]["job"]["wall_s"]
+    code, _, err = pipe("bench", "roofline", "--card", "tpu")
+    assert code == 2
+    assert "--card tpu" in err

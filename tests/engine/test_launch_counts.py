@@ -1,0 +1,238 @@
+"""How often the host launches for a layer and for a step on a GPU. A launch more in a layer is some microseconds of
+each layer of each step that is not replayed.
+
+Steps of a small model are computed by the engine's own runner on the kernels for NVIDIA GPUs, whose launches are noted
+and not run. Operations of torch are noted as they are dispatched.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.engine.forward import runner
+from pipeline.engine.forward.in_flight import FutureTokens
+from pipeline.engine.forward.runner import ModelRunner
+from pipeline.engine.params import EngineConfig
+from pipeline.engine.sampling import on_device
+from pipeline.engine.sampling.on_device import sample_on_device
+from pipeline.engine.schedule.step_plan import StepInput, dummy_step
+from pipeline.engine.startup.loaded import LoadedModel
+from pipeline.engine.startup.resolve import resolve
+from pipeline.kernels.triton.attention import cascade_metadata
+from pipeline.kernels.triton.launch import H100, Launch, Target
+from pipeline.model import decoder
+from pipeline.model.config import read_config
+from pipeline.model.decoder import DecoderLayer
+from tests.kernels.triton.problems import DEVICE, recorded_launches
+from tests.model_folders import VOCAB, Family, write_checkpoint
+from tests.weights.packers import quantize_randomly
+
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="what is noted is not run, and the CPU has no graphs")
+
+LAYERS = 3
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
+BLOCK, ROWS, CONTEXT = 16, 8, 320
+# torch's operations for which no kernel runs, beside views.
+NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty"}
+CALLED = {
+    "mm": "cuBLAS",
+    "addmm": "cuBLAS",
+    "linear": "cuBLAS",
+    "zeros": "memset",
+    "zeros_like": "memset",
+    "to": "cast",
+}
+
+
+class _Dispatched(TorchDispatchMode):
+    """Puts the names of torch's operations that would launch a kernel into a list."""
+
+    def __init__(self, into: list[Any]) -> None:
+        super().__init__()
+        self._into = into
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, returned = func._schema.name.removeprefix("aten::"), func._schema.returns
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
+        made = func(*args, **kwargs or {})
+        if name not in NO_KERNEL and (not is_view or (name == "to" and made is not args[0])):
+            self._into.append(CALLED.get(name, name))
+        return made
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Launches by name: of a layer in the middle, of the last, which computes sampled rows alone, and of a step around
+    its layers. To that belongs what the first layer has beside others': it makes the plan of attention."""
+
+    layer: Counter[str]
+    last: Counter[str]
+    around: Counter[str]
+
+    @classmethod
+    def of(cls, events: Sequence[Any]) -> "Counts":
+        """events: launches and names, between the index of a layer and None where it ends."""
+        by_place: dict[int | None, Counter[str]] = {place: Counter() for place in (None, *range(LAYERS))}
+        place = None
+        for event in events:
+            if event is None or isinstance(event, int):
+                place = event
+            else:
+                name = event.kernel.__name__.lstrip("_") if isinstance(event, Launch) else event
+                by_place[place][name] += 1
+        first, second, last = by_place[0], by_place[1], by_place[LAYERS - 1]
+        assert second <= first
+        return cls(second, last, by_place[None] + first - second)
+
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        return self.layer.total(), self.last.total(), self.around.total()
+
+
+class Counting:
+    """Inside `watched`, layers mark where they begin and end in the list of what is launched."""
+
+    def __init__(self) -> None:
+        self._events: list[Any] = []
+
+    @contextmanager
+    def watched(self) -> Iterator["Counting"]:
+        forward = DecoderLayer.forward
+
+        def marked(layer: DecoderLayer, *arguments: Any) -> Any:
+            self._events.append(layer.index)
+            made = forward(layer, *arguments)
+            self._events.append(None)
+            return made
+
+        uploads = [patch.object(module, "on_device", self._upload) for module in (decoder, runner)]
+        download = patch.object(on_device, "to_host", self._download)
+        with patch.object(DecoderLayer, "forward", marked), uploads[0], uploads[1], download:
+            yield self
+
+    def _upload(self, array: np.ndarray, device: torch.device) -> torch.Tensor:
+        self._events.append("copy to the device")
+        return torch.from_numpy(array)
+
+    def _download(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._events.append("copy to the host")
+        return tensor
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """For `capture_steps`: a replay is one launch."""
+        function()
+        return lambda: self._events.append("replay")
+
+    def count(self, call: Callable[[], object]) -> Counts:
+        with recorded_launches() as events, _Dispatched(events):
+            self._events = events
+            call()
+        return Counts.of(events)
+
+
+@contextmanager
+def an_h100() -> Iterator[None]:
+    """Tiles are an H100's, and prefixes are read together however short they are."""
+    target = classmethod(lambda cls, device: H100)
+    with patch.object(Target, "of", target), patch.object(cascade_metadata, "LEAST_SAVED_BYTES", 0):
+        yield
+
+
+def step_of(counts: Sequence[int], contexts: Sequence[int], *, shared: bool = False) -> StepInput:
+    """Of sequences that compute the last `counts` of so many tokens; they begin with the same blocks, or each has its
+    own."""
+    blocks = -(-max(contexts) // BLOCK)
+    table_SM = np.tile(np.arange(blocks, dtype=np.int32), (len(counts), 1))
+    if not shared:
+        table_SM += blocks * np.arange(len(counts), dtype=np.int32)[:, None]
+    return dummy_step(
+        count_S=np.array(counts),
+        context_len_S=np.array(contexts),
+        block_table_SM=table_SM,
+        block_size=BLOCK,
+        row_R=np.cumsum(counts) - 1,
+    )
+
+
+DECODING, MIXED = "decoding", "a prompt beside decoding"
+STEPS: dict[str, StepInput] = {
+    DECODING: step_of([1] * ROWS, [CONTEXT] * ROWS),
+    "decoding after a shared prefix": step_of([1] * ROWS, [CONTEXT] * ROWS, shared=True),
+    MIXED: step_of([1] * ROWS + [CONTEXT], [CONTEXT] * (ROWS + 1)),
+}
+
+
+def write_models(folder: Path) -> dict[str, Path]:
+    """Of SHAPE, by the kind of weights."""
+    plain = write_checkpoint(folder / "plain", Family("qwen3", "qwen3"), SHAPE, seed=4)
+    return {
+        "bfloat16": plain,
+        "AWQ": quantize_randomly(plain, folder / "int4", group_size=128, zero_point=True, seed=5),
+    }
+
+
+def runner_of(folder: Path, **options: Any) -> ModelRunner:
+    config = EngineConfig(str(folder), device="cpu", dtype="bfloat16", kernels="triton", max_model_len=512, **options)
+    shape = read_config(folder)
+    with recorded_launches():
+        loaded = LoadedModel.load(folder, shape, resolve(config, shape))
+    return loaded.runner((ROWS + 1) * CONTEXT // BLOCK, BLOCK, 512)
+
+
+REPLAYED = [(0, 0, 6), (0, 0, 6), (0, 0, 7)]  # the second one step ahead of its tokens
+MODELS: list[tuple[str, dict[str, Any], list[tuple[int, int, int]]]] = [
+    ("bfloat16", {}, [(10, 10, 12), (11, 11, 12), (11, 16, 12)]),
+    ("bfloat16", {"kv_cache_dtype": "fp8"}, [(10, 10, 12), (11, 11, 12), (12, 16, 12)]),
+    ("AWQ", {}, [(11, 11, 12), (12, 12, 12), (11, 17, 12)]),
+    ("AWQ", {"activation_dtype": "fp8"}, [(12, 12, 12), (13, 13, 12), (12, 18, 12)]),
+]
+"""Weights, options, and launches of a layer, of the last one and around them: of STEPS, launched kernel by kernel."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_models(tmp_path_factory.mktemp("launches"))
+
+
+@pytest.mark.parametrize(("weights", "options", "expected"), MODELS)
+def test_launches_are_those_of_the_table(
+    weights: str, options: dict[str, Any], expected: list[tuple[int, int, int]], folders: dict[str, Path]
+) -> None:
+    with an_h100(), Counting().watched() as counting:
+        runner = runner_of(folders[weights], **options)
+
+        def counted(step: StepInput, future: FutureTokens | None = None) -> Counts:
+            return counting.count(lambda: sample_on_device(runner, runner.execute(step, future), None))
+
+        found = [counted(step) for step in STEPS.values()]
+        counting.count(
+            lambda: runner.capture_steps(
+                counting.capture,
+                max_num_seqs=ROWS + 1,
+                max_queries=1,
+                most_tokens=ROWS,
+                most_mixed_tokens=ROWS + CONTEXT,
+                say=lambda done, total: None,
+            )
+        )
+        future = FutureTokens(np.arange(ROWS), np.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64))
+        found += [counted(STEPS[DECODING]), counted(STEPS[DECODING], future), counted(STEPS[MIXED])]
+    assert [counts.totals for counts in found] == expected + REPLAYED, found

@@ -1,0 +1,92 @@
+"""What the report says about speculative decoding: sums over actors and runs, in words and tables."""
+
+import json
+
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.engine.speculation.record import SpeculationCounts
+from pipeline.report.build import build_report
+from pipeline.report.features import Speculation
+from pipeline.report.record.run_record import ActorRecord, RunRecord, no_phases
+from pipeline.report.render import markdown, text
+from pipeline.report.run_report import RunReport
+
+
+def counts(**by_batch: dict[int, int]) -> dict[str, int]:
+    made = SpeculationCounts()
+    for name, values in by_batch.items():
+        for bucket, value in values.items():
+            setattr(made.buckets[bucket], name, value)
+    return made.flat()
+
+
+STATS = {"num_steps": 100, "num_draft_steps": 40, "drafted_1": 50, "accepted_1": 40, "drafted_2": 20, "accepted_2": 5}
+COUNTED = counts(
+    plain_steps={5: 60},
+    drafted_steps={0: 40},
+    on_steps={0: 38, 5: 3},
+    plain_sequences={5: 2000},
+    drafted_sequences={0: 40},
+    drafted_step_tokens={0: 85},
+    draft_tokens={0: 70},
+    accepted_tokens={0: 45},
+    spent_us={0: 400_000, 5: 1_000},
+    plain_us={0: 850_000},
+)
+
+
+def run(*stats: dict[str, int]) -> RunRecord:
+    actors = [ActorRecord(number, no_phases() | {"decode": 10**6}, each) for number, each in enumerate(stats)]
+    return RunRecord("run-1", "2026-01-01T00:00:00+00:00", "finished", 5_000_000, actors=actors, hourly_usd=1.0)
+
+
+def report(*runs: RunRecord) -> RunReport:
+    return build_report("job", "1a2b3c4d", runs, PartTotals(3, 1, {}, 9, 0, 9), 3)
+
+
+def test_counts_travel_as_flat_totals_and_come_back() -> None:
+    made = SpeculationCounts()
+    made.of(8).plain_steps, made.of(10**6).spent_us = 7, 12
+    assert made.flat() == {"speculation.plain_steps.3": 7, "speculation.spent_us.15": 12}
+    back = SpeculationCounts.from_flat(made.flat() | {"num_steps": 5})
+    assert back.buckets == made.buckets
+
+
+def test_sums_over_actors_and_runs() -> None:
+    told = Speculation.from_runs([run(STATS | COUNTED, STATS | COUNTED), run(STATS | COUNTED)])
+    assert told is not None
+    assert (told.steps, told.draft_steps) == (300, 120)
+    assert (told.draft_tokens_by_position, told.accepted_tokens_by_position) == ((150, 60), (120, 15))
+    assert told.rejected_tokens == 75
+    assert told.saved_us == 3 * (850_000 - 401_000)
+    assert [(line.batch, line.plain_steps, line.drafted_steps, line.on_steps) for line in told.batches] == [
+        ("1", 0, 120, 114),
+        ("32-63", 180, 0, 9),
+    ]
+    assert told.batches[0].tokens_per_sequence_step == 85 / 40
+
+
+def test_the_report_shows_it_and_reads_it_back() -> None:
+    built = report(run(STATS | COUNTED))
+    shown, page = text(built), markdown(built)
+    words = " ".join(shown.split())
+    assert "in 40 of 100 steps; 45 of 70 draft tokens accepted, by position 80%, 25%; about 449 ms saved" in words
+    line = next(line for line in shown.splitlines() if line.split()[:1] == ["1"] and "█" in line)
+    assert line.split()[1:5] == ["40", "40", "2.12", "450"]
+    assert "| 32-63 | 60 | 0 |  | -1 ms |" in page
+    again = RunReport.from_json(json.loads(json.dumps(built.to_json())))
+    assert again.speculation == built.speculation
+    assert text(again) == shown
+
+
+def test_without_drafts_the_report_says_nothing_of_them() -> None:
+    built = report(run({"num_steps": 100}))
+    assert built.speculation is None
+    assert "raft" not in text(built) + markdown(built)
+
+
+def test_forced_drafts_and_drafts_that_would_not_pay() -> None:
+    assert "forced in every step" in " ".join(text(report(run(STATS))).split())
+    never = report(run({"num_steps": 60} | counts(plain_steps={5: 60}, plain_sequences={5: 2000})))
+    assert "off (plain decoding was faster)" in text(never)
+    lost = counts(plain_steps={0: 60}, drafted_steps={0: 40}, spent_us={0: 900_000}, plain_us={0: 500_000})
+    assert "about 400 ms lost" in " ".join(text(report(run(STATS | lost))).split())
