@@ -114,4 +114,4 @@ def test_the_line_of_progress_counts_what_was_done_now():
     remaining(30)
     now[0] = 200.0
     remaining(40)
-    assert said == ["layers: 24 of 40, 60% (about 40 s left)", "layers: 30 of 40, 75% (about 2 min left)"]
+    assert said == ["layers: 24 of 40, 60% (about 40 s left)", "layers: 30 of 40, 75% (about 1 min 40 s left)"]
