@@ -28,30 +28,39 @@ def keys() -> Iterator[str]:
     definitions = schema["$defs"]
     yield from _table(WHOLE, schema, definitions)
     for name, key in schema["properties"].items():
-        if "$ref" in key:
-            yield from _section(name, definitions[key["$ref"].rpartition("/")[2]], definitions)
+        for section in _sections(key, definitions):
+            yield from _section(name, section, definitions)
+
+
+def _sections(key: dict[str, Any], definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The mappings with keys of their own that a key takes, but `{column: name}`."""
+    for option in [key, *key.get("anyOf", ()), *key.get("oneOf", ())]:
+        found = definitions.get(option.get("$ref", "").rpartition("/")[2], {})
+        if found.get("properties", {}).keys() - {"column"}:
+            yield found
 
 
 def _section(path: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
     yield from _table(path, section, definitions)
     for name, key in section["properties"].items():
-        for option in (key, *key.get("anyOf", ())):
-            inner = definitions.get(option.get("$ref", "").rpartition("/")[2], {})
-            if "properties" in inner and "column" not in inner["properties"]:
-                yield from _section(f"{path}.{name}", inner, definitions)
+        for inner in _sections(key, definitions):
+            yield from _section(f"{path}.{name}", inner, definitions)
 
 
 def _table(heading: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
     yield f"### {heading}\n"
-    yield "| key | value | default | what it is | example |"
-    yield "|---|---|---|---|---|"
+    yield "| key | value | default | what it is | example | class |"
+    yield "|---|---|---|---|---|---|"
     for name, key in section["properties"].items():
         required = name in (*section.get("required", ()), *section.get("else", {}).get("required", ()))
         default = "required" if required else "" if key.get("default") in (None, "") else _code(key["default"])
-        example = _code(key["examples"][0]) if "$ref" not in key else ""
-        kind = f"[section](#{'' if heading == WHOLE else heading}{name})" if "$ref" in key else _kind(key, definitions)
+        example = _code(key["examples"][0]) if "$ref" not in key else ""  # its keys have examples of their own
+        is_section = "$ref" in key or (heading == WHOLE and any(_sections(key, definitions)))
+        anchor = name if heading == WHOLE else f"{heading}{name}"
+        kind = f"[section](#{anchor})" if is_section else _kind(key, definitions)
+        resume = {"identity": "identity", "numerics": "numerics"}.get(key.get("resume", ""), "")
         description = key["description"].replace("{{", "`{{`").replace("}}", "`}}`").replace("|", "\\|")
-        yield f"| `{name}` | {kind} | {default} | {description} | {example} |"
+        yield f"| `{name}` | {kind} | {default} | {description} | {example} | {resume} |"
     yield ""
 
 
@@ -68,9 +77,9 @@ def _kind(key: dict[str, Any], definitions: dict[str, Any]) -> str:
 
 def _options(key: dict[str, Any], definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The forms that a key may have, unions within unions taken apart."""
-    for option in key.get("anyOf", [key]):
+    for option in key.get("anyOf") or key.get("oneOf") or [key]:
         found = definitions[option["$ref"].rpartition("/")[2]] if "$ref" in option else option
-        yield from _options(found, definitions) if "anyOf" in found else [found]
+        yield from _options(found, definitions) if found.keys() & {"anyOf", "oneOf"} else [found]
 
 
 def _one_kind(option: dict[str, Any], definitions: dict[str, Any]) -> str:
@@ -84,11 +93,13 @@ def _one_kind(option: dict[str, Any], definitions: dict[str, Any]) -> str:
     if "const" in option:
         return f"`{option['const']}`"
     if kind == "object":
-        return "`{column: name}`" if "column" in option.get("properties", {}) else "mapping"
+        return "`{column: name}`" if option.get("properties", {}).keys() == {"column"} else "mapping"
     if kind == "array":
         return f"list of {_one_kind(option.get('items', {}), definitions) or 'values'}"
     if kind == "string" and "pattern" in option and "[kKmMgGtT]" in option["pattern"]:
         return "size"
+    if kind == "string" and "s|min|m|h|d" in option.get("pattern", ""):
+        return "duration"
     if kind == "string" and option.get("pattern", "").startswith("^([oO][nN]"):
         return ""  # on and off, beside true and false
     return {"string": "text", "boolean": "true or false"}.get(kind, kind)

@@ -36,18 +36,17 @@ def model_kind(path: str) -> ModelKind:
 
 def resolve_draft(
     path: str | None,
-    storage: Mapping[str, Any],
+    storage: Mapping[str, Mapping[str, Any]],
     say: Callable[[str], None] | None = None,
     retries: RetryCounts | None = None,
 ) -> Path | None:
-    """The local folder of `model.draft`, if there is one; a url takes the model's storage options. Raises as
-    `resolve_model`."""
-    return None if path is None else resolve_model(path, storage_for(path, storage), say, retries, "model.draft")
+    """The local folder of `model.draft`, if there is one. Raises as `resolve_model`."""
+    return None if path is None else resolve_model(path, storage, say, retries, "model.draft")
 
 
 def resolve_model(
     path: str,
-    storage: Mapping[str, Any] | None = None,
+    storage: Mapping[str, Mapping[str, Any]] | None = None,
     say: Callable[[str], None] | None = None,
     retries: RetryCounts | None = None,
     key: str = "model.path",
@@ -56,15 +55,13 @@ def resolve_model(
     """The local folder of a checkpoint. A url is downloaded once per machine (`cache`); a Hugging Face id is fetched
     into its own cache, or only looked up there with HF_HUB_OFFLINE=1.
 
-    storage: fsspec options of a url. say: told what is being downloaded. retries: counts requests to a store that are
-    tried again. key: of the job file, for messages. revision: of a Hugging Face id. Raises ModelError, and
+    storage: fsspec options of urls, by prefix. say: receives what is being downloaded. retries: counts requests
+    that are tried again. key: of the job file, for messages. revision: of a Hugging Face id. Raises ModelError, and
     EnvironmentFailed when a store or the disk fails.
     """
     if is_url(path):
         say = say or (lambda text: None)
-        folder = fetch_model(path, storage or {}, cache_folder(say=say), say, retries, key)
-    elif storage:
-        raise ModelError(f"model.storage: only a url takes options, found {', '.join(sorted(storage))}")
+        folder = fetch_model(path, storage_for(path, storage or {}), cache_folder(say=say), say, retries, key)
     else:
         folder = locate_model(path, revision)
     if reason := why_no_checkpoint(str(folder)):

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from pipeline.presets import NAMES
+
 
 class Renamed(click.Option):
     """An option that is also taken by the name it had before, `old`, which no help text and no shell shows."""
@@ -63,9 +65,9 @@ class Commands(click.Group):
             formatter.write_dl(list(shown.items()))
 
 
-param_option = click.option(
-    "params", "--param", metavar="NAME=VALUE", multiple=True,
-    help="A value for a name that the job declares in params: date=2026-11-20. May be repeated.",
+var_option = click.option(
+    "vars", "--var", metavar="NAME=VALUE", multiple=True,
+    help="Set a variable that the job declares in vars: date=2026-11-20. May be repeated.",
 )  # fmt: skip
 
 
@@ -75,9 +77,11 @@ def job_overlays(command: Callable[..., Any]) -> Callable[..., Any]:
         [
             click.option("sets", "--set", metavar="KEY=VALUE", multiple=True,
                          help="Change one key of the job file: sampling.max_tokens=32. May be repeated."),
+            click.option("presets", "--preset", type=click.Choice(NAMES), multiple=True,
+                         help="Lay the preset of a kind of machine over the job file."),
             click.option("overlays", "--config", metavar="FILE", type=click.Path(), multiple=True,
-                         help="Lay a file of the same form over the job file: one for a kind of machine."),
-            param_option,
+                         help="Lay a file of the same form over the job file. May be repeated."),
+            var_option,
             click.option("--limit", type=click.IntRange(min=1), metavar="N",
                          help="Only the first N rows. Another N is another job, with an output of its own."),
         ]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cli.console import print_json, print_result
 from pipeline.formatting import printable
+from pipeline.stores.filesystem import storage_for
 
 if TYPE_CHECKING:
     from pipeline.config import JobConfig
@@ -23,7 +24,7 @@ def print_sample(config: "JobConfig", report: "RunReport", output: str, as_json:
     from pipeline.job.running.sample import read_sample
 
     run_id = report.runs[-1].run_id
-    rows = list(read_sample(PartStore(config.output.path, config.output.storage), run_id))
+    rows = list(read_sample(PartStore(config.output.path, storage_for(config.output.path, config.storage)), run_id))
     if as_json:
         return print_json({**report.to_json(), "sample": [asdict(row) for row in rows]})
     shown = (

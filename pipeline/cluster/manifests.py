@@ -23,7 +23,7 @@ MAX_CRON_NAME = 36  # `-` and the firing's minutes since 1970 follow
 MAX_CONFIG_MAP = 900_000  # bytes; Kubernetes accepts 1 MiB
 # The CronJob (and a RayCronJob) ends a RayJob's name in the firing's minutes since 1970, and KubeRay names its clusters
 # by it: summarize-29400123-x7k2p -> @1764007380. So every try of one firing finds the same date.
-FIRED_AT = ' --fired-at "@$(( $(echo "${RAY_CLUSTER_NAME%-*}" | sed "s/.*-//") * 60 ))"'
+FIRED_AT = ' --logical-date "@$(( $(echo "${RAY_CLUSTER_NAME%-*}" | sed "s/.*-//") * 60 ))"'
 
 _VALUE = re.compile(r"<([a-z_]+)>")
 _CRON_NAMES = ("@yearly", "@annually", "@monthly", "@weekly", "@daily", "@midnight", "@hourly")
@@ -32,12 +32,12 @@ _UNSHARED = {"emptyDir", "configMap", "secret", "ephemeral"}  # volumes that wor
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Times at which a job runs. `open_params`: parameters that each firing fills in, as `ShippedJob.of` takes them.
+    """Times at which a job runs. `open_vars`: parameters that each firing fills in, as `ShippedJob.of` takes them.
     `by_kuberay`: a RayCronJob (KubeRay 1.7, feature gate RayCronJob) instead of a CronJob."""
 
     cron: str
     time_zone: str
-    open_params: Mapping[str, str]
+    open_vars: Mapping[str, str]
     by_kuberay: bool = False
 
     def check(self) -> None:
@@ -57,13 +57,13 @@ def manifests(config: JobConfig, schedule: Schedule | None = None) -> list[dict[
 
     Raises ConfigError for what Kubernetes, KubeRay or the pods could not do.
     """
-    shipped = ShippedJob.of(config, schedule.open_params if schedule else None)
+    shipped = ShippedJob.of(config, schedule.open_vars if schedule else None)
     _check(config, shipped)
     kubernetes, (min_workers, max_workers) = config.kubernetes, config.run.pool
     options = FIRED_AT if schedule else ""
     if config.cost.budget_usd is not None or config.run.max_runtime is not None:
-        options += " --at-limit 0"  # backoffLimit would spend again
-    stop_wait_s = int(config.run.drain_s) + STOP_WAIT_BEYOND_DRAIN_S
+        options += " --limit-exit-code 0"  # backoffLimit would spend again
+    stop_wait_s = int(config.run.drain_timeout) + STOP_WAIT_BEYOND_DRAIN_S
     values: dict[str, Any] = {
         "name": _object_name(config.name, MAX_NAME if schedule is None else MAX_CRON_NAME),
         "namespace": kubernetes.namespace,
@@ -204,10 +204,10 @@ def _check(config: JobConfig, shipped: ShippedJob) -> None:
             f"run.cpus_per_actor {config.run.cpus_per_actor:g}: a worker has {kubernetes.cpus} CPUs, one of them for "
             "reading; raise kubernetes.cpus"
         )
-    for kind, section in (("input", config.input), ("output", config.output), ("model", config.model)):
-        if secrets_of(section.storage):
+    for prefix, options in config.storage.items():
+        if secrets_of(options):
             raise ConfigError(
-                f"{kind}.storage: holds a secret, which a manifest must not. Put it into a Kubernetes secret as "
+                f"storage.{prefix}: holds a secret, which a manifest must not. Put it into a Kubernetes secret as "
                 "environment variables, and name that under envFrom in kubernetes.patch"
             )
     for key, path in shipped.made_absolute.items():

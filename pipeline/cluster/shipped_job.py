@@ -21,7 +21,7 @@ from pipeline.stores.redaction import shown_url
 
 JOB_FILE = "job.json"  # JSON is YAML in which every text is quoted
 TEMPLATE_FILE = "chat_template.jinja"
-STOP_WAIT_BEYOND_DRAIN_S = 30  # from the end of run.drain_s to SIGKILL: the driver writes parts and records
+STOP_WAIT_BEYOND_DRAIN_S = 30  # from the end of run.drain_timeout to SIGKILL: the driver writes parts and records
 _PATHS = (("input", "path"), ("output", "path"), ("model", "path"), ("model", "draft"), ("quality", "model"))
 _NO_NAME = re.compile(r"[^A-Za-z0-9]+")
 
@@ -39,13 +39,13 @@ class ShippedJob:
     drain_s: float
 
     @classmethod
-    def of(cls, config: JobConfig, open_params: Mapping[str, str] | None = None) -> "ShippedJob":
-        """open_params: parameters that each run fills in with its date, by the text that stands for them in `config`.
+    def of(cls, config: JobConfig, open_vars: Mapping[str, str] | None = None) -> "ShippedJob":
+        """open_vars: variables that each run fills in with its date, by the text that stands for them in `config`.
         Raises ConfigError where the file of a chat template cannot be read."""
         data: dict[str, Any] = copy.deepcopy(dict(config.data))
-        declared = data.pop("params", {})  # the others are filled in
-        if open_params:
-            data["params"] = {name: declared[name] for name in open_params}
+        declared = data.pop("vars", {})  # the others are filled in
+        if open_vars:
+            data["vars"] = {name: declared[name] for name in open_vars}
         data.setdefault("run", {}).setdefault("ray_address", "auto")
         made_absolute = {}
         for section, key in _PATHS:
@@ -58,7 +58,7 @@ class ShippedJob:
             if not os.path.isabs(path):
                 made_absolute[f"{section}.{key}"] = path
             data[section][key] = os.path.abspath(path)
-        for name, text in (open_params or {}).items():
+        for name, text in (open_vars or {}).items():
             for section in ("input", "output"):
                 data[section]["path"] = data[section]["path"].replace(text, f"${{{name}}}")
         files = {}
@@ -73,7 +73,7 @@ class ShippedJob:
             output=shown_url(output),
             files=files,
             made_absolute=made_absolute,
-            drain_s=config.run.drain_s,
+            drain_s=config.run.drain_timeout,
         )
 
     @property

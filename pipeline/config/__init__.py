@@ -1,5 +1,5 @@
 """The job file: read safely (`jobfile.py`), checked section by section (`sections/`, `keys.py`) and as a whole
-(`contradictions.py`, `job.py`), and its mistakes told all at once with the line, the key and what to write
+(`contradictions.py`, `job.py`), and its mistakes reported all at once with the line, the key and what to write
 (`mistakes.py`).
 
 Owns the shape of a job and what makes two jobs different; looks at no dataset, model or output.

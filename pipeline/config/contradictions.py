@@ -1,18 +1,21 @@
-"""Keys of a job file that contradict each other: what says nothing with the job's task, or beside lines of requests.
+"""Keys of a job file that contradict each other: keys without effect with the job's task, or with lines of requests.
 
-Owns these rules twice: as checks with their reasons, and in JSON Schema, for editors. What must agree within a section
-is checked there.
+Owns these rules as checks with their reasons, and the few of them that JSON Schema can hold, for editors. What must
+agree within a section is checked there.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.keys import JobKeys
-from pipeline.config.requests import SOURCES
+from pipeline.config.requests import FROM_LINES
 from pipeline.config.sections.engine import SpeculationSection
-from pipeline.config.sections.row.tasks import SECTIONS
+from pipeline.config.sections.prompt import SOURCES
+from pipeline.config.sections.task import KEYS_OF
 from pipeline.config.values import FromColumn
-from pipeline.data.requests.request_row import CUSTOM_ID, FORMAT
+from pipeline.data.requests.request_row import CUSTOM_ID
+from pipeline.stores.filesystem import storage_prefix
+from pipeline.stores.redaction import shown_url
 
 if TYPE_CHECKING:
     from pipeline.data.requests.input_checks import Requests
@@ -22,27 +25,37 @@ _OF_COMPLETIONS = ("max_usd_per_1m_generated", "min_generated_per_s")  # of `tar
 
 
 def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contradiction]:
-    """Keys that say nothing beside others, or are missing. written: the job file, before anything was filled in."""
-    for name in SECTIONS:
-        if name in written and job.task != name:
-            yield name, f"task is {job.task}; write task: {name}, or leave it out"
+    """Keys that have no effect with others, or are missing. written: the job file, before anything was filled in."""
+    yield from _of_storage(job)
+    for key in sorted(job.task.model_fields_set - {"type", *KEYS_OF[job.task.type]}):
+        owner = next(name for name, keys in KEYS_OF.items() if key in keys)
+        yield f"task.{key}", f"has no effect with task {job.task.type}; write type: {owner}, or leave it out"
     if job.input.has_requests:
-        yield from _beside_requests(job, written.get("prompt"))
-    if job.task == "generate":
+        yield from _with_requests(job, written.get("prompt"))
+    if job.task.type == "generate":
         yield from _equal_samples(job)
     else:
-        yield from _of_task(job)
+        yield from _without_completions(job)
 
 
-def _of_task(job: JobKeys) -> Iterator[Contradiction]:
-    """Of a task that generates nothing."""
-    if job.task == "choice" and not job.choice.labels:
-        yield "choice.labels", "required by task choice, but not there"
-    nothing = f"says nothing with task {job.task}, which generates no text; leave it out"
+def _of_storage(job: JobKeys) -> Iterator[Contradiction]:
+    used = {storage_prefix(url, job.storage) for url in job.urls.values()}
+    for prefix in job.storage.keys() - used:
+        urls = ", ".join(f"{key} {url!r}" for key, url in job.urls.items())
+        shadow = f"no path of this job takes these options; expected the beginning of one of: {shown_url(urls)}"
+        yield f"storage.{shown_url(prefix)}", shadow
+
+
+def _without_completions(job: JobKeys) -> Iterator[Contradiction]:
+    """Rules of a task that generates nothing."""
+    task = job.task.type
+    if task == "choice" and not job.task.labels:
+        yield "task.labels", "required by task choice, but missing"
+    nothing = f"has no effect with task {task}, which generates no text; leave it out"
     for name in sorted(job.sampling.model_fields_set):
         yield f"sampling.{name}", nothing
-    if job.input.has_requests and job.task != "embed":
-        why = f"the lines of {job.input.format} ask for completions or embeddings; use task generate or embed"
+    if job.input.has_requests and task != "embed":
+        why = "the lines of format openai are requests for completions or embeddings; use task generate or embed"
         yield "input.format", why
     if job.model.draft is not None:
         yield "model.draft", nothing
@@ -50,20 +63,20 @@ def _of_task(job: JobKeys) -> Iterator[Contradiction]:
         yield "output.samples", nothing
     if isinstance(job.engine.speculation, SpeculationSection):
         yield "engine.speculation", nothing
-    if job.run.quality_sample > 0:
-        yield "run.quality_sample", f"compares completions; leave it out with task {job.task}"
+    if job.quality.sample > 0:
+        yield "quality.sample", f"compares completions; leave it out with task {task}"
     for name in _OF_COMPLETIONS:
         if getattr(job.targets, name) is not None:
             yield f"targets.{name}", nothing
 
 
-def _beside_requests(job: JobKeys, prompt: object) -> Iterator[Contradiction]:
-    """Of a job whose lines are requests. prompt: that section as it is written."""
+def _with_requests(job: JobKeys, prompt: object) -> Iterator[Contradiction]:
+    """Rules of a job whose lines are requests. prompt: that section as it is written."""
     lines = f"the lines of input.format {job.input.format}"
-    for key in (*SOURCES, "defaults"):
+    for key in FROM_LINES:
         if isinstance(prompt, dict) and prompt.get(key) is not None:
             yield f"prompt.{key}", f"{lines} are the prompts; leave it out"
-    if job.task == "generate":
+    if job.task.type == "generate":
         for name, value in job.sampling:
             if isinstance(value, FromColumn):
                 why = f"{lines} give their own values; write one for those that give none"
@@ -77,7 +90,7 @@ def _equal_samples(job: JobKeys) -> Iterator[Contradiction]:
     the lines' API."""
     sampling = job.sampling
     named = "temperature" in sampling.model_fields_set
-    is_final = named or (not job.input.has_requests and sampling.defaults != "model")
+    is_final = named or (not job.input.has_requests and sampling.generation_config != "model")
     if is_final and isinstance(sampling.n, int) and sampling.n > 1 and sampling.temperature == 0:
         why = f"{sampling.n} with temperature 0 gives {sampling.n} equal texts; set sampling.temperature above 0"
         yield "sampling.n", why
@@ -86,34 +99,32 @@ def _equal_samples(job: JobKeys) -> Iterator[Contradiction]:
 def contradiction_of_lines(job: JobKeys, found: "Requests", wants_chats: bool) -> Contradiction | None:
     """The key that the input's lines contradict, once they are read. wants_chats: whether the job file says how prompts
     become chats."""
-    task, dimensions = job.task, job.embed.dimensions
+    task, dimensions = job.task.type, job.task.dimensions
     if (task == "embed") != (found.endpoint == "embedding"):
         use = "generate" if task == "embed" else "embed"
-        return "task", f"{task}, but {found.place} is for {found.url}; use task: {use}"
+        return "task.type", f"{task}, but {found.place} is for {found.url}; use task: {use}"
     if wants_chats and found.endpoint != "chat":
         return "prompt.chat", f"the lines are for {found.url}, which has no chats; leave it out"
     if None not in (dimensions, found.dimensions) and dimensions != found.dimensions:
-        return "embed.dimensions", f"{dimensions}, but {found.place} has body.dimensions {found.dimensions}"
+        return "task.dimensions", f"{dimensions}, but {found.place} has body.dimensions {found.dimensions}"
     return None
 
 
-def say_for_editors(schema: dict[str, Any]) -> None:
+def rules_for_editors(schema: dict[str, Any]) -> None:
     """Add the rules that JSON Schema can hold to a job file's schema, in place: a job has a prompt from one source, or
-    lines that say it; a section has its task, labels are there, and other tasks take no sampling."""
-    of_requests = {"properties": {"format": {"const": FORMAT}}, "required": ["format"]}
+    lines that hold it, and tasks without completions take no sampling."""
+    of_requests = {"properties": {"format": {"const": "openai"}}, "required": ["format"]}
     one_source = {"oneOf": [{"required": [key], "properties": {key: {"type": "string"}}} for key in SOURCES]}
-    no_source = {"not": {"anyOf": [{"required": [key]} for key in (*SOURCES, "defaults")]}}
+    no_source = {"not": {"anyOf": [{"required": [key]} for key in FROM_LINES]}}
     schema["if"] = {"properties": {"input": of_requests}, "required": ["input"]}
     schema["then"] = {"properties": {"prompt": no_source}}
     schema["else"] = {"required": ["prompt"], "properties": {"prompt": one_source}}
     schema["required"] = [name for name in schema["required"] if name != "prompt"]
-    labels = {"properties": {"choice": {"required": ["labels"]}}, "required": ["choice"]}
+    others = [name for name in KEYS_OF if name != "generate"]
+    is_other = {"anyOf": [{"enum": others}, {"properties": {"type": {"enum": others}}, "required": ["type"]}]}
     schema["allOf"] = [
-        *({"if": {"required": [name]}, "then": _is_task(name)} for name in SECTIONS),
-        {"if": _is_task("choice"), "then": labels},
-        {"if": _is_task(*SECTIONS), "then": {"properties": {"sampling": {"maxProperties": 0}}}},
+        {
+            "if": {"properties": {"task": is_other}, "required": ["task"]},
+            "then": {"properties": {"sampling": {"maxProperties": 0}}},
+        }
     ]
-
-
-def _is_task(*names: str) -> dict[str, Any]:
-    return {"properties": {"task": {"enum": list(names)}}, "required": ["task"]}

@@ -1,6 +1,6 @@
 """`${NAME}` and `${NAME:-default}` in a job file: environment variables, in the values of paths and nowhere else.
 
-In the paths of input and output a name that the job declares in `params` is that parameter.
+In the paths of input and output a name that the job declares in `vars` is that variable.
 
 Prompts, templates and stop strings are never looked at: `${price}` in them is text.
 """
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, Value, dotted, merge
-from pipeline.config.parameters import Now, values_of
+from pipeline.config.variables import Now, values_of
 
 PLACES: tuple[tuple[str, ...], ...] = (
     ("input", "path"),
@@ -20,40 +20,40 @@ PLACES: tuple[tuple[str, ...], ...] = (
     ("prompt", "chat", "template"),
     ("sampling", "structured_outputs", "json_file"),
 )
-PARAMETER_PLACES = (("input", "path"), ("output", "path"))
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(:-([^{}]*))?\}")
+VARIABLE_PLACES = (("input", "path"), ("output", "path"))
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(:-([^{}]*))?\}")
 
 
 def expanded(document: Document, environ: Mapping[str, str], given: Mapping[str, str], now: Now) -> Document:
     """`document` with the variables of its paths filled in. A variable that is empty counts as not set, as in a shell.
-    `given`: values of parameters. `now`: asked for the date in a zone.
+    `given`: values of the job's variables. `now`: returns the time in a zone.
 
-    Raises JobFileError with every variable that is neither set nor has a default, and what is wrong with parameters.
+    Raises JobFileError with every variable that is neither set nor has a default, and each mistake in `vars`.
     """
-    parameters, mistakes = values_of(document, given, now)
-    wrong = {mistake.key.removeprefix("params.") for mistake in mistakes}
-    unused = {*parameters}
-    environ = {**environ, **parameters}
+    declared, mistakes = values_of(document, given, now)
+    wrong = {mistake.key.removeprefix("vars.") for mistake in mistakes}
+    unused = {*declared}
+    environ = {**environ, **declared}
     for place in PLACES:
         text = _value(document, place)
         if not isinstance(text, str) or "${" not in text:
             continue
-        names = {name for name, _, _ in _VARIABLE.findall(text)}
+        names = {name for name, _, _ in _REFERENCE.findall(text)}
         if wrong & names:
-            continue  # told already
-        if place in PARAMETER_PLACES:
+            continue  # reported already
+        if place in VARIABLE_PLACES:
             unused -= names
-        elif names & parameters.keys():
-            what = f"the parameter {min(names & parameters.keys())} cannot stand here"
+        elif names & declared.keys():
+            what = f"the variable {min(names & declared.keys())} cannot stand here"
             mistakes.append(Mistake(document.where(place), dotted(place), what, "Only in input.path and output.path."))
             continue
         where, key = document.where(place), dotted(place)
-        missing = [name for name, default, _ in _VARIABLE.findall(text) if not default and not environ.get(name)]
+        missing = [name for name, default, _ in _REFERENCE.findall(text) if not default and not environ.get(name)]
         hint = "Set it, or give a default: ${NAME:-default}."
         mistakes += [Mistake(where, key, f"the environment variable {name} is not set", hint) for name in missing]
-        if "${" in _VARIABLE.sub("", text):
+        if "${" in _REFERENCE.sub("", text):
             mistakes.append(Mistake(where, key, "expected ${NAME} or ${NAME:-default}", "Close the brace."))
-        filled = _VARIABLE.sub(lambda found: environ.get(found[1]) or found[3] or "", text)
+        filled = _REFERENCE.sub(lambda found: environ.get(found[1]) or found[3] or "", text)
         data: Value = filled
         for step in reversed(place):
             data = {step: data}
@@ -61,8 +61,8 @@ def expanded(document: Document, environ: Mapping[str, str], given: Mapping[str,
         origins: dict[KeyPath, str] = {place[:n]: document.where(place[:n]) for n in range(1, len(place) + 1)}
         document = merge(document, Document(data, origins))
     for name in sorted(unused):
-        where, hint = document.where(("params", name)), f"Write ${{{name}}} in input.path or output.path."
-        mistakes.append(Mistake(where, f"params.{name}", "is not used", hint))
+        where, hint = document.where(("vars", name)), f"Write ${{{name}}} in input.path or output.path."
+        mistakes.append(Mistake(where, f"vars.{name}", "is not used", hint))
     if mistakes:
         raise JobFileError(mistakes)
     return document

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ConfigDict, PrivateAttr, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
-from pipeline.config.contradictions import contradictions, say_for_editors
+from pipeline.config.contradictions import contradictions, rules_for_editors
 from pipeline.config.jobfile import Document, Value
 from pipeline.config.keys import JobKeys
 from pipeline.config.requests import filled, is_of_requests
@@ -20,7 +20,7 @@ from pipeline.engine.params import EngineConfig
 class JobConfig(JobKeys):
     """One job, complete and checked. `where` says which line a key came from."""
 
-    model_config = ConfigDict(json_schema_extra=say_for_editors)
+    model_config = ConfigDict(json_schema_extra=rules_for_editors)
 
     _document: Document = PrivateAttr(default_factory=lambda: Document({}))
 
@@ -48,13 +48,13 @@ class JobConfig(JobKeys):
 
     @property
     def data(self) -> Mapping[str, Value]:
-        """What the job file says after overlays, `--set`, parameters and variables, without defaults."""
+        """The job file's values after overlays, `--set` and variables, without defaults."""
         return self._document.data
 
     def engine_config(self, model_path: str, draft_path: str | None, num_threads: int | None = None) -> EngineConfig:
         """The engine's options, with the folders that the model and its draft model were found in."""
         engine = self.engine.model_dump()
-        if self.task != "generate":
+        if self.task.type != "generate":
             engine["speculation"] = "off"
         return EngineConfig(
             model=model_path,

@@ -1,29 +1,28 @@
-"""The keys of a job file: its sections in the order of the reference, and the few keys beside them.
+"""The keys of a job file: its sections in the order of the reference, and the few keys outside of them.
 
 Owns what each section is for. The keys within a section are in `sections/`, what must agree between keys is in
 `contradictions.py`.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
-from pipeline.config.parameters import TodaySection
-from pipeline.config.sections.cost import CostSection
+from pipeline.config.sections.data import InputSection, OutputSection
 from pipeline.config.sections.engine import EngineSection
-from pipeline.config.sections.input import InputSection
 from pipeline.config.sections.kubernetes import KubernetesSection
+from pipeline.config.sections.limits import CostSection, QualitySection, TargetsSection
 from pipeline.config.sections.model import ModelSection
-from pipeline.config.sections.output import OutputSection
-from pipeline.config.sections.quality import QualitySection
-from pipeline.config.sections.row.prompt import PromptSection
-from pipeline.config.sections.row.sampling import SamplingSection
-from pipeline.config.sections.row.tasks import ChoiceSection, ClassifySection, EmbedSection, ScoreSection, TaskName
+from pipeline.config.sections.prompt import PromptSection
 from pipeline.config.sections.run import RunSection
-from pipeline.config.sections.section import Section
-from pipeline.config.sections.targets import TargetsSection
+from pipeline.config.sections.sampling import SamplingSection
+from pipeline.config.sections.task import BareTask, TaskSection
+from pipeline.config.values import HIDDEN, ModelPlace, Section, or_word
+from pipeline.config.variables import TodaySection
 
-ParameterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+UrlPrefix = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9+.-]*(://.*)?$")]
+WORDS = {"model": "path", "task": "type"}  # sections that a bare word may stand for, by the key that it is
 
 
 class JobKeys(Section):
@@ -36,73 +35,80 @@ class JobKeys(Section):
         examples=["summarize"],
         json_schema_extra={"type": ["string", "null"]},
     )
-    params: dict[ParameterName, str | TodaySection | None] = Field(
+    vars: dict[VariableName, str | TodaySection | None] = Field(
         default={},
-        description="Names that stand as `${NAME}` in input.path and output.path, each with its text, {today: ZONE} "
-        "for the date there, or null where every run gives it: --param NAME=VALUE.",
+        description="Variables of input.path and output.path, written `${NAME}` there, each with its text, {today: "
+        "ZONE} for the date there, or null where every run gives it: --var NAME=VALUE.",
         examples=[{"date": {"today": "Europe/Berlin"}}],
+        json_schema_extra=HIDDEN,
+    )
+    storage: dict[UrlPrefix, dict[str, Any]] = Field(
+        default={},
+        repr=False,
+        description="fsspec options, such as a profile or an endpoint, of the urls that begin with a prefix: a "
+        "protocol (s3) or the beginning of a url (s3://bucket/path). The longest prefix wins; urls without one take "
+        "the environment's. Never shown.",
+        examples=[{"s3": {"profile": "research"}}],
+        json_schema_extra=HIDDEN,
     )
     input: InputSection = Field(description="What is read.", examples=[{"path": "prompts.parquet"}])
     prompt: PromptSection = Field(
         description="Where a row's prompt comes from: one of template, column and messages.",
         examples=[{"template": "Summarize: {text}"}, {"column": "text"}],
     )
-    model: ModelSection = Field(description="Which checkpoint answers.", examples=[{"path": "Qwen/Qwen3-4B"}])
-    task: TaskName = Field(
-        default="generate",
-        description="What is asked of each row: a completion (generate), which of some labels follows the prompt "
-        "(choice), how likely a text is (score), a vector (embed), or the classes of a classification head (classify).",
-        examples=["choice"],
+    model: Annotated[ModelSection, or_word(WORDS["model"], ModelSection, ModelPlace)] = Field(
+        description="Which checkpoint answers. A bare word is its path: `model: Qwen/Qwen3-4B`.",
+        examples=["Qwen/Qwen3-4B", {"path": "Qwen/Qwen3-4B"}],
     )
-    choice: ChoiceSection = Field(
-        default=ChoiceSection(),
-        description="With task: choice, the labels.",
-        examples=[{"labels": ["billing", "bug", "question"]}],
-    )
-    score: ScoreSection = Field(
-        default=ScoreSection(),
-        description="With task: score, which text is scored.",
-        examples=[{"completion": "{answer}"}],
-    )
-    embed: EmbedSection = Field(
-        default=EmbedSection(), description="With task: embed, what the vectors are.", examples=[{"pooling": "mean"}]
-    )
-    classify: ClassifySection = Field(
-        default=ClassifySection(),
-        description="With task: classify, what becomes of the head's logits.",
-        examples=[{"activation": "sigmoid"}],
+    task: Annotated[TaskSection, or_word(WORDS["task"], TaskSection, BareTask)] = Field(
+        default=TaskSection(),
+        description="What is computed for each row. A bare word is its type: `task: embed`.",
+        examples=["embed", {"type": "choice", "labels": ["billing", "bug", "question"]}],
     )
     engine: EngineSection = Field(
         default=EngineSection(), description="How the engine computes.", examples=[{"dtype": "bfloat16"}]
     )
     sampling: SamplingSection = Field(
         default=SamplingSection(),
-        description="How tokens are chosen, in vLLM's names. All but seed, "
-        "repetition_detection and reasoning may be {column: name}.",
+        description="How tokens are chosen, in vLLM's names. All but generation_config, seed, repetition_detection "
+        "and reasoning may be {column: name}.",
         examples=[{"max_tokens": 256, "temperature": 0.7}],
     )
     output: OutputSection = Field(description="Where the results go.", examples=[{"path": "out/summarize"}])
-    run: RunSection = Field(default=RunSection(), description="How the work is cut and run.", examples=[{"actors": 8}])
+    run: RunSection = Field(default=RunSection(), description="How the work is run.", examples=[{"actors": 8}])
     kubernetes: KubernetesSection = Field(
         default=KubernetesSection(),
         description="The Ray cluster that `pipeline manifests` writes manifests for.",
         examples=[{"image": "registry.example.com/parquet-batch-inference:0.1.0-cpu"}],
+        json_schema_extra=HIDDEN,
     )
     cost: CostSection = Field(
         default=CostSection(), description="What the machines cost, for the report.", examples=[{"hourly_usd": 2.5}]
     )
     quality: QualitySection = Field(
         default=QualitySection(),
-        description="What the rows of run.quality_sample are compared with, and when that is an alarm.",
-        examples=[{"model": "Qwen/Qwen3-4B", "column": "answer"}],
+        description="Compares a sample of the rows with a reference model while the job runs.",
+        examples=[{"sample": 0.001, "model": "Qwen/Qwen3-4B"}],
     )
     targets: TargetsSection = Field(
         default=TargetsSection(),
-        description="What the finished job is expected to keep to, and who is told when it does not.",
+        description="Figures that the finished job is compared with.",
         examples=[{"max_usd_per_1m_generated": 0.5}],
     )
 
     @property
     def seed(self) -> int:
-        """The job's seed: `sampling.seed` where given, else `engine.seed`."""
-        return self.engine.seed if self.sampling.seed is None else self.sampling.seed
+        """The job's seed."""
+        return self.sampling.seed or 0
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """Each path of the job that may be a url, by its key."""
+        paths = {
+            "input.path": self.input.path,
+            "output.path": self.output.path,
+            "model.path": self.model.path,
+            "model.draft": self.model.draft,
+            "quality.model": self.quality.model,
+        }
+        return {key: path for key, path in paths.items() if path is not None}

@@ -10,11 +10,13 @@ from pydantic import ValidationError
 from pipeline.config.environment import expanded
 from pipeline.config.job import JobConfig
 from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, merge, parse_value, read
+from pipeline.config.keys import WORDS
 from pipeline.config.mistakes import from_validation, section_at
-from pipeline.config.parameters import Now, given_on
-from pipeline.config.sections.row.structured import with_schema_file
+from pipeline.config.sections.structured import with_schema_file
+from pipeline.config.variables import Now, given_on
 from pipeline.errors import ConfigError
 from pipeline.machine.host import zone_time
+from pipeline.presets import FOLDER, NAMES
 
 
 def load_job(
@@ -23,27 +25,28 @@ def load_job(
     overlays: Iterable[str | Path] = (),
     limit: int | None = None,
     environ: Mapping[str, str] = os.environ,
-    params: Iterable[str] = (),
+    vars: Iterable[str] = (),
+    presets: Iterable[str] = (),
     now: Now = zone_time,
 ) -> JobConfig:
-    """The job in a file, with overlay files laid on top and then `key=value` settings. `environ`: what `${NAME}` in
-    paths stands for. `params`: `name=value` of parameters that the job declares. `now`: the time in a zone.
+    """The job in a file, with presets laid on top, then overlay files and then `key=value` settings. `environ`: what
+    `${NAME}` in paths stands for. `vars`: `name=value` of variables that the job declares. `now`: the time in a zone.
 
     Raises JobFileError (a ConfigError) with every mistake found.
     """
-    for name, given in (("sets", sets), ("overlays", overlays), ("params", params)):
+    for name, given in (("sets", sets), ("overlays", overlays), ("vars", vars), ("presets", presets)):
         if isinstance(given, str | Mapping):
             raise ConfigError(f"load_job: {name} = {given!r:.80}: expected a list of texts, such as ['input.limit=20']")
-    document = read(path)
-    for overlay in overlays:
-        document = merge(document, read(overlay))
+    document = _spelled_out(read(path))
+    for overlay in (*map(_preset, presets), *overlays):
+        document = _spelled_out(merge(document, read(overlay)))
     for text in sets:
-        document = merge(document, _setting(text))
+        document = _spelled_out(merge(document, _setting(text)))
     if limit is not None:
         document = merge(document, _document_of(("input", "limit"), limit, "--limit"))
     if document.data.get("name") is None:
         document = merge(document, _document_of(("name",), Path(path).stem, str(path)))
-    return _job_of(document, environ, given_on(params), now)
+    return _job_of(document, environ, given_on(vars), now)
 
 
 def job_from_flags(
@@ -55,9 +58,9 @@ def job_from_flags(
     """
     document = Document({}, {(): "the command line"})
     for key, (value, flag) in values.items():
-        document = merge(document, _document_of(tuple(key.split(".")), value, flag))
+        document = _spelled_out(merge(document, _document_of(tuple(key.split(".")), value, flag)))
     for text in sets:
-        document = merge(document, _setting(text))
+        document = _spelled_out(merge(document, _setting(text)))
     return _job_of(document, environ)
 
 
@@ -71,6 +74,22 @@ def _job_of(
         raise JobFileError(from_validation(error, document, JobConfig)) from None
     job._document = document
     return job
+
+
+def _spelled_out(document: Document) -> Document:
+    """`document` with bare words as the sections that they stand for, so that overlays merge with their keys."""
+    data, origins = dict(document.data), dict(document.origins)
+    for section, key in WORDS.items():
+        if isinstance(word := data.get(section), str):
+            data[section] = {key: word}
+            origins[section, key] = origins[section,]
+    return Document(data, origins)
+
+
+def _preset(name: str) -> Path:
+    if name not in NAMES:
+        raise JobFileError([Mistake(f"--preset {name}", "", "no such preset", f"There are: {', '.join(NAMES)}.")])
+    return FOLDER / f"{name}.yaml"
 
 
 def _setting(text: str) -> Document:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.config.jobfile import Document, KeyPath, Mistake, dotted
 from pipeline.config.sections.kubernetes import FORMER_KEYS
-from pipeline.config.values import UNION_TAGS
+from pipeline.config.values import UNION_TAGS, VALUE
 from pipeline.formatting import nearest
 
 # Keys people know from elsewhere, or that are planned: refused with a reason rather than ignored.
@@ -22,6 +22,7 @@ _KNOWN_ELSEWHERE = {
     "trust_remote_code": "code from a checkpoint is never run",
     "max_new_tokens": "named sampling.max_tokens here",
     "n": "named sampling.n here",
+    "generation_config": "named sampling.generation_config here: none or model",
     "best_of": f"{_NOT_YET}: sampling.n gives all completions of a row, to choose among",
     "swap_space": "not needed: preempted sequences are computed again",
     "prompt_logprobs": "named sampling.prompt_logprobs here",
@@ -30,13 +31,13 @@ _KNOWN_ELSEWHERE = {
         for kind in ("json", "choice", "regex", "grammar")
     },
     "structured_outputs": "named sampling.structured_outputs here",
-    "response_format": "named sampling.response_format here",
+    "response_format": "write sampling.structured_outputs: {json: SCHEMA}, or {json_object: true}",
     "logit_bias": _NOT_YET,
     "hourly_price": "named cost.hourly_usd here",
     "speculative_config": "write model.draft for a draft model, and engine.speculation for who drafts and how much",
     "concurrency": "named run.actors here: how many copies of the model run",
     "batch_size": "not needed: batches are formed anew each step; engine.max_num_seqs bounds the rows at once, "
-    "run.unit_rows the rows of an output file",
+    "output.rows_per_file the rows of an output file",
     "model_source": "named model.path here",
     "chat_template": "named prompt.chat.template here: a file",
     "chat_template_kwargs": "named prompt.chat.template_kwargs here",
@@ -47,13 +48,50 @@ _KNOWN_ELSEWHERE = {
     "reasoning_effort": "write prompt.chat.template_kwargs: {reasoning_effort: low} where the model's template has "
     "it, or sampling.thinking_token_budget",
     "enable_thinking": "write prompt.chat.template_kwargs: {enable_thinking: false}",
-    "generation_config": "write sampling.defaults: model to take the model's generation_config.json",
     "model_revision": "named model.revision here",
     "input_path": "named input.path here",
     "output_path": "named output.path here",
     **FORMER_KEYS,
 }
-_PLANNED_VALUES: dict[KeyPath, str] = {("model", "trust"): "code from a checkpoint is never run: leave it out"}
+# Keys of earlier versions, by their dotted names, and what to write instead.
+FORMER: dict[str, str] = {
+    "params": "named vars now",
+    "choice": "write task: {type: choice, labels: [...]}",
+    "score": "write task: {type: score, completion: ...}",
+    "embed": "write task: {type: embed, ...}",
+    "classify": "write task: {type: classify, ...}",
+    "input.storage": "write storage: {s3: {...}}, by the prefix of the url",
+    "model.storage": "write storage: {s3: {...}}, by the prefix of the url",
+    "output.storage": "write storage: {s3: {...}}, by the prefix of the url",
+    "model.trust": "code from a checkpoint is never run: leave it out",
+    "prompt.defaults": "named prompt.fill_null now",
+    "prompt.max_bytes": "a constant now, 8 MiB; engine.max_model_len bounds a prompt's tokens",
+    "prompt.chat.add_generation_prompt": "follows from the task now: none for embed and classify, else one",
+    "engine.block_size": "chosen for the device now; EngineConfig has it in Python",
+    "engine.kernels": "chosen for the device now; EngineConfig has it in Python",
+    "engine.enable_prefix_caching": "always on now; EngineConfig has it in Python",
+    "engine.seed": "named sampling.seed now",
+    "sampling.defaults": "named sampling.generation_config now: none or model",
+    "run.unit_rows": "named output.rows_per_file now",
+    "run.unit_tokens": "a constant now; output.rows_per_file bounds the rows of a unit",
+    "run.window_bytes": "a constant now; run.window_rows bounds the rows of a window",
+    "run.units_in_flight": "chosen from the batch limits now",
+    "run.drain_s": "named run.drain_timeout now, such as 60 s",
+    "run.step_timeout_s": "named run.stall_timeout now, such as 5 min",
+    "run.load_timeout_s": "follows from run.stall_timeout now",
+    "run.progress_timeout_s": "follows from run.stall_timeout now",
+    "run.quality_sample": "named quality.sample now",
+    "run.ray": "write run.ray_address: local to start Ray for every job",
+    "run.metrics_address": "a flag now: pipeline run --metrics HOST:PORT",
+    "targets.exit_code": "a flag now: pipeline run --target-exit-code CODE",
+    "targets.notify": "named run.notify now",
+    "targets.max_error_rate": "write run.max_error_rate, which stops the job",
+    "targets.max_row_p95_s": "named targets.max_row_p95 now, such as 2 min",
+    **{
+        f"targets.{key}": "not a target now; the report shows the figure"
+        for key in ("max_usd_per_1m_prompt", "min_kv_used", "max_row_p50_s", "max_row_p99_s", "max_first_token_p95_s")
+    },
+}
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -63,6 +101,7 @@ _EXPECTED = {
     "list_type": "a list",
     "dict_type": "`key: value` lines",
     "model_type": "`key: value` lines",
+    "model_attributes_type": "`key: value` lines",
     "finite_number": "a finite number",
 }
 _LIMITS = {
@@ -86,7 +125,7 @@ def _mistake(raw: Any, document: Document, root: type[BaseModel]) -> Mistake:
     if kind == "extra_forbidden":
         return Mistake(where, key, *_unknown_key(path, root))
     if kind == "missing":
-        return Mistake(where, key, "required, but not there", _example(path))
+        return Mistake(where, key, "required, but missing", _example(path))
     problem, hint = _wrong_value(raw, path)
     return Mistake(where, key, problem, hint)
 
@@ -95,12 +134,14 @@ def _unknown_key(path: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
     name = str(path[-1])
     section = section_at(root, path[:-1])
     names = list(section.model_fields) if section else []
+    if dotted(path) in FORMER:
+        return "unknown key", FORMER[dotted(path)]
     if name in _KNOWN_ELSEWHERE:
         return "unknown key", _KNOWN_ELSEWHERE[name]
     homes = [
         f"{other}.{name}"
         for other, field in root.model_fields.items()
-        if name in getattr(_model_of(field.annotation), "model_fields", {})
+        if name in getattr(model_of(field.annotation), "model_fields", {})
     ]
     meant = " or ".join(f"`{home}`" for home in homes)  # the same name elsewhere before a similar one here
     if not meant and (similar := nearest(name, names)):
@@ -111,8 +152,6 @@ def _unknown_key(path: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
 def _wrong_value(raw: Any, path: KeyPath) -> tuple[str, str]:
     kind, context = raw["type"], raw.get("ctx", {})
     got = _shown(raw["input"], path)
-    if path in _PLANNED_VALUES:
-        return f"got {got}", _PLANNED_VALUES[path]
     if kind == "expected":
         return f"expected {context['expected']}; got {got}", ""
     if kind == "value_error":
@@ -134,13 +173,14 @@ def _wrong_value(raw: Any, path: KeyPath) -> tuple[str, str]:
             hint = f"Write `{path[0]}: {{{_FIRST_KEY[path]}: {raw['input']}}}`."
         elif kind == "string_type" and isinstance(raw["input"], bool | int | float):
             hint = "Quote it to make it text."
-        return f"expected {_EXPECTED[kind]}; got {got}", hint
+        or_column = ", or {column: name}" if raw["loc"][-1] == VALUE else ""
+        return f"expected {_EXPECTED[kind]}{or_column}; got {got}", hint
     return f"{raw['msg']}; got {got}", ""
 
 
 def _shown(value: object, path: KeyPath) -> str:
     """A value as a message may repeat it: short, and never one that may be a secret."""
-    if "storage" in path:
+    if path[:1] == ("storage",):
         return "another kind of value"
     if value is None:
         return "nothing"
@@ -156,7 +196,7 @@ def _example(path: KeyPath) -> str:
     examples = {
         ("input",): "Write `input: {path: prompts.parquet}`.",
         ("prompt",): 'Write `prompt: {column: prompt}` or `prompt: {template: "Summarize: {text}"}`.',
-        ("model",): "Write `model: {path: demo}`, a folder, or a Hugging Face id.",
+        ("model",): "Write `model: demo`, a folder, or a Hugging Face id.",
         ("output",): "Write `output: {path: out/my-job}`.",
         ("input", "path"): "A Parquet or .jsonl file, a folder of them, or a glob.",
         ("model", "path"): "A folder, a Hugging Face id, or `demo`.",
@@ -170,11 +210,11 @@ def section_at(root: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
     model: type[BaseModel] | None = root
     for step in path:
         field = model.model_fields.get(str(step)) if model else None
-        model = _model_of(field.annotation) if field else None
+        model = model_of(field.annotation) if field else None
     return model
 
 
-def _model_of(annotation: Any) -> type[BaseModel] | None:
+def model_of(annotation: Any) -> type[BaseModel] | None:
     choices = [getattr(choice, "__origin__", choice) for choice in getattr(annotation, "__args__", (annotation,))]
     return next((c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)), None)
 

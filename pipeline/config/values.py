@@ -1,17 +1,15 @@
-"""The kinds of value a job file's keys take, each with the words for what was expected.
+"""The kinds of value that a job file's keys take, each with the words for what was expected.
 
-pydantic is strict here (no text is taken for a number); these types add what people write all the same:
-`off` and `yes` for switches, `8 GiB` for sizes, one text where a list is meant, `{column: name}` for each
-row's own value. Each also says in JSON Schema what it takes, which pydantic cannot see in a function.
+pydantic is strict here (text is never read as a number); these types add the forms that people write: `off` and `yes`
+for switches, `8 GiB` for sizes, `6 h` for durations, one text for a list of one, `{column: name}` for each row's own
+value. Each states in JSON Schema what pydantic cannot derive from a function.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import date, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from pipeline.checkpoints.locate import EMBEDDED_MODELS
@@ -21,23 +19,44 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d)")
+_PART_OF_DURATION = r"[0-9]+(?:\.[0-9]+)?\s*(?:s|min|m|h|d)"
+_DURATION = re.compile(rf"{_PART_OF_DURATION}(?:\s+{_PART_OF_DURATION})*")
+_EXAMPLES_OF_DURATION = "90 s, 30 min, 6 h or 1 h 30 min"
 
-# For editors: as much of the above as a pattern can say. None refuses what is accepted.
+# For editors: as much of the above as a pattern can express. None refuses what is accepted.
 _SWITCH_PATTERN = "^([oO][nN]|[oO][fF][fF]|[yY][eE][sS]|[nN][oO])$"
 _SIZE_PATTERN = r"^\s*[0-9][0-9_]*(\.[0-9]+)?\s*(([kKmMgGtT][iI]?)?[bB])?\s*$"  # many editors read 8_000 as text
-_DURATION_PATTERN = r"^\s*[0-9]+(\.[0-9]+)?\s*(s|min|m|h|d)\s*$"
 _MOMENT_PATTERN = r"^[0-9]{4}-?(W?[0-9]{2})[^Zz+]*$"
 
+# Tags of unions in an error's path, left out of messages. No key has these names.
+WORD, OPTIONS, VALUE, COLUMN = UNION_TAGS = ("<word>", "<options>", "<value>", "<column>")
 
-UNION_TAGS = ("<word>", "<options>")  # in the place of an error where a key takes either; no key is called so
+# What a change of a key means for a run that resumes an output (`identity.py`); a key without a mark is free.
+IDENTITY: Any = {"resume": "identity"}  # another output: refused
+NUMERICS: Any = {"resume": "numerics"}  # may change a token by rounding: refused unless accepted
+HIDDEN: Any = {"resume": "hidden"}  # may change, and is not recorded, since it may hold a secret
 
 
-@dataclass(frozen=True)
-class FromColumn:
-    """A sampling value that every row brings in a column of its own."""
+class Section(BaseModel):
+    """A mapping of a job file: frozen, without unknown keys."""
 
-    column: str
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
+
+
+class FromColumn(Section):
+    """Each row's own value, from this column of the input."""
+
+    column: str = Field(min_length=1, description="The column's name.", examples=["budget"])
+
+
+T = TypeVar("T")
+PerRow = Annotated[
+    Annotated[T, Tag(VALUE)] | Annotated[FromColumn, Tag(COLUMN)],
+    Discriminator(lambda value: COLUMN if isinstance(value, dict | FromColumn) else VALUE),
+]
+"""A value, the same for all rows, or `{column: name}`."""
+
+by_form = Discriminator(lambda value: OPTIONS if isinstance(value, dict | BaseModel) else WORD)
 
 
 def _refuse(expected: str) -> PydanticCustomError:
@@ -71,21 +90,22 @@ def _bytes(value: object) -> object:
 
 
 def parse_duration(text: str) -> float | None:
-    """`90 min` in seconds; None where the text is no duration."""
-    match = _DURATION.fullmatch(text.strip())
-    return float(match[1]) * _SECONDS[match[2]] if match else None
+    """`1 h 30 min` in seconds; None where the text is no duration."""
+    if _DURATION.fullmatch(text.strip()) is None:
+        return None
+    return sum(float(number) * _SECONDS[unit] for number, unit in re.findall(r"([0-9.]+)\s*([a-z]+)", text))
 
 
 def _duration(value: object) -> object:
     if isinstance(value, str) and (seconds := parse_duration(value)) is not None:
         return seconds
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    raise _refuse("a duration, such as 90 min or 6 h, or a number of seconds")
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        raise _refuse(f"a duration with its unit, such as `{value:g} s`")
+    raise _refuse(f"a duration, such as {_EXAMPLES_OF_DURATION}")
 
 
 def _moment(value: object) -> object:
-    """As ISO text, from such a text or from what YAML libraries make of one; a date alone is its midnight."""
+    """ISO text, from such a text or from what YAML libraries make of one; a date alone is its midnight."""
     try:
         moment = datetime.fromisoformat(value) if isinstance(value, str) else value
     except ValueError:
@@ -130,37 +150,6 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _or_column(
-    is_right: Callable[[Any], bool],
-    expected: str,
-    schema: dict[str, Any],
-    prepare: Callable[[Any], Any] = lambda value: value,
-) -> tuple[PlainValidator, PlainSerializer, WithJsonSchema]:
-    """A value that `is_right` once it is prepared, or {column: name}; `schema` is the value's JSON Schema."""
-
-    def validate(value: Any) -> Any:
-        if isinstance(value, dict):
-            if set(value) != {"column"} or not isinstance(value["column"], str) or not value["column"]:
-                raise _refuse("a value, or {column: name} to take it from each row")
-            return FromColumn(value["column"])
-        if isinstance(value, FromColumn):
-            return value
-        value = prepare(value)
-        if not is_right(value):
-            raise _refuse(f"{expected}, or {{column: name}}")
-        return value
-
-    return PlainValidator(validate), PlainSerializer(_plain), WithJsonSchema({"anyOf": [schema, COLUMN_SCHEMA]})
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _plain(value: object) -> object:
-    return {"column": value.column} if isinstance(value, FromColumn) else value
-
-
 def false_is_off(written: Any) -> BeforeValidator:
     """Takes `false` for `off`; `written` is the type of what the key takes besides."""
     return BeforeValidator(
@@ -168,37 +157,28 @@ def false_is_off(written: Any) -> BeforeValidator:
     )
 
 
+def or_word(key: str, section: Any, word: Any = str) -> BeforeValidator:
+    """Takes a bare word for `{key: word}`, where the other keys of the section are left out."""
+    return BeforeValidator(
+        lambda value: {key: value} if isinstance(value, str) else value, json_schema_input_type=section | word
+    )
+
+
 _TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
-COLUMN_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "description": "Each row's own value, from this column of the input.",
-    "properties": {"column": {**_TEXT_SCHEMA, "description": "The column's name.", "examples": ["budget"]}},
-    "required": ["column"],
-    "additionalProperties": False,
-}
 _SWITCH_SCHEMA = {"anyOf": [{"type": "boolean"}, {"type": "string", "pattern": _SWITCH_PATTERN}]}
 _BYTES_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": _SIZE_PATTERN}]}
-_DURATION_SCHEMA = {
-    "anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "pattern": _DURATION_PATTERN}]
-}
+_DURATION_SCHEMA = {"type": "string", "pattern": rf"^\s*{_DURATION.pattern}\s*$"}
 _COLUMNS_SCHEMA = {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA, "uniqueItems": True}]}
-_STRINGS_SCHEMA = {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA}]}
-_TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 Switch = Annotated[bool, BeforeValidator(_switch), WithJsonSchema(_SWITCH_SCHEMA)]
 AutoOrSwitch = Annotated[
     Literal["auto"] | bool,
-    PlainValidator(_auto_or_switch),
+    BeforeValidator(_auto_or_switch),
     WithJsonSchema({"anyOf": [{"const": "auto"}, *_SWITCH_SCHEMA["anyOf"]]}),
 ]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1), WithJsonSchema(_BYTES_SCHEMA)]
-# In seconds.
-Duration = Annotated[
-    float,
-    BeforeValidator(_duration),
-    Field(gt=0, le=31_536_000, allow_inf_nan=False),
-    WithJsonSchema(_DURATION_SCHEMA),
-]
+# In seconds, at most a year.
+Duration = Annotated[float, BeforeValidator(_duration), Field(ge=0, le=31_536_000), WithJsonSchema(_DURATION_SCHEMA)]
 # A local wall time in ISO form.
 Moment = Annotated[str, BeforeValidator(_moment), WithJsonSchema({"type": "string", "pattern": _MOMENT_PATTERN})]
 # A path or an fsspec url
@@ -208,41 +188,9 @@ Column = Annotated[str, Field(min_length=1)]
 Columns = Annotated[
     tuple[Column, ...], BeforeValidator(_listed), AfterValidator(_distinct), WithJsonSchema(_COLUMNS_SCHEMA)
 ]
-
-IntOrColumn = Annotated[int | FromColumn, *_or_column(_is_int, "an integer", {"type": "integer"})]
-IntOrNoneOrColumn = Annotated[
-    int | FromColumn | None,
-    *_or_column(lambda v: v is None or _is_int(v), "an integer", {"anyOf": [{"type": "integer"}, {"type": "null"}]}),
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_listed, json_schema_input_type=Text | list[Text]),
 ]
-NumberOrColumn = Annotated[
-    float | FromColumn,
-    *_or_column(
-        lambda v: isinstance(v, float), "a number", {"type": "number"}, lambda v: float(v) if _is_int(v) else v
-    ),
-]
-SwitchOrColumn = Annotated[
-    bool | FromColumn, *_or_column(lambda v: isinstance(v, bool), "true or false", _SWITCH_SCHEMA, _switch)
-]
-StringsOrColumn = Annotated[
-    tuple[str, ...] | FromColumn,
-    *_or_column(
-        lambda v: isinstance(v, tuple) and all(isinstance(item, str) for item in v),
-        "a list of texts (quote numbers)",
-        _STRINGS_SCHEMA,
-        _listed,
-    ),
-]
-TextOrColumn = Annotated[
-    str | FromColumn | None,
-    *_or_column(
-        lambda v: v is None or (isinstance(v, str) and v != ""),
-        "text",
-        {"anyOf": [_TEXT_SCHEMA, {"type": "null"}]},
-    ),
-]
-TokenIdsOrColumn = Annotated[
-    tuple[int, ...] | FromColumn,
-    *_or_column(
-        lambda v: isinstance(v, tuple) and all(map(_is_int, v)), "a list of token ids", _TOKEN_IDS_SCHEMA, _listed
-    ),
-]
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_listed)]

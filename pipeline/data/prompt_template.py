@@ -53,7 +53,7 @@ class Field:
 
     @property
     def name(self) -> str:
-        """As `prompt.defaults` and messages call it."""
+        """As `prompt.fill_null` and messages call it."""
         return ".".join((self.column, *self.path))
 
     def type_in(self, schema: pa.Schema) -> pa.DataType | None:

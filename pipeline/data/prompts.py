@@ -48,11 +48,11 @@ class PromptSpec:
         if self.in_pieces and self.template is None:
             raise ConfigError("prompt.special_tokens: template is of prompt.template alone")
         if self.messages is not None and self.defaults:
-            raise ConfigError("prompt.defaults: only template and column take texts for nulls, messages does not")
+            raise ConfigError("prompt.fill_null: only template and column take texts for nulls, messages does not")
         names = [] if self.messages is not None else [field.name for field in self.parts[1]]
         for name in self.defaults:
             if name not in names:
-                raise ConfigError(f"prompt.defaults: {name!r} is not in the prompt{did_you_mean(name, names)}")
+                raise ConfigError(f"prompt.fill_null: {name!r} is not in the prompt{did_you_mean(name, names)}")
 
     def of_input(self, columns: Iterable[str]) -> "PromptSpec":
         """The same of an input with these columns. Raises ConfigError where the template names one of them in a form
@@ -207,7 +207,7 @@ def _stands_alone(literals: tuple[str, ...], fields: tuple[Field, ...], spec: Pr
 
 def _check_size(size: int, max_bytes: int) -> None:
     if size > max_bytes:
-        raise _Refused(RowError.PROMPT_TOO_LARGE, f"{size} bytes, prompt.max_bytes is {max_bytes}")
+        raise _Refused(RowError.PROMPT_TOO_LARGE, f"{size} bytes, expected at most {max_bytes}")
 
 
 def _decode(value: bytes, name: str) -> str:

@@ -34,6 +34,7 @@ from pipeline.stores.retries import RetryCounts
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
 DAMAGED_KEY = b"pipeline.damaged"  # and its rows that could not be read, a JSON list of [start, stop, reason]
+WINDOW_BYTES = 256 * 2**20  # about the most bytes of a window
 FOOTERS_AT_ONCE = 16  # twice as many from a store, which is mostly waited for
 FILES_AT_ONCE = 8  # of a window, from a store
 

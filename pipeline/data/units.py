@@ -30,6 +30,7 @@ OWN_FIELDS = (
     pa.field("_texts", pa.string()),  # what `RowTexts` read, or null
 )
 _OWN_NAMES = [f.name for f in OWN_FIELDS]
+UNIT_TOKENS = 100_000  # about the most tokens of a unit: a minute of work
 MAX_STRETCH_BYTES = 1 << 30  # a column of text holds 2 GiB
 MAX_BUDGET = 1 << 20  # of one row's max_tokens in the estimate of a unit's size
 
@@ -42,7 +43,7 @@ class UnitSpec:
     kept: tuple[str, ...] = ()
     sampling_columns: Mapping[str, str] = field(default_factory=dict)  # sampling parameter -> column
     default_max_tokens: int = 16
-    unit_tokens: int = 100_000
+    unit_tokens: int = UNIT_TOKENS
     unit_rows: int = 512
     expected: str | None = None  # the column of right answers
     default_n: int = 1  # samples of a row

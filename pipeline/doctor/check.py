@@ -39,9 +39,7 @@ class Setup:
     model: str | None = None
     input: str | None = None
     output: str | None = None
-    model_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    input_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    output_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    storage: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)  # by url prefix
     device: str = "auto"
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
@@ -49,9 +47,8 @@ class Setup:
 
     @classmethod
     def of_job(cls, job: JobConfig) -> "Setup":
-        storages = (job.model.storage, job.input.storage, job.output.storage)
         paths = (job.model.path, job.input.path, job.output.path)
-        return cls(*paths, *storages, job.engine.device, job.engine.dtype, job.engine.kv_cache_dtype, job)
+        return cls(*paths, job.storage, job.engine.device, job.engine.dtype, job.engine.kv_cache_dtype, job)
 
     @property
     def torch_device(self) -> "torch.device":

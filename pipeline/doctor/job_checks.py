@@ -21,7 +21,7 @@ from pipeline.job.planning.checkpoint_values import MODEL_FILES
 from pipeline.job.planning.resolution import missing_from_store
 from pipeline.job.preview.examine import examine
 from pipeline.machine.caches import hub_folder
-from pipeline.stores.filesystem import filesystem, local_path
+from pipeline.stores.filesystem import filesystem, local_path, storage_for
 from pipeline.stores.redaction import shown_url
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def model(setup: Setup) -> Iterator[Check]:
     if kind == "missing":
         raise ModelError(f"{shown}: {why_no_checkpoint(path)}")
     if kind == "url":
-        absent = missing_from_store(path, setup.model_storage)
+        absent = missing_from_store(path, storage_for(path, setup.storage))
         if absent:
             raise ModelError(f"{shown}: no {' and no '.join(absent)} there; expected a checkpoint's folder")
         yield Check("model", "folder", "ok", f"{shown}: {' and '.join(MODEL_FILES)} are there")
@@ -71,7 +71,7 @@ def model(setup: Setup) -> Iterator[Check]:
 
 def _copy(url: str, setup: Setup) -> Iterator[Check]:
     """The copy of a model at a url in this machine's cache, if there is one."""
-    if (copy := check_copy(url, setup.model_storage, cache_folder())) is None:
+    if (copy := check_copy(url, storage_for(url, setup.storage), cache_folder())) is None:
         return
     folder, is_whole = copy
     if is_whole:
@@ -115,7 +115,7 @@ def _fetched_config(setup: Setup) -> Iterator[Path]:
     """A folder with the config.json of a model in a store, and its quantizer's own file."""
     assert setup.model is not None
     with tempfile.TemporaryDirectory() as folder:
-        fs, root = filesystem(setup.model, setup.model_storage)
+        fs, root = filesystem(setup.model, storage_for(setup.model, setup.storage))
         (Path(folder) / CONFIG).write_bytes(fs.cat_file(posixpath.join(root, CONFIG)))
         for name in QUANTIZER_FILES:
             with suppress(FileNotFoundError):
@@ -210,7 +210,7 @@ def input(setup: Setup) -> Iterator[Check]:
     """Of an input alone; a job's is looked at with the job."""
     if setup.input is None or (setup.job is not None and setup.input == setup.job.input.path):
         return
-    source = open_source(setup.input, setup.input_storage)
+    source = open_source(setup.input, storage_for(setup.input, setup.storage))
     found = f"{counted(len(source.files), 'file')}, {counted(source.num_rows, 'row')}, {shown_bytes(source.num_bytes)}"
     yield Check("input", shown_url(setup.input), "ok", found)
 
@@ -218,7 +218,7 @@ def input(setup: Setup) -> Iterator[Check]:
 def output(setup: Setup) -> Iterator[Check]:
     if setup.output is None:
         return
-    store, name = PartStore(setup.output, setup.output_storage), shown_url(setup.output)
+    store, name = PartStore(setup.output, storage_for(setup.output, setup.storage)), shown_url(setup.output)
     with _left_as_found(setup.output):
         store.folder.probe()
         yield Check("output", name, "ok", "files are created, and never over another; they read back")

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.config import JobConfig
 from pipeline.data.output.parts import PartStore
+from pipeline.data.units import UNIT_TOKENS
 from pipeline.engine.startup.batch_limits import most_default_seqs
 from pipeline.errors import ConfigError
 from pipeline.estimate.cards import BLOCK_SIZE, STARTUP_S, CardServing, OnCard, on_card
@@ -34,6 +35,7 @@ from pipeline.report.record.row_stats import LengthBucket
 from pipeline.report.record.run_record import no_phases
 from pipeline.roofline.cards import Card, find_card, load_cards
 from pipeline.roofline.job_simulation import RequestTokens
+from pipeline.stores.filesystem import storage_for
 from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -92,7 +94,7 @@ def estimate_job(
         run_job(config, sample=probe)
     plan = make_plan(config, resolve_device(config), say=say)
     job = plan.job
-    store = PartStore(config.output.path, config.output.storage)
+    store = PartStore(config.output.path, storage_for(config.output.path, config.storage))
     history = recall(plan)
     rows_left = plan.num_rows - _rows_done(store, plan)
     tokenize = job.tokenize(Tokenizer.from_folder(str(job.model), job.chat_template), wall_time())
@@ -112,7 +114,7 @@ def estimate_job(
     shared = _shared(prompts, history)
     generated = lengths.each.times(computed_rows)
     counts = tuple(actors) or (plan.job.config.run.pool[1],)
-    speed = measured_speed(history, computed_rows / max(counts), job.task is None, config.run.quality_sample)
+    speed = measured_speed(history, computed_rows / max(counts), job.task is None, config.quality.sample)
     units = _units(plan, computed_rows, prompts, lengths)
     repeated = prompts.repeated / len(prompts.requests) * computed_rows
     computed = prompt_tokens.times(1 - shared) + Interval(*[repeated] * 3)
@@ -123,7 +125,7 @@ def estimate_job(
         here = tuple(_here(speed, work, n, config.cost.hourly_usd) for n in counts)
         made = _estimate(plan, store, speed, work, lengths, prompt_tokens.expected * shared)
     elsewhere, advice = _on_cards(cards, plan, prompts, lengths, work, shared, counts, price_list)
-    advice += advice_for_pool(here, work.units, plan.job.config.run.unit_rows) if here else ()
+    advice += advice_for_pool(here, work.units, config.output.rows_per_file) if here else ()
     used = PriceList(tuple(p for p in price_list.prices if any(p.card == c.name for c in cards)), 0.0)
     doubts = tuple(used.doubts(today or wall_time().date()))
     return JobEstimate(
@@ -134,7 +136,7 @@ def estimate_job(
 
 def save_estimate(config: JobConfig, estimate: Estimate) -> None:
     """Keep it in the job's output, for the report of the run that follows."""
-    store = PartStore(config.output.path, config.output.storage)
+    store = PartStore(config.output.path, storage_for(config.output.path, config.storage))
     store.folder.replace(PLAN, json.dumps(estimate.to_json(), indent=1).encode())
 
 
@@ -171,9 +173,8 @@ def _shared(sample: PromptSample, history: Sequence[Remembered]) -> float:
 
 
 def _units(plan: JobPlan, rows: float, sample: PromptSample, lengths: OutputLengths) -> float:
-    run = plan.job.config.run
     each = sample.reserved / len(sample.requests)
-    return max(1.0, rows / run.unit_rows, rows * each / run.unit_tokens)
+    return max(1.0, rows / plan.job.config.output.rows_per_file, rows * each / UNIT_TOKENS)
 
 
 def _here(speed: Speed, work: _Work, actors: int, hourly_usd: float | None) -> PoolEstimate:

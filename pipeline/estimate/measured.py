@@ -49,7 +49,7 @@ def measured_speed(
 ) -> Speed | None:
     """None where no run before computed anything. history: the newest first. rows: of the job, for each engine.
     generates: whether the job does; else runs that generated nothing tell its speed too. compared: the share of rows
-    that a reference model reads (`run.quality_sample`)."""
+    that a reference model reads (`quality.sample`)."""
     known = (each.run for each in history if each.run.computed.prompt)
     runs = [run for run in known if run.computed.generated or not generates]
     if not runs:

@@ -80,7 +80,7 @@ def advice_for_pool(pools: Sequence[PoolEstimate], units: float, unit_rows: int)
         if pool.actors > 1 and units < UNITS_EACH * pool.actors:
             rows = max(1, int(unit_rows * units / (UNITS_EACH * pool.actors)))
             why = f"{units:.0f} units are few for {pool.actors} engines: some would wait for the last ones"
-            advice.append(Advice(f"run.unit_rows: {rows}", why))
+            advice.append(Advice(f"output.rows_per_file: {rows}", why))
     if len(pools) > 1:
         cheapest = min(pools, key=lambda pool: pool.machine_us.expected)
         fits = [

@@ -25,7 +25,6 @@ from pipeline.job.planning.resolution import resolve_prompts
 from pipeline.job.preview.dataset_tokens import Samples, read_samples
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.load import checkpoint_files
-from pipeline.stores.filesystem import storage_for
 from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -128,7 +127,7 @@ def _prepare(
     config: JobConfig, every: Sequence[ModelVariant], params: SamplingParams, expected: str | None, say: Say
 ) -> tuple[list[_Found], Samples]:
     """The checkpoints, each fit to be compared with the first, and the texts."""
-    folders = [resolve_model(s.path, storage_for(s.path, config.model.storage), say) for s in every]
+    folders = [resolve_model(s.path, config.storage, say) for s in every]
     models = [quantized_on_load(read_config(folder), s.quantization) for folder, s in zip(folders, every)]
     say(f"reading {shown_url(config.input.path)}")
     prompts = resolve_prompts(config, folders[0])

@@ -56,8 +56,8 @@ def complete(
             "output.samples: rows is of jobs, whose input is Parquet, a folder, a glob or a url; here a prompt has one "
             "answer, with its samples in lists"
         )
-    if config.task != "generate":
-        raise ConfigError(f"task: {config.task} is of jobs; here prompts are completed")
+    if config.task.type != "generate":
+        raise ConfigError(f"task: {config.task.type} is of jobs; here prompts are completed")
     say(f"loading {shown_url(config.model.path)}")
     job = resolve_rows(config, prompts.columns, say)
     schema = _schema(prompts, job, say) if saved is not None else None

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.output.result_columns import is_first_sample, result_column
-from pipeline.formatting import duration, money, percent, table
+from pipeline.formatting import duration, money, percent, printable, table
 from pipeline.report.account import shares_us
 from pipeline.report.record.json_record import JsonRecord
 from pipeline.report.record.row_stats import LengthBucket
@@ -53,7 +53,7 @@ class ByColumn(JsonRecord):
         head = [self.column, "rows", "errors", "tokens in", "from cache", "tokens out", "machine time", "share", "USD"]
         rows = [
             [
-                group.value if len(group.value) <= _MAX_SHOWN else f"{group.value[: _MAX_SHOWN - 3]}...",
+                _shown(group.value),
                 f"{group.rows:,}",
                 f"{group.rows - group.completed.rows:,}",
                 f"{group.completed.input_tokens:,}",
@@ -123,3 +123,8 @@ def _text(value: pa.Scalar) -> str:
     if isinstance(plain, bytes):
         return plain.decode(errors="replace")
     return NULL if plain is None else str(plain)
+
+
+def _shown(value: str) -> str:
+    text = printable(value[: _MAX_SHOWN + 1])
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

@@ -87,7 +87,7 @@ class TokensCost:
 
 @dataclass(frozen=True)
 class QualityReport:
-    """Difference between the output and a reference model (`run.quality_sample`). kl_nats_per_token is a mean; the
+    """Difference between the output and a reference model (`quality.sample`). kl_nats_per_token is a mean; the
     `_correct_share` are of the rows with an expected answer, None without any. drops: what has certainly dropped by
     more than max_drop, and by how much. machine_us: time of the comparison, without loading the reference."""
 

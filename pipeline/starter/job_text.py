@@ -8,7 +8,6 @@ import yaml
 from pipeline.checkpoints.locate import model_kind
 from pipeline.config.requests import DEFAULTS
 from pipeline.config.schema import FILE_NAME, schema_text
-from pipeline.data.requests.request_row import FORMAT
 from pipeline.errors import ConfigError
 from pipeline.formatting import counted
 from pipeline.starter.look import Look
@@ -75,7 +74,7 @@ def _input(seen: Look) -> list[str]:
         own = "" if _is_embed(seen) else " and sampling values"
         model = _comment(f" for {seen.requests.model!r}" if seen.requests.model else "")
         return [
-            f"  format: {FORMAT}         # each line has its own prompt{own}",
+            f"  format: openai               # each line has its own prompt{own}",
             f"{found}: requests{model}; custom_id is kept",
         ]
     columns = ", ".join(f"{column} ({kind})" for column, kind in seen.columns.items())

@@ -17,7 +17,7 @@ from pipeline.config import job_from_flags
 from pipeline.data.columns import is_text
 from pipeline.data.requests.input_checks import Requests
 from pipeline.data.requests.openai_batch import OF_LINE
-from pipeline.data.requests.request_row import FORMAT, PROMPT_COLUMN
+from pipeline.data.requests.request_row import PROMPT_COLUMN
 from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.demo.reports import PROMPT_TEMPLATE
 from pipeline.errors import InputError, ModelError
@@ -73,7 +73,7 @@ def look(place: str, model: str, say: Callable[[str], None]) -> Look:
     template = (PROMPT_TEMPLATE if is_trained else "{report}").replace("{report}", "{" + prompt + "}")
     seen = Look(columns, source.num_rows, len(source.files), prompt, kind, template, keep, requests=requests)
     files = counted(len(source.files), "file")
-    found = f"the prompt is in {prompt!r}" if requests is None else f"requests of {FORMAT}"
+    found = f"the prompt is in {prompt!r}" if requests is None else "requests of OpenAI's Batch API"
     say(f"{place}: {counted(source.num_rows, 'row')} in {files}; {found}")
     folder, why_not = _small_files_of(model)
     if folder is None:
@@ -174,7 +174,7 @@ def _job(place: str, model: str, seen: Look, has_chat: bool) -> Any:
         "messages": ("prompt.messages", seen.prompt),
         "column": ("prompt.column", seen.prompt),
         "template": ("prompt.template", seen.template),
-        "requests": ("input.format", FORMAT),
+        "requests": ("input.format", "openai"),
     }
     key, value = prompts[seen.kind]
     flags: dict[str, tuple[Any, str]] = {

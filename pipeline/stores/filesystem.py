@@ -6,7 +6,7 @@ handed out as they are. No message and no repr shows storage options: they hold 
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pipeline.errors import EnvironmentFailed, PipelineError
@@ -31,9 +31,20 @@ def local_path(path: str) -> str | None:
     return None if is_url(path) else path
 
 
-def storage_for(path: str, storage: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fsspec options for `path`, of those that are given for a group of paths: a local one takes none."""
-    return storage if is_url(path) else {}
+def storage_prefix(path: str, storage: Iterable[str]) -> str | None:
+    """Return the longest of the prefixes in `storage` that `path` begins with: a protocol, or a url up to the end of a
+    name. None where there is none, and for a local path."""
+    if not is_url(path):
+        return None
+    protocol = path.partition("://")[0]
+    bare = (prefix for prefix in storage if prefix == protocol or f"{path}/".startswith(prefix.rstrip("/") + "/"))
+    return max(bare, key=len, default=None)
+
+
+def storage_for(path: str, storage: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fsspec options for `path`: a job's `storage`, by prefix."""
+    prefix = storage_prefix(path, storage)
+    return {} if prefix is None else dict(storage[prefix])
 
 
 def why_not_opened(url: str, storage: Mapping[str, Any], error: Exception) -> str:

@@ -36,7 +36,7 @@ def cache(tmp_path, monkeypatch, request):
 
 
 def resolve(store: FaultyStore, folder: str = "model", **options) -> Path:
-    return resolve_model(store.bucket.url(folder), store.bucket.storage, **options)
+    return resolve_model(store.bucket.url(folder), {"s3": store.bucket.storage}, **options)
 
 
 def gets(store: FaultyStore) -> int:

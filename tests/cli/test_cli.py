@@ -49,10 +49,11 @@ def test_help_imports_nothing_heavy():
 def test_run_prints_the_report(work, pipe, job_that):
     seen = {}
 
-    def run_job(config, *, accept_numerics, retry_failed, append, sample, progress, logs):
+    def run_job(config, *, accept_numerics, retry_failed, append, sample, progress, logs, metrics):
         seen.update(
-            config=config, accept_numerics=accept_numerics, retry_failed=retry_failed, append=append, sample=sample
-        )
+            config=config, accept_numerics=accept_numerics, retry_failed=retry_failed, append=append, sample=sample,
+            metrics=metrics,
+        )  # fmt: skip
         progress(Status(phase="generating", rows_total=3, rows_done=1))
         print("noise of a library")
         return build_report("demo", "1a2b3c4d", [finished_run()], PartTotals(3), 3)
@@ -67,13 +68,19 @@ def test_run_prints_the_report(work, pipe, job_that):
     assert (seen["config"].input.limit, seen["config"].run.actors) == (2, 2)
     assert seen["accept_numerics"]
     assert seen["retry_failed"]
-    pipe("run", "job.yaml", "--sample", "7", "--append")
+    assert seen["metrics"] is None
+    assert pipe("run", "job.yaml", "--metrics", "9400")[0] == 2
+    pipe("run", "job.yaml", "--sample", "7", "--append", "--metrics", "[::]:9400", "--preset", "cpu")
+    assert seen["metrics"] == "[::]:9400"
+    assert seen["config"].engine.max_num_seqs == 32
+    code, _, err = pipe("run", "job.yaml", "--preset", "nosuch")
+    assert (code, "a100" in err, "h100" in err) == (2, True, True)
     assert not seen["retry_failed"]
     assert seen["sample"] == 7
     assert seen["append"]
 
 
-def test_a_firing_has_the_date_of_its_moment_in_the_parameters_zone(work, pipe, job_that):
+def test_a_firing_has_the_date_of_its_moment_in_the_variables_zone(work, pipe, job_that):
     places = []
 
     def run_job(config, **_):
@@ -82,12 +89,12 @@ def test_a_firing_has_the_date_of_its_moment_in_the_parameters_zone(work, pipe, 
 
     job_that(run_job)
     text = (work / "job.yaml").read_text().replace("path: out", "path: 'out/${date}'")
-    (work / "job.yaml").write_text(text + "params: {date: {today: Europe/Berlin}}\n")
+    (work / "job.yaml").write_text(text + "vars: {date: {today: Europe/Berlin}}\n")
     for moment in ("@1795475100", "2026-11-23T23:05:00+00:00", "@1795475100"):
-        assert pipe("run", "job.yaml", "--fired-at", moment)[0] == 0
+        assert pipe("run", "job.yaml", "--logical-date", moment)[0] == 0
     assert places == ["out/2026-11-24"] * 3
     for moment in ("@x", "2026-11-23T23:05:00", "now", "@"):
-        code, _, err = pipe("run", "job.yaml", "--fired-at", moment)
+        code, _, err = pipe("run", "job.yaml", "--logical-date", moment)
         assert (code, "expected a time with its zone" in err) == (2, True)
 
 
@@ -184,8 +191,8 @@ def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, aws, monkeypatc
         bucket = store.bucket
         bucket.upload(work / "data" / "a.parquet", "in/a.parquet")
         storage = json.dumps(dict(bucket.storage))
-        job = JOB.replace("path: data,", f"path: '{bucket.url('in')}', storage: {storage},")
-        job = job.replace("path: out", f"path: '{bucket.url('out')}', storage: {storage}")
+        job = JOB.replace("path: data,", f"path: '{bucket.url('in')}',") + f"storage: {{s3: {storage}}}\n"
+        job = job.replace("path: out", f"path: '{bucket.url('out')}'")
         job = job.replace("path: demo", "path: model").replace("sampling:", "run: {max_error_rate: 1}\nsampling:")
         (work / "job.yaml").write_text(job)
         for command, expected in [

@@ -93,7 +93,7 @@ def test_validate_tells_all_mistakes_of_the_data(work, pipe):
             "model={path: demo:target-awq, quantization: int8}",
             "model.quantization: int8, but demo:target-awq is quantized already",
         ),
-        ("model.storage={anon: true}", "model.storage: only a url takes options; found anon"),
+        ("storage={s3: {anon: true}}", "storage.s3: no path of this job takes these options"),
     ],
 )
 def test_validate_looks_at_data_model_and_output(work, pipe, setting: str, expected: str | None):
@@ -265,9 +265,9 @@ def test_the_models_own_sampling_is_taken_only_where_asked_and_always_told(work,
     shutil.copytree(demo_model("target"), work / "own")
     values = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 9, "do_sample": True}
     (work / "own" / "generation_config.json").write_text(json.dumps(values))
-    own, take = ["--set", "model.path=own"], ["--set", "sampling.defaults=model"]
+    own, take = ["--set", "model.path=own"], ["--set", "sampling.generation_config=model"]
     out = pipe("validate", "job.yaml", *own)[1]
-    not_taken = "not taken of the model's generation_config.json: temperature 0.6, top_p 0.95, top_k 20 (sampling.def"
+    not_taken = "not taken of the model's generation_config.json: temperature 0.6, top_p 0.95, top_k 20 (sampling.gen"
     assert not_taken in out
     out = pipe("validate", "job.yaml", *own, *take, "--set", "sampling.top_k=5")[1]
     assert "  taken of the model's generation_config.json: temperature 0.6, top_p 0.95; not taken of" in out
@@ -312,35 +312,35 @@ def of_task(work, text: str) -> None:
 
 
 def test_validate_shows_a_task_and_its_columns(work, pipe):
-    of_task(work, "task: choice\nchoice: {labels: {column: options}}")
+    of_task(work, "task: {type: choice, labels: {column: options}}")
     code, out, err = pipe("validate", "job.yaml")
     assert code == 0, err
     assert "  Task      choice: labels {'column': 'options'}\n" in out
     assert "  Adds      label, label_probability, label_probabilities, error, " in out
-    assert '  With it, as choice.labels:\n    | ["a", "b"]\n' in out
+    assert '  With it, as task.labels:\n    | ["a", "b"]\n' in out
     assert "Error rows among them: invalid_labels 1" in out
     assert "Sampling" not in out
-    of_task(work, "task: score\nscore: {completion: ' {number:.1f}', token_logprobs: 0}")
+    of_task(work, "task: {type: score, completion: ' {number:.1f}', token_logprobs: 0}")
     out = pipe("validate", "job.yaml")[1]
     assert "  Task      score: completion ' {number:.1f}', token_logprobs 0\n" in out
-    assert "  With it, as score.completion:\n    |  1.0\n" in out
+    assert "  With it, as task.completion:\n    |  1.0\n" in out
     of_task(work, "task: embed")
     found = json.loads(pipe("validate", "job.yaml", "--json")[1])
     assert found["output_columns"]["embedding"].startswith("fixed_size_list<")
     of_task(work, "task: classify")
     found = json.loads(pipe("validate", "job.yaml", "--json", "--set", "model.path=no/model")[1])
-    assert found["task"] == {"name": "classify", "activation": "auto", "columns_known": False}
+    assert found["task"] == {"type": "classify", "activation": "auto", "columns_known": False}
 
 
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
-        ("task: choice\nchoice: {labels: {column: option}}", "no column 'option' (did you mean 'options'?)"),
-        ("task: choice\nchoice: {labels: {column: text}}", "column 'text' is string, expected lists of texts"),
-        ("task: score\nscore: {completion: '{answer}'}", "has no column 'answer' (there are: "),
-        ("task: score\nscore: {completion: {column: number}}", "is int64, expected text; as text: \"{number}\""),
-        ("task: score\nscore: {completion: '{text:.2f}'}", "score.completion: "),
-        ("task: embed\nembed: {dimensions: 5000}", "job.yaml:6: embed.dimensions: 5000: the vectors of demo have "),
+        ("task: {type: choice, labels: {column: option}}", "no column 'option' (did you mean 'options'?)"),
+        ("task: {type: choice, labels: {column: text}}", "column 'text' is string, expected lists of texts"),
+        ("task: {type: score, completion: '{answer}'}", "has no column 'answer' (there are: "),
+        ("task: {type: score, completion: {column: number}}", "is int64, expected text; as text: \"{number}\""),
+        ("task: {type: score, completion: '{text:.2f}'}", "task.completion: "),
+        ("task: {type: embed, dimensions: 5000}", "job.yaml:5: task.dimensions: 5000: the vectors of demo have "),
         ("task: classify", "job.yaml:5: task: classify: demo has no sequence classification head"),
     ],
 )  # fmt: skip
@@ -355,10 +355,10 @@ def test_validate_refuses_labels_that_become_the_same_tokens(work, pipe, monkeyp
     from pipeline.tokenization.tokenizer import Tokenizer
 
     monkeypatch.setattr(Tokenizer, "continuation", lambda self, ids, text: [5])
-    of_task(work, "task: choice\nchoice: {labels: [a, b]}")
+    of_task(work, "task: {type: choice, labels: [a, b]}")
     code, _, err = pipe("validate", "job.yaml")
     assert code == 2
-    assert "job.yaml:6: choice.labels: 'a' and 'b' have the same tokens" in err
+    assert "job.yaml:5: task.labels: 'a' and 'b' have the same tokens" in err
 
 
 def test_validate_refuses_files_of_different_columns_as_a_run_does(work, pipe):

@@ -60,7 +60,7 @@ def test_rows_tokens_and_actors_are_drawn_within_the_terminal(work, width):
     lines = drawn(seen, rates, width)
     assert all(len(line) <= width for line in lines)
     assert lines[0].split() == ["out:", "running", "60", "s"]
-    assert "50.0%" in lines[1]
+    assert "50%" in lines[1]
     assert "5 min left" in lines[1]
     assert lines[2].strip() == "1,000 of 2,000 rows (3 errors), 7 units written"
     assert lines[3].strip() == "50,000 tokens in, 9,000 out; 1,234 tok/s in, 99 out"

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from pipeline.config import load_job
-from pipeline.config.parameters import moment_of
 from pipeline.config.sections.kubernetes import FORMER_KEYS
+from pipeline.config.values import parse_duration
+from pipeline.config.variables import moment_of
 from tests.cluster.kubernetes_schema import wrong
 from tools.generated import stale
 from tools.manifests import COMMANDS, files
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 KUBERAY = "infra/kuberay"
 JOBS = sorted(path.name for path in (ROOT / "jobs").glob("*.yaml"))
 REACHED = ["--set", "output.path=s3://bucket/out", "--set", "input.path=s3://bucket/in"]
-GPU = f"jobs/summarize.yaml {' '.join(REACHED)} --config configs/h100.yaml --config {KUBERAY}/cluster-gpu.yaml"
+GPU = f"jobs/summarize.yaml {' '.join(REACHED)} --preset h100 --config {KUBERAY}/cluster-gpu.yaml"
 NIGHTLY = COMMANDS["nightly.k8s.yaml"]
 EXAMPLES = [COMMANDS["once.k8s.yaml"], GPU, NIGHTLY, f"{NIGHTLY} --ray-cron-job"]
 
@@ -132,12 +133,12 @@ def test_a_cluster_that_ends_leaves_time_to_drain(pipe):
     from pipeline.job.dataflow.graph import EngineActor
     from pipeline.job.running.watch import GIVE_UP_S
 
-    for example in (*EXAMPLES, f"{EXAMPLES[0]} --set run.drain_s=120"):
+    for example in (*EXAMPLES, f"{EXAMPLES[0]} --set run.drain_timeout='120 s'"):
         made = made_by(pipe, *shlex.split(example))
-        drain_s = json.loads(made[0]["data"]["job.json"])["run"].get("drain_s", 30)
+        drain = json.loads(made[0]["data"]["job.json"])["run"].get("drain_timeout", "30 s")
         head, worker = pods(made)
         (wait_s,) = [int(e["value"]) for e in head["containers"][0]["env"] if e["name"] == "RAY_JOB_STOP_WAIT_TIME_S"]
-        assert drain_s + GIVE_UP_S < wait_s
+        assert parse_duration(drain) + GIVE_UP_S < wait_s
         titles = "/opt/venv/bin/pipeline", f"ray::MapWorker(MapBatches({EngineActor.__name__})).submit"
         for pod, title in zip((head, worker), titles):
             assert pod["terminationGracePeriodSeconds"] >= wait_s + 10
@@ -263,7 +264,7 @@ def test_a_firing_knows_its_date_in_each_try(pipe, tmp_path):
         made = made_by(pipe, *shlex.split(example))
         for suffix in ("x7k2p", "09090"):
             words = started(ray_job(made), tmp_path, f"summarize-{minutes}-{suffix}")
-            assert words[:3] == ["run", "job.json", "--fired-at"]
+            assert words[:3] == ["run", "job.json", "--logical-date"]
             (tmp_path / "job.json").write_text(made[0]["data"]["job.json"])
             fired = load_job(tmp_path / "job.json", now=moment_of(words[3]))
             assert fired.output.path == "s3://amzn-s3-demo-bucket/output/summarize/2026-11-24"
@@ -328,9 +329,10 @@ def test_what_pods_could_not_do_is_refused(pipe, job_file):
         ({"model": {"path": "tests"}}, "model.path tests: is a path of this machine"),
         ({"output": {"path": "/work/out"}}, "output.path /work/out: is on no disk that the pods share"),
         ({"output": {"path": "/tmp/ray/out"}}, "output.path /tmp/ray/out: is on no disk that the pods share"),
-        ({"output": {"path": "s3://b/o", "storage": {"secret": "hidden-word"}}}, "output.storage: holds a secret"),
-        ({"input": {"path": "s3://b/o", "storage": {"client_kwargs": {"aws_secret_access_key": "hidden-word"}}}},
-         "input.storage: holds a secret"),
+        ({"output": {"path": "s3://b/o"}, "storage": {"s3": {"secret": "hidden-word"}}}, "storage.s3: holds a secret"),
+        ({"input": {"path": "s3://b/o"},
+          "storage": {"s3://b": {"client_kwargs": {"aws_secret_access_key": "hidden-word"}}}},
+         "storage.s3://b: holds a secret"),
         ({"name": "n" * 48}, "at most 47 characters"),
         ({"run": {"cpus_per_actor": 4}}, "run.cpus_per_actor 4: a worker has 4 CPUs"),
         ({"kubernetes": {"image": "r.io/x; reboot"}}, "kubernetes.image"),
@@ -362,7 +364,7 @@ def test_a_shared_disk_is_reached_by_its_claim(pipe, job_file):
     assert "no disk that the pods share" in refusal(pipe, job_file(**refused))
 
 
-DATED = {"params": {"date": {"today": "Europe/Berlin"}, "kind": "a"}, "output": {"path": "s3://b/${date}/${kind}"}}
+DATED = {"vars": {"date": {"today": "Europe/Berlin"}, "kind": "a"}, "output": {"path": "s3://b/${date}/${kind}"}}
 
 
 def test_schedules_that_would_not_work_are_refused(pipe, job_file):
@@ -371,19 +373,19 @@ def test_schedules_that_would_not_work_are_refused(pipe, job_file):
         (["--schedule", "TZ=UTC 0 2 * * *"], "expected minute, hour"),
         (["--schedule", "0 2 * * *", "--time-zone", "Berlin"], "--time-zone 'Berlin'"),
         (["--schedule", "0 2 * * *", "--set", f"name={'n' * 37}"], "at most 36 characters"),
-        (["--schedule", "0 2 * * *", "--param", "date=2026-01-01"], "every firing would have the same output"),
+        (["--schedule", "0 2 * * *", "--var", "date=2026-01-01"], "every firing would have the same output"),
         (["--ray-cron-job"], "--ray-cron-job: needs --schedule"),
     ]:
         assert expected in refusal(pipe, job_file(**DATED), *arguments)
 
 
 def test_a_schedule_keeps_its_date_open_and_fills_in_the_rest(pipe, job_file):
-    made = made_by(pipe, job_file(**DATED), "--schedule", "*/5 2-4 * * mon,fri", "--param", "kind=b")
+    made = made_by(pipe, job_file(**DATED), "--schedule", "*/5 2-4 * * mon,fri", "--var", "kind=b")
     sent = json.loads(made[0]["data"]["job.json"])
     assert sent["output"]["path"] == "s3://b/${date}/b"
-    assert sent["params"] == {"date": {"today": "Europe/Berlin"}}
+    assert sent["vars"] == {"date": {"today": "Europe/Berlin"}}
     assert made[-1]["spec"]["schedule"] == "*/5 2-4 * * mon,fri"
-    once = made_by(pipe, job_file(**DATED), "--param", "date=2026-01-01")
+    once = made_by(pipe, job_file(**DATED), "--var", "date=2026-01-01")
     assert json.loads(once[0]["data"]["job.json"])["output"]["path"] == "s3://b/2026-01-01/a"
 
 

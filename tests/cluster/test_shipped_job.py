@@ -10,7 +10,7 @@ from pipeline.config.identity import identity_of
 from pipeline.errors import ConfigError
 
 TEXT = """\
-params: {date: "2026-11-20"}
+vars: {date: "2026-11-20"}
 input: {path: "in/${date}"}
 prompt: {template: "${price} {text} $(reboot) 'quoted'\\n"}
 model: {path: demo:target}
@@ -26,16 +26,16 @@ def job_file(tmp_path, monkeypatch):
     return "night ly;x.yaml"
 
 
-def shipped(job_file, *sets, params=()):
-    return ShippedJob.of(load_job(job_file, sets, params=params))
+def shipped(job_file, *sets, vars=()):
+    return ShippedJob.of(load_job(job_file, sets, vars=vars))
 
 
 def test_a_job_means_the_same_in_another_folder(job_file, tmp_path, monkeypatch):
-    sent = shipped(job_file, "sampling.seed=3", params=["date=2026-11-21"])
+    sent = shipped(job_file, "sampling.seed=3", vars=["date=2026-11-21"])
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     sent.write(elsewhere)
-    before = load_job(job_file, ["sampling.seed=3"], params=["date=2026-11-21"])
+    before = load_job(job_file, ["sampling.seed=3"], vars=["date=2026-11-21"])
     monkeypatch.chdir(elsewhere)
     after = load_job(JOB_FILE)
     assert identity_of(after) == identity_of(before)
@@ -50,7 +50,7 @@ def test_the_output_makes_the_name_and_all_else_the_digest(job_file):
     one, same = shipped(job_file), shipped(job_file)
     assert (one.name, one.digest) == (same.name, same.digest)
     assert one.name.startswith("night-ly-x-")
-    other_settings, other_day = shipped(job_file, "run.actors=2"), shipped(job_file, params=["date=2026-11-21"])
+    other_settings, other_day = shipped(job_file, "run.actors=2"), shipped(job_file, vars=["date=2026-11-21"])
     assert other_settings.name == one.name
     assert other_settings.digest != one.digest
     assert other_day.name != one.name

@@ -59,16 +59,16 @@ def start(env, *arguments):
 def job(tmp_path):
     pq.write_table(pa.table({"text": [f"report {i} " * (1 + i % 9) for i in range(ROWS)]}), tmp_path / "in.parquet")
     (tmp_path / "nightly.yaml").write_text(f"""\
-params: {{date: null}}
+vars: {{date: null}}
 input: {{path: {tmp_path}/in.parquet}}
 prompt: {{column: text}}
 model: {{path: demo:target-awq}}
 engine: {{max_num_seqs: 4}}
 sampling: {{max_tokens: 200, ignore_eos: true}}
-output: {{path: "{tmp_path}/out-${{date}}"}}
-run: {{cpus_per_actor: 1, drain_s: 1, unit_rows: 8}}
+output: {{path: "{tmp_path}/out-${{date}}", rows_per_file: 8}}
+run: {{cpus_per_actor: 1, drain_timeout: 1 s}}
 """)
-    return [str(tmp_path / "nightly.yaml"), "--param", "date=2026-11-20"]
+    return [str(tmp_path / "nightly.yaml"), "--var", "date=2026-11-20"]
 
 
 def test_a_job_is_joined_drained_and_gone_on_with(head, job, tmp_path):

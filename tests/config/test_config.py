@@ -10,10 +10,12 @@ import pytest
 from pipeline import run_job
 from pipeline.config import JobConfig, JobFileError, load_job
 from pipeline.config.identity import free_of, identity_of, numerics_of
-from pipeline.config.sections.row.prompt import PromptSection
+from pipeline.config.mistakes import section_at
+from pipeline.config.sections.prompt import PromptSection
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError
 from pipeline.job.planning.resolved_job import sampling_columns, sampling_params
+from pipeline.stores.filesystem import storage_for
 from tests.job.conftest import units_as_written
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +57,7 @@ def test_defaults_are_those_of_the_engine(job):
     assert config.name == "job"
     assert config.input.columns is None
     assert config.engine_config("folder", None, 2) == EngineConfig(model="folder", num_threads=2)
-    assert sampling_params(config.sampling) == SamplingParams()
+    assert sampling_params(config.sampling) == SamplingParams(max_tokens=256)
     assert sampling_columns(config) == {}
     assert config.prompt.spec().columns == ("text",)
     assert config.cost.hourly_usd is None
@@ -64,15 +66,16 @@ def test_defaults_are_those_of_the_engine(job):
 def test_a_full_job(job):
     config = job(
         "name: full\n"
-        "input: {path: data/*.parquet, columns: [id, text], limit: 10, storage: {key: k}}\n"
-        "prompt: {template: '{title}: {text} {{x}} {title}', max_bytes: 5 kB,\n"
+        "input: {path: 's3://b/*.parquet', columns: [id, text], limit: 10}\n"
+        "storage: {s3: {key: k}}\n"
+        "prompt: {template: '{title}: {text} {{x}} {title}',\n"
         "         chat: {system: Be brief., template_kwargs: {a: false}}}\n"
-        "model: {path: org/name}\n"
-        "engine: {device: 'cuda:1', dtype: bfloat16, enable_prefix_caching: off, speculation: off, seed: 3,\n"
+        "model: org/name\n"
+        "engine: {device: 'cuda:1', dtype: bfloat16, deterministic: on, speculation: off,\n"
         "         kv_cache_memory_bytes: 2 GiB, max_num_seqs: 64}\n"
-        "sampling: {max_tokens: {column: budget}, min_tokens: 20, temperature: 1, stop: END, top_k: 5}\n"
+        "sampling: {max_tokens: {column: budget}, min_tokens: 20, temperature: 1, stop: END, top_k: 5, seed: 3}\n"
         "output: {path: out/full, rename: {generated_text: answer}}\n"
-        "run: {actors: 4, window_bytes: 1 MiB, drain_s: 5}\n"
+        "run: {actors: 4, drain_timeout: 1 h 30 min}\n"
         "cost: {hourly_usd: 2.5}\n"
     )
     assert config.prompt.spec().columns == ("title", "text")
@@ -80,12 +83,13 @@ def test_a_full_job(job):
     assert config.prompt.chat.system == "Be brief."
     engine = config.engine_config("folder", None, 1)
     assert (engine.device, engine.dtype, engine.kv_cache_memory_bytes) == ("cuda:1", "bfloat16", 2 * 2**30)
-    assert not engine.enable_prefix_caching
+    assert engine.deterministic
     params = sampling_params(config.sampling)
     assert params.min_tokens == 20, "a constant min_tokens stands although max_tokens is the row's"
     assert (params.temperature, params.stop, params.top_k) == (1.0, ("END",), 5)
     assert sampling_columns(config) == {"max_tokens": "budget"}
-    assert config.run.window_bytes == 2**20
+    assert config.run.drain_timeout == 5400
+    assert config.model.path == "org/name"
     assert config.seed == 3
 
 
@@ -93,15 +97,20 @@ def test_every_engine_and_sampling_option_reaches_the_engine(job):
     """A field added to the engine must be added to the job file, or left out on purpose."""
     config = job()
     not_in_jobs = {"model", "quantization", "draft", "num_threads"}  # or in another section
+    not_in_jobs |= {"block_size", "kernels", "enable_prefix_caching", "seed"}  # for measuring and tests
     assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields)
-    of_jobs_alone = {"defaults", "response_format"}
+    of_jobs_alone = {"generation_config"}
     assert set(SamplingParams.__dataclass_fields__) == set(type(config.sampling).model_fields) - of_jobs_alone
 
 
 def test_minus_1_is_off_as_in_vllm(job):
     plain, off = job(MINIMAL), job(MINIMAL + "sampling: {top_k: -1, seed: -1, thinking_token_budget: -1}\n")
     assert identity_of(off) == identity_of(plain)
-    assert sampling_params(off.sampling) == sampling_params(plain.sampling) == SamplingParams(top_k=-1, seed=-1)
+    assert (
+        sampling_params(off.sampling)
+        == sampling_params(plain.sampling)
+        == SamplingParams(max_tokens=256, top_k=-1, seed=-1)
+    )
     assert SamplingParams(thinking_token_budget=-1).thinking_token_budget is None
     for key in ("top_k: -2", "seed: -2", "top_k: true", "max_tokens: -1"):
         with pytest.raises(JobFileError, match=key.partition(":")[0]):
@@ -110,7 +119,7 @@ def test_minus_1_is_off_as_in_vllm(job):
 
 def test_off_and_false_both_switch_off(job):
     for word in ("off", "false", "no", "False"):
-        assert job(MINIMAL + f"engine: {{enable_prefix_caching: {word}}}\n").engine.enable_prefix_caching is False
+        assert job(MINIMAL + f"engine: {{deterministic: {word}}}\n").engine.deterministic is False
     for word in ("off", "false"):
         assert job(MINIMAL + f"engine: {{speculation: {word}}}\n").engine.speculation == "off"
 
@@ -148,7 +157,7 @@ def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
         mistakes(
             text="inptu: {path: data}\n"
             "prompt: {column: a, template: 'x {b}'}\n"
-            "model: demo\n"
+            "model: [demo]\n"
             "engine:\n"
             "  tensor_parallel_size: 2\n"
             "  max_num_seq: 3\n"
@@ -160,10 +169,10 @@ def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
         )
     )
     for expected in [
-        "job.yaml: input: required, but not there\n    Write `input: {path: prompts.parquet}`.",
+        "job.yaml: input: required, but missing\n    Write `input: {path: prompts.parquet}`.",
         "job.yaml:1: inptu: unknown key\n    Did you mean `input`?",
         "job.yaml:2: prompt: expected exactly one of template, column, messages; got template and column",
-        "job.yaml:3: model: expected `key: value` lines; got 'demo'\n    Write `model: {path: demo}`.",
+        "job.yaml:3: model: expected `key: value` lines; got a list of 1",
         "job.yaml:5: engine.tensor_parallel_size: unknown key\n    not supported yet",
         "job.yaml:6: engine.max_num_seq: unknown key\n    Did you mean `max_num_seqs`?",
         "job.yaml:7: engine.dtype: expected one of auto, bfloat16, float16, float32; got 'bfloat'"
@@ -183,36 +192,39 @@ def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
     [
         ("model2: {}\n", "model2: unknown key\n    Did you mean `model`?"),
         ("sampling: {max_tokens: true}\n", "expected an integer, or {column: name}; got true"),
-        ("task: summarize\n", "task: expected one of generate, choice, score, embed, classify; got 'summarize'"),
-        ("task: choice\n", "choice.labels: required by task choice, but not there"),
-        ("choice: {labels: [a, b]}\n", "choice: task is generate; write task: choice, or leave it out"),
-        ("task: embed\nscore: {}\n", "score: task is embed; write task: score"),
-        ("task: choice\nchoice: {labels: [a]}\n", "choice.labels: expected at least two labels; got 1"),
-        ("task: choice\nchoice: {labels: [a, b, a]}\n", "choice.labels: 'a' is there twice"),
-        ("task: choice\nchoice: {labels: [a, '']}\n", "choice.labels: an empty label"),
-        ("task: score\nscore: {completion: plain}\n", "score.completion: names no column"),
-        ("task: score\nscore: {completion: 5}\n", "score.completion: expected text, or {column: name}; got 5"),
-        ("task: score\nscore: {token_logprobs: 101}\n", "score.token_logprobs: expected at most 100"),
-        ("task: embed\nembed: {normalize: maybe}\n", "embed.normalize: expected auto, true or false; got 'maybe'"),
-        ("task: embed\nembed: {dimensions: 0}\n", "embed.dimensions: expected at least 1"),
-        ("task: classify\nclassify: {activation: relu}\n", "expected one of auto, softmax, sigmoid, none; got 'relu'"),
-        ("task: embed\nsampling: {max_tokens: 3}\n", "sampling.max_tokens: says nothing with task embed"),
-        ("task: embed\nrun: {quality_sample: 0.1}\n", "run.quality_sample: compares completions"),
-        ("task: embed\nengine: {speculation: {proposer: ngram}}\n", "engine.speculation: says nothing with task"),
-        ("task: score\ntargets: {min_generated_per_s: 5}\n", "targets.min_generated_per_s: says nothing with task"),
+        ("task: summarize\n", "task.type: expected one of generate, choice, score, embed, classify; got 'summarize'"),
+        ("task: choice\n", "task.labels: required by task choice, but missing"),
+        ("task: {labels: [a, b]}\n", "task.labels: has no effect with task generate; write type: choice, or leave"),
+        (
+            "task: {type: embed, completion: '{a}'}\n",
+            "task.completion: has no effect with task embed; write type: score",
+        ),
+        ("task: {type: choice, labels: [a]}\n", "task.labels: expected at least two labels; got 1"),
+        ("task: {type: choice, labels: [a, b, a]}\n", "task.labels: 'a' is listed twice"),
+        ("task: {type: choice, labels: [a, '']}\n", "task.labels: an empty label"),
+        ("task: {type: score, completion: plain}\n", "task.completion: names no column"),
+        ("task: {type: score, completion: 5}\n", "task.completion: expected text, or {column: name}; got 5"),
+        ("task: {type: score, token_logprobs: 101}\n", "task.token_logprobs: expected at most 100"),
+        ("task: {type: embed, normalize: maybe}\n", "task.normalize: expected auto, true or false; got 'maybe'"),
+        ("task: {type: embed, dimensions: 0}\n", "task.dimensions: expected at least 1"),
+        ("task: {type: classify, activation: relu}\n", "expected one of auto, softmax, sigmoid, none; got 'relu'"),
+        ("task: embed\nsampling: {max_tokens: 3}\n", "sampling.max_tokens: has no effect with task embed"),
+        ("task: embed\nquality: {sample: 0.1}\n", "quality.sample: compares completions"),
+        ("task: embed\nengine: {speculation: {proposer: ngram}}\n", "engine.speculation: has no effect with task"),
+        ("task: score\ntargets: {min_generated_per_s: 5}\n", "targets.min_generated_per_s: has no effect with task"),
         ("sampling: {max_tokens: '64'}\n", "expected an integer, or {column: name}; got '64'"),
         ("sampling: {max_tokens: 0}\n", "expected an integer of at least 1; got 0"),
-        ("sampling: {max_tokens: {columns: b}}\n", "expected a value, or {column: name}"),
+        ("sampling: {max_tokens: {colum: b}}\n", "sampling.max_tokens.colum: unknown key\n    Did you mean `column`?"),
         ("sampling: {seed: {column: b}}\n", "sampling.seed: expected an integer"),
         ("sampling: {reasoning: atuo}\n", "sampling.reasoning: 'atuo': expected auto, or {start: <think>, "),
-        ("sampling: {logprobs: {column: ''}}\n", "expected a value, or {column: name}"),
-        ("sampling: {min_tokens: 20}\n", "min_tokens 20 is more than max_tokens 16"),
+        ("sampling: {logprobs: {column: ''}}\n", "sampling.logprobs.column: must not be empty"),
+        ("sampling: {min_tokens: 300}\n", "min_tokens 300 is more than max_tokens 256"),
         ("sampling: {temperature: .nan}\n", "expected a finite number of at least 0; got nan"),
         ("sampling: {stop: ['']}\n", "expected non-empty strings"),
         ("sampling: {max_new_tokens: 5}\n", "named sampling.max_tokens here"),
         ("n: 5\n", "named sampling.n here"),
         ("sampling: {prompt_logprobs: 101}\n", "expected an integer from 0 to 100, or none; got 101"),
-        ("task: score\nsampling: {prompt_logprobs: 1}\n", "sampling.prompt_logprobs: says nothing with task score"),
+        ("task: score\nsampling: {prompt_logprobs: 1}\n", "sampling.prompt_logprobs: has no effect with task score"),
         ("engine: {device: gpu}\n", "expected auto, cpu, cuda or cuda:N; got 'gpu'"),
         ("engine: {speculation: ngram}\n", "engine.speculation: expected one of off, auto; got 'ngram'"),
         ("engine: {speculation: {proposer: eagle}}\n", "engine.speculation.proposer: expected one of ngram, draft"),
@@ -222,9 +234,19 @@ def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
         ("engine: {activation_dtype: fp16}\n", "expected one of auto, fp8, fp8-per-token, int8; got 'fp16'"),
         ("engine: {quantization: awq}\n", "named model.quantization here; a checkpoint that is quantized"),
         ("engine: {gpu_memory_utilization: 90}\n", "expected at most 1"),
-        ("run: {window_bytes: lots}\n", "expected a number of bytes, such as 8_000_000 or 8 GiB; got 'lots'"),
+        (
+            "engine: {kv_cache_memory_bytes: lots}\n",
+            "expected a number of bytes, such as 8_000_000 or 8 GiB; got 'lots'",
+        ),
         ("run: {max_error_rate: 5}\n", "expected at most 1"),
-        ("run: {drain_s: .inf}\n", "run.drain_s: expected"),
+        ("run: {drain_timeout: .inf}\n", "run.drain_timeout: expected a duration"),
+        ("run: {drain_timeout: 60}\n", "run.drain_timeout: expected a duration with its unit, such as `60 s`; got 60"),
+        (
+            "run: {max_runtime: 5 weeks}\n",
+            "expected a duration, such as 90 s, 30 min, 6 h or 1 h 30 min; got '5 weeks'",
+        ),
+        ("run: {max_runtime: 0 s}\n", "run.max_runtime: expected more than 0"),
+        ("storage: {s3: {profile: lab}}\n", "storage.s3: no path of this job takes these options"),
         ("run: [actors]\n", "expected `key: value` lines; got a list of 1"),
         ("name: 5\n", "expected text; got 5\n    Quote it to make it text."),
     ],
@@ -240,15 +262,14 @@ def test_refused(mistakes, more: str, expected: str):
         ("column: text", "template: 'x {text[0]}'", "no indices, conversions"),
         ("column: text", "template: 'x {text!r}'", "no indices, conversions"),
         ("column: text", "template: 'x {'", "prompt.template: "),
-        ("column: text", "column: text, defaults: {txt: x}", "prompt: defaults: 'txt' is not in the prompt"),
-        ("column: text", "messages: text, defaults: {text: x}", "messages does not"),
+        ("column: text", "column: text, fill_null: {txt: x}", "prompt: fill_null: 'txt' is not in the prompt"),
+        ("column: text", "messages: text, fill_null: {text: x}", "messages does not"),
         ("column: text", "column: text, special_tokens: template", "special_tokens: template is for a prompt.template"),
         ("column: text", "messages: text, special_tokens: template", "column and messages hold data"),
         ("column: text", "template: '{text}', chat: true, special_tokens: template", "with chat the chat template"),
         ("{column: text}", "{}", "expected exactly one of template, column, messages; got none of them"),
         ("path: demo", "path: demo:large", "expected demo, demo:target, demo:target-awq"),
         ("path: demo", "path: demo, draft: demo:small", "model.draft: no embedded model 'demo:small'"),
-        ("path: demo", "path: demo, trust: always", "code from a checkpoint is never run"),
         ("path: data", "path: data, columns: [a, a]", "'a' is named twice"),
         ("path: demo", "path: 's3://b/m', revision: x", "model.revision: only a Hugging Face id has revisions"),
         ("path: data", "path: data, limit: 0", "expected at least 1"),
@@ -263,20 +284,31 @@ def test_refused_in_the_required_sections(mistakes, before: str, after: str, exp
     assert expected in "\n".join(mistakes(text=MINIMAL.replace(before, after)))
 
 
+STORES = MINIMAL.replace("path: data", "path: 'ftp://user:hunter2@host/x'").replace("path: out", "path: 's3://b/out'")
+STORES = STORES.replace("path: demo", "path: 's3://models/m', draft: 's3://models2/d'")
+STORES += "storage: {ftp: {secret: hunter2}, s3: {profile: all}, 's3://models/': {key: hunter2, secret: hunter2}}\n"
+
+
+def test_the_longest_prefix_of_a_url_gives_its_options(job):
+    config = job(STORES)
+    profile, keys = {"profile": "all"}, {"key": "hunter2", "secret": "hunter2"}
+    for path, options in (
+        (config.input.path, {"secret": "hunter2"}), ("s3://b/out", profile), ("s3://models", keys),
+        ("s3://models/m", keys), ("s3://models2/d", profile), ("gs://models/m", {}), ("models/m", {}),
+    ):  # fmt: skip
+        assert storage_for(path, config.storage) == options, path
+
+
 def test_fault_46_secrets_are_in_no_message_and_no_record(job, mistakes):
-    text = MINIMAL.replace("path: data", "path: 'ftp://user:hunter2@host/x', storage: {secret: hunter2}")
-    text = text.replace("path: out", "path: out, storage: {key: hunter2, secret: hunter2}")
-    text = text.replace("path: demo", "path: 'ftp://user:hunter2@host/model', storage: {secret: hunter2}")
-    config = job(text)
-    assert config.input.storage == {"secret": "hunter2"}
-    assert "'secret'" not in repr(config)
+    config = job(STORES)
+    assert "hunter2" not in repr(config).replace("ftp://user:hunter2@", "")
     assert "storage" not in json.dumps([identity_of(config), numerics_of(config), free_of(config)])
     assert "hunter2" not in json.dumps([identity_of(config), numerics_of(config), free_of(config)])
-    found = "\n".join(mistakes(text=MINIMAL.replace("path: out", "path: out, storage: hunter2")))
-    assert "output.storage" in found
+    found = "\n".join(mistakes(text=MINIMAL + "storage: {s3: hunter2}\n"))
+    assert "storage.s3" in found
     assert "hunter2" not in found
-    for setting in ("output.storage.secret hunter2", "output.storage.=hunter2", "output.storage={secret: [hunter2}"):
-        assert "hunter2" not in "\n".join(mistakes(text=text, sets=[setting]))
+    for setting in ("storage.s3.secret hunter2", "storage.=hunter2", "storage={secret: [hunter2}"):
+        assert "hunter2" not in "\n".join(mistakes(text=STORES, sets=[setting]))
 
 
 def test_settings_overlays_and_limit_in_this_order(job, tmp_path, mistakes):
@@ -312,33 +344,32 @@ IDENTITY = [
     ("column: text", "column: other"),
     ("column: text", "template: '{text}'"),
     ("column: text", "column: text, chat: true"),
-    ("column: text", "column: text, max_bytes: 5"),
     ("path: out", "path: out, rename: {generated_text: a}"),
     ("prompt:", "sampling: {max_tokens: 5}\nprompt:"),
     ("prompt:", "sampling: {max_tokens: {column: b}}\nprompt:"),
     ("prompt:", "sampling: {seed: 5}\nprompt:"),
-    ("prompt:", "engine: {seed: 5}\nprompt:"),
     ("prompt:", "engine: {max_model_len: 5}\nprompt:"),
     ("prompt:", "run: {window_rows: 5}\nprompt:"),
-    ("prompt:", "run: {window_bytes: 5}\nprompt:"),
-    ("prompt:", "run: {unit_tokens: 5}\nprompt:"),
-    ("prompt:", "run: {unit_rows: 5}\nprompt:"),
-    ("column: text", "column: text, defaults: {text: none}"),
+    ("path: out", "path: out, rows_per_file: 5"),
+    ("column: text", "column: text, fill_null: {text: none}"),
+    ("column: text", "column: text, chat: {system: Be brief.}"),
+    ("prompt:", "task: embed\nprompt:"),
+    ("prompt:", "task: {type: choice, labels: [a, b]}\nprompt:"),
     ("column: text", "template: '{text}', special_tokens: template"),
 ]
 NUMERICS = [
     ("prompt:", "engine: {dtype: float32}\nprompt:"),
     ("prompt:", "engine: {device: cpu}\nprompt:"),
     ("path: demo", "path: demo, quantization: nf4"),
+    ("prompt:", "engine: {deterministic: on}\nprompt:"),
 ]
 FREE = [
     ("path: out", "path: elsewhere"),
     ("path: data", "path: copied/data"),
-    ("path: data", "path: data, storage: {a: b}"),
     ("path: demo", "path: other/folder"),
     ("prompt:", "name: other\nprompt:"),
-    ("prompt:", "run: {actors: 3, max_error_rate: 0.5, drain_s: 3, units_in_flight: 2}\nprompt:"),
-    ("prompt:", "engine: {max_num_seqs: 3, block_size: 16, enable_prefix_caching: off, speculation: off}\nprompt:"),
+    ("prompt:", "run: {actors: 3, max_error_rate: 0.5, drain_timeout: 3 s, notify: x}\nprompt:"),
+    ("prompt:", "engine: {max_num_seqs: 3, speculation: off}\nprompt:"),
     ("path: demo", "path: demo, draft: demo:draft"),
     ("path: demo", "path: owner/name, revision: v1"),
     ("prompt:", "engine: {speculation: {proposer: draft, max_draft_tokens: 3}}\nprompt:"),
@@ -357,38 +388,47 @@ def test_what_makes_another_job_what_rounds_differently_and_what_is_free(job, ch
     assert (numerics_of(changed) != numerics_of(base)) == numerics
 
 
-def test_a_job_without_special_tokens_is_the_job_of_earlier_versions(job):
-    assert "special_tokens" not in identity_of(job())["prompt"]
-    same = job(MINIMAL.replace("column: text", "column: text, special_tokens: text"))
-    assert identity_of(same) == identity_of(job())
+def test_every_key_is_of_one_class(job):
+    """Each field of a section is in the identity, the numerics or the record of free keys, but those that may hold a
+    secret, and a chat template's file, whose text is in the identity."""
+    text = MINIMAL.replace("column: text", "column: text, chat: true")
+    parts = [free_of(job(text)), numerics_of(job(text)), identity_of(job(text))]
+    seen = {f"{name}.{key}" for part in parts for name in part if isinstance(part[name], dict) for key in part[name]}
+    hidden = {"run.notify"}
+    for name, field in JobConfig.model_fields.items():
+        section = section_at(JobConfig, (name,))
+        if section is not None and name != "kubernetes":
+            missing = {f"{name}.{key}" for key in section.model_fields} - seen - hidden
+            assert not missing, field
+    assert set(parts[2]["prompt"]["chat"]) == {"system", "continue_final_message", "template_kwargs"}
 
 
-def test_a_task_is_in_the_identity_and_no_key_of_older_jobs(job):
-    assert "task" not in identity_of(job())
-    chosen = job(MINIMAL + "task: choice\nchoice: {labels: [a, b]}\n")
-    assert identity_of(chosen) == identity_of(job()) | {"task": "choice", "choice": {"labels": ["a", "b"]}}
-    column = job(MINIMAL + "task: choice\nchoice: {labels: {column: options}}\n")
-    assert identity_of(column)["choice"] == {"labels": {"column": "options"}}
+def test_a_task_is_in_the_identity_and_computes_no_completion(job):
+    chosen = job(MINIMAL + "task: {type: choice, labels: [a, b]}\n")
+    assert identity_of(chosen)["task"]["labels"] == ["a", "b"]
+    column = job(MINIMAL + "task: {type: choice, labels: {column: options}}\n")
+    assert identity_of(column)["task"]["labels"] == {"column": "options"}
     assert units_as_written(column).columns == ("text", "options")
     assert chosen.engine_config("folder", None).speculation == "off"
     assert units_as_written(chosen).default_max_tokens == 0
 
 
-def test_quantization_on_load_is_the_target_models_and_no_key_of_older_jobs(job):
-    plain, smaller = job(), job(MINIMAL.replace("path: demo", "path: demo, quantization: int4-rtn"))
+def test_a_bare_word_is_a_section_that_overlays_merge_with(job, tmp_path):
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("model: {quantization: int8}\n")
+    config = job(
+        MINIMAL.replace("{path: demo}", "demo") + "task: embed\n", overlays=[overlay], sets=["task.pooling=mean"]
+    )
+    assert (config.model.path, config.model.quantization) == ("demo", "int8")
+    assert (config.task.type, config.task.pooling) == ("embed", "mean")
+    assert config.where("model.path").endswith("job.yaml:3")
+    assert job(sets=["model=other/model"], overlays=[overlay]).model.quantization == "none", "a word replaces the whole"
+
+
+def test_quantization_on_load_is_the_target_models(job):
+    smaller = job(MINIMAL.replace("path: demo", "path: demo, quantization: int4-rtn"))
     assert smaller.engine_config("folder", None) == EngineConfig(model="folder", quantization="int4-rtn")
-    assert numerics_of(smaller) == numerics_of(plain) | {"quantization": "int4-rtn"}
-    assert "quantization" not in numerics_of(plain)
-    assert free_of(smaller) == free_of(plain)
-
-
-def test_determinism_is_numerics_and_no_key_of_older_jobs(job):
-    plain, fixed = job(), job(MINIMAL + "engine: {deterministic: true}\n")
-    assert fixed.engine_config("folder", None) == EngineConfig(model="folder", deterministic=True)
-    assert numerics_of(fixed) == numerics_of(plain) | {"deterministic": True}
-    assert "deterministic" not in numerics_of(plain)
-    assert free_of(fixed) == free_of(plain)
-    assert identity_of(fixed) == identity_of(plain)
+    assert free_of(smaller) == free_of(job())
 
 
 def test_another_gpu_of_the_machine_is_the_same_numerics(job):

@@ -1,12 +1,13 @@
 """Hints for keys that people know from other tools: each is told where it stands, and names keys that there are."""
 
+import json
 import re
 
 import pytest
 
 from pipeline.config import JobFileError, load_job
 from pipeline.config.job import JobConfig
-from pipeline.config.mistakes import _KNOWN_ELSEWHERE, section_at
+from pipeline.config.mistakes import _KNOWN_ELSEWHERE, FORMER, section_at
 from tests.config.test_config import MINIMAL
 
 
@@ -39,10 +40,27 @@ def test_the_keys_that_people_bring_along_are_known(key, named):
     assert named in _KNOWN_ELSEWHERE[key]
 
 
+def test_a_former_key_is_refused_with_what_to_write_now(tmp_path):
+    path = tmp_path / "job.yaml"
+    for key, hint in FORMER.items():
+        section, _, name = key.partition(".")
+        overlay = {section: {}} if name else {section: 1}
+        place = overlay[section]
+        for step in name.split(".")[:-1]:
+            place = place.setdefault(step, {})
+        if name:
+            place[name.split(".")[-1]] = 1
+        path.write_text(json.dumps(overlay))
+        (tmp_path / "base.yaml").write_text(MINIMAL)
+        with pytest.raises(JobFileError) as raised:
+            load_job(tmp_path / "base.yaml", overlays=[path])
+        (mistake,) = raised.value.mistakes
+        assert (mistake.key, mistake.problem, mistake.hint) == (key, "unknown key", hint)
+
+
 def test_every_key_that_a_hint_names_is_there():
-    named = {
-        name for hint in _KNOWN_ELSEWHERE.values() for name in re.findall(r"\b(?!\w+\.json)([a-z_]+\.[a-z_]+)\b", hint)
-    }
+    hints = [*_KNOWN_ELSEWHERE.values(), *FORMER.values()]
+    named = {name for hint in hints for name in re.findall(r"\b(?!\w+\.json)([a-z_]+\.[a-z_]+)\b(?!/)", hint)}
     assert len(named) > 8
     for name in named:
         section, _, key = name.partition(".")

@@ -48,7 +48,8 @@ def test_every_key_has_a_description_an_example_and_a_default_or_is_required():
 @pytest.mark.parametrize(
     "more",
     ["engine: {speculation: false}", "engine: {speculation: {proposer: ngram}}", "sampling: {stop: END}",
-     "sampling: {max_tokens: {column: b}}", "engine: {enable_prefix_caching: off}", "run: {window_bytes: 1 MiB}",
+     "sampling: {max_tokens: {column: b}}", "engine: {deterministic: off}", "engine: {kv_cache_memory_bytes: 1 MiB}",
+     "task: embed", "run: {drain_timeout: 1 h 30 min}",
      "run: {spot_notice: false}", "name:"],
 )  # fmt: skip
 def test_short_forms_are_taken(more: str):
@@ -60,10 +61,16 @@ def test_short_forms_are_taken(more: str):
     ["model2: {}", "engine: {max_num_seq: 3}", "sampling: {max_tokens: true}", "sampling: {max_tokens: 0}",
      "sampling: {max_tokens: {columns: b}}", "sampling: {seed: {column: b}}", "sampling: {stop: ['']}",
      "engine: {device: gpu}", "engine: {speculation: ngram}", "engine: {speculation: {max_draft_tokens: 99}}",
-     "engine: {gpu_memory_utilization: 90}", "run: {window_bytes: lots}", "run: [actors]", "name: 5"],
+     "engine: {gpu_memory_utilization: 90}", "run: {drain_timeout: 60}", "run: [actors]", "name: 5",
+     "task: {type: embed, labels: [a, b]}"],
 )  # fmt: skip
 def test_wrong_job_files_are_refused(more: str):
     assert not SCHEMA.is_valid(parse(MINIMAL + more, "job").data)
+
+
+def test_a_model_is_a_bare_word_or_a_section():
+    assert SCHEMA.is_valid(parse(MINIMAL.replace("{path: demo}", "demo"), "job").data)
+    assert not SCHEMA.is_valid(parse(MINIMAL.replace("{path: demo}", "[demo]"), "job").data)
 
 
 def test_exactly_one_source_of_prompts():
@@ -85,13 +92,15 @@ REFUSED = {
 }
 # What is refused for reasons that no schema sees: keys that must agree with each other, and what a text means.
 BEYOND_A_SCHEMA = (
-    "min_tokens 20 is more than max_tokens 16",
+    "min_tokens 300 is more than max_tokens 256",
+    "run.max_runtime: expected more than 0",
     "got nan",  # JSON has no such number
     "names no column",
     "no indices, conversions",
     "is not in the prompt",
     "messages does not",
     "special_tokens: template is for",
+    "no path of this job takes",
     "column and messages hold data",
     "with chat the chat template",
     "only a Hugging Face id has revisions",
@@ -102,10 +111,10 @@ BEYOND_A_SCHEMA = (
     "without control characters",
     "the same new name",
     "at least two labels",
-    "is there twice",
+    "is listed twice",
     "compares completions",
-    "engine.speculation: says nothing",
-    "targets.min_generated_per_s: says nothing",
+    "engine.speculation: has no effect",
+    "targets.min_generated_per_s: has no effect",
 )
 
 
@@ -129,14 +138,14 @@ def test_the_job_of_the_command_lines_tests_is_refused_once_it_is_wrong(wrong: s
     assert not SCHEMA.is_valid(parse(cli_cases.JOB.replace("max_tokens: 9", wrong), "job").data)
 
 
-REQUESTS = "input: {path: data, format: openai-batch}\nmodel: {path: demo}\noutput: {path: out}\n"
+REQUESTS = "input: {path: data, format: openai}\nmodel: {path: demo}\noutput: {path: out}\n"
 
 
 @pytest.mark.parametrize(
     ("more", "fits"),
-    [("", True), ("prompt: {chat: {date: 2026-11-23}}", True), ("prompt: {max_bytes: 9}", True),
+    [("", True), ("prompt: {chat: {date: 2026-11-23}}", True),
      ("prompt: {column: a}", False), ("prompt: {messages: a}", False)],
 )  # fmt: skip
 def test_a_job_of_requests_has_no_source_of_prompts(more: str, fits: bool):
     assert SCHEMA.is_valid(parse(REQUESTS + more, "job").data) == fits
-    assert not SCHEMA.is_valid(parse(REQUESTS.replace(", format: openai-batch", ""), "job").data)
+    assert not SCHEMA.is_valid(parse(REQUESTS.replace(", format: openai", ""), "job").data)

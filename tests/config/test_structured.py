@@ -28,13 +28,12 @@ def job(tmp_path: Path):
     return load
 
 
-def test_a_schema_a_file_of_it_and_openais_form_are_one_job(job, tmp_path: Path):
+def test_a_schema_its_text_and_a_file_of_it_are_one_job(job, tmp_path: Path):
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA, indent=3), encoding="utf-8")
     forms = [
         job(structured_outputs={"json": SCHEMA}),
         job(structured_outputs={"json": json.dumps(SCHEMA)}),
         job(structured_outputs={"json_file": str(tmp_path / "schema.json")}),
-        job(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}),
     ]
     wanted = StructuredOutputs.of({"json": SCHEMA})
     assert {sampling_params(config.sampling).structured_outputs for config in forms} == {wanted}
@@ -44,12 +43,6 @@ def test_a_schema_a_file_of_it_and_openais_form_are_one_job(job, tmp_path: Path)
     (tmp_path / "schema.json").write_text(json.dumps({**SCHEMA, "required": ["a"]}), encoding="utf-8")
     changed = job(structured_outputs={"json_file": str(tmp_path / "schema.json")})
     assert identity_of(changed) != identity_of(forms[0])
-
-
-def test_a_job_without_one_is_the_job_that_it_was(job):
-    assert sampling_params(job(response_format={"type": "text"}).sampling).structured_outputs is None
-    for name in ("structured_outputs", "response_format"):
-        assert name not in identity_of(job())["sampling"]
 
 
 @pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
@@ -77,8 +70,7 @@ def test_each_rows_own_comes_from_a_column(kind: str, job):
          "sampling.structured_outputs.json_file: /nowhere/x.json: cannot be read"),
         ({"structured_outputs": {"json_file": __file__}}, "not JSON"),
         ({"structured_outputs": {"json_file": "a", "json": {}}}, "are both there"),
-        ({"response_format": {"type": "xml"}}, "sampling.response_format"),
-        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "keep one of the two"),
+        ({"response_format": {"type": "json_object"}}, "write sampling.structured_outputs: {json: SCHEMA}"),
         ({"min_tokens": 2, "structured_outputs": {"regex": "a"}}, "min_tokens"),
         ({"min_tokens": 2, "structured_outputs": {"regex": {"column": "a"}}}, "min_tokens"),
     ],

@@ -5,7 +5,8 @@ from xml.etree import ElementTree
 import pyarrow.parquet as pq
 import pytest
 
-from tools import picture, reference, samples
+from tools import picture, presets, reference, samples
+from tools.generated import stale
 
 
 def test_the_keys_of_the_job_file_are_fresh():
@@ -35,3 +36,8 @@ def test_sample_rows_are_fresh(name: str):
 
 def test_the_sample_of_requests_is_fresh():
     assert (samples.FOLDER / "requests.jsonl").read_text(encoding="utf-8") == samples.requests()
+
+
+def test_the_presets_at_the_root_are_those_of_the_package():
+    assert stale(presets.files()) == [], "run `python -m tools.presets`"
+    assert {path.name for path in (presets.ROOT / "configs").iterdir()} == {path.name for path in presets.files()}

@@ -305,15 +305,16 @@ def test_a_check_that_breaks_does_not_end_the_others(monkeypatch):
 @pytest.mark.parametrize(
     "change",
     [
-        ("path: out/new", "path: 's3://bucket/out', storage: {{{o}}}"),
-        ("path: data", "path: 's3://bucket/in', storage: {{{o}}}"),
-        ("path: demo:target-awq", "path: 's3://bucket/model', storage: {{{o}}}"),
-        ("path: data", "path: 's3://user:{s}@bucket/in'"),
-        ("path: out/new", "path: 'nothing://user:{s}@bucket/out', storage: {{{o}}}"),
-        ("path: out/new", "path: out/new, storage: {{{o}}}"),
-        ("path: out/new", "path: out/new, storage: {s}"),
-        ("path: out/new", "path: out/new, storage: [{s}]"),
-        ("path: out/new", "path: out/new, storag: {{{o}}}"),
+        ("path: out/new", "path: 's3://bucket/out'", "storage: {{s3: {{{o}}}}}"),
+        ("path: data", "path: 's3://bucket/in'", "storage: {{s3: {{{o}}}}}"),
+        ("path: demo:target-awq", "path: 's3://bucket/model'", "storage: {{s3: {{{o}}}}}"),
+        ("path: data", "path: 's3://user:{s}@bucket/in'", ""),
+        ("path: out/new", "path: 'nothing://user:{s}@bucket/out'", "storage: {{nothing: {{{o}}}}}"),
+        ("path: out/new", "path: out/new", "storage: {{s3: {{{o}}}}}"),
+        ("path: out/new", "path: out/new", "storage: {{s3: {s}}}"),
+        ("path: out/new", "path: out/new", "storage: [{s}]"),
+        ("path: out/new", "path: out/new, storage: {{{o}}}", ""),
+        ("path: out/new", "path: out/new", "storag: {{{o}}}"),
     ],
 )
 def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pipe, monkeypatch, change):
@@ -321,16 +322,18 @@ def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pip
     monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: RetryPolicy(max_tries=1))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     options = f"key: {SECRET}, secret: {SECRET}, endpoint_url: 'http://127.0.0.1:1'"
-    before, after = change
-    (work / "job.yaml").write_text(JOB.replace(before, after.format(s=SECRET, o=options)))
+    before, after, more = change
+    (work / "job.yaml").write_text(
+        JOB.replace(before, after.format(s=SECRET, o=options)) + more.format(s=SECRET, o=options)
+    )
     for command in ("validate", "doctor", "run", "status", "report"):
-        for more in ((), ("--json",)):
-            code, out, err = pipe(command, "job.yaml", *more)
+        for flags in ((), ("--json",)):
+            code, out, err = pipe(command, "job.yaml", *flags)
             assert SECRET not in out + err, (command, out, err)
-            if more:
+            if flags:
                 assert isinstance(json.loads(out), dict)
             assert code != 70, err
-    for setting in (f"output.storage.secret {SECRET}", f"output.storage.={SECRET}"):
+    for setting in (f"storage.s3.secret {SECRET}", f"storage.={SECRET}"):
         code, out, err = pipe("validate", "job.yaml", "--set", setting)
         assert SECRET not in out + err
         assert code == 2
@@ -339,7 +342,9 @@ def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pip
         raise RuntimeError(repr(config))
 
     monkeypatch.setattr("pipeline.job.running.run.run_job", defect)
-    (work / "job.yaml").write_text(JOB.replace("path: data", f"path: data, storage: {{secret: {SECRET}}}"))
+    (work / "job.yaml").write_text(
+        JOB.replace("path: data", "path: 's3://b/in'") + f"storage: {{s3: {{secret: {SECRET}}}}}\n"
+    )
     code, out, err = pipe("run", "job.yaml")
     assert code == 70
     assert SECRET not in out + err

@@ -60,4 +60,4 @@ def test_as_many_engines_as_their_start_and_the_last_units_allow():
     advice = advice_for_pool([pool(1, 100), pool(4, 115), pool(64, 400)], units=600, unit_rows=512)
     assert [each.key for each in advice] == ["run.actors: 4"]
     few = advice_for_pool([pool(8, 100)], units=16, unit_rows=512)
-    assert [each.key for each in few] == ["run.unit_rows: 128"]
+    assert [each.key for each in few] == ["output.rows_per_file: 128"]

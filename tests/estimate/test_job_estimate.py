@@ -143,7 +143,7 @@ def test_rows_with_limits_of_their_own_are_planned_with_these(tmp_path):
     lines = [request | {"custom_id": str(limit), "body": chat | {"max_tokens": limit}} for limit in limits[:3]]
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = tmp_path / "requests.yaml"
-    job.write_text(f"input: {{path: {tmp_path}/requests.jsonl, format: openai-batch}}\nmodel: {{path: demo}}\n")
+    job.write_text(f"input: {{path: {tmp_path}/requests.jsonl, format: openai}}\nmodel: {{path: demo}}\n")
     by_column = [JOB[0], "--set", f"input.path={tmp_path}/in.jsonl", "--set", "sampling.max_tokens={column: budget}"]
     for args, refused in ((by_column, 1), ([str(job)], 0)):
         found = json.loads(call("plan", *args, "--set", f"output.path={tmp_path}/out", "--json"))

@@ -98,11 +98,13 @@ class Place:
             job["input"]["path"] = str(ROOT / "jobs" / "data")
             job["output"]["path"] = str(self.folder / output)
         else:
+            job["storage"] = {"s3": self.bucket.storage}
             for section, name in (("input", "in"), ("model", "model"), ("output", output)):
-                job[section] |= {"path": self.url(name), "storage": self.bucket.storage}
+                job[section] |= {"path": self.url(name)}
         job["engine"] = {"dtype": "float32"}
         # one thread: on a machine that others use too, two wait for each other at every step
-        job["run"] = {"unit_rows": 16, "window_rows": 256, "cpus_per_actor": 1, "drain_s": 5}
+        job["output"]["rows_per_file"] = 16
+        job["run"] = {"window_rows": 256, "cpus_per_actor": 1, "drain_timeout": "5 s"}
         path = self.folder / f"{output}.yaml"
         path.write_text(json.dumps(job))  # which is YAML; its own writer would write what is there twice by reference
         return path

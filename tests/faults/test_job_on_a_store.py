@@ -39,10 +39,8 @@ def upload(job: Job, store: FaultyStore) -> None:
         for path in (job.folder / kind).iterdir():
             store.bucket.upload(path, f"{job.folder.name}/{kind}/{path.name}")
     for section, kind in (("input", "in"), ("output", "out")):
-        job.settings[section] |= {
-            "path": store.bucket.url(f"{job.folder.name}/{kind}"),
-            "storage": dict(store.bucket.storage),
-        }
+        job.settings[section] |= {"path": store.bucket.url(f"{job.folder.name}/{kind}")}
+    job.settings["storage"] = {"s3": dict(store.bucket.storage)}
 
 
 def table(job: Job, store: FaultyStore) -> pa.Table:
@@ -72,14 +70,19 @@ def test_rows_of_an_interrupted_run_are_taken_over_from_the_store(job, store):
     job.fake(step_s=0.05, max_num_seqs=3).rows(TEXTS[:16])
     upload(job, store)
     with pytest.raises(Interrupted):
-        run(job, [(lambda status: status.rows_done > 0, signal.SIGTERM)], run={"drain_s": 0.0, "unit_rows": 16})
-    output = PartStore(job.settings["output"]["path"], job.settings["output"]["storage"])
+        run(
+            job,
+            [(lambda status: status.rows_done > 0, signal.SIGTERM)],
+            run={"drain_timeout": "0.0 s"},
+            output={"rows_per_file": 16},
+        )
+    output = PartStore(job.settings["output"]["path"], store.bucket.storage)
     (kept,) = output.folder.names("_pipeline/partial")
     raw = output.folder.read(f"_pipeline/partial/{kept}")
     assert raw is not None
     done = json.loads(raw)
     assert 0 < len(done) < 16
-    report, _ = run(job, run={"unit_rows": 16})
+    report, _ = run(job, output={"rows_per_file": 16})
     rows = table(job, store)
     assert sorted(rows["id"].to_pylist()) == list(range(16))
     kept_tokens = sum(len(row["token_ids"]) for row in done)

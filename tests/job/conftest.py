@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from pipeline.config import JobConfig, load_job
-from pipeline.config.sections.row.tasks import row_texts
 from pipeline.data.units import UnitSpec
 from pipeline.job.actor.worker import Backend
 from pipeline.job.dataflow.in_process import InProcessDataflow
@@ -38,8 +37,8 @@ class Job:
             "model": {"path": str(folder / "model")},
             "engine": {"device": "cpu"},
             "sampling": {"max_tokens": 6},
-            "output": {"path": str(self.output)},
-            "run": {"window_rows": 20, "unit_rows": 8, "max_error_rate": 0.5, "drain_s": 5},
+            "output": {"path": str(self.output), "rows_per_file": 8},
+            "run": {"window_rows": 20, "max_error_rate": 0.5, "drain_timeout": "5 s"},
         }
         (folder / "in").mkdir()
         self.fake()
@@ -96,9 +95,8 @@ class Job:
 
 def units_as_written(config: JobConfig) -> UnitSpec:
     """How a job's rows become units where neither its model nor its input's lines say more."""
-    texts = row_texts(config.task, config.choice, config.score, config.prompt.max_bytes)
     prompt, params = prompt_spec(config, config.prompt), sampling_params(config.sampling)
-    return unit_spec(config, prompt, texts, params, kept=())
+    return unit_spec(config, prompt, config.task.row_texts(), params, kept=())
 
 
 @pytest.fixture
@@ -138,6 +136,12 @@ def without_ray(monkeypatch):
     monkeypatch.setattr(Started, "count", 0)
 
 
+@pytest.fixture
+def one_unit_in_flight(monkeypatch):
+    """Engines work on one unit at a time, so that a run that is stopped leaves some of a small job undone."""
+    monkeypatch.setattr("pipeline.job.planning.actor_specs.units_in_flight", lambda *_: 1)
+
+
 def run(job, signals=(), **sections):
     """Run the job with these sections changed. `signals`: (when, number), sent once each as `when(status)` holds."""
     statuses, to_send, seen = [], list(signals), sections.pop("show", lambda status: None)
@@ -150,7 +154,7 @@ def run(job, signals=(), **sections):
 
     options = {
         key: sections.pop(key)
-        for key in ("accept_numerics", "retry_failed", "append", "sample", "logs")
+        for key in ("accept_numerics", "retry_failed", "append", "sample", "logs", "metrics")
         if key in sections
     }
     report = run_job(job.config(**sections), backend=FAKES, progress=show, **options)

@@ -164,7 +164,7 @@ def test_a_file_of_requests_is_a_job_without_a_prompt(here, pipe, url, body, max
     code, _, err = pipe("init", "my.yaml", "--input", "requests.jsonl")
     assert (code, "3 rows in 1 file; requests of openai-batch" in err) == (0, True), err
     written = yaml.safe_load(Path("my.yaml").read_text())
-    assert written["input"] == {"path": "requests.jsonl", "format": "openai-batch"}
+    assert written["input"] == {"path": "requests.jsonl", "format": "openai"}
     assert "prompt" not in written
     assert written.get("sampling") == (max_tokens and {"max_tokens": max_tokens, "temperature": 1})
     assert written.get("task") == (None if max_tokens else "embed")

@@ -68,7 +68,7 @@ def _texts_of(flag: str, used_for: str) -> Callable[[Callable[..., Any]], Callab
                 click.option("--column", metavar="NAME", help="The column of texts; text when left out."),
                 click.option("--template", help='Texts over columns: "Summarize: {report}".'),
                 click.option("--job", metavar="JOB.yaml", help="Take a job's input and prompt, as it would send them."),
-                set_option("input.storage.profile=lab"),
+                set_option("storage.s3.profile=lab"),
             ]
         ):
             decorated = option(decorated)
@@ -218,11 +218,9 @@ def quantize_command(
     from pipeline.checkpoints.locate import resolve_model
     from pipeline.job.planning.resolution import resolve_prompts
     from pipeline.job.preview.dataset_tokens import read_samples
-    from pipeline.stores.filesystem import storage_for
     from pipeline.tokenization.tokenizer import Tokenizer
 
-    storage = None if config is None else storage_for(model, config.model.storage)
-    source = resolve_model(model, storage, say)
+    source = resolve_model(model, None if config is None else config.storage, say)
     fields, token_ids = check_plain(source), []
     if config is not None:
         length = min(max_length, fields.max_position)

@@ -50,7 +50,7 @@ def submit(
     \b
     Examples:
       pipeline submit my.yaml --address http://head:8265
-      pipeline submit nightly.yaml --param date=2026-11-20 --detach
+      pipeline submit nightly.yaml --var date=2026-11-20 --detach
       pipeline submit nightly.yaml --if-running leave     from cron: no second run next to a long one
       RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=token pipeline submit my.yaml
 
@@ -99,7 +99,7 @@ def submit(
 @json_flag
 @answers
 def cancel(place: str, address: str | None, as_json: bool, **overlays: Any) -> None:
-    """Stop a job that was submitted to a cluster: open work is finished within run.drain_s and kept.
+    """Stop a job that was submitted to a cluster: open work is finished within run.drain_timeout and kept.
 
     \b
     Examples:
@@ -116,7 +116,7 @@ def cancel(place: str, address: str | None, as_json: bool, **overlays: Any) -> N
     is_file = place.endswith((".yaml", ".yml"))
     name = ShippedJob.of(load_job(place, **overlays)).name if is_file else place
     if not is_file and any(overlays.values()):
-        raise ConfigError(f"{place}: is a submission; --set, --config, --param and --limit are for a job file")
+        raise ConfigError(f"{place}: is a submission; --set, --config, --var and --limit are for a job file")
     server = JobServer(address)
     found = server.running(name) if is_file else server.find(name)
     if found is None:

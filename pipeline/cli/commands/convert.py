@@ -3,19 +3,19 @@
 import click
 
 from pipeline.cli.console import answers, json_flag, print_answer
-from pipeline.cli.options import param_option
+from pipeline.cli.options import var_option
 
 
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
-@param_option
+@var_option
 @click.option("--output", required=True, type=click.Path(), metavar="FILE.jsonl",
               help="A new file for completed rows, local or an fsspec url.")  # fmt: skip
 @click.option("--errors", type=click.Path(), metavar="FILE.jsonl",
               help="A new file for error rows, made where there are some; next to --output when left out.")  # fmt: skip
 @json_flag
 @answers
-def convert(place: str, params: tuple[str, ...], output: str, errors: str | None, as_json: bool) -> None:
+def convert(place: str, vars: tuple[str, ...], output: str, errors: str | None, as_json: bool) -> None:
     """Write the output of a finished job as OpenAI's Batch API delivers it.
 
     \b
@@ -32,7 +32,7 @@ def convert(place: str, params: tuple[str, ...], output: str, errors: str | None
     """
     from pipeline.job.output.convert import convert as write
     from pipeline.job.output.read_output import open_output, output_of
-    from pipeline.stores.filesystem import is_url
+    from pipeline.stores.filesystem import storage_for
 
-    storage = output_of(place, params)[1] if is_url(output) else {}
-    print_answer(write(open_output(place, params), output, errors, storage), as_json)
+    storage = storage_for(output, output_of(place, vars)[1])
+    print_answer(write(open_output(place, vars), output, errors, storage), as_json)

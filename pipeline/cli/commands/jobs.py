@@ -1,5 +1,6 @@
 """The commands about a job and its output: run, validate, status, compact, verify."""
 
+import re
 import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +19,7 @@ from pipeline.cli.console import (
     say,
     stdout_is_claimed,
 )
-from pipeline.cli.options import Renamed, job_overlays, param_option
+from pipeline.cli.options import Renamed, job_overlays, var_option
 from pipeline.errors import ConfigError, EnvironmentFailed, LimitReached, OutputError
 from pipeline.formatting import counted
 
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from pipeline.job.telemetry.logs import Level
     from pipeline.job.telemetry.status import Status
     from pipeline.report.run_report import RunReport
+
+
+def _host_and_port(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value is not None and re.fullmatch(r"[A-Za-z0-9.\-\[\]:]+:[0-9]{1,5}", value) is None:
+        raise click.BadParameter(f"{value!r}: expected HOST:PORT, such as 0.0.0.0:9400", ctx, param)
+    return value
 
 
 @click.command()
@@ -39,12 +46,16 @@ if TYPE_CHECKING:
               "gives one; each part is replaced whole.")  # fmt: skip
 @click.option("--append", is_flag=True,
               help="Take in input files that are new since the first run: they alone are computed.")  # fmt: skip
-@click.option("--fired-at", metavar="TIME",
-              help="What parameters of {today: ZONE} take for now: @ and seconds since 1970, or a time with its zone. "
-              "For schedulers.")  # fmt: skip
-@click.option("--at-limit", type=click.IntRange(0, 255), metavar="CODE", default=75, show_default=True,
-              help="Exit code where cost.budget_usd or run.max_runtime ends the run; 0 for schedulers that would start "
-              "a failed one again.")  # fmt: skip
+@click.option("--logical-date", metavar="TIME",
+              help="Take this time for now in variables of {today: ZONE}: @ and seconds since 1970, or a time with its "
+              "zone. For schedulers.")  # fmt: skip
+@click.option("--limit-exit-code", type=click.IntRange(0, 255), metavar="CODE", default=75, show_default=True,
+              help="Exit with this code where cost.budget_usd or run.max_runtime ends the run; 0 for schedulers that "
+              "would start a failed one again.")  # fmt: skip
+@click.option("--target-exit-code", type=click.IntRange(0, 255), metavar="CODE", default=0, show_default=True,
+              help="Exit with this code where the finished run missed one of targets.")  # fmt: skip
+@click.option("--metrics", metavar="HOST:PORT", callback=_host_and_port,
+              help="Serve /metrics for Prometheus, and /healthz, while the run lasts.")  # fmt: skip
 @click.option("--sample", type=click.IntRange(min=1), metavar="N",
               help="Compute N rows of all lengths and show them; the full run takes them over.")  # fmt: skip
 @logging_options
@@ -55,8 +66,10 @@ def run(
     accept_numerics: bool,
     retry_failed: bool,
     append: bool,
-    fired_at: str | None,
-    at_limit: int,
+    logical_date: str | None,
+    limit_exit_code: int,
+    target_exit_code: int,
+    metrics: str | None,
     sample: int | None,
     verbose: bool,
     log_level: "Level",
@@ -69,7 +82,7 @@ def run(
     Examples:
       pipeline run my.yaml
       pipeline run my.yaml --limit 20 --set output.path=out/try
-      pipeline run my.yaml --config gpu.yaml --set run.actors=8
+      pipeline run my.yaml --preset h100 --set run.actors=8
       pipeline run my.yaml --json > report.json
       pipeline run my.yaml --sample 20           look at 20 rows first
       pipeline run my.yaml --append              files were added to the input since
@@ -81,25 +94,34 @@ def run(
     Logs of the driver and of each engine are kept in output.path/_pipeline/logs; `pipeline logs` shows them.
     """
     from pipeline.config import load_job
-    from pipeline.config.parameters import moment_of
+    from pipeline.config.variables import moment_of
 
-    config = load_job(job, **overlays, now=moment_of(fired_at))
-    run_and_report(config, as_json, verbose, log_level, accept_numerics, retry_failed, append, sample, at_limit)
+    run_and_report(
+        load_job(job, **overlays, now=moment_of(logical_date)),
+        as_json=as_json,
+        verbose=verbose,
+        log_level=log_level,
+        limit_exit_code=limit_exit_code,
+        target_exit_code=target_exit_code,
+        accept_numerics=accept_numerics,
+        retry_failed=retry_failed,
+        append=append,
+        sample=sample,
+        metrics=metrics,
+    )
 
 
 def run_and_report(
     config: "JobConfig",
+    *,
     as_json: bool,
     verbose: bool,
     log_level: "Level",
-    accept_numerics: bool = False,
-    retry_failed: bool = False,
-    append: bool = False,
-    sample: int | None = None,
-    at_limit: int = LimitReached.exit_code,
+    limit_exit_code: int = LimitReached.exit_code,
+    target_exit_code: int = 0,
+    **options: Any,
 ) -> None:
-    """Run a job and print its report; in a fork, but where a fork's results would be lost. at_limit: the exit code of
-    LimitReached."""
+    """Run a job and print its report; in a fork, but where a fork's results would be lost. options: of `run_job`."""
     from pipeline.cli.guard import guarded
     from pipeline.cli.progress import progress_for
     from pipeline.stores.redaction import shown_url
@@ -112,36 +134,28 @@ def run_and_report(
         with progress_for(with_log=verbose) as progress:
             logs = LogOptions(log_level, progress.line if verbose else None)
             try:
-                report = run_job(
-                    config,
-                    accept_numerics=accept_numerics,
-                    retry_failed=retry_failed,
-                    append=append,
-                    sample=sample,
-                    progress=progress,
-                    logs=logs,
-                )
+                report = run_job(config, progress=progress, logs=logs, **options)
             except LimitReached as error:
-                error.exit_code = at_limit
+                error.exit_code = limit_exit_code
                 raise
         output = shown_url(config.output.path).rstrip("/")
-        if sample is not None and report.outcome == "sampled":
+        if report.outcome == "sampled":
             from pipeline.cli.sample import print_sample
 
             return print_sample(config, report, output, as_json)
         if as_json:
             print_json(report.to_json())
-            return _leave_if_missed(report, config)
+            return _leave_if_missed(report, target_exit_code)
         print_result(
             f"{text(report, result_width())}\n\n  Results     {output}\n  Report      {output}/_pipeline/report.md"
         )
-        _leave_if_missed(report, config)
+        _leave_if_missed(report, target_exit_code)
 
 
-def _leave_if_missed(report: "RunReport", config: "JobConfig") -> None:
-    if report.missed and config.targets.exit_code:
+def _leave_if_missed(report: "RunReport", exit_code: int) -> None:
+    if report.missed and exit_code:
         say(f"Targets missed: {', '.join(target.key for target in report.missed)}")
-        sys.exit(config.targets.exit_code)
+        sys.exit(exit_code)
 
 
 @click.command()
@@ -155,7 +169,7 @@ def validate(job: str, as_json: bool, **overlays: Any) -> None:
     \b
     Examples:
       pipeline validate my.yaml
-      pipeline validate my.yaml --config gpu.yaml --set input.path=other.parquet
+      pipeline validate my.yaml --preset h100 --set input.path=other.parquet
 
     Looks at the job file, the input's footers and a few rows, the model's tokenizer and the output folder. Reads no
     weights and writes nothing.
@@ -177,11 +191,11 @@ def validate(job: str, as_json: bool, **overlays: Any) -> None:
 
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
-@param_option
+@var_option
 @click.option("-w", "--watch", is_flag=True, help="Go on until the run ends; with --json an object at each change.")
 @json_flag
 @answers
-def status(place: str, params: tuple[str, ...], watch: bool, as_json: bool) -> None:
+def status(place: str, vars: tuple[str, ...], watch: bool, as_json: bool) -> None:
     """Say how far a job is, from its output folder.
 
     \b
@@ -197,7 +211,7 @@ def status(place: str, params: tuple[str, ...], watch: bool, as_json: bool) -> N
     from pipeline.job.output.read_output import open_output
     from pipeline.job.telemetry.status import status_line
 
-    seen = Following(store := open_output(place, params))
+    seen = Following(store := open_output(place, vars))
     now, doubt = seen.status, seen.doubt
 
     def as_object(status: "Status", doubt: str | None) -> None:
@@ -228,7 +242,7 @@ def status(place: str, params: tuple[str, ...], watch: bool, as_json: bool) -> N
 
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
-@param_option
+@var_option
 @click.option("--output", cls=Renamed, old="--to", required=True, type=click.Path(), metavar="PATH",
               help="A new folder, or an fsspec url.")  # fmt: skip
 @click.option("--order", type=click.Choice(["parts", "input"]), default="parts", show_default=True,
@@ -237,7 +251,7 @@ def status(place: str, params: tuple[str, ...], watch: bool, as_json: bool) -> N
 @json_flag
 @answers
 def compact(
-    place: str, params: tuple[str, ...], output: str, order: Literal["parts", "input"], target_size: str, as_json: bool
+    place: str, vars: tuple[str, ...], output: str, order: Literal["parts", "input"], target_size: str, as_json: bool
 ) -> None:
     """Merge the parts of a finished job into a few large files in a new folder.
 
@@ -255,23 +269,23 @@ def compact(
     from pipeline.data.output.compact import compact as merge
     from pipeline.data.output.parts import PartStore
     from pipeline.job.output.read_output import open_output, output_of
-    from pipeline.stores.filesystem import is_url
+    from pipeline.stores.filesystem import storage_for
 
     size = parse_bytes(target_size)
     if size is None or not 0 < size <= MAX_FILE_BYTES:
         raise ConfigError(f"--target-size {target_size}: expected a size of at most 4 GiB, such as 256MB")
-    storage = output_of(place, params)[1] if is_url(output) else {}
-    done = merge(open_output(place, params), PartStore(output, storage, what="--output"), order, size, say)
+    storage = storage_for(output, output_of(place, vars)[1])
+    done = merge(open_output(place, vars), PartStore(output, storage, what="--output"), order, size, say)
     print_answer(done, as_json)
 
 
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
-@param_option
+@var_option
 @click.option("--deep", is_flag=True, help="Read every page of every part, and see that each row is there once.")
 @json_flag
 @answers
-def verify(place: str, params: tuple[str, ...], deep: bool, as_json: bool) -> None:
+def verify(place: str, vars: tuple[str, ...], deep: bool, as_json: bool) -> None:
     """Say whether the output of a finished job is sound, and name all that is damaged.
 
     \b
@@ -289,7 +303,7 @@ def verify(place: str, params: tuple[str, ...], deep: bool, as_json: bool) -> No
     from pipeline.job.output.audit import audit
     from pipeline.job.output.read_output import open_output
 
-    found = audit(open_output(place, params), deep, say)
+    found = audit(open_output(place, vars), deep, say)
     print_answer(found, as_json)
     if not found.sound:
         sys.exit(OutputError.exit_code)

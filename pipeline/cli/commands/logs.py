@@ -5,14 +5,14 @@ import sys
 import click
 
 from pipeline.cli.console import answers, print_json, print_lines, say
-from pipeline.cli.options import param_option
+from pipeline.cli.options import var_option
 from pipeline.errors import ConfigError
 from pipeline.formatting import printable_lines
 
 
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
-@param_option
+@var_option
 @click.option("-f", "--follow", is_flag=True, help="Go on with what is written, until the run ends.")
 @click.option("--actor", "actors", multiple=True, metavar="N",
               help="Only this engine's log, or the driver's: 0, driver. May be repeated.")  # fmt: skip
@@ -22,7 +22,7 @@ from pipeline.formatting import printable_lines
 @answers
 def logs(
     place: str,
-    params: tuple[str, ...],
+    vars: tuple[str, ...],
     follow: bool,
     actors: tuple[str, ...],
     run_id: str | None,
@@ -44,7 +44,7 @@ def logs(
     from pipeline.job.output.read_output import open_output
     from pipeline.job.telemetry.log_reader import LogReader, logged_run
 
-    folder = (store := open_output(place, params)).folder
+    folder = (store := open_output(place, vars)).folder
     run_id = logged_run(folder, run_id)
     reader = LogReader(folder, run_id, [_name_of(actor) for actor in actors])
     following = Following(store, run_id) if follow else None

@@ -41,28 +41,28 @@ def manifests(
       pipeline manifests nightly.yaml --schedule '0 2 * * *' --ray-cron-job
 
     The job file's section `kubernetes` holds image and sizes, and patches for all else. The job file is sent along in a
-    ConfigMap. Parameters of {today: ZONE} get the date of each firing; the others are filled in here. A cluster that
+    ConfigMap. Variables of {today: ZONE} get the date of each firing; the others are filled in here. A cluster that
     fails is replaced by another one, which resumes from the parts that are written.
     """
     from pipeline.cluster.manifests import Schedule, to_yaml
     from pipeline.cluster.manifests import manifests as manifests_of
     from pipeline.config import load_job
-    from pipeline.config.parameters import TodaySection
+    from pipeline.config.variables import TodaySection
 
     config, timed = load_job(job, **overlays), None
     if schedule is None and ray_cron_job:
         raise ConfigError("--ray-cron-job: needs --schedule")
     if schedule is not None:
-        given = {flag.partition("=")[0] for flag in overlays["params"]}
-        days = {name for name, kind in config.params.items() if isinstance(kind, TodaySection)} - given
+        given = {flag.partition("=")[0] for flag in overlays["vars"]}
+        days = {name for name, kind in config.vars.items() if isinstance(kind, TodaySection)} - given
         if not days:
             raise ConfigError(
-                "--schedule: every firing would have the same output. Declare params: {date: {today: ZONE}}"
+                "--schedule: every firing would have the same output. Declare vars: {date: {today: ZONE}}"
             )
-        open_params = {name: f"fired-at-{name}" for name in sorted(days)}
-        overlays["params"] = (*overlays["params"], *(f"{name}={text}" for name, text in open_params.items()))
+        open_vars = {name: f"logical-date-{name}" for name in sorted(days)}
+        overlays["vars"] = (*overlays["vars"], *(f"{name}={text}" for name, text in open_vars.items()))
         config = load_job(job, **overlays)
-        timed = Schedule(cron=schedule, time_zone=time_zone, open_params=open_params, by_kuberay=ray_cron_job)
+        timed = Schedule(cron=schedule, time_zone=time_zone, open_vars=open_vars, by_kuberay=ray_cron_job)
     made = manifests_of(config, timed)
     if as_json:
         return print_json({"manifests": made})

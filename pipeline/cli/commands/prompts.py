@@ -120,7 +120,7 @@ def generate(
         flags |= {"name": (Path(output).name, "--output"), **prompt_of_dataset(place, prompt)}
         if limit is not None:
             flags["input.limit"] = (limit, "--limit")
-        return run_and_report(job_from_flags(flags, sets), as_json, verbose, log_level)
+        return run_and_report(job_from_flags(flags, sets), as_json=as_json, verbose=verbose, log_level=log_level)
     saved = None if output is None else Saved(output, overwrite)
     prompts = read_prompts(place, prompt, limit)
     flags |= {"input.path": (place or "-", "--input"), "output.path": (output or "-", "--output"), **prompts.key}
@@ -150,7 +150,7 @@ def _form_flags(json_schema: str | None, choice: tuple[str, ...]) -> dict[str, t
 
 def _sampling_flags(given: dict[str, Any], stop: tuple[str, ...]) -> dict[str, tuple[Any, str]]:
     """Keys of a job file, each with its value and flag."""
-    flags: dict[str, tuple[Any, str]] = {"sampling.max_tokens": (256, "--max-tokens")}
+    flags: dict[str, tuple[Any, str]] = {}
     for flag, key, _, _ in _GENERATE_FLAGS:
         value = given[flag.removeprefix("--").replace("-", "_")]
         if value is not None:

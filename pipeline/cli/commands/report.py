@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.cli.console import answers, json_flag, print_json, print_result, print_tables, result_width, say
-from pipeline.cli.options import FiniteRange, param_option
+from pipeline.cli.options import FiniteRange, var_option
 from pipeline.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("places", metavar="OUTPUT|JOB.yaml [OTHER]", nargs=-1, required=True, type=click.Path())
-@param_option
+@var_option
 @click.option("--html", "page", type=click.Path(dir_okay=False), metavar="FILE",
               help="Also write it as one HTML file with charts, which needs no network.")  # fmt: skip
 @click.option("--by", "column", metavar="COLUMN",
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @answers
 def report(
     places: tuple[str, ...],
-    params: tuple[str, ...],
+    vars: tuple[str, ...],
     page: str | None,
     column: str | None,
     top: int,
@@ -72,10 +72,10 @@ def report(
     if len(places) == 2:
         if page or changes or hosted or column:
             raise ConfigError("--html, --by, --what-if and --hosted: of one output, not of two")
-        return _compare(places[0], places[1], params, rows_per_month, effort_usd, as_json)
+        return _compare(places[0], places[1], vars, rows_per_month, effort_usd, as_json)
     if rows_per_month is not None or effort_usd:
         raise ConfigError("--rows-per-month, --effort-usd: expected two outputs, before and after a change")
-    store = open_output(next(iter(places)), params)
+    store = open_output(next(iter(places)), vars)
     told = report_of(store)
     if changes:
         return _what_if(told, changes, as_json)
@@ -96,12 +96,12 @@ def report(
 
 
 def _compare(
-    before: str, after: str, params: tuple[str, ...], rows_per_month: float | None, effort_usd: float, as_json: bool
+    before: str, after: str, vars: tuple[str, ...], rows_per_month: float | None, effort_usd: float, as_json: bool
 ) -> None:
     from pipeline.job.output.read_output import open_output, report_of
     from pipeline.report.comparison import compare_reports
 
-    first, second = (report_of(open_output(place, params)) for place in (before, after))
+    first, second = (report_of(open_output(place, vars)) for place in (before, after))
     print_tables(compare_reports((before, after), first, second, rows_per_month, effort_usd), as_json)
 
 

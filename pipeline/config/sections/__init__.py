@@ -1,1 +1,1 @@
-"""The sections of a job file, one a file: each key with its type, range, default, meaning and an example."""
+"""The sections of a job file: each key with its type, range, default, meaning, an example and its part in resuming."""

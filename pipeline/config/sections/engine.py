@@ -2,13 +2,17 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-from pipeline.config.sections.section import Section
 from pipeline.config.values import (
-    UNION_TAGS,
+    IDENTITY,
+    NUMERICS,
+    OPTIONS,
+    WORD,
     Bytes,
+    Section,
     Switch,
+    by_form,
     false_is_off,
 )
 
@@ -36,13 +40,9 @@ class SpeculationSection(Section):
     )
 
 
-def _kind_of_speculation(value: object) -> str:
-    return UNION_TAGS[isinstance(value, dict | SpeculationSection)]
-
-
 Speculation = Annotated[
-    Annotated[Literal["off", "auto"], Tag(UNION_TAGS[0])] | Annotated[SpeculationSection, Tag(UNION_TAGS[1])],
-    Discriminator(_kind_of_speculation),
+    Annotated[Literal["off", "auto"], Tag(WORD)] | Annotated[SpeculationSection, Tag(OPTIONS)],
+    by_form,
 ]
 
 
@@ -54,11 +54,13 @@ class EngineSection(Section):
         pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
         description="Where the model runs: auto, cpu, cuda or cuda:N.",
         examples=["cuda"],
+        json_schema_extra=NUMERICS,
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto",
         description="The type that is computed in; auto: what fits the checkpoint and the device.",
         examples=["bfloat16"],
+        json_schema_extra=NUMERICS,
     )
     max_model_len: int | None = Field(
         default=None,
@@ -66,6 +68,7 @@ class EngineSection(Section):
         description="The most tokens of a prompt and its completion together. When left out the model's own context, "
         "or what the KV cache holds if that is less.",
         examples=[4096],
+        json_schema_extra=IDENTITY,
     )
     max_num_seqs: int | None = Field(
         default=None,
@@ -78,17 +81,6 @@ class EngineSection(Section):
         ge=1,
         description="The most tokens computed in one step. Chosen for the machine when left out.",
         examples=[8192],
-    )
-    block_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens of one block of the KV cache. Chosen for the device when left out.",
-        examples=[16],
-    )
-    enable_prefix_caching: Switch = Field(
-        default=True,
-        description="Compute a beginning that prompts share only once.",
-        examples=[False],
     )
     gpu_memory_utilization: float = Field(
         default=0.9,
@@ -107,33 +99,24 @@ class EngineSection(Section):
         default="auto",
         description="fp8 stores keys and values in 8 bits, about half the memory of 16 bit. It can change tokens.",
         examples=["fp8"],
+        json_schema_extra=NUMERICS,
     )
     activation_dtype: Literal["auto", "fp8", "fp8-per-token", "int8"] = Field(
         default="auto",
         description="Rounds the inputs of quantized linears, for speed: int8 on processors, fp8 on GPUs. fp8-per-token "
         "is faster from about 200 tokens a step on, and rounds weights too. It can change tokens.",
         examples=["int8"],
-    )
-    kernels: Literal["auto", "cpu", "triton", "reference"] = Field(
-        default="auto",
-        description="Which kernels compute: cpu (numba, oneDNN), triton (GPUs) or reference (plain torch, slow).",
-        examples=["reference"],
+        json_schema_extra=NUMERICS,
     )
     deterministic: Switch = Field(
         default=False,
         description="A row's tokens never depend on what it is computed with. Slower; on CPU in float32 only.",
         examples=[True],
+        json_schema_extra=NUMERICS,
     )
     speculation: Annotated[Speculation, false_is_off(Literal["off", "auto"] | SpeculationSection)] = Field(
         default="auto",
         description="Speculative decoding: off, auto (where a draft model is given and it pays), or who drafts "
         "and how much.",
         examples=["off", {"proposer": "ngram"}],
-    )
-    seed: int = Field(
-        default=0,
-        ge=0,
-        lt=2**63,
-        description="The job's seed where sampling.seed is left out.",
-        examples=[7],
     )

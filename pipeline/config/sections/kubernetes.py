@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
-from pipeline.config.sections.section import Section
+from pipeline.config.values import Section
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
@@ -18,8 +18,6 @@ FORMER_KEYS = {
         for key, patch in {
             "head_memory": "head: {spec: {containers: [{name: ray, resources: {requests: {memory: 8Gi}, "
             "limits: {memory: 8Gi}}}]}}",
-            "gpu_resource": "worker: {spec: {containers: [{name: ray, resources: {"
-            'requests: {nvidia.com/gpu: null, RESOURCE: "1"}, limits: {nvidia.com/gpu: null, RESOURCE: "1"}}}]}}',
             "node_selector": "worker: {spec: {nodeSelector: {LABEL: VALUE}}}",
             "tolerations": "worker: {spec: {tolerations: [{key: TAINT, operator: Exists}]}}",
             "service_account": "pods: {spec: {serviceAccountName: NAME}}",
@@ -31,6 +29,8 @@ FORMER_KEYS = {
             "keep_s": "job: {spec: {ttlSecondsAfterFinished: 600}}",
         }.items()
     },
+    "gpu_resource": "leave kubernetes.gpus out, and write run.gpus_per_actor: 1 and kubernetes.patch: {worker: {spec: "
+    '{containers: [{name: ray, resources: {requests: {RESOURCE: "1"}, limits: {RESOURCE: "1"}}}]}}}',
     "image_folders": "not needed: an absolute path is one of the image or of a volume",
     "kubectl_image": "not needed: the job's own image creates the RayJob",
 }

@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from pipeline.checkpoints.locate import EMBEDDED_MODELS
-from pipeline.config.sections.section import Section
-from pipeline.config.values import ModelPlace
+from pipeline.config.values import NUMERICS, ModelPlace, Section
 from pipeline.stores.filesystem import is_url
 
 
@@ -22,13 +21,6 @@ class ModelSection(Section):
         "demo:target-awq.",
         examples=["Qwen/Qwen3-4B", "models/Llama-3.1-8B-Instruct"],
     )
-    storage: dict[str, Any] = Field(
-        default={},
-        repr=False,
-        description="fsspec options of the url, such as a profile or an endpoint; left out, the environment's. "
-        "Never shown.",
-        examples=[{"profile": "research"}],
-    )
     draft: ModelPlace | None = Field(
         default=None,
         description="A smaller model with the same tokens, which proposes some where that is faster.",
@@ -39,17 +31,13 @@ class ModelSection(Section):
         description="Makes the linears of a 16- or 32-bit checkpoint smaller while it is loaded. A checkpoint "
         "that is quantized needs none.",
         examples=["int8"],
+        json_schema_extra=NUMERICS,
     )
     revision: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="Of a Hugging Face id: the branch, tag or commit. The main branch when left out. The draft model's "
         "is always the main one.",
         examples=["v1.1", "1cfa9a7208912126459214e8b04321603b3df60c"],
-    )
-    trust: Literal["never"] = Field(
-        default="never",
-        description="Code from a checkpoint is never run.",
-        examples=["never"],
     )
 
     @field_validator("revision")
@@ -59,10 +47,3 @@ class ModelSection(Section):
         if revision is not None and (is_url(path) or path in EMBEDDED_MODELS):
             raise ValueError("only a Hugging Face id has revisions; leave it out")
         return revision
-
-    @field_validator("storage")
-    @classmethod
-    def _of_a_url(cls, storage: dict[str, Any], info: Any) -> dict[str, Any]:
-        if storage and not is_url(info.data.get("path", "://")):
-            raise ValueError(f"only a url takes options; found {', '.join(sorted(storage))}; leave it out")
-        return storage

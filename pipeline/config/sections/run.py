@@ -1,15 +1,31 @@
-"""The section `run`: engines, their machines, and how work is cut."""
+"""The section `run`: engines, their machines, and when a run ends."""
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
-from pipeline.config.sections.section import Section
-from pipeline.config.values import UNION_TAGS, Bytes, Duration, false_is_off
+from pipeline.config.values import (
+    HIDDEN,
+    IDENTITY,
+    OPTIONS,
+    WORD,
+    Duration,
+    Place,
+    Section,
+    by_form,
+    false_is_off,
+)
+
+# What `run.stall_timeout` bounds is one step of an engine. A load is a step of many minutes, and a run in which nothing
+# moves may have an engine that is restarted in it several times.
+LOAD_TIMEOUTS = 12
+PROGRESS_TIMEOUTS = 6
+
+SpotNotice = Literal["off", "aws", "gcp", "azure"]
 
 
 class PoolSection(Section):
-    """How many engines an elastic pool has."""
+    """Size of an elastic pool of engines."""
 
     min: int = Field(ge=1, le=100_000, description="Engines that the run starts with.", examples=[1])
     max: int = Field(ge=1, le=100_000, description="The most engines, where the cluster has room.", examples=[64])
@@ -21,16 +37,12 @@ class PoolSection(Section):
         return self
 
 
-def _kind_of_pool(value: object) -> str:
-    return UNION_TAGS[isinstance(value, dict | PoolSection)]
-
-
 class RunSection(Section):
-    """How the work is cut and run. `gpus_per_actor` null means 0 on cpu and 1 on cuda."""
+    """How the work is run. `gpus_per_actor` null means 0 on cpu and 1 on cuda."""
 
     actors: Annotated[
-        Annotated[int, Field(ge=1, le=100_000), Tag(UNION_TAGS[0])] | Annotated[PoolSection, Tag(UNION_TAGS[1])],
-        Discriminator(_kind_of_pool),
+        Annotated[int, Field(ge=1, le=100_000), Tag(WORD)] | Annotated[PoolSection, Tag(OPTIONS)],
+        by_form,
     ] = Field(
         default=1,
         description="Engines at once, each a copy of the model. With {min: 1, max: 64} engines start as machines join "
@@ -54,30 +66,7 @@ class RunSection(Section):
         ge=1,
         description="The most rows that are read and sorted into units at a time.",
         examples=[65536],
-    )
-    window_bytes: Bytes = Field(
-        default=256 * 2**20,
-        description="About the most bytes that are read at a time. 256 MiB when left out.",
-        examples=["64 MiB"],
-    )
-    unit_tokens: int = Field(
-        default=100_000,
-        ge=1,
-        description="About the most tokens of a unit of work.",
-        examples=[50000],
-    )
-    unit_rows: int = Field(
-        default=512,
-        ge=1,
-        description="The most rows of a unit of work, which is a part file; a kill loses the units in flight.",
-        examples=[256],
-    )
-    units_in_flight: int | None = Field(
-        default=None,
-        ge=1,
-        description="Units that an engine works on at once. Left out, four, or as many as fill its batch where units "
-        "are cut into few rows because each may generate many tokens.",
-        examples=[8],
+        json_schema_extra=IDENTITY,
     )
     max_error_rate: float = Field(
         default=0.01,
@@ -86,73 +75,68 @@ class RunSection(Section):
         description="A larger share of error rows stops the job, resumably. From 0 to 1.",
         examples=[0.001],
     )
-    drain_s: float = Field(
+    drain_timeout: Duration = Field(
         default=30.0,
-        ge=0,
-        le=86_400,
-        description="After a stop signal or a spot notice: seconds to finish what is open.",
-        examples=[60],
+        description="Time to finish open work after a stop signal or a spot notice.",
+        examples=["2 min"],
+        json_schema_extra={"default": "30 s"},
     )
-    step_timeout_s: float = Field(
+    stall_timeout: Annotated[Duration, Field(gt=0)] = Field(
         default=300.0,
-        gt=0,
-        le=86_400,
-        description="An engine that ends no step for so many seconds is started again.",
-        examples=[600],
+        description="An engine that ends no step for this long is started again; one that is loading, after "
+        f"{LOAD_TIMEOUTS} times as long. A run in which nothing moves for {PROGRESS_TIMEOUTS} times as long ends with "
+        "exit code 3.",
+        examples=["10 min"],
+        json_schema_extra={"default": "5 min"},
     )
-    load_timeout_s: float = Field(
-        default=3600.0,
-        gt=0,
-        le=604_800,
-        description="An engine that says nothing for so many seconds while it loads is started again.",
-        examples=[7200],
-    )
-    progress_timeout_s: float = Field(
-        default=1800.0,
-        gt=0,
-        le=604_800,
-        description="A run in which nothing moves for so many seconds ends with exit code 3.",
-        examples=[3600],
-    )
-    max_runtime: Duration | None = Field(
+    max_runtime: Annotated[Duration, Field(gt=0)] | None = Field(
         default=None,
-        description="A run ends itself in time to be over after so long, resumably, with exit code 75.",
+        description="A run ends itself in time to be over after this long, resumably, with exit code 75.",
         examples=["6 h"],
     )
-    quality_sample: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="The share of rows that are compared with a reference model while the job runs (section quality). "
-        "From 0 to 1; 0 is off.",
-        examples=[0.001],
-    )
-    spot_notice: Annotated[
-        Literal["off", "aws", "gcp", "azure"], false_is_off(Literal["off", "aws", "gcp", "azure"])
-    ] = Field(
+    spot_notice: Annotated[SpotNotice, false_is_off(SpotNotice)] = Field(
         default="off",
-        description="Whose metadata service is asked whether a spot machine is about to go.",
+        description="Whose metadata service announces that a spot machine is about to be taken away.",
         examples=["aws"],
-    )
-    ray: Literal["auto", "always"] = Field(
-        default="auto",
-        description="auto: where one engine on this machine computes one window, the job runs without Ray, whose "
-        "start takes some seconds. always: every job runs with it.",
-        examples=["always"],
     )
     ray_address: str | None = Field(
         default=None,
-        description="A Ray cluster to run on. Ray is started on this machine when left out.",
+        min_length=1,
+        description="The Ray cluster to run on: an address, or auto for the one that this machine is part of. local "
+        "starts Ray on this machine. When left out Ray is started here where it is needed: one engine that computes "
+        "one window runs without it, which saves some seconds.",
         examples=["auto"],
     )
-
-    metrics_address: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.\-\[\]:]+:[0-9]{1,5}$")] | None = Field(
+    notify: Place | None = Field(
         default=None,
-        description="Where the driver shows /metrics to Prometheus, and /healthz: host:port. Nowhere when left out.",
-        examples=["0.0.0.0:9400"],
+        description="Receives an event when a target is missed, quality drops, or a limit of cost.budget_usd or "
+        "run.max_runtime is near or reached: an http(s) url that takes a POST of JSON, or a file to which a line of "
+        "JSON is added.",
+        examples=["https://hooks.example.com/jobs", "missed.jsonl"],
+        json_schema_extra=HIDDEN,
     )
 
     @property
     def pool(self) -> tuple[int, int]:
         """The fewest and the most engines."""
         return (self.actors, self.actors) if isinstance(self.actors, int) else (self.actors.min, self.actors.max)
+
+    @property
+    def step_timeout_s(self) -> float:
+        """Seconds without the end of a step after which an engine is started again."""
+        return self.stall_timeout
+
+    @property
+    def load_timeout_s(self) -> float:
+        """Seconds without a word from an engine that is loading after which it is started again."""
+        return LOAD_TIMEOUTS * self.stall_timeout
+
+    @property
+    def progress_timeout_s(self) -> float:
+        """Seconds in which nothing moves after which a run ends."""
+        return PROGRESS_TIMEOUTS * self.stall_timeout
+
+    @property
+    def cluster_address(self) -> str | None:
+        """The Ray cluster to join; None where Ray is started on this machine, if at all."""
+        return None if self.ray_address == "local" else self.ray_address

@@ -145,7 +145,7 @@ def decoding(name: str) -> Iterator[None]:
             yield
         except pa.ArrowMemoryError as e:
             raise EnvironmentFailed(
-                f"{name}: too little memory to decode it ({redacted(str(e))}); lower run.window_bytes or take a larger "
+                f"{name}: too little memory to decode it ({redacted(str(e))}); lower run.window_rows or take a larger "
                 "machine"
             ) from e
         except pa.ArrowException as e:

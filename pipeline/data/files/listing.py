@@ -59,7 +59,7 @@ def find_files(path: str, storage: dict[str, Any], retries: RetryCounts | None =
             fs, full = filesystem(path, storage, retries=retries)
             root, sizes = _local(full, path, name) if is_local(fs) else _remote(fs, full, name, path.endswith("/"))
     except (ImportError, ValueError, TypeError) as e:  # no such protocol, or options it does not take
-        raise InputError(f"{name}: cannot be opened with these input.storage options: {said(e, secrets)}") from None
+        raise InputError(f"{name}: cannot be opened with these storage options: {said(e, secrets)}") from None
     if [posixpath.join(root, f) for f in sizes] == [full]:
         return Found(fs, root, list(sizes.items()), is_named=True)  # whatever its name
     found = sorted((f, n) for f, n in sizes.items() if not is_passed_by(f))

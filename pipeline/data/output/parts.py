@@ -146,7 +146,7 @@ class PartStore:
         if local is None:
             self.folder = open_objects(path, storage or {}, retries, what)
         elif storage:
-            raise OutputError(f"output.storage: a local folder takes no options, found {', '.join(sorted(storage))}")
+            raise OutputError(f"storage: a local folder takes no options, found {', '.join(sorted(storage))}")
         else:
             self.folder = LocalFolder(local)
 

@@ -96,7 +96,9 @@ def requests_of(notes: list[FileNotes], lines_of: Callable[[int], Iterator[tuple
     for key, found in (("url", urls), ("body.model", models), ("body.dimensions", dimensions)):
         _refuse_several(key, found)
     if not urls:
-        raise InputError(f"{notes[0].name}: no line is a request of {FORMAT}; expected lines such as {EXPECTED_LINE}")
+        raise InputError(
+            f"{notes[0].name}: no line is a request of OpenAI's Batch API; expected lines such as {EXPECTED_LINE}"
+        )
     _refuse_duplicates(notes, lines_of)
     ignored = {name for each in notes for name in each.ignored}
     return Requests(

@@ -84,7 +84,7 @@ _HINTS = {
     "thinking_token_budget",
     "chat_template": "give prompt.chat.template in the job file, for all rows",
     "continue_final_message": "an assistant's last turn is continued, see prompt.chat.continue_final_message",
-    "add_generation_prompt": "give prompt.chat.add_generation_prompt in the job file, for all rows",
+    "add_generation_prompt": "it is always on for completions",
 }
 OF_LINE = ("custom_id", "method", "url", "body")
 # Besides those of IGNORED, of UNSUPPORTED and model.

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipeline.data.messages import MessageRefused, plain_message
 
-FORMAT = "openai-batch"  # as input.format names it
+FORMAT = "openai"  # as input.format names it
 Endpoint = Literal["chat", "text", "embedding"]
 
 # Each row's own sampling values, by SamplingParams' names; null means the job's. response_format is JSON.

@@ -17,7 +17,7 @@ from pipeline.data.units import Unit
 from pipeline.report.record.data_warnings import ControlTokenRows
 
 if TYPE_CHECKING:
-    from pipeline.config.sections.row.prompt import PromptSection
+    from pipeline.config.sections.prompt import PromptSection
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Literal
 from pipeline.checkpoints.file_checks import read_json
 from pipeline.checkpoints.pooling import read_pooling
 from pipeline.config import FromColumn, JobConfig
-from pipeline.config.sections.row.tasks import EmbedSection
+from pipeline.config.sections.task import TaskSection
 from pipeline.engine.tasks import Embed
 from pipeline.errors import ConfigError
 from pipeline.job.actor.tasks import Activation, ChoiceTask, ClassifyTask, EmbedTask, JobTask, ScoreTask
@@ -20,15 +20,16 @@ _BY_PROBLEM_TYPE: dict[object, Activation] = {
 
 def plain_task(config: JobConfig) -> JobTask | None:
     """Return the task of a job whose columns follow from its file alone; None where it generates."""
-    if config.task == "choice":
-        labels = config.choice.labels
+    task = config.task
+    if task.type == "choice":
+        labels = task.labels
         return ChoiceTask(None if isinstance(labels, FromColumn) else labels)
-    if config.task == "score":
-        return ScoreTask(config.score.completion is not None, config.score.token_logprobs)
+    if task.type == "score":
+        return ScoreTask(task.completion is not None, task.token_logprobs)
     return None
 
 
-def embed_task(given: EmbedSection, model: Path, shown: str) -> tuple[EmbedSection, EmbedTask]:
+def embed_task(given: TaskSection, model: Path, shown: str) -> tuple[TaskSection, EmbedTask]:
     """Return the section with what the checkpoint's files say in place of `auto`, so that it is in the job's identity,
     and the task. shown: the model's name. Raises ConfigError, ModelError."""
     from pipeline.model.config import read_config
@@ -42,9 +43,9 @@ def embed_task(given: EmbedSection, model: Path, shown: str) -> tuple[EmbedSecti
             normalize = stored is None or stored.normalize
     if given.dimensions is not None and given.dimensions > hidden:
         raise ConfigError(
-            f"embed.dimensions {given.dimensions}: the vectors of {shown} have {hidden:,} numbers (hidden_size in its "
+            f"task.dimensions {given.dimensions}: the vectors of {shown} have {hidden:,} numbers (hidden_size in its "
             "config.json); expected at most so many",
-            key="embed.dimensions",
+            key="task.dimensions",
         )
     found = given.model_copy(update={"pooling": pooling, "normalize": normalize})
     return found, EmbedTask(Embed(pooling, normalize, given.dimensions), given.dimensions or hidden)
@@ -67,7 +68,7 @@ def classify_task(activation: Activation | Literal["auto"], model: Path, shown: 
         activation = _BY_PROBLEM_TYPE.get(values.get("problem_type"), "softmax" if num_classes > 1 else "sigmoid")
     if activation == "softmax" and num_classes == 1:
         raise ConfigError(
-            "classify.activation softmax: the head has one label, of which it is always 1; sigmoid or none",
-            key="classify.activation",
+            "task.activation softmax: the head has one label, of which it is always 1; sigmoid or none",
+            key="task.activation",
         )
     return ClassifyTask(tuple(labels), activation)

@@ -79,7 +79,7 @@ class ChoiceTask:
             try:
                 return prompt, Choice(tuple(encode_labels(tokenizer, prompt, self._of(own))))
             except ConfigError as refused:
-                raise RowRefused(RowError.INVALID_LABELS, f"choice.{refused}") from None
+                raise RowRefused(RowError.INVALID_LABELS, f"task.{refused}") from None
 
         return ask
 
@@ -124,7 +124,7 @@ class ScoreTask:
                 return prompt, Score(1, self.top)
             completion = tokenizer.continuation(prompt, own or "")
             if not completion:
-                raise RowRefused(RowError.INVALID_COMPLETION, "score.completion: it has no tokens")
+                raise RowRefused(RowError.INVALID_COMPLETION, "task.completion: it has no tokens")
             if not prompt:
                 raise RowRefused(RowError.EMPTY_PROMPT, "the prompt has no tokens")
             return [*prompt, *completion], Score(len(prompt), self.top)

@@ -21,7 +21,8 @@ from pipeline.tokenization.chat_messages import ChatTemplateError
 from pipeline.tokenization.labels import Encodes
 
 if TYPE_CHECKING:
-    from pipeline.config.sections.row.prompt import PromptSection
+    from pipeline.config.sections.prompt import PromptSection
+    from pipeline.config.sections.task import TaskType
 
 
 T = TypeVar("T")
@@ -69,7 +70,11 @@ class Chat:
     now: datetime | None = None
 
 
-def chat_of(prompt: "PromptSection", now: datetime | None) -> Chat | None:
+# As vLLM's pooling requests: the vector and the classes are those of the chat, not of an answer that begins.
+_WITHOUT_ASSISTANT = ("embed", "classify")
+
+
+def chat_of(prompt: "PromptSection", task: "TaskType", now: datetime | None) -> Chat | None:
     """How a prompt becomes a chat; None where it is sent as it is. `now`: the date, where the job file has none."""
     given = prompt.chat
     if given is None:
@@ -77,7 +82,7 @@ def chat_of(prompt: "PromptSection", now: datetime | None) -> Chat | None:
     return Chat(
         prompt.messages is not None,
         given.system,
-        given.add_generation_prompt,
+        task not in _WITHOUT_ASSISTANT,
         given.template_kwargs,
         given.continue_final_message,
         now if given.date is None else datetime.fromisoformat(given.date),

@@ -77,8 +77,7 @@ class WorkSpec:
     reference: ReferenceConfig | None = None  # of the quality watch; with the folder in which the driver found it
     reference_model: str | None = None  # what the job file says
     quality_sample: float = 0.0
-    model_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    storage: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the output
+    storage: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)  # fsspec options, by url prefix
     rename: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     kept_types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of kept columns in a part, where not plain
@@ -96,8 +95,7 @@ class WorkSpec:
         def folder(found: str, path: str, key: str, revision: str | None = None) -> str:
             if Path(found).is_dir():
                 return found
-            storage = storage_for(path, self.model_storage)
-            return str(resolve_model(path, storage, None, retries, key, revision))
+            return str(resolve_model(path, self.storage, None, retries, key, revision))
 
         model, draft = folder(self.engine.model, self.model, "model.path", self.revision), None
         if self.engine.draft is not None and self.draft is not None:
@@ -119,7 +117,7 @@ class Worker:
         self._record = ActorRecord(actor)  # what the units came to; `state` adds what the supervisor knows
         self._told = 0
         self._retries = RetryCounts()  # of this actor, for storage
-        store = self._store = PartStore(spec.output, spec.storage, self._retries)
+        store = self._store = PartStore(spec.output, storage_for(spec.output, spec.storage), self._retries)
         engine, reference = spec.here(self._retries)
         logs = self._logs = LogFolder(store, spec.run_id)
         self._log = logs.log(engine_log(actor), spec.log_level)

@@ -92,7 +92,7 @@ def _answered(store: PartStore) -> Answered:
     place = store.folder.shown(JOB)
     try:
         job = json.loads(store.folder.read(JOB) or b"")
-        task = job["identity"].get("task", "generate")
+        task = job["identity"]["task"]["type"]
         is_chat = job["identity"]["prompt"].get("chat") is not None
         model, fingerprint = str(job["free"]["model"]["path"]), str(job["fingerprint"])
         created = int(datetime.fromisoformat(load_runs(store)[-1].started_at).timestamp())

@@ -4,7 +4,7 @@ Owns reading it back for people; writing it is the job's. Nothing here changes t
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,31 +26,32 @@ from pipeline.report.by_column import COUNTED, ByColumn, by_column
 from pipeline.report.record.json_record import SCHEMA_VERSION
 from pipeline.report.record.run_record import RunRecord
 from pipeline.report.run_report import RunReport
-from pipeline.stores.filesystem import is_url
+from pipeline.stores.filesystem import is_url, storage_for
 
 SILENT_S = 120.0  # a run writes its status each few seconds
 ENDED_S = 20.0  # from a run's last record to its last status, at most
 
 
-def open_output(place: str, params: Iterable[str] = ()) -> PartStore:
-    """The output at `place`, a folder or an fsspec url, or the one of the job file there with these `params`. Raises
+def open_output(place: str, vars: Iterable[str] = ()) -> PartStore:
+    """The output at `place`, a folder or an fsspec url, or the one of the job file there with these `vars`. Raises
     OutputError, ConfigError."""
-    path, storage = output_of(place, params)
+    path, storage = output_of(place, vars)
     if not is_url(path) and place == path and not Path(path).is_dir():
         problem = "is neither an output folder nor a job file (.yaml)" if Path(path).exists() else "no such folder"
         raise OutputError(f"{place}: {problem}")
-    return PartStore(path, storage)
+    return PartStore(path, storage_for(path, storage))
 
 
-def output_of(place: str, params: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
-    """Where an output is and the fsspec options that it takes: `place` itself with none, or what the job file says."""
+def output_of(place: str, vars: Iterable[str] = ()) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
+    """Where an output is and its job's fsspec options by url prefix: `place` itself with none, or what the job file
+    says."""
     path = Path(place)
     if is_url(place) or path.suffix not in (".yaml", ".yml") or path.is_dir():
-        if given := list(params):
-            raise ConfigError(f"--param {given[0]}: {place} is no job file, which alone has parameters")
+        if given := list(vars):
+            raise ConfigError(f"--var {given[0]}: {place} is no job file, and only a job file has variables")
         return place, {}
-    output = load_job(path, params=params).output
-    return output.path, output.storage
+    job = load_job(path, vars=vars)
+    return job.output.path, job.storage
 
 
 def status_of(store: PartStore) -> Status:

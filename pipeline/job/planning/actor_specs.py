@@ -29,18 +29,17 @@ def flow_spec(
     job, config, run = plan.job, plan.job.config, plan.job.config.run
     gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
     fewest, most = run.pool
-    cpus = run.cpus_per_actor or _cpus(most, run.ray_address, gpus)
+    cpus = run.cpus_per_actor or _cpus(most, run.cluster_address, gpus)
     engine = job.engine_config(max(1, int(cpus)))
     work = WorkSpec(
         backend=backend,
         model=config.model.path,
-        model_storage=dict(config.model.storage),
         revision=config.model.revision,
         draft=config.model.draft,
         engine=engine,
         reference=reference_of(job, engine),
         reference_model=config.quality.model,
-        quality_sample=run.quality_sample,
+        quality_sample=config.quality.sample,
         step_timeout_s=run.step_timeout_s,
         load_timeout_s=run.load_timeout_s,
         params=job.params,
@@ -50,7 +49,7 @@ def flow_spec(
         author=job.author,
         chat_template=job.chat_template,
         output=config.output.path if is_url(config.output.path) else os.path.abspath(config.output.path),
-        storage=dict(config.output.storage),
+        storage=config.storage,
         rename=dict(config.output.rename),
         kept_types=plan.kept_types,
         metadata=provenance(plan),
@@ -62,11 +61,9 @@ def flow_spec(
         retried_limits=plan.retried_limits,
         task=job.task,
     )
-    spot, units = Spot(run.spot_notice, run.drain_s), job.units
+    spot, units = Spot(run.spot_notice, run.drain_timeout), job.units
     at_once = config.engine.max_num_seqs or most_default_seqs(plan.device.startswith("cuda"))
-    in_flight = run.units_in_flight or units_in_flight(
-        at_once, units.unit_rows, units.unit_tokens, units.default_max_tokens, units.default_n
-    )
+    in_flight = units_in_flight(at_once, units.unit_rows, units.unit_tokens, units.default_max_tokens, units.default_n)
     requested = failpoints.requested(os.environ)
     return FlowSpec(
         source=plan.source,
@@ -77,10 +74,10 @@ def flow_spec(
         cpus=cpus,
         gpus=gpus,
         units_in_flight=in_flight,
-        ray_address=run.ray_address,
+        ray_address=run.cluster_address,
         spot=spot,
         failpoints=requested,
-        always_ray=run.ray == "always",
+        always_ray=run.ray_address == "local",
         min_actors=fewest,
     )
 
@@ -97,10 +94,10 @@ def resolve_device(config: JobConfig) -> str:
     """What `engine.device` is: `auto` is cuda where this machine (or the cluster to join) has a GPU."""
     if config.engine.device != "auto":
         return config.engine.device
-    if config.run.ray_address is not None:
+    if config.run.cluster_address is not None:
         from pipeline.job.dataflow.ray_session import cluster_has_gpus
 
-        return "cuda" if cluster_has_gpus(config.run.ray_address) else "cpu"
+        return "cuda" if cluster_has_gpus(config.run.cluster_address) else "cpu"
     if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
         return "cpu"
     import torch

@@ -1,6 +1,6 @@
 """What a job takes from its checkpoint, and what its checkpoint rules out. torch is not imported here.
 
-Sampling values of generation_config.json are taken only where the job says `sampling.defaults: model`, and never over a
+Sampling values of generation_config.json are taken only with `sampling.generation_config: model`, and never over a
 value that the job gives. What was taken is in the job's identity, as its other values are.
 """
 
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pipeline.checkpoints.file_checks import read_json
 from pipeline.checkpoints.model_values import model_values, quantization_options
 from pipeline.config import JobConfig
-from pipeline.config.sections.row.sampling import SamplingSection
+from pipeline.config.sections.sampling import SamplingSection
 from pipeline.engine.reasoning.markers import ReasoningMarkers
 from pipeline.errors import ConfigError, ModelError
 from pipeline.stores.redaction import shown_url
@@ -61,7 +61,7 @@ def with_stored_sampling(sampling: SamplingSection, values: dict[str, Any], mode
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         file = model / SAMPLING_FILE
-        raise ModelError(f"{file}: {problem['loc'][0]}: {problem['msg']} (sampling.defaults: model)") from None
+        raise ModelError(f"{file}: {problem['loc'][0]}: {problem['msg']} (sampling.generation_config: model)") from None
 
 
 def reasoning_markers(sampling: SamplingSection, model: Path) -> ReasoningMarkers:

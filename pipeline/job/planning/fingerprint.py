@@ -23,7 +23,7 @@ JOB = "_pipeline/job.json"
 ACCEPTED = "_pipeline/accepted-numerics.json"
 FILES = "_pipeline/files.json"  # of an output with more input files than JOB lists
 MAX_LISTED_FILES = 1000  # of more input files only the sum of their digests is kept
-LIMITS = {"max_model_len": "engine.max_model_len"}  # of the identity, which a run with --retry-failed may change
+LIMIT = "engine.max_model_len"  # the key of the identity that a run with --retry-failed may change
 MAX_SHOWN = 20
 MAX_VALUE_CHARS = 100
 
@@ -84,7 +84,8 @@ def fingerprint(
     identity = _plain({**identity_of(config), "files": _files(files), "model": dict(model)})
     if chat_template is not None:
         identity["prompt"]["chat"]["template"] = hashlib.sha256(chat_template.encode()).hexdigest()[:32]
-    numerics = _plain({**numerics_of(config), "device": device})
+    numerics = _plain(numerics_of(config))
+    numerics["engine"]["device"] = device
     chat = config.prompt.chat
     job = Fingerprint(identity, numerics, _plain(free_of(config)), asks_for_date and chat is not None)
     return job.with_date(chat and chat.date)
@@ -151,15 +152,15 @@ def _check_empty(store: PartStore) -> None:
 
 
 def with_limits_of(store: PartStore, ours: Fingerprint) -> tuple[Fingerprint, dict[str, Any]]:
-    """For a run of error rows: `ours` with the output's own limits, and those of `LIMITS` that are others now, by their
-    keys in the job file. Raises OutputError."""
+    """For a run of error rows: `ours` with the output's own `LIMIT`, and the limit of this run by that key where it is
+    another one. Raises OutputError."""
     raw = store.folder.read(JOB)
     if raw is None:
         return ours, {}
-    theirs = _parse(store, raw)["identity"]
-    changed = {name: theirs.get(name) for name in LIMITS if theirs.get(name) != ours.identity[name]}
-    limits = {LIMITS[name]: ours.identity[name] for name in changed}
-    return replace(ours, identity={**ours.identity, **changed}), limits
+    theirs, engine = _parse(store, raw)["identity"]["engine"], ours.identity["engine"]
+    if theirs == engine:
+        return ours, {}
+    return replace(ours, identity={**ours.identity, "engine": theirs}), {LIMIT: engine["max_model_len"]}
 
 
 def differs(store: PartStore, ours: Fingerprint) -> bool:
@@ -218,7 +219,7 @@ def _are_new_files(changes: list[tuple[str, Any, Any]]) -> bool:
 
 
 def _are_limits(changes: list[tuple[str, Any, Any]]) -> bool:
-    return all(key in LIMITS for key, _, _ in changes)
+    return all(key == LIMIT for key, _, _ in changes)
 
 
 def record_numerics(store: PartStore, ours: Fingerprint) -> None:

@@ -70,12 +70,13 @@ def _machine(plan: JobPlan) -> str:
     """What speed follows from, as far as it is known before an engine is there."""
     run, numerics = plan.job.config.run, plan.fingerprint.numerics
     cores = run.cpus_per_actor or max(1, available_cores() // run.pool[1])
-    return _digest([numerics, plan.device, processor()[0], cores, run.ray_address is not None])
+    return _digest([numerics, plan.device, processor()[0], cores, run.cluster_address is not None])
 
 
 def _work(plan: JobPlan) -> str:
     identity = plan.fingerprint.identity
-    return _digest([identity["prompt"], identity["sampling"], identity["max_model_len"]])
+    sampling = {name: value for name, value in identity["sampling"].items() if name != "seed"}
+    return _digest([identity["prompt"], sampling, identity["engine"]["max_model_len"]])
 
 
 def _digest(value: Any) -> str:

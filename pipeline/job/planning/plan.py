@@ -13,7 +13,7 @@ from pipeline.checkpoints.chat_template import asks_for_date, folder_asks_for_da
 from pipeline.checkpoints.digest import model_digest
 from pipeline.config import JobConfig
 from pipeline.data.output.parts import DoneUnits, PartName
-from pipeline.data.source import Source, Window, cut_windows
+from pipeline.data.source import WINDOW_BYTES, Source, Window, cut_windows
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.appended import Batches
 from pipeline.job.planning.fingerprint import Fingerprint, fingerprint
@@ -67,7 +67,7 @@ def plan_of(found: Resolution, device: str) -> JobPlan:
         job=job,
         source=source,
         batches=batches,
-        windows=cut_windows(source, run.window_rows, run.window_bytes, found.config.input.limit),
+        windows=cut_windows(source, run.window_rows, WINDOW_BYTES, found.config.input.limit),
         schema=found.schema,
         fingerprint=fingerprint(
             job.keys,

@@ -1,4 +1,4 @@
-"""Which model the rows of `run.quality_sample` are compared with, and whether that says anything."""
+"""Which model the rows of `quality.sample` are compared with, and whether that says anything."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from pipeline.job.planning.resolved_job import ResolvedJob
 from pipeline.stores.redaction import shown_url
 
 KEY = "quality.model"
-_NAME_ONE = f"name the 16-bit model in {KEY}, or leave run.quality_sample out"
+_NAME_ONE = f"name the 16-bit model in {KEY}, or leave quality.sample out"
 _TOKEN_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty",
                   "frequency_penalty", "structured_outputs", "thinking_token_budget")  # fmt: skip
 

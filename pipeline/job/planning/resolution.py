@@ -18,7 +18,6 @@ from pipeline.checkpoints.locate import folder_here, model_kind, resolve_model, 
 from pipeline.config import JobConfig
 from pipeline.config.contradictions import contradiction_of_lines
 from pipeline.config.requests import prompt_of, sampling_of
-from pipeline.config.sections.row.tasks import row_texts
 from pipeline.data.columns import is_list, is_text
 from pipeline.data.files.listing import would_find
 from pipeline.data.output.parts import PartStore
@@ -101,7 +100,7 @@ class Resolution:
         self.config, self._locate, self._say = config, locate, say
         self._retries, self._append = retries, append
         self.batches = Batches()
-        self.prompt, self.embed = config.prompt, config.embed
+        self.prompt, self.task_section = config.prompt, config.task
         self.requests: Requests | None = None  # where the lines of the input are some
         self.reference: Path | None = None
 
@@ -131,27 +130,35 @@ class Resolution:
         """Return what all checks together found. Raises NotKnown where something is missing."""
         return ResolvedJob(**{field.name: getattr(self, field.name) for field in fields(ResolvedJob)})
 
+    def _storage(self, path: str) -> dict[str, Any]:
+        return storage_for(path, self.config.storage)
+
     def output_place(self) -> None:
         """Refuse a place where the next run would read the parts of this one as its input. A url that cannot be opened
         is left to the code that opens it."""
-        given, output = self.config.input, self.config.output
+        given, output = self.config.input.path, self.config.output.path
         with suppress(ImportError, ValueError, TypeError, OSError):
-            if would_find(given.path, given.storage, output.path, output.storage):
+            if would_find(given, self._storage(given), output, self._storage(output)):
                 raise ConfigError(
-                    f"output.path {shown_url(output.path)}: lies in input.path {shown_url(given.path)}, so the next "
+                    f"output.path {shown_url(output)}: lies in input.path {shown_url(given)}, so the next "
                     "run would read its parts as input; choose a folder outside of it, or one whose name begins with _"
                 )
 
     def appended_batches(self) -> None:
-        output = self.config.output
-        store = PartStore(output.path, output.storage, self._retries)
+        output = self.config.output.path
+        store = PartStore(output, self._storage(output), self._retries)
         self.batches = Batches.of(store, self._append)
         self.store = store
 
     def input_files(self) -> None:
         given, batches = self.config.input, self.batches
         source = open_source(
-            given.path, given.storage, given.on_corrupt, self._retries, batches.is_later, given.has_requests
+            given.path,
+            self._storage(given.path),
+            given.on_corrupt,
+            self._retries,
+            batches.is_later,
+            given.has_requests,
         )
         self.source, self.batches = batches.arranged(source)
         self.table: Columns = self.source
@@ -173,7 +180,7 @@ class Resolution:
             raise ConfigError(": ".join(wrong), key=wrong[0])
         self.requests, self.prompt = found, prompt_of(found.endpoint, self.prompt)
         if found.dimensions is not None:
-            self.embed = self.embed.model_copy(update={"dimensions": found.dimensions})
+            self.task_section = self.task_section.model_copy(update={"dimensions": found.dimensions})
         if found.ignored:
             self._say(f"fields of the requests that change nothing here: {', '.join(found.ignored)}")
 
@@ -183,8 +190,7 @@ class Resolution:
 
     def row_texts(self) -> None:
         """Find the texts that rows bring beside their prompts."""
-        config = self.config
-        texts = row_texts(config.task, config.choice, config.score, config.prompt.max_bytes)
+        texts = self.task_section.row_texts()
         with _about(texts.key if texts else ""):
             self.texts = texts and texts.of_input(self.table.every_column)
 
@@ -201,7 +207,7 @@ class Resolution:
         named = [("input.columns", name) for name in given or ()]
         named += [(key, name) for key, each in reads for name in each.columns]
         named += [(f"sampling.{option}", name) for option, name in options.items()]
-        if self.config.run.quality_sample > 0 and quality is not None:
+        if self.config.quality.sample > 0 and quality is not None:
             named.append(("quality.column", quality))
         elsewhere = {name for _, name in named}
         named += [("input.columns", name) for name in kept if name not in elsewhere]  # left out: all of them
@@ -237,30 +243,30 @@ class Resolution:
 
     def checkpoint(self) -> None:
         model = self.config.model
-        self.model = self._locate("model.path", model.path, model.storage, model.revision)
+        self.model = self._locate("model.path", model.path, self.config.storage, model.revision)
 
     def limits(self) -> Iterator[PipelineError]:
         return exceeded_limits(self.config, self.model)
 
     def draft_checkpoint(self) -> None:
-        named, storage = self.config.draft_model, self.config.model.storage
-        self.draft = None if named is None else self._locate("model.draft", named, storage, None)
+        named = self.config.draft_model
+        self.draft = None if named is None else self._locate("model.draft", named, self.config.storage, None)
 
     def reference_checkpoint(self) -> None:
-        """Find the model that the rows of `run.quality_sample` are compared with."""
+        """Find the model that the rows of `quality.sample` are compared with."""
         config, named = self.config, self.config.quality.model
-        if config.run.quality_sample == 0:
+        if config.quality.sample == 0:
             return
         if named is None:
             check_own(config, self.model)
             self.reference = self.model
         else:
-            self.reference = self._locate(REFERENCE, named, config.model.storage, None)
+            self.reference = self._locate(REFERENCE, named, config.storage, None)
             check_same_tokens(self.reference, self.model)
 
     def sampling_values(self) -> None:
         """The job's own values, then the model's where it asks for them, then those of the lines' API."""
-        sampling, is_wanted = self.config.sampling, self.config.sampling.defaults == "model"
+        sampling, is_wanted = self.config.sampling, self.config.sampling.generation_config == "model"
         self.model_sampling: dict[str, dict[str, Any]] = {"taken": {}, "not_taken": {}}
         if self.knows("model"):
             values = stored_sampling(self.model)
@@ -281,11 +287,11 @@ class Resolution:
 
     def row_task(self) -> None:
         config, shown = self.config, shown_url(self.config.model.path)
-        match config.task:
+        match config.task.type:
             case "embed":
-                self.embed, self.task = embed_task(self.embed, self.model, shown)
+                self.task_section, self.task = embed_task(self.task_section, self.model, shown)
             case "classify":
-                self.task = classify_task(config.classify.activation, self.model, shown)
+                self.task = classify_task(config.task.activation, self.model, shown)
             case _:
                 self.task = plain_task(config)
 
@@ -309,7 +315,7 @@ class Resolution:
     def result_columns(self) -> None:
         """A task of a checkpoint that is not on this machine counts as without columns."""
         task: JobTask | None = vars(self).get("task")
-        of_task = None if self.config.task == "generate" else () if task is None else task.fields
+        of_task = None if self.config.task.type == "generate" else () if task is None else task.fields
         self.results = result_shape(self.config, self.sampling, of_task)
 
     def output_columns(self) -> None:
@@ -335,7 +341,7 @@ OF_ROWS = (
     JobCheck("model.path", Resolution.checkpoint),
     JobCheck("model.path", Resolution.limits),
     JobCheck("model.draft", Resolution.draft_checkpoint),
-    JobCheck("sampling.defaults", Resolution.sampling_values),
+    JobCheck("sampling.generation_config", Resolution.sampling_values),
     JobCheck("sampling.reasoning", Resolution.reasoning),
     JobCheck("task", Resolution.row_task),
     JobCheck("prompt.chat", Resolution.template),
@@ -384,7 +390,7 @@ def resolve_prompts(config: JobConfig, model: Path) -> Resolution:
 def fetched(say: Say, retries: RetryCounts | None) -> Locate:
     def locate(key: str, path: str, storage: Mapping[str, Any], revision: str | None) -> Path:
         _check_place(key, path)
-        return _whole(key, path, resolve_model(path, storage_for(path, storage), say, retries, key, revision))
+        return _whole(key, path, resolve_model(path, storage, say, retries, key, revision))
 
     return locate
 
@@ -412,7 +418,7 @@ def missing_from_store(url: str, storage: Mapping[str, Any]) -> list[str]:
         given = ", ".join(sorted(storage)) or "none given"
         raise ModelError(
             f"{shown_url(url)}: cannot be opened ({type(error).__name__}); are the url, the rights to it and "
-            f"model.storage ({given}) right?"
+            f"its storage ({given}) right?"
         ) from None
 
 

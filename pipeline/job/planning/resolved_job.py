@@ -11,14 +11,15 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipeline.config import FromColumn, JobConfig
-from pipeline.config.sections.row.prompt import PromptSection
-from pipeline.config.sections.row.sampling import SamplingSection
-from pipeline.config.sections.row.structured import StructuredFromColumn
-from pipeline.config.sections.row.tasks import EmbedSection
+from pipeline.config.sections.prompt import PromptSection
+from pipeline.config.sections.sampling import DEFAULT_MAX_TOKENS, SamplingSection
+from pipeline.config.sections.structured import StructuredFromColumn
+from pipeline.config.sections.task import TaskSection
 from pipeline.data.output.result_columns import ResultShape
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.requests.request_row import PARAMETERS, REFUSED
 from pipeline.data.row_texts import RowTexts
+from pipeline.data.source import WINDOW_BYTES
 from pipeline.data.units import MAX_STRETCH_BYTES, UnitSpec
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.job.actor.control_tokens import AuthorTexts, author_texts
@@ -28,13 +29,13 @@ from pipeline.job.actor.tokenize import Chat, Tokenize, Tokenizer, chat_of
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedJob:
-    """`config`: the job file as written. The sections `prompt`, `sampling` and `embed` stand in place of its own, with
-    the values of the input's lines and of the checkpoint filled in."""
+    """`config`: the job file as written. The sections `prompt`, `sampling` and `task_section` stand in place of its
+    own, with the values of the input's lines and of the checkpoint filled in."""
 
     config: JobConfig
     prompt: PromptSection
     sampling: SamplingSection
-    embed: EmbedSection
+    task_section: TaskSection
     model: Path  # the folder of the checkpoint on this machine
     draft: Path | None
     reference: Path | None  # of the quality watch
@@ -47,7 +48,7 @@ class ResolvedJob:
     @property
     def keys(self) -> JobConfig:
         """The job file with the values that were found, which decide what makes it another job."""
-        found = {"prompt": self.prompt, "sampling": self.sampling, "embed": self.embed}
+        found = {"prompt": self.prompt, "sampling": self.sampling, "task": self.task_section}
         return self.config.model_copy(update=found)
 
     @property
@@ -62,7 +63,7 @@ class ResolvedJob:
 
     def chat(self, now: datetime | None) -> Chat | None:
         """How a prompt becomes a chat; None where it is sent as it is. now: the date, where the job file has none."""
-        return chat_of(self.prompt, now)
+        return chat_of(self.prompt, self.task_section.type, now)
 
     def engine_config(self, num_threads: int | None = None) -> EngineConfig:
         return self.config.engine_config(str(self.model), self.draft and str(self.draft), num_threads)
@@ -77,11 +78,11 @@ def sampling_params(sampling: SamplingSection) -> SamplingParams:
     """The values that are the same for every row; those from a column are left at their defaults, but that a
     temperature beside a constant `n` above 1 is then 1: rows whose temperature is null have it."""
     constant = {name: value for name, value in sampling if not isinstance(value, FromColumn)}
-    del constant["defaults"], constant["response_format"]
+    del constant["generation_config"]
     if sampling.repetition_detection is not None:
         constant["repetition_detection"] = sampling.repetition_detection.params()
     if "max_tokens" not in constant:  # a constant min_tokens may be above max_tokens' default
-        constant["max_tokens"] = max(SamplingParams.max_tokens, constant.get("min_tokens", 0))
+        constant["max_tokens"] = max(DEFAULT_MAX_TOKENS, constant.get("min_tokens", 0))
     if "temperature" not in constant and constant.get("n", 1) > 1:
         constant["temperature"] = 1.0
     return SamplingParams(**constant)
@@ -91,7 +92,7 @@ def sampling_columns(config: JobConfig) -> Mapping[str, str]:
     """The options that each row may set itself: option (`structured_outputs.json` and the like) to column. A null there
     means the job's value."""
     if config.input.has_requests:
-        return {name: name for name in PARAMETERS} if config.task == "generate" else {}
+        return {name: name for name in PARAMETERS} if config.task.type == "generate" else {}
     return {
         f"{name}.{value.kind}" if isinstance(value, StructuredFromColumn) else name: value.column
         for name, value in config.sampling
@@ -109,7 +110,7 @@ def result_shape(
     config: JobConfig, sampling: SamplingSection, task_fields: tuple[pa.Field, ...] | None = None
 ) -> ResultShape:
     """The result columns. task_fields: those of a job that does not generate."""
-    of_requests = config.input.has_requests and config.task == "generate"
+    of_requests = config.input.has_requests and config.task.type == "generate"
     return ResultShape(
         "rows" if config.output.samples == "rows" else "one" if sampling.n == 1 else "lists",
         logprobs=sampling.logprobs is not None or of_requests,  # some rows of requests may ask for theirs
@@ -124,16 +125,14 @@ def unit_spec(
 ) -> UnitSpec:
     """How rows are rendered and cut into units. texts: those that rows bring beside their prompts. kept: the input
     columns that go with them."""
-    run = config.run
     return UnitSpec(
         prompt,
         kept,
         sampling_columns(config),
-        params.max_tokens if config.task == "generate" else 0,
-        run.unit_tokens,
-        run.unit_rows,
-        config.quality.column if run.quality_sample > 0 else None,
-        params.n,
-        texts,
-        min(run.window_bytes * 3 // 2, MAX_STRETCH_BYTES),  # those of a full window are one stretch, mostly
+        default_max_tokens=params.max_tokens if config.task.type == "generate" else 0,
+        unit_rows=config.output.rows_per_file,
+        expected=config.quality.column if config.quality.sample > 0 else None,
+        default_n=params.n,
+        texts=texts,
+        max_bytes=min(WINDOW_BYTES * 3 // 2, MAX_STRETCH_BYTES),  # those of a full window are one stretch, mostly
     )

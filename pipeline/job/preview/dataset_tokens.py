@@ -56,7 +56,7 @@ def read_samples(
     kept, source, spec = () if expected is None else (expected,), prompts.source, prompts.spec
     source.check_columns([*kept, *spec.columns])
     spec.check(source.schema)
-    chat, author = chat_of(prompts.prompt, wall_time()), author_texts(spec, prompts.prompt)
+    chat, author = chat_of(prompts.prompt, prompts.config.task.type, wall_time()), author_texts(spec, prompts.prompt)
     tokenize = Tokenize(tokenizer, SamplingParams(), 0, chat, author=author)
     unit_spec = UnitSpec(spec, kept)
     found: list[tuple[tuple[int, str, int], list[int], str | None]] = []

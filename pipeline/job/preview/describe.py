@@ -3,7 +3,7 @@
 from typing import Any
 
 from pipeline.config import FromColumn, JobConfig
-from pipeline.config.sections.row.sampling import RepetitionSection, SamplingSection
+from pipeline.config.sections.sampling import RepetitionSection, SamplingSection
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.reasoning.markers import ReasoningMarkers
 from pipeline.formatting import counted, money, printable, shown_bytes
@@ -38,7 +38,7 @@ def _facts(found: Examined) -> list[tuple[str, str]]:
         rows = f"the first {source['rows_to_do']:,} of {rows}"
     size = f"{counted(source['files'], 'file')}, {rows}, {shown_bytes(source['bytes'])}"
     chat = "a chat" if job.prompt.chat is not None else "text"
-    given = {"max_tokens", *job.sampling.model_fields_set} - {"defaults"}
+    given = {"max_tokens", *job.sampling.model_fields_set} - {"generation_config"}
     sampling = [f"{key} {_option(value)}" for key, value in job.sampling if key in given]
     there = facts["output"]["rows_there"]
     revision = "" if config.model.revision is None else f"; revision {config.model.revision}"
@@ -55,7 +55,7 @@ def _facts(found: Examined) -> list[tuple[str, str]]:
         ("Keeps", ", ".join(columns["kept"]) or "no input columns"),
         ("Model", f"{facts['model']['path']} ({facts['model']['kind']}{revision})"),
         *([("Draft", f"{draft['path']} ({draft['kind']})")] if (draft := facts.get("draft model")) else []),
-        *([("Quality", _quality(facts.get("reference model"), config))] if config.run.quality_sample else []),
+        *([("Quality", _quality(facts.get("reference model"), config))] if config.quality.sample else []),
         *([("Task", _shown_task(task))] if (task := facts.get("task")) else [("Sampling", ", ".join(sampling))]),
         *([] if task else _own_sampling(facts["model_sampling"], job.sampling)),
         ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
@@ -70,14 +70,14 @@ def _quality(reference: dict[str, str] | None, config: JobConfig) -> str:
         f"{reference['path']} ({reference['kind']})" if reference else "the model's own weights as they are stored"
     )
     column = "" if given.column is None else f"; right answers from {given.column}"
-    return f"{100 * config.run.quality_sample:g}% of the rows against {against}{column}"
+    return f"{100 * given.sample:g}% of the rows against {against}{column}"
 
 
 def _shown_task(task: dict[str, Any]) -> str:
-    given = {key: value for key, value in task.items() if key not in ("name", "columns_known")}
+    given = {key: value for key, value in task.items() if key not in ("type", "columns_known")}
     values = [f"{key} {value!r}" for key, value in given.items() if value is not None]
     unknown = "" if task["columns_known"] else "; its columns follow from the checkpoint, which is not on this machine"
-    return ": ".join(part for part in (task["name"], ", ".join(values)) if part) + unknown
+    return ": ".join(part for part in (task["type"], ", ".join(values)) if part) + unknown
 
 
 def _shown_requests(found: dict[str, Any] | None) -> str:
@@ -92,7 +92,7 @@ def _shown_requests(found: dict[str, Any] | None) -> str:
 
 def _own_sampling(found: dict[str, dict[str, Any]], sampling: SamplingSection) -> list[tuple[str, str]]:
     """The line of the model's own sampling values, where it has some that matter here."""
-    wants = sampling.defaults == "model"
+    wants = sampling.generation_config == "model"
     left = {k: v for k, v in found["not_taken"].items() if v != getattr(sampling, k)}
     if not wants and not left:
         return []
@@ -100,7 +100,7 @@ def _own_sampling(found: dict[str, dict[str, Any]], sampling: SamplingSection) -
         [f"taken of the model's generation_config.json: {shown_values(found['taken']) or 'nothing'}"] if wants else []
     )
     if left:
-        advice = "the job gives its own" if wants else "sampling.defaults: model takes them"
+        advice = "the job gives its own" if wants else "sampling.generation_config: model takes them"
         told.append(f"not taken of the model's generation_config.json: {shown_values(left)} ({advice})")
     return [("", "; ".join(told))]
 
@@ -119,7 +119,7 @@ def _shown_prompt(first: dict[str, Any] | None, found: Examined) -> list[str]:
     if len(shown) > _MAX_LINES_SHOWN or len(first["text"]) == MAX_PROMPT_CHARS:
         lines.append("    | ...")
     if first["texts"] is not None:
-        key = {"choice": "choice.labels", "score": "score.completion"}[found.facts["task"]["name"]]
+        key = {"choice": "task.labels", "score": "task.completion"}[found.facts["task"]["type"]]
         lines += ["", f"  With it, as {key}:", *(f"    | {printable(line)}" for line in first["texts"].split("\n"))]
     if first["tokens"] is None:
         lines += [

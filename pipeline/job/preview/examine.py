@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.checkpoints.locate import model_kind
 from pipeline.checkpoints.model_values import model_values
 from pipeline.config import FromColumn, JobConfig, Mistake
-from pipeline.data.source import Source, cut_windows
+from pipeline.data.source import WINDOW_BYTES, Source, cut_windows
 from pipeline.errors import EnvironmentFailed, PipelineError, RowError
 from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tokenize import Tokenize, chat_of
@@ -76,9 +76,9 @@ def examine(config: JobConfig) -> Examined:
     if (lines := resolution.requests) is not None:
         names = ("endpoint", "model")
         found.facts["requests"] = {name: getattr(lines, name) for name in names} | {"ignored": list(lines.ignored)}
-    if config.task != "generate":
-        given = getattr(config, config.task).model_dump(mode="json")
-        found.facts["task"] = {"name": config.task, **given, "columns_known": resolution.knows("task")}
+    if config.task.type != "generate":
+        known = resolution.knows("task")
+        found.facts["task"] = {"type": config.task.type, **config.task.keys, "columns_known": known}
     if not found.mistakes and not found.failures:
         found.facts |= _columns(resolution)
         _prompts(found)
@@ -93,7 +93,7 @@ def _checkpoints(found: Resolution) -> dict[str, Any]:
         facts["model"]["revision"] = config.model.revision
     if config.draft_model is not None:
         facts["draft model"] = _checkpoint(config.draft_model)
-    if config.run.quality_sample > 0 and named is not None:
+    if config.quality.sample > 0 and named is not None:
         facts["reference model"] = _checkpoint(named)
     facts["model_sampling"] = found.model_sampling
     if found.knows("sampling") and not isinstance(markers := found.sampling.reasoning, str | None):
@@ -106,7 +106,7 @@ def _checkpoint(path: str) -> dict[str, str]:
 
 
 def _input(config: JobConfig, source: Source) -> dict[str, Any]:
-    windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
+    windows = cut_windows(source, config.run.window_rows, WINDOW_BYTES, config.input.limit)
     facts = {
         "path": source.root,
         "files": len(source.files),
@@ -141,7 +141,7 @@ def _prompts(examined: Examined) -> None:
             from pipeline.tokenization.tokenizer import Tokenizer
 
             tokenizer = Tokenizer.from_folder(str(found.model), found.chat_template)
-            chat, author = chat_of(found.prompt, wall_time()), author_texts(found.spec, found.prompt)
+            chat, author = chat_of(found.prompt, config.task.type, wall_time()), author_texts(found.spec, found.prompt)
             tokenize = Tokenize(tokenizer, found.params, config.seed, chat, task=found.task, author=author)
             longest = model_values(found.model).get("max_position_embeddings")
             context = longest if isinstance(longest, int) else None  # what is wrong with it the engine says
@@ -150,9 +150,9 @@ def _prompts(examined: Examined) -> None:
         if tokenize is not None:
             facts["prompt_tokens"], rows = prompt_tokens(config, found.units, found.source, tokenize, context)
             facts["warnings"] += map(vars, rows.warnings())
-        if first and first["error"] == RowError.INVALID_LABELS and not isinstance(config.choice.labels, FromColumn):
-            why = first["error_message"].removeprefix("choice.labels: ")
-            examined.mistakes.append(Mistake(config.where("choice.labels"), "choice.labels", why))
+        if first and first["error"] == RowError.INVALID_LABELS and not isinstance(config.task.labels, FromColumn):
+            why = first["error_message"].removeprefix("task.labels: ")
+            examined.mistakes.append(Mistake(config.where("task.labels"), "task.labels", why))
 
 
 def _output(examined: Examined) -> None:

@@ -64,7 +64,7 @@ def prompt_tokens(
             control_tokens += tokenize.control_tokens(unit)
     lengths.sort()
     rows, most = len(lengths) + sum(errors.values()), config.engine.max_model_len or context
-    room = most and most - (config.task == "generate")  # one generated token at least
+    room = most and most - (config.task.type == "generate")  # one generated token at least
     found = {
         "rows": rows,
         "errors": dict(sorted(errors.items())),

@@ -198,8 +198,8 @@ class Supervisor:
 
     def _hung(self, child: Child) -> str:
         if not child.ready:
-            return f"nothing heard while it loaded for run.load_timeout_s, {self._launch.load_timeout_s:g} s"
-        return f"no step for run.step_timeout_s, {self._launch.step_timeout_s:g} s"
+            return f"nothing heard while it loaded, for {self._launch.load_timeout_s:g} s (run.stall_timeout)"
+        return f"no step for {self._launch.step_timeout_s:g} s (run.stall_timeout)"
 
     def _receive(self, child: Child, message: object) -> None:
         with self._lock:

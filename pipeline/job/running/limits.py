@@ -11,7 +11,7 @@ scheduler finds its budget spent, and ends before an engine starts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.config.sections.cost import CostSection
+from pipeline.config.sections.limits import CostSection
 from pipeline.config.sections.run import RunSection
 from pipeline.errors import LimitReached
 from pipeline.formatting import duration

@@ -1,4 +1,4 @@
-"""Tells somebody outside of what a run came to: `targets.notify`, a url or a file.
+"""Tells somebody outside of what a run came to: `run.notify`, a url or a file.
 
 A failure to tell is a warning: no row depends on it.
 """
@@ -28,4 +28,4 @@ def notify(place: str | None, event: Mapping[str, Any], warn: Callable[[str], No
         with Path(place).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
     except (OSError, ValueError, urllib.error.URLError) as error:
-        warn(f"targets.notify {shown_url(place)}: {type(error).__name__}: {error}")
+        warn(f"run.notify {shown_url(place)}: {type(error).__name__}: {error}")

@@ -51,9 +51,10 @@ class RunReporter:
         show: Show,
         logs: LogOptions,
         sample: int | None = None,
+        metrics: str | None = None,
     ) -> None:
         """`earlier`: the records of the job's runs before this one. `show`: called with each status. `sample`: of a run
-        with --sample, its rows."""
+        with --sample, its rows. `metrics`: the address of /metrics and /healthz."""
         self._plan, self._log, self._totals, self._earlier = plan, log, totals, earlier
         self._telemetry, self._show = telemetry, show
         self._num_rows = plan.num_rows if sample is None else min(plan.num_rows, totals.now().rows + sample)
@@ -71,7 +72,7 @@ class RunReporter:
         self._estimate = load_estimate(store, plan.fingerprint.undated)
         if self._estimate is None and store.folder.has(PLAN):
             self.note(f"{PLAN} estimates another job and is not compared with this run; `pipeline plan` estimates it")
-        self._metrics = MetricsServer.at(plan.job.config.run.metrics_address, self.warn)
+        self._metrics = MetricsServer.at(metrics, self.warn)
         self.progress = Progress(plan.job.config.run.progress_timeout_s)
         self._drops: set[str] = set()  # measures of quality whose drop was reported already
 
@@ -164,10 +165,10 @@ class RunReporter:
             self._metrics.close()
 
     def notify(self, event: str, **what: object) -> None:
-        """Tell whoever `targets.notify` names."""
+        """Tell whoever `run.notify` names."""
         config = self._plan.job.config
         about = {"event": event, "job": config.name, "run": self._log.run_id, "output": shown_url(config.output.path)}
-        notify(config.targets.notify, {**about, **what}, self.warn)
+        notify(config.run.notify, {**about, **what}, self.warn)
 
     def look_at_quality(self) -> None:
         """Warn once for each measure of quality in which the compared rows show a drop."""

@@ -52,6 +52,7 @@ from pipeline.machine.host import wall_time
 from pipeline.report.record.data_warnings import input_warnings
 from pipeline.report.record.run_record import Outcome, RunRecord, SkippedInput
 from pipeline.report.run_report import RunReport
+from pipeline.stores.filesystem import storage_for
 from pipeline.stores.retries import RetryCounts
 
 
@@ -65,16 +66,18 @@ def run_job(
     progress: Show | None = None,
     backend: Backend | None = None,
     logs: LogOptions | None = None,
+    metrics: str | None = None,
 ) -> RunReport:
     """Run a job, or go on with it, until its output is complete; of a finished job only the report is made again.
 
     `retry_failed` computes the error rows of what is there again. `append` takes input files that are new since the
     first run into the job. With `sample` only so many rows are computed and kept for the run that does the rest;
-    `sample.read_sample` reads them. `progress` is called about once a second.
+    `sample.read_sample` reads them. `progress` is called about once a second. At `metrics`, HOST:PORT, the
+    run serves /metrics for Prometheus and /healthz.
 
     Raises the exceptions of `pipeline.errors`; whenever one comes, what is written is whole and the same call goes on
     from there. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are computed,
-    after `run.drain_s` at most or at a second signal; at any other time at once (`stop.py`).
+    after `run.drain_timeout` at most or at a second signal; at any other time at once (`stop.py`).
     """
     if not isinstance(config, JobConfig):
         raise ConfigError(f"run_job({config!r:.80}): expected a job, as in run_job(load_job('my.yaml'))")
@@ -127,6 +130,7 @@ def run_job(
                 show=show,
                 logs=logs,
                 sample=sample,
+                metrics=metrics,
             )
             if plan.batches.new is not None:
                 reporter.note(f"appended: {len(plan.batches.new)} new files of the input")
@@ -156,7 +160,7 @@ def _plan(
         show(Status(phase=f"planning: {what}"))
 
     plan = make_plan(config, resolve_device(config), say=say, retries=retries, append=append)
-    store = PartStore(config.output.path, config.output.storage, retries)
+    store = PartStore(config.output.path, storage_for(config.output.path, config.storage), retries)
     forget_samples_of_another_job(store, plan.fingerprint)
     if retry_failed:
         ours, limits = with_limits_of(store, plan.fingerprint)

@@ -148,12 +148,12 @@ class Watch:
         )
 
     def _drain(self, flow: "Dataflow | InProcessDataflow") -> None:
-        """Take no more units, let the open ones finish within `run.drain_s`, keep what is finished of the rest.
+        """Take no more units, let the open ones finish within `run.drain_timeout`, keep what is finished of the rest.
 
         A second signal ends it at once. Always raises: Interrupted, or EndOfUnits if it got to the end.
         """
         self.reporter.note(f"draining: {self.stop.why}")
-        self._wind_down(flow, self.settings.drain_s)
+        self._wind_down(flow, self.settings.drain_timeout)
         written = self.totals.now().rows
         raise Interrupted(f"Stopped by {self.stop.why} with {written} of {self.num_rows} rows written.")
 

@@ -75,5 +75,5 @@ class MetricsServer:
         try:
             return cls(address)
         except OSError as error:
-            warn(f"run.metrics_address {address}: {error.strerror or error}; this run shows no metrics")
+            warn(f"--metrics {address}: {error.strerror or error}; this run shows no metrics")
             return None

@@ -52,7 +52,7 @@ class Progress:
         """Raise EnvironmentFailed once nothing has moved for the limit."""
         if self.still_s <= self._limit_s:
             return
-        idle = f"Nothing has moved for {self._limit_s:g} s (run.progress_timeout_s)"
+        idle = f"Nothing has moved for {self._limit_s:g} s (6 times run.stall_timeout)"
         if not actors:
             raise EnvironmentFailed(
                 f"{idle}: no engine actor could be started. Has the cluster the CPUs and GPUs that run.actors, "

@@ -1,4 +1,4 @@
-"""How far what was served is from a reference model, by the rows of a sample (`run.quality_sample`): sums and figures.
+"""How far what was served is from a reference model, by the rows of a sample (`quality.sample`): sums and figures.
 
 The sums are whole numbers that add up over units, actors and runs. An alarm is raised only for a drop that is certain:
 a small sample tells of large drops alone. Tokens of one row depend on each other, so the error of the agreement is that

@@ -107,6 +107,6 @@ def test_fault_51_a_spot_notice_drains_the_run_and_the_next_one_goes_on(job, met
         return False
 
     with pytest.raises(Interrupted, match="spot notice"):
-        run(job, [(noticed, 0)], run={**job.settings["run"], "spot_notice": "aws", "units_in_flight": 4})
+        run(job, [(noticed, 0)], run={**job.settings["run"], "spot_notice": "aws"})
     run(job)
     job.check(TEXTS)

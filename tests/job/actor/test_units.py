@@ -183,7 +183,9 @@ def test_rows_with_texts_of_control_tokens_are_counted(prompt, in_template, in_v
     config = prompt_job(**prompt)
     chats = [q and [{"role": "user", "content": q}] for q in ENDED]
     unit = unit_of({"q": ENDED, "m": chats, "n": range(8)}, units_as_written(config))
-    tokenize = Tokenize(FakeTokenizer(), SamplingParams(), 0, chat_of(config.prompt, None), author=author_of(config))
+    tokenize = Tokenize(
+        FakeTokenizer(), SamplingParams(), 0, chat_of(config.prompt, config.task.type, None), author=author_of(config)
+    )
     found = tokenize.control_tokens(unit)
     assert (found.in_template, found.in_values) == (in_template, in_values)
     assert found.template_example in (("<|start|>", "<|end|>") if in_template else ("",))
@@ -227,7 +229,7 @@ def test_whether_the_last_turn_is_continued_is_the_job_files_to_say():
     unit = unit_of({"m": turns}, UnitSpec(PromptSpec(messages="m")))
     for chat, expected in (({}, 1), ({"continue_final_message": False}, 0)):
         config = prompt_job(messages="m", chat=chat)
-        requests, _ = Tokenize(Told(), SamplingParams(), 0, chat_of(config.prompt, None))(unit)
+        requests, _ = Tokenize(Told(), SamplingParams(), 0, chat_of(config.prompt, config.task.type, None))(unit)
         assert requests[0].prompt_token_ids == [expected]
         assert ("continue_final_message" in identity_of(config)["prompt"]["chat"]) is (expected == 0)
 

@@ -68,7 +68,7 @@ def test_windows_units_and_actors_give_each_row_once(job, local_ray):
     assert sum(report.phases_us.values()) == report.machine_us
     for actor in record["actors"]:
         assert 0 <= record["wall_us"] - sum(actor["phases_us"].values()) < 3_000_000
-    assert report.tokens.generated == report.work.generated_tokens
+    assert report.tokens.generated == report.work.computed_generated_tokens
     assert record["resolved"]["max_num_seqs"] == 8
     assert {"planning", "starting Ray", "running", "verifying", "finished"} <= {s.phase for s in statuses}
 
@@ -106,7 +106,7 @@ def test_a_read_task_carries_its_windows_files_alone(job, local_ray):
 
 def test_what_ray_keeps_in_the_driver_does_not_grow_with_the_units(job, local_ray):
     job.rows([f"text {i}" for i in range(300)])
-    plan = make_plan(job.config(run={"unit_rows": 1}), "cpu")
+    plan = make_plan(job.config(output={"rows_per_file": 1}), "cpu")
     units = units_of(flow_spec(plan, tuple(what_is_left(plan, DoneUnits())), FAKES, "0001-run"))
     seen, kept = 0, []
     for batch in units.iter_batches(batch_size=None, prefetch_batches=0, batch_format="pyarrow"):
@@ -165,7 +165,7 @@ def test_a_killed_actor_is_replaced_and_a_failing_engine_ends_the_run(job, local
         engine.parent().kill()
 
     threading.Thread(target=kill_actor, daemon=True).start()
-    report = run_job(job.config(run={"units_in_flight": 2}), backend=FAKES)
+    report = run_job(job.config(), backend=FAKES)
     job.check(TEXTS)
     assert len(report.runs[0].actors) == 2
     wait_until(lambda: not processes(of="pipeline.job.process.main", under=psutil.Process()))
@@ -179,7 +179,7 @@ def test_a_killed_actor_is_replaced_and_a_failing_engine_ends_the_run(job, local
 
 def test_a_driver_killed_at_any_moment_leaves_whole_parts_and_the_next_run_does_the_rest(job, local_ray):
     job.fake(step_s=0.1).rows(TEXTS)
-    config = job.config(run={"units_in_flight": 2, "ray_address": local_ray})
+    config = job.config(run={"ray_address": local_ray})
     driver = subprocess.Popen(
         [sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml")],
         cwd=ROOT,

@@ -19,7 +19,7 @@ from tests.job.conftest import FAKES, TEXTS
 
 
 def spec_of(job, **run):
-    config = job.config(run={"window_rows": 1000, "unit_rows": 8, **run})
+    config = job.config(run={"window_rows": 1000, **run}, output={"rows_per_file": 8})
     plan = make_plan(config, "cpu")
     return flow_spec(plan, tuple(what_is_left(plan, DoneUnits())), FAKES, "0001-run")
 
@@ -28,7 +28,7 @@ def spec_of(job, **run):
     ("run", "needs_ray"),
     [
         ({}, False),
-        ({"ray": "always"}, True),
+        ({"ray_address": "local"}, True),
         ({"actors": 2}, True),
         ({"window_rows": 20}, True),
         ({"ray_address": "10.0.0.1:6379", "cpus_per_actor": 1}, True),

@@ -54,8 +54,10 @@ def test_a_node_that_dies_costs_its_open_units_alone_and_one_that_joins_gets_wor
     nodes = [cluster.add_node(**NODE) for _ in range(3)]
     cluster.wait_for_nodes()
     texts = slow_end(job, TEXTS, 240, engines=4)
-    of_actors = {"actors": 3, "cpus_per_actor": 1, "gpus_per_actor": 1, "units_in_flight": IN_FLIGHT}
-    job.config(run={**of_actors, "ray_address": cluster.address, "window_rows": 40, "unit_rows": UNIT_ROWS})
+    of_actors = {"actors": 3, "cpus_per_actor": 1, "gpus_per_actor": 1}
+    job.config(
+        run={**of_actors, "ray_address": cluster.address, "window_rows": 40}, output={"rows_per_file": UNIT_ROWS}
+    )
     driver = start(job)
     wait_for_parts(job, driver, 6)
     cluster.remove_node(nodes[1], allow_graceful=False)
@@ -90,8 +92,10 @@ def test_an_elastic_pool_grows_as_nodes_join_and_gives_actors_back_before_the_ta
     cluster.wait_for_nodes()
     texts = [*TEXTS, *(f"slow {i} " + "y" * 60 for i in range(UNIT_ROWS))]
     job.fake(step_s=0.15, slow="slow", slow_s=3.0).rows(texts)
-    of_actors = {"actors": {"min": 1, "max": 3}, "cpus_per_actor": 1, "gpus_per_actor": 1, "units_in_flight": IN_FLIGHT}
-    job.config(run={**of_actors, "ray_address": cluster.address, "window_rows": 40, "unit_rows": UNIT_ROWS})
+    of_actors = {"actors": {"min": 1, "max": 3}, "cpus_per_actor": 1, "gpus_per_actor": 1}
+    job.config(
+        run={**of_actors, "ray_address": cluster.address, "window_rows": 40}, output={"rows_per_file": UNIT_ROWS}
+    )
     driver = start(job)
     wait_for_parts(job, driver, 3)
     joined = {cluster.add_node(**NODE).node_id for _ in range(2)}
@@ -117,9 +121,11 @@ def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhe
     nodes = [cluster.add_node(**NODE) for _ in range(2)]
     cluster.wait_for_nodes()
     texts = slow_end(job, TEXTS[:320], 160, engines=3)
-    of_actors = {"actors": 2, "cpus_per_actor": 1, "gpus_per_actor": 1, "units_in_flight": IN_FLIGHT}
-    of_actors["drain_s"] = 60  # for what is open there, slow units too
-    job.config(run={**of_actors, "ray_address": cluster.address, "window_rows": 40, "unit_rows": UNIT_ROWS})
+    of_actors = {"actors": 2, "cpus_per_actor": 1, "gpus_per_actor": 1}
+    of_actors["drain_timeout"] = "1 min"  # for what is open there, slow units too
+    job.config(
+        run={**of_actors, "ray_address": cluster.address, "window_rows": 40}, output={"rows_per_file": UNIT_ROWS}
+    )
     driver = start(job)
     wait_for_parts(job, driver, 6)
     drain = ["drain-node", f"--address={cluster.address}", f"--node-id={nodes[1].node_id}", "--reason-message=test",
@@ -147,8 +153,10 @@ def test_all_workers_leave_and_others_come(job, cluster):
     only = cluster.add_node(**NODE)
     cluster.wait_for_nodes()
     job.fake(step_s=0.1).rows(TEXTS[:120])
-    of_actors = {"actors": 1, "cpus_per_actor": 1, "gpus_per_actor": 1, "units_in_flight": IN_FLIGHT}
-    job.config(run={**of_actors, "ray_address": cluster.address, "window_rows": 40, "unit_rows": UNIT_ROWS})
+    of_actors = {"actors": 1, "cpus_per_actor": 1, "gpus_per_actor": 1}
+    job.config(
+        run={**of_actors, "ray_address": cluster.address, "window_rows": 40}, output={"rows_per_file": UNIT_ROWS}
+    )
     driver = start(job)
     wait_for_parts(job, driver, 3)
     cluster.remove_node(only, allow_graceful=False)
@@ -163,11 +171,13 @@ def test_all_workers_leave_and_others_come(job, cluster):
 
 def test_the_head_restarts_and_the_same_command_goes_on(job):
     job.fake(step_s=0.1).rows(TEXTS[:120])
-    of_actors = {"actors": 1, "cpus_per_actor": 1, "gpus_per_actor": 1, "units_in_flight": IN_FLIGHT}
+    of_actors = {"actors": 1, "cpus_per_actor": 1, "gpus_per_actor": 1}
 
     def begun():
         made = Cluster(initialize_head=True, head_node_args=NODE | HEAD)
-        job.config(run={**of_actors, "ray_address": made.address, "window_rows": 40, "unit_rows": UNIT_ROWS})
+        job.config(
+            run={**of_actors, "ray_address": made.address, "window_rows": 40}, output={"rows_per_file": UNIT_ROWS}
+        )
         return made, start(job)
 
     cluster, driver = begun()

@@ -156,7 +156,7 @@ def test_partition_columns_are_columns_of_the_prompt_the_options_and_the_output(
     put(job, "date=2024-01-01/site=2/x.parquet", rows(0, 2))
     put(job, "date=2024-01-02/site=3/x.parquet", rows(2, 1))
     job.settings["input"].pop("columns")
-    job.settings["run"]["unit_rows"] = 1
+    job.settings["output"]["rows_per_file"] = 1
     run(job, prompt={"template": "{date} {text}"}, sampling={"max_tokens": {"column": "site"}})
     found = sorted(job.table().to_pylist(), key=lambda r: r["id"])
     assert [(r["id"], r["date"], r["site"], r["source_file"]) for r in found] == [

@@ -53,7 +53,7 @@ def kept(job) -> pa.Table:
 def test_types_that_all_files_share_come_out_as_they_went_in(job):
     put(job, "a.parquet", {name: column.slice(0, 30) for name, column in SAME.items()})
     put(job, "b.parquet", {name: column.slice(30) for name, column in SAME.items()}, 30)
-    run(job, input={"columns": None}, run={"unit_rows": 8, "window_rows": 25})
+    run(job, input={"columns": None}, run={"window_rows": 25}, output={"rows_per_file": 8})
     table = kept(job)
     for name, column in SAME.items():
         assert table.schema.field(name).type == column.type, name
@@ -83,7 +83,7 @@ def test_where_files_differ_the_wider_or_plain_type_holds_all(job):
 def test_a_part_holds_no_more_of_a_dictionary_than_its_rows_need(job):
     values = pa.array([f"{i:04d}" + "v" * 2000 for i in range(ROWS)]).dictionary_encode()
     put(job, "a.parquet", {"kind": values})
-    run(job, input={"columns": None}, run={"unit_rows": 5, "window_rows": 60})
+    run(job, input={"columns": None}, run={"window_rows": 60}, output={"rows_per_file": 5})
     assert len(job.parts()) == 12
     for part in job.parts():
         assert len(pq.read_table(part)["kind"].combine_chunks().dictionary) == 5
@@ -91,7 +91,7 @@ def test_a_part_holds_no_more_of_a_dictionary_than_its_rows_need(job):
 
 def test_merged_parts_keep_them_too(job, tmp_path):
     put(job, "a.parquet", SAME)
-    run(job, input={"columns": None}, run={"unit_rows": 8, "window_rows": 25})
+    run(job, input={"columns": None}, run={"window_rows": 25}, output={"rows_per_file": 8})
     compact(PartStore(str(job.output)), PartStore(str(tmp_path / "merged")), "input", 2**14, print)
     table = ds.dataset(tmp_path / "merged", format="parquet").to_table()
     for name, column in SAME.items():

@@ -86,8 +86,10 @@ def test_batches_follow_each_other_and_plain_runs_go_on(begun):
     assert len(Batches.of(PartStore(str(begun.output))).appended) == 2, "nothing was new"
 
 
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_a_run_that_is_stopped_goes_on_without_the_flag(begun):
-    begun.settings["run"] |= {"drain_s": 0.1, "units_in_flight": 1, "unit_rows": 2}
+    begun.settings["run"] |= {"drain_timeout": "0.1 s"}
+    begun.settings["output"] |= {"rows_per_file": 2}
     begun.output = begun.folder / "slow"
     begun.settings["output"]["path"] = str(begun.output)
     for name in ("a.parquet", "f0x.parquet"):
@@ -208,8 +210,9 @@ def test_in_a_store(begun):
         for name in ("f0.parquet", "f1.parquet"):
             bucket.upload(begun.folder / "in" / name, f"in/{name}")
         places = {
-            "input": {"path": bucket.url("in"), "storage": dict(bucket.storage)},
-            "output": {"path": bucket.url("out"), "storage": dict(bucket.storage)},
+            "storage": {"s3": dict(bucket.storage)},
+            "input": {"path": bucket.url("in")},
+            "output": {"path": bucket.url("out")},
         }
         run(begun, **places)
         bucket.upload(begun.folder / "in" / "a.parquet", "in/a.parquet")

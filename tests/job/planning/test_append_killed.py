@@ -22,7 +22,7 @@ from pipeline.stores.local_folder import LocalFolder
 from tests.job.conftest import TEXTS, Job, run, success
 
 ROOT = Path(__file__).parents[3]
-QUICK = {"unit_rows": 4, "drain_s": 0.1}
+QUICK = {"unit_rows": 4, "drain_timeout": "0.1 s"}
 pytestmark = pytest.mark.usefixtures("without_ray")
 
 

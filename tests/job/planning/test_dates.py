@@ -113,7 +113,7 @@ def test_jobs_without_a_date_in_their_prompts_stay_the_jobs_they_were(job):
         found = make_plan(job.config(prompt=prompt), "cpu").fingerprint
         return found.needs_date, found.identity["prompt"]["chat"]
 
-    bare = {"system": None, "add_generation_prompt": True, "template_kwargs": {}}
+    bare = {"system": None, "continue_final_message": True, "template_kwargs": {}}
     assert planned(UNDATED, chat={}) == (False, bare)
     assert planned(UNDATED, chat={"date": "2026-11-23"}) == (False, bare)
     assert planned(DATED) == (False, None)

@@ -103,9 +103,9 @@ def test_the_fingerprint_follows_what_the_output_depends_on(job):
     others = [
         digest(prompt={"template": "{text}"}),
         digest(sampling={"temperature": 0.5}),
-        digest(engine={"seed": 1}),
+        digest(sampling={"seed": 1}),
         digest(input={"columns": []}),
-        digest(run={"unit_rows": 7}),
+        digest(output={"rows_per_file": 7}),
         digest(run={"window_rows": 7}),
     ]
     assert len({same, *others}) == 7

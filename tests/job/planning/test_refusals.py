@@ -58,7 +58,16 @@ def test_fault_53_other_numerics_are_refused_until_accepted_and_then_kept(job):
     job.parts()[0].unlink()
     run(job, engine={"dtype": "float32"})
     assert json.loads((job.output / "_pipeline" / "accepted-numerics.json").read_text()) == [
-        {"activation_dtype": "auto", "device": "cpu", "dtype": "float32", "kernels": "auto", "kv_cache_dtype": "auto"}
+        {
+            "engine": {
+                "activation_dtype": "auto",
+                "deterministic": False,
+                "device": "cpu",
+                "dtype": "float32",
+                "kv_cache_dtype": "auto",
+            },
+            "model": {"quantization": "none"},
+        }
     ]
 
 

@@ -28,7 +28,7 @@ ROW = {
     "turns": [[{"role": "user", "content": "hi"}]] * 2,
     "options": [["a", "b"]] * 2,
 }
-LINES = {"format": "openai-batch", "columns": ["custom_id"]}
+LINES = {"format": "openai", "columns": ["custom_id"]}
 
 # What is wrong with a job, and the keys that are named.
 BROKEN = [
@@ -37,7 +37,7 @@ BROKEN = [
     ({"output": {"path": "other"}}, ["output.path"]),
     ({"input": {"path": "nowhere"}}, ["input.path"]),
     ({"input": {"limit": 5}, "output": {"path": "appended"}}, ["input.limit", "output.path"]),
-    ({"input": {**LINES, "path": "lines"}, "prompt": None, "sampling": None, "task": "embed"}, ["task"]),
+    ({"input": {**LINES, "path": "lines"}, "prompt": None, "sampling": None, "task": "embed"}, ["task.type"]),
     ({"input": {**LINES, "path": "texts"}, "prompt": {"chat": {"system": "x"}}}, ["prompt.chat"]),
     ({"prompt": {"template": "{txt}"}}, ["prompt.template"]),
     ({"prompt": {"template": None, "messages": "id"}}, ["prompt.messages"]),
@@ -48,23 +48,23 @@ BROKEN = [
     ({"sampling": {"top_p": {"column": "nowhere"}}}, ["sampling.top_p"]),
     ({"sampling": {"structured_outputs": {"json": {"column": "id"}}}}, ["sampling.structured_outputs.json"]),
     ({"sampling": {"structured_outputs": {"choice": {"column": "text"}}}}, ["sampling.structured_outputs.choice"]),
-    ({"task": "choice", "choice": {"labels": {"column": "text"}}, "sampling": None}, ["choice.labels"]),
-    ({"task": "score", "score": {"completion": "{nowhere}"}, "sampling": None}, ["score.completion"]),
-    ({"run": {"quality_sample": 0.5}, "quality": {"model": "demo", "column": "nowhere"}}, ["quality.column"]),
+    ({"task": {"type": "choice", "labels": {"column": "text"}}, "sampling": None}, ["task.labels"]),
+    ({"task": {"type": "score", "completion": "{nowhere}"}, "sampling": None}, ["task.completion"]),
+    ({"quality": {"sample": 0.5, "model": "demo", "column": "nowhere"}}, ["quality.column"]),
     ({"model": {"revision": "v1", "path": "bare"}}, ["model.revision"]),
     ({"model": {"path": "nowhere"}}, ["model.path"]),
     ({"model": {"path": "without-tokenizer"}}, ["model.path"]),
     ({"engine": {"max_model_len": 4096}}, ["engine.max_model_len"]),
     ({"model": {"path": "demo:target-awq", "quantization": "int8"}}, ["model.quantization"]),
     ({"model": {"draft": "nowhere"}}, ["model.draft"]),
-    ({"model": {"path": "odd-sampling"}, "sampling": {"defaults": "model"}}, ["sampling.defaults"]),
+    ({"model": {"path": "odd-sampling"}, "sampling": {"generation_config": "model"}}, ["sampling.generation_config"]),
     ({"sampling": {"reasoning": "auto"}}, ["sampling.reasoning"]),
-    ({"task": "embed", "embed": {"dimensions": 5000}, "sampling": None}, ["embed.dimensions"]),
+    ({"task": {"type": "embed", "dimensions": 5000}, "sampling": None}, ["task.dimensions"]),
     ({"task": "classify", "sampling": None}, ["task"]),
     ({"model": {"path": "bare"}, "prompt": {"chat": {}}}, ["prompt.chat"]),
     ({"prompt": {"chat": {"template": "nowhere.jinja"}}}, ["prompt.chat.template"]),
-    ({"run": {"quality_sample": 0.5}, "quality": {"model": "nowhere"}}, ["quality.model"]),
-    ({"run": {"quality_sample": 0.5}}, ["quality.model"]),
+    ({"quality": {"sample": 0.5, "model": "nowhere"}}, ["quality.model"]),
+    ({"quality": {"sample": 0.5}}, ["quality.model"]),
     ({"input": {"columns": ["id", "error"]}}, ["output.rename"]),
     (
         {"model": {"path": "nowhere"}, "prompt": {"template": "{txt}"}, "sampling": {"top_p": {"column": "x"}}},
@@ -170,7 +170,7 @@ def test_a_plan_of_an_output_with_appended_files_is_that_of_its_run(job):
 
 
 def test_what_is_resolved_leaves_the_job_file_as_it_is_written_and_can_be_sent(there):
-    config = broken(there, {"sampling": {"reasoning": {"start": ":", "end": ","}, "defaults": "model"}})
+    config = broken(there, {"sampling": {"reasoning": {"start": ":", "end": ","}, "generation_config": "model"}})
     job = resolve_job(config).resolved()
     assert job.config is config
     assert job.sampling.temperature == job.params.temperature == 0

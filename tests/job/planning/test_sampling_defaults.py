@@ -36,12 +36,12 @@ def test_nothing_is_taken_unasked(planned):
     params, plain, told = planned()
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0, 1, 0, 1)
     assert "generation_config" not in told
-    assert planned(defaults="engine")[1].digest == plain.digest
-    assert "defaults" not in plain.identity["sampling"]
+    assert planned(generation_config="none")[1].digest == plain.digest
+    assert "generation_config" not in plain.identity["sampling"]
 
 
 def test_what_the_job_leaves_out_is_the_models_and_in_its_identity(planned):
-    params, taking, told = planned(defaults="model", top_p=0.5)
+    params, taking, told = planned(generation_config="model", top_p=0.5)
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.6, 0.5, 20, 1.05)
     assert params.max_tokens == 6
     assert "sampling by the model's generation_config.json: temperature 0.6, top_k 20, repetition_penalty 1.05" in told
@@ -52,7 +52,7 @@ def test_what_the_job_leaves_out_is_the_models_and_in_its_identity(planned):
 def test_an_option_that_the_model_switches_off_is_off(planned, job):
     path = job.folder / "model" / "generation_config.json"
     path.write_text(json.dumps(OWN | {"top_k": -1, "min_p": None, "top_p": 1.0}))
-    params, taking, _ = planned(defaults="model")
+    params, taking, _ = planned(generation_config="model")
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.6, 1, 0, 0)
     assert taking.digest == planned(temperature=0.6, repetition_penalty=1.05)[1].digest
 

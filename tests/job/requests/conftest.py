@@ -29,7 +29,7 @@ def batch(job, monkeypatch):
 def embedding(tmp_path) -> TaskJob:
     """A job of requests for embeddings of four numbers, in the two encodings, and one that is refused."""
     job = TaskJob(tmp_path, "embed")
-    job.settings["input"].update(format="openai-batch")
+    job.settings["input"].update(format="openai")
     del job.settings["prompt"], job.settings["input"]["columns"]
     encodings = (None, "float", "base64")
     lines = [request(i, EMBEDDINGS, dimensions=4, encoding_format=encodings[i % 3]) for i in range(6)]

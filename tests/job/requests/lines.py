@@ -9,7 +9,7 @@ from pipeline.job.output.convert import convert, errors_beside
 from tests.job.fake_engine import answer
 
 CHAT, TEXT, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-FORMAT = {"format": "openai-batch", "columns": ["custom_id"]}
+FORMAT = {"format": "openai", "columns": ["custom_id"]}
 
 
 def request(i: int, url: str = CHAT, **body) -> dict:

@@ -67,7 +67,8 @@ def test_a_job_of_lines_may_ask_for_several_choices_of_those_that_do_not_say(bat
 
 def test_a_driver_killed_at_random_moments_is_gone_on_with(batch, monkeypatch):
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 1 << 20)  # as in the other process: windows are cut at blocks
-    batch.settings["run"] |= {"window_rows": 100, "unit_rows": 4}  # one window, so without Ray
+    batch.settings["run"] |= {"window_rows": 100}  # one window, so without Ray
+    batch.settings["output"] |= {"rows_per_file": 4}
     batch.fake(step_s=0.02).config()
     draw = random.Random(3)
     for kill in range(2):

@@ -14,10 +14,8 @@ from tests.job.requests.lines import CHAT, EMBEDDINGS, TEXT, put, request
 pytestmark = pytest.mark.usefixtures("without_ray")
 
 
-def test_the_format_is_in_the_jobs_identity_where_there_is_one(batch):
-    assert identity_of(batch.config())["input"] == {"columns": ["custom_id"], "limit": None, "format": "openai-batch"}
-    columns = {"input": {"format": "columns"}, "prompt": {"column": "x"}}
-    assert "format" not in identity_of(batch.config(**columns))["input"], "outputs of earlier versions go on"
+def test_the_format_is_in_the_jobs_identity(batch):
+    assert identity_of(batch.config())["input"] == {"columns": ["custom_id"], "limit": None, "format": "openai"}
 
 
 def test_values_for_lines_that_do_not_say(batch):
@@ -37,13 +35,13 @@ def test_values_for_lines_that_do_not_say(batch):
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"prompt": {"column": "x"}}, r"job\.yaml:\d+: prompt\.column: the lines of input\.format openai-batch are"),
+        ({"prompt": {"column": "x"}}, r"job\.yaml:\d+: prompt\.column: the lines of input\.format openai are"),
         ({"sampling": {"max_tokens": {"column": "x"}}}, r"sampling\.max_tokens: the lines of .* give their own values"),
         (
             {"prompt": {"column": "x"}, "input": {"columns": []}},  # all that is wrong, at once
             r"(?s)input\.columns: expected custom_id among them.*prompt\.column: ",
         ),
-        ({"input": {"format": "openai"}}, r"input\.format: expected one of columns, openai-batch"),
+        ({"input": {"format": "openai-batch"}}, r"input\.format: expected one of rows, openai; got"),
     ],
 )
 def test_a_job_file_that_says_what_lines_say_is_refused(batch, sections, says):
@@ -61,18 +59,26 @@ def test_chats_are_not_asked_of_texts(batch):
 @pytest.mark.parametrize(
     ("url", "section", "says"),
     [
-        (CHAT, {}, r"task: embed, but \S+a\.jsonl:1 is for /v1/chat/completions; use task: generate"),
-        (EMBEDDINGS, {"task": "generate"}, r"task: generate, but \S+a\.jsonl:1 is for /v1/embeddings.*use task: embed"),
-        (EMBEDDINGS, {"embed": {"dimensions": 3}}, r"embed\.dimensions: 3, but \S+:1 has body\.dimensions 4"),
+        (CHAT, {}, r"task\.type: embed, but \S+a\.jsonl:1 is for /v1/chat/completions; use task: generate"),
+        (
+            EMBEDDINGS,
+            {"task": {"type": "generate"}},
+            r"task\.type: generate, but \S+a\.jsonl:1 is for /v1/embeddings.*use task: embed",
+        ),
+        (EMBEDDINGS, {"task": {"dimensions": 3}}, r"task\.dimensions: 3, but \S+:1 has body\.dimensions 4"),
         (EMBEDDINGS, {"prompt": {"chat": True}}, r"prompt\.chat: the lines are for /v1/embeddings, which has no chats"),
-        (EMBEDDINGS, {"task": "score"}, r"input\.format: the lines of openai-batch ask for completions or embeddings"),
+        (
+            EMBEDDINGS,
+            {"task": {"type": "score"}},
+            r"input\.format: the lines of format openai are requests for completions or emb",
+        ),
     ],
 )
 def test_lines_and_task_have_to_fit(embedding, url, section, says):
     put(embedding, "a.jsonl", [request(0, url, **({"dimensions": 4} if url == EMBEDDINGS else {}))])
     with pytest.raises(ConfigError, match=says):
         run(embedding, **section)
-    if section.get("task") != "score":  # that one is seen without the input
+    if section.get("task") != {"type": "score"}:  # that one is seen without the input
         told = [f"{mistake.key}: {mistake.problem}" for mistake in examine(embedding.config(**section)).mistakes]
         assert [text for text in told if re.search(says, text)], told
 

@@ -25,7 +25,8 @@ def test_rows_of_a_job_whose_driver_and_engine_are_killed_are_those_of_an_undist
     budgets = [(None, 0, 2, 5, 500)[i % 5] for i in range(len(prompts))]
     table = pa.table({"id": range(len(prompts)), "text": prompts, "most": budgets})
     pq.write_table(table, job.folder / "in" / "f.parquet")
-    job.settings["run"] |= {"window_rows": 100, "unit_rows": 3, "units_in_flight": 2}  # one window, so without Ray
+    job.settings["run"] |= {"window_rows": 100}  # one window, so without Ray
+    job.settings["output"] |= {"rows_per_file": 3}
     job.settings["engine"] = {"max_num_seqs": 6}
     job.settings["output"] |= {"samples": "rows"}
     asked = configured(job, reasoning=MARKERS, thinking_token_budget={"column": "most"}, n=2, temperature=0.8)

@@ -81,7 +81,7 @@ def test_they_are_the_engines_also_of_prompts_that_share_a_beginning(job):
     job.rows(texts)
     settings = {
         "model": {"path": "demo:target"},
-        "engine": {"kernels": "reference", "dtype": "float32", "max_num_seqs": 1},
+        "engine": {"dtype": "float32", "max_num_seqs": 1},
         "sampling": {"max_tokens": 3, "prompt_logprobs": 2},
     }
     config = job.config(**settings)

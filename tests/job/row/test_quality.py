@@ -1,4 +1,4 @@
-"""`run.quality_sample` in a job: the same rows in each run, figures wherever runs tell of themselves, refusals."""
+"""`quality.sample` in a job: the same rows in each run, figures wherever runs tell of themselves, refusals."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ from pipeline.job.process.child import Ended
 from pipeline.job.process.open_rows import OpenRows
 from pipeline.job.running.run import run_job
 from pipeline.report.record.quality_stats import QualityStats
-from pipeline.report.record.run_record import RunRecord
+from pipeline.report.record.run_record import RunRecord, no_phases
 from pipeline.report.render import html, markdown, text
 from pipeline.report.run_report import RunReport
 from tests.job.conftest import TEXTS, runs
@@ -39,11 +39,11 @@ def watched(job, output="out", quality=None, **more):
     job.output = job.folder / output
     return job.config(
         model={"path": "demo:target-awq", **more.pop("model", {})},
-        engine={"kernels": "reference", "dtype": "float32", **more.pop("engine", {})},
+        engine={"dtype": "float32", **more.pop("engine", {})},
         sampling={"max_tokens": 12, "ignore_eos": True, **more.pop("sampling", {})},
         output={"path": str(job.output)},
-        run={"quality_sample": SHARE, **job.settings["run"], **more.pop("run", {})},
-        quality={"model": "demo:target"} if quality is None else quality,
+        run={**job.settings["run"], **more.pop("run", {})},
+        quality={"sample": SHARE, **({"model": "demo:target"} if quality is None else quality)},
         **more,
     )
 
@@ -69,7 +69,7 @@ def test_a_stopped_job_compares_the_same_rows_and_tells_record_report_status_and
     job.rows(PROMPTS)
     told = job.folder / "told.jsonl"
     # a reference of one layer, so that there is something to tell
-    settings = watched(job, quality={"model": "demo:draft", "max_drop": 0.001}, targets={"notify": str(told)})
+    settings = watched(job, quality={"model": "demo:draft", "max_drop": 0.001}, run={"notify": str(told)})
     run_job(settings, sample=9)
     report = run_job(settings)
     rows = {row["id"]: row for row in job.table().to_pylist()}
@@ -77,9 +77,9 @@ def test_a_stopped_job_compares_the_same_rows_and_tells_record_report_status_and
     assert found is not None
     assert found.sums.rows == len(chosen(job)) > 5
     assert found.sums.tokens == sum(rows[i]["num_generated_tokens"] for i in chosen(job))
-    assert 0.1 < (found.agreement or 0) < 0.999
-    assert (found.kl_nats or 0) > 0.001
-    assert found.quality_us > 0
+    assert 0.1 < (found.token_agreement or 0) < 0.999
+    assert (found.kl_nats_per_token or 0) > 0.001
+    assert found.machine_us > 0
     assert set(found.drops) == {"agreement"}
 
     kept = runs(job)
@@ -88,7 +88,7 @@ def test_a_stopped_job_compares_the_same_rows_and_tells_record_report_status_and
     assert RunReport.from_json(json.loads(json.dumps(report.to_json()))) == report
     status = json.loads((job.output / "_pipeline" / "status.json").read_text())
     assert status["quality_rows"] == found.sums.rows
-    assert status["token_agreement"] == found.agreement
+    assert status["token_agreement"] == found.token_agreement
     assert status["quality_drops"] == ["agreement"]
     (event,) = [json.loads(line) for line in told.read_text().splitlines()]
     assert (event["event"], event["measure"]) == ("quality_drop", "agreement")
@@ -98,7 +98,7 @@ def test_a_stopped_job_compares_the_same_rows_and_tells_record_report_status_and
         assert "ALARM: token agreement has dropped by" in " ".join(shown.split())
 
     job.output = job.folder / "unwatched"
-    run_job(watched(job, "unwatched", run={"quality_sample": 0}))
+    run_job(watched(job, "unwatched", quality={"sample": 0}))
     assert {row["id"]: row["generated_text"] for row in job.table().to_pylist()} == {
         i: row["generated_text"] for i, row in rows.items()
     }
@@ -106,10 +106,10 @@ def test_a_stopped_job_compares_the_same_rows_and_tells_record_report_status_and
 
 def test_right_answers_are_counted_for_both_models_and_their_column_is_not_in_the_output(job):
     job.rows(PROMPTS[:8])
-    report = run_job(watched(job, run={"quality_sample": 1}, quality={"model": "demo:target", "column": "text"}))
+    report = run_job(watched(job, quality={"sample": 1, "model": "demo:target", "column": "text"}))
     assert report.quality is not None
     assert report.quality.sums.expected_rows == 8
-    assert (report.quality.served_right, report.quality.reference_right) == (0.0, 0.0)
+    assert (report.quality.served_correct_share, report.quality.reference_correct_share) == (0.0, 0.0)
     assert job.table().column_names[0] == "id"
     assert "text" not in job.table().column_names
 
@@ -117,7 +117,7 @@ def test_right_answers_are_counted_for_both_models_and_their_column_is_not_in_th
 def test_runs_add_up_killed_ones_too():
     def of(outcome, agreed, us):
         stats = replace(RunRecord("", "").row_stats, quality=QualityStats.of_row(10, agreed, 5, agreed == 10))
-        actor = {"actor": 0, "phases_us": {"load": 10, "decode": us}, "stats": {"quality_us": us}}
+        actor = {"actor": 0, "phases_us": no_phases() | {"load": 10, "decode": us}, "stats": {"quality_us": us}}
         raw = {"run_id": "0001", "started_at": "", "outcome": outcome, "actors": [actor]}
         record = RunRecord.from_json(raw | {"settings": {"quality": {"max_drop": 0.5}}})
         return replace(record, row_stats=stats)
@@ -127,7 +127,7 @@ def test_runs_add_up_killed_ones_too():
 
     found = build_report("j", "f", [of("killed", 10, 3), of("finished", 4, 4)], PartTotals(), 2).quality
     assert found is not None
-    assert (found.sums.rows, found.sums.agreed, found.quality_us, found.max_drop) == (2, 14, 7, 0.5)
+    assert (found.sums.rows, found.sums.agreed, found.machine_us, found.max_drop) == (2, 14, 7, 0.5)
 
 
 def test_a_row_whose_process_ended_is_not_compared_again():
@@ -175,7 +175,7 @@ def test_the_engines_get_a_reference_that_approximates_nothing(job):
         work = flow_spec(make_plan(watched(job, sampling=sampling), "cpu"), (), Backend(), "0001").work
         assert work.reference is not None
         assert work.reference.generates
-    off = flow_spec(make_plan(watched(job, run={"quality_sample": 0}), "cpu"), (), Backend(), "0001").work
+    off = flow_spec(make_plan(watched(job, quality={"sample": 0}), "cpu"), (), Backend(), "0001").work
     assert (off.reference, off.quality_sample) == (None, 0)
 
 
@@ -225,7 +225,7 @@ def test_a_reference_that_is_not_there_is_refused(job):
 @pytest.mark.parametrize(
     ("section", "key"),
     [
-        ({"run": {"quality_sample": 1.5}}, "run.quality_sample"),
+        ({"quality": {"sample": 1.5}}, "quality.sample"),
         ({"quality": {"max_drop": 2}}, "quality.max_drop"),
         ({"quality": {"model": "demo:nothing"}}, "quality.model"),
         ({"quality": {"sample": 0.1}}, "quality.sample"),

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("without_ray")
 def configured(job, **sampling):
     return job.config(
         model={"path": "demo:target"},
-        engine={"kernels": "reference", "dtype": "float32"},
+        engine={"dtype": "float32"},
         prompt={"template": "{text}"},
         sampling={"max_tokens": 24, **sampling},
         cost={"hourly_usd": 2.0},

@@ -24,7 +24,7 @@ def configured(job, output="out", **sampling):
     """Of the demonstration model, which repeats itself where nothing stops it."""
     return job.config(
         model={"path": "demo:target"},
-        engine={"kernels": "reference", "dtype": "float32"},
+        engine={"dtype": "float32"},
         sampling={"max_tokens": 70, "ignore_eos": True, **sampling},
         output={"path": str(job.folder / output)},
         cost={"hourly_usd": 2.0},

@@ -171,7 +171,8 @@ def test_rows_may_have_one_sample_or_differ_in_their_number(rows):
 def test_samples_kept_of_a_try_and_of_a_run_that_is_killed_are_there_once(rows):
     texts = TEXTS[:30]
     rows.rows(texts)
-    rows.settings["run"] |= {"window_rows": 100, "unit_rows": 4}  # one window, so without Ray
+    rows.settings["run"] |= {"window_rows": 100}  # one window, so without Ray
+    rows.settings["output"] |= {"rows_per_file": 4}
     rows.fake(step_s=0.02)
     report, _ = run(rows, sample=6)
     tried = list(read_sample(PartStore(str(rows.output)), report.runs[-1].run_id))
@@ -239,7 +240,7 @@ def twice(table: pa.Table, row: int) -> pa.Table:
 def test_a_sample_that_is_lost_or_doubled_is_found(rows, change, says):
     """In a part that was written by the program, with a good footer and sizes that `_SUCCESS` knows."""
     rows.rows(TEXTS[:10])
-    run(rows, run={"unit_rows": 10})
+    run(rows, output={"rows_per_file": 10})
     store, (part,) = PartStore(str(rows.output)), rows.parts()
     name = PartName.parse(part.name)
     assert name is not None

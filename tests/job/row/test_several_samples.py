@@ -1,6 +1,5 @@
 """Jobs with several completions a row (`sampling.n`): their columns, their counts, and runs that are stopped."""
 
-import json
 from dataclasses import replace
 
 import pyarrow as pa
@@ -10,6 +9,7 @@ import pytest
 from pipeline.cli.sample import _shown
 from pipeline.config.jobfile import JobFileError
 from pipeline.data.output.parts import PartStore
+from pipeline.data.units import window_units
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request
 from pipeline.engine.samples import sample_seed
@@ -123,9 +123,8 @@ def test_a_job_file_that_asks_for_equal_samples_is_refused(job, sampling, messag
 def test_n_of_1_is_no_other_job_and_another_n_is(job):
     job.rows(TEXTS[:8])
     run(job)
-    assert "n" not in json.loads((job.output / "_pipeline" / "job.json").read_text())["identity"]["sampling"]
     run(job, sampling={"n": 1})
-    with pytest.raises(FingerprintError, match=r"sampling\.n: nothing -> 3"):
+    with pytest.raises(FingerprintError, match=r"sampling\.n: 1 -> 3"):
         run(job, sampling=SAMPLING)
 
 
@@ -137,11 +136,11 @@ def test_the_plan_has_lists_and_units_weigh_all_samples(job):
         pa.list_(pa.string()),
         pa.int32(),
     ]
-    run_section = {"window_rows": 50, "unit_rows": 500, "unit_tokens": 100}
     units = []
-    for name, sampling in (("one", {"max_tokens": 6}), ("three", SAMPLING)):
-        run(job, sampling=sampling, output={"path": str(job.folder / name)}, run=run_section)
-        units.append(len(list((job.folder / name).glob("part-*.parquet"))))
+    for sampling in ({"max_tokens": 6}, SAMPLING):
+        plan = make_plan(job.config(sampling=sampling), "cpu")
+        spec = replace(plan.units, unit_tokens=100)
+        units.append(sum(len(list(window_units(plan.source, window, spec))) for window in plan.windows))
     assert units[1] > 1.5 * units[0]
 
 
@@ -168,12 +167,13 @@ def test_error_rows_are_computed_again_with_all_their_samples(job):
 
 def test_a_driver_killed_in_the_middle_is_gone_on_with(job):
     job.rows(TEXTS)
-    job.settings["run"] |= {"window_rows": 100, "unit_rows": 4}  # one window, so without Ray
+    job.settings["run"] |= {"window_rows": 100}  # one window, so without Ray
+    job.settings["output"] |= {"rows_per_file": 4}
     job.fake(step_s=0.02)
     job.config(sampling=SAMPLING)
     drive_and_kill(job.folder / "job.yaml", job.parts)
     assert not (job.output / "_SUCCESS").exists()
-    run(job, sampling=SAMPLING, run={"window_rows": 100, "unit_rows": 4})
+    run(job, sampling=SAMPLING, run={"window_rows": 100}, output={"rows_per_file": 4})
     check(job, TEXTS)
 
 
@@ -182,7 +182,7 @@ def test_samples_of_the_real_model_are_those_of_separate_requests(job):
     job.rows(texts)
     settings = {
         "model": {"path": "demo:target"},
-        "engine": {"kernels": "reference", "dtype": "float32"},
+        "engine": {"dtype": "float32"},
         "sampling": {"max_tokens": 12, "temperature": 0.8, "n": 4},
     }
     config = job.config(**settings)

@@ -28,7 +28,7 @@ def test_every_row_keeps_to_its_own_schema(job, without_ray):
     table = pa.table({"id": range(len(rows)), "text": [f"row {i}" for i in range(len(rows))], "schema": rows})
     pq.write_table(table, job.folder / "in" / "f.parquet")
     config = job.config(
-        sampling={"max_tokens": 60, "structured_outputs": {"json": {"column": "schema"}}}, run={"unit_rows": 99}
+        sampling={"max_tokens": 60, "structured_outputs": {"json": {"column": "schema"}}}, output={"rows_per_file": 99}
     )
     report = run_job(config, backend=Backend(f"{SMALL}:job_engine", f"{SMALL}:job_tokenizer"))
     found = {row["id"]: row for row in job.table().to_pylist()}

@@ -61,7 +61,7 @@ class TaskJob(Job):
     def __init__(self, folder, task: str, **section) -> None:
         super().__init__(folder)
         del self.settings["sampling"]
-        self.settings |= {"task": task, **({task: section} if section else {})}
+        self.settings["task"] = {"type": task, **section}
         self.of_model(**(HEAD if task == "classify" else {}))
 
     def of_model(self, **more) -> "TaskJob":
@@ -130,7 +130,7 @@ def test_each_row_may_have_its_own_labels_and_bad_ones_are_error_rows_by_name(of
         assert [each["logprob"] for each in rows[i]["label_probabilities"]] == list(expected.logprobs)
         assert rows[i]["label"] == options[i][expected.best]
     for i, why in {2: "'options' is null", 3: "an empty list", 4: "a null among the labels", 5: "an empty label",
-                   6: "choice.labels: 'same' is there twice"}.items():  # fmt: skip
+                   6: "task.labels: 'same' is there twice"}.items():  # fmt: skip
         assert (rows[i]["error"], rows[i]["label"]) == ("invalid_labels", None)
         assert why in rows[i]["error_message"]
 
@@ -154,7 +154,7 @@ def test_a_completion_is_scored_after_its_prompt(of):
         assert len(told["token_logprobs"][0]["top"]) == 2
     for i, why in {2: "column 'answer' is null", 3: "nothing but whitespace", 4: "nothing but whitespace"}.items():
         assert (rows[i]["error"], rows[i]["logprob"]) == ("invalid_completion", None)
-        assert rows[i]["error_message"].startswith("score.completion: ")
+        assert rows[i]["error_message"].startswith("task.completion: ")
         assert why in rows[i]["error_message"]
 
 
@@ -191,9 +191,9 @@ def test_vectors_are_pooled_as_the_checkpoint_says_and_that_is_in_the_identity(o
     run(job)
     assert job.by_id()[0]["embedding"] == result_of(prompt_of("one"), Embed("mean", normalize=False)).values.tolist()
     identity = json.loads((job.output / "_pipeline" / "job.json").read_text())["identity"]
-    assert identity["embed"] == {"pooling": "mean", "normalize": False, "dimensions": None}
-    with pytest.raises(FingerprintError, match=r"embed\.pooling"):
-        run(job, embed={"pooling": "last"})
+    assert (identity["task"]["pooling"], identity["task"]["normalize"]) == ("mean", False)
+    with pytest.raises(FingerprintError, match=r"task\.pooling"):
+        run(job, task={"pooling": "last"})
 
 
 @pytest.mark.parametrize("activation", ["auto", "sigmoid", "none"])
@@ -225,14 +225,19 @@ def test_a_head_of_one_label_gives_a_score():
 @pytest.mark.parametrize("task", EACH)
 def test_a_stopped_run_keeps_its_finished_rows_and_the_next_takes_them_over(of, task):
     undisturbed = of(task, **EACH[task]).rows(TEXTS[:16])
-    run(undisturbed, run={"unit_rows": 16})
+    run(undisturbed, output={"rows_per_file": 16})
     job = of(task, **EACH[task]).rows(TEXTS[:16]).fake(step_s=0.1, max_num_seqs=3)
     with pytest.raises(Interrupted):
-        run(job, [(lambda status: status.rows_done > 0, signal.SIGTERM)], run={"drain_s": 0.0, "unit_rows": 16})
+        run(
+            job,
+            [(lambda status: status.rows_done > 0, signal.SIGTERM)],
+            run={"drain_timeout": "0.0 s"},
+            output={"rows_per_file": 16},
+        )
     (kept,) = (job.output / "_pipeline" / "partial").iterdir()
     num_kept = len(json.loads(kept.read_text()))
     assert 0 < num_kept < 16
-    report, _ = run(job, run={"unit_rows": 16})
+    report, _ = run(job, output={"rows_per_file": 16})
     assert report.work.resumed_rows == num_kept
     assert job.table().equals(undisturbed.table())
 
@@ -320,8 +325,8 @@ def test_units_are_cut_by_prompts_and_completions_alone(of):
     table = pa.table({"text": ["x" * 40] * 8, "answer": ["y" * 400] * 8, "source_file": ["f"] * 8,
                       "source_row": list(range(8))})  # fmt: skip
     for section, units in (({}, 1), ({"completion": "{answer}"}, 4)):
-        spec = units_as_written(of("score", **section).config(run={"unit_tokens": 230}))
-        assert len(make_units(table, spec, 0)) == units
+        spec = units_as_written(of("score", **section).config())
+        assert len(make_units(table, replace(spec, unit_tokens=230), 0)) == units
 
 
 def test_a_plan_expects_no_generated_tokens(of, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.config.sections.cost import CostSection
+from pipeline.config.sections.limits import CostSection
 from pipeline.config.sections.run import RunSection
 from pipeline.errors import LimitReached
 from pipeline.job.running.limits import BUDGET, MAX_RUNTIME, Limit, RunLimits, must_drain
@@ -29,11 +29,12 @@ def told(job, number=-1):
     return job.output / "_pipeline" / "logs" / runs(job)[number]["run_id"] / "driver.log"
 
 
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_a_run_ends_inside_its_budget_and_a_higher_one_finishes_it_with_each_row_once(job, soon):
     job.fake(**SLOW).rows(TEXTS)
     price = {"hourly_usd": A_SECOND}
     with pytest.raises(LimitReached, match=r"cost.budget_usd: another unit would have passed it") as error:
-        run(job, cost=price | {"budget_usd": 6.0}, run={"units_in_flight": 1})
+        run(job, cost=price | {"budget_usd": 6.0})
     assert error.value.exit_code == 75
     first = runs(job)[0]
     assert (first["outcome"], first["stopped_by"]) == ("interrupted", BUDGET)
@@ -48,11 +49,12 @@ def test_a_run_ends_inside_its_budget_and_a_higher_one_finishes_it_with_each_row
     assert runs(job)[1]["stopped_by"] == ""
 
 
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_what_earlier_runs_spent_counts_so_that_a_scheduler_can_not_spend_again(job, soon):
     job.fake(**SLOW).rows(TEXTS)
     cost = {"hourly_usd": A_SECOND, "budget_usd": 4.0}
     with pytest.raises(LimitReached):
-        run(job, cost=cost, run={"units_in_flight": 1})
+        run(job, cost=cost)
     started = Started.count
     with pytest.raises(LimitReached, match="what is left does not pay for the start"):
         run(job, cost=cost | {"budget_usd": 2.0})
@@ -63,10 +65,11 @@ def test_what_earlier_runs_spent_counts_so_that_a_scheduler_can_not_spend_again(
     run(job, cost=cost | {"budget_usd": 2.0})  # nothing is left to pay for
 
 
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_a_run_ends_inside_its_time(job, soon):
     job.fake(**SLOW).rows(TEXTS)
     with pytest.raises(LimitReached, match=r"run.max_runtime: another unit.*The next run does more"):
-        run(job, run={"max_runtime": "5 s", "units_in_flight": 1})
+        run(job, run={"max_runtime": "5 s"})
     assert runs(job)[0]["wall_us"] < 5e6
     assert runs(job)[0]["stopped_by"] == MAX_RUNTIME
     run(job)
@@ -77,11 +80,11 @@ def test_a_unit_that_takes_longer_than_was_thought_is_left_in_the_middle_and_its
     texts = TEXTS[:8]
     job.fake(step_s=0.5, max_num_seqs=2).rows(texts)
     with pytest.raises(LimitReached, match=r"0 of 8 rows written.* Raise it if the next run ends like this one"):
-        run(job, run={"max_runtime": "4 s", "unit_rows": 50, "window_rows": 50})
+        run(job, run={"max_runtime": "4 s", "window_rows": 50}, output={"rows_per_file": 50})
     first = runs(job)[0]
     assert first["wall_us"] < 5e6
     assert first["rows_written"] == 0
-    report, _ = run(job, run={"unit_rows": 50, "window_rows": 50})
+    report, _ = run(job, run={"window_rows": 50}, output={"rows_per_file": 50})
     job.check(texts)
     assert report.work.resumed_rows > 0
 
@@ -104,9 +107,9 @@ def test_a_budget_counts_every_actor_and_the_runs_before():
 
 
 def test_it_is_said_once_when_most_of_a_limit_is_used():
-    limits = RunLimits(CostSection(), RunSection(max_runtime=100.0), ())
+    limits = RunLimits(CostSection(), RunSection(max_runtime="100 s"), ())
     assert limits.warning(limits.nearest([], 79.0)) is None
-    assert "run.max_runtime: 81 s of 2 min are used" in limits.warning(limits.nearest([], 81.0))
+    assert "run.max_runtime: 81 s of 1 min 40 s are used" in limits.warning(limits.nearest([], 81.0))
     assert limits.warning(limits.nearest([], 90.0)) is None
 
 

@@ -111,6 +111,7 @@ def test_a_part_that_is_removed_meanwhile_is_not_made_under_the_new_limit(long, 
     assert not long.parts()
 
 
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_a_run_that_fails_midway_leaves_whole_parts_of_both_kinds_and_goes_on(long, monkeypatch):
     swap, calls = LocalFolder.swap, []
 
@@ -123,7 +124,7 @@ def test_a_run_that_fails_midway_leaves_whole_parts_of_both_kinds_and_goes_on(lo
 
     monkeypatch.setattr(LocalFolder, "swap", failing)
     with pytest.raises(EnvironmentFailed):
-        retry(long, 200, run={"units_in_flight": 1})
+        retry(long, 200)
     assert 0 < len(noted(long)) < 3
     assert not (long.output / "_SUCCESS").exists()
     monkeypatch.undo()

@@ -34,7 +34,7 @@ def test_a_finished_job_has_each_row_once_and_its_counts(job):
     assert success(job)["input_rows"] == 51
     assert success(job)["errors"] == {"null_prompt": 1}
     assert (report.rows.input, report.rows.written, report.rows.errors) == (51, 51, 1)
-    assert report.tokens.generated == report.work.generated_tokens > 0
+    assert report.tokens.generated == report.work.computed_generated_tokens > 0
     assert statuses[-1].outcome == "finished"
     assert (statuses[-1].rows_done, statuses[-1].rows_written, statuses[-1].rows_total) == (51, 51, 51)
     told = json.loads((job.output / "_pipeline" / "status.json").read_text())
@@ -172,16 +172,17 @@ def test_exactly_the_limit_is_allowed(job):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_a_signal_lets_open_units_finish_and_the_next_run_goes_on(job, number):
     job.fake(step_s=0.1).rows(TEXTS)
     handler = signal.getsignal(number)
     with pytest.raises(Interrupted, match=r"^Stopped by SIG(TERM|INT) with \d+ of 50 rows written\.$"):
-        run(job, [(lambda status: status.units > 0, number)], run={"units_in_flight": 1})
+        run(job, [(lambda status: status.units > 0, number)])
     assert runs(job)[0]["outcome"] == "interrupted"
     num_parts = len(job.parts())
     assert 1 <= num_parts < 8
     assert signal.getsignal(number) == handler
-    run(job, run={"units_in_flight": 4})
+    run(job)
     job.check(TEXTS)
     assert runs(job)[1]["units_written"] == len(job.parts()) - num_parts
 
@@ -190,12 +191,17 @@ def test_a_signal_lets_open_units_finish_and_the_next_run_goes_on(job, number):
 def test_finished_rows_of_units_that_had_no_time_are_not_computed_again(job, number):
     job.fake(step_s=0.1, max_num_seqs=3).rows(TEXTS[:16])
     with pytest.raises(Interrupted):
-        run(job, [(lambda status: status.rows_done > 0, number)], run={"drain_s": 0.0, "unit_rows": 16})
+        run(
+            job,
+            [(lambda status: status.rows_done > 0, number)],
+            run={"drain_timeout": "0.0 s"},
+            output={"rows_per_file": 16},
+        )
     assert not job.parts()
     (kept,) = (job.output / "_pipeline" / "partial").iterdir()
     done = json.loads(kept.read_text())
     assert 0 < len(done) < 16
-    report, _ = run(job, run={"unit_rows": 16})
+    report, _ = run(job, output={"rows_per_file": 16})
     job.check(TEXTS[:16])
     tokens = pq.read_table(job.parts()[0])["num_generated_tokens"].to_pylist()
     kept_tokens = sum(len(row["token_ids"]) for row in done)
@@ -214,7 +220,7 @@ def test_a_second_signal_stops_at_once(job):
                 (lambda status: status.phase.startswith("loading the model"), signal.SIGINT),
                 (lambda status: status.phase == "draining", signal.SIGINT),
             ],
-            run={"drain_s": 300.0},
+            run={"drain_timeout": "300.0 s"},
         )
     assert time.monotonic() - started < 40
 
@@ -226,7 +232,7 @@ def test_the_error_and_the_status_of_a_stopped_run_name_one_number_of_rows(job, 
     drained = [(lambda status: status.rows_done > status.rows_written, signal.SIGINT)]
     drained += [(lambda status: status.phase == "draining", signal.SIGINT)]
     with pytest.raises(Interrupted, match=r"with (\d+) of 40 rows") as stopped:
-        run(job, drained, run={"drain_s": 300.0, "unit_rows": 20})
+        run(job, drained, run={"drain_timeout": "300.0 s"}, output={"rows_per_file": 20})
     status = json.loads((job.output / "_pipeline" / "status.json").read_text())
     assert f"with {status['rows_done']} of 40 rows" in str(stopped.value)
     assert status["rows_done"] == status["rows_written"]
@@ -313,11 +319,12 @@ def test_errors_of_parts_that_were_removed_are_not_counted_again(job):
     assert {status.error_rows for status in statuses[1:]} == {2}, "the part with the error rows stayed"
 
 
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_resuming_opens_one_part_before_the_count_at_the_end(job, monkeypatch):
     """Names say what is there, and one part its columns' types; a million footers would take an hour over a store."""
     job.fake(step_s=0.1).rows([None, *TEXTS[1:]])
     with pytest.raises(Interrupted):
-        run(job, [(lambda status: status.error_rows > 0, signal.SIGTERM)], run={"units_in_flight": 1})
+        run(job, [(lambda status: status.error_rows > 0, signal.SIGTERM)])
     opened, phase = [], ["planning"]
     monkeypatch.setattr(PartStore, "footer", _telling(PartStore.footer, lambda: opened.append(phase[0])))
     _, statuses = run(job, show=lambda status: phase.__setitem__(0, status.phase))

@@ -42,7 +42,7 @@ def test_the_full_run_takes_the_rows_over_and_gives_the_same_output(job):
     job.check(TEXTS)
     assert success(job)["completed_rows"] == 50
     assert report.work.resumed_rows == 12
-    assert report.work.generated_tokens == report.tokens.generated, "no row was computed twice"
+    assert report.work.computed_generated_tokens == report.tokens.generated, "no row was computed twice"
     there = {(row["source_file"], row["source_row"]): row["generated_text"] for row in job.table().to_pylist()}
     assert before == {place: there[place] for place in before}
 
@@ -55,7 +55,7 @@ def test_a_larger_sample_keeps_what_the_smaller_one_computed(job):
     report, _ = run(job)
     job.check(TEXTS)
     assert 20 <= report.work.resumed_rows <= 25
-    assert report.work.generated_tokens == report.tokens.generated
+    assert report.work.computed_generated_tokens == report.tokens.generated
 
 
 def test_error_rows_are_shown_and_computed_again_by_the_full_run(job):
@@ -91,7 +91,7 @@ def test_other_numerics_begin_anew_too(job):
 def test_what_an_ordinary_run_left_is_never_given_to_another_job(job):
     job.rows(TEXTS).fake(step_s=0.2)
     with pytest.raises(Interrupted):
-        run(job, [(lambda status: status.rows_done > 0, signal.SIGTERM)], run={"drain_s": 0.1})
+        run(job, [(lambda status: status.rows_done > 0, signal.SIGTERM)], run={"drain_timeout": "0.1 s"})
     for part in job.parts():
         part.unlink()
     with pytest.raises(FingerprintError):
@@ -101,7 +101,7 @@ def test_what_an_ordinary_run_left_is_never_given_to_another_job(job):
 def test_a_sample_that_is_stopped_keeps_its_rows(job):
     job.rows(TEXTS).fake(step_s=0.05, max_num_seqs=2)
     with pytest.raises(Interrupted):
-        run(job, [(lambda status: status.rows_done > 3, signal.SIGTERM)], sample=40, run={"drain_s": 0.1})
+        run(job, [(lambda status: status.rows_done > 3, signal.SIGTERM)], sample=40, run={"drain_timeout": "0.1 s"})
     assert runs(job)[0]["outcome"] == "interrupted"
     report, _ = run(job)
     job.check(TEXTS)

@@ -51,14 +51,14 @@ def test_fault_09_a_run_without_actors_ends_with_its_reason(job, monkeypatch):
     monkeypatch.setattr("pipeline.job.running.watch.InProcessDataflow", NoActors)
     job.rows(TEXTS)
     with pytest.raises(EnvironmentFailed, match=r"no engine actor could be started.*run\.actors"):
-        run(job, run={"progress_timeout_s": 0.5})
+        run(job, run={"stall_timeout": "0.1 s"})
 
 
 def test_fault_09_actors_that_are_gone_for_too_long_end_the_run_and_the_next_one_goes_on(job, monkeypatch):
     monkeypatch.setattr("pipeline.job.running.watch.InProcessDataflow", LostActors)
     job.rows(TEXTS)
-    with pytest.raises(EnvironmentFailed, match=r"Nothing has moved for 1 s.*1 engine actors were seen"):
-        run(job, run={**job.settings["run"], "progress_timeout_s": 1})
+    with pytest.raises(EnvironmentFailed, match=r"Nothing has moved for 1.2 s.*1 engine actors were seen"):
+        run(job, run={**job.settings["run"], "stall_timeout": "0.2 s"})
     assert runs(job)[-1]["outcome"] == "failed"
     monkeypatch.setattr("pipeline.job.running.watch.InProcessDataflow", InProcessDataflow)
     run(job)
@@ -67,7 +67,7 @@ def test_fault_09_actors_that_are_gone_for_too_long_end_the_run_and_the_next_one
 
 def test_a_slow_load_is_not_a_stall(job):
     job.rows(TEXTS[:5]).fake(load_s=2.0)
-    run(job, run={**job.settings["run"], "progress_timeout_s": 1})
+    run(job, run={**job.settings["run"], "stall_timeout": "0.2 s"})
     job.check(TEXTS[:5])
 
 

@@ -5,11 +5,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-import yaml
 from click.testing import CliRunner
 
 from pipeline.cli.main import cli
-from pipeline.config.sections.targets import TargetsSection
+from pipeline.config.sections.limits import TargetsSection
 from pipeline.errors import LimitReached
 from pipeline.job.running.notify import notify
 from pipeline.report.targets import Target, targets_of
@@ -26,11 +25,11 @@ def lines(path) -> list[dict]:
 @pytest.mark.parametrize(
     ("key", "limit", "actual", "missed"),
     [
-        ("max_row_p95_s", 2.0, 2.0, False),
-        ("max_row_p95_s", 2.0, 2.1, True),
+        ("max_row_p95", 2.0, 2.0, False),
+        ("max_row_p95", 2.0, 2.1, True),
         ("min_batch_efficiency", 0.8, 0.8, False),
         ("min_batch_efficiency", 0.8, 0.79, True),
-        ("max_usd_per_1m_prompt", 1.0, None, True),
+        ("max_usd_per_1m_generated", 1.0, None, True),
     ],
 )
 def test_a_limit_is_kept_up_to_itself_and_what_is_not_known_is_missed(key, limit, actual, missed):
@@ -38,40 +37,44 @@ def test_a_limit_is_kept_up_to_itself_and_what_is_not_known_is_missed(key, limit
 
 
 def test_every_key_of_the_section_has_a_figure(job):
-    settings = {name: 0.5 for name in TargetsSection.model_fields if name not in ("exit_code", "notify")}
+    settings = dict.fromkeys(TargetsSection.model_fields, 0.5) | {"max_row_p95": "1 s"}
     report, _ = run(job.rows(TEXTS), targets=settings, cost=PRICE)
     assert {target.key for target in report.targets} == set(settings)
     unknown = {target.key for target in report.targets if target.actual is None}
     assert unknown == set()
-    assert targets_of({}, {"of another version": 1.0}) == ()
+    assert targets_of({}, dict.fromkeys(settings)) == ()
 
 
 def test_what_is_missed_is_named_and_told(job, tmp_path):
     told = tmp_path / "told.jsonl"
-    targets = {"max_row_p50_s": 1e-9, "max_error_rate": 0.5, "notify": str(told)}
-    report, _ = run(job.rows(TEXTS), targets=targets)
-    assert [target.key for target in report.missed] == ["max_row_p50_s"]
+    targets = {"max_row_p95": "0.0001 s", "min_generated_per_s": 0.001}
+    report, _ = run(job.rows(TEXTS), targets=targets, run={"notify": str(told)})
+    assert [target.key for target in report.missed] == ["max_row_p95"]
     (event,) = lines(told)
     assert (event["event"], event["job"]) == ("targets_missed", "job")
-    assert event["missed"][0]["target"] == "max_row_p50_s"
-    assert "max_row_p50_s" in (job.output / "_pipeline" / "report.md").read_text()
+    assert event["missed"][0]["target"] == "max_row_p95"
+    assert "max_row_p95" in (job.output / "_pipeline" / "report.md").read_text()
     kept = json.loads((job.output / "_pipeline" / "report.json").read_text())["targets"]
-    assert {target["key"]: target["is_missed"] for target in kept} == {"max_row_p50_s": True, "max_error_rate": False}
+    assert {target["key"]: target["is_missed"] for target in kept} == {
+        "max_row_p95": True,
+        "min_generated_per_s": False,
+    }
 
 
 def test_nothing_is_told_where_all_is_kept(job, tmp_path):
-    report, _ = run(job.rows(TEXTS), targets={"max_error_rate": 0.5, "notify": str(tmp_path / "told")})
+    report, _ = run(job.rows(TEXTS), targets={"min_generated_per_s": 0.001}, run={"notify": str(tmp_path / "told")})
     assert report.missed == ()
     assert not (tmp_path / "told").exists()
 
 
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_limits_are_told_when_they_are_near_and_when_they_are_reached(job, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.job.running.limits.RESERVE_S", 0.3)
     monkeypatch.setattr("pipeline.job.running.watch.RESERVE_S", 0.3)
     told = tmp_path / "told.jsonl"
     job.fake(step_s=0.1, load_s=2.0, max_num_seqs=2).rows(TEXTS)
     with pytest.raises(LimitReached):
-        run(job, run={"max_runtime": "3 s", "units_in_flight": 1}, targets={"notify": str(told)})
+        run(job, run={"max_runtime": "3 s", "notify": str(told)})
     events = [(event["event"], event["limit"]) for event in lines(told)]
     assert events[-1] == ("limit_reached", "run.max_runtime")
     assert set(events[:-1]) <= {("limit_near", "run.max_runtime")}
@@ -100,7 +103,7 @@ def test_a_webhook_gets_json_and_one_that_fails_is_a_warning():
     assert "HTTPError" in warned[0]
     server.shutdown()
     notify("/nowhere/at/all.jsonl", {"event": "x"}, warned.append)
-    assert "targets.notify /nowhere/at/all.jsonl: FileNotFoundError" in warned[1]
+    assert "run.notify /nowhere/at/all.jsonl: FileNotFoundError" in warned[1]
     notify(None, {"event": "x"}, warned.append)
     assert len(warned) == 2
 
@@ -108,10 +111,9 @@ def test_a_webhook_gets_json_and_one_that_fails_is_a_warning():
 @pytest.mark.parametrize(("code", "expected"), [(4, 4), (0, 0)])
 def test_a_scheduler_sees_what_was_missed_by_the_exit_code(job, monkeypatch, code, expected):
     monkeypatch.setattr("pipeline.job.running.run.Backend", lambda: FAKES)
-    job.config(targets={"max_row_p50_s": 1e-9, "exit_code": code})
+    job.config(targets={"max_row_p95": "0.0001 s"})
     job.rows(TEXTS)
-    assert yaml.safe_load((job.folder / "job.yaml").read_text())["targets"]["exit_code"] == code
-    result = CliRunner().invoke(cli, ["run", str(job.folder / "job.yaml")])
+    result = CliRunner().invoke(cli, ["run", str(job.folder / "job.yaml"), "--target-exit-code", str(code)])
     assert result.exit_code == expected, result.output
-    assert ("Targets missed: max_row_p50_s" in result.stderr) is bool(code)
-    assert "max_row_p50_s" in result.stdout
+    assert ("Targets missed: max_row_p95" in result.stderr) is bool(code)
+    assert "max_row_p95" in result.stdout

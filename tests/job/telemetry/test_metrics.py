@@ -177,7 +177,7 @@ def test_a_run_shows_its_metrics_and_the_address_ends_with_it(job, without_ray):
         return False
 
     job.rows([f"text {i}" for i in range(120)]).fake(step_s=0.02)
-    run(job, [(look, 0)], run={**job.settings["run"], "metrics_address": f"127.0.0.1:{port}"})
+    run(job, [(look, 0)], metrics=f"127.0.0.1:{port}")
     counters = {key for found in seen for key in found if key[0].endswith(("_total", "_bucket", "_count"))}
     assert counters
     for key in counters:

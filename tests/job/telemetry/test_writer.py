@@ -58,7 +58,7 @@ def test_writes_that_hang_hold_up_neither_the_run_nor_its_drain(job, replacing, 
     try:
         if stopped:
             with pytest.raises(Interrupted):
-                run(job, [(lambda status: status.units > 0, signal.SIGTERM)], run={"drain_s": 1})
+                run(job, [(lambda status: status.units > 0, signal.SIGTERM)], run={"drain_timeout": "1 s"})
         else:
             _, statuses = run(job)
             assert "takes too long to write to" in statuses[-1].warning

@@ -4,50 +4,49 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.sections.section import Section
-from pipeline.config.values import Bytes, Column, Moment, Switch
+from pipeline.config.values import IDENTITY, Column, Moment, Section, Switch
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipeline.data.prompts import PromptSpec
 
 
+SOURCES = ("template", "column", "messages")
+
+
 class ChatSection(Section):
     """How a prompt becomes a chat for a template.
 
-    `date` is what a template that asks for the date is told; null: the local time of the output's first run.
+    `date` goes to a template that reads the date; null: the local time of the output's first run.
     """
 
     system: str | None = Field(
         default=None,
         description="The system message, before the prompt.",
         examples=["Answer with one word."],
+        json_schema_extra=IDENTITY,
     )
     template: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="A file with a chat template (Jinja) that is taken instead of the model's own. The model's when "
-        "left out.",
+        description="A file with a chat template (Jinja) to use instead of the model's own. The model's when left out.",
         examples=["templates/llama3-tools.jinja"],
-    )
-    add_generation_prompt: Switch = Field(
-        default=True,
-        description="End the chat where the assistant's turn begins.",
-        examples=[False],
     )
     continue_final_message: Switch = Field(
         default=True,
         description="A chat that ends with the assistant's message is continued: the prompt ends with its text, and "
         "the completion is what follows. false: the turn is closed, and the assistant begins another one.",
         examples=[False],
+        json_schema_extra=IDENTITY,
     )
     template_kwargs: dict[str, Any] = Field(
         default={},
-        description="What the chat template knows besides.",
+        description="Further variables for the chat template.",
         examples=[{"enable_thinking": False}],
+        json_schema_extra=IDENTITY,
     )
     date: Moment | None = Field(
         default=None,
-        description="The date that a chat template is told, without a time zone. Left out, the local time of "
+        description="The date that a chat template receives, without a time zone. Left out, the local time of "
         "the output's first run.",
         examples=["2026-11-23", "2026-11-23 14:05"],
     )
@@ -67,39 +66,40 @@ class PromptSection(Section):
         "text, {column:.2f} for a number or date in a form, {`column`} for a name with other characters; {{ and }} "
         "stand for braces. Or give `column`, or `messages`.",
         examples=["Summarize: {text}", "{author.name} ({score:.1f}): {text}"],
+        json_schema_extra=IDENTITY,
     )
     column: Column | None = Field(
         default=None,
         description="A column of text that is the prompt as it is.",
         examples=["text"],
+        json_schema_extra=IDENTITY,
     )
     messages: Column | None = Field(
         default=None,
         description="A column of chats: lists of role and content, or their JSON.",
         examples=["turns"],
+        json_schema_extra=IDENTITY,
     )
     chat: ChatSection | None = Field(
         default=None,
         description="Put the prompt through the model's chat template, as the user's turn. Left out, "
         "`template` and `column` are sent as plain text.",
         examples=[{"system": "Answer with one word."}, True],
+        json_schema_extra=IDENTITY,
     )
-    defaults: dict[str, str] = Field(
+    fill_null: dict[str, str] = Field(
         default={},
-        description="Texts that stand for nulls: by what the template names, or by the column. A null without one "
+        description="Texts in place of nulls: by what the template names, or by the column. A null without one "
         "makes the row an error row.",
         examples=[{"title": "(untitled)", "author.name": "unknown"}],
+        json_schema_extra=IDENTITY,
     )
     special_tokens: Literal["text", "template"] = Field(
         default="text",
         description="What texts of the model's control tokens are in a prompt that is sent as plain text: letters "
         "(text), or control tokens where the template itself writes them (template). In values they are letters.",
         examples=["template"],
-    )
-    max_bytes: Bytes = Field(
-        default=8 * 2**20,
-        description="Prompts of more bytes (UTF-8) become error rows before they are tokenized. 8 MiB when left out.",
-        examples=["64 KiB"],
+        json_schema_extra=IDENTITY,
     )
 
     @field_validator("chat", mode="before", json_schema_input_type=ChatSection | bool | None)
@@ -128,7 +128,7 @@ class PromptSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> "PromptSection":
-        given = [key for key in ("template", "column", "messages") if getattr(self, key) is not None]
+        given = [key for key in SOURCES if getattr(self, key) is not None]
         if len(given) != 1:
             found = " and ".join(given) if given else "none of them"
             raise ValueError(f"expected exactly one of template, column, messages; got {found}")
@@ -137,16 +137,21 @@ class PromptSection(Section):
                 "special_tokens: template is for a prompt.template that is sent as plain text; column and messages "
                 "hold data, and with chat the chat template writes the control tokens"
             )
-        if self.defaults:
+        if self.fill_null:
             try:
                 self.spec()
             except ConfigError as error:
-                raise ValueError(f"defaults: {error.problem('prompt.defaults')}") from None
+                raise ValueError(f"fill_null: {error.problem('prompt.fill_null')}") from None
         return self
 
     def spec(self) -> "PromptSpec":
         """How rows become prompts."""
         from pipeline.data.prompts import PromptSpec
 
-        in_pieces = self.special_tokens == "template"
-        return PromptSpec(self.column, self.template, self.messages, self.max_bytes, self.defaults, in_pieces=in_pieces)
+        return PromptSpec(
+            column=self.column,
+            template=self.template,
+            messages=self.messages,
+            defaults=self.fill_null,
+            in_pieces=self.special_tokens == "template",
+        )

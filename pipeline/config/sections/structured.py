@@ -6,21 +6,19 @@ identity, and a job that is sent elsewhere, hold the schema itself.
 
 import json
 import os
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
 from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, Value
-from pipeline.config.values import COLUMN_SCHEMA, FromColumn
-from pipeline.engine.grammar.structured_outputs import MAX_BYTES, StructuredOutputs, of_response_format
+from pipeline.config.values import FromColumn
+from pipeline.engine.grammar.structured_outputs import MAX_BYTES, StructuredOutputs
 from pipeline.errors import ConfigError
 
 PLACE = ("sampling", "structured_outputs")
 _COLUMN_KINDS = ("json", "regex", "choice", "grammar")
 
 
-@dataclass(frozen=True)
 class StructuredFromColumn(FromColumn):
     """What each row's completion must be, in a column: schemas as JSON text, regular expressions, lists of texts or
     Lark grammars. A null: that row is not held to anything."""
@@ -38,7 +36,7 @@ def _structured(value: Any) -> Any:
             if isinstance(inner, dict) and set(inner) == {"column"} and isinstance(inner["column"], str):
                 if len(value) > 1:
                     raise ValueError(f"{kind}: {{column: name}} stands alone; got {', '.join(value)}")
-                return StructuredFromColumn(inner["column"], kind)
+                return StructuredFromColumn(column=inner["column"], kind=kind)
     from pipeline.engine.grammar.compiler import check_grammar
 
     try:
@@ -53,19 +51,6 @@ def _written(value: StructuredOutputs | StructuredFromColumn | None) -> dict[str
     if isinstance(value, StructuredFromColumn):
         return {value.kind: {"column": value.column}}
     return None if value is None else value.to_dict()
-
-
-def with_structured_outputs(sampling: Any) -> Any:
-    """A sampling section in which OpenAI's `response_format` is `structured_outputs`. Raises ValueError."""
-    if not isinstance(sampling, dict) or sampling.get("response_format") is None:
-        return sampling
-    rest = {key: value for key, value in sampling.items() if key != "response_format"}
-    if rest.get("structured_outputs") is not None:
-        raise ValueError("response_format and structured_outputs say the same: keep one of the two")
-    try:
-        return rest | {"structured_outputs": of_response_format(sampling["response_format"])}
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
 
 
 def with_schema_file(document: Document) -> Document:
@@ -104,8 +89,11 @@ def _mistake(document: Document, place: KeyPath, problem: str, hint: str = "") -
     return JobFileError([Mistake(document.where(place), ".".join(map(str, place)), problem, hint)])
 
 
+_COLUMN = FromColumn.model_json_schema()
+
+
 def _or_column(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [schema, COLUMN_SCHEMA]}
+    return {"anyOf": [schema, _COLUMN]}
 
 
 _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
@@ -130,22 +118,4 @@ StructuredOrColumn = Annotated[
     PlainValidator(_structured),
     PlainSerializer(_written),
     WithJsonSchema(_SCHEMA),
-]
-ResponseFormat = Annotated[
-    None,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {
-                    "type": "object",
-                    "properties": {
-                        "type": {"enum": ["json_schema", "json_object", "text"]},
-                        "json_schema": {"type": "object"},
-                    },
-                    "required": ["type"],
-                },
-                {"type": "null"},
-            ]
-        }
-    ),
 ]

@@ -1,8 +1,8 @@
-"""A job's `params`: names that a job file declares, and the value that each has in this run.
+"""A job's `vars`: names that a job file declares, and the value that each has in this run.
 
-They are for the paths of scheduled jobs, `output: {path: "out/${date}"}`. A value comes from `--param`, else from the
-job file: a text, or the date of today in a stated time zone. It is a name, never a path: whoever fires a schedule
-cannot lead a job elsewhere.
+They are for the paths of scheduled jobs, `output: {path: "out/${date}"}`. A value comes from `--var`, else from the
+job file: a text, or the date of today in a given time zone. It is a name, never a path: a scheduler cannot lead a job
+elsewhere.
 """
 
 import re
@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 from pydantic import Field
 
 from pipeline.config.jobfile import Document, JobFileError, Mistake
-from pipeline.config.sections.section import Section
+from pipeline.config.values import Section
 from pipeline.machine.host import zone_time
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -23,13 +23,13 @@ Now = Callable[[ZoneInfo], datetime]
 
 
 class TodaySection(Section):
-    """A parameter that is the date of the day on which the run begins."""
+    """A variable that is the date of the day on which the run begins."""
 
     today: str = Field(description="The time zone whose date it is.", examples=["Europe/Berlin"])
 
 
 def moment_of(flag: str | None) -> Now:
-    """What `--fired-at` says the time is, in any zone; the clock's where it is None. Raises JobFileError."""
+    """The time that `--logical-date` gives, in any zone; the clock's where it is None. Raises JobFileError."""
     if flag is None:
         return zone_time
     try:
@@ -38,45 +38,45 @@ def moment_of(flag: str | None) -> Now:
             raise ValueError
         return moment.astimezone
     except (ValueError, OverflowError, OSError):
-        example = "Example: --fired-at 2026-11-24T02:00+01:00, or @ and seconds since 1970"
-        raise JobFileError([Mistake(f"--fired-at {flag}", "", "expected a time with its zone", example)]) from None
+        example = "Example: --logical-date 2026-11-24T02:00+01:00, or @ and seconds since 1970"
+        raise JobFileError([Mistake(f"--logical-date {flag}", "", "expected a time with its zone", example)]) from None
 
 
 def given_on(flags: Iterable[str]) -> dict[str, str]:
-    """`--param NAME=VALUE`, by name. Raises JobFileError."""
+    """`--var NAME=VALUE`, by name. Raises JobFileError."""
     given = {}
     for flag in flags:
         name, equals, value = flag.partition("=")
         if not equals or not name:
-            example = "Example: --param date=2026-11-20"
-            raise JobFileError([Mistake(f"--param {flag}", "", "expected NAME=VALUE", example)])
+            example = "Example: --var date=2026-11-20"
+            raise JobFileError([Mistake(f"--var {flag}", "", "expected NAME=VALUE", example)])
         given[name] = value
     return given
 
 
 def values_of(document: Document, given: Mapping[str, str], now: Now) -> tuple[dict[str, str], list[Mistake]]:
-    """Each declared parameter that has a value, and what is wrong with the others."""
-    declared = document.data.get("params")
+    """Each declared variable that has a value, and what is wrong with the others."""
+    declared = document.data.get("vars")
     declared = declared if isinstance(declared, dict) else {}
     known = f"Declared: {', '.join(map(str, declared)) or 'none'}."
-    mistakes = [Mistake("--param", name, "is not declared in the job file", known) for name in given.keys() - declared]
+    mistakes = [Mistake("--var", name, "is not declared in the job file", known) for name in given.keys() - declared]
     values = {}
     for name, default in declared.items():
         try:
             values[name] = _value(name, given.get(name, default), now)
         except ValueError as error:
-            where = "--param" if name in given else document.where(("params", name))
+            where = "--var" if name in given else document.where(("vars", name))
             what, hint = error.args
-            mistakes.append(Mistake(where, f"params.{name}", what, hint))
+            mistakes.append(Mistake(where, f"vars.{name}", what, hint))
     return values, mistakes
 
 
 def _value(name: str, value: object, now: Now) -> str:
     """Raises ValueError with what is wrong and what to do."""
     if _NAME.fullmatch(name) is None:
-        raise ValueError("is no name of a parameter", "It has letters, digits and _ alone, and begins with no digit.")
+        raise ValueError("is no name of a variable", "It has letters, digits and _ alone, and begins with no digit.")
     if value is None:
-        raise ValueError("has no value", f"Give --param {name}=...; or name the output folder.")
+        raise ValueError("has no value", f"Give --var {name}=...; or name the output folder.")
     if isinstance(value, dict) and value.keys() == {"today"}:
         try:
             return now(ZoneInfo(str(value["today"]))).date().isoformat()

@@ -1,4 +1,4 @@
-"""Parameters of a job file: names for parts of its paths, and nothing that leads elsewhere."""
+"""Variables of a job file: names for parts of its paths, and nothing that leads elsewhere."""
 
 from datetime import UTC, datetime
 from zoneinfo import ZoneInfo
@@ -7,10 +7,10 @@ import pytest
 
 from pipeline.config import JobFileError, load_job
 from pipeline.config.identity import identity_of
-from pipeline.config.parameters import moment_of
+from pipeline.config.variables import moment_of
 
 JOB = """\
-params: {date: {today: Pacific/Auckland}, team: blue}
+vars: {date: {today: Pacific/Auckland}, team: blue}
 input: {path: "in/${team}/${date}"}
 prompt: {template: "${date} {text}"}
 model: {path: demo}
@@ -20,10 +20,10 @@ output: {path: "out/${date}"}
 
 @pytest.fixture
 def job(tmp_path):
-    def load(*params, text=JOB, environ=None, at=datetime(2026, 11, 20, 12, 30, tzinfo=UTC), **options):
+    def load(*vars, text=JOB, environ=None, at=datetime(2026, 11, 20, 12, 30, tzinfo=UTC), **options):
         (tmp_path / "job.yaml").write_text(text)
         path = tmp_path / "job.yaml"
-        return load_job(path, params=params, environ=environ or {}, now=lambda zone: at.astimezone(zone), **options)
+        return load_job(path, vars=vars, environ=environ or {}, now=lambda zone: at.astimezone(zone), **options)
 
     return load
 
@@ -58,36 +58,36 @@ def test_another_day_is_the_same_job(job):
      "a?b", "[a]", "s3:x", "a#b", "%2e%2e", "a..b", "é", "٣", "x" * 201, "a\x00"],
 )  # fmt: skip
 def test_a_value_is_never_a_path(job, value):
-    with pytest.raises(JobFileError, match=r"--param: params\.date: .* cannot be part of a path"):
+    with pytest.raises(JobFileError, match=r"--var: vars\.date: .* cannot be part of a path"):
         job(f"date={value}")
 
 
 def test_a_value_of_the_file_is_looked_at_as_well(job):
-    with pytest.raises(JobFileError, match=r"job\.yaml:1: params\.team: '\.\./blue' cannot be part of a path"):
+    with pytest.raises(JobFileError, match=r"job\.yaml:1: vars\.team: '\.\./blue' cannot be part of a path"):
         job(text=JOB.replace("team: blue", "team: ../blue"))
 
 
 @pytest.mark.parametrize(
-    ("params", "text", "expected"),
+    ("vars", "text", "expected"),
     [
-        (["day=1"], JOB, "--param: day: is not declared in the job file\n    Declared: date, team."),
-        (["day=1"], JOB.replace("params:", "#"), "--param: day: is not declared in the job file\n    Declared: none."),
-        (["date"], JOB, "--param date: expected NAME=VALUE"),
-        (["=1"], JOB, "--param =1: expected NAME=VALUE"),
-        ([], JOB.replace("team: blue", "team: null"), "job.yaml:1: params.team: has no value\n    Give --param team="),
-        ([], JOB.replace("Pacific/Auckland", "Mars/Phobos"), "params.date: 'Mars/Phobos' is no time zone"),
-        ([], JOB.replace("Pacific/Auckland", "../../etc/passwd"), "params.date: '../../etc/passwd' is no time zone"),
-        ([], JOB.replace("team: blue", "team: blue, x: y"), "job.yaml:1: params.x: is not used\n    Write ${x} in"),
-        ([], JOB.replace("path: demo", 'path: "${team}"'), "model.path: the parameter team cannot stand here"),
-        ([], JOB.replace("team: blue", "team: blue, a-b: y"), "job.yaml:1: params.a-b: is no name of a parameter"),
-        ([], JOB.replace("{today: P", "{tomorrow: P"), "job.yaml:1: params.date: expected a text, {today"),
-        ([], JOB.replace("team: blue", "team: 7"), "job.yaml:1: params.team: expected a text, {today: ZONE} or null"),
-        ([], JOB.replace("{today: Pacific/Auckland}", "[1]"), "job.yaml:1: params.date: expected a text, {today"),
+        (["day=1"], JOB, "--var: day: is not declared in the job file\n    Declared: date, team."),
+        (["day=1"], JOB.replace("vars:", "#"), "--var: day: is not declared in the job file\n    Declared: none."),
+        (["date"], JOB, "--var date: expected NAME=VALUE"),
+        (["=1"], JOB, "--var =1: expected NAME=VALUE"),
+        ([], JOB.replace("team: blue", "team: null"), "job.yaml:1: vars.team: has no value\n    Give --var team="),
+        ([], JOB.replace("Pacific/Auckland", "Mars/Phobos"), "vars.date: 'Mars/Phobos' is no time zone"),
+        ([], JOB.replace("Pacific/Auckland", "../../etc/passwd"), "vars.date: '../../etc/passwd' is no time zone"),
+        ([], JOB.replace("team: blue", "team: blue, x: y"), "job.yaml:1: vars.x: is not used\n    Write ${x} in"),
+        ([], JOB.replace("path: demo", 'path: "${team}"'), "model.path: the variable team cannot stand here"),
+        ([], JOB.replace("team: blue", "team: blue, a-b: y"), "job.yaml:1: vars.a-b: is no name of a variable"),
+        ([], JOB.replace("{today: P", "{tomorrow: P"), "job.yaml:1: vars.date: expected a text, {today"),
+        ([], JOB.replace("team: blue", "team: 7"), "job.yaml:1: vars.team: expected a text, {today: ZONE} or null"),
+        ([], JOB.replace("{today: Pacific/Auckland}", "[1]"), "job.yaml:1: vars.date: expected a text, {today"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_its_place(job, params, text, expected):
+def test_what_is_wrong_is_named_with_its_place(job, vars, text, expected):
     with pytest.raises(JobFileError) as error:
-        job(*params, text=text)
+        job(*vars, text=text)
     assert expected in str(error.value)
 
 
