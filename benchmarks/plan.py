@@ -54,7 +54,7 @@ class ListedParts(LocalFolder):
     """A folder with the parts of a job. is_stopped: one unit of every tenth window is missing."""
 
     def __init__(self, plan: JobPlan, parts_per_window: int, is_stopped: bool) -> None:
-        super().__init__(plan.config.output.path)
+        super().__init__(plan.job.config.output.path)
         self._plan, self._of, self._is_stopped = plan, parts_per_window, is_stopped
         self._part = cache(lambda rows: serialize(_rows(plan.schema, rows), {"pipeline.job": "x" * 2000}))
 

@@ -21,9 +21,14 @@ from enum import StrEnum
 
 class PipelineError(Exception):
     """Base of all errors raised on purpose. The message says what happened, where, and what to do. One about a key of
-    the job file begins with it: `output.path out: ...`, `prompt.template: ...`."""
+    the job file begins with it: `output.path out: ...`, `prompt.template: ...`; `key` names it where several can be
+    meant."""
 
     exit_code = 70
+
+    def __init__(self, *args: object, key: str = "") -> None:
+        super().__init__(*args)
+        self.key = key
 
     def problem(self, key: str) -> str:
         """The message, for where `key` is told beside it."""

@@ -18,8 +18,7 @@ from pipeline.config import load_job
 from pipeline.data.units import window_units
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request
-from pipeline.job.actor.control_tokens import author_texts
-from pipeline.job.actor.tokenize import Tokenize, chat_of
+from pipeline.job.actor.tokenize import Tokenize
 from pipeline.job.planning.actor_specs import resolve_device
 from pipeline.job.planning.plan import JobPlan, make_plan
 from pipeline.machine.host import available_cores, wall_time
@@ -28,7 +27,7 @@ from pipeline.machine.host import available_cores, wall_time
 def _requests(plan: JobPlan, tokenize: Tokenize) -> Iterator[Request]:
     """Yield every row in the order of the job's units, named by its place in the input."""
     for window in plan.windows:
-        for unit in window_units(plan.source, window, plan.units):
+        for unit in window_units(plan.source, window, plan.job.units):
             files, rows = unit.own("source_file").to_pylist(), unit.own("source_row").to_pylist()
             requests, failed = tokenize(unit)
             assert not failed, failed[0]
@@ -41,14 +40,11 @@ def _requests(plan: JobPlan, tokenize: Tokenize) -> Iterator[Request]:
 def main(job: str) -> None:
     config = load_job(job)
     plan = make_plan(config, resolve_device(config))
-    config = plan.config
     marks = [time.perf_counter()]
-    engine = Engine(config.engine_config(str(plan.model), plan.draft and str(plan.draft), available_cores()))
+    engine = Engine(plan.job.engine_config(available_cores()))
     engine.warm_up()
     marks.append(time.perf_counter())
-    chat, author = chat_of(config, wall_time()), author_texts(config)
-    tokenize = Tokenize(engine.tokenizer, config.sampling_params(), config.seed, chat, author=author)
-    requests = list(_requests(plan, tokenize))
+    requests = list(_requests(plan, plan.job.tokenize(engine.tokenizer, wall_time())))
     marks.append(time.perf_counter())
     for request in requests:
         engine.add(request)

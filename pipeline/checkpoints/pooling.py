@@ -6,18 +6,22 @@ perhaps a normalization.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pipeline.checkpoints.file_checks import read_json, read_json_list
 from pipeline.errors import ModelError
 
-_MODES = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+Mode = Literal["last", "mean", "cls"]
+_MODES: dict[str, Mode] = {
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+}
 
 
 @dataclass(frozen=True)
 class StoredPooling:
-    """pooling: last, mean or cls."""
-
-    pooling: str
+    pooling: Mode
     normalize: bool
 
 
@@ -39,7 +43,7 @@ def read_pooling(folder: Path) -> StoredPooling | None:
     return None if pooling is None else StoredPooling(pooling, normalize)
 
 
-def _mode(folder: Path, name: str) -> str:
+def _mode(folder: Path, name: str) -> Mode:
     path = folder / name / "config.json"
     stored = read_json(path, folder)
     on = [name for name, value in stored.items() if name.startswith("pooling_mode_") and value is True]

@@ -1,7 +1,7 @@
 """Jobs whose input is a file of requests (`input.format: openai`): the lines hold what job files hold otherwise.
 
 A job file of one has no `prompt`, or one with `chat` alone; its `sampling` is for lines that do not give a value
-themselves. Which endpoint the lines are for is known once the input is read (`JobConfig.of_lines`); those for
+themselves. Which endpoint the lines are for is known once the input is read (`job/planning/resolution.py`); those for
 embeddings are of jobs with `task: embed`.
 """
 

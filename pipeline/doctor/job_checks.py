@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoints.cache import cache_folder, check_copy
+from pipeline.checkpoints.chat_template import read_template
 from pipeline.checkpoints.locate import locate_model, model_kind, why_no_checkpoint
 from pipeline.checkpoints.model_values import CONFIG, QUANTIZER_FILES
 from pipeline.data.output.parts import PartStore
@@ -16,7 +17,9 @@ from pipeline.data.source import open_source
 from pipeline.doctor.check import Check, Setup
 from pipeline.errors import ModelError, OutputError, PipelineError
 from pipeline.formatting import counted, shown_bytes
-from pipeline.job.preview.examine import MODEL_FILES, examine, missing_model_files
+from pipeline.job.planning.checkpoint_values import MODEL_FILES
+from pipeline.job.planning.resolution import missing_from_store
+from pipeline.job.preview.examine import examine
 from pipeline.machine.caches import hub_folder
 from pipeline.stores.filesystem import filesystem, local_path, storage_for
 from pipeline.stores.redaction import shown_url
@@ -47,7 +50,7 @@ def model(setup: Setup) -> Iterator[Check]:
     if kind == "missing":
         raise ModelError(f"{shown}: {why_no_checkpoint(path)}")
     if kind == "url":
-        absent = missing_model_files(path, storage_for(path, setup.storage))
+        absent = missing_from_store(path, storage_for(path, setup.storage))
         if absent:
             raise ModelError(f"{shown}: no {' and no '.join(absent)} there; expected a checkpoint's folder")
         yield Check("model", "folder", "ok", f"{shown}: {' and '.join(MODEL_FILES)} are there")
@@ -186,15 +189,16 @@ def _tokenizer(folder: Path, setup: Setup) -> Iterator[Check]:
     from pipeline.model.config import read_config
     from pipeline.tokenization.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_folder(str(folder), setup.job and setup.job.chat_template())
+    chat = setup.job and setup.job.prompt.chat
+    template = read_template(chat.template) if chat is not None and chat.template is not None else None
+    tokenizer = Tokenizer.from_folder(str(folder), template)
     known, rows = tokenizer.vocab_size, read_config(folder).vocab_size
     if known > rows:
         todo = "Prompts that use the tokens above become error rows: does this tokenizer belong to the model?"
         yield Check("model", "tokenizer", "warning", f"{known:,} tokens, the model has {rows:,}", todo)
     else:
         yield Check("model", "tokenizer", "ok", f"{known:,} tokens, ends at {sorted(tokenizer.eos_token_ids)}")
-    wants_chat = setup.job is not None and setup.job.prompt.chat is not None
-    if tokenizer.has_chat_template or not wants_chat:
+    if tokenizer.has_chat_template or chat is None:
         found = "there" if tokenizer.has_chat_template else "none: prompts can be plain text only"
         yield Check("model", "chat template", "ok", found)
     else:

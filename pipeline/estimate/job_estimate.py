@@ -22,8 +22,6 @@ from pipeline.estimate.measured import Speed, measured_speed
 from pipeline.estimate.pool import PoolEstimate
 from pipeline.estimate.prices import FILE, PriceList, load_prices
 from pipeline.estimate.recommend import Advice, advice_for_card, advice_for_pool
-from pipeline.job.actor.control_tokens import author_texts
-from pipeline.job.actor.tokenize import Tokenize, chat_of
 from pipeline.job.planning.actor_specs import resolve_device
 from pipeline.job.planning.fingerprint import JOB
 from pipeline.job.planning.history import Remembered, recall
@@ -94,20 +92,18 @@ def estimate_job(
     if probe:
         say(f"computing a probe of {probe:,} rows")
         run_job(config, sample=probe)
-    plan = make_plan(config, resolve_device(config), say)
+    plan = make_plan(config, resolve_device(config), say=say)
+    job = plan.job
     store = PartStore(config.output.path, storage_for(config.output.path, config.storage))
     history = recall(plan)
     rows_left = plan.num_rows - _rows_done(store, plan)
-    tokenizer = Tokenizer.from_folder(str(plan.model), plan.chat_template)
-    params, now = plan.config.sampling_params(), wall_time()
-    author = author_texts(plan.config)
-    tokenize = Tokenize(tokenizer, params, config.seed, chat_of(plan.config, now), task=plan.task, author=author)
+    tokenize = job.tokenize(Tokenizer.from_folder(str(job.model), job.chat_template), wall_time())
     block = BLOCK_SIZE if plan.device.startswith("cuda") else CPU_BLOCK_SIZE
     if not plan.num_rows:
         raise ConfigError(f"input.path {shown_url(config.input.path)}: has no rows, so there is nothing to plan")
     say(f"reading a sample of {min(sample, plan.num_rows):,} rows")
-    context = plan.config.engine.max_model_len or read_config(plan.model).max_position
-    prompts = sample_prompts(plan.config, plan.source, tokenize, sample, block, context)
+    context = config.engine.max_model_len or read_config(job.model).max_position
+    prompts = sample_prompts(job, plan.source, tokenize, sample, block, context)
     if not prompts.requests:
         raise ConfigError(
             f"input.path {shown_url(config.input.path)}: none of the {prompts.rows} sampled rows has a usable prompt"
@@ -117,8 +113,8 @@ def estimate_job(
     prompt_tokens = prompts.tokens_each.times(computed_rows)
     shared = _shared(prompts, history)
     generated = lengths.each.times(computed_rows)
-    counts = tuple(actors) or (plan.config.run.pool[1],)
-    speed = measured_speed(history, computed_rows / max(counts), plan.task is None, config.quality.sample)
+    counts = tuple(actors) or (plan.job.config.run.pool[1],)
+    speed = measured_speed(history, computed_rows / max(counts), job.task is None, config.quality.sample)
     units = _units(plan, computed_rows, prompts, lengths)
     repeated = prompts.repeated / len(prompts.requests) * computed_rows
     computed = prompt_tokens.times(1 - shared) + Interval(*[repeated] * 3)
@@ -129,7 +125,7 @@ def estimate_job(
         here = tuple(_here(speed, work, n, config.cost.hourly_usd) for n in counts)
         made = _estimate(plan, store, speed, work, lengths, prompt_tokens.expected * shared)
     elsewhere, advice = _on_cards(cards, plan, prompts, lengths, work, shared, counts, price_list)
-    advice += advice_for_pool(here, work.units, plan.config.output.rows_per_file) if here else ()
+    advice += advice_for_pool(here, work.units, config.output.rows_per_file) if here else ()
     used = PriceList(tuple(p for p in price_list.prices if any(p.card == c.name for c in cards)), 0.0)
     doubts = tuple(used.doubts(today or wall_time().date()))
     return JobEstimate(
@@ -178,7 +174,7 @@ def _shared(sample: PromptSample, history: Sequence[Remembered]) -> float:
 
 def _units(plan: JobPlan, rows: float, sample: PromptSample, lengths: OutputLengths) -> float:
     each = sample.reserved / len(sample.requests)
-    return max(1.0, rows / plan.config.output.rows_per_file, rows * each / UNIT_TOKENS)
+    return max(1.0, rows / plan.job.config.output.rows_per_file, rows * each / UNIT_TOKENS)
 
 
 def _here(speed: Speed, work: _Work, actors: int, hourly_usd: float | None) -> PoolEstimate:
@@ -199,7 +195,7 @@ def _here(speed: Speed, work: _Work, actors: int, hourly_usd: float | None) -> P
 def _estimate(
     plan: JobPlan, store: PartStore, speed: Speed, work: _Work, lengths: OutputLengths, cached: float
 ) -> Estimate:
-    actors, hourly_usd = plan.config.run.pool[1], plan.config.cost.hourly_usd
+    actors, hourly_usd = plan.job.config.run.pool[1], plan.job.config.cost.hourly_usd
     pool = _here(speed, work, actors, hourly_usd)
     phases: dict[str, int] = no_phases()
     phases["startup"], phases["load"] = round(speed.startup_us * actors), round(speed.load_us * actors)
@@ -240,7 +236,7 @@ def _on_cards(
     from prefixes of other rows."""
     if work.rows < 1:
         return (), ()
-    model, config = read_config(plan.model), plan.config
+    model, config = read_config(plan.job.model), plan.job.config
     pairs = [
         RequestTokens(max(1, round(len(r.prompt_token_ids) * (1 - shared) if i == 0 else again)), output)
         for r, output in zip(sample.requests, lengths.drawn, strict=True)

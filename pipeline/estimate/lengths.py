@@ -11,13 +11,13 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from pipeline.config import JobConfig
 from pipeline.data.source import Source, Window
-from pipeline.data.units import MAX_BUDGET
+from pipeline.data.units import MAX_BUDGET, window_units
 from pipeline.engine.params import Request
 from pipeline.job.actor.tokenize import Tokenize
 from pipeline.job.planning.history import Remembered
-from pipeline.job.preview.prompt_preview import sampled, units_of
+from pipeline.job.planning.resolved_job import ResolvedJob
+from pipeline.job.preview.prompt_preview import sampled
 from pipeline.report.estimate import Interval
 from pipeline.report.record.row_stats import Histogram, RowStats, length_bucket
 
@@ -58,16 +58,17 @@ class PromptSample:
 
 
 def sample_prompts(
-    config: JobConfig, source: Source, tokenize: Tokenize, rows: int, block_size: int, context: int
+    job: ResolvedJob, source: Source, tokenize: Tokenize, rows: int, block_size: int, context: int
 ) -> PromptSample:
     """Read about so many rows, evenly spread over the input, and tokenize them. context: the most tokens of a prompt
     and its completion. Prompts that it has no room for are errors, and requests generate no more than it leaves."""
-    total = source.num_rows if config.input.limit is None else min(config.input.limit, source.num_rows)
+    limit = job.config.input.limit
+    total = source.num_rows if limit is None else min(limit, source.num_rows)
     requests: list[Request] = []
     means: list[float] = []
     errors = reserved = 0
     for window in sampled(total, rows):
-        of_window = list(_requests(config, source, window, tokenize))
+        of_window = list(_requests(job, source, window, tokenize))
         every = [request for requests, _ in of_window for request in requests]
         fitting = [r for r in every if len(r.prompt_token_ids) <= context - (r.task is None)]
         found = [_inside(request, context) for request in fitting]
@@ -104,9 +105,9 @@ def tail(prompt_tokens: int, block_size: int) -> int:
 
 
 def _requests(
-    config: JobConfig, source: Source, window: Window, tokenize: Tokenize
+    job: ResolvedJob, source: Source, window: Window, tokenize: Tokenize
 ) -> Iterator[tuple[list[Request], int]]:
-    for unit in units_of(config, source, window):
+    for unit in window_units(source, window, job.prompt_units):
         requests, failed = tokenize(unit)
         yield requests, len(failed)
 

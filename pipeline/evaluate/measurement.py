@@ -21,7 +21,7 @@ from pipeline.engine.tasks import HiddenStates, StatesResult
 from pipeline.errors import ConfigError, ModelError
 from pipeline.evaluate.table import Evaluation, Measured
 from pipeline.formatting import Remaining
-from pipeline.job.actor.tokenize import chat_template
+from pipeline.job.planning.resolution import resolve_prompts
 from pipeline.job.preview.dataset_tokens import Samples, read_samples
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.load import checkpoint_files
@@ -129,7 +129,9 @@ def _prepare(
     """The checkpoints, each fit to be compared with the first, and the texts."""
     folders = [resolve_model(s.path, config.storage, say) for s in every]
     models = [quantized_on_load(read_config(folder), s.quantization) for folder, s in zip(folders, every)]
-    tokenizer = Tokenizer.from_folder(str(folders[0]), chat_template(config, folders[0]))
+    say(f"reading {shown_url(config.input.path)}")
+    prompts = resolve_prompts(config, folders[0])
+    tokenizer = Tokenizer.from_folder(str(folders[0]), prompts.chat_template)
     try:
         for variant, folder, model in zip(every[1:], folders[1:], models[1:]):
             _check_comparable(every[0], tokenizer, models[0], variant, folder, model)
@@ -138,8 +140,7 @@ def _prepare(
             longest = min(longest, config.engine.max_model_len)
         if longest <= params.max_tokens:
             raise ConfigError(f"--max-tokens {params.max_tokens}: no room beside them in a context of {longest} tokens")
-        say(f"reading {shown_url(config.input.path)}")
-        samples = read_samples(config, tokenizer, longest - params.max_tokens, expected=expected)
+        samples = read_samples(prompts, tokenizer, longest - params.max_tokens, expected=expected)
     finally:
         tokenizer.close()
     length = max(map(len, samples.token_ids)) + params.max_tokens

@@ -8,7 +8,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.config import JobConfig
 from pipeline.data.output.result_columns import REASONING_FIELDS, RESULT_FIELDS, output_schema
 from pipeline.data.units import make_units
@@ -17,10 +16,8 @@ from pipeline.errors import ConfigError
 from pipeline.formatting import Remaining
 from pipeline.generate.answer import Answer, Saved
 from pipeline.generate.prompts import Prompts
-from pipeline.job.actor.control_tokens import author_texts
-from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
-from pipeline.job.planning.reasoning_markers import with_reasoning_markers
-from pipeline.job.planning.sampling_defaults import with_model_defaults
+from pipeline.job.planning.resolution import resolve_rows
+from pipeline.job.planning.resolved_job import ResolvedJob
 from pipeline.machine.host import wall_time
 from pipeline.stores.redaction import shown_url
 
@@ -54,15 +51,19 @@ def complete(
 
     A prompt that fails is counted and does not stop the others. Raises ConfigError also where samples are to be rows.
     """
-    if config.result_shape().samples == "rows":
+    if config.output.samples == "rows":
         raise ConfigError(
             "output.samples: rows is of jobs, whose input is Parquet, a folder, a glob or a url; here a prompt has one "
             "answer, with its samples in lists"
         )
-    schema = _schema(prompts, config, say) if saved is not None else None
+    if config.task.type != "generate":
+        raise ConfigError(f"task: {config.task.type} is of jobs; here prompts are completed")
+    say(f"loading {shown_url(config.model.path)}")
+    job = resolve_rows(config, prompts.columns, say)
+    schema = _schema(prompts, job, say) if saved is not None else None
     began, kept = time.monotonic(), []
     count: Counter[str] = Counter()
-    for answer in answers(config, prompts, say):
+    for answer in answers(job, prompts, say):
         done = answer.completion
         completed = done.error is None
         read = done.num_prompt_tokens if completed else 0
@@ -80,33 +81,22 @@ def complete(
     return told
 
 
-def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
+def answers(job: ResolvedJob, prompts: Prompts, say: Say) -> Iterator[Answer]:
     """Each prompt's answer, in the input's order, as soon as it and those before it are finished.
 
     A prompt that fails is an answer with an error. Raises ModelError, ConfigError before the first one.
     """
-    inputs = prompts.table.select(list(range(prompts.table.num_columns - 2)))
-    now, unit_spec = wall_time(), config.unit_spec().of_input(inputs.schema.names)
-    unit_spec.prompt.check(inputs.schema)
-    for option, column in config.sampling_columns().items():
-        if column not in inputs.schema.names:
-            raise ConfigError(f"sampling.{option}: the input has no column {column!r}")
+    now, unit_spec = wall_time(), job.prompt_units
     units = make_units(prompts.table, unit_spec, window=0)
-    say(f"loading {shown_url(config.model.path)}")
-    folder = resolve_model(config.model.path, config.storage, say, revision=config.model.revision)
-    template = chat_template(config, folder)  # before weights are read
-    config = with_reasoning_markers(with_model_defaults(config, folder, say), folder)
     from pipeline.engine.engine import Engine
 
-    draft = resolve_draft(config.speculation.model, config.storage, say)
-    with Engine(config.engine_config(str(folder), draft and str(draft)), say) as engine:
+    with Engine(job.engine_config(), say) as engine:
         tokenizer = engine.tokenizer
-        if template is not None:
+        if job.chat_template is not None:
             from pipeline.tokenization.tokenizer import Tokenizer
 
-            tokenizer = Tokenizer.from_folder(str(folder), template)
-        author = author_texts(config)
-        tokenize = Tokenize(tokenizer, config.sampling_params(), config.seed, chat_of(config, now), author=author)
+            tokenizer = Tokenizer.from_folder(str(job.model), job.chat_template)
+        tokenize = job.tokenize(tokenizer, now)
         rendered: dict[int, str | None] = {}
         requests: list[Request] = []
         done: dict[int, Completion] = {}
@@ -127,31 +117,31 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
                 done[completion.row_id] = completion  # type: ignore[index]
                 num_done, num_tokens = num_done + 1, num_tokens + completion.num_generated_tokens
                 remaining(num_done, f"{num_tokens / (time.monotonic() - began):,.0f} tok/s out")
-            yield _answer(rendered[line], values, done.pop(line), config)
+            yield _answer(rendered[line], values, done.pop(line), job)
 
 
-def _schema(prompts: Prompts, config: JobConfig, say: Say) -> pa.Schema:
+def _schema(prompts: Prompts, job: ResolvedJob, say: Say) -> pa.Schema:
     """The columns of a saved result. Keys of the input that have a result's name are left out, aloud."""
     names = prompts.table.schema.names[:-2]
-    clashes = [name for name in names if name in _taken(config)]
+    clashes = [name for name in names if name in _taken(job)]
     if clashes:
         say(f"left out of the output, as results have these names: {', '.join(clashes)}")
     kept = pa.schema([prompts.table.schema.field(i) for i, name in enumerate(names) if name not in clashes])
-    return output_schema(kept, _RENAME, replace(config.result_shape(), logprobs=False, prompt_logprobs=False))
+    return output_schema(kept, _RENAME, replace(job.results, logprobs=False, prompt_logprobs=False))
 
 
-def _taken(config: JobConfig) -> set[str]:
+def _taken(job: ResolvedJob) -> set[str]:
     """Names that results have."""
-    fields = (*RESULT_FIELDS, *(REASONING_FIELDS if config.sampling.reasoning else ()))
+    fields = (*RESULT_FIELDS, *(REASONING_FIELDS if job.results.reasoning else ()))
     return {*(f.name for f in fields), *_RENAME.values()}
 
 
-def _answer(prompt: str | None, values: dict[str, Any], completion: Completion, config: JobConfig) -> Answer:
+def _answer(prompt: str | None, values: dict[str, Any], completion: Completion, job: ResolvedJob) -> Answer:
     """The columns are those that the output of a job has."""
     fine = completion.error is None
     text, reason = completion.text if fine else None, completion.finish_reason
     thought = completion.reasoning
-    if config.result_shape().samples == "lists":
+    if job.results.samples == "lists":
         text = [one.text for one in completion.each] if fine else None
         reason = [one.finish_reason for one in completion.each] if fine else None
         thought = [one.reasoning for one in completion.each] if fine else None
@@ -166,10 +156,10 @@ def _answer(prompt: str | None, values: dict[str, Any], completion: Completion, 
         "source_file": values["source_file"],
         "source_line": values["source_row"] + 1,
     }
-    if config.sampling.reasoning is not None:
+    if job.results.reasoning:
         result |= {"reasoning": thought, "num_reasoning_tokens": completion.num_thought_tokens}
     where = values["source_file"]
     if where != "--prompt":
         where += f" line {result['source_line']}"
-    kept = {name: value for name, value in values.items() if name not in _taken(config)}
+    kept = {name: value for name, value in values.items() if name not in _taken(job)}
     return Answer(prompt, where, completion, {**kept, **result})

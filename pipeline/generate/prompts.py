@@ -5,7 +5,7 @@ table, as a window of a job's input is one, so that all the rest is the job's.
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.data.columns import did_you_mean
 from pipeline.data.files.footer import decoding
 from pipeline.data.files.json_lines import compression_of, is_json_lines
 from pipeline.data.prompt_template import in_template
@@ -39,6 +40,30 @@ class Prompts:
     @property
     def num_rows(self) -> int:
         return self.table.num_rows
+
+    @property
+    def columns(self) -> "TableColumns":
+        """The rows' own columns."""
+        own = list(range(self.table.num_columns - 2))
+        return TableColumns(self.table.select(own).schema)
+
+
+@dataclass(frozen=True)
+class TableColumns:
+    """Columns of rows that are in memory, as a job's input has them."""
+
+    schema: pa.Schema
+    requests: None = None
+
+    @property
+    def every_column(self) -> tuple[str, ...]:
+        return tuple(self.schema.names)
+
+    def check_columns(self, names: Iterable[str]) -> None:
+        """Raise ConfigError for one that is not there."""
+        for name in names:
+            if name not in self.schema.names:
+                raise ConfigError(f"the input has no column {name!r}{did_you_mean(name, self.schema.names)}")
 
 
 def is_dataset(place: str) -> bool:

@@ -22,6 +22,7 @@ from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.demo.reports import PROMPT_TEMPLATE
 from pipeline.errors import InputError, ModelError
 from pipeline.formatting import counted
+from pipeline.job.planning.resolution import resolve_prompts
 from pipeline.job.preview.dataset_tokens import read_samples
 from pipeline.machine.caches import hub_folder
 from pipeline.model.config import read_config
@@ -84,7 +85,7 @@ def look(place: str, model: str, say: Callable[[str], None]) -> Look:
         has_chat = tokenizer.has_chat_template and not is_trained
         if kind == "messages" or (requests is not None and requests.endpoint == "chat"):
             tokenizer.check_chat_template()
-        read = read_samples(_job(place, model, seen, has_chat), tokenizer, max_tokens=1 << 40)
+        read = read_samples(resolve_prompts(_job(place, model, seen, has_chat), folder), tokenizer, max_tokens=1 << 40)
     finally:
         tokenizer.close()
     lengths = tuple(sorted(map(len, read.token_ids)))

@@ -61,7 +61,7 @@ def test_validate_tells_all_mistakes_of_the_data(work, pipe):
     assert "did you mean 'text'?" in err
     assert "column 'text' is text, expected numbers" in err
     assert "./nowhere: no such folder" in err
-    assert "output.path must be a new folder" in err
+    assert "output.path: data: lies in input.path data, so the next run would read its parts" in err
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,10 @@ def test_validate_tells_all_mistakes_of_the_data(work, pipe):
         ("output.path=data/out", "--set: output.path: data/out: lies in input.path data, so the next run would read"),
         ("output.path=data/_out", None),
         ("output.path=nothing://bucket/x", "cannot be opened (ValueError)"),
-        ("model.path=memory://test-cli/model", "memory://test-cli/model: no config.json in this folder"),
+        (
+            "model.path=memory://test-cli/model",
+            "memory://test-cli/model: no config.json and no tokenizer.json in this folder",
+        ),
         ("model.path=nothing://bucket/x", "nothing://bucket/x: cannot be opened (ValueError)"),
         ("model.path=job.yaml", "job.yaml: a file; this program reads safetensors checkpoints"),
         ("model.path=data", "data: has no config.json; give the folder of"),
@@ -178,7 +181,7 @@ def test_a_store_that_does_not_answer_is_no_mistake_of_the_job(work, pipe, aws, 
 
     monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: RetryPolicy(max_tries=1))
     aws("http://127.0.0.1:1")
-    places = [f"--set={key}=s3://bucket/x" for key in ("output.path", "input.path", "model.path")]
+    places = [f"--set={key}=s3://bucket/{key}" for key in ("output.path", "input.path", "model.path")]
     code, out, err = pipe("validate", "job.yaml", *places, "--json")
     assert code == 3, err
     assert json.loads(out)["error"]["kind"] == "EnvironmentFailed"

@@ -14,7 +14,9 @@ from pipeline.config.mistakes import section_at
 from pipeline.config.sections.prompt import PromptSection
 from pipeline.engine.params import EngineConfig, SamplingParams, SpeculationConfig
 from pipeline.errors import ConfigError
+from pipeline.job.planning.resolved_job import sampling_columns, sampling_params
 from pipeline.stores.filesystem import storage_for
+from tests.job.conftest import units_as_written
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -55,8 +57,8 @@ def test_defaults_are_those_of_the_engine(job):
     assert config.name == "job"
     assert config.input.columns is None
     assert config.engine_config("folder", None, 2) == EngineConfig(model="folder", num_threads=2)
-    assert config.sampling_params() == SamplingParams(max_tokens=256)
-    assert config.sampling_columns() == {}
+    assert sampling_params(config.sampling) == SamplingParams(max_tokens=256)
+    assert sampling_columns(config) == {}
     assert config.prompt.spec().columns == ("text",)
     assert config.cost.hourly_usd is None
 
@@ -82,10 +84,10 @@ def test_a_full_job(job):
     engine = config.engine_config("folder", None, 1)
     assert (engine.device, engine.dtype, engine.kv_cache_memory_bytes) == ("cuda:1", "bfloat16", 2 * 2**30)
     assert engine.deterministic
-    params = config.sampling_params()
+    params = sampling_params(config.sampling)
     assert params.min_tokens == 20, "a constant min_tokens stands although max_tokens is the row's"
     assert (params.temperature, params.stop, params.top_k) == (1.0, ("END",), 5)
-    assert config.sampling_columns() == {"max_tokens": "budget"}
+    assert sampling_columns(config) == {"max_tokens": "budget"}
     assert config.run.drain_timeout == 5400
     assert config.model.path == "org/name"
     assert config.seed == 3
@@ -104,7 +106,11 @@ def test_every_engine_and_sampling_option_reaches_the_engine(job):
 def test_minus_1_is_off_as_in_vllm(job):
     plain, off = job(MINIMAL), job(MINIMAL + "sampling: {top_k: -1, seed: -1, thinking_token_budget: -1}\n")
     assert identity_of(off) == identity_of(plain)
-    assert off.sampling_params() == plain.sampling_params() == SamplingParams(max_tokens=256, top_k=-1, seed=-1)
+    assert (
+        sampling_params(off.sampling)
+        == sampling_params(plain.sampling)
+        == SamplingParams(max_tokens=256, top_k=-1, seed=-1)
+    )
     assert SamplingParams(thinking_token_budget=-1).thinking_token_budget is None
     for key in ("top_k: -2", "seed: -2", "top_k: true", "max_tokens: -1"):
         with pytest.raises(JobFileError, match=key.partition(":")[0]):
@@ -129,7 +135,7 @@ def test_speculation_reaches_the_engine(job):
 
 def test_texts_that_look_like_booleans_stay_texts(job):
     config = job(MINIMAL + "sampling: {stop: [No, off]}\n")
-    assert config.sampling_params().stop == ("No", "off")
+    assert sampling_params(config.sampling).stop == ("No", "off")
 
 
 def test_messages_are_a_chat(job):
@@ -315,7 +321,7 @@ def test_settings_overlays_and_limit_in_this_order(job, tmp_path, mistakes):
     assert config.where("run.actors") == "--set"
     assert config.where("input.limit") == "--limit"
     assert config.where("input.path").endswith("job.yaml:1")
-    assert job(sets=["sampling.max_tokens={column: b}"]).sampling_columns() == {"max_tokens": "b"}
+    assert sampling_columns(job(sets=["sampling.max_tokens={column: b}"])) == {"max_tokens": "b"}
     assert "--set: run.actors: expected an integer; got 'x'" in mistakes(sets=["run.actors=x"])[0]
     assert "Did you mean `actors`?" in mistakes(sets=["run.actor=2"])[0]
     assert "expected key=value" in mistakes(sets=["run.actors"])[0]
@@ -402,9 +408,9 @@ def test_a_task_is_in_the_identity_and_computes_no_completion(job):
     assert identity_of(chosen)["task"]["labels"] == ["a", "b"]
     column = job(MINIMAL + "task: {type: choice, labels: {column: options}}\n")
     assert identity_of(column)["task"]["labels"] == {"column": "options"}
-    assert column.unit_spec().columns == ("text", "options")
+    assert units_as_written(column).columns == ("text", "options")
     assert chosen.engine_config("folder", None).speculation_config.method == "off"
-    assert chosen.unit_spec().default_max_tokens == 0
+    assert units_as_written(chosen).default_max_tokens == 0
 
 
 def test_a_bare_word_is_a_section_that_overlays_merge_with(job, tmp_path):

@@ -10,6 +10,7 @@ import yaml
 from pipeline.config import JobConfig, JobFileError, job_from_flags, load_job
 from pipeline.config.identity import identity_of
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
+from pipeline.job.planning.resolved_job import sampling_columns, sampling_params
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
 
@@ -35,7 +36,7 @@ def test_a_schema_its_text_and_a_file_of_it_are_one_job(job, tmp_path: Path):
         job(structured_outputs={"json_file": str(tmp_path / "schema.json")}),
     ]
     wanted = StructuredOutputs.of({"json": SCHEMA})
-    assert {config.sampling_params().structured_outputs for config in forms} == {wanted}
+    assert {sampling_params(config.sampling).structured_outputs for config in forms} == {wanted}
     assert all(identity_of(config) == identity_of(forms[0]) for config in forms)
     assert identity_of(forms[0])["sampling"]["structured_outputs"] == {"json": SCHEMA}
     assert "json_file" not in json.dumps(forms[2].data), "a job that is sent elsewhere holds the schema"
@@ -47,8 +48,8 @@ def test_a_schema_its_text_and_a_file_of_it_are_one_job(job, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
 def test_each_rows_own_comes_from_a_column(kind: str, job):
     config = job(structured_outputs={kind: {"column": "form"}})
-    assert config.sampling_columns() == {f"structured_outputs.{kind}": "form"}
-    assert config.sampling_params().structured_outputs is None
+    assert sampling_columns(config) == {f"structured_outputs.{kind}": "form"}
+    assert sampling_params(config.sampling).structured_outputs is None
     assert identity_of(config)["sampling"]["structured_outputs"] == {kind: {"column": "form"}}
 
 
@@ -88,6 +89,6 @@ def test_flags_take_a_text_or_a_file(tmp_path: Path):
              "output.path": ("-", "")}  # fmt: skip
     for given in (json.dumps(SCHEMA), str(tmp_path / "s.json")):
         config = job_from_flags({**basis, **_form_flags(given, ())})
-        assert config.sampling_params().structured_outputs == StructuredOutputs.of({"json": SCHEMA})
+        assert sampling_params(config.sampling).structured_outputs == StructuredOutputs.of({"json": SCHEMA})
     config = job_from_flags({**basis, **_form_flags(None, ("yes", "no"))})
-    assert config.sampling_params().structured_outputs == StructuredOutputs.of({"choice": ["yes", "no"]})
+    assert sampling_params(config.sampling).structured_outputs == StructuredOutputs.of({"choice": ["yes", "no"]})

@@ -334,11 +334,11 @@ def test_parquet_is_a_job(pipe, tmp_path, monkeypatch):
     assert json.loads(out)["job"] == "new"
     config = seen[0]
     assert (config.name, config.prompt.column, config.input.limit, config.output.path) == ("new", "text", 3, "out/new")
-    assert config.sampling_params().temperature == 0.5
+    assert config.sampling.temperature == 0.5
     pipe("--input", "rows.pq", "--output", "out/new", "--prompt", "S: {text}", "--system", "x", "--stop", "END")
     assert seen[1].prompt.template == "S: {text}"
     assert seen[1].prompt.chat.system == "x"
-    assert seen[1].sampling_params().stop == ("END",)
+    assert seen[1].sampling.stop == ("END",)
 
 
 def test_three_prompts_in_one_line_with_the_embedded_model(tmp_path):

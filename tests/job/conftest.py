@@ -10,9 +10,11 @@ import pytest
 import yaml
 
 from pipeline.config import JobConfig, load_job
+from pipeline.data.units import UnitSpec
 from pipeline.job.actor.worker import Backend
 from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.dataflow.spec import FlowSpec
+from pipeline.job.planning.resolved_job import prompt_spec, sampling_params, unit_spec
 from pipeline.job.running.run import run_job
 from tests.job.fake_engine import answer, text_of
 
@@ -54,6 +56,8 @@ class Job:
         model = self.folder / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps({"fake": behaviour}))
+        if not (model / "tokenizer.json").exists():
+            (model / "tokenizer.json").write_text("{}")
         return self
 
     def config(self, **sections) -> JobConfig:
@@ -87,6 +91,12 @@ class Job:
             if row["error"] is not None:
                 continue
             assert row["generated_text"] == text_of(answer(list(f"Say {text}".encode()), row_seed(seed, *where), 6))
+
+
+def units_as_written(config: JobConfig) -> UnitSpec:
+    """How a job's rows become units where neither its model nor its input's lines say more."""
+    prompt, params = prompt_spec(config, config.prompt), sampling_params(config.sampling)
+    return unit_spec(config, prompt, config.task.row_texts(), params, kept=())
 
 
 @pytest.fixture

@@ -129,6 +129,7 @@ def eval_command(
     """
     from pipeline.engine.params import SamplingParams
     from pipeline.evaluate import ModelVariant, evaluate
+    from pipeline.job.planning.resolved_job import sampling_params
 
     first = models[0] if models else against
     if first is None and texts.job is None:
@@ -146,7 +147,7 @@ def eval_command(
         raise ConfigError("--kv-cache-dtype: is compared with the reference's own; name that with --against")
     elif not measured:
         measured = [ModelVariant(config.model.path, config.model.quantization, activations)]
-    wanted = config.sampling_params()
+    wanted = sampling_params(config.sampling)
     most = max_tokens or (wanted.max_tokens if texts.job is not None else 64)
     params = SamplingParams(max_tokens=most, stop=wanted.stop, stop_token_ids=wanted.stop_token_ids)
     found = evaluate(config, measured, reference, params, expected, say)
@@ -215,7 +216,7 @@ def quantize_command(
     import torch
 
     from pipeline.checkpoints.locate import resolve_model
-    from pipeline.job.actor.tokenize import chat_template
+    from pipeline.job.planning.resolution import resolve_prompts
     from pipeline.job.preview.dataset_tokens import read_samples
     from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -223,8 +224,9 @@ def quantize_command(
     fields, token_ids = check_plain(source), []
     if config is not None:
         length = min(max_length, fields.max_position)
-        tokenizer = Tokenizer.from_folder(str(source), chat_template(config, source))
-        read = read_samples(config, tokenizer, length, chosen=(samples, seed), cut=True)
+        prompts = resolve_prompts(config, source)
+        tokenizer = Tokenizer.from_folder(str(source), prompts.chat_template)
+        read = read_samples(prompts, tokenizer, length, chosen=(samples, seed), cut=True)
         tokenizer.close()
         token_ids = read.token_ids
         left_out = "".join(f", {code} {count:,}" for code, count in read.left_out.items())

@@ -178,8 +178,7 @@ def validate(job: str, as_json: bool, **overlays: Any) -> None:
     from pipeline.job.preview.describe import describe
     from pipeline.job.preview.examine import examine
 
-    config = load_job(job, **overlays)
-    found = examine(config)
+    found = examine(load_job(job, **overlays))
     if found.mistakes:
         raise JobFileError(found.mistakes)
     if found.failures:
@@ -187,7 +186,7 @@ def validate(job: str, as_json: bool, **overlays: Any) -> None:
     if as_json:
         print_json(found.to_json())
     else:
-        print_result(describe(found, config))
+        print_result(describe(found))
 
 
 @click.command()

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.data.prompts import PromptSpec
 from pipeline.data.units import Unit
 from pipeline.report.record.data_warnings import ControlTokenRows
 
 if TYPE_CHECKING:
-    from pipeline.config import JobConfig
+    from pipeline.config.sections.prompt import PromptSection
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,8 @@ class AuthorTexts:
     parses_control_tokens: bool = False
 
 
-def author_texts(config: "JobConfig") -> AuthorTexts:
-    """Return the texts that the job file itself puts into prompts."""
-    prompt, spec = config.prompt, config.prompt_spec()
+def author_texts(spec: PromptSpec, prompt: "PromptSection") -> AuthorTexts:
+    """Return the texts that the job file itself puts into prompts. spec: of the section `prompt`."""
     literals = () if spec.template is None else spec.parts[0]
     return AuthorTexts(literals, prompt.chat and prompt.chat.system, spec.in_pieces)
 

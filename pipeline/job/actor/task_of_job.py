@@ -1,16 +1,16 @@
 """The task of a job, from its job file and its checkpoint."""
 
 from pathlib import Path
+from typing import Literal
 
 from pipeline.checkpoints.file_checks import read_json
 from pipeline.checkpoints.pooling import read_pooling
 from pipeline.config import FromColumn, JobConfig
+from pipeline.config.sections.task import TaskSection
 from pipeline.engine.tasks import Embed
 from pipeline.errors import ConfigError
 from pipeline.job.actor.tasks import Activation, ChoiceTask, ClassifyTask, EmbedTask, JobTask, ScoreTask
-from pipeline.stores.redaction import shown_url
 
-OF_CHECKPOINT = ("embed", "classify")  # tasks whose columns follow from the checkpoint
 _BY_PROBLEM_TYPE: dict[object, Activation] = {
     "multi_label_classification": "sigmoid",
     "single_label_classification": "softmax",
@@ -18,64 +18,57 @@ _BY_PROBLEM_TYPE: dict[object, Activation] = {
 }
 
 
-def with_stored_pooling(config: JobConfig, model: Path) -> JobConfig:
-    """`config` with what the checkpoint's files say in the place of `auto`, so that it is in the job's identity. Raises
-    ModelError."""
-    given = config.task
-    if given.type != "embed" or "auto" not in (given.pooling, given.normalize):
-        return config
-    stored = read_pooling(model)
-    said = ("last", True) if stored is None else (stored.pooling, stored.normalize)
-    pooling = said[0] if given.pooling == "auto" else given.pooling
-    normalize = said[1] if given.normalize == "auto" else given.normalize
-    task = given.model_copy(update={"pooling": pooling, "normalize": normalize})
-    return config.model_copy(update={"task": task})
-
-
-def task_of(config: JobConfig, model: Path) -> JobTask | None:
-    """None where the job generates. config: as from `with_stored_pooling`. Raises ConfigError where the checkpoint
-    cannot do it, ModelError where it cannot be read."""
-    match config.task.type:
-        case "choice":
-            labels = config.task.labels
-            return ChoiceTask(None if isinstance(labels, FromColumn) else labels)
-        case "score":
-            return ScoreTask(config.task.completion is not None, config.task.token_logprobs)
-        case "embed":
-            return _embed(config, model)
-        case "classify":
-            return _classify(config, model)
+def plain_task(config: JobConfig) -> JobTask | None:
+    """Return the task of a job whose columns follow from its file alone; None where it generates."""
+    task = config.task
+    if task.type == "choice":
+        labels = task.labels
+        return ChoiceTask(None if isinstance(labels, FromColumn) else labels)
+    if task.type == "score":
+        return ScoreTask(task.completion is not None, task.token_logprobs)
     return None
 
 
-def _embed(config: JobConfig, model: Path) -> EmbedTask:
+def embed_task(given: TaskSection, model: Path, shown: str) -> tuple[TaskSection, EmbedTask]:
+    """Return the section with what the checkpoint's files say in place of `auto`, so that it is in the job's identity,
+    and the task. shown: the model's name. Raises ConfigError, ModelError."""
     from pipeline.model.config import read_config
 
-    given, hidden = config.task, read_config(model).hidden_size
-    assert given.pooling != "auto", "with_stored_pooling comes first"
-    assert given.normalize != "auto", "with_stored_pooling comes first"
+    pooling, normalize, hidden = given.pooling, given.normalize, read_config(model).hidden_size
+    if pooling == "auto" or normalize == "auto":
+        stored = read_pooling(model)
+        if pooling == "auto":
+            pooling = "last" if stored is None else stored.pooling
+        if normalize == "auto":
+            normalize = stored is None or stored.normalize
     if given.dimensions is not None and given.dimensions > hidden:
         raise ConfigError(
-            f"task.dimensions {given.dimensions}: the vectors of {shown_url(config.model.path)} have {hidden:,} "
-            "numbers (hidden_size in its config.json); expected at most so many"
+            f"task.dimensions {given.dimensions}: the vectors of {shown} have {hidden:,} numbers (hidden_size in its "
+            "config.json); expected at most so many",
+            key="task.dimensions",
         )
-    return EmbedTask(Embed(given.pooling, given.normalize, given.dimensions), given.dimensions or hidden)
+    found = given.model_copy(update={"pooling": pooling, "normalize": normalize})
+    return found, EmbedTask(Embed(pooling, normalize, given.dimensions), given.dimensions or hidden)
 
 
-def _classify(config: JobConfig, model: Path) -> ClassifyTask:
+def classify_task(activation: Activation | Literal["auto"], model: Path, shown: str) -> ClassifyTask:
+    """activation: as in the job file. shown: the model's name. Raises ConfigError where the checkpoint has no head or
+    cannot do it, ModelError where it cannot be read."""
     from pipeline.model.config import class_names, read_config
 
     num_classes = read_config(model).num_classes
     if num_classes is None:
         raise ConfigError(
-            f"task classify: {shown_url(config.model.path)} has no sequence classification head (architectures in its "
+            f"task classify: {shown} has no sequence classification head (architectures in its "
             "config.json names no ...ForSequenceClassification); task: choice asks any model for one of some labels"
         )
     values = read_json(model / "config.json")
     labels = class_names(values) or [f"LABEL_{number}" for number in range(num_classes)]
-    activation = config.task.activation
     if activation == "auto":
         activation = _BY_PROBLEM_TYPE.get(values.get("problem_type"), "softmax" if num_classes > 1 else "sigmoid")
     if activation == "softmax" and num_classes == 1:
-        raise ConfigError("task.activation softmax: the head has one label, of which it is always 1; sigmoid or none")
+        raise ConfigError(
+            "task.activation softmax: the head has one label, of which it is always 1; sigmoid or none",
+            key="task.activation",
+        )
     return ClassifyTask(tuple(labels), activation)

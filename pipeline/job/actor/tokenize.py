@@ -9,22 +9,20 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pipeline.checkpoints.chat_template import ADVICE, has_template
 from pipeline.data.units import Unit
 from pipeline.engine.grammar.structured_outputs import of_response_format
 from pipeline.engine.params import Completion, QualitySample, Request, SamplingParams
 from pipeline.errors import ConfigError, RowError
 from pipeline.job.actor.control_tokens import AuthorTexts, ControlTokenCounter
 from pipeline.job.actor.tasks import JobTask, RowRefused
-from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.chat_messages import ChatTemplateError
 from pipeline.tokenization.labels import Encodes
 
 if TYPE_CHECKING:
-    from pipeline.config import JobConfig
+    from pipeline.config.sections.prompt import PromptSection
+    from pipeline.config.sections.task import TaskType
 
 
 T = TypeVar("T")
@@ -76,31 +74,19 @@ class Chat:
 _WITHOUT_ASSISTANT = ("embed", "classify")
 
 
-def chat_of(config: "JobConfig", now: datetime | None) -> Chat | None:
+def chat_of(prompt: "PromptSection", task: "TaskType", now: datetime | None) -> Chat | None:
     """How a prompt becomes a chat; None where it is sent as it is. `now`: the date, where the job file has none."""
-    given = config.prompt.chat
+    given = prompt.chat
     if given is None:
         return None
     return Chat(
-        config.prompt.messages is not None,
+        prompt.messages is not None,
         given.system,
-        config.task.type not in _WITHOUT_ASSISTANT,
+        task not in _WITHOUT_ASSISTANT,
         given.template_kwargs,
         given.continue_final_message,
         now if given.date is None else datetime.fromisoformat(given.date),
     )
-
-
-def chat_template(config: "JobConfig", model: Path) -> str | None:
-    """The text of `prompt.chat.template`; None where the model's own is taken, or none. Raises ConfigError where
-    prompts are chats and there is none."""
-    template = config.chat_template()
-    if config.prompt.chat is not None and template is None and not has_template(model):
-        raise ConfigError(
-            f"prompt.chat: {shown_url(config.model.path)}: the checkpoint has no chat template (chat_template.jinja, "
-            f"or `chat_template` in tokenizer_config.json). {ADVICE}"
-        )
-    return template
 
 
 def row_seed(job_seed: int, source_file: str, source_row: int) -> int:

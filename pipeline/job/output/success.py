@@ -75,7 +75,7 @@ def write_success(plan: JobPlan, store: PartStore, totals: PartTotals) -> None:
     skipped = plan.source.skipped
     there = Inventory.of(store)
     counts = {
-        "job": plan.config.name,
+        "job": plan.job.config.name,
         "fingerprint": plan.fingerprint.digest,
         "input_rows": plan.num_rows,
         "appended_batches": plan.batches.count,

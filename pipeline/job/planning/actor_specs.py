@@ -5,8 +5,6 @@ import os
 
 from pipeline.config import JobConfig
 from pipeline.engine.startup.batch_limits import most_default_seqs
-from pipeline.job.actor.control_tokens import author_texts
-from pipeline.job.actor.tokenize import chat_of
 from pipeline.job.actor.worker import Backend, WorkSpec
 from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, units_in_flight
 from pipeline.job.planning.plan import JobPlan
@@ -28,28 +26,28 @@ def flow_spec(
 ) -> FlowSpec:
     """What each actor gets: its share of the machine's cores unless the job says so, and a GPU where it uses
     one. `retry_failed`: of a unit whose part is there, the error rows are computed again."""
-    config, run = plan.config, plan.config.run
+    job, config, run = plan.job, plan.job.config, plan.job.config.run
     gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
     fewest, most = run.pool
     cpus = run.cpus_per_actor or _cpus(most, run.cluster_address, gpus)
-    engine = config.engine_config(str(plan.model), plan.draft and str(plan.draft), max(1, int(cpus)))
+    engine = job.engine_config(max(1, int(cpus)))
     work = WorkSpec(
         backend=backend,
         model=config.model.path,
         revision=config.model.revision,
         draft=config.speculation.model,
         engine=engine,
-        reference=reference_of(config, engine, plan.reference),
+        reference=reference_of(job, engine),
         reference_model=config.quality.model,
         quality_sample=config.quality.sample,
         step_timeout_s=run.step_timeout_s,
         load_timeout_s=run.load_timeout_s,
-        params=config.sampling_params(),
+        params=job.params,
         seed=config.seed,
-        results=config.result_shape(None if plan.task is None else plan.task.fields),
-        chat=chat_of(config, plan.fingerprint.date),
-        author=author_texts(config),
-        chat_template=plan.chat_template,
+        results=job.results,
+        chat=job.chat(plan.fingerprint.date),
+        author=job.author,
+        chat_template=job.chat_template,
         output=config.output.path if is_url(config.output.path) else os.path.abspath(config.output.path),
         storage=config.storage,
         rename=dict(config.output.rename),
@@ -61,16 +59,16 @@ def flow_spec(
         sample=any(task.sample is not None for task in tasks),
         retry_failed=retry_failed,
         retried_limits=plan.retried_limits,
-        task=plan.task,
+        task=job.task,
     )
-    spot, units = Spot(run.spot_notice, run.drain_timeout), plan.units
+    spot, units = Spot(run.spot_notice, run.drain_timeout), job.units
     at_once = config.engine.max_num_seqs or most_default_seqs(plan.device.startswith("cuda"))
     in_flight = units_in_flight(at_once, units.unit_rows, units.unit_tokens, units.default_max_tokens, units.default_n)
     requested = failpoints.requested(os.environ)
     return FlowSpec(
         source=plan.source,
         tasks=tasks,
-        units=plan.units,
+        units=job.units,
         work=work,
         actors=most,
         cpus=cpus,

@@ -109,12 +109,7 @@ def claim(
     raw = store.folder.read(JOB)
     is_new = raw is None
     if raw is None:
-        there = [name for name in store.folder.names("") if name[0] not in "_."]
-        if there or SUCCESS in store.folder.names(""):
-            raise OutputError(
-                f"output.path {store.path}: not empty ({there[0] if there else SUCCESS}) and not the "
-                "output of a job of this program; choose a new folder"
-            )
+        _check_empty(store)
         store.folder.probe()
         first = ours.with_date(now.isoformat())
         head = {"format": FORMAT, "job": job_name, "fingerprint": first.digest, "versions": dict(versions)}
@@ -132,6 +127,28 @@ def claim(
         store.folder.probe()
     _agree(store, theirs, ours, accept_numerics)
     return ours
+
+
+def check_output(store: PartStore, ours: Fingerprint) -> None:
+    """Raise as `claim` would, but write nothing, and let pass what an option of `run` allows: other numerics, new
+    files, other limits."""
+    raw = store.folder.read(JOB)
+    if raw is None:
+        return _check_empty(store)
+    theirs = _parse(store, raw)
+    ours = ours.with_date(theirs["date"])
+    changes = difference(theirs["identity"], ours.identity)
+    if not _are_new_files(changes) and not _are_limits(changes):
+        _agree(store, theirs, ours, accept_numerics=True)
+
+
+def _check_empty(store: PartStore) -> None:
+    there = [name for name in store.folder.names("") if name[0] not in "_." or name == SUCCESS]
+    if there:
+        raise OutputError(
+            f"output.path {store.path}: not empty ({there[0]}) and not the output of a job of this program; choose a "
+            "new folder"
+        )
 
 
 def with_limits_of(store: PartStore, ours: Fingerprint) -> tuple[Fingerprint, dict[str, Any]]:
@@ -177,13 +194,13 @@ def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
 def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_numerics: bool) -> None:
     changes = difference(theirs["identity"], ours.identity)
     if changes:
-        are_new = all(key.startswith("files.") and old is None for key, old, _ in changes)
-        are_limits = all(key == LIMIT for key, _, _ in changes)
+        limits = " With --retry-failed its error rows are computed again under the new limit."
+        files = " With --append the new files are computed, and nothing else."
         raise FingerprintError(
             f"output.path {store.path} belongs to another job. What differs (there -> now):\n{shown(changes)}\n"
             "Choose a new output.path, or change the job back to go on with this one."
-            + (" With --retry-failed its error rows are computed again under the new limit." if are_limits else "")
-            + (" With --append the new files are computed, and nothing else." if are_new else "")
+            + (limits if _are_limits(changes) else "")
+            + (files if _are_new_files(changes) else "")
         )
     accepted = json.loads(store.folder.read(ACCEPTED) or b"[]")
     if ours.numerics == theirs["numerics"] or ours.numerics in accepted:
@@ -195,6 +212,14 @@ def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_n
             "Completions of the remaining rows may differ by rounding from what that would give. "
             "Add --accept-numerics to go on all the same; it is kept on record."
         )
+
+
+def _are_new_files(changes: list[tuple[str, Any, Any]]) -> bool:
+    return all(key.startswith("files.") and old is None for key, old, _ in changes)
+
+
+def _are_limits(changes: list[tuple[str, Any, Any]]) -> bool:
+    return all(key == LIMIT for key, _, _ in changes)
 
 
 def record_numerics(store: PartStore, ours: Fingerprint) -> None:

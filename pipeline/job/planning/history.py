@@ -39,7 +39,7 @@ def remember(plan: JobPlan, run: RunRecord) -> None:
         folder = _folder(plan)
         folder.mkdir(parents=True, exist_ok=True)
         kept = {"machine": _machine(plan), "work": _work(plan), "run": run.to_json()}
-        name = hashlib.sha256(f"{plan.config.output.path} {run.run_id}".encode()).hexdigest()[:16]
+        name = hashlib.sha256(f"{plan.job.config.output.path} {run.run_id}".encode()).hexdigest()[:16]
         (folder / f".{name}").write_text(json.dumps(kept))
         os.replace(folder / f".{name}", folder / f"{name}.json")
         for old in _newest_first(folder)[MAX_KEPT:]:
@@ -68,7 +68,7 @@ def _newest_first(folder: Path) -> list[Path]:
 
 def _machine(plan: JobPlan) -> str:
     """What speed follows from, as far as it is known before an engine is there."""
-    run, numerics = plan.config.run, plan.fingerprint.numerics
+    run, numerics = plan.job.config.run, plan.fingerprint.numerics
     cores = run.cpus_per_actor or max(1, available_cores() // run.pool[1])
     return _digest([numerics, plan.device, processor()[0], cores, run.cluster_address is not None])
 

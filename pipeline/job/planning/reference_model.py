@@ -1,9 +1,7 @@
 """Which model the rows of `quality.sample` are compared with, and whether that says anything."""
 
-from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.checkpoints.locate import resolve_model
 from pipeline.config import JobConfig
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.quality.reference_config import (
@@ -13,31 +11,13 @@ from pipeline.engine.quality.reference_config import (
     takes_likeliest,
 )
 from pipeline.errors import ConfigError, ModelError
+from pipeline.job.planning.resolved_job import ResolvedJob
 from pipeline.stores.redaction import shown_url
-from pipeline.stores.retries import RetryCounts
 
 KEY = "quality.model"
 _NAME_ONE = f"name the 16-bit model in {KEY}, or leave quality.sample out"
 _TOKEN_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty",
                   "frequency_penalty", "structured_outputs", "thinking_token_budget")  # fmt: skip
-
-
-def resolve_reference(
-    config: JobConfig, model: Path, say: Callable[[str], None] | None = None, retries: RetryCounts | None = None
-) -> Path | None:
-    """The folder of the reference model; None where no rows are compared. model: the folder of the job's own.
-
-    Raises ConfigError, ModelError where the reference says nothing about the job's model.
-    """
-    named = config.quality.model
-    if config.quality.sample == 0:
-        return None
-    if named is None:
-        check_own(config, model)
-        return model
-    folder = resolve_model(named, config.storage, say, retries, KEY)
-    check_same_tokens(folder, model)
-    return folder
 
 
 def check_own(config: JobConfig, model: Path) -> None:
@@ -75,11 +55,11 @@ def check_same_tokens(reference: Path, model: Path) -> None:
         )
 
 
-def reference_of(config: JobConfig, engine: EngineConfig, folder: Path | None) -> ReferenceConfig | None:
+def reference_of(job: ResolvedJob, engine: EngineConfig) -> ReferenceConfig | None:
     """The reference engine's options; None where no rows are compared. engine: the served one's."""
-    if folder is None:
+    if job.reference is None:
         return None
-    by_row = {name.partition(".")[0] for name in config.sampling_columns()}
-    likeliest = takes_likeliest(config.sampling_params()) and by_row.isdisjoint(_TOKEN_OPTIONS)
-    generates = config.quality.column is not None or not likeliest
-    return reference_config(engine, str(folder), generates)
+    by_row = {name.partition(".")[0] for name in job.units.sampling_columns}
+    likeliest = takes_likeliest(job.params) and by_row.isdisjoint(_TOKEN_OPTIONS)
+    generates = job.config.quality.column is not None or not likeliest
+    return reference_config(engine, str(job.reference), generates)

@@ -10,15 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
-from pipeline.config import JobConfig
-from pipeline.data.source import Source, Window, cut_windows, open_source, read_window
+from pipeline.data.source import Source, Window, cut_windows, read_window
 from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.params import SamplingParams
 from pipeline.errors import InputError, RowError
 from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tokenize import Tokenize, chat_of
+from pipeline.job.planning.resolution import Resolution
 from pipeline.machine.host import wall_time
-from pipeline.stores.filesystem import storage_for
 from pipeline.tokenization.tokenizer import Tokenizer
 
 # Small, so that a few rows of a large dataset cost a few row groups.
@@ -40,7 +39,7 @@ class Samples:
 
 
 def read_samples(
-    config: JobConfig,
+    prompts: Resolution,
     tokenizer: Tokenizer,
     max_tokens: int,
     *,
@@ -48,24 +47,21 @@ def read_samples(
     chosen: tuple[int, int] | None = None,
     cut: bool = False,
 ) -> Samples:
-    """The prompts of the rows that `config` names, as token ids. Rows of more than `max_tokens` tokens are left out, or
-    with `cut` taken as far as that.
+    """The prompts of a job's rows, as `resolve_prompts` found them, as token ids. Rows of more than `max_tokens` tokens
+    are left out, or with `cut` taken as far as that.
 
     expected: a column to keep the text of. chosen: (number, seed), to take so many rows at random from all of them.
     Raises InputError when no row is left, ConfigError when the prompt does not fit the columns.
     """
-    kept, given = () if expected is None else (expected,), config.input
-    storage = storage_for(given.path, config.storage)
-    source = open_source(given.path, storage, given.on_corrupt, of_requests=given.has_requests)
-    config = config.of_lines(source.requests)
-    spec = config.prompt_spec().of_input(source.every_column)
+    kept, source, spec = () if expected is None else (expected,), prompts.source, prompts.spec
     source.check_columns([*kept, *spec.columns])
     spec.check(source.schema)
-    tokenize = Tokenize(tokenizer, SamplingParams(), 0, chat_of(config, wall_time()), author=author_texts(config))
+    chat, author = chat_of(prompts.prompt, prompts.config.task.type, wall_time()), author_texts(spec, prompts.prompt)
+    tokenize = Tokenize(tokenizer, SamplingParams(), 0, chat, author=author)
     unit_spec = UnitSpec(spec, kept)
     found: list[tuple[tuple[int, str, int], list[int], str | None]] = []
     left_out: Counter[str] = Counter()
-    for window, rows in _wanted(source, config.input.limit, chosen):
+    for window, rows in _wanted(source, prompts.config.input.limit, chosen):
         table = read_window(source, window, unit_spec.columns)
         # without the notes on damaged rows, which count rows that are not taken: their prompts are null
         table = table.take(rows).replace_schema_metadata(None)

@@ -1,14 +1,13 @@
 """What was found of a job without running it, as a terminal shows it."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from pipeline.config import FromColumn, JobConfig
-from pipeline.config.sections.sampling import RepetitionSection
+from pipeline.config.sections.sampling import RepetitionSection, SamplingSection
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.reasoning.markers import ReasoningMarkers
 from pipeline.formatting import counted, money, printable, shown_bytes
-from pipeline.job.planning.sampling_defaults import shown
+from pipeline.job.planning.checkpoint_values import shown_values
 from pipeline.job.preview.examine import Examined
 from pipeline.job.preview.prompt_preview import MAX_PROMPT_CHARS
 from pipeline.report.record.data_warnings import DataWarning
@@ -21,34 +20,26 @@ _BAR_WIDTH = 40
 _ASKED = {"chat": "chats", "text": "texts to go on with", "embedding": "embeddings"}
 
 
-def describe(found: Examined, config: JobConfig) -> str:
+def describe(found: Examined) -> str:
     """The facts as a terminal shows them."""
-    config = config.of_lines(found.requests)
     head = [f"{printable(found.job)}: valid", ""]
-    facts = [f"  {label:<10}{printable(value)}" for label, value in _facts(found, config)]
+    facts = [f"  {label:<10}{printable(value)}" for label, value in _facts(found)]
     lengths = _shown_lengths(found.facts["prompt_tokens"])
     warnings = [f"  Warning   {printable(DataWarning(**each).to_text())}" for each in found.facts["warnings"]]
     prompt = _shown_prompt(found.facts["first_prompt"], found)
     return "\n".join([*head, *facts, "", *prompt, *lengths, *([""] if warnings else []), *warnings])
 
 
-def _found_markers(markers: Mapping[str, str] | None, config: JobConfig) -> list[tuple[str, str]]:
-    """Those of the model, where the job file leaves them to it."""
-    if markers is None or isinstance(config.sampling.reasoning, ReasoningMarkers):
-        return []
-    return [("", f"reasoning is between {markers['start']!r} and {markers['end']!r}")]
-
-
-def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
-    facts = found.facts
+def _facts(found: Examined) -> list[tuple[str, str]]:
+    facts, job, config = found.facts, found.resolution, found.resolution.config
     source, columns = facts["input"], facts["columns"]
     rows = counted(source["rows"], "row")
     if source["rows_to_do"] != source["rows"]:
         rows = f"the first {source['rows_to_do']:,} of {rows}"
     size = f"{counted(source['files'], 'file')}, {rows}, {shown_bytes(source['bytes'])}"
-    chat = "a chat" if config.prompt.chat is not None else "text"
-    given = {"max_tokens", *config.sampling.model_fields_set} - {"generation_config"}
-    sampling = [f"{key} {_option(value)}" for key, value in config.sampling if key in given]
+    chat = "a chat" if job.prompt.chat is not None else "text"
+    given = {"max_tokens", *job.sampling.model_fields_set} - {"generation_config"}
+    sampling = [f"{key} {_option(value)}" for key, value in job.sampling if key in given]
     there = facts["output"]["rows_there"]
     revision = "" if config.model.revision is None else f"; revision {config.model.revision}"
     usd = config.cost.hourly_usd
@@ -66,8 +57,7 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
         *([("Draft", f"{draft['path']} ({draft['kind']})")] if (draft := facts.get("draft model")) else []),
         *([("Quality", _quality(facts.get("reference model"), config))] if config.quality.sample else []),
         *([("Task", _shown_task(task))] if (task := facts.get("task")) else [("Sampling", ", ".join(sampling))]),
-        *_found_markers(facts.get("reasoning"), config),
-        *([] if task else _own_sampling(facts["model_sampling"], config)),
+        *([] if task else _own_sampling(facts["model_sampling"], job.sampling)),
         ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
         ("Price", "not declared (cost.hourly_usd)" if usd is None else f"{money(usd)} an hour for each actor"),
@@ -100,16 +90,18 @@ def _shown_requests(found: dict[str, Any] | None) -> str:
     return f"{found['format']}: requests of {what}{model}{own}{ignored}"
 
 
-def _own_sampling(found: dict[str, dict[str, Any]], config: JobConfig) -> list[tuple[str, str]]:
+def _own_sampling(found: dict[str, dict[str, Any]], sampling: SamplingSection) -> list[tuple[str, str]]:
     """The line of the model's own sampling values, where it has some that matter here."""
-    wants = config.sampling.generation_config == "model"
-    left = {k: v for k, v in found["not_taken"].items() if v != getattr(config.sampling, k)}
+    wants = sampling.generation_config == "model"
+    left = {k: v for k, v in found["not_taken"].items() if v != getattr(sampling, k)}
     if not wants and not left:
         return []
-    told = [f"taken of the model's generation_config.json: {shown(found['taken']) or 'nothing'}"] if wants else []
+    told = (
+        [f"taken of the model's generation_config.json: {shown_values(found['taken']) or 'nothing'}"] if wants else []
+    )
     if left:
         advice = "the job gives its own" if wants else "sampling.generation_config: model takes them"
-        told.append(f"not taken of the model's generation_config.json: {shown(left)} ({advice})")
+        told.append(f"not taken of the model's generation_config.json: {shown_values(left)} ({advice})")
     return [("", "; ".join(told))]
 
 

@@ -4,11 +4,12 @@ Rows are rendered, tokenized and refused as a job's are. The model itself is not
 """
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from pipeline.config import JobConfig
 from pipeline.data.source import Source, Window
-from pipeline.data.units import Units, window_units
+from pipeline.data.units import UnitSpec, window_units
 from pipeline.job.actor.tokenize import Tokenize
 from pipeline.report.record.data_warnings import ControlTokenRows
 
@@ -17,12 +18,12 @@ _STRETCHES, _STRETCH_ROWS = 4, 64  # sampled, evenly spread: few, as each costs 
 _NUM_BARS = 8
 
 
-def first_prompt(config: JobConfig, source: Source, tokenize: Tokenize | None) -> dict[str, Any] | None:
+def first_prompt(spec: UnitSpec, source: Source, tokenize: Tokenize | None) -> dict[str, Any] | None:
     """The first row's prompt, or why it has none; None where there are no rows. With `tokenize` as the model gets it:
     through the chat template, and counted."""
     if source.num_rows == 0:
         return None
-    ((unit,),) = [list(units_of(config, source, Window(0, 0, 1)))]
+    ((unit,),) = [list(window_units(source, Window(0, 0, 1), replace(spec, kept=())))]
     names = ("_prompt", "_error", "_error_message", "source_file", "source_row", "_texts")
     prompt, error, message, file, row, texts = (unit.own(name)[0].as_py() for name in names)
     tokens = None
@@ -33,7 +34,7 @@ def first_prompt(config: JobConfig, source: Source, tokenize: Tokenize | None) -
         else:
             prompt, tokens = tokenize.shown(prompt), len(requests[0].prompt_token_ids)
     elif prompt is not None:
-        prompt = config.prompt_spec().text_of(prompt)
+        prompt = spec.prompt.text_of(prompt)
     return {
         "source_file": file,
         "source_row": row,
@@ -47,7 +48,7 @@ def first_prompt(config: JobConfig, source: Source, tokenize: Tokenize | None) -
 
 
 def prompt_tokens(
-    config: JobConfig, source: Source, tokenize: Tokenize, context: int | None
+    config: JobConfig, spec: UnitSpec, source: Source, tokenize: Tokenize, context: int | None
 ) -> tuple[dict[str, Any], ControlTokenRows]:
     """How long the prompts of a sample are, in tokens, and what they come to in all if the other rows are like them;
     and which of them hold texts of control tokens. context: of the model, as far as that is known."""
@@ -56,7 +57,7 @@ def prompt_tokens(
     errors: Counter[str] = Counter()
     control_tokens = ControlTokenRows()
     for window in sampled(total):
-        for unit in units_of(config, source, window):
+        for unit in window_units(source, window, replace(spec, kept=())):
             requests, failed = tokenize(unit)
             lengths += [len(request.prompt_token_ids) for request in requests]
             errors.update(str(completion.error) for completion in failed)
@@ -74,11 +75,6 @@ def prompt_tokens(
         "estimated_total": round(sum(lengths) / rows * total) if rows else 0,
     }
     return found, control_tokens
-
-
-def units_of(config: JobConfig, source: Source, window: Window) -> Units:
-    spec = config.unit_spec().of_input(source.every_column)
-    return window_units(source, window, spec)
 
 
 def sampled(total: int, rows: int = _STRETCHES * _STRETCH_ROWS) -> list[Window]:

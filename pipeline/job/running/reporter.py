@@ -61,7 +61,7 @@ class RunReporter:
         self.phase = "starting"
         self.report: RunReport  # from `end` on
         self._warning = ""
-        self._write_every_s = STORE_TICK_S if is_url(plan.config.output.path) else 0.0
+        self._write_every_s = STORE_TICK_S if is_url(plan.job.config.output.path) else 0.0
         self._wrote_at = self._updated_at = 0.0
         self._pace = Pace()
         self.logs = LogFolder(store, log.run_id)
@@ -73,7 +73,7 @@ class RunReporter:
         if self._estimate is None and store.folder.has(PLAN):
             self.note(f"{PLAN} estimates another job and is not compared with this run; `pipeline plan` estimates it")
         self._metrics = MetricsServer.at(metrics, self.warn)
-        self.progress = Progress(plan.config.run.progress_timeout_s)
+        self.progress = Progress(plan.job.config.run.progress_timeout_s)
         self._drops: set[str] = set()  # measures of quality whose drop was reported already
 
     def note(self, text: str, level: Level = "info") -> None:
@@ -115,7 +115,7 @@ class RunReporter:
 
     def _measure(self, status: Status) -> None:
         """Look whether anything moved, and set what Prometheus is shown."""
-        log, config = self._log, self._plan.config
+        log, config = self._log, self._plan.job.config
         units = log.written.units + log.lost.units
         self.progress.look((status.phase, work(status), units), log.actors)
         if self._metrics is None:
@@ -154,7 +154,7 @@ class RunReporter:
         record = log.record()
         remember(plan, record)
         runs, held = [*self._earlier, record], self._totals.now()
-        name, digest, rows = plan.config.name, plan.fingerprint.digest, plan.num_rows
+        name, digest, rows = plan.job.config.name, plan.fingerprint.digest, plan.num_rows
         self.report = make_report(self._telemetry, name, digest, runs, held, rows, finished, self._estimate)
         self._tell_missed()
         self.say(log.outcome)
@@ -166,13 +166,13 @@ class RunReporter:
 
     def notify(self, event: str, **what: object) -> None:
         """Tell whoever `run.notify` names."""
-        config = self._plan.config
+        config = self._plan.job.config
         about = {"event": event, "job": config.name, "run": self._log.run_id, "output": shown_url(config.output.path)}
         notify(config.run.notify, {**about, **what}, self.warn)
 
     def look_at_quality(self) -> None:
         """Warn once for each measure of quality in which the compared rows show a drop."""
-        found, max_drop = self._quality(), self._plan.config.quality.max_drop
+        found, max_drop = self._quality(), self._plan.job.config.quality.max_drop
         for what, drop in found.drops(max_drop).items():
             if what not in self._drops:
                 self._drops.add(what)
@@ -216,7 +216,7 @@ class RunReporter:
             warning=self._warning,
             quality_rows=quality.rows,
             token_agreement=quality.agreement,
-            quality_drops=tuple(quality.drops(self._plan.config.quality.max_drop)),
+            quality_drops=tuple(quality.drops(self._plan.job.config.quality.max_drop)),
         )
 
 

@@ -28,7 +28,6 @@ from pipeline.job.actor.worker import Backend
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.output.success import check_none_appended, read_success, verify, write_empty_part, write_success
 from pipeline.job.planning.actor_specs import flow_spec, provenance, resolve_device
-from pipeline.job.planning.appended import Batches
 from pipeline.job.planning.fingerprint import claim, file_digests, record_numerics, with_limits_of
 from pipeline.job.planning.plan import JobPlan, make_plan, what_is_left
 from pipeline.job.running.limits import RunLimits
@@ -156,13 +155,12 @@ def _plan(
 ) -> tuple[JobPlan, PartStore]:
     """What the job is, and its output, which is this job's from here on."""
     show(Status(phase="planning"))
-    store = PartStore(config.output.path, storage_for(config.output.path, config.storage), retries)
-    batches = Batches.of(store, append)
 
     def say(what: str) -> None:
         show(Status(phase=f"planning: {what}"))
 
-    plan = make_plan(config, resolve_device(config), say, retries, batches)
+    plan = make_plan(config, resolve_device(config), say=say, retries=retries, append=append)
+    store = PartStore(config.output.path, storage_for(config.output.path, config.storage), retries)
     forget_samples_of_another_job(store, plan.fingerprint)
     if retry_failed:
         ours, limits = with_limits_of(store, plan.fingerprint)
@@ -212,7 +210,7 @@ class _Left:
             before, stood = self.whole, None
         else:
             before, stood = totals_so_far(store, earlier, self.stood), self.stood
-        return OutputTotals(store, log, before, stood, plan.num_rows, plan.config.run.max_error_rate)
+        return OutputTotals(store, log, before, stood, plan.num_rows, plan.job.config.run.max_error_rate)
 
 
 def _already_complete(plan: JobPlan, store: PartStore, done: DoneUnits, runs: list[RunRecord], show: Show) -> RunReport:
@@ -225,7 +223,7 @@ def _already_complete(plan: JobPlan, store: PartStore, done: DoneUnits, runs: li
     telemetry = Telemetry(store.folder)
     report = make_report(
         telemetry,
-        plan.config.name,
+        plan.job.config.name,
         plan.fingerprint.digest,
         runs,
         totals,

@@ -17,7 +17,7 @@ from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.tasks import TokenLogprobs
 from pipeline.errors import PipelineError
-from pipeline.job.actor.control_tokens import author_texts
+from pipeline.job.actor.control_tokens import AuthorTexts, author_texts
 from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.tokenize import Chat, Tokenize, chat_of, failed_row, row_seed
 from pipeline.job.actor.write import Write, row_stats
@@ -26,6 +26,7 @@ from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.report.record.row_stats import MAX_MESSAGE, Computed, Histogram
 from pipeline.tokenization.chat_messages import ChatTemplateError
 from tests.engine.hash_runner import hash_engine
+from tests.job.conftest import units_as_written
 from tests.job.fake_engine import FakeTokenizer
 
 
@@ -156,6 +157,10 @@ def prompt_job(**prompt) -> JobConfig:
     return JobConfig.model_validate(base | {"prompt": prompt})
 
 
+def author_of(config: JobConfig) -> AuthorTexts:
+    return author_texts(config.prompt.spec(), config.prompt)
+
+
 ENDED = ["fine", None, "a<|end|>", "<|end|>", "<|end|><|start|>", "<|END|>", "{q}", "|>"]
 
 
@@ -177,8 +182,10 @@ ENDED = ["fine", None, "a<|end|>", "<|end|>", "<|end|><|start|>", "<|END|>", "{q
 def test_rows_with_texts_of_control_tokens_are_counted(prompt, in_template, in_values):
     config = prompt_job(**prompt)
     chats = [q and [{"role": "user", "content": q}] for q in ENDED]
-    unit = unit_of({"q": ENDED, "m": chats, "n": range(8)}, config.unit_spec())
-    tokenize = Tokenize(FakeTokenizer(), SamplingParams(), 0, chat_of(config, None), author=author_texts(config))
+    unit = unit_of({"q": ENDED, "m": chats, "n": range(8)}, units_as_written(config))
+    tokenize = Tokenize(
+        FakeTokenizer(), SamplingParams(), 0, chat_of(config.prompt, config.task.type, None), author=author_of(config)
+    )
     found = tokenize.control_tokens(unit)
     assert (found.in_template, found.in_values) == (in_template, in_values)
     assert found.template_example in (("<|start|>", "<|end|>") if in_template else ("",))
@@ -206,8 +213,8 @@ def test_a_template_of_control_tokens_goes_to_the_tokenizer_in_pieces():
 
     told: list[list[str]] = []
     config = prompt_job(template="<|start|>{q}<|end|>{n:03d}", special_tokens="template")
-    unit = unit_of({"q": ['"\\é\n<|end|>'], "n": [7]}, config.unit_spec())
-    tokenize = Tokenize(Pieces(), SamplingParams(), 0, None, author=author_texts(config))
+    unit = unit_of({"q": ['"\\é\n<|end|>'], "n": [7]}, units_as_written(config))
+    tokenize = Tokenize(Pieces(), SamplingParams(), 0, None, author=author_of(config))
     tokenize(unit)
     assert told == [["<|start|>", '"\\é\n<|end|>', "<|end|>", "007", ""]]
     assert tokenize.shown(unit.own("_prompt")[0].as_py()) == '<|start|>"\\é\n<|end|><|end|>007'
@@ -222,7 +229,7 @@ def test_whether_the_last_turn_is_continued_is_the_job_files_to_say():
     unit = unit_of({"m": turns}, UnitSpec(PromptSpec(messages="m")))
     for chat, expected in (({}, 1), ({"continue_final_message": False}, 0)):
         config = prompt_job(messages="m", chat=chat)
-        requests, _ = Tokenize(Told(), SamplingParams(), 0, chat_of(config, None))(unit)
+        requests, _ = Tokenize(Told(), SamplingParams(), 0, chat_of(config.prompt, config.task.type, None))(unit)
         assert requests[0].prompt_token_ids == [expected]
         assert ("continue_final_message" in identity_of(config)["prompt"]["chat"]) is (expected == 0)
 

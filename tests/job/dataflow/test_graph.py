@@ -98,7 +98,7 @@ def test_a_read_task_carries_its_windows_files_alone(job, local_ray):
         packed = pickle.dumps(task.read_fn)
         assert packed.count(b".parquet") == 2
         sizes.add(len(packed))
-        assert list(task()) == [block_of(unit) for unit in read_units(window, plan.source, plan.units, "")]
+        assert list(task()) == [block_of(unit) for unit in read_units(window, plan.source, plan.job.units, "")]
     assert max(sizes) < 2000  # the driver holds one for each window
     shared = task.read_fn.args[-1]
     assert len(pickle.dumps(ray.get(shared))) < 3000

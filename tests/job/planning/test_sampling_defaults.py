@@ -5,8 +5,8 @@ import json
 import pytest
 
 from pipeline.demo import demo_model
+from pipeline.job.planning.checkpoint_values import stored_sampling
 from pipeline.job.planning.plan import make_plan
-from pipeline.job.planning.sampling_defaults import values_of
 from tests.job.conftest import TEXTS
 
 OWN = {
@@ -26,8 +26,8 @@ def planned(job):
 
     def plan(**sampling):
         told = []
-        found = make_plan(job.config(sampling=sampling), "cpu", told.append)
-        return found.config.sampling_params(), found.fingerprint, "".join(told)
+        found = make_plan(job.config(sampling=sampling), "cpu", say=told.append)
+        return found.job.params, found.fingerprint, "".join(told)
 
     return plan
 
@@ -60,7 +60,7 @@ def test_an_option_that_the_model_switches_off_is_off(planned, job):
 def test_a_model_that_does_not_sample_is_greedy(job):
     path = job.folder / "model" / "generation_config.json"
     path.write_text(json.dumps({**OWN, "do_sample": False}))
-    assert values_of(job.folder / "model") == {"repetition_penalty": 1.05, "temperature": 0}
+    assert stored_sampling(job.folder / "model") == {"repetition_penalty": 1.05, "temperature": 0}
     path.unlink()
-    assert values_of(job.folder / "model") == {}
-    assert values_of(demo_model("target")) == {"temperature": 0}
+    assert stored_sampling(job.folder / "model") == {}
+    assert stored_sampling(demo_model("target")) == {"temperature": 0}

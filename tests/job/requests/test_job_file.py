@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.config.identity import identity_of
 from pipeline.errors import ConfigError
+from pipeline.job.planning.resolution import resolve_job
 from pipeline.job.preview.examine import examine
 from tests.job.conftest import run
 from tests.job.requests.lines import CHAT, EMBEDDINGS, TEXT, put, request
@@ -19,13 +20,16 @@ def test_the_format_is_in_the_jobs_identity(batch):
 
 def test_values_for_lines_that_do_not_say(batch):
     del batch.settings["sampling"]
-    config = batch.config().of_endpoint("chat")
-    assert (config.sampling.max_tokens, config.sampling.temperature) == (4096, 1.0)
-    config = batch.config().of_endpoint("text")
-    assert (config.sampling.max_tokens, config.sampling.temperature) == (16, 1.0)
-    assert (config.prompt.column, config.prompt.chat) == ("prompt", None)
-    config = batch.config(sampling={"temperature": 0.0}).of_endpoint("chat")
-    assert (config.sampling.max_tokens, config.sampling.temperature) == (4096, 0.0)
+
+    def resolved(**sampling):
+        job = resolve_job(batch.config(sampling=sampling)).resolved()
+        return job.params.max_tokens, job.params.temperature, job.prompt.column, job.prompt.chat is None
+
+    assert resolved() == (4096, 1.0, None, False)
+    assert resolved(temperature=0.0) == (4096, 0.0, None, False)
+    (batch.folder / "in" / "b.jsonl").unlink()
+    put(batch, "a.jsonl", [request(0, TEXT)])
+    assert resolved() == (16, 1.0, "prompt", True)
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,9 @@ def test_they_are_the_engines_also_of_prompts_that_share_a_beginning(job):
     run_job(config)
     rows = sorted(job.table().to_pylist(), key=lambda row: row["id"])
     plan = make_plan(config, "cpu")
-    tokenizer = Tokenizer.from_folder(str(plan.model))
+    tokenizer = Tokenizer.from_folder(str(plan.job.model))
     prompts = [tokenizer.encode(f"Say {text}") for text in texts]
-    with Engine(config.engine_config(str(plan.model), None)) as engine:
+    with Engine(config.engine_config(str(plan.job.model), None)) as engine:
         apart = [engine.generate(ids, SamplingParams(max_tokens=1, prompt_logprobs=2))[0] for ids in prompts]
         shared = engine.generate(prompts[0], SamplingParams(max_tokens=1))[0]
     assert shared.num_cached_tokens > 0, "what is told is told although it is there"

@@ -156,7 +156,7 @@ def _unit_bytes(job) -> bytes:
     from pipeline.data.units import make_units
 
     plan = make_plan(job.rows(TEXTS).config(), "cpu")
-    return make_units(read_window(plan.source, plan.windows[0], plan.units.columns), plan.units)[0].to_bytes()
+    return make_units(read_window(plan.source, plan.windows[0], plan.job.units.columns), plan.job.units)[0].to_bytes()
 
 
 def test_the_engines_get_a_reference_that_approximates_nothing(job):
@@ -170,7 +170,7 @@ def test_the_engines_get_a_reference_that_approximates_nothing(job):
         {"temperature": 0.5},
         {"temperature": {"column": "id"}},
         {"structured_outputs": {"regex": "[a-f]+"}},
-        {"structured_outputs": {"regex": {"column": "id"}}},
+        {"structured_outputs": {"regex": {"column": "text"}}},
     ):
         work = flow_spec(make_plan(watched(job, sampling=sampling), "cpu"), (), Backend(), "0001").work
         assert work.reference is not None
@@ -240,7 +240,7 @@ def test_validate_says_what_is_compared_with_what(job):
     config = watched(job.rows(PROMPTS), quality={"model": "demo:target", "column": "text"})
     found = examine(config)
     assert not found.mistakes
-    assert "50% of the rows against demo:target (embedded); right answers from text" in describe(found, config)
+    assert "50% of the rows against demo:target (embedded); right answers from text" in describe(found)
     own = watched(job, model={"path": "demo:target", "quantization": "int8"}, quality={})
-    assert "against the model's own weights as they are stored" in describe(examine(own), own)
+    assert "against the model's own weights as they are stored" in describe(examine(own))
     assert free_of(load_job(job.folder / "job.yaml"))["quality"] == {"model": None, "column": None, "max_drop": 0.02}

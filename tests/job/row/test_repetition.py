@@ -8,6 +8,7 @@ import pytest
 from pipeline.config import load_job
 from pipeline.errors import ConfigError
 from pipeline.job.planning.plan import make_plan
+from pipeline.job.planning.resolved_job import sampling_params
 from pipeline.job.running.run import run_job
 from pipeline.report.render import html, markdown, text
 from pipeline.report.run_report import RunReport
@@ -88,6 +89,6 @@ def test_a_mistake_in_the_job_file_is_told_with_its_key(job, given, message):
 def test_it_is_set_from_the_command_line(job):
     job.config()
     key = "sampling.repetition_detection"
-    params = load_job(job.folder / "job.yaml", sets=[f"{key}={json.dumps(LOOP)}"]).sampling_params()
+    params = sampling_params(load_job(job.folder / "job.yaml", sets=[f"{key}={json.dumps(LOOP)}"]).sampling)
     assert params.repetition_detection is not None
     assert params.repetition_detection.min_count == 3

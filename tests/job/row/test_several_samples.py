@@ -190,7 +190,7 @@ def test_samples_of_the_real_model_are_those_of_separate_requests(job):
     rows = sorted(job.table().to_pylist(), key=lambda row: row["id"])
     assert all(len(set(row["generated_text"])) > 1 for row in rows)
     plan = make_plan(config, "cpu")
-    tokenizer, params = Tokenizer.from_folder(str(plan.model)), replace(config.sampling_params(), n=1)
+    tokenizer, params = Tokenizer.from_folder(str(plan.job.model)), replace(plan.job.params, n=1)
     requests = [
         Request(
             (i, index),
@@ -200,7 +200,7 @@ def test_samples_of_the_real_model_are_those_of_separate_requests(job):
         for i, text in enumerate(texts)
         for index in range(4)
     ]
-    with Engine(config.engine_config(str(plan.model), None)) as engine:
+    with Engine(config.engine_config(str(plan.job.model), None)) as engine:
         apart = {completion.row_id: completion.text for completion in engine.stream(requests)}
     assert [row["generated_text"] for row in rows] == [[apart[i, index] for index in range(4)] for i in range(3)]
 

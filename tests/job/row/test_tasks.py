@@ -31,7 +31,7 @@ from pipeline.job.running.run import run_job
 from pipeline.job.running.sample import read_sample
 from pipeline.report.render import html, markdown, text
 from pipeline.tokenization.tokenizer import Tokenizer
-from tests.job.conftest import TEXTS, Job, run, runs, success
+from tests.job.conftest import TEXTS, Job, run, runs, success, units_as_written
 from tests.job.fake_engine import HIDDEN_SIZE, FakeTokenizer, result_of
 from tests.model_folders import small_config, write_tokenizer
 
@@ -325,8 +325,8 @@ def test_units_are_cut_by_prompts_and_completions_alone(of):
     table = pa.table({"text": ["x" * 40] * 8, "answer": ["y" * 400] * 8, "source_file": ["f"] * 8,
                       "source_row": list(range(8))})  # fmt: skip
     for section, units in (({}, 1), ({"completion": "{answer}"}, 4)):
-        spec = of("score", **section).config().unit_spec()
-        assert len(make_units(table, replace(spec, kept=(), unit_tokens=230), 0)) == units
+        spec = units_as_written(of("score", **section).config())
+        assert len(make_units(table, replace(spec, unit_tokens=230), 0)) == units
 
 
 def test_a_plan_expects_no_generated_tokens(of, monkeypatch):

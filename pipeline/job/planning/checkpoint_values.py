@@ -1,0 +1,85 @@
+"""What a job takes from its checkpoint, and what its checkpoint rules out. torch is not imported here.
+
+Sampling values of generation_config.json are taken only with `sampling.generation_config: model`, and never over a
+value that the job gives. What was taken is in the job's identity, as its other values are.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.checkpoints.file_checks import read_json
+from pipeline.checkpoints.model_values import model_values, quantization_options
+from pipeline.config import JobConfig
+from pipeline.config.sections.sampling import SamplingSection
+from pipeline.engine.reasoning.markers import ReasoningMarkers
+from pipeline.errors import ConfigError, ModelError
+from pipeline.stores.redaction import shown_url
+
+SAMPLING_FILE = "generation_config.json"
+MODEL_FILES = ("config.json", "tokenizer.json")  # what every checkpoint has, beside its weights
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # those that vLLM takes, but max_tokens
+
+
+def exceeded_limits(config: JobConfig, model: Path) -> Iterator[ConfigError]:
+    """Yield each key that the checkpoint in the folder `model` cannot do. Raises ModelError where its config.json
+    cannot be read."""
+    length, method = config.engine.max_model_len, config.model.quantization
+    if length is None and method == "none":
+        return
+    values, shown = model_values(model), shown_url(config.model.path)
+    longest = values.get("max_position_embeddings")
+    if length is not None and isinstance(longest, int) and length > longest:
+        key = "engine.max_model_len"
+        why = f"{length} is more than the {longest:,} positions that {shown} was made for"
+        yield ConfigError(f"{key}: {why}", key=key)
+    if method != "none" and quantization_options(model, values) is not None:
+        key = "model.quantization"
+        why = f"{shown} is quantized already; leave the key out (`none`), or take the 16-bit checkpoint"
+        yield ConfigError(f"{key}: {method}, but {why}", key=key)
+
+
+def stored_sampling(model: Path) -> dict[str, Any]:
+    """Return the model's sampling values, by their names here. One that says `do_sample: false` is greedy, whatever
+    else it has. Raises ModelError."""
+    if not (model / SAMPLING_FILE).is_file():
+        return {}
+    found = read_json(model / SAMPLING_FILE)
+    values = {name: found[name] for name in _SAMPLING if found.get(name) is not None}
+    if found.get("do_sample") is False:
+        values = {name: value for name, value in values.items() if name == "repetition_penalty"} | {"temperature": 0}
+    return values
+
+
+def with_stored_sampling(sampling: SamplingSection, values: dict[str, Any], model: Path) -> SamplingSection:
+    """`sampling` with `values` of the model's file filled in. Raises ModelError where one is out of range."""
+    given = {name: getattr(sampling, name) for name in sampling.model_fields_set}
+    try:
+        return SamplingSection.model_validate(given | values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        file = model / SAMPLING_FILE
+        raise ModelError(f"{file}: {problem['loc'][0]}: {problem['msg']} (sampling.generation_config: model)") from None
+
+
+def reasoning_markers(sampling: SamplingSection, model: Path) -> ReasoningMarkers:
+    """Return the texts around the reasoning of `sampling.reasoning`, so that they are a part of what the job is. Raises
+    ConfigError where the tokenizer lacks them, or where other options need them to be one token each, ModelError where
+    there is no tokenizer."""
+    from pipeline.engine.reasoning.markers import find_markers, marker_tokens
+    from pipeline.engine.reasoning.tracking import why_not_by_text
+    from pipeline.tokenization.tokenizer import Tokenizer
+
+    assert sampling.reasoning is not None
+    tokenizer = Tokenizer.from_folder(str(model))
+    found = find_markers(sampling.reasoning, tokenizer)
+    has_budget, has_grammar = sampling.thinking_token_budget is not None, sampling.structured_outputs is not None
+    if marker_tokens(found, tokenizer) == found and (why := why_not_by_text(found, has_budget, has_grammar)):
+        raise ConfigError(why)
+    return found
+
+
+def shown_values(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())

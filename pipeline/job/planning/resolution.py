@@ -1,0 +1,464 @@
+"""Resolves a job: everything that its file leaves open is looked up and checked here, in one order for all commands.
+
+`run`, `plan` and `generate` raise the first failure; `validate` and `doctor` collect all. A check that needs what a
+failed one did not find is passed over, and so is, where nothing is downloaded, one of a checkpoint that is elsewhere.
+"""
+
+import posixpath
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from pipeline.checkpoints.chat_template import ADVICE, has_template, read_template
+from pipeline.checkpoints.locate import folder_here, model_kind, resolve_model, why_no_checkpoint
+from pipeline.config import JobConfig
+from pipeline.config.contradictions import contradiction_of_lines
+from pipeline.config.requests import prompt_of, sampling_of
+from pipeline.data.columns import is_list, is_text
+from pipeline.data.files.listing import would_find
+from pipeline.data.output.parts import PartStore
+from pipeline.data.output.result_columns import output_schema
+from pipeline.data.prompts import PromptSpec
+from pipeline.data.requests.input_checks import Requests
+from pipeline.data.row_texts import RowTexts
+from pipeline.data.source import open_source
+from pipeline.errors import ConfigError, ModelError, PipelineError
+from pipeline.job.actor.task_of_job import classify_task, embed_task, plain_task
+from pipeline.job.actor.tasks import JobTask
+from pipeline.job.planning.appended import Batches
+from pipeline.job.planning.checkpoint_values import (
+    MODEL_FILES,
+    SAMPLING_FILE,
+    exceeded_limits,
+    reasoning_markers,
+    shown_values,
+    stored_sampling,
+    with_stored_sampling,
+)
+from pipeline.job.planning.reference_model import KEY as REFERENCE
+from pipeline.job.planning.reference_model import check_own, check_same_tokens
+from pipeline.job.planning.resolved_job import (
+    ResolvedJob,
+    prompt_spec,
+    result_shape,
+    sampling_columns,
+    sampling_params,
+    unit_spec,
+)
+from pipeline.stores.filesystem import filesystem, is_url, storage_for
+from pipeline.stores.redaction import shown_url
+from pipeline.stores.retries import RetryCounts
+
+_NUMBERS = ("max_tokens", "min_tokens", "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+            "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs",
+            "thinking_token_budget")  # fmt: skip
+
+Say = Callable[[str], None]
+# (key, path, storage, revision) -> the folder of a checkpoint. Raises ModelError, EnvironmentFailed, and NotKnown where
+# it is not on this machine and is not to be downloaded.
+Locate = Callable[[str, str, Mapping[str, Any], str | None], Path]
+
+
+def silent(text: str) -> None:
+    pass
+
+
+class NotKnown(Exception):
+    """Something that another check failed to find, or that is not on this machine."""
+
+
+class Columns(Protocol):
+    """The columns of an input: of a `Source`, or of a table in memory."""
+
+    @property
+    def schema(self) -> pa.Schema: ...
+    @property
+    def requests(self) -> Requests | None: ...
+    @property
+    def every_column(self) -> tuple[str, ...]: ...
+    def check_columns(self, names: Iterable[str]) -> None: ...
+
+
+class Resolution:
+    """A job while it is resolved. Each method is a check: it raises or yields what is wrong with the job, and keeps
+    what it found as attributes; reading one that was not found raises NotKnown."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        locate: Locate,
+        say: Say = silent,
+        retries: RetryCounts | None = None,
+        append: bool = False,
+    ) -> None:
+        """say: receives what is taken from the checkpoint, and which fields of requests change nothing. retries: counts
+        requests to stores that are tried again. append: take in input files that are new since the first run."""
+        self.config, self._locate, self._say = config, locate, say
+        self._retries, self._append = retries, append
+        self.batches = Batches()
+        self.prompt, self.task_section = config.prompt, config.task
+        self.requests: Requests | None = None  # where the lines of the input are some
+        self.reference: Path | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotKnown(name)
+
+    def knows(self, name: str) -> bool:
+        return name in vars(self)
+
+    def failures(self, checks: "tuple[JobCheck, ...]") -> Iterator[PipelineError]:
+        """Run `checks` and yield what each of them finds wrong, with the job file's key."""
+        for check in checks:
+            with suppress(NotKnown):
+                try:
+                    found = [*(check.run(self) or ())]
+                except PipelineError as error:
+                    found = [error]
+                yield from (_keyed(check.key, error) for error in found)
+
+    def checked(self, checks: "tuple[JobCheck, ...]") -> "Resolution":
+        """Run `checks` and raise the first failure."""
+        for error in self.failures(checks):
+            raise error
+        return self
+
+    def resolved(self) -> ResolvedJob:
+        """Return what all checks together found. Raises NotKnown where something is missing."""
+        return ResolvedJob(**{field.name: getattr(self, field.name) for field in fields(ResolvedJob)})
+
+    def _storage(self, path: str) -> dict[str, Any]:
+        return storage_for(path, self.config.storage)
+
+    def output_place(self) -> None:
+        """Refuse a place where the next run would read the parts of this one as its input. A url that cannot be opened
+        is left to the code that opens it."""
+        given, output = self.config.input.path, self.config.output.path
+        with suppress(ImportError, ValueError, TypeError, OSError):
+            if would_find(given, self._storage(given), output, self._storage(output)):
+                raise ConfigError(
+                    f"output.path {shown_url(output)}: lies in input.path {shown_url(given)}, so the next "
+                    "run would read its parts as input; choose a folder outside of it, or one whose name begins with _"
+                )
+
+    def appended_batches(self) -> None:
+        output = self.config.output.path
+        store = PartStore(output, self._storage(output), self._retries)
+        self.batches = Batches.of(store, self._append)
+        self.store = store
+
+    def input_files(self) -> None:
+        given, batches = self.config.input, self.batches
+        source = open_source(
+            given.path,
+            self._storage(given.path),
+            given.on_corrupt,
+            self._retries,
+            batches.is_later,
+            given.has_requests,
+        )
+        self.source, self.batches = batches.arranged(source)
+        self.table: Columns = self.source
+        if given.limit is not None and (self.batches.more or self.batches.later_files):
+            raise ConfigError(
+                "input.limit: files cannot be appended to an output of the first rows alone; leave one out",
+                key="input.limit",
+            )
+
+    def lines(self) -> None:
+        """Take what lines that are requests say in place of the job file: for which endpoint they are, and so what the
+        prompt is. Whether they ask for what the job does."""
+        found, written = self.table.requests, self.config.data.get("prompt")
+        if found is None:
+            return
+        wants_chats = isinstance(written, Mapping) and written.get("chat") not in (None, False)
+        if wrong := contradiction_of_lines(self.config, found, wants_chats):
+            del self.table  # its columns are another job's
+            raise ConfigError(": ".join(wrong), key=wrong[0])
+        self.requests, self.prompt = found, prompt_of(found.endpoint, self.prompt)
+        if found.dimensions is not None:
+            self.task_section = self.task_section.model_copy(update={"dimensions": found.dimensions})
+        if found.ignored:
+            self._say(f"fields of the requests that change nothing here: {', '.join(found.ignored)}")
+
+    def prompt_spec(self) -> None:
+        with _about(self._prompt_key):
+            self.spec = prompt_spec(self.config, self.prompt).of_input(self.table.every_column)
+
+    def row_texts(self) -> None:
+        """Find the texts that rows bring beside their prompts."""
+        texts = self.task_section.row_texts()
+        with _about(texts.key if texts else ""):
+            self.texts = texts and texts.of_input(self.table.every_column)
+
+    def columns(self) -> Iterator[PipelineError]:
+        """Every column that the job names is there, in each file, and of a kind that fits."""
+        table, options = self.table, sampling_columns(self.config)
+        given, quality = self.config.input.columns, self.config.quality.column
+        kept = table.every_column if given is None else tuple(given)
+        reads: list[tuple[str, PromptSpec | RowTexts]] = []
+        if self.knows("spec"):
+            reads.append((self._prompt_key, self.spec))
+        if self.knows("texts") and self.texts is not None:
+            reads.append((self.texts.key, self.texts))
+        named = [("input.columns", name) for name in given or ()]
+        named += [(key, name) for key, each in reads for name in each.columns]
+        named += [(f"sampling.{option}", name) for option, name in options.items()]
+        if self.config.quality.sample > 0 and quality is not None:
+            named.append(("quality.column", quality))
+        elsewhere = {name for _, name in named}
+        named += [("input.columns", name) for name in kept if name not in elsewhere]  # left out: all of them
+        failed, absent = [], set()
+        for key, name in named:
+            try:
+                table.check_columns([name])
+            except PipelineError as error:
+                absent.add(name)
+                failed.append(type(error)(f"{key}: {error}", key=key))
+        for key, each in reads:
+            if absent.isdisjoint(each.columns):
+                try:
+                    each.check(table.schema)
+                except PipelineError as error:
+                    failed.append(_keyed(key, error))
+        for option, name in options.items():
+            key = f"sampling.{option}"
+            if name not in absent and (why := _unfit(option, name, table.schema.field(name).type)):
+                failed.append(ConfigError(f"{key}: {why}", key=key))
+        if not failed:
+            self.kept = kept
+        yield from failed
+
+    @property
+    def _prompt_key(self) -> str:
+        return next(f"prompt.{k}" for k in ("template", "column", "messages") if getattr(self.prompt, k) is not None)
+
+    def revision(self) -> None:
+        model = self.config.model
+        if model.revision is not None and model_kind(model.path) == "folder":
+            raise ConfigError(f"model.revision: {model.path} is a folder; only a Hugging Face id has revisions")
+
+    def checkpoint(self) -> None:
+        model = self.config.model
+        self.model = self._locate("model.path", model.path, self.config.storage, model.revision)
+
+    def limits(self) -> Iterator[PipelineError]:
+        return exceeded_limits(self.config, self.model)
+
+    def draft_checkpoint(self) -> None:
+        named = self.config.speculation.model
+        self.draft = None if named is None else self._locate("speculation.model", named, self.config.storage, None)
+
+    def reference_checkpoint(self) -> None:
+        """Find the model that the rows of `quality.sample` are compared with."""
+        config, named = self.config, self.config.quality.model
+        if config.quality.sample == 0:
+            return
+        if named is None:
+            check_own(config, self.model)
+            self.reference = self.model
+        else:
+            self.reference = self._locate(REFERENCE, named, config.storage, None)
+            check_same_tokens(self.reference, self.model)
+
+    def sampling_values(self) -> None:
+        """The job's own values, then the model's where it asks for them, then those of the lines' API."""
+        sampling, is_wanted = self.config.sampling, self.config.sampling.generation_config == "model"
+        self.model_sampling: dict[str, dict[str, Any]] = {"taken": {}, "not_taken": {}}
+        if self.knows("model"):
+            values = stored_sampling(self.model)
+            taken = {k: v for k, v in values.items() if is_wanted and k not in sampling.model_fields_set}
+            self.model_sampling = {"taken": taken, "not_taken": {k: v for k, v in values.items() if k not in taken}}
+            if is_wanted:
+                self._say(f"sampling by the model's {SAMPLING_FILE}: {shown_values(taken) or 'it has nothing to take'}")
+            if taken:
+                sampling = with_stored_sampling(sampling, taken, self.model)
+        if (lines := self.requests) is not None:
+            sampling = sampling_of(lines.endpoint, sampling, lines.samples, lines.prompt_logprobs)
+        self.sampling = sampling
+
+    def reasoning(self) -> None:
+        if self.sampling.reasoning is not None:
+            found = reasoning_markers(self.sampling, self.model)
+            self.sampling = self.sampling.model_copy(update={"reasoning": found})
+
+    def row_task(self) -> None:
+        config, shown = self.config, shown_url(self.config.model.path)
+        match config.task.type:
+            case "embed":
+                self.task_section, self.task = embed_task(self.task_section, self.model, shown)
+            case "classify":
+                self.task = classify_task(config.task.activation, self.model, shown)
+            case _:
+                self.task = plain_task(config)
+
+    def template(self) -> None:
+        chat = self.prompt.chat
+        if chat is not None and chat.template is not None:
+            with _about("prompt.chat.template"):
+                self.chat_template = read_template(chat.template)
+            return
+        if chat is not None and not has_template(self.model):
+            raise ConfigError(
+                f"prompt.chat: {shown_url(self.config.model.path)}: the checkpoint has no chat template "
+                f"(chat_template.jinja, or `chat_template` in tokenizer_config.json). {ADVICE}"
+            )
+        self.chat_template = None
+
+    def rows(self) -> None:
+        self.params = sampling_params(self.sampling)
+        self.units = unit_spec(self.config, self.spec, self.texts, self.params, self.kept)
+
+    def result_columns(self) -> None:
+        """A task of a checkpoint that is not on this machine counts as without columns."""
+        task: JobTask | None = vars(self).get("task")
+        of_task = None if self.config.task.type == "generate" else () if task is None else task.fields
+        self.results = result_shape(self.config, self.sampling, of_task)
+
+    def output_columns(self) -> None:
+        fields = [self.source.kept.field(name) for name in self.kept]
+        self.schema = output_schema(pa.schema(fields), self.config.output.rename, self.results)
+
+
+@dataclass(frozen=True)
+class JobCheck:
+    """key: of the job file, where a failure names no other."""
+
+    key: str
+    run: Callable[[Resolution], Iterator[PipelineError] | None]
+
+
+# What needs no model comes first: a mistake in the input is found before a checkpoint is downloaded.
+OF_ROWS = (
+    JobCheck("input.path", Resolution.lines),
+    JobCheck("prompt", Resolution.prompt_spec),
+    JobCheck("prompt", Resolution.row_texts),
+    JobCheck("input.columns", Resolution.columns),
+    JobCheck("model.revision", Resolution.revision),
+    JobCheck("model.path", Resolution.checkpoint),
+    JobCheck("model.path", Resolution.limits),
+    JobCheck("speculation.model", Resolution.draft_checkpoint),
+    JobCheck("sampling.generation_config", Resolution.sampling_values),
+    JobCheck("sampling.reasoning", Resolution.reasoning),
+    JobCheck("task", Resolution.row_task),
+    JobCheck("prompt.chat", Resolution.template),
+    JobCheck("sampling", Resolution.rows),
+    JobCheck("task", Resolution.result_columns),
+)
+OF_PROMPTS = (
+    JobCheck("input.path", Resolution.input_files),
+    JobCheck("input.path", Resolution.lines),
+    JobCheck("prompt", Resolution.prompt_spec),
+    JobCheck("prompt.chat", Resolution.template),
+)
+OF_JOB = (
+    JobCheck("output.path", Resolution.output_place),
+    JobCheck("output.path", Resolution.appended_batches),
+    JobCheck("input.path", Resolution.input_files),
+    *OF_ROWS,
+    JobCheck(REFERENCE, Resolution.reference_checkpoint),
+    JobCheck("output.rename", Resolution.output_columns),
+)
+
+
+def resolve_job(
+    config: JobConfig, *, say: Say = silent, retries: RetryCounts | None = None, append: bool = False
+) -> Resolution:
+    """Resolve a job for a run. Checkpoints are downloaded. say: receives what is downloaded and taken from where.
+    retries, append: as `Resolution` takes them. Raises the first failure."""
+    return Resolution(config, fetched(say, retries), say, retries, append).checked(OF_JOB)
+
+
+def resolve_rows(config: JobConfig, table: Columns, say: Say) -> ResolvedJob:
+    """Resolve what a job does with the rows of `table`, whatever its input and output are. Raises the first failure."""
+    found = Resolution(config, fetched(say, None), say)
+    found.table = table
+    return found.checked(OF_ROWS).resolved()
+
+
+def resolve_prompts(config: JobConfig, model: Path) -> Resolution:
+    """Resolve where a job's prompts are and how they become chats, for a model of the caller's. Raises the first
+    failure."""
+    found = Resolution(config, on_this_machine)
+    found.model = model
+    return found.checked(OF_PROMPTS)
+
+
+def fetched(say: Say, retries: RetryCounts | None) -> Locate:
+    def locate(key: str, path: str, storage: Mapping[str, Any], revision: str | None) -> Path:
+        _check_place(key, path)
+        return _whole(key, path, resolve_model(path, storage, say, retries, key, revision))
+
+    return locate
+
+
+def on_this_machine(key: str, path: str, storage: Mapping[str, Any], revision: str | None) -> Path:
+    """Locate a checkpoint without downloading anything; of one in a store see that it is there."""
+    _check_place(key, path)
+    if is_url(path):
+        _check_files(key, path, missing_from_store(path, storage))
+    folder = folder_here(path, revision)
+    if folder is None or not (folder / "config.json").is_file():
+        raise NotKnown(key)
+    return _whole(key, path, folder.resolve())
+
+
+def missing_from_store(url: str, storage: Mapping[str, Any]) -> list[str]:
+    """Which of MODEL_FILES are not at an fsspec url. Raises ModelError, EnvironmentFailed."""
+    try:
+        fs, root = filesystem(url, storage)
+        return [name for name in MODEL_FILES if not fs.exists(posixpath.join(root, name))]
+    except PipelineError:
+        raise
+    except Exception as error:
+        # each store's library has exceptions of its own, whose texts may repeat what is secret
+        given = ", ".join(sorted(storage)) or "none given"
+        raise ModelError(
+            f"{shown_url(url)}: cannot be opened ({type(error).__name__}); are the url, the rights to it and "
+            f"its storage ({given}) right?"
+        ) from None
+
+
+def _check_place(key: str, path: str) -> None:
+    kind = model_kind(path)
+    if kind == "missing" or (kind == "folder" and why_no_checkpoint(path)):
+        raise ModelError(f"{key} {shown_url(path)}: {why_no_checkpoint(path)}")
+
+
+def _whole(key: str, path: str, folder: Path) -> Path:
+    _check_files(key, path, [name for name in MODEL_FILES if not (folder / name).is_file()])
+    return folder
+
+
+def _check_files(key: str, path: str, absent: list[str]) -> None:
+    if absent:
+        files = " and no ".join(absent)
+        raise ModelError(f"{key} {shown_url(path)}: no {files} in this folder; give a checkpoint's folder")
+
+
+def _keyed(key: str, error: PipelineError) -> PipelineError:
+    error.key = error.key or key
+    return error
+
+
+@contextmanager
+def _about(key: str) -> Iterator[None]:
+    """Name `key` in what fails inside."""
+    try:
+        yield
+    except PipelineError as error:
+        error.key = key
+        raise
+
+
+def _unfit(option: str, name: str, kind: pa.DataType) -> str:
+    """Why a column of this kind holds no values of a sampling option; empty where it does."""
+    if option in _NUMBERS and is_text(kind):
+        return f"column {name!r} is text, expected numbers"
+    if option == "structured_outputs.choice" and not (is_list(kind) and is_text(kind.value_type)):
+        return f"column {name!r} is {kind}, expected lists of texts"
+    is_form = option.startswith("structured_outputs.") and option != "structured_outputs.choice"
+    return f"column {name!r} is {kind}, expected text" if is_form and not is_text(kind) else ""
