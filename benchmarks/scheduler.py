@@ -58,7 +58,7 @@ class Timed:
 class NoModel:
     """A runner that computes nothing: a row of made logits for each row that samples. All rows generate."""
 
-    is_asynchronous, max_corrected_queries = False, 0
+    is_asynchronous, has_graphs = False, False
     greedy, sample = staticmethod(reference.greedy), staticmethod(reference.sample)
     hidden_size, has_vocabulary_head = 0, True
     class_head_CH: np.ndarray | None = None

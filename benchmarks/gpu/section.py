@@ -90,7 +90,7 @@ def launch_mixed_steps(engine: Engine) -> Callable[[], None]:
     serves = graphs.serves
 
     def serves_decoding(step: StepInput) -> bool:
-        return int(np.diff(step.query_start_S1).max()) <= graphs.max_queries and serves(step)
+        return int(np.diff(step.query_start_S1).max()) <= graphs._attention.max_queries and serves(step)
 
     graphs.serves = serves_decoding  # pyright: ignore[reportAttributeAccessIssue]
     return lambda: setattr(graphs, "serves", serves)

@@ -10,20 +10,19 @@ before the counted ones warms up. Plain steps run twice in a round, as a control
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
 
 from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
 from pipeline.checkpoints.locate import locate_model
 from pipeline.demo.reports import make_report
-from pipeline.engine.drafts.draft_model import DraftModelProposer
 from pipeline.engine.drafts.drafting import Drafting
-from pipeline.engine.drafts.lookup.compiled import select_lookup
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import EngineConfig, Request, SamplingParams
+from pipeline.engine.params import EngineConfig, Request, SamplingParams, SpeculationConfig
+from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
 from pipeline.engine.stats import EngineStats
 from pipeline.errors import ConfigError, PipelineError
 
@@ -143,8 +142,7 @@ def _batch(
     options = EngineConfig(
         str(locate_model(model)),
         dtype=dtype,
-        draft=str(locate_model(draft)),
-        speculation={"max_draft_tokens": most},
+        speculation=SpeculationConfig("draft_model", str(locate_model(draft)), most),
         max_num_seqs=batch,
         num_threads=threads,
     )
@@ -168,18 +166,18 @@ def _batch(
 
 
 def _draftings(engine: Engine, most: int) -> dict[str, Drafting | None]:
-    """Of an engine that drafts by choice. Its draft model has a KV cache for one, and nothing that it learns; lookups
-    learn, so the forced ones have their own."""
-    auto = engine.drafting
-    assert auto is not None
-    (draft_model,) = (each for each in auto.proposers if isinstance(each, DraftModelProposer))
-    lookup = NgramProposer(engine.table, most, compiled=select_lookup())
+    """Of an engine that was built with a draft model. Lookups learn, so each way has its own; a draft model learns
+    nothing."""
+    assert engine.drafting is not None
+    draft_model, scheduler = engine.drafting.proposer, engine.scheduler
+    forced, lookup = NgramProposer(engine.table, most), NgramProposer(engine.table, most)
+    forced.warm_up()
     return {
         PLAIN: None,
-        AUTO: auto,
+        AUTO: Drafting(lookup, MeasuredDrafts(most), scheduler),
         AGAIN: None,
-        NGRAM: Drafting([lookup], FixedDrafts(most), engine.scheduler),
-        DRAFT: Drafting([draft_model], FixedDrafts(most), engine.scheduler),
+        NGRAM: Drafting(forced, FixedDrafts(), scheduler),
+        DRAFT: Drafting(draft_model, FixedDrafts(), scheduler),
     }
 
 
@@ -213,7 +211,7 @@ class _Run:
 
 
 def _run(engine: Engine, requests: Sequence[Request]) -> _Run:
-    before = engine.counters()
+    before = replace(engine.stats)
     tokens: list[list[int]] = [[] for _ in requests]
     for request in requests:
         engine.add(request)
@@ -228,9 +226,7 @@ def _run(engine: Engine, requests: Sequence[Request]) -> _Run:
         if tail_from is None and not engine.scheduler.waiting:
             tail_from = perf_counter()
     ended = perf_counter()
-    after = engine.counters()
-    spent = {name: after[name] - before.get(name, 0) for name in EngineStats.__dataclass_fields__}
-    return _Run(ended - begun, ended - (tail_from or begun), tokens, EngineStats(**spent))
+    return _Run(ended - begun, ended - (tail_from or begun), tokens, engine.stats.since(before))
 
 
 def _way(name: str, runs: list[_Run], plain: list[_Run], strict: bool) -> Way:

@@ -22,7 +22,7 @@ from pipeline.stores.redaction import shown_url
 JOB_FILE = "job.json"  # JSON is YAML in which every text is quoted
 TEMPLATE_FILE = "chat_template.jinja"
 STOP_WAIT_BEYOND_DRAIN_S = 30  # from the end of run.drain_timeout to SIGKILL: the driver writes parts and records
-_PATHS = (("input", "path"), ("output", "path"), ("model", "path"), ("model", "draft"), ("quality", "model"))
+_PATHS = (("input", "path"), ("output", "path"), ("model", "path"), ("speculation", "model"), ("quality", "model"))
 _NO_NAME = re.compile(r"[^A-Za-z0-9]+")
 
 

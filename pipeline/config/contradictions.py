@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.keys import JobKeys
 from pipeline.config.requests import FROM_LINES
-from pipeline.config.sections.engine import SpeculationSection
 from pipeline.config.sections.prompt import SOURCES
 from pipeline.config.sections.task import KEYS_OF
 from pipeline.config.values import FromColumn
@@ -57,12 +56,10 @@ def _without_completions(job: JobKeys) -> Iterator[Contradiction]:
     if job.input.has_requests and task != "embed":
         why = "the lines of format openai are requests for completions or embeddings; use task generate or embed"
         yield "input.format", why
-    if job.model.draft is not None:
-        yield "model.draft", nothing
     if "samples" in job.output.model_fields_set:
         yield "output.samples", nothing
-    if isinstance(job.engine.speculation, SpeculationSection):
-        yield "engine.speculation", nothing
+    if job.speculation.method not in ("auto", "off"):
+        yield "speculation", nothing
     if job.quality.sample > 0:
         yield "quality.sample", f"compares completions; leave it out with task {task}"
     for name in _OF_COMPLETIONS:

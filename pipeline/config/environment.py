@@ -15,7 +15,7 @@ PLACES: tuple[tuple[str, ...], ...] = (
     ("input", "path"),
     ("output", "path"),
     ("model", "path"),
-    ("model", "draft"),
+    ("speculation", "model"),
     ("quality", "model"),
     ("prompt", "chat", "template"),
     ("sampling", "structured_outputs", "json_file"),

@@ -13,7 +13,6 @@ from pipeline.config.contradictions import contradictions, rules_for_editors
 from pipeline.config.jobfile import Document, Value
 from pipeline.config.keys import JobKeys
 from pipeline.config.requests import filled, is_of_requests
-from pipeline.config.sections.engine import SpeculationSection
 from pipeline.engine.params import EngineConfig
 
 
@@ -53,20 +52,11 @@ class JobConfig(JobKeys):
 
     def engine_config(self, model_path: str, draft_path: str | None, num_threads: int | None = None) -> EngineConfig:
         """The engine's options, with the folders that the model and its draft model were found in."""
-        engine = self.engine.model_dump()
-        if self.task.type != "generate":
-            engine["speculation"] = "off"
+        generates = self.task.type == "generate"
         return EngineConfig(
             model=model_path,
             quantization=self.model.quantization,
-            draft=draft_path,
+            speculation=self.speculation.engine_config(draft_path) if generates else "off",
             num_threads=num_threads,
-            **engine,
+            **self.engine.model_dump(),
         )
-
-    @property
-    def draft_model(self) -> str | None:
-        """`model.draft`, where it is of use: not when nothing is to be drafted, or by another proposer."""
-        wanted = self.engine.speculation
-        is_named = isinstance(wanted, SpeculationSection) and wanted.proposer != "ngram"
-        return self.model.draft if wanted == "auto" or is_named else None

@@ -16,13 +16,18 @@ from pipeline.config.sections.model import ModelSection
 from pipeline.config.sections.prompt import PromptSection
 from pipeline.config.sections.run import RunSection
 from pipeline.config.sections.sampling import SamplingSection
+from pipeline.config.sections.speculation import BareMethod, SpeculationSection
 from pipeline.config.sections.task import BareTask, TaskSection
 from pipeline.config.values import HIDDEN, ModelPlace, Section, or_word
 from pipeline.config.variables import TodaySection
 
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 UrlPrefix = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9+.-]*(://.*)?$")]
-WORDS = {"model": "path", "task": "type"}  # sections that a bare word may stand for, by the key that it is
+WORDS = {
+    "model": "path",
+    "task": "type",
+    "speculation": "method",
+}  # sections that a bare word may stand for, by the key that it is
 
 
 class JobKeys(Section):
@@ -68,6 +73,11 @@ class JobKeys(Section):
     engine: EngineSection = Field(
         default=EngineSection(), description="How the engine computes.", examples=[{"dtype": "bfloat16"}]
     )
+    speculation: Annotated[SpeculationSection, or_word(WORDS["speculation"], SpeculationSection, BareMethod)] = Field(
+        default=SpeculationSection(),
+        description="Speculative decoding. A bare word is its method: `speculation: off`.",
+        examples=["off", {"method": "draft_model", "model": "models/Qwen3-0.6B"}],
+    )
     sampling: SamplingSection = Field(
         default=SamplingSection(),
         description="How tokens are chosen, in vLLM's names. All but generation_config, seed, repetition_detection "
@@ -108,7 +118,7 @@ class JobKeys(Section):
             "input.path": self.input.path,
             "output.path": self.output.path,
             "model.path": self.model.path,
-            "model.draft": self.model.draft,
+            "speculation.model": self.speculation.model,
             "quality.model": self.quality.model,
         }
         return {key: path for key, path in paths.items() if path is not None}

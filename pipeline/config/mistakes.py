@@ -34,7 +34,11 @@ _KNOWN_ELSEWHERE = {
     "response_format": "write sampling.structured_outputs: {json: SCHEMA}, or {json_object: true}",
     "logit_bias": _NOT_YET,
     "hourly_price": "named cost.hourly_usd here",
-    "speculative_config": "write model.draft for a draft model, and engine.speculation for who drafts and how much",
+    "speculative_config": "named speculation here: {method, model, num_speculative_tokens}",
+    "speculation": "a section of its own: speculation: {method, model, num_speculative_tokens}",
+    "draft": "named speculation.model here, with method: draft_model",
+    "proposer": "named speculation.method here: auto, off, lookup or draft_model",
+    "max_draft_tokens": "named speculation.num_speculative_tokens here",
     "concurrency": "named run.actors here: how many copies of the model run",
     "batch_size": "not needed: batches are formed anew each step; engine.max_num_seqs bounds the rows at once, "
     "output.rows_per_file the rows of an output file",

@@ -158,9 +158,10 @@ def false_is_off(written: Any) -> BeforeValidator:
 
 
 def or_word(key: str, section: Any, word: Any = str) -> BeforeValidator:
-    """Takes a bare word for `{key: word}`, where the other keys of the section are left out."""
+    """Takes a bare word, or YAML's false for `off`, for `{key: word}`: the other keys of the section are left out."""
     return BeforeValidator(
-        lambda value: {key: value} if isinstance(value, str) else value, json_schema_input_type=section | word
+        lambda value: {key: value} if isinstance(value, str) or value is False else value,
+        json_schema_input_type=section | word,
     )
 
 

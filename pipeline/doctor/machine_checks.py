@@ -156,7 +156,7 @@ def gpu_kernel_cache() -> Check:
 def _numba_layer() -> Check:
     """The first layer in numba's order that can be loaded is the one it takes."""
     if (lacks := why_no_numba()) is not None:
-        todo = "Kernels on CPU and lookup of drafts are slower: pip install numba, and a numpy that it takes."
+        todo = "Kernels on CPU are slower, and lookup of drafts is off: pip install numba, and a numpy that it takes."
         return Check("kernels", "numba threads", "warning", f"numba {lacks}", todo)
     from pipeline.kernels.cpu.compile.threads import threading_layers
 

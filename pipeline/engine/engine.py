@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import asdict
 from itertools import islice
 from numbers import Integral
 from typing import Any
@@ -240,7 +239,7 @@ class Engine:
     def _make_loop(self, runner: Runner, drafting: Drafting | None) -> None:
         kind = OverlappedLoop if runner.is_asynchronous else StepLoop
         self.loop: StepLoop = kind(self.scheduler, runner, self._completing, self._masks, drafting)
-        is_captured = runner.is_asynchronous and runner.max_corrected_queries > 0
+        is_captured = runner.is_asynchronous and runner.has_graphs
         self.scheduler.pacing = AdmissionPacing() if is_captured else None
         self._recovery = MemoryRecovery(self.loop)
 
@@ -419,7 +418,7 @@ class Engine:
         if self._num_inside:
             raise ConfigError(f"warm_up: {self._num_inside} sequences are waiting or running; warm up before them")
         self._say_warming_up()
-        counted, drafting = asdict(self.stats), self.drafting
+        counted, drafting = vars(self.stats).copy(), self.drafting
         self.draft_as(None)
         prompt = [min(self.runner.vocab_size - 1, 1)] * min(self.pool.block_size, self.max_model_len - 2)
         try:
@@ -443,7 +442,7 @@ class Engine:
 
     def counters(self) -> dict[str, int]:
         """`stats` and what the draft policy counted, by name. Sums over engines mean the same."""
-        return asdict(self.stats) | (self.drafting.policy.counters() if self.drafting is not None else {})
+        return self.stats.flat() | (self.drafting.policy.counters() if self.drafting is not None else {})
 
     def close(self) -> None:
         """Drop the weights and the KV cache. The engine answers ConfigError from then on."""

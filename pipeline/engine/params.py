@@ -6,10 +6,10 @@ Owns the meaning and the checks of every option. Resolving options against a mac
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.reasoning.markers import ReasoningMarkers
@@ -199,6 +199,71 @@ def _is_finite(value: object) -> bool:
         return False
 
 
+SpeculationMethod = Literal["auto", "off", "lookup", "draft_model"]
+MAX_SPECULATIVE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """Speculative decoding. It changes how fast tokens come, not which; of sampled ones, with a draft model, the
+    distribution stays.
+
+    method: "lookup" drafts what followed the last tokens before, in the row's own text and in finished outputs;
+    "draft_model" by the smaller model `model`, with the same tokens; "auto" is lookup, never a draft model; "off".
+    num_speculative_tokens: the most that are drafted for a sequence in a step. forced: draft in every step, to measure;
+    else where it pays.
+    """
+
+    method: SpeculationMethod = "auto"
+    model: str | None = None
+    num_speculative_tokens: int = 6
+    forced: bool = False
+
+    @classmethod
+    def from_value(cls, value: object) -> "SpeculationConfig":
+        """Return what a method alone, False for "off", or a mapping of these fields means. Raises ConfigError."""
+        if isinstance(value, SpeculationConfig):
+            return value
+        if value is False:
+            value = "off"
+        given: Any = {"method": value} if isinstance(value, str) else value
+        names = cls.__dataclass_fields__
+        if not isinstance(given, Mapping) or not set(given) <= set(names):
+            raise ConfigError(
+                f"speculation = {value!r:.80}: expected {', '.join(get_args(SpeculationMethod))}, or a mapping with "
+                f"keys among {', '.join(names)}"
+            )
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        methods, count = get_args(SpeculationMethod), self.num_speculative_tokens
+        for name, ok, expected in (
+            ("method", self.method in methods, f"one of {', '.join(methods)}"),
+            ("model", isinstance(self.model, str | None), "a folder or a Hugging Face id, or none"),
+            (
+                "num_speculative_tokens",
+                _is_int(count) and 1 <= count <= MAX_SPECULATIVE_TOKENS,
+                f"an integer from 1 to {MAX_SPECULATIVE_TOKENS}",
+            ),
+            ("forced", isinstance(self.forced, bool), "true or false"),
+        ):
+            if not ok:
+                raise ConfigError(f"speculation.{name} = {getattr(self, name)!r:.80}: expected {expected}")
+        if wrong := model_contradiction(self.method, self.model):
+            raise ConfigError(f"speculation.model: {wrong}")
+
+
+def model_contradiction(method: str, model: str | None) -> str | None:
+    """Return why this draft model, or none, does not go with the method."""
+    if method == "draft_model" and model is None:
+        return "required by method draft_model: the checkpoint of a smaller model with the same tokens"
+    if method != "draft_model" and model is not None:
+        return f"only for method draft_model, and the method is {method}; write method: draft_model, or leave it out"
+    return None
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How an engine is built. `None` and "auto" are resolved from the checkpoint and the machine.
@@ -223,11 +288,7 @@ class EngineConfig:
     drafts are accepted, as rejection sampling would make tokens depend on them.
     quantization: "int8", "int4-rtn" or "nf4" quantizes the linears of a 16- or 32-bit checkpoint while they are loaded,
     by rounding; "none" leaves them as they are stored, quantized or not.
-    draft: a smaller model with the same tokens, which proposes tokens for `model` to check.
-    speculation: "off" (or False); "auto", which with a draft model looks for drafts there and in the texts themselves
-    and drafts where that pays; or {"proposer": "ngram" or "draft", "max_draft_tokens": n, "forced": False}: "ngram" is
-    looking up in the texts, both are used where none is named, and with `forced` there are drafts in every step. It
-    changes how fast tokens come, not which; of sampled ones, with a draft model, the distribution stays.
+    speculation: a `SpeculationConfig`, its method alone ("off", or False), or a mapping of its fields.
     num_threads: CPU threads of this engine while it computes, at most one for each processor; None: those that torch
     has then.
     """
@@ -247,19 +308,17 @@ class EngineConfig:
     kernels: str = "auto"
     deterministic: bool = False
     quantization: str = "none"
-    draft: str | None = None
-    speculation: str | bool | dict[str, str | int] = "auto"
+    speculation: SpeculationConfig | SpeculationMethod | bool | Mapping[str, Any] = "auto"
     seed: int = 0
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
         """The types of the options that `startup/resolve.py` takes as they are; it checks the others' values."""
-        for name in ("model", "draft"):
-            if isinstance(given := getattr(self, name), os.PathLike):
-                object.__setattr__(self, name, os.fspath(given))
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        object.__setattr__(self, "speculation", SpeculationConfig.from_value(self.speculation))
         for name, ok, expected in (
             ("model", isinstance(self.model, str), "a folder or a Hugging Face id"),
-            ("draft", isinstance(self.draft, str | None), "a folder or a Hugging Face id, or none"),
             ("device", isinstance(self.device, str), "auto, cpu, cuda or cuda:N"),
             ("enable_prefix_caching", isinstance(self.enable_prefix_caching, bool), "true or false"),
             ("deterministic", isinstance(self.deterministic, bool), "true or false"),
@@ -274,6 +333,12 @@ class EngineConfig:
         ):
             if not ok:
                 raise ConfigError(f"engine.{name} = {getattr(self, name)!r:.80}: expected {expected}")
+
+    @property
+    def speculation_config(self) -> SpeculationConfig:
+        """`speculation`, whatever form it was given in."""
+        assert isinstance(self.speculation, SpeculationConfig)
+        return self.speculation
 
 
 @dataclass(frozen=True)

@@ -128,20 +128,13 @@ class GraphAttention(Protocol):
         """As `refill`, for a step that `mixed_plans` computes."""
         ...
 
-    def refill(
-        self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None, most_short: int = 0
-    ) -> int:
+    def refill(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
         """Copy a step's numbers to the device by one copy, without waiting for it, and return which of `plans` the step
-        takes. numbers (int64): of the runner, from the first on. most_short: by how many tokens contexts may be shorter
-        than `where` has them."""
+        takes. numbers (int64): of the runner, from the first on."""
         ...
 
     def unpack(self) -> None:
         """Bring the tensors up to the step that was copied last, by one launch: the first of what is captured."""
-        ...
-
-    def shorten(self, short_S: torch.Tensor) -> None:
-        """After `refill`: the context of each sequence is so many tokens (int64, on the device) shorter."""
         ...
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.engine.speculation.record import BucketLine, SpeculationCounts
+from pipeline.engine.speculation.counts import BucketLine, SpeculationCounts
 from pipeline.engine.stats import EngineStats
 from pipeline.formatting import percent
 from pipeline.report.record.quality_stats import QualityStats
@@ -34,8 +34,7 @@ class Speculation:
         """None where there was none."""
         names = {name for run in runs for actor in run.actors for name in actor.stats}
         totals = {name: sum(run.stat(name) for run in runs) for name in names}
-        known = {name: count for name, count in totals.items() if name in EngineStats.__dataclass_fields__}
-        stats, counts = EngineStats(**known), SpeculationCounts.from_flat(totals)
+        stats, counts = EngineStats.from_flat(totals), SpeculationCounts.from_flat(totals)
         batches = tuple(counts.lines())
         if not stats.num_draft_steps and not batches:
             return None

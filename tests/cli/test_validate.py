@@ -24,7 +24,7 @@ def test_validate_says_what_the_job_is(work, pipe):
 
 
 def test_validate_names_the_draft_model(work, pipe):
-    _, out, _ = pipe("validate", "job.yaml", "--set", "model.draft=demo:draft")
+    _, out, _ = pipe("validate", "job.yaml", "--set", "speculation={method: draft_model, model: demo:draft}")
     assert "  Draft     demo:draft (embedded)\n" in out
     assert "Draft" not in pipe("validate", "job.yaml")[1]
 
@@ -82,11 +82,14 @@ def test_validate_tells_all_mistakes_of_the_data(work, pipe):
         ("model.path=job.yaml", "job.yaml: a file; this program reads safetensors checkpoints"),
         ("model.path=data", "data: has no config.json; give the folder of"),
         ("model.path=owner/name", None),
-        ("model.draft=demo:draft", None),
+        ("speculation={method: draft_model, model: demo:draft}", None),
         ("model={path: job.yaml, revision: v1}", "job.yaml: a file; this program reads"),
         ("model={path: data, revision: v1}", "model.revision: data is a folder; only a Hugging Face id"),
-        ("model.draft=./nowhere", "--set: model.draft: ./nowhere: no such folder, and not a Hugging Face id"),
-        ("model.draft=data", "data: has no config.json; give the folder of"),
+        (
+            "speculation={method: draft_model, model: ./nowhere}",
+            "--set: speculation.model: ./nowhere: no such folder, and not a Hugging Face id",
+        ),
+        ("speculation={method: draft_model, model: data}", "data: has no config.json; give the folder of"),
         ("engine.max_model_len=2048", "--set: engine.max_model_len: 2048 is more than the 1,024 positions that demo"),
         ("engine.max_model_len=1024", None),
         (

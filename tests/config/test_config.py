@@ -12,7 +12,7 @@ from pipeline.config import JobConfig, JobFileError, load_job
 from pipeline.config.identity import free_of, identity_of, numerics_of
 from pipeline.config.mistakes import section_at
 from pipeline.config.sections.prompt import PromptSection
-from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.params import EngineConfig, SamplingParams, SpeculationConfig
 from pipeline.errors import ConfigError
 from pipeline.job.planning.resolved_job import sampling_columns, sampling_params
 from pipeline.stores.filesystem import storage_for
@@ -71,7 +71,7 @@ def test_a_full_job(job):
         "prompt: {template: '{title}: {text} {{x}} {title}',\n"
         "         chat: {system: Be brief., template_kwargs: {a: false}}}\n"
         "model: org/name\n"
-        "engine: {device: 'cuda:1', dtype: bfloat16, deterministic: on, speculation: off,\n"
+        "engine: {device: 'cuda:1', dtype: bfloat16, deterministic: on,\n"
         "         kv_cache_memory_bytes: 2 GiB, max_num_seqs: 64}\n"
         "sampling: {max_tokens: {column: budget}, min_tokens: 20, temperature: 1, stop: END, top_k: 5, seed: 3}\n"
         "output: {path: out/full, rename: {generated_text: answer}}\n"
@@ -96,7 +96,7 @@ def test_a_full_job(job):
 def test_every_engine_and_sampling_option_reaches_the_engine(job):
     """A field added to the engine must be added to the job file, or left out on purpose."""
     config = job()
-    not_in_jobs = {"model", "quantization", "draft", "num_threads"}  # or in another section
+    not_in_jobs = {"model", "quantization", "speculation", "num_threads"}  # or in another section
     not_in_jobs |= {"block_size", "kernels", "enable_prefix_caching", "seed"}  # for measuring and tests
     assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields)
     of_jobs_alone = {"generation_config"}
@@ -106,11 +106,8 @@ def test_every_engine_and_sampling_option_reaches_the_engine(job):
 def test_minus_1_is_off_as_in_vllm(job):
     plain, off = job(MINIMAL), job(MINIMAL + "sampling: {top_k: -1, seed: -1, thinking_token_budget: -1}\n")
     assert identity_of(off) == identity_of(plain)
-    assert (
-        sampling_params(off.sampling)
-        == sampling_params(plain.sampling)
-        == SamplingParams(max_tokens=256, top_k=-1, seed=-1)
-    )
+    assert sampling_params(off.sampling) == sampling_params(plain.sampling)
+    assert sampling_params(off.sampling) == SamplingParams(max_tokens=256, top_k=-1, seed=-1)
     assert SamplingParams(thinking_token_budget=-1).thinking_token_budget is None
     for key in ("top_k: -2", "seed: -2", "top_k: true", "max_tokens: -1"):
         with pytest.raises(JobFileError, match=key.partition(":")[0]):
@@ -121,22 +118,16 @@ def test_off_and_false_both_switch_off(job):
     for word in ("off", "false", "no", "False"):
         assert job(MINIMAL + f"engine: {{deterministic: {word}}}\n").engine.deterministic is False
     for word in ("off", "false"):
-        assert job(MINIMAL + f"engine: {{speculation: {word}}}\n").engine.speculation == "off"
+        assert job(MINIMAL + f"speculation: {word}\n").speculation.method == "off"
+        assert job(MINIMAL + f"speculation: {{method: {word}}}\n").speculation.method == "off"
 
 
-def test_the_draft_model_is_only_taken_where_it_is_of_use(job):
-    with_draft = MINIMAL.replace("path: demo", "path: demo, draft: demo:draft", 1)
-    assert with_draft != MINIMAL
-    for speculation, used in (
-        ("auto", True),
-        ("off", False),
-        ("{proposer: ngram}", False),
-        ("{proposer: draft}", True),
-        ("{max_draft_tokens: 2}", True),
-    ):
-        config = job(with_draft + f"engine: {{speculation: {speculation}}}\n")
-        assert config.draft_model == ("demo:draft" if used else None), speculation
-    assert free_of(job(with_draft))["model"]["draft"] == "demo:draft"
+def test_speculation_reaches_the_engine(job):
+    assert job().engine_config("folder", None).speculation_config == SpeculationConfig("auto")
+    config = job(MINIMAL + "speculation: {method: draft_model, model: demo:draft, num_speculative_tokens: 3}\n")
+    assert config.engine_config("folder", "found").speculation_config == SpeculationConfig("draft_model", "found", 3)
+    assert config.engine_config("folder", None).speculation_config.model == "demo:draft"
+    assert free_of(config)["speculation"]["model"] == "demo:draft"
 
 
 def test_texts_that_look_like_booleans_stay_texts(job):
@@ -210,7 +201,7 @@ def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
         ("task: {type: classify, activation: relu}\n", "expected one of auto, softmax, sigmoid, none; got 'relu'"),
         ("task: embed\nsampling: {max_tokens: 3}\n", "sampling.max_tokens: has no effect with task embed"),
         ("task: embed\nquality: {sample: 0.1}\n", "quality.sample: compares completions"),
-        ("task: embed\nengine: {speculation: {proposer: ngram}}\n", "engine.speculation: has no effect with task"),
+        ("task: embed\nspeculation: lookup\n", "speculation: has no effect with task"),
         ("task: score\ntargets: {min_generated_per_s: 5}\n", "targets.min_generated_per_s: has no effect with task"),
         ("sampling: {max_tokens: '64'}\n", "expected an integer, or {column: name}; got '64'"),
         ("sampling: {max_tokens: 0}\n", "expected an integer of at least 1; got 0"),
@@ -226,10 +217,16 @@ def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
         ("sampling: {prompt_logprobs: 101}\n", "expected an integer from 0 to 100, or none; got 101"),
         ("task: score\nsampling: {prompt_logprobs: 1}\n", "sampling.prompt_logprobs: has no effect with task score"),
         ("engine: {device: gpu}\n", "expected auto, cpu, cuda or cuda:N; got 'gpu'"),
-        ("engine: {speculation: ngram}\n", "engine.speculation: expected one of off, auto; got 'ngram'"),
-        ("engine: {speculation: {proposer: eagle}}\n", "engine.speculation.proposer: expected one of ngram, draft"),
-        ("engine: {speculation: {max_drafts: 3}}\n", "engine.speculation.max_drafts: unknown key"),
-        ("engine: {speculation: {max_draft_tokens: 99}}\n", "engine.speculation.max_draft_tokens: expected at most 32"),
+        ("speculation: eagle\n", "expected one of auto, off, lookup, draft_model; got 'eagle'"),
+        ("speculation: {method: eagle}\n", "expected one of auto, off, lookup, draft_model; got 'eagle'"),
+        ("speculation: draft_model\n", "speculation: model: required by method draft_model"),
+        ("speculation: {model: demo:draft}\n", "only for method draft_model, and the method is auto"),
+        ("speculation: {method: lookup, model: demo}\n", "only for method draft_model, and the method is lookup"),
+        ("speculation: {method: draft_model, model: demo:small}\n", "no embedded model 'demo:small'"),
+        ("speculation: {num_speculative_tokens: 99}\n", "speculation.num_speculative_tokens: expected at most 32"),
+        ("engine: {speculation: off}\n", "a section of its own: speculation: {method, model"),
+        ("speculation: {proposer: ngram}\n", "named speculation.method here"),
+        ("speculation: {max_draft_tokens: 3}\n", "named speculation.num_speculative_tokens here"),
         ("engine: {kv_cache_dtype: int8}\n", "expected one of auto, fp8; got 'int8'"),
         ("engine: {activation_dtype: fp16}\n", "expected one of auto, fp8, fp8-per-token, int8; got 'fp16'"),
         ("engine: {quantization: awq}\n", "named model.quantization here; a checkpoint that is quantized"),
@@ -372,7 +369,7 @@ FREE = [
     ("prompt:", "engine: {max_num_seqs: 3, speculation: off}\nprompt:"),
     ("path: demo", "path: demo, draft: demo:draft"),
     ("path: demo", "path: owner/name, revision: v1"),
-    ("prompt:", "engine: {speculation: {proposer: draft, max_draft_tokens: 3}}\nprompt:"),
+    ("prompt:", "speculation: {method: draft_model, model: demo:draft, num_speculative_tokens: 3}\nprompt:"),
     ("prompt:", "cost: {hourly_usd: 3}\nprompt:"),
 ]
 
@@ -409,7 +406,7 @@ def test_a_task_is_in_the_identity_and_computes_no_completion(job):
     column = job(MINIMAL + "task: {type: choice, labels: {column: options}}\n")
     assert identity_of(column)["task"]["labels"] == {"column": "options"}
     assert units_as_written(column).columns == ("text", "options")
-    assert chosen.engine_config("folder", None).speculation == "off"
+    assert chosen.engine_config("folder", None).speculation_config.method == "off"
     assert units_as_written(chosen).default_max_tokens == 0
 
 

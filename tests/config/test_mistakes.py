@@ -31,7 +31,7 @@ def test_a_key_of_another_tool_is_refused_with_its_hint(tmp_path, key):
     ("key", "named"),
     [
         ("batch_size", "engine.max_num_seqs"), ("concurrency", "run.actors"), ("model_source", "model.path"),
-        ("speculative_config", "engine.speculation"), ("guided_json", "sampling.structured_outputs: {json"),
+        ("speculative_config", "speculation"), ("guided_json", "sampling.structured_outputs: {json"),
         ("structured_outputs", "sampling.structured_outputs"), ("max_new_tokens", "sampling.max_tokens"),
         ("tensor_parallel_size", "run.actors"), ("trust_remote_code", "never run"), ("hourly_price", "cost.hourly_usd"),
     ],

@@ -47,7 +47,7 @@ def test_every_key_has_a_description_an_example_and_a_default_or_is_required():
 
 @pytest.mark.parametrize(
     "more",
-    ["engine: {speculation: false}", "engine: {speculation: {proposer: ngram}}", "sampling: {stop: END}",
+    ["speculation: false", "speculation: lookup", "speculation: {method: off}", "sampling: {stop: END}",
      "sampling: {max_tokens: {column: b}}", "engine: {deterministic: off}", "engine: {kv_cache_memory_bytes: 1 MiB}",
      "task: embed", "run: {drain_timeout: 1 h 30 min}",
      "run: {spot_notice: false}", "name:"],
@@ -60,7 +60,7 @@ def test_short_forms_are_taken(more: str):
     "more",
     ["model2: {}", "engine: {max_num_seq: 3}", "sampling: {max_tokens: true}", "sampling: {max_tokens: 0}",
      "sampling: {max_tokens: {columns: b}}", "sampling: {seed: {column: b}}", "sampling: {stop: ['']}",
-     "engine: {device: gpu}", "engine: {speculation: ngram}", "engine: {speculation: {max_draft_tokens: 99}}",
+     "engine: {device: gpu}", "speculation: ngram", "speculation: {num_speculative_tokens: 99}",
      "engine: {gpu_memory_utilization: 90}", "run: {drain_timeout: 60}", "run: [actors]", "name: 5",
      "task: {type: embed, labels: [a, b]}"],
 )  # fmt: skip
@@ -113,7 +113,9 @@ BEYOND_A_SCHEMA = (
     "at least two labels",
     "is listed twice",
     "compares completions",
-    "engine.speculation: has no effect",
+    "speculation: has no effect",
+    "only for method draft_model",
+    "required by method draft_model",
     "targets.min_generated_per_s: has no effect",
 )
 

@@ -48,7 +48,7 @@ class HashRunner:
     vocab_size = hidden_size = VOCAB
     has_vocabulary_head, class_head_CH = True, None
     is_asynchronous = False
-    max_corrected_queries = 8
+    has_graphs = True
     greedy, sample = staticmethod(greedy), staticmethod(sample)
 
     def __init__(
@@ -96,20 +96,9 @@ class HashRunner:
 
 def _with(step: StepInput, future: FutureTokens) -> StepInput:
     """The step as the device has it."""
-    numbers_3T = torch.from_numpy(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]))
-    future.put_into(numbers_3T, torch.from_numpy(future.index_2F))
-    token_id_T, position_T, slot_mapping_T = numbers_3T.numpy()
-    step = replace(step, token_id_T=token_id_T, position_T=position_T, slot_mapping_T=slot_mapping_T)
-    if future.rejected is None:
-        return step
-    count_S = np.diff(step.query_start_S1)
-    assert count_S.max() <= HashRunner.max_corrected_queries
-    short_S = future.rejected.count_S.numpy()
-    assert ((short_S >= 0) & (short_S <= future.rejected.most)).all()
-    context_len_S = step.context_len_S - short_S
-    expected_T = np.concatenate([np.arange(c - n, c) for c, n in zip(context_len_S, count_S)])
-    assert (position_T == expected_T).all(), "positions and contexts fell short alike"
-    return replace(step, context_len_S=context_len_S)
+    token_id_T = torch.from_numpy(step.token_id_T.copy())
+    future.put_into(token_id_T, torch.from_numpy(future.index_2F))
+    return replace(step, token_id_T=token_id_T.numpy())
 
 
 def before_each_step(engine: Engine, hook: Callable[[StepInput, FutureTokens | None], None]) -> None:

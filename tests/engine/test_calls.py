@@ -216,7 +216,7 @@ class _Interrupt:
 def engines() -> dict[str, tuple[Callable[[], Engine], int | None]]:
     def looking_up(is_asynchronous: bool) -> Engine:
         engine = hash_engine(120, 4, memory=MEMORY, is_asynchronous=is_asynchronous, max_num_batched_tokens=64)
-        engine.draft_as(Drafting([NgramProposer(engine.table, 4)], FixedDrafts(4), engine.scheduler))
+        engine.draft_as(Drafting(NgramProposer(engine.table, 4), FixedDrafts(), engine.scheduler))
         return engine
 
     return {
@@ -275,7 +275,7 @@ def test_a_warm_up_beside_requests_is_refused_and_loses_none() -> None:
 
 def test_an_interrupted_warm_up_leaves_the_engine_as_it_was() -> None:
     engine = hash_engine(120, 4, memory=MEMORY, max_num_batched_tokens=64)
-    engine.draft_as(Drafting([NgramProposer(engine.table, 4)], FixedDrafts(4), engine.scheduler))
+    engine.draft_as(Drafting(NgramProposer(engine.table, 4), FixedDrafts(), engine.scheduler))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.runner, "execute", _Interrupt(engine.runner.execute, 2, False))
         with pytest.raises(KeyboardInterrupt):

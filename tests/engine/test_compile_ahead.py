@@ -35,7 +35,7 @@ pytestmark = [
 ]
 SIZES = {"max_model_len": 160, "max_num_seqs": 5, "max_num_batched_tokens": 64, "block_size": 16}
 MIXED = 32  # tokens of captured steps with prompts; larger ones are launched kernel by kernel
-SPECULATION = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True}
+SPECULATION = {"method": "lookup", "num_speculative_tokens": 2, "forced": True}
 KINDS: dict[str, dict[str, Any]] = {
     "": {},
     "drafts, fp8 cache": {"speculation": SPECULATION, "kv_cache_dtype": "fp8"},

@@ -12,7 +12,7 @@ import pytest
 from pipeline import Engine, EngineConfig, SamplingParams
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.policy import FixedDrafts
-from pipeline.engine.params import Completion
+from pipeline.engine.params import Completion, SpeculationConfig
 from pipeline.errors import ConfigError
 from tests.engine.drafts.proposers import Recorded
 from tests.engine.test_gpu_kernels import replayed
@@ -99,14 +99,14 @@ def with_right_and_wrong_drafts(folder: Path, **options: Any) -> Rows:
     with float32_engine(folder, enable_prefix_caching=False, **options) as engine:
         outputs = {n: tokens for n, (tokens, _) in enumerate(told(engine.generate(prompts(), params())))}
         proposer = Recorded(engine.table, outputs, np.random.default_rng(1), vocab_size=250)
-        engine.draft_as(Drafting([proposer], FixedDrafts(5), engine.scheduler))
+        engine.draft_as(Drafting(proposer, FixedDrafts(), engine.scheduler))
         return _drafted(engine)
 
 
 def with_a_draft_model(folder: Path, **options: Any) -> Rows:
     """The target drafts for itself: where tokens are drawn, with the numbers that the target draws with."""
-    speculation = {"proposer": "draft", "max_draft_tokens": 3, "forced": True}
-    with float32_engine(folder, speculation=speculation, draft=str(folder), **options) as engine:
+    speculation = SpeculationConfig("draft_model", str(folder), 3, forced=True)
+    with float32_engine(folder, speculation=speculation, **options) as engine:
         return _drafted(engine)
 
 
@@ -180,7 +180,7 @@ def test_on_gpu_kernels_captured_or_not(folder: Path, monkeypatch: pytest.Monkey
             runner._graphs.run = run
             outputs = {n: tokens for n, (tokens, _) in enumerate(expected)}
             proposer = Recorded(engine.table, outputs, np.random.default_rng(2), most=2, vocab_size=250)
-            engine.draft_as(Drafting([proposer], FixedDrafts(2), engine.scheduler))
+            engine.draft_as(Drafting(proposer, FixedDrafts(), engine.scheduler))
             found = told(engine.generate(two, own))
             assert run.call_count >= 2, "steps were replayed"
             assert sum(engine.stats.drafted_by_place) > 0

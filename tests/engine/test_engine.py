@@ -308,7 +308,7 @@ def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> N
         ({"max_num_batched_tokens": 4}, "max_num_batched_tokens"),
         ({"max_model_len": 100_000}, "at most 512 positions"),
         ({"kv_cache_memory_bytes": 64}, "KV cache"),
-        ({"speculation": {"proposer": "draft"}}, "needs model.draft"),
+        ({"speculation": {"method": "draft_model"}}, "speculation.model: required by method draft_model"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
         ({"activation_dtype": "fp16"}, "expected auto, fp8, fp8-per-token, int8"),
         ({"activation_dtype": "fp8"}, "16- or 32-bit weights have no exact form beside it"),
@@ -383,7 +383,7 @@ def test_what_is_no_configuration_is_refused_by_name(folder: Path) -> None:
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         with pytest.raises(ConfigError, match=rf"sampling.{name} = '0.5': expected a"):
             SamplingParams(**{name: "0.5"})
-    assert EngineConfig(folder, draft=folder) == EngineConfig(str(folder), draft=str(folder))  # type: ignore[arg-type]
+    assert EngineConfig(folder) == EngineConfig(str(folder))  # type: ignore[arg-type]
 
 
 def test_a_closed_engine_says_so(folder: Path) -> None:

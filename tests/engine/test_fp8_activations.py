@@ -84,9 +84,9 @@ def test_it_says_what_is_in_fp8(folder: Path) -> None:
 
 def test_a_draft_model_keeps_its_own(folder: Path) -> None:
     plain = folder.with_name("plain")
-    speculation: Any = {"proposer": "draft", "max_draft_tokens": 2, "forced": True}
+    speculation: Any = {"method": "draft_model", "model": str(plain), "num_speculative_tokens": 2, "forced": True}
     config = EngineConfig(str(folder), device="cpu", dtype="float32", max_model_len=48, activation_dtype="fp8")
-    with Engine(EngineConfig(**vars(config) | {"draft": str(plain), "speculation": speculation})) as engine:
+    with Engine(EngineConfig(**vars(config) | {"speculation": speculation})) as engine:
         assert "8 of 9 linears in fp8" in str(engine.resolved["weights"])
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from pipeline import Engine, SamplingParams
-from pipeline.engine.drafts.draft_model import DraftModelProposer
-from pipeline.engine.params import Completion
+from pipeline.engine.params import Completion, SpeculationConfig
 from pipeline.kernels.cache import FP8
 from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine, greedy, our_logits
@@ -64,8 +63,8 @@ WAYS = {
     "batched": {},
     "chunked": {"max_num_batched_tokens": 11, "max_num_seqs": 4},
     "preempted": {"kv_cache_memory_bytes": 176},  # tokens
-    "lookup drafts": {"speculation": {"proposer": "ngram", "max_draft_tokens": 3, "forced": True}},
-    "its own draft model": {"speculation": {"proposer": "draft", "max_draft_tokens": 3, "forced": True}},
+    "lookup drafts": {"speculation": {"method": "lookup", "num_speculative_tokens": 3, "forced": True}},
+    "its own draft model": {"speculation": {"method": "draft_model", "num_speculative_tokens": 3, "forced": True}},
 }
 
 
@@ -77,7 +76,7 @@ def test_greedy_tokens_are_those_of_the_reference(folder: Path, expected: list[l
             options["kv_cache_memory_bytes"] *= probe.runner.decoder.config.kv_bytes_per_token(FP8)
         options["max_model_len"] = 128
     if way == "its own draft model":
-        options["draft"] = str(folder)
+        options["speculation"] = options["speculation"] | {"model": str(folder)}
     with fp8_engine(folder, **options) as engine:
         if way == "preempted":
             engine.scheduler.admission.expected_output = 4  # expects far too little, so that it admits far too much
@@ -89,7 +88,7 @@ def test_greedy_tokens_are_those_of_the_reference(folder: Path, expected: list[l
         else:
             assert sum(c.num_cached_tokens for c in again) > 0
         if "draft" in way:
-            assert engine.stats.accepted_1 > 0
+            assert engine.stats.accepted_by_place[0] > 0
         assert all(layer.k_CBKD.dtype == FP8 for layer in engine.runner.kv.layers)
     compare(folder, first, expected)
     compare(folder, again, expected)
@@ -97,12 +96,12 @@ def test_greedy_tokens_are_those_of_the_reference(folder: Path, expected: list[l
 
 def test_a_draft_model_has_a_cache_of_the_same_form(folder: Path) -> None:
     """It drafts what the target would say, so nearly all of it is accepted: its keys are neither stale nor others'."""
-    options: dict[str, Any] = {"proposer": "draft", "max_draft_tokens": 3, "forced": True}
-    with fp8_engine(folder, draft=str(folder), speculation=options) as engine:
-        (drafter,) = (p for p in engine.drafting.proposers if isinstance(p, DraftModelProposer))
+    options = SpeculationConfig("draft_model", str(folder), 3, forced=True)
+    with fp8_engine(folder, speculation=options) as engine:
+        drafter = engine.drafting.proposer
         assert drafter.runner.kv.layers[0].v_CBKD.dtype == FP8
         engine.generate(drawn_prompts(), greedy(NUM_TOKENS))
-        assert engine.stats.accepted_1 > 0.9 * engine.stats.drafted_1
+        assert engine.stats.accepted_by_place[0] > 0.9 * engine.stats.drafted_by_place[0]
 
 
 def test_it_changes_logits_a_little_and_no_more(folder: Path) -> None:

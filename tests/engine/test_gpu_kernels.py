@@ -2,6 +2,7 @@
 interpreter, captured steps included, whose replay is the captured function called again on the same tensors."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.drafting import MAX_CHECKED_TOKENS
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.graphs import graph_sizes
 from pipeline.engine.forward.in_flight import FutureTokens
@@ -98,7 +100,7 @@ def test_captured_steps_give_the_reference_tokens(folder: Path, kind: str, monke
     with_drafts, is_drawn = kind.startswith("drafts"), kind.startswith("drawn")
     kv_cache_dtype = "fp8" if "fp8" in kind else "auto"
     expected, _ = tokens_of(engine_of(folder, "reference", kv_cache_dtype=kv_cache_dtype), is_drawn)
-    speculation = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True} if with_drafts else "off"
+    speculation = {"method": "lookup", "num_speculative_tokens": 2, "forced": True} if with_drafts else "off"
     if not with_drafts:
         monkeypatch.setattr("pipeline.kernels.triton.linear.dispatch.crossover_of", lambda _: Crossover(4, 4, 4))
         kernels = triton_kernels(torch.float32, DEVICE, scratch=Scratch(torch.float32, DEVICE))
@@ -128,39 +130,32 @@ def test_captured_steps_give_the_reference_tokens(folder: Path, kind: str, monke
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-def test_drafts_ahead_of_captured_steps_give_the_reference_tokens(folder: Path, deterministic: bool) -> None:
-    """The draft model is the target with some tokens changed: sequences fall short of their plans by some drafts, by
-    all and by none, and the kernels, one with a window, are told on the device."""
+def test_drafts_checked_in_captured_steps_give_the_reference_tokens(folder: Path, deterministic: bool) -> None:
+    """The draft model is the target with some tokens changed, so all, some and none of a row's drafts are accepted."""
     prompts = [[7, 9, 11, 4], [200, 3]]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     with engine_of(folder, "reference") as engine:
         expected = [completion.token_ids for completion in engine.generate(prompts, params)]
-    speculation = {"proposer": "draft", "max_draft_tokens": 2, "forced": True}
-    engine = engine_of(folder, "triton", speculation=speculation, draft=str(folder), deterministic=deterministic)
-    (proposer,) = engine.drafting.proposers  # type: ignore[union-attr]
-    short, passes = [], []
-    for runner, queries in ((engine.runner, 3), (proposer.runner, 2)):  # type: ignore[attr-defined]
+    speculation = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2, "forced": True}
+    engine = engine_of(folder, "triton", speculation=speculation, deterministic=deterministic)
+    assert engine.drafting is not None
+    proposer: Any = engine.drafting.proposer
+    for runner, queries in ((engine.runner, 3), (proposer.runner, 2)):
         size: Any = {"max_num_seqs": 3, "max_queries": queries, "most_tokens": 6}
-        runner.capture_steps(replayed, **size, say=lambda done, total: None)
+        runner.capture_steps(replayed, **size, say=lambda done, total: None)  # type: ignore[attr-defined]
         runner.is_asynchronous = True
     engine.runner = engine.runner  # with the loop for its kind
-    execute, greedy = engine.runner.execute, proposer.runner.greedy  # type: ignore[attr-defined]
+    execute, passes = proposer.runner.execute, []
 
-    def execute_and_note(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
-        short.extend([] if future is None or future.rejected is None else future.rejected.count_S.tolist())
-        return execute(step, future)
-
-    def greedy_but_for_some(logits_RV: torch.Tensor) -> torch.Tensor:
-        found_2R = greedy(logits_RV)
+    def execute_but_for_some(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        logits_RV = execute(step, future)
         passes.append(len(passes) % 5 in (1, 4))
-        found_2R[0] = (found_2R[0] + passes[-1]) % 250
-        return found_2R
+        return logits_RV.roll(1, dims=1) if passes[-1] else logits_RV
 
-    engine.runner.execute = execute_and_note  # type: ignore[method-assign]
-    proposer.runner.greedy = greedy_but_for_some  # type: ignore[attr-defined]
+    proposer.runner.execute = execute_but_for_some
     with engine:
         assert [completion.token_ids for completion in engine.generate(prompts, params)] == expected
-    assert set(short) == {0, 1, 2}
+    assert 0 < sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
 
 
 def test_sizes_of_captured_steps() -> None:
@@ -178,15 +173,15 @@ def test_sizes_of_captured_steps() -> None:
 
 
 def test_steps_with_drafts_are_captured_up_to_the_largest_batch(folder: Path) -> None:
-    """As many tokens as all sequences have with all their drafts, but no more than a step may have."""
-    speculation = {"proposer": "ngram", "max_draft_tokens": 6}
-    for most_batched, captured in ((8192, 3584), (2048, 2048)):
-        config = EngineConfig(
-            str(folder), device="cpu", max_num_seqs=512, max_num_batched_tokens=most_batched, speculation=speculation
-        )
-        resolved = resolve(config, read_config(folder))
-        assert captured_shapes(resolved, 300) == [(7, captured, 300), (2, 1024, 0)]
-    plain = resolve(EngineConfig(str(folder), device="cpu", max_num_seqs=512), read_config(folder))
+    """Or up to the largest mixed step that is captured, if that is larger, but no further than drafts are checked."""
+    config = EngineConfig(str(folder), device="cpu", max_num_seqs=512, max_num_batched_tokens=8192)
+    resolved = resolve(config, read_config(folder))
+    assert resolved.most_checked_tokens == MAX_CHECKED_TOKENS == 1024
+    for most_mixed, captured in ((300, 512), (700, 700), (2048, 1024), (0, 1024)):
+        assert captured_shapes(resolved, most_mixed) == [(7, captured, most_mixed), (2, 1024, 0)]
+    small = resolve(replace(config, max_num_seqs=8), read_config(folder))
+    assert captured_shapes(small, 300)[0] == (7, 56, 300)
+    plain = resolve(replace(config, speculation="off"), read_config(folder))
     assert captured_shapes(plain, 0)[0] == (1, 512, 0)
 
 
@@ -196,7 +191,7 @@ def test_graphs_go_as_far_as_the_kernels_take_queries(folder: Path) -> None:
         runner.capture_steps(
             lambda function: function, max_num_seqs=3, max_queries=33, most_tokens=99, say=lambda *_: None
         )
-        assert runner.max_corrected_queries == 8
+        assert runner._graphs._attention.max_queries == 8
 
 
 @pytest.mark.parametrize("kind", ["kernel by kernel", "captured, drafts, fp8 cache"])
@@ -219,10 +214,9 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
         where: AttentionInput,
         sequences: np.ndarray | None = None,
         shared: Sequence[np.ndarray] = (),
-        most_short: int = 0,
     ) -> list[np.ndarray]:
         served.append(len(shared) > 0 and bool(shared[-1].any()))
-        return numbers(work, where, sequences, shared, most_short)
+        return numbers(work, where, sequences, shared)
 
     monkeypatch.setattr(CascadeShape, "decide", decide_and_watch)
     monkeypatch.setattr(DecodeMetadata, "numbers", numbers_and_watch)
@@ -237,7 +231,7 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
         expected = [completion.token_ids for completion in reference.generate(prompts, params)]
     assert not plans
     if "captured" in kind:
-        options |= {"speculation": {"proposer": "ngram", "max_draft_tokens": 2, "forced": True}}
+        options |= {"speculation": {"method": "lookup", "num_speculative_tokens": 2, "forced": True}}
     with engine_of(folder, "triton", **options) as engine:
         if "captured" in kind:
             runner: Any = engine.runner

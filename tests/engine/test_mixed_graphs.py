@@ -42,7 +42,7 @@ pytestmark = [
 BLOCK_BYTES = 2 * 2 * 8 * 2 * 16 * 4  # of 8 tokens of QWEN3, in both layers
 MOST_MIXED = 40
 SIZES: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 48, "block_size": 16}
-DRAFTS = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True}
+DRAFTS = {"method": "lookup", "num_speculative_tokens": 2, "forced": True}
 KINDS: dict[str, dict[str, Any]] = {
     "one step ahead, preempted": {"kv_cache_memory_bytes": 22 * BLOCK_BYTES, "block_size": 8},
     "drafts, fp8 cache": {"speculation": DRAFTS, "kv_cache_dtype": "fp8"},
@@ -116,7 +116,7 @@ def test_captured_mixed_steps_give_the_reference_tokens(
 
     def run_and_note(step: StepInput, *rest: Any) -> torch.Tensor:
         count_S = np.diff(step.query_start_S1)
-        if count_S.max() > runner.max_corrected_queries:
+        if count_S.max() > runner._graphs._attention.max_queries:
             mixed.append((len(step.token_id_T), len(count_S), int(step.context_len_S.max() - count_S.max())))
         keys_CBKD = runner.kv.layers[0].k_CBKD
         before = keys_CBKD.clone()

@@ -18,7 +18,7 @@ import torch
 from pipeline.demo import demo_model
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.runner import ModelRunner
-from pipeline.engine.params import Completion, EngineConfig, SamplingParams
+from pipeline.engine.params import Completion, EngineConfig, SamplingParams, SpeculationConfig
 from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.kernels.activations.rounded_linears import with_rounded_activations
@@ -72,14 +72,14 @@ def _greedy(**options: Any) -> SamplingParams:
 
 
 def engine_cases() -> list[EngineCase]:
-    drafts = {"speculation": {"proposer": "draft", "max_draft_tokens": 4, "forced": True}}
+    drafts = SpeculationConfig("draft_model", str(demo_model("draft")), 4, forced=True)
     return [
         EngineCase("greedy", _greedy()),
         EngineCase("sampled", _greedy(temperature=0.9, top_k=20, top_p=0.95, seed=5)),
         EngineCase("penalised", _greedy(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3)),
         EngineCase("log-probabilities", _greedy(logprobs=2)),
         EngineCase(
-            "drafted", _greedy(), options=drafts | {"draft": str(demo_model("draft"))},
+            "drafted", _greedy(), options={"speculation": drafts},
             after=lambda engine: engine.stats.num_draft_steps > 0,
         ),
         EngineCase("fp8 cache", _greedy(), options={"kv_cache_dtype": "fp8"}, is_fp8=True),

@@ -3,7 +3,7 @@
 import json
 
 from pipeline.data.output.part_totals import PartTotals
-from pipeline.engine.speculation.record import SpeculationCounts
+from pipeline.engine.speculation.counts import SpeculationCounts
 from pipeline.report.build import build_report
 from pipeline.report.features import Speculation
 from pipeline.report.record.run_record import ActorRecord, RunRecord, no_phases
@@ -15,16 +15,18 @@ def counts(**by_batch: dict[int, int]) -> dict[str, int]:
     made = SpeculationCounts()
     for name, values in by_batch.items():
         for bucket, value in values.items():
-            setattr(made.buckets[bucket], name, value)
+            getattr(made, name)[bucket] = value
     return made.flat()
 
 
-STATS = {"num_steps": 100, "num_draft_steps": 40, "drafted_1": 50, "accepted_1": 40, "drafted_2": 20, "accepted_2": 5}
+STATS = {
+    **{"num_steps": 100, "num_draft_steps": 40},
+    **{"drafted_by_place.0": 50, "accepted_by_place.0": 40, "drafted_by_place.1": 20, "accepted_by_place.1": 5},
+}
 COUNTED = counts(
     plain_steps={5: 60},
     drafted_steps={0: 40},
     on_steps={0: 38, 5: 3},
-    plain_sequences={5: 2000},
     drafted_sequences={0: 40},
     drafted_step_tokens={0: 85},
     draft_tokens={0: 70},
@@ -45,10 +47,10 @@ def report(*runs: RunRecord) -> RunReport:
 
 def test_counts_travel_as_flat_totals_and_come_back() -> None:
     made = SpeculationCounts()
-    made.of(8).plain_steps, made.of(10**6).spent_us = 7, 12
+    made.plain_steps[made.bucket_of(8)], made.spent_us[made.bucket_of(10**6)] = 7, 12
     assert made.flat() == {"speculation.plain_steps.3": 7, "speculation.spent_us.15": 12}
     back = SpeculationCounts.from_flat(made.flat() | {"num_steps": 5})
-    assert back.buckets == made.buckets
+    assert back == made
 
 
 def test_sums_over_actors_and_runs() -> None:
@@ -86,7 +88,7 @@ def test_without_drafts_the_report_says_nothing_of_them() -> None:
 
 def test_forced_drafts_and_drafts_that_would_not_pay() -> None:
     assert "forced in every step" in " ".join(text(report(run(STATS))).split())
-    never = report(run({"num_steps": 60} | counts(plain_steps={5: 60}, plain_sequences={5: 2000})))
+    never = report(run({"num_steps": 60} | counts(plain_steps={5: 60})))
     assert "off (plain decoding was faster)" in text(never)
     lost = counts(plain_steps={0: 60}, drafted_steps={0: 40}, spent_us={0: 900_000}, plain_us={0: 500_000})
     assert "about 400 ms lost" in " ".join(text(report(run(STATS | lost))).split())

@@ -1,49 +1,10 @@
-"""The section `engine`, with its speculation. Left out, values are those of the engine for the device."""
+"""The section `engine`. Left out, values are those of the engine for the device."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
-from pipeline.config.values import (
-    IDENTITY,
-    NUMERICS,
-    OPTIONS,
-    WORD,
-    Bytes,
-    Section,
-    Switch,
-    by_form,
-    false_is_off,
-)
-
-
-class SpeculationSection(Section):
-    """Who drafts (null: whoever is there), and how many tokens at most for a row in a step; only where it pays unless
-    `forced`."""
-
-    proposer: Literal["ngram", "draft"] | None = Field(
-        default=None,
-        description="Who drafts: lookup in the texts (ngram) or the draft model. Both when left out.",
-        examples=["ngram"],
-    )
-    max_draft_tokens: int = Field(
-        default=6,
-        ge=1,
-        le=32,
-        description="The most tokens drafted for a row in one step.",
-        examples=[12],
-    )
-    forced: Switch = Field(
-        default=False,
-        description="Draft in every step, to measure; otherwise only where it pays.",
-        examples=[True],
-    )
-
-
-Speculation = Annotated[
-    Annotated[Literal["off", "auto"], Tag(WORD)] | Annotated[SpeculationSection, Tag(OPTIONS)],
-    by_form,
-]
+from pipeline.config.values import IDENTITY, NUMERICS, Bytes, Section, Switch
 
 
 class EngineSection(Section):
@@ -113,10 +74,4 @@ class EngineSection(Section):
         description="A row's tokens never depend on what it is computed with. Slower; on CPU in float32 only.",
         examples=[True],
         json_schema_extra=NUMERICS,
-    )
-    speculation: Annotated[Speculation, false_is_off(Literal["off", "auto"] | SpeculationSection)] = Field(
-        default="auto",
-        description="Speculative decoding: off, auto (where a draft model is given and it pays), or who drafts "
-        "and how much.",
-        examples=["off", {"proposer": "ngram"}],
     )

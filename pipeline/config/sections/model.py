@@ -1,4 +1,4 @@
-"""The section `model`: which checkpoint answers, and which drafts."""
+"""The section `model`: which checkpoint answers."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,19 +12,14 @@ from pipeline.stores.filesystem import is_url
 class ModelSection(Section):
     """Which checkpoint: a folder, an fsspec url such as s3://, a Hugging Face id, or one of EMBEDDED_MODELS.
 
-    `draft` is another one, smaller and with the same tokens, that proposes tokens for it to check. `quantization` makes
-    the linears of a 16- or 32-bit checkpoint smaller while it is loaded; the draft model stays as it is.
+    `quantization` makes the linears of a 16- or 32-bit checkpoint smaller while it is loaded; a draft model stays as it
+    is.
     """
 
     path: ModelPlace = Field(
         description="The checkpoint: a folder, an fsspec url, a Hugging Face id, or an embedded one such as "
         "demo:target-awq.",
         examples=["Qwen/Qwen3-4B", "models/Llama-3.1-8B-Instruct"],
-    )
-    draft: ModelPlace | None = Field(
-        default=None,
-        description="A smaller model with the same tokens, which proposes some where that is faster.",
-        examples=["models/Qwen3-0.6B"],
     )
     quantization: Literal["none", "int8", "int4-rtn", "nf4"] = Field(
         default="none",
@@ -35,8 +30,7 @@ class ModelSection(Section):
     )
     revision: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="Of a Hugging Face id: the branch, tag or commit. The main branch when left out. The draft model's "
-        "is always the main one.",
+        description="Of a Hugging Face id: the branch, tag or commit. The main branch when left out.",
         examples=["v1.1", "1cfa9a7208912126459214e8b04321603b3df60c"],
     )
 

@@ -1,13 +1,11 @@
 """Drafts by a smaller model with the same tokens.
 
 It has a KV cache of its own with as many blocks as the target's, and follows the target's block tables: a token's draft
-keys lie in the block and at the place where its target keys lie. So nothing has to be allocated or shared for it, and a
-shared prefix is shared here too. What differs is how far each sequence is computed: while nobody drafts the draft
-model stands still, and catches up when it is asked again, a bounded number of tokens in a step.
+keys are in the block and at the place where its target keys are. So nothing has to be allocated or shared for it, and a
+shared prefix is shared here too. What differs is how far each sequence is computed: while there are no drafts the draft
+model stands still, and catches up when it is needed again, a bounded number of tokens in a step.
 
-Passes run one after the other, each over all sequences that draft so deep. Where a device works beside the host, a
-pass is launched before the tokens of the last one are known, and they go to the target without the host; and drafts are
-made after those that are still being checked, for places that the device corrects (in_flight.py).
+Passes run one after the other, each over all sequences that draft so many tokens.
 
 Where a request samples, its drafts are sampled from the draft's distribution under the same options, so that rejection
 sampling can accept most of them; a greedy request gets the draft's best tokens. Where tokens must not depend on drafts,
@@ -22,27 +20,22 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.engine.drafts.policy import Offer
-from pipeline.engine.drafts.proposer import Drafts, DraftsOnDevice
-from pipeline.engine.forward.in_flight import FutureTokens, StepInFlight
+from pipeline.engine.drafts.proposer import Drafts
 from pipeline.engine.forward.runner import Runner
 from pipeline.engine.sampling.batch import SamplingBatch
-from pipeline.engine.sampling.on_device import choose
 from pipeline.engine.sampling.on_host import distribution, greedy
-from pipeline.engine.sampling.penalties import FutureIds
 from pipeline.engine.sampling.random_numbers import DRAFT, PLAIN, draw, uniforms
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.scheduler import allot
-from pipeline.engine.schedule.sequence import PLACEHOLDER_TOKEN, SlotTable, is_greedy
+from pipeline.engine.schedule.sequence import SlotTable, is_greedy
 from pipeline.engine.schedule.step_plan import StepPlan, build_input
 from pipeline.kernels.memory import on_device
 
-NEAR = 8  # known tokens behind that the first pass computes besides; who is further behind catches up first
+NEAR = 8  # known tokens behind that the first pass computes as well; a sequence further behind catches up first
 
 
 class DraftModelProposer:
     """Implements `Proposer`. `runner` holds the draft model and its KV cache, of `pool`'s number and size of blocks."""
-
-    name = "draft"
 
     def __init__(
         self,
@@ -76,62 +69,43 @@ class DraftModelProposer:
     def left(self, slot: int, finished: bool) -> None:
         pass
 
-    def follows(self, flight: StepInFlight) -> bool:
-        return self.runner.is_asynchronous and not (flight.has_drafts and self.runner.max_corrected_queries < 2)
-
-    def offer(self, slot_S: np.ndarray, flight: StepInFlight | None = None) -> Offer:
+    def offer(self, slot_S: np.ndarray) -> Offer:
         """Sequences that are far behind come nearer, and have nothing to offer until they are near."""
-        near = NEAR
-        if flight is not None and flight.has_drafts:
-            near = min(NEAR, self.runner.max_corrected_queries - 1)
-        known_S = self.table.num_known[slot_S]
-        computed_S, is_checked_S = self._computed(slot_S, flight)
-        behind_S = known_S - 1 - computed_S
-        if behind_S.max(initial=0) > near:
-            count_S = allot(np.where(behind_S > near, behind_S, 0), self.catch_up_tokens)
+        computed_S = self._num_computed[slot_S]
+        behind_S = self.table.num_known[slot_S] - 1 - computed_S  # never the last token, which gives the logits
+        if behind_S.max(initial=0) > NEAR:
+            count_S = allot(np.where(behind_S > NEAR, behind_S, 0), self.catch_up_tokens)
             some = np.flatnonzero(count_S)
-            self._run(StepPlan(slot_S[some], computed_S[some], count_S[some], np.zeros(len(some), dtype=bool)), None)
-            computed_S = computed_S + count_S
+            self._run(StepPlan(slot_S[some], computed_S[some], count_S[some], np.zeros(len(some), dtype=bool)))
+            self._num_computed[slot_S] = computed_S + count_S
             behind_S = behind_S - count_S
-        sure = np.flatnonzero(~is_checked_S)
-        self._num_computed[slot_S[sure]] = computed_S[sure]
-        self._mark_filled(slot_S, self._num_computed[slot_S])
-        count_S = np.where(behind_S <= near, self.max_draft_tokens, 0)
+        self._mark_filled(slot_S)
+        count_S = np.where(behind_S <= NEAR, self.max_draft_tokens, 0)
         return Offer(slot_S, count_S, np.zeros_like(count_S), np.zeros((len(slot_S), 0), dtype=np.int64))
 
-    def draft(self, offer: Offer, count_S: np.ndarray, flight: StepInFlight | None = None) -> Drafts:
-        table, is_ahead = self.table, self.runner.is_asynchronous
-        token_id_SK = np.full((len(count_S), int(count_S.max())), PLACEHOLDER_TOKEN, dtype=np.int64)
-        sampled, q_SKV = _Sampled(token_id_SK.shape), None
+    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
+        table = self.table
+        token_id_SK = np.zeros((len(count_S), int(count_S.max())), dtype=np.int64)
+        q_SKV: torch.Tensor | None = None
         drafting = np.flatnonzero(count_S)
         slot_A = offer.slot_S[drafting]
-        known_A, (start_A, _) = table.num_known[slot_A], self._computed(slot_A, flight)
+        known_A, start_A = table.num_known[slot_A], self._num_computed[slot_A]
         plan = _pass(slot_A, start_A, known_A - start_A)
-        late = None if flight is None else flight.future_tokens(plan, table)
-        if late is not None:
-            sampled.promised(drafting[late.sequences(plan)], late)
         for place in range(token_id_SK.shape[1]):
-            logits_AV = self._run(plan, late)
-            token_A, q_AV = self._chosen(logits_AV, slot_A, known_A + place, sampled, drafting)
+            logits_AV = self._run(plan)
+            token_A, q_AV = self._chosen(logits_AV, slot_A, known_A + place)
             if q_AV is not None:
                 if q_SKV is None:
                     q_SKV = logits_AV.new_zeros((*token_id_SK.shape, self.vocab_size))
                 q_SKV[on_device(drafting, q_SKV.device), place] = q_AV
-            if is_ahead:
-                table.token_ids[slot_A, known_A + place] = PLACEHOLDER_TOKEN
-                sampled.add(drafting, place, token_A)
-            else:
-                token_id_SK[drafting, place] = table.token_ids[slot_A, known_A + place] = token_A.numpy()
-            deeper = np.flatnonzero(count_S[drafting] > place + 1)
-            drafting, slot_A, known_A = drafting[deeper], slot_A[deeper], known_A[deeper]
+            token_id_SK[drafting, place] = table.token_ids[slot_A, known_A + place] = token_A
+            longer = np.flatnonzero(count_S[drafting] > place + 1)
+            drafting, slot_A, known_A = drafting[longer], slot_A[longer], known_A[longer]
             plan = _pass(slot_A, known_A + place, np.ones_like(slot_A))
-            if is_ahead and len(deeper):
-                rejected = None if flight is None else flight.rejected(plan, table)
-                late = FutureTokens(np.arange(len(deeper)), deeper, token_A, rejected)
-        return Drafts(token_id_SK, q_SKV, sampled.drafts() if is_ahead else None)
+        return Drafts(token_id_SK, q_SKV)
 
     def settled(self, slot_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
-        """Only now: an undone step takes blocks away, and after a rejected draft stands another token."""
+        """Only now: an undone step takes blocks away, and a rejected draft is followed by another token."""
         known_S = self.table.num_computed[slot_S] - accepted_S  # before the step; forced tokens may have come since
         self._num_computed[slot_S] = known_S + np.minimum(accepted_S, drafted_S - 1)  # the last draft is not computed
 
@@ -142,49 +116,33 @@ class DraftModelProposer:
 
     # -- parts
 
-    def _computed(self, slot_S: np.ndarray, flight: StepInFlight | None) -> tuple[np.ndarray, np.ndarray]:
-        """Of each sequence the known tokens that are computed, never the last one, which gives the logits; and whether
-        drafts of it are in flight. Of those, which count as known, all but the last are computed, and so not the token
-        after them."""
-        known_S = self.table.num_known[slot_S]
-        is_checked_S = np.zeros(len(slot_S), dtype=bool)
-        if flight is not None and flight.has_drafts:
-            is_checked_S = np.isin(slot_S, flight.slot_K[flight.draft_K > 0])
-        return np.where(is_checked_S, known_S - 2, self._num_computed[slot_S]), is_checked_S
-
-    def _run(self, plan: StepPlan, late: FutureTokens | None) -> torch.Tensor:
+    def _run(self, plan: StepPlan) -> torch.Tensor:
         """The logits (A, V) after each sequence that wants some."""
-        logits_AV = self.runner.execute(build_input(plan, self.table), late)
+        logits_AV = self.runner.execute(build_input(plan, self.table))
         missing = self.vocab_size - logits_AV.shape[1]
         if missing > 0:
             return F.pad(logits_AV, (0, missing), value=float("-inf"))
         return logits_AV[:, : self.vocab_size]
 
     def _chosen(
-        self, logits_AV: torch.Tensor, slot_A: np.ndarray, known_A: np.ndarray, own: "_Sampled", drafting: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The draft after the first known_A tokens of each sequence (`own` has the future ones of `drafting`). Where
-        the target may know it, also what it was sampled from (A, V); where logits are not finite that is nothing at
-        all, and the target does not trust it as a distribution."""
-        is_ahead = self.runner.is_asynchronous
+        self, logits_AV: torch.Tensor, slot_A: np.ndarray, known_A: np.ndarray
+    ) -> tuple[np.ndarray, torch.Tensor | None]:
+        """The draft after the first known_A tokens of each sequence. Where the target may know it, also what it was
+        sampled from (A, V); where logits are not finite that is nothing at all, and the target does not trust it as a
+        distribution."""
         if is_greedy(self.table.sampling[slot_A]).all():
-            if is_ahead:
-                return self.runner.greedy(logits_AV)[0], None
-            return torch.from_numpy(greedy(logits_AV).token_ids), None
-        batch, late = SamplingBatch.of(self.table, slot_A, known_A), own.ids(drafting)
-        is_sampled = bool((batch.options["temperature"] > 0.0).any())
-        if is_ahead and not (is_sampled and self.exposes_draft_probs):
-            return choose(self.runner, logits_AV, batch, late)[0], None
-        q_AV = distribution(logits_AV, batch, late)
-        if not is_sampled:
-            return torch.from_numpy(greedy(q_AV).token_ids), None
+            return greedy(logits_AV).token_ids, None
+        batch = SamplingBatch.of(self.table, slot_A, known_A)
+        q_AV = distribution(logits_AV, batch)
+        if not (batch.options["temperature"] > 0.0).any():
+            return greedy(q_AV).token_ids, None
         stream = DRAFT if self.exposes_draft_probs else PLAIN
         token_A = draw(q_AV, on_device(uniforms(batch.seeds, batch.positions, stream), q_AV.device))
-        return token_A, q_AV if self.exposes_draft_probs else None
+        return token_A.cpu().numpy(), q_AV if self.exposes_draft_probs else None
 
-    def _mark_filled(self, slot_S: np.ndarray, computed_S: np.ndarray) -> None:
-        """Blocks that the draft has filled with confirmed tokens need not be computed by who shares them."""
-        full_S = computed_S // self.table.block_size
+    def _mark_filled(self, slot_S: np.ndarray) -> None:
+        """Blocks that the draft has filled with confirmed tokens need not be computed for sequences that share them."""
+        full_S = self._num_computed[slot_S] // self.table.block_size
         for s in np.flatnonzero(full_S > self._num_marked[slot_S]).tolist():
             slot, full = int(slot_S[s]), int(full_S[s])
             block_B = self.table.block_table[slot, self._num_marked[slot] : full]
@@ -194,35 +152,3 @@ class DraftModelProposer:
 
 def _pass(slot_A: np.ndarray, start_A: np.ndarray, count_A: np.ndarray) -> StepPlan:
     return StepPlan(slot_A, start_A, count_A, np.ones(len(slot_A), dtype=bool))
-
-
-class _Sampled:
-    """Future tokens of the sequences that draft, by pass: first the token in flight, if any, then drafts."""
-
-    def __init__(self, shape_SK: tuple[int, int]) -> None:
-        self._row_SK1 = np.full((shape_SK[0], 1 + shape_SK[1]), -1, dtype=np.int64)
-        self._tokens: list[torch.Tensor] = []
-        self._num_rows = 0
-
-    def promised(self, sequence_L: np.ndarray, late: FutureTokens) -> None:
-        """The last of late.place_L of a sequence is its last token."""
-        self._row_SK1[sequence_L, 0] = late.row_F
-        self._tokens.append(late.token_ids_R)
-        self._num_rows = len(late.token_ids_R)
-
-    def add(self, drafting: np.ndarray, place: int, token_A: torch.Tensor) -> None:
-        self._row_SK1[drafting, 1 + place] = self._num_rows + np.arange(len(drafting))
-        self._tokens.append(token_A)
-        self._num_rows += len(drafting)
-
-    def ids(self, drafting: np.ndarray) -> FutureIds | None:
-        """Those of the sequences that draft now, each a row."""
-        row_AK1 = self._row_SK1[drafting]
-        row_L, column_L = np.nonzero(row_AK1 >= 0)
-        if not len(row_L):
-            return None
-        tokens_N = torch.cat(self._tokens)
-        return FutureIds(row_L, tokens_N[on_device(row_AK1[row_L, column_L], tokens_N.device)])
-
-    def drafts(self) -> DraftsOnDevice:
-        return DraftsOnDevice(self._row_SK1[:, 1:], torch.cat(self._tokens))

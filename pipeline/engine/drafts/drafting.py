@@ -1,51 +1,38 @@
-"""Speculative decoding's part of a step: who drafts, how much of it is computed, and what the model made of it.
+"""Speculative decoding's part of a step: whether there are drafts, how many are computed, and what the model accepts.
 
-    StepPlan -> policy: who? -> proposer: offer -> policy: how many? -> room -> proposer: drafts -> StepPlan with drafts
-    -> one step computes known tokens and drafts -> `verify` -> rounds of tokens, as plain steps would give them
-    -> policy and proposer are told
-
-Where a device works beside the host, nothing of this waits for it: drafts that a draft model makes there stay there
-(`DraftsOnDevice`), and so does what the model made of them (`verify.PendingVerified`), until the step is landed
-(step/overlapped.py).
+StepPlan -> policy: draft? -> proposer: offer -> policy: how many? -> room -> proposer: drafts
+-> one step computes known tokens and drafts -> `verify` -> rounds of tokens, as plain steps would give them
+-> proposer and policy record what was accepted
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from pipeline.engine.drafts.policy import DraftPolicy, Offer, StepFacts, StepOutcome, Verdict
 from pipeline.engine.drafts.proposer import Drafts, Proposer
-from pipeline.engine.forward.in_flight import FutureTokens, StepInFlight
-from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
-from pipeline.engine.sampling.on_device import SamplingKernels
-from pipeline.engine.sampling.penalties import FutureIds
+from pipeline.engine.sampling.batch import SamplerOutput
 from pipeline.engine.sampling.rejection import ProposalDistribution
-from pipeline.engine.sampling.verify import (
-    PendingVerified,
-    Verified,
-    verify,
-    verify_on_device,
-)
+from pipeline.engine.sampling.verify import Verified, verify
 from pipeline.engine.schedule.scheduler import Scheduler, allot
 from pipeline.engine.schedule.sequence import ranges
 from pipeline.engine.schedule.step_plan import StepPlan
 from pipeline.engine.schedule.thinking import end_of_drafts
-from pipeline.engine.stats import DRAFT_PLACES, EngineStats
+from pipeline.engine.stats import EngineStats
 from pipeline.kernels.memory import on_device
+
+MAX_CHECKED_TOKENS = 1024  # next tokens and drafts of a step, each with logits of its own; or all next tokens, if more
 
 _NONE_S = np.zeros(0, dtype=np.int64)
 
 
 class DraftedStep(NamedTuple):
-    """What is known of a step before it is computed. S: its sequences that get a token, where somebody drafted; else
+    """What is known of a step before it is computed. S: its sequences that get a token, where there are drafts; else
     there are only the facts."""
 
     facts: StepFacts
     slot_S: np.ndarray = _NONE_S
     drafted_S: np.ndarray = _NONE_S
-    proposer: Proposer | None = None
     drafts: Drafts | None = None
 
 
@@ -53,15 +40,21 @@ class DraftRoom:
     """Room for drafts in a planned step: tokens, places in the context, and KV blocks. `grant`, then the drafts are
     made, then `place`, before anything else is planned.
 
-    Drafts come after everything else: into the tokens that a step leaves and into free blocks. Nobody is preempted for
-    them.
+    Drafts come after everything else: into the tokens that a step leaves and into free blocks. No sequence is preempted
+    for them.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
+    def tokens(self, plan: StepPlan) -> int:
+        """Return how many drafts the step can take."""
+        num_sequences = int(np.count_nonzero(plan.samples_S))
+        checked = max(MAX_CHECKED_TOKENS - num_sequences, 0)
+        return min(max(self._scheduler.step_tokens - plan.num_tokens, 0), checked)
+
     def most(self, slot_S: np.ndarray) -> np.ndarray:
-        """How many drafts of each can be of use: with all of them accepted, one more token is generated."""
+        """Return how many drafts of each can be of use: with all of them accepted, one more token is generated."""
         table = self._scheduler.table
         end_S = table.limit[slot_S]
         if table.thinking[slot_S].any():
@@ -69,11 +62,11 @@ class DraftRoom:
         return end_S - table.num_known[slot_S] - 1
 
     def grant(self, plan: StepPlan, slot_S: np.ndarray, count_S: np.ndarray) -> np.ndarray:
-        """How many drafts each of these sequences, all of which sample in the plan, may have of the count_S it wants:
-        at most `most`, older ones first. Their blocks are allocated."""
+        """Allocate blocks for drafts of these sequences, all of which sample in the plan, and return how many each may
+        have of the count_S it wants, which is at most `most`: older ones first."""
         scheduler = self._scheduler
         table, pool = scheduler.table, scheduler.pool
-        room = scheduler.step_tokens - plan.num_tokens
+        room = self.tokens(plan)
         if int(count_S.sum()) > room:
             count_S = allot(count_S, room)
         size, held_S, known_S = pool.block_size, table.num_blocks[slot_S], table.num_known[slot_S]
@@ -89,8 +82,8 @@ class DraftRoom:
         return count_S
 
     def place(self, plan: StepPlan, sampling: np.ndarray, token_id_SK: np.ndarray, count_S: np.ndarray) -> StepPlan:
-        """The plan with the first count_S[s] tokens of token_id_SK[s], which were granted, as drafts of the sequence at
-        place sampling[s] of the plan."""
+        """Return the plan with the first count_S[s] tokens of token_id_SK[s], which were granted, as drafts of the
+        sequence at place sampling[s] of the plan."""
         table, slot_S = self._scheduler.table, plan.slot_S[sampling]
         place_D = ranges(table.num_known[slot_S], count_S)
         is_draft_SK = np.arange(token_id_SK.shape[1]) < count_S[:, None]
@@ -101,188 +94,101 @@ class DraftRoom:
 
 
 class Drafting:
-    """Proposers and a policy at work in one engine. Holds what was proposed for the step that is being launched."""
+    """The proposer and the policy of one engine. Holds what was proposed for the step that is being launched."""
 
-    def __init__(self, proposers: Sequence[Proposer], policy: DraftPolicy, scheduler: Scheduler) -> None:
-        assert proposers, "somebody has to draft"
-        self.proposers, self.policy, self._scheduler = tuple(proposers), policy, scheduler
+    def __init__(self, proposer: Proposer, policy: DraftPolicy, scheduler: Scheduler) -> None:
+        self.proposer, self.policy, self._scheduler = proposer, policy, scheduler
         self._room = DraftRoom(scheduler)
         self._step: DraftedStep | None = None
 
     def admitted(self, slot: int) -> None:
         self.policy.admitted(slot)
-        for proposer in self.proposers:
-            proposer.admitted(slot)
+        self.proposer.admitted(slot)
 
     def left(self, slot: int, finished: bool) -> None:
-        for proposer in self.proposers:
-            proposer.left(slot, finished)
+        self.proposer.left(slot, finished)
 
     def undone(self, plan: StepPlan) -> None:
-        for proposer in self.proposers:
-            proposer.undone(plan.slot_S)
+        self.proposer.undone(plan.slot_S)
 
-    def select(self, plan: StepPlan) -> Proposer | None:
-        """Who is to be asked for drafts in this step."""
-        num_sequences, num_tokens = int(np.count_nonzero(plan.samples_S)), plan.num_tokens
-        room = max(self._scheduler.step_tokens - num_tokens, 0)
-        self._step = DraftedStep(
-            StepFacts(num_sequences, num_tokens - num_sequences, room, len(self._scheduler.waiting))
-        )
-        number = self.policy.select(self._step.facts)
-        return None if number is None else self.proposers[number]
+    def select(self, plan: StepPlan) -> bool:
+        """Return whether this step is to have drafts.
 
-    def follows(self, proposer: Proposer, flight: StepInFlight, in_flight: DraftedStep | None) -> bool:
-        """Whether the proposer that `select` gave can draft before the tokens in flight are known. in_flight: what
-        `take_step` gave of their step."""
-        if flight.has_drafts and (in_flight is None or in_flight.proposer is not proposer):
-            return False  # it knows nothing of another's drafts before they are known tokens
-        return proposer.follows(flight)
-
-    def extend(
-        self,
-        plan: StepPlan,
-        proposer: Proposer | None,
-        flight: StepInFlight | None = None,
-        most_queries: int | None = None,
-    ) -> StepPlan:
-        """`plan` with drafts of the proposer that `select` gave, or as it is. flight: what the proposer `follows`;
-        None: all tokens are known. most_queries: tokens that a sequence may compute; None: as many as there is room
-        for.
-
-        Nobody drafts while steps are limited because one did not fit the memory: a draft model takes some too. A step
-        of one token has no room for drafts, so it asks nobody either.
+        None while steps are limited because one did not fit the memory: a draft model takes some too. A step of one
+        token has no room for drafts.
         """
+        num_sequences, scheduler = int(np.count_nonzero(plan.samples_S)), self._scheduler
+        facts = StepFacts(num_sequences, plan.num_tokens - num_sequences, self._room.tokens(plan))
+        self._step = DraftedStep(facts)
+        is_limited = scheduler.step_tokens == 1 or scheduler.step_tokens < scheduler.max_num_batched_tokens
+        return self.policy.select(facts) and num_sequences > 0 and not is_limited
+
+    def extend(self, plan: StepPlan) -> StepPlan:
+        """Return `plan`, for which `select` wants drafts, with those that there are."""
         assert self._step is not None
         facts, sampling = self._step.facts, np.flatnonzero(plan.samples_S)
-        step_tokens = self._scheduler.step_tokens
-        is_limited = step_tokens == 1 or step_tokens < self._scheduler.max_num_batched_tokens
-        if proposer is None or is_limited or not len(sampling):
-            return plan
         slot_S = plan.slot_S[sampling]
-        offer = proposer.offer(slot_S, flight)
+        offer = self.proposer.offer(slot_S)
         most_S = np.maximum(self._room.most(slot_S), 0)
-        if most_queries is not None:
-            most_S = np.minimum(most_S, most_queries - plan.count_S[sampling])
         offer = Offer(slot_S, np.minimum(offer.count_S, most_S), offer.match_len_S, offer.token_id_SK)
-        count_S = np.maximum(np.minimum(self.policy.depths(facts, offer), offer.count_S), 0)
+        count_S = np.maximum(np.minimum(self.policy.lengths(facts, offer), offer.count_S), 0)
         if count_S.any():
             count_S = self._room.grant(plan, slot_S, count_S)
         if count_S.any():
-            drafts = proposer.draft(offer, count_S, flight)
+            drafts = self.proposer.draft(offer, count_S)
             plan = self._room.place(plan, sampling, drafts.token_id_SK, count_S)
-            self._step = DraftedStep(facts, slot_S, count_S, proposer, drafts)
+            self._step = DraftedStep(facts, slot_S, count_S, drafts)
         return plan
 
-    def with_future_drafts(self, plan: StepPlan, future: FutureTokens | None) -> FutureTokens | None:
-        """The future tokens of a plan that `extend` gave: `future` and the drafts that only the device knows."""
-        device_drafts = None if self._step is None or self._step.drafts is None else self._step.drafts.device_drafts
-        if device_drafts is None or plan.draft_S is None:
-            return future
-        end_S = np.cumsum(plan.count_S)
-        place_D = ranges(end_S - plan.draft_S, plan.draft_S)
-        is_draft_SK = np.arange(device_drafts.row_SK.shape[1]) < plan.draft_S[plan.samples_S][:, None]
-        row_D = device_drafts.row_SK[is_draft_SK]
-        if future is None:
-            return FutureTokens(place_D, row_D, device_drafts.token_ids_N)
-        return future.with_drafts(place_D, row_D, device_drafts.token_ids_N)
-
-    def verify(self, logits_RV: torch.Tensor, batch: SamplingBatch | None) -> Verified:
-        """What the model says to the drafts of the last `extend`. `batch`: see `verify.verify`."""
-        draft_R, proposal = self._drafts_of_rows(logits_RV.device)
-        assert isinstance(draft_R, np.ndarray)
-        return verify(logits_RV, batch, draft_R, proposal)
-
-    def verify_on_device(
-        self, kernels: SamplingKernels, logits_RV: torch.Tensor, batch: SamplingBatch | None, future: FutureIds | None
-    ) -> PendingVerified:
-        """Begin the same on the device."""
-        draft_R, proposal = self._drafts_of_rows(logits_RV.device)
-        assert self._step is not None
-        if isinstance(draft_R, np.ndarray):
-            draft_R = on_device(draft_R, logits_RV.device)
-        return verify_on_device(kernels, logits_RV, batch, self._step.drafted_S, draft_R, proposal, future)
-
-    def _drafts_of_rows(self, device: torch.device) -> tuple[np.ndarray | torch.Tensor, ProposalDistribution | None]:
-        """What was drafted for the place of each row, where it is known, and its distribution."""
-        assert self._step is not None
-        assert self._step.drafts is not None
-        drafted_S, drafts = self._step.drafted_S, self._step.drafts
-        most = int(drafted_S.max())
-        of_SK1 = np.empty((len(drafted_S), most + 1), dtype=np.int64)
-        of_SK = drafts.token_id_SK if drafts.device_drafts is None else drafts.device_drafts.row_SK
-        of_SK1[:, :most] = of_SK[:, :most]
-        of_SK1[np.arange(len(drafted_S)), drafted_S] = -1
-        is_row_SK1 = np.arange(most + 1) <= drafted_S[:, None]
-        row_R = of_SK1[is_row_SK1]
-        draft_R: np.ndarray | torch.Tensor = row_R
-        if drafts.device_drafts is not None:
-            draft_R = torch.nn.functional.pad(drafts.device_drafts.token_ids_N, (0, 1), value=-1)[
-                on_device(row_R, device)
-            ]
+    def proposal(self) -> ProposalDistribution | None:
+        """Return the distributions that the drafts of the last `extend` were sampled from, where they are known."""
+        drafted_S, drafts = self._drafted()
         if drafts.q_SKV is None:
-            return draft_R, None
-        row_D = np.flatnonzero(row_R >= 0)
-        is_draft_SK = np.arange(most) < drafted_S[:, None]
-        sequence_D, column_D = (on_device(at_D, device) for at_D in np.nonzero(is_draft_SK))
-        draft_D = draft_R[row_D] if isinstance(draft_R, np.ndarray) else draft_R[on_device(row_D, device)]
-        return draft_R, ProposalDistribution(row_D, draft_D, drafts.q_SKV[sequence_D, column_D])
+            return None
+        draft_R = self._draft_of_rows()
+        is_draft_SK = np.arange(drafts.q_SKV.shape[1]) < drafted_S[:, None]
+        sequence_D, column_D = (on_device(at_D, drafts.q_SKV.device) for at_D in np.nonzero(is_draft_SK))
+        row_D = np.flatnonzero(draft_R >= 0)
+        return ProposalDistribution(row_D, draft_R[row_D], drafts.q_SKV[sequence_D, column_D])
+
+    def verify(self, output: SamplerOutput) -> Verified:
+        """Return what the model says to the drafts of the last `extend`. output: the tokens of its rows."""
+        return verify(output, self._draft_of_rows())
 
     def draft_ids(self, sampling: np.ndarray) -> list[list[int]]:
-        """The drafts of the last `extend` of some sequences, by their places among those that sample. Where only the
-        device knows them, it is waited for."""
+        """Return the drafts of the last `extend` of some sequences, by their places among those that sample."""
+        drafted_S, drafts = self._drafted()
+        rows = zip(drafts.token_id_SK[sampling].tolist(), drafted_S[sampling].tolist())
+        return [ids[:count] for ids, count in rows]
+
+    def _draft_of_rows(self) -> np.ndarray:
+        """What was drafted for the place of each row of logits; -1 for the last row of each sequence."""
+        drafted_S, drafts = self._drafted()
+        most = int(drafted_S.max())
+        of_SK1 = np.empty((len(drafted_S), most + 1), dtype=np.int64)
+        of_SK1[:, :most] = drafts.token_id_SK[:, :most]
+        of_SK1[np.arange(len(drafted_S)), drafted_S] = -1
+        return of_SK1[np.arange(most + 1) <= drafted_S[:, None]]
+
+    def _drafted(self) -> tuple[np.ndarray, Drafts]:
         assert self._step is not None
         assert self._step.drafts is not None
-        drafts, count_S = self._step.drafts, self._step.drafted_S
-        token_id_SK = drafts.token_id_SK[sampling]
-        if drafts.device_drafts is not None:
-            row_SK = drafts.device_drafts.row_SK[sampling]
-            token_id_SK = drafts.device_drafts.token_ids_N.cpu().numpy()[np.maximum(row_SK, 0)]
-        return [ids[:count] for ids, count in zip(token_id_SK.tolist(), count_S[sampling].tolist())]
+        return self._step.drafted_S, self._step.drafts
 
-    def take_step(self) -> DraftedStep | None:
-        """What `done` needs of the step that has been launched."""
+    def take_step(self) -> DraftedStep:
+        """Return what `done` needs of the step that has been launched."""
         step, self._step = self._step, None
+        assert step is not None
         return step
 
-    def done(
-        self,
-        stats: EngineStats,
-        step: DraftedStep | None,
-        output: SamplerOutput | Verified,
-        here_S: np.ndarray,
-        num_generated: int,
-    ) -> None:
-        """A step has been computed, and its tokens are in the table: count it and tell the policy. here_S: which
-        sequences were still there when it had been launched; what was drafted for others counts nothing."""
-        assert step is not None
+    def done(self, stats: EngineStats, step: DraftedStep, output: SamplerOutput | Verified, num_generated: int) -> None:
+        """Count a step that has been computed and whose tokens are in the table, and pass it on to the policy."""
         verdict = None
-        if step.proposer is not None:
+        if step.drafts is not None:
             assert isinstance(output, Verified)
-            accepted_S = np.zeros_like(step.drafted_S)
-            accepted_S[here_S] = output.num_accepted_S
-            (here,) = np.nonzero(step.drafted_S * here_S)
-            verdict = Verdict(step.slot_S[here], step.drafted_S[here], accepted_S[here])
-            if len(here):
-                record_drafts(stats, verdict.drafted_D, verdict.accepted_D)
-                step.proposer.settled(verdict.slot_D, verdict.drafted_D, verdict.accepted_D)
-        self.policy.observe(StepOutcome(step.facts, num_generated, verdict))
-
-
-_DRAFTED, _ACCEPTED = ([f"{what}_{place}" for place in range(1, DRAFT_PLACES + 1)] for what in ("drafted", "accepted"))
-
-
-def record_drafts(stats: EngineStats, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
-    """Add a step with drafts to `stats`: how many of each sequence's were computed, and how many of them accepted."""
-    stats.num_draft_steps += 1
-    stats.rejected_drafts += int(drafted_S.sum() - accepted_S.sum())
-    counts = vars(stats)
-    for names, count_S in ((_DRAFTED, drafted_S), (_ACCEPTED, accepted_S)):
-        for name, count in zip(names, _by_place(count_S)):
-            counts[name] += count
-
-
-def _by_place(count_S: np.ndarray) -> list[int]:
-    """How many drafts are in each place; the last place stands for all from there on."""
-    deep = np.bincount(count_S)[::-1].cumsum()[::-1][1:].tolist()
-    return [*deep[: DRAFT_PLACES - 1], sum(deep[DRAFT_PLACES - 1 :])][: len(deep)]
+            (some,) = np.nonzero(step.drafted_S)
+            verdict = Verdict(step.slot_S[some], step.drafted_S[some], output.num_accepted_S[some])
+            stats.add_drafts(verdict.drafted_D, verdict.accepted_D)
+            self.proposer.settled(*verdict)
+        is_last = not len(self._scheduler.running) and not len(self._scheduler.waiting)
+        self.policy.observe(StepOutcome(step.facts, num_generated, verdict, is_last))

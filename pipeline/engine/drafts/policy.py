@@ -1,9 +1,9 @@
-"""Who drafts in a step, and how many tokens for each sequence: what `Drafting` asks of a policy. No torch.
+"""Whether a step has drafts, and how many tokens for each sequence: what `Drafting` needs of a policy. No torch.
 
-    select -> (a proposer makes its offer) -> depths -> (the step is computed) -> observe
+    select -> (the proposer makes its offer) -> lengths -> (the step is computed) -> observe
 
-Where steps overlap, the next step is decided on before `observe` is told of the one in flight. Steps are observed in
-the order in which they were selected; one that was undone is never observed.
+Where steps overlap, the next step is selected before the one in flight is observed. Steps are observed in the order in
+which they were selected; one that was undone is never observed.
 
 Shapes: S sequences of an offer, K most drafts of one, D those of them that have drafts in the step.
 """
@@ -29,16 +29,15 @@ class Offer:
 
 
 class StepFacts(NamedTuple):
-    """A planned step before drafts. Told apart by identity.
+    """A planned step before drafts. Compared by identity.
 
-    num_sequences: those that get a token. num_prefill: its other tokens (prompts, recomputed ones). room: tokens it
-    could still take; none while prompts queue, since they fill a step first. num_waiting: sequences not admitted yet.
+    num_sequences: those that get a token. num_prefill: its other tokens (prompts, recomputed ones). room: drafts that
+    it could still take; none while prompts queue, since they fill a step first.
     """
 
     num_sequences: int
     num_prefill: int
     room: int
-    num_waiting: int = 0
 
 
 class Verdict(NamedTuple):
@@ -51,50 +50,49 @@ class Verdict(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """A step that was computed. num_generated: tokens that its sequences got. verdict: None without drafts."""
+    """A step that was computed. num_generated: tokens that its sequences got. verdict: None without drafts. is_last: no
+    sequence is left, so the time until the next step is not that step's."""
 
     facts: StepFacts
     num_generated: int
     verdict: Verdict | None
+    is_last: bool = False
 
 
 class DraftPolicy(Protocol):
-    def select(self, facts: StepFacts) -> int | None:
-        """The number of the proposer to ask in this step; None: a plain step. Asked in every step, so it is cheap."""
+    def select(self, facts: StepFacts) -> bool:
+        """Return whether this step is to have drafts. Called in every step, so it is cheap."""
         ...
 
-    def depths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
-        """How many tokens (int64, S) to draft for each sequence; more than are on offer count as all of them."""
+    def lengths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
+        """Return how many tokens (int64, S) to draft for each sequence; more than the offer has count as all of it."""
         ...
 
     def observe(self, outcome: StepOutcome) -> None:
-        """What became of a step, told when its tokens are in the slot table."""
+        """Record a step, once its tokens are in the slot table."""
         ...
 
     def admitted(self, slot: int) -> None:
-        """Another sequence is in this slot now."""
+        """Forget the sequence that was in this slot: another one is in it now."""
         ...
 
     def paused(self, ns: int) -> None:
-        """So long of the time since the last step was told is no step's."""
+        """Exclude `ns` from the next step's measured time."""
         ...
 
     def counters(self) -> dict[str, int]:
-        """What it counted for the report, by name; sums over engines mean the same."""
+        """Return what was counted for the report, by name; sums over engines mean the same."""
         ...
 
 
 class FixedDrafts:
-    """Implements `DraftPolicy`: in every step as many as the first proposer has, up to a fixed number."""
+    """Implements `DraftPolicy`: in every step as many drafts as the proposer has."""
 
-    def __init__(self, max_draft_tokens: int) -> None:
-        self.max_draft_tokens = max_draft_tokens
+    def select(self, facts: StepFacts) -> bool:
+        return facts.room > 0
 
-    def select(self, facts: StepFacts) -> int | None:
-        return 0
-
-    def depths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
-        return np.minimum(offer.count_S, self.max_draft_tokens)
+    def lengths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
+        return offer.count_S
 
     def observe(self, outcome: StepOutcome) -> None:
         pass

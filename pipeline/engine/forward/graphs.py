@@ -75,7 +75,6 @@ class CudaCapture:
 
 @dataclass(frozen=True)
 class _Graph:
-    numbers_3P: torch.Tensor  # token ids, positions, slots
     of_kind: tuple[Callable[[], None], ...]  # replays each kind of step in which sequences compute few tokens
     mixed: Callable[[], None] | None
 
@@ -134,9 +133,9 @@ class StepGraphs:
             max_queries=max_queries,
             max_tokens=most_tokens,
             max_mixed_tokens=most_mixed_tokens,
-            # Token ids, positions and slots; then where future tokens go and come from, two of a sequence with drafts
-            # at most; then the rows that want logits.
-            num_numbers=4 * max(most_tokens, most_mixed_tokens) + 4 * max_num_seqs,
+            # Token ids, positions and slots; then where future tokens go and come from, one of a sequence at
+            # most; then the rows that want logits.
+            num_numbers=4 * max(most_tokens, most_mixed_tokens) + 2 * max_num_seqs,
             with_fp8_cache=kv.layers[0].k_CBKD.dtype == FP8,
         )
         self.max_num_seqs = max_num_seqs
@@ -175,12 +174,7 @@ class StepGraphs:
 
         kinds = self._attention.plans[: None if size > 1 else 1] if size in self._sizes else ()
         mixed = captured(self._attention.mixed_plans(size)) if size in self._mixed_sizes else None
-        return _Graph(numbers_3P, tuple(captured(plans) for plans in kinds), mixed)
-
-    @property
-    def max_queries(self) -> int:
-        """Tokens that a sequence may compute in a captured step."""
-        return self._attention.max_queries
+        return _Graph(tuple(captured(plans) for plans in kinds), mixed)
 
     def serves(self, step: StepInput) -> bool:
         num_tokens, num_seqs = len(step.token_id_T), len(step.context_len_S)
@@ -218,18 +212,12 @@ class StepGraphs:
         staged[3 * size : rows_at] = index_F2
         staged[rows_at:] = row_R
         future_numbers = None if future is None else FutureNumbers(3 * size, len(future.place_F), future.token_ids_R)
-        rejected = None if future is None else future.rejected
         if is_mixed:
             assert graph.mixed is not None
-            assert rejected is None, "corrected are steps of at most `max_queries` tokens a sequence"
             self._attention.refill_mixed(where, staged, future_numbers)
             replay = graph.mixed
         else:
-            most_short = 0 if rejected is None else rejected.most
-            replay = graph.of_kind[self._attention.refill(where, staged, future_numbers, most_short)]
-        if rejected is not None:
-            rejected.put_into(graph.numbers_3P)
-            self._attention.shorten(rejected.count_S)
+            replay = graph.of_kind[self._attention.refill(where, staged, future_numbers)]
         replay()
         if wants_all:
             return self._hidden_PH[:num_tokens]

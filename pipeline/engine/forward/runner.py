@@ -33,8 +33,8 @@ class Runner(SamplingKernels, Protocol):
     """Whether `execute` returns while the device is still at work."""
 
     @property
-    def max_corrected_queries(self) -> int:
-        """Most tokens of a sequence in a step that the device corrects by `RejectedDrafts`; 0: it corrects none."""
+    def has_graphs(self) -> bool:
+        """Whether steps of few tokens are captured."""
         ...
 
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor: ...
@@ -62,15 +62,14 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         """Logits (R, vocabulary), in the model's type, of the rows `step.logit_row_R`. future: tokens that the step has
-        placeholders for; with rejected drafts only in steps that are captured."""
+        placeholders for."""
         places = step.query_start_S1, step.context_len_S, step.block_table_SM
         if self._graphs is not None and self._graphs.serves(step):
             where = AttentionInput(*places, torch.from_numpy(step.slot_mapping_T), self.block_size)
             return self.decoder.logits(self._graphs.run(step, where, future))
-        assert future is None or future.rejected is None, "only captured attention reads contexts on the device"
         numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
         if future is not None:
-            future.put_into(numbers_3T, on_device(future.index_2F, self.decoder.device))
+            future.put_into(numbers_3T[0], on_device(future.index_2F, self.decoder.device))
         where = AttentionInput(*places, numbers_3T[2], self.block_size)
         return self.decoder.logits(self._forward(numbers_3T[0], numbers_3T[1], where, step.logit_row_R))
 
@@ -131,8 +130,8 @@ class ModelRunner:
         )
 
     @property
-    def max_corrected_queries(self) -> int:
-        return 0 if self._graphs is None else self._graphs.max_queries
+    def has_graphs(self) -> bool:
+        return self._graphs is not None
 
     def zero_blocks(self, blocks: list[int]) -> None:
         self.kv.fill(blocks, 0.0)

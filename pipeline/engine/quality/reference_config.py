@@ -27,7 +27,6 @@ def reference_config(served: EngineConfig, model: str, generates: bool) -> Refer
         quantization="none",
         kv_cache_dtype="auto",
         activation_dtype="auto",
-        draft=None,
         speculation="off",
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=STEP_TOKENS,

@@ -56,39 +56,33 @@ class PendingOutput:
 
 @torch.inference_mode()
 def sample_on_device(
-    kernels: SamplingKernels, logits_RV: torch.Tensor, batch: SamplingBatch | None, future: FutureIds | None = None
-) -> PendingOutput:
-    """Begin to choose the next token of each row. `batch` None: every row is greedy and wants nothing else.
-
-    future: tokens of the rows themselves that the host does not know yet.
-    """
-    return PendingOutput(*tokens_on_device(kernels, logits_RV, batch, future, None))
-
-
-def tokens_on_device(
     kernels: SamplingKernels,
     logits_RV: torch.Tensor,
     batch: SamplingBatch | None,
-    future: FutureIds | None,
-    proposal: ProposalDistribution | None,
-) -> tuple[torch.Tensor, AskedLogprobs | None]:
-    """Token ids and whether they mean anything (2, R), and log-probabilities, on the device. proposal: see
-    `on_host.sample`."""
+    future: FutureIds | None = None,
+    proposal: ProposalDistribution | None = None,
+) -> PendingOutput:
+    """Begin to choose the next token of each row. `batch` None: every row is greedy and wants nothing else.
+
+    future: tokens of the rows themselves that the host does not know yet. proposal: see `on_host.sample`; drafts are
+    sampled after all tokens are known, so there is only one of the two.
+    """
+    assert future is None or proposal is None
     if batch is None:
-        return kernels.greedy(logits_RV), None
-    token_and_finite_2R = choose(kernels, logits_RV, batch, future)
+        return PendingOutput(kernels.greedy(logits_RV), None)
+    token_and_finite_2R = _choose(kernels, logits_RV, batch, future)
     token_R = token_and_finite_2R[0]
     if proposal is not None:
         rows = proposal.rows[batch.is_sampled[proposal.rows]]
         if len(rows):
             at = on_device(rows, logits_RV.device)
             token_D = token_R[at]
-            replace_by_accepted(token_D, weights(logits_RV, batch, rows, future), batch, rows, proposal)
+            replace_by_accepted(token_D, weights(logits_RV, batch, rows), batch, rows, proposal)
             token_R[at] = token_D
-    return token_and_finite_2R, AskedLogprobs.of(logits_RV, batch, token_R)
+    return PendingOutput(token_and_finite_2R, AskedLogprobs.of(logits_RV, batch, token_R))
 
 
-def choose(
+def _choose(
     kernels: SamplingKernels, logits_RV: torch.Tensor, batch: SamplingBatch, future: FutureIds | None
 ) -> torch.Tensor:
     """The tokens of plain steps, and whether they mean anything (2, R), on the device."""

@@ -24,7 +24,7 @@ import torch
 from pipeline.engine.grammar.token_mask import TokenMask
 from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
 from pipeline.engine.sampling.logprobs import AskedLogprobs
-from pipeline.engine.sampling.penalties import FutureIds, adjusted, on_rows
+from pipeline.engine.sampling.penalties import adjusted, on_rows
 from pipeline.engine.sampling.random_numbers import PLAIN, draw, uniforms
 from pipeline.engine.sampling.rejection import ProposalDistribution, replace_by_accepted
 from pipeline.engine.sampling.top_p import weights
@@ -106,18 +106,16 @@ def _best(logits_RV: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     return best_R.double().cpu().numpy(), token_ids_R.cpu().numpy()
 
 
-def distribution(logits_RV: torch.Tensor, batch: SamplingBatch, future: FutureIds | None = None) -> torch.Tensor:
-    """The fp32 probabilities [R, V] that `sample` samples from; one-hot for greedy rows, zeros for rows not finite.
-    future: see `adjusted`.
-    """
+def distribution(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The fp32 probabilities [R, V] that `sample` samples from; one-hot for greedy rows, zeros for rows not finite."""
     p_RV = torch.zeros(logits_RV.shape, dtype=torch.float32, device=logits_RV.device)
     greedy_rows, sampled = np.flatnonzero(~batch.is_sampled), np.flatnonzero(batch.is_sampled)
     if len(greedy_rows):
-        z_RV = adjusted(logits_RV, batch, greedy_rows, future)
+        z_RV = adjusted(logits_RV, batch, greedy_rows)
         p_RV[on_rows(greedy_rows, logits_RV)] = torch.zeros_like(z_RV).scatter_(1, z_RV.argmax(-1, keepdim=True), 1.0)
     if len(sampled):
-        w_RV = weights(logits_RV, batch, sampled, future)
+        w_RV = weights(logits_RV, batch, sampled)
         p_RV[on_rows(sampled, logits_RV)] = w_RV / w_RV.sum(dim=-1, keepdim=True)
-    best_R = adjusted(logits_RV, batch, np.arange(len(batch.options)), future).amax(dim=-1)  # a mask may leave nothing
+    best_R = adjusted(logits_RV, batch, np.arange(len(batch.options))).amax(dim=-1)  # a mask may leave nothing
     usable_R = torch.isfinite(best_R) & torch.isfinite(logits_RV.amax(dim=-1))
     return torch.where(usable_R[:, None], p_RV, 0.0)

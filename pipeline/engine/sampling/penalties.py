@@ -20,9 +20,9 @@ LARGE = 1e30  # options and penalised logits stay below: far from fp32's end, an
 
 @dataclass(frozen=True)
 class FutureIds:
-    """The last tokens of some rows, for which the table of known tokens holds placeholders."""
+    """The last token of some rows, for which the table of known tokens holds a placeholder."""
 
-    row_F: np.ndarray  # int64, ascending; a row may have several
+    row_F: np.ndarray  # int64, ascending, each row once
     token_id_F: torch.Tensor  # int64, on the logits' device
 
     def among(self, rows: np.ndarray) -> "FutureIds":
@@ -96,27 +96,16 @@ def _with_future(
     places: tuple[torch.Tensor, torch.Tensor],
     count_N: torch.Tensor,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The pairs with the future tokens, which are counted too. One that its row has generated before, or that comes
-    twice, is in several pairs then, all with its whole count: it is written several times with the same value.
-
-    U rows with future tokens, W most future tokens of one.
-    """
+    """The pairs with the future tokens, which are counted too. One that its row has generated before is in two pairs
+    then, both with its whole count: it is written twice with the same value."""
     if not len(future.row_F):
         return places, count_N
-    device = count_N.device
-    row_U, first_U, of_F, num_U = np.unique(future.row_F, return_index=True, return_inverse=True, return_counts=True)
-    place_W = np.arange(num_U.max())
-    is_future_UW = on_device(place_W < num_U[:, None], device)
-    id_UW = future.token_id_F[on_device(first_U[:, None] + np.minimum(place_W, num_U[:, None] - 1), device)]
-    nearest_N = np.minimum(np.searchsorted(row_U, row_N), len(row_U) - 1)
-    of_N = on_device(nearest_N, device)
-    again_NW = on_device(row_U[nearest_N] == row_N, device)[:, None] & is_future_UW[of_N]
-    again_NW &= id_UW[of_N] == places[1][:, None]
-    count_UW = ((id_UW[:, :, None] == id_UW[:, None, :]) & is_future_UW[:, None, :]).sum(dim=-1)
-    count_UW.index_add_(0, of_N, torch.where(again_NW, count_N[:, None], 0))
-    count_F = count_UW[on_device(of_F, device), on_device(np.arange(len(of_F)) - first_U[of_F], device)]
+    nearest_N = np.minimum(np.searchsorted(future.row_F, row_N), len(future.row_F) - 1)
+    of_N = on_device(nearest_N, count_N.device)
+    again_N = on_device(future.row_F[nearest_N] == row_N, count_N.device) & (future.token_id_F[of_N] == places[1])
+    count_F = torch.ones_like(future.token_id_F).index_add_(0, of_N, torch.where(again_N, count_N, 0))
     both = torch.cat([places[0], at_F]), torch.cat([places[1], future.token_id_F])
-    return both, torch.cat([count_N + again_NW.sum(dim=-1), count_F])
+    return both, torch.cat([count_N + again_N, count_F])
 
 
 def _known_tokens(batch: SamplingBatch, rows: np.ndarray, with_prompt: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -23,19 +23,13 @@ class ProposalDistribution:
     ACCEPT and RESIDUAL (see random_numbers.py)."""
 
     rows: np.ndarray  # int64 [D], ascending, of the step's rows
-    token_ids: np.ndarray | torch.Tensor  # int64 [D]; on the device where they were sampled there
+    token_ids: np.ndarray  # int64 [D]
     q_DV: torch.Tensor  # probabilities
 
     def of(self, chosen: np.ndarray) -> "ProposalDistribution":
         """Some of the drafts alone, by their places."""
-        on = on_device(chosen, self.q_DV.device)
-        return ProposalDistribution(self.rows[chosen], self.on_device()[on], self.q_DV[on])
-
-    def on_device(self) -> torch.Tensor:
-        """The drafts where the probabilities are."""
-        if isinstance(self.token_ids, torch.Tensor):
-            return self.token_ids
-        return on_device(self.token_ids, self.q_DV.device)
+        q_DV = self.q_DV[on_device(chosen, self.q_DV.device)]
+        return ProposalDistribution(self.rows[chosen], self.token_ids[chosen], q_DV)
 
 
 def replace_by_accepted(
@@ -69,7 +63,7 @@ def accept_or_replace(
     """
     p_DV = w_DV / w_DV.sum(dim=-1, keepdim=True)
     q_DV = proposal.q_DV.to(p_DV)
-    draft_D = proposal.on_device()
+    draft_D = on_device(proposal.token_ids, proposal.q_DV.device)
     p_D, q_D = (x_DV.gather(1, draft_D[:, None])[:, 0].double() for x_DV in (p_DV, q_DV))
     usable_D = torch.isfinite(q_DV.sum(dim=-1)) & (q_D > 0)
     accepted_D = on_device(uniforms(seeds, positions, ACCEPT), q_D.device) * q_D < p_D

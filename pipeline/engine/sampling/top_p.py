@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from pipeline.engine.sampling.batch import SamplingBatch
-from pipeline.engine.sampling.penalties import LARGE, FutureIds, adjusted, column, on_rows
+from pipeline.engine.sampling.penalties import LARGE, adjusted, column, on_rows
 from pipeline.engine.sampling.random_numbers import sums
 from pipeline.kernels.memory import on_device
 
@@ -15,13 +15,10 @@ _FEW = 64  # best values looked at for top_p; rows that are flatter are looked a
 _GROUPS = 256  # of tokens, whose maxima tell how large the best values are at least
 
 
-def weights(
-    logits_RV: torch.Tensor, batch: SamplingBatch, rows: np.ndarray, future: FutureIds | None = None
-) -> torch.Tensor:
-    """Unnormalised fp32 probabilities of `rows`, the best token at 1, what is left out at exactly 0. future:
-    see `adjusted`."""
+def weights(logits_RV: torch.Tensor, batch: SamplingBatch, rows: np.ndarray) -> torch.Tensor:
+    """Unnormalised fp32 probabilities of `rows`, the best token at 1, what is left out at exactly 0."""
     options = batch.options[rows]
-    z_RV = adjusted(logits_RV, batch, rows, future)
+    z_RV = adjusted(logits_RV, batch, rows)
     z_RV -= z_RV.amax(dim=-1, keepdim=True)
     # The best token now stands at 0 and stays there, however small the temperature is.
     z_RV /= column(np.maximum(options["temperature"], 1 / LARGE), z_RV)

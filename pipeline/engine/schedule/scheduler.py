@@ -13,8 +13,8 @@ blocks: the cache was allocated at the start, and giving them up would free no m
 
 Drafts come after all that: into the room that a full step leaves and into free blocks. They are written after the known
 tokens and computed with them. Accepted ones become known (`append`), the others are overwritten, and their blocks are
-given back (`release_rejected`). So between two steps a sequence holds the blocks that it would hold without drafts and
-those of drafts in flight, and only blocks of known tokens become findable.
+given back (`release_uncomputed`). So between two steps a sequence holds the blocks that it would hold without drafts,
+and only blocks of known tokens become findable.
 """
 
 from collections import deque
@@ -190,7 +190,7 @@ class Scheduler:
         have ended since are passed by.
         """
         slot_S = plan.slot_S[np.isin(plan.slot_S, self.running)]
-        self._release_after(slot_S, self.table.num_computed[slot_S])
+        self.release_uncomputed(slot_S)
         self.step_tokens = max(plan.num_tokens // 2, 1)
 
     def append(self, slot_S: np.ndarray, token_N: np.ndarray, count_S: np.ndarray | None = None) -> None:
@@ -212,10 +212,12 @@ class Scheduler:
         table.token_ids[slot, known : known + len(token_ids)] = token_ids
         table.num_known[slot] = known + len(token_ids)
 
-    def release_rejected(self, slot_S: np.ndarray, ahead_S: np.ndarray) -> None:
-        """Take from these sequences the blocks that hold nothing but rejected drafts. ahead_S: tokens after the
-        computed ones that a step in flight writes."""
-        self._release_after(slot_S, self.table.num_computed[slot_S] + ahead_S)
+    def release_uncomputed(self, slot_S: np.ndarray) -> None:
+        """Take from these sequences the blocks after their computed tokens, as of rejected drafts."""
+        end_S = self.table.num_computed[slot_S]
+        over = np.flatnonzero(self.table.num_blocks[slot_S] > -(-end_S // self.pool.block_size))
+        for slot, end in zip(slot_S[over].tolist(), end_S[over].tolist()):
+            self.pool.release(self.table.drop_blocks(slot, end))
 
     def would_preempt(self) -> bool:
         """Whether the running sequences' next tokens need more blocks than are free."""
@@ -297,12 +299,6 @@ class Scheduler:
             sequence = self.table.at(slot)
             sequence.extend_hashes(self.table.token_ids[slot], end, self.pool.block_size)
             self.pool.register(blocks[first:end], sequence.hashes[first:end])
-
-    def _release_after(self, slot_S: np.ndarray, end_S: np.ndarray) -> None:
-        """Take from each of these sequences the blocks after its first end_S[s] tokens."""
-        over = np.flatnonzero(self.table.num_blocks[slot_S] > -(-end_S // self.pool.block_size))
-        for slot, end in zip(slot_S[over].tolist(), end_S[over].tolist()):
-            self.pool.release(self.table.drop_blocks(slot, end))
 
 
 def allot(wanted_S: np.ndarray, available: int) -> np.ndarray:

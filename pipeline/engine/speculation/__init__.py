@@ -1,1 +1,1 @@
-"""Whether drafts pay, by measurement. No torch."""
+"""Drafts on or off, by measurement. No torch."""

@@ -1,183 +1,176 @@
-"""Arms against each other at one size of batch: incumbent, challenger, incumbent. No torch.
+"""Drafts on against drafts off at one size of batch, by the clock, and the account that bounds the loss. No torch.
 
-The incumbent runs. A challenger is run for some steps in its place. Where that does not say clearly which is faster,
-the incumbent's steps before it and after it are taken together, so that a drift of the machine cancels. Whoever loses
-waits twice as long for its next turn.
+The incumbent runs. The challenger is run for some steps in its place. Where that does not say clearly which is faster,
+the incumbent's steps before it and after it are taken together, so that a drift of the machine cancels.
+
+The account holds seconds. It is granted a few plain steps and earns a small share of all time. Steps that are run to
+learn are charged what they took beyond what the best known choice takes for as many tokens; so are drafts that turn out
+slower than plain steps. No contest begins while the account is nearly empty, and no debt is forgiven. So
+
+    seconds charged <= grant + EARNED_SHARE of all seconds + what the last step overdrew
 """
 
 from math import hypot
 
-from pipeline.engine.speculation.arms import OFF, Arm
 from pipeline.engine.speculation.step_time import Rate, Window
 
-MARGIN = 1.05  # drafts have to be so much faster than plain steps, and an arm than the incumbent
-CLEAR = (0.9, 1.25)  # the incumbent is not asked again outside of these ratios
-LEAST_WEIGHT, MOST_WEIGHT = 4.0, 12.0  # steps that are counted of a challenger
-MOST_ERROR = 0.04  # relative, until which more are counted
-CERTAIN = 3.0  # a ratio that is so many errors away from 1 is believed before
-MOST_STEPS = 48  # of a challenger, counted or not;
-END_STEPS = 24  # at a job's end, where rows whose drafts fell by chance keep it waiting
-WIDE = 1.3  # times as fast: who loses by so much has its next turn later
-FIRST_PAUSE, MOST_PAUSE = 256, 8192  # steps until the next turn
-ALARM = 4.0  # plain steps that drafts may lose before plain ones are measured again, twice as many after a false alarm
-NEXT_TRY = 32  # steps after a contest that nobody won
-OTHER_SIZE = 1.33  # a batch that is so many times as large or small is another one: its steps cannot be compared
-INHERITED_CHECK = 64  # steps until plain ones are measured at a size that goes on as another
+# The account, in plain steps but for the share
+GRANT_STEPS = 8.0
+MAX_BALANCE_STEPS = 24.0
+PRICE_STEPS = 4.0  # that a contest is expected to lose
+EARNED_SHARE = 0.005  # of all time
+
+# A contest, in steps
+MIN_WEIGHT, MAX_WEIGHT = 4.0, 12.0  # that are counted of a challenger
+MAX_STEPS = 48  # of a challenger, counted or not
+FIRST_PAUSE, MAX_PAUSE = 256, 2048  # until the next contest, where drafts are on;
+FIRST_PAUSE_OFF = 64  # where they are off: finished outputs, from which lookup drafts, become more
+RETRY = 32  # until the next one after a contest without an answer
+INHERITED = 64  # until the first one at a size that goes on as another
+MAX_LOST_STEPS = 4.0  # plain ones that drafts may lose before the next one; twice as many after a false alarm
+
+# A contest, in times as fast
+MARGIN = 1.05  # drafts have to be faster than plain steps by this
+CLEAR = (0.9, 1.25)  # the incumbent is not timed again outside of these ratios
+WIDE = 1.3  # after a loss by this the next pause is four times as long, else twice
+MAX_ERROR = 0.04  # relative, until which more steps are counted
+CERTAIN = 3.0  # errors that a ratio is away from 1 to be believed before that
+OTHER_SIZE = 1.33  # times as many sequences, or as few: such steps cannot be compared
+
+
+def size_of(num_sequences: int) -> int:
+    """Return the nearest power of two, by its exponent: a batch of 8 that lacks a sequence for a step keeps it."""
+    return ((2 * num_sequences * num_sequences).bit_length() - 1) // 2
+
+
+class Account:
+    """Seconds that measuring may still lose."""
+
+    def __init__(self) -> None:
+        self.balance_s = self._price_s = 0.0
+        self._is_open = False
+
+    def settle(self, elapsed_s: float, lost_s: float, plain_step_s: float) -> None:
+        """Charge lost_s of elapsed_s. plain_step_s: what a plain step takes; the first one opens the account."""
+        if not self._is_open:
+            self._is_open, self.balance_s = True, GRANT_STEPS * plain_step_s
+        balance_s = self.balance_s + EARNED_SHARE * elapsed_s - lost_s
+        self.balance_s = min(balance_s, max(MAX_BALANCE_STEPS * plain_step_s, self.balance_s))
+        self._price_s = PRICE_STEPS * plain_step_s
+
+    @property
+    def can_pay(self) -> bool:
+        """Whether there is enough for another contest."""
+        return self._is_open and self.balance_s >= self._price_s
+
+    @property
+    def is_in_debt(self) -> bool:
+        return self.balance_s < 0.0
 
 
 class Contest:
-    """size: see `arms.bucket_of`. steps: that were run at it."""
+    """State at one size of batch. size: see `size_of`. steps: that were run at it. is_on: whether drafts are the
+    incumbent."""
 
-    def __init__(self, size: int = 0) -> None:
+    def __init__(self, size: int, last: "Contest | None" = None) -> None:
+        """last: the size before, as which this one goes on until something is decided here."""
         self.size = size
-        self.incumbent: Arm = OFF
-        self.challenger: Arm | None = None
-        self.steps = self._num_sequences = self._num_at_begin = 0
-        self._now, self._decided_at = 0, -1  # in steps at all sizes; -1: no arm was compared with another one yet
-        self._parent: Contest | None = None  # what is not known here is as there
-        self._windows: dict[Arm, Window] = {}
-        self._due: dict[Arm, int] = {}
-        self._pause: dict[Arm, int] = {}
-        self._measured: dict[Arm, float] = {}  # slowdowns, as contests with plain steps found them
+        self.is_on = last is not None and last.is_on
+        self.is_running = False
+        self.steps = self.num_sequences = 0
+        self.slowdown: float | None = None  # of steps with drafts, by plain ones, as the last contest found it
+        self.lost_steps = 0.0  # plain ones, that drafts lost since they were faster the last time
+        self.decided_at = -1 if last is None else last.decided_at  # in steps at all sizes
+        self._max_lost_steps = MAX_LOST_STEPS
+        self._windows = (Window(), Window())  # off, on
+        self._due = 0 if self.decided_at < 0 else INHERITED
+        self._pause = 0
+        self._begun_at = self._num_at_begin = 0
         self._before: Rate | None = None  # the incumbent's, before the challenger
         self._between: Rate | None = None  # the challenger's, while the incumbent runs again
-        self._begun_at = 0
-        self.lost_steps = 0.0  # plain ones, that drafts lost since they were faster the last time
-        self.alarm = ALARM
-
-    def looked(self, num_sequences: int, now: int) -> None:
-        """At a step. now: how many steps at all sizes."""
-        self._num_sequences, self._now = num_sequences, now
 
     def follow(self, last: "Contest") -> None:
-        """Go on as at the size of the last steps where nothing was decided here, or before drafts won at that, larger
-        size."""
-        is_new = self._decided_at < 0
-        if is_new:
-            if self._parent is None:
-                self._due[OFF] = self.steps + INHERITED_CHECK
-            self._parent = last if last._decided_at >= 0 else last._parent
-        is_old = last.size > self.size and last._decided_at > self._decided_at and last.incumbent != OFF
-        if self.incumbent != last.incumbent and (is_new or is_old):
-            self.incumbent, self.challenger, self._between = last.incumbent, None, None
-            self._due[OFF] = self.steps + INHERITED_CHECK
+        """Go on as at the size of the last steps, where drafts won at that, larger size since this one was decided."""
+        if last.is_on and not self.is_on and last.size > self.size and last.decided_at > self.decided_at:
+            self.is_on, self.decided_at = True, last.decided_at
+            self._end()
+            self._due = self.steps + INHERITED
 
     @property
-    def active(self) -> Arm:
-        return self.incumbent if self.challenger is None or self._between is not None else self.challenger
+    def drafts(self) -> bool:
+        """Whether the next step is to have drafts."""
+        return self.is_on != (self.is_running and self._between is None)
 
-    def window(self, arm: Arm) -> Window:
-        if arm not in self._windows:
-            self._windows[arm] = Window()
-        return self._windows[arm]
+    def window(self, is_on: bool) -> Window:
+        return self._windows[is_on]
 
-    def forget(self, arm: Arm) -> None:
-        """What steps of the arm and of the incumbent took: it seems to be wrong, or was long ago."""
-        for each in (arm, self.incumbent):
-            self.window(each).clear()
-
-    def rate(self, arm: Arm, prefill_s: float) -> Rate | None:
-        window = self._windows.get(arm)
-        return None if window is None else window.rate(prefill_s)
+    def rate(self, is_on: bool, prefill_s: float) -> Rate | None:
+        """None where too few steps were timed."""
+        rate = self._windows[is_on].rate(prefill_s)
+        return None if rate is None or rate.weight < MIN_WEIGHT else rate
 
     def off_s(self, prefill_s: float) -> float | None:
-        """What a plain step takes here; None: nothing is known."""
-        rate = self.rate(OFF, prefill_s)
-        if rate is not None and rate.weight >= LEAST_WEIGHT:
-            return rate.step_s
-        rate, slowdown = self.rate(self.incumbent, prefill_s), None
-        if self._parent is not None:
-            slowdown = self._parent.slowdown(self.incumbent, prefill_s)
-        return None if rate is None or slowdown is None else rate.step_s / slowdown
+        """Return what a plain step takes here; None: it is not known."""
+        rate = self.rate(False, prefill_s)
+        return None if rate is None else rate.step_s
 
-    def slowdown(self, arm: Arm, prefill_s: float) -> float | None:
-        """How many times as long as plain steps those of the arm take, here or where it was seen last."""
-        rate = self.rate(arm, prefill_s)
-        if rate is not None and rate.weight >= LEAST_WEIGHT:
-            off_s = self.off_s(prefill_s)
-            return None if off_s is None else rate.step_s / off_s
-        if self._parent is None:
-            return None
-        slowdown = self._parent.slowdown(arm, prefill_s)
-        if slowdown is None or self._num_sequences >= self._parent._num_sequences:
-            return slowdown
-        # Among fewer sequences each adds as much to a step by its drafts.
-        off, larger_s = self.rate(OFF, prefill_s), self._parent.off_s(prefill_s)
-        slower = 1.0 if off is None or off.weight < LEAST_WEIGHT or larger_s is None else larger_s / off.step_s
-        return 1.0 + (slowdown - 1.0) * slower * self._num_sequences / self._parent._num_sequences
+    # -- contests
 
-    def measured_slowdown(self, arm: Arm) -> float | None:
-        """The same as the last contest with plain steps found it: both were timed then, at one speed of the machine."""
-        found = self._measured.get(arm)
-        return self._parent.measured_slowdown(arm) if found is None and self._parent is not None else found
+    def is_due(self) -> bool:
+        return self.steps >= self._due or self.lost_steps > self._max_lost_steps
 
-    # -- turns
+    def begin(self, prefill_s: float) -> None:
+        assert not self.is_running
+        if self.lost_steps > self._max_lost_steps:
+            self._max_lost_steps *= 2.0
+        self._before, self._between = self.rate(self.is_on, prefill_s), None
+        self.is_running, self._begun_at, self._num_at_begin = True, self.steps, self.num_sequences
+        self.window(not self.is_on).clear()
 
-    def is_due(self, arm: Arm, first: int = 0) -> bool:
-        """first: steps before its first turn."""
-        return self.steps >= self._due.get(arm, first)
-
-    def begin(self, challenger: Arm, prefill_s: float) -> None:
-        assert self.challenger is None
-        self._before, self._between = self.rate(self.incumbent, prefill_s), None
-        self.challenger, self._begun_at, self._num_at_begin = challenger, self.steps, self._num_sequences
-        self.window(challenger).clear()
-
-    def judge(self, prefill_s: float, has_to_end: bool, is_end: bool, slow: float) -> bool:
-        """After a step of the one that is active: whether the contest is over. is_end: of the job, as far as is known.
-        slow: of tokens with drafts, what share counts."""
-        assert self.challenger is not None
-        rate = self.rate(self.active, prefill_s)
-        is_late = has_to_end or self.steps - self._begun_at >= (END_STEPS if is_end else MOST_STEPS)
-        is_other_size = not 1.0 / OTHER_SIZE < self._num_sequences / self._num_at_begin < OTHER_SIZE
-        if is_other_size or rate is None or rate.weight < LEAST_WEIGHT:
-            if is_late or is_other_size:  # nobody won
-                self._due[self.challenger] = self.steps + NEXT_TRY
-                self.challenger = self._between = None
-            return is_late or is_other_size
+    def judge(self, prefill_s: float, has_to_end: bool, now: int) -> None:
+        """End the contest if its steps say enough. has_to_end: there is no credit for another step. now: in steps at
+        all sizes."""
+        assert self.is_running
+        rate = self.rate(self.drafts, prefill_s)
+        is_late = has_to_end or self.steps - self._begun_at >= MAX_STEPS
+        is_other_size = not 1.0 / OTHER_SIZE < self.num_sequences / self._num_at_begin < OTHER_SIZE
+        if is_other_size or rate is None:
+            if is_late or is_other_size:  # no answer
+                self._due = self.steps + RETRY
+                self._end()
+            return
         if self._between is not None:  # the incumbent again
-            before = rate if self._before is None else self._before
-            ratios = [_ratio(each, self._between) for each in (before, rate)]
-            ratio, error = 0.5 * (ratios[0][0] + ratios[1][0]), max(ratios[0][1], ratios[1][1])
+            before = self._before or rate
+            (ratio, error), (other, other_error) = _ratio(before, self._between), _ratio(rate, self._between)
+            ratio, error = 0.5 * (ratio + other), max(error, other_error)
             slowdown = 2.0 * self._between.step_s / (before.step_s + rate.step_s)
         else:
             ratio, error = (1.0, 1.0) if self._before is None else _ratio(self._before, rate)
             slowdown = None if self._before is None else rate.step_s / self._before.step_s
-        if self.incumbent == OFF:
-            ratio *= slow
-        elif self.challenger == OFF:
-            ratio /= slow
         is_clear = not CLEAR[0] < ratio < CLEAR[1]
-        is_enough = is_late or (rate.weight >= MOST_WEIGHT and error < MOST_ERROR)
+        is_enough = is_late or (rate.weight >= MAX_WEIGHT and error < MAX_ERROR)
         if is_enough and self._between is None and not is_clear and not has_to_end:
             self._between, self._begun_at = rate, self.steps
-            self.window(self.incumbent).clear()
-            return False
-        is_over = is_enough or (is_clear and abs(ratio - 1.0) > CERTAIN * error)
-        if is_over:
-            self._decide(ratio, error, slowdown)
-        return is_over
+            self.window(self.is_on).clear()
+        elif is_enough or (is_clear and abs(ratio - 1.0) > CERTAIN * error):
+            if slowdown is not None:
+                self.slowdown = 1.0 / slowdown if self.is_on else slowdown
+            self.decided_at = now
+            self._decide(ratio, error)
 
-    def _decide(self, ratio: float, error: float, slowdown: float | None) -> None:
-        """ratio: how many times as fast as the incumbent. slowdown: as long as its steps."""
-        challenger = loser = self.challenger
-        assert challenger is not None
-        assert loser is not None
-        self._decided_at, self.lost_steps = self._now, 0.0
-        if slowdown is not None and self.incumbent == OFF:
-            self._measured[challenger] = slowdown
-        elif slowdown is not None and challenger == OFF:
-            self._measured[self.incumbent] = 1.0 / slowdown
-        least = 1.0 / MARGIN if challenger == OFF else max(MARGIN, 1.0 + error)
-        if ratio > least:
-            loser, self.incumbent = self.incumbent, challenger
-            self._pause[challenger] = FIRST_PAUSE
-            if challenger == OFF:
-                self.alarm = ALARM
-        pause = self._pause.get(loser, FIRST_PAUSE)
-        self._due[loser] = self.steps + pause
-        self._pause[loser] = min((2 if CLEAR[0] < ratio < WIDE else 4) * pause, MOST_PAUSE)
-        self.challenger = self._between = None
+    def _decide(self, ratio: float, error: float) -> None:
+        """ratio: how many times as fast as the incumbent the challenger is."""
+        if ratio > (1.0 / MARGIN if self.is_on else max(MARGIN, 1.0 + error)):
+            self.is_on = not self.is_on
+            self._pause, self._max_lost_steps = 0, MAX_LOST_STEPS
+        factor = 2 if CLEAR[0] < ratio < WIDE else 4
+        first = FIRST_PAUSE if self.is_on else FIRST_PAUSE_OFF
+        self._pause = min(factor * self._pause, MAX_PAUSE) if self._pause else first
+        self._due = self.steps + self._pause
+        self._end()
+
+    def _end(self) -> None:
+        self.is_running, self._between, self.lost_steps = False, None, 0.0
 
 
 def _ratio(incumbent: Rate, challenger: Rate) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,12 +10,12 @@ import torch
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.engine.forward.runner import ModelRunner, Place
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.params import EngineConfig, SpeculationConfig
 from pipeline.engine.startup.dummy_steps import CapturedShape
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.memory import kv_budget_bytes, return_freed_bytes
 from pipeline.engine.startup.mixed_tokens import most_mixed_tokens
-from pipeline.engine.startup.resolve import Resolved, Speculation, quantized_on_load, resolve
+from pipeline.engine.startup.resolve import Resolved, quantized_on_load, resolve
 from pipeline.errors import ConfigError
 from pipeline.kernels.select import keep_cpu_kernels_in, keep_gpu_kernels_in
 from pipeline.machine.caches import cpu_kernel_folder, gpu_kernel_folder
@@ -73,11 +73,12 @@ def _built(
         keep_gpu_kernels_in(gpu_kernel_folder())
     say("reading weights")
     target = LoadedModel.load(folder, model, resolved)
+    if target.decoder.lm_head is None:  # it generates nothing
+        resolved = replace(resolved, speculation=SpeculationConfig("off"))
     draft = None
-    if resolved.speculation is not None and "draft" in resolved.speculation.proposers:
-        assert config.draft is not None
+    if resolved.speculation.model is not None:
         say("reading the draft model's weights")
-        draft = LoadedModel.load_draft(config.draft, tokenizer, resolved)
+        draft = LoadedModel.load_draft(resolved.speculation.model, tokenizer, resolved)
     return_freed_bytes()
     loaded = [target] if draft is None else [target, draft]
     step_bytes = 0  # on a CPU, whose memory has room to give
@@ -106,7 +107,7 @@ def _built(
         "weights": target.weights,
         "deterministic": "on" if resolved.deterministic else "off",
         "num_threads": place.num_threads,
-        "speculation": "off" if resolved.speculation is None else _told(resolved.speculation),
+        "speculation": _speculation_text(config.speculation_config, resolved),
     } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}
     return Built(
         resolved=resolved,
@@ -120,18 +121,26 @@ def _built(
     )
 
 
-def _told(speculation: Speculation) -> str:
-    lacks = why_no_numba() if "ngram" in speculation.proposers else None
-    slower = "" if lacks is None else f"; lookup is slower and finds no copy patterns, as numba {lacks}"
-    return f"{speculation}{slower}"
+def _speculation_text(wanted: SpeculationConfig, resolved: Resolved) -> str:
+    used = resolved.speculation
+    if used.method == "off":
+        lacks = why_no_numba() if wanted.method in ("auto", "lookup") else None
+        return "off" if lacks is None else f"off: lookup needs numba, which {lacks}"
+    drafter = "lookup" if used.method == "lookup" else "draft model"
+    when = "in every step" if used.forced else "where it pays"
+    return f"{drafter}, up to {used.num_speculative_tokens} tokens, {when}"
 
 
 def captured_shapes(resolved: Resolved, most_mixed_tokens: int) -> list[CapturedShape]:
     """Of the target and of the draft model, whose first pass computes what the target gave after accepted drafts, and
-    the last of those."""
-    drafts = 0 if resolved.speculation is None else resolved.speculation.max_draft_tokens
+    the last of those.
+
+    Steps with drafts are captured up to the size up to which mixed steps are: larger ones take longer to compute than
+    to launch."""
+    checked = resolved.most_checked_tokens
+    most = max(resolved.max_num_seqs, min(checked, most_mixed_tokens or checked))
     in_pass = min(PASS_QUERIES * resolved.max_num_seqs, resolved.max_num_batched_tokens)
-    target = CapturedShape(1 + drafts, resolved.most_checked_tokens, most_mixed_tokens)
+    target = CapturedShape(1 + resolved.max_drafts, most, most_mixed_tokens)
     return [target, CapturedShape(PASS_QUERIES, in_pass)]
 
 

@@ -39,7 +39,7 @@ def largest_step_bytes(runner: ModelRunner, resolved: Resolved) -> int:
     `runner` has a small cache of its own: as many blocks as one of the sequences needs.
     """
     num_tokens, num_sequences, num_rows = step_input_shape(resolved)
-    rejects = resolved.speculation is not None and "draft" in resolved.speculation.proposers
+    rejects = resolved.speculation.method == "draft_model"
 
     def costliest() -> None:
         logits_RV, batch = runner.execute(_made(resolved, num_tokens, num_sequences, num_rows)), _sampled_rows(num_rows)

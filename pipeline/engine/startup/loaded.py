@@ -62,8 +62,8 @@ class LoadedModel:
         differs = Tokenizer.from_folder(str(folder)).differs_from(target)
         if differs is not None:
             raise ModelError(
-                f"model.draft {path}: its tokens are not those of model.path ({differs}), so it cannot draft for it; "
-                "take a draft model of the same family, or leave it out"
+                f"speculation.model {path}: its tokens are not those of model.path ({differs}), so it cannot draft for "
+                "it; take a draft model of the same family, or leave it out"
             )
         ordinary = replace(resolved, activation_dtype="auto", deterministic=False)  # drafts may be anything
         return cls.load(folder, as_stored(read_config(folder), folder), ordinary)

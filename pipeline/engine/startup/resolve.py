@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.drafts.drafting import MAX_CHECKED_TOKENS
+from pipeline.engine.params import EngineConfig, SpeculationConfig
 from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, gpu_limits
 from pipeline.engine.startup.memory import weight_bytes
 from pipeline.errors import ConfigError
@@ -12,26 +13,11 @@ from pipeline.kernels.activations.rounded_linears import ROUNDINGS
 from pipeline.kernels.cache import FP8
 from pipeline.kernels.select import default_dtype
 from pipeline.machine.device import find_device
+from pipeline.machine.numba import why_no_numba
 from pipeline.model.config import DTYPES, ModelConfig
 from pipeline.weights.round_to_nearest import METHODS, RoundToNearest
 
-DEFAULT_DRAFT_TOKENS = 6
-MOST_DRAFT_TOKENS = 32
 KV_CACHE_DTYPES = ("auto", "fp8")
-PROPOSERS = ("ngram", "draft")
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """Who drafts, and how many tokens at most for one sequence in one step. forced: in every step, paying or not."""
-
-    proposers: tuple[str, ...]
-    max_draft_tokens: int
-    forced: bool = False
-
-    def __str__(self) -> str:
-        when = "in every step" if self.forced else "where it pays"
-        return f"{' and '.join(self.proposers)}, up to {self.max_draft_tokens} tokens, {when}"
 
 
 @dataclass(frozen=True)
@@ -48,14 +34,19 @@ class Resolved:
     max_num_batched_tokens: int
     block_size: int
     gpu_memory_utilization: float
-    speculation: Speculation | None  # None: off
+    speculation: SpeculationConfig  # of method off, lookup or draft_model
     activation_dtype: str = "auto"  # of the model, not of its draft model
 
     @property
     def most_checked_tokens(self) -> int:
         """Of a step in which every sequence decodes, with as many drafts as there can be."""
-        drafts = 0 if self.speculation is None else self.speculation.max_draft_tokens
-        return min(self.max_num_seqs * (1 + drafts), self.max_num_batched_tokens)
+        most = min(self.max_num_seqs * (1 + self.max_drafts), self.max_num_batched_tokens, MAX_CHECKED_TOKENS)
+        return max(self.max_num_seqs, most)
+
+    @property
+    def max_drafts(self) -> int:
+        """Of a sequence in a step."""
+        return 0 if self.speculation.method == "off" else self.speculation.num_speculative_tokens
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
@@ -92,7 +83,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         max_num_batched_tokens=batched,
         block_size=_positive("block_size", config.block_size, 64 if on_gpu else 16),
         gpu_memory_utilization=config.gpu_memory_utilization,
-        speculation=_speculation(config),
+        speculation=_speculation(config.speculation_config),
         activation_dtype=_activation_dtype(config, model),
     )
 
@@ -137,32 +128,12 @@ def _dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
     return DTYPES[name]
 
 
-def _speculation(config: EngineConfig) -> Speculation | None:
-    wanted = config.speculation
-    if wanted == "off" or wanted is False:
-        return None
-    available = PROPOSERS if config.draft is not None else PROPOSERS[:1]
-    if wanted == "auto":
-        return Speculation(available, DEFAULT_DRAFT_TOKENS) if config.draft is not None else None
-    if not isinstance(wanted, dict) or not set(wanted) <= {"proposer", "max_draft_tokens", "forced"}:
-        raise ConfigError(
-            f'engine.speculation = {wanted!r}: expected off, auto or {{"proposer": "ngram", "max_draft_tokens": n}}'
-        )
-    proposer = wanted.get("proposer")
-    most, forced = wanted.get("max_draft_tokens", DEFAULT_DRAFT_TOKENS), wanted.get("forced", False)
-    if proposer not in (None, *PROPOSERS):
-        raise ConfigError(f"engine.speculation.proposer = {proposer!r}: expected one of {', '.join(PROPOSERS)}")
-    if proposer == "draft" and config.draft is None:
-        raise ConfigError("engine.speculation.proposer = 'draft': needs model.draft, the draft model's checkpoint")
-    if not isinstance(most, int) or isinstance(most, bool) or not 1 <= most <= MOST_DRAFT_TOKENS:
-        raise ConfigError(
-            f"engine.speculation.max_draft_tokens = {most!r}: expected an integer from 1 to {MOST_DRAFT_TOKENS}"
-        )
-    if not isinstance(forced, bool):
-        raise ConfigError(f"engine.speculation.forced = {forced!r}: expected true or false")
-    if proposer is None and forced:
-        raise ConfigError("engine.speculation.forced: needs a proposer, whose drafts are then always taken")
-    return Speculation(available if proposer is None else (proposer,), most, forced)
+def _speculation(wanted: SpeculationConfig) -> SpeculationConfig:
+    if wanted.method == "auto":
+        wanted = replace(wanted, method="lookup")
+    if wanted.method == "lookup" and why_no_numba() is not None:
+        return SpeculationConfig("off")
+    return wanted
 
 
 def _activation_dtype(config: EngineConfig, model: ModelConfig) -> str:

@@ -20,7 +20,6 @@ from pipeline.engine.sampling.batch import SamplerOutput
 from pipeline.engine.sampling.verify import Verified
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence, ranges
-from pipeline.engine.schedule.step_plan import StepPlan
 from pipeline.engine.schedule.thinking import take_thoughts
 from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.repetition import repeats_itself
@@ -53,16 +52,15 @@ class Completing:
         self._tokenizer, self._masks, self._clean = tokenizer, masks, clean
         self.is_eos = np.isin(np.arange(vocab_size), sorted(tokenizer.eos_token_ids))
 
-    def take(self, slot_S: np.ndarray, output: SamplerOutput | Verified, ahead: StepPlan | None = None) -> int:
-        """Give each of these sequences its next tokens, and say how many there were. ahead: a step in flight that was
-        planned with them; its blocks are kept."""
+    def take(self, slot_S: np.ndarray, output: SamplerOutput | Verified) -> int:
+        """Give each of these sequences its next tokens, and say how many there were."""
         before, now_us = self._stats.generated_tokens, monotonic_ns() // 1000
         if isinstance(output, Verified):
             num_ended = self._take_verified(slot_S, output, now_us)
             num_ended += self._take_forced(slot_S, now_us)
             if num_ended:
                 slot_S = slot_S[np.isin(slot_S, self._scheduler.running)]
-            self._release_rejected(slot_S, ahead)
+            self._scheduler.release_uncomputed(slot_S)
         else:
             self._take_one(slot_S, output, now_us)
             self._take_forced(slot_S, now_us)
@@ -260,13 +258,6 @@ class Completing:
             before_R1 = np.append(0, np.cumsum(ends_R))
             goes_on_S &= before_R1[verified.first_S + count_S] == before_R1[verified.first_S]
         return goes_on_S
-
-    def _release_rejected(self, slot_S: np.ndarray, ahead: StepPlan | None) -> None:
-        """Blocks that hold nothing but rejected drafts."""
-        ahead_of = np.zeros(self._table.num_slots, dtype=np.int64)
-        if ahead is not None:
-            ahead_of[ahead.slot_S] = ahead.count_S
-        self._scheduler.release_rejected(slot_S, ahead_of[slot_S])
 
 
 def divided(whole: Completion, reasoning: RowReasoning | TextReasoning, decode: Decode) -> Completion:

@@ -18,6 +18,7 @@ from pipeline.engine.grammar.token_mask import TokenMask
 from pipeline.engine.reading.step_reading import StepReading
 from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
 from pipeline.engine.sampling.on_host import greedy, sample
+from pipeline.engine.sampling.rejection import ProposalDistribution
 from pipeline.engine.sampling.verify import Verified
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence
@@ -50,7 +51,8 @@ class StepLoop:
             return
         if self.drafting is not None:
             self.computing = plan  # a draft model computes too
-            plan = self.drafting.extend(plan, self.drafting.select(plan))
+            if self.drafting.select(plan):
+                plan = self.drafting.extend(plan)
         self._compute(plan, begun_ns, rejected)
 
     def _compute(self, plan: StepPlan, begun_ns: int, rejected: int) -> None:
@@ -74,14 +76,24 @@ class StepLoop:
 
     def _sample(self, plan: StepPlan, logits_RV: torch.Tensor) -> SamplerOutput | Verified:
         """The next tokens of the sequences that sample: one each, or those that follow from their drafts."""
+        output = self._chosen(plan, logits_RV)
+        if plan.draft_S is None:
+            return output
+        assert self.drafting is not None
+        return self.drafting.verify(output)
+
+    def _chosen(self, plan: StepPlan, logits_RV: torch.Tensor) -> SamplerOutput:
+        """The token of each row of logits."""
         are_plain, mask = self._mask_of(plan)
         if plan.draft_S is None and are_plain:
             return greedy(logits_RV, mask)
-        batch = self._batch(plan, are_plain, mask)
+        return sample(logits_RV, self._batch(plan, are_plain, mask), self._proposal(plan))
+
+    def _proposal(self, plan: StepPlan) -> ProposalDistribution | None:
         if plan.draft_S is None:
-            return sample(logits_RV, batch)
+            return None
         assert self.drafting is not None
-        return self.drafting.verify(logits_RV, batch)
+        return self.drafting.proposal()
 
     def batch_of(self, plan: StepPlan) -> SamplingBatch | None:
         """What sampling is told of the step's rows; None where all are greedy and want nothing else."""
@@ -102,8 +114,7 @@ class StepLoop:
         """Give these sequences their tokens."""
         num_generated = self.completing.take(slot_S, output)
         if self.drafting is not None:
-            here_S = np.ones(len(slot_S), dtype=bool)
-            self.drafting.done(self.stats, self.drafting.take_step(), output, here_S, num_generated)
+            self.drafting.done(self.stats, self.drafting.take_step(), output, num_generated)
 
     def undo(self, plan: StepPlan) -> None:
         """Forget a step that was planned and not computed."""

@@ -98,9 +98,11 @@ class WorkSpec:
             return str(resolve_model(path, self.storage, None, retries, key, revision))
 
         model, draft = folder(self.engine.model, self.model, "model.path", self.revision), None
-        if self.engine.draft is not None and self.draft is not None:
-            draft = folder(self.engine.draft, self.draft, "model.draft")
-        engine, reference = replace(self.engine, model=model, draft=draft), self.reference
+        speculation = self.engine.speculation_config
+        if speculation.model is not None and self.draft is not None:
+            draft = folder(speculation.model, self.draft, "speculation.model")
+        engine = replace(self.engine, model=model, speculation=replace(speculation, model=draft))
+        reference = self.reference
         if reference is not None:
             found = model
             if self.reference_model is not None:

@@ -35,7 +35,7 @@ def flow_spec(
         backend=backend,
         model=config.model.path,
         revision=config.model.revision,
-        draft=config.model.draft,
+        draft=config.speculation.model,
         engine=engine,
         reference=reference_of(job, engine),
         reference_model=config.quality.model,

@@ -249,8 +249,8 @@ class Resolution:
         return exceeded_limits(self.config, self.model)
 
     def draft_checkpoint(self) -> None:
-        named = self.config.draft_model
-        self.draft = None if named is None else self._locate("model.draft", named, self.config.storage, None)
+        named = self.config.speculation.model
+        self.draft = None if named is None else self._locate("speculation.model", named, self.config.storage, None)
 
     def reference_checkpoint(self) -> None:
         """Find the model that the rows of `quality.sample` are compared with."""
@@ -340,7 +340,7 @@ OF_ROWS = (
     JobCheck("model.revision", Resolution.revision),
     JobCheck("model.path", Resolution.checkpoint),
     JobCheck("model.path", Resolution.limits),
-    JobCheck("model.draft", Resolution.draft_checkpoint),
+    JobCheck("speculation.model", Resolution.draft_checkpoint),
     JobCheck("sampling.generation_config", Resolution.sampling_values),
     JobCheck("sampling.reasoning", Resolution.reasoning),
     JobCheck("task", Resolution.row_task),

@@ -91,8 +91,8 @@ def _checkpoints(found: Resolution) -> dict[str, Any]:
     facts: dict[str, Any] = {"model": _checkpoint(config.model.path)}
     if config.model.revision is not None:
         facts["model"]["revision"] = config.model.revision
-    if config.draft_model is not None:
-        facts["draft model"] = _checkpoint(config.draft_model)
+    if config.speculation.model is not None:
+        facts["draft model"] = _checkpoint(config.speculation.model)
     if config.quality.sample > 0 and named is not None:
         facts["reference model"] = _checkpoint(named)
     facts["model_sampling"] = found.model_sampling

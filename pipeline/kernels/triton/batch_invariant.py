@@ -124,10 +124,7 @@ class CapturedBatchInvariantAttention:
             plans[plan_key(window)] = AttentionPlan(None, metadata)
         return plans
 
-    def refill(
-        self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None, most_short: int = 0
-    ) -> int:
-        """A tile finds on the device where its window begins, so a shorter context changes nothing here."""
+    def refill(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
         self._fill(where, self._no_tiles_I2, numbers, future)
         return 0
 
@@ -142,9 +139,6 @@ class CapturedBatchInvariantAttention:
 
     def unpack(self) -> None:
         self._staged.unpack()
-
-    def shorten(self, short_S: torch.Tensor) -> None:
-        self._staged.arrays[1][: len(short_S)] -= short_S
 
 
 def _queries_of_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:

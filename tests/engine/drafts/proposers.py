@@ -6,7 +6,6 @@ import numpy as np
 
 from pipeline.engine.drafts.policy import Offer
 from pipeline.engine.drafts.proposer import Drafts
-from pipeline.engine.forward.in_flight import StepInFlight
 from pipeline.engine.schedule.sequence import SlotTable
 
 
@@ -15,8 +14,6 @@ class Recorded:
 
     Fails when it is told of sequences in another order than they come and go.
     """
-
-    name = "recorded"
 
     def __init__(
         self,
@@ -40,7 +37,7 @@ class Recorded:
         assert self.order_of.pop(slot) == self.table.at(slot).order
         self.num_finished += finished
 
-    def offer(self, slot_S: np.ndarray, flight: StepInFlight | None = None) -> Offer:
+    def offer(self, slot_S: np.ndarray) -> Offer:
         token_SK = np.full((len(slot_S), self.most), -1, dtype=np.int64)
         count_S = np.zeros(len(slot_S), dtype=np.int64)
         for s, slot in enumerate(slot_S.tolist()):
@@ -55,12 +52,9 @@ class Recorded:
             token_SK[s, : count_S[s]] = drafts[: count_S[s]]
         return Offer(slot_S, count_S, np.zeros_like(count_S), token_SK)
 
-    def draft(self, offer: Offer, count_S: np.ndarray, flight: StepInFlight | None = None) -> Drafts:
+    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
         assert (count_S <= offer.count_S).all()
         return Drafts(offer.token_id_SK)
-
-    def follows(self, flight: StepInFlight) -> bool:
-        return False
 
     def undone(self, slot_S: np.ndarray) -> None:
         pass
@@ -72,7 +66,7 @@ class Recorded:
 class Certain(Recorded):
     """As many drafts as there can be, exactly those given."""
 
-    def offer(self, slot_S: np.ndarray, flight: StepInFlight | None = None) -> Offer:
+    def offer(self, slot_S: np.ndarray) -> Offer:
         token_SK = np.zeros((len(slot_S), self.most), dtype=np.int64)
         for s, sequence in enumerate(map(self.table.at, slot_S.tolist())):
             at = int(self.table.num_known[sequence.slot]) - sequence.num_prompt

@@ -8,6 +8,7 @@ import pytest
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.stats import EngineStats
 from tests.engine.drafts.proposers import Certain, Recorded
 from tests.engine.hash_runner import EOS, VOCAB, expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import run
@@ -17,7 +18,7 @@ def certain_run(drafts: list[int], params: SamplingParams, most: int, bad_token:
     """The completion of the prompt [3, 1, 4], and its engine."""
     engine = hash_engine(64, 4, bad_token=bad_token, max_num_batched_tokens=64)
     proposer = Certain(engine.table, {0: drafts}, np.random.default_rng(0), most)
-    engine.draft_as(Drafting([proposer], FixedDrafts(most), engine.scheduler))
+    engine.draft_as(Drafting(proposer, FixedDrafts(), engine.scheduler))
     return run(engine, [Request(0, [3, 1, 4], params)])[0], engine
 
 
@@ -60,7 +61,7 @@ def test_eos_among_accepted_drafts_ends_the_sequence() -> None:
     engine = hash_engine(64, 4, max_num_batched_tokens=64)
     beyond = {0: expected_tokens([row // 90, row % 90], 40, 64, False)}
     engine.draft_as(
-        Drafting([Certain(engine.table, beyond, np.random.default_rng(0), 30)], FixedDrafts(30), engine.scheduler)
+        Drafting(Certain(engine.table, beyond, np.random.default_rng(0), 30), FixedDrafts(), engine.scheduler)
     )
     done = run(engine, [Request(0, [row // 90, row % 90], params)])[0]
     assert (done.token_ids, done.finish_reason) == (plain, "stop")
@@ -88,10 +89,19 @@ def test_poisoned_blocks_of_a_broken_row_are_cleaned_and_not_shared() -> None:
     engine = hash_engine(64, 4, bad_token=77)
     outputs = {row: expected_tokens([row, 5, 6, 7, 8], 6, 64, False) for row in range(3)} | {"bad": [1] * 9}
     engine.draft_as(
-        Drafting([Recorded(engine.table, outputs, np.random.default_rng(3))], FixedDrafts(5), engine.scheduler)
+        Drafting(Recorded(engine.table, outputs, np.random.default_rng(3)), FixedDrafts(), engine.scheduler)
     )
     good = [Request(row, [row, 5, 6, 7, 8], SamplingParams(max_tokens=6, ignore_eos=True)) for row in range(3)]
     done = run(engine, [*good, Request("bad", [1, 2, 77, 4, 5, 6], SamplingParams(max_tokens=6, ignore_eos=True))])
     assert done["bad"].error == "non_finite_logits"
     assert [done[row].token_ids for row in range(3)] == [outputs[row] for row in range(3)]
     assert run(engine, [Request("bad", [1, 2, 77, 4, 5, 6], SamplingParams())])["bad"].num_cached_tokens == 0
+
+
+def test_totals_travel_by_name_and_come_back() -> None:
+    _, engine = certain_run(FREE, SamplingParams(max_tokens=11, ignore_eos=True), 10)
+    before = replace(engine.stats)
+    assert engine.stats.flat()["accepted_by_place.7"] == 3
+    assert EngineStats.from_flat(engine.stats.flat() | {"other": 1}) == engine.stats
+    run(engine, [Request(0, [3, 1, 4], SamplingParams(max_tokens=3, ignore_eos=True))])
+    assert engine.stats.since(before).drafted_by_place == [1, 1, 0, 0, 0, 0, 0, 0], "a copy does not change"

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pipeline.engine.drafts.lookup.compiled import CompiledLookup, select_lookup
+from pipeline.engine.drafts.lookup.compiled_lookup import MAX_MATCH, MIN_MATCH
 from pipeline.engine.drafts.lookup.copy_patterns import MOST_COPIES
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.drafts.lookup.suffix_index import MAX_MATCH, MIN_MATCH
 from pipeline.engine.schedule.sequence import SlotTable
 from tests.engine.drafts.test_ngram import admit, append, leave
 
@@ -31,7 +30,7 @@ class Rows:
 
     def __init__(self, num_drafts: int, **sizes: int) -> None:
         self.table = SlotTable(4, 400, 4)
-        self.proposer = NgramProposer(self.table, num_drafts, compiled=select_lookup(), **sizes)
+        self.proposer = NgramProposer(self.table, num_drafts, **sizes)
         self.order = 0
 
     def begin(self, prompt: list[int], output: list[int]) -> int:
@@ -126,7 +125,6 @@ def test_many_new_tokens_are_looked_at_over_several_calls() -> None:
     output = [*range(100, 150), *said(DAY, NAME)]
     rows.finished(form(DAY, NAME), output)
     slot = rows.begin(form(NOISE, NAME), [*range(100, 150), ON])
-    assert rows.proposer._patterns is not None
     counts = []
     for _ in range(4):
         known_S = rows.table.num_known[[slot]]
@@ -142,24 +140,6 @@ def test_nothing_follows_the_end_of_an_output_that_overwrote_a_longer_one() -> N
     day = list(range(10, 20))
     rows.finished(form(day), [ON, *day, STOP])  # it does not fit behind the other one; it has three symbols
     assert rows.asked(form(DAY), [ON]) == [*DAY, STOP]
-
-
-def test_all_that_is_compiled_is_there_before_the_first_step() -> None:
-    compiled, called = select_lookup(), []
-
-    def noted(name: str):
-        def call(*arrays):
-            called.append(name)
-            getattr(compiled, name)(*arrays)
-
-        return call
-
-    table = SlotTable(2, 40, 4)
-    proposer = NgramProposer(table, 3, compiled=CompiledLookup(*map(noted, CompiledLookup._fields)))
-    proposer.warm_up()
-    assert set(called) == set(CompiledLookup._fields)
-    assert proposer.finished.is_empty
-    assert not proposer.index.end_E.any()
 
 
 # -- against lists and dicts

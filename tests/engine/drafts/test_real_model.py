@@ -1,5 +1,6 @@
 """Drafts with a real model, and the options of an engine that ask for them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 
 from pipeline.engine.drafts.drafting import Drafting
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.forward.in_flight import FutureTokens
-from pipeline.engine.params import SamplingParams
+from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu.layer_loop import CompiledDecodeSteps
@@ -48,15 +50,15 @@ def test_the_real_model_gives_the_same_tokens(folder: Path) -> None:
     with float32_engine(folder) as engine:
         plain = engine.generate(prompts, params)
         num_plain_steps = engine.stats.num_steps
-    with float32_engine(folder, speculation={"proposer": "ngram", "max_draft_tokens": 3, "forced": True}) as engine:
-        assert engine.resolved["speculation"] == "ngram, up to 3 tokens, in every step"
+    with float32_engine(
+        folder, speculation={"method": "lookup", "num_speculative_tokens": 3, "forced": True}
+    ) as engine:
+        assert engine.resolved["speculation"] == "lookup, up to 3 tokens, in every step"
         assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
         assert sum(engine.stats.drafted_by_place[:3]) == sum(engine.stats.drafted_by_place) > 100
     with float32_engine(folder, kv_cache_memory_bytes=1 << 18, max_model_len=96) as engine:
         outputs = {row: completion.token_ids for row, completion in enumerate(plain)}
-        engine.draft_as(
-            Drafting([Recorded(engine.table, outputs, rng, vocab_size=250)], FixedDrafts(5), engine.scheduler)
-        )
+        engine.draft_as(Drafting(Recorded(engine.table, outputs, rng, vocab_size=250), FixedDrafts(), engine.scheduler))
         engine.scheduler.admission.expected_output = 1
         assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
         drafted, accepted = sum(engine.stats.drafted_by_place), sum(engine.stats.accepted_by_place)
@@ -84,7 +86,7 @@ def test_steps_with_drafts_run_through_all_layers_at_once(folder: Path, monkeypa
         assert drafted
         assert not any(drafted)
     drafted.clear()
-    speculation = {"proposer": "ngram", "max_draft_tokens": 6, "forced": True}
+    speculation = {"method": "lookup", "num_speculative_tokens": 6, "forced": True}
     with float32_engine(folder, quantization="int4-rtn", speculation=speculation) as engine:
         assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
         assert sum(map(bool, drafted)) >= engine.stats.num_draft_steps - len(prompts) > 10
@@ -104,9 +106,7 @@ def test_logits_behind_drafts_are_those_of_plain_steps(folder: Path) -> None:
             if drafts is not None:
                 engine.draft_as(
                     Drafting(
-                        [Certain(engine.table, {0: drafts}, np.random.default_rng(0), 5)],
-                        FixedDrafts(5),
-                        engine.scheduler,
+                        Certain(engine.table, {0: drafts}, np.random.default_rng(0), 5), FixedDrafts(), engine.scheduler
                     )
                 )
             done = engine.generate([[7, 8, 9, 10, 11]], SamplingParams(max_tokens=24, ignore_eos=True))[0]
@@ -119,27 +119,41 @@ def test_logits_behind_drafts_are_those_of_plain_steps(folder: Path) -> None:
     assert float((ours_RV - plain_RV).abs().max()) < LOGIT_TOLERANCE
 
 
-@pytest.mark.parametrize("speculation", ["off", "auto", False])
-def test_speculation_is_off_unless_asked_for(folder: Path, speculation: str | bool) -> None:
+@pytest.mark.parametrize("speculation", ["off", False])
+def test_speculation_can_be_off(folder: Path, speculation: str | bool) -> None:
     with float32_engine(folder, speculation=speculation) as engine:
         assert engine.drafting is None
         assert engine.resolved["speculation"] == "off"
 
 
+@pytest.mark.parametrize("speculation", ["auto", "lookup", {"method": "lookup"}])
+def test_lookup_is_the_default(folder: Path, speculation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no numba, it is off and the engine says so."""
+    with float32_engine(folder, speculation=speculation) as engine:
+        assert isinstance(engine.drafting and engine.drafting.proposer, NgramProposer)
+        assert engine.resolved["speculation"] == "lookup, up to 6 tokens, where it pays"
+    assert EngineConfig("x").speculation_config.method == "auto"
+    for module in ("resolve", "build"):
+        monkeypatch.setattr(f"pipeline.engine.startup.{module}.why_no_numba", lambda: "is not installed")
+    with float32_engine(folder, speculation=speculation) as engine:
+        assert engine.drafting is None
+        assert engine.resolved["speculation"] == "off: lookup needs numba, which is not installed"
+
+
 @pytest.mark.parametrize(
     ("speculation", "said"),
     [
-        ("on", "expected off, auto or"),
-        (True, "expected off, auto or"),
-        ({"proposer": "eagle"}, "expected one of ngram, draft"),
-        ({"proposer": "draft"}, "needs model.draft"),
-        ({"proposer": "ngram", "forced": 1}, "expected true or false"),
-        ({"forced": True}, "needs a proposer"),
-        ({"proposer": "ngram", "most": 3}, "expected off, auto or"),
-        ({"proposer": "ngram", "max_draft_tokens": 0}, "from 1 to 32"),
-        ({"proposer": "ngram", "max_draft_tokens": True}, "from 1 to 32"),
+        ("on", "speculation.method = 'on': expected one of auto, off, lookup, draft_model"),
+        (True, "expected auto, off, lookup, draft_model, or a mapping"),
+        ({"method": "eagle"}, "expected one of auto, off, lookup, draft_model"),
+        ("draft_model", "speculation.model: required by method draft_model"),
+        ({"model": "x"}, "speculation.model: only for method draft_model, and the method is auto"),
+        ({"method": "lookup", "forced": 1}, "expected true or false"),
+        ({"method": "lookup", "most": 3}, "a mapping with keys among method, model, num_speculative_tokens, forced"),
+        ({"method": "lookup", "num_speculative_tokens": 0}, "from 1 to 32"),
+        ({"method": "lookup", "num_speculative_tokens": True}, "from 1 to 32"),
     ],
 )
-def test_speculation_that_is_not_known_is_refused(folder: Path, speculation, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        float32_engine(folder, speculation=speculation)
+def test_speculation_that_is_not_known_is_refused(speculation: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        EngineConfig("x", speculation=speculation)

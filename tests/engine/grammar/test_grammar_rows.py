@@ -106,16 +106,16 @@ def test_every_output_parses_and_is_valid(schemas, plain: dict[int, Completion])
 
 
 def ngram(engine: Engine) -> Engine:
-    engine.draft_as(Drafting([NgramProposer(engine.table, 4)], FixedDrafts(4), engine.scheduler))
+    engine.draft_as(Drafting(NgramProposer(engine.table, 4), FixedDrafts(), engine.scheduler))
     return engine
 
 
 def own_drafts(engine: Engine, exposes: bool) -> Engine:
     """Of the model itself, without a grammar: many are refused."""
     proposer = draft_with_itself(engine, 3)
-    proposer.exposes_draft_probs, proposer.runner.is_asynchronous = exposes, engine.runner.is_asynchronous
+    proposer.exposes_draft_probs = exposes
     add_noise(proposer.runner)
-    engine.draft_as(Drafting([proposer], FixedDrafts(3), engine.scheduler))
+    engine.draft_as(Drafting(proposer, FixedDrafts(), engine.scheduler))
     return engine
 
 

@@ -18,8 +18,8 @@ FAMILY = {family.name: family for family in FAMILIES}
 NUM_SCHEMAS = 100
 # Preempts, and cuts prompts and runs of forced tokens.
 TIGHT = {"kv_cache_memory_bytes": 120_000, "block_size": 4, "max_num_batched_tokens": 64}
-LOOKUP = {"speculation": {"proposer": "ngram", "max_draft_tokens": 4, "forced": True}}
-DRAFT = {"speculation": {"proposer": "draft", "max_draft_tokens": 3, "forced": True}}
+LOOKUP = {"speculation": {"method": "lookup", "num_speculative_tokens": 4, "forced": True}}
+DRAFT = {"speculation": {"method": "draft_model", "num_speculative_tokens": 3, "forced": True}}
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "float32, preempted": ("llama3", {"dtype": "float32", **TIGHT}),
     "int4, lookup": ("qwen3", {"quantization": "int4-rtn", **LOOKUP}),
@@ -46,10 +46,13 @@ def test_every_output_parses_and_is_valid(number: int, tmp_path) -> None:
         params = SamplingParams(max_tokens=900, seed=row, **PARAMS[row % len(PARAMS)])  # type: ignore[arg-type]
         prompt = rng.integers(0, 255, int(rng.integers(1, 40))).tolist()
         requests.append(Request(row, prompt, replace(params, structured_outputs={"json": schema})))
-    draft = checkpoint(tmp_path / "draft", FAMILY[family], 99) if "draft" in name else None
+    if "draft" in name:
+        options = options | {
+            "speculation": options["speculation"] | {"model": checkpoint(tmp_path / "draft", FAMILY[family], 99)}
+        }
     settings = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "num_threads": 1} | options
     model = checkpoint(tmp_path / "model", FAMILY[family], number)
-    with Engine(EngineConfig(model, device="cpu", draft=draft, **settings)) as engine:
+    with Engine(EngineConfig(model, device="cpu", **settings)) as engine:
         done = {c.row_id: c for c in engine.stream(requests)}
         stats = engine.stats
     for row, schema in enumerate(schemas):

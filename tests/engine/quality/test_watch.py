@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline import Engine, EngineConfig, Request, SamplingParams
-from pipeline.engine.params import Completion, QualitySample, RowQuality
+from pipeline.engine.params import Completion, QualitySample, RowQuality, SpeculationConfig
 from pipeline.engine.quality.reference_config import approximates, reference_config
 from pipeline.engine.quality.watch import QualityWatch, open_reference
 from tests.engine.hash_runner import expected_tokens, hash_engine
@@ -277,9 +277,16 @@ def test_rows_are_read_before_those_that_wait_and_change_none(is_asynchronous: b
 
 
 def test_which_engines_differ_from_their_reference() -> None:
-    given = EngineConfig("x", draft="y", quantization="int8", kv_cache_dtype="fp8", num_threads=2, dtype="bfloat16")
+    given = EngineConfig(
+        "x",
+        speculation=SpeculationConfig("draft_model", "y"),
+        quantization="int8",
+        kv_cache_dtype="fp8",
+        num_threads=2,
+        dtype="bfloat16",
+    )
     reference = reference_config(given, "z", generates=True).engine
-    assert (reference.model, reference.draft, reference.speculation) == ("z", None, "off")
+    assert (reference.model, reference.speculation) == ("z", SpeculationConfig("off"))
     assert (reference.dtype, reference.num_threads) == ("bfloat16", 2)
     assert not approximates(reference)
     assert approximates(given)

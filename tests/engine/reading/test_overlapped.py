@@ -19,10 +19,8 @@ PARAMS = SamplingParams()
 def test_texts_are_read_between_steps_in_flight(is_asynchronous: bool, num_blocks: int, drafts: bool) -> None:
     rng = np.random.default_rng(1)
     engine = hash_engine(num_blocks, 4, is_asynchronous=is_asynchronous)
-    if drafts:  # of a draft model, which stay on the device where it works beside the host
-        proposer = draft_with_itself(engine, 3)
-        proposer.runner.is_asynchronous = is_asynchronous
-        engine.draft_as(Drafting([proposer], FixedDrafts(3), engine.scheduler))
+    if drafts:
+        engine.draft_as(Drafting(draft_with_itself(engine, 3), FixedDrafts(), engine.scheduler))
     rows = [
         Request(row, rng.integers(0, VOCAB, int(rng.integers(1, 20))).tolist(), SamplingParams(max_tokens=9))
         for row in range(12)
@@ -53,7 +51,7 @@ def test_texts_are_read_between_steps_in_flight(is_asynchronous: bool, num_block
             assert done["choice", number].result.logprobs == pytest.approx(expected, abs=1e-5)
     assert engine.pool.num_held == 0
     assert engine.table.num_readers == 0
-    assert (engine.stats.drafted_1 > 0) == drafts
+    assert (engine.stats.drafted_by_place[0] > 0) == drafts
 
 
 def test_labels_of_a_row_that_was_preempted_are_written_into_blocks_of_its_own() -> None:

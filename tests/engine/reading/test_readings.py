@@ -224,6 +224,7 @@ def test_a_classification_head_gives_the_logits_of_transformers(tmp_path: Path, 
     reference = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     with float32_engine(folder, **TIGHT) as engine:
         engine.warm_up()
+        assert engine.resolved["speculation"] == "off", "it generates nothing"
         done = engine.classify(texts)
         refused = engine.generate(texts[:1], greedy(4)) + engine.score(texts[:1])
     for text, completion in zip(texts, done):

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.engine.params import SamplingParams
 from pipeline.engine.sampling import penalties
-from pipeline.engine.sampling.on_device import PendingOutput, sample_on_device, tokens_on_device
+from pipeline.engine.sampling.on_device import sample_on_device
 from pipeline.engine.sampling.on_host import sample
 from pipeline.engine.sampling.penalties import FutureIds, adjusted
 from pipeline.engine.sampling.random_numbers import uniforms
@@ -97,30 +97,6 @@ def test_a_token_that_the_host_does_not_know_yet_is_counted(seed: int) -> None:
     assert torch.equal(adjusted(logits_RV, unknown, every, late), z_RV)
 
 
-@pytest.mark.parametrize("most_late", [2, 5])
-def test_penalties_count_several_late_tokens_of_a_row(most_late: int) -> None:
-    """Drafts that only the device knows, of few ids, so that they repeat each other and what was before."""
-    rng = np.random.default_rng(most_late)
-    kinds = [{"repetition_penalty": 1.8}, {"presence_penalty": 0.7}, {"frequency_penalty": 0.9}, {}]
-    params = [SamplingParams(max_tokens=50, **(kinds[row % 4] | kinds[row % 3])) for row in range(60)]  # type: ignore[arg-type]
-    output = [rng.integers(0, 4, int(rng.integers(1, 9))).astype(np.int32) for _ in params]
-    prompt = [rng.integers(0, 6, 3).astype(np.int32) for _ in params]
-    batch = batch_of(params, positions=[len(ids) for ids in output], output=output, prompt=prompt)
-    logits_RV = torch.from_numpy(rng.normal(0, 1, (60, 6)).astype(np.float32))
-    count_R = np.array([int(rng.integers(0, min(most_late, len(ids)) + 1)) for ids in output])
-    hidden, row_L = batch.token_ids.copy(), np.repeat(np.arange(60), count_R)
-    ids = []
-    for row, count in enumerate(count_R.tolist()):
-        end = int(batch.num_known[row])
-        ids += hidden[batch.slots[row], end - count : end].tolist()
-        hidden[batch.slots[row], end - count : end] = PLACEHOLDER_TOKEN
-    unknown, every = replace(batch, token_ids=hidden), np.arange(60)
-    late = FutureIds(row_L, torch.tensor(ids))
-    assert count_R.max() == most_late
-    assert torch.equal(adjusted(logits_RV, unknown, every, late), adjusted(logits_RV, batch, every))
-    assert not torch.equal(adjusted(logits_RV, unknown, every), adjusted(logits_RV, batch, every))
-
-
 def test_a_late_token_that_its_row_had_before_has_one_count() -> None:
     """Whichever of the two is written last."""
     late = FutureIds(np.array([0, 2]), torch.tensor([7, 4]))
@@ -163,7 +139,7 @@ def test_drafts_of_a_known_distribution_are_settled_as_on_the_host() -> None:
     rows = np.sort(rng.choice(60, 40, replace=False))
     q_DV = torch.from_numpy(rng.dirichlet(np.ones(20), 40)).float()
     proposal = ProposalDistribution(rows, rng.integers(0, 20, 40), q_DV)
-    settled = PendingOutput(*tokens_on_device(OnThisDevice(), logits_RV, batch, None, proposal)).output()
+    settled = sample_on_device(OnThisDevice(), logits_RV, batch, proposal=proposal).output()
     assert same(settled, sample(logits_RV, batch, proposal))
     assert not same(settled, sample(logits_RV, batch))
 

@@ -129,7 +129,7 @@ def runs_of(table: torch.Tensor, options: dict, draft: Draft, seed: int) -> tupl
             q_DV = q_SKV[torch.from_numpy(sequence_R[is_draft_R]), torch.from_numpy(place_R[is_draft_R])]
             proposal = ProposalDistribution(np.flatnonzero(is_draft_R), draft_R[is_draft_R], q_DV)
         batch = batch_of(options, text, row_slot, known_R, seeds)
-        verified = verify(logits_behind(table, text, row_slot, known_R), batch, draft_R, proposal)
+        verified = verify(sample(logits_behind(table, text, row_slot, known_R), batch, proposal), draft_R)
         assert verified.output.finite.all()
         num_accepted += int(verified.num_accepted_S.sum())
         for number in range(int(verified.num_accepted_S.max()) + 1):
@@ -313,7 +313,7 @@ def test_ragged_drafts_are_accepted_as_far_as_they_are_the_models(temperature: f
     batch = None if temperature is None else rows_with([SamplingParams(temperature=temperature)] * 9)
     logits = torch.zeros(9, 8)
     logits[torch.arange(9), torch.tensor(best)] = 5.0
-    verified = verify(logits, batch, draft_R)
+    verified = verify(sample(logits, batch), draft_R)
     assert verified.first_S.tolist() == [0, 3, 5, 6]
     assert verified.num_accepted_S.tolist() == [2, 1, 0, 0]
     assert verified.output.token_ids.tolist() == best
@@ -329,7 +329,7 @@ def test_rows_that_are_not_finite_accept_nothing(value: float, temperature: floa
     logits[1] = value
     q_DV = torch.full((3, 8), 0.125)
     for proposal in (None, ProposalDistribution(np.arange(3), np.zeros(3, dtype=np.int64), q_DV)):
-        verified = verify(logits, batch, np.array([0, 0, 0, -1]), proposal)
+        verified = verify(sample(logits, batch, proposal), np.array([0, 0, 0, -1]))
         assert verified.num_accepted_S.tolist() == [1]
         assert verified.output.finite.tolist() == [True, False, True, True]
 
@@ -338,11 +338,10 @@ def test_rows_that_are_not_finite_accept_nothing(value: float, temperature: floa
 def test_a_distribution_that_cannot_have_given_the_draft_is_passed_over(broken: float) -> None:
     logits = TARGET[0, 0].expand(400, -1)
     batch = rows_with([SamplingParams(temperature=1.0)] * 400)
-    draft_R = np.tile([1, -1], 200)
     q_DV = torch.full((200, V), 0.25)
     q_DV[:, 1] = broken
     proposal = ProposalDistribution(np.arange(0, 400, 2), np.ones(200, dtype=np.int64), q_DV)
-    assert (verify(logits, batch, draft_R, proposal).output.token_ids == sample(logits, batch).token_ids).all()
+    assert (sample(logits, batch, proposal).token_ids == sample(logits, batch).token_ids).all()
 
 
 def test_greedy_rows_and_rows_with_a_proposal_share_a_step() -> None:
@@ -351,7 +350,7 @@ def test_greedy_rows_and_rows_with_a_proposal_share_a_step() -> None:
     params = [SamplingParams()] * 2 + [SamplingParams(temperature=1.0, logprobs=1)] * 4
     draft_R = np.array([best, -1, 1, -1, 2, -1])
     proposal = ProposalDistribution(np.array([0, 2, 4]), draft_R[[0, 2, 4]], torch.full((3, V), 0.25))
-    verified = verify(logits, rows_with(params), draft_R, proposal)
+    verified = verify(sample(logits, rows_with(params), proposal), draft_R)
     assert verified.num_accepted_S[0] == 1
     assert verified.output.token_ids[:2].tolist() == [best, best]
     for row, entry in verified.output.logprobs.items():

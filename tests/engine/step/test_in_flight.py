@@ -3,9 +3,6 @@
 import numpy as np
 import pytest
 
-from pipeline.engine.drafts.drafting import Drafting
-from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
@@ -102,18 +99,6 @@ def test_a_request_can_be_aborted_while_its_token_is_drawn() -> None:
     assert not engine.has_unfinished
     assert engine.step() == []
     assert engine.pool.num_held == 0
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_drafts_wait_for_tokens(seed: int) -> None:
-    engine = hash_engine(100, 4, memory=2, is_asynchronous=True, max_num_batched_tokens=64)
-    engine.draft_as(Drafting([NgramProposer(engine.table, 4)], FixedDrafts(4), engine.scheduler))
-    seen = watched(engine)
-    requests = random_requests(np.random.default_rng(seed), 20, 64)
-    done = run(engine, requests)
-    check_tokens(done, requests, memory=2)
-    assert sum(engine.stats.accepted_by_place) > 0
-    assert not any(late for _, late in seen)
 
 
 def test_sequences_are_given_up_only_when_all_their_tokens_are_known() -> None:

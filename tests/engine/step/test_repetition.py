@@ -109,7 +109,7 @@ def test_a_row_ends_at_the_same_token_with_drafts_preemption_and_any_chunks(
     engine.scheduler.admission.expected_output, engine.scheduler.admission.min_history = 1, 10**9
     if drafts != "none":
         proposer = NgramProposer(engine.table, 5) if drafts == "ngram" else Recorded(engine.table, free, rng)
-        engine.draft_as(Drafting([proposer], Fitful(5, rng), engine.scheduler))
+        engine.draft_as(Drafting(proposer, Fitful(5, rng), engine.scheduler))
     done, num_loops = run(engine, requests, arrivals=rng), 0
     for request in requests:
         params, prompt = request.params, request.prompt_token_ids

@@ -13,9 +13,16 @@ K most drafts of one sequence.
 import numpy as np
 from numba import njit
 
-from pipeline.engine.drafts.lookup.compiled_lookup import bits_of, longest, write_keys, write_tail
-from pipeline.engine.drafts.lookup.corpus import BORDER
-from pipeline.engine.drafts.lookup.suffix_index import GOLDEN, MAX_MATCH, MIN_MATCH
+from pipeline.engine.drafts.lookup.compiled_lookup import (
+    BORDER,
+    GOLDEN,
+    MAX_MATCH,
+    MIN_MATCH,
+    bits_of,
+    longest,
+    write_keys,
+    write_tail,
+)
 from pipeline.kernels.cpu.compile.versions import made_of_imports
 
 COPY, NONE = -3, -1

@@ -1,7 +1,9 @@
 """Looking up what followed the last tokens of texts when they occurred before, compiled by numba; no torch.
 
-One pass over the sequences of a step. `ngram.py`, `suffix_index.py` and `corpus.py` tell what it does, and do it with
-numpy; the tables are the same, so that either may go on with what the other has built.
+A table says of every run of MIN_MATCH to MAX_MATCH tokens where it ended last, by the run's hash. Entries are not
+chained and not compared: a run that falls on the entry of another replaces it, and a look-up compares the tokens
+themselves. So a small table forgets, and never errs. Several texts share a table, each with a salt of its own; only its
+own runs are found for it.
 
 Shapes: S sequences, K most drafts of one, M tokens before a place (the last one first), E entries of a table.
 """
@@ -9,11 +11,23 @@ Shapes: S sequences, K most drafts of one, M tokens before a place (the last one
 import numpy as np
 from numba import njit
 
-from pipeline.engine.drafts.lookup.corpus import BORDER
-from pipeline.engine.drafts.lookup.suffix_index import GOLDEN, LENGTH, MAX_MATCH, MIN_MATCH, SALT
 from pipeline.kernels.cpu.compile.versions import made_of_imports
 
+MIN_MATCH, MAX_MATCH = 2, 8
+BORDER = -2  # between finished outputs: no token, and not what is before a text either
+# of the hash: a polynomial modulo 2**64
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+SALT = np.uint64(0xD1B54A32D192ED03)
+LENGTH = np.uint64(0x8CB92BA72F3D8DD7)
+
 _32, _64, _2 = np.uint64(32), np.uint64(64), np.uint64(2)
+
+
+def new_table(num_entries: int) -> np.ndarray:
+    """Return an empty table of a power of two of entries, 4 bytes each. They are written to once here: the first touch
+    of a page of memory takes microseconds, and hashes touch all pages in the first steps with drafts, which are timed.
+    """
+    return np.full(1 << max(int(num_entries - 1).bit_length(), 1), 0, dtype=np.int32)  # np.zeros would leave them
 
 
 @njit(cache=True)
@@ -22,7 +36,11 @@ def look_up(
     tokens, begin_S, known_S, indexed_S, salt_S, end_E, finished, finished_end_E, most, token_SK, count_S, match_S
 ):
     """Index at most `most` new runs of each text, which begins at tokens[begin_S] and has known_S tokens, and write
-    down what its drafts are, how many, and how long a run they follow. See `NgramProposer.offer`.
+    down what its drafts are, how many, and how long a run they follow.
+
+    They follow the longest run that ends the text, in it or in `finished`, of equally long ones the last, the text's
+    own before another's. What came since then repeats itself if the match goes on: so drafts from the text itself may
+    run into each other, as in LZ77. The run at the very end of a text is indexed later: nothing follows it yet.
 
     Written: end_E, and wholly token_SK, count_S and match_S.
     """
@@ -62,8 +80,7 @@ def look_up(
 @njit(cache=True)
 @made_of_imports
 def index_runs(tokens, begin, end, end_E):
-    """Say in the table where the runs of the text tokens[begin:end] end, which others stand before, but for those at
-    its very end. See `FinishedOutputs.add`."""
+    """Write into the table where the runs of the text tokens[begin:end] end, but for those at its very end."""
     key_L = np.empty(MAX_MATCH - MIN_MATCH + 1, dtype=np.int64)
     tail_M = np.empty(MAX_MATCH, dtype=np.int64)
     for at in range(begin + MIN_MATCH, end):
@@ -75,7 +92,7 @@ def index_runs(tokens, begin, end, end_E):
 
 @njit(inline="always")
 def bits_of(num_entries):
-    """Of the hash that has so many values."""
+    """Return log2 of the size of a table."""
     bits = 0
     while (1 << bits) < num_entries:
         bits += 1

@@ -15,9 +15,9 @@ Shapes: those of `compiled_copies.py`, which does it.
 
 import numpy as np
 
-from pipeline.engine.drafts.lookup.compiled import CompiledLookup
-from pipeline.engine.drafts.lookup.corpus import BORDER, FinishedOutputs
-from pipeline.engine.drafts.lookup.suffix_index import SuffixIndex
+from pipeline.engine.drafts.lookup import compiled_copies
+from pipeline.engine.drafts.lookup.compiled_lookup import BORDER, new_table
+from pipeline.engine.drafts.lookup.finished_outputs import FinishedOutputs
 from pipeline.engine.drafts.policy import Offer
 from pipeline.engine.schedule.sequence import SlotTable
 
@@ -28,12 +28,12 @@ MOST_COPIES = 16  # that are known for each
 class CopyPatterns:
     """Of the rows of one engine's `table`, and of outputs that are in `finished`."""
 
-    def __init__(self, compiled: CompiledLookup, table: SlotTable, finished: FinishedOutputs) -> None:
+    def __init__(self, table: SlotTable, finished: FinishedOutputs) -> None:
         capacity = len(finished.tokens)
-        self._compiled, self._table, self._tokens = compiled, table, table.token_ids.reshape(-1)
+        self._table, self._tokens = table, table.token_ids.reshape(-1)
         self._symbol_N = np.full(capacity, BORDER, dtype=np.int32)
         self._copy_N4 = np.zeros((capacity, 4), dtype=np.int32)
-        self._index = SuffixIndex(8 * capacity)
+        self._end_E = new_table(8 * capacity)
         self._known_TQ4 = np.full((MOST_CONTEXTS, MOST_COPIES, 4), -1, dtype=np.int32)
         self._symbol_BW = np.zeros((table.num_slots, table.max_model_len + 1), dtype=np.int32)
         self._state_B4 = np.zeros((table.num_slots, 4), dtype=np.int64)
@@ -44,18 +44,16 @@ class CopyPatterns:
 
     def learn(self, tokens: np.ndarray, num_prompt: int, place: int) -> None:
         """A row has ended, these are its prompt and its output, which is in `finished` at that place."""
-        self._compiled.learn(
-            tokens, num_prompt, place, self._symbol_N, self._copy_N4, self._index.end_E, self._known_TQ4
-        )
+        compiled_copies.learn(tokens, num_prompt, place, self._symbol_N, self._copy_N4, self._end_E, self._known_TQ4)
 
     def exchange(self, offer: Offer, known_S: np.ndarray, most_new: int) -> None:
         """Exchange the drafts of those sequences of the offer, of which so many tokens are known, whose last symbols
         are known at least as well as the tokens before its drafts. Of at most most_new tokens of each the symbols are
         found in one call; whoever has more has to wait."""
         table, slot_S = self._table, offer.slot_S
-        self._compiled.draft(
+        compiled_copies.draft(
             *(self._tokens, slot_S, slot_S * table.max_model_len, table.num_prompt[slot_S], known_S),
             *(most_new, self._symbol_BW, self._state_B4),
-            *(self._symbol_N, self._copy_N4, self._index.end_E, self._known_TQ4),
+            *(self._symbol_N, self._copy_N4, self._end_E, self._known_TQ4),
             *(offer.token_id_SK, offer.count_S, offer.match_len_S),
         )

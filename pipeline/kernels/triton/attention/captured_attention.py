@@ -42,8 +42,8 @@ class CapturedAttention:
         size = shape.num_numbers, shape.max_seqs, shape.max_blocks
         self._staged = StagedStep([*places, *chain(*own)], *size, device)
         self.numbers = self._staged.numbers
-        query_start_S1, self._context_len_S, tiles, *rest = self._staged.arrays
-        self._places = query_start_S1, self._context_len_S, self._staged.block_table_SM
+        query_start_S1, context_len_S, tiles, *rest = self._staged.arrays
+        self._places = query_start_S1, context_len_S, self._staged.block_table_SM
         self._item_I2 = tiles.view(-1, 2)
         views = iter(rest)
         self._metadata = [
@@ -90,14 +90,9 @@ class CapturedAttention:
         own = [each.numbers(where, decoding, together if each.cascade else ()) for each in self._metadata]
         self._fill(where, item_I2, own, numbers, future)
 
-    def refill(
-        self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None, most_short: int = 0
-    ) -> int:
+    def refill(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
         together = self._cascade.numbers(where) if len(self.plans) > 1 else []
-        own = [
-            each.numbers(where, shared=together if each.cascade else (), most_short=most_short)
-            for each in self._metadata
-        ]
+        own = [each.numbers(where, shared=together if each.cascade else ()) for each in self._metadata]
         self._fill(where, self._no_tiles_I2, own, numbers, future)
         return int(len(self.plans) > 1 and together[0].size > 0)
 
@@ -114,7 +109,3 @@ class CapturedAttention:
 
     def unpack(self) -> None:
         self._staged.unpack()
-
-    def shorten(self, short_S: torch.Tensor) -> None:
-        """Tiles after the end of a shorter context hold nothing that its queries see, and add nothing."""
-        self._context_len_S[: len(short_S)] -= short_S

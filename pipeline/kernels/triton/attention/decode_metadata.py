@@ -214,19 +214,16 @@ class DecodeMetadata:
         where: AttentionInput,
         sequences: np.ndarray | None = None,
         shared: Sequence[np.ndarray] = (),
-        most_short: int = 0,
     ) -> list[np.ndarray]:
         """What the tensors of `sizes` are to hold for a step: of `where`, the sequences at these indices (None: all).
-        `shared`: what groups of them read together, from `CascadeShape.numbers`, for metadata with a cascade. With a
-        window, items begin where it begins if a context is `most_short` tokens shorter.
-        """
+        `shared`: what groups of them read together, from `CascadeShape.numbers`, for metadata with a cascade."""
         taken_S = np.arange(len(where.context_len_S)) if sequences is None else sequences
         context_S = where.context_len_S[taken_S].astype(np.int64)
         count_S = np.diff(where.query_start_S1)[taken_S]
         assert int(count_S.max(initial=0)) <= self.num_queries
         first_seen_S = np.zeros_like(context_S)
         if self.window is not None:
-            first_seen_S = np.maximum(0, context_S - most_short - count_S - self.window + 1)
+            first_seen_S = np.maximum(0, context_S - count_S - self.window + 1)
         if self.cascade is not None:
             first_seen_S = shared[-1][taken_S]
         items = decode_items(taken_S, first_seen_S // KEYS, -(-context_S // KEYS), self.num_programs)

@@ -1,0 +1,161 @@
+"""The draft policy that measures: drafts on or off at each size of batch, by the clock. No torch.
+
+    select -> (the proposer offers) -> lengths -> (the step is computed) -> observe
+
+Time is taken from the end of one step to the end of the next: all that the host does is in it, this policy's own work
+too. At each size of batch (`size_of`) contests decide (contest.py), plain steps being the first incumbent; a size at
+which nothing was decided yet goes on as the one before it. An account bounds what contests lose. Drafts that have lost
+a few plain steps' time since they were faster the last time are measured again. How many tokens are drafted for each
+sequence is its own (row_lengths.py).
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome
+from pipeline.engine.speculation.contest import Account, Contest, size_of
+from pipeline.engine.speculation.counts import SpeculationCounts
+from pipeline.engine.speculation.row_lengths import RowLengths
+from pipeline.engine.speculation.step_time import OUTLIER, PrefillCost
+
+FIRST_STEPS = 48  # plain ones at the start: little is known then from which to draft
+WARM_UP = 3  # steps after drafts went on or off, which say nothing: caches are cold, the proposer catches up
+SETTLED, LOOK_EVERY = 64, 2  # steps alike, from when one in so many is looked at closely
+UNKNOWN_COST = 0.3  # of a draft, in tokens, as long as steps with drafts were not timed
+UNKNOWN_OUTLIER = 6.0  # plain steps' time that a step with drafts is taken to be at most, until such were timed
+MAX_DRIFT_STEPS = 1.0  # the same of a step's part in what drafts have lost, or gained
+
+
+class MeasuredDrafts:
+    """Implements `DraftPolicy`."""
+
+    def __init__(self, max_draft_tokens: int, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._clock = clock
+        self._rows = RowLengths(max_draft_tokens)
+        self._account, self._prefill, self._counts = Account(), PrefillCost(), SpeculationCounts()
+        self._contest = Contest(0)  # of the last step
+        self._contests = {0: self._contest}
+        self._steps: deque[tuple[StepFacts, bool | None]] = deque()  # selected, not observed; None: it says nothing
+        self._ended_ns: int | None = None  # the last step
+        self._had_drafts, self._num_alike = False, 0  # of the last steps
+        self._num_steps = 0
+        self._unsettled_s = 0.0
+
+    def select(self, facts: StepFacts) -> bool:
+        wants: bool | None = self._contest_of(facts.num_sequences).drafts
+        if wants and (facts.room <= 0 or not facts.num_sequences):
+            wants = None
+        self._steps.append((facts, wants))
+        return bool(wants)
+
+    def lengths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
+        return np.minimum(offer.count_S, self._rows.lengths(offer.slot_S))
+
+    def admitted(self, slot: int) -> None:
+        self._rows.admitted(slot)
+
+    def paused(self, ns: int) -> None:
+        if self._ended_ns is not None:
+            self._ended_ns += ns
+
+    def observe(self, outcome: StepOutcome) -> None:
+        now_ns, began_ns = self._clock(), self._ended_ns
+        self._ended_ns = None if outcome.is_last else now_ns
+        selected, has_drafts = self._steps.popleft()
+        while selected is not outcome.facts:  # one that was undone
+            selected, has_drafts = self._steps.popleft()
+        num = selected.num_sequences
+        if began_ns is None or not num:
+            return
+        contest = self._contest = self._contest_of(num)
+        self._num_steps += 1
+        contest.steps, contest.num_sequences = contest.steps + 1, num
+        seconds = max(1e-9 * (now_ns - began_ns), 1e-9)
+        own_s = max(seconds - self._prefill.token_s * selected.num_prefill, 0.0)
+        self._count(contest, outcome, own_s)
+        if has_drafts is None:
+            return
+        self._num_alike = self._num_alike + 1 if has_drafts == self._had_drafts else 0
+        self._had_drafts = has_drafts
+        self._unsettled_s += seconds
+        if self._num_alike <= SETTLED or contest.is_running or contest.steps % LOOK_EVERY == 0:
+            self._look(contest, has_drafts, outcome, seconds, own_s)
+
+    def counters(self) -> dict[str, int]:
+        return self._counts.flat()
+
+    # -- parts
+
+    def _contest_of(self, num_sequences: int) -> Contest:
+        size, last = size_of(num_sequences) if num_sequences else self._contest.size, self._contest
+        if size == last.size:
+            return last
+        contest = self._contests.get(size)
+        if contest is None:
+            contest = self._contests[size] = Contest(size, last)
+        else:
+            contest.follow(last)
+        return contest
+
+    def _look(self, contest: Contest, has_drafts: bool, outcome: StepOutcome, seconds: float, own_s: float) -> None:
+        """Learn from a step. own_s: of its seconds, those that its prompts did not take."""
+        facts, verdict, prefill_s = outcome.facts, outcome.verdict, self._prefill.token_s
+        num, window = facts.num_sequences, contest.window(has_drafts)
+        rate, off_s = contest.rate(has_drafts, prefill_s), contest.off_s(prefill_s)
+        if verdict is not None:
+            self._rows.observe(verdict, UNKNOWN_COST if rate is None else rate.draft_cost(off_s))
+        tokens, drafts = outcome.num_generated / num, 0 if verdict is None else int(verdict.drafted_D.sum())
+        if self._num_alike >= WARM_UP:
+            if len(window):
+                self._prefill.add(window, seconds, facts.num_prefill, num)
+            window.add(seconds, facts.num_prefill, tokens, drafts / num)
+        if off_s is not None and (prefill_s or not facts.num_prefill):  # else what the prompts took is not known
+            self._settle(contest, has_drafts, own_s, tokens, seconds, off_s)
+        if contest.is_running:
+            contest.judge(prefill_s, contest.drafts and self._account.is_in_debt, self._num_steps)
+        elif contest.is_due():
+            can_begin = self._account.can_pay and self._num_steps >= FIRST_STEPS
+            if contest.rate(contest.is_on, prefill_s) is not None and (can_begin or contest.is_on):
+                contest.begin(prefill_s)
+
+    def _settle(
+        self, contest: Contest, has_drafts: bool, own_s: float, tokens: float, seconds: float, off_s: float
+    ) -> None:
+        """Charge what the step lost against the incumbent or, if it is the incumbent's, against plain steps."""
+        lost_s = drift = 0.0
+        if has_drafts or contest.is_on:
+            best = contest.rate(contest.is_on, self._prefill.token_s) if has_drafts != contest.is_on else None
+            drift = (own_s - tokens * off_s) / off_s
+            rate = contest.rate(has_drafts, self._prefill.token_s)
+            # In a longer step the machine did something else; the rates leave that out, too.
+            own_s = min(own_s, UNKNOWN_OUTLIER * off_s if rate is None else OUTLIER * rate.step_s)
+            lost_s = own_s - tokens * (off_s if best is None else best.token_s)
+        steps = self._unsettled_s / seconds  # this one stands for those before it
+        self._account.settle(self._unsettled_s, steps * lost_s, off_s)
+        if has_drafts and contest.is_on:
+            contest.lost_steps = max(contest.lost_steps + steps * min(drift, MAX_DRIFT_STEPS), 0.0)
+        self._unsettled_s = 0.0
+
+    def _count(self, contest: Contest, outcome: StepOutcome, own_s: float) -> None:
+        """Count a step for the report. own_s: without its prompts."""
+        num, verdict, counts = outcome.facts.num_sequences, outcome.verdict, self._counts
+        b = counts.bucket_of(num)
+        counts.on_steps[b] += contest.is_on
+        if verdict is None:
+            counts.plain_steps[b] += 1
+            return
+        # A plain step at the machine's speed of now; where that changed during the contest, one seems to take longer
+        # than a step with drafts, which does more.
+        plain_s = None if contest.slowdown is None else own_s / max(contest.slowdown, 1.0)
+        same_tokens_s = own_s if plain_s is None else plain_s * outcome.num_generated / num
+        counts.drafted_steps[b] += 1
+        counts.probe_steps[b] += not contest.is_on
+        counts.drafted_sequences[b] += num
+        counts.drafted_step_tokens[b] += outcome.num_generated
+        counts.draft_tokens[b] += int(verdict.drafted_D.sum())
+        counts.accepted_tokens[b] += int(verdict.accepted_D.sum())
+        counts.spent_us[b] += round(own_s * 1e6)
+        counts.plain_us[b] += round(same_tokens_s * 1e6)
