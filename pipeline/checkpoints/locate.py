@@ -34,16 +34,6 @@ def model_kind(path: str) -> ModelKind:
     return "id" if path.count("/") == 1 and not path.startswith((".", "/", "~")) else "missing"
 
 
-def resolve_draft(
-    path: str | None,
-    storage: Mapping[str, Mapping[str, Any]],
-    say: Callable[[str], None] | None = None,
-    retries: RetryCounts | None = None,
-) -> Path | None:
-    """The local folder of `speculation.model`, if there is one. Raises as `resolve_model`."""
-    return None if path is None else resolve_model(path, storage, say, retries, "speculation.model")
-
-
 def resolve_model(
     path: str,
     storage: Mapping[str, Mapping[str, Any]] | None = None,

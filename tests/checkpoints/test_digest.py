@@ -10,7 +10,7 @@ import pytest
 from pipeline.checkpoints import cache as model_cache
 from pipeline.checkpoints.cache import MANIFEST, cache_folder, check_copy
 from pipeline.checkpoints.digest import model_digest
-from pipeline.checkpoints.locate import resolve_draft, resolve_model
+from pipeline.checkpoints.locate import resolve_model
 from pipeline.demo import demo_model
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from tests.faults.store import KEY, SECRET, FaultyStore
@@ -53,13 +53,6 @@ def test_local_folders_and_what_is_none(tmp_path):
     with pytest.raises(ModelError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
     assert cache_folder({}) == Path.home() / ".cache" / "parquet-batch-inference" / "models"
-
-
-def test_a_draft_model_is_found_like_a_model_and_missed_under_its_own_name(tmp_path):
-    assert resolve_draft(None, {"key": "of the model's url"}) is None
-    assert resolve_draft("demo:draft", {"key": "of the model's url"}) == demo_model("draft").resolve()
-    with pytest.raises(ModelError, match=r"model\.draft .* has no config\.json"):
-        resolve_draft(str(tmp_path), {})
 
 
 def test_a_model_is_downloaded_once(store, cache):

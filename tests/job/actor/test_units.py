@@ -184,7 +184,7 @@ def test_rows_with_texts_of_control_tokens_are_counted(prompt, in_template, in_v
     chats = [q and [{"role": "user", "content": q}] for q in ENDED]
     unit = unit_of({"q": ENDED, "m": chats, "n": range(8)}, units_as_written(config))
     tokenize = Tokenize(
-        FakeTokenizer(), SamplingParams(), 0, chat_of(config.prompt, config.task.type, None), author=author_of(config)
+        FakeTokenizer(), SamplingParams(), 0, chat_of(config.prompt, "generate", None), author=author_of(config)
     )
     found = tokenize.control_tokens(unit)
     assert (found.in_template, found.in_values) == (in_template, in_values)

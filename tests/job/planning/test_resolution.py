@@ -56,7 +56,7 @@ BROKEN = [
     ({"model": {"path": "without-tokenizer"}}, ["model.path"]),
     ({"engine": {"max_model_len": 4096}}, ["engine.max_model_len"]),
     ({"model": {"path": "demo:target-awq", "quantization": "int8"}}, ["model.quantization"]),
-    ({"model": {"draft": "nowhere"}}, ["model.draft"]),
+    ({"speculation": {"method": "draft_model", "model": "nowhere"}}, ["speculation.model"]),
     ({"model": {"path": "odd-sampling"}, "sampling": {"generation_config": "model"}}, ["sampling.generation_config"]),
     ({"sampling": {"reasoning": "auto"}}, ["sampling.reasoning"]),
     ({"task": {"type": "embed", "dimensions": 5000}, "sampling": None}, ["task.dimensions"]),
