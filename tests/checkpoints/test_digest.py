@@ -210,4 +210,4 @@ def test_fault_46_no_message_shows_storage_options(store):
         assert KEY not in f"{error.value!r}"
         store.proxy.calm()
     with pytest.raises(ModelError, match=r"nope://x: cannot be opened .*these its options: secret"):
-        resolve_model("nope://x", {"secret": SECRET})
+        resolve_model("nope://x", {"nope": {"secret": SECRET}})

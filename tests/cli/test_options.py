@@ -73,7 +73,7 @@ def test_numbers_that_are_none_or_endless_are_refused_everywhere():
     """Python reads them as floats, and a range without an upper end holds infinity; NaN is in every range."""
     numbers: dict[str | None, Any] = {option.name: option.type for command in commands() for option in command.params
                if isinstance(option.type, click.FloatRange)}  # fmt: skip
-    assert {"rows_per_month", "effort_usd", "kv_shares"} <= numbers.keys()
+    assert {"rows_per_month", "effort_usd"} <= numbers.keys()
     for name, kind in numbers.items():
         for text in ("nan", "inf"):
             with pytest.raises(click.BadParameter, match=r"is not a finite number|is not in the range"):

@@ -266,7 +266,6 @@ def test_refused(mistakes, more: str, expected: str):
         ("column: text", "template: '{text}', chat: true, special_tokens: template", "with chat the chat template"),
         ("{column: text}", "{}", "expected exactly one of template, column, messages; got none of them"),
         ("path: demo", "path: demo:large", "expected demo, demo:target, demo:target-awq"),
-        ("path: demo", "path: demo, draft: demo:small", "model.draft: no embedded model 'demo:small'"),
         ("path: data", "path: data, columns: [a, a]", "'a' is named twice"),
         ("path: demo", "path: 's3://b/m', revision: x", "model.revision: only a Hugging Face id has revisions"),
         ("path: data", "path: data, limit: 0", "expected at least 1"),
@@ -282,7 +281,8 @@ def test_refused_in_the_required_sections(mistakes, before: str, after: str, exp
 
 
 STORES = MINIMAL.replace("path: data", "path: 'ftp://user:hunter2@host/x'").replace("path: out", "path: 's3://b/out'")
-STORES = STORES.replace("path: demo", "path: 's3://models/m', draft: 's3://models2/d'")
+STORES = STORES.replace("path: demo", "path: 's3://models/m'")
+STORES += "speculation: {method: draft_model, model: 's3://models2/d'}\n"
 STORES += "storage: {ftp: {secret: hunter2}, s3: {profile: all}, 's3://models/': {key: hunter2, secret: hunter2}}\n"
 
 
@@ -366,8 +366,7 @@ FREE = [
     ("path: demo", "path: other/folder"),
     ("prompt:", "name: other\nprompt:"),
     ("prompt:", "run: {actors: 3, max_error_rate: 0.5, drain_timeout: 3 s, notify: x}\nprompt:"),
-    ("prompt:", "engine: {max_num_seqs: 3, speculation: off}\nprompt:"),
-    ("path: demo", "path: demo, draft: demo:draft"),
+    ("prompt:", "engine: {max_num_seqs: 3}\nspeculation: off\nprompt:"),
     ("path: demo", "path: owner/name, revision: v1"),
     ("prompt:", "speculation: {method: draft_model, model: demo:draft, num_speculative_tokens: 3}\nprompt:"),
     ("prompt:", "cost: {hourly_usd: 3}\nprompt:"),

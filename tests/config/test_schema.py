@@ -60,7 +60,7 @@ def test_short_forms_are_taken(more: str):
     "more",
     ["model2: {}", "engine: {max_num_seq: 3}", "sampling: {max_tokens: true}", "sampling: {max_tokens: 0}",
      "sampling: {max_tokens: {columns: b}}", "sampling: {seed: {column: b}}", "sampling: {stop: ['']}",
-     "engine: {device: gpu}", "speculation: ngram", "speculation: {num_speculative_tokens: 99}",
+     "engine: {device: gpu}", "speculation: eagle", "speculation: {num_speculative_tokens: 99}",
      "engine: {gpu_memory_utilization: 90}", "run: {drain_timeout: 60}", "run: [actors]", "name: 5",
      "task: {type: embed, labels: [a, b]}"],
 )  # fmt: skip

@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -136,7 +136,7 @@ class FakeEngine:
         self.say("warming up")
 
     def counters(self) -> dict[str, int]:
-        return asdict(self.stats)
+        return self.stats.flat()
 
     @property
     def has_unfinished(self) -> bool:
