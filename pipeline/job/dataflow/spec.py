@@ -8,9 +8,8 @@ from pipeline.data.units import UnitSpec
 from pipeline.job.actor.worker import WorkSpec
 
 NUM_READERS = 2  # windows read at once; one for a single actor, as each is a process to start
-# More readers for more actors. One was seen to render so many rows of 2,000 characters a second (two shared cores,
+# More readers for more actors. One was seen to render 16,000 rows of 2,000 characters a second (two shared cores,
 # local disk), some eight million tokens. What an engine on a GPU reads was not measured; a tenth would be much.
-READER_ROWS_PER_S = 16_000
 ACTORS_PER_READER = 8
 
 FEWEST_IN_FLIGHT, MOST_IN_FLIGHT = 4, 48
