@@ -76,9 +76,7 @@ class Engine:
         )
         with self.place:
             self.draft_as(
-                make_drafting(
-                    resolved, self.scheduler, built.draft_runner, self.runner.vocab_size, self._say_warming_up
-                )
+                make_drafting(resolved, self.scheduler, built.draft_runner, self.runner.vocab_size, self._say)
             )
         self.resolved: dict[str, str | int] = built.about
 
@@ -417,7 +415,7 @@ class Engine:
         self._check_open()
         if self._num_inside:
             raise ConfigError(f"warm_up: {self._num_inside} sequences are waiting or running; warm up before them")
-        self._say_warming_up()
+        self._say("warming up (compiling kernels, the first time on a machine)")
         counted, drafting = vars(self.stats).copy(), self.drafting
         self.draft_as(None)
         prompt = [min(self.runner.vocab_size - 1, 1)] * min(self.pool.block_size, self.max_model_len - 2)
@@ -457,9 +455,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _say_warming_up(self) -> None:
-        self._say("warming up (compiling kernels, the first time on a machine)")
 
     def _check_open(self) -> None:
         if self._closed:

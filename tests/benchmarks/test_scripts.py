@@ -94,7 +94,7 @@ def test_a_simulated_engine_computes_every_token_and_waits_for_a_slow_host() -> 
     assert all(run["tokens_per_s"] * run["seconds"] == pytest.approx(tokens) for run in found)
     assert found[0]["waiting_share"] < 0.5 < found[1]["waiting_share"]
     assert found[0]["preemptions"] == 0 < found[0]["running"] <= 8
-    tight = SimulatedEngine(fast, 4096, num_blocks=16).run(rows)
+    tight = SimulatedEngine(fast, 4096, num_blocks=20).run(rows)
     assert tight["kv_used"] > found[0]["kv_used"]
     assert tight["num_steps"] > found[0]["num_steps"]
 

@@ -224,7 +224,7 @@ def engines() -> dict[str, tuple[Callable[[], Engine], int | None]]:
         "ahead": (lambda: hash_engine(120, 4, is_asynchronous=True), None),
         "looking up": (lambda: looking_up(False), MEMORY),
         "looking up, ahead": (lambda: looking_up(True), MEMORY),
-        "draft model, ahead": (lambda: drafting_engine(4, 0.3), None),
+        "draft model, ahead": (lambda: drafting_engine(4, 0.3)[0], None),
     }
 
 

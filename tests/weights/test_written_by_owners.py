@@ -81,7 +81,10 @@ def test_the_whole_runs_through_the_engine(file: Path, tmp_path: Path) -> None:
         (place / "config.json").write_text(json.dumps(CONFIG | extra))
         write_tokenizer(place)
     widened = "; 1 fused linears of several formats dequantized" if "mixed" in file.stem else ""
-    check(*places, f"{read_config(places[0]).quantization}{widened}")
+    stored = read_config(places[0]).quantization
+    assert stored is not None
+    rounded = ", activations not in 8 bits" if stored.has_activations else ""
+    check(*places, f"{stored}{rounded}{widened}")
 
 
 def test_the_fixtures_are_all_there_and_one_was_quantized_in_another_order() -> None:

@@ -13,10 +13,10 @@ from pipeline.engine.startup.resolve import Resolved
 
 
 def make_drafting(
-    resolved: Resolved, scheduler: Scheduler, draft: Runner | None, vocab_size: int, say: Callable[[], None]
+    resolved: Resolved, scheduler: Scheduler, draft: Runner | None, vocab_size: int, say: Callable[[str], None]
 ) -> Drafting | None:
     """Return the drafting of an engine; None where speculation is off. draft: runs the draft model, where there is one.
-    vocab_size: the target's. `say` is called before something that takes long."""
+    vocab_size: the target's. say: receives a line before something that takes long."""
     speculation, table = resolved.speculation, scheduler.table
     most = speculation.num_speculative_tokens
     if speculation.method == "off":
@@ -26,7 +26,7 @@ def make_drafting(
         from pipeline.engine.drafts.lookup.ngram import NgramProposer  # imports numba, which may be missing
 
         proposer = NgramProposer(table, most)
-        say()
+        say("warming up lookup (compiling it, the first time on a machine)")
         proposer.warm_up()
     else:
         assert draft is not None

@@ -81,7 +81,7 @@ def test_steps_with_drafts_run_through_all_layers_at_once(folder: Path, monkeypa
         run(self, x_TH, *others)
 
     monkeypatch.setattr(CompiledDecodeSteps, "run", seen)
-    with float32_engine(folder, quantization="int4-rtn") as engine:
+    with float32_engine(folder, quantization="int4-rtn", speculation="off") as engine:
         plain = engine.generate(prompts, params)
         assert drafted
         assert not any(drafted)
