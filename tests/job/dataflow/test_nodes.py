@@ -122,7 +122,7 @@ def test_an_elastic_pool_grows_as_nodes_join_and_gives_actors_back_before_the_ta
         assert actor["released"] == (end < run["wall_us"] - 4e6), (ends, run["wall_us"])
     assert sum(actor["released"] for actor in run["actors"]) == 2
     page = (job.output / "_pipeline" / "report.md").read_text()
-    assert "3 engines: 2 joined after the start, 2 given back before the end" in page
+    assert "3 engines: 2 joined after the start, 2 released before the end" in page
 
 
 def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhere(job, cluster):
