@@ -97,6 +97,7 @@ def test_fault_51_where_no_service_answers_there_is_no_notice_and_that_is_said_o
     assert f"run.spot_notice {cloud}: no metadata service answers" in warnings[0]
 
 
+@pytest.mark.usefixtures("one_unit_in_flight")
 def test_fault_51_a_spot_notice_drains_the_run_and_the_next_one_goes_on(job, metadata, monkeypatch):
     job.rows(TEXTS).fake(step_s=0.05)
     monkeypatch.setattr(spot, "_AWS", metadata.url)

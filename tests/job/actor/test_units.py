@@ -227,11 +227,15 @@ def test_whether_the_last_turn_is_continued_is_the_job_files_to_say():
 
     turns = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]]
     unit = unit_of({"m": turns}, UnitSpec(PromptSpec(messages="m")))
-    for chat, expected in (({}, 1), ({"continue_final_message": False}, 0)):
+    for chat, expected in (
+        ({}, 1),
+        ({"continue_final_message": True}, 1),
+        ({"continue_final_message": False}, 0),
+    ):
         config = prompt_job(messages="m", chat=chat)
         requests, _ = Tokenize(Told(), SamplingParams(), 0, chat_of(config.prompt, config.task.type, None))(unit)
         assert requests[0].prompt_token_ids == [expected]
-        assert ("continue_final_message" in identity_of(config)["prompt"]["chat"]) is (expected == 0)
+        assert identity_of(config)["prompt"]["chat"]["continue_final_message"] is (expected == 1)
 
 
 def test_a_chat_that_the_template_refuses_is_the_rows_error():

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -18,8 +19,8 @@ from pipeline.machine.host import now_us
 from tests.job.conftest import FAKES, TEXTS
 
 
-def spec_of(job, **run):
-    config = job.config(run={"window_rows": 1000, **run}, output={"rows_per_file": 8})
+def spec_of(job, rows_per_file=8, **run):
+    config = job.config(run={"window_rows": 1000, **run}, output={"rows_per_file": rows_per_file})
     plan = make_plan(config, "cpu")
     return flow_spec(plan, tuple(what_is_left(plan, DoneUnits())), FAKES, "0001-run")
 
@@ -84,7 +85,7 @@ def test_what_ends_the_reading_ends_the_run(job, monkeypatch, error):
 
 
 def test_a_flow_that_is_ended_leaves_no_thread(job):
-    flow = InProcessDataflow(spec_of(job.rows(TEXTS).fake(step_s=0.1), unit_rows=2), now_us())
+    flow = InProcessDataflow(spec_of(job.rows(TEXTS).fake(step_s=0.1), rows_per_file=2), now_us())
     while flow.next(5.0) is None:
         pass
     flow.close()
@@ -106,7 +107,7 @@ def test_units_are_read_as_they_are_computed(job, monkeypatch):
             most_ahead = max(most_ahead, read - done)
             yield unit
 
-    spec = spec_of(job.rows(TEXTS).fake(step_s=0.01), unit_rows=2, units_in_flight=2)
+    spec = replace(spec_of(job.rows(TEXTS).fake(step_s=0.01), rows_per_file=2), units_in_flight=2)
     monkeypatch.setattr(in_process, "read_units", reading)
     flow = InProcessDataflow(spec, now_us())
     try:

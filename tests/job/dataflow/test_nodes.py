@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
+from pipeline.data.units import UNIT_TOKENS
+from pipeline.job.dataflow.spec import units_in_flight
+
 ROOT = Path(__file__).parents[3]
 TEXTS = [f"text {i} " + "x" * (i % 13) for i in range(480)]
 NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 100 * 2**20}  # room for one actor and one reader
-IN_FLIGHT, UNIT_ROWS = 2, 8
+UNIT_ROWS = 8
+IN_FLIGHT = units_in_flight(UNIT_ROWS, UNIT_ROWS, UNIT_TOKENS, max_tokens=6)
 HEAD = {"include_dashboard": False, "include_log_monitor": False}  # processes that nobody here asks
 
 
@@ -56,7 +60,9 @@ def test_a_node_that_dies_costs_its_open_units_alone_and_one_that_joins_gets_wor
     texts = slow_end(job, TEXTS, 240, engines=4)
     of_actors = {"actors": 3, "cpus_per_actor": 1, "gpus_per_actor": 1}
     job.config(
-        run={**of_actors, "ray_address": cluster.address, "window_rows": 40}, output={"rows_per_file": UNIT_ROWS}
+        engine={"max_num_seqs": UNIT_ROWS},
+        run={**of_actors, "ray_address": cluster.address, "window_rows": 40},
+        output={"rows_per_file": UNIT_ROWS},
     )
     driver = start(job)
     wait_for_parts(job, driver, 6)
@@ -76,7 +82,7 @@ def test_a_node_that_dies_costs_its_open_units_alone_and_one_that_joins_gets_wor
     assert replacement["units"] > 0
     (fault,) = [fault for fault in report["faults"] if fault["kind"] == "node_lost"]
     assert fault["count"] == 1
-    assert fault["where"] == [f"{lost['host']} (Ray node {lost['node_id'][:8]})"]
+    assert fault["nodes"] == [f"{lost['host']} (Ray node {lost['node_id'][:8]})"]
     assert 0 <= fault["tokens"]["generated"] <= IN_FLIGHT * UNIT_ROWS * 6
     assert fault["machine_us"] > 0
     assert run["duplicate_units"] == 0
@@ -94,7 +100,9 @@ def test_an_elastic_pool_grows_as_nodes_join_and_gives_actors_back_before_the_ta
     job.fake(step_s=0.15, slow="slow", slow_s=3.0).rows(texts)
     of_actors = {"actors": {"min": 1, "max": 3}, "cpus_per_actor": 1, "gpus_per_actor": 1}
     job.config(
-        run={**of_actors, "ray_address": cluster.address, "window_rows": 40}, output={"rows_per_file": UNIT_ROWS}
+        engine={"max_num_seqs": UNIT_ROWS},
+        run={**of_actors, "ray_address": cluster.address, "window_rows": 40},
+        output={"rows_per_file": UNIT_ROWS},
     )
     driver = start(job)
     wait_for_parts(job, driver, 3)
@@ -114,7 +122,7 @@ def test_an_elastic_pool_grows_as_nodes_join_and_gives_actors_back_before_the_ta
         assert actor["released"] == (end < run["wall_us"] - 4e6), (ends, run["wall_us"])
     assert sum(actor["released"] for actor in run["actors"]) == 2
     page = (job.output / "_pipeline" / "report.md").read_text()
-    assert "3 engines: 2 joined after the start, 2 given back before the end" in page
+    assert "3 engines: 2 joined after the start, 2 released before the end" in page
 
 
 def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhere(job, cluster):
@@ -124,7 +132,9 @@ def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhe
     of_actors = {"actors": 2, "cpus_per_actor": 1, "gpus_per_actor": 1}
     of_actors["drain_timeout"] = "1 min"  # for what is open there, slow units too
     job.config(
-        run={**of_actors, "ray_address": cluster.address, "window_rows": 40}, output={"rows_per_file": UNIT_ROWS}
+        engine={"max_num_seqs": UNIT_ROWS},
+        run={**of_actors, "ray_address": cluster.address, "window_rows": 40},
+        output={"rows_per_file": UNIT_ROWS},
     )
     driver = start(job)
     wait_for_parts(job, driver, 6)
@@ -155,7 +165,9 @@ def test_all_workers_leave_and_others_come(job, cluster):
     job.fake(step_s=0.1).rows(TEXTS[:120])
     of_actors = {"actors": 1, "cpus_per_actor": 1, "gpus_per_actor": 1}
     job.config(
-        run={**of_actors, "ray_address": cluster.address, "window_rows": 40}, output={"rows_per_file": UNIT_ROWS}
+        engine={"max_num_seqs": UNIT_ROWS},
+        run={**of_actors, "ray_address": cluster.address, "window_rows": 40},
+        output={"rows_per_file": UNIT_ROWS},
     )
     driver = start(job)
     wait_for_parts(job, driver, 3)
@@ -176,7 +188,9 @@ def test_the_head_restarts_and_the_same_command_goes_on(job):
     def begun():
         made = Cluster(initialize_head=True, head_node_args=NODE | HEAD)
         job.config(
-            run={**of_actors, "ray_address": made.address, "window_rows": 40}, output={"rows_per_file": UNIT_ROWS}
+            engine={"max_num_seqs": UNIT_ROWS},
+            run={**of_actors, "ray_address": made.address, "window_rows": 40},
+            output={"rows_per_file": UNIT_ROWS},
         )
         return made, start(job)
 

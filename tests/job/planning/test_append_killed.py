@@ -22,7 +22,7 @@ from pipeline.stores.local_folder import LocalFolder
 from tests.job.conftest import TEXTS, Job, run, success
 
 ROOT = Path(__file__).parents[3]
-QUICK = {"unit_rows": 4, "drain_timeout": "0.1 s"}
+QUICK = {"run": {"drain_timeout": "0.1 s"}, "output": {"rows_per_file": 4}}
 pytestmark = pytest.mark.usefixtures("without_ray")
 
 
@@ -76,7 +76,7 @@ class DyingFolder:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_run_that_dies_at_any_write_is_gone_on_with(job, monkeypatch):
-    run(job.rows(TEXTS[:12]), run=QUICK)
+    run(job.rows(TEXTS[:12]), **QUICK)
     add(job, "a.parquet", range(50, 58))
     before_append, at, recorded = files(job), 0, set()
     while True:
@@ -89,7 +89,7 @@ def test_a_run_that_dies_at_any_write_is_gone_on_with(job, monkeypatch):
             with monkeypatch.context() as patch:
                 folder = DyingFolder(patch, at, before)
                 with contextlib.suppress(BaseException):
-                    run(job, append=True, run=QUICK)
+                    run(job, append=True, **QUICK)
             if not folder.dead:
                 assert recorded == {True, False}
                 assert at > 5, "the record, _SUCCESS removed, two parts, _SUCCESS"
@@ -98,11 +98,11 @@ def test_a_run_that_dies_at_any_write_is_gone_on_with(job, monkeypatch):
                 assert success(job)["input_rows"] == job.table().num_rows
             recorded.add((job.output / FOLDER / "0001.json").exists())
             if (job.output / FOLDER / "0001.json").exists():
-                run(job, run=QUICK)
+                run(job, **QUICK)
             else:
                 with pytest.raises(FingerprintError, match="--append"):
-                    run(job, run=QUICK)
-                run(job, append=True, run=QUICK)
+                    run(job, **QUICK)
+                run(job, append=True, **QUICK)
             check(job, {*range(12), *range(50, 58)})
 
 

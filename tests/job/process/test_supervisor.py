@@ -161,7 +161,7 @@ def test_fault_6_a_hung_step_is_ended_its_stack_kept_and_its_row_found(start):
     asked = requests(["fine", "poison", "fine too"])
     check(asked, supervisor.generate(asked), failed={1})
     reason = supervisor.deaths().reasons[0]
-    assert reason.startswith("signal SIGKILL, by us: no step for run.step_timeout_s, 0.4 s: File ")
+    assert reason.startswith("signal SIGKILL, by us: no step for 0.4 s (run.stall_timeout): File ")
     assert reason.endswith("in _maybe_fail")
 
 
@@ -274,7 +274,7 @@ def test_an_import_that_fails_is_not_taken_for_too_little_memory(start, tmp_path
 
 def test_fault_7_a_load_that_says_nothing_for_too_long_is_ended(start):
     supervisor = start(load_s=60, load_timeout_s=1.5)
-    with pytest.raises(EnvironmentFailed, match=r"nothing heard while it loaded for run.load_timeout_s, 1.5 s"):
+    with pytest.raises(EnvironmentFailed, match=r"nothing heard while it loaded, for 1\.5 s \(run\.stall_timeout\)"):
         supervisor.generate(requests(["row"]))
 
 

@@ -69,9 +69,11 @@ def test_a_job_without_them_is_the_job_that_it_was(job):
     job.rows(TEXTS[:4])
     run(job)
     assert "prompt_logprobs" not in job.table().column_names
-    assert (
-        "prompt_logprobs" not in json.loads((job.output / "_pipeline" / "job.json").read_text())["identity"]["sampling"]
-    )
+    identity = json.loads((job.output / "_pipeline" / "job.json").read_text())["identity"]
+    assert identity["sampling"]["prompt_logprobs"] is None
+    run(job, sampling={"max_tokens": 6, "prompt_logprobs": None})
+    with pytest.raises(FingerprintError, match=r"sampling\.prompt_logprobs: nothing -> 0"):
+        run(job, sampling={"max_tokens": 6, "prompt_logprobs": 0})
 
 
 def test_they_are_the_engines_also_of_prompts_that_share_a_beginning(job):

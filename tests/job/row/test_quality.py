@@ -228,7 +228,7 @@ def test_a_reference_that_is_not_there_is_refused(job):
         ({"quality": {"sample": 1.5}}, "quality.sample"),
         ({"quality": {"max_drop": 2}}, "quality.max_drop"),
         ({"quality": {"model": "demo:nothing"}}, "quality.model"),
-        ({"quality": {"sample": 0.1}}, "quality.sample"),
+        ({"run": {"quality_sample": 0.1}}, "run.quality_sample"),
     ],
 )
 def test_mistakes_in_the_job_file_are_told_with_their_key(job, section, key):
@@ -243,4 +243,9 @@ def test_validate_says_what_is_compared_with_what(job):
     assert "50% of the rows against demo:target (embedded); right answers from text" in describe(found)
     own = watched(job, model={"path": "demo:target", "quantization": "int8"}, quality={})
     assert "against the model's own weights as they are stored" in describe(examine(own))
-    assert free_of(load_job(job.folder / "job.yaml"))["quality"] == {"model": None, "column": None, "max_drop": 0.02}
+    assert free_of(load_job(job.folder / "job.yaml"))["quality"] == {
+        "sample": 0.5,
+        "model": None,
+        "column": None,
+        "max_drop": 0.02,
+    }

@@ -147,7 +147,7 @@ def test_lists_and_rows_hold_the_same_and_are_counted_verified_divided_and_compa
 
     report, _ = run(rows, sampling=sampling, output={"path": places["rows"]})
     assert report.rows.output == 88, "of a job that is finished already"
-    with pytest.raises(FingerprintError, match='samples: nothing -> "rows"'):
+    with pytest.raises(FingerprintError, match=r'output\.samples: "lists" -> "rows"'):
         run(rows, sampling=sampling, output={"path": places["lists"]})
 
 
@@ -270,5 +270,5 @@ def test_a_kept_column_may_not_be_called_as_the_samples_are(rows):
 
 
 def test_a_task_without_samples_has_no_form_of_them(rows):
-    with pytest.raises(JobFileError, match=r"output\.samples: says nothing with task score, which generates no text"):
+    with pytest.raises(JobFileError, match=r"output\.samples: has no effect with task score, which generates no text"):
         rows.config(task="score")

@@ -139,7 +139,7 @@ def test_the_plan_has_lists_and_units_weigh_all_samples(job):
     units = []
     for sampling in ({"max_tokens": 6}, SAMPLING):
         plan = make_plan(job.config(sampling=sampling), "cpu")
-        spec = replace(plan.units, unit_tokens=100)
+        spec = replace(plan.job.units, unit_tokens=100)
         units.append(sum(len(list(window_units(plan.source, window, spec))) for window in plan.windows))
     assert units[1] > 1.5 * units[0]
 

@@ -29,7 +29,7 @@ def test_a_job_file_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(ROOT)
     written = load_job(f"jobs/{name}.yaml")
     sets = ["model.path=demo:target", f"output.path={tmp_path / 'out'}", "input.limit=4", "run.actors=1"]
-    if written.input.requests is not None or written.prompt.chat is not None:
+    if written.input.has_requests or written.prompt.chat is not None:
         template = tmp_path / "turns.jinja"  # the embedded model knows no chats
         template.write_text("{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}assistant:")
         sets.append(f"prompt.chat.template={template}")

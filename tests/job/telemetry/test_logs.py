@@ -186,7 +186,7 @@ def test_what_rays_processes_wrote_to_their_error_files_is_copied(tmp_path):
 
 def test_records_say_how_many_engines_restarted_and_the_log_says_why(job):
     report, _ = run(job.fake(crash="poison").rows(["fine", "poison"]))
-    assert report.work.restarts > 0
+    assert report.work.engine_restarts > 0
     assert "RuntimeError: a fake step failed" in log_of(job, "engine-0.log")
     assert json.dumps(runs(job)[0]["actors"][0]["restart_reasons"]).count("a fake step failed")
 
