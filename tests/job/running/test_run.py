@@ -24,7 +24,7 @@ from pipeline.report.account import Tokens
 from pipeline.report.render import markdown, text
 from tests.job.conftest import FAKES, TEXTS, Started, run, runs, success
 
-pytestmark = pytest.mark.usefixtures("without_ray")
+pytestmark = pytest.mark.usefixtures("without_ray", "default_sighup")
 
 
 def test_a_finished_job_has_each_row_once_and_its_counts(job):
