@@ -3,8 +3,10 @@ fixture that runs the command line in this process."""
 
 import io
 import os
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # by the number of tests, which says little of their time
     return ByFile(config, log)
+
+
+@pytest.fixture
+def default_sighup() -> Iterator[None]:
+    """Restore the default action of SIGHUP during a test that sends one.
+
+    A suite that was started with `nohup` ignores SIGHUP and so do its child processes, and a run leaves an ignored
+    SIGHUP ignored.
+    """
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 from pipeline.data.output.inventory import Inventory
 from pipeline.data.output.parts import SUCCESS, PartName, PartStore
 from pipeline.data.output.result_columns import output_schema
+from pipeline.job.planning.fingerprint import FORMAT
 from pipeline.job.telemetry.status import Status
 from pipeline.report.record.run_record import ActorRecord, RunRecord, no_phases
 
@@ -76,10 +77,9 @@ def leave_output(root: Path, run: RunRecord, outcome: str, rows: int = 2) -> Par
     row = {"generated_text": "x", "num_input_tokens": 5, "num_cached_tokens": 0, "num_generated_tokens": 10}
     table = pa.Table.from_pylist([row] * rows, schema=schema)
     store.write(PartName("1a2b3c4d", 0, 0, 1, rows), table)
-    store.folder.create(
-        "_pipeline/job.json",
-        json.dumps({"job": "demo", "fingerprint": "1a2b3c4d" * 8, "identity": {"prompt": {}}}).encode(),
-    )
+    identity = {"prompt": {}, "files": {}}
+    record = {"format": FORMAT, "job": "demo", "fingerprint": "1a2b3c4d" * 8, "identity": identity, "numerics": {}}
+    store.folder.create("_pipeline/job.json", json.dumps(record).encode())
     store.folder.replace("_pipeline/runs/run-1.json", json.dumps(run.to_json()).encode())
     status = Status("run-1", "generating", outcome, rows_total=3, rows_done=2, eta_s=30.0)
     store.folder.replace("_pipeline/status.json", json.dumps(status.to_json()).encode())

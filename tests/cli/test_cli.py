@@ -190,13 +190,16 @@ def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, aws, monkeypatc
     with FaultyStore() as store:
         bucket = store.bucket
         bucket.upload(work / "data" / "a.parquet", "in/a.parquet")
+        for name in ("config.json", "tokenizer.json"):
+            bucket.upload(work / "model" / name, f"model/{name}")
         storage = json.dumps(dict(bucket.storage))
-        job = JOB.replace("path: data,", f"path: '{bucket.url('in')}',") + f"storage: {{s3: {storage}}}\n"
+        job = JOB.replace("path: data,", f"path: '{bucket.url('in')}',") + f"storage: {{'s3://bucket': {storage}}}\n"
         job = job.replace("path: out", f"path: '{bucket.url('out')}'")
         job = job.replace("path: demo", "path: model").replace("sampling:", "run: {max_error_rate: 1}\nsampling:")
         (work / "job.yaml").write_text(job)
         for command, expected in [
             (["validate"], "s3://bucket/in: 1 file, 3 rows"),
+            (["validate", "--set", f"model.path={bucket.url('model')}"], "s3://bucket/model"),
             (["run"], "3 of 3: 2 completed, 1 errors"),
             (["validate"], "s3://bucket/out: 3 rows are there"),
             (["status"], "job.yaml: finished"),

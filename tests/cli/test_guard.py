@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("default_sighup")
+
 SCRIPT = """
 import os, signal, sys, time
 from pipeline.errors import PipelineError

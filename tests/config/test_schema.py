@@ -115,7 +115,6 @@ BEYOND_A_SCHEMA = (
     "compares completions",
     "speculation: has no effect",
     "only for method draft_model",
-    "required by method draft_model",
     "targets.min_generated_per_s: has no effect",
 )
 

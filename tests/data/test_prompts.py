@@ -158,7 +158,7 @@ def test_fault_31_a_prompt_of_100_mb_is_refused_without_a_copy_of_it(kind):
         tracemalloc.stop()
     assert out.errors == ["prompt_too_large", None, "null_prompt"]
     size = 100_000_002 if kind == "template" else 100_000_000
-    assert out.messages[0] == f"{size} bytes, prompt.max_bytes is 8388608"
+    assert out.messages[0] == f"{size} bytes, expected at most 8388608"
     assert peak < 1_000_000
 
 
@@ -362,7 +362,7 @@ def test_texts_stand_for_nulls_where_asked():
     spec = PromptSpec(template="{doc.title}/{n:03d}/{text}", defaults={"doc.title": "(none) {text}", "n": "?"})
     assert render(pa.table(FORMED), spec).prompts == ["T/007/a", "(none) {text}/?/b{n}", "(none) {text}/-01/c"]
     assert render(pa.table({"a": ["x", None]}), PromptSpec(column="a", defaults={"a": "y"})).prompts == ["x", "y"]
-    with pytest.raises(ConfigError, match=r"prompt\.defaults: 'txt' is not in the prompt .did you mean 'text'"):
+    with pytest.raises(ConfigError, match=r"prompt\.fill_null: 'txt' is not in the prompt .did you mean 'text'"):
         PromptSpec(template="{text}", defaults={"txt": ""})
     with pytest.raises(ConfigError, match="messages does not"):
         PromptSpec(messages="m", defaults={"m": ""})

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pyarrow as pa
@@ -135,14 +134,6 @@ def without_ray(monkeypatch):
     monkeypatch.setattr("pipeline.job.running.watch.TICK_S", 0.2)
     monkeypatch.setattr(InProcessDataflow, "__init__", counted)
     monkeypatch.setattr(Started, "count", 0)
-
-
-@pytest.fixture
-def hangups_arrive():
-    """Give SIGHUP its default action: a suite that `nohup` started ignores it, and so would the runs of its tests."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

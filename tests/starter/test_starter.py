@@ -15,6 +15,7 @@ from pipeline.config.schema import FILE_NAME, job_schema
 from pipeline.demo import demo_model
 from pipeline.demo.reports import PROMPT_TEMPLATE
 from pipeline.errors import InputError, ModelError
+from pipeline.job.preview.describe import describe
 from pipeline.job.preview.examine import examine
 from pipeline.starter import look
 
@@ -162,7 +163,7 @@ def test_a_file_of_requests_is_a_job_without_a_prompt(here, pipe, url, body, max
     lines = [{"custom_id": f"r{i}", "method": "POST", "url": url, "body": {"model": "gpt-x", **body}} for i in range(3)]
     Path("requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, _, err = pipe("init", "my.yaml", "--input", "requests.jsonl")
-    assert (code, "3 rows in 1 file; requests of openai-batch" in err) == (0, True), err
+    assert (code, "3 rows in 1 file; requests of OpenAI's Batch API" in err) == (0, True), err
     written = yaml.safe_load(Path("my.yaml").read_text())
     assert written["input"] == {"path": "requests.jsonl", "format": "openai"}
     assert "prompt" not in written
@@ -171,4 +172,5 @@ def test_a_file_of_requests_is_a_job_without_a_prompt(here, pipe, url, body, max
     Draft202012Validator(job_schema()).validate(written)
     found = examine(load_job("my.yaml"))
     assert (found.mistakes, found.failures) == ([], [])
+    assert "requests of OpenAI's Batch API: " in describe(found)
     assert found.facts["columns"]["kept"] == (["custom_id"] if max_tokens else ["custom_id", "encoding_format"])

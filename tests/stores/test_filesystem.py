@@ -150,7 +150,7 @@ def test_each_counts_its_own_tries_however_many_are_in_a_process(store, tmp_path
     assert open_source(f"{url}/in", store.bucket.storage, retries=theirs).num_rows == 1
     store.proxy.add("server_error", r"config\.json", times=1)
     with pytest.raises(ModelError):
-        resolve_model(f"{url}/config.json", store.bucket.storage, retries=theirs)
+        resolve_model(f"{url}/config.json", {"s3": store.bucket.storage}, retries=theirs)
     assert (ours.counted(), theirs.counted()) == ({"throttled": 2}, {"server_error": 2})
 
 
@@ -379,7 +379,7 @@ def test_options_and_names_that_cannot_be_are_the_users_mistake():
     with pytest.raises(OutputError, match="Invalid bucket name"):
         PartStore("s3://Not_A_Bucket!/out", {"key": KEY, "secret": SECRET}).list()
     with pytest.raises(ModelError, match="no place in a store"):
-        resolve_model("s3://Not_A_Bucket!/model", {"key": KEY, "secret": SECRET})
+        resolve_model("s3://Not_A_Bucket!/model", {"s3": {"key": KEY, "secret": SECRET}})
 
 
 def test_lines_in_a_store_are_read_over_its_faults(store, tmp_path, monkeypatch):

@@ -91,6 +91,6 @@ def test_options_that_cannot_be_are_said_without_their_values(monkeypatch):
         raise ValueError(f"Invalid endpoint: https://u:{SECRET}@host, key {SECRET}")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
-    with pytest.raises(InputError, match=r"these input\.storage options: .*https://host, key \*\*\*") as refused:
+    with pytest.raises(InputError, match=r"these storage options: .*https://host, key \*\*\*") as refused:
         open_source("s3://bucket/in", {"key": SECRET})
     assert SECRET not in "".join(traceback.format_exception(refused.value))

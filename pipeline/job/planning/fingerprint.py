@@ -186,7 +186,8 @@ def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
         date = _date_in(theirs["identity"])
         if date is not None:
             datetime.fromisoformat(date)
-        return {"identity": theirs["identity"], "numerics": theirs["numerics"], "date": date}
+        files = dict(theirs["identity"]["files"])
+        return {"identity": theirs["identity"], "numerics": theirs["numerics"], "files": files, "date": date}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"{place}: damaged ({error}); was it edited? Choose a new output.path") from error
 
@@ -278,7 +279,7 @@ def first_files(store: PartStore) -> dict[str, str] | None:
     raw = store.folder.read(JOB)
     if raw is None:
         return None
-    files = _parse(store, raw)["identity"]["files"]
+    files = _parse(store, raw)["files"]
     if not isinstance(files.get("count"), int):
         return files
     listed = store.folder.read(FILES) or b""

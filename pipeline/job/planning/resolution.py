@@ -58,9 +58,9 @@ _NUMBERS = ("max_tokens", "min_tokens", "n", "temperature", "top_k", "top_p", "m
             "thinking_token_budget")  # fmt: skip
 
 Say = Callable[[str], None]
-# (key, path, storage, revision) -> the folder of a checkpoint. Raises ModelError, EnvironmentFailed, and NotKnown where
-# it is not on this machine and is not to be downloaded.
-Locate = Callable[[str, str, Mapping[str, Any], str | None], Path]
+# (key, path, storage, revision) -> the folder of a checkpoint. `storage` holds the job's fsspec options by url prefix.
+# Raises ModelError, EnvironmentFailed, and NotKnown where it is not on this machine and is not to be downloaded.
+Locate = Callable[[str, str, Mapping[str, Mapping[str, Any]], str | None], Path]
 
 
 def silent(text: str) -> None:
@@ -388,18 +388,18 @@ def resolve_prompts(config: JobConfig, model: Path) -> Resolution:
 
 
 def fetched(say: Say, retries: RetryCounts | None) -> Locate:
-    def locate(key: str, path: str, storage: Mapping[str, Any], revision: str | None) -> Path:
+    def locate(key: str, path: str, storage: Mapping[str, Mapping[str, Any]], revision: str | None) -> Path:
         _check_place(key, path)
         return _whole(key, path, resolve_model(path, storage, say, retries, key, revision))
 
     return locate
 
 
-def on_this_machine(key: str, path: str, storage: Mapping[str, Any], revision: str | None) -> Path:
+def on_this_machine(key: str, path: str, storage: Mapping[str, Mapping[str, Any]], revision: str | None) -> Path:
     """Locate a checkpoint without downloading anything; of one in a store see that it is there."""
     _check_place(key, path)
     if is_url(path):
-        _check_files(key, path, missing_from_store(path, storage))
+        _check_files(key, path, missing_from_store(path, storage_for(path, storage)))
     folder = folder_here(path, revision)
     if folder is None or not (folder / "config.json").is_file():
         raise NotKnown(key)
@@ -407,7 +407,8 @@ def on_this_machine(key: str, path: str, storage: Mapping[str, Any], revision: s
 
 
 def missing_from_store(url: str, storage: Mapping[str, Any]) -> list[str]:
-    """Which of MODEL_FILES are not at an fsspec url. Raises ModelError, EnvironmentFailed."""
+    """Return the MODEL_FILES that are missing at an fsspec url, which is opened with the options `storage`. Raises
+    ModelError, EnvironmentFailed."""
     try:
         fs, root = filesystem(url, storage)
         return [name for name in MODEL_FILES if not fs.exists(posixpath.join(root, name))]

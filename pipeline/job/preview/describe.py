@@ -87,7 +87,7 @@ def _shown_requests(found: dict[str, Any] | None) -> str:
     own = "" if found["endpoint"] == "embedding" else "; their own sampling values come first"
     model = "" if found["model"] is None else f" for {found['model']!r}, answered by the job's model"
     ignored = f"; fields that change nothing here: {', '.join(found['ignored'])}" if found["ignored"] else ""
-    return f"{found['format']}: requests of {what}{model}{own}{ignored}"
+    return f"requests of OpenAI's Batch API: {what}{model}{own}{ignored}"
 
 
 def _own_sampling(found: dict[str, dict[str, Any]], sampling: SamplingSection) -> list[tuple[str, str]]:

@@ -91,7 +91,7 @@ def test_a_line_that_is_no_json_is_an_error_row_where_damage_is_skipped(tmp_path
             {"a.jsonl": [named("x" * 100_000)], "b.jsonl.gz": [named("x" * 100_000)]},
             r"b\.jsonl\.gz:1: custom_id 'x{80}'\.\.\. is that of \S+a\.jsonl:1 too",
         ),
-        ({"a.jsonl": [named(1), {"method": "POST"}]}, r"a\.jsonl:2: no custom_id.*input\.format: openai-batch"),
+        ({"a.jsonl": [named(1), {"method": "POST"}]}, r"a\.jsonl:2: no custom_id.*input\.format: openai\)"),
         (
             {"a.jsonl": [named(1)], "b.jsonl": [named(2, model="other")]},
             r"b\.jsonl:1: body\.model 'other', \S+a\.jsonl:1 has 'm'",
@@ -107,7 +107,10 @@ def test_a_line_that_is_no_json_is_an_error_row_where_damage_is_skipped(tmp_path
             r"a\.jsonl:1: body\.dimensions: expected .* at least 1, got 0",
         ),
         ({"a.jsonl": [{"custom_id": "1", "url": "/v1/responses"}]}, r"a\.jsonl:1: url /v1/responses is not served"),
-        ({"a.jsonl": [{"custom_id": "1"}]}, r"a\.jsonl: no line is a request of openai-batch; expected lines such as"),
+        (
+            {"a.jsonl": [{"custom_id": "1"}]},
+            r"a\.jsonl: no line is a request of OpenAI's Batch API; expected lines such as",
+        ),
         ({"a.jsonl": []}, r"no line is a request"),
     ],
 )
@@ -142,5 +145,5 @@ def test_another_format_is_refused_by_name(tmp_path):
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"a\.parquet: input\.format: openai-batch is of JSON Lines"):
+    with pytest.raises(InputError, match=r"a\.parquet: input\.format: openai is of JSON Lines"):
         opened(str(tmp_path))

@@ -92,9 +92,11 @@ def test_fault_54_another_format_is_refused(job):
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
     with pytest.raises(OutputError, match=r"format 2, written by version 0\.1\.0; this one reads and writes format 1"):
         run(job)
-    path.write_text("{")
-    with pytest.raises(OutputError, match="damaged"):
-        run(job)
+    without_files = {"format": 1, "identity": {"prompt": {}}, "numerics": {}}
+    for text in ("{", json.dumps(without_files)):
+        path.write_text(text)
+        with pytest.raises(OutputError, match="damaged"):
+            run(job)
 
 
 def test_what_is_missing_is_said_before_anything_is_written(job):

@@ -24,7 +24,7 @@ from pipeline.report.account import Tokens
 from pipeline.report.render import markdown, text
 from tests.job.conftest import FAKES, TEXTS, Started, run, runs, success
 
-pytestmark = pytest.mark.usefixtures("without_ray")
+pytestmark = pytest.mark.usefixtures("without_ray", "default_sighup")
 
 
 def test_a_finished_job_has_each_row_once_and_its_counts(job):
@@ -188,7 +188,6 @@ def test_a_signal_lets_open_units_finish_and_the_next_run_goes_on(job, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.usefixtures("hangups_arrive")
 def test_finished_rows_of_units_that_had_no_time_are_not_computed_again(job, number):
     job.fake(step_s=0.1, max_num_seqs=3).rows(TEXTS[:16])
     with pytest.raises(Interrupted):

@@ -14,7 +14,7 @@ from pipeline.job.running import run as run_module
 from pipeline.job.running.stop import ONE_STOP_S, Stopped, StopSignals
 from tests.job.conftest import TEXTS, run, runs
 
-pytestmark = pytest.mark.usefixtures("without_ray", "hangups_arrive")
+pytestmark = pytest.mark.usefixtures("without_ray", "default_sighup")
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
