@@ -147,12 +147,12 @@ class Contest:
         else:
             ratio, error = (1.0, 1.0) if self._before is None else _ratio(self._before, rate)
             slowdown = None if self._before is None else rate.step_s / self._before.step_s
-        is_clear = not CLEAR[0] < ratio < CLEAR[1]
+        is_sure = not CLEAR[0] < ratio < CLEAR[1] and abs(ratio - 1.0) > CERTAIN * error
         is_enough = is_late or (rate.weight >= MAX_WEIGHT and error < MAX_ERROR)
-        if is_enough and self._between is None and not is_clear and not has_to_end:
+        if is_enough and self._between is None and not is_sure and not has_to_end:
             self._between, self._begun_at = rate, self.steps
             self.window(self.is_on).clear()
-        elif is_enough or (is_clear and abs(ratio - 1.0) > CERTAIN * error):
+        elif is_enough or (is_sure and (ratio < 1.0 or rate.weight >= MAX_WEIGHT)):  # a winner may as well go on
             if slowdown is not None:
                 self.slowdown = 1.0 / slowdown if self.is_on else slowdown
             self.decided_at = now
