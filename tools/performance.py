@@ -1,4 +1,5 @@
-"""Table of `docs/performance.md` and plot `benchmarks/plots/engine.svg`, from `benchmarks/results/engine/`.
+"""Write the table of `docs/performance.md` and the plot `benchmarks/plots/engine.svg`
+from `benchmarks/results/engine/`; the plot's H200 figures are those of the page.
 
 python -m tools.performance            # write them
 python -m tools.performance --check    # exit with 1 when one is stale
@@ -8,6 +9,7 @@ text, the same to the byte for the same results, and follows `prefers-color-sche
 """
 
 import json
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -20,22 +22,20 @@ PLOT = ROOT / "benchmarks" / "plots" / "engine.svg"
 BEGIN, END = "<!-- table: engine -->\n", "<!-- end of table -->"
 VECTORS = {"avx512_bf16": "AVX-512", "avx2": "AVX2"}  # the best one first
 OTHERS = ("transformers.generate", "vllm", "openvino", "llama.cpp")
-WIDTH, LEFT, BAR = 760, 130, 380
+WIDTH, LEFT, BAR_PER_X = 760, 330, 130
 STYLE = """\
 .page { fill: #ffffff } text { fill: #1f2328; font: 13px system-ui, sans-serif }
 .title { font-weight: 600; font-size: 15px } .small { font-size: 12px } .muted { fill: #59636e }
-.right { text-anchor: end } .bold { font-weight: 600 }
-.a { fill: #0969da } .b { fill: #bc4c00 } .c { fill: #8c959f }
+.right { text-anchor: end } .bold { font-weight: 600 } .bar { fill: #0969da } .vllm { stroke: #bc4c00; stroke-width: 2 }
 @media (prefers-color-scheme: dark) {
-.page { fill: #0d1117 } text { fill: #e6edf3 } .muted { fill: #9198a1 }
-.a { fill: #4493f8 } .b { fill: #e3893c } .c { fill: #7d8590 }
+.page { fill: #0d1117 } text { fill: #e6edf3 } .muted { fill: #9198a1 } .bar { fill: #4493f8 } .vllm { stroke: #e3893c }
 }"""
-PANELS = {  # title -> result
-    "float32": "2026-11-21-0.6b-float32",
-    "bfloat16": "2026-11-22-0.6b-bfloat16",
-    "AWQ int4": "2026-11-22-0.6b-awq-bfloat16",
+CPU_BARS = {  # label -> result
+    "AWQ int4, 48 requests": "2026-11-22-0.6b-awq-bfloat16",
+    "bfloat16, 48 requests": "2026-11-22-0.6b-bfloat16",
+    "float32 on AVX2, 48 requests": "2026-11-21-0.6b-float32",
 }
-BARS = {"this engine": ("a", "this engine"), "vllm": ("b", "vLLM, CPU build"), "transformers": ("c", "transformers")}
+GPU_ROW = re.compile(r"^\| ([^|]+) \| [\d.]+ \| [\d.]+ \| ([\d.]+)x \|$", re.MULTILINE)
 
 
 def load() -> dict[str, dict[str, Any]]:
@@ -81,8 +81,9 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             cells[speed["name"].split(",")[0]] = in_words(speed["faster"]) + alone
         work = result.get("what") or result["work"]
         link = f"[{work}](../benchmarks/results/engine/{name}.json)"
-        place = f"{machine(result)}, {result['dtype']}"
-        rows.append([link, place, f"{cautious(rate):,.1f}" if rate else "", *cells.values()])
+        rows.append(
+            [link, f"{machine(result)}, {result['dtype']}", f"{cautious(rate):,.1f}" if rate else "", *cells.values()]
+        )
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -90,32 +91,38 @@ def text(x: float, y: float, content: str, kind: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(content)}</text>'
 
 
-def plot(results: dict[str, dict[str, Any]]) -> str:
-    """Return bars of tokens per second of this engine, vLLM and transformers on the same requests, a panel a type."""
-    title = "This engine against vLLM and transformers"
-    work = "a 0.6B shape with random weights, 48 ragged requests, two threads each"
-    about = f"Output tokens a second on two CPU cores: {work}."
-    parts = [text(20, 28, title, "title"), text(20, 48, about, "small muted")]
-    y = 78
-    for panel, name in PANELS.items():
-        result = results[name]
-        parts.append(text(20, y, f"{panel}, {machine(result)}", "bold"))
-        speeds = {bar: next(s for s in result["speeds"] if s["name"].startswith(bar)) for bar in BARS}
-        rates = {bar: cautious(speed["tokens_per_s"]) for bar, speed in speeds.items()}
-        for bar, (kind, label) in BARS.items():
+def plot(results: dict[str, dict[str, Any]], page: str) -> str:
+    """Return bars of how many times as fast as vLLM this engine is: on the H200, from the page, and on CPUs."""
+    speeds = {label: results[name]["speeds"] for label, name in CPU_BARS.items()}
+    on_cpu = {
+        label: cautious(next(speed["faster"] for speed in each if speed["name"].startswith("vllm")))
+        for label, each in speeds.items()
+    }
+    panels = {
+        "One H200: Llama-3-8B shape, AWQ int4, bfloat16; vLLM 0.26": dict(GPU_ROW.findall(page)),
+        "Two CPU cores: 0.6B shape; vLLM 0.32, CPU build": on_cpu,
+    }
+    title = "Speed relative to vLLM"
+    note = "Whole request sets with random weights, each engine alone on the machine. The line is vLLM."
+    parts = [text(20, 28, title, "title"), text(20, 48, note, "small muted")]
+    y = 50
+    for panel, bars in panels.items():
+        y += 30
+        parts.append(text(20, y, panel, "bold"))
+        top = y + 10
+        for label, faster in bars.items():
             y += 24
-            width = BAR * rates[bar] / max(rates.values())
-            faster = speeds[bar].get("faster")
-            by = "" if faster is None else f" (this engine is {cautious(faster):.2f}x as fast)"
+            width = BAR_PER_X * float(faster)
             parts.append(text(LEFT - 10, y + 4, label, "right small"))
-            parts.append(f'<rect x="{LEFT:.1f}" y="{y - 9:.1f}" width="{width:.1f}" height="18.0" class="{kind}"/>')
-            parts.append(text(LEFT + width + 8, y + 4, f"{rates[bar]:,.1f}{by}", "small"))
-        y += 38
-    height = y - 14
+            parts.append(f'<rect x="{LEFT:.1f}" y="{y - 9:.1f}" width="{width:.1f}" height="18.0" class="bar"/>')
+            parts.append(text(LEFT + width + 8, y + 4, f"{float(faster):.2f}x", "small"))
+        x = LEFT + BAR_PER_X
+        parts.append(f'<line x1="{x}" y1="{top}" x2="{x}" y2="{y + 12}" class="vllm"/>')
+    height = y + 26
     size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
-    page = f'<rect x="0" y="0" width="{WIDTH}" height="{height}" class="page"/>'
-    return "\n".join([head, f"<title>{title}</title>", f"<style>{STYLE}</style>", page, *parts, "</svg>\n"])
+    background = f'<rect x="0" y="0" width="{WIDTH}" height="{height}" class="page"/>'
+    return "\n".join([head, f"<title>{title}</title>", f"<style>{STYLE}</style>", background, *parts, "</svg>\n"])
 
 
 def files() -> dict[Path, str]:
@@ -123,7 +130,7 @@ def files() -> dict[Path, str]:
     results, page = load(), PAGE.read_text(encoding="utf-8")
     head, _, rest = page.partition(BEGIN)
     tail = rest.partition(END)[2]
-    return {PAGE: f"{head}{BEGIN}\n{table(results)}\n{END}{tail}", PLOT: plot(results)}
+    return {PAGE: f"{head}{BEGIN}\n{table(results)}\n{END}{tail}", PLOT: plot(results, page)}
 
 
 if __name__ == "__main__":
