@@ -1,1 +1,1 @@
-"""The command line: parses, calls, prints, and leaves with an exit code that means what it says."""
+"""The command line: parses arguments, calls the package, prints results and exits with a documented code."""

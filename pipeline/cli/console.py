@@ -1,8 +1,8 @@
-"""What every command has in common: standard output kept for results, errors with their exit codes, `--json`.
+"""Common parts of all commands: output streams, errors with their exit codes, `--json`.
 
-Standard output holds results, standard error everything on the way. With `--json` standard output is one JSON object
-and nothing else, also for errors. Exit codes are those of `errors.py`. What is printed here commands no terminal,
-whatever names and messages are in it (`formatting.py`).
+Results go to standard output, progress and messages to standard error. With `--json` standard output is one JSON
+object, also for errors. Exit codes are those of `errors.py`. Control characters in names and messages are escaped
+(`formatting.py`).
 """
 
 import json
@@ -25,25 +25,25 @@ json_flag = click.option("as_json", "--json", is_flag=True, help="Print one JSON
 
 
 def logging_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--verbose` and `--log-level` of commands that run a job."""
+    """Add `--verbose` and `--log-level`, for commands that run a job."""
     level = click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info",
-                         show_default=True, help="The least that is kept in the job's logs.")  # fmt: skip
-    verbose = click.option("-v", "--verbose", is_flag=True, help="Show the driver's log as it is written, too.")
+                         show_default=True, help="Lowest level to keep in the job's logs.")  # fmt: skip
+    verbose = click.option("-v", "--verbose", is_flag=True, help="Also show the driver's log while it is written.")
     return verbose(level(command))
 
 
 def set_option(example: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`--set`, where a command's other flags stand for a job file."""
-    text = f"Any other key of a job file: {example}. May be repeated."
+    """Add `--set` to a command whose flags replace a job file."""
+    text = f"Set any other key of a job file: {example}. May be repeated."
     return click.option("sets", "--set", metavar="KEY=VALUE", multiple=True, help=text)
 
 
-def answers(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps standard output for the results of `command`, and turns its errors into a message and an exit code; with
-    --json into a result, too."""
+def handle_errors(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Reserve standard output for the results of `command`, and turn its errors into a message and an exit code; with
+    --json also into a result."""
 
     @wraps(command)
-    def answer(*args: Any, as_json: bool, **options: Any) -> None:
+    def wrapper(*args: Any, as_json: bool, **options: Any) -> None:
         click.get_current_context().obj = _claim_stdout()
         try:
             check_temporary_folder()
@@ -51,26 +51,26 @@ def answers(command: Callable[..., Any]) -> Callable[..., Any]:
         except PipelineError as error:
             if as_json:
                 print_json({"error": _error_json(error)})
-            _say_error(error)
+            _print_error(error)
             sys.exit(error.exit_code)
 
-    return answer
+    return wrapper
 
 
 @contextmanager
-def leave_with_exit_code() -> Iterator[None]:
-    """Says what else ended a command: wrong usage, Ctrl-C, a defect. Leaves the process with the code that means it."""
+def exit_on_error() -> Iterator[None]:
+    """Print any other error (wrong usage, Ctrl-C, a bug) and exit with its code."""
     try:
         yield
     except SystemExit:
         raise
     except BaseException as error:
-        _say_error(error)
+        _print_error(error)
         sys.exit(exit_code(error))
 
 
 def exit_code(error: BaseException) -> int:
-    """With which code a command leaves that ended with `error`."""
+    """Return the exit code of a command that ended with `error`."""
     match error:
         case SystemExit(code=code):
             return code if isinstance(code, int) else int(code is not None)
@@ -85,35 +85,33 @@ def exit_code(error: BaseException) -> int:
     return Interrupted.exit_code if was_raised() else PipelineError.exit_code
 
 
-def _say_error(error: BaseException) -> None:
+def _print_error(error: BaseException) -> None:
     match error:
         case PipelineError():
             count = len(getattr(error, "mistakes", ()))
-            say(f"{count} mistakes:\n\n{error}" if count > 1 else f"Error: {error}")
+            print_message(f"{count} mistakes:\n\n{error}" if count > 1 else f"Error: {error}")
             if isinstance(error, TooManyRowErrors | EnvironmentFailed | Interrupted):
-                say("Nothing that was written is lost: the same command goes on from there.")
+                print_message("Written results are kept: the same command resumes from there.")
         case click.exceptions.Exit():
             return
         case click.ClickException():
             error.show()
         case KeyboardInterrupt() | click.Abort():
-            say("Interrupted.")
+            print_message("Interrupted.")
         case BrokenPipeError():
             _leave_unread(sys.stdout)
         case _ if was_raised():
-            say("Interrupted.")
+            print_message("Interrupted.")
         case _:
             import traceback
 
-            say("".join(traceback.format_exception(error)))
-            say("\nThis is a defect of this program, please report it with the lines above.")
+            print_message("".join(traceback.format_exception(error)))
+            print_message("\nThis is a bug. Please report it with the traceback above.")
 
 
 def _claim_stdout() -> TextIO | None:
-    """A stream to standard output for results alone. From here on, until the process ends, whatever libraries,
-    their C code and child processes print there goes to standard error.
-
-    None where standard output is not a real file: a test's.
+    """Return a stream to standard output for results. From now on, output of libraries, their C code and child
+    processes goes to standard error instead. Returns None if standard output is not a real file, as in tests.
     """
     sys.stdout.flush()
     try:
@@ -125,17 +123,17 @@ def _claim_stdout() -> TextIO | None:
 
 
 def stdout_is_claimed() -> bool:
-    """Whether results go to a real file, which a fork of this process can write to as well."""
+    """Return whether results go to a real file, which a fork of this process can also write to."""
     return click.get_current_context().obj is not None
 
 
 def results_stream() -> TextIO:
-    """Where results go, for what draws them by itself."""
+    """Return the stream of results, for code that draws by itself."""
     return click.get_current_context().obj or sys.stdout
 
 
 def result_width() -> int | None:
-    """The characters that a line of results may have; None where they do not go to a terminal."""
+    """Return the terminal's width in characters; None if results do not go to a terminal."""
     return shutil.get_terminal_size().columns if results_stream().isatty() else None
 
 
@@ -145,7 +143,7 @@ def print_result(text: str) -> None:
 
 
 def print_lines(text: str) -> None:
-    """Print a text of this program's own, which another program reads, as it is."""
+    """Print text that another program reads, unchanged."""
     _print_result(text)
 
 
@@ -155,7 +153,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def print_answer(found: Any, as_json: bool) -> None:
-    """Print what has `to_json` and `to_text`."""
+    """Print an object with `to_json` and `to_text`."""
     if as_json:
         print_json(found.to_json())
     else:
@@ -163,7 +161,7 @@ def print_answer(found: Any, as_json: bool) -> None:
 
 
 def print_tables(found: Any, as_json: bool) -> None:
-    """Print what has `to_json` and `to_text(width)`."""
+    """Print an object with `to_json` and `to_text(width)`."""
     if as_json:
         print_json(found.to_json())
     else:
@@ -176,18 +174,18 @@ def _print_result(text: str) -> None:
         click.echo(text, file=results)
     except BrokenPipeError:
         _leave_unread(results or sys.stdout)
-    except OSError:  # the terminal is gone; the exit code still says how it ended
+    except OSError:  # the terminal was closed; the exit code still reports the result
         return
 
 
 def _leave_unread(stream: TextIO) -> NoReturn:
-    """Whoever reads has enough."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # or Python complains at exit
+    """Exit with 1 after the reader closed its end of the pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else Python prints an error at exit
     sys.exit(1)
 
 
-def say(text: str) -> None:
-    """Say something on the way. Nobody need be there: a terminal may be gone."""
+def print_message(text: str) -> None:
+    """Print a message to standard error, if the terminal still exists."""
     with suppress(OSError):
         click.echo(printable_lines(text), err=True)
 

@@ -1,10 +1,11 @@
-"""Lets a command go on in a fork of this process, so that whatever ends it has an exit code that means what it says.
+"""Run a command in a fork, so that the exit code is right however the command ends.
 
-Ray ends its driver with exit code 1 and no word when the node's own process is gone; the kernel ends one that takes too
-much memory. To a scheduler 1 says that too many rows failed, which no new try will mend. So the command goes on in a
-fork, which tells through a pipe with which code it means to leave. This process, the guard, waits and leaves with that
-code. An end without a word is the environment's failure: exit code 3, resumable. Signals are passed on; an end without
-a word after one, by it or by 75, is an interruption: exit code 75. A guard that is killed takes the command with it.
+Ray exits its driver with code 1 and no message when the node's raylet dies, and the kernel kills a driver that takes
+too much memory. A scheduler would read 1 as too many row errors, which a retry does not fix. So the command runs in a
+fork that reports its intended exit code through a pipe; this process, the guard, waits and exits with that code. A fork
+that ends without a report is a failure of the environment: exit code 3, resumable. The guard forwards signals; a fork
+that a signal ended, or that exits with 75 after one, was interrupted: exit code 75. If the guard is killed, so is the
+fork.
 """
 
 import ctypes
@@ -21,35 +22,35 @@ from pipeline.cli.console import exit_code
 from pipeline.errors import EnvironmentFailed, Interrupted
 
 WAIT_S = 0.25
-LEAVE_S = 30.0  # from the command's word to its end, which waits for Ray's
+EXIT_TIMEOUT_S = 30.0  # from the report of the exit code to the end of the fork, which waits for Ray
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """What follows, inside and after the block, happens in a fork; the block's end or error is its word.
+    """Continue in a fork, inside and after the block; the end or the error of the block decides the exit code.
 
-    The process that called waits here: it leaves (SystemExit) with the fork's code, and raises EnvironmentFailed where
-    the fork ended without a word, Interrupted where a signal ended it so. To be called before there are threads.
+    The calling process waits here. It raises SystemExit with the fork's code, EnvironmentFailed if the fork ended
+    without a report, and Interrupted if a signal ended it. Call it before any thread is started.
     """
     reading, writing = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     guard = os.getpid()
-    passed_on = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup asks
-        passed_on.append(signal.SIGHUP)
-    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # until there is somebody to pass them on
+    forwarded = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
+        forwarded.append(signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)  # until the handlers that forward them are installed
     child = os.fork()
     if child:
         os.close(writing)
-        _wait_and_leave(child, reading, passed_on)
+        _wait_and_leave(child, reading, forwarded)
     os.close(reading)
-    os.setpgid(0, 0)  # a terminal's Ctrl-C comes to the guard alone, and to us once
+    os.setpgid(0, 0)  # so that a terminal sends Ctrl-C only to the guard, which forwards it once
     _end_with(guard)
     code = 0
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
         yield
     except BaseException as error:
         code = exit_code(error)
@@ -59,42 +60,42 @@ def guarded() -> Iterator[None]:
         os.close(writing)
 
 
-def _wait_and_leave(child: int, reading: int, passed_on: list[signal.Signals]) -> NoReturn:
+def _wait_and_leave(child: int, reading: int, forwarded: list[signal.Signals]) -> NoReturn:
     sent: list[signal.Signals] = []
 
-    def pass_on(number: int, _: object) -> None:
+    def forward(number: int, _: object) -> None:
         sent.append(signal.Signals(number))
         os.kill(child, number)
 
-    old = {number: signal.signal(number, pass_on) for number in passed_on}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
+    old = {number: signal.signal(number, forward) for number in forwarded}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
     try:
-        word = _read(reading)
-        status = _wait(child, LEAVE_S)
+        report = _read(reading)
+        status = _wait(child, EXIT_TIMEOUT_S)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-    if word:
-        sys.exit(int(word))
+    if report:
+        sys.exit(int(report))
     if sent and _was_stopped(status, sent):
         raise Interrupted(f"Stopped by {sent[0].name}.")
-    raise EnvironmentFailed(f"The run ended without a word: {_how(status)}")
+    raise EnvironmentFailed(f"The driver died unexpectedly: {_describe_end(status)}")
 
 
 def _read(pipe: int) -> bytes:
-    """All that comes. In short waits: a signal that arrives just before one is handled after it."""
-    word = b""
+    """Read to the end of the pipe, with short waits so that handlers of signals run in between."""
+    report = b""
     while True:
         if select.select([pipe], [], [], WAIT_S)[0]:
             data = os.read(pipe, 64)
             if not data:
                 os.close(pipe)
-                return word
-            word += data
+                return report
+            report += data
 
 
 def _wait(child: int, limit_s: float) -> int:
-    """The child's status, once it has ended; it is killed when that takes too long."""
+    """Return the wait status of the child; kill it after limit_s."""
     deadline = time.monotonic() + limit_s
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -107,27 +108,27 @@ def _wait(child: int, limit_s: float) -> int:
 
 
 def _end_with(guard: int) -> None:
-    """The kernel ends this process when the guard's ends, however it does."""
+    """Have the kernel kill this process when the guard ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:  # it ended before we asked
+    if os.getppid() != guard:  # the guard ended before prctl
         os._exit(EnvironmentFailed.exit_code)
 
 
 def _was_stopped(status: int, sent: list[signal.Signals]) -> bool:
-    """Whether a command that was sent these signals ended by them: by `os._exit`, by the system's default where a
-    library had taken the handler away, or by SIGABRT, as Ray's own handler does it."""
+    """Return whether these signals ended the command: by `os._exit`, by the default action if a library replaced the
+    handler, or by SIGABRT, which Ray's handler raises."""
     if os.WIFSIGNALED(status):
         return os.WTERMSIG(status) in (*sent, signal.SIGABRT)
     return os.WEXITSTATUS(status) == Interrupted.exit_code
 
 
-def _how(status: int) -> str:
+def _describe_end(status: int) -> str:
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
-        memory = " Was there too little memory (see `dmesg`)?" if name == "SIGKILL" else ""
-        return f"its process was ended by {name}.{memory}"
+        memory = " It may have run out of memory (see `dmesg`)." if name == "SIGKILL" else ""
+        return f"its process was killed by {name}.{memory}"
     return (
-        f"its process left with {os.WEXITSTATUS(status)}, as Ray makes it do when a process of its own is gone. "
-        "Was there too little memory, or has this node left the cluster?"
+        f"its process exited with code {os.WEXITSTATUS(status)}, as it does when one of Ray's processes dies. "
+        "The machine may have run out of memory, or this node has left the cluster."
     )

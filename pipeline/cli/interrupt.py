@@ -1,6 +1,6 @@
-"""Signals outside a run, which has handlers of its own (`job/running/stop.py`): each ends the command with 75.
+"""Signal handlers outside a run (`job/running/stop.py` has those of a run): each signal ends the command with 75.
 
-Nothing heavy is imported here: this is what catches a signal while the rest is imported.
+Imports nothing heavy, since it handles signals while the rest is imported.
 """
 
 import os
@@ -11,19 +11,19 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-INTERRUPTED = 75  # as `errors.Interrupted`, which is not imported yet
-GRACE_S = 10.0  # from a signal to the end of its process, whatever holds its exception up
+INTERRUPTED = 75  # `errors.Interrupted.exit_code`; errors is not imported yet
+GRACE_S = 10.0  # from a signal to a forced exit, if something blocks the exception
 _raised: list[signal.Signals] = []
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """Handle a signal while the command line is imported: there is nothing to undo, and an exception can be lost in a
-    callback of the garbage collector."""
+    """Handle a signal during imports: exit at once. There is nothing to undo, and an exception raised in a callback of
+    the garbage collector would be lost."""
     _leave_now()
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle a signal while a command runs: it undoes what it has begun, for GRACE_S at most."""
+    """Handle a signal while a command runs: raise KeyboardInterrupt, and exit after GRACE_S at the latest."""
     _raised.append(signal.Signals(number))
     timer = threading.Timer(GRACE_S, _leave_now)
     timer.daemon = True
@@ -32,18 +32,18 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def was_raised() -> bool:
-    """Return whether a signal has come. An extension module may turn its exception into one of its own, as pydantic's
-    does where it builds a validator."""
+    """Return whether a signal was received. An extension module may replace KeyboardInterrupt by its own exception, as
+    pydantic does while it builds a validator."""
     return bool(_raised)
 
 
 def leave_process(code: int) -> NoReturn:
-    """Leave with this code, without the interpreter's and the libraries' own end: it may take seconds, and a signal in
-    it would change the code."""
+    """Exit with this code, without the shutdown of the interpreter and libraries: it may take seconds, and a signal
+    during it would change the code."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, lambda *_: os._exit(code))  # where writing hangs
-    with suppress(OSError, ValueError):  # the reader may be gone
+    signal.signal(signal.SIGINT, lambda *_: os._exit(code))  # if a flush blocks
+    with suppress(OSError, ValueError):  # the reader may have closed the pipe
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

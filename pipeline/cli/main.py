@@ -1,8 +1,7 @@
 """The command line: the group of all commands, and the process's exit code.
 
-A call goes through these files in order: `main` -> a command in `commands/` -> what it calls -> `console` (what is
-printed, and the exit code of an error). `run` goes on in a fork (`guard`). Everything heavy is imported by the command
-that needs it.
+Call order: `main` -> a command in `commands/` -> the package it calls -> `console` (output, and the exit code of an
+error). `run` continues in a fork (`guard`). Each command imports heavy modules itself.
 """
 
 import sys
@@ -26,28 +25,28 @@ from pipeline.cli.commands import (
     report,
     schema,
 )
-from pipeline.cli.console import leave_with_exit_code
+from pipeline.cli.console import exit_on_error
 from pipeline.cli.options import Commands
 
 EPILOG = """\b
 Start here:
   pipeline init my.yaml --input data       write a job file for a dataset
-  pipeline validate my.yaml                what the job is; nothing is run
-  pipeline plan my.yaml                    what it will take, in hours and money
-  pipeline run my.yaml                     run it, or go on where it stopped
-  pipeline report out/my                   what it cost
-  pipeline submit my.yaml                  the same on a Ray cluster
-  pipeline generate --input prompts.txt    a handful of prompts, without a job
-  pipeline doctor my.yaml                  whether this machine can run it
+  pipeline validate my.yaml                check the job file and show its first prompt
+  pipeline plan my.yaml                    estimate hours and cost
+  pipeline run my.yaml                     run the job, or resume it
+  pipeline report out/my                   show what it did and cost
+  pipeline submit my.yaml                  run it on a Ray cluster
+  pipeline generate --input prompts.txt    complete a few prompts without a job file
+  pipeline doctor my.yaml                  check whether this machine can run it
 
 \b
 Exit codes:
   0   finished; error rows within run.max_error_rate
   1   stopped by run.max_error_rate; can be resumed
-  2   the job file, the input or the output has to be changed
+  2   the job file, the input or the output must be changed
   3   the environment failed (disk, store, actors); can be resumed
-  70  a defect of this program
-  75  interrupted; the same command goes on
+  70  a bug in pipeline
+  75  interrupted; the same command resumes
 """
 
 
@@ -58,10 +57,10 @@ Exit codes:
 )
 @click.version_option(__version__, prog_name="pipeline")
 def cli() -> None:
-    """Prompts in Parquet to completions in Parquet, and what they cost.
+    """Run LLM batch inference over Parquet or JSONL, resumably, and report what it cost.
 
-    A job is one YAML file. A run that was stopped goes on when the same command is given again: every input
-    row is in the output exactly once, as a completion or as an error row.
+    A job is one YAML file. To resume a run that stopped, repeat the command. Every input row ends up in the output
+    exactly once, as a completion or as an error row.
     """
 
 
@@ -87,8 +86,8 @@ for command in COMMANDS:
 
 
 def main() -> None:
-    """The console script. Leaves with an exit code that means what EPILOG says."""
+    """Run the console script and exit with one of the codes in EPILOG."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a narrow locale must not end a run
-    with leave_with_exit_code():
+    with exit_on_error():
         cli.main(standalone_mode=False)

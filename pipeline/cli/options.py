@@ -1,5 +1,5 @@
-"""Options that several commands share, and what click's lack: an older name that is taken and not shown, finite ranges,
-and help texts with headings and whole sentences."""
+"""Options that several commands share, and extensions of click: finite ranges, help texts with headings and whole
+sentences."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,20 +10,8 @@ import click
 from pipeline.presets import NAMES
 
 
-class Renamed(click.Option):
-    """An option that is also taken by the name it had before, `old`, which no help text and no shell shows."""
-
-    def __init__(self, *args: Any, old: str, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self._old = old
-
-    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
-        super().add_to_parser(parser, ctx)
-        parser.add_option(self, [self._old], dest=self.name, action="store", nargs=1)
-
-
 class FiniteRange(click.FloatRange):
-    """Numbers of a range, without infinity where it has no upper end, and without NaN, which is in every range."""
+    """A range of finite numbers. click's own accepts NaN, and infinity where the range has no upper end."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)
@@ -31,8 +19,8 @@ class FiniteRange(click.FloatRange):
 
 
 class Grouped(click.Command):
-    """A command whose options stand under headings, in this order; `groups`: heading -> names of parameters. What is in
-    none of them stands under Other."""
+    """A command whose help text groups options under headings. groups: heading -> names of parameters; the rest is
+    listed under Other."""
 
     def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -47,12 +35,12 @@ class Grouped(click.Command):
             formatter.write_dl(list(shown.values()))
 
 
-FORMER_COMMANDS = {"render": "It is named `manifests` here.", "submissions": "Use Ray's own `ray job list`."}
+FORMER_COMMANDS = {"render": "Use `manifests` instead.", "submissions": "Use `ray job list` instead."}
 
 
 class Commands(click.Group):
-    """A group whose help text has the whole first sentence of each command (click's own cuts it short), and which says
-    where a former command went."""
+    """A group that lists the whole first sentence of each command (click cuts it short) and points former names of
+    commands to the new ones."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0] in FORMER_COMMANDS and not ctx.resilient_parsing:
@@ -67,23 +55,23 @@ class Commands(click.Group):
 
 var_option = click.option(
     "vars", "--var", metavar="NAME=VALUE", multiple=True,
-    help="Set a variable that the job declares in vars: date=2026-11-20. May be repeated.",
+    help="Set a variable declared in the job's vars: date=2026-11-20. May be repeated.",
 )  # fmt: skip
 
 
 def job_overlays(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that change a job file on the way in, as `load_job` takes them."""
+    """Add the options that override a job file, in the form that `load_job` expects."""
     for option in reversed(
         [
             click.option("sets", "--set", metavar="KEY=VALUE", multiple=True,
-                         help="Change one key of the job file: sampling.max_tokens=32. May be repeated."),
+                         help="Override one key of the job file: sampling.max_tokens=32. May be repeated."),
             click.option("presets", "--preset", type=click.Choice(NAMES), multiple=True,
-                         help="Lay the preset of a kind of machine over the job file."),
+                         help="Merge the preset for a kind of machine into the job file."),
             click.option("overlays", "--config", metavar="FILE", type=click.Path(), multiple=True,
-                         help="Lay a file of the same form over the job file. May be repeated."),
+                         help="Merge another YAML file of the same form into the job file. May be repeated."),
             var_option,
             click.option("--limit", type=click.IntRange(min=1), metavar="N",
-                         help="Only the first N rows. Another N is another job, with an output of its own."),
+                         help="Process only the first N rows. Another N is another job and needs its own output."),
         ]
     ):  # fmt: skip
         command = option(command)

@@ -1,7 +1,6 @@
-"""Shows a running job: a live bar on a terminal, one plain line every few seconds elsewhere.
+"""Progress of a running job on standard error: a live bar on a terminal, a plain line every few seconds elsewhere.
 
-Owns what is shown only. `job` hands over a `Status` every second or so; everything goes to standard error, so that
-standard output holds results alone.
+`job` passes a `Status` about every second.
 """
 
 import sys
@@ -19,7 +18,7 @@ STILL_EVERY_S = 30.0
 
 
 class PlainProgress:
-    """A line at a change of phase and every few seconds while something moves, seldom while nothing does."""
+    """Prints a line at a change of phase, every few seconds while rows or tokens advance, and less often otherwise."""
 
     def __init__(
         self,
@@ -29,45 +28,45 @@ class PlainProgress:
         clock: Callable[[], float] = time.monotonic,
         with_log: bool = False,
     ) -> None:
-        """with_log: lines of the log are shown too, which say the same of a run once it has begun."""
+        """with_log: log lines are printed too, so status lines are not needed once the run has begun."""
         self._with_log = with_log
         self._stream, self._every_s, self._still_every_s, self._clock = stream, every_s, still_every_s, clock
-        self._said_at = 0.0
-        self._said: Status | None = None
-        self._unsaid: Status | None = None
+        self._printed_at = 0.0
+        self._printed: Status | None = None
+        self._pending: Status | None = None
 
     def __enter__(self) -> "PlainProgress":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The last state may have come between two lines."""
-        if self._unsaid is not None:
-            self._say(self._unsaid)
+        """Print the last status if it is newer than the last line."""
+        if self._pending is not None:
+            self._print(self._pending)
 
     def __call__(self, status: Status) -> None:
         if self._with_log and status.run_id and status.outcome == "running":
             return
-        last = self._said
+        last = self._printed
         wait_s = self._every_s if last is None or work(status) != work(last) else self._still_every_s
         is_new = last is None or (status.phase, status.warning) != (last.phase, last.warning)
-        if is_new or self._clock() >= self._said_at + wait_s:
-            self._say(status)
+        if is_new or self._clock() >= self._printed_at + wait_s:
+            self._print(status)
         else:
-            self._unsaid = status
+            self._pending = status
 
     def line(self, text: str) -> None:
         """Show a line of the log."""
         print(text, file=self._stream, flush=True)
 
-    def _say(self, status: Status) -> None:
-        if status.warning and (self._said is None or status.warning != self._said.warning):
+    def _print(self, status: Status) -> None:
+        if status.warning and (self._printed is None or status.warning != self._printed.warning):
             print(printable(f"warning: {status.warning}"), file=self._stream)
         print(printable(status_line(status)), file=self._stream, flush=True)
-        self._said, self._said_at, self._unsaid = status, self._clock(), None
+        self._printed, self._printed_at, self._pending = status, self._clock(), None
 
 
 class LiveProgress:
-    """A bar with rows, rates and the time left, redrawn in place."""
+    """Progress bar with rows, rates and the time left, redrawn in place."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -91,7 +90,7 @@ class LiveProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # the terminal may be gone
+        with suppress(OSError):  # the terminal may have been closed
             self._bar.stop()
 
     def line(self, text: str) -> None:
@@ -107,12 +106,12 @@ class LiveProgress:
         self._bar.update(
             self._task,
             description=escape(printable(status.phase)),
-            total=status.rows_total if any(work(status)) else None,  # None: a bar that moves
+            total=status.rows_total if any(work(status)) else None,  # None draws a pulsing bar
             completed=status.rows_done,
             line=counts(status),
         )
 
 
 def progress_for(with_log: bool = False) -> PlainProgress | LiveProgress:
-    """The drawing that fits where standard error goes. with_log: lines of the log are shown as well."""
+    """Return a bar if standard error is a terminal, else plain lines. with_log: log lines are shown as well."""
     return LiveProgress() if sys.stderr.isatty() else PlainProgress(sys.stderr, with_log=with_log)

@@ -1,4 +1,4 @@
-"""What `pipeline run --sample N` shows: rows with their prompts and completions, for people to judge."""
+"""Output of `pipeline run --sample N`: rows with their prompts and completions."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ _MAX_CHARS = 700  # of a prompt or a completion: its beginning and its end
 
 
 def print_sample(config: "JobConfig", report: "RunReport", output: str, as_json: bool) -> None:
-    """The rows of the last run, which was of a sample."""
+    """Print the rows of the last run, which computed a sample."""
     from pipeline.data.output.parts import PartStore
     from pipeline.job.actor.write import SAMPLES
     from pipeline.job.running.sample import read_sample
@@ -40,8 +40,8 @@ def print_sample(config: "JobConfig", report: "RunReport", output: str, as_json:
         f"{prompts} rows{samples} of {report.rows.input:,}, {errors} errors, {generated:,} tokens out; "
         f"{len(shown)} shown"
     )
-    print_result(f"  All of them  {output}/{SAMPLES}/{run_id}")
-    print_result("  The same command without --sample does the rest and takes these over.")
+    print_result(f"  All rows     {output}/{SAMPLES}/{run_id}")
+    print_result("  The same command without --sample computes the rest and reuses these.")
 
 
 def _shown(row: "SampleRow") -> str:
@@ -51,8 +51,8 @@ def _shown(row: "SampleRow") -> str:
         ", ".join(reason for reason in reasons if reason) if row.error is None else f"{row.error}: {row.error_message}"
     )
     sample = f", sample {row.sample_index}" if row.sample_index else ""
-    where = f"{row.source_file}, row {row.source_row}{sample}"
-    lines = [f"{where}: {row.num_input_tokens} tokens in, {row.num_generated_tokens} out"]
+    position = f"{row.source_file}, row {row.source_row}{sample}"
+    lines = [f"{position}: {row.num_input_tokens} tokens in, {row.num_generated_tokens} out"]
     lines += [f"  | {line}" for line in _shortened(row.prompt or "").splitlines()]
     lines += [f"  > {line}" for text in texts for line in _shortened(text).splitlines()]
     if row.error is None:
@@ -63,8 +63,8 @@ def _shown(row: "SampleRow") -> str:
 
 
 def _value(value: object) -> str:
-    """Of a task's column, or of reasoning: a text, a number, the label or token of each struct with its first number,
-    the first numbers of a vector."""
+    """Format the value of a task's column or of reasoning: text, a number, the first two fields of each struct, the
+    first numbers of a vector."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, str):

@@ -1,7 +1,7 @@
-"""A running job as `pipeline status --watch` draws it: rows, tokens and rates, as a whole and of each engine actor.
+"""Output of `pipeline status --watch`: rows, tokens and rates of the job and of each engine actor.
 
-Owns the drawing, on a terminal a table in place, elsewhere a line now and then. What is drawn is read from the output
-folder (`job.following`), so that a job can be watched from any machine.
+A table redrawn in place on a terminal, a line now and then elsewhere. The data is read from the output folder
+(`job/output/following.py`), so a job can be watched from any machine.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from pipeline.job.telemetry.status import Status
 
 BAR_WIDTH = 40
-HEAD_LINES = 9  # of the drawing, beside its actors
+HEAD_LINES = 9  # lines of the drawing without its actors
 _DOING = {"startup": "starting", "load": "loading", "wasted": "recomputing"}
 
 
 class ActorRates:
-    """What each actor does now and how fast: what was added between records of one run."""
+    """Current phase and rates of each actor, from the growth between records of one run."""
 
     def __init__(self) -> None:
         self._paces: dict[int, Pace] = {}
@@ -49,33 +49,33 @@ class ActorRates:
                 phase = max(grown, key=lambda phase: grown[phase])
                 self._doing[actor.actor] = _DOING.get(phase, phase)
 
-    def of(self, actor: ActorRecord) -> tuple[str, float, float]:
-        """What it does, and prompt and generated tokens a second."""
+    def current(self, actor: ActorRecord) -> tuple[str, float, float]:
+        """Return an actor's phase, and its prompt and generated tokens per second."""
         pace = self._paces.get(actor.actor)
         return self._doing.get(actor.actor, ""), *(pace.per_s() if pace else (0.0, 0.0))
 
 
-def watch_live(seen: Following, place: str, stream: TextIO) -> None:
-    """Redraw a table until the run is over; its last state stays."""
+def watch_live(seen: Following, target: str, stream: TextIO) -> None:
+    """Redraw a table until the run is over; its last state stays visible."""
     console, rates = Console(file=stream, highlight=False), ActorRates()
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             if seen.run is not None:
                 rates.add(seen.run)
-            live.update(drawing(seen, place, rates, console.height), refresh=True)
+            live.update(drawing(seen, target, rates, console.height), refresh=True)
             if seen.is_over:
                 return
             seen.wait()
 
 
 def watch_lines(seen: Following, stream: TextIO) -> None:
-    """A line every few seconds while something moves, until the run is over."""
+    """Print a line every few seconds while rows or tokens advance, until the run is over."""
     with PlainProgress(stream) as progress:
         _until_over(seen, progress)
 
 
 def watch_json(seen: Following, show: Callable[["Status", str | None], None]) -> None:
-    """`show` each status that differs from the one before, until the run is over."""
+    """Call `show` for each status that differs from the previous one, until the run is over."""
     last: list[object] = []
 
     def changed(status: "Status") -> None:
@@ -93,10 +93,10 @@ def _until_over(seen: Following, show: Callable[["Status"], None]) -> None:
         show(seen.status)
 
 
-def drawing(seen: Following, place: str, rates: ActorRates, height: int) -> Group:
-    """At most `height` lines."""
+def drawing(seen: Following, target: str, rates: ActorRates, height: int) -> Group:
+    """Return the drawing, at most `height` lines."""
     status, run = seen.status, seen.run
-    head = Text(f"{printable(place)}: {printable(status.outcome if seen.doubt is None else 'stale')}", style="bold")
+    head = Text(f"{printable(target)}: {printable(status.outcome if seen.doubt is None else 'stale')}", style="bold")
     phase = "" if status.phase == status.outcome else f"{printable(status.phase)}, "
     head.append(f"  {phase}{duration(round(status.elapsed_s))}", style="not bold")
     bar = Table.grid(padding=(0, 2))
@@ -109,25 +109,25 @@ def drawing(seen: Following, place: str, rates: ActorRates, height: int) -> Grou
     rows = f"{status.rows_done:,} of {status.rows_total:,} rows{errors}, {counted(status.units, 'unit')} written"
     lines = [head, bar, Text(rows), Text(f"{tokens}; {speed}")]
     if run is not None and run.actors:
-        most = max(1, height - HEAD_LINES)
-        lines.append(_actors(run, rates, most, not seen.is_over))
-        if len(run.actors) > most:
-            lines.append(Text(f"and {len(run.actors) - most:,} more actors", style="dim"))
+        max_actors = max(1, height - HEAD_LINES)
+        lines.append(_actors(run, rates, max_actors, not seen.is_over))
+        if len(run.actors) > max_actors:
+            lines.append(Text(f"and {len(run.actors) - max_actors:,} more actors", style="dim"))
     for note in (status.warning, seen.doubt):
         if note:
             lines.append(Text(printable(note), style="yellow"))
     return Group(*lines)
 
 
-def _actors(run: RunRecord, rates: ActorRates, most: int, goes_on: bool) -> Table:
+def _actors(run: RunRecord, rates: ActorRates, max_actors: int, is_running: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("actor")
     table.add_column("does", no_wrap=True, min_width=max(map(len, _DOING.values())))
     for name in ("units", "rows", "errors", "tok/s in", "tok/s out", "restarts"):
         table.add_column(name, justify="right", no_wrap=True)
-    for actor in run.actors[:most]:
-        doing, prompt_per_s, generated_per_s = rates.of(actor)
+    for actor in run.actors[:max_actors]:
+        doing, prompt_per_s, generated_per_s = rates.current(actor)
         rates_per_s = round(prompt_per_s), round(generated_per_s)
         counts = (actor.units, actor.rows, actor.error_rows, *rates_per_s, actor.restarts)
-        table.add_row(str(actor.actor), doing if goes_on else "", *(f"{count:,}" for count in counts))
+        table.add_row(str(actor.actor), doing if is_running else "", *(f"{count:,}" for count in counts))
     return table

@@ -111,7 +111,7 @@ def test_every_error_has_its_exit_code(work, pipe, job_that, error):
     code, out, err = pipe("run", "job.yaml")
     assert (code, out) == (error.exit_code, "")
     assert "Error: what happened" in err
-    assert err.count("the same command goes on") == (error.exit_code in (1, 3, 75))
+    assert err.count("the same command resumes") == (error.exit_code in (1, 3, 75))
     code, out, err = pipe("run", "job.yaml", "--json")
     assert code == error.exit_code
     assert json.loads(out)["error"] == {
@@ -127,7 +127,7 @@ def test_a_defect_is_70_with_its_trace_and_ctrl_c_is_75(work, pipe, job_that):
     code, _, err = pipe("run", "job.yaml")
     assert code == 70
     assert "RuntimeError: boom" in err
-    assert "a defect of this program" in err
+    assert "This is a bug" in err
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt

@@ -45,10 +45,10 @@ def start(body: str, before: str = "", **options) -> subprocess.Popen:
         ("sys.exit(1)", 1, "", ""),
         ("sys.exit(75)", 75, "", ""),
         ("sys.exit()", 0, "", ""),
-        ("os._exit(75)", 3, "", "left with 75"),  # nobody had sent a signal
-        ("os._exit(1)", 3, "", "left with 1, as Ray makes it do"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 3, "", "ended by SIGKILL. Was there too little memory"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 3, "", "ended by SIGSEGV"),
+        ("os._exit(75)", 3, "", "exited with code 75"),  # without a signal
+        ("os._exit(1)", 3, "", "exited with code 1, as it does when"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 3, "", "killed by SIGKILL. It may have run out of memory"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 3, "", "killed by SIGSEGV"),
     ],
 )
 def test_an_exit_code_is_the_commands_own_or_the_environments(body, code, out, said):
@@ -99,7 +99,7 @@ def test_a_hangup_that_is_ignored_is_not_passed_on():
 def test_a_command_that_does_not_end_after_its_word_is_ended():
     body = "import threading; threading.Thread(target=time.sleep, args=(60,)).start(); sys.exit(75)"
     began = time.monotonic()
-    process = start(body, "import pipeline.cli.guard\npipeline.cli.guard.LEAVE_S = 0.5\n")
+    process = start(body, "import pipeline.cli.guard\npipeline.cli.guard.EXIT_TIMEOUT_S = 0.5\n")
     assert process.wait(timeout=50) == 75
     assert time.monotonic() - began < 30
 

@@ -26,15 +26,6 @@ def test_what_is_written_goes_to_output_everywhere():
     assert not {"--out", "--to", "--out-dir", "--output-path"} & names
 
 
-@pytest.mark.parametrize(("command", "old"), [("compact", "--to"), ("quantize", "--out")])
-def test_names_of_before_are_still_taken_and_not_shown(pipe, monkeypatch, command, old):
-    seen = {}
-    monkeypatch.setattr(cli.commands[command], "callback", lambda **options: seen.update(options))
-    assert pipe(command, "x", old, "here")[0] == 0
-    assert "here" in (seen.get("output"), seen.get("out"))
-    assert old + " " not in pipe(command, "--help")[1]
-
-
 def test_the_options_of_generate_stand_under_headings(pipe):
     out = pipe("generate", "--help")[1]
     headings = [line.rstrip(":") for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]

@@ -1,1 +1,1 @@
-"""The commands, each with its options, and where they go."""
+"""The commands and their options."""

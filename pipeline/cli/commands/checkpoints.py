@@ -1,4 +1,4 @@
-"""The commands that make and measure checkpoints: their options, and where they go."""
+"""Commands that make and measure checkpoints: quantize, eval."""
 
 import os
 from collections.abc import Callable
@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.console import answers, json_flag, print_json, print_result, print_tables, say, set_option
-from pipeline.cli.options import Renamed
+from pipeline.cli.console import (
+    handle_errors,
+    json_flag,
+    print_json,
+    print_message,
+    print_result,
+    print_tables,
+    set_option,
+)
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Texts:
-    """Where texts come from: a dataset, or a job's input and prompt. `flag`: of the dataset."""
+    """Source of texts: a dataset, or a job's input and prompt. flag: the option that names the dataset."""
 
     flag: str
     data: str | None
@@ -28,7 +35,7 @@ class _Texts:
     sets: tuple[str, ...]
 
     def config(self, model: str | None, limit: int | None = None, **engine: str | None) -> "JobConfig":
-        """The job whose prompts are the texts, with these keys of its engine."""
+        """Return the job whose prompts are the texts, with these engine keys. Raises ConfigError."""
         from pipeline.config import job_from_flags, load_job
 
         given = {name: value for name, value in engine.items() if value is not None}
@@ -36,7 +43,7 @@ class _Texts:
             raise ConfigError(f"give either {self.flag} PATH, with --column or --template, or --job JOB.yaml")
         if self.job is not None:
             if self.column is not None or self.template is not None:
-                raise ConfigError("--column, --template: a job says what its prompts are; leave them out, or --job")
+                raise ConfigError("--column, --template: --job defines the prompts already; leave one or the other out")
             sets = (*self.sets, *(f"engine.{name}={value}" for name, value in given.items()))
             return load_job(self.job, sets, (), limit)
         if self.column is not None and self.template is not None:
@@ -54,7 +61,7 @@ class _Texts:
 
 
 def _texts_of(flag: str, used_for: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The options that say where texts come from; the command gets them as `texts`."""
+    """Add the options that name the source of texts; the command receives them as `texts`."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
@@ -65,9 +72,9 @@ def _texts_of(flag: str, used_for: str) -> Callable[[Callable[..., Any]], Callab
         for option in reversed(
             [
                 click.option("data", flag, metavar="PATH", help=f"Parquet whose rows are {used_for}."),
-                click.option("--column", metavar="NAME", help="The column of texts; text when left out."),
+                click.option("--column", metavar="NAME", help="Column of texts; default: text."),
                 click.option("--template", help='Texts over columns: "Summarize: {report}".'),
-                click.option("--job", metavar="JOB.yaml", help="Take a job's input and prompt, as it would send them."),
+                click.option("--job", metavar="JOB.yaml", help="Use a job's input and prompt."),
                 set_option("storage.s3.profile=lab"),
             ]
         ):
@@ -79,12 +86,12 @@ def _texts_of(flag: str, used_for: str) -> Callable[[Callable[..., Any]], Callab
 
 @click.command("eval")
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
-@click.option("--against", metavar="MODEL", help="The reference: what all others are compared with.")
+@click.option("--against", metavar="MODEL", help="Reference model for all comparisons.")
 @_texts_of("--data", "read")
 @click.option("--quantization", "kinds", multiple=True, type=click.Choice(["int8", "int4-rtn", "nf4"]),
-              help="The reference quantized on load, too. May be repeated.")  # fmt: skip
+              help="Also measure the reference quantized on load. May be repeated.")  # fmt: skip
 @click.option("--activation-dtype", type=click.Choice(["auto", "fp8", "fp8-per-token", "int8"]),
-              help="Of the models, not of the reference; the job's, or auto, when left out.")  # fmt: skip
+              help="Activation type of the models, not of the reference; default: the job's, or auto.")  # fmt: skip
 @click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]),
               help="The reference with this KV cache, too.")  # fmt: skip
 @click.option("--expected", metavar="COLUMN", help="A column with the right answers, to count the outputs equal to it.")
@@ -95,7 +102,7 @@ def _texts_of(flag: str, used_for: str) -> Callable[[Callable[..., Any]], Callab
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
               help="Of what is computed with.")  # fmt: skip
 @json_flag
-@answers
+@handle_errors
 def eval_command(
     models: tuple[str, ...],
     against: str | None,
@@ -110,7 +117,7 @@ def eval_command(
     dtype: str | None,
     as_json: bool,
 ) -> None:
-    """Measure what models are worth on texts, and what a quantized one lost against its original.
+    """Measure models on texts, and the loss of a quantized model against its original.
 
     \b
     Examples:
@@ -120,12 +127,12 @@ def eval_command(
       pipeline eval --against models/base --quantization int8 --quantization nf4 --job my.yaml
       pipeline eval out/awq --against out/awq --activation-dtype fp8 --job my.yaml
 
-    On the texts: perplexity over all their tokens, the KL divergence from the reference over the whole vocabulary at
-    each token, and how often both find the same token likeliest. On greedy outputs to the same texts: how many are the
-    reference's token for token, and how many are those of --expected. Beside them tokens a second and memory.
+    Measures on the texts: perplexity, KL divergence from the reference over the whole vocabulary, and how often both
+    models rank the same token first. Measures on greedy outputs: how many equal the reference's token for token, and
+    how many equal --expected. Also shows tokens per second and memory.
 
-    Compare with --dtype float32 to see the weights' loss alone: in bfloat16 sums round too. --activation-dtype fp8
-    works on any machine, slower where there are no units for it: see what it costs before renting a card for its speed.
+    --dtype float32 isolates the loss of the weights; in bfloat16 sums round too. --activation-dtype fp8 works on any
+    machine, slowly without hardware support, so you can measure its loss before you rent a GPU.
     """
     from pipeline.engine.params import SamplingParams
     from pipeline.evaluate import ModelVariant, evaluate
@@ -147,31 +154,31 @@ def eval_command(
         raise ConfigError("--kv-cache-dtype: is compared with the reference's own; name that with --against")
     elif not measured:
         measured = [ModelVariant(config.model.path, config.model.quantization, activations)]
-    wanted = sampling_params(config.sampling)
-    most = max_tokens or (wanted.max_tokens if texts.job is not None else 64)
-    params = SamplingParams(max_tokens=most, stop=wanted.stop, stop_token_ids=wanted.stop_token_ids)
-    found = evaluate(config, measured, reference, params, expected, say)
+    sampling = sampling_params(config.sampling)
+    max_tokens = max_tokens or (sampling.max_tokens if texts.job is not None else 64)
+    params = SamplingParams(max_tokens=max_tokens, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids)
+    found = evaluate(config, measured, reference, params, expected, print_message)
     print_tables(found, as_json)
 
 
 @click.command("quantize")
 @click.argument("model", metavar="MODEL")
-@click.option("--output", cls=Renamed, old="--out", required=True, type=click.Path(), metavar="DIR",
-              help="A new folder for the checkpoint.")  # fmt: skip
+@click.option("--output", required=True, type=click.Path(), metavar="DIR",
+              help="New folder for the checkpoint.")  # fmt: skip
 @click.option("--method", type=click.Choice(["awq", "gptq", "rtn", "int8", "fp8"]), default="awq", show_default=True,
-              help="awq, gptq: int4, calibrated on texts; rtn, int8, fp8: to the nearest.")  # fmt: skip
+              help="awq, gptq: int4, calibrated on texts; rtn, int8, fp8: round to nearest.")  # fmt: skip
 @click.option("--group-size", type=click.Choice(["32", "64", "128"]), default="128", show_default=True,
-              help="Inputs that share a scale; int8 and fp8 have one for each output.")  # fmt: skip
-@click.option("--act-order", is_flag=True, help="gptq: the inputs that matter most first (desc_act).")
+              help="Inputs that share a scale; int8 and fp8 have one scale per output.")  # fmt: skip
+@click.option("--act-order", is_flag=True, help="gptq: quantize the most important inputs first (desc_act).")
 @_texts_of("--calibration", "calibrated with")
 @click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True, metavar="N",
-              help="Rows to calibrate with, chosen from all of them by --seed.")  # fmt: skip
+              help="Number of calibration rows, chosen by --seed.")  # fmt: skip
 @click.option("--max-length", type=click.IntRange(min=1), default=512, show_default=True, metavar="N",
-              help="Tokens of a text; longer ones are cut.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="Which rows are chosen.")
-@click.option("--device", default="cpu", show_default=True, help="Where gptq computes: cpu, cuda or cuda:N.")
+              help="Maximum tokens of a text; longer texts are cut.")  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed for the choice of rows.")
+@click.option("--device", default="cpu", show_default=True, help="Device for gptq: cpu, cuda or cuda:N.")
 @json_flag
-@answers
+@handle_errors
 def quantize_command(
     model: str,
     output: str,
@@ -185,7 +192,7 @@ def quantize_command(
     device: str,
     as_json: bool,
 ) -> None:
-    """Make a quantized checkpoint of a plain one.
+    """Quantize a checkpoint.
 
     \b
     Examples:
@@ -193,11 +200,11 @@ def quantize_command(
       pipeline quantize models/base --output models/base-gptq --method gptq --calibration texts.parquet --column text
       pipeline quantize models/base --output models/base-int8 --method int8
 
-    Calibrate on texts like those of the job: --job takes its input, rendered as the job sends it. What is made is a
-    folder that other engines read too: AutoAWQ (gemm) of awq, GPTQ of gptq, compressed-tensors of the others.
+    Calibrate on texts like those of the job: --job uses its input, rendered as the job sends it. The result is in a
+    format that other engines read too: AutoAWQ (gemm) for awq, GPTQ for gptq, compressed-tensors for the others.
 
-    The folder is made as DIR.partial and gets its name when it is whole; nothing is ever replaced. After an
-    interruption the same command goes on after the last layer that was written (awq, which autoawq does, begins anew).
+    Writes to DIR.partial and renames it when it is complete; replaces nothing. After an interruption the same command
+    resumes after the last written layer (awq, done by autoawq, starts again).
     """
     from pathlib import Path
 
@@ -212,7 +219,7 @@ def quantize_command(
     if method in CALIBRATED:
         config = texts.config(model)
     elif texts.data is not None or texts.job is not None:
-        raise ConfigError(f"--method {method} looks at no texts; leave --calibration and --job out")
+        raise ConfigError(f"--method {method} needs no texts; leave --calibration and --job out")
     import torch
 
     from pipeline.checkpoints.locate import resolve_model
@@ -220,7 +227,7 @@ def quantize_command(
     from pipeline.job.preview.dataset_tokens import read_samples
     from pipeline.tokenization.tokenizer import Tokenizer
 
-    source = resolve_model(model, None if config is None else config.storage, say)
+    source = resolve_model(model, None if config is None else config.storage, print_message)
     fields, token_ids = check_plain(source), []
     if config is not None:
         length = min(max_length, fields.max_position)
@@ -230,9 +237,9 @@ def quantize_command(
         tokenizer.close()
         token_ids = read.token_ids
         left_out = "".join(f", {code} {count:,}" for code, count in read.left_out.items())
-        say(f"calibrating with {len(token_ids):,} rows, {read.num_tokens:,} tokens{left_out}")
+        print_message(f"calibrating with {len(token_ids):,} rows, {read.num_tokens:,} tokens{left_out}")
     target = Path(os.path.expanduser(output))
-    quantize(source, target, recipe, token_ids, torch.device(device), say)
+    quantize(source, target, recipe, token_ids, torch.device(device), print_message)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     before = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     rows = f"--job {texts.job}" if texts.job is not None else "--data heldout.parquet --column text"
@@ -241,4 +248,4 @@ def quantize_command(
         print_json({"output": output, "method": method, "bytes": size, "bytes_before": before, "measure_with": measure})
     else:
         print_result(f"{output}: {size / 1e6:,.1f} MB of weights, {size / before:.0%} of {before / 1e6:,.1f} MB")
-        print_result(f"What it lost:  {measure}")
+        print_result(f"To measure the loss:  {measure}")

@@ -1,11 +1,11 @@
-"""The commands that hand a job to a Ray cluster and stop it there: submit, cancel."""
+"""Commands that run a job on a Ray cluster and stop it: submit, cancel."""
 
 import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.console import answers, json_flag, print_json, print_result, say
+from pipeline.cli.console import handle_errors, json_flag, print_json, print_message, print_result
 from pipeline.cli.options import job_overlays
 from pipeline.errors import ConfigError, EnvironmentFailed
 from pipeline.formatting import duration, printable_lines
@@ -33,7 +33,7 @@ address_option = click.option(
 @click.option("--retry-failed", is_flag=True, help="Same as in `pipeline run`.")
 @click.option("--accept-numerics", is_flag=True, help="Same as in `pipeline run`.")
 @json_flag
-@answers
+@handle_errors
 def submit(
     job: str,
     address: str | None,
@@ -68,37 +68,39 @@ def submit(
     shipped = ShippedJob.of(load_job(job, **overlays))
     flags = {"--append": append, "--retry-failed": retry_failed, "--accept-numerics": accept_numerics}
     server = JobServer(address)
-    found, is_new = server.submit(shipped, [flag for flag, given in flags.items() if given], say)
+    found, is_new = server.submit(shipped, [flag for flag, given in flags.items() if given], print_message)
     name = str(found.submission_id)
-    say(f"{name} was sent to {server.url}" if is_new else f"{name} is running at {server.url}")
+    print_message(f"{name} was sent to {server.url}" if is_new else f"{name} is running at {server.url}")
     if shipped.is_local:
-        say(f"Its output is {shipped.output}, a path that every machine of the cluster must have.")
+        print_message(f"Its output is {shipped.output}, a path that every machine of the cluster must have.")
     if detach or (not is_new and if_running == "leave"):
         return _print(found, as_json)
     try:
-        ended = server.follow(name, lambda text: click.echo(printable_lines(text), err=True, nl=False), say)
+        ended = server.follow(name, lambda text: click.echo(printable_lines(text), err=True, nl=False), print_message)
     except KeyboardInterrupt:
-        say(f"\n{name} continues. The same command follows it again; stop it with: pipeline cancel {name}")
+        print_message(f"\n{name} continues. The same command follows it again; stop it with: pipeline cancel {name}")
         raise
     _print(ended, as_json)
     code = exit_code(ended)
     if code == _NOT_FOUND:
-        say(
+        print_message(
             "Error: the cluster has no `pipeline` command. Install parquet-batch-inference there, in the environment "
             "in which `ray start` runs, or use an image that has it"
         )
     elif code == EnvironmentFailed.exit_code:
-        say(f"Error: {(ended.message or '').strip() or f'it ended as {ended.status.value} without a message'}")
+        print_message(
+            f"Error: {(ended.message or '').strip() or f'it ended as {ended.status.value} without a message'}"
+        )
     sys.exit(code)
 
 
 @click.command()
-@click.argument("place", metavar="JOB.yaml|SUBMISSION", type=click.Path())
+@click.argument("target", metavar="JOB.yaml|SUBMISSION", type=click.Path())
 @job_overlays
 @address_option
 @json_flag
-@answers
-def cancel(place: str, address: str | None, as_json: bool, **overlays: Any) -> None:
+@handle_errors
+def cancel(target: str, address: str | None, as_json: bool, **overlays: Any) -> None:
     """Stop a job that was submitted to a cluster: open work is finished within run.drain_timeout and kept.
 
     \b
@@ -113,16 +115,16 @@ def cancel(place: str, address: str | None, as_json: bool, **overlays: Any) -> N
     from pipeline.cluster.submission import JobServer
     from pipeline.config import load_job
 
-    is_file = place.endswith((".yaml", ".yml"))
-    name = ShippedJob.of(load_job(place, **overlays)).name if is_file else place
+    is_file = target.endswith((".yaml", ".yml"))
+    name = ShippedJob.of(load_job(target, **overlays)).name if is_file else target
     if not is_file and any(overlays.values()):
-        raise ConfigError(f"{place}: is a submission; --set, --config, --var and --limit are for a job file")
+        raise ConfigError(f"{target}: is a submission; --set, --config, --var and --limit are for a job file")
     server = JobServer(address)
     found = server.running(name) if is_file else server.find(name)
     if found is None:
-        raise ConfigError(f"{place}: no run of this job at {server.url}. `ray job list` shows all jobs of the cluster")
+        raise ConfigError(f"{target}: no run of this job at {server.url}. `ray job list` shows all jobs of the cluster")
     if not found.status.is_terminal():
-        say(f"{found.submission_id} is draining.")
+        print_message(f"{found.submission_id} is draining.")
         found = server.stop(str(found.submission_id))
     _print(found, as_json)
 

@@ -1,4 +1,4 @@
-"""The command that prints what a shell needs to complete commands, options and values: completion."""
+"""Command that prints a shell completion script: completion."""
 
 import click
 from click.shell_completion import get_completion_class
@@ -18,7 +18,7 @@ def completion(context: click.Context, shell: str) -> None:
       pipeline completion zsh  > ~/.zfunc/_pipeline        with ~/.zfunc in fpath, before compinit
       pipeline completion fish > ~/.config/fish/completions/pipeline.fish
 
-    For this shell alone: eval "$(pipeline completion bash)"
+    For the current shell only: eval "$(pipeline completion bash)"
     """
     kind = get_completion_class(shell)
     assert kind is not None

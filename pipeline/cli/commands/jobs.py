@@ -1,4 +1,4 @@
-"""The commands about a job and its output: run, validate, status, compact, verify."""
+"""Commands for a job and its output: run, validate, status, compact, verify."""
 
 import re
 import sys
@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from pipeline.cli.console import (
-    answers,
+    handle_errors,
     json_flag,
     logging_options,
     print_answer,
     print_json,
+    print_message,
     print_result,
     result_width,
     results_stream,
-    say,
     stdout_is_claimed,
 )
-from pipeline.cli.options import Renamed, job_overlays, var_option
+from pipeline.cli.options import job_overlays, var_option
 from pipeline.errors import ConfigError, EnvironmentFailed, LimitReached, OutputError
 from pipeline.formatting import counted
 
@@ -40,27 +40,27 @@ def _host_and_port(ctx: click.Context, param: click.Parameter, value: str | None
 @click.argument("job", metavar="JOB.yaml", type=click.Path())
 @job_overlays
 @click.option("--accept-numerics", is_flag=True,
-              help="Go on although dtype or device differ from the output's first run.")  # fmt: skip
+              help="Resume even if dtype or device differ from the first run of this output.")  # fmt: skip
 @click.option("--retry-failed", is_flag=True,
-              help="Compute the error rows of what is written again, under another engine.max_model_len where --set "
-              "gives one; each part is replaced whole.")  # fmt: skip
+              help="Compute error rows again, with another engine.max_model_len if --set gives one. Each part that "
+              "has such rows is replaced as a whole.")  # fmt: skip
 @click.option("--append", is_flag=True,
-              help="Take in input files that are new since the first run: they alone are computed.")  # fmt: skip
+              help="Accept input files added since the first run; only their rows are computed.")  # fmt: skip
 @click.option("--logical-date", metavar="TIME",
-              help="Take this time for now in variables of {today: ZONE}: @ and seconds since 1970, or a time with its "
-              "zone. For schedulers.")  # fmt: skip
+              help="Use this time instead of now for variables of {today: ZONE}: @ and seconds since 1970, or a time "
+              "with its zone. For schedulers.")  # fmt: skip
 @click.option("--limit-exit-code", type=click.IntRange(0, 255), metavar="CODE", default=75, show_default=True,
-              help="Exit with this code where cost.budget_usd or run.max_runtime ends the run; 0 for schedulers that "
-              "would start a failed one again.")  # fmt: skip
+              help="Exit with this code if cost.budget_usd or run.max_runtime ends the run; 0 for schedulers that "
+              "would restart a failed job.")  # fmt: skip
 @click.option("--target-exit-code", type=click.IntRange(0, 255), metavar="CODE", default=0, show_default=True,
-              help="Exit with this code where the finished run missed one of targets.")  # fmt: skip
+              help="Exit with this code if the finished run missed a target.")  # fmt: skip
 @click.option("--metrics", metavar="HOST:PORT", callback=_host_and_port,
-              help="Serve /metrics for Prometheus, and /healthz, while the run lasts.")  # fmt: skip
+              help="Serve Prometheus /metrics and /healthz during the run.")  # fmt: skip
 @click.option("--sample", type=click.IntRange(min=1), metavar="N",
-              help="Compute N rows of all lengths and show them; the full run takes them over.")  # fmt: skip
+              help="Compute N rows of all lengths and show them; the full run reuses them.")  # fmt: skip
 @logging_options
 @json_flag
-@answers
+@handle_errors
 def run(
     job: str,
     accept_numerics: bool,
@@ -76,7 +76,7 @@ def run(
     as_json: bool,
     **overlays: Any,
 ) -> None:
-    """Run a job, or go on with it where it stopped.
+    """Run a job, or resume it where it stopped.
 
     \b
     Examples:
@@ -85,13 +85,13 @@ def run(
       pipeline run my.yaml --preset h100 --set run.actors=8
       pipeline run my.yaml --json > report.json
       pipeline run my.yaml --sample 20           look at 20 rows first
-      pipeline run my.yaml --append              files were added to the input since
-      pipeline run my.yaml --retry-failed        only the rows that became errors, once more
+      pipeline run my.yaml --append              files were added to the input
+      pipeline run my.yaml --retry-failed        compute error rows again
       pipeline run my.yaml --retry-failed --set engine.max_model_len=8192
 
-    Parts appear in output.path as they are finished, _SUCCESS when all are there, and the report in
-    output.path/_pipeline/report.md. Ctrl-C once lets finished work be written; then the same command goes on.
-    Logs of the driver and of each engine are kept in output.path/_pipeline/logs; `pipeline logs` shows them.
+    Writes parts to output.path as they finish, _SUCCESS when all are written, and the report to
+    output.path/_pipeline/report.md. After one Ctrl-C the run writes what is finished and exits; the same command
+    resumes it. `pipeline logs` shows the logs of the driver and of each engine.
     """
     from pipeline.config import load_job
     from pipeline.config.variables import moment_of
@@ -121,7 +121,7 @@ def run_and_report(
     target_exit_code: int = 0,
     **options: Any,
 ) -> None:
-    """Run a job and print its report; in a fork, but where a fork's results would be lost. options: of `run_job`."""
+    """Run a job in a fork and print its report; without a fork if its output would be lost. options: of `run_job`."""
     from pipeline.cli.guard import guarded
     from pipeline.cli.progress import progress_for
     from pipeline.stores.redaction import shown_url
@@ -154,7 +154,7 @@ def run_and_report(
 
 def _leave_if_missed(report: "RunReport", exit_code: int) -> None:
     if report.missed and exit_code:
-        say(f"Targets missed: {', '.join(target.key for target in report.missed)}")
+        print_message(f"Targets missed: {', '.join(target.key for target in report.missed)}")
         sys.exit(exit_code)
 
 
@@ -162,16 +162,16 @@ def _leave_if_missed(report: "RunReport", exit_code: int) -> None:
 @click.argument("job", metavar="JOB.yaml", type=click.Path())
 @job_overlays
 @json_flag
-@answers
+@handle_errors
 def validate(job: str, as_json: bool, **overlays: Any) -> None:
-    """Say what a job is, with its first prompt as the model gets it, or everything that is wrong with it.
+    """Check a job and list every mistake, or show its settings and first prompt.
 
     \b
     Examples:
       pipeline validate my.yaml
       pipeline validate my.yaml --preset h100 --set input.path=other.parquet
 
-    Looks at the job file, the input's footers and a few rows, the model's tokenizer and the output folder. Reads no
+    Reads the job file, the input's footers and a few rows, the model's tokenizer and the output folder. Reads no
     weights and writes nothing.
     """
     from pipeline.config import JobFileError, load_job
@@ -190,13 +190,18 @@ def validate(job: str, as_json: bool, **overlays: Any) -> None:
 
 
 @click.command()
-@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@click.argument("target", metavar="OUTPUT|JOB.yaml", type=click.Path())
 @var_option
-@click.option("-w", "--watch", is_flag=True, help="Go on until the run ends; with --json an object at each change.")
+@click.option(
+    "-w",
+    "--watch",
+    is_flag=True,
+    help="Keep showing progress until the run ends; with --json print an object at each change.",
+)
 @json_flag
-@answers
-def status(place: str, vars: tuple[str, ...], watch: bool, as_json: bool) -> None:
-    """Say how far a job is, from its output folder.
+@handle_errors
+def status(target: str, vars: tuple[str, ...], watch: bool, as_json: bool) -> None:
+    """Show a job's progress, from its output folder.
 
     \b
     Examples:
@@ -204,14 +209,14 @@ def status(place: str, vars: tuple[str, ...], watch: bool, as_json: bool) -> Non
       pipeline status my.yaml --watch
       pipeline status s3://bucket/labels --watch --json
 
-    --watch draws rows, tokens and each engine actor on a terminal and prints lines elsewhere. It leaves with the run's
-    exit code.
+    On a terminal --watch draws a live table of rows, tokens and engines; elsewhere it prints lines. It exits with the
+    run's exit code.
     """
     from pipeline.job.output.following import Following
     from pipeline.job.output.read_output import open_output
     from pipeline.job.telemetry.status import status_line
 
-    seen = Following(store := open_output(place, vars))
+    seen = Following(store := open_output(target, vars))
     now, doubt = seen.status, seen.doubt
 
     def as_object(status: "Status", doubt: str | None) -> None:
@@ -224,16 +229,16 @@ def status(place: str, vars: tuple[str, ...], watch: bool, as_json: bool) -> Non
         if as_json:
             watch_json(seen, as_object)
         elif stream.isatty():
-            watch_live(seen, place, stream)
+            watch_live(seen, target, stream)
         else:
             watch_lines(seen, stream)
             if seen.doubt:
-                say(seen.doubt)
+                print_message(seen.doubt)
         sys.exit(seen.exit_code)
     if as_json:
         return as_object(now, doubt)
-    believed = now.outcome if doubt is None else "stale" if now.outcome == "running" else "damaged"
-    print_result(f"{place}: {believed}")
+    shown = now.outcome if doubt is None else "stale" if now.outcome == "running" else "damaged"
+    print_result(f"{target}: {shown}")
     print_result(f"  {status_line(now)}")
     print_result(f"  run {now.run_id}, {counted(now.units, 'unit')} written, {counted(now.actors, 'actor')}")
     if doubt:
@@ -241,17 +246,19 @@ def status(place: str, vars: tuple[str, ...], watch: bool, as_json: bool) -> Non
 
 
 @click.command()
-@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@click.argument("target", metavar="OUTPUT|JOB.yaml", type=click.Path())
 @var_option
-@click.option("--output", cls=Renamed, old="--to", required=True, type=click.Path(), metavar="PATH",
-              help="A new folder, or an fsspec url.")  # fmt: skip
+@click.option("--output", required=True, type=click.Path(), metavar="PATH",
+              help="New folder, or an fsspec url.")  # fmt: skip
 @click.option("--order", type=click.Choice(["parts", "input"]), default="parts", show_default=True,
-              help="input: rows in the order of (source_file, source_row).")  # fmt: skip
-@click.option("--target-size", default="256MB", show_default=True, metavar="SIZE", help="About how large a file is.")
+              help="input: sort rows by (source_file, source_row).")  # fmt: skip
+@click.option(
+    "--target-size", default="256MB", show_default=True, metavar="SIZE", help="Approximate size of each file."
+)
 @json_flag
-@answers
+@handle_errors
 def compact(
-    place: str, vars: tuple[str, ...], output: str, order: Literal["parts", "input"], target_size: str, as_json: bool
+    target: str, vars: tuple[str, ...], output: str, order: Literal["parts", "input"], target_size: str, as_json: bool
 ) -> None:
     """Merge the parts of a finished job into a few large files in a new folder.
 
@@ -260,9 +267,9 @@ def compact(
       pipeline compact out/summarize --output out/summaries
       pipeline compact my.yaml --output s3://bucket/labels --order input --target-size 1GB
 
-    The job's output is read and left as it is; nothing is replaced anywhere. Rows are counted against the job's
-    _SUCCESS, and the new folder gets its own when all are there. After an interruption the same command goes on.
-    An s3:// folder takes its options from the job file, or from the environment.
+    The job's output stays unchanged, and no file is replaced. Rows are counted against the job's _SUCCESS; the new
+    folder gets its own when all rows are written. After an interruption the same command resumes. Options of an
+    s3:// folder come from the job file or from the environment.
     """
     from pipeline.config import parse_bytes
     from pipeline.data.output.compact import MAX_FILE_BYTES
@@ -274,36 +281,35 @@ def compact(
     size = parse_bytes(target_size)
     if size is None or not 0 < size <= MAX_FILE_BYTES:
         raise ConfigError(f"--target-size {target_size}: expected a size of at most 4 GiB, such as 256MB")
-    storage = storage_for(output, output_of(place, vars)[1])
-    done = merge(open_output(place, vars), PartStore(output, storage, what="--output"), order, size, say)
+    storage = storage_for(output, output_of(target, vars)[1])
+    done = merge(open_output(target, vars), PartStore(output, storage, what="--output"), order, size, print_message)
     print_answer(done, as_json)
 
 
 @click.command()
-@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@click.argument("target", metavar="OUTPUT|JOB.yaml", type=click.Path())
 @var_option
-@click.option("--deep", is_flag=True, help="Read every page of every part, and see that each row is there once.")
+@click.option("--deep", is_flag=True, help="Read every page of every part, and check that each row occurs once.")
 @json_flag
-@answers
-def verify(place: str, vars: tuple[str, ...], deep: bool, as_json: bool) -> None:
-    """Say whether the output of a finished job is sound, and name all that is damaged.
+@handle_errors
+def verify(target: str, vars: tuple[str, ...], deep: bool, as_json: bool) -> None:
+    """Check the output of a finished job, and list everything that is damaged.
 
     \b
     Examples:
       pipeline verify out/summarize
       pipeline verify my.yaml --deep
 
-    Compares names and sizes of the parts with what _SUCCESS counts, and reads every footer. --deep reads the parts
-    whole, with the checksum of each page, and sees that their rows follow each other without a gap and without one
-    twice.
+    Compares names and sizes of the parts with the counts in _SUCCESS and reads every footer. --deep also verifies the
+    checksum of every page, and that rows have no gaps and no duplicates.
 
-    Changes nothing. Leaves with 0 when the output is finished and sound, with 2 when something is missing or damaged.
-    An s3:// output takes its options from the job file, or from the environment.
+    Changes nothing. Exits with 0 if the output is finished and sound, with 2 if something is missing or damaged.
+    Options of an s3:// output come from the job file or from the environment.
     """
     from pipeline.job.output.audit import audit
     from pipeline.job.output.read_output import open_output
 
-    found = audit(open_output(place, vars), deep, say)
+    found = audit(open_output(target, vars), deep, print_message)
     print_answer(found, as_json)
     if not found.sound:
         sys.exit(OutputError.exit_code)

@@ -1,27 +1,27 @@
-"""The command that shows a job's logs: logs."""
+"""Command that shows a job's logs: logs."""
 
 import sys
 
 import click
 
-from pipeline.cli.console import answers, print_json, print_lines, say
+from pipeline.cli.console import handle_errors, print_json, print_lines, print_message
 from pipeline.cli.options import var_option
 from pipeline.errors import ConfigError
 from pipeline.formatting import printable_lines
 
 
 @click.command()
-@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@click.argument("target", metavar="OUTPUT|JOB.yaml", type=click.Path())
 @var_option
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is written, until the run ends.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until the run ends.")
 @click.option("--actor", "actors", multiple=True, metavar="N",
-              help="Only this engine's log, or the driver's: 0, driver. May be repeated.")  # fmt: skip
-@click.option("--run", "run_id", metavar="N", help="An earlier run, by its number or name; else the last.")
-@click.option("-n", "--tail", type=click.IntRange(min=0), metavar="N", help="Begin with the last N lines.")
+              help="Show only this engine's log, or the driver's: 0, driver. May be repeated.")  # fmt: skip
+@click.option("--run", "run_id", metavar="N", help="Show an earlier run, by its number or name; default: the last.")
+@click.option("-n", "--tail", type=click.IntRange(min=0), metavar="N", help="Start with the last N lines.")
 @click.option("as_json", "--json", is_flag=True, help="Print one JSON object a line.")
-@answers
+@handle_errors
 def logs(
-    place: str,
+    target: str,
     vars: tuple[str, ...],
     follow: bool,
     actors: tuple[str, ...],
@@ -29,7 +29,7 @@ def logs(
     tail: int | None,
     as_json: bool,
 ) -> None:
-    """Show what a run's driver and engines logged, in the order of time.
+    """Show the log lines of a run's driver and engines, ordered by time.
 
     \b
     Examples:
@@ -38,13 +38,13 @@ def logs(
       pipeline logs s3://bucket/labels --actor 0 --actor driver --tail 100
       pipeline logs out/summarize --run 3 --json
 
-    What an engine's process printed is in its log, too. --follow ends with the run, and leaves with its exit code.
+    Engine logs include the output of the engine's process. --follow ends with the run and exits with its exit code.
     """
     from pipeline.job.output.following import Following
     from pipeline.job.output.read_output import open_output
     from pipeline.job.telemetry.log_reader import LogReader, logged_run
 
-    folder = (store := open_output(place, vars)).folder
+    folder = (store := open_output(target, vars)).folder
     run_id = logged_run(folder, run_id)
     reader = LogReader(folder, run_id, [_name_of(actor) for actor in actors])
     following = Following(store, run_id) if follow else None
@@ -63,12 +63,12 @@ def logs(
         following.wait()
         lines = reader.new_lines()
     if following.doubt:
-        say(following.doubt)
+        print_message(following.doubt)
     sys.exit(following.exit_code)
 
 
 def _name_of(actor: str) -> str:
-    """The log that `--actor` names."""
+    """Return the name of the log for `--actor`. Raises ConfigError."""
     if not actor.isdigit() and actor not in ("driver", "ray"):
         raise ConfigError(f"--actor {actor}: expected an engine's number, such as 0, or driver")
     return f"engine-{actor}" if actor.isdigit() else actor

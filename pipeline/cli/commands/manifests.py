@@ -1,4 +1,4 @@
-"""The command that writes a job's Kubernetes manifests."""
+"""Command that writes a job's Kubernetes manifests: manifests."""
 
 import shlex
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from pipeline.cli.console import answers, json_flag, print_json, print_lines, say
+from pipeline.cli.console import handle_errors, json_flag, print_json, print_lines, print_message
 from pipeline.cli.options import job_overlays
 from pipeline.errors import ConfigError, OutputError
 
@@ -21,7 +21,7 @@ from pipeline.errors import ConfigError, OutputError
               help="Schedule by KubeRay's RayCronJob (1.7, its feature gate on) instead of a CronJob.")  # fmt: skip
 @click.option("--output", type=click.Path(), metavar="FILE", help="Write to a file instead of standard output.")
 @json_flag
-@answers
+@handle_errors
 def manifests(
     job: str,
     schedule: str | None,
@@ -73,4 +73,4 @@ def manifests(
         Path(output).write_text(text, encoding="utf-8")
     except OSError as error:
         raise OutputError(f"--output {output}: {error.strerror}") from None
-    say(f"{len(made)} manifests are in {output}: kubectl apply -f {shlex.quote(output)}")
+    print_message(f"{len(made)} manifests are in {output}: kubectl apply -f {shlex.quote(output)}")

@@ -1,11 +1,11 @@
-"""The command that tells what a job will take before it runs: plan."""
+"""Command that estimates a job before it runs: plan."""
 
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipeline.cli.console import answers, json_flag, print_json, print_result, result_width, say
+from pipeline.cli.console import handle_errors, json_flag, print_json, print_message, print_result, result_width
 from pipeline.cli.options import job_overlays
 from pipeline.errors import ConfigError
 
@@ -14,17 +14,17 @@ from pipeline.errors import ConfigError
 @click.argument("job", metavar="JOB.yaml", type=click.Path())
 @job_overlays
 @click.option("--sample", type=click.IntRange(min=1), metavar="N", default=2000, show_default=True,
-              help="Rows whose prompts are read and tokenized.")  # fmt: skip
+              help="Number of rows to read and tokenize.")  # fmt: skip
 @click.option("--probe", type=click.IntRange(min=1), metavar="N",
-              help="Compute N rows first and measure; the job's run takes them over.")  # fmt: skip
+              help="Compute N rows first and measure them; the job's run reuses them.")  # fmt: skip
 @click.option("--hardware", metavar="CARD", multiple=True,
-              help="A card of pipeline/roofline/hardware.yaml, such as h100; all of them when left out. With one, what "
-              "to set there is told too. May be repeated.")  # fmt: skip
-@click.option("--actors", metavar="N,N", help="Numbers of engines to compare: 1,8,64. The job's when left out.")
+              help="Card of pipeline/roofline/hardware.yaml, such as h100; default: all. With one card, also suggest "
+              "settings for it. May be repeated.")  # fmt: skip
+@click.option("--actors", metavar="N,N", help="Numbers of engines to compare: 1,8,64. Default: the job's.")
 @click.option("--prices", metavar="FILE", type=click.Path(),
-              help="Instead of pipeline/estimate/prices.yaml, in its form.")  # fmt: skip
+              help="Use these prices instead of pipeline/estimate/prices.yaml; same format.")  # fmt: skip
 @json_flag
-@answers
+@handle_errors
 def plan(
     job: str,
     sample: int,
@@ -35,20 +35,20 @@ def plan(
     as_json: bool,
     **overlays: Any,
 ) -> None:
-    """Say what a job will take, in tokens, hours and money, here and on other hardware.
+    """Estimate the tokens, hours and cost of a job, here and on other hardware.
 
     \b
     Examples:
       pipeline plan my.yaml
-      pipeline plan my.yaml --probe 64           a new model: compute 64 rows and measure
+      pipeline plan my.yaml --probe 64           a new model: measure 64 rows first
       pipeline plan my.yaml --hardware h100 --actors 1,8,64
       pipeline plan my.yaml --prices ours.yaml --json
 
-    Prompts are counted in a sample. How long completions are, and how fast this machine is, comes from runs before,
-    which every run remembers in $PIPELINE_CACHE; the figures of cards are a cost model's. Each figure says which.
+    Prompt tokens are counted in a sample. Lengths of completions and the speed of this machine come from earlier runs,
+    recorded in $PIPELINE_CACHE; figures for other cards come from a cost model. Each figure names its source.
 
-    The estimate is kept in output.path/_pipeline/plan.json, and `pipeline report` sets it beside what the run took.
-    Nothing else is written, and no weights are read unless --probe asks for it.
+    Writes the estimate to output.path/_pipeline/plan.json, so that `pipeline report` can compare it with the actual
+    run. Writes nothing else, and reads no weights without --probe.
     """
     from pipeline.config import load_job
     from pipeline.estimate.job_estimate import estimate_job, save_estimate
@@ -63,7 +63,7 @@ def plan(
         hardware=hardware,
         actors=_counts(actors),
         prices=load_prices(Path(prices) if prices else FILE),
-        say=say,
+        say=print_message,
     )
     if found.estimate is not None:
         save_estimate(config, found.estimate)

@@ -1,4 +1,4 @@
-"""The command for prompts without a job file: generate."""
+"""Command that completes prompts without a job file: generate."""
 
 import sys
 from collections.abc import Callable
@@ -8,33 +8,33 @@ from typing import Any
 import click
 
 from pipeline.cli.commands.jobs import run_and_report
-from pipeline.cli.console import answers, logging_options, print_json, print_result, say, set_option
+from pipeline.cli.console import handle_errors, logging_options, print_json, print_message, print_result, set_option
 from pipeline.cli.options import Grouped
 from pipeline.errors import ConfigError, TooManyRowErrors
 
 # flag, key of a job file, type, help
 _GENERATE_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
-    ("--max-tokens", "sampling.max_tokens", int, "Most tokens of a completion; 256 when left out."),
-    ("--n", "sampling.n", int, "Completions of each prompt; more than one need a --temperature above 0."),
-    ("--temperature", "sampling.temperature", float, "0, the default, takes the likeliest token each time."),
-    ("--top-p", "sampling.top_p", float, "Only the likeliest tokens that together have this probability."),
-    ("--top-k", "sampling.top_k", int, "Only the K likeliest tokens; 0 and -1 are off."),
-    ("--min-p", "sampling.min_p", float, "Only tokens at least this likely, relative to the likeliest."),
-    ("--repetition-penalty", "sampling.repetition_penalty", float, "Above 1: what was said becomes less likely."),
-    ("--seed", "sampling.seed", int, "Of the random numbers; the same seed gives the same ones."),
+    ("--max-tokens", "sampling.max_tokens", int, "Maximum tokens of a completion; default: 256."),
+    ("--n", "sampling.n", int, "Completions per prompt; more than one need a --temperature above 0."),
+    ("--temperature", "sampling.temperature", float, "Sampling temperature; 0, the default, is greedy."),
+    ("--top-p", "sampling.top_p", float, "Sample from the most likely tokens whose probabilities add up to this."),
+    ("--top-k", "sampling.top_k", int, "Sample from the K most likely tokens; 0 and -1 are off."),
+    ("--min-p", "sampling.min_p", float, "Minimum probability, relative to the most likely token."),
+    ("--repetition-penalty", "sampling.repetition_penalty", float, "Above 1: penalize tokens that occurred before."),
+    ("--seed", "sampling.seed", int, "Random seed."),
     (
         "--quantization",
         "model.quantization",
         click.Choice(["none", "int8", "int4-rtn", "nf4"]),
-        "Quantize a 16-bit model on loading it.",
+        "Quantize a 16-bit model while loading it.",
     ),
-    ("--device", "engine.device", str, "auto, cpu, cuda or cuda:N."),
-    ("--dtype", "engine.dtype", click.Choice(["auto", "bfloat16", "float16", "float32"]), "Of what is computed with."),
+    ("--device", "engine.device", str, "Device: auto, cpu, cuda or cuda:N."),
+    ("--dtype", "engine.dtype", click.Choice(["auto", "bfloat16", "float16", "float32"]), "Compute dtype."),
 )
 
 
 _GROUPS = {
-    "Prompts": ("place", "prompt", "chat", "system", "limit"),
+    "Prompts": ("target", "prompt", "chat", "system", "limit"),
     "Output": ("output", "overwrite"),
     "Model": ("model", "quantization", "device", "dtype"),
     "Sampling": ("max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed"),
@@ -51,27 +51,34 @@ def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(cls=Grouped, groups=_GROUPS)
 @click.option("--model", default="demo:target-awq", show_default=True,
               help="A folder, a Hugging Face id, or demo:target-awq.")  # fmt: skip
-@click.option("place", "--input", type=click.Path(allow_dash=True), metavar="PATH",
-              help="A text file (a prompt a line), a .jsonl file, either also .gz or .zst; - for standard input; "
-              "or a job's: Parquet, a folder, a glob, a url.")  # fmt: skip
-@click.option("--prompt", "-p", help='The prompt, or a template over the input: "Summarize: {text}".')
-@click.option("--chat", is_flag=True, help="Send prompts through the model's chat template.")
-@click.option("--system", help="A system message; implies --chat.")
+@click.option("target", "--input", type=click.Path(allow_dash=True), metavar="PATH",
+              help="Text file (one prompt a line) or .jsonl file, also .gz or .zst; - for standard input; or an "
+              "input of a job: Parquet, a folder, a glob, a url.")  # fmt: skip
+@click.option("--prompt", "-p", help='Prompt, or a template over the input: "Summarize: {text}".')
+@click.option("--chat", is_flag=True, help="Apply the model's chat template.")
+@click.option("--system", help="System message; implies --chat.")
 @click.option("--output", type=click.Path(), metavar="PATH",
-              help="A new .jsonl or .parquet file; of a job, a folder.")  # fmt: skip
-@click.option("--overwrite", is_flag=True, help="Replace the file of --output if it is there.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N prompts.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End a completion before this text. May be repeated.")
-@click.option("--json-schema", metavar="FILE|TEXT", help="Completions are JSON of this schema, without blanks.")
-@click.option("--choice", multiple=True, metavar="TEXT", help="Completions are one of these texts; repeat it for each.")
+              help="New .jsonl or .parquet file; for a job, a folder.")  # fmt: skip
+@click.option("--overwrite", is_flag=True, help="Replace the file of --output if it exists.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Process only the first N prompts.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="Stop a completion before this text. May be repeated.")
+@click.option(
+    "--json-schema", metavar="FILE|TEXT", help="Constrain completions to JSON of this schema, without whitespace."
+)
+@click.option(
+    "--choice",
+    multiple=True,
+    metavar="TEXT",
+    help="Constrain completions to one of these texts; repeat the option for each.",
+)
 @_generate_flags
 @set_option("engine.max_num_seqs=8")
 @logging_options
-@click.option("as_json", "--json", is_flag=True, help="Print one JSON object a line, one for each prompt.")
-@answers
+@click.option("as_json", "--json", is_flag=True, help="Print one JSON object per prompt, each on its own line.")
+@handle_errors
 def generate(
     model: str,
-    place: str | None,
+    target: str | None,
     prompt: str | None,
     chat: bool,
     system: str | None,
@@ -87,7 +94,7 @@ def generate(
     as_json: bool,
     **sampling: Any,
 ) -> None:
-    """Complete a handful of prompts, without a job file.
+    """Complete a few prompts without a job file.
 
     \b
     Examples:
@@ -98,12 +105,12 @@ def generate(
       cat prompts.txt | pipeline generate --json --max-tokens 32
       pipeline generate --input 'data/*.parquet' --prompt "Summarize: {text}" --output out/new
 
-    Of a .jsonl file without --prompt the key prompt, text or messages (a chat) is sent. Results come in the
-    order of the input, to standard output or, whole at the end, to --output. A prompt that fails does not stop
-    the others: its error is its result, and the exit code is 1.
+    Without --prompt a .jsonl file must have the key prompt, text or messages (a chat). Results are printed in the
+    order of the input, or written to --output when all are done. A prompt that fails does not stop the others: its
+    error is its result, and the exit code is 1.
 
-    Parquet input is a job as with `pipeline run`, and so is a folder, glob or url of JSON Lines: --output is its
-    folder, the same command goes on after an interruption, and with --json the report is printed.
+    Parquet input, or a folder, glob or url of JSON Lines, runs as a job, as with `pipeline run`: --output is its
+    folder, the same command resumes it after an interruption, and --json prints the report.
     """
     from pipeline.config import job_from_flags
     from pipeline.generate import Saved, complete, is_dataset, prompt_of_dataset, read_prompts
@@ -111,25 +118,25 @@ def generate(
     flags = {"model.path": (model, "--model"), **_sampling_flags(sampling, stop), **_form_flags(json_schema, choice)}
     if chat or system is not None:
         flags["prompt.chat"] = ({} if system is None else {"system": system}, "--chat")
-    if place is not None and is_dataset(place):
+    if target is not None and is_dataset(target):
         if output is None:
-            raise ConfigError("--output: such an input is a job, whose results need a folder: --output out/my-job")
+            raise ConfigError("--output: this input runs as a job, which needs a folder: --output out/my-job")
         if overwrite:
-            raise ConfigError("--overwrite: a job's output is never overwritten; choose a new folder for --output")
-        flags |= {"input.path": (place, "--input"), "output.path": (output, "--output")}
-        flags |= {"name": (Path(output).name, "--output"), **prompt_of_dataset(place, prompt)}
+            raise ConfigError("--overwrite: the output of a job is never overwritten; choose a new folder for --output")
+        flags |= {"input.path": (target, "--input"), "output.path": (output, "--output")}
+        flags |= {"name": (Path(output).name, "--output"), **prompt_of_dataset(target, prompt)}
         if limit is not None:
             flags["input.limit"] = (limit, "--limit")
         return run_and_report(job_from_flags(flags, sets), as_json=as_json, verbose=verbose, log_level=log_level)
     saved = None if output is None else Saved(output, overwrite)
-    prompts = read_prompts(place, prompt, limit)
-    flags |= {"input.path": (place or "-", "--input"), "output.path": (output or "-", "--output"), **prompts.key}
+    prompts = read_prompts(target, prompt, limit)
+    flags |= {"input.path": (target or "-", "--input"), "output.path": (output or "-", "--output"), **prompts.key}
     done = complete(
         job_from_flags(flags, sets),
         prompts,
         saved,
         show=lambda answer: print_json(answer.to_json()) if as_json else print_result(answer.to_text()),
-        say=say,
+        say=print_message,
     )
     if as_json and saved is not None:
         print_json({**vars(done), "output": output})
@@ -149,7 +156,7 @@ def _form_flags(json_schema: str | None, choice: tuple[str, ...]) -> dict[str, t
 
 
 def _sampling_flags(given: dict[str, Any], stop: tuple[str, ...]) -> dict[str, tuple[Any, str]]:
-    """Keys of a job file, each with its value and flag."""
+    """Return keys of a job file, each with its value and flag."""
     flags: dict[str, tuple[Any, str]] = {}
     for flag, key, _, _ in _GENERATE_FLAGS:
         value = given[flag.removeprefix("--").replace("-", "_")]

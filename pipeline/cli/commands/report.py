@@ -1,11 +1,19 @@
-"""The command that tells what jobs did and cost: report."""
+"""Command that reports what jobs did and cost: report."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.cli.console import answers, json_flag, print_json, print_result, print_tables, result_width, say
+from pipeline.cli.console import (
+    handle_errors,
+    json_flag,
+    print_json,
+    print_message,
+    print_result,
+    print_tables,
+    result_width,
+)
 from pipeline.cli.options import FiniteRange, var_option
 from pipeline.errors import ConfigError, OutputError
 
@@ -14,30 +22,30 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("places", metavar="OUTPUT|JOB.yaml [OTHER]", nargs=-1, required=True, type=click.Path())
+@click.argument("targets", metavar="OUTPUT|JOB.yaml [OTHER]", nargs=-1, required=True, type=click.Path())
 @var_option
 @click.option("--html", "page", type=click.Path(dir_okay=False), metavar="FILE",
-              help="Also write it as one HTML file with charts, which needs no network.")  # fmt: skip
+              help="Also write one HTML file with charts; it needs no network.")  # fmt: skip
 @click.option("--by", "column", metavar="COLUMN",
-              help="Divide machine time and money by a column of the output: source_file, finish_reason, or one that "
-              "was kept of the input.")  # fmt: skip
+              help="Break machine time and cost down by a column of the output: source_file, finish_reason, or one "
+              "kept from the input.")  # fmt: skip
 @click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, metavar="N",
-              help="With --by: how many values to name, the dearest first.")  # fmt: skip
+              help="With --by: number of values to show, the most expensive first.")  # fmt: skip
 @click.option("--what-if", "changes", metavar="KEY=VALUE", multiple=True,
-              help="What it would have taken with another hardware (a card of pipeline/roofline/hardware.yaml), "
-              "actors, quantization (awq, none, fp8) or price (US dollars for an hour of an engine's machine). "
-              "May be repeated.")  # fmt: skip
+              help="Estimate the run with another hardware (a card of pipeline/roofline/hardware.yaml), actors, "
+              "quantization (awq, none, fp8) or price (US dollars per hour of an engine's machine). May be "
+              "repeated.")  # fmt: skip
 @click.option("--hosted", metavar="USD,USD",
-              help="What a hosted service would take at its prices of 1M prompt and 1M generated tokens: "
+              help="Compare with a hosted service, at its prices of 1M prompt and 1M generated tokens: "
               "0.15,0.60.")  # fmt: skip
 @click.option("--rows-per-month", type=FiniteRange(min=0, min_open=True), metavar="N",
-              help="With two outputs: what the second saves at such a volume.")  # fmt: skip
+              help="With two outputs: estimate the savings of the second at this volume.")  # fmt: skip
 @click.option("--effort-usd", type=FiniteRange(min=0), metavar="USD", default=0.0,
-              help="What the change took once, for the months until it is paid back.")  # fmt: skip
+              help="With two outputs: one-off cost of the change, for its payback time.")  # fmt: skip
 @json_flag
-@answers
+@handle_errors
 def report(
-    places: tuple[str, ...],
+    targets: tuple[str, ...],
     vars: tuple[str, ...],
     page: str | None,
     column: str | None,
@@ -48,7 +56,7 @@ def report(
     effort_usd: float,
     as_json: bool,
 ) -> None:
-    """Print what a job did and cost, over all its runs, killed ones included; or set two jobs side by side.
+    """Show what a job did and cost, over all its runs, killed ones included; or compare two jobs.
 
     \b
     Examples:
@@ -60,37 +68,37 @@ def report(
       pipeline report out/summarize --hosted 0.15,0.60
       pipeline report out/before out/after --rows-per-month 50e6 --effort-usd 4000
 
-    Where `pipeline plan` was asked before, its estimate stands beside what came. What is measured and what a model
-    says is told each time.
+    If you ran `pipeline plan` first, the report shows its estimate next to the actual figures. Each figure is marked as
+    measured or modelled.
     """
     from pipeline.estimate.what_if import with_quantization
     from pipeline.job.output.read_output import damage_of, divided_by, open_output, report_of
     from pipeline.report.render import text
 
-    if len(places) > 2:
-        raise ConfigError(f"{places[2]}: expected one output, or two to compare")
-    if len(places) == 2:
+    if len(targets) > 2:
+        raise ConfigError(f"{targets[2]}: expected one output, or two to compare")
+    if len(targets) == 2:
         if page or changes or hosted or column:
-            raise ConfigError("--html, --by, --what-if and --hosted: of one output, not of two")
-        return _compare(places[0], places[1], vars, rows_per_month, effort_usd, as_json)
+            raise ConfigError("--html, --by, --what-if and --hosted: expected one output, got two")
+        return _compare(targets[0], targets[1], vars, rows_per_month, effort_usd, as_json)
     if rows_per_month is not None or effort_usd:
         raise ConfigError("--rows-per-month, --effort-usd: expected two outputs, before and after a change")
-    store = open_output(next(iter(places)), vars)
-    told = report_of(store)
+    store = open_output(next(iter(targets)), vars)
+    run = report_of(store)
     if changes:
-        return _what_if(told, changes, as_json)
+        return _what_if(run, changes, as_json)
     if column is not None:
-        return print_tables(divided_by(store, told, column, top), as_json)
+        return print_tables(divided_by(store, run, column, top), as_json)
     if hosted is not None:
-        return _hosted(told, hosted, as_json)
-    told = with_quantization(told)
-    doubt = damage_of(store) if told.outcome == "finished" else None
+        return _hosted(run, hosted, as_json)
+    run = with_quantization(run)
+    doubt = damage_of(store) if run.outcome == "finished" else None
     if page is not None:
-        _write_page(told, page)
+        _write_page(run, page)
     if as_json:
-        print_json({**told.to_json(), "stale": doubt})
+        print_json({**run.to_json(), "stale": doubt})
         return
-    print_result(text(told, result_width()))
+    print_result(text(run, result_width()))
     if doubt:
         print_result(f"\n  {doubt}")
 
@@ -101,18 +109,18 @@ def _compare(
     from pipeline.job.output.read_output import open_output, report_of
     from pipeline.report.comparison import compare_reports
 
-    first, second = (report_of(open_output(place, vars)) for place in (before, after))
+    first, second = (report_of(open_output(target, vars)) for target in (before, after))
     print_tables(compare_reports((before, after), first, second, rows_per_month, effort_usd), as_json)
 
 
-def _what_if(told: "RunReport", changes: tuple[str, ...], as_json: bool) -> None:
+def _what_if(run: "RunReport", changes: tuple[str, ...], as_json: bool) -> None:
     from pipeline.estimate.prices import load_prices
     from pipeline.estimate.what_if import parse_changes, what_if
 
-    print_tables(what_if(told, parse_changes(changes), load_prices()), as_json)
+    print_tables(what_if(run, parse_changes(changes), load_prices()), as_json)
 
 
-def _hosted(told: "RunReport", prices: str, as_json: bool) -> None:
+def _hosted(run: "RunReport", prices: str, as_json: bool) -> None:
     from pipeline.report.comparison import Hosted
 
     try:
@@ -121,14 +129,14 @@ def _hosted(told: "RunReport", prices: str, as_json: bool) -> None:
         prompt_usd = generated_usd = -1.0
     if not (0 <= prompt_usd < 1e6 and 0 <= generated_usd < 1e6):
         raise ConfigError(f"--hosted {prices}: expected two prices in US dollars, such as 0.15,0.60")
-    print_tables(Hosted.of(told, prompt_usd, generated_usd), as_json)
+    print_tables(Hosted.of(run, prompt_usd, generated_usd), as_json)
 
 
-def _write_page(told: "RunReport", page: str) -> None:
+def _write_page(run: "RunReport", page: str) -> None:
     from pipeline.report.render import html
 
     try:
-        Path(page).write_text(html(told), encoding="utf-8")
+        Path(page).write_text(html(run), encoding="utf-8")
     except OSError as error:
         raise OutputError(f"--html {page}: {error.strerror or error}") from None
-    say(f"written: {page}")
+    print_message(f"Wrote {page}")

@@ -234,7 +234,7 @@ def _claim(
     try:
         plan = FilePlan(**json.loads(raw or b""))
     except (ValueError, TypeError):
-        raise OutputError(f"{target.path}/{PLAN}: not written by this version; choose another --to") from None
+        raise OutputError(f"{target.path}/{PLAN}: not written by this version; choose another --output") from None
     wanted = (FORMAT, fingerprint, digest, order, target_bytes)
     if (plan.format, plan.fingerprint, plan.source, plan.order, plan.target_bytes) != wanted:
         same_job = plan.fingerprint == fingerprint and plan.source == digest
