@@ -1,8 +1,7 @@
-"""The job file: read safely (`jobfile.py`), checked section by section (`sections/`, `keys.py`) and as a whole
-(`contradictions.py`, `job.py`), and its mistakes reported all at once with the line, the key and what to write
-(`mistakes.py`).
+"""The job file: parsed safely (`jobfile.py`), checked by section (`sections/`, `keys.py`) and as a whole
+(`contradictions.py`, `job.py`). All mistakes are reported at once, each with line, key and correction (`mistakes.py`).
 
-Owns the shape of a job and what makes two jobs different; looks at no dataset, model or output.
+Defines the keys of a job and the identity of a job. Reads no dataset, model or output.
 """
 
 from pipeline.config.job import JobConfig

@@ -1,7 +1,6 @@
-"""Keys of a job file that contradict each other: keys without effect with the job's task, or with lines of requests.
+"""Checks between keys of a job file: keys without effect under the job's task or with lines of requests.
 
-Owns these rules as checks with their reasons, and the few of them that JSON Schema can hold, for editors. What must
-agree within a section is checked there.
+Also adds the rules that JSON Schema can express to the schema for editors. Checks within a section are in that section.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,16 +18,16 @@ from pipeline.stores.redaction import shown_url
 if TYPE_CHECKING:
     from pipeline.data.requests.input_checks import Requests
 
-Contradiction = tuple[str, str]  # a dotted key, and why it cannot stay as it is
-_OF_COMPLETIONS = ("max_usd_per_1m_generated", "min_generated_per_s")  # of `targets`
+Contradiction = tuple[str, str]  # a dotted key, and the reason
+_COMPLETION_TARGETS = ("max_usd_per_1m_generated", "min_generated_per_s")
 
 
 def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contradiction]:
-    """Keys that have no effect with others, or are missing. written: the job file, before anything was filled in."""
-    yield from _of_storage(job)
+    """Yield keys that are missing or have no effect because of others. written: the job file without defaults."""
+    yield from _check_storage(job)
     for key in sorted(job.task.model_fields_set - {"type", *KEYS_OF[job.task.type]}):
         owner = next(name for name, keys in KEYS_OF.items() if key in keys)
-        yield f"task.{key}", f"has no effect with task {job.task.type}; write type: {owner}, or leave it out"
+        yield f"task.{key}", f"has no effect with task {job.task.type}; write type: {owner}, or remove it"
     if job.input.has_requests:
         yield from _with_requests(job, written.get("prompt"))
     if job.task.type == "generate":
@@ -37,79 +36,77 @@ def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contrad
         yield from _without_completions(job)
 
 
-def _of_storage(job: JobKeys) -> Iterator[Contradiction]:
+def _check_storage(job: JobKeys) -> Iterator[Contradiction]:
     used = {storage_prefix(url, job.storage) for url in job.urls.values()}
     for prefix in job.storage.keys() - used:
         urls = ", ".join(f"{key} {url!r}" for key, url in job.urls.items())
-        shadow = f"no path of this job takes these options; expected the beginning of one of: {shown_url(urls)}"
-        yield f"storage.{shown_url(prefix)}", shadow
+        reason = f"matches no path of this job; expected the beginning of one of: {shown_url(urls)}"
+        yield f"storage.{shown_url(prefix)}", reason
 
 
 def _without_completions(job: JobKeys) -> Iterator[Contradiction]:
-    """Rules of a task that generates nothing."""
+    """Check a task that generates no text."""
     task = job.task.type
     if task == "choice" and not job.task.labels:
         yield "task.labels", "required by task choice, but missing"
-    nothing = f"has no effect with task {task}, which generates no text; leave it out"
+    unused = f"has no effect with task {task}, which generates no text; remove it"
     for name in sorted(job.sampling.model_fields_set):
-        yield f"sampling.{name}", nothing
+        yield f"sampling.{name}", unused
     if job.input.has_requests and task != "embed":
-        why = "the lines of format openai are requests for completions or embeddings; use task generate or embed"
-        yield "input.format", why
+        reason = "the lines of format openai are requests for completions or embeddings; use task generate or embed"
+        yield "input.format", reason
     if "samples" in job.output.model_fields_set:
-        yield "output.samples", nothing
+        yield "output.samples", unused
     if job.speculation.method not in ("auto", "off"):
-        yield "speculation", nothing
+        yield "speculation", unused
     if job.quality.sample > 0:
-        yield "quality.sample", f"compares completions; leave it out with task {task}"
-    for name in _OF_COMPLETIONS:
+        yield "quality.sample", f"compares completions; remove it for task {task}"
+    for name in _COMPLETION_TARGETS:
         if getattr(job.targets, name) is not None:
-            yield f"targets.{name}", nothing
+            yield f"targets.{name}", unused
 
 
 def _with_requests(job: JobKeys, prompt: object) -> Iterator[Contradiction]:
-    """Rules of a job whose lines are requests. prompt: that section as it is written."""
+    """Check a job whose input lines are requests. prompt: that section of the job file."""
     lines = f"the lines of input.format {job.input.format}"
     for key in FROM_LINES:
         if isinstance(prompt, dict) and prompt.get(key) is not None:
-            yield f"prompt.{key}", f"{lines} are the prompts; leave it out"
+            yield f"prompt.{key}", f"{lines} are the prompts; remove it"
     if job.task.type == "generate":
         for name, value in job.sampling:
             if isinstance(value, FromColumn):
-                why = f"{lines} give their own values; write one for those that give none"
-                yield f"sampling.{name}", why
+                yield f"sampling.{name}", f"{lines} set their own values; write one value for lines that set none"
     if CUSTOM_ID not in (job.input.columns or ()):
-        yield "input.columns", f"expected {CUSTOM_ID} among them, by which an answer is found"
+        yield "input.columns", f"must include {CUSTOM_ID}, which identifies each answer"
 
 
 def _equal_samples(job: JobKeys) -> Iterator[Contradiction]:
-    """Where `n` gives equal texts in every row. A temperature that the job does not name may be the model's, or that of
-    the lines' API."""
+    """Refuse `n` above 1 at temperature 0, which gives equal texts. A temperature that the job leaves open may come
+    from the model or from the lines."""
     sampling = job.sampling
     named = "temperature" in sampling.model_fields_set
     is_final = named or (not job.input.has_requests and sampling.generation_config != "model")
     if is_final and isinstance(sampling.n, int) and sampling.n > 1 and sampling.temperature == 0:
-        why = f"{sampling.n} with temperature 0 gives {sampling.n} equal texts; set sampling.temperature above 0"
-        yield "sampling.n", why
+        reason = f"{sampling.n} with temperature 0 gives {sampling.n} equal texts; set sampling.temperature above 0"
+        yield "sampling.n", reason
 
 
 def contradiction_of_lines(job: JobKeys, found: "Requests", wants_chats: bool) -> Contradiction | None:
-    """The key that the input's lines contradict, once they are read. wants_chats: whether the job file says how prompts
-    become chats."""
+    """Return the key that contradicts the input's lines, if any. wants_chats: whether the job file sets prompt.chat."""
     task, dimensions = job.task.type, job.task.dimensions
     if (task == "embed") != (found.endpoint == "embedding"):
         use = "generate" if task == "embed" else "embed"
         return "task.type", f"{task}, but {found.place} is for {found.url}; use task: {use}"
     if wants_chats and found.endpoint != "chat":
-        return "prompt.chat", f"the lines are for {found.url}, which has no chats; leave it out"
+        return "prompt.chat", f"the lines are for {found.url}, which has no chats; remove it"
     if None not in (dimensions, found.dimensions) and dimensions != found.dimensions:
         return "task.dimensions", f"{dimensions}, but {found.place} has body.dimensions {found.dimensions}"
     return None
 
 
 def rules_for_editors(schema: dict[str, Any]) -> None:
-    """Add the rules that JSON Schema can hold to a job file's schema, in place: a job has a prompt from one source, or
-    lines that hold it, and tasks without completions take no sampling."""
+    """Add the rules that JSON Schema can express to a job file's schema, in place: one source of prompts, none with
+    requests, and no sampling for tasks without completions."""
     of_requests = {"properties": {"format": {"const": "openai"}}, "required": ["format"]}
     one_source = {"oneOf": [{"required": [key], "properties": {key: {"type": "string"}}} for key in SOURCES]}
     no_source = {"not": {"anyOf": [{"required": [key]} for key in FROM_LINES]}}

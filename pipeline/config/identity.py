@@ -1,7 +1,7 @@
-"""The three classes that a job's keys fall into, by the mark of each field: identity, numerics, free.
+"""The three resume classes of a job's keys, by the mark of each field: identity, numerics, free.
 
-*Identity* is what makes the output another output: resuming with a change there is refused. *Numerics* may change a
-token by rounding. *Free* may change from run to run.
+Resuming an output is refused if a key of class *identity* changed. *Numerics* may change tokens by rounding. *Free* may
+change from run to run.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ from pipeline.stores.redaction import shown_url
 
 
 def identity_of(job: JobKeys) -> dict[str, Any]:
-    """What makes two jobs different jobs, by the job file alone: `job/planning/fingerprint.py` adds the digests
-    of the input's files, of the model and of a chat template's file, and the date that a chat template receives.
+    """Return what identifies a job, from the job file alone. `job/planning/fingerprint.py` adds the digests of the
+    input's files, the model and the chat template, and the date passed to a chat template.
 
-    Paths are not in it: data copied elsewhere is the same data. The constants by which windows and units are cut are,
-    since parts of two cuts do not fit together.
+    Paths are left out: data copied elsewhere is the same data. The constants that cut windows and units are included,
+    since parts of different cuts do not fit together.
     """
     identity = job.model_dump(mode="json", include=_marked(JobKeys, "identity"))
     identity["sampling"]["seed"] = job.seed
@@ -28,20 +28,20 @@ def identity_of(job: JobKeys) -> dict[str, Any]:
 
 
 def numerics_of(job: JobKeys) -> dict[str, Any]:
-    """What may change a token by rounding, as configured; the fingerprint has what `device: auto` became."""
+    """Return the keys that may change tokens by rounding, as configured; the fingerprint resolves `device: auto`."""
     numerics = job.model_dump(mode="json", include=_marked(JobKeys, "numerics"))
     numerics["engine"]["device"] = job.engine.device.partition(":")[0]
     return numerics
 
 
 def free_of(job: JobKeys) -> dict[str, Any]:
-    """What may change from run to run, without secrets: no storage options, no passwords in urls."""
+    """Return the keys that may change from run to run, without secrets: no storage options, no passwords in urls."""
     return _shown(job.model_dump(mode="json", include=_marked(JobKeys, "free")))
 
 
 def _marked(section: type[BaseModel], mark: str) -> dict[str, Any]:
-    """The fields with this mark, as pydantic's `include`. The mark of a section in a section is that of its own fields
-    where they have one (`prompt.chat`)."""
+    """Return the fields with this mark, in the form of pydantic's `include`. In a nested section, such as
+    `prompt.chat`, marks of the inner fields take precedence."""
     included: dict[str, Any] = {}
     for name, field in section.model_fields.items():
         extra = field.json_schema_extra

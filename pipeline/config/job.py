@@ -1,6 +1,6 @@
-"""One whole job: a job file's keys, checked together, and what they mean to the engine.
+"""A complete job config: the keys of a job file, checked together, and their translation for the engine.
 
-What makes two jobs different is in `identity.py`; `job/planning/resolution.py` finds what a job file leaves open.
+`identity.py` defines the identity of a job; `job/planning/resolution.py` resolves what a job file leaves open.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from pipeline.engine.params import EngineConfig
 
 
 class JobConfig(JobKeys):
-    """One job, complete and checked. `where` says which line a key came from."""
+    """Complete and checked config of one job, with the line of each key."""
 
     model_config = ConfigDict(json_schema_extra=rules_for_editors)
 
@@ -26,32 +26,31 @@ class JobConfig(JobKeys):
     @model_validator(mode="wrap")
     @classmethod
     def _agrees(cls, raw: Any, handler: Any) -> "JobConfig":
-        """Keys that contradict each other are refused, all of them at once. Where the lines of the input are requests,
-        they say the prompt, so the job file has none."""
+        """Refuse contradicting keys, all at once. If input lines are requests, first fill in the prompt source."""
         job = handler(filled(raw) if is_of_requests(raw) else raw)
         found = [
             InitErrorDetails(
-                type=PydanticCustomError("value_error", "{error}", {"error": why}),
+                type=PydanticCustomError("value_error", "{error}", {"error": reason}),
                 loc=tuple(key.split(".")),
                 input=None,
             )
-            for key, why in contradictions(job, raw)
+            for key, reason in contradictions(job, raw)
         ]
         if found:
             raise ValidationError.from_exception_data(cls.__name__, found)
         return job
 
     def where(self, key: str) -> str:
-        """`file:line` of a dotted key, or of the nearest key around it that is written down."""
+        """Return `file:line` of a dotted key, or of the closest enclosing key in the file."""
         return self._document.where(tuple(key.split(".")))
 
     @property
     def data(self) -> Mapping[str, Value]:
-        """The job file's values after overlays, `--set` and variables, without defaults."""
+        """Values of the job file after overlays, `--set` and variables, without defaults."""
         return self._document.data
 
     def engine_config(self, model_path: str, draft_path: str | None, num_threads: int | None = None) -> EngineConfig:
-        """The engine's options, with the folders that the model and its draft model were found in."""
+        """Return the engine's config, given the local folders of the model and its draft model."""
         generates = self.task.type == "generate"
         return EngineConfig(
             model=model_path,

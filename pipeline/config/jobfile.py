@@ -1,9 +1,8 @@
-"""Reads job files: a small, safe part of YAML, with the line of every key kept for messages.
+"""Parser for job files: a small, safe subset of YAML that keeps the line of every key for messages.
 
-Owns reading and merging; knows nothing of what the keys mean. Of YAML it takes plain mappings, lists and
-scalars. Refused are aliases and anchors (a few lines of them can stand for gigabytes), tags (`!!python/...`),
-duplicate keys, and files too large or too deep to be a job. Scalars follow YAML 1.2: only `true` and `false`
-are booleans, so `stop: [No]` stays text; `off`, `on`, `yes`, `no` are text that boolean keys accept.
+Accepts plain mappings, lists and scalars. Refuses aliases and anchors (a few lines of them can expand to gigabytes),
+tags (`!!python/...`), duplicate keys, and files that are too large or too deep for a job. Scalars follow YAML 1.2: only
+`true` and `false` are booleans, so `stop: [No]` stays text; boolean keys also accept `off`, `on`, `yes` and `no`.
 """
 
 import re
@@ -26,14 +25,14 @@ KeyPath = tuple[str | int, ...]
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(?i:inf)|\.(?i:nan)")
-_INDENTATION = "Keys of one section begin in the same column, those inside one further to the right."
+_INDENTATION = "Indent keys of one section equally, and keys inside them further to the right."
 _NULL = {"", "~", "null", "Null", "NULL"}
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing to correct. `where` is `file:line`, a flag, or a file; `key` is dotted, or empty."""
+    """A mistake in a job file. where: `file:line`, a flag, or a file. key: dotted, or empty."""
 
     where: str
     key: str
@@ -47,7 +46,7 @@ class Mistake:
 
 
 class JobFileError(ConfigError):
-    """A job file's mistakes, all of them at once."""
+    """All mistakes of a job file."""
 
     def __init__(self, mistakes: list[Mistake]) -> None:
         self.mistakes = tuple(mistakes)
@@ -56,13 +55,13 @@ class JobFileError(ConfigError):
 
 @dataclass(frozen=True)
 class Document:
-    """A job file's values and where each came from. `origins` holds every key and list item by its path."""
+    """Values of a job file. origins: the source (`file:line` or a flag) of every key and list item, by path."""
 
     data: dict[str, Value]
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
     def where(self, path: KeyPath) -> str:
-        """The place of `path`, or of the nearest thing around it that was written down."""
+        """Return the source of `path`, or of its closest enclosing key in the file."""
         for length in range(len(path), -1, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
@@ -70,7 +69,7 @@ class Document:
 
 
 def read(path: str | Path) -> Document:
-    """The document in a file. Raises JobFileError, also when the file cannot be read."""
+    """Read and parse a file. Raises JobFileError, also if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
@@ -87,7 +86,7 @@ def read(path: str | Path) -> Document:
 
 
 def parse(text: str, name: str) -> Document:
-    """The document in `text`; `name` stands for the file in messages."""
+    """Parse `text`. name: the file name for messages. Raises JobFileError."""
     builder = _Builder(name)
     try:
         data = builder.document(yaml.parse(text, Loader=yaml.SafeLoader))
@@ -105,7 +104,7 @@ def parse(text: str, name: str) -> Document:
 
 
 def parse_value(text: str, name: str) -> Value:
-    """A value given on the command line: a scalar, or a list or mapping in brackets."""
+    """Parse a value of the command line: a scalar, or a list or mapping in brackets. Raises JobFileError."""
     stripped = text.strip()
     if stripped[:1] in ("[", "{"):
         return parse(f"value: {stripped}", name).data["value"]
@@ -113,7 +112,7 @@ def parse_value(text: str, name: str) -> Value:
 
 
 def merge(under: Document, over: Document) -> Document:
-    """`under` with `over` laid on top: mappings merge key by key, anything else is replaced whole."""
+    """Return `under` with `over` merged into it: mappings merge by key, other values are replaced."""
     data, origins = dict(under.data), dict(under.origins)
     _lay_over(data, origins, over.data, over.origins, ())
     return Document(data, origins)
@@ -140,7 +139,7 @@ def _lay_over(
 
 
 class _Builder:
-    """Turns YAML events into values, counting depth and size as it goes so that nothing is built first."""
+    """Builds values from YAML events and checks depth and size on the way, before anything large is built."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -166,11 +165,11 @@ class _Builder:
         if depth > MAX_DEPTH:
             self._refuse(event, path, f"nested deeper than {MAX_DEPTH} levels")
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            hint = "Write it out, or quote a text that begins with & or *."
-            self._refuse(event, path, "anchors and aliases (& and *) are not read", hint)
+            hint = "Write the value out, or quote text that begins with & or *."
+            self._refuse(event, path, "anchors and aliases (& and *) are not supported", hint)
         if tag := getattr(event, "tag", None):
-            hint = "Quote a text that begins with an exclamation mark."
-            self._refuse(event, path, f"tags such as {tag!r} are not read", hint)
+            hint = "Quote text that begins with an exclamation mark."
+            self._refuse(event, path, f"tags such as {tag!r} are not supported", hint)
         if isinstance(event, yaml.ScalarEvent):
             return _scalar(event.value) if event.style is None else event.value
         if isinstance(event, yaml.SequenceStartEvent):
@@ -208,7 +207,7 @@ class _Builder:
 
 
 def dotted(path: KeyPath) -> str:
-    """`("stop", 1)` as `stop[1]`, `("a", "b")` as `a.b`."""
+    """Return the dotted form of a path: `("stop", 1)` is `stop[1]`, `("a", "b")` is `a.b`."""
     text = ""
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
@@ -235,9 +234,9 @@ def _syntax_mistake(name: str, error: yaml.YAMLError) -> Mistake:
     where = f"{name}:{mark.line + 1}" if mark else name
     hint = ""
     if "mapping values are not allowed" in problem:
-        hint = f'A text that holds `: ` needs quotes: "...". {_INDENTATION}'
+        hint = f"Quote text that contains `: `. {_INDENTATION}"
     elif "<block end>" in problem:
         hint = _INDENTATION
     elif "cannot start any token" in problem:
-        hint = "Indent with spaces, and quote a text that begins with % @ ` or a tab."
+        hint = "Indent with spaces, and quote text that begins with % @ ` or a tab."
     return Mistake(where, "", f"not valid YAML: {problem}", hint)

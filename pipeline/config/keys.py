@@ -1,7 +1,6 @@
-"""The keys of a job file: its sections in the order of the reference, and the few keys outside of them.
+"""Top-level keys of a job file: its sections, in the order of the reference, and a few others.
 
-Owns what each section is for. The keys within a section are in `sections/`, what must agree between keys is in
-`contradictions.py`.
+Keys within sections are in `sections/`, checks between keys in `contradictions.py`.
 """
 
 from typing import Annotated, Any
@@ -27,51 +26,50 @@ WORDS = {
     "model": "path",
     "task": "type",
     "speculation": "method",
-}  # sections that a bare word may stand for, by the key that it is
+}  # sections that may be a bare word, and the key that it sets
 
 
 class JobKeys(Section):
-    """What a job file says, each section checked on its own."""
+    """Keys of a job file, with each section checked on its own."""
 
     name: str = Field(
         default="",
         max_length=200,
-        description="What reports call the job. The file's name when left out.",
+        description="Name of the job in reports. Default: the file's name.",
         examples=["summarize"],
         json_schema_extra={"type": ["string", "null"]},
     )
     vars: dict[VariableName, str | TodaySection | None] = Field(
         default={},
-        description="Variables of input.path and output.path, written `${NAME}` there, each with its text, {today: "
-        "ZONE} for the date there, or null where every run gives it: --var NAME=VALUE.",
+        description="Variables for input.path and output.path, used as `${NAME}`: a text, {today: ZONE} for the date "
+        "in that time zone, or null if each run sets it with --var NAME=VALUE.",
         examples=[{"date": {"today": "Europe/Berlin"}}],
         json_schema_extra=HIDDEN,
     )
     storage: dict[UrlPrefix, dict[str, Any]] = Field(
         default={},
         repr=False,
-        description="fsspec options, such as a profile or an endpoint, of the urls that begin with a prefix: a "
-        "protocol (s3) or the beginning of a url (s3://bucket/path). The longest prefix wins; urls without one take "
-        "the environment's. Never shown.",
+        description="fsspec options, such as a profile or an endpoint, by url prefix: a protocol (s3) or the beginning "
+        "of a url (s3://bucket/path). The longest prefix wins; other urls use the environment. Never logged.",
         examples=[{"s3": {"profile": "research"}}],
         json_schema_extra=HIDDEN,
     )
-    input: InputSection = Field(description="What is read.", examples=[{"path": "prompts.parquet"}])
+    input: InputSection = Field(description="Input data.", examples=[{"path": "prompts.parquet"}])
     prompt: PromptSection = Field(
-        description="Where a row's prompt comes from: one of template, column and messages.",
+        description="Source of a row's prompt: one of template, column and messages.",
         examples=[{"template": "Summarize: {text}"}, {"column": "text"}],
     )
     model: Annotated[ModelSection, or_word(WORDS["model"], ModelSection, ModelPlace)] = Field(
-        description="Which checkpoint answers. A bare word is its path: `model: Qwen/Qwen3-4B`.",
+        description="Checkpoint. A bare word is its path: `model: Qwen/Qwen3-4B`.",
         examples=["Qwen/Qwen3-4B", {"path": "Qwen/Qwen3-4B"}],
     )
     task: Annotated[TaskSection, or_word(WORDS["task"], TaskSection, BareTask)] = Field(
         default=TaskSection(),
-        description="What is computed for each row. A bare word is its type: `task: embed`.",
+        description="What to compute for each row. A bare word is its type: `task: embed`.",
         examples=["embed", {"type": "choice", "labels": ["billing", "bug", "question"]}],
     )
     engine: EngineSection = Field(
-        default=EngineSection(), description="How the engine computes.", examples=[{"dtype": "bfloat16"}]
+        default=EngineSection(), description="Engine settings.", examples=[{"dtype": "bfloat16"}]
     )
     speculation: Annotated[SpeculationSection, or_word(WORDS["speculation"], SpeculationSection, BareMethod)] = Field(
         default=SpeculationSection(),
@@ -80,40 +78,38 @@ class JobKeys(Section):
     )
     sampling: SamplingSection = Field(
         default=SamplingSection(),
-        description="How tokens are chosen, in vLLM's names. All but generation_config, seed, repetition_detection "
-        "and reasoning may be {column: name}.",
+        description="Sampling parameters, with vLLM's names. All but generation_config, seed, repetition_detection and "
+        "reasoning may be {column: name}.",
         examples=[{"max_tokens": 256, "temperature": 0.7}],
     )
-    output: OutputSection = Field(description="Where the results go.", examples=[{"path": "out/summarize"}])
-    run: RunSection = Field(default=RunSection(), description="How the work is run.", examples=[{"actors": 8}])
+    output: OutputSection = Field(description="Output folder and columns.", examples=[{"path": "out/summarize"}])
+    run: RunSection = Field(default=RunSection(), description="Engines and limits of a run.", examples=[{"actors": 8}])
     kubernetes: KubernetesSection = Field(
         default=KubernetesSection(),
-        description="The Ray cluster that `pipeline manifests` writes manifests for.",
+        description="Ray cluster of `pipeline manifests`.",
         examples=[{"image": "registry.example.com/parquet-batch-inference:0.1.0-cpu"}],
         json_schema_extra=HIDDEN,
     )
-    cost: CostSection = Field(
-        default=CostSection(), description="What the machines cost, for the report.", examples=[{"hourly_usd": 2.5}]
-    )
+    cost: CostSection = Field(default=CostSection(), description="Prices and budget.", examples=[{"hourly_usd": 2.5}])
     quality: QualitySection = Field(
         default=QualitySection(),
-        description="Compares a sample of the rows with a reference model while the job runs.",
+        description="Comparison of some rows with a reference model while the job runs.",
         examples=[{"sample": 0.001, "model": "Qwen/Qwen3-4B"}],
     )
     targets: TargetsSection = Field(
         default=TargetsSection(),
-        description="Figures that the finished job is compared with.",
+        description="Targets for the finished job.",
         examples=[{"max_usd_per_1m_generated": 0.5}],
     )
 
     @property
     def seed(self) -> int:
-        """The job's seed."""
+        """Random seed of the job."""
         return self.sampling.seed or 0
 
     @property
     def urls(self) -> dict[str, str]:
-        """Each path of the job that may be a url, by its key."""
+        """Paths of the job that may be urls, by key."""
         paths = {
             "input.path": self.input.path,
             "output.path": self.output.path,

@@ -1,4 +1,4 @@
-"""From a job file, overlays and `--set` flags to a checked job."""
+"""Build a checked job from a job file, overlays and `--set` flags."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -29,9 +29,9 @@ def load_job(
     presets: Iterable[str] = (),
     now: Now = zone_time,
 ) -> JobConfig:
-    """The job in a file, with presets laid on top, then overlay files and then `key=value` settings. `environ`: what
-    `${NAME}` in paths stands for. `vars`: `name=value` of variables that the job declares. `now`: the time in a zone.
+    """Return the job in a file, merged with presets, then overlay files, then `key=value` settings.
 
+    environ: values for `${NAME}` in paths. vars: `name=value` for the job's variables. now: returns the time in a zone.
     Raises JobFileError (a ConfigError) with every mistake found.
     """
     for name, given in (("sets", sets), ("overlays", overlays), ("vars", vars), ("presets", presets)):
@@ -52,7 +52,7 @@ def load_job(
 def job_from_flags(
     values: Mapping[str, tuple[Any, str]], sets: Iterable[str] = (), environ: Mapping[str, str] = os.environ
 ) -> JobConfig:
-    """The job that flags describe: dotted key to its value and the flag it came from, which messages name.
+    """Return the job described by flags. values: dotted key -> value and the flag to name in messages.
 
     Raises JobFileError with every mistake found.
     """
@@ -77,7 +77,7 @@ def _job_of(
 
 
 def _spelled_out(document: Document) -> Document:
-    """`document` with bare words as the sections that they stand for, so that overlays merge with their keys."""
+    """Return `document` with bare words expanded to sections, so that overlays can merge with their keys."""
     data, origins = dict(document.data), dict(document.origins)
     for section, key in WORDS.items():
         if isinstance(word := data.get(section), str):
@@ -88,17 +88,17 @@ def _spelled_out(document: Document) -> Document:
 
 def _preset(name: str) -> Path:
     if name not in NAMES:
-        raise JobFileError([Mistake(f"--preset {name}", "", "no such preset", f"There are: {', '.join(NAMES)}.")])
+        raise JobFileError([Mistake(f"--preset {name}", "", "no such preset", f"Available: {', '.join(NAMES)}.")])
     return FOLDER / f"{name}.yaml"
 
 
 def _setting(text: str) -> Document:
-    """One `--set a.b=c`. A key that holds text takes what follows the `=` as it stands."""
+    """Parse one `--set a.b=c`. For keys of type text the value is everything after the `=`."""
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
     where = "--set"
     if not equals or not all(path):
-        shown = "--set" if "storage" in text else f"--set {text}"  # what was meant may be a secret
+        shown = "--set" if "storage" in text else f"--set {text}"  # the value may be a secret
         raise JobFileError([Mistake(shown, "", "expected key=value", "Example: --set sampling.max_tokens=64")])
     if _holds_text(path) and value.strip() not in ("null", "~", ""):
         return _document_of(path, value, where)
@@ -106,7 +106,7 @@ def _setting(text: str) -> Document:
 
 
 def _holds_text(path: tuple[str, ...]) -> bool:
-    """Whether the key at `path` is a text, so that `{report}` or `no` is not to be read as YAML."""
+    """Return whether the key at `path` is text, so that `{report}` or `no` must not be parsed as YAML."""
     section = section_at(JobConfig, path[:-1])
     field = section.model_fields.get(path[-1]) if section else None
     return field is not None and field.annotation in (str, str | None)

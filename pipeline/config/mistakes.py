@@ -1,6 +1,6 @@
-"""From pydantic's errors to mistakes a person can correct: where, which key, what was expected, what to do.
+"""Turns pydantic's errors into mistakes with line, key, expected value and correction.
 
-Owns the wording only. Values of storage options are never repeated, as they may be secrets.
+Messages never repeat values of storage options, which may be secrets.
 """
 
 from typing import Any
@@ -12,18 +12,18 @@ from pipeline.config.sections.kubernetes import FORMER_KEYS
 from pipeline.config.values import UNION_TAGS, VALUE
 from pipeline.formatting import nearest
 
-# Keys people know from elsewhere, or that are planned: refused with a reason rather than ignored.
+# Keys of other systems, refused with a hint.
 _NOT_YET = "not supported yet"
 _KNOWN_ELSEWHERE = {
     "tensor_parallel_size": f"{_NOT_YET}: a model runs on one device; run.actors runs several copies of it",
     "pipeline_parallel_size": f"{_NOT_YET}: a model runs on one device; run.actors runs several copies of it",
     "data_parallel_size": "run.actors sets how many copies of the model run",
-    "quantization": "named model.quantization here; a checkpoint that is quantized says so itself",
+    "quantization": "named model.quantization here; quantized checkpoints need no key",
     "trust_remote_code": "code from a checkpoint is never run",
     "max_new_tokens": "named sampling.max_tokens here",
     "n": "named sampling.n here",
     "generation_config": "named sampling.generation_config here: none or model",
-    "best_of": f"{_NOT_YET}: sampling.n gives all completions of a row, to choose among",
+    "best_of": f"{_NOT_YET}: sampling.n returns all completions of a row",
     "swap_space": "not needed: preempted sequences are computed again",
     "prompt_logprobs": "named sampling.prompt_logprobs here",
     **{
@@ -40,8 +40,8 @@ _KNOWN_ELSEWHERE = {
     "proposer": "named speculation.method here: auto, off, lookup or draft_model",
     "max_draft_tokens": "named speculation.num_speculative_tokens here",
     "concurrency": "named run.actors here: how many copies of the model run",
-    "batch_size": "not needed: batches are formed anew each step; engine.max_num_seqs bounds the rows at once, "
-    "output.rows_per_file the rows of an output file",
+    "batch_size": "not needed: batches are formed at each step; engine.max_num_seqs limits rows at once, "
+    "output.rows_per_file rows of an output file",
     "model_source": "named model.path here",
     "chat_template": "named prompt.chat.template here: a file",
     "chat_template_kwargs": "named prompt.chat.template_kwargs here",
@@ -49,15 +49,15 @@ _KNOWN_ELSEWHERE = {
     "reasoning_parser": "named sampling.reasoning here: auto, or {start, end}",
     "reasoning_config": "named sampling.reasoning here: auto, or {start, end}",
     "thinking_budget": "named sampling.thinking_token_budget here",
-    "reasoning_effort": "write prompt.chat.template_kwargs: {reasoning_effort: low} where the model's template has "
-    "it, or sampling.thinking_token_budget",
+    "reasoning_effort": "write prompt.chat.template_kwargs: {reasoning_effort: low} if the model's template has it, "
+    "or sampling.thinking_token_budget",
     "enable_thinking": "write prompt.chat.template_kwargs: {enable_thinking: false}",
     "model_revision": "named model.revision here",
     "input_path": "named input.path here",
     "output_path": "named output.path here",
     **FORMER_KEYS,
 }
-# Keys of earlier versions, by their dotted names, and what to write instead.
+# Keys of earlier versions, dotted, and their replacements.
 FORMER: dict[str, str] = {
     "params": "named vars now",
     "choice": "write task: {type: choice, labels: [...]}",
@@ -67,9 +67,9 @@ FORMER: dict[str, str] = {
     "input.storage": "write storage: {s3: {...}}, by the prefix of the url",
     "model.storage": "write storage: {s3: {...}}, by the prefix of the url",
     "output.storage": "write storage: {s3: {...}}, by the prefix of the url",
-    "model.trust": "code from a checkpoint is never run: leave it out",
+    "model.trust": "code from a checkpoint is never run: remove it",
     "prompt.defaults": "named prompt.fill_null now",
-    "prompt.max_bytes": "a constant now, 8 MiB; engine.max_model_len bounds a prompt's tokens",
+    "prompt.max_bytes": "a constant now, 8 MiB; engine.max_model_len limits a prompt's tokens",
     "prompt.chat.add_generation_prompt": "follows from the task now: none for embed and classify, else one",
     "engine.block_size": "chosen for the device now; EngineConfig has it in Python",
     "engine.kernels": "chosen for the device now; EngineConfig has it in Python",
@@ -77,8 +77,8 @@ FORMER: dict[str, str] = {
     "engine.seed": "named sampling.seed now",
     "sampling.defaults": "named sampling.generation_config now: none or model",
     "run.unit_rows": "named output.rows_per_file now",
-    "run.unit_tokens": "a constant now; output.rows_per_file bounds the rows of a unit",
-    "run.window_bytes": "a constant now; run.window_rows bounds the rows of a window",
+    "run.unit_tokens": "a constant now; output.rows_per_file limits the rows of a unit",
+    "run.window_bytes": "a constant now; run.window_rows limits the rows of a window",
     "run.units_in_flight": "chosen from the batch limits now",
     "run.drain_s": "named run.drain_timeout now, such as 60 s",
     "run.step_timeout_s": "named run.stall_timeout now, such as 5 min",
@@ -118,7 +118,7 @@ _FIRST_KEY: dict[KeyPath, str] = {("input",): "path", ("prompt",): "column", ("m
 
 
 def from_validation(error: ValidationError, document: Document, root: type[BaseModel]) -> list[Mistake]:
-    """Every mistake of a failed validation, in the order of the lines."""
+    """Return every mistake of a failed validation, ordered by line."""
     mistakes = [_mistake(raw, document, root) for raw in error.errors(include_url=False)]
     return sorted(mistakes, key=lambda mistake: (_line(mistake.where), mistake.key))
 
@@ -147,7 +147,9 @@ def _unknown_key(path: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
         for other, field in root.model_fields.items()
         if name in getattr(model_of(field.annotation), "model_fields", {})
     ]
-    meant = " or ".join(f"`{home}`" for home in homes)  # the same name elsewhere before a similar one here
+    meant = " or ".join(
+        f"`{home}`" for home in homes
+    )  # the same name in another section before a similar name in this one
     if not meant and (similar := nearest(name, names)):
         meant = f"`{similar}`"
     return "unknown key", f"Did you mean {meant}?" if meant else f"Known here: {', '.join(names)}."
@@ -183,7 +185,7 @@ def _wrong_value(raw: Any, path: KeyPath) -> tuple[str, str]:
 
 
 def _shown(value: object, path: KeyPath) -> str:
-    """A value as a message may repeat it: short, and never one that may be a secret."""
+    """Return a short form of a value for a message, without secrets."""
     if path[:1] == ("storage",):
         return "another kind of value"
     if value is None:
@@ -204,13 +206,13 @@ def _example(path: KeyPath) -> str:
         ("output",): "Write `output: {path: out/my-job}`.",
         ("input", "path"): "A Parquet or .jsonl file, a folder of them, or a glob.",
         ("model", "path"): "A folder, a Hugging Face id, or `demo`.",
-        ("output", "path"): "The folder that the results go to.",
+        ("output", "path"): "A folder for the results.",
     }
     return examples.get(tuple(str(step) for step in path), "")
 
 
 def section_at(root: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
-    """The section that a key names; None where it is another kind of value, or not there."""
+    """Return the section at a key; None if it is another kind of value or unknown."""
     model: type[BaseModel] | None = root
     for step in path:
         field = model.model_fields.get(str(step)) if model else None

@@ -1,8 +1,8 @@
-"""The kinds of value that a job file's keys take, each with the words for what was expected.
+"""Types of the values in a job file, each with its error message.
 
-pydantic is strict here (text is never read as a number); these types add the forms that people write: `off` and `yes`
-for switches, `8 GiB` for sizes, `6 h` for durations, one text for a list of one, `{column: name}` for each row's own
-value. Each states in JSON Schema what pydantic cannot derive from a function.
+pydantic runs in strict mode (text is never parsed as a number); these types add the forms that people write: `off` and
+`yes` for switches, `8 GiB` for sizes, `6 h` for durations, one text for a list of one, `{column: name}` for a value per
+row. Each type states the JSON Schema that pydantic cannot derive from a function.
 """
 
 import re
@@ -23,30 +23,30 @@ _PART_OF_DURATION = r"[0-9]+(?:\.[0-9]+)?\s*(?:s|min|m|h|d)"
 _DURATION = re.compile(rf"{_PART_OF_DURATION}(?:\s+{_PART_OF_DURATION})*")
 _EXAMPLES_OF_DURATION = "90 s, 30 min, 6 h or 1 h 30 min"
 
-# For editors: as much of the above as a pattern can express. None refuses what is accepted.
+# For editors: what a pattern can express of the above. No pattern rejects an accepted value.
 _SWITCH_PATTERN = "^([oO][nN]|[oO][fF][fF]|[yY][eE][sS]|[nN][oO])$"
 _SIZE_PATTERN = r"^\s*[0-9][0-9_]*(\.[0-9]+)?\s*(([kKmMgGtT][iI]?)?[bB])?\s*$"  # many editors read 8_000 as text
 _MOMENT_PATTERN = r"^[0-9]{4}-?(W?[0-9]{2})[^Zz+]*$"
 
-# Tags of unions in an error's path, left out of messages. No key has these names.
+# Tags of unions in the path of an error, removed from messages. No key has these names.
 WORD, OPTIONS, VALUE, COLUMN = UNION_TAGS = ("<word>", "<options>", "<value>", "<column>")
 
-# What a change of a key means for a run that resumes an output (`identity.py`); a key without a mark is free.
-IDENTITY: Any = {"resume": "identity"}  # another output: refused
-NUMERICS: Any = {"resume": "numerics"}  # may change a token by rounding: refused unless accepted
-HIDDEN: Any = {"resume": "hidden"}  # may change, and is not recorded, since it may hold a secret
+# Resume classes (`identity.py`): what a changed key means for a run that resumes an output. No mark: free to change.
+IDENTITY: Any = {"resume": "identity"}  # refused
+NUMERICS: Any = {"resume": "numerics"}  # may change tokens by rounding: refused unless accepted
+HIDDEN: Any = {"resume": "hidden"}  # free, and not recorded, since it may contain a secret
 
 
 class Section(BaseModel):
-    """A mapping of a job file: frozen, without unknown keys."""
+    """Mapping in a job file: frozen, refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
 
 class FromColumn(Section):
-    """Each row's own value, from this column of the input."""
+    """A value per row, from a column of the input."""
 
-    column: str = Field(min_length=1, description="The column's name.", examples=["budget"])
+    column: str = Field(min_length=1, description="Name of the column.", examples=["budget"])
 
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def _auto_or_switch(value: object) -> object:
 
 
 def parse_bytes(text: str) -> int | None:
-    """`8 GiB` as a number of bytes; None where the text is no size."""
+    """Return the number of bytes of a size such as `8 GiB`; None if the text is not a size."""
     match = _SIZE.fullmatch(text.strip())
     factor = _UNITS.get(match[2].lower()) if match else None
     return int(float(match[1]) * factor) if match and factor is not None else None
@@ -90,7 +90,7 @@ def _bytes(value: object) -> object:
 
 
 def parse_duration(text: str) -> float | None:
-    """`1 h 30 min` in seconds; None where the text is no duration."""
+    """Return the seconds of a duration such as `1 h 30 min`; None if the text is not a duration."""
     if _DURATION.fullmatch(text.strip()) is None:
         return None
     return sum(float(number) * _SECONDS[unit] for number, unit in re.findall(r"([0-9.]+)\s*([a-z]+)", text))
@@ -105,7 +105,7 @@ def _duration(value: object) -> object:
 
 
 def _moment(value: object) -> object:
-    """ISO text, from such a text or from what YAML libraries make of one; a date alone is its midnight."""
+    """Return ISO text for ISO text or a date of a YAML library; a date without a time is its midnight."""
     try:
         moment = datetime.fromisoformat(value) if isinstance(value, str) else value
     except ValueError:
@@ -118,20 +118,22 @@ def _moment(value: object) -> object:
 
 
 def _listed(value: object) -> object:
-    """A tuple from a list, and from one text alone."""
+    """Return a tuple of the items of a list, or of one text."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 def _no_login(path: str) -> str:
-    """S3's and GCS's libraries know no user in a url: they take it for the bucket's name, and messages show it."""
+    """Refuse a user in a bucket's url: S3's and GCS's libraries take it for the bucket, and messages would show it."""
     scheme, _, rest = path.partition("://")
     if rest and scheme in ("s3", "s3a", "gs", "gcs") and "@" in rest.partition("/")[0]:
-        raise ValueError("a bucket's url holds no user or password: put them under `storage`, or in the environment")
+        raise ValueError(
+            "a bucket's url cannot contain a user or password: put them under `storage`, or in the environment"
+        )
     return path
 
 
 def _on_one_line(path: str) -> str:
-    """YAML's `|` and `>` end a text with a line break, which would become part of a folder's name."""
+    """Refuse control characters: YAML's `|` and `>` end a text with a newline, which would be part of the path."""
     if re.search(r"[\x00-\x1f\x7f]", path):
         raise ValueError(f"expected a path on one line, without control characters, not {path[:200]!r}")
     return path
@@ -146,19 +148,19 @@ def _embedded_exists(path: str) -> str:
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if names.count(name) > 1:
-            raise _refuse(f"each column once; {name!r} is named twice")
+            raise _refuse(f"each column once; {name!r} is listed twice")
     return names
 
 
 def false_is_off(written: Any) -> BeforeValidator:
-    """Takes `false` for `off`; `written` is the type of what the key takes besides."""
+    """Accept `false` for `off`. written: type of the other values."""
     return BeforeValidator(
         lambda value: "off" if value is False else value, json_schema_input_type=written | Literal[False]
     )
 
 
 def or_word(key: str, section: Any, word: Any = str) -> BeforeValidator:
-    """Takes a bare word, or YAML's false for `off`, for `{key: word}`: the other keys of the section are left out."""
+    """Accept a bare word, or YAML's false for `off`, as `{key: word}`, with defaults for the section's other keys."""
     return BeforeValidator(
         lambda value: {key: value} if isinstance(value, str) or value is False else value,
         json_schema_input_type=section | word,

@@ -1,8 +1,7 @@
-"""A job's `vars`: names that a job file declares, and the value that each has in this run.
+"""A job's `vars`: variables for the paths of scheduled jobs, `output: {path: "out/${date}"}`.
 
-They are for the paths of scheduled jobs, `output: {path: "out/${date}"}`. A value comes from `--var`, else from the
-job file: a text, or the date of today in a given time zone. It is a name, never a path: a scheduler cannot lead a job
-elsewhere.
+A value comes from `--var`, else from the job file: a text, or today's date in a time zone. It must be a plain name, not
+a path, so that a scheduler cannot redirect a job.
 """
 
 import re
@@ -23,18 +22,18 @@ Now = Callable[[ZoneInfo], datetime]
 
 
 class TodaySection(Section):
-    """A variable that is the date of the day on which the run begins."""
+    """Variable with the date on which the run starts."""
 
-    today: str = Field(description="The time zone whose date it is.", examples=["Europe/Berlin"])
+    today: str = Field(description="Time zone of the date.", examples=["Europe/Berlin"])
 
 
 def moment_of(flag: str | None) -> Now:
-    """The time that `--logical-date` gives, in any zone; the clock's where it is None. Raises JobFileError."""
+    """Return a clock that is fixed to `--logical-date`, or the real clock for None. Raises JobFileError."""
     if flag is None:
         return zone_time
     try:
         moment = datetime.fromtimestamp(int(flag[1:]), UTC) if flag[:1] == "@" else datetime.fromisoformat(flag)
-        if moment.tzinfo is None or not MINYEAR < moment.year < MAXYEAR:  # else some zone has no date for it
+        if moment.tzinfo is None or not MINYEAR < moment.year < MAXYEAR:  # else some time zone has no date for it
             raise ValueError
         return moment.astimezone
     except (ValueError, OverflowError, OSError):
@@ -43,7 +42,7 @@ def moment_of(flag: str | None) -> Now:
 
 
 def given_on(flags: Iterable[str]) -> dict[str, str]:
-    """`--var NAME=VALUE`, by name. Raises JobFileError."""
+    """Parse `--var NAME=VALUE` flags. Raises JobFileError."""
     given = {}
     for flag in flags:
         name, equals, value = flag.partition("=")
@@ -55,7 +54,7 @@ def given_on(flags: Iterable[str]) -> dict[str, str]:
 
 
 def values_of(document: Document, given: Mapping[str, str], now: Now) -> tuple[dict[str, str], list[Mistake]]:
-    """Each declared variable that has a value, and what is wrong with the others."""
+    """Return the values of declared variables, and the mistakes of the others."""
     declared = document.data.get("vars")
     declared = declared if isinstance(declared, dict) else {}
     known = f"Declared: {', '.join(map(str, declared)) or 'none'}."
@@ -72,19 +71,19 @@ def values_of(document: Document, given: Mapping[str, str], now: Now) -> tuple[d
 
 
 def _value(name: str, value: object, now: Now) -> str:
-    """Raises ValueError with what is wrong and what to do."""
+    """Return a variable's value. Raises ValueError with the problem and a hint."""
     if _NAME.fullmatch(name) is None:
-        raise ValueError("is no name of a variable", "It has letters, digits and _ alone, and begins with no digit.")
+        raise ValueError("is not a valid variable name", "Use letters, digits and _, and begin with a letter or _.")
     if value is None:
-        raise ValueError("has no value", f"Give --var {name}=...; or name the output folder.")
+        raise ValueError("has no value", f"Pass --var {name}=..., or name the output folder.")
     if isinstance(value, dict) and value.keys() == {"today"}:
         try:
             return now(ZoneInfo(str(value["today"]))).date().isoformat()
         except (OSError, ValueError, KeyError):  # ZoneInfoNotFoundError is a KeyError
-            raise ValueError(f"{value['today']!r} is no time zone", "Example: Europe/Berlin") from None
+            raise ValueError(f"{value['today']!r} is not a time zone", "Example: Europe/Berlin") from None
     if not isinstance(value, str):
-        raise ValueError("expected a text, {today: ZONE} or null", 'Numbers are put in quotes: "7".')
+        raise ValueError("expected a text, {today: ZONE} or null", 'Quote numbers: "7".')
     if _VALUE.fullmatch(value) is None or ".." in value:
-        hint = "It begins with a letter or digit and goes on with these and . _ = + @ - alone; it is no path."
+        hint = "Use letters, digits and . _ = + @ -, and begin with a letter or digit; it cannot be a path."
         raise ValueError(f"{value!r} cannot be part of a path", hint)
     return value

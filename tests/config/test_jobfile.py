@@ -79,10 +79,10 @@ def test_fault_43_python_objects_are_text_of_a_mistake_and_never_made(tmp_path):
         ("- a\n- b\n", "expected `key: value` lines"),
         ("just text\n", "expected `key: value` lines"),
         ("a: [1, 2\n", "not valid YAML"),
-        ("a: b: c\n", "needs quotes"),
+        ("a: b: c\n", "Quote text that"),
         ("a: 1\n\tb: 2\n", "job.yaml:2: not valid YAML"),
-        ("a:\n  b: 1\n c: 2\n", "begin in the same column"),
-        ("a: 1\n  b: 2\n", "begin in the same column"),
+        ("a:\n  b: 1\n c: 2\n", "Indent keys of one section equally"),
+        ("a: 1\n  b: 2\n", "Indent keys of one section equally"),
         ("a: \x07\n", "not valid YAML"),
     ],
 )

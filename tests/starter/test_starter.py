@@ -66,7 +66,7 @@ def test_what_is_written_is_a_job_that_fits_the_dataset(here, pipe, named):
     shutil.copytree(demo_model("target"), "model")  # in a folder of its own it may know any prompt
     code, out, err = pipe("init", "jobs/my.yaml", "--input", "data.parquet", "--output", "out/x", "--model", "model")
     assert code == 0, err
-    assert f"jobs/my.yaml is written, and beside it {FILE_NAME}, by which editors" in out
+    assert f"Wrote jobs/my.yaml, with {FILE_NAME} next to it" in out
     assert "pipeline validate jobs/my.yaml" in out
     seen = look("data.parquet", "model", print)
     assert (seen.prompt, seen.kind, seen.keep, seen.has_chat) == (prompt, kind, keep, True)
@@ -101,10 +101,10 @@ def test_nothing_is_replaced(here, pipe):
     Path(FILE_NAME).write_text("mine too")
     code, _, err = pipe("init", "my.yaml", "--input", "data.parquet")
     assert code == 2
-    assert "my.yaml: is there already" in err
+    assert "my.yaml: exists already" in err
     code, out, _ = pipe("init", "other.yaml", "--input", "data.parquet")
     assert code == 0
-    assert out.startswith("other.yaml is written. Look at")
+    assert out.startswith("Wrote other.yaml. Check its")
     assert (Path("my.yaml").read_text(), Path(FILE_NAME).read_text()) == ("mine", "mine too")
     assert "ends in .yaml" in pipe("init", "job.txt", "--input", "data.parquet")[2]
 

@@ -1,4 +1,4 @@
-"""The sections `input` and `output`: what is read, and where results go."""
+"""Sections `input` and `output`."""
 
 from typing import Literal
 
@@ -8,39 +8,38 @@ from pipeline.config.values import IDENTITY, Columns, Place, Section
 
 
 class InputSection(Section):
-    """What is read. `columns` None keeps every column in the output, an empty list none."""
+    """Input data. `columns` None keeps every column in the output, an empty list keeps none."""
 
     path: Place = Field(
-        description="Parquet or JSON Lines (.jsonl, .ndjson, .json; also .gz, .zst) to read: a file, a folder (with "
-        "its subfolders) or a glob, local or any fsspec url. One format in a job. Relative paths are below the working "
-        "directory; ${NAME} and ${NAME:-default} are environment variables, here and in the other paths.",
+        description="Parquet or JSON Lines (.jsonl, .ndjson, .json; also .gz, .zst), one format per job: a file, a "
+        "folder (with subfolders) or a glob, local or an fsspec url. Relative paths start at the working directory; "
+        "paths may contain ${NAME} and ${NAME:-default} for environment variables.",
         examples=["jobs/data", "s3://bucket/tickets/*.parquet", "chats.jsonl.gz", "${DATA:-data}/in"],
     )
     format: Literal["rows", "openai"] = Field(
         default="rows",
-        description="rows: columns, of which prompt and sampling name some. openai: lines of OpenAI's Batch API, which "
-        "hold prompt and sampling themselves, for /v1/chat/completions, /v1/completions or, with task: embed, "
-        "/v1/embeddings.",
+        description="rows: columns, used by prompt and sampling. openai: lines of OpenAI's Batch API with their own "
+        "prompt and sampling, for /v1/chat/completions, /v1/completions or, with task: embed, /v1/embeddings.",
         examples=["openai"],
         json_schema_extra=IDENTITY,
     )
     columns: Columns | None = Field(
         default=None,
-        description="Input columns kept next to each completion. All when left out (of format openai: custom_id, and "
-        "encoding_format of embeddings), none for an empty list.",
+        description="Input columns to keep next to each completion; an empty list keeps none. Default: all (format "
+        "openai: custom_id, and encoding_format of embeddings).",
         examples=[["ticket_id"]],
         json_schema_extra=IDENTITY,
     )
     on_corrupt: Literal["fail", "skip"] = Field(
         default="fail",
-        description="Damaged files stop the job (fail), or are left out and listed (skip); damaged row groups, and "
-        "lines that are no JSON objects, become error rows then.",
+        description="fail: damaged files stop the job. skip: damaged files are left out and listed; damaged row groups "
+        "and lines that are not JSON objects become error rows.",
         examples=["skip"],
     )
     limit: int | None = Field(
         default=None,
         ge=1,
-        description="The number of rows to read, from the first. All when left out.",
+        description="Number of rows to read, from the first. Default: all.",
         examples=[100],
         json_schema_extra=IDENTITY,
     )
@@ -52,29 +51,29 @@ class InputSection(Section):
 
 
 class OutputSection(Section):
-    """Where the parts go. `rename` gives result columns another name."""
+    """Folder, parts and columns of the output."""
 
     path: Place = Field(
-        description="The folder that results go to, local or any fsspec url: part-*.parquet, _SUCCESS and _pipeline/.",
+        description="Folder for results, local or an fsspec url: part-*.parquet, _SUCCESS and _pipeline/.",
         examples=["out/summarize", "s3://bucket/labels"],
     )
     samples: Literal["lists", "rows"] = Field(
         default="lists",
-        description="How several completions of a row (sampling.n) are written: as lists in one row, or as rows of "
-        "their own with the row's kept columns and a sample_index, from 0.",
+        description="How to write several completions of a row (sampling.n): as lists in one row, or as separate rows "
+        "with the kept columns and a sample_index, from 0.",
         examples=["rows"],
         json_schema_extra=IDENTITY,
     )
     rename: dict[str, str] = Field(
         default={},
-        description="Other names for result columns, old to new.",
+        description="New names of result columns, old to new.",
         examples=[{"generated_text": "label"}],
         json_schema_extra={**IDENTITY, "additionalProperties": {"type": "string", "minLength": 1}},
     )
     rows_per_file: int = Field(
         default=512,
         ge=1,
-        description="The most rows of a part file, which is also the unit of work: a kill loses the units in flight.",
+        description="Maximum rows of a part file. A part is also the unit of work: a kill loses the units in flight.",
         examples=[256],
         json_schema_extra=IDENTITY,
     )

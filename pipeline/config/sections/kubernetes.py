@@ -1,4 +1,4 @@
-"""The section `kubernetes`, which `pipeline manifests` alone reads, and patches in place of its former keys."""
+"""Section `kubernetes`, used only by `pipeline manifests`, and hints for its former keys."""
 
 from typing import Annotated, Any
 
@@ -37,64 +37,63 @@ FORMER_KEYS = {
 
 
 class PatchSection(Section):
-    """JSON merge patches (RFC 7386) of what `pipeline manifests` writes. Lists of objects with a `name` (worker groups:
-    `groupName`) merge by it. `null` removes a key."""
+    """JSON merge patches (RFC 7386) for the manifests of `pipeline manifests`. Lists of objects with a `name` (worker
+    groups: `groupName`) merge by it. `null` removes a key."""
 
     pods: dict[str, Any] = Field(
         default={},
-        description="For the pod templates of head and workers; their container is called ray.",
+        description="Patch for the pod templates of head and workers; the container is called ray.",
         examples=[{"spec": {"serviceAccountName": "pipeline-s3"}}],
     )
     head: dict[str, Any] = Field(
         default={},
-        description="For the head's pod template, after pods.",
+        description="Patch for the head's pod template, applied after pods.",
         examples=[{"spec": {"priorityClassName": "high"}}],
     )
     worker: dict[str, Any] = Field(
         default={},
-        description="For the workers' pod template, after pods.",
+        description="Patch for the workers' pod template, applied after pods.",
         examples=[{"spec": {"nodeSelector": {"cloud.google.com/gke-spot": "true"}}}],
     )
     job: dict[str, Any] = Field(
         default={},
-        description="For the RayJob.",
+        description="Patch for the RayJob.",
         examples=[{"spec": {"activeDeadlineSeconds": 18000}}],
     )
     cron: dict[str, Any] = Field(
         default={},
-        description="For the CronJob of a schedule, or the RayCronJob.",
+        description="Patch for the CronJob or RayCronJob of a schedule.",
         examples=[{"spec": {"startingDeadlineSeconds": 600}}],
     )
 
 
 class KubernetesSection(Section):
-    """A Ray cluster of its own for the job, one worker pod per engine."""
+    """A dedicated Ray cluster for the job, one worker pod per engine."""
 
     image: Image | None = Field(
         default=None,
-        description="The container image of all pods, best by digest: a tag can move between two tries.",
+        description="Container image of all pods, best by digest: a tag can change between two tries.",
         examples=["registry.example.com/parquet-batch-inference@sha256:0123"],
     )
     namespace: Name | None = Field(
         default=None,
-        description="Namespace of all objects. kubectl's own when left out.",
+        description="Namespace of all objects. Default: kubectl's.",
         examples=["batch"],
     )
     cpus: int = Field(
         default=4,
         ge=2,
-        description="CPUs of a worker pod: one for reading, the others for its engine unless run.cpus_per_actor says "
-        "otherwise.",
+        description="CPUs of a worker pod: one for reading, the others for its engine, or run.cpus_per_actor.",
         examples=[16],
     )
     memory: Quantity = Field(default="8Gi", description="Memory of a worker pod.", examples=["64Gi"])
     gpus: int = Field(default=0, ge=0, description="GPUs of a worker pod and its engine.", examples=[1])
     retries: int = Field(
-        default=3, ge=0, description="New clusters after one that failed; each resumes from the parts.", examples=[5]
+        default=3, ge=0, description="New clusters after a failed one; each resumes from the parts.", examples=[5]
     )
     patch: PatchSection = Field(
         default=PatchSection(),
-        description="JSON merge patches (RFC 7386) for what has no key here: spot nodes, volumes, secrets. "
+        description="JSON merge patches (RFC 7386) for everything without a key here: spot nodes, volumes, secrets. "
         "null removes a key; lists of objects with a name (worker groups: groupName) merge by it.",
         examples=[{"worker": {"spec": {"nodeSelector": {"cloud.google.com/gke-spot": "true"}}}}],
     )

@@ -1,4 +1,4 @@
-"""The sections `cost`, `quality` and `targets`: what a job may cost, and what its figures are compared with."""
+"""Sections `cost`, `quality` and `targets`."""
 
 from typing import Annotated
 
@@ -11,17 +11,16 @@ _Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class CostSection(Section):
-    """Prices are US dollars; without `hourly_usd` a job is unpriced."""
+    """Prices in US dollars; without `hourly_usd` a job is unpriced."""
 
     hourly_usd: _Positive | None = Field(
         default=None,
-        description="What one actor's machine, or its share of one, costs for an hour, in US dollars. Unpriced "
-        "when left out.",
+        description="Price per hour of one engine's machine, or of its share of one, in US dollars. Default: unpriced.",
         examples=[2.5],
     )
     budget_usd: _Positive | None = Field(
         default=None,
-        description="What the job may cost over all its runs, in US dollars. A run ends itself in time to stay below, "
+        description="Maximum cost of the job over all its runs, in US dollars. A run ends in time to stay below it, "
         "resumably, with exit code 75; with a higher budget the same command resumes. Needs hourly_usd.",
         examples=[40],
     )
@@ -29,41 +28,40 @@ class CostSection(Section):
     @model_validator(mode="after")
     def _budget_has_a_price(self) -> "CostSection":
         if self.budget_usd is not None and self.hourly_usd is None:
-            raise ValueError("budget_usd needs hourly_usd: a budget is counted in machine time at that price")
+            raise ValueError("budget_usd needs hourly_usd, the price of machine time")
         return self
 
 
 class QualitySection(Section):
-    """Without `model` the reference is the job's own checkpoint in 16 bit, where the job computes it otherwise."""
+    """Comparison of some rows with a reference model. Without `model` it is the job's own checkpoint in 16 bit."""
 
     sample: _Share = Field(
         default=0.0,
-        description="The share of rows that are compared with a reference model while the job runs. From 0 to 1; 0 is "
-        "off.",
+        description="Fraction of rows to compare with a reference model while the job runs, from 0 (off) to 1.",
         examples=[0.001],
     )
     model: ModelPlace | None = Field(
         default=None,
-        description="The reference model: a checkpoint with the same tokens, in 16 bit. When left out the job's own as "
-        "it is stored, which takes model.quantization, engine.kv_cache_dtype or engine.activation_dtype to compare.",
+        description="Reference model: a checkpoint with the same tokens, in 16 bit. Default: the job's own as stored, "
+        "which requires model.quantization, engine.kv_cache_dtype or engine.activation_dtype.",
         examples=["Qwen/Qwen3-4B"],
     )
     column: Column | None = Field(
         default=None,
-        description="A column with the right answers; both models' completions are compared with them. The reference "
-        "then generates a completion of its own.",
+        description="Column with the right answers, to compare with the completions of both models. The reference then "
+        "generates completions too.",
         examples=["answer"],
     )
     max_drop: _Share = Field(
         default=0.02,
-        description="An alarm is raised when token agreement, or the share of right answers relative to the "
-        "reference's, has certainly dropped by more. From 0 to 1.",
+        description="Raise an alarm when token agreement, or the share of right answers relative to the reference's, "
+        "dropped by more than this with statistical certainty. From 0 to 1.",
         examples=[0.05],
     )
 
 
 class TargetsSection(Section):
-    """Targets of a finished job, over all its runs. What is left out is not compared."""
+    """Targets of a finished job, over all its runs."""
 
     max_usd_per_1m_generated: _Positive | None = Field(
         default=None, description="US dollars for 1M generated tokens.", examples=[0.5]

@@ -1,4 +1,4 @@
-"""The section `model`: which checkpoint answers."""
+"""Section `model`."""
 
 from typing import Annotated, Any, Literal
 
@@ -10,27 +10,21 @@ from pipeline.stores.filesystem import is_url
 
 
 class ModelSection(Section):
-    """Which checkpoint: a folder, an fsspec url such as s3://, a Hugging Face id, or one of EMBEDDED_MODELS.
-
-    `quantization` makes the linears of a 16- or 32-bit checkpoint smaller while it is loaded; a draft model stays as it
-    is.
-    """
+    """Checkpoint and its quantization on load, which does not affect a draft model."""
 
     path: ModelPlace = Field(
-        description="The checkpoint: a folder, an fsspec url, a Hugging Face id, or an embedded one such as "
-        "demo:target-awq.",
+        description="Checkpoint: a folder, an fsspec url, a Hugging Face id, or an embedded one: demo:target-awq.",
         examples=["Qwen/Qwen3-4B", "models/Llama-3.1-8B-Instruct"],
     )
     quantization: Literal["none", "int8", "int4-rtn", "nf4"] = Field(
         default="none",
-        description="Makes the linears of a 16- or 32-bit checkpoint smaller while it is loaded. A checkpoint "
-        "that is quantized needs none.",
+        description="Quantize the linears of a 16- or 32-bit checkpoint on load; not for quantized checkpoints.",
         examples=["int8"],
         json_schema_extra=NUMERICS,
     )
     revision: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="Of a Hugging Face id: the branch, tag or commit. The main branch when left out.",
+        description="Branch, tag or commit of a Hugging Face id. Default: the main branch.",
         examples=["v1.1", "1cfa9a7208912126459214e8b04321603b3df60c"],
     )
 

@@ -1,4 +1,4 @@
-"""The section `prompt`: what is asked of each row, as a text or a chat."""
+"""Section `prompt`: the text or chat of each row."""
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,89 +15,85 @@ SOURCES = ("template", "column", "messages")
 
 
 class ChatSection(Section):
-    """How a prompt becomes a chat for a template.
-
-    `date` goes to a template that reads the date; null: the local time of the output's first run.
-    """
+    """How to render a prompt with the chat template."""
 
     system: str | None = Field(
         default=None,
-        description="The system message, before the prompt.",
+        description="System message before the prompt.",
         examples=["Answer with one word."],
         json_schema_extra=IDENTITY,
     )
     template: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="A file with a chat template (Jinja) to use instead of the model's own. The model's when left out.",
+        description="File with a chat template (Jinja). Default: the model's template.",
         examples=["templates/llama3-tools.jinja"],
     )
     continue_final_message: Switch = Field(
         default=True,
-        description="A chat that ends with the assistant's message is continued: the prompt ends with its text, and "
-        "the completion is what follows. false: the turn is closed, and the assistant begins another one.",
+        description="Continue a chat that ends with a message of the assistant: the prompt ends with its text. false: "
+        "close that turn and start another one of the assistant.",
         examples=[False],
         json_schema_extra=IDENTITY,
     )
     template_kwargs: dict[str, Any] = Field(
         default={},
-        description="Further variables for the chat template.",
+        description="More variables for the chat template.",
         examples=[{"enable_thinking": False}],
         json_schema_extra=IDENTITY,
     )
     date: Moment | None = Field(
         default=None,
-        description="The date that a chat template receives, without a time zone. Left out, the local time of "
-        "the output's first run.",
+        description="Date passed to the chat template, without a time zone. Default: local time of the output's first "
+        "run.",
         examples=["2026-11-23", "2026-11-23 14:05"],
     )
 
 
 class PromptSection(Section):
-    """Where a row's prompt comes from: exactly one of `template`, `column` and `messages`. Where the lines of the input
-    are requests, these say it, and a job file gives none (`requests.py`).
+    """Source of a row's prompt: exactly one of `template`, `column` and `messages`, except for requests, which bring
+    their own (`requests.py`).
 
-    `chat` None sends the text as it is; `messages` always goes through the chat template.
+    With `chat` None text is sent as it is; `messages` always go through the chat template.
     """
 
     template: str | None = Field(
         default=None,
         min_length=1,
-        description="Text with {column} for the columns of each row, {column.field} for a field of a struct or of JSON "
-        "text, {column:.2f} for a number or date in a form, {`column`} for a name with other characters; {{ and }} "
-        "stand for braces. Or give `column`, or `messages`.",
+        description="Text with {column} for columns, {column.field} for fields of a struct or of JSON text, "
+        "{column:.2f} for formatted numbers or dates, {`column`} for names with other characters, and {{ and }} for "
+        "braces. Alternatives: `column`, `messages`.",
         examples=["Summarize: {text}", "{author.name} ({score:.1f}): {text}"],
         json_schema_extra=IDENTITY,
     )
     column: Column | None = Field(
         default=None,
-        description="A column of text that is the prompt as it is.",
+        description="Column of text to use as the prompt.",
         examples=["text"],
         json_schema_extra=IDENTITY,
     )
     messages: Column | None = Field(
         default=None,
-        description="A column of chats: lists of role and content, or their JSON.",
+        description="Column of chats: lists of role and content, or their JSON.",
         examples=["turns"],
         json_schema_extra=IDENTITY,
     )
     chat: ChatSection | None = Field(
         default=None,
-        description="Put the prompt through the model's chat template, as the user's turn. Left out, "
-        "`template` and `column` are sent as plain text.",
+        description="Send the prompt through the model's chat template, as the user's turn. Default: plain text.",
         examples=[{"system": "Answer with one word."}, True],
         json_schema_extra=IDENTITY,
     )
     fill_null: dict[str, str] = Field(
         default={},
-        description="Texts in place of nulls: by what the template names, or by the column. A null without one "
-        "makes the row an error row.",
+        description="Texts that replace nulls, by the name in the template or by the column. Other nulls make the row "
+        "an error row.",
         examples=[{"title": "(untitled)", "author.name": "unknown"}],
         json_schema_extra=IDENTITY,
     )
     special_tokens: Literal["text", "template"] = Field(
         default="text",
-        description="What texts of the model's control tokens are in a prompt that is sent as plain text: letters "
-        "(text), or control tokens where the template itself writes them (template). In values they are letters.",
+        description="How to read the text of control tokens in a plain-text prompt: as letters (text), or as control "
+        "tokens if the template itself contains them (template). In column values they are always letters.",
         examples=["template"],
         json_schema_extra=IDENTITY,
     )
@@ -134,8 +130,8 @@ class PromptSection(Section):
             raise ValueError(f"expected exactly one of template, column, messages; got {found}")
         if self.special_tokens == "template" and (self.template is None or self.chat is not None):
             raise ValueError(
-                "special_tokens: template is for a prompt.template that is sent as plain text; column and messages "
-                "hold data, and with chat the chat template writes the control tokens"
+                "special_tokens: template needs a prompt.template that is sent as plain text; column and messages hold "
+                "data, and with chat the chat template writes the control tokens"
             )
         if self.fill_null:
             try:
@@ -145,7 +141,7 @@ class PromptSection(Section):
         return self
 
     def spec(self) -> "PromptSpec":
-        """How rows become prompts."""
+        """Return how rows become prompts."""
         from pipeline.data.prompts import PromptSpec
 
         return PromptSpec(

@@ -1,4 +1,4 @@
-"""`sampling.reasoning` as a job file writes it: auto, or the texts of the markers."""
+"""Type of `sampling.reasoning`: auto, or the texts of the markers."""
 
 from typing import Annotated, Any, Literal
 

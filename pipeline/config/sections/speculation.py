@@ -1,4 +1,4 @@
-"""The section `speculation`: speculative decoding, which changes how fast tokens come and not which."""
+"""Section `speculation`: speculative decoding, which changes the speed and not the tokens."""
 
 from typing import Annotated, Literal
 
@@ -7,28 +7,28 @@ from pydantic import Field, model_validator
 from pipeline.config.values import ModelPlace, Section, false_is_off
 from pipeline.engine.params import MAX_SPECULATIVE_TOKENS, SpeculationConfig, SpeculationMethod, model_contradiction
 
-BareMethod = Literal["auto", "off", "lookup", False]  # those that need no other key
+BareMethod = Literal["auto", "off", "lookup", False]  # methods that need no other key
 
 
 class SpeculationSection(Section):
-    """Which method proposes tokens for the model to check."""
+    """How draft tokens are proposed."""
 
     method: Annotated[SpeculationMethod, false_is_off(SpeculationMethod)] = Field(
         default="auto",
-        description="lookup drafts what followed the last tokens before, in a row's own text and in finished "
-        "outputs; draft_model by a smaller model; auto is lookup; off. Drafts are computed where that is faster.",
+        description="lookup: drafts are the tokens that followed the same text earlier, in the row or in finished "
+        "outputs. draft_model: a smaller model drafts. auto is lookup. Drafts are used only while they are faster.",
         examples=["off", "draft_model"],
     )
     model: ModelPlace | None = Field(
         default=None,
-        description="With method draft_model: the smaller model, with the same tokens.",
+        description="With method draft_model: the draft model, with the same tokens.",
         examples=["models/Qwen3-0.6B"],
     )
     num_speculative_tokens: int = Field(
         default=SpeculationConfig.num_speculative_tokens,
         ge=1,
         le=MAX_SPECULATIVE_TOKENS,
-        description="The most tokens drafted for a row in one step.",
+        description="Maximum draft tokens of a row in one step.",
         examples=[12],
     )
 
@@ -39,5 +39,5 @@ class SpeculationSection(Section):
         return self
 
     def engine_config(self, model_path: str | None) -> SpeculationConfig:
-        """Return the engine's form. model_path: the folder in which the draft model was found, once it is known."""
+        """Return the engine's config. model_path: local folder of the draft model, once it is known."""
         return SpeculationConfig(self.method, model_path or self.model, self.num_speculative_tokens)

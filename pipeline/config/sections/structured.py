@@ -1,7 +1,7 @@
-"""`sampling.structured_outputs` as a job file writes it: checked and compiled once, or each row's own from a column.
+"""Type of `sampling.structured_outputs`: one constraint for all rows, or a column with one per row.
 
-Owns the key's forms and the file of `json_file`, whose content takes its place when a job is loaded: so the job's
-identity, and a job that is sent elsewhere, hold the schema itself.
+The content of `json_file` replaces that key when a job is loaded, so that the job's identity, and a job sent to a
+cluster, contain the schema itself.
 """
 
 import json
@@ -20,14 +20,14 @@ _COLUMN_KINDS = ("json", "regex", "choice", "grammar")
 
 
 class StructuredFromColumn(FromColumn):
-    """What each row's completion must be, in a column: schemas as JSON text, regular expressions, lists of texts or
-    Lark grammars. A null: that row is not held to anything."""
+    """Column with the constraint of each row: schemas as JSON text, regular expressions, lists of texts or Lark
+    grammars. A row with null is unconstrained."""
 
     kind: str
 
 
 def _structured(value: Any) -> Any:
-    """Raises ValueError where it cannot be compiled, with the compiler's words."""
+    """Parse and compile the value. Raises ValueError with the compiler's message."""
     if value is None or isinstance(value, StructuredOutputs | StructuredFromColumn):
         return value
     if isinstance(value, dict):
@@ -35,16 +35,18 @@ def _structured(value: Any) -> Any:
             inner = value.get(kind)
             if isinstance(inner, dict) and set(inner) == {"column"} and isinstance(inner["column"], str):
                 if len(value) > 1:
-                    raise ValueError(f"{kind}: {{column: name}} stands alone; got {', '.join(value)}")
+                    raise ValueError(
+                        f"{kind}: {{column: name}} cannot be combined with other keys; got {', '.join(value)}"
+                    )
                 return StructuredFromColumn(column=inner["column"], kind=kind)
     from pipeline.engine.grammar.compiler import check_grammar
 
     try:
-        wanted = StructuredOutputs.of(value)
-        check_grammar(wanted)
+        outputs = StructuredOutputs.of(value)
+        check_grammar(outputs)
     except ConfigError as error:
         raise ValueError(error.problem(".".join(PLACE)).lstrip(".")) from None
-    return wanted
+    return outputs
 
 
 def _written(value: StructuredOutputs | StructuredFromColumn | None) -> dict[str, Any] | None:
@@ -54,14 +56,14 @@ def _written(value: StructuredOutputs | StructuredFromColumn | None) -> dict[str
 
 
 def with_schema_file(document: Document) -> Document:
-    """`document` with the schema that `json_file` names in the place of that key. Raises JobFileError."""
+    """Return `document` with `json_file` replaced by the schema in that file. Raises JobFileError."""
     sampling = document.data.get("sampling")
     given = sampling.get("structured_outputs") if isinstance(sampling, dict) else None
     if not isinstance(sampling, dict) or not isinstance(given, dict) or given.get("json_file") is None:
         return document
     place = (*PLACE, "json_file")
     if given.get("json") is not None:
-        raise _mistake(document, place, "json and json_file are both there", "Keep one of the two.")
+        raise _mistake(document, place, "json and json_file are both set", "Keep one of the two.")
     schema = _read_schema(document, place, given["json_file"])
     rest: dict[str, Value] = {key: value for key, value in given.items() if key != "json_file"}
     data: dict[str, Value] = dict(document.data)
@@ -79,7 +81,7 @@ def _read_schema(document: Document, place: KeyPath, path: object) -> Value:
             raise _mistake(document, place, f"{path}: larger than {MAX_BYTES} bytes: not a schema")
         return json.loads(raw.decode("utf-8"))
     except OSError as error:
-        hint = "Relative paths are below the working directory."
+        hint = "Relative paths start at the working directory."
         raise _mistake(document, place, f"{path}: cannot be read: {error.strerror}", hint) from None
     except (ValueError, RecursionError) as error:
         raise _mistake(document, place, f"{path}: not JSON: {error}") from None

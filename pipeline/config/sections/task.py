@@ -1,7 +1,6 @@
-"""The section `task`: what a job computes for each row, a completion or something that is read off its prompt.
+"""Section `task`: what a job computes for each row.
 
-Owns the keys and which type each belongs to. Which other keys have no effect with a type is in
-`config/contradictions.py`; what becomes of a row, in `job/actor/tasks/`.
+`config/contradictions.py` lists the other keys that have no effect with a type; `job/actor/tasks.py` computes rows.
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from pipeline.data.row_texts import RowTexts
 
 TaskType = Literal["generate", "choice", "score", "embed", "classify"]
-BareTask = Literal["generate", "score", "embed", "classify"]  # those that need no other key
+BareTask = Literal["generate", "score", "embed", "classify"]  # types that need no other key
 KEYS_OF: dict[TaskType, tuple[str, ...]] = {
     "generate": (),
     "choice": ("labels",),
@@ -26,7 +25,7 @@ KEYS_OF: dict[TaskType, tuple[str, ...]] = {
 
 
 def _keys_for_editors(schema: dict[str, Any]) -> None:
-    """Add to the section's schema which keys each type takes."""
+    """Add the keys of each type to the section's schema."""
     schema["allOf"] = [
         {"if": {"required": [key]}, "then": {"properties": {"type": {"const": name}}, "required": ["type"]}}
         for name, keys in KEYS_OF.items()
@@ -37,27 +36,27 @@ def _keys_for_editors(schema: dict[str, Any]) -> None:
 
 
 class TaskSection(Section):
-    """A bare word is a type with the defaults of its keys: `task: embed`."""
+    """Task of a job. A bare word is a type with default keys: `task: embed`."""
 
     model_config = ConfigDict(json_schema_extra=_keys_for_editors)
 
     type: TaskType = Field(
         default="generate",
-        description="A completion (generate), which of some labels follows the prompt (choice), how likely a text is "
-        "(score), a vector (embed), or the classes of a classification head (classify).",
+        description="generate: a completion. choice: the most likely of some labels after the prompt. score: the "
+        "log-probability of a text. embed: a vector. classify: the classes of a classification head.",
         examples=["choice"],
         json_schema_extra=IDENTITY,
     )
     labels: PerRow[Texts] = Field(
         default=(),
-        description="choice: the texts of which one follows the prompt, or a column with each row's own list.",
+        description="choice: the labels, or a column with a list per row.",
         examples=[["billing", "bug", "question"], {"column": "options"}],
         json_schema_extra=IDENTITY,
     )
     completion: PerRow[Text | None] = Field(
         default=None,
-        description="score: the text after the prompt whose probability is computed: a template with {column}, like "
-        "prompt.template, or {column: name}. The prompt itself, from its second token on, when left out.",
+        description="score: the text after the prompt to score: a template with {column}, like prompt.template, or "
+        "{column: name}. Default: the prompt itself, from its second token on.",
         examples=["{answer}", {"column": "answer"}],
         json_schema_extra=IDENTITY,
     )
@@ -65,37 +64,36 @@ class TaskSection(Section):
         default=None,
         ge=0,
         le=100,
-        description="score: adds a column with the log-probability of each scored token: 0 of the token, n also of "
-        "the n likeliest ones at its position. None when left out.",
+        description="score: add a column with the log-probability of each scored token (0), and of the n most likely "
+        "tokens at its position (n). Default: none.",
         examples=[0],
         json_schema_extra=IDENTITY,
     )
     pooling: Literal["auto", "last", "mean", "cls"] = Field(
         default="auto",
-        description="embed: whose last hidden states are the vector: the last token's, the first one's (cls) or the "
-        "mean over all. auto: as the checkpoint's sentence-transformers files say, without them last.",
+        description="embed: pool the last hidden states by the last token, the first token (cls) or the mean. auto: "
+        "from the checkpoint's sentence-transformers files, else last.",
         examples=["mean"],
         json_schema_extra=IDENTITY,
     )
     normalize: AutoOrSwitch = Field(
         default="auto",
-        description="embed: scale vectors to length 1. auto: as these files say, without them true.",
+        description="embed: scale vectors to length 1. auto: from the same files, else true.",
         examples=[False],
         json_schema_extra=IDENTITY,
     )
     dimensions: int | None = Field(
         default=None,
         ge=1,
-        description="embed: keep only the first `n` numbers, for models trained for it (Matryoshka). All when left "
-        "out.",
+        description="embed: keep only the first n numbers, for Matryoshka models. Default: all.",
         examples=[256],
         json_schema_extra=IDENTITY,
     )
     activation: Literal["auto", "softmax", "sigmoid", "none"] = Field(
         default="auto",
-        description="classify: makes probabilities of the head's logits. auto: as transformers' text-classification "
-        "pipeline: softmax over several labels, sigmoid for one or where problem_type of config.json is "
-        "multi_label_classification, none where it is regression.",
+        description="classify: turn logits into probabilities. auto, as in transformers' text-classification pipeline: "
+        "softmax for several labels; sigmoid for one label or if problem_type in config.json is "
+        "multi_label_classification; none if it is regression.",
         examples=["sigmoid"],
         json_schema_extra=IDENTITY,
     )
@@ -126,11 +124,11 @@ class TaskSection(Section):
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The type's own keys with their values, as JSON."""
+        """Keys of this type with their values, as JSON."""
         return self.model_dump(mode="json", include=set(KEYS_OF[self.type]))
 
     def row_texts(self) -> "RowTexts | None":
-        """The texts that each row brings next to its prompt, where the task needs some."""
+        """Return the texts that each row brings besides its prompt; None if the task needs none."""
         from pipeline.data.prompts import PromptSpec
         from pipeline.data.row_texts import RowTexts
 
