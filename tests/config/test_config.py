@@ -446,11 +446,6 @@ def test_the_job_files_and_presets_we_ship_are_valid(path: Path, overlay: Path |
     assert identity_of(config) == identity_of(plain), "a preset must not make it another job"
 
 
-def test_job_file_errors_are_configuration_errors():
-    assert issubclass(JobFileError, ConfigError)
-    assert JobFileError([]).exit_code == 2
-
-
 def test_the_date_of_a_chat_is_a_date_with_or_without_a_time(job):
     def date_of(value: str):
         return job(MINIMAL.replace("column: text", f"column: text, chat: {{date: {value}}}")).prompt.chat.date

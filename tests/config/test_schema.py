@@ -8,7 +8,6 @@ from jsonschema import Draft202012Validator
 
 from pipeline.config.jobfile import parse, read
 from pipeline.config.schema import FILE_NAME, job_schema, schema_text
-from tests.cli import conftest as cli_cases
 from tests.config import test_config
 
 ROOT = Path(__file__).parents[2]
@@ -56,26 +55,9 @@ def test_short_forms_are_taken(more: str):
     SCHEMA.validate(parse(MINIMAL + more, "job").data)
 
 
-@pytest.mark.parametrize(
-    "more",
-    ["model2: {}", "engine: {max_num_seq: 3}", "sampling: {max_tokens: true}", "sampling: {max_tokens: 0}",
-     "sampling: {max_tokens: {columns: b}}", "sampling: {seed: {column: b}}", "sampling: {stop: ['']}",
-     "engine: {device: gpu}", "speculation: eagle", "speculation: {num_speculative_tokens: 99}",
-     "engine: {gpu_memory_utilization: 90}", "run: {drain_timeout: 60}", "run: [actors]", "name: 5",
-     "task: {type: embed, labels: [a, b]}"],
-)  # fmt: skip
-def test_wrong_job_files_are_refused(more: str):
-    assert not SCHEMA.is_valid(parse(MINIMAL + more, "job").data)
-
-
 def test_a_model_is_a_bare_word_or_a_section():
     assert SCHEMA.is_valid(parse(MINIMAL.replace("{path: demo}", "demo"), "job").data)
     assert not SCHEMA.is_valid(parse(MINIMAL.replace("{path: demo}", "[demo]"), "job").data)
-
-
-def test_exactly_one_source_of_prompts():
-    for prompt in ("{}", "{column: a, template: 'x {b}'}"):
-        assert not SCHEMA.is_valid(parse(MINIMAL.replace("{column: text}", prompt), "job").data)
 
 
 def cases(test) -> list:
@@ -127,16 +109,6 @@ def test_the_schema_refuses_what_the_job_file_refuses(text: str):
 
 def test_each_exception_is_still_one():
     assert [reason for reason in BEYOND_A_SCHEMA if not any(reason in expected for expected in REFUSED.values())] == []
-
-
-@pytest.mark.parametrize("text", [cli_cases.JOB, cli_cases.JOB.replace("max_tokens: 9", "max_tokens: {column: b}")])
-def test_the_job_of_the_command_lines_tests_is_valid(text: str):
-    SCHEMA.validate(parse(text, "job").data)
-
-
-@pytest.mark.parametrize("wrong", ["max_tokens: 0", "max_tokens: nine", "tokens: 9"])
-def test_the_job_of_the_command_lines_tests_is_refused_once_it_is_wrong(wrong: str):
-    assert not SCHEMA.is_valid(parse(cli_cases.JOB.replace("max_tokens: 9", wrong), "job").data)
 
 
 REQUESTS = "input: {path: data, format: openai}\nmodel: {path: demo}\noutput: {path: out}\n"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config import JobConfig, JobFileError, job_from_flags, load_job
+from pipeline.config import JobConfig, JobFileError, load_job
 from pipeline.config.identity import identity_of
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.job.planning.resolved_job import sampling_columns, sampling_params
@@ -79,16 +79,3 @@ def test_what_cannot_be_kept_to_is_refused_at_its_key(sampling: dict, expected: 
     with pytest.raises(JobFileError) as caught:
         job(**sampling)
     assert expected in str(caught.value)
-
-
-def test_flags_take_a_text_or_a_file(tmp_path: Path):
-    from pipeline.cli.commands.prompts import _form_flags
-
-    (tmp_path / "s.json").write_text(json.dumps(SCHEMA), encoding="utf-8")
-    basis = {"model.path": ("demo", "--model"), "prompt.column": ("p", ""), "input.path": ("-", ""),
-             "output.path": ("-", "")}  # fmt: skip
-    for given in (json.dumps(SCHEMA), str(tmp_path / "s.json")):
-        config = job_from_flags({**basis, **_form_flags(given, ())})
-        assert sampling_params(config.sampling).structured_outputs == StructuredOutputs.of({"json": SCHEMA})
-    config = job_from_flags({**basis, **_form_flags(None, ("yes", "no"))})
-    assert sampling_params(config.sampling).structured_outputs == StructuredOutputs.of({"choice": ["yes", "no"]})

@@ -11,12 +11,7 @@ from pipeline.report.record.run_record import PHASES, ActorRecord, RunRecord
 
 PAGE = Path("docs/cost.md").read_text()
 EXAMPLE = PAGE.partition("### A worked example")[2]
-WORDS = {
-    "startup": "start-up",
-    "wasted": "wasted work",
-    "quality": "quality watch",
-    "idle": "idle time",
-}
+WORDS = {"startup": "start-up", "wasted": "wasted work", "quality": "quality watch", "idle": "idle time"}
 
 
 def told(label: str) -> float:

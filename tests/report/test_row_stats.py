@@ -20,7 +20,8 @@ from pipeline.report.record.row_stats import (
     length_bucket,
 )
 
-VALUES = st.lists(st.integers(0, 10**13), min_size=1, max_size=60)
+BORDERS = st.sampled_from([0, 1, 31, 32, 33, 34, 63, 64, 65, 1023, 1024, 2**40 - 1, 2**40])
+VALUES = st.lists(BORDERS | st.integers(0, 10**13), min_size=1, max_size=60)
 
 
 @given(VALUES, st.sampled_from([1, 50, 95, 99, 100]))
@@ -29,15 +30,7 @@ def test_a_percentile_is_the_exact_one_within_the_documented_error(values: list[
     told = Histogram.of(values).percentile(percent)
     assert told is not None
     assert abs(told - exact) <= exact * HISTOGRAM_ERROR
-
-
-def test_buckets_are_continuous_around_their_borders():
-    for value in (0, 1, 31, 32, 33, 34, 63, 64, 65, 1023, 1024, 2**40 - 1, 2**40):
-        told = Histogram.of([value]).percentile(50)
-        assert told is not None
-        assert abs(told - value) <= value * HISTOGRAM_ERROR
-    assert Histogram.of([31]).percentile(50) == 31
-    assert Histogram().percentile(50) is None
+    assert Histogram().percentile(percent) is None
 
 
 @given(VALUES, VALUES)

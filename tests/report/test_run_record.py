@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.report.record.row_stats import Computed, ErrorExample, Histogram, Latency, LengthBucket, RowStats
-from pipeline.report.record.run_record import ActorRecord, RunRecord, no_phases, per_second, split_exactly
+from pipeline.report.record.run_record import ActorRecord, RunRecord, no_phases, split_exactly
 
 
 @given(st.integers(0, 10**15), st.lists(st.integers(0, 10**12), min_size=1, max_size=8))
@@ -65,8 +65,3 @@ def test_keys_that_are_not_known_are_ignored_and_others_have_their_defaults():
 def test_phases_are_whole_and_complete(phases: dict):
     with pytest.raises(AssertionError):
         ActorRecord(0, phases)
-
-
-def test_rates():
-    assert per_second(10, 2_000_000) == 5.0
-    assert per_second(10, 0) == 0.0

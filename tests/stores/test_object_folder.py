@@ -258,17 +258,6 @@ def test_fault_14_no_bucket_and_no_credentials(faulty, monkeypatch, tmp_path):
         PartStore("s3://bucket/out", {"endpoint_url": faulty.proxy.url}).folder.probe()
 
 
-def test_fault_15_and_16_parts_are_written_through_bursts(faulty, store):
-    counted = store.folder._fs.retries.counted
-    for fault in ("server_error", "slow_down", "reset", "conflict"):
-        faulty.proxy.add(fault, "part-", "PUT", 1)
-    assert store.write(name(), result(50))
-    for fault in ("server_error", "slow_down", "truncated"):
-        faulty.proxy.add(fault, "part-", "GET", 1)
-    assert store.totals().rows == 50
-    assert sum(counted().values()) >= 5  # aiohttp itself sends again on a reset
-
-
 def test_fault_17_an_answer_lost_after_a_create_is_recognised_as_ours(faulty, store):
     faulty.proxy.add("lost_put", "part-.*u0000", times=1)
     assert store.write(name(), result(50))
@@ -317,12 +306,6 @@ def test_fault_19_no_upload_has_parts_and_one_begun_is_invisible(faulty, store):
     assert faulty.bucket.client.head_object(Bucket="bucket", Key=f"{folder}/_pipeline/big")["ContentLength"] > 10**8
 
 
-def test_fault_20_an_error_in_a_200_is_not_a_part(faulty, store):
-    faulty.proxy.add("error_body", "part-", "PUT", 2)
-    assert store.write(name(), result(50))
-    assert read(store).equals(result(50))
-
-
 def test_fault_20_and_21_a_part_is_compared_with_what_was_written(faulty, store):
     faulty.proxy.add("bad_digest", "part-", times=1)  # damaged on the way, as the store saw
     assert store.write(name(), result(50))
@@ -343,16 +326,6 @@ def test_fault_20_and_21_a_part_is_compared_with_what_was_written(faulty, store)
     with pytest.raises(EnvironmentFailed, match="said that it took the file, and has other bytes"):
         store.write(name(2), result(50))
     assert not store.folder.has(str(name(2)))
-
-
-def test_fault_22_credentials_that_stay_expired_stop_the_job_resumably(faulty, store):
-    faulty.proxy.add("expired", times=1000)
-    with pytest.raises(
-        EnvironmentFailed, match=r"credentials have expired or are not valid.*renew them and run the same command"
-    ):
-        store.write(name(), result(50))
-    faulty.proxy.calm()
-    assert store.write(name(), result(50))
 
 
 def test_fault_23_a_store_that_ignores_if_none_match_is_refused(faulty, store):

@@ -62,9 +62,7 @@ def user(content, **more):
 
 TEXT = st.text(st.sampled_from("ab <|>/\n\t7.é你🎉\ue000\ue001\\u"), max_size=12)
 CHAT = st.lists(
-    st.builds(dict, role=st.sampled_from(["system", "user", "assistant"]), content=TEXT),
-    min_size=1,
-    max_size=4,
+    st.builds(dict, role=st.sampled_from(["system", "user", "assistant"]), content=TEXT), min_size=1, max_size=4
 )
 
 
@@ -189,8 +187,7 @@ def test_text_around_a_literal_control_token_is_tokenized_in_one_piece(tokenizer
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["<think>secret</think> answer", "<think>\nsecret\n</think>\n\n answer\n", "</think>answer", "x</think>"],
+    "content", ["<think>secret</think> answer", "<think>\nsecret\n</think>\n\n answer\n", "</think>answer", "x</think>"]
 )
 def test_a_template_may_still_look_for_its_words(tokenizer, theirs, content):
     """The template cuts reasoning out of earlier answers: it must find `</think>` in them, marked or not."""

@@ -15,18 +15,7 @@ from pipeline.errors import ModelError
 from pipeline.tokenization.tokenizer import Tokenizer
 from tests.tokenization import small_tokenizers
 
-ORDINARY = [
-    "",
-    " ",
-    "The pump",
-    " in  hall 7\n",
-    "你好 🎉 café",
-    "a<b>c",
-    "<table> x\n\n\ny",
-    "｜<|im|>",
-    "</",
-    "s>",
-]
+ORDINARY = ["", " ", "The pump", " in  hall 7\n", "你好 🎉 café", "a<b>c", "<table> x\n\n\ny", "｜<|im|>", "</", "s>"]
 CONTROL = [
     "<|im_end|>",
     "a<|eos|>b",
@@ -83,14 +72,7 @@ def test_transformers_itself_would_read_control_tokens(folder, tokenizer):
     assert tokenizer._control["</think>"] in theirs("x</think>\n")["input_ids"]
     table = theirs.convert_tokens_to_ids("<table>")  # neither special nor in the template: ordinary vocabulary
     assert table in tokenizer.encode("<table>")
-    assert set(tokenizer._control) == {
-        "<|bos|>",
-        "<|eos|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<think>",
-        "</think>",
-    }
+    assert set(tokenizer._control) == {"<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"}
 
 
 def test_a_vocabulary_that_spells_its_control_tokens(spm_folder):

@@ -16,10 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.output.part_totals import PartTotals
-from pipeline.data.output.parts import DoneUnits, PartName, PartStore
+from pipeline.data.output.parts import PartName, PartStore
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 from pipeline.stores import failpoints
-from pipeline.stores.folder import Folder
 from pipeline.stores.local_folder import LocalFolder
 from tests.data.output.finished_units import FP, name, result
 
@@ -97,27 +96,6 @@ def test_a_listing_of_many_parts_keeps_numbers_and_no_names(store):
     tracemalloc.stop()
     assert (progress.num_units, progress.complete(199), progress.complete(200)) == (20_000, True, False)
     assert peak < 700_000  # the names alone are 2 MB
-
-
-def test_footers_are_read_some_at_a_time(store):
-    store.write(name(), result(50))
-    whole = Path(store.path, str(name())).read_bytes()
-    progress, asked, held = DoneUnits(), 0, []
-    for i in range(1000):
-        progress.add(name(i % 40, window=i // 40))
-
-    class Counting(LocalFolder):
-        def tail(self, name, length):
-            nonlocal asked
-            asked += 1
-            return whole[-length:]
-
-    store.folder = Counting(store.path)
-    for taken, (_, totals) in enumerate(store.parts(progress)):
-        assert totals.rows == 50
-        held.append(asked - taken)
-    assert asked == 1000
-    assert max(held) <= 5 * store.folder.reads_at_once
 
 
 @pytest.mark.parametrize(
@@ -437,14 +415,3 @@ def test_failpoints_left_in_the_environment_are_nothing_without_the_second_switc
     for switch in ({}, {"PIPELINE_ALLOW_FAILPOINTS": ""}, {"PIPELINE_ALLOW_FAILPOINTS": "0"}):
         with pytest.warns(UserWarning, match="PIPELINE_FAILPOINTS is ignored"):
             assert failpoints.requested({"PIPELINE_FAILPOINTS": "part.linked=kill"} | switch) == ""
-
-
-def test_a_kind_of_folder_that_lacks_an_operation_cannot_be_made():
-    class Half(Folder):
-        reads_at_once = 1
-
-        def shown(self, name=""):
-            return name
-
-    with pytest.raises(TypeError, match="abstract method"):
-        Half()  # type: ignore[abstract]

@@ -3,7 +3,6 @@
 import gzip
 import json
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -130,15 +129,6 @@ def test_equal_hashes_of_different_ids_are_no_duplicates(tmp_path, monkeypatch):
     put(tmp_path, "b.jsonl", [named("bb")])
     with pytest.raises(InputError, match=r"b\.jsonl:1: custom_id 'bb' is that of \S+a\.jsonl:2 too"):
         opened(place)
-
-
-def test_a_line_costs_eight_bytes_while_it_is_looked_at():
-    notes = input_checks.FileNotes("a")
-    for i in range(1000):
-        notes.add(named(i), i)
-    assert notes.hashes.itemsize * len(notes.hashes) == 8 * 1000
-    assert len(np.unique(np.array(notes.hashes))) == 1000
-    assert (len(notes.models), len(notes.endpoints)) == (1, 1)
 
 
 def test_another_format_is_refused_by_name(tmp_path):
