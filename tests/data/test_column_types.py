@@ -258,7 +258,7 @@ LEAVES = [column for column, _ in COLUMNS.values()] + [
     *(pa.array([2 ** (bits - 1) - 1, -(2 ** (bits - 1)), 0], f"int{bits}") for bits in (8, 16, 32, 64)),
     *(pa.array([2**bits - 1, None, 0], f"uint{bits}") for bits in (8, 16, 32, 64)),
     *(pa.array([math.inf, -0.0, 1e-7], kind) for kind in (pa.float16(), pa.float32(), pa.float64())),
-    *(pa.array([Decimal(10**n - 1).scaleb(-2), Decimal(1 - 10**n).scaleb(-2), None], pa.decimal128(n, 2)) for n in (9, 38)),
+    *(pa.array([Decimal(10**n - 1), Decimal(1 - 10**n), None], pa.decimal128(n, 0)) for n in (9, 38)),
     pa.array(["", "é{c0}\0", '{"k": [1]}\u2028🙂'], pa.large_string()),
     pa.array([b"", b"\0", "x" * 300], pa.binary_view()),
 ]  # fmt: skip
@@ -285,8 +285,7 @@ def test_nested_types_are_right_or_refused_by_name(write):
             try:
                 prompts, kept = outcome(folder, "{c}", ["c"])
             except (ConfigError, InputError) as refused:
-                assert "'c'" in str(refused)
-                outcomes["refused"] += 1
+                outcomes["refused" if "'c'" in str(refused) else str(refused)] += 1
                 continue
             own = pq.read_table(folder)["c"]
             assert repr(kept["c"].to_pylist()) == repr(own.to_pylist()), column.type
@@ -294,6 +293,7 @@ def test_nested_types_are_right_or_refused_by_name(write):
                 assert (prompt == NULL) == (not value.is_valid), column.type
                 assert prompt in (NULL, BAD, "invalid_value") or json.loads(prompt) is not None, column.type
             outcomes["right"] += 1
+    assert outcomes.keys() <= {"right", "refused"}
     assert outcomes["right"] > 10 * outcomes["refused"]
 
 
