@@ -106,12 +106,13 @@ def test_watching_ends_with_the_run_and_has_its_exit_code(work, pipe, monkeypatc
     assert (left, [json.loads(line)["outcome"] for line in out.splitlines()]) == (code, [outcome])
 
 
-def test_a_run_whose_process_is_gone_is_watched_no_longer(work, pipe):
+def test_a_run_whose_process_is_gone_is_followed_no_longer(work, pipe):
     gone = finished_run(outcome="running", versions={"host": socket.gethostname(), "pid": "4194300"})
     leave_output(work, gone, "running")
-    code, _, err = pipe("status", "out", "--watch")
-    assert code == 3
-    assert "is gone" in err
+    (work / "out" / "_pipeline" / "logs" / "run-1").mkdir(parents=True)
+    for command in (("status", "out", "--watch"), ("logs", "out", "--follow")):
+        code, _, err = pipe(*command)
+        assert (code, "is gone" in err) == (3, True), command
 
 
 def test_an_output_in_a_store(work, pipe, aws):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipeline.data.columns import plain_type
 from pipeline.data.source import cut_windows, narrowed, open_source, read_window
 from pipeline.errors import EnvironmentFailed, InputError
-from tests.data.conftest import StoreSaidNo, in_memory
+from tests.data.conftest import StoreSaidNo
 
 BIG = 1 << 40
 _DICTIONARY = pa.dictionary(pa.int32(), pa.string())
@@ -81,30 +81,12 @@ def test_a_copy_of_the_data_is_the_same_data(write, tmp_path):
     assert open_source(str(tmp_path / "copy")).files == source.files
 
 
-def test_a_large_row_group_is_read_in_slices(write):
-    source = open_source(write("a.parquet", texts(10_000), row_group_size=10_000))
-    windows = cut_windows(source, 3000, BIG)
-    assert [(w.start, w.stop) for w in windows] == [(i, i + 2500) for i in range(0, 10_000, 2500)]
-    assert [r for _, r, _ in rows_of(source, windows)] == list(range(10_000))
-    assert [t for _, _, t in rows_of(source, windows[2:3])] == texts(2500, 5000)["text"]
-
-
 def test_relative_paths_are_pinned_to_where_they_were_opened(write, tmp_path, monkeypatch):
     write("a.parquet", texts(3))
     monkeypatch.chdir(tmp_path)
     source = open_source("in")
     monkeypatch.chdir("/")
     assert len(rows_of(source, cut_windows(source, 10, BIG))) == 3
-
-
-def test_other_filesystems_through_fsspec(write):
-    folder = write("a.parquet", texts(7), row_group_size=4)
-    source = open_source(in_memory(f"{folder}/a.parquet", "bucket/in"))
-    fsspec.filesystem("memory").pipe_file("/bucket/in/_SUCCESS", b"")
-    assert source.files == open_source(folder).files
-    assert rows_of(source, cut_windows(source, 3, BIG)) == [("a.parquet", i, f"row {i}") for i in range(7)]
-    assert [f.relative for f in open_source("memory://bucket/*/a.parquet").files] == ["in/a.parquet"]
-    assert [f.relative for f in open_source("memory://bucket/*").files] == ["in/a.parquet"]
 
 
 @pytest.mark.parametrize(
@@ -161,13 +143,6 @@ def test_fault_28_schema_drift_is_refused_with_the_file_named(write):
         source.check_columns(["n"])
     with pytest.raises(InputError, match=r"a\.parquet: has no column 'reprot' \(did you mean 'report'\?\)"):
         source.check_columns(["reprot"])
-
-
-def test_input_columns_named_like_ours(write):
-    source = open_source(write("a.parquet", {"source_file": ["x"], "source_row": [9]}))
-    table = read_window(source, cut_windows(source, 10, BIG)[0], source.schema.names)
-    assert table.column_names == ["source_file", "source_row"] * 2
-    assert [c.to_pylist() for c in table.columns] == [["x"], [9], ["a.parquet"], [0]]
 
 
 def test_no_columns_still_says_which_rows(write):

@@ -166,13 +166,6 @@ def test_an_answer_lost_on_the_way_is_recognised(store, monkeypatch):
     assert store.write(name(), result(50))
 
 
-def test_an_empty_part(store):
-    assert store.write(name(rows=0, of=1), result(0), {"a": "b"})
-    table = read(store, name(rows=0, of=1))
-    assert (table.num_rows, table.schema.names) == (0, result(0).schema.names)
-    assert store.totals() == PartTotals(units=1)
-
-
 def test_totals(store):
     assert store.totals() == PartTotals()
     store.write(name(0), result(50, errors=2))
@@ -358,20 +351,6 @@ def test_two_processes_write_the_same_parts(store):
         assert all(read(store, name(u)).equals(result(50, seed=seed)) for u in units)
     assert store.list(FP).complete(1)
     assert leftovers(store) == []
-
-
-def test_nothing_half_written_is_visible(store):
-    """Whoever lists at any step sees whole parts only."""
-    seen = []
-
-    def look():
-        seen.append(parts(store))
-        for p in parts(store):
-            assert read(store, PartName.parse(p)).num_rows == 50
-
-    failpoints.install(dict.fromkeys(STEPS, look))
-    store.write(name(), result(50))
-    assert seen == [[], [], [str(name())], [str(name())]]
 
 
 def test_temporary_files_of_the_living_stay(store):
