@@ -111,5 +111,3 @@ def test_a_finished_output_without_its_parts_is_told(work, pipe):
     store.folder.replace("_pipeline/status.json", b"[1]")
     code, _, err = pipe("status", "out")
     assert (code, "not one JSON object" in err) == (2, True)
-
-

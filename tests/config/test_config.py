@@ -130,11 +130,6 @@ def test_speculation_reaches_the_engine(job):
     assert free_of(config)["speculation"]["model"] == "demo:draft"
 
 
-def test_texts_that_look_like_booleans_stay_texts(job):
-    config = job(MINIMAL + "sampling: {stop: [No, off]}\n")
-    assert sampling_params(config.sampling).stop == ("No", "off")
-
-
 def test_messages_are_a_chat(job):
     config = job(MINIMAL.replace("column: text", "messages: turns"))
     assert config.prompt.chat is not None

@@ -8,8 +8,6 @@ from pipeline.config.jobfile import (
     MAX_DEPTH,
     MAX_FILE_BYTES,
     JobFileError,
-    Mistake,
-    dotted,
     merge,
     parse,
     parse_value,
@@ -154,10 +152,3 @@ def test_values_of_the_command_line():
     assert parse_value("a: b", "--set") == "a: b"
     with pytest.raises(JobFileError, match=r"--set x:1: .*not valid YAML"):
         parse_value("[1, 2", "--set x")
-
-
-def test_how_a_mistake_reads():
-    assert str(Mistake("job.yaml:3", "run.actors", "expected an integer", "Try 1.")) == (
-        "job.yaml:3: run.actors: expected an integer\n    Try 1."
-    )
-    assert dotted(("sampling", "stop", 1)) == "sampling.stop[1]"

@@ -181,14 +181,6 @@ def test_the_type_of_a_partition_column(write, values, kind):
     assert got == ({None if v is None else int(v) for v in expected} if kind == pa.int64() else expected)
 
 
-def test_folders_partitioned_in_part_are_refused_where_it_matters(write):
-    write("day=1/x.parquet", texts(1))
-    source = open_source(write("loose.parquet", texts(1)))
-    with pytest.raises(InputError, match=r"loose\.parquet: does not lie in a folder day=\.\.\., other files of"):
-        source.check_columns(source.schema.names)
-    assert [r["text"] for r in table_of(source, ["text"])] == ["row 0", "row 0"]
-
-
 def test_a_column_in_the_files_and_in_the_folders(write):
     write("day=2/x.parquet", {**texts(1), "day": pa.array([2], pa.int8())})
     source = open_source(write("day=1/x.parquet", {**texts(1), "day": pa.array([1], pa.int8())}))

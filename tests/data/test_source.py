@@ -13,13 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.columns import plain_type
 from pipeline.data.source import cut_windows, narrowed, open_source, read_window
 from pipeline.errors import EnvironmentFailed, InputError
 from tests.data.conftest import StoreSaidNo
 
 BIG = 1 << 40
-_DICTIONARY = pa.dictionary(pa.int32(), pa.string())
 
 
 def texts(n: int, start: int = 0) -> dict:
@@ -120,31 +118,6 @@ def test_a_footer_larger_than_one_read(write):
     assert open_source(folder).num_rows == 1
 
 
-def test_fault_27_zero_row_files(write):
-    write("a.parquet", texts(0))
-    write("b.parquet", texts(2))
-    source = open_source(write("c.parquet", texts(0)))
-    assert rows_of(source, cut_windows(source, 10, BIG)) == [("b.parquet", 0, "row 0"), ("b.parquet", 1, "row 1")]
-    only = open_source(source.root + "/a.parquet")
-    assert (only.num_rows, only.schema.names, cut_windows(only, 10, BIG)) == (0, ["text"], ())
-
-
-def test_fault_28_schema_drift_is_refused_with_the_file_named(write):
-    write("a.parquet", {"report": ["x"], "id": [1], "n": [1], "wide": pa.array([1], pa.int32())})
-    write("b.parquet", {"report": ["x"], "n": ["one"], "wide": pa.array([1 << 40], pa.int64())})
-    source = open_source(write("c.parquet", {"report": [None], "id": [1], "n": [1], "wide": [None]}))
-    source.check_columns(["report", "wide"])
-    assert source.schema.field("wide").type == pa.int64()
-    (window,) = cut_windows(source, 10, BIG)
-    assert read_window(source, window, ["wide", "report"]).column("wide").to_pylist() == [1, 1 << 40, None]
-    with pytest.raises(InputError, match=r"b\.parquet: has no column 'id'"):
-        source.check_columns(["report", "id"])
-    with pytest.raises(InputError, match=r"column 'n'.*b\.parquet has it as string, files before it as int64"):
-        source.check_columns(["n"])
-    with pytest.raises(InputError, match=r"a\.parquet: has no column 'reprot' \(did you mean 'report'\?\)"):
-        source.check_columns(["reprot"])
-
-
 def test_no_columns_still_says_which_rows(write):
     source = open_source(write("a.parquet", texts(3)))
     table = read_window(source, cut_windows(source, 10, BIG)[0], [])
@@ -178,23 +151,3 @@ def test_what_is_kept_of_a_file_does_not_grow_with_its_columns_and_hardly_with_i
 
     assert abs(kept(40, 2) - kept(2, 2)) < 10
     assert kept(2, 300) - kept(2, 2) < 298 * 20  # two integers for each
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "kept"),
-    [
-        (pa.large_string(), pa.large_string(), pa.large_string()),
-        (pa.large_string(), pa.null(), pa.large_string()),
-        (pa.large_string(), pa.string(), pa.string()),
-        (pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int16(), pa.string()), _DICTIONARY),
-        (_DICTIONARY, pa.string(), pa.string()),
-        (pa.int16(), pa.int16(), pa.int16()),
-        (pa.int16(), pa.int32(), pa.int32()),
-        (pa.json_(pa.large_string()), pa.json_(pa.large_string()), pa.json_(pa.large_string())),
-    ],
-)
-def test_kept_columns_keep_a_type_that_all_files_share(write, a, b, kept):
-    write("a.parquet", pa.table({"x": pa.array([], a)}))
-    source = open_source(write("b.parquet", pa.table({"x": pa.array([], b)})))
-    assert source.kept.field("x").type == kept
-    assert source.schema.field("x").type == plain_type(kept)

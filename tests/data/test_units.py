@@ -102,12 +102,6 @@ def test_fault_33_invalid_text_in_a_kept_column_passes_through():
     assert sorted(unit.own("_error").to_pylist(), key=str) == [None, "invalid_utf8"]
 
 
-def test_fault_34_duplicate_and_missing_ids_are_rows_like_others():
-    columns = {"text": ["a", "b", "a", "c"], "id": [1, 1, None, None]}
-    rows = by_row(make_units(window_of(columns), spec()))
-    assert [(r["_prompt"], r["id"]) for r in rows.values()] == [("a", 1), ("b", 1), ("a", None), ("c", None)]
-
-
 def test_many_identical_rows():
     """No step may compare rows with each other, nor nest as deep as there are rows."""
     n = 20_000

@@ -154,11 +154,6 @@ def test_a_section_is_declared_once_and_shown_in_every_form():
             assert (f"    {note}" in shown.splitlines()) is section.on_terminal
 
 
-def test_a_job_name_cannot_break_the_page():
-    built = replace(report(run()), job="a|b\n# c")
-    assert markdown(built).splitlines()[0] == "# a\\|b # c"
-
-
 def test_data_is_neither_markdown_nor_html_on_the_page():
     evil = ErrorExample("a|b\\|[x](y)`.parquet", 1, "<img src=x>\x1b[2J\u202e\n# head")
     run_of = replace(
@@ -168,7 +163,8 @@ def test_data_is_neither_markdown_nor_html_on_the_page():
         resolved={"device": "<u>"},
         actors=[replace(actor(phases={"prefill": 5}), restart_reasons=["signal <s> [x](y)"], restarts=1)],
     )
-    page = markdown(report(run_of, error_rows={"null_prompt": 1}))
+    page = markdown(replace(report(run_of, error_rows={"null_prompt": 1}), job="a|b\n# c"))
+    assert page.splitlines()[0] == "# a\\|b # c"
     for tag in ("<img", "<b>", "<i>", "<u>", "<s>", "\x1b", "\u202e", " [x](y)"):
         assert tag not in page
     row = "a\\|b\\\\\\|\\[x](y)\\`.parquet row 1 | &lt;img src=x&gt;\\\\x1b\\[2J\\\\u202e # head |"

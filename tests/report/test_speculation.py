@@ -45,14 +45,6 @@ def report(*runs: RunRecord) -> RunReport:
     return build_report("job", "1a2b3c4d", runs, PartTotals(3, 1, {}, 9, 0, 9), 3)
 
 
-def test_counts_travel_as_flat_totals_and_come_back() -> None:
-    made = SpeculationCounts()
-    made.plain_steps[made.bucket_of(8)], made.spent_us[made.bucket_of(10**6)] = 7, 12
-    assert made.flat() == {"speculation.plain_steps.3": 7, "speculation.spent_us.15": 12}
-    back = SpeculationCounts.from_flat(made.flat() | {"num_steps": 5})
-    assert back == made
-
-
 def test_sums_over_actors_and_runs() -> None:
     told = Speculation.from_runs([run(STATS | COUNTED, STATS | COUNTED), run(STATS | COUNTED)])
     assert told is not None

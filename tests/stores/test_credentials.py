@@ -87,15 +87,6 @@ def test_unknown_and_missing_credentials(reader, tmp_path, changes, code):
         assert SECRET not in str(raised.value)
 
 
-def test_rights_to_read_alone(reader):
-    folder = PartStore("s3://bucket/out", reader).folder
-    assert folder.names() == []
-    with pytest.raises(
-        UserError, match=r"s3://bucket/out/_pipeline/tmp: the store denies it .*AccessDenied.*needs the"
-    ):
-        folder.probe()
-
-
 def test_a_token_that_is_not_valid(reader):
     """An answer to HEAD has no body, so it cannot be told from an expired one."""
     storage = {**reader, "token": SECRET}

@@ -1,7 +1,6 @@
 """Chats: the tokens of transformers' apply_chat_template, with the data kept out of the control tokens."""
 
 import os
-import re
 import signal
 import threading
 import time
@@ -323,27 +322,6 @@ def test_the_environment_of_transformers():
     )
     got = one.render([{"role": "a"}, {"role": "<é>"}], {}, None, datetime(2026, 11, 23))
     assert got == '<é>[{"role": "<é>"}]4' + str(len('[\n {\n  "role": "a"\n },\n {\n  "role": "<é>"\n }\n]'))
-
-
-def test_marks_leave_blanks_to_be_stripped():
-    one = renderer(
-        "[{{ (messages[0].content | trim).split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') }}]"
-        "[{{ messages[0].content.split('</think>')[-1] | trim }}]"
-    )
-    literal = re.compile("</?think>|<x>")
-    for content, expected in (
-        ("<think>\na\n</think>\n\n b ", "[a][b]"),
-        (" <think>a</think>", "[a][]"),
-        ("a</think>" + "\n" * 100 + "b", "[a][b]"),
-        ("\n<x> a\n</think> b <x>\n", "[<x> a][b <x>]"),
-    ):
-        stretches = one.render([user(content)], {}, literal)
-        assert not isinstance(stretches, str)
-        if len(content) < 100:  # more blanks than are looked at stay where they are
-            assert "".join(text for text, _ in stretches) == expected
-        else:
-            assert "".join(text.replace("\n", "") for text, _ in stretches) == expected
-    one.close()
 
 
 def test_escaped_marks_are_refused_rather_than_misread(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import threading
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +12,7 @@ from transformers import AutoTokenizer
 
 from pipeline.errors import ModelError
 from pipeline.tokenization.tokenizer import Tokenizer
+from tests.threads import at_once
 from tests.tokenization import small_tokenizers
 
 ORDINARY = ["", " ", "The pump", " in  hall 7\n", "你好 🎉 café", "a<b>c", "<table> x\n\n\ny", "｜<|im|>", "</", "s>"]
@@ -169,13 +169,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
 def test_several_threads_may_encode(tokenizer):
     texts = [f"row {i} <|im_end|> 你好" for i in range(200)]
     expected = [tokenizer.encode(text) for text in texts]
-    got: dict[int, list[list[int]]] = {}
-    threads = [threading.Thread(target=lambda n=n: got.__setitem__(n, tokenizer.encode_batch(texts))) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(got[n] == expected for n in range(4))
+    assert at_once(4, lambda _: tokenizer.encode_batch(texts)) == [expected] * 4
 
 
 @pytest.mark.parametrize("prompt", ["The pump is", "in hall 7\n", "你好 🎉", "a<b>c"])

@@ -4,9 +4,7 @@ import json
 import random
 from pathlib import Path
 
-import pandas as pd
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
@@ -201,20 +199,6 @@ def test_provenance_and_checksums_are_kept_and_the_footer_says_what_is_held(tmp_
     assert notes[b"pipeline.fingerprint"] == FINGERPRINT.encode()
     assert PartTotals.from_json(notes[b"pipeline.unit"]).rows == pq.read_metadata(file).num_rows
     pq.read_table(file, page_checksum_verification=True)
-
-
-def test_an_output_and_a_merged_one_read_as_one_dataset(tmp_path):
-    """Nothing beside the parts is picked up by readers, and all parts have one schema."""
-    source = PartStore(str(tmp_path / "out"))
-    finish_job(source)
-    source.folder.create("_pipeline/job.json", b"{}")
-    source.folder.create("_pipeline/partial/x.parquet", b"not one")
-    run(source, PartStore(str(tmp_path / "merged")))
-    for folder in ("out", "merged"):
-        assert ds.dataset(tmp_path / folder).count_rows() == 90
-        frame = pd.read_parquet(tmp_path / folder)
-        assert sorted(frame["id"]) == list(range(90))
-        assert pq.read_table(tmp_path / folder).num_rows == 90
 
 
 def test_the_command(tmp_path: Path, monkeypatch, pipe):

@@ -186,23 +186,6 @@ def test_totals(store):
         store.totals()
 
 
-def test_bit_flips_in_a_part_are_found(store):
-    store.write(name(rows=2000), result(2000))
-    path = Path(store.path, str(name(rows=2000)))
-    good, found = path.read_bytes(), 0
-    end = len(good) - int.from_bytes(good[-8:-4], "little") - 8
-    places = range(100, end, end // 60)
-    for place in places:
-        bad = bytearray(good)
-        bad[place] ^= 1 << place % 8
-        path.write_bytes(bad)
-        try:
-            assert read(store, name(rows=2000)).equals(result(2000))
-        except (OSError, pa.ArrowException):
-            found += 1
-    assert found > 0.8 * len(places)
-
-
 # --- disks that fail
 
 
@@ -374,20 +357,6 @@ def test_a_temporary_file_deleted_by_mistake_costs_a_retry(store):
     with pytest.raises(EnvironmentFailed, match="vanish"):
         store.write(name(1), result(50))
     assert leftovers(store) == []
-
-
-def test_failpoints_from_the_environment():
-    asked = {"PIPELINE_FAILPOINTS": "a=enospc@2,b=enospc"}
-    failpoints.install_requested(failpoints.requested(asked | {"PIPELINE_ALLOW_FAILPOINTS": "1"}))
-    failpoints.hit("a")
-    for point in ("a", "b"):
-        with pytest.raises(OSError, match="No space"):
-            failpoints.hit(point)
-    failpoints.hit("a")
-    failpoints.hit("b")
-    assert failpoints.requested({}) == ""
-    with pytest.raises(ValueError, match="name=action@n"):
-        failpoints.install_requested("a=explode")
 
 
 def test_failpoints_left_in_the_environment_are_nothing_without_the_second_switch():

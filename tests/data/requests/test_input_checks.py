@@ -67,17 +67,6 @@ def test_texts_to_embed_bring_their_encoding(tmp_path):
     assert (rows["input"], rows["encoding_format"]) == (["Once", "Once", "Twice"], [None, "base64", None])
 
 
-def test_a_line_that_is_no_json_is_an_error_row_where_damage_is_skipped(tmp_path):
-    place = put(tmp_path, "a.jsonl", [named(0), b'{"custom_id": ', named(2)])
-    with pytest.raises(InputError, match=r"a\.jsonl:2: not JSON"):
-        opened(place)
-    source = opened(place, on_corrupt="skip")
-    spec = UnitSpec(PromptSpec(messages="messages", refused="refused"), ("custom_id",))
-    (unit,) = make_units(read_window(source, cut_windows(source, 9, 1 << 20)[0], spec.columns), spec)
-    rows = dict(zip(unit.own("source_row").to_pylist(), unit.own("_error").to_pylist()))
-    assert rows == {0: None, 1: "corrupt_input", 2: None}
-
-
 @pytest.mark.parametrize(
     ("files", "says"),
     [
