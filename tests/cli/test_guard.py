@@ -33,7 +33,6 @@ def start(body: str, before: str = "", **options) -> subprocess.Popen:
     command = [sys.executable, "-c", before + SCRIPT.format(body=body)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
     if "'ready'" in body:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
     return process
 
@@ -197,7 +196,6 @@ def test_the_process_leaves_with_its_code_at_once(tmp_path, name):
 
 def test_a_guard_that_is_killed_takes_the_command_with_it():
     process = start("print(os.getpid(), flush=True); time.sleep(60)")
-    assert process.stdout is not None
     child = int(process.stdout.readline())
     process.kill()
     process.wait(timeout=60)

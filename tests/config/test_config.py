@@ -79,7 +79,6 @@ def test_a_full_job(job):
         "cost: {hourly_usd: 2.5}\n"
     )
     assert config.prompt.spec().columns == ("title", "text")
-    assert config.prompt.chat is not None
     assert config.prompt.chat.system == "Be brief."
     engine = config.engine_config("folder", None, 1)
     assert (engine.device, engine.dtype, engine.kv_cache_memory_bytes) == ("cuda:1", "bfloat16", 2 * 2**30)

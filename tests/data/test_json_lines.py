@@ -19,7 +19,6 @@ from pipeline.data.prompts import PromptSpec
 from pipeline.data.source import cut_windows, narrowed, open_source, read_window
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import InputError
-from tests.data.conftest import in_memory
 from tests.data.test_source import BIG, rows_of
 
 PACK = {
@@ -67,20 +66,6 @@ def test_windows_cover_every_line_once(files, block, max_rows, max_bytes, limit)
         for window, (some, own) in zip(windows, narrowed(source, windows), strict=True):
             part = pickle.loads(pickle.dumps(replace(source, files=some)))
             assert read_window(part, own, ["text"]).equals(read_window(source, window, ["text"]), check_metadata=True)
-
-
-@pytest.mark.parametrize("ending", sorted(PACK))
-def test_a_file_in_a_store_is_the_file_on_disk(tmp_path, ending, monkeypatch):
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 1000)
-    put(tmp_path, f"a{ending}", [{"text": f"row {i}"} for i in range(500)])
-    here, there = (
-        open_source(place) for place in (str(tmp_path), in_memory(tmp_path / f"a{ending}", f"lines{ending}"))
-    )
-    assert here.files == there.files
-    assert len(here.files[0].group_rows) > 5
-    windows = cut_windows(there, 70, BIG)
-    assert windows == cut_windows(here, 70, BIG)
-    assert rows_of(there, windows) == rows_of(here, windows)
 
 
 def test_several_members_in_one_compressed_file(tmp_path):

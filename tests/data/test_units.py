@@ -4,7 +4,6 @@ import json
 import pickle
 
 import pyarrow as pa
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,11 +110,3 @@ def test_many_identical_rows():
         assert {units.num_rows_of(i) for i in range(len(units) - 1)} == {512}
         found = [row for u in units for row in u.own("source_row").to_pylist()]
         assert sorted(found) == list(range(n))
-
-
-def test_units_are_made_one_at_a_time():
-    units = make_units(window_of({"text": ["a"] * 10, "id": list(range(10))}), spec(unit_rows=2))
-    assert (len(units), units[-1].index, [u.index for u in units.some([1, 2])]) == (5, 4, [1, 2])
-    assert units[0].table.equals(units[0].table)
-    with pytest.raises(IndexError):
-        units[5]

@@ -59,9 +59,8 @@ def test_a_job_that_can_run(work, pipe):
     assert code == 0, out + err
     for group in ("versions", "devices", "memory and disks", "kernels", "job", "model", "output"):
         assert f"\n{group}\n" in out
-    assert "valid, 1 row" in out
-    assert "AWQ int4, groups of 128" in out
-    assert "0 failed" in out
+    for expected in ("valid, 1 row", "AWQ int4, groups of 128", "0 failed"):
+        assert expected in out
     assert sorted(p.name for p in work.iterdir()) == ["data", "job.yaml"], "the probe's folders are gone again"
     code, out, _ = pipe("doctor", "job.yaml", "--json")
     told = json.loads(out)
@@ -83,9 +82,8 @@ def test_without_anything_only_the_machine_is_looked_at():
 def test_mistakes_of_the_job_are_the_users(work, pipe):
     code, out, _ = pipe("doctor", "job.yaml", "--model", "./nowhere", "--input", "none", "--output", "data/a.parquet")
     assert code == 2
-    assert "./nowhere: no such folder" in out
-    assert "input.path none: does not exist" in out
-    assert "data/a.parquet" in out
+    for expected in ("./nowhere: no such folder", "input.path none: does not exist", "data/a.parquet"):
+        assert expected in out
     (work / "job.yaml").write_text(JOB.replace("column: text", "column: txt"))
     code, out, _ = pipe("doctor", "job.yaml")
     assert code == 2

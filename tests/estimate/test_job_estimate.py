@@ -168,7 +168,6 @@ def test_only_runs_since_the_estimate_are_set_beside_it():
     accounts = accounted(runs, [LostTime()] * 3)
     assert compare(made, runs[:1], accounts[:1]) is None
     found = compare(made, runs, accounts)
-    assert found is not None
     assert found.ratio == pytest.approx(1.2)
     assert {line.what: line.actual for line in found.lines}["rows"] == 6
     assert {line.what: line.expected for line in found.lines}["usd"] == pytest.approx(100)

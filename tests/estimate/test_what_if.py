@@ -68,7 +68,6 @@ def test_the_worked_example_of_a_comparison_is_what_the_program_computes():
     assert after.cost.total_usd == pytest.approx(2.25)
     assert before.cost.per_row_usd == pytest.approx(told("cost of a row before"))
     worth = compare_reports(("a", "b"), before, after, 5e6, 1500).returns
-    assert worth is not None
     assert worth.before_usd == pytest.approx(told("a month before"))
     assert worth.after_usd == pytest.approx(told("a month after"))
     assert worth.savings_usd == pytest.approx(told("savings a month"))
@@ -147,7 +146,6 @@ def test_changes_are_read_as_they_are_typed():
 
 def test_a_change_for_the_worse_is_never_paid_back_and_an_unpriced_job_has_no_return():
     worth = compare_reports(("a", "b"), a_report(phases=HALF), a_report(), 5e6, 10).returns
-    assert worth is not None
     assert worth.payback_months is None
     assert "$75.00 more a month" in worth.to_text()
     with pytest.raises(ConfigError, match="b has no cost of a row"):

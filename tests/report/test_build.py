@@ -124,9 +124,8 @@ def test_what_people_read():
     shown, page = text(built), markdown(built)
     for told in (shown, page):
         assert "180 of 200: 178 completed, 2 errors" in told
-        assert "2,000,000 in (1,999,500 computed, 500 from cache), 600,000 out" in told
-        assert "prompt_too_long" in told
-        assert "87.5%" in told
+        for expected in ("2,000,000 in (1,999,500 computed, 500 from cache), 600,000 out", "prompt_too_long", "87.5%"):
+            assert expected in told
         assert "█" * 21 in told
         assert "killed" in told
     assert "| all | 2 h |" in page

@@ -47,7 +47,6 @@ def report(*runs: RunRecord) -> RunReport:
 
 def test_sums_over_actors_and_runs() -> None:
     told = Speculation.from_runs([run(STATS | COUNTED, STATS | COUNTED), run(STATS | COUNTED)])
-    assert told is not None
     assert (told.steps, told.draft_steps) == (300, 120)
     assert (told.draft_tokens_by_position, told.accepted_tokens_by_position) == ((150, 60), (120, 15))
     assert told.rejected_tokens == 75

@@ -44,7 +44,6 @@ def reader() -> Iterator[dict[str, Any]]:
     """Storage options of a user who may list and read."""
     command = [sys.executable, "-c", SERVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         yield json.loads(server.stdout.readline())
         server.communicate()
 

@@ -320,19 +320,6 @@ def test_a_listing_is_never_remembered(store, remote):
     assert fs.exists(f"{path}/b")
 
 
-def test_local_files_are_left_to_fsspec(tmp_path):
-    fs, path = filesystem(str(tmp_path / "x"))
-    assert path == str(tmp_path / "x")
-    assert not isinstance(fs, RemoteFilesystem)
-    fs, path = filesystem("memory://box/a", None)
-    assert isinstance(fs, RemoteFilesystem)
-    fs.pipe_file(path, b"123", mode="create")
-    with pytest.raises(FileExistsError):
-        fs.pipe_file(path, b"456", mode="create")
-    assert fs.cat_file(path) == b"123"
-    fs.rm_file(path)
-
-
 def test_options_and_names_that_cannot_be_are_the_users_mistake():
     for mistake in ({"nonsense": 1, "secret": SECRET}, {"client_kwargs": {"nonsense": SECRET}}):
         with pytest.raises(InputError, match="options"):

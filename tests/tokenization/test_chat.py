@@ -338,7 +338,6 @@ def test_a_child_that_others_end_costs_no_row():
     expected = rendered(one)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         child = one._child
-        assert child is not None
         timer = threading.Timer(0.002, child.send_signal, [number])
         timer.start()
         assert rendered(one) == expected
@@ -351,18 +350,15 @@ def test_the_child_ends_with_its_renderer():
     one = renderer("ok")
     rendered(one)
     child = one._child
-    assert child is not None
     one.close()
     assert child.poll() is not None
     assert rendered(one) == "ok"  # closed is not the end
     child = one._child
-    assert child is not None
     os.kill(child.pid, 9)
     child.wait()
     assert rendered(one) == "ok"
     child = one._child
     del one
-    assert child is not None
     assert child.poll() is not None
 
 

@@ -66,24 +66,6 @@ def test_names_as_people_see_them():
         assert PartName.parse(other) is None
 
 
-def test_progress_from_one_listing(store):
-    assert store.list(FP).num_units == 0
-    for window, unit, of, rows in ((0, 0, 2, 5), (0, 1, 2, 6), (7, 99, 100, 7)):
-        assert store.write(name(unit, rows, window=window, of=of), result(rows))
-    store.folder.create("_pipeline/job.json", b"{}")
-    progress = store.list(FP)
-    assert (progress.num_units, progress.num_rows, progress.fingerprint8) == (3, 18, FP)
-    assert [progress.complete(w) for w in (0, 7, 8)] == [True, False, False]
-    assert [progress.units_of(w) for w in (0, 7, 8)] == [2, 100, None]
-    assert [progress.is_done(7, u) for u in (98, 99)] == [False, True]
-    assert not progress.is_done(8, 0)
-    assert progress.add(name(98, 1, window=7, of=100))
-    assert not progress.add(name(98, 1, window=7, of=100))
-    assert progress.num_units == 4
-    there = [(0, 0, 2, 5), (0, 1, 2, 6), (7, 98, 100, 1), (7, 99, 100, 7)]
-    assert list(progress.parts()) == [name(unit, rows, window=window, of=of) for window, unit, of, rows in there]
-
-
 def test_a_listing_of_many_parts_keeps_numbers_and_no_names(store):
     class Many(LocalFolder):
         def each_name(self):
