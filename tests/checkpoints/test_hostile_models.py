@@ -193,19 +193,16 @@ def test_fault_41_lying_headers_are_refused(folder: Path, lie: str) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        struct.pack("<Q", 1 << 60),
-        struct.pack("<Q", (1 << 64) - 1) + b"{}",
-        struct.pack("<Q", 99 << 20) + b"{",
-        struct.pack("<Q", 8) + b"not json",
-        struct.pack("<Q", 6000) + b"[" * 6000,
-        struct.pack("<Q", 2) + b"{}" + b"bytes that no tensor owns",
-        b"\x00" * 64,
-    ],
-)
+@pytest.mark.parametrize("content", [
+    b"",
+    struct.pack("<Q", 1 << 60),
+    struct.pack("<Q", (1 << 64) - 1) + b"{}",
+    struct.pack("<Q", 99 << 20) + b"{",
+    struct.pack("<Q", 8) + b"not json",
+    struct.pack("<Q", 6000) + b"[" * 6000,
+    struct.pack("<Q", 2) + b"{}" + b"bytes that no tensor owns",
+    b"\x00" * 64,
+])  # fmt: skip
 def test_fault_41_files_that_are_no_safetensors_are_refused(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model\.safetensors: not a sound safetensors file"):

@@ -37,19 +37,16 @@ def start(body: str, before: str = "", **options) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize(
-    ("body", "code", "out", "said"),
-    [
-        ("print('done')", 0, "done\nwent on\n", ""),
-        ("sys.exit(1)", 1, "", ""),
-        ("sys.exit(75)", 75, "", ""),
-        ("sys.exit()", 0, "", ""),
-        ("os._exit(75)", 3, "", "left with 75"),  # nobody had sent a signal
-        ("os._exit(1)", 3, "", "left with 1, as Ray makes it do"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 3, "", "ended by SIGKILL. Was there too little memory"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 3, "", "ended by SIGSEGV"),
-    ],
-)
+@pytest.mark.parametrize(("body", "code", "out", "said"), [
+    ("print('done')", 0, "done\nwent on\n", ""),
+    ("sys.exit(1)", 1, "", ""),
+    ("sys.exit(75)", 75, "", ""),
+    ("sys.exit()", 0, "", ""),
+    ("os._exit(75)", 3, "", "left with 75"),  # nobody had sent a signal
+    ("os._exit(1)", 3, "", "left with 1, as Ray makes it do"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", 3, "", "ended by SIGKILL. Was there too little memory"),
+    ("os.kill(os.getpid(), signal.SIGSEGV)", 3, "", "ended by SIGSEGV"),
+])  # fmt: skip
 def test_an_exit_code_is_the_commands_own_or_the_environments(body, code, out, said):
     process = start(body)
     got = process.communicate(timeout=30)
@@ -57,17 +54,14 @@ def test_an_exit_code_is_the_commands_own_or_the_environments(body, code, out, s
     assert said in got[1]
 
 
-@pytest.mark.parametrize(
-    ("handler", "code"),
-    [
-        ("lambda n, f: sys.exit(75)", 75),  # which is a word
-        ("lambda n, f: os._exit(75)", 75),  # as a run that something will not let go
-        ("signal.SIG_DFL", 75),  # where a library has taken the handler away: Ray does, as it ends
-        ("lambda n, f: os.abort()", 75),  # as Ray's own handler
-        ("lambda n, f: os._exit(1)", 3),
-        ("lambda n, f: os.kill(os.getpid(), signal.SIGKILL)", 3),
-    ],
-)
+@pytest.mark.parametrize(("handler", "code"), [
+    ("lambda n, f: sys.exit(75)", 75),  # which is a word
+    ("lambda n, f: os._exit(75)", 75),  # as a run that something will not let go
+    ("signal.SIG_DFL", 75),  # where a library has taken the handler away: Ray does, as it ends
+    ("lambda n, f: os.abort()", 75),  # as Ray's own handler
+    ("lambda n, f: os._exit(1)", 3),
+    ("lambda n, f: os.kill(os.getpid(), signal.SIGKILL)", 3),
+])  # fmt: skip
 def test_a_signal_reaches_the_command_and_an_end_without_a_word_is_an_interruption(handler, code):
     body = f"signal.signal(signal.SIGTERM, {handler}); print('ready', flush=True); "
     # In short sleeps: a signal that arrives just before a sleep is handled after it.

@@ -83,16 +83,13 @@ def test_report_is_the_folders_or_made_anew_when_a_run_was_killed(work, pipe):
     assert raw["rows"]["input"] == 3
 
 
-@pytest.mark.parametrize(
-    ("command", "place", "expected"),
-    [
-        ("status", "nowhere", "nowhere: no such folder"),
-        ("status", "data/a.parquet", "is neither an output folder nor a job file"),
-        ("status", "data", "no run of a job has left a status here"),
-        ("report", "data", "no run of a job has left a record here"),
-        ("report", "none.yaml", "none.yaml: no such file"),
-    ],
-)
+@pytest.mark.parametrize(("command", "place", "expected"), [
+    ("status", "nowhere", "nowhere: no such folder"),
+    ("status", "data/a.parquet", "is neither an output folder nor a job file"),
+    ("status", "data", "no run of a job has left a status here"),
+    ("report", "data", "no run of a job has left a record here"),
+    ("report", "none.yaml", "none.yaml: no such file"),
+])  # fmt: skip
 def test_places_without_a_job(work, pipe, command: str, place: str, expected: str):
     code, out, err = pipe(command, place)
     assert (code, out) == (2, "")

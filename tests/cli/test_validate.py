@@ -94,31 +94,28 @@ def test_validate_tells_all_mistakes_of_the_data(refused):
         assert expected in err
 
 
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ("input.path=nowhere", "--set: input.path: nowhere: does not exist; it was looked for at /"),
-        ("input.columns=[error]", "output.rename: {error: error_2}"),
-        ("prompt.template={id}", None),
-        ("output.path=memory://test-cli/out", "--set: output.path: memory://test-cli/out: lies in the memory of one"),
-        ("output.path=data/out", "--set: output.path: data/out: lies in input.path data, so the next run would read"),
-        ("output.path=data/_out", None),
-        ("output.path=nothing://bucket/x", "cannot be opened (ValueError)"),
-        ("model.path=memory://test-cli/model", "test-cli/model: no config.json and no tokenizer.json in this folder"),
-        ("model.path=nothing://bucket/x", "nothing://bucket/x: cannot be opened (ValueError)"),
-        ("model.path=job.yaml", "job.yaml: a file; this program reads safetensors checkpoints"),
-        ("model.path=data", "data: has no config.json; give the folder of"),
-        ("model.path=owner/name", None),
-        ("model={path: job.yaml, revision: v1}", "job.yaml: a file; this program reads"),
-        ("model={path: data, revision: v1}", "model.revision: data is a folder; only a Hugging Face id"),
-        ("speculation={method: draft_model, model: ./nowhere}", "--set: speculation.model: ./nowhere: no such folder"),
-        ("speculation={method: draft_model, model: data}", "data: has no config.json; give the folder of"),
-        ("engine.max_model_len=2048", "--set: engine.max_model_len: 2048 is more than the 1,024 positions that demo"),
-        ("engine.max_model_len=1024", None),
-        ("model={path: demo:target-awq, quantization: int8}", "int8, but demo:target-awq is quantized already"),
-        ("storage={s3: {anon: true}}", "storage.s3: no path of this job takes these options"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "expected"), [
+    ("input.path=nowhere", "--set: input.path: nowhere: does not exist; it was looked for at /"),
+    ("input.columns=[error]", "output.rename: {error: error_2}"),
+    ("prompt.template={id}", None),
+    ("output.path=memory://test-cli/out", "--set: output.path: memory://test-cli/out: lies in the memory of one"),
+    ("output.path=data/out", "--set: output.path: data/out: lies in input.path data, so the next run would read"),
+    ("output.path=data/_out", None),
+    ("output.path=nothing://bucket/x", "cannot be opened (ValueError)"),
+    ("model.path=memory://test-cli/model", "test-cli/model: no config.json and no tokenizer.json in this folder"),
+    ("model.path=nothing://bucket/x", "nothing://bucket/x: cannot be opened (ValueError)"),
+    ("model.path=job.yaml", "job.yaml: a file; this program reads safetensors checkpoints"),
+    ("model.path=data", "data: has no config.json; give the folder of"),
+    ("model.path=owner/name", None),
+    ("model={path: job.yaml, revision: v1}", "job.yaml: a file; this program reads"),
+    ("model={path: data, revision: v1}", "model.revision: data is a folder; only a Hugging Face id"),
+    ("speculation={method: draft_model, model: ./nowhere}", "--set: speculation.model: ./nowhere: no such folder"),
+    ("speculation={method: draft_model, model: data}", "data: has no config.json; give the folder of"),
+    ("engine.max_model_len=2048", "--set: engine.max_model_len: 2048 is more than the 1,024 positions that demo"),
+    ("engine.max_model_len=1024", None),
+    ("model={path: demo:target-awq, quantization: int8}", "int8, but demo:target-awq is quantized already"),
+    ("storage={s3: {anon: true}}", "storage.s3: no path of this job takes these options"),
+])  # fmt: skip
 def test_validate_looks_at_data_model_and_output(pipe, work, setting: str, expected: str | None):
     assert (expected or "") in validated(pipe, 2 if expected else 0, setting)
 
@@ -204,14 +201,11 @@ def test_validate_shows_how_long_the_prompts_of_a_sample_are(put, shown, found):
     assert "Prompt tokens of 10 sampled rows: median" in shown("engine.max_model_len=40", flags=("--limit", "10"))
 
 
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ("chat: true", "prompt.chat: bare: the checkpoint has no chat template"),
-        ("chat: {template: nowhere.jinja}", "nowhere.jinja: no such file"),
-        ("chat: {template: data/a.parquet}", "data/a.parquet: not UTF-8 text"),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "expected"), [
+    ("chat: true", "prompt.chat: bare: the checkpoint has no chat template"),
+    ("chat: {template: nowhere.jinja}", "nowhere.jinja: no such file"),
+    ("chat: {template: data/a.parquet}", "data/a.parquet: not UTF-8 text"),
+])  # fmt: skip
 def test_a_chat_without_a_template_is_refused_before_anything_is_loaded(work, pipe, prompt, expected):
     shutil.copytree(demo_model("target"), work / "bare")
     (work / "bare" / "chat_template.jinja").unlink()
@@ -293,18 +287,15 @@ def test_validate_shows_a_task_and_its_columns(of_task, shown, found):
     assert task == {"type": "classify", "activation": "auto", "columns_known": False}
 
 
-@pytest.mark.parametrize(
-    ("task", "expected"),
-    [
-        ("task: {type: choice, labels: {column: option}}", "no column 'option' (did you mean 'options'?)"),
-        ("task: {type: choice, labels: {column: text}}", "column 'text' is string, expected lists of texts"),
-        ("task: {type: score, completion: '{answer}'}", "has no column 'answer' (there are: "),
-        ("task: {type: score, completion: {column: number}}", 'is int64, expected text; as text: "{number}"'),
-        ("task: {type: score, completion: '{text:.2f}'}", "task.completion: "),
-        ("task: {type: embed, dimensions: 5000}", "job.yaml:5: task.dimensions: 5000: the vectors of demo have "),
-        ("task: classify", "job.yaml:5: task: classify: demo has no sequence classification head"),
-    ],
-)
+@pytest.mark.parametrize(("task", "expected"), [
+    ("task: {type: choice, labels: {column: option}}", "no column 'option' (did you mean 'options'?)"),
+    ("task: {type: choice, labels: {column: text}}", "column 'text' is string, expected lists of texts"),
+    ("task: {type: score, completion: '{answer}'}", "has no column 'answer' (there are: "),
+    ("task: {type: score, completion: {column: number}}", 'is int64, expected text; as text: "{number}"'),
+    ("task: {type: score, completion: '{text:.2f}'}", "task.completion: "),
+    ("task: {type: embed, dimensions: 5000}", "job.yaml:5: task.dimensions: 5000: the vectors of demo have "),
+    ("task: classify", "job.yaml:5: task: classify: demo has no sequence classification head"),
+])  # fmt: skip
 def test_validate_refuses_tasks_that_the_data_or_the_model_cannot_do(of_task, refused, task, expected):
     of_task(task)
     assert expected in refused()

@@ -64,26 +64,23 @@ def test_fault_43_python_objects_are_text_of_a_mistake_and_never_made(tmp_path):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a: &x [1]\nb: 1\n", "job.yaml:1: a: anchors and aliases"),
-        ("a: *x\n", "anchors and aliases"),
-        ("a: !!python/object/apply:os.system [echo]\n", "job.yaml:1: a: tags such as"),
-        ("!!map\na: 1\n", "tags such as"),
-        ("a: !x 5\n", "tags such as"),
-        ("? [a, b]\n: 1\n", "a key must be plain text"),
-        ("a: 1\n---\nb: 2\n", "a second document"),
-        ("- a\n- b\n", "expected `key: value` lines"),
-        ("just text\n", "expected `key: value` lines"),
-        ("a: [1, 2\n", "not valid YAML"),
-        ("a: b: c\n", "needs quotes"),
-        ("a: 1\n\tb: 2\n", "job.yaml:2: not valid YAML"),
-        ("a:\n  b: 1\n c: 2\n", "begin in the same column"),
-        ("a: 1\n  b: 2\n", "begin in the same column"),
-        ("a: \x07\n", "not valid YAML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("a: &x [1]\nb: 1\n", "job.yaml:1: a: anchors and aliases"),
+    ("a: *x\n", "anchors and aliases"),
+    ("a: !!python/object/apply:os.system [echo]\n", "job.yaml:1: a: tags such as"),
+    ("!!map\na: 1\n", "tags such as"),
+    ("a: !x 5\n", "tags such as"),
+    ("? [a, b]\n: 1\n", "a key must be plain text"),
+    ("a: 1\n---\nb: 2\n", "a second document"),
+    ("- a\n- b\n", "expected `key: value` lines"),
+    ("just text\n", "expected `key: value` lines"),
+    ("a: [1, 2\n", "not valid YAML"),
+    ("a: b: c\n", "needs quotes"),
+    ("a: 1\n\tb: 2\n", "job.yaml:2: not valid YAML"),
+    ("a:\n  b: 1\n c: 2\n", "begin in the same column"),
+    ("a: 1\n  b: 2\n", "begin in the same column"),
+    ("a: \x07\n", "not valid YAML"),
+])  # fmt: skip
 def test_refused(text: str, expected: str):
     assert expected in refusal(text)
 

@@ -53,28 +53,25 @@ def test_each_rows_own_comes_from_a_column(kind: str, job):
     assert identity_of(config)["sampling"]["structured_outputs"] == {kind: {"column": "form"}}
 
 
-@pytest.mark.parametrize(
-    ("sampling", "expected"),
-    [
-        ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}},
-         'job.yaml:10: sampling.structured_outputs: json: Unimplemented keys: ["uniqueItems"]'),
-        ({"structured_outputs": {"json": {"properties": {"id": {"enum": [9007199254740993]}}}}},
-         "sampling.structured_outputs: json: properties.id.enum[0] = 9007199254740993: a number beyond 2^53"),
-        ({"structured_outputs": {"json": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}},
-         "sampling.structured_outputs: json: the schema requires itself without end"),
-        ({"structured_outputs": {"regex": "a(?=b)"}}, "look-ahead"),
-        ({"structured_outputs": {"jsn": {}}}, "jsn: unknown key"),
-        ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "exactly one of"),
-        ({"structured_outputs": {"json": {"column": "a"}, "whitespace_pattern": "[ ]?"}}, "stands alone"),
-        ({"structured_outputs": {"json_file": "/nowhere/x.json"}},
-         "sampling.structured_outputs.json_file: /nowhere/x.json: cannot be read"),
-        ({"structured_outputs": {"json_file": __file__}}, "not JSON"),
-        ({"structured_outputs": {"json_file": "a", "json": {}}}, "are both there"),
-        ({"response_format": {"type": "json_object"}}, "write sampling.structured_outputs: {json: SCHEMA}"),
-        ({"min_tokens": 2, "structured_outputs": {"regex": "a"}}, "min_tokens"),
-        ({"min_tokens": 2, "structured_outputs": {"regex": {"column": "a"}}}, "min_tokens"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("sampling", "expected"), [
+    ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}},
+     'job.yaml:10: sampling.structured_outputs: json: Unimplemented keys: ["uniqueItems"]'),
+    ({"structured_outputs": {"json": {"properties": {"id": {"enum": [9007199254740993]}}}}},
+     "sampling.structured_outputs: json: properties.id.enum[0] = 9007199254740993: a number beyond 2^53"),
+    ({"structured_outputs": {"json": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}},
+     "sampling.structured_outputs: json: the schema requires itself without end"),
+    ({"structured_outputs": {"regex": "a(?=b)"}}, "look-ahead"),
+    ({"structured_outputs": {"jsn": {}}}, "jsn: unknown key"),
+    ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "exactly one of"),
+    ({"structured_outputs": {"json": {"column": "a"}, "whitespace_pattern": "[ ]?"}}, "stands alone"),
+    ({"structured_outputs": {"json_file": "/nowhere/x.json"}},
+     "sampling.structured_outputs.json_file: /nowhere/x.json: cannot be read"),
+    ({"structured_outputs": {"json_file": __file__}}, "not JSON"),
+    ({"structured_outputs": {"json_file": "a", "json": {}}}, "are both there"),
+    ({"response_format": {"type": "json_object"}}, "write sampling.structured_outputs: {json: SCHEMA}"),
+    ({"min_tokens": 2, "structured_outputs": {"regex": "a"}}, "min_tokens"),
+    ({"min_tokens": 2, "structured_outputs": {"regex": {"column": "a"}}}, "min_tokens"),
+])  # fmt: skip
 def test_what_cannot_be_kept_to_is_refused_at_its_key(sampling: dict, expected: str, job):
     with pytest.raises(JobFileError) as caught:
         job(**sampling)

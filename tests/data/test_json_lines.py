@@ -174,16 +174,13 @@ def test_a_bad_line_is_refused_by_file_and_line_or_an_error_row(tmp_path, line, 
     assert next(m for u in units for m in u.own("_error_message").to_pylist() if m).startswith("line 3: ")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("b.jsonl.gz", gzip.compress(b'{"x": 1}\n' * 9, mtime=0)[:-9], "b.jsonl.gz: damaged: Truncated"),
-        ("b.jsonl.gz", b'{"x": 1}\n', "b.jsonl.gz: damaged"),
-        ("b.jsonl.zst", b'{"x": 1}\n', "b.jsonl.zst: damaged"),
-        ("b.jsonl.gz", b"", "b.jsonl.gz: the file is empty"),
-        ("b.jsonl", b'{"x": "' + b"y" * 3000 + b'"}', "b.jsonl: a line of more than"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "says"), [
+    ("b.jsonl.gz", gzip.compress(b'{"x": 1}\n' * 9, mtime=0)[:-9], "b.jsonl.gz: damaged: Truncated"),
+    ("b.jsonl.gz", b'{"x": 1}\n', "b.jsonl.gz: damaged"),
+    ("b.jsonl.zst", b'{"x": 1}\n', "b.jsonl.zst: damaged"),
+    ("b.jsonl.gz", b"", "b.jsonl.gz: the file is empty"),
+    ("b.jsonl", b'{"x": "' + b"y" * 3000 + b'"}', "b.jsonl: a line of more than"),
+])  # fmt: skip
 def test_a_damaged_file_is_refused_by_name_or_skipped(tmp_path, name, content, says, monkeypatch):
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 500)
     monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 2000)

@@ -156,21 +156,18 @@ def test_partition_columns_through_globs_and_stores(write):
     assert table_of(open_source("memory://hive/*/site=7")) == table_of(open_source(f"{folder}/*/site=7"))
 
 
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    [
-        (["1", "-3", "0"], pa.int64()),
-        (["01", "2"], pa.string()),  # a zip code is no number
-        (["1", "x"], pa.string()),
-        (["-0"], pa.string()),
-        (["9223372036854775807"], pa.int64()),
-        (["9223372036854775808"], pa.string()),
-        (["1.5"], pa.string()),
-        (["__HIVE_DEFAULT_PARTITION__", "3"], pa.int64()),
-        (["__HIVE_DEFAULT_PARTITION__"], pa.string()),
-        ([""], pa.string()),
-    ],
-)
+@pytest.mark.parametrize(("values", "kind"), [
+    (["1", "-3", "0"], pa.int64()),
+    (["01", "2"], pa.string()),  # a zip code is no number
+    (["1", "x"], pa.string()),
+    (["-0"], pa.string()),
+    (["9223372036854775807"], pa.int64()),
+    (["9223372036854775808"], pa.string()),
+    (["1.5"], pa.string()),
+    (["__HIVE_DEFAULT_PARTITION__", "3"], pa.int64()),
+    (["__HIVE_DEFAULT_PARTITION__"], pa.string()),
+    ([""], pa.string()),
+])  # fmt: skip
 def test_the_type_of_a_partition_column(write, values, kind):
     for value in values:
         folder = write(f"k={value}/x.parquet", texts(1))
@@ -316,26 +313,23 @@ def test_a_key_that_is_a_folder_too_is_the_folder_after_a_slash(store, write):
     assert ([f.relative for f in source.files], source.num_rows) == (["both", "both/a.parquet"], 6)
 
 
-@pytest.mark.parametrize(
-    ("path", "folder", "found"),
-    [
-        ("in", "in", True),
-        ("in/", "in/a/out", True),
-        ("in", "in/_out", False),
-        ("in", "in/_out/deep", False),
-        ("in", "inner", False),
-        ("in/a", "in", False),
-        ("in/*", "in/out", True),
-        ("in/**", "in/a/out", True),
-        ("in/*.parquet", "in", True),
-        ("in/*.parquet", "in/out", False),
-        ("in/*.parquet", "in/out.parquet", True),  # a folder that the glob stands for is read whole
-        ("in/*.jsonl", "in", False),
-        ("in/**/*.parquet", "in/a/out", True),
-        ("in/day=*/a", "in/day=1/b", False),
-        ("i?/x", "in/x/y", True),
-    ],
-)
+@pytest.mark.parametrize(("path", "folder", "found"), [
+    ("in", "in", True),
+    ("in/", "in/a/out", True),
+    ("in", "in/_out", False),
+    ("in", "in/_out/deep", False),
+    ("in", "inner", False),
+    ("in/a", "in", False),
+    ("in/*", "in/out", True),
+    ("in/**", "in/a/out", True),
+    ("in/*.parquet", "in", True),
+    ("in/*.parquet", "in/out", False),
+    ("in/*.parquet", "in/out.parquet", True),  # a folder that the glob stands for is read whole
+    ("in/*.jsonl", "in", False),
+    ("in/**/*.parquet", "in/a/out", True),
+    ("in/day=*/a", "in/day=1/b", False),
+    ("i?/x", "in/x/y", True),
+])  # fmt: skip
 def test_whether_an_output_would_be_found_as_input(write, path, folder, found):
     here = write("a/a.parquet", texts(1)).removesuffix("in")
     write("x.parquet", texts(1))
@@ -452,16 +446,13 @@ def test_a_broken_file_of_the_wanted_format_is_an_error_next_to_others(write, na
     assert [file.relative for file in open_source(folder, on_corrupt="skip").skipped] == [name]
 
 
-@pytest.mark.parametrize(
-    ("files", "found"),
-    [
-        ({"README.md": b"#"}, r"found 1 \.md \(README\.md\)"),
-        ({"a.arrow": b"ARROW1", "b.arrow": b"", "dataset_info.json": b"{}", "state.json": b"{}"},
-         r"2 \.arrow \(a\.arrow, \.\.\.\), 2 \.json \(dataset_info\.json, \.\.\.\); expected \.parquet"),
-        ({"part-0": b"text", "part-1": b""}, r"2 without an ending \(part-0, \.\.\.\)"),
-        ({"a.csv": b"x", "_b.parquet": b""}, r"1 \.csv \(a\.csv\)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "found"), [
+    ({"README.md": b"#"}, r"found 1 \.md \(README\.md\)"),
+    ({"a.arrow": b"ARROW1", "b.arrow": b"", "dataset_info.json": b"{}", "state.json": b"{}"},
+     r"2 \.arrow \(a\.arrow, \.\.\.\), 2 \.json \(dataset_info\.json, \.\.\.\); expected \.parquet"),
+    ({"part-0": b"text", "part-1": b""}, r"2 without an ending \(part-0, \.\.\.\)"),
+    ({"a.csv": b"x", "_b.parquet": b""}, r"1 \.csv \(a\.csv\)"),
+])  # fmt: skip
 def test_a_folder_without_files_of_a_format_says_what_is_there(tmp_path, files, found):
     leave(tmp_path, files)
     for place in (str(tmp_path), f"{tmp_path}/*"):

@@ -46,14 +46,11 @@ def test_fault_45_values_are_never_rendered_again(text, hostile):
     assert rendered == ["{{report}} <" + text + ">", "{{{report}}} <" + hostile + ">"]
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        *("{report.}", "{.report}", "{report[0]}", "{report!r}", "{report:>99999}", "{report:{n}}", "{}", "{0}"),
-        *("{`report}", "{`re`port`}", "{report.`x}", "{`a`!r}", "{`a`:{b}}", "{`a`b}", "{`a`.}"),
-        *("{report", "}", "no column", "", '{"a": 1} {report}', "\ud800{report}"),
-    ],
-)
+@pytest.mark.parametrize("template", [
+    *("{report.}", "{.report}", "{report[0]}", "{report!r}", "{report:>99999}", "{report:{n}}", "{}", "{0}"),
+    *("{`report}", "{`re`port`}", "{report.`x}", "{`a`!r}", "{`a`:{b}}", "{`a`b}", "{`a`.}"),
+    *("{report", "}", "no column", "", '{"a": 1} {report}', "\ud800{report}"),
+])  # fmt: skip
 def test_templates_are_refused(template):
     with pytest.raises(ConfigError, match=r"prompt\.template"):
         PromptSpec(template=template)
@@ -175,35 +172,32 @@ def test_messages_are_the_same_from_structs_and_json():
     assert prompts({"chat": [with_more]}, messages="chat") == [canonical.replace('{{x}}"', '{{x}}","name":"Jo"')]
 
 
-@pytest.mark.parametrize(
-    ("value", "code"),
-    [
-        (None, "null_prompt"),
-        ("null", "null_prompt"),
-        ("  ", "empty_prompt"),
-        ("[]", "empty_prompt"),
-        ('[{"role": "user", "content": " "}]', "empty_prompt"),
-        ("hello", "invalid_messages"),
-        ("{}", "invalid_messages"),
-        ('["hello"]', "invalid_messages"),
-        ('[{"role": "user"}]', "invalid_messages"),
-        ('[{"content": "x"}]', "invalid_messages"),
-        ('[{"role": "user", "content": 1}]', "invalid_messages"),
-        ('[{"role": "user", "content": []}]', "invalid_messages"),
-        ('[{"role": "user", "content": ["x"]}]', "invalid_messages"),
-        ('[{"role": "user", "content": [{"type": "text"}]}]', "invalid_messages"),
-        ('[{"role": "user", "content": [{"type": "text", "text": 1}]}]', "invalid_messages"),
-        ('[{"role": "assistant", "tool_calls": []}]', "invalid_messages"),
-        ('[{"role": "user", "content": NaN}]', "invalid_messages"),
-        ('[{"role": "user", "content": "x", "n": 1e999}]', "invalid_messages"),
-        ('[{"role": "user", "content": "x", "n": NaN}]', "invalid_messages"),
-        ('[{"role": "user", "content": "\\ud800"}]', "invalid_messages"),
-        ("[" * 200_000, "invalid_messages"),
-        ('[{"role": "user", "content": "x", "n": ' + "9" * 5000 + "}]", "invalid_messages"),
-        ('[{"role": "user", "content": "' + "x" * 300_000 + '"}]', "prompt_too_large"),
-        (b"\xff", "invalid_utf8"),
-    ],
-)
+@pytest.mark.parametrize(("value", "code"), [
+    (None, "null_prompt"),
+    ("null", "null_prompt"),
+    ("  ", "empty_prompt"),
+    ("[]", "empty_prompt"),
+    ('[{"role": "user", "content": " "}]', "empty_prompt"),
+    ("hello", "invalid_messages"),
+    ("{}", "invalid_messages"),
+    ('["hello"]', "invalid_messages"),
+    ('[{"role": "user"}]', "invalid_messages"),
+    ('[{"content": "x"}]', "invalid_messages"),
+    ('[{"role": "user", "content": 1}]', "invalid_messages"),
+    ('[{"role": "user", "content": []}]', "invalid_messages"),
+    ('[{"role": "user", "content": ["x"]}]', "invalid_messages"),
+    ('[{"role": "user", "content": [{"type": "text"}]}]', "invalid_messages"),
+    ('[{"role": "user", "content": [{"type": "text", "text": 1}]}]', "invalid_messages"),
+    ('[{"role": "assistant", "tool_calls": []}]', "invalid_messages"),
+    ('[{"role": "user", "content": NaN}]', "invalid_messages"),
+    ('[{"role": "user", "content": "x", "n": 1e999}]', "invalid_messages"),
+    ('[{"role": "user", "content": "x", "n": NaN}]', "invalid_messages"),
+    ('[{"role": "user", "content": "\\ud800"}]', "invalid_messages"),
+    ("[" * 200_000, "invalid_messages"),
+    ('[{"role": "user", "content": "x", "n": ' + "9" * 5000 + "}]", "invalid_messages"),
+    ('[{"role": "user", "content": "' + "x" * 300_000 + '"}]', "prompt_too_large"),
+    (b"\xff", "invalid_utf8"),
+])  # fmt: skip
 def test_malformed_messages(value, code):
     good = json.dumps(MESSAGES)
     column = [value, good if not isinstance(value, bytes) else good.encode()]
@@ -220,17 +214,14 @@ def test_content_parts_of_text_are_joined_by_lines():
     assert prompts({"chat": [json.dumps(chat)]}, messages="chat") == [expected]
 
 
-@pytest.mark.parametrize(
-    ("message", "says"),
-    [
-        ({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]},
-         "content[1] is a part of type 'image_url'; only text is read"),
-        ({"role": "user", "content": [{"type": "file", "file": {}}]}, "content[0] is a part of type 'file'"),
-        ({"role": "user", "content": "x", "images": ["a.png"]}, "images; only text is read"),
-        ({"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "x"}},
-         "function_call.arguments: expected a JSON object"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("message", "says"), [
+    ({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]},
+     "content[1] is a part of type 'image_url'; only text is read"),
+    ({"role": "user", "content": [{"type": "file", "file": {}}]}, "content[0] is a part of type 'file'"),
+    ({"role": "user", "content": "x", "images": ["a.png"]}, "images; only text is read"),
+    ({"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "x"}},
+     "function_call.arguments: expected a JSON object"),
+])  # fmt: skip
 def test_what_is_no_text_is_refused_by_name(message, says):
     table = pa.table({"chat": [json.dumps([*MESSAGES, message])]})
     (refused,) = render(table, PromptSpec(messages="chat")).messages
@@ -285,20 +276,17 @@ FORMED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{n:05d}|{score:.2f}", ["00007|0.12", "n", "score"]),
-        ("{price:>8}|{text}", ["    1.50|a", "    2.00|b{n}", "price"]),
-        ("{text:>3}{text}", ["  aa", "b{n}b{n}", "  cc"]),
-        ("{day:%d %B %Y, %H:%M}", ["31 January 2026, 14:05", "day", "31 January 2026, 14:05"]),
-        ("{doc.title}: {doc.by.name}", ["T: N", "doc.title", "doc.title"]),
-        ("{doc.by} {doc.by.ids}", ['{"name":"N","ids":[1,2]} [1,2]', "doc.by", "doc.by"]),
-        ("{json.a} {json.c}", ['{"b":1.0} x', "json.c", "json.a"]),
-        ("{json.a.b}", ["1.0", "json.a.b", "json.a.b"]),
-        ("{json.__class__}", ["json.__class__"] * 3),
-    ],
-)
+@pytest.mark.parametrize(("template", "expected"), [
+    ("{n:05d}|{score:.2f}", ["00007|0.12", "n", "score"]),
+    ("{price:>8}|{text}", ["    1.50|a", "    2.00|b{n}", "price"]),
+    ("{text:>3}{text}", ["  aa", "b{n}b{n}", "  cc"]),
+    ("{day:%d %B %Y, %H:%M}", ["31 January 2026, 14:05", "day", "31 January 2026, 14:05"]),
+    ("{doc.title}: {doc.by.name}", ["T: N", "doc.title", "doc.title"]),
+    ("{doc.by} {doc.by.ids}", ['{"name":"N","ids":[1,2]} [1,2]', "doc.by", "doc.by"]),
+    ("{json.a} {json.c}", ['{"b":1.0} x', "json.c", "json.a"]),
+    ("{json.a.b}", ["1.0", "json.a.b", "json.a.b"]),
+    ("{json.__class__}", ["json.__class__"] * 3),
+])  # fmt: skip
 def test_values_in_a_form_and_fields_of_fields(template, expected):
     out = render(pa.table(FORMED), PromptSpec(template=template))
     got = [p if p is not None else m.split("'")[1] for p, m in zip(out.prompts, out.messages, strict=True)]
@@ -318,18 +306,15 @@ def test_a_column_whose_name_has_dots_goes_before_a_field():
     assert prompts({"a": columns["a"]}, template="{a.b.c}") == ["field"]
 
 
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        ("{n:.2q}", "int32"),
-        ("{text:.2f}", "string"),
-        ("{doc:>9}", "takes no format spec"),
-        ("{json.a:>9}", "inside of JSON text takes no format spec"),
-        ("{doc.tilte}", "did you mean 'title'"),
-        ("{n.x}", "'n' is int32, which has no fields"),
-        ("{doc.title.x}", "'doc.title' is string, which has no fields"),
-    ],
-)
+@pytest.mark.parametrize(("template", "says"), [
+    ("{n:.2q}", "int32"),
+    ("{text:.2f}", "string"),
+    ("{doc:>9}", "takes no format spec"),
+    ("{json.a:>9}", "inside of JSON text takes no format spec"),
+    ("{doc.tilte}", "did you mean 'title'"),
+    ("{n.x}", "'n' is int32, which has no fields"),
+    ("{doc.title.x}", "'doc.title' is string, which has no fields"),
+])  # fmt: skip
 def test_fields_and_forms_that_the_columns_do_not_have(template, says):
     with pytest.raises(ConfigError, match=says):
         PromptSpec(template=template).check(pa.table(FORMED).schema)
@@ -345,27 +330,24 @@ def test_texts_stand_for_nulls_where_asked():
         PromptSpec(messages="m", defaults={"m": ""})
 
 
-@pytest.mark.parametrize(
-    ("template", "defaults", "expected"),
-    [
-        # rows: text, null, empty, whitespace
-        ("Write a poem. {hint}", {}, ["Write a poem. x", "null_prompt", "empty_prompt", "empty_prompt"]),
-        ("Write a poem. {hint}", {"hint": ""},
-         ["Write a poem. x", "Write a poem. ", "Write a poem. ", "Write a poem.  \t"]),
-        ("Write a poem. {hint}", {"hint": "sea"},
-         ["Write a poem. x", "Write a poem. sea", "Write a poem. ", "Write a poem.  \t"]),
-        ("{hint}", {"hint": ""}, ["x", "empty_prompt", "empty_prompt", "empty_prompt"]),
-        ("\n{hint} ", {"hint": " "}, ["\nx ", "empty_prompt", "empty_prompt", "empty_prompt"]),
-        ("{hint}", {"hint": "sea"}, ["x", "sea", "empty_prompt", "empty_prompt"]),
-        ("{{{hint}}}", {"hint": ""}, ["{x}", "{}", "{}", "{ \t}"]),
-        ("{doc}/{hint}", {"hint": ""}, ["d/x", "d/", "d/", "d/ \t"]),
-        ("{blank}/{hint}", {"hint": ""}, ["/x", "empty_prompt", "empty_prompt", "empty_prompt"]),
-        ("{blank}/{hint}", {"hint": "", "blank": ""}, ["/x", "/", "/", "/ \t"]),
-        ("{s.f}/{hint:>2}", {"hint": "", "s.f": "-"}, ["/ x", "-/", "/  ", "-/ \t"]),
-        ("{all_null}!", {"all_null": ""}, ["!"] * 4),
-        ("{all_null}!", {}, ["null_prompt"] * 4),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("template", "defaults", "expected"), [
+    # rows: text, null, empty, whitespace
+    ("Write a poem. {hint}", {}, ["Write a poem. x", "null_prompt", "empty_prompt", "empty_prompt"]),
+    ("Write a poem. {hint}", {"hint": ""},
+     ["Write a poem. x", "Write a poem. ", "Write a poem. ", "Write a poem.  \t"]),
+    ("Write a poem. {hint}", {"hint": "sea"},
+     ["Write a poem. x", "Write a poem. sea", "Write a poem. ", "Write a poem.  \t"]),
+    ("{hint}", {"hint": ""}, ["x", "empty_prompt", "empty_prompt", "empty_prompt"]),
+    ("\n{hint} ", {"hint": " "}, ["\nx ", "empty_prompt", "empty_prompt", "empty_prompt"]),
+    ("{hint}", {"hint": "sea"}, ["x", "sea", "empty_prompt", "empty_prompt"]),
+    ("{{{hint}}}", {"hint": ""}, ["{x}", "{}", "{}", "{ \t}"]),
+    ("{doc}/{hint}", {"hint": ""}, ["d/x", "d/", "d/", "d/ \t"]),
+    ("{blank}/{hint}", {"hint": ""}, ["/x", "empty_prompt", "empty_prompt", "empty_prompt"]),
+    ("{blank}/{hint}", {"hint": "", "blank": ""}, ["/x", "/", "/", "/ \t"]),
+    ("{s.f}/{hint:>2}", {"hint": "", "s.f": "-"}, ["/ x", "-/", "/  ", "-/ \t"]),
+    ("{all_null}!", {"all_null": ""}, ["!"] * 4),
+    ("{all_null}!", {}, ["null_prompt"] * 4),
+])  # fmt: skip
 def test_a_prompt_is_empty_where_no_value_that_it_needs_has_text(template, defaults, expected):
     columns = {
         "hint": ["x", None, "", " \t"],

@@ -87,15 +87,12 @@ def test_relative_paths_are_pinned_to_where_they_were_opened(write, tmp_path, mo
     assert len(rows_of(source, cut_windows(source, 10, BIG))) == 3
 
 
-@pytest.mark.parametrize(
-    ("error", "becomes"),
-    [
-        (PermissionError(13, "Forbidden"), InputError),
-        (StoreSaidNo("no credentials"), EnvironmentFailed),
-        (OSError(5, "I/O error"), EnvironmentFailed),
-        (TypeError("got an unexpected keyword argument 'nonsense'"), InputError),
-    ],
-)
+@pytest.mark.parametrize(("error", "becomes"), [
+    (PermissionError(13, "Forbidden"), InputError),
+    (StoreSaidNo("no credentials"), EnvironmentFailed),
+    (OSError(5, "I/O error"), EnvironmentFailed),
+    (TypeError("got an unexpected keyword argument 'nonsense'"), InputError),
+])  # fmt: skip
 def test_a_store_that_refuses(monkeypatch, error, becomes):
     def refuse(*args, **options):
         raise error

@@ -95,16 +95,13 @@ def test_mistakes_of_the_job_are_the_users(work, pipe):
     assert "Did you mean `column`?" in err
 
 
-@pytest.mark.parametrize(
-    ("config", "broken", "expected"),
-    [
-        ({"model_type": "mamba"}, None, "model_type = 'mamba'"),
-        ({"hidden_size": -1}, None, "hidden_size"),
-        ({}, "config.json", "config.json"),
-        ({}, "tokenizer.json", "tokenizer.json"),
-        ({}, "model.safetensors", "safetensors"),
-    ],
-)
+@pytest.mark.parametrize(("config", "broken", "expected"), [
+    ({"model_type": "mamba"}, None, "model_type = 'mamba'"),
+    ({"hidden_size": -1}, None, "hidden_size"),
+    ({}, "config.json", "config.json"),
+    ({}, "tokenizer.json", "tokenizer.json"),
+    ({}, "model.safetensors", "safetensors"),
+])  # fmt: skip
 def test_a_model_that_cannot_be_served(tmp_path, config, broken, expected):
     folder = copied(tmp_path / "m", **config)
     if broken == "model.safetensors":
@@ -300,21 +297,18 @@ def test_a_check_that_breaks_does_not_end_the_others(monkeypatch):
     assert {"memory and disks", "kernels"} <= {c.group for c in found}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("path: out/new", "path: 's3://bucket/out'", "storage: {{s3: {{{o}}}}}"),
-        ("path: data", "path: 's3://bucket/in'", "storage: {{s3: {{{o}}}}}"),
-        ("path: demo:target-awq", "path: 's3://bucket/model'", "storage: {{s3: {{{o}}}}}"),
-        ("path: data", "path: 's3://user:{s}@bucket/in'", ""),
-        ("path: out/new", "path: 'nothing://user:{s}@bucket/out'", "storage: {{nothing: {{{o}}}}}"),
-        ("path: out/new", "path: out/new", "storage: {{s3: {{{o}}}}}"),
-        ("path: out/new", "path: out/new", "storage: {{s3: {s}}}"),
-        ("path: out/new", "path: out/new", "storage: [{s}]"),
-        ("path: out/new", "path: out/new, storage: {{{o}}}", ""),
-        ("path: out/new", "path: out/new", "storag: {{{o}}}"),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    ("path: out/new", "path: 's3://bucket/out'", "storage: {{s3: {{{o}}}}}"),
+    ("path: data", "path: 's3://bucket/in'", "storage: {{s3: {{{o}}}}}"),
+    ("path: demo:target-awq", "path: 's3://bucket/model'", "storage: {{s3: {{{o}}}}}"),
+    ("path: data", "path: 's3://user:{s}@bucket/in'", ""),
+    ("path: out/new", "path: 'nothing://user:{s}@bucket/out'", "storage: {{nothing: {{{o}}}}}"),
+    ("path: out/new", "path: out/new", "storage: {{s3: {{{o}}}}}"),
+    ("path: out/new", "path: out/new", "storage: {{s3: {s}}}"),
+    ("path: out/new", "path: out/new", "storage: [{s}]"),
+    ("path: out/new", "path: out/new, storage: {{{o}}}", ""),
+    ("path: out/new", "path: out/new", "storag: {{{o}}}"),
+])  # fmt: skip
 def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pipe, monkeypatch, change):
     """Stores that cannot be reached, options that are wrong, and a defect that prints a traceback."""
     monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: RetryPolicy(max_tries=1))

@@ -115,18 +115,15 @@ def test_quantization_is_set_against_16_bit_weights_where_the_card_is_known():
         assert with_quantization(elsewhere).savings == ()
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"gpu": "h100"}, "--what-if gpu: expected one of hardware"),
-        ({"actors": "0"}, "--what-if actors=0: expected a whole number"),
-        ({"price": "-1"}, "--what-if price=-1: expected US dollars"),
-        ({"hardware": "h1000"}, "no such card"),
-        ({"hardware": "h100", "quantization": "q4"}, "quantization=q4: expected one of awq"),
-        ({"hardware": "a100", "quantization": "fp8"}, "has no fp8 products"),
-        ({"quantization": "awq"}, "ran on none; add hardware=CARD"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"gpu": "h100"}, "--what-if gpu: expected one of hardware"),
+    ({"actors": "0"}, "--what-if actors=0: expected a whole number"),
+    ({"price": "-1"}, "--what-if price=-1: expected US dollars"),
+    ({"hardware": "h1000"}, "no such card"),
+    ({"hardware": "h100", "quantization": "q4"}, "quantization=q4: expected one of awq"),
+    ({"hardware": "a100", "quantization": "fp8"}, "has no fp8 products"),
+    ({"quantization": "awq"}, "ran on none; add hardware=CARD"),
+])  # fmt: skip
 def test_what_cannot_be_answered_is_said(changes, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         what_if(a_report(device="cpu"), changes, load_prices())
@@ -171,15 +168,12 @@ def output(tmp_path) -> Path:
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--what-if", "actors=4"], "actors 4"),
-        (["--hosted", "0.15,0.6"], "would take $8.10; this job took $3.75, 0.46 times that"),
-        (["--html", "{}/page.html"], "Where the machine time went"),
-        (["{}/out", "--rows-per-month", "1e6"], "At 1,000,000 rows a month"),
-    ],
-)
+@pytest.mark.parametrize(("args", "said"), [
+    (["--what-if", "actors=4"], "actors 4"),
+    (["--hosted", "0.15,0.6"], "would take $8.10; this job took $3.75, 0.46 times that"),
+    (["--html", "{}/page.html"], "Where the machine time went"),
+    (["{}/out", "--rows-per-month", "1e6"], "At 1,000,000 rows a month"),
+])  # fmt: skip
 def test_the_command_answers(output, args, said):
     filled = [arg.format(output.parent) for arg in args]
     result = CliRunner().invoke(cli, ["report", str(output), *filled])
@@ -189,16 +183,13 @@ def test_the_command_answers(output, args, said):
     assert json.loads(as_json.stdout)
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["{}", "{}"], "expected one output, or two"),
-        (["{}", "--html", "x.html"], "of one output, not of two"),
-        (["--rows-per-month", "5"], "expected two outputs"),
-        (["--hosted", "cheap"], "expected two prices"),
-        (["--html", "/nowhere/x.html"], "--html /nowhere/x.html"),
-    ],
-)
+@pytest.mark.parametrize(("args", "said"), [
+    (["{}", "{}"], "expected one output, or two"),
+    (["{}", "--html", "x.html"], "of one output, not of two"),
+    (["--rows-per-month", "5"], "expected two outputs"),
+    (["--hosted", "cheap"], "expected two prices"),
+    (["--html", "/nowhere/x.html"], "--html /nowhere/x.html"),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused(output, args, said):
     result = CliRunner().invoke(cli, ["report", str(output), *(arg.format(output) for arg in args)])
     assert result.exit_code == 2

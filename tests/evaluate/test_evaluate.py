@@ -164,19 +164,16 @@ def test_a_job_says_what_is_asked_and_a_table_shows_it(pipe, checkpoints, texts,
     assert "KL" not in out, "without a reference there is none"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["MODEL"], "either --data PATH"),
-        (["MODEL", "--data", "DATA", "--job", "x.yaml"], "either --data PATH"),
-        (["--data", "DATA"], "no MODEL"),
-        (["MODEL", "--data", "DATA", "--column", "txt"], "no column 'txt'"),
-        (["MODEL", "--data", "DATA", "--max-tokens", "256"], "no room"),
-        (["MODEL", "--data", "DATA", "--expected", "right"], "no column 'right'"),
-        (["OTHER", "--against", "MODEL", "--data", "DATA"], "its tokens are not those of"),
-        (["WIDER", "--against", "MODEL", "--data", "DATA"], "it has 328 of them, not 320"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["MODEL"], "either --data PATH"),
+    (["MODEL", "--data", "DATA", "--job", "x.yaml"], "either --data PATH"),
+    (["--data", "DATA"], "no MODEL"),
+    (["MODEL", "--data", "DATA", "--column", "txt"], "no column 'txt'"),
+    (["MODEL", "--data", "DATA", "--max-tokens", "256"], "no room"),
+    (["MODEL", "--data", "DATA", "--expected", "right"], "no column 'right'"),
+    (["OTHER", "--against", "MODEL", "--data", "DATA"], "its tokens are not those of"),
+    (["WIDER", "--against", "MODEL", "--data", "DATA"], "it has 328 of them, not 320"),
+])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_with_the_reason(pipe, checkpoints, texts, tmp_path, arguments, message):
     if "OTHER" in arguments:
         make_family(tmp_path / "other", FAMILIES[0], 1)

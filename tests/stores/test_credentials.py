@@ -57,15 +57,12 @@ def no_credentials_of_this_machine(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({"key": "AKIANOBODYSKEY000000"}, "InvalidAccessKeyId"),
-        ({"secret": SECRET}, "SignatureDoesNotMatch"),
-        ({"key": None, "secret": None}, "NoCredentialsError"),
-        ({"key": None, "secret": None, "profile": "nobody"}, "ProfileNotFound"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "code"), [
+    ({"key": "AKIANOBODYSKEY000000"}, "InvalidAccessKeyId"),
+    ({"secret": SECRET}, "SignatureDoesNotMatch"),
+    ({"key": None, "secret": None}, "NoCredentialsError"),
+    ({"key": None, "secret": None, "profile": "nobody"}, "ProfileNotFound"),
+])  # fmt: skip
 def test_unknown_and_missing_credentials(reader, tmp_path, changes, code):
     storage = {key: value for key, value in {**reader, **changes}.items() if value is not None}
     shown: list[str] = []

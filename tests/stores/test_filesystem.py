@@ -48,41 +48,38 @@ def answer(status: int, code: str, operation: str = "GetObject") -> ClientError:
 # --- what is tried again
 
 
-@pytest.mark.parametrize(
-    ("error", "fault"),
-    [
-        (answer(503, "SlowDown"), Fault.THROTTLED),
-        (answer(503, "503"), Fault.THROTTLED),
-        (answer(429, "TooManyThings"), Fault.THROTTLED),
-        (answer(500, "InternalError"), Fault.SERVER_ERROR),
-        (answer(200, "InternalError"), Fault.SERVER_ERROR),
-        (answer(502, "Whatever"), Fault.SERVER_ERROR),
-        (answer(400, "RequestTimeout"), Fault.TIMEOUT),
-        (answer(409, "ConditionalRequestConflict"), Fault.CONFLICT),
-        (answer(409, "BucketNotEmpty"), None),
-        (answer(400, "BadDigest"), Fault.SHORT_READ),
-        (answer(400, "ExpiredToken"), Fault.CREDENTIALS),
-        (answer(400, "400", "HeadObject"), Fault.CREDENTIALS),
-        (answer(400, "400"), None),
-        (answer(403, "AccessDenied"), None),
-        (answer(404, "NoSuchKey"), None),
-        (answer(412, "PreconditionFailed"), None),
-        (answer(416, "InvalidRange"), None),
-        (answer(501, "NotImplemented"), None),
-        (EndpointConnectionError(endpoint_url="http://x"), Fault.CONNECTION),
-        (ConnectionResetError(errno.ECONNRESET, "reset"), Fault.CONNECTION),
-        (OSError(errno.EHOSTUNREACH, "no route"), Fault.CONNECTION),
-        (TimeoutError(), Fault.TIMEOUT),
-        (ShortRead("3 of 4"), Fault.SHORT_READ),
-        (NoCredentialsError(), None),
-        (FileNotFoundError("x"), None),
-        (PermissionError("x"), None),
-        (FileExistsError("x"), None),
-        (PreconditionFailed("x"), None),
-        (OSError(errno.EINVAL, "SlowDown"), None),  # words are not codes
-        (KeyError("x"), None),
-    ],
-)
+@pytest.mark.parametrize(("error", "fault"), [
+    (answer(503, "SlowDown"), Fault.THROTTLED),
+    (answer(503, "503"), Fault.THROTTLED),
+    (answer(429, "TooManyThings"), Fault.THROTTLED),
+    (answer(500, "InternalError"), Fault.SERVER_ERROR),
+    (answer(200, "InternalError"), Fault.SERVER_ERROR),
+    (answer(502, "Whatever"), Fault.SERVER_ERROR),
+    (answer(400, "RequestTimeout"), Fault.TIMEOUT),
+    (answer(409, "ConditionalRequestConflict"), Fault.CONFLICT),
+    (answer(409, "BucketNotEmpty"), None),
+    (answer(400, "BadDigest"), Fault.SHORT_READ),
+    (answer(400, "ExpiredToken"), Fault.CREDENTIALS),
+    (answer(400, "400", "HeadObject"), Fault.CREDENTIALS),
+    (answer(400, "400"), None),
+    (answer(403, "AccessDenied"), None),
+    (answer(404, "NoSuchKey"), None),
+    (answer(412, "PreconditionFailed"), None),
+    (answer(416, "InvalidRange"), None),
+    (answer(501, "NotImplemented"), None),
+    (EndpointConnectionError(endpoint_url="http://x"), Fault.CONNECTION),
+    (ConnectionResetError(errno.ECONNRESET, "reset"), Fault.CONNECTION),
+    (OSError(errno.EHOSTUNREACH, "no route"), Fault.CONNECTION),
+    (TimeoutError(), Fault.TIMEOUT),
+    (ShortRead("3 of 4"), Fault.SHORT_READ),
+    (NoCredentialsError(), None),
+    (FileNotFoundError("x"), None),
+    (PermissionError("x"), None),
+    (FileExistsError("x"), None),
+    (PreconditionFailed("x"), None),
+    (OSError(errno.EINVAL, "SlowDown"), None),  # words are not codes
+    (KeyError("x"), None),
+])  # fmt: skip
 def test_what_an_error_means(error, fault):
     assert fault_of(error) == fault
     if isinstance(error, ClientError):

@@ -46,16 +46,13 @@ def memory(tmp_path):
     store.folder._fs.raw.store.clear()
 
 
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("memory://out", "lies in the memory of one process and ends with it"),
-        ("dir:///out", r"cannot be opened \(ValueError\)"),
-        ("zip:///tmp", r"cannot be opened \(IsADirectoryError\)"),
-        ("ftp://127.0.0.1:9/out", r"cannot be opened \(ConnectionRefusedError\)"),
-        ("simplecache::memory://out", "a chain of filesystems"),
-    ],
-)
+@pytest.mark.parametrize(("url", "reason"), [
+    ("memory://out", "lies in the memory of one process and ends with it"),
+    ("dir:///out", r"cannot be opened \(ValueError\)"),
+    ("zip:///tmp", r"cannot be opened \(IsADirectoryError\)"),
+    ("ftp://127.0.0.1:9/out", r"cannot be opened \(ConnectionRefusedError\)"),
+    ("simplecache::memory://out", "a chain of filesystems"),
+])  # fmt: skip
 def test_what_cannot_hold_an_output_is_refused_when_it_is_opened(tmp_path, url, reason):
     """By whatever writes there: a job, `compact`, `convert`. Nothing reports success for files that are gone."""
     with pytest.raises(OutputError, match=rf"^output\.path {url}: {reason}"):

@@ -292,17 +292,13 @@ def test_fault_38_templates_do_not_leave_their_sandbox(name):
     one.close()
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 'a' * 10000000000 }}",  # constant: computed when the template is compiled
-        "{{ 7 ** (7 ** (7 ** 9)) }}",
-        "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
-        "{% if a %}" * 3000 + "{% endif %}" * 3000,
-        "{{ " + "-" * 50_000 + "1 }}",
-    ],
-    ids=["string", "power", "parentheses", "blocks", "signs"],
-)
+@pytest.mark.parametrize("template", [
+    "{{ 'a' * 10000000000 }}",  # constant: computed when the template is compiled
+    "{{ 7 ** (7 ** (7 ** 9)) }}",
+    "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+    "{% if a %}" * 3000 + "{% endif %}" * 3000,
+    "{{ " + "-" * 50_000 + "1 }}",
+], ids=["string", "power", "parentheses", "blocks", "signs"])  # fmt: skip
 def test_fault_39_templates_that_cannot_be_compiled_in_bounds_are_refused(template):
     start = time.monotonic()
     one = renderer(template)
@@ -377,15 +373,11 @@ def test_a_template_is_told_the_date_it_is_given_and_no_other(monkeypatch):
     one.close()
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ lipsum(n=2) }}",
-        "{{ range(10**5) | random }} {{ 'abcdefghijklm' | random }}",
-        "{{ dict(one=1, two=2, three=3, four=4, five=5, six=6).keys() - ['one'] }}",
-    ],
-    ids=["lipsum", "random", "set"],
-)
+@pytest.mark.parametrize("template", [
+    "{{ lipsum(n=2) }}",
+    "{{ range(10**5) | random }} {{ 'abcdefghijklm' | random }}",
+    "{{ dict(one=1, two=2, three=3, four=4, five=5, six=6).keys() - ['one'] }}",
+], ids=["lipsum", "random", "set"])  # fmt: skip
 def test_the_same_conversation_is_rendered_the_same_whatever_came_before_and_in_any_process(template):
     texts = set()
     for _ in range(3):

@@ -211,17 +211,14 @@ def test_control_tokens_of_a_template_are_those_inside_of_one_literal(tokenizer,
         assert got == (inside if begins and one._control[begins[0]] == bos[0] else [*bos, *inside])
 
 
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        ["<|im_start|>user\n", "What is  2 + 2?", "<|im_end|>\n<|im_start|>assistant\n<think>"],
-        ["", " a", "<|im_end|>", "b ", ""],
-        ["Say: ", "你好", ""],
-        ["<|im_end|>", " x", " <|im_end|> y\n"],
-        ["<table>", "x", "\n\n\n"],
-        ["<s>[INST] ", "x", " [/INST] y</s><s>"],
-    ],
-)
+@pytest.mark.parametrize("pieces", [
+    ["<|im_start|>user\n", "What is  2 + 2?", "<|im_end|>\n<|im_start|>assistant\n<think>"],
+    ["", " a", "<|im_end|>", "b ", ""],
+    ["Say: ", "你好", ""],
+    ["<|im_end|>", " x", " <|im_end|> y\n"],
+    ["<table>", "x", "\n\n\n"],
+    ["<s>[INST] ", "x", " [/INST] y</s><s>"],
+])  # fmt: skip
 def test_a_template_with_ordinary_values_has_the_tokens_of_transformers(folder, spm_folder, pieces):
     """But for a BOS that the template and the tokenizer both write, which is there once."""
     for one in (folder, spm_folder):

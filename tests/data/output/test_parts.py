@@ -80,17 +80,14 @@ def test_a_listing_of_many_parts_keeps_numbers_and_no_names(store):
     assert peak < 700_000  # the names alone are 2 MB
 
 
-@pytest.mark.parametrize(
-    ("file", "says"),
-    [
-        (str(name(fingerprint8="ffffffff")), "belongs to another job"),
-        ("part-00000.parquet", "not a part"),
-        ("thesis.docx", "not a part"),
-        ("notes.txt", r"notes\.txt: not a part.* may stay there under a name that begins with _ or a dot"),
-        (str(name(rows=51)), "another part holds the same unit"),
-        (str(name(1, of=41)), "another part says this window has 40 units"),
-    ],
-)
+@pytest.mark.parametrize(("file", "says"), [
+    (str(name(fingerprint8="ffffffff")), "belongs to another job"),
+    ("part-00000.parquet", "not a part"),
+    ("thesis.docx", "not a part"),
+    ("notes.txt", r"notes\.txt: not a part.* may stay there under a name that begins with _ or a dot"),
+    (str(name(rows=51)), "another part holds the same unit"),
+    (str(name(1, of=41)), "another part says this window has 40 units"),
+])  # fmt: skip
 def test_foreign_files_are_refused(store, file, says):
     store.write(name(), result(50))
     Path(store.path, file).write_bytes(b"")
@@ -221,15 +218,12 @@ def failing(code: int, text: str):
     return link
 
 
-@pytest.mark.parametrize(
-    ("fake", "error", "says"),
-    [
-        (lambda a, b: Path(b).write_bytes(Path(a).read_bytes()), OutputError, "replace the first"),
-        (failing(errno.EPERM, "no"), OutputError, "hard links"),
-        (failing(errno.EROFS, "no"), OutputError, "cannot be written"),
-        (failing(errno.ENOSPC, "full"), EnvironmentFailed, "full"),
-    ],
-)
+@pytest.mark.parametrize(("fake", "error", "says"), [
+    (lambda a, b: Path(b).write_bytes(Path(a).read_bytes()), OutputError, "replace the first"),
+    (failing(errno.EPERM, "no"), OutputError, "hard links"),
+    (failing(errno.EROFS, "no"), OutputError, "cannot be written"),
+    (failing(errno.ENOSPC, "full"), EnvironmentFailed, "full"),
+])  # fmt: skip
 def test_fault_14_the_probe_refuses_disks_that_do_not_keep_the_promise(store, monkeypatch, fake, error, says):
     monkeypatch.setattr(os, "link", fake)
     with pytest.raises(error, match=says):
