@@ -129,12 +129,9 @@ def test_partition_columns(write):
     assert source.schema == pa.schema([("text", pa.string()), ("date", pa.string()), ("site", pa.int64())])
     rows = table_of(source)
     assert [(r["text"], r["date"], r["site"]) for r in rows] == [
-        ("row 0", "2024-01-01", 7),
-        ("row 1", "2024-01-01", 7),
-        ("row 2", "2024-01-01", 7),
-        ("row 3", "2024-01-01", None),
-        ("row 4", "a b/c", -12),
-    ]
+        ("row 0", "2024-01-01", 7), ("row 1", "2024-01-01", 7), ("row 2", "2024-01-01", 7),
+        ("row 3", "2024-01-01", None), ("row 4", "a b/c", -12),
+    ]  # fmt: skip
     assert {r["source_file"] for r in rows} >= {"date=2024-01-01/site=7/x.parquet"}
     hive = pyarrow.dataset.partitioning(flavor="hive")
     theirs = pyarrow.dataset.dataset(folder, partitioning=hive).to_table().sort_by("text").to_pylist()
@@ -382,15 +379,10 @@ LEFT = {
     "data/part-9": b"text",
 }
 HIDDEN = {
-    "_SUCCESS": b"",
-    ".gitattributes": b"*.parquet lfs",
-    "_metadata": b"PAR1",
-    "_common_metadata": b"PAR1",
-    "data/.part-0.parquet.crc": b"crc",
-    "_delta_log/0.json": b"{}",
-    "_temporary/0/a.parquet": b"",
+    "_SUCCESS": b"", ".gitattributes": b"*.parquet lfs", "_metadata": b"PAR1", "_common_metadata": b"PAR1",
+    "data/.part-0.parquet.crc": b"crc", "_delta_log/0.json": b"{}", "_temporary/0/a.parquet": b"",
     ".cache/huggingface/a.parquet.lock": b"",
-}
+}  # fmt: skip
 
 
 def leave(folder: str | Path, files: dict[str, bytes]) -> None:
@@ -402,13 +394,8 @@ def leave(folder: str | Path, files: dict[str, bytes]) -> None:
 
 def parquet_without_endings(write) -> tuple[str, list[str]]:
     names = [
-        "data/a.parquet",
-        "data/b.snappy.parquet",
-        "data/c.PQ",
-        "data/part-00000",
-        "data/part-1.zlib",
-        "d.parquet.gz",
-    ]
+        "data/a.parquet", "data/b.snappy.parquet", "data/c.PQ", "data/part-00000", "data/part-1.zlib", "d.parquet.gz",
+    ]  # fmt: skip
     for number, name in enumerate(names):
         folder = write(name, texts(1, number))
     return folder, sorted(names)

@@ -350,12 +350,9 @@ def test_texts_stand_for_nulls_where_asked():
 ])  # fmt: skip
 def test_a_prompt_is_empty_where_no_value_that_it_needs_has_text(template, defaults, expected):
     columns = {
-        "hint": ["x", None, "", " \t"],
-        "doc": ["d"] * 4,
-        "blank": [""] * 4,
-        "s": [{"f": ""}, None, {"f": ""}, {"f": None}],
-        "all_null": pa.nulls(4, pa.string()),
-    }
+        "hint": ["x", None, "", " \t"], "doc": ["d"] * 4, "blank": [""] * 4,
+        "s": [{"f": ""}, None, {"f": ""}, {"f": None}], "all_null": pa.nulls(4, pa.string()),
+    }  # fmt: skip
     assert prompts(columns, template=template, defaults=defaults) == expected
     if template == "{hint}":
         assert prompts(columns, column="hint", defaults=defaults) == expected

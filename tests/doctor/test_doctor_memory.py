@@ -108,12 +108,9 @@ def test_a_device_here_is_asked_for_its_own_memory(monkeypatch, name, is_known):
 def of_job(tmp_path, model="demo:target", quantization="none", **engine):
     """The setup of a job with these engine options."""
     told = {
-        "input": {"path": "in"},
-        "prompt": {"column": "text"},
-        "output": {"path": "out"},
-        "model": {"path": model, "quantization": quantization},
-        "engine": engine,
-    }
+        "input": {"path": "in"}, "prompt": {"column": "text"}, "output": {"path": "out"},
+        "model": {"path": model, "quantization": quantization}, "engine": engine,
+    }  # fmt: skip
     (tmp_path / "job.yaml").write_text(json.dumps(told))
     return Setup.of_job(load_job(str(tmp_path / "job.yaml")))
 

@@ -22,18 +22,9 @@ def test_a_split_sums_exactly_and_is_fair(total: int, weights: list[int]):
 
 def test_records_come_back_from_json():
     actor = ActorRecord(
-        3,
-        no_phases() | {"decode": 5},
-        {"num_steps": 2},
-        units=1,
-        rows=4,
-        error_rows=1,
-        restarts=1,
-        restart_reasons=["exit code 1"],
-        delivered_tokens=Computed(1, 2),
-        crashed_tokens=Computed(3, 4),
-        replaces=2,
-    )
+        3, no_phases() | {"decode": 5}, {"num_steps": 2}, units=1, rows=4, error_rows=1, restarts=1,
+        restart_reasons=["exit code 1"], delivered_tokens=Computed(1, 2), crashed_tokens=Computed(3, 4), replaces=2,
+    )  # fmt: skip
     stats = RowStats(Latency(Histogram.of([5])), {64: LengthBucket(1, 2, 3, 4)}, {"x": (ErrorExample("a", 1, "m"),)})
     run = RunRecord(
         "run-1", "2026-01-01T00:00:00+00:00", "finished", wall_us=9, driver_us={"planning_us": 1}, actors=[actor],

@@ -24,16 +24,10 @@ STATS = {
     **{"drafted_by_place.0": 50, "accepted_by_place.0": 40, "drafted_by_place.1": 20, "accepted_by_place.1": 5},
 }
 COUNTED = counts(
-    plain_steps={5: 60},
-    drafted_steps={0: 40},
-    on_steps={0: 38, 5: 3},
-    drafted_sequences={0: 40},
-    drafted_step_tokens={0: 85},
-    draft_tokens={0: 70},
-    accepted_tokens={0: 45},
-    spent_us={0: 400_000, 5: 1_000},
+    plain_steps={5: 60}, drafted_steps={0: 40}, on_steps={0: 38, 5: 3}, drafted_sequences={0: 40},
+    drafted_step_tokens={0: 85}, draft_tokens={0: 70}, accepted_tokens={0: 45}, spent_us={0: 400_000, 5: 1_000},
     plain_us={0: 850_000},
-)
+)  # fmt: skip
 
 
 def run(*stats: dict[str, int]) -> RunRecord:

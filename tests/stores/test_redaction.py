@@ -46,13 +46,10 @@ def test_secrets_are_options_by_name_however_deep():
 def test_what_is_kept_of_a_job_shows_no_password():
     config = JobConfig.model_validate(
         {
-            "name": "x",
-            "input": {"path": f"ftp://me:{SECRET}@host/in"},
-            "prompt": {"column": "text"},
-            "model": {"path": "demo:target-awq"},
-            "output": {"path": "abfs://container@account/out"},
+            "name": "x", "input": {"path": f"ftp://me:{SECRET}@host/in"}, "prompt": {"column": "text"},
+            "model": {"path": "demo:target-awq"}, "output": {"path": "abfs://container@account/out"},
         }
-    )
+    )  # fmt: skip
     assert SECRET not in json.dumps(free_of(config))
     assert free_of(config)["output"]["path"] == "abfs://container@account/out"
 

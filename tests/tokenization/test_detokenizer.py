@@ -10,22 +10,8 @@ from pipeline.tokenization.detokenizer import StopChecker, StopMatch, StreamDeto
 from tests.tokenization import small_tokenizers
 
 WORDS = [
-    "pump",
-    " hall",
-    " 7",
-    "你好",
-    "世界",
-    "🎉",
-    "👩‍👩‍👧",
-    "é",
-    "\n",
-    " ",
-    "end",
-    "ｅｎｄ",
-    "aaa",
-    "Ελλ",
-    "<|eos|>",
-]
+    "pump", " hall", " 7", "你好", "世界", "🎉", "👩‍👩‍👧", "é", "\n", " ", "end", "ｅｎｄ", "aaa", "Ελλ", "<|eos|>",
+]  # fmt: skip
 TEXT = st.lists(st.sampled_from(WORDS), max_size=30).map("".join)
 
 
