@@ -166,21 +166,14 @@ def write_header(path: Path, header: dict[str, Any] | bytes, data: bytes) -> Non
 
 NORM = "model.norm.weight"
 LIES: dict[str, dict[str, Any]] = {
-    "overlap": {"data_offsets": [0, 64]},
-    "past the end": {"data_offsets": [1 << 40, (1 << 40) + 64]},
-    "backwards": {"data_offsets": [64, 0]},
-    "negative offset": {"data_offsets": [-64, 0]},
-    "negative shape": {"shape": [-16]},
-    "shape that overflows": {"shape": [1 << 62, 1 << 62]},
-    "huge shape": {"shape": [1 << 40]},
-    "unknown type": {"dtype": "F128"},
-    "other type of that size": {"dtype": "I32"},
-    "half a byte": {"dtype": "F4", "shape": [128]},
-    "no type": {"dtype": None},
-    "text for a shape": {"shape": "16"},
-    "too few dimensions": {"shape": []},
+    "overlap": {"data_offsets": [0, 64]}, "past the end": {"data_offsets": [1 << 40, (1 << 40) + 64]},
+    "backwards": {"data_offsets": [64, 0]}, "negative offset": {"data_offsets": [-64, 0]},
+    "negative shape": {"shape": [-16]}, "shape that overflows": {"shape": [1 << 62, 1 << 62]},
+    "huge shape": {"shape": [1 << 40]}, "unknown type": {"dtype": "F128"},
+    "other type of that size": {"dtype": "I32"}, "half a byte": {"dtype": "F4", "shape": [128]},
+    "no type": {"dtype": None}, "text for a shape": {"shape": "16"}, "too few dimensions": {"shape": []},
     "more dimensions": {"shape": [4, 4]},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("lie", LIES)

@@ -57,6 +57,8 @@ def test_defaults_are_those_of_the_engine(job):
     assert config.name == "job"
     assert config.input.columns is None
     assert config.engine_config("folder", None, 2) == EngineConfig(model="folder", num_threads=2)
+    smaller = job(MINIMAL.replace("path: demo", "path: demo, quantization: int4-rtn"))
+    assert smaller.engine_config("folder", None) == EngineConfig(model="folder", quantization="int4-rtn")
     assert sampling_params(config.sampling) == SamplingParams(max_tokens=256)
     assert sampling_columns(config) == {}
     assert config.prompt.spec().columns == ("text",)
@@ -325,24 +327,17 @@ def test_a_job_survives_pickling_with_its_lines(job):
 
 
 IDENTITY = [
-    ("path: data", "path: data, columns: [id]"),
-    ("path: data", "path: data, limit: 5"),
-    ("column: text", "column: other"),
-    ("column: text", "template: '{text}'"),
-    ("column: text", "column: text, chat: true"),
-    ("path: out", "path: out, rename: {generated_text: a}"),
-    ("prompt:", "sampling: {max_tokens: 5}\nprompt:"),
-    ("prompt:", "sampling: {max_tokens: {column: b}}\nprompt:"),
-    ("prompt:", "sampling: {seed: 5}\nprompt:"),
-    ("prompt:", "engine: {max_model_len: 5}\nprompt:"),
-    ("prompt:", "run: {window_rows: 5}\nprompt:"),
-    ("path: out", "path: out, rows_per_file: 5"),
+    ("path: data", "path: data, columns: [id]"), ("path: data", "path: data, limit: 5"),
+    ("column: text", "column: other"), ("column: text", "template: '{text}'"),
+    ("column: text", "column: text, chat: true"), ("path: out", "path: out, rename: {generated_text: a}"),
+    ("prompt:", "sampling: {max_tokens: 5}\nprompt:"), ("prompt:", "sampling: {max_tokens: {column: b}}\nprompt:"),
+    ("prompt:", "sampling: {seed: 5}\nprompt:"), ("prompt:", "engine: {max_model_len: 5}\nprompt:"),
+    ("prompt:", "run: {window_rows: 5}\nprompt:"), ("path: out", "path: out, rows_per_file: 5"),
     ("column: text", "column: text, fill_null: {text: none}"),
-    ("column: text", "column: text, chat: {system: Be brief.}"),
-    ("prompt:", "task: embed\nprompt:"),
+    ("column: text", "column: text, chat: {system: Be brief.}"), ("prompt:", "task: embed\nprompt:"),
     ("prompt:", "task: {type: choice, labels: [a, b]}\nprompt:"),
     ("column: text", "template: '{text}', special_tokens: template"),
-]
+]  # fmt: skip
 NUMERICS = [
     ("prompt:", "engine: {dtype: float32}\nprompt:"),
     ("prompt:", "engine: {device: cpu}\nprompt:"),
@@ -371,6 +366,8 @@ def test_what_makes_another_job_what_rounds_differently_and_what_is_free(job, ch
     base, changed = job(), job(MINIMAL.replace(*change, 1))
     assert (identity_of(changed) != identity_of(base)) == identity
     assert (numerics_of(changed) != numerics_of(base)) == numerics
+    for part in (identity_of(changed), numerics_of(changed), free_of(changed)):
+        assert json.loads(json.dumps(part)) == part
 
 
 def test_every_key_is_of_one_class(job):
@@ -410,21 +407,9 @@ def test_a_bare_word_is_a_section_that_overlays_merge_with(job, tmp_path):
     assert job(sets=["model=other/model"], overlays=[overlay]).model.quantization == "none", "a word replaces the whole"
 
 
-def test_quantization_on_load_is_the_target_models(job):
-    smaller = job(MINIMAL.replace("path: demo", "path: demo, quantization: int4-rtn"))
-    assert smaller.engine_config("folder", None) == EngineConfig(model="folder", quantization="int4-rtn")
-    assert free_of(smaller) == free_of(job())
-
-
 def test_another_gpu_of_the_machine_is_the_same_numerics(job):
     one, two = (job(MINIMAL + f"engine: {{device: 'cuda:{n}'}}\n") for n in (0, 1))
     assert numerics_of(one) == numerics_of(two)
-
-
-def test_the_three_classes_are_plain_json(job):
-    config = job(MINIMAL + "sampling: {max_tokens: {column: b}, stop: [x]}\n")
-    for part in (identity_of(config), numerics_of(config), free_of(config)):
-        assert json.loads(json.dumps(part)) == part
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda p: p.name)

@@ -32,13 +32,7 @@ def test_scalars_follow_yaml_1_2():
         "i": "2024-01-01", "j": "5", "k": -0.5, "l": float("inf"), "m": None, "n": 1.0, "o": "yes",
         "p": "0x10",
     }  # fmt: skip
-
-
-def test_keys_are_text_and_never_booleans():
-    assert parse("on: 1\nnull: 2\n5: 3\n", "job.yaml").data == {"on": 1, "null": 2, "5": 3}
-
-
-def test_a_number_of_many_digits_stays_text():
+    assert parse("on: 1\nnull: 2\n5: 3\n", "job.yaml").data == {"on": 1, "null": 2, "5": 3}, "keys are text"
     digits = "9" * 5000  # int() would refuse it with an error of its own
     assert parse(f"a: {digits}", "job.yaml").data == {"a": digits}
 
@@ -102,11 +96,15 @@ def test_fault_44_too_many_values():
     assert "more than" in refusal("a: [" + "1," * 30_000 + "1]")
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_files_that_are_empty_or_marked_or_cannot_be_read(tmp_path):
     big = tmp_path / "big.yaml"
     big.write_bytes(b"#" * (MAX_FILE_BYTES + 1))
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"name: caf\xe9\n")
+    (tmp_path / "empty.yaml").write_bytes(b"")
+    assert read(tmp_path / "empty.yaml").data == {}
+    (tmp_path / "marked.yaml").write_bytes(b"\xef\xbb\xbfname: x\n")
+    assert read(tmp_path / "marked.yaml").data == {"name": "x"}
     for path, expected in [
         (tmp_path / "none.yaml", "no such file"),
         (tmp_path, "cannot be read"),
@@ -115,14 +113,6 @@ def test_files_that_cannot_be_read(tmp_path):
     ]:
         with pytest.raises(JobFileError, match=expected):
             read(path)
-
-
-def test_an_empty_file_and_a_byte_order_mark(tmp_path):
-    path = tmp_path / "job.yaml"
-    path.write_bytes(b"")
-    assert read(path).data == {}
-    path.write_bytes(b"\xef\xbb\xbfname: x\n")
-    assert read(path).data == {"name": "x"}
 
 
 def test_merging_goes_key_by_key_and_keeps_lines():

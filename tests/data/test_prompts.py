@@ -99,9 +99,8 @@ def test_columns_that_cannot_be_prompts():
     chat = pa.list_(pa.struct([("role", pa.string()), ("text", pa.string())]))
     span = pa.month_day_nano_interval()
     schema = pa.schema([("text", pa.string()), ("n", pa.int64()), ("span", span), ("chat", chat)])
-    PromptSpec(column="text").check(schema)
-    PromptSpec(messages="text").check(schema)
-    PromptSpec(template="{text}{n}{chat}").check(schema)
+    for spec in ({"column": "text"}, {"messages": "text"}, {"template": "{text}{n}{chat}"}):
+        PromptSpec(**spec).check(schema)
     for spec in ({"column": "n"}, {"column": "chat"}, {"messages": "chat"}, {"messages": "n"}, {"template": "{span}"}):
         with pytest.raises(ConfigError, match="prompt"):
             PromptSpec(**spec).check(schema)

@@ -8,6 +8,7 @@ from collections import namedtuple
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -152,8 +153,6 @@ def test_a_chat_without_a_template(work, pipe):
 
 
 def test_a_model_in_a_store(tmp_path):
-    import fsspec
-
     fs = fsspec.filesystem("memory")
     for name in ("config.json", "tokenizer.json"):
         fs.pipe_file(f"/test-doctor/m/{name}", (demo_model("target-awq") / name).read_bytes())
@@ -163,8 +162,6 @@ def test_a_model_in_a_store(tmp_path):
 
 
 def test_the_copy_of_a_model_in_a_store_is_read_whole(tmp_path, monkeypatch):
-    import fsspec
-
     monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path))
     for file in demo_model("draft").iterdir():
         fsspec.filesystem("memory").pipe_file(f"/test-doctor/copied/{file.name}", file.read_bytes())
@@ -179,8 +176,6 @@ def test_the_copy_of_a_model_in_a_store_is_read_whole(tmp_path, monkeypatch):
 
 
 def test_the_quantizers_own_file_of_a_model_in_a_store_counts(tmp_path):
-    import fsspec
-
     fs, config = fsspec.filesystem("memory"), json.loads((demo_model("target-awq") / "config.json").read_text())
     options = config.pop("quantization_config")
     fs.pipe_file("/test-doctor/old/config.json", json.dumps(config).encode())
@@ -314,16 +309,13 @@ def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pip
     monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: RetryPolicy(max_tries=1))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     options = f"key: {SECRET}, secret: {SECRET}, endpoint_url: 'http://127.0.0.1:1'"
-    before, after, more = change
-    (work / "job.yaml").write_text(
-        JOB.replace(before, after.format(s=SECRET, o=options)) + more.format(s=SECRET, o=options)
-    )
+    before, after, more = (text.format(s=SECRET, o=options) for text in change)
+    (work / "job.yaml").write_text(JOB.replace(before, after) + more)
     for command in ("validate", "doctor", "run", "status", "report"):
         for flags in ((), ("--json",)):
             code, out, err = pipe(command, "job.yaml", *flags)
             assert SECRET not in out + err, (command, out, err)
-            if flags:
-                assert isinstance(json.loads(out), dict)
+            assert not flags or isinstance(json.loads(out), dict)
             assert code != 70, err
     for setting in (f"storage.s3.secret {SECRET}", f"storage.={SECRET}"):
         code, out, err = pipe("validate", "job.yaml", "--set", setting)
@@ -334,17 +326,14 @@ def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pip
         raise RuntimeError(repr(config))
 
     monkeypatch.setattr("pipeline.job.running.run.run_job", defect)
-    (work / "job.yaml").write_text(
-        JOB.replace("path: data", "path: 's3://b/in'") + f"storage: {{s3: {{secret: {SECRET}}}}}\n"
-    )
+    reached = JOB.replace("path: data", "path: 's3://b/in'") + f"storage: {{s3: {{secret: {SECRET}}}}}\n"
+    (work / "job.yaml").write_text(reached)
     code, out, err = pipe("run", "job.yaml")
     assert code == 70
     assert SECRET not in out + err
 
 
 def test_the_folder_of_compiled_gpu_kernels_and_what_is_in_it(tmp_path, monkeypatch):
-    from pipeline.doctor import machine_checks
-
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path))
     entry = tmp_path / "triton" / "KEY"

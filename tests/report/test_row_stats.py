@@ -1,6 +1,5 @@
 """Figures of rows add up in any order, and what a histogram gives back is as exact as it says."""
 
-import json
 from math import ceil
 
 from hypothesis import given
@@ -82,10 +81,3 @@ def test_rows_with_control_tokens_add_up_and_few_of_them_are_no_warning():
         ("control_tokens_in_rows", MAX_FEW_ROWS + 1, "first"),
     ]
     assert (RowStats() + one).control_tokens == one.control_tokens
-
-
-def test_row_stats_come_back_from_json():
-    total = stats("null_prompt", 1) + stats("engine_failure", 2)
-    total += RowStats(control_tokens=ControlTokenRows(2, 1, "<s>", "a"))
-    assert RowStats.from_json(json.loads(json.dumps(total.to_json()))) == total
-    assert RowStats.from_json({}) == RowStats()

@@ -5,8 +5,6 @@ import gzip
 import random
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 from s3fs.errors import translate_boto_error
@@ -49,34 +47,19 @@ def answer(status: int, code: str, operation: str = "GetObject") -> ClientError:
 
 
 @pytest.mark.parametrize(("error", "fault"), [
-    (answer(503, "SlowDown"), Fault.THROTTLED),
-    (answer(503, "503"), Fault.THROTTLED),
-    (answer(429, "TooManyThings"), Fault.THROTTLED),
-    (answer(500, "InternalError"), Fault.SERVER_ERROR),
-    (answer(200, "InternalError"), Fault.SERVER_ERROR),
-    (answer(502, "Whatever"), Fault.SERVER_ERROR),
-    (answer(400, "RequestTimeout"), Fault.TIMEOUT),
-    (answer(409, "ConditionalRequestConflict"), Fault.CONFLICT),
-    (answer(409, "BucketNotEmpty"), None),
-    (answer(400, "BadDigest"), Fault.SHORT_READ),
-    (answer(400, "ExpiredToken"), Fault.CREDENTIALS),
-    (answer(400, "400", "HeadObject"), Fault.CREDENTIALS),
-    (answer(400, "400"), None),
-    (answer(403, "AccessDenied"), None),
-    (answer(404, "NoSuchKey"), None),
-    (answer(412, "PreconditionFailed"), None),
-    (answer(416, "InvalidRange"), None),
-    (answer(501, "NotImplemented"), None),
-    (EndpointConnectionError(endpoint_url="http://x"), Fault.CONNECTION),
+    (answer(503, "SlowDown"), Fault.THROTTLED), (answer(503, "503"), Fault.THROTTLED),
+    (answer(429, "TooManyThings"), Fault.THROTTLED), (answer(500, "InternalError"), Fault.SERVER_ERROR),
+    (answer(200, "InternalError"), Fault.SERVER_ERROR), (answer(502, "Whatever"), Fault.SERVER_ERROR),
+    (answer(400, "RequestTimeout"), Fault.TIMEOUT), (answer(409, "ConditionalRequestConflict"), Fault.CONFLICT),
+    (answer(409, "BucketNotEmpty"), None), (answer(400, "BadDigest"), Fault.SHORT_READ),
+    (answer(400, "ExpiredToken"), Fault.CREDENTIALS), (answer(400, "400", "HeadObject"), Fault.CREDENTIALS),
+    (answer(400, "400"), None), (answer(403, "AccessDenied"), None), (answer(404, "NoSuchKey"), None),
+    (answer(412, "PreconditionFailed"), None), (answer(416, "InvalidRange"), None),
+    (answer(501, "NotImplemented"), None), (EndpointConnectionError(endpoint_url="http://x"), Fault.CONNECTION),
     (ConnectionResetError(errno.ECONNRESET, "reset"), Fault.CONNECTION),
-    (OSError(errno.EHOSTUNREACH, "no route"), Fault.CONNECTION),
-    (TimeoutError(), Fault.TIMEOUT),
-    (ShortRead("3 of 4"), Fault.SHORT_READ),
-    (NoCredentialsError(), None),
-    (FileNotFoundError("x"), None),
-    (PermissionError("x"), None),
-    (FileExistsError("x"), None),
-    (PreconditionFailed("x"), None),
+    (OSError(errno.EHOSTUNREACH, "no route"), Fault.CONNECTION), (TimeoutError(), Fault.TIMEOUT),
+    (ShortRead("3 of 4"), Fault.SHORT_READ), (NoCredentialsError(), None), (FileNotFoundError("x"), None),
+    (PermissionError("x"), None), (FileExistsError("x"), None), (PreconditionFailed("x"), None),
     (OSError(errno.EINVAL, "SlowDown"), None),  # words are not codes
     (KeyError("x"), None),
 ])  # fmt: skip
@@ -133,11 +116,11 @@ def test_waits_grow_are_capped_and_drawn_at_random():
     assert all(0 <= w <= most for w, most in zip(waits, [0.5, 1, 2, 4, 8, 16, 20], strict=True))
 
 
-def test_each_counts_its_own_tries_however_many_are_in_a_process(store, tmp_path, monkeypatch):
+def test_each_counts_its_own_tries_however_many_are_in_a_process(store, tmp_path, monkeypatch, write):
     monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: QUICK)
     ours, theirs = RetryCounts(), RetryCounts()
     url = store.bucket.url(tmp_path.name)
-    store.bucket.upload(_parquet(tmp_path), f"{tmp_path.name}/in/a.parquet")
+    store.bucket.upload(Path(write("a.parquet", {"text": ["x"]}), "a.parquet"), f"{tmp_path.name}/in/a.parquet")
     one, two = (PartStore(f"{url}/out", store.bucket.storage, retries) for retries in (ours, theirs))
     store.proxy.add("slow_down", "x.json", times=2)
     one.folder.replace("x.json", b"{}")
@@ -149,11 +132,6 @@ def test_each_counts_its_own_tries_however_many_are_in_a_process(store, tmp_path
     with pytest.raises(ModelError):
         resolve_model(f"{url}/config.json", {"s3": store.bucket.storage}, retries=theirs)
     assert (ours.counted(), theirs.counted()) == ({"throttled": 2}, {"server_error": 2})
-
-
-def _parquet(folder: Path) -> Path:
-    pq.write_table(pa.table({"text": ["x"]}), folder / "a.parquet")
-    return folder / "a.parquet"
 
 
 def test_tries_are_bounded_in_number_and_in_time():

@@ -338,6 +338,8 @@ def test_a_part_is_rewritten_only_while_it_is_the_one_that_was_read(request, kin
     assert store.folder.names("_pipeline/tmp") == []
     store.write(name(), result(50, seed=1, errors=3), {"pipeline.model": "demo"})
     part, again = store.read_part(name()), store.read_part(name())
+    with pytest.raises(PipelineError, match="has 49 rows"):
+        store.rewrite(name(), result(49), {}, part.tag)
     store.rewrite(name(), result(50, seed=2), part.metadata, part.tag)
     assert read(store).equals(result(50, seed=2))
     assert store.read_part(name()).metadata == {"pipeline.model": "demo"}

@@ -55,6 +55,8 @@ def test_names_round_trip(fingerprint, numbers):
 def test_names_as_people_see_them():
     part = PartName("89abcdef", 12, 7, 93, 256)
     assert str(part) == "part-89abcdef-w00012-u0007of0093-n256.parquet"
+    with pytest.raises(PipelineError):
+        PartName("89abcdef", 12, 93, 93, 256)
     # a unit out of range, other padding, other case, other programs' names, a temporary file's
     assert PartName.parse(str(part).replace("u0007", "u0093")) is None
     assert PartName.parse(str(part).replace("w00012", "w000012")) is None
