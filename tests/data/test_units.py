@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.prompts import PromptSpec
-from pipeline.data.units import OWN_FIELDS, Unit, UnitSpec, make_units
-
-OWN = [f.name for f in OWN_FIELDS]
+from pipeline.data.units import Unit, UnitSpec, make_units
 
 
 def window_of(columns: dict) -> pa.Table:
