@@ -1,4 +1,5 @@
-"""What linears on activations in fp8 compute, against the definition written out value by value."""
+"""What linears on activations in fp8 compute, with scales of blocks or of tokens, against the definition written out
+value by value."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations import int8 as int8_activations
-from pipeline.kernels.activations.fp8 import fp8_block, rounded
+from pipeline.kernels.activations.fp8 import fp8_block, per_output, rounded
 from pipeline.kernels.activations.rounded_linears import RoundedWherePossible, with_rounded_activations
 from pipeline.kernels.reference import prepare_linear, reference_kernels
 from pipeline.kernels.select import select_kernels
@@ -41,6 +42,9 @@ def by_definition(x_MK: torch.Tensor, block: int) -> torch.Tensor:
             scale = np.maximum(np.abs(piece).max(), np.float32(2.0**-100)) / np.float32(448)
             piece[:] = nearest(piece / scale) * scale
     return out
+
+
+ORDER_K = torch.randperm(256, generator=torch.Generator().manual_seed(2))
 
 
 def int4_weight(n: int, k: int, group: int, seed: int = 0, bias: bool = False) -> GroupIntWeight:
@@ -129,15 +133,14 @@ def test_which_weights_are_exact(weight: LinearWeight, block: int | None) -> Non
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 def test_a_linear_is_that_of_rounded_inputs(kernels: str, dtype: torch.dtype) -> None:
     fp8 = select_kernels(CPU, dtype, kernels).rounded["fp8"]
-    order_K = torch.randperm(256, generator=torch.Generator().manual_seed(2))
     plain = int4_weight(40, 256, 64, bias=True)
-    for weight in (plain, replace(plain, input_order_K=order_K), fp8_weight(130, 200, (128, 128))):
+    for weight in (plain, replace(plain, input_order_K=ORDER_K), fp8_weight(130, 200, (128, 128))):
         x_MK = torch.randn(5, weight.in_features, generator=torch.Generator().manual_seed(3)).to(dtype)
         linear, block = fp8.prepare(weight), fp8_block(weight)
         assert linear is not None
         assert block is not None
         ordered = isinstance(weight, GroupIntWeight) and weight.input_order_K is not None
-        wide = by_definition(x_MK[:, order_K].float() if ordered else x_MK.float(), block).double()
+        wide = by_definition(x_MK[:, ORDER_K].float() if ordered else x_MK.float(), block).double()
         dense = replace(weight, input_order_K=None) if isinstance(weight, GroupIntWeight) else weight
         exact = wide @ dense.dequantize(torch.float32).double().T + (0 if weight.bias_N is None else weight.bias_N)
         error = float((linear(x_MK).double() - exact).abs().max() / exact.abs().max())
@@ -163,3 +166,47 @@ def test_a_card_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = replace(reference_kernels(torch.float32, CPU), rounded={})
     with pytest.raises(ConfigError, match=r"needs compute capability 8.9 or newer .*, and A100 has 8\.0"):
         with_rounded_activations(kernels, "fp8", torch.device("cuda"))
+
+
+# -- a scale for each token and for each output
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        int4_weight(40, 256, 64, bias=True),
+        replace(int4_weight(40, 256, 64), input_order_K=ORDER_K),
+        int8(torch.randn(7, 256, generator=torch.Generator().manual_seed(5)), None),
+        nf4(torch.randn(7, 256, generator=torch.Generator().manual_seed(6)), None),
+        fp8_weight(130, 200, (128, 128)),
+    ],
+    ids=["int4", "reordered", "int8", "nf4", "fp8"],
+)
+def test_a_linear_is_that_of_rounded_weights_and_inputs(weight: LinearWeight) -> None:
+    wide_NK = weight.dequantize(torch.float32)
+    rounded_NK = by_definition(wide_NK, wide_NK.shape[1])
+    assert float((rounded_NK - wide_NK).abs().max()) > 0
+    x_MK = torch.randn(5, weight.in_features, generator=torch.Generator().manual_seed(3))
+    exact = by_definition(x_MK, x_MK.shape[1]).double() @ rounded_NK.double().T
+    exact += 0 if weight.bias_N is None else weight.bias_N
+    for kernels in ("reference", "cpu"):
+        linear = select_kernels(CPU, torch.float32, kernels).rounded["fp8-per-token"].prepare(weight)
+        assert linear is not None
+        assert float((linear(x_MK) - exact).abs().max() / exact.abs().max()) < 2e-6
+
+
+@pytest.mark.parametrize("block", [(1, 200), (130, 200)])
+def test_an_fp8_checkpoint_with_a_scale_for_each_output_is_taken_as_it_is(block: tuple[int, int]) -> None:
+    weight = fp8_weight(130, 200, block)
+    found = per_output(weight)
+    assert found is not None
+    assert torch.equal(found.dequantize(torch.float32), weight.dequantize(torch.float32))
+    assert found.value_NK is weight.value_NK
+
+
+def test_weights_of_zeros_and_of_16_bit() -> None:
+    assert per_output(DenseWeight(torch.randn(3, 8))) is None
+    zeros = Fp8Weight(torch.zeros(4, 256).to(torch.float8_e4m3fn), torch.ones(1, 2), (4, 128))
+    found = per_output(zeros)
+    assert found is not None
+    assert np.array_equal(found.dequantize(torch.float32).numpy(), np.zeros((4, 256)))

@@ -132,15 +132,6 @@ def test_a_step_has_one_number_of_threads(tmp_path: Path, told: list[bool], monk
     assert told == [sum(step.values()) >= 2 for step in SERVED]
 
 
-def test_steps_of_many_tokens_are_computed_layer_by_layer(
-    tmp_path: Path, told: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Single ones apart: what they leave between kernels is not more than their sequences are."""
-    monkeypatch.setattr(layer_loop, "MOST_TOKENS", 2)
-    run(decoder_of(make_family(tmp_path, FAMILIES[0], seed=3), select_kernels(CPU, torch.float32)))
-    assert len(told) == sum(sum(step.values()) in (len(step), 2) for step in SERVED)
-
-
 def test_other_layers_and_caches_are_computed_layer_by_layer(tmp_path: Path, told: list[bool]) -> None:
     folder, kernels = make_family(tmp_path, FAMILIES[0], seed=3), select_kernels(CPU, torch.float32)
     run(decoder_of(folder, kernels), FP8)

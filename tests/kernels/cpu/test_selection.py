@@ -8,6 +8,8 @@ from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight
 from tests.kernels.cpu.test_attention import TOLERANCE
 
+CPU = torch.device("cpu")
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 3, 64])
@@ -35,22 +37,22 @@ def test_padding_costs_little_and_leaves_few_numbers_of_tokens() -> None:
     assert len({padded_tokens(t) for t in range(1, 2049)}) < 80
 
 
-def test_selection_says_who_serves_each_operation() -> None:
-    kernels = select_kernels(torch.device("cpu"), torch.float32)
+def test_selection_reports_the_kernels_of_each_operation() -> None:
     names = {"linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy", "sample"}
-    assert set(kernels.served_by) == names
-    assert all(
-        "numba" in origin
-        for operation, origin in kernels.served_by.items()
-        if operation not in ("linear", "greedy", "sample")
-    )
+    served_by = {kind: select_kernels(CPU, torch.float32, kind).served_by for kind in ("auto", "triton")}
+    served_by["deterministic"] = select_kernels(CPU, torch.float32, "triton", deterministic=True).served_by
+    assert all(set(found) == names for found in served_by.values())
+    compiled = names - {"linear", "greedy", "sample"}
+    assert all("numba" in served_by["auto"][name] for name in compiled)
+    for name in ("linear", "attention"):
+        assert ["batch-invariant" in found[name] for found in served_by.values()] == [False, False, True]
 
 
 def test_selecting_kernels_leaves_the_number_of_threads_alone() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        kernels = select_kernels(torch.device("cpu"), torch.float32)
+        kernels = select_kernels(CPU, torch.float32)
         kernels.silu_mul(torch.ones(2000, 64))
         assert torch.get_num_threads() == 1
     finally:

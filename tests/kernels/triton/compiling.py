@@ -205,45 +205,37 @@ def chosen(name: str) -> dict[str, Launch]:
         all_of |= {f"{key}, groups of {group_size}": grouped[key] for key in ("int4, 1 tokens", "int4, 64 tokens")}
     if name in ("sm_89", "sm_100"):
         return all_of
+    by_5 = launches_of(GROUPS_OF_5, torch.float16, target)
     if name == "sm_80":
         wanting = with_constants(replace(windowed["prefill"], num_warps=4), KEYS=64)
-        grouped = launches_of(GROUPS_OF_5, torch.float16, target)
-        several = {f"{key}, groups of 5": grouped[key] for key in grouped if key.startswith("decode")}
-        return (
-            all_of
-            | several
-            | {
-                "prefill, windowed": windowed["prefill"],
-                "prefill, groups of 5": grouped["prefill"],
-                "cascade, groups of 5": grouped["cascade"],
-                "control: too many keys for the registers": wanting,
-            }
-        )
-    normed = launches_of(QWEN3_SMALL, torch.float16, target)["norm_rope_write"]
-    wanting = with_constants(all_of["prefill"], STAGES=7)
-    grouped = launches_of(GROUPS_OF_5, torch.float16, target, window=4096)["prefill"]
-    all_of["prefill, groups of 5, windowed"] = grouped
-    several = launches_of(GROUPS_OF_5, torch.float16, target)
-    all_of |= {f"{key}, groups of 5": several[key] for key in several if key.startswith(("decode", "cascade"))}
-    all_of["fp8, groups of 32"] = fp8_launches_of(replace(LLAMA_8B, group_size=32), torch.bfloat16, target)[
-        "fp8, 512 tokens"
-    ]
-    return all_of | {"norm_rope_write, normed": normed, "control: too many stages for the memory": wanting}
+        by_5 = {key: by_5[key] for key in by_5 if key.startswith("decode") or key in ("prefill", "cascade")}
+        all_of |= {"prefill, windowed": windowed["prefill"], "control: too many keys for the registers": wanting}
+    else:
+        wanting = with_constants(all_of["prefill"], STAGES=7)
+        by_5 = {key: by_5[key] for key in by_5 if key.startswith(("decode", "cascade"))}
+        by_5_windowed = launches_of(GROUPS_OF_5, torch.float16, target, window=4096)["prefill"]
+        by_32 = fp8_launches_of(replace(LLAMA_8B, group_size=32), torch.bfloat16, target)["fp8, 512 tokens"]
+        normed = launches_of(QWEN3_SMALL, torch.float16, target)["norm_rope_write"]
+        all_of |= {"prefill, groups of 5, windowed": by_5_windowed, "fp8, groups of 32": by_32}
+        all_of |= {"norm_rope_write, normed": normed, "control: too many stages for the memory": wanting}
+    return all_of | {f"{key}, groups of 5": launch for key, launch in by_5.items()}
 
 
 def main(name: str) -> None:
     target = TARGETS[name]
     for key, launch in chosen(name).items():
         compiled = compile_for(launch, target)
-        told = {"name": key, "problems": compiled.problems(target), "uses_wgmma": compiled.uses_wgmma}
-        told |= {"multiplies_e4m3": compiled.multiplies_e4m3, "products": compiled.products, "sums": compiled.sums}
-        told |= {"registers": compiled.registers, "spill_bytes": compiled.spill_bytes, "warps": launch.num_warps}
-        told |= {"shared_bytes": compiled.shared_bytes, "blocks": compiled.blocks(target)}
         loop = compiled.loop()
         text = "\n".join(loop)
-        told |= {"instructions": len(loop), "shuffles": text.count("shfl."), "barriers": text.count("bar.sync")}
-        told |= {"waits": text.count("wgmma.wait_group"), "copies": text.count("cp.async.c")}
-        print(json.dumps(told), flush=True)
+        line = {
+            "name": key, "problems": compiled.problems(target), "uses_wgmma": compiled.uses_wgmma,
+            "multiplies_e4m3": compiled.multiplies_e4m3, "products": compiled.products, "sums": compiled.sums,
+            "registers": compiled.registers, "spill_bytes": compiled.spill_bytes, "warps": launch.num_warps,
+            "shared_bytes": compiled.shared_bytes, "blocks": compiled.blocks(target), "instructions": len(loop),
+            "shuffles": text.count("shfl."), "barriers": text.count("bar.sync"),
+            "waits": text.count("wgmma.wait_group"),
+        }  # fmt: skip
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

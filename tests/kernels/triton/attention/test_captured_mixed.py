@@ -32,17 +32,10 @@ STEPS: list[tuple[list[tuple[int, int]], list[tuple[list[int], int]]]] = [
 ]
 
 
-def told(launches: list[Launch]) -> list[Any]:
+def kept(launches: list[Launch]) -> list[Any]:
     """What a graph keeps of launches."""
-    return [
-        (
-            each.kernel.__name__,
-            each.grid,
-            each.options,
-            [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in each.arguments],
-        )
-        for each in launches
-    ]
+    arguments = ([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in each.arguments] for each in launches)
+    return [(each.kernel.__name__, each.grid, each.options, given) for each, given in zip(launches, arguments)]
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -74,7 +67,7 @@ def test_launches_do_not_change_from_step_to_step(
         with recorded_launches() as recorded, monkeypatch.context() as patch:
             patch.setattr(torch, "empty_like", lambda tensor: out_TND)
             attention(q_TND, cache, where, 0.3, window)
-        launches.append(told(recorded))
+        launches.append(kept(recorded))
         for launch in recorded:
             launch.run()
         of_tile_I = where.plans["triton", window].prefill.item_I2[:, 0]
