@@ -4,15 +4,7 @@ import sys
 
 import pytest
 
-from pipeline.bench.measure import (
-    Spread,
-    alternating,
-    facts_to_text,
-    last_line,
-    machine_facts,
-    ratio,
-    table,
-)
+from pipeline.bench.measure import Spread, alternating, facts_to_text, last_line, machine_facts, ratio, table
 from pipeline.errors import PipelineError
 
 

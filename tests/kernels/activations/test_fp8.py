@@ -17,7 +17,8 @@ from pipeline.kernels.activations.rounded_linears import RoundedWherePossible, w
 from pipeline.kernels.reference import prepare_linear, reference_kernels
 from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
-from pipeline.weights.round_to_nearest import int4, int8, nf4
+from pipeline.weights.round_to_nearest import int8, nf4
+from tests.kernels.triton.problems import random_weight
 
 CPU = torch.device("cpu")
 E4M3 = sorted(  # the finite values of at least 0, the even ones at even places
@@ -45,17 +46,6 @@ def by_definition(x_MK: torch.Tensor, block: int) -> torch.Tensor:
 
 
 ORDER_K = torch.randperm(256, generator=torch.Generator().manual_seed(2))
-
-
-def int4_weight(n: int, k: int, group: int, seed: int = 0, bias: bool = False) -> GroupIntWeight:
-    random = torch.Generator().manual_seed(seed)
-    return GroupIntWeight(
-        torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=random),
-        torch.rand(n, k // group, generator=random) + 0.5,
-        torch.randint(0, 17, (n, k // group), generator=random).float(),
-        group,
-        torch.randn(n, generator=random) if bias else None,
-    )
 
 
 def fp8_weight(n: int, k: int, block: tuple[int, int]) -> Fp8Weight:
@@ -104,20 +94,14 @@ def test_blocks_of_nothing_and_of_no_numbers() -> None:
 @pytest.mark.parametrize(
     ("weight", "block"),
     [
-        (int4_weight(2, 256, 128), 128),
-        (int4_weight(2, 512, 256), 128),
-        (int4_weight(2, 192, 64), 64),
-        (int4_weight(2, 96, 32), 32),
-        (int4_weight(2, 96, 96), 128),
-        (int4_weight(2, 96, 48), None),
-        (replace(int4_weight(2, 64, 32), zeros_NG=torch.full((2, 2), 7.5)), None),
-        (replace(int4_weight(2, 64, 32), zeros_NG=torch.full((2, 2), 17.0)), None),
-        (replace(int4_weight(2, 64, 32), bits=8), None),
-        (int4(torch.randn(2, 256), None), 128),
-        (int8(torch.randn(2, 256), None), None),
-        (nf4(torch.randn(2, 256), None), None),
+        (random_weight(2, 256, 128), 128),
+        (random_weight(2, 96, 32), 32),
+        (random_weight(2, 96, 96), 128),
+        (random_weight(2, 96, 48), None),
+        (replace(random_weight(2, 64, 32), zeros_NG=torch.full((2, 2), 7.5)), None),
+        (replace(random_weight(2, 64, 32), zeros_NG=torch.full((2, 2), 17.0)), None),
+        (replace(random_weight(2, 64, 32), bits=8), None),
         (DenseWeight(torch.randn(2, 256)), None),
-        (fp8_weight(3, 200, (1, 200)), 128),
         (fp8_weight(130, 200, (128, 128)), 128),
         (fp8_weight(3, 200, (8, 24)), None),
     ],
@@ -133,7 +117,7 @@ def test_which_weights_are_exact(weight: LinearWeight, block: int | None) -> Non
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 def test_a_linear_is_that_of_rounded_inputs(kernels: str, dtype: torch.dtype) -> None:
     fp8 = select_kernels(CPU, dtype, kernels).rounded["fp8"]
-    plain = int4_weight(40, 256, 64, bias=True)
+    plain = random_weight(40, 256, 64, bias=True)
     for weight in (plain, replace(plain, input_order_K=ORDER_K), fp8_weight(130, 200, (128, 128))):
         x_MK = torch.randn(5, weight.in_features, generator=torch.Generator().manual_seed(3)).to(dtype)
         linear, block = fp8.prepare(weight), fp8_block(weight)
@@ -153,7 +137,7 @@ def test_what_has_no_such_form_is_served_as_before_and_counted() -> None:
     kernels = with_rounded_activations(reference_kernels(torch.float32, CPU), "fp8", CPU)
     prepare, x_MK = kernels.prepare_linear, torch.randn(2, 64)
     assert isinstance(prepare, RoundedWherePossible)
-    dense, narrow = DenseWeight(torch.randn(3, 64)), int4_weight(3, 64, 32)
+    dense, narrow = DenseWeight(torch.randn(3, 64)), random_weight(3, 64, 32)
     assert torch.equal(prepare(dense)(x_MK), x_MK @ dense.weight_NK.T)
     assert torch.allclose(prepare(narrow)(x_MK), rounded(x_MK, 32) @ narrow.dequantize(torch.float32).T, atol=1e-5)
     assert (prepare.num_rounded, prepare.num_all) == (1, 2)
@@ -174,8 +158,8 @@ def test_a_card_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "weight",
     [
-        int4_weight(40, 256, 64, bias=True),
-        replace(int4_weight(40, 256, 64), input_order_K=ORDER_K),
+        random_weight(40, 256, 64, bias=True),
+        replace(random_weight(40, 256, 64), input_order_K=ORDER_K),
         int8(torch.randn(7, 256, generator=torch.Generator().manual_seed(5)), None),
         nf4(torch.randn(7, 256, generator=torch.Generator().manual_seed(6)), None),
         fp8_weight(130, 200, (128, 128)),

@@ -1,5 +1,7 @@
 """Attention of the CPU against the reference, on ragged batches over a cache whose unused slots are NaN."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,11 @@ from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu.attention.attention import attention
 from pipeline.kernels.reference import attention as reference_attention
+from pipeline.kernels.triton.attention.dispatch import PagedAttention
 from tests.kernels.steps import paged_step, widened
+from tests.kernels.triton.problems import DEVICE
 
+CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 SOUND_CODES = torch.arange(256, dtype=torch.uint8)[torch.arange(256) & 0x7F != 0x7F]
 
@@ -74,11 +79,14 @@ def test_reference_attention_is_softmax_over_the_visible_keys() -> None:
         assert torch.allclose(out[row, 0], weights @ values[0, visible, 0], atol=1e-6)
 
 
-@pytest.mark.parametrize("queries", [1, 5])
-def test_every_code_is_widened_exactly(queries: int) -> None:
-    """As a value alone in its context, and as a key that the query picks a place of."""
+@pytest.mark.parametrize(
+    ("attend", "device"), [(attention, CPU), (PagedAttention(DEVICE), DEVICE)], ids=["cpu", "triton"]
+)
+@pytest.mark.parametrize("queries", [1, 5, 20])
+def test_every_code_is_widened_exactly(queries: int, attend: Callable[..., torch.Tensor], device: torch.device) -> None:
+    """As a value that is alone in its context."""
     count = len(SOUND_CODES)
-    cache = LayerCache.allocate(count, queries, 1, 16, FP8, torch.device("cpu"))
+    cache = LayerCache.allocate(count, queries, 1, 16, FP8, device)
     cache.fill(list(range(count)), 1.0)
     cache.v_CBKD.view(torch.uint8).copy_(SOUND_CODES[:, None, None, None])
     where = AttentionInput(
@@ -88,7 +96,7 @@ def test_every_code_is_widened_exactly(queries: int) -> None:
         torch.arange(count * queries),
         queries,
     )
-    out_TND = attention(torch.ones(count * queries, 1, 16), cache, where, 0.25, None)
+    out_TND = attend(torch.ones(count * queries, 1, 16, device=device), cache, where, 0.25, None).cpu()
     expected_T = SOUND_CODES.view(FP8).float().repeat_interleave(queries)
     assert torch.allclose(out_TND[:, 0, 0], expected_T, rtol=1e-6, atol=0)
 

@@ -3,9 +3,15 @@
 import pytest
 import torch
 
-from pipeline.kernels.cpu.linear.selection import DenseLinear, padded_tokens, prepare_linear
+from pipeline.kernels.cpu.linear.selection import (
+    DenseLinear,
+    Int4Linear,
+    padded_tokens,
+    prepare_linear,
+    serves_int4,
+)
 from pipeline.kernels.select import select_kernels
-from pipeline.weights.packed import DenseWeight
+from pipeline.weights.packed import DenseWeight, GroupIntWeight
 from tests.kernels.cpu.test_attention import TOLERANCE
 
 CPU = torch.device("cpu")
@@ -21,6 +27,20 @@ def test_dense_linear(dtype: torch.dtype, tokens: int) -> None:
     exact = x_TK.float() @ weight.to(dtype).float().T + bias.to(dtype).float()
     assert ours.dtype == dtype
     assert float((ours.float() - exact).abs().max() / exact.abs().max()) < TOLERANCE[dtype]
+
+
+def test_int4_and_dense_paths_agree_to_bfloat16_rounding() -> None:
+    torch.manual_seed(0)
+    q_NK, zeros_NG = torch.randint(0, 16, (192, 256), dtype=torch.uint8), torch.randint(0, 16, (192, 2)).float()
+    weight = GroupIntWeight(q_NK, torch.rand(192, 2) * 0.05 + 0.01, zeros_NG, 128, torch.randn(192))
+    assert serves_int4(weight, torch.bfloat16)
+    linear, x_TK = Int4Linear(weight), torch.randn(5, 256, dtype=torch.bfloat16)
+    exact = x_TK.float() @ weight.dequantize(torch.float32).T + weight.bias_N
+    for path in (linear.int4, linear.dense):
+        assert float((path(x_TK).float() - exact).abs().max() / exact.abs().max()) < 0.02
+    linear.crossover = 4
+    assert torch.equal(linear(x_TK), linear.dense(x_TK))
+    assert torch.equal(linear(x_TK[:4]), linear.int4(x_TK[:4]))
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 16, 17, 100, 1023])

@@ -159,9 +159,9 @@ def _usage(cubin: bytes) -> tuple[int, int]:
         file.write(cubin)
         file.flush()
         command = [str(tool), "-res-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    usage = _USAGE.search(told.stdout)
-    assert usage is not None, told.stdout
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    usage = _USAGE.search(shown.stdout)
+    assert usage is not None, shown.stdout
     registers, stack, local = (int(number) for number in usage.groups())
     return registers, stack + local
 

@@ -94,8 +94,7 @@ def make_step(
 
 
 def sharing(step: Step, groups: list[tuple[list[int], int]]) -> Step:
-    """The same, where the members of each group begin with the same blocks, so many: the first one's. What the others
-    had there is NaN."""
+    """Let each group's members begin with this number of the first one's blocks. What the others had there is NaN."""
     table_SM = step.where.block_table_SM
     for (first, *others), blocks in groups:
         step.cache.fill(table_SM[others, :blocks].ravel().tolist(), float("nan"))

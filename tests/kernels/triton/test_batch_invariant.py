@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.contract import AttentionInput, GraphShape
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
 from pipeline.kernels.triton.batch_invariant import (
     BatchInvariantAttention,
-    CapturedBatchInvariantAttention,
     prepare_linear,
 )
 from pipeline.kernels.triton.launch import A100, H100
@@ -155,21 +153,3 @@ def test_groups_and_head_sizes(group: int, head_dim: int) -> None:
     ours = BatchInvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
     oracle = reference_attention(*step.wide, step.where, 0.3, None)
     assert float((ours.cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
-
-
-def test_captured_work_serves_every_step() -> None:
-    """The tensors of the first step are refilled; sequences that are not there any more write nothing."""
-    window = 70
-    captured = CapturedBatchInvariantAttention(GraphShape(6, 32, 64, 4, 2, 16, frozenset({window}), 4, 20), DEVICE)
-    for lengths in ([(100, 1)] * 6, [(70, 4)], [(1500, 1), (5, 1), (64, 4)]):
-        step = make_step(lengths, (4, 2), 16, 64, torch.float32)
-        assert captured.refill(step.where, np.zeros(0, dtype=np.int64)) == 0
-        captured.unpack()
-        where = AttentionInput(
-            *(np.zeros(1, dtype=np.int32),) * 2, np.zeros((1, 1), dtype=np.int32),
-            step.where.slot_mapping_T, 64, captured.plans[0],
-        )  # fmt: skip
-        padded = torch.cat([step.q_TND, torch.zeros(3, 4, 16, device=DEVICE)])
-        ours = BatchInvariantAttention(DEVICE)(padded, *step.tensors[1:], where, 0.3, window)
-        eager = BatchInvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, window)
-        assert torch.equal(ours[: len(eager)], eager)

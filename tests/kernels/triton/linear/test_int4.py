@@ -92,14 +92,11 @@ def test_zero_points_of_symmetric_and_odd_weights(zero: int, dtype: torch.dtype)
     assert relative_error(ours, weight, x_MK) < PRODUCT[dtype]
 
 
-def test_scales_are_kept_in_the_narrowest_type_that_holds_them() -> None:
-    values = {torch.float16: 1 + 2**-10, torch.bfloat16: 2.0**100, torch.float32: 1 + 2**-20}
-    for dtype, value in values.items():
-        weight = GroupIntWeight(torch.ones(1, 32, dtype=torch.uint8), torch.tensor([[value]]), torch.zeros(1, 1), 32)
-        tiled = TiledInt4.of(weight, torch.device("cpu"))
-        assert tiled.group_CNG2.dtype == dtype
-        assert tiled.group_CNG2[0, 0, 0].tolist() == [value, 16]
-    assert TiledInt4.of(random_weight(64, 256, 128), torch.device("cpu")).num_bytes == 64 * 128 + 2 * 64 * 4
+@pytest.mark.parametrize("scale", [1 + 2**-10, 2.0**100, 1 + 2**-20], ids=["float16", "bfloat16", "float32"])
+def test_scales_are_exact_whatever_type_holds_them(scale: float) -> None:
+    q_NK, zeros_NG = torch.ones(1, 32, dtype=torch.uint8), torch.zeros(1, 1)
+    weight = GroupIntWeight(q_NK, torch.tensor([[scale]]), zeros_NG, 32)
+    assert (TwoPathLinear(weight, torch.float32, DEVICE).kept_NK == scale).all()
 
 
 # -- two ways
