@@ -122,18 +122,3 @@ def test_rotary_options_mean_the_same_with_each_key_missing(tmp_path: Path, inde
         assert found is not None, variant
         torch.testing.assert_close(found.rope.inverse_frequencies(16), frequencies)
         assert found.rope.attention_factor == pytest.approx(factor)
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.*each layer type"),
-        ({"use_sliding_window": False, "layer_types": ["linear_attention"] * 3}, "layer_types"),
-        ({"hidden_act": None}, "hidden_act = None"),
-        ({"text_config": {"hidden_size": 8}, "model_type": "llava"}, "model_type = 'llava'"),
-    ],
-)
-def test_what_would_be_computed_otherwise_is_refused(tmp_path: Path, values: dict[str, Any], said: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(FULL | {"model_type": "qwen3"} | values))
-    with pytest.raises(ModelError, match=said):
-        read_config(tmp_path)

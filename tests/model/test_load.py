@@ -81,6 +81,10 @@ def test_a_wrong_tensor_is_named(folder: Path, change, intermediate_size: int, s
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method = 'bitsandbytes' is not served"),
         ({"quantization_config": {"quant_method": ["awq"]}}, "quant_method = .'awq'. is not served"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.*each layer type"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "layer_types"),
+        ({"hidden_act": None}, "hidden_act = None"),
+        ({"text_config": {"hidden_size": 8}, "model_type": "llava"}, "model_type = 'llava'"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(folder: Path, values: dict, said: str) -> None:

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -49,16 +48,3 @@ def test_weights_are_those_that_the_library_dequantizes(file: Path, tmp_path: Pa
         else:  # GPTQModel rounds the scales to bfloat16 before
             assert bool(((ours - expected.float()).abs() <= 2**-7 * ours.abs()).all())
         assert float(ours.abs().max()) > 0.1
-
-
-def test_the_fixtures_are_all_there_and_one_was_quantized_in_another_order() -> None:
-    assert len(FIXTURES) == 11
-    orders = {}
-    for file in FIXTURES:
-        tensors, _, _ = read(file)
-        group = tensors.get("model.layers.0.mlp.down_proj.g_idx")
-        if group is not None:
-            orders[file.stem] = not np.array_equal(group.numpy(), np.sort(group.numpy()))
-    assert orders["gptq-int4-order"]
-    assert orders["gptq-v2-int4-asymmetric"]
-    assert not orders["gptq-int8"]

@@ -48,21 +48,6 @@ class Compiled:
     drops_counters: bool  # a loop of Triton's own form carried more integers: Triton 3.6 took some for constants
     sum_layouts: list[str]  # of tensors that are summed to one float32
     ptx: str
-    cubin: bytes
-
-    @property
-    def uses_wgmma(self) -> bool:
-        return "wgmma.mma_async" in self.ptx
-
-    @property
-    def multiplies_e4m3(self) -> bool:
-        """Both operands, with sums in float32."""
-        return re.search(r"mma[\w.]*\.f32\.e4m3\.e4m3", self.ptx) is not None
-
-    @property
-    def products(self) -> list[str]:
-        """The instructions that multiply tiles, by their full names, which say their shape."""
-        return sorted(set(_PRODUCT.findall(self.ptx)))
 
     @property
     def sums(self) -> list[str]:
@@ -115,13 +100,12 @@ def compile_for(launch: Launch, target: Target) -> Compiled:
     major, minor = target.capability
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     compiled = triton.compile(_source(launch), target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
-    cubin = compiled.asm["cubin"]
-    registers, spill_bytes = _usage(cubin)
+    registers, spill_bytes = _usage(compiled.asm["cubin"])
     before, after = (_carried_integers(compiled.asm[form]) for form in ("ttir", "ttgir"))
     drops = len(before) == len(after) and any(kept < carried for carried, kept in zip(before, after))
     shared_bytes = compiled.metadata.shared
     layouts = _sum_layouts(compiled.asm["ttgir"])
-    return Compiled(registers, spill_bytes, shared_bytes, launch.num_warps, drops, layouts, compiled.asm["ptx"], cubin)
+    return Compiled(registers, spill_bytes, shared_bytes, launch.num_warps, drops, layouts, compiled.asm["ptx"])
 
 
 def _carried_integers(form: str) -> list[int]:
@@ -153,7 +137,7 @@ def _source(launch: Launch) -> ASTSource:
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of stack and local memory, of a thread, as `cuobjdump` tells them."""
+    """Registers, and bytes of stack and local memory, of a thread, as `cuobjdump` shows them."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -228,8 +212,11 @@ def main(name: str) -> None:
         loop = compiled.loop()
         text = "\n".join(loop)
         line = {
-            "name": key, "problems": compiled.problems(target), "uses_wgmma": compiled.uses_wgmma,
-            "multiplies_e4m3": compiled.multiplies_e4m3, "products": compiled.products, "sums": compiled.sums,
+            "name": key, "problems": compiled.problems(target), "sums": compiled.sums,
+            # Both operands in e4m3, with sums in float32; products by their full names, which give the shapes of tiles.
+            "uses_wgmma": "wgmma.mma_async" in compiled.ptx,
+            "multiplies_e4m3": re.search(r"mma[\w.]*\.f32\.e4m3\.e4m3", compiled.ptx) is not None,
+            "products": sorted(set(_PRODUCT.findall(compiled.ptx))),
             "registers": compiled.registers, "spill_bytes": compiled.spill_bytes, "warps": launch.num_warps,
             "shared_bytes": compiled.shared_bytes, "blocks": compiled.blocks(target), "instructions": len(loop),
             "shuffles": text.count("shfl."), "barriers": text.count("bar.sync"),
