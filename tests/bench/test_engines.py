@@ -22,6 +22,10 @@ from pipeline.engine.params import EngineConfig
 from pipeline.errors import ConfigError, EnvironmentFailed, PipelineError
 
 SETS = {"warm-up": [BenchRequest([1], 1)], "set 1": [BenchRequest([5, 6], 3), BenchRequest([7], 2)]}
+TASK = PeerTask(
+    model="m", dense_model="m", quantized=False, dtype="float32", threads=1, max_model_len=16, work_folder="w",
+    shared_prefixes=False, sets=SETS, device="cpu",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +38,6 @@ def _in_cache(cache, monkeypatch):
     monkeypatch.setenv("PIPELINE_CACHE", str(cache))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setitem(peer_module.DRIVERS, "fake", "fake_peer")
-
-
-def task(**other):
-    fields = {
-        "model": "m", "dense_model": "m", "quantized": False, "dtype": "float32", "threads": 1, "max_model_len": 16,
-        "work_folder": "w", "shared_prefixes": False, "sets": SETS, "device": "cpu",
-    }  # fmt: skip
-    return PeerTask(**(fields | other))
-
-
-def peer_at(tmp_path, name):
-    """A Python of its own name, so that the driver can tell what it is to do."""
-    link = tmp_path / name
-    link.symlink_to(sys.executable)
-    return str(link)
 
 
 def test_the_whole_at_a_small_size():
@@ -135,9 +124,11 @@ def test_tokens_are_equal_or_part_at_a_near_tie():
     ("name", "why"), [("broken", "ended with 1\n(.|\n)*no such instruction"), ("mortal", "ended with 7")]
 )
 def test_a_peer_that_fails_says_why(tmp_path, name, why):
+    python = tmp_path / name  # the driver fails as its name says
+    python.symlink_to(sys.executable)
     with (
         pytest.raises(EnvironmentFailed, match=f"peer fake: its process {why}"),
-        Peer("fake", peer_at(tmp_path, name), task()) as peer,
+        Peer("fake", str(python), TASK) as peer,
     ):
         peer.run_set("set 1")
 

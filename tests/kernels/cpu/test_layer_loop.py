@@ -35,7 +35,6 @@ STEPS: list[dict[int, int]] = [  # of each, how many tokens a sequence computes;
     {0: 2, 1: 5},
     {0: 1, 1: 1, 2: 1},
 ]
-SERVED = STEPS[1:]
 WEIGHTS = ["int4-rtn", "int8", "bfloat16"]
 
 
@@ -84,7 +83,7 @@ def run(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> tuple[list[tor
 
 @pytest.fixture
 def threaded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each step through all layers at once, whether it ran on several threads."""
+    """For each step through all layers at once, whether it ran on several threads."""
     seen: list[bool] = []
 
     def planned(*arguments: Any) -> Plan:
@@ -121,7 +120,7 @@ def test_bits_are_those_of_layer_by_layer(
         for layer, wanted_layer in zip(kv.layers, wanted_kv.layers, strict=True):
             assert torch.equal(layer.k_CBKD, wanted_layer.k_CBKD)
             assert torch.equal(layer.v_CBKD, wanted_layer.v_CBKD)
-    assert threaded == [False] * 2 * len(SERVED)  # so small a model is not worth two threads
+    assert threaded == [False] * 2 * len(STEPS[1:])  # so small a model is not worth two threads
 
 
 def test_other_layers_and_caches_are_computed_layer_by_layer(tmp_path: Path, threaded: list[bool]) -> None:
