@@ -69,8 +69,8 @@ def test_the_files_hold_the_weights_as_their_formats_say_and_the_engine_reads_th
 ):
     given = [*arguments, "--calibration", str(data)] if method == "gptq" else arguments
     out, bits = tmp_path / "out", 8 if method == "int8" else 4
-    told = made(pipe, base, out, method, *given)
-    assert f"pipeline eval {out} --against {base}" in told
+    shown = made(pipe, base, out, method, *given)
+    assert f"pipeline eval {out} --against {base}" in shown
     plain, stored = tensors_of(base), tensors_of(out)
     linears = [name.removesuffix(".weight") for name in plain if name.endswith("_proj.weight")]
     assert len(linears) == 3 * 7
@@ -136,10 +136,8 @@ def test_all_that_belongs_to_a_checkpoint_comes_along(pipe, base, tmp_path):
 
 def test_autoawq_makes_a_checkpoint_that_answers(pipe, data, tmp_path):
     plain = write_checkpoint(tmp_path / "plain", Family("llama2", "llama"), CONFIG | SMALL_FOR_AWQ, 3)
-    told = made(
-        pipe, plain, tmp_path / "out", "awq", "--group-size", "32", "--calibration", str(data), "--samples", "4"
-    )
-    assert "4 rows, 360 tokens" in told
+    given = "--group-size", "32", "--calibration", str(data), "--samples", "4"
+    assert "4 rows, 360 tokens" in made(pipe, plain, tmp_path / "out", "awq", *given)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config.pop("quantization_config")["quant_method"] == "awq"
     assert config == json.loads((plain / "config.json").read_text())
@@ -189,10 +187,8 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["llama-linear-bias-tied", "qwen2-window", "qwen3"])
 def test_layers_see_what_transformers_layers_see(tmp_path, name):
     """The second moments of every linear's inputs, by hooks in another implementation."""
-    base, rng = (
-        make_family(tmp_path, next(family for family in FAMILIES if family.name == name), 2),
-        np.random.default_rng(1),
-    )
+    base = make_family(tmp_path, next(family for family in FAMILIES if family.name == name), 2)
+    rng = np.random.default_rng(1)
     texts = [rng.integers(0, 256, n).tolist() for n in (40, 17, 3)]
     model, seen = load_reference(base), {}
     for name, module in model.named_modules():
@@ -230,14 +226,8 @@ def test_what_cannot_be_made_is_refused_with_the_reason(pipe, base, data, tmp_pa
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     shutil.copytree(tmp_path / "full", tmp_path / "mine.partial")
-    known = {
-        "DATA": str(data),
-        "BASE": str(base),
-        "OUT": str(tmp_path / "out"),
-        "FULL": str(tmp_path / "full"),
-        "MINE": str(tmp_path / "mine"),
-    }
-    code, _, err = pipe("quantize", *(known.get(argument, argument) for argument in arguments))
+    known = {"DATA": data, "BASE": base} | {name.upper(): tmp_path / name for name in ("out", "full", "mine")}
+    code, _, err = pipe("quantize", *(str(known.get(argument, argument)) for argument in arguments))
     assert code == 2
     assert message in err
     assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
