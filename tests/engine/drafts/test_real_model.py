@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu.layer_loop import CompiledDecodeSteps
-from tests.engine.drafts.proposers import Certain, Recorded
+from tests.engine.drafts.proposers import Certain, Recorded, draft_with
 from tests.engine.drafts.random_rows import same
 from tests.model_folders import Family, make_family
 from tests.parity.harness import LOGIT_TOLERANCE, float32_engine
@@ -58,7 +56,7 @@ def test_the_real_model_gives_the_same_tokens(folder: Path) -> None:
         assert sum(engine.stats.drafted_by_place[:3]) == sum(engine.stats.drafted_by_place) > 100
     with float32_engine(folder, kv_cache_memory_bytes=1 << 18, max_model_len=96) as engine:
         outputs = {row: completion.token_ids for row, completion in enumerate(plain)}
-        engine.draft_as(Drafting(Recorded(engine.table, outputs, rng, vocab_size=250), FixedDrafts(), engine.scheduler))
+        draft_with(engine, Recorded(engine.table, outputs, rng, vocab_size=250))
         engine.scheduler.admission.expected_output = 1
         assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
         drafted, accepted = sum(engine.stats.drafted_by_place), sum(engine.stats.accepted_by_place)
@@ -104,11 +102,7 @@ def test_logits_behind_drafts_are_those_of_plain_steps(folder: Path) -> None:
 
             engine.runner.execute = execute_and_keep  # type: ignore[method-assign]
             if drafts is not None:
-                engine.draft_as(
-                    Drafting(
-                        Certain(engine.table, {0: drafts}, np.random.default_rng(0), 5), FixedDrafts(), engine.scheduler
-                    )
-                )
+                draft_with(engine, Certain(engine.table, {0: drafts}, np.random.default_rng(0), 5))
             done = engine.generate([[7, 8, 9, 10, 11]], SamplingParams(max_tokens=24, ignore_eos=True))[0]
             return done.token_ids, torch.cat(kept)
 

@@ -7,7 +7,9 @@ import torch
 
 from pipeline.engine.params import SamplingParams
 from pipeline.engine.sampling.batch import SamplingBatch
+from pipeline.engine.sampling.on_device import sample_on_device
 from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, sampling_options
+from pipeline.kernels import reference
 
 EOS = frozenset({2})
 LOGITS = [1.5, -0.3, 2.25, 0.0, 0.75, -2.0, 1.0, -0.5, 2.0, -1.25]
@@ -108,6 +110,15 @@ def mixed_rows(num_rows, num_tokens, seed=0):
     logits = torch.from_numpy(rng.normal(0, 3, (num_rows, num_tokens)).astype(np.float32))
     seeds = rng.integers(0, 2**63, num_rows).astype(np.uint64)
     return logits, batch_of(params, seeds=seeds, positions=lengths, output=output, prompt=prompt)
+
+
+class _Kernels:
+    greedy, sample = staticmethod(reference.greedy), staticmethod(reference.sample)
+
+
+def on_device(logits, batch, future=None, proposal=None):
+    """What `on_host.sample` gives, as a device computes it: by the reference kernels."""
+    return sample_on_device(_Kernels(), logits, batch, future, proposal).output()
 
 
 def rows_of(logits, batch, rows):

@@ -9,8 +9,7 @@ import torch
 from pipeline.engine.params import SamplingParams
 from pipeline.engine.sampling import on_host as sampler
 from pipeline.engine.sampling.on_host import distribution, greedy, sample
-from pipeline.engine.schedule.sequence import is_plain
-from tests.engine.sampling.sampled_rows import OPTIONS, batch_of, mixed_rows, rows_of
+from tests.engine.sampling.sampled_rows import batch_of, mixed_rows, on_device, rows_of
 
 
 @pytest.mark.parametrize("num_tokens", [37, 1300])
@@ -61,34 +60,40 @@ def test_greedy_takes_the_lowest_of_equal_ids(dtype, num_tokens, device):
     assert out.finite.all()
 
 
-def test_rows_that_are_not_finite_are_flagged_and_touch_nobody(device):
-    logits, batch = mixed_rows(30, 50)
+@pytest.mark.parametrize("sampler", [sample, on_device])
+def test_rows_that_are_not_finite_are_flagged_and_touch_nobody(sampler, device):
+    logits, batch = mixed_rows(60, 50)
     logits = logits.to(device)
-    clean = sample(logits, batch)
+    before, clean = logits.clone(), sampler(logits, batch)
     assert clean.finite.all()
+    bad = [3, 10, 14, 16, 20, 31, 42]
     broken = logits.clone()
-    broken[3, 7], broken[10, 0], broken[16] = float("nan"), float("inf"), float("-inf")
-    broken[14] = float("nan")
-    bad = [3, 10, 14, 16]
-    got = sample(broken, batch)
+    broken[3, 7], broken[10, 0], broken[14], broken[16] = float("nan"), float("inf"), float("nan"), float("-inf")
+    broken[[20, 31, 42], 2] = float("inf")
+    got = sampler(broken, batch)
     assert np.flatnonzero(~got.finite).tolist() == bad
-    good = np.setdiff1d(np.arange(30), bad)
+    good = np.setdiff1d(np.arange(60), bad)
     assert (got.token_ids[good] == clean.token_ids[good]).all()
     assert (got.token_ids[bad] == 0).all()
     assert set(clean.logprobs) - set(got.logprobs) == set(bad) & set(clean.logprobs)
-    assert not set(bad) & set(got.logprobs)
-    assert not distribution(broken, batch)[bad].any()
     rows = [3, 10, 14, 16, 0]
-    for plain in (sample(broken[rows], batch_of([SamplingParams()] * 5)), greedy(broken[rows])):
+    for plain in (sampler(broken[rows], batch_of([SamplingParams()] * 5)), sampler(broken[rows], None)):
         assert plain.finite.tolist() == [False, False, False, False, True]
         assert plain.token_ids.tolist() == [0, 0, 0, 0, int(logits[0].argmax())]
-    hidden = torch.tensor([[0.0, 1.0, float("inf")]], device=device)  # where the mask of min_tokens would hide it
-    assert not sample(hidden, batch_of([SamplingParams(min_tokens=1)])).finite.any()
-    assert not sample(hidden, batch_of([SamplingParams(min_tokens=1, temperature=1.0)])).finite.any()
+    hidden = [0.0, 1.0, float("inf")]  # where the mask of min_tokens would hide it
+    nothing_left = [float("-inf"), float("-inf"), 1.0]
+    capped = [0.0, float("inf"), 2.0]  # which a penalty would make finite
+    masked = ({"min_tokens": 1}, {"min_tokens": 1, "temperature": 1.0})
+    for row, options in [(row, each) for row in (hidden, nothing_left) for each in masked] + [
+        (capped, {"repetition_penalty": 2.0})
+    ]:
+        penalised = batch_of([SamplingParams(**options)], output=[[1]])
+        assert not sampler(torch.tensor([row], device=device), penalised).finite.any(), options
     # a -inf here and there is no fault
-    masked = logits.clone()
-    masked[:, 5] = float("-inf")
-    assert sample(masked, batch).finite.all()
+    some = logits.clone()
+    some[:, 5] = float("-inf")
+    assert sampler(some, batch).finite.all()
+    assert torch.equal(logits, before), "the logits are not changed"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -141,28 +146,6 @@ def test_extreme_options_stay_finite():
         assert p[5] == 0
     coldest = distribution(logits, batch_of([SamplingParams(temperature=1e-40)]))[0]
     assert coldest.tolist() == [0, 0, 0, 1, 0, 0]
-
-
-def test_the_logits_are_not_changed():
-    logits, batch = mixed_rows(30, 50)
-    before = logits.clone()
-    sample(logits, batch)
-    distribution(logits, batch)
-    assert torch.equal(logits, before)
-
-
-def test_only_rows_that_want_nothing_are_plain():
-    assert is_plain(SamplingParams(max_tokens=3, top_k=3, top_p=0.1, min_p=0.9, stop=("x",), stop_token_ids=(3,)))
-    for change in OPTIONS.values():
-        assert is_plain(SamplingParams(max_tokens=9, **change)) == (set(change) <= {"top_k", "top_p", "min_p"})
-    assert not is_plain(SamplingParams(logprobs=0))
-
-
-def test_options_of_any_size_fit_their_row():
-    params = SamplingParams(max_tokens=2**70, min_tokens=2**65, top_k=2**64, temperature=1.0)
-    batch = batch_of([params])
-    assert batch.options["top_k"][0] == batch.options["min_tokens"][0] == 2**63 - 1
-    assert sample(torch.tensor([[0.0, 1.0, 99.0]]), batch).token_ids[0] != 2
 
 
 def test_a_step_without_rows_gives_no_tokens():

@@ -52,12 +52,3 @@ def test_where_several_end_at_once_it_is_no_less_and_hardly_more() -> None:
         found = BlockDemand.of(known_S, end_S, held_S, freed_S, 16).peak
         counted = counted_peak(known_S, end_S, held_S, freed_S, 16)
         assert counted - 1e-6 <= found <= counted + 8 * 0.5
-
-
-def test_those_that_end_early_make_room_for_the_growth_of_the_others() -> None:
-    """Two sequences of 10 blocks now; one ends at once, the other grows by 8 blocks meanwhile and later."""
-    held_S = np.array([10, 10])
-    demand = BlockDemand.of(np.array([160, 160]), np.array([161, 288]), held_S, held_S, 16)
-    assert demand.peak == pytest.approx(2 * (1 / 16 + 0.5))  # and not 8 blocks, which the first one's cover
-    shared = BlockDemand.of(np.array([160, 160]), np.array([161, 288]), held_S, np.array([0, 0]), 16)
-    assert shared.peak == pytest.approx(8.5)

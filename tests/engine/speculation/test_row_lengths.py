@@ -28,15 +28,6 @@ def test_a_row_drafts_as_much_as_pays() -> None:
     assert lengths_after(rows, [8] * 40, cost=0.5)[-1] == 8, "and goes on with it"
 
 
-def test_rows_draft_more_where_drafts_cost_less() -> None:
-    length = {}
-    for cost in (0.0, 0.1, 0.5, 1.5):
-        rows = RowLengths(8)
-        rows.admitted(3)
-        length[cost] = np.mean(lengths_after(rows, [1, 2, 1, 3] * 30, cost)[20:])
-    assert length[0.0] == 8 > length[0.1] > length[0.5] > length[1.5] > 0
-
-
 def test_a_new_row_drafts_as_the_others_do_whatever_its_slot_held() -> None:
     rows = RowLengths(8)
     rows.admitted(3)
