@@ -101,8 +101,8 @@ def _with(step: StepInput, future: FutureTokens) -> StepInput:
     return replace(step, token_id_T=token_id_T.numpy())
 
 
-def before_each_step(engine: Engine, hook: Callable[[StepInput, FutureTokens | None], None]) -> None:
-    """Call `hook` with what the engine's runner is about to compute; it may raise."""
+def before_each_step(engine: Any, hook: Callable[[StepInput, FutureTokens | None], None]) -> None:
+    """Call `hook` with what the runner of an engine or a draft model is about to compute; it may raise."""
     execute = engine.runner.execute
 
     def execute_hooked(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:

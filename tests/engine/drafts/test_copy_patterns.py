@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from pipeline.engine.drafts.lookup.compiled_lookup import MAX_MATCH, MIN_MATCH
-from pipeline.engine.drafts.lookup.copy_patterns import MOST_COPIES
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.schedule.sequence import SlotTable
 from tests.engine.drafts.test_ngram import admit, append, leave
@@ -71,14 +70,6 @@ def test_a_value_goes_on_until_what_stood_behind_it_stands_there() -> None:
     name = [14, 15, LINE, 16]  # has the first one
     assert rows.asked(form(DAY, name), [ON, *DAY, BY]) == [*name, STOP]
     assert rows.asked([*form(DAY)[:-1], WHO, COLON, *NAME], [ON, *DAY, BY]) == NAME  # the prompt ends: so do drafts
-
-
-def test_of_a_place_only_so_many_forms_are_kept_the_last_ones() -> None:
-    rows = Rows(4)
-    for name in range(MOST_COPIES + 1):
-        rows.finished(form([10, 11], names=(100 + name,)), [ON, 10, 11, STOP])
-    assert rows.asked(form(DAY, names=(100,)), [ON]) == []
-    assert rows.asked(form(DAY, names=(101,)), [ON]) == [*DAY, STOP]
 
 
 def test_nothing_follows_the_end_of_an_output_that_overwrote_a_longer_one() -> None:

@@ -23,13 +23,14 @@ from tests.engine.drafts.proposers import draft_with
 from tests.engine.hash_runner import (
     VOCAB,
     HashRunner,
+    before_each_step,
     check_tokens,
     expected_tokens,
     hash_engine,
     tight_engine,
     watched,
 )
-from tests.engine.sampling.test_verify import p_value
+from tests.engine.sampling.sampled_rows import p_value
 from tests.engine.schedule.test_scheduler import random_requests, run
 from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine
@@ -88,27 +89,24 @@ def test_a_shared_prefix_is_computed_once_by_the_draft_too() -> None:
     draft_with(engine, proposer)
     head = list(range(40))
     params = SamplingParams(max_tokens=6, ignore_eos=True)
-    first = run(engine, [Request(0, [*head, 1, 2], params)])[0]
-    alone = sum(proposer.runner.tokens_per_step)  # type: ignore[attr-defined]
-    second = run(engine, [Request(1, [*head, 3, 4], params)])[1]
-    again = sum(proposer.runner.tokens_per_step) - alone  # type: ignore[attr-defined]
-    assert alone >= 42
-    assert again == alone - 40
-    assert first.token_ids == expected_tokens([*head, 1, 2], 6, 64, False)
-    assert second.token_ids == expected_tokens([*head, 3, 4], 6, 64, False)
+    requests = [Request(0, [*head, 1, 2], params), Request(1, [*head, 3, 4], params)]
+    computed = []
+    for request in requests:
+        check_tokens(run(engine, [request]), [request])
+        computed.append(sum(proposer.runner.tokens_per_step))  # type: ignore[attr-defined]
+    assert computed[0] >= 42
+    assert computed[1] == 2 * computed[0] - 40
 
 
 def test_rejected_drafts_cost_the_draft_no_token_more() -> None:
     """Its first pass of a step computes the token that the target gave, and the last draft where all were accepted."""
     engine, seen = hash_engine(64, 4, max_num_seqs=2), []
     proposer = draft_with_itself(engine, 5, memory=1)  # not the target's, which depends on all tokens
-    execute = proposer.runner.execute
 
-    def noted(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+    def note(step: StepInput, future: FutureTokens | None) -> None:
         seen.append((int(step.position_T.min()), int(np.diff(step.query_start_S1).max())))
-        return execute(step, future)
 
-    proposer.runner.execute = noted  # type: ignore[method-assign]
+    before_each_step(proposer, note)
     draft_with(engine, proposer)
     requests = [Request(row, [row], SamplingParams(max_tokens=30, ignore_eos=True)) for row in range(2)]
     check_tokens(run(engine, requests), requests)
@@ -142,17 +140,16 @@ def test_fault_03_04_passes_of_the_draft_model_that_do_not_fit_cost_no_row(
     """Their step is undone, and the next ones are computed without drafts for a while."""
     engine = hash_engine(120, 4, max_num_batched_tokens=16, is_asynchronous=is_asynchronous)
     proposer, rng = draft_with_itself(engine, 3), np.random.default_rng(num_rows)
-    execute, failed, drafted = proposer.runner.execute, [], []
+    failed, drafted = [], []
 
-    def execute_or_fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+    def fail_sometimes(step: StepInput, future: FutureTokens | None) -> None:
         assert engine.scheduler.step_tokens == 16, "asked in a step that is limited"
         if engine.stats.num_steps and rng.random() < 0.3:  # from the first step of one token on
             failed.append(engine.stats.num_steps)
             raise MemoryError
         drafted.append(engine.stats.num_steps)
-        return execute(step, future)
 
-    proposer.runner.execute = execute_or_fail  # type: ignore[method-assign]
+    before_each_step(proposer, fail_sometimes)
     draft_with(engine, proposer)
     requests = [Request(row, [row, 5, 6], SamplingParams(max_tokens=55, ignore_eos=True)) for row in range(num_rows)]
     requests += [Request(row + 10, [row, 5, 6], SamplingParams(max_tokens=55, ignore_eos=True)) for row in range(12)]
@@ -168,10 +165,10 @@ def test_fault_03_04_a_draft_model_that_never_fits_is_not_asked_in_steps_of_one_
     engine = hash_engine(120, 4, max_num_seqs=1, max_num_batched_tokens=1)
     proposer = draft_with_itself(engine, 3)
 
-    def fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+    def fail(step: StepInput, future: FutureTokens | None) -> None:
         raise MemoryError
 
-    proposer.runner.execute = fail  # type: ignore[method-assign]
+    before_each_step(proposer, fail)
     draft_with(engine, proposer)
     requests = [Request(row, [row] * 30, SamplingParams(max_tokens=9, ignore_eos=True)) for row in range(5)]
     check_tokens(run(engine, requests), requests)

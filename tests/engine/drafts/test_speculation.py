@@ -6,45 +6,15 @@ import numpy as np
 import pytest
 
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts, StepOutcome
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
-from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.stats import EngineStats
 from tests.engine.drafts.proposers import Certain, Recorded, draft_with
 from tests.engine.drafts.random_rows import odd_requests, roomy_engine, same
+from tests.engine.drafts.test_draft_model import Fitful
 from tests.engine.hash_runner import VOCAB, check_tokens, expected_tokens, hash_engine, tight_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
-
-
-class Watched(FixedDrafts):
-    """A fixed policy that keeps what it is told, and skips looking now and then."""
-
-    def __init__(self, most: int, rng: np.random.Generator, table: SlotTable) -> None:
-        self.most, self.rng, self.table = most, rng, table
-        self.outcomes: list[StepOutcome] = []
-        self.wanted = False
-
-    def select(self, facts: StepFacts) -> bool:
-        self.wanted = bool(self.rng.random() < 0.9)
-        return self.wanted
-
-    def lengths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
-        assert self.wanted
-        assert len(offer.slot_S) == facts.num_sequences
-        assert facts.room >= 0 <= facts.num_prefill
-        assert (offer.count_S < self.table.limit[offer.slot_S] - self.table.num_known[offer.slot_S]).all()
-        return np.full_like(offer.count_S, self.most)
-
-    def observe(self, outcome: StepOutcome) -> None:
-        if outcome.verdict is not None:
-            assert (outcome.verdict.accepted_D <= outcome.verdict.drafted_D).all()
-            assert (outcome.verdict.drafted_D > 0).all()
-        self.outcomes.append(outcome)
-
-    def total(self, name: str) -> int:
-        return sum(int(getattr(o.verdict, name).sum()) for o in self.outcomes if o.verdict is not None)
 
 
 def check_blocks(engine: Engine, texts: list[list[int]]) -> None:
@@ -73,8 +43,7 @@ def test_the_tokens_of_any_mix_are_those_of_plain_steps(seed: int) -> None:
     engine = tight_engine(rng, max_len)
     outputs = {row: completion.token_ids for row, completion in plain.items()}
     proposer = Recorded(engine.table, outputs, rng, error_rate=float(rng.choice([0.0, 0.1, 0.5])))
-    policy = Watched(int(rng.integers(1, 6)), rng, engine.table)
-    draft_with(engine, proposer, policy)
+    draft_with(engine, proposer, Fitful(int(rng.integers(1, 6)), rng))
     step, texts = engine.step, [r.prompt_token_ids + outputs[r.row_id] for r in requests]
 
     def step_and_check() -> list[Completion]:
@@ -85,11 +54,8 @@ def test_the_tokens_of_any_mix_are_those_of_plain_steps(seed: int) -> None:
     engine.step = step_and_check  # type: ignore[method-assign]
     assert same(run(engine, requests, arrivals=rng), plain)
     stats = engine.stats
-    assert sum(stats.drafted_by_place) == policy.total("drafted_D") > 0
-    assert sum(stats.accepted_by_place) == policy.total("accepted_D") > 0
-    assert stats.num_draft_steps == sum(o.verdict is not None for o in policy.outcomes)
-    assert stats.num_steps == len(policy.outcomes)
-    assert stats.generated_tokens == sum(o.num_generated for o in policy.outcomes)
+    assert 0 < sum(stats.accepted_by_place) <= sum(stats.drafted_by_place)
+    assert 0 < stats.num_draft_steps < stats.num_steps
     assert stats.generated_tokens == sum(len(c.token_ids) for c in plain.values())
     assert stats.prompt_tokens == sum(len(r.prompt_token_ids) for r in requests)
     assert max(engine.runner.tokens_per_step) <= engine.scheduler.max_num_batched_tokens  # type: ignore[attr-defined]
@@ -188,7 +154,7 @@ def test_a_sequence_ends_where_plain_steps_would_end_it(options: dict, reason: s
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 9])
 def test_non_finite_logits_end_a_row_only_where_it_would_have_come_to_them(most: int) -> None:
-    """Behind a wrong draft, and behind the end of a sequence, broken logits are nobody's."""
+    """Broken logits after a wrong draft, or after the end of a sequence, end no row."""
     plain = SamplingParams(max_tokens=20, ignore_eos=True)
     absent = next(token for token in range(VOCAB) if token not in FREE[:20])
     misled, engine = certain_run([absent if i % 5 == 4 else token for i, token in enumerate(FREE)], plain, most, absent)

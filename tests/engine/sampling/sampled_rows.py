@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 
 from pipeline.engine.params import SamplingParams
@@ -127,11 +128,18 @@ def rows_of(logits, batch, rows):
     return logits[rows], SamplingBatch(**own, **shared)
 
 
-def chi_square_fits(counts, p):
-    """Whether counts are within six standard deviations of chi-square; probability 0 must not occur."""
-    possible = p > 0
-    if counts[~possible].any():
-        return False
-    mean = p[possible] * counts.sum()
-    freedom = possible.sum() - 1
-    return ((counts[possible] - mean) ** 2 / mean).sum() <= freedom + 6 * math.sqrt(2 * max(freedom, 1))
+def p_value(texts: np.ndarray, expected: np.ndarray) -> float:
+    """Of chi-square (Wilson and Hilferty's normal approximation); 0 when something impossible came out. Cells of less
+    than five expected runs are one cell."""
+    counts = np.bincount(np.ravel_multi_index(tuple(texts.T), expected.shape), minlength=expected.size).astype(float)
+    mean = expected.ravel() * len(texts)
+    if counts[mean == 0].any():
+        return 0.0
+    rare = (mean < 5) & (mean > 0)
+    counts = np.append(counts[mean >= 5], counts[rare].sum() if rare.any() else [])
+    mean = np.append(mean[mean >= 5], mean[rare].sum() if rare.any() else [])
+    assert mean.sum() == pytest.approx(len(texts))
+    freedom = max(len(mean) - 1, 1)
+    statistic = float(((counts - mean) ** 2 / mean).sum())
+    z = ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom))
+    return 0.5 * math.erfc(z / math.sqrt(2))

@@ -5,7 +5,6 @@ first tokens of a run must have the joint distribution that plain steps give the
 """
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,6 +23,7 @@ from pipeline.engine.sampling.rejection import ProposalDistribution
 from pipeline.engine.sampling.verify import verify
 from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, ranges, sampling_options
 from tests.engine.sampling import sampled_rows
+from tests.engine.sampling.sampled_rows import p_value
 
 V, LENGTH, MOST = 4, 3, 3  # tokens of the vocabulary, tokens whose joint distribution is looked at, drafts of a step
 NUM_RUNS = 7_000
@@ -142,23 +142,6 @@ def runs_of(table: torch.Tensor, options: dict, draft: Draft, seed: int) -> tupl
     return text[:, :LENGTH], num_accepted
 
 
-def p_value(texts: np.ndarray, expected: np.ndarray) -> float:
-    """Of chi-square (Wilson and Hilferty's normal approximation); 0 when something impossible came out. Cells of less
-    than five expected runs are one cell."""
-    counts = np.bincount(np.ravel_multi_index(tuple(texts.T), expected.shape), minlength=expected.size).astype(float)
-    mean = expected.ravel() * len(texts)
-    if counts[mean == 0].any():
-        return 0.0
-    rare = (mean < 5) & (mean > 0)
-    counts = np.append(counts[mean >= 5], counts[rare].sum() if rare.any() else [])
-    mean = np.append(mean[mean >= 5], mean[rare].sum() if rare.any() else [])
-    assert mean.sum() == pytest.approx(len(texts))
-    freedom = max(len(mean) - 1, 1)
-    statistic = float(((counts - mean) ** 2 / mean).sum())
-    z = ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom))
-    return 0.5 * math.erfc(z / math.sqrt(2))
-
-
 def likeliest(table: torch.Tensor) -> Draft:
     return Draft(guess=lambda text, slots, known: logits_behind(table, text, slots, known).argmax(-1).numpy())
 
@@ -192,7 +175,7 @@ MISTAKES = {
     "residual not normalised": (rejection, "draw", lambda w, u: draw(w, (u / w.sum(dim=-1)).clamp(max=1.0))),
     "resampling from p": (rejection, "residual", lambda p, q: p.clone()),
     "probabilities before top-p": (weights, "cut_top_p", lambda w, top_p: w),
-    "every draft stands": (rejection, "uniforms", lambda seeds, positions, stream: np.zeros(len(seeds))),
+    "every draft is accepted": (rejection, "uniforms", lambda seeds, positions, stream: np.zeros(len(seeds))),
 }
 
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.drafts.policy import StepFacts
+from pipeline.engine.drafts.policy import StepFacts, Verdict
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
+from pipeline.engine.speculation.row_lengths import RowLengths
 from tests.engine.drafts.proposers import draft_with
 from tests.engine.drafts.test_draft_model import draft_with_itself
 from tests.engine.hash_runner import check_tokens, hash_engine
@@ -234,3 +235,45 @@ def test_the_wait_for_requests_is_not_the_next_steps_time() -> None:
         run(engine, [Request(row, [row, 5], SamplingParams(max_tokens=12, ignore_eos=True))])
     assert policy._unsettled_s < 1.0
     assert abs(policy._account.balance_s) < 1.0
+
+
+# -- how many tokens each sequence drafts, by what became of its last drafts
+
+
+def lengths_after(rows: RowLengths, accepted: list[int], cost: float, slot: int = 3) -> list[int]:
+    """Return the lengths of a sequence's drafts; up to `accepted` of them are accepted in each step."""
+    slot_S, seen = np.array([slot]), []
+    for each in accepted:
+        (length,) = rows.lengths(slot_S).tolist()
+        seen.append(length)
+        if length:
+            rows.observe(Verdict(slot_S, np.array([length]), np.array([min(each, length)])), cost)
+    return seen
+
+
+def test_a_row_drafts_as_much_as_pays() -> None:
+    rows = RowLengths(8)
+    rows.admitted(3)
+    assert lengths_after(rows, [8] * 20, cost=0.5)[-1] == 8
+    falling = lengths_after(rows, [0] * 20, cost=0.5)
+    assert falling[:9] == sorted(falling[:9], reverse=True), "ever less"
+    assert falling[-1] == 0
+    assert 0 < sum(length > 0 for length in lengths_after(rows, [0] * 60, cost=0.5)) < 12, "it tries now and then"
+    assert lengths_after(rows, [8] * 40, cost=0.5)[-1] == 8, "and resumes"
+
+
+def test_a_new_row_drafts_as_the_others_do_whatever_its_slot_held() -> None:
+    rows = RowLengths(8)
+    rows.admitted(3)
+    lengths_after(rows, [0] * 60, cost=0.3)
+    rows.admitted(5)
+    assert rows.lengths(np.array([5])).tolist() == [1], "what drafts are worth in this text is known"
+    rows = RowLengths(8)
+    for slot in (3, 4):
+        rows.admitted(slot)
+    for _ in range(20):
+        lengths_after(rows, [8], cost=0.3, slot=4)
+        lengths_after(rows, [0], cost=0.3, slot=3)
+    before = rows.lengths(np.array([3, 4])).tolist()
+    rows.admitted(3)
+    assert before[0] < rows.lengths(np.array([3])).tolist()[0]

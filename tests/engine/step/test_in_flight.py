@@ -1,5 +1,7 @@
 """A step is planned while the one before it is still being drawn: same tokens, and nothing is waited for in vain."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,8 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
-from tests.engine.hash_runner import EOS, VOCAB, before_each_step, check_tokens, expected_tokens, hash_engine, watched
+from tests.engine.drafts.random_rows import odd_requests, roomy_engine, same
+from tests.engine.hash_runner import EOS, before_each_step, check_tokens, expected_tokens, hash_engine, watched
 from tests.engine.schedule.test_scheduler import run
 
 
@@ -87,62 +90,35 @@ def test_a_step_that_is_interrupted_leaves_no_placeholder() -> None:
 
 # -- rows that are drawn, penalised or masked
 
-KINDS = [
-    {"temperature": 0.5},
-    {"temperature": 1.0, "top_k": 5},
-    {"temperature": 0.7, "top_p": 0.6},
-    {"temperature": 0.9, "min_p": 0.2, "logprobs": 2},
-    {"repetition_penalty": 3.0},
-    {"temperature": 0.2, "frequency_penalty": 1.5, "presence_penalty": 0.3},
-    {"presence_penalty": 2.0},
-    {"temperature": 0.3, "repetition_penalty": 1.6, "min_tokens": 4, "stop_token_ids": tuple(range(0, 90, 3))},
-    {"min_tokens": 3, "stop_token_ids": (5, 6), "logprobs": 0},
-    {},
-]
+
+def requests_of(seed: int) -> list[Request]:
+    return odd_requests(np.random.default_rng(seed), 40, 64)
 
 
-def requests_of(seed: int, count: int = 40) -> list[Request]:
-    rng = np.random.default_rng(seed)
-    stem = rng.integers(0, VOCAB - 1, 9).tolist()
-    requests = []
-    for row in range(count):
-        prompt = (stem if rng.random() < 0.4 else []) + rng.integers(0, VOCAB - 1, int(rng.integers(1, 14))).tolist()
-        options = {"max_tokens": int(rng.integers(4, 30)), "ignore_eos": bool(rng.random() < 0.5), "seed": 100 + row}
-        requests.append(Request(row, prompt, SamplingParams(**(options | KINDS[row % len(KINDS)]))))
-    return requests
-
-
-def told(completion: Completion) -> tuple:
-    return completion.token_ids, completion.finish_reason, completion.error, completion.logprobs
-
-
-def engine_of(is_asynchronous: bool, num_blocks: int = 120, **options: int) -> Engine:
+def engine_of(is_asynchronous: bool, num_blocks: int = 120, **options: Any) -> Engine:
     return hash_engine(num_blocks, 4, is_asynchronous=is_asynchronous, **({"max_num_batched_tokens": 24} | options))
 
 
-def waiting(seed: int, **options: int) -> list[tuple]:
+def waiting(seed: int) -> dict[int, Completion]:
     """What an engine gives that waits for each step and has room for all."""
-    done = run(engine_of(False, **options), requests_of(seed))
-    return [told(done[row]) for row in range(len(done))]
+    return run(roomy_engine(64, None), requests_of(seed), check=False)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_kind_of_row_flies(seed: int) -> None:
     engine = engine_of(True, max_num_seqs=10)
     seen = watched(engine)
-    done = run(engine, requests_of(seed), arrivals=np.random.default_rng(seed))
-    assert [told(done[row]) for row in range(len(done))] == waiting(seed)
-    assert all(late for _, late in seen[5:-2])
+    assert same(run(engine, requests_of(seed), arrivals=np.random.default_rng(seed)), waiting(seed))
+    assert sum(late > 0 for _, late in seen) > 0.9 * len(seen)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_that_are_given_up_and_come_again_draw_the_same(seed: int) -> None:
+def test_rows_that_are_preempted_draw_the_same_when_they_are_back(seed: int) -> None:
     engine = engine_of(True, num_blocks=20, max_num_seqs=8)
-    engine.scheduler.admission.expected_output = 1  # expects far too little, so that it admits far too much
-    engine.scheduler.admission.min_history = 1000  # and learns no better
+    # So that rows are admitted that do not fit in the end.
+    engine.scheduler.admission.expected_output, engine.scheduler.admission.min_history = 1, 1000
     seen = watched(engine)
-    done = run(engine, requests_of(seed))
-    assert [told(done[row]) for row in range(len(done))] == waiting(seed)
+    assert same(run(engine, requests_of(seed)), waiting(seed))
     assert engine.stats.num_preemptions > 2
     assert sum(late > 0 for _, late in seen) > len(seen) / 2
 
@@ -151,13 +127,12 @@ def test_rows_that_are_given_up_and_come_again_draw_the_same(seed: int) -> None:
 def test_fault_03_04_steps_that_do_not_fit_are_repeated_and_draw_the_same(seed: int) -> None:
     rng = np.random.default_rng(seed)
     engine = engine_of(True)
-    execute, sample, failed = engine.runner.execute, engine.runner.sample, []
+    sample, failed = engine.runner.sample, []
 
-    def execute_or_fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+    def fail_sometimes(step: StepInput, future: FutureTokens | None) -> None:
         if len(step.token_id_T) > 2 and rng.random() < 0.15:
             failed.append("execute")
             raise MemoryError
-        return execute(step, future)
 
     def sample_or_fail(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if len(logits_RV) > 2 and rng.random() < 0.1:
@@ -165,22 +140,19 @@ def test_fault_03_04_steps_that_do_not_fit_are_repeated_and_draw_the_same(seed: 
             raise MemoryError
         return sample(logits_RV, how_5R)
 
-    engine.runner.execute, engine.runner.sample = execute_or_fail, sample_or_fail  # type: ignore[method-assign]
-    done = run(engine, requests_of(seed), arrivals=rng)
-    assert [told(done[row]) for row in range(len(done))] == waiting(seed)
+    before_each_step(engine, fail_sometimes)
+    engine.runner.sample = sample_or_fail  # type: ignore[method-assign]
+    assert same(run(engine, requests_of(seed), arrivals=rng), waiting(seed))
     assert min(failed.count("execute"), failed.count("sample")) > 2
     assert engine.stats.num_out_of_memory == len(failed)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_fault_49_nan_logits_end_their_drawn_row_only(seed: int) -> None:
-    broken = []
-    for is_asynchronous in (False, True):
-        engine = hash_engine(120, 4, bad_token=13, is_asynchronous=is_asynchronous, max_num_batched_tokens=24)
-        done = run(engine, requests_of(seed), arrivals=np.random.default_rng(seed))
-        broken.append([told(done[row]) for row in range(len(done))])
-    assert broken[0] == broken[1]
-    errors = [row for row, (_, _, error, _) in enumerate(broken[1]) if error == "non_finite_logits"]
+def test_fault_49_nan_logits_end_their_row_only(seed: int) -> None:
+    ahead, whole = engine_of(True, bad_token=13), waiting(seed)
+    broken = run(engine_of(False, bad_token=13), requests_of(seed), arrivals=np.random.default_rng(seed))
+    assert same(run(ahead, requests_of(seed), arrivals=np.random.default_rng(seed)), broken)
+    errors = {row for row, completion in broken.items() if completion.error == "non_finite_logits"}
     assert len(errors) > 2
-    whole = waiting(seed)
-    assert all(broken[1][row] == whole[row] for row in range(len(whole)) if row not in errors)
+    sound = {row: completion for row, completion in broken.items() if row not in errors}
+    assert same(sound, {row: whole[row] for row in sound})

@@ -15,7 +15,7 @@ from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.out_of_memory import MAX_SUSPECTS
 from pipeline.errors import EnvironmentFailed
 from pipeline.machine.out_of_memory import is_out_of_memory
-from tests.engine.hash_runner import check_tokens, expected_tokens, hash_engine, tight_engine
+from tests.engine.hash_runner import before_each_step, check_tokens, expected_tokens, hash_engine, tight_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
 from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine, greedy
@@ -119,21 +119,24 @@ def test_fault_04_rows_that_sit_out_lose_no_work_and_the_limit_is_doubled_after_
     assert all(done[row].token_ids == expected_tokens([row], 40, 64, False) for row in range(8))
 
 
+OTHERS = (
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED",
+    "Triton Error [CUDA]: an illegal memory access was encountered",
+    "CUDA error: device-side assert triggered",
+    "shape",
+)
+
+
 def test_fault_05_other_errors_of_a_step_are_not_taken_for_a_lack_of_memory() -> None:
-    others = (
-        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED",
-        "Triton Error [CUDA]: an illegal memory access was encountered",
-    )
-    triggered = "CUDA error: device-side assert triggered"
-    for error in (*(RuntimeError(text) for text in (triggered, "shape", *others)), ValueError("x")):
+    for error in (*map(RuntimeError, OTHERS), ValueError("x")):
         assert not is_out_of_memory(error)
         engine = hash_engine(16, 4)
         engine.add(Request(0, [1], SamplingParams()))
 
-        def execute(step: StepInput, future: FutureTokens | None = None, error: Exception = error) -> torch.Tensor:
+        def fail(step: StepInput, future: FutureTokens | None, error: Exception = error) -> None:
             raise error
 
-        engine.runner.execute = execute  # type: ignore[method-assign]
+        before_each_step(engine, fail)
         with pytest.raises(type(error)):
             engine.step()
 
@@ -172,27 +175,3 @@ def test_a_suspect_can_be_aborted() -> None:
     assert not engine.has_unfinished
     assert engine.step() == []
     assert run(engine, [Request("next", [1], SamplingParams(max_tokens=3, ignore_eos=True))])["next"].error is None  # type: ignore[call-overload]
-
-
-def test_memory_that_runs_out_between_steps_is_blamed_on_no_step() -> None:
-    """In planning, right after a step that was undone: that one is not undone a second time."""
-    engine = hash_engine(60, 4, max_num_seqs=4)
-    failing = [True]
-    fail_where(engine, lambda step: bool(failing) and failing.pop())
-    for row in range(3):
-        engine.add(Request(row, [row, 5, 7], SamplingParams(max_tokens=6, ignore_eos=True)))
-    engine.step()
-    assert engine.stats.num_out_of_memory == 1
-    plan = engine.scheduler.plan
-
-    def out_of_memory() -> None:
-        raise MemoryError
-
-    engine.scheduler.plan = out_of_memory  # type: ignore[method-assign]
-    with pytest.raises(MemoryError):
-        engine.step()
-    assert engine.stats.num_out_of_memory == 1
-    engine.scheduler.plan = plan  # type: ignore[method-assign]
-    done = run(engine, [])
-    assert all(completion.error is None for completion in done.values())
-    engine.pool.check()
