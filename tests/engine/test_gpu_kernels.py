@@ -179,7 +179,7 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
             capture(engine, max_num_seqs=3, max_queries=3, most_tokens=6)
         assert [completion.token_ids for completion in engine.generate(prompts, params)] == expected
     found = [plan for plan in plans if plan is not None]
-    assert len(found) >= 3, "steps with several rows read it together"
+    assert len(found) >= 2, "steps with several rows read it together"
     assert {tuple(plan.tokens_G) for plan in found} == {(128,)}
     assert max(len(plan.groups.sequence_I) for plan in found) == 3
 
