@@ -57,15 +57,6 @@ def test_a_unit_whose_part_is_there_is_found_and_not_computed(start, job):
     assert (part.stat().st_ino, part.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_what_an_actor_delivered_is_what_its_engine_computed(start):
-    worker = start()
-    for unit in units(20, 8):
-        worker.process(unit)
-    record = worker.state().record
-    assert record.delivered_tokens == record.computed
-    assert (record.open, record.units_in_progress, record.units, record.rows) == (Computed(), 0, 3, 20)
-
-
 def test_rows_kept_by_a_stopped_actor_are_taken_over_by_the_next(start):
     """No token is counted twice: what the first kept, the second delivers without having computed it."""
     stopped = start(step_s=0.1, max_num_seqs=2)
