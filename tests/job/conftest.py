@@ -173,7 +173,7 @@ def runs(job):
 
 
 def stop_in_a_unit(job, number=signal.SIGTERM) -> list[dict]:
-    """Stop a run of 16 rows in one unit when some of them have finished; what is kept of these."""
+    """Stop a run of 16 rows in one unit when some have finished; return the rows that it keeps."""
     stop = [(lambda status: status.rows_done > 0, number)]
     with pytest.raises(Interrupted):
         run(job, stop, run={"drain_timeout": "0.0 s"}, output={"rows_per_file": 16})

@@ -14,22 +14,24 @@ from pipeline.data.output.result_columns import ResultShape
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
 from pipeline.errors import PipelineError
 from pipeline.job.actor.control_tokens import AuthorTexts, author_texts
 from pipeline.job.actor.tokenize import Chat, Tokenize, chat_of, failed_row, row_seed
+from pipeline.job.actor.worker import Worker, WorkSpec
 from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process import supervisor
 from pipeline.job.telemetry.unit_summary import UnitSummary
+from pipeline.machine.host import now_us
 from pipeline.report.record.row_stats import MAX_MESSAGE, Computed, Histogram
 from pipeline.tokenization.chat_messages import ChatTemplateError
 from tests.engine.hash_runner import hash_engine
-from tests.job.conftest import units_as_written
+from tests.job.conftest import FAKES, units_as_written
 from tests.job.fake_engine import FakeTokenizer
 
 
 def unit_of(columns: dict, spec: UnitSpec | None = None, start: int = 0) -> Unit:
-    """One unit of these columns; the prompts are in `p` where nothing else is given."""
+    """Return one unit of these columns, with its prompts in `p` unless `spec` names others."""
     spec = spec or UnitSpec(PromptSpec(column="p"))
     table = pa.table(columns)
     table = table.append_column("source_file", pa.array(["a.parquet"] * table.num_rows))
@@ -299,3 +301,24 @@ def test_a_missing_or_doubled_completion_is_never_written(tmp_path):
         with pytest.raises(PipelineError, match=r"completions of .* came back for 2 rows"):
             write(tmp_path)(unit, wrong)
     assert not list((tmp_path / "out").glob("part-*"))
+
+
+def test_a_unit_whose_part_is_there_is_found_and_not_computed(job):
+    PartStore(str(job.output)).folder.probe()
+    model = str(job.folder / "model")
+    params = SamplingParams(max_tokens=6)
+    spec = WorkSpec(FAKES, model, EngineConfig(model, num_threads=1), params, str(job.output), "0123abcd", "0001-run")
+    worker = Worker(spec, 0, now_us())
+    try:
+        unit = unit_of({"p": [f"row {i}" for i in range(5)]}).to_bytes()
+        first = worker.process(unit)
+        (part,) = job.parts()
+        before, stats = part.stat(), worker.state().record.stats
+        again = worker.process(unit)
+        assert (first.written, first.found, again.written, again.found) == (True, False, False, True)
+        assert again.totals == first.totals
+        assert not again.row_stats.lengths
+        assert worker.state().record.stats == stats
+        assert (part.stat().st_ino, part.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    finally:
+        worker.close()

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def engines() -> list[psutil.Process]:
-    """The engines' processes, which are below this one."""
+    """Return the engine processes below this process."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):

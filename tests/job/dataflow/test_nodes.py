@@ -32,7 +32,7 @@ def cluster():
 
 
 def start(job, cluster, num_parts=0, **run):
-    """A driver of the job on the cluster, when it has written some parts."""
+    """Start a driver of the job on the cluster; return it when it has written `num_parts` parts."""
     run = {"actors": 1, "cpus_per_actor": 1, "gpus_per_actor": 1, "window_rows": 40, **run}
     job.config(
         engine={"max_num_seqs": UNIT_ROWS},
@@ -50,7 +50,7 @@ def start(job, cluster, num_parts=0, **run):
 
 
 def finished(job, driver, texts):
-    """The report of a job whose driver ends well, each row once."""
+    """Wait for the driver, check that each row is written once, and return the job's report."""
     told = driver.communicate(timeout=180)[1].decode()
     assert driver.returncode == 0, told
     job.check(texts)

@@ -184,7 +184,7 @@ def test_rows_follow_each_other(windows, told):
     assert found == told
 
 
-def test_the_command_answers_with_its_exit_code(finished):
+def test_the_command_answers_with_its_exit_code(finished, tmp_path):
     ran = CliRunner().invoke(cli, ["verify", str(finished.output), "--deep"])
     assert ran.exit_code == 0, ran.output
     assert "sound: " in ran.output
@@ -193,9 +193,6 @@ def test_the_command_answers_with_its_exit_code(finished):
     assert ran.exit_code == OutputError.exit_code
     found = json.loads(ran.stdout.splitlines()[0])
     assert (found["sound"], found["deep"], found["num_problems"]) == (False, False, 2)
-
-
-def test_a_folder_that_is_no_output_is_refused(tmp_path):
     ran = CliRunner().invoke(cli, ["verify", str(tmp_path)])
     assert ran.exit_code == OutputError.exit_code
     assert "is not the output of a job" in ran.output

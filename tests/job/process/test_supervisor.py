@@ -169,8 +169,7 @@ def test_an_engine_that_always_dies_is_not_taken_for_bad_rows(start):
         supervisor.generate(requests([f"row {i}" for i in range(8)]))
 
 
-def test_it_is_told_where_memory_may_be_short():
-    """An import that failed is in a test of its own, below."""
+def test_memory_is_advised_only_where_it_may_be_short():
     for ended, is_short in [
         (Ended("signal SIGKILL", "", killed=True), True),
         (Ended("signal SIGKILL, by us: not loaded within 5 s", ""), False),

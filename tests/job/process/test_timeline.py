@@ -108,7 +108,7 @@ def test_phases_always_sum_to_the_time(events):
 
 @pytest.fixture
 def clock(monkeypatch) -> list[int]:
-    """The ledger's time in microseconds, in a list of one."""
+    """Time of the ledger in microseconds, as a list of one number."""
     now = [0]
     monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now[0])
     return now

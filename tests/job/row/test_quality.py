@@ -1,11 +1,9 @@
 """`quality.sample` in a job: the same rows in each run, figures wherever runs tell of themselves, refusals."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
-from pipeline.data.output.part_totals import PartTotals
 from pipeline.engine.params import Completion, QualitySample, Request, RowQuality, SamplingParams
 from pipeline.errors import ConfigError, InputError, ModelError
 from pipeline.job.actor.tokenize import is_sampled
@@ -17,9 +15,6 @@ from pipeline.job.preview.examine import examine
 from pipeline.job.process.child import Ended
 from pipeline.job.process.open_rows import OpenRows
 from pipeline.job.running.run import run_job
-from pipeline.report.build import build_report
-from pipeline.report.record.quality_stats import QualityStats
-from pipeline.report.record.run_record import RunRecord, no_phases
 from pipeline.report.render import html, markdown, text
 from pipeline.report.run_report import RunReport
 from tests.job.conftest import TEXTS, runs
@@ -108,19 +103,6 @@ def test_right_answers_are_counted_for_both_models_and_their_column_is_not_in_th
     assert (report.quality.served_correct_share, report.quality.reference_correct_share) == (0.0, 0.0)
     assert job.table().column_names[0] == "id"
     assert "text" not in job.table().column_names
-
-
-def test_runs_add_up_killed_ones_too():
-    def of(outcome, agreed, us):
-        stats = replace(RunRecord("", "").row_stats, quality=QualityStats.of_row(10, agreed, 5, agreed == 10))
-        actor = {"actor": 0, "phases_us": no_phases() | {"load": 10, "decode": us}, "stats": {"quality_us": us}}
-        raw = {"run_id": "0001", "started_at": "", "outcome": outcome, "actors": [actor]}
-        record = RunRecord.from_json(raw | {"settings": {"quality": {"max_drop": 0.5}}})
-        return replace(record, row_stats=stats)
-
-    found = build_report("j", "f", [of("killed", 10, 3), of("finished", 4, 4)], PartTotals(), 2).quality
-    assert found is not None
-    assert (found.sums.rows, found.sums.agreed, found.machine_us, found.max_drop) == (2, 14, 7, 0.5)
 
 
 def test_a_row_whose_process_ended_is_not_compared_again():

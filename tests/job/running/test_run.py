@@ -174,6 +174,8 @@ def test_finished_rows_of_units_that_had_no_time_are_not_computed_again(job, num
     job.check(TEXTS[:16])
     tokens = pq.read_table(job.parts()[0])["num_generated_tokens"].to_pylist()
     kept_tokens = sum(len(row["token_ids"]) for row in done)
+    assert report.runs[0].actors[0].kept_tokens.generated == kept_tokens
+    assert report.work.resumed_rows == len(done)
     assert report.runs[1].stat("generated_tokens") == sum(tokens) - kept_tokens
     assert not list((job.output / "_pipeline" / "partial").iterdir())
 

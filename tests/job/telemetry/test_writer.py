@@ -88,14 +88,9 @@ def test_the_list_of_skipped_files_is_written_once(job, replacing):
     job.rows(TEXTS).fake(step_s=0.1)
     for number in range(30):
         (job.folder / "in" / f"damaged-{number}.parquet").write_bytes(b"nothing")
-    report, _ = run(job, input={"on_corrupt": "skip"})
-    (record,) = runs(job)
-    assert record["skipped_files"] == []
-    (place,) = (name for name in writes if "skipped" in name)
-    assert record["skipped_files_in"] == place
-    assert writes[place] == 1
-    assert writes[f"_pipeline/runs/{record['run_id']}.json"] > 2
-    assert len(report.runs[0].skipped_files) == 30
-    assert "Left out" in text(report)
-    again, _ = run(job, input={"on_corrupt": "skip"})
-    assert len(again.runs[0].skipped_files) == 30
+    for _ in range(2):
+        report, _ = run(job, input={"on_corrupt": "skip"})
+        assert len(report.runs[0].skipped_files) == 30
+        assert "Left out" in text(report)
+    assert [count for name, count in writes.items() if "skipped" in name] == [1]
+    assert writes[f"_pipeline/runs/{report.runs[0].run_id}.json"] > 2
