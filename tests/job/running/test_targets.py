@@ -52,7 +52,8 @@ def test_what_is_missed_is_named_and_told(job, tmp_path):
     assert "max_row_p95" in (job.output / "_pipeline" / "report.md").read_text()
     kept = json.loads((job.output / "_pipeline" / "report.json").read_text())["targets"]
     assert [target["key"] for target in kept if target["is_missed"]] == ["max_row_p95"]
-    report, _ = run(job, targets={"min_generated_per_s": 0.001}, run={"notify": str(told)})
+    other = {"path": str(job.folder / "other")}
+    report, _ = run(job, output=other, targets={"min_generated_per_s": 0.001}, run={"notify": str(told)})
     assert (report.missed, len(lines(told))) == ((), 1), "nothing is told where all is kept"
 
 
