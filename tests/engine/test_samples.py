@@ -206,7 +206,8 @@ def test_a_prompt_that_cannot_be_served_is_one_error_without_a_samples_number() 
         ("empty_prompt", "the prompt has no tokens"),
         (
             "token_out_of_vocabulary",
-            f"the prompt holds token {VOCAB}; the model has {VOCAB} (does the tokenizer belong to it?)",
+            f"the prompt contains token id {VOCAB}, but the model's vocabulary has {VOCAB} tokens; check that the "
+            "tokenizer belongs to the model",
         ),
     ]
 
