@@ -187,7 +187,7 @@ def test_every_token_has_a_log_probability(plain: dict[int, Completion]) -> None
 def test_markers_that_are_no_tokens_are_refused_before_anything_runs() -> None:
     engine = text_engine()
     for reasoning, told in (
-        ("auto", "sampling.reasoning: auto: the checkpoint's tokenizer has no token that begins reasoning"),
+        ("auto", "sampling.reasoning: auto: the checkpoint's tokenizer has no known start-of-reasoning token"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             engine.generate([[1]], SamplingParams(reasoning=reasoning))  # type: ignore[arg-type]

@@ -91,7 +91,7 @@ def test_its_markers_are_the_checkpoints_and_part_of_what_the_job_is(job):
     named = {"start": "<|im_start|>", "end": "<|im_end|>"}  # added tokens are markers too
     assert identity(reasoning=named, thinking_token_budget=5)["thinking_token_budget"] == 5
     for reasoning, told in (
-        ("auto", "sampling.reasoning: auto: the checkpoint's tokenizer has no token that begins reasoning"),
+        ("auto", "sampling.reasoning: auto: the checkpoint's tokenizer has no known start-of-reasoning token"),
         (
             {"start": "<|im_start|>", "end": "two words"},
             "sampling.reasoning.start = '<|im_start|>': is a special token",
