@@ -397,9 +397,7 @@ class Engine:
 
     def _complete_tasks(self, ids: Items[list[int]], tasks: Items[Task]) -> list[Completion]:
         params = SamplingParams()
-        return self._complete(
-            [Request(row, own, params, task=task) for row, (own, task) in enumerate(zip(ids, tasks))]
-        )
+        return self._complete([Request(row, own, params, task=task) for row, (own, task) in enumerate(zip(ids, tasks))])
 
     # -- maintenance
 

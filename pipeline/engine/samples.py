@@ -48,9 +48,9 @@ class Group:
         self._ended: dict[int, Completion] = {}  # by index of the sample
         self._size = size
 
-    def end(self, place: int, completion: Completion) -> Completion | None:
-        """Record the completion of sample `place`. Return the request's completion if it was the last one."""
-        self._ended[place] = completion
+    def end(self, index: int, completion: Completion) -> Completion | None:
+        """Record the completion of sample `index`. Return the request's completion if it was the last one."""
+        self._ended[index] = completion
         if len(self._ended) < self._size:
             return None
-        return with_samples([self._ended[place] for place in range(self._size)])
+        return with_samples([self._ended[index] for index in range(self._size)])

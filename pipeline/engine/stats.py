@@ -67,8 +67,8 @@ class EngineStats:
         """Add a step with drafts: the number of drafted and of accepted tokens of each sequence."""
         self.num_draft_steps += 1
         self.rejected_drafts += int(drafted_D.sum() - accepted_D.sum())
-        self.drafted_by_place = _added(self.drafted_by_place, drafted_D)
-        self.accepted_by_place = _added(self.accepted_by_place, accepted_D)
+        self.drafted_by_place = _add_counts(self.drafted_by_place, drafted_D)
+        self.accepted_by_place = _add_counts(self.accepted_by_place, accepted_D)
 
     def since(self, before: "EngineStats") -> "EngineStats":
         """Return the growth of the totals since `before`, a copy of them."""
@@ -92,11 +92,11 @@ class EngineStats:
         return stats
 
 
-def _added(total_by_place: list[int], count_D: np.ndarray) -> list[int]:
+def _add_counts(total_by_position: list[int], count_D: np.ndarray) -> list[int]:
     """Return a new list, because copies of the totals share the old one. count_D: drafts of each sequence."""
-    total = total_by_place.copy()
-    for place, count in enumerate(np.bincount(count_D)[::-1].cumsum()[::-1][1:].tolist()):
-        total[min(place, DRAFT_PLACES - 1)] += count
+    total = total_by_position.copy()
+    for position, count in enumerate(np.bincount(count_D)[::-1].cumsum()[::-1][1:].tolist()):
+        total[min(position, DRAFT_PLACES - 1)] += count
     return total
 
 
@@ -109,7 +109,7 @@ def flattened(counts: Any, prefix: str = "") -> dict[str, int]:
         if isinstance(value, int):
             totals[prefix + each.name] = value
         else:
-            totals |= {f"{prefix}{each.name}.{place}": count for place, count in enumerate(value) if count}
+            totals |= {f"{prefix}{each.name}.{position}": count for position, count in enumerate(value) if count}
     return totals
 
 
@@ -120,4 +120,4 @@ def restore(counts: Any, totals: Mapping[str, int], prefix: str = "") -> None:
         if isinstance(value, int):
             setattr(counts, each.name, totals.get(name, 0))
         else:
-            setattr(counts, each.name, [totals.get(f"{name}.{place}", 0) for place in range(len(value))])
+            setattr(counts, each.name, [totals.get(f"{name}.{position}", 0) for position in range(len(value))])

@@ -67,9 +67,7 @@ class CudaCapture:
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())  # the old state is still marked as being captured
             self._pool = torch.cuda.graph_pool_handle()
-            raise PipelineError(
-                f"CUDA graph capture failed: {type(reason).__name__}: {reason}"
-            ) from reason
+            raise PipelineError(f"CUDA graph capture failed: {type(reason).__name__}: {reason}") from reason
         return graph.replay
 
 

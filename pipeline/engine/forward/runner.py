@@ -34,7 +34,7 @@ class Runner(SamplingKernels, Protocol):
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps of few tokens are captured as graphs."""
+        """True if steps of few tokens are captured as graphs."""
         ...
 
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor: ...

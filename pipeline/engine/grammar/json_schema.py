@@ -130,8 +130,8 @@ class _Recursion:
             raise _refused((), "allows no value")
         for path, start in zip(reachable, starts):
             if may_be_endless.get(start) and not ends.get(start, True):
-                raise _refused(path, "requires itself without end, so no value can be valid; make the recursive property "
-                               "optional")  # fmt: skip
+                raise _refused(path, "requires itself without end, so no value can be valid; make the recursive "
+                               "property optional")  # fmt: skip
 
     def _reachable(self) -> list[Path]:
         found: dict[Path, None] = {(): None}

@@ -47,18 +47,18 @@ class TokenMask:
         """Return the rows whose grammar does not allow their token. token_id_R: a token for each row of logits."""
         token_M = token_id_R[self.row_M]
         pairs = zip(self._missing, token_M.tolist())
-        places = [p for p, (matcher, token) in enumerate(pairs) if matcher is not None and not matcher.accepts(token)]
+        indices = [p for p, (matcher, token) in enumerate(pairs) if matcher is not None and not matcher.accepts(token)]
         if None in self._missing:
             is_filled_M = np.array([matcher is None for matcher in self._missing])
             allowed_M = self.bits_MW[np.arange(len(token_M)), token_M >> 5] >> (token_M & 31) & 1
-            places = sorted([*places, *np.flatnonzero(is_filled_M & (allowed_M == 0)).tolist()])
-        return self.row_M[places]
+            indices = sorted([*indices, *np.flatnonzero(is_filled_M & (allowed_M == 0)).tolist()])
+        return self.row_M[indices]
 
     def also(self, row_N: np.ndarray, token_id_N: np.ndarray) -> None:
         """Allow one more token in each of these rows."""
-        place_N, token_id_N = np.searchsorted(self.row_M, row_N), token_id_N.astype(np.uint32)
-        self.fill(place_N)
-        self.bits_MW.view(np.uint32)[place_N, token_id_N >> 5] |= np.uint32(1) << (token_id_N & 31)
+        index_N, token_id_N = np.searchsorted(self.row_M, row_N), token_id_N.astype(np.uint32)
+        self.fill(index_N)
+        self.bits_MW.view(np.uint32)[index_N, token_id_N >> 5] |= np.uint32(1) << (token_id_N & 31)
 
     def beside(self, row_N: np.ndarray, token_id_N: np.ndarray) -> "TokenMask":
         """Return this mask with additional rows that allow one token each."""
@@ -66,7 +66,7 @@ class TokenMask:
         order = np.argsort(row_M)
         bits_MW = np.concatenate([self.bits_MW, np.zeros((len(row_N), self.bits_MW.shape[1]), dtype=np.int32)])[order]
         missing = [*self._missing, *[None] * len(row_N)]
-        together = TokenMask(row_M[order], bits_MW, [missing[place] for place in order.tolist()], self._fill)
+        together = TokenMask(row_M[order], bits_MW, [missing[index] for index in order.tolist()], self._fill)
         together.also(row_N, token_id_N)
         return together
 
@@ -91,14 +91,14 @@ class TokenMask:
         else:
             z_RV.index_add_(0, on_device(index_M[present], z_RV.device), added_MV)
 
-    def fill(self, place_N: np.ndarray) -> None:
+    def fill(self, index_N: np.ndarray) -> None:
         """Fill the masks at these indices of row_M unless they are filled already."""
-        found = [(place, matcher) for place in place_N.tolist() if (matcher := self._missing[place]) is not None]
+        found = [(index, matcher) for index in index_N.tolist() if (matcher := self._missing[index]) is not None]
         if found:
             assert self._fill is not None
-            self._fill([matcher for _, matcher in found], self.bits_MW, np.array([place for place, _ in found]))
-        for place, _ in found:
-            self._missing[place] = None
+            self._fill([matcher for _, matcher in found], self.bits_MW, np.array([index for index, _ in found]))
+        for index, _ in found:
+            self._missing[index] = None
 
 
 class MaskCounts(Protocol):
@@ -120,7 +120,7 @@ class MaskFiller:
         """Return masks for the next token of each matcher, whose rows of logits are row_M. Masks of open matchers are
         filled only when they are needed."""
         mask = TokenMask(row_M, self._unset(len(matchers)), matchers, self._fill)
-        if closed := [place for place, matcher in enumerate(matchers) if not matcher.is_open]:
+        if closed := [index for index, matcher in enumerate(matchers) if not matcher.is_open]:
             mask.fill(np.array(closed))
         return mask
 
@@ -134,20 +134,20 @@ class MaskFiller:
         allows nothing.
         """
         count_S = np.array([len(ids) + 1 for ids in drafts], dtype=np.int64)
-        place_S = np.cumsum(count_S) - count_S
+        begin_S = np.cumsum(count_S) - count_S
         bits_MW = self._unset(int(count_S.sum()))
         bits_MW.fill(-1)
         plain = np.flatnonzero(count_S == 1)
-        self._fill([matchers[s] for s in plain.tolist()], bits_MW, place_S[plain])
+        self._fill([matchers[s] for s in plain.tolist()], bits_MW, begin_S[plain])
         if len(plain) < len(matchers):
             drafted, begun_ns = np.flatnonzero(count_S > 1).tolist(), perf_counter_ns()
             from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
 
-            requests = [(matchers[s].parser, int(place_S[s]), drafts[s]) for s in drafted]
+            requests = [(matchers[s].parser, int(begin_S[s]), drafts[s]) for s in drafted]
             fill_next_token_bitmask_par_with_draft_tokens(self._threads(), requests, bits_MW)
-            self._clear_failed([matchers[s] for s in drafted], bits_MW, place_S[drafted])
+            self._clear_failed([matchers[s] for s in drafted], bits_MW, begin_S[drafted])
             self._count(int(count_S[drafted].sum()), begun_ns)
-        return TokenMask(np.repeat(first_S - place_S, count_S) + np.arange(len(bits_MW)), bits_MW)
+        return TokenMask(np.repeat(first_S - begin_S, count_S) + np.arange(len(bits_MW)), bits_MW)
 
     def allows_nothing(self, matcher: RowMatcher) -> bool:
         """Return whether no token of the vocabulary can follow."""
@@ -159,37 +159,37 @@ class MaskFiller:
         """Return uninitialised masks: for a large vocabulary and many rows they are megabytes, mostly never read."""
         return np.empty((num_masks, self._mask_words), dtype=np.int32)
 
-    def _fill(self, matchers: Sequence[RowMatcher], bits_MW: np.ndarray, places: np.ndarray) -> None:
+    def _fill(self, matchers: Sequence[RowMatcher], bits_MW: np.ndarray, indices: np.ndarray) -> None:
         if not matchers:
             return
         begun_ns, is_parallel = perf_counter_ns(), self._is_parallel(len(matchers))
         if is_parallel:
             from llguidance.numpy import fill_next_token_bitmask_par
 
-            requests = [(matcher.parser, place) for matcher, place in zip(matchers, places.tolist())]
+            requests = [(matcher.parser, index) for matcher, index in zip(matchers, indices.tolist())]
             fill_next_token_bitmask_par(self._threads(), requests, bits_MW)
         else:
             address, row_bytes = bits_MW.ctypes.data, bits_MW.shape[1] * bits_MW.itemsize
-            for matcher, place in zip(matchers, places.tolist()):
-                matcher.parser.unsafe_compute_mask_ptr(address + place * row_bytes, row_bytes)
-        self._clear_failed(matchers, bits_MW, places)
-        taken_us = self._count(len(matchers), begun_ns)
-        self._mask_us = taken_us * (self._num_threads if is_parallel else 1) / len(matchers)
+            for matcher, index in zip(matchers, indices.tolist()):
+                matcher.parser.unsafe_compute_mask_ptr(address + index * row_bytes, row_bytes)
+        self._clear_failed(matchers, bits_MW, indices)
+        elapsed_us = self._count(len(matchers), begun_ns)
+        self._mask_us = elapsed_us * (self._num_threads if is_parallel else 1) / len(matchers)
 
     def _is_parallel(self, num_masks: int) -> bool:
         return self._num_threads > 1 and self._mask_us * num_masks > _MIN_PARALLEL_US
 
     def _count(self, num_masks: int, begun_ns: int) -> int:
-        taken_us = (perf_counter_ns() - begun_ns) // 1000
+        elapsed_us = (perf_counter_ns() - begun_ns) // 1000
         self._stats.filled_masks += num_masks
-        self._stats.mask_us += taken_us
-        return taken_us
+        self._stats.mask_us += elapsed_us
+        return elapsed_us
 
-    def _clear_failed(self, matchers: Sequence[RowMatcher], bits_MW: np.ndarray, places: np.ndarray) -> None:
+    def _clear_failed(self, matchers: Sequence[RowMatcher], bits_MW: np.ndarray, indices: np.ndarray) -> None:
         """Clear the masks of failed matchers, which allow nothing."""
-        for matcher, place in zip(matchers, places.tolist()):
+        for matcher, index in zip(matchers, indices.tolist()):
             if matcher.error is not None:
-                bits_MW[place] = 0
+                bits_MW[index] = 0
 
     def _threads(self) -> "LLExecutor":
         if self._executor is None:

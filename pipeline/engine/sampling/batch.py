@@ -61,17 +61,17 @@ class SamplingBatch:
 
     @property
     def is_sampled(self) -> np.ndarray:
-        """Which rows have a temperature; the others are greedy."""
+        """Rows with a temperature; the others are greedy."""
         return self.options["temperature"] > 0.0
 
     @property
     def must_go_on(self) -> np.ndarray:
-        """Which rows have not reached their min_tokens."""
+        """Rows that have not reached their min_tokens."""
         return self.options["min_tokens"] > self.positions
 
     @property
     def is_masked(self) -> np.ndarray:
-        """Which rows may not sample every token."""
+        """Rows that may not sample every token."""
         masked = self.must_go_on
         if self.mask is not None:
             masked[self.mask.row_M] = True

@@ -89,7 +89,7 @@ class Reader(Protocol):
 
     @property
     def is_finite(self) -> bool:
-        """Whether all received states are finite; valid once all have been received."""
+        """True if all received states are finite; valid once all have been received."""
         ...
 
     def next_text(self) -> tuple[int, tuple[int, ...]] | None:
@@ -179,7 +179,7 @@ class Sequence:
 
     @property
     def is_compared(self) -> bool:
-        """Whether it is only read to compare models, so that its work counts for no row."""
+        """True if it is only read to compare models, so that its work counts for no row."""
         return isinstance(self.request.task, HiddenStates)
 
     @property

@@ -61,7 +61,7 @@ class Account:
 
     @property
     def can_pay(self) -> bool:
-        """Whether the balance suffices for another contest."""
+        """True if the balance suffices for another contest."""
         return self._is_open and self.balance_s >= self._price_s
 
     @property
@@ -99,7 +99,7 @@ class Contest:
 
     @property
     def drafts(self) -> bool:
-        """Whether the next step should have drafts."""
+        """True if the next step should have drafts."""
         return self.is_on != (self.is_running and self._between is None)
 
     def window(self, is_on: bool) -> Window:
@@ -128,12 +128,12 @@ class Contest:
         self.is_running, self._begun_at, self._num_at_begin = True, self.steps, self.num_sequences
         self.window(not self.is_on).clear()
 
-    def judge(self, prefill_s: float, has_to_end: bool, now: int) -> None:
-        """End the contest if its steps suffice. has_to_end: there is no credit for another step. now: number of the
+    def judge(self, prefill_s: float, must_end: bool, now: int) -> None:
+        """End the contest if its steps suffice. must_end: there is no credit for another step. now: number of the
         step over all sizes."""
         assert self.is_running
         rate = self.rate(self.drafts, prefill_s)
-        is_late = has_to_end or self.steps - self._begun_at >= MAX_STEPS
+        is_late = must_end or self.steps - self._begun_at >= MAX_STEPS
         is_other_size = not 1.0 / OTHER_SIZE < self.num_sequences / self._num_at_begin < OTHER_SIZE
         if is_other_size or rate is None:
             if is_late or is_other_size:  # no result
@@ -150,7 +150,7 @@ class Contest:
             slowdown = None if self._before is None else rate.step_s / self._before.step_s
         is_sure = not CLEAR[0] < ratio < CLEAR[1] and abs(ratio - 1.0) > CERTAIN * error
         is_enough = is_late or (rate.weight >= MAX_WEIGHT and error < MAX_ERROR)
-        if is_enough and self._between is None and not is_sure and not has_to_end:
+        if is_enough and self._between is None and not is_sure and not must_end:
             self._between, self._begun_at = rate, self.steps
             self.window(self.is_on).clear()
         elif is_enough or (is_sure and (ratio < 1.0 or rate.weight >= MAX_WEIGHT)):  # a winner may as well continue

@@ -23,7 +23,7 @@ from pipeline.engine.speculation.step_time import OUTLIER, PrefillCost
 
 FIRST_STEPS = 48  # plain steps at startup: there is little text yet to draft from
 WARM_UP = 3  # steps ignored after drafts are switched on or off: caches are cold, the proposer catches up
-SETTLED, LOOK_EVERY = 64, 2  # equal steps after which only every second one is examined
+SETTLED, EXAMINE_EVERY = 64, 2  # equal steps after which only every second one is examined
 UNKNOWN_COST = 0.3  # of a draft, in tokens, until steps with drafts were timed
 UNKNOWN_OUTLIER = 6.0  # cap on a drafted step's time, in plain steps, until drafted steps were timed
 MAX_DRIFT_STEPS = 1.0  # cap on one step's share of the time that drafts lost or gained, in plain steps
@@ -81,8 +81,8 @@ class MeasuredDrafts:
         self._num_alike = self._num_alike + 1 if has_drafts == self._had_drafts else 0
         self._had_drafts = has_drafts
         self._unsettled_s += seconds
-        if self._num_alike <= SETTLED or contest.is_running or contest.steps % LOOK_EVERY == 0:
-            self._look(contest, has_drafts, outcome, seconds, own_s)
+        if self._num_alike <= SETTLED or contest.is_running or contest.steps % EXAMINE_EVERY == 0:
+            self._examine(contest, has_drafts, outcome, seconds, own_s)
 
     def counters(self) -> dict[str, int]:
         return self._counts.flat()
@@ -100,7 +100,7 @@ class MeasuredDrafts:
             contest.follow(last)
         return contest
 
-    def _look(self, contest: Contest, has_drafts: bool, outcome: StepOutcome, seconds: float, own_s: float) -> None:
+    def _examine(self, contest: Contest, has_drafts: bool, outcome: StepOutcome, seconds: float, own_s: float) -> None:
         """Learn from a step. own_s: its time without its prompts."""
         facts, verdict, prefill_s = outcome.facts, outcome.verdict, self._prefill.token_s
         num, window = facts.num_sequences, contest.window(has_drafts)

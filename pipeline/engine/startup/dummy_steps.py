@@ -67,8 +67,8 @@ def _step(resolved: Resolved, num_tokens: int, num_sequences: int, num_rows: int
     common leading blocks together."""
     count_S = np.full(num_sequences, num_tokens // num_sequences, dtype=np.int64)
     count_S[: num_tokens % num_sequences] += 1
-    most_blocks = -(-int(count_S.max()) // resolved.block_size)
-    in_order_SM = np.tile(np.arange(most_blocks, dtype=np.int32), (num_sequences, 1))
+    max_blocks = -(-int(count_S.max()) // resolved.block_size)
+    in_order_SM = np.tile(np.arange(max_blocks, dtype=np.int32), (num_sequences, 1))
     return dummy_step(
         count_S=count_S,
         context_len_S=count_S,
@@ -103,7 +103,7 @@ def _sampled_rows(num_rows: int) -> SamplingBatch:
 
 
 FEW_TOKENS = 256  # up to here every padded size of a step compiles its own kernels; above, powers of two suffice
-MOST_QUERIES = 8  # of a sequence that decodes or verifies drafts; sequences with more compute prompts
+MAX_QUERIES = 8  # of a sequence that decodes or verifies drafts; sequences with more compute prompts
 SHARED_TOKENS = 2048  # of contexts with a common prefix, long enough for shared-prefix attention
 
 
@@ -130,7 +130,7 @@ def compute_step_kinds(runner: ModelRunner, resolved: Resolved, captured: Captur
     most = resolved.max_num_batched_tokens
     for num_tokens in _token_counts(most):
         runner.execute(_prompts(resolved, num_tokens))
-    for queries in (1, 2, 4, MOST_QUERIES):
+    for queries in (1, 2, 4, MAX_QUERIES):
         num_sequences = min(resolved.max_num_seqs, most // queries)
         if num_sequences and resolved.max_model_len > queries:
             for shared in (False, True):

@@ -98,7 +98,7 @@ class Completing:
             self._stats.generated_tokens += len(token_ids)
             self._stats.forced_tokens += len(token_ids)
             if is_whole:
-                ends.append(_End(slot, "stop", self._whole_text(slot)))
+                ends.append(_End(slot, "stop", self._full_text(slot)))
             elif self._table.num_known[slot] >= self._table.limit[slot]:
                 ends.append(_End(slot, "length"))
         self._end(ends, now_us)
@@ -124,7 +124,7 @@ class Completing:
         for sequence in self._scheduler.finish(whole):
             assert sequence.reader is not None
             sequence.first_token_us = now_us
-            sequence.end(replace(self._whole(sequence, "stop", [], "", now_us), result=sequence.reader.result()))
+            sequence.end(replace(self._build(sequence, "stop", [], "", now_us), result=sequence.reader.result()))
 
     # -- ends
 
@@ -150,7 +150,7 @@ class Completing:
             if table.has_stops[slot] and not stopped:
                 stopped, text = self._check_stops(slot, int(token_R[r]), bool(known_R[r] >= table.min_known[slot]))
             if completes_R[r] and not stopped:
-                stopped, text = True, self._whole_text(slot)
+                stopped, text = True, self._full_text(slot)
             if stopped:
                 ends.append(_End(slot, "stop", text))
             elif loop_R[r]:
@@ -173,7 +173,7 @@ class Completing:
         match = sequence.stop_checker.push(token) if sequence.stop_checker is not None else None
         return match is not None, None if match is None else match.text
 
-    def _whole_text(self, slot: int) -> str:
+    def _full_text(self, slot: int) -> str:
         """Return the text of a sequence that its grammar ended, including the last token."""
         known = self._table.token_ids[slot, self._table.num_prompt[slot] : self._table.num_known[slot]]
         return self._tokenizer.decode(known.tolist())
@@ -184,10 +184,10 @@ class Completing:
         if text is None:
             # Without a stop string, "stop" means that the last token is EOS or a stop token id, which is not text.
             text = self._tokenizer.decode(token_ids[:-1] if end.reason == "stop" else token_ids)
-        whole = self._whole(sequence, end.reason, token_ids, text, now_us)
+        whole = self._build(sequence, end.reason, token_ids, text, now_us)
         return whole if sequence.reasoning is None else divided(whole, sequence.reasoning, self._tokenizer.decode)
 
-    def _whole(
+    def _build(
         self, sequence: Sequence, reason: FinishReason, token_ids: list[int], text: str, now_us: int
     ) -> Completion:
         return Completion(

@@ -68,7 +68,7 @@ class StepLoop:
             reading.take(hidden_NH, self.runner, self.table)  # last, so that an undone step is not recorded twice
         self.computing = None
         tokens = self.scheduler.commit(plan)
-        self._take(plan.sampling_slot_S, output)
+        self._append(plan.sampling_slot_S, output)
         self.completing.take_read(plan.slot_S)
         step_us, rejected = (perf_counter_ns() - begun_ns) // 1000, self.stats.rejected_drafts - rejected
         only_samples = plan.draft_S is None and reading is None and plan.num_tokens == len(plan.slot_S)
@@ -110,7 +110,7 @@ class StepLoop:
         is_unmasked = not (table.has_grammar[slot_S].any() or table.thinking[slot_S].any())
         return bool(table.is_plain[slot_S].all()), None if is_unmasked else self.masks.of_plan(plan, self.drafting)
 
-    def _take(self, slot_S: np.ndarray, output: SamplerOutput | Verified) -> None:
+    def _append(self, slot_S: np.ndarray, output: SamplerOutput | Verified) -> None:
         """Append these sequences' tokens and record the drafts' results."""
         num_generated = self.completing.take(slot_S, output)
         if self.drafting is not None:

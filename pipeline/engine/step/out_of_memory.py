@@ -42,7 +42,7 @@ class MemoryRecovery:
             self._loop.computing = None
         # The exception has been dropped here, and with it the frames that held the step's tensors.
         self._loop.land()
-        self._make_smaller(plan)
+        self._undo(plan)
         self._loop.stats.retried_us += (perf_counter_ns() - begun_ns) // 1000
 
     def abort(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
@@ -51,7 +51,7 @@ class MemoryRecovery:
         self._suspects = [sequence for sequence in self._suspects if not matches(sequence)]
         return aborted
 
-    def _make_smaller(self, plan: StepPlan) -> None:
+    def _undo(self, plan: StepPlan) -> None:
         """Undo a step that did not fit, and remove a sequence of which not even one token fits alone."""
         release_cached_memory()
         self._loop.stats.num_out_of_memory += 1

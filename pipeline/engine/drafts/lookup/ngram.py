@@ -27,7 +27,7 @@ CORPUS_TOKENS = 1 << 18  # of finished outputs: 1 MiB, and 8 MiB for their runs
 INDEXED_PER_CALL = 8192  # tokens, some milliseconds: long prompts are indexed over several steps
 LEARNT_PER_CALL = 8  # finished rows, some 10 us each
 LEARNT_TOKENS = 8192  # leading tokens of a prompt in which copies are searched
-MOST_UNLEARNT = 32  # finished rows that are kept for learning while no drafts are requested: the last ones
+MAX_UNLEARNT = 32  # finished rows that are kept for learning while no drafts are requested: the last ones
 
 
 class NgramProposer:
@@ -44,7 +44,7 @@ class NgramProposer:
         self.table, self.max_draft_tokens = table, max_draft_tokens
         self._finished = FinishedOutputs(corpus_tokens)
         self._patterns = CopyPatterns(table, self._finished)
-        self._unlearnt: deque[tuple[np.ndarray, int]] = deque(maxlen=MOST_UNLEARNT)  # tokens of a row, prompt length
+        self._unlearnt: deque[tuple[np.ndarray, int]] = deque(maxlen=MAX_UNLEARNT)  # tokens of a row, prompt length
         self._end_E = new_table(min(32 * table.token_ids.size, max_entries))
         self._tokens = table.token_ids.reshape(-1)  # a view: slot s begins at s * width
         self._width = table.token_ids.shape[1]
