@@ -409,11 +409,12 @@ class Engine:
     def warm_up(self) -> None:
         """Run one short request without drafts, so that the first real one does not pay for lazy initialisation.
 
-        Raises ConfigError when requests are waiting or running: the statistics of this call are discarded.
+        Raises ConfigError when requests are waiting or running, because it clears the prefix cache and the
+        output-length history afterwards.
         """
         self._check_open()
         if self._num_inside:
-            raise ConfigError(f"warm_up: {self._num_inside} sequences are waiting or running; warm up before them")
+            raise ConfigError(f"warm_up: {self._num_inside} sequences are waiting or running; call it first")
         self._say("warming up (kernels are compiled the first time on a machine)")
         counted, drafting = vars(self.stats).copy(), self.drafting
         self.draft_as(None)

@@ -126,7 +126,7 @@ class SamplingParams:
             (
                 "min_tokens",
                 self.structured_outputs is None or self.min_tokens == 0,
-                "0 with structured_outputs, which say where a completion ends",
+                "0 with structured_outputs, which determine where a completion ends",
             ),
             ("temperature", _is_finite(self.temperature) and self.temperature >= 0, "a finite number of at least 0"),
             ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0 or -1: off)"),
@@ -175,7 +175,7 @@ class SamplingParams:
             (
                 "thinking_token_budget",
                 self.thinking_token_budget is None or self.reasoning is not None,
-                "none without sampling.reasoning, which says where reasoning ends; set that to auto",
+                "none without sampling.reasoning, which marks where reasoning ends; set that to auto",
             ),
             ("n", _is_int(self.n) and 1 <= self.n <= MAX_SAMPLES, f"an integer 1 to {MAX_SAMPLES}"),
             (
@@ -260,7 +260,7 @@ def model_contradiction(method: str, model: str | None) -> str | None:
     if method == "draft_model" and model is None:
         return "required by method draft_model: the checkpoint of a smaller model with the same tokens"
     if method != "draft_model" and model is not None:
-        return f"only for method draft_model, and the method is {method}; write method: draft_model, or leave it out"
+        return f"only for method draft_model, but the method is {method}; set method: draft_model, or remove the key"
     return None
 
 

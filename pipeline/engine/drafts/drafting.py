@@ -38,7 +38,7 @@ class DraftedStep(NamedTuple):
 
 class DraftRoom:
     """Room for drafts in a planned step: tokens, context positions, and KV blocks. Call `grant`, then make the drafts,
-    then call `place`, before anything else is planned.
+    then call `write`, before anything else is planned.
 
     Drafts have the lowest priority: they use the token budget that a step leaves, and free blocks. No sequence is
     preempted for them.
@@ -53,7 +53,7 @@ class DraftRoom:
         checked = max(MAX_CHECKED_TOKENS - num_sequences, 0)
         return min(max(self._scheduler.step_tokens - plan.num_tokens, 0), checked)
 
-    def most(self, slot_S: np.ndarray) -> np.ndarray:
+    def max_drafts(self, slot_S: np.ndarray) -> np.ndarray:
         """Return how many drafts of each sequence can be useful: if all are accepted, one more token is generated."""
         table = self._scheduler.table
         end_S = table.limit[slot_S]
@@ -63,7 +63,7 @@ class DraftRoom:
 
     def grant(self, plan: StepPlan, slot_S: np.ndarray, count_S: np.ndarray) -> np.ndarray:
         """Allocate blocks for drafts of these sequences, all of which sample in the plan. Return how many of the
-        requested count_S (at most `most`) each may have; older sequences come first."""
+        requested count_S (at most `max_useful`) each may have; older sequences come first."""
         scheduler = self._scheduler
         table, pool = scheduler.table, scheduler.pool
         room = self.tokens(plan)
@@ -81,7 +81,7 @@ class DraftRoom:
                 table.append_blocks(slot_S[grown], missing_S[grown], pool.allocate(int(missing_S.sum())))
         return count_S
 
-    def place(self, plan: StepPlan, sampling: np.ndarray, token_id_SK: np.ndarray, count_S: np.ndarray) -> StepPlan:
+    def write(self, plan: StepPlan, sampling: np.ndarray, token_id_SK: np.ndarray, count_S: np.ndarray) -> StepPlan:
         """Return the plan with the first count_S[s] tokens of token_id_SK[s], which were granted, as drafts of the
         sequence with index sampling[s] in the plan."""
         table, slot_S = self._scheduler.table, plan.slot_S[sampling]
@@ -129,14 +129,14 @@ class Drafting:
         facts, sampling = self._step.facts, np.flatnonzero(plan.samples_S)
         slot_S = plan.slot_S[sampling]
         offer = self.proposer.offer(slot_S)
-        max_S = np.maximum(self._room.most(slot_S), 0)
+        max_S = np.maximum(self._room.max_useful(slot_S), 0)
         offer = Offer(slot_S, np.minimum(offer.count_S, max_S), offer.match_len_S, offer.token_id_SK)
         count_S = np.maximum(np.minimum(self.policy.lengths(facts, offer), offer.count_S), 0)
         if count_S.any():
             count_S = self._room.grant(plan, slot_S, count_S)
         if count_S.any():
             drafts = self.proposer.draft(offer, count_S)
-            plan = self._room.place(plan, sampling, drafts.token_id_SK, count_S)
+            plan = self._room.write(plan, sampling, drafts.token_id_SK, count_S)
             self._step = DraftedStep(facts, slot_S, count_S, drafts)
         return plan
 
@@ -164,11 +164,11 @@ class Drafting:
     def _draft_of_rows(self) -> np.ndarray:
         """Return the token drafted for the position of each row of logits; -1 for the last row of each sequence."""
         drafted_S, drafts = self._drafted()
-        most = int(drafted_S.max())
-        draft_SK1 = np.empty((len(drafted_S), most + 1), dtype=np.int64)
-        draft_SK1[:, :most] = drafts.token_id_SK[:, :most]
+        max_drafts = int(drafted_S.max())
+        draft_SK1 = np.empty((len(drafted_S), max_drafts + 1), dtype=np.int64)
+        draft_SK1[:, :max_drafts] = drafts.token_id_SK[:, :max_drafts]
         draft_SK1[np.arange(len(drafted_S)), drafted_S] = -1
-        return draft_SK1[np.arange(most + 1) <= drafted_S[:, None]]
+        return draft_SK1[np.arange(max_drafts + 1) <= drafted_S[:, None]]
 
     def _drafted(self) -> tuple[np.ndarray, Drafts]:
         assert self._step is not None

@@ -20,8 +20,8 @@ from pipeline.engine.drafts.policy import Offer
 
 @dataclass(frozen=True)
 class Drafts:
-    """Drafted tokens. token_id_SK: the first tokens of row s, as many as were chosen, are valid ids of the model; the
-    rest is undefined.
+    """Drafted tokens. token_id_SK: the first count_S[s] tokens of row s are valid ids of the model; the rest is
+    undefined.
 
     q_SKV: the probabilities that each was sampled from, with numbers of a separate stream (see random_numbers.py).
     None if drafts are not sampled from a known distribution, which is always correct.

@@ -34,14 +34,14 @@ class RowMatcher:
         self.is_open = not self.parser.is_stopped()
         return False
 
-    def take_forced(self, most: int) -> tuple[list[int], bool]:
-        """Advance by up to `most` forced tokens. Return them, and whether the completion is complete. Masks would allow
+    def take_forced(self, max_tokens: int) -> tuple[list[int], bool]:
+        """Advance by up to `max_tokens` forced tokens. Return them, and whether the completion is complete. Masks would allow
         exactly these tokens."""
         forced: list[int] = []
-        while len(forced) < most and self.look():
+        while len(forced) < max_tokens and self.look():
             token_ids = self.parser.compute_ff_tokens()
             sampled = [index for index, token in enumerate(token_ids) if token in self._never_force]
-            token_ids = token_ids[: min([most - len(forced), *sampled])]
+            token_ids = token_ids[: min([max_tokens - len(forced), *sampled])]
             if not token_ids:
                 break
             self.parser.consume_tokens(token_ids)

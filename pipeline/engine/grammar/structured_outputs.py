@@ -48,7 +48,7 @@ class StructuredOutputs:
         (kind,) = kinds
         text = _TEXTS[kind](given[kind])
         if len(text.encode("utf-8", "replace")) > MAX_BYTES:
-            raise ConfigError(f"sampling.structured_outputs.{kind}: more than {MAX_BYTES} bytes")
+            raise ConfigError(f"sampling.structured_outputs.{kind}: larger than {MAX_BYTES} bytes")
         return cls(kind, text, _whitespace(kind, given.get("whitespace_pattern")))
 
     def to_dict(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 @lru_cache(maxsize=MAX_COMPILED)
@@ -97,7 +97,7 @@ def _counted(follow: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
     def counted(*given: Any) -> Iterator[Any]:
         _num_references.set(_num_references.get() + 1)
         if _num_references.get() > MAX_REFERENCES:
-            raise _TooManyReferences(f"it takes more than {MAX_REFERENCES:,} references")
+            raise _TooManyReferences(f"it needs more than {MAX_REFERENCES:,} references")
         yield from follow(*given) or ()
 
     return counted

@@ -30,7 +30,7 @@ class ReasoningMarkers:
             if not isinstance(value, str) or not value:
                 raise ConfigError(f"{KEY}.{name} = {value!r:.60}: expected a text such as {KNOWN[0][name == 'end']}")
         if self.start == self.end:
-            raise ConfigError(f"{KEY}: start and end are both {self.start!r}; expected two texts")
+            raise ConfigError(f"{KEY}: start and end are both {self.start!r}; expected two different texts")
 
     @classmethod
     def of(cls, given: "Mapping[str, Any] | ReasoningMarkers | str") -> "ReasoningMarkers | Literal['auto']":

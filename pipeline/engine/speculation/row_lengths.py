@@ -20,8 +20,8 @@ PRIOR = 2.0  # weight of the average over all sequences in a sequence's own coun
 class RowLengths:
     """Draft lengths and counts of accepted drafts by slot."""
 
-    def __init__(self, most: int) -> None:
-        self._max = self._usual = most  # usual: length for a new sequence
+    def __init__(self, max_drafts: int) -> None:
+        self._max = self._usual = max_drafts  # usual: length for a new sequence
         self._length_B, self._rest_B = np.zeros((2, 1), dtype=np.int64)  # rest: remaining steps without drafts
         self._right_B, self._wrong_B = np.zeros((2, 1))  # decayed counts; drafts after a wrong one do not count
         self._right, self._wrong = FIRST  # the same over all sequences

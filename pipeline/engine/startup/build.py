@@ -138,10 +138,10 @@ def captured_shapes(resolved: Resolved, most_mixed_tokens: int) -> list[Captured
     Steps with drafts are captured up to the same size as mixed steps: larger ones take longer to compute than to
     launch."""
     max_verified = resolved.most_checked_tokens
-    most = max(resolved.max_num_seqs, min(max_verified, most_mixed_tokens or max_verified))
-    in_pass = min(PASS_QUERIES * resolved.max_num_seqs, resolved.max_num_batched_tokens)
-    target = CapturedShape(1 + resolved.max_drafts, most, most_mixed_tokens)
-    return [target, CapturedShape(PASS_QUERIES, in_pass)]
+    max_tokens = max(resolved.max_num_seqs, min(max_verified, most_mixed_tokens or max_verified))
+    max_pass_tokens = min(PASS_QUERIES * resolved.max_num_seqs, resolved.max_num_batched_tokens)
+    target = CapturedShape(1 + resolved.max_drafts, max_tokens, most_mixed_tokens)
+    return [target, CapturedShape(PASS_QUERIES, max_pass_tokens)]
 
 
 def _most_mixed_tokens(model: ModelConfig, resolved: Resolved) -> int:

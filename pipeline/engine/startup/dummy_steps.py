@@ -48,8 +48,8 @@ def largest_step_bytes(runner: ModelRunner, resolved: Resolved) -> int:
             weights(logits_RV, batch, np.arange(num_rows))  # rejection sampling
 
     def verifying() -> None:
-        most = resolved.most_checked_tokens
-        sample_on_device(runner, runner.execute(_step(resolved, most, num_sequences, most)), None)
+        max_tokens = resolved.most_checked_tokens
+        sample_on_device(runner, runner.execute(_step(resolved, max_tokens, num_sequences, max_tokens)), None)
 
     return max(_peak_bytes(sampling, resolved.device), _peak_bytes(verifying, resolved.device))
 
@@ -127,11 +127,11 @@ def compute_step_kinds(runner: ModelRunner, resolved: Resolved, captured: Captur
     Use only while kernels are compiled, not run: block tables and contexts exceed `runner`'s cache. `runner` cannot be
     used afterwards.
     """
-    most = resolved.max_num_batched_tokens
-    for num_tokens in _token_counts(most):
+    max_tokens = resolved.max_num_batched_tokens
+    for num_tokens in _token_counts(max_tokens):
         runner.execute(_prompts(resolved, num_tokens))
     for queries in (1, 2, 4, MAX_QUERIES):
-        num_sequences = min(resolved.max_num_seqs, most // queries)
+        num_sequences = min(resolved.max_num_seqs, max_tokens // queries)
         if num_sequences and resolved.max_model_len > queries:
             for shared in (False, True):
                 logits_RV = runner.execute(_decoding(resolved, num_sequences, queries, shared))
@@ -148,10 +148,10 @@ def compute_step_kinds(runner: ModelRunner, resolved: Resolved, captured: Captur
         )
 
 
-def _token_counts(most: int) -> list[int]:
-    small = graph_sizes(min(most, FEW_TOKENS))
-    doubled = [FEW_TOKENS << n for n in range(1, 32) if FEW_TOKENS << n < most]
-    return sorted({*small, *doubled, most})
+def _token_counts(max_tokens: int) -> list[int]:
+    small = graph_sizes(min(max_tokens, FEW_TOKENS))
+    doubled = [FEW_TOKENS << n for n in range(1, 32) if FEW_TOKENS << n < max_tokens]
+    return sorted({*small, *doubled, max_tokens})
 
 
 def _prompts(resolved: Resolved, num_tokens: int) -> StepInput:

@@ -47,8 +47,8 @@ class CopyPatterns:
         compiled_copies.learn(tokens, num_prompt, place, self._symbol_N, self._copy_N4, self._end_E, self._known_TQ4)
 
     def exchange(self, offer: Offer, known_S: np.ndarray, most_new: int) -> None:
-        """Replace the drafts of sequences whose last symbols match at least as many as their last tokens. known_S:
-        their known tokens. At most most_new tokens of each are parsed in one call; sequences with more wait."""
+        """Replace the drafts of sequences whose last symbols have a match no shorter than that of their last tokens.
+        known_S: their known tokens. At most most_new tokens of each are parsed in one call; the rest waits."""
         table, slot_S = self._table, offer.slot_S
         compiled_copies.draft(
             *(self._tokens, slot_S, slot_S * table.max_model_len, table.num_prompt[slot_S], known_S),
