@@ -35,8 +35,8 @@ class RowMatcher:
         return False
 
     def take_forced(self, max_tokens: int) -> tuple[list[int], bool]:
-        """Advance by up to `max_tokens` forced tokens. Return them, and whether the completion is complete. Masks would allow
-        exactly these tokens."""
+        """Advance by up to `max_tokens` forced tokens, the only ones that masks would allow. Return them, and whether
+        the completion is complete."""
         forced: list[int] = []
         while len(forced) < max_tokens and self.look():
             token_ids = self.parser.compute_ff_tokens()

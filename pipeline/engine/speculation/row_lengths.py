@@ -54,7 +54,7 @@ class RowLengths:
         self._right = ALL * self._right + int(accepted_D.sum())
         self._wrong = ALL * self._wrong + int(np.count_nonzero(rejected_D))
         if self._usual == self._max == int(accepted_D.min()):
-            return  # all accepted at full length: nothing changes, and the rest takes time
+            return  # all accepted at full length: the lengths stay, and computing them takes time
         log_cost = log(min(max(cost, 1e-3), 0.999))
         usual = min(max(self._right / max(self._right + self._wrong, 1.0), 1e-3), 0.999)
         self._right_B[slot_D] = right_D = OWN * self._right_B[slot_D] + accepted_D
