@@ -53,7 +53,7 @@ class DraftRoom:
         checked = max(MAX_CHECKED_TOKENS - num_sequences, 0)
         return min(max(self._scheduler.step_tokens - plan.num_tokens, 0), checked)
 
-    def max_drafts(self, slot_S: np.ndarray) -> np.ndarray:
+    def max_useful(self, slot_S: np.ndarray) -> np.ndarray:
         """Return how many drafts of each sequence can be useful: if all are accepted, one more token is generated."""
         table = self._scheduler.table
         end_S = table.limit[slot_S]
