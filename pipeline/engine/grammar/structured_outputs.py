@@ -101,7 +101,7 @@ def _schema(given: object) -> str:
 def _choices(given: object) -> str:
     texts = list(given) if isinstance(given, list | tuple) else []
     if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise _refused("choice", f"{given!r:.60}", "a list of non-empty texts (quote numbers)")
+        raise _refused("choice", f"{given!r:.60}", "a list of texts that are not empty (quote numbers)")
     return json.dumps(texts, ensure_ascii=False)
 
 

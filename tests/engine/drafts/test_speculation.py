@@ -215,5 +215,5 @@ def test_a_proposer_comes_before_the_first_request() -> None:
     engine = hash_engine(64, 4)
     engine.add(Request(0, [1, 2], SamplingParams()))
     engine.step()
-    with pytest.raises(AssertionError, match="unknown to the proposers"):
+    with pytest.raises(AssertionError, match="do not know sequences"):
         engine.draft_as(Drafting(NgramProposer(engine.table, 4), FixedDrafts(), engine.scheduler))

@@ -25,9 +25,9 @@ from tests.engine.hash_runner import VOCAB
         ({"regex": 5}, "a regular expression"), ({"choice": []}, "a list of texts"), ({"choice": ["a", 1]}, "quote"),
         ({"choice": ["a", ""]}, "not empty"), ({"choice": "ab"}, "a list of texts"), ({"json_object": 1}, "true"),
         ({"regex": "a", "whitespace_pattern": " ?"}, "only with json"),
-        ({"json": {}, "whitespace_pattern": " *"}, "no bound"),
+        ({"json": {}, "whitespace_pattern": " *"}, "unbounded"),
         ({"json": {}, "whitespace_pattern": "[ ]{0,}"}, "bound"),
-        ({"regex": "a" * (1 << 21)}, "more than"),
+        ({"regex": "a" * (1 << 21)}, "larger than"),
     ],
 )  # fmt: skip
 def test_what_is_no_specification_is_refused_by_its_key(given: object, expected: str) -> None:
