@@ -167,7 +167,7 @@ def test_one_sample_that_fails_makes_an_error_row_that_counts_all_that_was_compu
     (done,) = run(engine, [Request(0, prompt, params)]).values()
     assert (done.error, done.token_ids, done.samples) == ("non_finite_logits", [], ())
     failed = next(i for i in range(8) if bad in expected[0, i].token_ids[:-1])  # type: ignore[index]
-    assert (done.error_message or "").startswith(f"sample {failed} of 8: the model gave logits")
+    assert (done.error_message or "").startswith(f"sample {failed} of 8: the model returned non-finite logits")
     assert done.num_lost_generated_tokens == engine.stats.generated_tokens
     assert done.num_lost_prompt_tokens == engine.stats.prompt_tokens - engine.stats.cached_tokens
 

@@ -161,7 +161,7 @@ def test_reasoning_is_told_apart_for_people_and_files(pipe, rows, tmp_path, monk
     pipe(*flags, "--output", "out.parquet")
     assert pq.read_table(tmp_path / "out.parquet")["reasoning"].to_pylist() == ["first\nthen"]
     _, _, refused = pipe("--prompt", "why", "--set", "sampling.reasoning=auto")
-    assert "has no token that begins reasoning" in refused
+    assert "has no known start-of-reasoning token" in refused
 
 
 def test_what_is_no_number_in_json_is_none(rows):

@@ -115,7 +115,7 @@ def test_lookup_is_the_default(folder: Path, speculation: str, monkeypatch: pyte
         (True, "expected auto, off, lookup, draft_model, or a mapping"),
         ({"method": "eagle"}, "expected one of auto, off, lookup, draft_model"),
         ("draft_model", "speculation.model: required by method draft_model"),
-        ({"model": "x"}, "speculation.model: only for method draft_model, and the method is auto"),
+        ({"model": "x"}, "speculation.model: only for method draft_model, but the method is auto"),
         ({"method": "lookup", "forced": 1}, "expected true or false"),
         ({"method": "lookup", "most": 3}, "a mapping with keys among method, model, num_speculative_tokens, forced"),
         ({"method": "lookup", "num_speculative_tokens": 0}, "from 1 to 32"),

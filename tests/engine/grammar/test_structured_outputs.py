@@ -25,9 +25,9 @@ from tests.engine.hash_runner import VOCAB
         ({"regex": 5}, "a regular expression"), ({"choice": []}, "a list of texts"), ({"choice": ["a", 1]}, "quote"),
         ({"choice": ["a", ""]}, "not empty"), ({"choice": "ab"}, "a list of texts"), ({"json_object": 1}, "true"),
         ({"regex": "a", "whitespace_pattern": " ?"}, "only with json"),
-        ({"json": {}, "whitespace_pattern": " *"}, "no bound"),
+        ({"json": {}, "whitespace_pattern": " *"}, "unbounded"),
         ({"json": {}, "whitespace_pattern": "[ ]{0,}"}, "bound"),
-        ({"regex": "a" * (1 << 21)}, "more than"),
+        ({"regex": "a" * (1 << 21)}, "larger than"),
     ],
 )  # fmt: skip
 def test_what_is_no_specification_is_refused_by_its_key(given: object, expected: str) -> None:
@@ -71,12 +71,12 @@ LIST = {"type": "array", "items": {"$ref": "#/$defs/node"}}
 @pytest.mark.parametrize(
     ("root", "node", "expected"),
     [
-        ({"$ref": "#"}, {}, "the schema leads back to itself"),
-        ({"$ref": "#it", "$anchor": "it"}, {}, "the schema leads back to itself"),
-        ({"$ref": "http://a/b#", "$id": "http://a/b"}, {}, "the schema leads back to itself"),
+        ({"$ref": "#"}, {}, "the schema refers to itself"),
+        ({"$ref": "#it", "$anchor": "it"}, {}, "the schema refers to itself"),
+        ({"$ref": "http://a/b#", "$id": "http://a/b"}, {}, "the schema refers to itself"),
         ({"properties": {"a": {"$ref": "#/$defs/node"}}}, {"allOf": [{"$ref": "#/$defs/node"}]},
-         r"\$defs\.node leads back"),
-        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, {}, "the schema leads back"),
+         r"\$defs\.node refers to itself"),
+        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, {}, "the schema refers to itself"),
         (NODE, NODE, "the schema requires itself without end"),
         ({"properties": {"a": {"$ref": "#/$defs/node"}}}, NODE, r"properties\.a requires itself without end"),
         (OPTIONAL, OPTIONAL, None), (LIST, LIST, None), (OPTIONAL, {"anyOf": [NODE, {"type": "null"}]}, None),

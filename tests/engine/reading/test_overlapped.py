@@ -76,6 +76,6 @@ def test_logits_that_are_no_numbers_are_an_error_row_and_leave_no_block_behind()
     engine.add(Request(2, text, PARAMS, task=Choice(((1, 2), (3, 4)))))
     done = run(engine, [])
     assert [done[row].error for row in range(3)] == ["non_finite_logits", None, "non_finite_logits"]
-    assert "not finite numbers for its prompt" in done[0].error_message
+    assert "non-finite logits for the prompt" in done[0].error_message
     assert engine.runner.zeroed
     assert engine.pool.num_held == 0

@@ -211,7 +211,7 @@ def test_a_classification_head_gives_the_logits_of_transformers(tmp_path: Path, 
         logits = reference(torch.tensor([text])).logits[0]
         np.testing.assert_allclose(completion.result.values, logits, atol=1e-4)
     assert [completion.error for completion in refused] == ["task_not_served"] * 2
-    assert "no head over the vocabulary" in refused[0].error_message
+    assert "no language model head" in refused[0].error_message
 
 
 def test_a_bare_decoder_embeds_and_generates_nothing(tmp_path: Path) -> None:
@@ -239,11 +239,11 @@ def test_what_cannot_be_read_is_an_error_row(folder: Path) -> None:
             ([7], Score(), "empty_prompt", "has 1 tokens and is scored from token 2 on"),
             ([], Score(), "empty_prompt", ""),
             ([], Choice(((1,),)), "empty_prompt", ""),
-            ([1, 2], Choice(((1,), (999,))), "token_out_of_vocabulary", "a label holds token 999"),
-            ([1, 2], Choice(((1,), (-3,))), "token_out_of_vocabulary", "a label holds token -3"),
-            ([1, 999], Embed(), "token_out_of_vocabulary", "holds token 999"),
-            ([1, 2**40], Embed(), "token_out_of_vocabulary", f"holds token {2**40}"),
-            ([1, 2**80], Score(), "token_out_of_vocabulary", f"holds token {2**80}"),
+            ([1, 2], Choice(((1,), (999,))), "token_out_of_vocabulary", "a label contains token id 999"),
+            ([1, 2], Choice(((1,), (-3,))), "token_out_of_vocabulary", "a label contains token id -3"),
+            ([1, 999], Embed(), "token_out_of_vocabulary", "contains token id 999"),
+            ([1, 2**40], Embed(), "token_out_of_vocabulary", f"contains token id {2**40}"),
+            ([1, 2**80], Score(), "token_out_of_vocabulary", f"contains token id {2**80}"),
             ([1, 2], Classify(), "task_not_served", "no sequence classification head"),
             ([1, 2], Embed(dimensions=4096), "task_not_served", "dimensions = 4096"),
             (list(range(33)), Score(), "prompt_too_long", "at most 32 fit"),

@@ -169,7 +169,7 @@ def test_budgets_alone_hold_where_no_other_row_needs_a_mask(name: str, plain: di
 
 def test_markers_that_are_no_tokens_are_refused_before_anything_runs() -> None:
     engine, params = text_engine(), SamplingParams(reasoning="auto")
-    message = "sampling.reasoning: auto: the checkpoint's tokenizer has no token that begins reasoning"
+    message = "sampling.reasoning: auto: the checkpoint's tokenizer has no known start-of-reasoning token"
     with pytest.raises(ConfigError, match=re.escape(message)):
         engine.generate([[1]], params)
     with pytest.raises(ConfigError, match=re.escape(message)):

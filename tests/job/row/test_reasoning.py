@@ -88,7 +88,7 @@ def test_its_markers_are_the_checkpoints_and_part_of_what_the_job_is(job):
     named = {"start": "<|im_start|>", "end": "<|im_end|>"}  # added tokens are markers too
     assert identity(reasoning=named, thinking_token_budget=5)["thinking_token_budget"] == 5
     special = {"start": "<|im_start|>", "end": "two words"}
-    for reasoning, told in (("auto", "has no token that begins reasoning"), (special, "is a special token")):
+    for reasoning, told in (("auto", "has no known start-of-reasoning token"), (special, "is a special token")):
         settings = configured(job, reasoning=reasoning)
         with pytest.raises(ConfigError, match=rf"sampling\.reasoning.*{told}"):
             make_plan(settings, "cpu")
