@@ -7,7 +7,7 @@ Suffixes: M tokens, K inputs (filled up to whole blocks with zeros), B blocks of
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 from dataclasses import dataclass
 

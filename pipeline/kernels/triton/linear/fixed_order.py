@@ -11,7 +11,7 @@ Suffixes: M tokens, N outputs, K inputs, P parts.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 from dataclasses import dataclass
 

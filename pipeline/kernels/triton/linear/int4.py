@@ -25,7 +25,7 @@ words, Q quarters of a block, G groups of a chunk, P parts of the inputs, and J 
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 from dataclasses import dataclass
 

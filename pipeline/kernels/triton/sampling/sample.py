@@ -17,7 +17,7 @@ Shapes: P parts of a row, T parts read together, W tokens of a part, Q quarters 
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 import torch
 import triton
