@@ -44,9 +44,9 @@ def rope(x_TND: torch.Tensor, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor) -> t
 def to_fp8(x_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return FP8 codes and their scales (T, K), as defined in `kernels/cache.py`."""
     wide_TKD = x_TKD.float()
-    most_TK = wide_TKD.abs().amax(-1)
-    is_sound_TK = most_TK.isfinite()
-    scale_TK = (most_TK * (1.0 / FP8_MAX)).clamp_min(SMALLEST_SCALE)
+    largest_TK = wide_TKD.abs().amax(-1)
+    is_sound_TK = largest_TK.isfinite()
+    scale_TK = (largest_TK * (1.0 / FP8_MAX)).clamp_min(SMALLEST_SCALE)
     code_TKD = (wide_TKD * (1.0 / scale_TK)[..., None]).where(is_sound_TK[..., None], 0.0).to(FP8)
     return code_TKD, scale_TK.where(is_sound_TK, float("nan"))
 

@@ -36,7 +36,7 @@ class Target:
 
     @property
     def converts_fp8(self) -> bool:
-        """Whether there are instructions that convert two FP8 codes to float16 (PTX ISA, `cvt`)."""
+        """Support for instructions that convert two FP8 codes to float16 (PTX ISA, `cvt`)."""
         return self.capability >= (8, 9)
 
 

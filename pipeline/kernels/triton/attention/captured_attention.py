@@ -76,8 +76,11 @@ class CapturedAttention:
         return int((-(-prompt_S // self._queries)).sum()) <= self._max_tiles(num_tokens)
 
     def _max_tiles(self, num_tokens: int) -> int:
-        """Return the number of prompt tiles in mixed steps padded to `num_tokens`: twice those that the tokens fill,
-        since the last tile of each prompt may be nearly empty, and at least as many as the GPU computes at once."""
+        """Return the number of prompt tiles in mixed steps padded to `num_tokens`.
+
+        It is twice the number that the tokens fill, since the last tile of each prompt may be nearly empty, and at
+        least the number that the GPU computes at once.
+        """
         return max(self._tiles_at_once, 2 * -(-num_tokens // self._queries))
 
     def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> None:
