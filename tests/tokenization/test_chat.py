@@ -144,7 +144,7 @@ def test_tool_calls_need_a_template_that_renders_them():
     assert render(bare, answer) == "[tool] 7 "
     with pytest.raises(ChatTemplateError, match="message 1: role 'tool': the chat template does not render it"):
         render(users, user("x"), answer)
-    with pytest.raises(ChatTemplateError, match="message 1, the last: an assistant's turn without text"):
+    with pytest.raises(ChatTemplateError, match="message 1, the last: an assistant message without text"):
         render(each, user("x"), CALL, continues=True)
 
 

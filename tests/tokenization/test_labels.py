@@ -29,7 +29,7 @@ def test_where_one_label_begins_another_the_end_belongs_to_each():
 
 @pytest.mark.parametrize(
     ("labels", "message"),
-    [([], "at least one"), (["a", ""], "'' has no tokens"), (["a", "b", "a"], "'a' is there twice")],
+    [([], "at least one"), (["a", ""], "'' has no tokens"), (["a", "b", "a"], "'a' occurs twice")],
 )
 def test_labels_that_cannot_be_told_apart_are_refused(labels, message):
     with pytest.raises(ConfigError, match=message):

@@ -168,7 +168,7 @@ def test_groups_and_head_sizes(group: int, head_dim: int) -> None:
 
 def test_too_many_heads_are_refused_by_name() -> None:
     step = make_step([(20, 20)], (129, 1), 16, 64, torch.float32)
-    with pytest.raises(ModelError, match="129 query heads on 1 KV heads"):
+    with pytest.raises(ModelError, match="129 query heads with 1 KV heads"):
         BatchInvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
 
 

@@ -178,7 +178,7 @@ def test_a_broken_query_stays_in_its_row() -> None:
 
 def test_too_many_heads_are_refused_by_name() -> None:
     step = make_step([(20, 20)], (129, 1), 16, 64, torch.float32)
-    with pytest.raises(ModelError, match="129 query heads on 1 KV heads"):
+    with pytest.raises(ModelError, match="129 query heads with 1 KV heads"):
         PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
 
 
@@ -235,7 +235,7 @@ def test_a_plan_that_lies_ready_is_used() -> None:
 
 def test_work_for_more_queries_than_the_kernel_takes_is_refused() -> None:
     assert [most_queries(group) for group in (1, 3, 4, 5, 8, 16, 64, 71)] == [8, 8, 8, 6, 8, 4, 1, 1]
-    with pytest.raises(ValueError, match="takes 4 at most where 16 query heads"):
+    with pytest.raises(ValueError, match="supports up to 4 with 16 query heads"):
         DecodeMetadata.allocate(1, 1, 64, 16, 1, 16, DEVICE, H100, num_queries=5)
 
 
