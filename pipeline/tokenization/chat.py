@@ -111,7 +111,7 @@ class ChatRenderer:
                 self._start()
                 answer = self._exchange(request)
         if "error" in answer:
-            raise ChatTemplateError(f"the chat template refused the messages: {answer['error']}")
+            raise ChatTemplateError(f"the chat template rejected the messages: {answer['error']}")
         return answer["text"]
 
     def _start(self) -> None:

@@ -46,7 +46,7 @@ def _strftime_now(now: str | None) -> Callable[[str], str]:
 
     def strftime_now(form: str) -> str:
         if now is None:
-            raise jinja2.TemplateError("it asks for the date, and none was given")
+            raise jinja2.TemplateError("it needs the date, but none was given")
         return datetime.fromisoformat(now).strftime(form)
 
     return strftime_now

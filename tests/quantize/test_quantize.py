@@ -220,7 +220,7 @@ def test_layers_see_what_transformers_layers_see(tmp_path, name):
         (["BASE", "--output", "OUT", "--method", "rtn", "--job", "j.yaml"], "looks at no texts"),
         (["BASE", "--output", "OUT", "--method", "rtn", "--act-order"], "only works with gptq"),
         (["BASE", "--output", "OUT", "--method", "rtn"], "= 64 is not a multiple of --group-size 128; --group-size 64"),
-        (["BASE", "--output", "OUT", "--group-size", "32", "--calibration", "DATA"], "divide by 64, which awq needs"),
+        (["BASE", "--output", "OUT", "--group-size", "32", "--calibration", "DATA"], "of 64, as awq requires"),
         (["BASE", "--output", "FULL", "--method", "int8"], "already exists and is not empty"),
         (["demo:target-awq", "--output", "OUT", "--method", "int8"], "is already quantized (awq in config.json)"),
         (["BASE", "--output", "MINE", "--method", "int8"], "exists, but not from an earlier run"),

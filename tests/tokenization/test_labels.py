@@ -23,7 +23,7 @@ def test_where_one_label_begins_another_the_end_belongs_to_each():
     assert encode_labels(Letters(), [], ["ab", "c", "a"]) == [(97, 98, 2), (99, 2), (97, 2)]
     endless = Letters()
     endless.end_token_id = None
-    with pytest.raises(ConfigError, match="no end of text"):
+    with pytest.raises(ConfigError, match="no end-of-text token"):
         encode_labels(endless, [], ["a", "ab"])
 
 

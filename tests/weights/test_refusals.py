@@ -139,7 +139,7 @@ def test_scales_that_are_no_numbers_are_refused(name: str, broken: float) -> Non
     key = next(key for key in tensors if "scale" in key)
     tensors[key] = tensors[key].clone()
     tensors[key].view(-1)[0] = broken
-    with pytest.raises(ModelError, match=rf"{key}: holds infinities"):
+    with pytest.raises(ModelError, match=rf"{key}: contains infinities"):
         form.read_linear(StoredLinear("a.q_proj", SHAPE, tensors))
 
 
@@ -182,7 +182,7 @@ def test_the_shape_that_a_packed_weight_says_is_the_models() -> None:
     form, tensors, _ = packed("int4")
     for lie in ([64, 48], [48, 65], [-48, 64]):
         tensors["a.q_proj.weight_shape"] = torch.tensor(lie)
-        with pytest.raises(ModelError, match=r"a\.q_proj\.weight_shape: says .*, expected \(48, 64\)"):
+        with pytest.raises(ModelError, match=r"a\.q_proj\.weight_shape: is .*, expected \(48, 64\)"):
             form.read_linear(StoredLinear("a.q_proj", SHAPE, tensors))
 
 
