@@ -172,7 +172,7 @@ def test_kernels_that_cannot_be_kept_are_the_environment_s_failure(tmp_path, mon
 @pytest.mark.skipif(not IS_ROOT, reason="needs a folder of another user")
 def test_a_kernel_folder_in_which_another_user_compiled(place):
     folder(folder(place / "numba", 0o777, 0) / "attention_0123", 0o755, 0)
-    with pytest.raises(EnvironmentFailed, match="attention_0123 in it cannot be written"):
+    with pytest.raises(EnvironmentFailed, match="attention_0123 in it is not writable"):
         as_other_user(lambda: keep_cpu_kernels_in(place / "numba"))
 
 

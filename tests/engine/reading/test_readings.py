@@ -309,7 +309,7 @@ def test_labels_by_text(folder: Path) -> None:
     with float32_engine(folder) as engine:
         found = engine.choose(["Is it warm?", "Is it cold?"], [" yes", " no", " not sure"])
         assert [len(completion.result.logprobs) for completion in found] == [3, 3]
-        with pytest.raises(ConfigError, match="is there twice"):
+        with pytest.raises(ConfigError, match="occurs twice"):
             engine.choose("Is it?", [" yes", " yes"])
         scored = engine.score(["Is it warm?"], [" yes"])[0].result
         ends = engine.score(["Is it warm?"], [" no"])[0].result

@@ -125,7 +125,7 @@ def test_each_row_may_have_its_own_labels_and_bad_ones_are_error_rows_by_name(of
         assert [each["logprob"] for each in rows[i]["label_probabilities"]] == list(expected.logprobs)
         assert rows[i]["label"] == options[i][expected.best]
     for i, why in {2: "'options' is null", 3: "an empty list", 4: "a null among the labels", 5: "an empty label",
-                   6: "task.labels: 'same' is there twice"}.items():  # fmt: skip
+                   6: "task.labels: 'same' occurs twice"}.items():  # fmt: skip
         assert (rows[i]["error"], rows[i]["label"]) == ("invalid_labels", None)
         assert why in rows[i]["error_message"]
 

@@ -161,7 +161,7 @@ def test_some_rows_of_a_step_attend_as_in_the_whole_step() -> None:
 @pytest.mark.parametrize("attention", [PagedAttention, BatchInvariantAttention])
 def test_too_many_heads_are_refused_by_name(attention: type[PagedAttention | BatchInvariantAttention]) -> None:
     step = make_step([(20, 20)], (129, 1), 16, 64, torch.float32)
-    with pytest.raises(ModelError, match="129 query heads on 1 KV heads"):
+    with pytest.raises(ModelError, match="129 query heads with 1 KV heads"):
         attention(DEVICE)(*step.tensors, step.where, 0.3, None)
 
 

@@ -144,7 +144,7 @@ def test_what_the_kernels_do_not_serve_goes_to_cublas(change: str) -> None:
     if change == "large zeros":
         weight.zeros_NG[0, 0] = 241
     assert not serves(weight)
-    with pytest.raises(ValueError, match="the fused kernels take 4 bits"):
+    with pytest.raises(ValueError, match="the fused kernels support 4 bits"):
         TwoPathLinear(weight, torch.float32, DEVICE)
     linear = prepare_linear(weight, torch.float32, DEVICE)
     assert isinstance(linear, DenseLinear)
