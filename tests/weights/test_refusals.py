@@ -118,7 +118,7 @@ def test_sound_tensors_are_read_and_all_others_refused_by_name(name: str) -> Non
     for broken in (float("nan"), float("inf")):
         scales = tensors[scale].clone()
         scales.view(-1)[0] = broken
-        check_refused(form, Named(tensors | {scale: scales}), r"\.\w+: holds infinities")
+        check_refused(form, Named(tensors | {scale: scales}), r"\.\w+: contains infinities")
 
 
 def test_a_plain_linear_next_to_quantized_ones_is_read_as_it_is() -> None:
