@@ -22,7 +22,7 @@ from pipeline.engine.final_check import checked, is_checked
 from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.grammar.validity import import_jsonschema
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
-from pipeline.engine.reading.sequences import prompt_reader, sequence_of, why_refused
+from pipeline.engine.reading.sequences import prompt_reader, sequence_of, unsupported_reason
 from pipeline.engine.reasoning.tracking import RequestReasoning
 from pipeline.engine.samples import Group, sample_seed
 from pipeline.engine.schedule.block_pool import BlockPool
@@ -134,13 +134,13 @@ class Engine:
         self._check_open()
         params, no_reasoning = request.params, None
         if params.reasoning is not None:  # raises before anything is counted
-            no_reasoning = self._reasoning.why_refused(
+            no_reasoning = self._reasoning.unsupported_reason(
                 params.reasoning, params.thinking_token_budget is not None, params.structured_outputs is not None
             )
         seed = params.seed if params.seed is not None else self.seed + call.num_given
         refused = None
         if request.task is not None or not self.runner.has_vocabulary_head:
-            refused = why_refused(request, self.runner)
+            refused = unsupported_reason(request, self.runner)
         if refused is None and no_reasoning is not None and request.task is None:
             refused = RowError.INVALID_SAMPLING, no_reasoning
         sequences = [] if refused is not None else self._sequences(request, seed, call)  # raises for invalid ids

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, InputKernels, Kernels, Linear
-from pipeline.kernels.memory import ask_for_huge_pages, on_device
+from pipeline.kernels.memory import advise_huge_pages, on_device
 from pipeline.model.config import ModelConfig
 from pipeline.model.load import LayerWeights, WeightReader
 from pipeline.weights.packed import DenseWeight
@@ -44,7 +44,7 @@ class KVCache:
         if device.type == "cpu":
             for layer in layers:
                 for tensor in layer.tensors:
-                    ask_for_huge_pages(tensor)
+                    advise_huge_pages(tensor)
         return cls(layers, with_spare_block)
 
     @property

@@ -122,12 +122,15 @@ def test_sampling(place: Place, rows: int) -> None:
     logits_RV[1::5, -1] = float("nan")
     options_R4 = torch.tensor(DRAWS).repeat(-(-rows // len(DRAWS)), 1)[:rows].double()
     u_R1 = torch.rand(rows, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
-    how_5R = torch.cat([options_R4, u_R1], dim=1).T.contiguous()
+    sampling_params_5R = torch.cat([options_R4, u_R1], dim=1).T.contiguous()
     noise_RV = 3 * place.normal(rows, 32_012)[:, 1:].float()
     noise_RV[1::7, -1] = float("nan")
     for ours, its in (
         (kernels.greedy(logits_RV), exact.greedy(logits_RV.cpu())),
-        (kernels.sample(noise_RV, how_5R.to(place.device)), exact.sample(noise_RV.cpu(), how_5R)),
+        (
+            kernels.sample(noise_RV, sampling_params_5R.to(place.device)),
+            exact.sample(noise_RV.cpu(), sampling_params_5R),
+        ),
     ):
         finite_R = ours[1].cpu().bool()
         assert torch.equal(finite_R, its[1].bool())

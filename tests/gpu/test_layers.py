@@ -136,7 +136,7 @@ def test_sampling(place: Place, top_p: float, is_peaked: bool) -> None:
         bounds = []
         for error in (-SUM_ERROR, SUM_ERROR):
             near_1R = (u_1R + error).clamp(0, 1 - 2.0**-53)[:, some]
-            how_5R = torch.cat([options_4.repeat(near_1R.shape[1], 1).T, near_1R])
-            bounds.append(reference.sample(logits_RV[some], how_5R)[0])
+            sampling_params_5R = torch.cat([options_4.repeat(near_1R.shape[1], 1).T, near_1R])
+            bounds.append(reference.sample(logits_RV[some], sampling_params_5R)[0])
         assert bool(finite_R.all())
         assert torch.equal(token_R[some], token_R[some].clamp(*bounds))

@@ -106,12 +106,12 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         max_queries: int,
-        most_tokens: int,
+        max_tokens: int,
         say: SayProgress,
-        most_mixed_tokens: int = 0,
+        max_mixed_tokens: int = 0,
     ) -> None:
         """Capture steps in which each sequence computes at most `max_queries` tokens, and mixed steps of up to
-        `most_mixed_tokens` tokens.
+        `max_mixed_tokens` tokens.
 
         The KV cache must have a spare block that no sequence uses.
         """
@@ -125,8 +125,8 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             max_blocks=max_blocks,
             max_queries=max_queries,
-            most_tokens=most_tokens,
-            most_mixed_tokens=most_mixed_tokens,
+            max_tokens=max_tokens,
+            max_mixed_tokens=max_mixed_tokens,
             say=say,
         )
 

@@ -24,7 +24,7 @@ class Heads(Protocol):
     class_head_CH: np.ndarray | None
 
 
-def why_refused(request: Request, model: Heads) -> tuple[RowError, str] | None:
+def unsupported_reason(request: Request, model: Heads) -> tuple[RowError, str] | None:
     """Return why the model cannot compute the request, or the request is empty; None if it can be computed."""
     task, num_tokens = request.task, len(request.prompt_token_ids)
     if isinstance(task, Embed | Classify):

@@ -14,13 +14,13 @@ from pipeline.engine.params import EngineConfig, SpeculationConfig
 from pipeline.engine.startup.dummy_steps import CapturedShape
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.memory import kv_budget_bytes, return_freed_bytes
-from pipeline.engine.startup.mixed_tokens import most_mixed_tokens
+from pipeline.engine.startup.mixed_tokens import max_mixed_tokens
 from pipeline.engine.startup.resolve import Resolved, quantized_on_load, resolve
 from pipeline.errors import ConfigError
 from pipeline.kernels.select import keep_cpu_kernels_in, keep_gpu_kernels_in
 from pipeline.machine.caches import cpu_kernel_folder, gpu_kernel_folder
 from pipeline.machine.host import available_cores
-from pipeline.machine.numba import why_no_numba
+from pipeline.machine.numba import numba_unavailable_reason
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.load import as_stored
 from pipeline.roofline.cards import card_of_device
@@ -82,7 +82,7 @@ def _build_on_device(
     return_freed_bytes()
     loaded = [target] if draft is None else [target, draft]
     step_bytes = 0  # on a CPU, where memory is not that tight
-    shapes = captured_shapes(resolved, _most_mixed_tokens(model, resolved))
+    shapes = captured_shapes(resolved, _max_mixed_tokens(model, resolved))
     if resolved.device.type == "cuda":
         for each, shape in zip(loaded, shapes):
             each.compile_kernels(resolved, shape, place.num_threads, say)
@@ -108,7 +108,7 @@ def _build_on_device(
         "deterministic": "on" if resolved.deterministic else "off",
         "num_threads": place.num_threads,
         "speculation": _speculation_text(config.speculation_config, resolved),
-    } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}
+    } | {f"kernel.{op}": origin for op, origin in target.kernels.backends.items()}
     return Built(
         resolved=resolved,
         place=place,
@@ -124,30 +124,30 @@ def _build_on_device(
 def _speculation_text(requested: SpeculationConfig, resolved: Resolved) -> str:
     used = resolved.speculation
     if used.method == "off":
-        lacks = why_no_numba() if requested.method in ("auto", "lookup") else None
+        lacks = numba_unavailable_reason() if requested.method in ("auto", "lookup") else None
         return "off" if lacks is None else f"off: lookup needs numba, which {lacks}"
     drafter = "lookup" if used.method == "lookup" else "draft model"
     when = "in every step" if used.forced else "where it pays"
     return f"{drafter}, up to {used.num_speculative_tokens} tokens, {when}"
 
 
-def captured_shapes(resolved: Resolved, most_mixed_tokens: int) -> list[CapturedShape]:
+def captured_shapes(resolved: Resolved, max_mixed_tokens: int) -> list[CapturedShape]:
     """Return the captured shapes of the target and of the draft model, whose first pass computes the tokens after
     accepted drafts and the last accepted draft itself.
 
     Steps with drafts are captured up to the same size as mixed steps: larger ones take longer to compute than to
     launch."""
-    max_verified = resolved.most_checked_tokens
-    max_tokens = max(resolved.max_num_seqs, min(max_verified, most_mixed_tokens or max_verified))
+    max_verified = resolved.max_verified_tokens
+    max_tokens = max(resolved.max_num_seqs, min(max_verified, max_mixed_tokens or max_verified))
     max_pass_tokens = min(PASS_QUERIES * resolved.max_num_seqs, resolved.max_num_batched_tokens)
-    target = CapturedShape(1 + resolved.max_drafts, max_tokens, most_mixed_tokens)
+    target = CapturedShape(1 + resolved.max_drafts, max_tokens, max_mixed_tokens)
     return [target, CapturedShape(PASS_QUERIES, max_pass_tokens)]
 
 
-def _most_mixed_tokens(model: ModelConfig, resolved: Resolved) -> int:
+def _max_mixed_tokens(model: ModelConfig, resolved: Resolved) -> int:
     if resolved.device.type != "cuda":
         return 0
-    return most_mixed_tokens(model, resolved, card_of_device(torch.cuda.get_device_name(resolved.device)))
+    return max_mixed_tokens(model, resolved, card_of_device(torch.cuda.get_device_name(resolved.device)))
 
 
 def _capture_steps(

@@ -60,7 +60,7 @@ class OverlappedLoop(StepLoop):
         finally:
             self._placeholders.withdraw()
         self.computing = None
-        selected = None if self.drafting is None else self.drafting.take_step()
+        selected = None if self.drafting is None else self.drafting.pop_step()
         self.land()
         slot_S, plan = plan.sampling_slot_S, self._placeholders.rebase(plan, self.scheduler.running)
         tokens = self.scheduler.commit(plan)

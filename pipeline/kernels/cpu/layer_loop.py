@@ -21,7 +21,7 @@ from pipeline.kernels.cpu.compile.threads import WHOLE
 from pipeline.kernels.cpu.elementwise import add_rms_norm_kernel, norm_rope_write_kernel, silu_mul_kernel
 from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
 
-MOST_TOKENS = 256
+MAX_TOKENS = 256
 """Limit for steps in which some sequences compute several tokens. With more, kernels take so long that the Python
 between them does not matter, and their results are too large to keep."""
 
@@ -93,7 +93,7 @@ class CompiledDecodeSteps:
 
     def serves(self, where: AttentionInput, caches: Sequence[LayerCache]) -> bool:
         num_sequences, num_tokens = len(where.context_len_S), int(where.query_start_S1[-1])
-        return caches[0].k_CBKD.dtype != FP8 and num_tokens <= max(MOST_TOKENS, num_sequences)
+        return caches[0].k_CBKD.dtype != FP8 and num_tokens <= max(MAX_TOKENS, num_sequences)
 
     def run(
         self,

@@ -9,7 +9,7 @@ import pytest
 from pipeline.engine.grammar import compiler as compiler_module
 from pipeline.engine.grammar.compiler import GrammarCompiler, check_grammar
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs, of_response_format
-from pipeline.engine.grammar.validity import why_invalid
+from pipeline.engine.grammar.validity import invalid_reason
 from pipeline.engine.params import SamplingParams
 from pipeline.errors import ConfigError
 from tests.engine.grammar.small_vocabulary import small_tokenizer
@@ -137,7 +137,7 @@ def test_a_keyword_without_an_effect_is_taken(without_effect: dict) -> None:
         for token in tokenizer.encode(text):
             assert matcher.accepts(token), text
             matcher.take(token)
-        assert why_invalid(wanted, text) is None
+        assert invalid_reason(wanted, text) is None
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_classes_of_regular_expressions_are_those_of_ecmascript_everywhere(regex
             assert allows(wanted, wraps.get(name, text)) == is_right, (name, text)
             assert name != "grammar" or allows(wanted, f"/{text}/") == is_right
             if name == "name":
-                assert (why_invalid(wanted, wraps[name]) is None) == is_right
+                assert (invalid_reason(wanted, wraps[name]) is None) == is_right
 
 
 def test_blanks_of_a_whitespace_pattern_are_those_of_json() -> None:

@@ -209,9 +209,9 @@ def test_what_cannot_be_compared_is_delivered_and_says_why(
 
     lengths = sorted(len(r.prompt_token_ids) + 12 for r in requests[1::2])
     assert lengths[0] < lengths[1]
-    watch._most_tokens = lengths[0]
+    watch._max_tokens = lengths[0]
     assert sorted(why_not()) == ["", "too_long", "too_long"]
-    watch._most_tokens = lengths[-1]
+    watch._max_tokens = lengths[-1]
     logits = reference.runner.logits
 
     def fail_once(error: Exception) -> Callable[..., Any]:

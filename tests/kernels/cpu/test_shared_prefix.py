@@ -47,7 +47,7 @@ def test_attention_over_beginnings_read_together(
     seed: int, with_fp8: bool, readings: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of decoding alone and next to prompts; groups of 2 to all, more than go together, and of any length."""
-    for name in ("_SHARED_COST", "_ROW_KEYS", "_LEAST_ELEMENTS"):
+    for name in ("_SHARED_COST", "_ROW_KEYS", "_MIN_ELEMENTS"):
         monkeypatch.setattr(shared, name, 0)  # so that small groups are read together as well
     monkeypatch.setattr(shared, "ROWS", 16)
     rng = np.random.default_rng(100 + seed)
@@ -100,7 +100,7 @@ def test_a_sequence_has_a_key_of_its_own_to_read() -> None:
 
 
 def test_a_broken_key_of_all_is_seen_in_all_of_its_head(readings: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(shared, "_MIN_ELEMENTS", 0)
     step = decoding(16, 64, 5)
     cache = LayerCache.allocate(int(step.block_table_SM.max()) + 1, 16, 2, 8, torch.float32, torch.device("cpu"))
     torch.manual_seed(0)

@@ -8,14 +8,14 @@ from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeShape
 from pipeline.kernels.triton.attention.converted_cache import convert_launch
 from pipeline.kernels.triton.attention.decode import decode_launches
-from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
+from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, max_queries_of
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch
 from pipeline.kernels.triton.attention.scatter import scatter_launch
 from pipeline.kernels.triton.elementwise import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
-from pipeline.kernels.triton.linear.fp8 import LEAST_CAPABILITY, E4m3Weight, fp8_launches
+from pipeline.kernels.triton.linear.fp8 import MIN_CAPABILITY, E4m3Weight, fp8_launches
 from pipeline.kernels.triton.linear.int4 import (
     BLOCK,
     CHUNK,
@@ -92,7 +92,7 @@ def _attention(
     shape: ModelShape, q_TND: torch.Tensor, cache: LayerCache, target: Target, window: int | None
 ) -> dict[str, Launch]:
     found = {}
-    for num_queries in sorted({1, most_queries(shape.num_heads // shape.num_kv_heads)}):
+    for num_queries in sorted({1, max_queries_of(shape.num_heads // shape.num_kv_heads)}):
         work = DecodeMetadata.allocate(
             *(256, _TABLE, _BLOCK, shape.num_heads, shape.num_kv_heads, shape.head_dim, _META, target),
             num_queries=num_queries,
@@ -135,7 +135,7 @@ def _int4(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, La
 
 def fp8_launches_of(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, Launch]:
     """Of a narrow linear, whose inputs are cut into parts, and of a wide one; none where there are no such products."""
-    if target.capability < LEAST_CAPABILITY:
+    if target.capability < MIN_CAPABILITY:
         return {}
     narrow, wide = (shape.hidden_size, shape.intermediate_size), (2 * shape.intermediate_size, shape.hidden_size)
     found = {}

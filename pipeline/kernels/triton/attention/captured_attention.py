@@ -10,7 +10,7 @@ import torch
 
 from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphShape
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape, CascadeSteps
-from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries, num_programs_of
+from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, max_queries_of, num_programs_of
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, checked_group, plan_key
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
 from pipeline.kernels.triton.attention.staging import StagedStep
@@ -27,12 +27,12 @@ class CapturedAttention:
     def __init__(self, shape: GraphShape, device: torch.device) -> None:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         target, group = Target.of(device), checked_group(*heads)
-        self.max_queries = min(shape.max_queries, most_queries(group))
+        self.max_queries = min(shape.max_queries, max_queries_of(group))
         self.max_mixed_tokens = shape.max_mixed_tokens
         self._queries = rows_of(shape.head_dim) // group  # per tile of the prefill kernel
         self._tiles_at_once = max(1, target.num_multiprocessors // shape.num_kv_heads)
         cascade = CascadeShape.of(shape.max_tokens, *heads, target)
-        cascade = replace(cascade, most_tokens=max(shape.max_tokens, shape.max_mixed_tokens))
+        cascade = replace(cascade, max_tokens=max(shape.max_tokens, shape.max_mixed_tokens))
         self._cascade = CascadeSteps(cascade)
         of_window = {window: cascade if window is None else None for window in shape.windows}
         self._no_tiles_I2 = np.full((self._max_tiles(shape.max_mixed_tokens), 2), -1)

@@ -25,10 +25,10 @@ from pipeline.kernels.triton.launch import Target
 UNIT = 128
 """Number of keys. A shared prefix is a multiple of it; the key tiles of all kernels divide it."""
 
-LEAST_SAVED_BYTES = 1 << 17
+MIN_SAVED_BYTES = 1 << 17
 """Minimum savings per layer and multiprocessor. The launch and the load of the first key tile take about 4 us; an A100
 or H100 reads 80 to 100 KiB per multiprocessor in that time."""
-MOST_SUM_BYTES = 1 << 27
+MAX_SUM_BYTES = 1 << 27
 _VALUE_BYTES = 2
 _SUM_BYTES = 4
 
@@ -55,7 +55,7 @@ class CascadeShape:
     """Sizes of the cascade kernel's work.
 
     num_queries: query tokens per tile, with one row for each query head of a KV head. There is one program per
-    multiprocessor, because the sums of a tile fill its registers. most_tokens, most_tiles: limits per step.
+    multiprocessor, because the sums of a tile fill its registers. max_tokens, max_tiles: limits per step.
     """
 
     num_kv_heads: int
@@ -63,14 +63,14 @@ class CascadeShape:
     head_dim: int
     num_programs: int
     num_queries: int
-    least_saved_bytes: int
-    most_tokens: int
-    most_tiles: int
+    min_saved_bytes: int
+    max_tokens: int
+    max_tiles: int
 
     @classmethod
-    def of(cls, most_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, target: Target) -> "CascadeShape":
-        """Return the shape for steps of up to `most_tokens` tokens: twice the tiles that they fill, if their sums fit
-        into `MOST_SUM_BYTES`."""
+    def of(cls, max_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, target: Target) -> "CascadeShape":
+        """Return the shape for steps of up to `max_tokens` tokens: twice the tiles that they fill, if their sums fit
+        into `MAX_SUM_BYTES`."""
         group = num_heads // num_kv_heads
         num_queries = rows_of(head_dim) // group
         num_programs = max(1, target.num_multiprocessors // num_kv_heads)
@@ -81,9 +81,9 @@ class CascadeShape:
             head_dim=head_dim,
             num_programs=num_programs,
             num_queries=num_queries,
-            least_saved_bytes=LEAST_SAVED_BYTES * target.num_multiprocessors,
-            most_tokens=most_tokens,
-            most_tiles=max(1, min(2 * -(-most_tokens // num_queries), MOST_SUM_BYTES // tile_sum_bytes - num_programs)),
+            min_saved_bytes=MIN_SAVED_BYTES * target.num_multiprocessors,
+            max_tokens=max_tokens,
+            max_tiles=max(1, min(2 * -(-max_tokens // num_queries), MAX_SUM_BYTES // tile_sum_bytes - num_programs)),
         )
 
     @property
@@ -92,14 +92,14 @@ class CascadeShape:
 
         There are no more sequences than tokens.
         """
-        items, tiles = self.most_tiles + self.num_programs, self.most_tiles
+        items, tiles = self.max_tiles + self.num_programs, self.max_tiles
         return [
             3 * items,
             self.num_programs + 1,
             3 * tiles,
             tiles * self.num_queries,
-            self.most_tokens,
-            self.most_tokens,
+            self.max_tokens,
+            self.max_tokens,
         ]
 
     def decide(self, where: AttentionInput, sequences: np.ndarray) -> Decided:
@@ -133,8 +133,8 @@ class CascadeShape:
         saved_G = saved_bytes(groups)
         best_first = np.argsort(-saved_G, kind="stable")
         fits_G = np.zeros(len(saved_G), dtype=bool)
-        fits_G[best_first] = np.cumsum(readings(groups)[2][best_first]) <= self.most_tiles
-        if not fits_G.any() or saved_G[fits_G].sum() < self.least_saved_bytes:
+        fits_G[best_first] = np.cumsum(readings(groups)[2][best_first]) <= self.max_tiles
+        if not fits_G.any() or saved_G[fits_G].sum() < self.min_saved_bytes:
             return nothing
         groups = groups.select(fits_G)
         tokens_G, _, tiles_G = readings(groups)
@@ -191,7 +191,7 @@ class CascadeMetadata:
     def of(cls, shape: CascadeShape, numbers: list[torch.Tensor]) -> "CascadeMetadata":
         """Build the metadata on tensors of the shape's `sizes`."""
         item_U3, program_start, tile_W3, token_P, place_T, shared_S = numbers
-        rows = shape.most_tiles + shape.num_programs, shape.num_kv_heads, shape.num_queries * shape.group
+        rows = shape.max_tiles + shape.num_programs, shape.num_kv_heads, shape.num_queries * shape.group
         partial_UKRD, best_UKR, sum_UKR = (
             torch.empty(*rows, *columns, dtype=torch.float32, device=item_U3.device)
             for columns in ((shape.head_dim,), (), ())

@@ -24,7 +24,7 @@ _MAX_ROWS = 64
 _FP8_PROGRAM_BYTES = 56 << 10  # shared memory of a program with 16 rows and heads of 128
 
 
-def most_queries(group: int) -> int:
+def max_queries_of(group: int) -> int:
     """Return the maximum query tokens per sequence in the decode kernel, for `group` query heads per KV head.
 
     Rows are padded to a power of two. If the group is not a power of two, 64 rows do not fit into registers.
@@ -127,7 +127,7 @@ class DecodeMetadata:
         """Allocate tensors for steps of up to `max_seqs` sequences of up to `max_blocks` blocks and `num_queries` query
         tokens.
 
-        Raises ValueError for more query tokens than `most_queries`.
+        Raises ValueError for more query tokens than `max_queries_of`.
         """
         num_programs = num_programs_of(target, num_heads, num_kv_heads, head_dim, num_queries, is_fp8)
         sizes = cls.sizes(max_seqs, num_programs, cascade)
@@ -167,12 +167,12 @@ class DecodeMetadata:
         The partial sums take P * num_heads * num_queries * head_dim * 4 bytes; P is twice the number of programs.
         cascade: only for layers without a window, to read shared prefixes once.
 
-        Raises ValueError for more query tokens than `most_queries`.
+        Raises ValueError for more query tokens than `max_queries_of`.
         """
         group = num_heads // num_kv_heads
-        if num_queries > most_queries(group):
+        if num_queries > max_queries_of(group):
             raise ValueError(
-                f"{num_queries} query tokens per sequence: the decode kernel supports up to {most_queries(group)} "
+                f"{num_queries} query tokens per sequence: the decode kernel supports up to {max_queries_of(group)} "
                 f"with {group} query heads per KV head"
             )
         assert window is None or cascade is None

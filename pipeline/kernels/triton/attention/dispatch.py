@@ -14,7 +14,7 @@ from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape
 from pipeline.kernels.triton.attention.converted_cache import MAX_BYTES, convert_launch
 from pipeline.kernels.triton.attention.decode import decode_launches
-from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
+from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, max_queries_of
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch, rows_of
 from pipeline.kernels.triton.launch import Target, power_of_two
 
@@ -72,7 +72,7 @@ class PagedAttention:
         num_kv_heads = cache.k_CBKD.shape[2]
         group = checked_group(num_heads, num_kv_heads, head_dim)
         count_S = np.diff(where.query_start_S1)
-        few, many = np.flatnonzero(count_S <= most_queries(group)), np.flatnonzero(count_S > most_queries(group))
+        few, many = np.flatnonzero(count_S <= max_queries_of(group)), np.flatnonzero(count_S > max_queries_of(group))
         decode = prefill = None
         if len(few):
             max_count = power_of_two(int(count_S[few].max()))
@@ -81,14 +81,14 @@ class PagedAttention:
                 shape = CascadeShape.of(int(count_S[few].sum()), num_heads, num_kv_heads, head_dim, self.target)
                 cascade_plan = shape.decide(where, few).plan
                 if cascade_plan is not None:
-                    most_tokens, most_tiles = int(where.query_start_S1[-1]), int(cascade_plan.tiles_G.sum())
-                    cascade = replace(shape, most_tokens=most_tokens, most_tiles=most_tiles)
+                    max_tokens, max_tiles = int(where.query_start_S1[-1]), int(cascade_plan.tiles_G.sum())
+                    cascade = replace(shape, max_tokens=max_tokens, max_tiles=max_tiles)
                     shared = shape.numbers(where, cascade_plan)
             max_seqs, max_blocks = where.block_table_SM.shape
             decode = DecodeMetadata.allocate(
                 *(max_seqs, max_blocks, where.block_size),
                 *(num_heads, num_kv_heads, head_dim, q_TND.device, self.target),
-                num_queries=min(max_count, most_queries(group)),
+                num_queries=min(max_count, max_queries_of(group)),
                 window=window,
                 cascade=cascade,
                 is_fp8=cache.k_CBKD.dtype == FP8,

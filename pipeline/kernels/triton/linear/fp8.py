@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY, fp8_block, per_output
+from pipeline.kernels.activations.fp8 import MIN_CAPABILITY, fp8_block, per_output
 from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.triton import elementwise
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
@@ -321,7 +321,7 @@ class Fp8Linear:
 
 def fp8_linears(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> dict[str, RoundedLinears]:
     """Return `Kernels.rounded`; empty on a GPU that does not multiply fp8. deterministic: do not use cuBLAS."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return {}
     cublas, cublas_per_token = (None if deterministic else ScaledMm.on(device, dtype, each) for each in (False, True))
 

@@ -23,7 +23,7 @@ from tests.kernels.activations.test_fp8 import fp8_weight
 from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT, random_weight
 
 pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE) < fp8.LEAST_CAPABILITY, reason="no fp8 units"
+    DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE) < fp8.MIN_CAPABILITY, reason="no fp8 units"
 )
 SUMS = 0.0 if DEVICE.type == "cpu" else FP8_SUMS
 
@@ -407,4 +407,4 @@ def test_deterministic_kernels_never_take_cublas(monkeypatch: pytest.MonkeyPatch
         linears = fp8_linears(DEVICE, torch.bfloat16, deterministic)["fp8"]
         linear = linears.prepare(weight)
         assert isinstance(linear, Fp8Linear)
-        assert (linear.cublas is not None) == ("cuBLAS" in linears.served_by) == (not deterministic)
+        assert (linear.cublas is not None) == ("cuBLAS" in linears.backends) == (not deterministic)
