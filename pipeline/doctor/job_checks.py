@@ -34,7 +34,7 @@ def job(setup: Setup) -> Iterator[Check]:
         return
     found = examine(setup.job)
     for mistake in found.mistakes:
-        where = f"{mistake.where}: {mistake.key}"
+        where = f"{mistake.location}: {mistake.key}"
         yield Check("job", where, "failed", mistake.problem, mistake.hint, exit_code=2)
     for failure in found.failures:
         yield Check("job", "store", "failed", failure)

@@ -129,11 +129,13 @@ class GraphAttention(Protocol):
         """Return whether `mixed_plans(num_tokens)` can compute a step whose sequences compute count_S tokens each."""
         ...
 
-    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> None:
+    def refill_mixed(
+        self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
+    ) -> None:
         """Do the same as `refill` for a step that `mixed_plans` computes."""
         ...
 
-    def refill(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
+    def refill(self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
         """Copy a step's metadata to the device in one copy, without waiting for it. Return the index in `plans` of the
         plan for the step. numbers (int64): the runner's numbers, starting with the first."""
         ...
@@ -162,7 +164,7 @@ class DecodeSteps(Protocol):
     The results are the same as layer by layer: it runs the same kernels in the same order.
     """
 
-    def serves(self, where: AttentionInput, caches: Sequence[LayerCache]) -> bool:
+    def serves(self, attn_metadata: AttentionInput, caches: Sequence[LayerCache]) -> bool:
         """Return whether it supports this step. The step must need the outputs of every token."""
         ...
 
@@ -172,7 +174,7 @@ class DecodeSteps(Protocol):
         residual_TH: torch.Tensor,
         cos_TD2: torch.Tensor,
         sin_TD2: torch.Tensor,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         caches: Sequence[LayerCache],
     ) -> None:
         """Update x and residual in place to their values after the last layer; write keys and values to the caches."""

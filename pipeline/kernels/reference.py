@@ -89,15 +89,15 @@ def norm_rope_write(
 
 
 def attention(
-    q_TND: torch.Tensor, cache: LayerCache, where: AttentionInput, scale: float, window: int | None
+    q_TND: torch.Tensor, cache: LayerCache, attn_metadata: AttentionInput, scale: float, window: int | None
 ) -> torch.Tensor:
     """Attend sequence by sequence: gather its keys and values, mask, softmax, weighted sum."""
     out_TND = torch.empty_like(q_TND)
     group = q_TND.shape[1] // cache.k_CBKD.shape[2]
-    for s, context in enumerate(where.context_len_S.tolist()):
-        start, stop = int(where.query_start_S1[s]), int(where.query_start_S1[s + 1])
-        num_blocks = -(-context // where.block_size)
-        blocks = torch.from_numpy(where.block_table_SM[s, :num_blocks].astype(np.int64)).to(q_TND.device)
+    for s, context in enumerate(attn_metadata.context_len_S.tolist()):
+        start, stop = int(attn_metadata.query_start_S1[s]), int(attn_metadata.query_start_S1[s + 1])
+        num_blocks = -(-context // attn_metadata.block_size)
+        blocks = torch.from_numpy(attn_metadata.block_table_SM[s, :num_blocks].astype(np.int64)).to(q_TND.device)
         k_LKD = read_kv(cache.k_CBKD, cache.k_scale_CKB, blocks).flatten(0, 1)[:context]
         v_LKD = read_kv(cache.v_CBKD, cache.v_scale_CKB, blocks).flatten(0, 1)[:context]
         k_NLD = k_LKD.to(q_TND.dtype).repeat_interleave(group, 1).transpose(0, 1)

@@ -147,7 +147,7 @@ def test_attention(place: Place, name: str, with_fp8: bool) -> None:
     for heads in place.heads:
         step = paged_step(counts, contexts, heads, place.dtype, place.device, with_fp8_cache=with_fp8, shared=shared)
         for window in (None, 48):
-            how = replace(step.where, plans={}), heads.head_dim**-0.5, window
+            how = replace(step.attn_metadata, plans={}), heads.head_dim**-0.5, window
             ours = kernels.attention(step.q_TND, step.cache, *how)
             expected = exact.attention(step.q_TND.float(), step.cache, replace(how[0], plans={}), *how[1:])
             assert close(place, (ours, expected)), (heads, window)
@@ -162,7 +162,7 @@ def test_keys_and_values_are_written(place: Place, with_norm: bool, with_fp8: bo
     counts, contexts, _ = STEPS["chunks beside decoding"]
     for heads in place.heads:
         step = paged_step(counts, contexts, heads, place.dtype, place.device, with_fp8_cache=with_fp8)
-        slots, wide = step.where.slot_mapping_T, widened(step.cache)
+        slots, wide = step.attn_metadata.slot_mapping_T, widened(step.cache)
         qkv_TMD = place.normal(len(slots), heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
         angle_TD2 = place.normal(len(slots), heads.head_dim // 2).float()
         angles = angle_TD2.cos(), angle_TD2.sin()

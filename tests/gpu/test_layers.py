@@ -111,8 +111,8 @@ def test_attention(place: Place, name: str, with_fp8: bool) -> None:
         rows = some_rows(len(step.q_TND))
         some = torch.from_numpy(rows).to(place.device)
         poison(place)
-        ours = place.kernels().attention(step.q_TND, step.cache, step.where, scale, None)[some]
-        exact = reference.attention(step.q_TND[some].float(), step.cache, step.where.rows(rows), scale, None)
+        ours = place.kernels().attention(step.q_TND, step.cache, step.attn_metadata, scale, None)[some]
+        exact = reference.attention(step.q_TND[some].float(), step.cache, step.attn_metadata.rows(rows), scale, None)
         assert relative_error(ours, exact) <= 2 * TOLERANCES[place.dtype], model  # scores are rounded too
 
 

@@ -155,7 +155,7 @@ class StepGraphs:
         self._attention.refill(AttentionInput.one_sequence(1, block_size), padding_3P)  # a dummy input for the capture
 
         def captured(plans: dict[Hashable, Any]) -> Callable[[], None]:
-            where = AttentionInput(
+            attn_metadata = AttentionInput(
                 np.arange(size + 1, dtype=np.int32),
                 np.ones(size, dtype=np.int32),
                 np.zeros((size, 1), dtype=np.int32),
@@ -166,7 +166,7 @@ class StepGraphs:
 
             def step() -> None:
                 self._attention.unpack()
-                hidden_PH.copy_(forward(numbers_3P[0], numbers_3P[1], where))
+                hidden_PH.copy_(forward(numbers_3P[0], numbers_3P[1], attn_metadata))
 
             return capture(step)
 
@@ -190,7 +190,7 @@ class StepGraphs:
             return False
         return int(np.diff(step.query_start_S1).max()) > self._attention.max_queries
 
-    def run(self, step: StepInput, where: AttentionInput, future: FutureTokens | None) -> torch.Tensor:
+    def run(self, step: StepInput, attn_metadata: AttentionInput, future: FutureTokens | None) -> torch.Tensor:
         """Return the last hidden states of the step's rows that need logits; the next run overwrites them.
 
         Logits are not part of a graph: each graph would keep its own, and they are the largest tensor.
@@ -214,10 +214,10 @@ class StepGraphs:
         )
         if is_mixed:
             assert graph.mixed is not None
-            self._attention.refill_mixed(where, staged, future_numbers)
+            self._attention.refill_mixed(attn_metadata, staged, future_numbers)
             replay = graph.mixed
         else:
-            replay = graph.of_kind[self._attention.refill(where, staged, future_numbers)]
+            replay = graph.of_kind[self._attention.refill(attn_metadata, staged, future_numbers)]
         replay()
         if wants_all:
             return self._hidden_PH[:num_tokens]

@@ -54,7 +54,7 @@ class StepInFlight:
     pending: PendingOutput
 
     @classmethod
-    def of(cls, slot_S: np.ndarray, pending: PendingOutput, running: np.ndarray) -> "StepInFlight":
+    def from_pending(cls, slot_S: np.ndarray, pending: PendingOutput, running: np.ndarray) -> "StepInFlight":
         row_K = np.flatnonzero(np.isin(slot_S, running))
         return cls(slot_S[row_K], row_K, pending)
 

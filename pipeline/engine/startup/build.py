@@ -9,7 +9,7 @@ import torch
 
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.forward.graphs import CudaCapture
-from pipeline.engine.forward.runner import ModelRunner, Place
+from pipeline.engine.forward.runner import DeviceContext, ModelRunner
 from pipeline.engine.params import EngineConfig, SpeculationConfig
 from pipeline.engine.startup.dummy_steps import CapturedShape
 from pipeline.engine.startup.loaded import LoadedModel
@@ -34,13 +34,13 @@ class Built:
     """Parts of an engine. num_blocks: of the KV cache; the draft model's has as many. about: the resolved settings."""
 
     resolved: Resolved
-    place: Place
+    device_context: DeviceContext
     runner: ModelRunner
     draft_runner: ModelRunner | None
     tokenizer: Tokenizer
     num_blocks: int
     max_model_len: int
-    about: dict[str, str | int]
+    settings: dict[str, str | int]
 
 
 def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
@@ -53,9 +53,9 @@ def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
     folder = locate_model(config.model)
     model = quantized_on_load(as_stored(read_config(folder), folder), config.quantization)
     resolved = resolve(config, model)
-    place = Place(_num_threads(config.num_threads), resolved.device)
-    with place:
-        return _build_on_device(config, folder, model, resolved, place, say)
+    device_context = DeviceContext(_num_threads(config.num_threads), resolved.device)
+    with device_context:
+        return _build_on_device(config, folder, model, resolved, device_context, say)
 
 
 def _num_threads(requested: int | None) -> int | None:
@@ -66,7 +66,12 @@ def _num_threads(requested: int | None) -> int | None:
 
 
 def _build_on_device(
-    config: EngineConfig, folder: Path, model: ModelConfig, resolved: Resolved, place: Place, say: Callable[[str], None]
+    config: EngineConfig,
+    folder: Path,
+    model: ModelConfig,
+    resolved: Resolved,
+    device_context: DeviceContext,
+    say: Callable[[str], None],
 ) -> Built:
     tokenizer = Tokenizer.from_folder(str(folder))
     if resolved.device.type == "cuda":
@@ -85,7 +90,7 @@ def _build_on_device(
     shapes = captured_shapes(resolved, _max_mixed_tokens(model, resolved))
     if resolved.device.type == "cuda":
         for each, shape in zip(loaded, shapes):
-            each.compile_kernels(resolved, shape, place.num_threads, say)
+            each.compile_kernels(resolved, shape, device_context.num_threads, say)
         step_bytes = max(each.step_bytes(resolved) for each in loaded)
         step_bytes += sum(each.captured_bytes(resolved, shape.largest) for each, shape in zip(loaded, shapes))
     num_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded), step_bytes)
@@ -94,7 +99,7 @@ def _build_on_device(
     draft_runner = draft.runner(num_blocks, resolved.block_size, max_model_len) if draft is not None else None
     if resolved.device.type == "cuda":
         _capture_steps(runner, draft_runner, resolved, shapes, say)
-    about: dict[str, str | int] = {
+    settings: dict[str, str | int] = {
         "device": str(resolved.device),
         **({"device_name": torch.cuda.get_device_name(resolved.device)} if resolved.device.type == "cuda" else {}),
         "dtype": str(resolved.dtype).removeprefix("torch."),
@@ -106,18 +111,18 @@ def _build_on_device(
         "num_kv_blocks": num_blocks,
         "weights": target.weights,
         "deterministic": "on" if resolved.deterministic else "off",
-        "num_threads": place.num_threads,
+        "num_threads": device_context.num_threads,
         "speculation": _speculation_text(config.speculation_config, resolved),
     } | {f"kernel.{op}": origin for op, origin in target.kernels.backends.items()}
     return Built(
         resolved=resolved,
-        place=place,
+        device_context=device_context,
         runner=runner,
         draft_runner=draft_runner,
         tokenizer=tokenizer,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
-        about=about,
+        settings=settings,
     )
 
 

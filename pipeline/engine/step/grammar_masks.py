@@ -63,7 +63,7 @@ class GrammarMasks:
             begins = np.flatnonzero(has_grammar_S & (table.thinking[slot_S] == Thinking.MAY_BEGIN))
             mask.also(first_S[begins], table.start_id[slot_S[begins]])
         if len(exhausted):
-            return mask.beside(first_S[exhausted], table.end_id[slot_S[exhausted]])
+            return mask.with_rows(first_S[exhausted], table.end_id[slot_S[exhausted]])
         return mask if len(mask.row_M) else None
 
     def _of_grammars(

@@ -64,7 +64,7 @@ class OverlappedLoop(StepLoop):
         self.land()
         slot_S, plan = plan.sampling_slot_S, self._placeholders.rebase(plan, self.scheduler.running)
         tokens = self.scheduler.commit(plan)
-        in_flight = StepInFlight.of(slot_S, pending, self.scheduler.running)
+        in_flight = StepInFlight.from_pending(slot_S, pending, self.scheduler.running)
         if len(in_flight.slot_K):
             self.in_flight, self._selected = in_flight, selected
         # Most of this time the device computed the previous step.

@@ -66,7 +66,7 @@ DOUBLING = {"anyOf": [{**CYCLE, "minItems": 3}, CYCLE]}
     ],
 )  # fmt: skip
 def test_a_text_is_valid_by_its_schema_or_the_reason_is_named(schema: dict, text: str, expected: str | None) -> None:
-    began, found = time.monotonic(), invalid_reason(StructuredOutputs.of({"json": schema}), text)
+    began, found = time.monotonic(), invalid_reason(StructuredOutputs.from_config({"json": schema}), text)
     if expected is None:
         assert found is None
     else:
@@ -77,7 +77,7 @@ def test_a_text_is_valid_by_its_schema_or_the_reason_is_named(schema: dict, text
 
 
 def test_any_object_is_one_object() -> None:
-    wanted = StructuredOutputs.of({"json_object": True})
+    wanted = StructuredOutputs.from_config({"json_object": True})
     texts = ('{"a":[1]}', "[]", '{"a":1,"a":1}', '{"a":1')
     assert [invalid_reason(wanted, text) is None for text in texts] == [True, False, False, False]
 
@@ -86,7 +86,10 @@ def test_a_schema_is_prepared_once_for_all_its_rows(monkeypatch: pytest.MonkeyPa
     made, prepared = [], validity.prepared
     monkeypatch.setattr(validity, "prepared", lambda text: made.append(text) or prepared(text))
     for value in range(3):
-        assert invalid_reason(StructuredOutputs.of({"json": {"type": "integer", "title": "once"}}), str(value)) is None
+        assert (
+            invalid_reason(StructuredOutputs.from_config({"json": {"type": "integer", "title": "once"}}), str(value))
+            is None
+        )
     assert len(made) == 1
 
 
@@ -98,7 +101,7 @@ def test_random_texts_that_masks_allow_are_valid_or_found_out() -> None:
     counts = {"stop": 0, "grammar_error": 0, "refused": 0, "longer": 0}
     while counts["stop"] < 1000:
         schema: dict[str, Any] = schemas.schema()
-        wanted = StructuredOutputs.of({"json": schema})
+        wanted = StructuredOutputs.from_config({"json": schema})
         try:
             check_grammar(wanted)
         except ConfigError:

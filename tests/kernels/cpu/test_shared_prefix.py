@@ -83,7 +83,7 @@ def decoding(sequences: int, alike: int, own: int, block_size: int = 16) -> Atte
 def test_they_are_read_together_where_that_is_less_work() -> None:
     def members(sequences: int, shared_tokens: int, own: int) -> int:
         step = decoding(sequences, shared_tokens, own)
-        found = SharedReading.of(step.block_table_SM, step.context_len_S, 16, (4, 2, 64))
+        found = SharedReading.from_block_table(step.block_table_SM, step.context_len_S, 16, (4, 2, 64))
         return 0 if found is None else len(found.member_P)
 
     assert members(64, 160, 90) == 64
@@ -94,7 +94,7 @@ def test_they_are_read_together_where_that_is_less_work() -> None:
 
 
 def test_a_sequence_has_a_key_of_its_own_to_read() -> None:
-    found = SharedReading.of(np.zeros((64, 20), np.int32), np.full(64, 320, np.int32), 16, (4, 2, 64))
+    found = SharedReading.from_block_table(np.zeros((64, 20), np.int32), np.full(64, 320, np.int32), 16, (4, 2, 64))
     assert found is not None
     assert (found.read_S == 304).all()
 

@@ -102,9 +102,9 @@ def _attention(
         sums, join = decode_launches(q_TND, cache, q_TND, work, 0.1, target)
         found |= {f"decode, {num_queries} queries": sums, f"decode, {num_queries} queries, join": join}
         if window is None:
-            cascade = CascadeShape.of(512, shape.num_heads, shape.num_kv_heads, shape.head_dim, target)
+            cascade = CascadeShape.for_steps(512, shape.num_heads, shape.num_kv_heads, shape.head_dim, target)
             numbers = [torch.empty(size, dtype=torch.int32, device=_META) for size in cascade.sizes]
-            shared = replace(work, cascade=CascadeMetadata.of(cascade, numbers))
+            shared = replace(work, cascade=CascadeMetadata.for_steps(cascade, numbers))
             first, behind, _ = decode_launches(q_TND, cache, q_TND, shared, 0.1, target)
             found |= {"cascade": first, f"decode behind a cascade, {num_queries} queries": behind}
     numbers = (

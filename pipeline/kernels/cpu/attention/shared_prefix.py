@@ -53,7 +53,7 @@ class SharedReading:
     position_P: np.ndarray
 
     @classmethod
-    def of(
+    def from_block_table(
         cls, table_SM: np.ndarray, context_len_S: np.ndarray, block_size: int, heads: tuple[int, int, int]
     ) -> "SharedReading | None":
         """Return the prefixes to read once; None if it does not pay. heads: query heads, KV heads and head size."""

@@ -68,7 +68,9 @@ class CascadeShape:
     max_tiles: int
 
     @classmethod
-    def of(cls, max_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, target: Target) -> "CascadeShape":
+    def for_steps(
+        cls, max_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, target: Target
+    ) -> "CascadeShape":
         """Return the shape for steps of up to `max_tokens` tokens: twice the tiles that they fill, if their sums fit
         into `MAX_SUM_BYTES`."""
         group = num_heads // num_kv_heads
@@ -102,14 +104,18 @@ class CascadeShape:
             self.max_tokens,
         ]
 
-    def decide(self, where: AttentionInput, sequences: np.ndarray) -> Decided:
+    def decide(self, attn_metadata: AttentionInput, sequences: np.ndarray) -> Decided:
         """Choose the groups worth sharing among the sequences at these indices; no plan if they save too little."""
-        count_S = (where.query_start_S1[1:] - where.query_start_S1[:-1]).astype(np.int64)[sequences]
+        count_S = (attn_metadata.query_start_S1[1:] - attn_metadata.query_start_S1[:-1]).astype(np.int64)[sequences]
 
         def readings(groups: PrefixGroups) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             """Return the tokens of the prefix, the queries and the tiles of each group."""
             queries_G = np.add.reduceat(count_S.take(groups.sequence_I), groups.start_G1[:-1])
-            return groups.blocks_G * where.block_size // UNIT * UNIT, queries_G, -(-queries_G // self.num_queries)
+            return (
+                groups.blocks_G * attn_metadata.block_size // UNIT * UNIT,
+                queries_G,
+                -(-queries_G // self.num_queries),
+            )
 
         def saved_bytes(groups: PrefixGroups) -> np.ndarray:
             """Return the prefix bytes that are not read again, minus those of sums (written and read) and queries, for
@@ -122,11 +128,11 @@ class CascadeShape:
             return self.num_kv_heads * (read_G - queries_G * self.group * row_bytes * pieces_G)
 
         # The prefix excludes the keys of a step's queries, so each sequence keeps something to read.
-        before_S = where.context_len_S[sequences] - count_S
-        table_SM = where.block_table_SM
+        before_S = attn_metadata.context_len_S[sequences] - count_S
+        table_SM = attn_metadata.block_table_SM
         if len(sequences) < len(table_SM):
             table_SM = table_SM[sequences]
-        groups = prefix_groups(table_SM, before_S // where.block_size, saved_bytes)
+        groups = prefix_groups(table_SM, before_S // attn_metadata.block_size, saved_bytes)
         nothing = Decided(None, groups.num_decisive)
         if not len(groups.blocks_G):
             return nothing
@@ -141,17 +147,17 @@ class CascadeShape:
         groups = PrefixGroups(sequences.take(groups.sequence_I), groups.start_G1, groups.blocks_G, groups.num_decisive)
         return Decided(CascadePlan(groups, tokens_G, tiles_G), groups.num_decisive)
 
-    def numbers(self, where: AttentionInput, plan: CascadePlan | None) -> list[np.ndarray]:
+    def numbers(self, attn_metadata: AttentionInput, plan: CascadePlan | None) -> list[np.ndarray]:
         """Return the contents of the tensors of `CascadeMetadata` for a step, in the order of `sizes`."""
-        place_T = np.full(int(where.query_start_S1[-1]), -1)
-        shared_S = np.zeros(len(where.context_len_S), dtype=np.int64)
+        place_T = np.full(int(attn_metadata.query_start_S1[-1]), -1)
+        shared_S = np.zeros(len(attn_metadata.context_len_S), dtype=np.int64)
         nothing = np.zeros(0, dtype=np.int64)
         if plan is None:
             return [nothing, np.zeros(self.num_programs + 1, np.int64), nothing, nothing, place_T, shared_S]
         sequence_I, group_I, start_G = plan.groups.sequence_I, plan.groups.group_I, plan.groups.start_G1[:-1]
         shared_S[sequence_I] = plan.tokens_G[group_I]
-        first_I = where.query_start_S1[sequence_I].astype(np.int64)
-        count_I = where.query_start_S1[sequence_I + 1] - first_I
+        first_I = attn_metadata.query_start_S1[sequence_I].astype(np.int64)
+        count_I = attn_metadata.query_start_S1[sequence_I + 1] - first_I
         token_Q = np.repeat(first_I - np.cumsum(count_I) + count_I, count_I) + np.arange(int(count_I.sum()))
         padding_G = plan.tiles_G * self.num_queries - np.add.reduceat(count_I, start_G)
         place_Q = np.arange(len(token_Q)) + np.repeat((np.cumsum(padding_G) - padding_G)[group_I], count_I)
@@ -188,7 +194,7 @@ class CascadeMetadata:
     sum_UKR: torch.Tensor
 
     @classmethod
-    def of(cls, shape: CascadeShape, numbers: list[torch.Tensor]) -> "CascadeMetadata":
+    def for_steps(cls, shape: CascadeShape, numbers: list[torch.Tensor]) -> "CascadeMetadata":
         """Build the metadata on tensors of the shape's `sizes`."""
         item_U3, program_start, tile_W3, token_P, place_T, shared_S = numbers
         rows = shape.max_tiles + shape.num_programs, shape.num_kv_heads, shape.num_queries * shape.group
@@ -213,28 +219,28 @@ class CascadeSteps:
         self._first_SD = np.zeros((0, 0), dtype=np.int32)  # each sequence's decisive blocks,
         self._usable_S = np.zeros(0, dtype=np.int32)  # and the number of them that can be shared
 
-    def numbers(self, where: AttentionInput) -> list[np.ndarray]:
+    def numbers(self, attn_metadata: AttentionInput) -> list[np.ndarray]:
         """Return `CascadeShape.numbers` of the plan among all sequences. The caller must not modify the arrays."""
-        if not self._is_valid(where):
-            decided = self._shape.decide(where, np.arange(len(where.context_len_S)))
-            self._num_decisive, self._query_start_S1 = decided.num_decisive, where.query_start_S1.copy()
-            self._first_SD, self._usable_S = self._decisive_blocks(where)
+        if not self._is_valid(attn_metadata):
+            decided = self._shape.decide(attn_metadata, np.arange(len(attn_metadata.context_len_S)))
+            self._num_decisive, self._query_start_S1 = decided.num_decisive, attn_metadata.query_start_S1.copy()
+            self._first_SD, self._usable_S = self._decisive_blocks(attn_metadata)
             self._first_SD = self._first_SD.copy()
-            self._numbers = self._shape.numbers(where, decided.plan)
+            self._numbers = self._shape.numbers(attn_metadata, decided.plan)
         return self._numbers
 
-    def numbers_among(self, where: AttentionInput, sequences: np.ndarray) -> list[np.ndarray]:
+    def numbers_among(self, attn_metadata: AttentionInput, sequences: np.ndarray) -> list[np.ndarray]:
         """Return the same for the sequences at these indices, without the cache."""
-        return self._shape.numbers(where, self._shape.decide(where, sequences).plan)
+        return self._shape.numbers(attn_metadata, self._shape.decide(attn_metadata, sequences).plan)
 
-    def _is_valid(self, where: AttentionInput) -> bool:
-        if not np.array_equal(where.query_start_S1, self._query_start_S1):
+    def _is_valid(self, attn_metadata: AttentionInput) -> bool:
+        if not np.array_equal(attn_metadata.query_start_S1, self._query_start_S1):
             return False
-        first_SD, usable_S = self._decisive_blocks(where)
+        first_SD, usable_S = self._decisive_blocks(attn_metadata)
         return np.array_equal(usable_S, self._usable_S) and np.array_equal(first_SD, self._first_SD)
 
-    def _decisive_blocks(self, where: AttentionInput) -> tuple[np.ndarray, np.ndarray]:
-        count_S = where.query_start_S1[1:] - where.query_start_S1[:-1]
-        before_S = where.context_len_S - count_S
-        usable_S = np.minimum(before_S // where.block_size, self._num_decisive)
-        return where.block_table_SM[:, : self._num_decisive], usable_S
+    def _decisive_blocks(self, attn_metadata: AttentionInput) -> tuple[np.ndarray, np.ndarray]:
+        count_S = attn_metadata.query_start_S1[1:] - attn_metadata.query_start_S1[:-1]
+        before_S = attn_metadata.context_len_S - count_S
+        usable_S = np.minimum(before_S // attn_metadata.block_size, self._num_decisive)
+        return attn_metadata.block_table_SM[:, : self._num_decisive], usable_S

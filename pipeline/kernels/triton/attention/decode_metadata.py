@@ -197,32 +197,34 @@ class DecodeMetadata:
             partial_PKRD=torch.empty(*rows, head_dim, dtype=torch.float32, device=device),
             best_PKR=torch.empty(rows, dtype=torch.float32, device=device),
             sum_PKR=torch.empty(rows, dtype=torch.float32, device=device),
-            cascade=None if cascade is None else CascadeMetadata.of(cascade, cascade_tensors),
+            cascade=None if cascade is None else CascadeMetadata.for_steps(cascade, cascade_tensors),
         )
 
     def refill(
-        self, where: AttentionInput, sequences: np.ndarray | None = None, shared: Sequence[np.ndarray] = ()
+        self, attn_metadata: AttentionInput, sequences: np.ndarray | None = None, shared: Sequence[np.ndarray] = ()
     ) -> None:
         """Update its tensors to a step; see `numbers`. The copy is queued on the current stream, without waiting."""
         assert self.staged is not None
-        table_SM = where.block_table_SM
+        table_SM = attn_metadata.block_table_SM
         if table_SM.shape != self.block_table_SM.shape:
             table_SM = np.zeros(self.block_table_SM.shape, dtype=np.int32)
-            table_SM[: len(where.block_table_SM), : where.block_table_SM.shape[1]] = where.block_table_SM
-        arrays = where.query_start_S1, where.context_len_S, table_SM
-        self.staged.fill([*self.numbers(where, sequences, shared), *arrays])
+            table_SM[: len(attn_metadata.block_table_SM), : attn_metadata.block_table_SM.shape[1]] = (
+                attn_metadata.block_table_SM
+            )
+        arrays = attn_metadata.query_start_S1, attn_metadata.context_len_S, table_SM
+        self.staged.fill([*self.numbers(attn_metadata, sequences, shared), *arrays])
 
     def numbers(
         self,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         sequences: np.ndarray | None = None,
         shared: Sequence[np.ndarray] = (),
     ) -> list[np.ndarray]:
         """Return the contents of the tensors of `sizes` for a step: the sequences of `where` at these indices (None:
         all). shared: from `CascadeShape.numbers`, for metadata with a cascade."""
-        index_S = np.arange(len(where.context_len_S)) if sequences is None else sequences
-        context_S = where.context_len_S[index_S].astype(np.int64)
-        count_S = np.diff(where.query_start_S1)[index_S]
+        index_S = np.arange(len(attn_metadata.context_len_S)) if sequences is None else sequences
+        context_S = attn_metadata.context_len_S[index_S].astype(np.int64)
+        count_S = np.diff(attn_metadata.query_start_S1)[index_S]
         assert int(count_S.max(initial=0)) <= self.num_queries
         first_seen_S = np.zeros_like(context_S)
         if self.window is not None:
