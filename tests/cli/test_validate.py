@@ -61,7 +61,7 @@ def test_validate_tells_all_mistakes_of_the_data(work, pipe):
     assert "did you mean 'text'?" in err
     assert "column 'text' is text, expected numbers" in err
     assert "./nowhere: no such folder" in err
-    assert "output.path: data: lies in input.path data, so the next run would read its parts" in err
+    assert "output.path: data: is inside input.path data, so the next run would read its parts" in err
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_validate_tells_all_mistakes_of_the_data(work, pipe):
         ("input.columns=[error]", "--set: output.rename: the input has columns of the same names"),
         ("prompt.template={id}", None),
         ("output.path=memory://test-cli/out", "--set: output.path: memory://test-cli/out: lies in the memory of one"),
-        ("output.path=data/out", "--set: output.path: data/out: lies in input.path data, so the next run would read"),
+        ("output.path=data/out", "--set: output.path: data/out: is inside input.path data, so the next run would read"),
         ("output.path=data/_out", None),
         ("output.path=nothing://bucket/x", "cannot be opened (ValueError)"),
         (
