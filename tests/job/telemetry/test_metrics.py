@@ -143,7 +143,7 @@ def test_progress_says_how_each_actor_is_and_whether_the_run_is_well(server, mon
     assert json.loads(text)["seconds_without_progress"] == 300
     watch.check([])
     now += 1501
-    with pytest.raises(EnvironmentFailed, match=r"Nothing has moved for 1800 s.*no engine actor could be started"):
+    with pytest.raises(EnvironmentFailed, match=r"No progress for 1800 s.*no engine actor could be started"):
         watch.check([])
     assert asked(server, "/x")[0] == 404
 
