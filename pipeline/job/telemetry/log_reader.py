@@ -37,7 +37,7 @@ def logged_run(folder: Folder, wanted: str | None = None) -> str:
     """Return the run to read: the last one, or the one with the number or name `wanted`. Raises OutputError."""
     runs = sorted(folder.names(LOGS), key=lambda name: (run_number(name), name))
     if not runs:
-        raise OutputError(f"{folder.shown()}: no logs of any run")
+        raise OutputError(f"{folder.shown()}: no run has left logs here")
     if wanted is None:
         return runs[-1]
     found = [run for run in runs if run == wanted or (wanted.isdigit() and run_number(run) == int(wanted))]

@@ -53,7 +53,7 @@ def test_a_report_that_cannot_be_written_is_told_and_the_next_run_writes_it(job,
     monkeypatch.setattr(LocalFolder, "replace", broken)
     report, statuses = run(job)
     assert report.outcome == "finished"
-    assert "The output is complete, but its report may be an older one" in statuses[-1].warning
+    assert "The output is complete, but its report may be outdated" in statuses[-1].warning
     assert "no space left" in statuses[-1].warning
     assert runs(job)[0]["outcome"] == "running", "the last that could be written"
     failing = False

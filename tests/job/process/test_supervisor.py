@@ -175,8 +175,8 @@ def test_running_out_of_memory_is_told_as_such(start, tmp_path):
 @pytest.mark.parametrize(
     ("kills", "told"),
     [
-        ([4, 5], "signal SIGKILL: probably out of memory, as the kernel has just killed a process of this machine for "
-         "it"),
+        ([4, 5], "signal SIGKILL: probably out of memory: the kernel just killed a process on this machine for lack of "
+         "memory"),
         ([4, 4], "signal SIGKILL"),
         ([None, None], "signal SIGKILL"),
     ],
