@@ -28,4 +28,4 @@ def why_no_ray_folder(folder: Path) -> str:
         reason = f"{exists} is not writable ({refused})"
     else:
         return ""
-    return f"Ray cannot keep its files in {folder}: {reason}. Set RAY_TMPDIR to a writable folder with a short path"
+    return f"Ray cannot keep its files in {folder}: {reason}. Set RAY_TMPDIR to a short path that is writable"

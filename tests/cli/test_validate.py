@@ -16,7 +16,7 @@ def test_validate_says_what_the_job_is(work, pipe):
     assert "demo: valid" in out
     assert "data: 1 file, 3 rows" in out
     assert "max_tokens 9" in out
-    assert f"  Paths     relative ones are below {work}, the working directory\n" in out
+    assert f"  Paths     relative paths are below {work}, the working directory\n" in out
     assert "First prompt (a.parquet row 0, 21 bytes, 17 tokens)" in out
     assert "| Sum up:\n    | one \\x1b[31mred\n" in out, "control characters of the data never reach the terminal"
     assert "\x1b" not in out
@@ -270,11 +270,11 @@ def test_the_models_own_sampling_is_taken_only_where_asked_and_always_told(work,
     (work / "own" / "generation_config.json").write_text(json.dumps(values))
     own, take = ["--set", "model.path=own"], ["--set", "sampling.generation_config=model"]
     out = pipe("validate", "job.yaml", *own)[1]
-    not_taken = "not taken of the model's generation_config.json: temperature 0.6, top_p 0.95, top_k 20 (sampling.gen"
+    not_taken = "not used from the model's generation_config.json: temperature 0.6, top_p 0.95, top_k 20 (use them with sampling.gen"
     assert not_taken in out
     out = pipe("validate", "job.yaml", *own, *take, "--set", "sampling.top_k=5")[1]
-    assert "  taken of the model's generation_config.json: temperature 0.6, top_p 0.95; not taken of" in out
-    assert "top_k 20 (the job gives its own)" in out
+    assert "  used from the model's generation_config.json: temperature 0.6, top_p 0.95; not used from" in out
+    assert "top_k 20 (the job sets its own)" in out
     assert "generation_config" not in pipe("validate", "job.yaml")[1], "greedy as here: nothing to tell"
     (work / "own" / "generation_config.json").write_text('{"temperature": -1}')
     code, _, err = pipe("validate", "job.yaml", *own, *take)
@@ -320,13 +320,13 @@ def test_validate_shows_a_task_and_its_columns(work, pipe):
     assert code == 0, err
     assert "  Task      choice: labels {'column': 'options'}\n" in out
     assert "  Adds      label, label_probability, label_probabilities, error, " in out
-    assert '  With it, as task.labels:\n    | ["a", "b"]\n' in out
-    assert "Error rows among them: invalid_labels 1" in out
+    assert '  Its task.labels:\n    | ["a", "b"]\n' in out
+    assert "Error rows in the sample: invalid_labels 1" in out
     assert "Sampling" not in out
     of_task(work, "task: {type: score, completion: ' {number:.1f}', token_logprobs: 0}")
     out = pipe("validate", "job.yaml")[1]
     assert "  Task      score: completion ' {number:.1f}', token_logprobs 0\n" in out
-    assert "  With it, as task.completion:\n    |  1.0\n" in out
+    assert "  Its task.completion:\n    |  1.0\n" in out
     of_task(work, "task: embed")
     found = json.loads(pipe("validate", "job.yaml", "--json")[1])
     assert found["output_columns"]["embedding"].startswith("fixed_size_list<")
@@ -387,7 +387,7 @@ def test_validate_counts_prompts_that_the_model_has_no_room_for(work, pipe):
     found = json.loads(pipe("validate", "job.yaml", "--json")[1])["prompt_tokens"]
     assert (found["too_long"], found["max_model_len"]) == (1, 1024)
     out = pipe("validate", "job.yaml")[1]
-    assert "Too long for 1,024 tokens (engine.max_model_len, or the model's own): 1 row of them; prompt_too_long" in out
+    assert "Too long for 1,024 tokens (engine.max_model_len, or the model's own): 1 row of the sample (prompt_too_long)" in out
     table = pa.table({"id": [1, 2], "text": ["a" * 700, "word " * 3]})
     pq.write_table(table, work / "data" / "a.parquet")
     found = json.loads(pipe("validate", "job.yaml", "--json")[1])["prompt_tokens"]

@@ -259,9 +259,10 @@ def _context(spec: FlowSpec) -> DataContext:
     context.max_errored_blocks = 0
     forget_blocks(context)
     if spec.is_elastic:
-        # Ray scales up when the share of units in flight exceeds `min_share`: one unit in a pool of maximum size. It adds
-        # actors at once, up to the cluster's capacity. The lower threshold is unreachable, so it removes none while
-        # units are pending, since each costs the loading of a model; after the last unit it removes all idle ones.
+        # Ray scales up when the share of units in flight exceeds `min_share`: one unit in a pool of maximum size. It
+        # adds actors at once, up to the cluster's capacity. The lower threshold is unreachable, so it removes none
+        # while units are pending, since each costs the loading of a model; after the last unit it removes all idle
+        # ones.
         min_share = 1 / (2 * spec.actors * spec.units_in_flight)
         context.autoscaling_config = AutoscalingConfig(min_share, -1.0)
     buffer = max(BUFFER_BYTES, BUFFER_BYTES_PER_UNIT * spec.actors * spec.units_in_flight)

@@ -178,8 +178,8 @@ def _plan(
 
 @dataclass(frozen=True)
 class _Left:
-    """Remaining work of a run. `existing`: the parts that exist. `whole`: with --retry-failed the totals of the parts that
-    are not recomputed, else None."""
+    """Remaining work of a run. `existing`: the parts that exist. `whole`: with --retry-failed the totals of the parts
+    that are not recomputed, else None."""
 
     tasks: tuple[WindowTask, ...]
     existing: DoneUnits

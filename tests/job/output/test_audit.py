@@ -123,7 +123,7 @@ def test_only_the_first_problems_are_shown_and_all_are_counted(finished):
 def test_a_window_without_parts_and_an_unfinished_job_are_told(finished):
     for part in finished.output.glob("*-w00001-*"):
         part.unlink()
-    assert any("window 1: none of its parts is there" in p for p in verify(finished, False).problems)
+    assert any("window 1: all of its parts are missing" in p for p in verify(finished, False).problems)
     (finished.output / "_SUCCESS").unlink()
     assert any("the job is not finished" in p for p in verify(finished, False).problems)
     assert "damaged: 2 problems" in verify(finished, False).to_text()
@@ -140,7 +140,7 @@ def test_a_job_that_is_not_finished_is_not_called_damaged(finished):
 def test_a_row_twice_and_one_left_out(finished):
     changed_column(finished, finished.parts()[1], "source_row", lambda rows: pa.array([rows[1], *rows[1:]]))
     assert verify(finished, deep=False).sound
-    assert "more than once" in " ".join(verify(finished).problems)
+    assert "duplicates" in " ".join(verify(finished).problems)
 
 
 def test_rows_of_another_window(finished):
@@ -149,14 +149,14 @@ def test_rows_of_another_window(finished):
     taken = pq.read_table(two)
     changed(one, lambda table: pa.Table.from_arrays(taken.columns, schema=table.schema))
     keep_success(finished)
-    assert any("in a window before, too" in p for p in verify(finished).problems)
+    assert any("in an earlier window" in p for p in verify(finished).problems)
 
 
 def test_columns_and_counts_that_differ(finished):
     part = finished.parts()[-1]
     changed(part, lambda table: table.set_column(0, "id", table["id"].cast(pa.int32())))
     keep_success(finished)
-    assert "has other columns than" in problem(finished, deep=False)
+    assert "its columns differ from" in problem(finished, deep=False)
 
 
 def test_rows_that_are_not_what_the_footer_counts(finished):
@@ -167,7 +167,7 @@ def test_rows_that_are_not_what_the_footer_counts(finished):
     pq.write_table(table.set_column(place, table.schema.field(place), pa.array(errors, pa.string())), part)
     keep_success(finished)
     assert verify(finished, deep=False).sound
-    assert "are not those that its footer counts" in problem(finished)
+    assert "differ from the counts in its footer" in problem(finished)
 
 
 def test_codes_that_are_not_known(finished):
@@ -175,7 +175,7 @@ def test_codes_that_are_not_known(finished):
         return pa.array(["gremlins" if code else None for code in codes], pa.string())
 
     changed_column(finished, with_an_error(finished), "error", odd)
-    assert "error codes that are not known: gremlins" in " ".join(verify(finished, False).problems)
+    assert "unknown error codes: gremlins" in " ".join(verify(finished, False).problems)
 
 
 def places(*rows: tuple[str, int]) -> pa.Table:
@@ -191,7 +191,7 @@ def places(*rows: tuple[str, int]) -> pa.Table:
         ([[("a", 0)], [("a", 3)]], ["window 1, a: its rows from 1 to 2 are missing"]),
         ([[("a", 0)], [("b", 1)]], ["window 1, b: its rows from 0 to 0 are missing"]),
         ([[("a", 0), ("b", 1)]], ["window 0, b: its rows before 1 are missing"]),
-        ([[("a", 0), ("b", 0)], [("a", 1)]], ["window 1, a: row 1 and others are in a window before, too"]),
+        ([[("a", 0), ("b", 0)], [("a", 1)]], ["window 1, a: row 1 and others are also in an earlier window"]),
         ([[("a", 0)], None, [("a", 9), ("a", 11)]], ["window 2, a: 1 rows between 9 and 11 are missing"]),
     ],
 )
@@ -239,7 +239,7 @@ def test_a_part_that_was_cut_otherwise_is_named(finished):
     odd = PartName(name.fingerprint8, name.window, name.unit, name.of + 1, name.rows)
     shutil.copy(finished.parts()[0], finished.output / str(odd))
     assert any(
-        f"other parts say that this window has {of} units" in found
+        f"by the names of other parts, this window has {of} units" in found
         for found in verify(finished, deep=False).problems
         for of in (name.of, odd.of)
     )
@@ -252,7 +252,7 @@ def test_a_part_whose_footer_is_another_jobs_is_named(finished):
     there = store.read_part(name)
     store.rewrite(name, there.table, {**there.metadata, "pipeline.fingerprint": "0" * 64}, there.tag)
     keep_success(finished)
-    assert "its footer says that it is another job's (0000" in problem(finished, deep=False)
+    assert "its footer names another job (0000" in problem(finished, deep=False)
 
 
 def test_sums_that_success_counts_otherwise_are_named(finished):

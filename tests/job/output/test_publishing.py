@@ -31,7 +31,7 @@ def test_a_success_that_cannot_be_written_is_no_finished_run(job):
         if status.phase == "verifying" and not blocked:
             blocked.append((job.output / "_SUCCESS").mkdir())
 
-    with pytest.raises(EnvironmentFailed, match=r"All 50 rows are written, but not _SUCCESS"):
+    with pytest.raises(EnvironmentFailed, match=r"All 50 rows are written, but writing _SUCCESS failed"):
         run(job, show=block)
     assert set(told(job).values()) == {"failed"}
     (job.output / "_SUCCESS").rmdir()

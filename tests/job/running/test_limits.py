@@ -79,7 +79,7 @@ def test_a_run_ends_inside_its_time(job, soon):
 def test_a_unit_that_takes_longer_than_was_thought_is_left_in_the_middle_and_its_rows_are_kept(job, soon):
     texts = TEXTS[:8]
     job.fake(step_s=0.5, max_num_seqs=2).rows(texts)
-    with pytest.raises(LimitReached, match=r"0 of 8 rows written.* Raise it if the next run ends like this one"):
+    with pytest.raises(LimitReached, match=r"0 of 8 rows written.* Raise it if the next run ends before any unit too"):
         run(job, run={"max_runtime": "4 s", "window_rows": 50}, output={"rows_per_file": 50})
     first = runs(job)[0]
     assert first["wall_us"] < 5e6
