@@ -202,7 +202,7 @@ def _estimate(
     phases["prefill"] = round(speed.prompt_token_us * work.prompt.expected)
     phases["decode"] = round(speed.generated_token_us * work.generated.expected)
     computing = phases["prefill"] + phases["decode"]
-    phases |= {phase: round(share * computing) for phase, share in speed.overhead.items()}
+    phases |= {phase: round(share * computing) for phase, share in speed.beside.items()}
     # idle: engines that wait for the last one
     phases["idle"] += max(0, round(pool.machine_us.expected) - sum(phases.values()))
     return Estimate(

@@ -25,7 +25,7 @@ FULL_BATCH_SHARE = 0.8  # mean share of the batch from which on a run counts as 
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of one engine in microseconds. startup, load: once per actor. driver: once per run. overhead: time other
+    """Speed of one engine in microseconds. startup, load: once per actor. driver: once per run. beside: time other
     than computing by phase, as a share of computing. fastest, slowest: time of the fastest and the slowest run over the
     time that this speed predicts for it."""
 
@@ -33,7 +33,7 @@ class Speed:
     load_us: float
     prompt_token_us: float
     generated_token_us: float
-    overhead: Mapping[str, float]
+    beside: Mapping[str, float]
     driver_us: float
     fastest: float
     slowest: float
@@ -41,7 +41,7 @@ class Speed:
 
     def compute_us(self, prompt_tokens: float, generated_tokens: float) -> float:
         busy_us = self.prompt_token_us * prompt_tokens + self.generated_token_us * generated_tokens
-        return busy_us * (1 + sum(self.overhead.values()))
+        return busy_us * (1 + sum(self.beside.values()))
 
 
 def measured_speed(
@@ -75,7 +75,7 @@ def measured_speed(
         load_us=sum(actor.phases_us["load"] for actor in actors) / len(actors),
         prompt_token_us=prompt_us,
         generated_token_us=_generated_us(chosen, generated_us, rows) if computed.generated else 0.0,
-        overhead=overhead,
+        beside=overhead,
         driver_us=max(0, last.wall_us - max(actor.machine_us for actor in last.actors)),
         fastest=min(min(times), 1 / (1 + MIN_SPREAD)),
         slowest=max(max(times), 1 + MIN_SPREAD),

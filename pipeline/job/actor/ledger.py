@@ -54,8 +54,8 @@ class Ledger:
     compared."""
 
     def __init__(self, actors: int, max_actors: int | None = None, drain_s: float = 0.0) -> None:
-        """`actors` start with the run; an elastic pool may have up to `max_actors`. Actors on a machine that is about to
-        leave the cluster have drain_s seconds to finish open units."""
+        """`actors` start with the run; an elastic pool may have up to `max_actors`. Actors on a machine that is about
+        to leave the cluster have drain_s seconds to finish open units."""
         self._num_actors = actors
         self._is_elastic = max_actors is not None and max_actors > actors
         self._max_actors = (max_actors or actors) * (1 + MAX_REPLACED)

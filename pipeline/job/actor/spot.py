@@ -31,9 +31,10 @@ class SpotNotice:
     """Poll every POLL_S until `close` or the first notice; `came` is then true."""
 
     def __init__(
-        self, cloud: Cloud, told: Callable[[], None], warn: Callable[[str], None], endpoint: str | None = None
+        self, cloud: Cloud, on_notice: Callable[[], None], warn: Callable[[str], None], endpoint: str | None = None
     ) -> None:
-        """`told`: called once, in this object's thread. `warn`: called there with a message if no service responds.
+        """`on_notice`: called once, in this object's thread. `warn`: called there with a message if no service
+        responds.
         `endpoint`: replaces the cloud's address."""
         self._cloud = cloud
         self._poll = {
@@ -41,7 +42,7 @@ class SpotNotice:
             "gcp": lambda: _gcp(endpoint or _GCP),
             "azure": lambda: _azure(endpoint or _AZURE),
         }[cloud]
-        self._on_notice, self._warn = told, warn
+        self._on_notice, self._warn = on_notice, warn
         self._closed = threading.Event()
         self.came = False
         self._thread = threading.Thread(target=self._watch, daemon=True, name="spot notice")

@@ -41,7 +41,7 @@ class RowRefused(Exception):
 
 
 # (token ids of a row's prompt, the row's text of `RowTexts`) -> (token ids of the request, task). Raises RowRefused.
-Ask = Callable[[list[int], str | None], tuple[list[int], Task]]
+MakeRequest = Callable[[list[int], str | None], tuple[list[int], Task]]
 
 
 class JobTask(Protocol):
@@ -52,7 +52,7 @@ class JobTask(Protocol):
         """Result columns that replace generated_text and finish_reason."""
         ...
 
-    def asker(self, tokenizer: Encodes) -> Ask:
+    def asker(self, tokenizer: Encodes) -> MakeRequest:
         """Return the function that makes requests of a row with this tokenizer. Thread-safe."""
         ...
 
@@ -73,14 +73,14 @@ class ChoiceTask:
     def fields(self) -> tuple[pa.Field, ...]:
         return _label_fields("probability", "probabilities", "logprob")
 
-    def asker(self, tokenizer: Encodes) -> Ask:
-        def ask(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
+    def asker(self, tokenizer: Encodes) -> MakeRequest:
+        def make_request(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
             try:
                 return prompt, Choice(tuple(encode_labels(tokenizer, prompt, self._of(own))))
             except ConfigError as refused:
                 raise RowRefused(RowError.INVALID_LABELS, f"task.{refused}") from None
 
-        return ask
+        return make_request
 
     def columns(self, done: Sequence[Completion], texts: Sequence[str | None]) -> list[Any]:
         return _label_values([self._row(c.result, own) for c, own in zip(done, texts, strict=True)])
@@ -114,8 +114,8 @@ class ScoreTask:
         )
         return sums if self.top is None else (*sums, pa.field("token_logprobs", LOGPROBS_FIELD.type))
 
-    def asker(self, tokenizer: Encodes) -> Ask:
-        def ask(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
+    def asker(self, tokenizer: Encodes) -> MakeRequest:
+        def make_request(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
             if not self.of_completion:
                 if len(prompt) < 2:
                     reason = f"the text has {len(prompt)} tokens; a text is scored from its second token on"
@@ -128,7 +128,7 @@ class ScoreTask:
                 raise RowRefused(RowError.EMPTY_PROMPT, "the prompt has no tokens")
             return [*prompt, *completion], Score(len(prompt), self.top)
 
-        return ask
+        return make_request
 
     def columns(self, done: Sequence[Completion], texts: Sequence[str | None]) -> list[Any]:
         found = [c.result if isinstance(c.result, ScoreResult) else None for c in done]
@@ -151,11 +151,11 @@ class EmbedTask:
     def fields(self) -> tuple[pa.Field, ...]:
         return (pa.field("embedding", pa.list_(pa.float32(), self.length)),)
 
-    def asker(self, tokenizer: Encodes) -> Ask:
-        def ask(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
+    def asker(self, tokenizer: Encodes) -> MakeRequest:
+        def make_request(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
             return prompt, self.embed
 
-        return ask
+        return make_request
 
     def columns(self, done: Sequence[Completion], texts: Sequence[str | None]) -> list[Any]:
         """Return one Arrow array: Python numbers would take many times the memory."""
@@ -185,11 +185,11 @@ class ClassifyTask:
             return _label_fields("logit", "logits")
         return _label_fields("probability", "probabilities", "logit")
 
-    def asker(self, tokenizer: Encodes) -> Ask:
-        def ask(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
+    def asker(self, tokenizer: Encodes) -> MakeRequest:
+        def make_request(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
             return prompt, Classify()
 
-        return ask
+        return make_request
 
     def columns(self, done: Sequence[Completion], texts: Sequence[str | None]) -> list[Any]:
         logits = [c.result.values.tolist() if isinstance(c.result, VectorResult) else None for c in done]

@@ -172,13 +172,13 @@ class _Auditor:
 
     def _count_units(self, progress: DoneUnits) -> None:
         for window in range(self._windows):
-            of = progress.units_of(window)
-            if of is None:
+            num_units = progress.units_of(window)
+            if num_units is None:
                 self._add(f"window {window}: all of its parts are missing")
             elif not progress.complete(window):
-                missing = [unit for unit in range(of) if not progress.is_done(window, unit)]
+                missing = [unit for unit in range(num_units) if not progress.is_done(window, unit)]
                 units_text = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
-                self._add(f"window {window}: {len(missing)} of its {of} parts are missing (unit {units_text})")
+                self._add(f"window {window}: {len(missing)} of its {num_units} parts are missing (unit {units_text})")
 
     # -- footers and rows
 
@@ -238,8 +238,8 @@ class _Auditor:
             self._schema = name, part.schema
         first, schema = self._schema
         if not part.schema.equals(schema):
-            own, there = ({(f.name, str(f.type)) for f in fields} for fields in (part.schema, schema))
-            odd = ", ".join(f"{name} ({kind})" for name, kind in sorted(own ^ there)) or "their order"
+            own, others = ({(f.name, str(f.type)) for f in fields} for fields in (part.schema, schema))
+            odd = ", ".join(f"{name} ({kind})" for name, kind in sorted(own ^ others)) or "their order"
             self._add(f"{name}: its columns differ from those of {first}: {odd}")
 
     def _compare(self, totals: PartTotals, counts: dict[str, Any]) -> None:
@@ -275,7 +275,7 @@ class _Rows:
         self._batches = batches
         self._window = -1
         self._is_complete = False
-        self._places: list[pa.Table] = []
+        self._positions: list[pa.Table] = []
         self._last: RowPosition | None = None  # last row of the earlier windows
         self._last_window = -1  # the last complete window
 
@@ -287,13 +287,13 @@ class _Rows:
         if positions is None:
             self._is_complete = False
         elif positions.num_rows:
-            self._places.append(positions)
+            self._positions.append(positions)
 
     def end(self) -> None:
         """Check the rows of the current window."""
-        if not self._places:
+        if not self._positions:
             return
-        table, self._places = pa.concat_tables(self._places), []
+        table, self._positions = pa.concat_tables(self._positions), []
         sums = [("row", "min"), ("row", "max"), ("row", "count"), ("row", "count_distinct")]
         files = table.group_by("file").aggregate(sums).sort_by("file").to_pylist()
         first = True

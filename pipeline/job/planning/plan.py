@@ -89,8 +89,8 @@ def what_is_left(plan: JobPlan, stood: DoneUnits, again: Iterable[PartName] = ()
         remade.setdefault(name.window, set()).add(name.unit)
     tasks = []
     for window in plan.windows:
-        index, of = window.index, stood.units_of(window.index)
+        index, num_units = window.index, stood.units_of(window.index)
         if index in remade or not stood.complete(index):
-            done = {unit for unit in range(of or 0) if stood.is_done(index, unit)} - remade.get(index, set())
-            tasks.append(WindowTask(window, frozenset(done), of))
+            done = {unit for unit in range(num_units or 0) if stood.is_done(index, unit)} - remade.get(index, set())
+            tasks.append(WindowTask(window, frozenset(done), num_units))
     return tasks

@@ -185,13 +185,13 @@ class Resolution:
             self._say(f"these fields of the requests have no effect: {', '.join(found.ignored)}")
 
     def prompt_spec(self) -> None:
-        with _about(self._prompt_key):
+        with _with_key(self._prompt_key):
             self.spec = prompt_spec(self.config, self.prompt).of_input(self.table.every_column)
 
     def row_texts(self) -> None:
         """Find the texts that rows have in addition to their prompts."""
         texts = self.task_section.row_texts()
-        with _about(texts.key if texts else ""):
+        with _with_key(texts.key if texts else ""):
             self.texts = texts and texts.of_input(self.table.every_column)
 
     def columns(self) -> Iterator[PipelineError]:
@@ -271,12 +271,12 @@ class Resolution:
         self.model_sampling: dict[str, dict[str, Any]] = {"taken": {}, "not_taken": {}}
         if self.knows("model"):
             values = stored_sampling(self.model)
-            taken = {k: v for k, v in values.items() if is_wanted and k not in sampling.model_fields_set}
-            self.model_sampling = {"taken": taken, "not_taken": {k: v for k, v in values.items() if k not in taken}}
+            used = {k: v for k, v in values.items() if is_wanted and k not in sampling.model_fields_set}
+            self.model_sampling = {"taken": used, "not_taken": {k: v for k, v in values.items() if k not in used}}
             if is_wanted:
-                self._say(f"sampling by the model's {SAMPLING_FILE}: {shown_values(taken) or 'no values to use'}")
-            if taken:
-                sampling = with_stored_sampling(sampling, taken, self.model)
+                self._say(f"sampling by the model's {SAMPLING_FILE}: {shown_values(used) or 'no values to use'}")
+            if used:
+                sampling = with_stored_sampling(sampling, used, self.model)
         if (lines := self.requests) is not None:
             sampling = sampling_of(lines.endpoint, sampling, lines.samples, lines.prompt_logprobs)
         self.sampling = sampling
@@ -299,7 +299,7 @@ class Resolution:
     def template(self) -> None:
         chat = self.prompt.chat
         if chat is not None and chat.template is not None:
-            with _about("prompt.chat.template"):
+            with _with_key("prompt.chat.template"):
                 self.chat_template = read_template(chat.template)
             return
         if chat is not None and not has_template(self.model):
@@ -391,7 +391,7 @@ def resolve_prompts(config: JobConfig, model: Path) -> Resolution:
 
 def fetched(say: Say, retries: RetryCounts | None) -> Locate:
     def locate(key: str, path: str, storage: Mapping[str, Mapping[str, Any]], revision: str | None) -> Path:
-        _check_place(key, path)
+        _check_kind(key, path)
         return _whole(key, path, resolve_model(path, storage, say, retries, key, revision))
 
     return locate
@@ -399,7 +399,7 @@ def fetched(say: Say, retries: RetryCounts | None) -> Locate:
 
 def on_this_machine(key: str, path: str, storage: Mapping[str, Mapping[str, Any]], revision: str | None) -> Path:
     """Locate a checkpoint without downloading anything. For one in a store, check that its files exist."""
-    _check_place(key, path)
+    _check_kind(key, path)
     if is_url(path):
         _check_files(key, path, missing_from_store(path, storage_for(path, storage)))
     folder = folder_here(path, revision)
@@ -425,7 +425,7 @@ def missing_from_store(url: str, storage: Mapping[str, Any]) -> list[str]:
         ) from None
 
 
-def _check_place(key: str, path: str) -> None:
+def _check_kind(key: str, path: str) -> None:
     kind = model_kind(path)
     if kind == "missing" or (kind == "folder" and why_no_checkpoint(path)):
         raise ModelError(f"{key} {shown_url(path)}: {why_no_checkpoint(path)}")
@@ -448,7 +448,7 @@ def _keyed(key: str, error: PipelineError) -> PipelineError:
 
 
 @contextmanager
-def _about(key: str) -> Iterator[None]:
+def _with_key(key: str) -> Iterator[None]:
     """Set `key` on errors raised inside."""
     try:
         yield

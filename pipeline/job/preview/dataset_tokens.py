@@ -68,7 +68,7 @@ def read_samples(
         for unit in make_units(table, unit_spec, window.index):
             requests, failed = tokenize(unit)
             left_out.update(str(completion.error) for completion in failed)
-            places, texts = unit.places(), _texts(unit, expected)
+            row_ids, texts = unit.places(), _texts(unit, expected)
             for request in requests:
                 token_ids = request.prompt_token_ids[:max_tokens] if cut else request.prompt_token_ids
                 if len(token_ids) > max_tokens:
@@ -77,7 +77,7 @@ def read_samples(
                     left_out[RowError.EMPTY_PROMPT] += 1
                 else:
                     row: int = request.row_id  # type: ignore[assignment]
-                    found.append(((window.index, *places[row]), token_ids, texts[row]))
+                    found.append(((window.index, *row_ids[row]), token_ids, texts[row]))
     if not found:
         reasons = ", ".join(f"{code} {count:,}" for code, count in sorted(left_out.items())) or "there are none"
         raise InputError(f"{source.root}: no row has a text of at most {max_tokens:,} tokens ({reasons})")

@@ -49,7 +49,7 @@ def _facts(found: Examined) -> list[tuple[str, str]]:
     return [
         ("Paths", f"relative paths are below {facts['paths_below']}, the working directory"),
         ("Input", f"{shown_url(config.input.path)}: {size}; {counted(source['windows'], 'window')}"),
-        *([("", told)] if (told := _shown_requests(facts.get("requests"))) else []),
+        *([("", requests)] if (requests := _shown_requests(facts.get("requests"))) else []),
         *([("Skipped", f"{counted(len(skipped), 'damaged file')}: {names}{more}")] if skipped else []),
         ("Prompt", f"{chat} from {', '.join(columns['prompt'])}"),
         ("Keeps", ", ".join(columns["kept"]) or "no input columns"),
@@ -81,11 +81,11 @@ def _shown_task(task: dict[str, Any]) -> str:
 def _shown_requests(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
-    what = _REQUEST_KINDS[found["endpoint"]]
+    kind_of_requests = _REQUEST_KINDS[found["endpoint"]]
     own = "" if found["endpoint"] == "embedding" else "; their own sampling values take precedence"
     model = "" if found["model"] is None else f" for {found['model']!r}, computed with the job's model"
     ignored = f"; fields without effect: {', '.join(found['ignored'])}" if found["ignored"] else ""
-    return f"requests of OpenAI's Batch API: {what}{model}{own}{ignored}"
+    return f"requests of OpenAI's Batch API: {kind_of_requests}{model}{own}{ignored}"
 
 
 def _own_sampling(found: dict[str, dict[str, Any]], sampling: SamplingSection) -> list[tuple[str, str]]:
@@ -94,13 +94,13 @@ def _own_sampling(found: dict[str, dict[str, Any]], sampling: SamplingSection) -
     left = {k: v for k, v in found["not_taken"].items() if v != getattr(sampling, k)}
     if not wants and not left:
         return []
-    told = (
+    shown_parts = (
         [f"used from the model's generation_config.json: {shown_values(found['taken']) or 'nothing'}"] if wants else []
     )
     if left:
         advice = "the job sets its own" if wants else "use them with sampling.generation_config: model"
-        told.append(f"not used from the model's generation_config.json: {shown_values(left)} ({advice})")
-    return [("", "; ".join(told))]
+        shown_parts.append(f"not used from the model's generation_config.json: {shown_values(left)} ({advice})")
+    return [("", "; ".join(shown_parts))]
 
 
 def _shown_prompt(first: dict[str, Any] | None, found: Examined) -> list[str]:
@@ -144,8 +144,8 @@ def _shown_lengths(tokens: dict[str, Any] | None) -> list[str]:
         room = f"{tokens['max_model_len']:,} tokens (engine.max_model_len, or the model's own)"
         lines.append(f"  Too long for {room}: {counted(tokens['too_long'], 'row')} of the sample (prompt_too_long)")
     if tokens["errors"]:
-        told = ", ".join(f"{code} {count:,}" for code, count in tokens["errors"].items())
-        lines.append(f"  Error rows in the sample: {told}")
+        errors = ", ".join(f"{code} {count:,}" for code, count in tokens["errors"].items())
+        lines.append(f"  Error rows in the sample: {errors}")
     return lines
 
 

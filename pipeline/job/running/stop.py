@@ -91,8 +91,8 @@ class StopSignals:
             raise Stopped(self.why)
 
 
-def _leave_now(why: str) -> NoReturn:
+def _leave_now(reason: str) -> NoReturn:
     """End the process without waiting. Parts are complete or absent, so nothing is lost."""
     with suppress(OSError, ValueError):  # stderr may be closed
-        os.write(sys.stderr.fileno(), f"Stopped by {why}. Run the same command to resume.\n".encode())
+        os.write(sys.stderr.fileno(), f"Stopped by {reason}. Run the same command to resume.\n".encode())
     os._exit(Interrupted.exit_code)
