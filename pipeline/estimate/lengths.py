@@ -151,16 +151,14 @@ def output_lengths(requests: Sequence[Request], history: Sequence[Remembered]) -
     stats = sum((run.row_stats + run.sample_row_stats for run in runs), RowStats())
     known = {bucket: histogram for bucket, histogram in stats.outputs.items() if histogram.count}
     if not known:
-        # every sample has at least one token
-        share, min_generated = ASSUMED.times(float((max_tokens * n).mean())), float(n.mean())
-        each = Interval(
-            max(min_generated, share.low), max(min_generated, share.expected), max(min_generated, share.high)
-        )
+        # every sample has at floor one token
+        share, floor = ASSUMED.times(float((max_tokens * n).mean())), float(n.mean())
+        each = Interval(max(floor, share.low), max(floor, share.expected), max(floor, share.high))
         drawn = np.maximum(1, max_tokens * ASSUMED.expected).astype(int)
-        source_text = f"an assumption: half of max_tokens, {max_tokens.mean():,.0f} on average" + _per_sample(
+        source = f"an assumption: half of max_tokens, {max_tokens.mean():,.0f} on average" + _per_sample(
             float(n.mean())
         )
-        return OutputLengths(each, tuple(drawn.tolist()), source_text)
+        return OutputLengths(each, tuple(drawn.tolist()), source)
     everything = sum(known.values(), Histogram())
     rng = np.random.default_rng(0)
     drawn, mean, square_error = np.zeros(len(requests), dtype=int), 0.0, 0.0
@@ -176,9 +174,9 @@ def output_lengths(requests: Sequence[Request], history: Sequence[Remembered]) -
     drawn = np.clip(drawn, 1, max_tokens)
     error = max(2 * sqrt(square_error), MIN_ERROR * mean)
     unit_name = "rows" if n.mean() == 1 else "samples"
-    source_text = f"{everything.count:,} {unit_name} of {len(runs)} earlier run{'s' * (len(runs) > 1)} of this job"
+    source = f"{everything.count:,} {unit_name} of {len(runs)} earlier run{'s' * (len(runs) > 1)} of this job"
     each = Interval(max(1.0, mean - error), mean, mean + error).times(float(n.mean()))
-    return OutputLengths(each, tuple(drawn.tolist()), source_text)
+    return OutputLengths(each, tuple(drawn.tolist()), source)
 
 
 def _per_sample(n: float) -> str:

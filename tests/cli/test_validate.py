@@ -387,7 +387,10 @@ def test_validate_counts_prompts_that_the_model_has_no_room_for(work, pipe):
     found = json.loads(pipe("validate", "job.yaml", "--json")[1])["prompt_tokens"]
     assert (found["too_long"], found["max_model_len"]) == (1, 1024)
     out = pipe("validate", "job.yaml")[1]
-    assert "Too long for 1,024 tokens (engine.max_model_len, or the model's own): 1 row of the sample (prompt_too_long)" in out
+    assert (
+        "Too long for 1,024 tokens (engine.max_model_len, or the model's own): 1 row of the sample (prompt_too_long)"
+        in out
+    )
     table = pa.table({"id": [1, 2], "text": ["a" * 700, "word " * 3]})
     pq.write_table(table, work / "data" / "a.parquet")
     found = json.loads(pipe("validate", "job.yaml", "--json")[1])["prompt_tokens"]

@@ -57,17 +57,11 @@ def remove_all(store: PartStore) -> None:
 
 def _completion(raw: dict[str, Any], row_id: int) -> Completion:
     quality, samples = raw.get("quality"), raw.get("samples", ())
-    logprobs, prompt_logprobs = (
+    logprobs, of_prompt = (
         None if found is None else [token_logprobs(t) for t in found]
         for found in (raw["logprobs"], raw.get("prompt_logprobs"))
     )
     found = None if quality is None else RowQuality(**quality)
     each, result = tuple(_completion(sample, row_id) for sample in samples), of_plain(raw.get("result"))
-    own = {
-        "row_id": row_id,
-        "logprobs": logprobs,
-        "prompt_logprobs": prompt_logprobs,
-        "quality": found,
-        "samples": each,
-    }
+    own = {"row_id": row_id, "logprobs": logprobs, "prompt_logprobs": of_prompt, "quality": found, "samples": each}
     return Completion(**{**raw, **own, "result": result})

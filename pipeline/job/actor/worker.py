@@ -72,7 +72,7 @@ class WorkSpec:
     chat: Chat | None = None
     author: AuthorTexts = AuthorTexts()  # noqa: RUF009  # frozen
     chat_template: str | None = None  # instead of the checkpoint's own
-    revision: str | None = None  # of the model
+    revision: str | None = None  # model.revision of the job file
     draft: str | None = None
     reference: ReferenceConfig | None = None  # for quality.sample, with the driver's folder of the model
     reference_model: str | None = None  # quality.model of the job file

@@ -52,7 +52,7 @@ from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.machine.host import available_cores, now_us, process_age_us
 from pipeline.stores import failpoints
 
-BUFFER_BYTES = 256 * 2**20  # units between reading and computing, at least
+BUFFER_BYTES = 256 * 2**20  # minimum buffer of units between reading and computing
 BUFFER_BYTES_PER_UNIT = 8 * 2**20
 NODES_S = 2.0  # interval of checks for lost and draining nodes
 _UNIT_SCHEMA = pa.schema([("window", pa.int32()), ("unit", pa.int32()), ("data", pa.large_binary())])
@@ -252,17 +252,17 @@ def _connect(spec: FlowSpec) -> bool:
 
 def _context(spec: FlowSpec) -> DataContext:
     context = DataContext.get_current().copy()
-    context.target_max_block_size = 1  # every unit a block of its own
+    context.target_max_block_size = 1  # one block per unit
     context.target_min_block_size = 1
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.max_errored_blocks = 0
     forget_blocks(context)
     if spec.is_elastic:
-        # Ray scales up when the share of units in flight exceeds `min_share`: one unit in a pool of maximum size. It
-        # adds actors at once, up to the cluster's capacity. The lower threshold is unreachable, so it removes none
-        # while units are pending, since each costs the loading of a model; after the last unit it removes all idle
-        # ones.
+        # Ray scales up when the share of possible units in flight exceeds `min_share`; one unit in a pool of maximum
+        # size is enough. It adds actors at once, up to the cluster's capacity. The lower threshold is unreachable, so
+        # it removes none while units are pending, since each costs the loading of a model; after the last unit it
+        # removes all idle ones.
         min_share = 1 / (2 * spec.actors * spec.units_in_flight)
         context.autoscaling_config = AutoscalingConfig(min_share, -1.0)
     buffer = max(BUFFER_BYTES, BUFFER_BYTES_PER_UNIT * spec.actors * spec.units_in_flight)

@@ -49,26 +49,24 @@ def connect(address: str | None, cores: int = 0) -> bool:
         if "RAY_AUTH_TOKEN_PATH" not in os.environ and not _home_keeps_token():
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     auto_init_hook.enable_auto_connect = False  # else a thread that outlives the run would start another Ray
-    address_options: dict[str, Any] = {"address": address}
+    options: dict[str, Any] = {"address": address}
     if address is None:  # without "local" it would join any Ray on this machine
-        address_options = {"address": "local", "num_cpus": cores, "include_dashboard": False}
+        options = {"address": "local", "num_cpus": cores, "include_dashboard": False}
     tries = START_TRIES if address is None else 1
     for attempt in range(1, tries + 1):
         try:
             with _quiet():
                 _call_in_thread(
                     lambda: ray.init(
-                        **address_options, job_config=_SafePath(), log_to_driver=False, logging_level=logging.ERROR
+                        **options, job_config=_SafePath(), log_to_driver=False, logging_level=logging.ERROR
                     )
                 )
             break
         except Exception as error:  # Ray raises bare exceptions, such as on its timeout
             ray.shutdown()
             if attempt == tries:
-                problem_text = (
-                    f"Ray at {address} cannot be joined" if address else "Ray cannot be started on this machine"
-                )
-                raise EnvironmentFailed(f"{problem_text}: {error}") from error
+                failure = f"Ray at {address} cannot be joined" if address else "Ray cannot be started on this machine"
+                raise EnvironmentFailed(f"{failure}: {error}") from error
     return True
 
 

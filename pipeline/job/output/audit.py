@@ -61,12 +61,8 @@ class Audit:
         errors = counted(self.error_rows, "error row")
         held = f"{counted(self.parts, 'part')}, {rows} ({errors}), {self.parts_bytes:,} bytes"
         if self.sound:
-            depth_text = (
-                "every page and row was checked"
-                if self.deep
-                else "footers were checked; --deep checks every page and row"
-            )
-            return f"{self.path}: sound: {held}; {depth_text}"
+            depth = "every page and row was read" if self.deep else "footers were read; --deep reads every page and row"
+            return f"{self.path}: sound: {held}; {depth}"
         if self.problems == (NOT_FINISHED,):
             return f"{self.path}: not finished: {held}; existing parts are sound\n  {NOT_FINISHED}"
         more = self.num_problems - len(self.problems)
@@ -161,9 +157,7 @@ class _Auditor:
             elif name.fingerprint8 != self._fingerprint[:8]:
                 self._add(f"{file}: a part of another job (this job's parts begin with part-{self._fingerprint[:8]})")
             elif progress.units_of(name.window) not in (None, name.of):
-                self._add(
-                    f"{file}: by the names of other parts, this window has {progress.units_of(name.window)} units"
-                )
+                self._add(f"{file}: other parts name {progress.units_of(name.window)} units for this window")
             elif not progress.add(name):
                 self._add(f"{file}: another part contains the same unit; remove one of them")
             else:

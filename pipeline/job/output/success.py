@@ -33,7 +33,7 @@ def verify(plan: JobPlan, store: PartStore, say: Callable[[int, int], None] | No
     left = what_is_left(plan, progress)
     if left:
         raise PipelineError(
-            f"{store.path}: {len(left)} windows are incomplete, the first is {left[0].window.index}, though all "
+            f"{store.path}: incomplete windows: {len(left)} (the first is {left[0].window.index}), though all "
             "units are done; run again to compute them"
         )
     totals = PartTotals()

@@ -28,9 +28,9 @@ class JobPlan:
 
     job: ResolvedJob
     source: Source
-    batches: Batches  # of input files that were appended
+    batches: Batches  # batches of appended input files
     windows: tuple[Window, ...]
-    schema: pa.Schema  # of the output
+    schema: pa.Schema  # schema of the output
     fingerprint: Fingerprint
     device: str  # "cpu" or "cuda", or with an index
     retried_limits: Mapping[str, Any] = field(default_factory=dict)  # limits of retried error rows, if changed

@@ -40,9 +40,9 @@ class ResolvedJob:
     draft: Path | None
     reference: Path | None  # folder of the reference model of quality.sample
     chat_template: str | None  # the text of prompt.chat.template; None: the checkpoint's own, or none
-    task: JobTask | None  # None: to generate
+    task: JobTask | None  # None: generate text
     params: SamplingParams  # defaults of rows without values of their own
-    units: UnitSpec  # how rows are rendered and cut into units
+    units: UnitSpec  # rules for rendering rows and cutting units
     results: ResultShape  # the output's columns, without the kept ones
 
     @property

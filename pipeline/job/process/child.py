@@ -55,9 +55,8 @@ class Ended:
         """Return one line for reports: the innermost call of a stack, or the last line."""
         lines = [line.strip() for line in self.words.splitlines() if line.strip()]
         heads = [i for i, line in enumerate(lines[:-1]) if line.endswith("(most recent call first):")]
-        current = [
-            i for i in heads if lines[i].startswith("Current thread")
-        ]  # faulthandler: the thread that received the signal
+        # faulthandler's "Current thread" is the one that received the signal
+        current = [i for i in heads if lines[i].startswith("Current thread")]
         line = lines[(current or heads)[0] + 1] if heads else lines[-1] if lines else ""
         return f"{self.how}{': ' + line if line else ''}"[:SHORT_CHARS]
 

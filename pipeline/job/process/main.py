@@ -148,9 +148,8 @@ def main(fd: int) -> None:
         else:
             from pipeline.engine.quality.watch import QualityWatch, open_reference
 
-            reference = open_reference(
-                start.reference, factory, report_loading
-            )  # first, because the KV cache takes the remaining memory
+            # first, because the KV cache takes the remaining memory
+            reference = open_reference(start.reference, factory, report_loading)
             engine = factory(start.config, report_loading)
             watch = QualityWatch(engine, reference)
         engine.warm_up()

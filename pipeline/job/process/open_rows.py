@@ -130,7 +130,8 @@ class OpenRows:
             row.ticket.done.set()
 
     def _split(self, group: list[int], ended: Ended) -> None:
-        """Halve the group that was inside when the process ended; its finished rows have left `_rows`."""
+        """Halve the group that was inside when the process ended, without its finished rows. A row that repeatedly ended
+        the process on its own becomes an error row."""
         group = [key for key in group if key in self._rows]
         if len(group) != 1:
             half = len(group) // 2
@@ -149,8 +150,6 @@ class OpenRows:
             )
         self.num_poison_rows += 1
         self._note("a row ended the process each time, even alone: it becomes an error row")
-        code, message = RowError.ENGINE_FAILURE.value, "the engine's process ended each time it computed this row, even"
-        length = len(row.request.prompt_token_ids)
-        self._settle(
-            group[0], Completion(None, [], "", "error", length, error=code, error_message=f"{message} when alone")
-        )
+        code, length = RowError.ENGINE_FAILURE.value, len(row.request.prompt_token_ids)
+        message = "the engine's process ended each time it computed this row, even when alone"
+        self._settle(group[0], Completion(None, [], "", "error", length, error=code, error_message=message))

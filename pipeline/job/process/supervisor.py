@@ -150,9 +150,8 @@ class Supervisor:
                 finally:
                     ended = child.bury()
                     if not self._closed:
-                        idle = (
-                            "" if self._rows.any_inside else ", with no rows in it"
-                        )  # this is how Ray ends it with a run
+                        # Ray kills processes without rows at the end of a run: no warning
+                        idle = "" if self._rows.any_inside else ", with no rows in it"
                         level: Level = "info" if idle and ended.killed else "warning"
                         self._note(f"process {child.process.pid} ended{idle}: {ended}", level)
                 if self._closed:

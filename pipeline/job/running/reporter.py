@@ -68,7 +68,7 @@ class RunReporter:
         self.logs.prune()
         self._driver_log = self.logs.log(DRIVER, logs.level)
         self._show_line, self._logged, self._logged_at = logs.show, "", 0.0
-        self.note(f"run {log.run_id}: {plan.num_rows} rows, {totals.now().rows} of them written before")
+        self.note(f"run {log.run_id}: {plan.num_rows} rows, {totals.now().rows} of them already written")
         self._estimate = load_estimate(store, plan.fingerprint.undated)
         if self._estimate is None and store.folder.has(PLAN):
             self.note(f"{PLAN} is the estimate of another job and is ignored; `pipeline plan` estimates this one")
@@ -192,9 +192,8 @@ class RunReporter:
 
     def status(self) -> Status:
         log, held, is_running = self._log, self._totals.now(), self._log.outcome == "running"
-        finished = (
-            sum(actor.open_rows_done for actor in log.actors) if is_running else 0
-        )  # otherwise lost, or saved for the next run
+        # after the run, finished rows of open units are lost or saved for the next run
+        finished = sum(actor.open_rows_done for actor in log.actors) if is_running else 0
         computed = sum((actor.record.computed for actor in log.actors), Computed())
         self._pace.add(time.monotonic(), computed)
         prompt_per_s, generated_per_s = self._pace.per_s()

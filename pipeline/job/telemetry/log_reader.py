@@ -51,7 +51,7 @@ class LogReader:
 
     def __init__(self, folder: Folder, run_id: str, only: Iterable[str] = ()) -> None:
         self._folder, self._log_folder, self._only = folder, f"{LOGS}/{run_id}", frozenset(only)
-        self._offsets: dict[str, int] = {}  # of each file
+        self._offsets: dict[str, int] = {}  # by file name
 
     def new_lines(self) -> list[LogLine]:
         """Return the complete lines that were not returned before, in the order of their times."""

@@ -26,15 +26,10 @@ _ENGINE = (
     ("generation_tokens", "Generated tokens.", "generated_tokens", 1),
     ("num_preemptions", "Preemptions of sequences, which free their KV cache.", "num_preemptions", 1),
     ("engine_steps", "Engine steps.", "num_steps", 1),
-    (
-        "engine_sequences",
-        "Sum over steps of the number of sequences; divide by steps for the mean batch.",
-        "batch_sum",
-        1,
-    ),
+    ("engine_sequences", "Sequences summed over steps; divide by steps for the mean batch.", "batch_sum", 1),
     (
         "engine_kv_cache_usage_ratio",
-        "Sum over steps of the used share of the KV cache; divide by steps for the mean.",
+        "Used share of the KV cache summed over steps; divide by steps for the mean.",
         "kv_used_ppm_sum",
         1e6,
     ),
@@ -119,9 +114,7 @@ class Snapshot:
         yield _family(CounterMetricFamily, "storage_retries", "Retried requests to stores.", run, tried, ("kind",))
         if self.hourly_usd is not None:
             usd = sum(record.machine_us for record in actors) / 3.6e9 * self.hourly_usd
-            yield _family(
-                CounterMetricFamily, "cost_usd", "Cost of the machine time at cost.hourly_usd.", run, [({}, usd)]
-            )
+            yield _family(CounterMetricFamily, "cost_usd", "Cost of machine time at cost.hourly_usd.", run, [({}, usd)])
         open_units = [({"actor": str(r.actor)}, float(r.units_in_progress)) for r in actors]
         yield _family(
             GaugeMetricFamily, "units_in_progress", "Units in progress on an engine.", run, open_units, ("actor",)

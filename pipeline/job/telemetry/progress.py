@@ -49,7 +49,7 @@ class Progress:
         return self.still_s < UNWELL_SHARE * self._limit_s
 
     def check(self, actors: Sequence[ActorState]) -> None:
-        """Raise EnvironmentFailed once nothing has moved for the limit."""
+        """Raise EnvironmentFailed after the limit without progress."""
         if self.still_s <= self._limit_s:
             return
         idle = f"No progress for {self._limit_s:g} s (6 times run.stall_timeout)"

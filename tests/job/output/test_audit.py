@@ -239,7 +239,7 @@ def test_a_part_that_was_cut_otherwise_is_named(finished):
     odd = PartName(name.fingerprint8, name.window, name.unit, name.of + 1, name.rows)
     shutil.copy(finished.parts()[0], finished.output / str(odd))
     assert any(
-        f"by the names of other parts, this window has {of} units" in found
+        f"other parts name {of} units for this window" in found
         for found in verify(finished, deep=False).problems
         for of in (name.of, odd.of)
     )

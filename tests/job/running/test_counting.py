@@ -44,7 +44,7 @@ def test_the_count_before_success_finds_what_is_missing_or_too_much(job):
         verify(plan, store)
     wrong.unlink()
     extra.unlink()
-    with pytest.raises(PipelineError, match="1 windows are incomplete, the first is 0"):
+    with pytest.raises(PipelineError, match="incomplete windows: 1 \\(the first is 0\\)"):
         verify(plan, store)
 
 
