@@ -92,7 +92,7 @@ def test_following_ends_when_the_process_is_gone(work, pipe, monkeypatch):
     (work / "out" / "_pipeline" / "logs" / "run-1").mkdir(parents=True)
     code, _, err = pipe("logs", "out", "--follow")
     assert code == 3
-    assert "is gone" in err
+    assert "is no longer running" in err
 
 
 def test_a_run_shows_its_log_where_asked(work, pipe, job_that):

@@ -90,7 +90,7 @@ def test_validate_tells_all_mistakes_of_the_data(work, pipe):
             "--set: speculation.model: ./nowhere: no such folder, and not a Hugging Face id",
         ),
         ("speculation={method: draft_model, model: data}", "data: has no config.json; give the folder of"),
-        ("engine.max_model_len=2048", "--set: engine.max_model_len: 2048 is more than the 1,024 positions that demo"),
+        ("engine.max_model_len=2048", "--set: engine.max_model_len: 2048 exceeds the 1,024 positions of demo"),
         ("engine.max_model_len=1024", None),
         (
             "model={path: demo:target-awq, quantization: int8}",

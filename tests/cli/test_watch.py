@@ -111,7 +111,7 @@ def test_a_run_whose_process_is_gone_is_watched_no_longer(work, pipe):
     leave_output(work, gone, "running")
     code, _, err = pipe("status", "out", "--watch")
     assert code == 3
-    assert "is gone" in err
+    assert "is no longer running" in err
 
 
 def test_an_output_in_a_store(work, pipe, aws):

@@ -56,7 +56,9 @@ class Batches:
             for name, digest in batch.items():
                 if digests.get(name) != digest:
                     now = digests.get(name, "missing")
-                    raise FingerprintError(f"input.path: {name} appended as {digest}, now {now}; restore the file")
+                    raise FingerprintError(
+                        f"input.path: {name} was appended as {digest} and is now {now}; restore the file"
+                    )
         new = None
         if self.more and self.first is not None:
             new = {name: digest for name, digest in digests.items() if name not in known and name not in self.first}
@@ -97,7 +99,7 @@ class Batches:
         path = f"{FOLDER}/{len(self.appended) + 1:04d}.json"
         if not store.folder.create(path, json.dumps(body | {"versions": dict(versions)}, indent=1).encode()):
             raise EnvironmentFailed(
-                f"{store.folder.shown(path)}: another run just appended files to this output; run again"
+                f"{store.folder.shown(path)}: another run has appended files to this output; run again"
             )
 
 

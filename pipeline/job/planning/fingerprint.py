@@ -194,8 +194,8 @@ def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
 def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_numerics: bool) -> None:
     changes = difference(theirs["identity"], ours.identity)
     if changes:
-        limits = " Use --retry-failed to compute its error rows again under the new limit."
-        files = " Use --append to compute the new files only."
+        limits = " With --retry-failed its error rows are computed again under the new limit."
+        files = " With --append only the new files are computed."
         raise FingerprintError(
             f"output.path {store.path} was produced by a different job. Differences (recorded -> current):\n"
             f"{shown(changes)}\nChoose a new output.path, or undo the changes to resume this job."
