@@ -130,8 +130,8 @@ class OpenRows:
             row.ticket.done.set()
 
     def _split(self, group: list[int], ended: Ended) -> None:
-        """Halve the group that was inside when the process ended, without its finished rows. A row that repeatedly ended
-        the process on its own becomes an error row."""
+        """Halve the group that was inside when the process ended, without its finished rows. A row that repeatedly
+        ended the process on its own becomes an error row."""
         group = [key for key in group if key in self._rows]
         if len(group) != 1:
             half = len(group) // 2
