@@ -270,7 +270,7 @@ def test_the_models_own_sampling_is_taken_only_where_asked_and_always_told(work,
     (work / "own" / "generation_config.json").write_text(json.dumps(values))
     own, take = ["--set", "model.path=own"], ["--set", "sampling.generation_config=model"]
     out = pipe("validate", "job.yaml", *own)[1]
-    not_taken = "not used from the model's generation_config.json: temperature 0.6, top_p 0.95, top_k 20 (use them with sampling.gen"
+    not_taken = "not used from the model's generation_config.json: temperature 0.6, top_p 0.95, top_k 20 (use "
     assert not_taken in out
     out = pipe("validate", "job.yaml", *own, *take, "--set", "sampling.top_k=5")[1]
     assert "  used from the model's generation_config.json: temperature 0.6, top_p 0.95; not used from" in out
