@@ -191,7 +191,7 @@ def test_what_cannot_be_converted(batch, job, tmp_path):
     with pytest.raises(OutputError, match=r"--output \S+taken\.jsonl: is there already, and is not replaced"):
         convert(store, str(tmp_path / "taken.jsonl"), str(tmp_path / "e.jsonl"), {})
     assert (tmp_path / "taken.jsonl").read_text() == "mine"
-    with pytest.raises(OutputError, match="is --output too"):
+    with pytest.raises(OutputError, match="same file as --output"):
         convert(store, str(tmp_path / "x.jsonl"), str(tmp_path / "x.jsonl"), {})
     with pytest.raises(OutputError, match="is a folder"):
         convert(store, str(tmp_path), str(tmp_path / "e2.jsonl"), {})

@@ -59,7 +59,7 @@ def test_writes_that_hang_hold_up_neither_the_run_nor_its_drain(job, replacing, 
                 run(job, [(lambda status: status.units > 0, signal.SIGTERM)], run={"drain_timeout": "1 s"})
         else:
             _, statuses = run(job)
-            assert "takes too long to write to" in statuses[-1].warning
+            assert "writing to the output takes too long" in statuses[-1].warning
             job.check(TEXTS)
     finally:
         hang.set()
