@@ -107,13 +107,13 @@ def test_what_stands_in_the_place_of_a_checkpoint_is_named(folder: Path, tmp_pat
             (tmp_path / name / file).write_text("{}")
     monkeypatch.chdir(tmp_path)
     for name, said in {
-        "m.gguf": "a GGUF file; this program reads safetensors checkpoints",
+        "m.gguf": "is a GGUF file; expected the folder of a safetensors",
         "./m.gguf": "a GGUF file",
-        "lora/adapter_config.json": "a file; this program reads",
-        "empty": "an empty folder, so it has no config.json",
-        "lora": "has no config.json but an adapter_config.json: a LoRA adapter",
-        "quants": "has no config.json but GGUF files",
-        "data": "has no config.json; give",
+        "lora/adapter_config.json": "is a file; expected the folder of",
+        "empty": "is an empty folder; expected",
+        "lora": "has adapter_config.json but no config.json: a LoRA adapter",
+        "quants": "has GGUF files but no config.json",
+        "data": "has no config.json; expected",
         "none": "no such folder, and not a Hugging Face id",
     }.items():
         assert why_no_checkpoint(name).startswith(said)
@@ -156,5 +156,5 @@ def test_a_revision_is_of_a_hugging_face_id(monkeypatch):
     assert resolve_model("owner/name", revision="v2") == resolve_model("owner/name") == demo_model("target").resolve()
     assert asked == [("owner/name", "v2"), ("owner/name", None)]
     assert folder_here("owner/name", "v2") is None
-    with pytest.raises(ModelError, match="only a Hugging Face id has revisions"):
+    with pytest.raises(ModelError, match="only Hugging Face ids have revisions"):
         resolve_model(str(demo_model("target")), revision="v2")
