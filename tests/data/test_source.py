@@ -181,7 +181,7 @@ def test_fault_28_schema_drift_is_refused_with_the_file_named(write):
     assert read_window(source, window, ["wide", "report"]).column("wide").to_pylist() == [1, 1 << 40, None]
     with pytest.raises(InputError, match=r"b\.parquet: has no column 'id'"):
         source.check_columns(["report", "id"])
-    with pytest.raises(InputError, match=r"column 'n'.*b\.parquet has it as string, files before it as int64"):
+    with pytest.raises(InputError, match=r"column 'n'.*it is string in .*b\.parquet, but int64 in earlier files"):
         source.check_columns(["n"])
     with pytest.raises(InputError, match=r"a\.parquet: has no column 'reprot' \(did you mean 'report'\?\)"):
         source.check_columns(["reprot"])
