@@ -96,14 +96,14 @@ BEYOND_A_SCHEMA = (
     "run.max_runtime: expected more than 0",
     "got nan",  # JSON has no such number
     "names no column",
-    "no indices, conversions",
+    "indices, conversions and nested",
     "is not in the prompt",
-    "messages does not",
+    "not with messages",
     "special_tokens: template is for",
     "no path of this job takes",
     "column and messages hold data",
     "with chat the chat template",
-    "only a Hugging Face id has revisions",
+    "only Hugging Face ids have revisions",
     "prompt.template: ",  # no template at all
     "expected demo, demo:target",
     "no embedded model",

@@ -105,7 +105,7 @@ def test_all_problems_are_told_at_once(finished):
         "notes.txt: not a part",
         "a part of another job",
         "window 0: 1 of its",
-        "it holds 6 parts, _SUCCESS counts 7" if len(finished.parts()) == 7 else "_SUCCESS counts",
+        "it has 6 parts, but _SUCCESS counts 7" if len(finished.parts()) == 7 else "_SUCCESS counts",
         f"{cut.name}: this part is damaged",
         f"{footless.name}: this part is damaged",
     ):
@@ -230,7 +230,7 @@ def test_an_output_in_a_store(finished):
         store.bucket.put(f"out/{finished.parts()[0].name}", b"cut")
         found = audit(output, True, print)
         assert any("this part is damaged" in p for p in found.problems)
-        assert any("bytes, _SUCCESS counts" in p for p in found.problems)
+        assert any("bytes, but _SUCCESS counts" in p for p in found.problems)
 
 
 def test_a_part_that_was_cut_otherwise_is_named(finished):

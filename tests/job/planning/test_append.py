@@ -140,7 +140,7 @@ def test_a_kept_column_of_another_type_is_refused_before_anything_is_written(job
     add(job, "f0.parquet", TEXTS[:20], 0, pa.int32())
     run(job)
     add(job, "a.parquet", TEXTS[20:30], 20, pa.int64())
-    with pytest.raises(InputError, match=r"column 'id': the appended file .*a\.parquet has it as int64, .* as int32"):
+    with pytest.raises(InputError, match=r"column 'id': it is int64 in the appended file .*a\.parquet, but int32"):
         run(job, append=True)
     assert not (job.output / FOLDER).exists()
     assert (job.output / "_SUCCESS").exists()
@@ -311,7 +311,7 @@ def test_the_type_of_a_prompt_column_stays_though_no_part_holds_it(job):
         pq.write_table(pa.table({"id": [1], "x": pa.array([0.1], kind)}), job.folder / "in" / name)
         if kind == pa.float32():
             run(job, prompt={"template": "Say {x}"})
-    with pytest.raises(InputError, match=r"column 'x': the appended file .*g\.parquet has it as double, .* as float"):
+    with pytest.raises(InputError, match=r"column 'x': it is double in the appended file .*g\.parquet, but float"):
         run(job, append=True, prompt={"template": "Say {x}"})
     assert not (job.output / FOLDER).exists()
 
@@ -321,7 +321,9 @@ def test_a_column_that_only_the_new_files_have_is_refused_where_all_are_kept(job
     run(job.rows(TEXTS), **everything)
     table = pa.table({"id": [50], "text": ["more"], "extra": [1]})
     pq.write_table(table, job.folder / "in" / "a.parquet")
-    with pytest.raises(InputError, match=r"column 'extra': the appended file .*a\.parquet has it, the files that"):
+    with pytest.raises(
+        InputError, match=r"column 'extra': it is in the appended file .*a\.parquet, but not in the files"
+    ):
         run(job, append=True, **everything)
 
 
