@@ -148,7 +148,7 @@ def _embedded_exists(path: str) -> str:
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if names.count(name) > 1:
-            raise _refuse(f"each column once; {name!r} is listed twice")
+            raise _refuse(f"each column once; {name!r} is repeated")
     return names
 
 

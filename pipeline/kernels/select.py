@@ -1,4 +1,4 @@
-"""Which kernels serve a device and a type. The only place that decides it, and it says what it decided."""
+"""Selection of the kernels for a device and a type. The only place that decides it."""
 
 import os
 from dataclasses import replace
@@ -24,30 +24,30 @@ def select_kernels(
     keep_dense: bool = True,
     deterministic: bool = False,
 ) -> Kernels:
-    """The set `wanted` of KERNELS for `device` and `dtype`; "auto" is the fastest that serves them.
+    """Return the set `wanted` of KERNELS for `device` and `dtype`; "auto" is the fastest one that supports them.
 
-    `Kernels.served_by` names each one's origin. keep_dense: see `triton.kernel_set.triton_kernels`. deterministic: a
-    row's results are the same to the last bit whatever else is in a step (`triton/batch_invariant.py`,
-    `cpu/invariant.py`). Raises ConfigError for a set that is not there, does not serve the device, or is not
-    deterministic where that is wanted.
+    `Kernels.served_by` names the implementation of each kernel. keep_dense: see `triton.kernel_set.triton_kernels`.
+    deterministic: a row's results are bit-identical whatever else is in a step (`triton/batch_invariant.py`,
+    `cpu/invariant.py`). Raises ConfigError if the set is not installed, does not support the device, or is not
+    deterministic as requested.
     """
     on_gpu = device.type != "cpu"
     if wanted == "auto":
         wanted = ("triton" if find_spec("triton") is not None or deterministic else "reference") if on_gpu else "cpu"
         if on_gpu and wanted == "reference":
             slow = reference_kernels(dtype, device)
-            why = "torch (reference): triton is not installed, this is slower"
-            return replace(slow, served_by=dict.fromkeys(slow.served_by, why))
+            served_by = "torch (reference): triton is not installed, this is slower"
+            return replace(slow, served_by=dict.fromkeys(slow.served_by, served_by))
     if wanted == "reference":
         if deterministic:
             raise ConfigError(
-                "engine.deterministic: not with engine.kernels = 'reference', as torch's products choose the order of "
-                "their sums by the number of tokens; use auto"
+                "engine.deterministic: not with engine.kernels = 'reference', because torch's matrix products choose "
+                "the order of their sums by the number of tokens; use auto"
             )
         return reference_kernels(dtype, device)
     if wanted == "cpu":
         if on_gpu:
-            raise ConfigError(f"engine.kernels = 'cpu': they do not serve {device}; use auto or triton")
+            raise ConfigError(f"engine.kernels = 'cpu': these kernels do not run on {device}; use auto or triton")
         return _invariant_cpu_kernels(dtype) if deterministic else _cpu_kernels(dtype)
     if wanted == "triton":
         return _triton_kernels(device, dtype, keep_dense, deterministic)
@@ -63,32 +63,37 @@ def _triton_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool, 
     if device.type == "cpu" and not is_interpreted():
         raise ConfigError(
             "engine.kernels = 'triton': these kernels are for NVIDIA GPUs. On a CPU only Triton's interpreter runs "
-            "them, very slowly, where TRITON_INTERPRET=1 is set; use auto"
+            "them, very slowly, with TRITON_INTERPRET=1 in the environment; use auto"
         )
     scratch = None if keep_dense else Scratch(dtype, device)
     return triton_kernels(dtype, device, scratch=scratch, deterministic=deterministic)
 
 
 def keep_cpu_kernels_in(folder: Path) -> None:
-    """From now on this process keeps and looks for compiled CPU kernels there. Comes before any module of them is
-    imported. Raises EnvironmentFailed where nothing can be written."""
+    """Keep compiled CPU kernels of this process in `folder`. Call it before any of their modules is imported.
+
+    Raises EnvironmentFailed if the folder is not writable.
+    """
     if why_no_numba() is not None:
         return
     reason = why_not_writable(folder)
-    if not reason:  # numba writes into folders of its own in there
-        closed = (entry.name for entry in folder.iterdir() if not os.access(entry, os.W_OK | os.X_OK))
-        reason = next((f"{name} in it cannot be written" for name in closed), "")
+    if not reason:  # numba writes into subfolders
+        not_writable = (entry.name for entry in folder.iterdir() if not os.access(entry, os.W_OK | os.X_OK))
+        reason = next((f"{name} in it is not writable" for name in not_writable), "")
     if reason:
         raise EnvironmentFailed(
-            f"{folder}: compiled CPU kernels cannot be kept there ({reason}); set PIPELINE_CACHE or NUMBA_CACHE_DIR "
-            "to a folder that can be written"
+            f"{folder}: cannot keep compiled CPU kernels there ({reason}); set PIPELINE_CACHE or NUMBA_CACHE_DIR "
+            "to a writable folder"
         )
     keep_compiled_in(folder)
 
 
 def keep_gpu_kernels_in(folder: Path) -> None:
-    """From now on this process keeps and looks for compiled GPU kernels there. Raises EnvironmentFailed where nothing
-    can be written, or loaded as code: Triton compiles its launchers to shared libraries."""
+    """Keep compiled GPU kernels of this process in `folder`.
+
+    Raises EnvironmentFailed if the folder is not writable, or code cannot be loaded from it: Triton compiles its
+    launchers to shared libraries.
+    """
     if find_spec("triton") is None:
         return
     reason = why_not_writable(folder)
@@ -96,8 +101,8 @@ def keep_gpu_kernels_in(folder: Path) -> None:
         reason = "mounted with noexec"
     if reason:
         raise EnvironmentFailed(
-            f"{folder}: compiled GPU kernels cannot be kept there ({reason}); set PIPELINE_CACHE or TRITON_CACHE_DIR "
-            "to a folder that can be written"
+            f"{folder}: cannot keep compiled GPU kernels there ({reason}); set PIPELINE_CACHE or TRITON_CACHE_DIR "
+            "to a writable folder"
         )
     from pipeline.kernels.triton.compile_ahead import keep_kernels_in
 
@@ -152,7 +157,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
 
 
 def serves_int4_alone(dtype: torch.dtype) -> bool:
-    """Whether, on CPU, 4-bit weights serve any number of tokens as they are, without a dense form beside them."""
+    """Return whether 4-bit weights on CPU serve any number of tokens without an additional dense form."""
     if why_no_numba() is not None:
         return False
     from pipeline.kernels.cpu.linear.linear_bf16 import multiplies_pairs
@@ -168,7 +173,7 @@ def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
         )
     if (lacks := why_no_numba()) is not None:
         raise ConfigError(
-            f"engine.deterministic: on CPU it needs numba, which {lacks}; pip install numba, and a numpy that it takes"
+            f"engine.deterministic: on CPU it needs numba, which {lacks}; pip install numba and a compatible numpy"
         )
     from pipeline.kernels.cpu.invariant import attention, prepare_linear
 
@@ -187,7 +192,7 @@ def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
 
 
 def default_dtype(device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
-    """`dtype: auto`: the checkpoint's type on a GPU; on CPU bfloat16 where it is native, else float32."""
+    """Return the dtype of `dtype: auto`: the checkpoint's on a GPU; on CPU bfloat16 if native, else float32."""
     if device.type == "cpu":
         from pipeline.kernels.cpu.linear.selection import supports_bf16
 

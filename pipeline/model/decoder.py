@@ -1,6 +1,6 @@
-"""One decoder for all served families, driven by `ModelConfig` fields and a set of kernels.
+"""One decoder for all supported families, driven by `ModelConfig` fields and a set of kernels.
 
-Shape suffixes: T tokens of the step, R rows that want logits, H hidden, N query heads, K KV heads, M heads of a fused
+Shape suffixes: T tokens of the step, R rows that need logits, H hidden, N query heads, K KV heads, M heads of a fused
 projection (N + 2 K), D head size.
 """
 
@@ -37,8 +37,8 @@ class KVCache:
         device: torch.device,
         with_spare_block: bool = False,
     ) -> "KVCache":
-        """`dtype`: of the model, or FP8. `with_spare_block`: one more, the last, for what is written by tokens that pad
-        a step."""
+        """Allocate a cache in the model's type or FP8. with_spare_block: add a last block, to which the tokens that pad
+        a step are written."""
         shape = num_blocks + with_spare_block, block_size, config.num_kv_heads, config.head_dim
         layers = [LayerCache.allocate(*shape, dtype, device) for _ in range(config.num_layers)]
         if device.type == "cpu":
@@ -49,7 +49,7 @@ class KVCache:
 
     @property
     def num_blocks(self) -> int:
-        """The spare one included."""
+        """Number of blocks, including the spare one."""
         return self.layers[0].k_CBKD.shape[0]
 
     @property
@@ -57,13 +57,13 @@ class KVCache:
         return self.layers[0].k_CBKD.shape[1]
 
     def fill(self, blocks: list[int], value: float) -> None:
-        """Overwrite whole blocks in every layer (after non-finite values; by tests)."""
+        """Overwrite whole blocks in every layer (after non-finite values, and in tests)."""
         for layer in self.layers:
             layer.fill(blocks, value)
 
 
 class DecoderLayer:
-    """One layer: its weights on a device, and what it makes of a step."""
+    """One layer: its weights on a device, and its forward pass."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class DecoderLayer:
         self.o: Linear = kernels.prepare_linear(weights.o)
         self.gate_up: Linear = kernels.prepare_linear(weights.gate_up)
         self.down: Linear = kernels.prepare_linear(weights.down)
-        # A linear that rounds its inputs has kernels that write them rounded.
+        # A linear that rounds its inputs provides kernels that write them rounded.
         self.before_qkv, self.before_gate_up, self.before_down = (
             linear if isinstance(linear, InputKernels) else kernels for linear in (self.qkv, self.gate_up, self.down)
         )
@@ -95,7 +95,7 @@ class DecoderLayer:
     def write(
         self, x_TH: Any, cos: torch.Tensor, sin: torch.Tensor, slot_mapping_T: torch.Tensor, kv: KVCache
     ) -> torch.Tensor:
-        """Write the tokens' keys and values; return their queries (T, N, D). x_TH: as `before_qkv` returns it."""
+        """Write the tokens' keys and values; return their queries (T, N, D). `x_TH` comes from `before_qkv`."""
         c = self.config
         qkv_TMD = self.qkv(x_TH).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         cache = kv.layers[self.index]
@@ -118,8 +118,8 @@ class DecoderLayer:
         kv: KVCache,
         row_R: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and residual (T, H) after this layer, of the tokens `row_R` alone where it is given; their keys and values
-        are written of all. May write into its inputs."""
+        """Return x and residual (T, H) after this layer, only for the tokens `row_R` if given. Keys and values are
+        written for all tokens. May write into its inputs."""
         eps = self.config.norm_eps
         normed_TH, residual_TH = self.before_qkv.add_rms_norm(x_TH, residual_TH, self.input_norm_H, eps)
         q_TND = self.write(normed_TH, cos, sin, where.slot_mapping_T, kv)
@@ -139,11 +139,11 @@ class Decoder:
     def __init__(
         self, folder: Path, config: ModelConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Load `folder`. Raises ModelError when its tensors do not match `config` exactly."""
+        """Load `folder`. Raises ModelError if its tensors do not match `config` exactly."""
         self.config, self.kernels, self.dtype, self.device = config, kernels, dtype, device
         reader = WeightReader(folder, config, device)
         embedding = reader.embedding()
-        narrower = embedding.dtype.itemsize < dtype.itemsize  # widened row by row, it takes half the memory
+        narrower = embedding.dtype.itemsize < dtype.itemsize  # it is widened per lookup and takes half the memory
         self.embedding_VH = embedding.to(device, embedding.dtype if narrower else dtype)
         self.layers = [
             DecoderLayer(config, index, weights, kernels, dtype, device)
@@ -171,18 +171,18 @@ class Decoder:
         row_R: np.ndarray,
         kv: KVCache,
     ) -> torch.Tensor:
-        """Compute the step's tokens, write their keys and values into `kv`, return the last hidden states (R, H) of
+        """Compute the step's tokens, write their keys and values into `kv`, and return the last hidden states (R, H) of
         the tokens `row_R`.
 
-        cos and sin (T, D / 2) are the rotations of the tokens' positions. Of the last layer, only the keys and values
-        are of use to later steps: what comes after them is computed for `row_R` alone.
+        cos and sin (T, D / 2) are the rotations of the tokens' positions. Later steps need only the keys and values of
+        the last layer, so the rest of that layer is computed for `row_R` alone.
         """
         k, eps = self.kernels, self.config.norm_eps
         x_TH = F.embedding(token_ids_T, self.embedding_VH).to(self.dtype)
         residual_TH = torch.zeros_like(x_TH)
-        at_once = self._decode_steps
-        if at_once is not None and len(row_R) == len(x_TH) and at_once.serves(where, kv.layers):
-            at_once.run(x_TH, residual_TH, cos, sin, where, kv.layers)
+        fused_loop = self._decode_steps
+        if fused_loop is not None and len(row_R) == len(x_TH) and fused_loop.serves(where, kv.layers):
+            fused_loop.run(x_TH, residual_TH, cos, sin, where, kv.layers)
         else:
             for layer in self.layers:
                 wanted_R = row_R if layer is self.layers[-1] else None
@@ -192,7 +192,7 @@ class Decoder:
         return k.add_rms_norm(x_TH, residual_TH, self.final_norm_H, eps)[0]
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """Return logits (R, vocabulary) in the model's type; zeros of a model without a head over the vocabulary."""
+        """Return logits (R, vocabulary) in the model's type; zeros if the model has no head over the vocabulary."""
         if self.lm_head is None:
             return hidden_RH.new_zeros((len(hidden_RH), self.config.vocab_size))
         return self.lm_head(hidden_RH)

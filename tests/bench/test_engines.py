@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,17 +11,21 @@ from click.testing import CliRunner
 
 from pipeline.bench.engines import comparison
 from pipeline.bench.engines import peer as peer_module
-from pipeline.bench.engines.comparison import WARM_REQUESTS, bench_engine, request_sets
-from pipeline.bench.engines.contenders import Agreement, GenerateModel, StaticBatches, ThisEngine, compare
+from pipeline.bench.engines.comparison import bench_engine
+from pipeline.bench.engines.contenders import Agreement, ThisEngine, compare
 from pipeline.bench.engines.peer import Peer, PeerTask, parse_peer
 from pipeline.bench.request_sets import BenchRequest, workload
-from pipeline.bench.shapes import bench_model, dequantized
+from pipeline.bench.shapes import bench_model
 from pipeline.cli.main import cli
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig
 from pipeline.errors import ConfigError, EnvironmentFailed, PipelineError
 
 SETS = {"warm-up": [BenchRequest([1], 1)], "set 1": [BenchRequest([5, 6], 3), BenchRequest([7], 2)]}
+TASK = PeerTask(
+    model="m", dense_model="m", quantized=False, dtype="float32", threads=1, max_model_len=16, work_folder="w",
+    shared_prefixes=False, sets=SETS, device="cpu",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,24 +40,9 @@ def _in_cache(cache, monkeypatch):
     monkeypatch.setitem(peer_module.DRIVERS, "fake", "fake_peer")
 
 
-def task(**other):
-    fields = {
-        "model": "m", "dense_model": "m", "quantized": False, "dtype": "float32", "threads": 1, "max_model_len": 16,
-        "work_folder": "w", "shared_prefixes": False, "sets": SETS, "device": "cpu",
-    }  # fmt: skip
-    return PeerTask(**(fields | other))
-
-
-def peer_at(tmp_path, name):
-    """A Python of its own name, so that the driver can tell what it is to do."""
-    link = tmp_path / name
-    link.symlink_to(sys.executable)
-    return str(link)
-
-
 def test_the_whole_at_a_small_size():
     said = []
-    told = bench_engine(
+    found = bench_engine(
         "tiny-awq",
         requests=6,
         rounds=1,
@@ -63,7 +53,7 @@ def test_the_whole_at_a_small_size():
         peers=[("fake", sys.executable)],
         say=said.append,
     )
-    ours, *others = told.speeds
+    ours, *others = found.speeds
     assert ours.name == "this engine"
     assert ours.faster is None
     by_name = {speed.name.split(",")[0]: speed for speed in others}
@@ -75,26 +65,17 @@ def test_the_whole_at_a_small_size():
     assert static.faster.median == pytest.approx(ours.tokens_per_s.median / static.tokens_per_s.median)
     assert static.cpu_ratio.median > 0
     assert by_name["fake"].cpu_ratio is None
-    assert "Processor time of transformers.generate" in told.to_text()
-    assert set(told.trials) == {2, 6}
-    assert told.strict
+    assert "Processor time of transformers.generate" in found.to_text()
+    assert set(found.trials) == {2, 6}
+    assert found.strict
     tokens = sum(n.prompt + n.output - 1 for n in workload(6, 20, (3, 8)).lengths())
-    assert told.computed_tokens == tokens
-    assert told.peers["fake"] == {"threads": str(told.settings["num_threads"]), "dtype": "float32", "sets": "4"}
-    text = told.to_text()
+    assert found.computed_tokens == tokens
+    assert found.peers["fake"] == {"threads": str(found.settings["num_threads"]), "dtype": "float32", "sets": "4"}
+    text = found.to_text()
     assert "AWQ int4" in text
     assert "6 requests" in text
-    assert json.loads(json.dumps(told.to_json()))["bench"] == "engine"
+    assert json.loads(json.dumps(found.to_json()))["bench"] == "engine"
     assert "round 1, one request: this engine" in said
-
-
-def test_the_round_before_the_counted_ones_is_whole_only_where_it_chooses():
-    work = workload(2 * WARM_REQUESTS, 20, (3, 8))
-    for chooses, expected in ((True, 2 * WARM_REQUESTS), (False, WARM_REQUESTS)):
-        sets = request_sets(lambda name: work.round(name, 2048), lambda name, n: work.one(name, n, 2048), 2, chooses)
-        sizes = {name: len(requests) for name, requests in sets.items() if name != "warm-up"}
-        whole = 2 * WARM_REQUESTS
-        assert sizes == {"set 0": expected, "set 1": whole, "one 1": 1, "set 2": whole, "one 2": 1}
 
 
 def test_the_engine_refuses_what_was_seen_before_and_what_fails():
@@ -112,21 +93,11 @@ def test_the_engine_refuses_what_was_seen_before_and_what_fails():
 
 
 def test_rows_of_the_demonstration_job_end_by_themselves():
-    told = bench_engine("demo", 4, rounds=1, batch_sizes=(4,), dtype="float32", reports=True)
-    static = told.speeds[1]
+    found = bench_engine("demo", 4, rounds=1, batch_sizes=(4,), dtype="float32", reports=True)
+    static = found.speeds[1]
     assert static.agreement.equal_requests + static.agreement.near_ties == 9
     assert 9 * 20 < static.agreement.compared_tokens < 9 * 96
-    assert "4 rows of the demonstration job" in told.to_text()
-
-
-def test_static_batches_give_each_row_its_own_tokens():
-    folder = dequantized(bench_model("tiny-awq").folder, torch.float32)
-    model = GenerateModel(folder, torch.float32, "cpu", frozenset({2}))
-    requests = workload(5, 12, (2, 6)).round("x", 2048)
-    one, all_ = (StaticBatches(model, size).run(requests).token_ids for size in (1, 5))
-    assert [len(tokens) for tokens in one] == [r.max_tokens for r in requests]
-    agreed = compare(requests, one, all_, model.next_logits)
-    assert agreed.equal_requests + agreed.near_ties == 5
+    assert "4 rows of the demonstration job" in found.to_text()
 
 
 def test_tokens_are_equal_or_part_at_a_near_tie():
@@ -149,22 +120,15 @@ def test_tokens_are_equal_or_part_at_a_near_tie():
         compare(requests, [[5, 0, 1]], [[5, 0]])
 
 
-def test_a_peer_runs_what_it_is_told(tmp_path):
-    with Peer("fake", sys.executable, task()) as peer:
-        assert peer.about["dtype"] == "float32"
-        ran = peer.run_set("set 1")
-        assert ran.token_ids == [[5, 5, 5], [7, 7]]
-        assert ran.wall_s >= 0
-        assert peer.run_set("set 1").token_ids == ran.token_ids
-
-
 @pytest.mark.parametrize(
     ("name", "why"), [("broken", "ended with 1\n(.|\n)*no such instruction"), ("mortal", "ended with 7")]
 )
 def test_a_peer_that_fails_says_why(tmp_path, name, why):
+    python = tmp_path / name  # the driver fails as its name says
+    python.symlink_to(sys.executable)
     with (
         pytest.raises(EnvironmentFailed, match=f"peer fake: its process {why}"),
-        Peer("fake", peer_at(tmp_path, name), task()) as peer,
+        Peer("fake", str(python), TASK) as peer,
     ):
         peer.run_set("set 1")
 
@@ -188,30 +152,19 @@ def test_drivers_are_shipped_and_import_nothing_of_ours():
 
 
 def test_the_command(monkeypatch):
-    asked = {}
+    given = {}
+    result = SimpleNamespace(to_text=lambda: "a table", to_json=lambda: {"bench": "engine"})
+    monkeypatch.setattr(comparison, "bench_engine", lambda **options: given.update(options) or result)
 
-    class Told:
-        def to_text(self):
-            return "a table"
+    def bench(*arguments):
+        return CliRunner().invoke(cli, ["bench", "engine", *arguments])
 
-        def to_json(self):
-            return {"bench": "engine"}
-
-    monkeypatch.setattr(comparison, "bench_engine", lambda **options: asked.update(options) or Told())
-    peer = f"vllm={sys.executable}"
-    answer = CliRunner().invoke(
-        cli, ["bench", "engine", "--batch-sizes", "2,4", "--output-tokens", "3-9", "--peer", peer]
-    )
+    answer = bench("--batch-sizes", "2,4", "--output-tokens", "3-9", "--peer", f"vllm={sys.executable}")
     assert answer.exit_code == 0, answer.output
     table, line = answer.stdout.split("\n\n")
-    assert (table, json.loads(line)["bench"], set(json.loads(line))) == (
-        "a table",
-        "engine",
-        {"command", "date", "bench"},
-    )
-    assert (asked["batch_sizes"], asked["output_tokens"], asked["model"]) == ((2, 4), (3, 9), "qwen3-0.6b")
-    assert asked["peers"] == [("vllm", sys.executable)]
-    answer = CliRunner().invoke(cli, ["bench", "engine", "--batch-sizes", "none", "--json"])
-    assert json.loads(answer.stdout)["bench"] == "engine"
-    assert asked["batch_sizes"] == ()
-    assert CliRunner().invoke(cli, ["bench", "engine", "--output-tokens", "many"]).exit_code == 2
+    assert (table, set(json.loads(line))) == ("a table", {"command", "date", "bench"})
+    assert (given["batch_sizes"], given["output_tokens"], given["model"]) == ((2, 4), (3, 9), "qwen3-0.6b")
+    assert given["peers"] == [("vllm", sys.executable)]
+    assert json.loads(bench("--batch-sizes", "none", "--json").stdout)["bench"] == "engine"
+    assert given["batch_sizes"] == ()
+    assert bench("--output-tokens", "many").exit_code == 2

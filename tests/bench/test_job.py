@@ -8,7 +8,6 @@ import pytest
 from pipeline.bench import job as bench
 from pipeline.bench.job import Times, bench_job
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.report.record.run_record import ActorRecord, RunRecord, no_phases
 
 PEER = """
 import json, sys
@@ -35,7 +34,7 @@ def runs(monkeypatch):
 
 @pytest.fixture
 def peer(tmp_path, monkeypatch):
-    """A driver that completes so many rows."""
+    """A driver that completes `rows` rows."""
 
     def make(rows):
         driver = tmp_path / "ray_llm_driver.py"
@@ -79,16 +78,3 @@ def test_other_completions_are_no_comparison(runs):
     runs["engine"] = {("a", 0): "x", ("a", 1): "z"}
     with pytest.raises(PipelineError, match="1 of 2 float32 completions of the job and of the engine alone differ"):
         bench_job("demo:target", 2, 1)
-
-
-def test_a_jobs_work_is_all_after_its_load():
-    phases = {
-        **no_phases(),
-        "startup": 9_000_000,
-        "load": 1_000_000,
-        "decode": 5_500_000,
-        "idle": 2_500_000,
-    }
-    run = RunRecord("r", "", actors=[ActorRecord(0, phases)], generated_tokens=400)
-    run.driver_us.update(ray_stop=500_000, verify=250_000)
-    assert bench._times_of(run, 20.0) == Times(9.0, 1.0, 8.0, 2.5, 0.75, 20.0, 50.0)

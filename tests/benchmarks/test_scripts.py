@@ -10,9 +10,8 @@ from click.testing import CliRunner
 
 from benchmarks import ladder, plan, simulate
 from benchmarks.ladder import CONTINUOUS, INT4, ONE, SHARING, STATIC
-from benchmarks.simulate import BLOCK_SIZE, Machine, SimulatedEngine, SimulatedRow, job_units, run_pool
+from benchmarks.simulate import BLOCK_SIZE, Machine, SimulatedEngine, SimulatedRow, job_units
 from pipeline.bench.request_sets import REQUEST_SETS
-from pipeline.engine.params import Request, SamplingParams
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings
 from pipeline.roofline.job_simulation import Batching, simulate_job
@@ -77,13 +76,6 @@ def test_a_wrong_name_is_a_message() -> None:
     assert "--card tpu: no such card" in done.stderr
 
 
-def test_sorted_batches_hold_their_longest_in_the_memory_that_exists() -> None:
-    lengths = [100, 10, 50, 49, 12, 11, 90]
-    requests = [Request(i, [1] * (n - 5), SamplingParams(max_tokens=5)) for i, n in enumerate(lengths)]
-    batches = ladder.by_length(requests, kv_tokens=2 * 112)
-    assert [[lengths[r.row_id] for r in batch] for batch in batches] == [[100, 90], [50, 49, 12], [11, 10]]  # type: ignore[index]
-
-
 def test_a_simulated_engine_computes_every_token_and_waits_for_a_slow_host() -> None:
     rows = [row for unit in job_units("generation", 16) for row in unit]
     fast, slow = (
@@ -97,19 +89,6 @@ def test_a_simulated_engine_computes_every_token_and_waits_for_a_slow_host() -> 
     tight = SimulatedEngine(fast, 4096, num_blocks=20).run(rows)
     assert tight["kv_used"] > found[0]["kv_used"]
     assert tight["num_steps"] > found[0]["num_steps"]
-
-
-def test_more_machines_end_sooner_and_late_ones_cost_balance() -> None:
-    machine = Machine.on_card("qwen3-0.6b", "h100", max_num_seqs=8)
-    units = [[row] for unit in job_units("generation", 60) for row in unit]
-    alone, both, late = (
-        run_pool(machine, units, actors=actors, in_flight=8, join_s=join_s)
-        for actors, join_s in ((1, 0.0), (2, 0.0), (2, 65.0))
-    )
-    assert alone["imbalance"] == alone["idle_share"] == 0.0
-    assert both["wall_s"] < alone["wall_s"]
-    assert both["machine_h"] <= both["static_machine_h"]
-    assert late["imbalance"] > both["imbalance"]
 
 
 def test_the_estimate_of_a_job_is_that_of_the_engines_scheduler_where_memory_is_tight() -> None:

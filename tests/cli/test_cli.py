@@ -49,11 +49,8 @@ def test_help_imports_nothing_heavy():
 def test_run_prints_the_report(work, pipe, job_that):
     seen = {}
 
-    def run_job(config, *, accept_numerics, retry_failed, append, sample, progress, logs, metrics):
-        seen.update(
-            config=config, accept_numerics=accept_numerics, retry_failed=retry_failed, append=append, sample=sample,
-            metrics=metrics,
-        )  # fmt: skip
+    def run_job(config, *, progress, logs, **options):
+        seen.update(options, config=config)
         progress(Status(phase="generating", rows_total=3, rows_done=1))
         print("noise of a library")
         return build_report("demo", "1a2b3c4d", [finished_run()], PartTotals(3), 3)
@@ -65,19 +62,16 @@ def test_run_prints_the_report(work, pipe, job_that):
     assert "3 of 3: 3 completed, 0 errors" in out
     assert "_pipeline/report.md" in out
     assert "generating: 33.3%, 1/3 rows" in err
-    assert (seen["config"].input.limit, seen["config"].run.actors) == (2, 2)
-    assert seen["accept_numerics"]
-    assert seen["retry_failed"]
-    assert seen["metrics"] is None
-    assert pipe("run", "job.yaml", "--metrics", "9400")[0] == 2
+    config = seen.pop("config")
+    assert (config.input.limit, config.run.actors) == (2, 2)
+    off = {"accept_numerics": False, "retry_failed": False, "append": False, "sample": None, "metrics": None}
+    assert seen == off | {"accept_numerics": True, "retry_failed": True}
     pipe("run", "job.yaml", "--sample", "7", "--append", "--metrics", "[::]:9400", "--preset", "cpu")
-    assert seen["metrics"] == "[::]:9400"
-    assert seen["config"].engine.max_num_seqs == 32
+    assert seen.pop("config").engine.max_num_seqs == 32
+    assert seen == off | {"append": True, "sample": 7, "metrics": "[::]:9400"}
+    assert pipe("run", "job.yaml", "--metrics", "9400")[0] == 2
     code, _, err = pipe("run", "job.yaml", "--preset", "nosuch")
     assert (code, "a100" in err, "h100" in err) == (2, True, True)
-    assert not seen["retry_failed"]
-    assert seen["sample"] == 7
-    assert seen["append"]
 
 
 def test_a_firing_has_the_date_of_its_moment_in_the_variables_zone(work, pipe, job_that):
@@ -121,13 +115,15 @@ def test_every_error_has_its_exit_code(work, pipe, job_that, error):
 
 def test_a_defect_is_70_with_its_trace_and_ctrl_c_is_75(work, pipe, job_that):
     def broken(*_, **__):
-        raise RuntimeError("boom")
+        raise RuntimeError(f"boom {EVIL}")
 
     job_that(broken)
     code, _, err = pipe("run", "job.yaml")
     assert code == 70
     assert "RuntimeError: boom" in err
     assert "This is a bug" in err
+    assert err.count("\n") > 5
+    assert commands_no_terminal(err)
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -254,14 +250,3 @@ def test_what_data_is_called_commands_no_terminal(work, pipe, job_that):
             assert commands_no_terminal(out + err), (command, out, err)
             assert "evil" in out + err
     assert json.loads(pipe("run", "job.yaml", "--json")[1])["error"]["message"].count("\x1b") == 6, "as it is"
-
-
-def test_a_defects_trace_commands_no_terminal(work, pipe, job_that):
-    def broken(*_, **__):
-        raise RuntimeError(EVIL)
-
-    job_that(broken)
-    code, _, err = pipe("run", "job.yaml")
-    assert code == 70
-    assert err.count("\n") > 5
-    assert commands_no_terminal(err)

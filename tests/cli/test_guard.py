@@ -33,24 +33,20 @@ def start(body: str, before: str = "", **options) -> subprocess.Popen:
     command = [sys.executable, "-c", before + SCRIPT.format(body=body)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
     if "'ready'" in body:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
     return process
 
 
-@pytest.mark.parametrize(
-    ("body", "code", "out", "said"),
-    [
-        ("print('done')", 0, "done\nwent on\n", ""),
-        ("sys.exit(1)", 1, "", ""),
-        ("sys.exit(75)", 75, "", ""),
-        ("sys.exit()", 0, "", ""),
-        ("os._exit(75)", 3, "", "exited with code 75"),  # without a signal
-        ("os._exit(1)", 3, "", "exited with code 1, as it does when"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 3, "", "killed by SIGKILL. It may have run out of memory"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 3, "", "killed by SIGSEGV"),
-    ],
-)
+@pytest.mark.parametrize(("body", "code", "out", "said"), [
+    ("print('done')", 0, "done\nwent on\n", ""),
+    ("sys.exit(1)", 1, "", ""),
+    ("sys.exit(75)", 75, "", ""),
+    ("sys.exit()", 0, "", ""),
+    ("os._exit(75)", 3, "", "exited with code 75"),  # nobody had sent a signal
+    ("os._exit(1)", 3, "", "exited with code 1, as it does when"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", 3, "", "killed by SIGKILL. It may have run out of memory"),
+    ("os.kill(os.getpid(), signal.SIGSEGV)", 3, "", "killed by SIGSEGV"),
+])  # fmt: skip
 def test_an_exit_code_is_the_commands_own_or_the_environments(body, code, out, said):
     process = start(body)
     got = process.communicate(timeout=30)
@@ -58,17 +54,14 @@ def test_an_exit_code_is_the_commands_own_or_the_environments(body, code, out, s
     assert said in got[1]
 
 
-@pytest.mark.parametrize(
-    ("handler", "code"),
-    [
-        ("lambda n, f: sys.exit(75)", 75),  # which is a word
-        ("lambda n, f: os._exit(75)", 75),  # as a run that something will not let go
-        ("signal.SIG_DFL", 75),  # where a library has taken the handler away: Ray does, as it ends
-        ("lambda n, f: os.abort()", 75),  # as Ray's own handler
-        ("lambda n, f: os._exit(1)", 3),
-        ("lambda n, f: os.kill(os.getpid(), signal.SIGKILL)", 3),
-    ],
-)
+@pytest.mark.parametrize(("handler", "code"), [
+    ("lambda n, f: sys.exit(75)", 75),  # which is a word
+    ("lambda n, f: os._exit(75)", 75),  # as a run that something will not let go
+    ("signal.SIG_DFL", 75),  # where a library has taken the handler away: Ray does, as it ends
+    ("lambda n, f: os.abort()", 75),  # as Ray's own handler
+    ("lambda n, f: os._exit(1)", 3),
+    ("lambda n, f: os.kill(os.getpid(), signal.SIGKILL)", 3),
+])  # fmt: skip
 def test_a_signal_reaches_the_command_and_an_end_without_a_word_is_an_interruption(handler, code):
     body = f"signal.signal(signal.SIGTERM, {handler}); print('ready', flush=True); "
     # In short sleeps: a signal that arrives just before a sleep is handled after it.
@@ -131,114 +124,72 @@ def test_a_signal_while_the_command_line_starts_leaves_with_75(tmp_path, number,
     assert (process.returncode, said.count("Interrupted.")) == (75, 1), said
 
 
-LOSES_A_SIGNAL = """
-import os, signal, sys, time, weakref
-import pipeline.__main__ as entry
-
-class Thing:
-    pass
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == "pipeline.cli.main":
-            thing = Thing()
-            finder = weakref.ref(thing, lambda _: (os.kill(os.getpid(), signal.SIGTERM), list(map(abs, range(9)))))
-            del thing
-            time.sleep(1)
-
-sys.meta_path.insert(0, Finder())
-sys.argv = ["pipeline", "--help"]
-entry.main()
-"""
-
-
-def test_a_signal_that_comes_where_nothing_can_be_raised_leaves_with_75():
-    done = subprocess.run(
-        [sys.executable, "-c", LOSES_A_SIGNAL], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (75, "", "Interrupted.\n")
-
-
-WRAPS_A_SIGNAL = """
-import os, signal, sys
-import pipeline.__main__ as entry
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == "pipeline.config":
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-            except KeyboardInterrupt:
-                raise RuntimeError("SchemaError: Interrupt: SIGINT")
-
-sys.meta_path.insert(0, Finder())
-sys.argv = ["pipeline", "validate", "job.yaml"]
-entry.main()
-"""
-
-
-def test_a_signal_that_a_library_turns_into_an_error_of_its_own_is_still_one(tmp_path):
-    (tmp_path / "job.yaml").write_text("name: x\n")
-    done = subprocess.run(
-        [sys.executable, "-c", WRAPS_A_SIGNAL], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (75, "", "Interrupted.\n")
-
-
-ENDS_SLOWLY = """
-import atexit, sys, threading, time, types
-import pipeline.__main__ as entry
-
-class Slow:
-    __del__ = lambda self, end=time.sleep: end(60)
-
-def main():
-    print("printed", end="")
-    atexit.register(time.sleep, 60)
-    threading.Thread(target=time.sleep, args=(60,)).start()
-    sys.exit(3)
-
-cli = types.ModuleType("pipeline.cli.main")
-cli.main = main
-sys.modules["pipeline.cli.main"] = cli
-slow = Slow()
-entry.main()
-"""
-
-
-def test_the_process_leaves_with_its_code_and_waits_for_no_library():
-    """So there is no time in which a signal would change the code."""
-    done = subprocess.run([sys.executable, "-c", ENDS_SLOWLY], capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stdout) == (3, "printed")
-
-
-SWALLOWS_A_SIGNAL = """
-import os, signal, sys, time, types
+ENTRY = """
+import atexit, os, signal, sys, threading, time, types, weakref
 import pipeline.__main__ as entry
 from pipeline.cli import interrupt
 
-def main():
-    interrupt.GRACE_S = 0.3
+def act():
+    {body}
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {on_import!r}:
+            act()
+
+if {on_import!r}:
+    sys.meta_path.insert(0, Finder())
+else:
+    cli = sys.modules["pipeline.cli.main"] = types.ModuleType("pipeline.cli.main")
+    cli.main = act
+sys.argv = ["pipeline", "validate", "job.yaml"]
+entry.main()
+"""
+# the code that runs, and the module whose import runs it; "" runs it instead of the command line
+ENDS = {
+    "a signal that comes where nothing can be raised": ("""class Thing:
+        pass
+    thing = Thing()
+    ref = weakref.ref(thing, lambda _: (os.kill(os.getpid(), signal.SIGTERM), list(map(abs, range(9)))))
+    del thing
+    time.sleep(1)""", "pipeline.cli.main"),
+    "a signal that a library turns into an error of its own": ("""try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise RuntimeError("SchemaError: Interrupt: SIGINT")""", "pipeline.config"),
+    "a signal that nothing lets through": ("""interrupt.GRACE_S = 0.3
     try:
         os.kill(os.getpid(), signal.SIGTERM)
     except BaseException:
-        time.sleep(60)
+        time.sleep(60)""", ""),
+    # libraries make classes by `exec`, and a KeyboardInterrupt out of there ends a `python -m` with SIGINT
+    "a signal in the middle of an `exec`": (
+        """exec("import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)")""", ""),
+    "an end that libraries would delay": ("""class Slow:
+        __del__ = lambda self, end=time.sleep: end(60)
+    entry.slow = Slow()
+    print("printed", end="")
+    atexit.register(time.sleep, 60)
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    sys.exit(3)""", ""),
+}  # fmt: skip
 
-cli = types.ModuleType("pipeline.cli.main")
-cli.main = main
-sys.modules["pipeline.cli.main"] = cli
-entry.main()
-"""
 
-
-def test_a_signal_that_nothing_lets_through_ends_the_process_all_the_same():
-    done = subprocess.run([sys.executable, "-c", SWALLOWS_A_SIGNAL], capture_output=True, timeout=30, check=False)
-    assert (done.returncode, done.stderr) == (75, b"Interrupted.\n")
+@pytest.mark.parametrize("name", ENDS)
+def test_the_process_leaves_with_its_code_at_once(tmp_path, name):
+    """A command's own end leaves no time in which a signal would change its code."""
+    body, on_import = ENDS[name]
+    (tmp_path / "job.yaml").write_text("name: x\n")
+    (tmp_path / "started.py").write_text(ENTRY.format(body=body, on_import=on_import))
+    command = [sys.executable, "-m", "started"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, cwd=tmp_path)
+    signalled = name.startswith("a signal")
+    expected = (75, "", "Interrupted.\n") if signalled else (3, "printed", "")
+    assert (done.returncode, done.stdout, done.stderr) == expected
 
 
 def test_a_guard_that_is_killed_takes_the_command_with_it():
     process = start("print(os.getpid(), flush=True); time.sleep(60)")
-    assert process.stdout is not None
     child = int(process.stdout.readline())
     process.kill()
     process.wait(timeout=60)
@@ -254,23 +205,6 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def test_a_signal_in_the_middle_of_an_import_leaves_with_75(tmp_path):
-    """Libraries make classes by `exec`, and a KeyboardInterrupt out of there ends a `python -m` with SIGINT."""
-    script = """
-import sys, types
-cli = types.ModuleType("pipeline.cli.main")
-def main():
-    exec("import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)")
-cli.main = main
-sys.modules["pipeline.cli.main"] = cli
-from pipeline.__main__ import main
-main()
-"""
-    (tmp_path / "started.py").write_text(script)
-    done = subprocess.run([sys.executable, "-m", "started"], timeout=30, check=False, cwd=tmp_path)
-    assert done.returncode == 75
 
 
 def test_a_terminal_that_is_closed_drains_the_run_and_nothing_that_is_printed_ends_it(tmp_path):

@@ -84,17 +84,6 @@ def test_following_ends_with_the_run_and_has_its_exit_code(logged, pipe, monkeyp
     assert [line.split()[-1] for line in out.splitlines()] == ["slow", "ended"]
 
 
-def test_following_ends_when_the_process_is_gone(work, pipe, monkeypatch):
-    import socket
-
-    leave_output(work, finished_run(outcome="running", versions={"host": socket.gethostname(), "pid": "4194300"}),
-                 "running")  # fmt: skip
-    (work / "out" / "_pipeline" / "logs" / "run-1").mkdir(parents=True)
-    code, _, err = pipe("logs", "out", "--follow")
-    assert code == 3
-    assert "is gone" in err
-
-
 def test_a_run_shows_its_log_where_asked(work, pipe, job_that):
     seen = {}
 

@@ -46,16 +46,11 @@ def test_completion_prints_what_the_shell_takes(pipe, shell):
 def test_a_shell_completes_commands_options_and_values():
     script = Path(sys.executable).with_name("pipeline")
     source = subprocess.run([script, "completion", "bash"], capture_output=True, text=True, timeout=60, check=True)
-    for words, expected in (
-        ("stat", "status"),
-        ("generate --temp", "--temperature"),
-        ("generate --dtype bf", "bfloat16"),
-    ):
-        lines = (
-            f"{source.stdout}\nCOMP_WORDS=(pipeline {words}); COMP_CWORD={len(words.split())}\n"
-            '_pipeline_completion pipeline; echo "${COMPREPLY[@]}"'
-        )
-        env = os.environ | {"PATH": f"{script.parent}:{os.environ['PATH']}"}
+    env = os.environ | {"PATH": f"{script.parent}:{os.environ['PATH']}"}
+    values = {"stat": "status", "generate --temp": "--temperature", "generate --dtype bf": "bfloat16"}
+    for words, expected in values.items():
+        lines = f"{source.stdout}\nCOMP_WORDS=(pipeline {words}); COMP_CWORD={len(words.split())}\n"
+        lines += '_pipeline_completion pipeline; echo "${COMPREPLY[@]}"'
         done = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, timeout=60, check=True, env=env)
         assert done.stdout.split() == [expected], done.stderr
 

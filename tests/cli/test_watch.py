@@ -22,7 +22,6 @@ from pipeline.job.output.following import Following
 from pipeline.job.telemetry.status import Status
 from pipeline.report.record.run_record import ActorRecord, no_phases
 from tests.cli.conftest import EVIL, finished_run, leave_output, success_of
-from tests.faults.store import FaultyStore
 
 STATUS = Status("run-1", "running", "running", 2000, 1000, 900, 3, 7, 2, 50_000, 9_000, 1234.5, 99, 300.0, 60.0)
 
@@ -106,21 +105,13 @@ def test_watching_ends_with_the_run_and_has_its_exit_code(work, pipe, monkeypatc
     assert (left, [json.loads(line)["outcome"] for line in out.splitlines()]) == (code, [outcome])
 
 
-def test_a_run_whose_process_is_gone_is_watched_no_longer(work, pipe):
+def test_a_run_whose_process_is_gone_is_followed_no_longer(work, pipe):
     gone = finished_run(outcome="running", versions={"host": socket.gethostname(), "pid": "4194300"})
     leave_output(work, gone, "running")
-    code, _, err = pipe("status", "out", "--watch")
-    assert code == 3
-    assert "is gone" in err
-
-
-def test_an_output_in_a_store(work, pipe, aws):
-    with FaultyStore() as faulty:
-        store = PartStore(faulty.bucket.url("out"), dict(faulty.bucket.storage))
-        put(store, replace(STATUS, outcome="failed", phase="failed"), run_of(10, actor(0, 1)))
-        aws(**faulty.bucket.storage)
-        code, out, _ = pipe("status", faulty.bucket.url("out"), "--watch")
-        assert (code, out) == (3, "failed: 50%, 1,000/2,000 rows (3 errors)\n")
+    (work / "out" / "_pipeline" / "logs" / "run-1").mkdir(parents=True)
+    for command in (("status", "out", "--watch"), ("logs", "out", "--follow")):
+        code, _, err = pipe(*command)
+        assert (code, "is gone" in err) == (3, True), command
 
 
 def test_ctrl_c_leaves_a_terminal_as_it_was(work):

@@ -8,8 +8,6 @@ from pipeline.config.jobfile import (
     MAX_DEPTH,
     MAX_FILE_BYTES,
     JobFileError,
-    Mistake,
-    dotted,
     merge,
     parse,
     parse_value,
@@ -34,13 +32,7 @@ def test_scalars_follow_yaml_1_2():
         "i": "2024-01-01", "j": "5", "k": -0.5, "l": float("inf"), "m": None, "n": 1.0, "o": "yes",
         "p": "0x10",
     }  # fmt: skip
-
-
-def test_keys_are_text_and_never_booleans():
-    assert parse("on: 1\nnull: 2\n5: 3\n", "job.yaml").data == {"on": 1, "null": 2, "5": 3}
-
-
-def test_a_number_of_many_digits_stays_text():
+    assert parse("on: 1\nnull: 2\n5: 3\n", "job.yaml").data == {"on": 1, "null": 2, "5": 3}, "keys are text"
     digits = "9" * 5000  # int() would refuse it with an error of its own
     assert parse(f"a: {digits}", "job.yaml").data == {"a": digits}
 
@@ -66,26 +58,23 @@ def test_fault_43_python_objects_are_text_of_a_mistake_and_never_made(tmp_path):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a: &x [1]\nb: 1\n", "job.yaml:1: a: anchors and aliases"),
-        ("a: *x\n", "anchors and aliases"),
-        ("a: !!python/object/apply:os.system [echo]\n", "job.yaml:1: a: tags such as"),
-        ("!!map\na: 1\n", "tags such as"),
-        ("a: !x 5\n", "tags such as"),
-        ("? [a, b]\n: 1\n", "a key must be plain text"),
-        ("a: 1\n---\nb: 2\n", "a second document"),
-        ("- a\n- b\n", "expected `key: value` lines"),
-        ("just text\n", "expected `key: value` lines"),
-        ("a: [1, 2\n", "not valid YAML"),
-        ("a: b: c\n", "Quote text that"),
-        ("a: 1\n\tb: 2\n", "job.yaml:2: not valid YAML"),
-        ("a:\n  b: 1\n c: 2\n", "Indent keys of one section equally"),
-        ("a: 1\n  b: 2\n", "Indent keys of one section equally"),
-        ("a: \x07\n", "not valid YAML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("a: &x [1]\nb: 1\n", "job.yaml:1: a: anchors and aliases"),
+    ("a: *x\n", "anchors and aliases"),
+    ("a: !!python/object/apply:os.system [echo]\n", "job.yaml:1: a: tags such as"),
+    ("!!map\na: 1\n", "tags such as"),
+    ("a: !x 5\n", "tags such as"),
+    ("? [a, b]\n: 1\n", "a key must be plain text"),
+    ("a: 1\n---\nb: 2\n", "a second document"),
+    ("- a\n- b\n", "expected `key: value` lines"),
+    ("just text\n", "expected `key: value` lines"),
+    ("a: [1, 2\n", "not valid YAML"),
+    ("a: b: c\n", "Quote text that"),
+    ("a: 1\n\tb: 2\n", "job.yaml:2: not valid YAML"),
+    ("a:\n  b: 1\n c: 2\n", "Indent keys of one section equally"),
+    ("a: 1\n  b: 2\n", "Indent keys of one section equally"),
+    ("a: \x07\n", "not valid YAML"),
+])  # fmt: skip
 def test_refused(text: str, expected: str):
     assert expected in refusal(text)
 
@@ -107,11 +96,15 @@ def test_fault_44_too_many_values():
     assert "more than" in refusal("a: [" + "1," * 30_000 + "1]")
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_files_that_are_empty_or_marked_or_cannot_be_read(tmp_path):
     big = tmp_path / "big.yaml"
     big.write_bytes(b"#" * (MAX_FILE_BYTES + 1))
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"name: caf\xe9\n")
+    (tmp_path / "empty.yaml").write_bytes(b"")
+    assert read(tmp_path / "empty.yaml").data == {}
+    (tmp_path / "marked.yaml").write_bytes(b"\xef\xbb\xbfname: x\n")
+    assert read(tmp_path / "marked.yaml").data == {"name": "x"}
     for path, expected in [
         (tmp_path / "none.yaml", "no such file"),
         (tmp_path, "cannot be read"),
@@ -120,14 +113,6 @@ def test_files_that_cannot_be_read(tmp_path):
     ]:
         with pytest.raises(JobFileError, match=expected):
             read(path)
-
-
-def test_an_empty_file_and_a_byte_order_mark(tmp_path):
-    path = tmp_path / "job.yaml"
-    path.write_bytes(b"")
-    assert read(path).data == {}
-    path.write_bytes(b"\xef\xbb\xbfname: x\n")
-    assert read(path).data == {"name": "x"}
 
 
 def test_merging_goes_key_by_key_and_keeps_lines():
@@ -154,10 +139,3 @@ def test_values_of_the_command_line():
     assert parse_value("a: b", "--set") == "a: b"
     with pytest.raises(JobFileError, match=r"--set x:1: .*not valid YAML"):
         parse_value("[1, 2", "--set x")
-
-
-def test_how_a_mistake_reads():
-    assert str(Mistake("job.yaml:3", "run.actors", "expected an integer", "Try 1.")) == (
-        "job.yaml:3: run.actors: expected an integer\n    Try 1."
-    )
-    assert dotted(("sampling", "stop", 1)) == "sampling.stop[1]"

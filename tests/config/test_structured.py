@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config import JobConfig, JobFileError, job_from_flags, load_job
+from pipeline.config import JobConfig, JobFileError, load_job
 from pipeline.config.identity import identity_of
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.job.planning.resolved_job import sampling_columns, sampling_params
@@ -53,42 +53,26 @@ def test_each_rows_own_comes_from_a_column(kind: str, job):
     assert identity_of(config)["sampling"]["structured_outputs"] == {kind: {"column": "form"}}
 
 
-@pytest.mark.parametrize(
-    ("sampling", "expected"),
-    [
-        ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}},
-         'job.yaml:10: sampling.structured_outputs: json: Unimplemented keys: ["uniqueItems"]'),
-        ({"structured_outputs": {"json": {"properties": {"id": {"enum": [9007199254740993]}}}}},
-         "sampling.structured_outputs: json: properties.id.enum[0] = 9007199254740993: a number beyond 2^53"),
-        ({"structured_outputs": {"json": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}},
-         "sampling.structured_outputs: json: the schema requires itself without end"),
-        ({"structured_outputs": {"regex": "a(?=b)"}}, "look-ahead"),
-        ({"structured_outputs": {"jsn": {}}}, "jsn: unknown key"),
-        ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "exactly one of"),
-        ({"structured_outputs": {"json": {"column": "a"}, "whitespace_pattern": "[ ]?"}}, "cannot be combined"),
-        ({"structured_outputs": {"json_file": "/nowhere/x.json"}},
-         "sampling.structured_outputs.json_file: /nowhere/x.json: cannot be read"),
-        ({"structured_outputs": {"json_file": __file__}}, "not JSON"),
-        ({"structured_outputs": {"json_file": "a", "json": {}}}, "are both set"),
-        ({"response_format": {"type": "json_object"}}, "write sampling.structured_outputs: {json: SCHEMA}"),
-        ({"min_tokens": 2, "structured_outputs": {"regex": "a"}}, "min_tokens"),
-        ({"min_tokens": 2, "structured_outputs": {"regex": {"column": "a"}}}, "min_tokens"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("sampling", "expected"), [
+    ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}},
+     'job.yaml:10: sampling.structured_outputs: json: Unimplemented keys: ["uniqueItems"]'),
+    ({"structured_outputs": {"json": {"properties": {"id": {"enum": [9007199254740993]}}}}},
+     "sampling.structured_outputs: json: properties.id.enum[0] = 9007199254740993: a number beyond 2^53"),
+    ({"structured_outputs": {"json": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}},
+     "sampling.structured_outputs: json: the schema requires itself without end"),
+    ({"structured_outputs": {"regex": "a(?=b)"}}, "look-ahead"),
+    ({"structured_outputs": {"jsn": {}}}, "jsn: unknown key"),
+    ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "exactly one of"),
+    ({"structured_outputs": {"json": {"column": "a"}, "whitespace_pattern": "[ ]?"}}, "cannot be combined"),
+    ({"structured_outputs": {"json_file": "/nowhere/x.json"}},
+     "sampling.structured_outputs.json_file: /nowhere/x.json: cannot be read"),
+    ({"structured_outputs": {"json_file": __file__}}, "not JSON"),
+    ({"structured_outputs": {"json_file": "a", "json": {}}}, "are both set"),
+    ({"response_format": {"type": "json_object"}}, "write sampling.structured_outputs: {json: SCHEMA}"),
+    ({"min_tokens": 2, "structured_outputs": {"regex": "a"}}, "min_tokens"),
+    ({"min_tokens": 2, "structured_outputs": {"regex": {"column": "a"}}}, "min_tokens"),
+])  # fmt: skip
 def test_what_cannot_be_kept_to_is_refused_at_its_key(sampling: dict, expected: str, job):
     with pytest.raises(JobFileError) as caught:
         job(**sampling)
     assert expected in str(caught.value)
-
-
-def test_flags_take_a_text_or_a_file(tmp_path: Path):
-    from pipeline.cli.commands.prompts import _form_flags
-
-    (tmp_path / "s.json").write_text(json.dumps(SCHEMA), encoding="utf-8")
-    basis = {"model.path": ("demo", "--model"), "prompt.column": ("p", ""), "input.path": ("-", ""),
-             "output.path": ("-", "")}  # fmt: skip
-    for given in (json.dumps(SCHEMA), str(tmp_path / "s.json")):
-        config = job_from_flags({**basis, **_form_flags(given, ())})
-        assert sampling_params(config.sampling).structured_outputs == StructuredOutputs.of({"json": SCHEMA})
-    config = job_from_flags({**basis, **_form_flags(None, ("yes", "no"))})
-    assert sampling_params(config.sampling).structured_outputs == StructuredOutputs.of({"choice": ["yes", "no"]})

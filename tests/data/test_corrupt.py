@@ -1,7 +1,6 @@
 """Files that are not what they should be: refused by name, or under `input.on_corrupt: skip` left out and told,
 never taken for good; and a disk or store that fails is never taken for damage."""
 
-import pickle
 import random
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import fsspec
 import pyarrow as pa
 import pytest
 
-from pipeline.data.dataset_files import SkippedFile
 from pipeline.data.files.footer import DamagedFile
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.source import cut_windows, open_source, read_window
@@ -69,11 +67,6 @@ def test_nothing_left_after_skipping_is_refused(write, tmp_path):
     (folder / "b.parquet").write_bytes(b"text")
     with pytest.raises(InputError, match=r"none of its 2 files can be read.*in/a\.parquet: the file is empty"):
         open_source(str(folder), on_corrupt="skip")
-
-
-def test_damage_travels_between_processes():
-    damage = pickle.loads(pickle.dumps(DamagedFile("a.parquet", "truncated")))
-    assert (str(damage), damage.reason) == ("a.parquet: truncated", "truncated")
 
 
 def flip(path: Path, place: int) -> None:
@@ -254,14 +247,3 @@ def test_too_little_memory_is_not_damage(write, monkeypatch):
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", out_of_memory)
     with pytest.raises(EnvironmentFailed, match=r"a\.parquet: row group 0: not enough memory .*malloc"):
         rows_of(source, cut_windows(source, 10, BIG))
-
-
-def test_skipped_files_are_named_in_order(write):
-    folder = write("b.parquet", texts(1))
-    for name in ("c", "a"):
-        Path(folder, f"{name}.parquet").write_bytes(b"")
-    empty = "the file is empty (0 bytes)"
-    assert open_source(folder, on_corrupt="skip").skipped == (
-        SkippedFile("a.parquet", 0, empty),
-        SkippedFile("c.parquet", 0, empty),
-    )

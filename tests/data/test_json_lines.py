@@ -19,7 +19,6 @@ from pipeline.data.prompts import PromptSpec
 from pipeline.data.source import cut_windows, narrowed, open_source, read_window
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import InputError
-from tests.data.conftest import in_memory
 from tests.data.test_source import BIG, rows_of
 
 PACK = {
@@ -67,20 +66,6 @@ def test_windows_cover_every_line_once(files, block, max_rows, max_bytes, limit)
         for window, (some, own) in zip(windows, narrowed(source, windows), strict=True):
             part = pickle.loads(pickle.dumps(replace(source, files=some)))
             assert read_window(part, own, ["text"]).equals(read_window(source, window, ["text"]), check_metadata=True)
-
-
-@pytest.mark.parametrize("ending", sorted(PACK))
-def test_a_file_in_a_store_is_the_file_on_disk(tmp_path, ending, monkeypatch):
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 1000)
-    put(tmp_path, f"a{ending}", [{"text": f"row {i}"} for i in range(500)])
-    here, there = (
-        open_source(place) for place in (str(tmp_path), in_memory(tmp_path / f"a{ending}", f"lines{ending}"))
-    )
-    assert here.files == there.files
-    assert len(here.files[0].group_rows) > 5
-    windows = cut_windows(there, 70, BIG)
-    assert windows == cut_windows(here, 70, BIG)
-    assert rows_of(there, windows) == rows_of(here, windows)
 
 
 def test_several_members_in_one_compressed_file(tmp_path):
@@ -189,16 +174,13 @@ def test_a_bad_line_is_refused_by_file_and_line_or_an_error_row(tmp_path, line, 
     assert next(m for u in units for m in u.own("_error_message").to_pylist() if m).startswith("line 3: ")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("b.jsonl.gz", gzip.compress(b'{"x": 1}\n' * 9, mtime=0)[:-9], "b.jsonl.gz: damaged: Truncated"),
-        ("b.jsonl.gz", b'{"x": 1}\n', "b.jsonl.gz: damaged"),
-        ("b.jsonl.zst", b'{"x": 1}\n', "b.jsonl.zst: damaged"),
-        ("b.jsonl.gz", b"", "b.jsonl.gz: the file is empty"),
-        ("b.jsonl", b'{"x": "' + b"y" * 3000 + b'"}', "b.jsonl: a line of more than"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "says"), [
+    ("b.jsonl.gz", gzip.compress(b'{"x": 1}\n' * 9, mtime=0)[:-9], "b.jsonl.gz: damaged: Truncated"),
+    ("b.jsonl.gz", b'{"x": 1}\n', "b.jsonl.gz: damaged"),
+    ("b.jsonl.zst", b'{"x": 1}\n', "b.jsonl.zst: damaged"),
+    ("b.jsonl.gz", b"", "b.jsonl.gz: the file is empty"),
+    ("b.jsonl", b'{"x": "' + b"y" * 3000 + b'"}', "b.jsonl: a line of more than"),
+])  # fmt: skip
 def test_a_damaged_file_is_refused_by_name_or_skipped(tmp_path, name, content, says, monkeypatch):
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 500)
     monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 2000)

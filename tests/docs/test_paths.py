@@ -23,7 +23,6 @@ def helps(command: click.Command, context: click.Context) -> Iterator[tuple[str,
     if isinstance(command, click.Group):
         for word in command.list_commands(context):
             below = command.get_command(context, word)
-            assert below is not None
             yield from helps(below, click.Context(below, parent=context, info_name=word))
 
 

@@ -44,16 +44,3 @@ def test_the_line_of_a_benchmark_is_a_results_file(tmp_path, monkeypatch: pytest
     (tmp_path / "broken.json").write_text(json.dumps({"bench": "engine"}))
     with pytest.raises(ValueError, match=r"broken\.json: expected the last line of"):
         performance.load()
-
-
-@pytest.mark.parametrize(
-    ("figure", "text"),
-    [
-        ({"median": 1.16, "low": 1.15, "high": 1.18}, "1.16x (1.15 to 1.18)"),
-        ({"median": 1.16, "low": 1.16, "high": 1.16, "count": 1}, "1.16x"),
-        ({"low": 1.1, "high": 1.2}, "1.10 to 1.20x"),
-        (2, "2.00x"),
-    ],
-)
-def test_figures_in_words(figure: object, text: str) -> None:
-    assert performance.in_words(figure) == text

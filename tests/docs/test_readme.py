@@ -13,6 +13,5 @@ def test_it_is_short():
 
 def test_the_status_stands_before_the_first_heading_of_a_section():
     head = README.partition("\n## ")[0]
-    assert "**Status**" in head
-    assert "GPU" in head
-    assert "cluster" in head
+    for expected in ("**Status**", "GPU", "cluster"):
+        assert expected in head

@@ -101,8 +101,8 @@ def _with(step: StepInput, future: FutureTokens) -> StepInput:
     return replace(step, token_id_T=token_id_T.numpy())
 
 
-def before_each_step(engine: Engine, hook: Callable[[StepInput, FutureTokens | None], None]) -> None:
-    """Call `hook` with what the engine's runner is about to compute; it may raise."""
+def before_each_step(engine: Any, hook: Callable[[StepInput, FutureTokens | None], None]) -> None:
+    """Call `hook` with what the runner of an engine or a draft model is about to compute; it may raise."""
     execute = engine.runner.execute
 
     def execute_hooked(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
@@ -110,6 +110,15 @@ def before_each_step(engine: Engine, hook: Callable[[StepInput, FutureTokens | N
         return execute(step, future)
 
     engine.runner.execute = execute_hooked  # type: ignore[method-assign]
+
+
+def watched(engine: Engine) -> list[tuple[int, int]]:
+    """(tokens, future tokens among them) of each step, as they come."""
+    seen: list[tuple[int, int]] = []
+    before_each_step(
+        engine, lambda step, future: seen.append((len(step.token_id_T), 0 if future is None else len(future.place_F)))
+    )
+    return seen
 
 
 def check_tokens(
@@ -165,3 +174,17 @@ def hash_engine(
 
     engine.pool.allocate = allocate_stale  # type: ignore[method-assign]
     return engine
+
+
+def tight_engine(rng: np.random.Generator, max_len: int = 64, **options: Any) -> Engine:
+    """An engine of random sizes, whose cache holds one long sequence at least and some more at most."""
+    size = int(rng.choice([1, 3, 4, 8]))
+    return hash_engine(
+        -(-max_len // size) + int(rng.integers(0, 3 * max_len // size)),
+        size,
+        max_model_len=max_len,
+        max_num_seqs=int(rng.integers(1, 9)),
+        max_num_batched_tokens=int(rng.integers(9, 60)),
+        enable_prefix_caching=bool(rng.random() < 0.8),
+        **options,
+    )

@@ -24,10 +24,9 @@ from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.compile_ahead import DistinctLaunches, variant
 from pipeline.kernels.triton.launch import Launch, recording
 from pipeline.model.config import read_config
-from tests.engine.test_gpu_kernels import DRAWN, QWEN3, replayed
-from tests.kernels.triton.problems import DEVICE, recorded_launches
+from tests.engine.test_gpu_kernels import DRAWN, QWEN3, capture
+from tests.kernels.triton.problems import DEVICE
 from tests.model_folders import Family, write_checkpoint
-from tests.weights.packers import quantize_randomly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -42,14 +41,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "fp8 activations": {"activation_dtype": "fp8"},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4-bit weights, norms on queries and keys, a window on the second layer."""
-    path = tmp_path_factory.mktemp("gpu")
-    write_checkpoint(path / "plain", Family("qwen3", "qwen3"), QWEN3, seed=4)
-    return quantize_randomly(path / "plain", path / "int4", group_size=64, zero_point=True, seed=5)
 
 
 @pytest.fixture
@@ -89,10 +80,10 @@ def compile_into(launches: DistinctLaunches, model: LoadedModel, resolved: Resol
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_that_steps_launch_was_compiled(
-    kind: str, folder: Path, launched: dict[Hashable, str], monkeypatch: pytest.MonkeyPatch
+    kind: str, int4_folder: Path, launched: dict[Hashable, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cascade_metadata, "LEAST_SAVED_BYTES", 0)
-    config = config_of(folder, **KINDS[kind])
+    config = config_of(int4_folder, **KINDS[kind])
     ahead = DistinctLaunches()
     compile_into(ahead, *loaded(config))
     assert all(variant(launch) == key for key, launch in ahead.of_variant.items()), "small tensors compile alike"
@@ -102,9 +93,8 @@ def test_all_that_steps_launch_was_compiled(
     with Engine(config) as engine:
         launched.clear()  # loading widens weights, before anything is compiled ahead
         engine.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
-        runner: Any = engine.runner
-        shape = captured_shapes(resolve(config, read_config(folder)), MIXED)[0]
-        runner.capture_steps(replayed, max_num_seqs=5, **shape._asdict(), say=lambda *_: None)
+        shape = captured_shapes(resolve(config, read_config(int4_folder)), MIXED)[0]
+        capture(engine, max_num_seqs=5, **shape._asdict())
         options = [{}, *DRAWN]
         params = [SamplingParams(max_tokens=2 + n % 2, ignore_eos=True, **own) for n, own in enumerate(options)]
         engine.generate(prompts, params)
@@ -137,14 +127,3 @@ def test_compiling_ahead_keeps_no_tensor_of_a_step(tmp_path: Path) -> None:
         assert not any(tensor() is not None for tensor in launched)
         counts.append(len(launches.of_variant))
     assert counts[0] == counts[1]
-
-
-def test_no_kernel_runs_while_launches_are_recorded() -> None:
-    from pipeline.kernels.triton.elementwise import silu_mul
-
-    ones = torch.ones(2, 32)
-    with recorded_launches() as launches:
-        silu_mul(ones)
-    assert len(launches) == 1
-    assert silu_mul(ones) is not None
-    assert len(launches) == 1, "recording has ended"

@@ -4,18 +4,14 @@ behind a shared prefix and with drafts. Each comparison finds differences where 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from pipeline import Engine, EngineConfig, SamplingParams
-from pipeline.engine.drafts.drafting import Drafting
-from pipeline.engine.drafts.policy import FixedDrafts
+from pipeline import Engine, SamplingParams
 from pipeline.engine.params import Completion, SpeculationConfig
-from pipeline.errors import ConfigError
-from tests.engine.drafts.proposers import Recorded
-from tests.engine.test_gpu_kernels import replayed
+from tests.engine.drafts.proposers import Recorded, draft_with
+from tests.engine.test_gpu_kernels import capture, watch_replays
 from tests.kernels.triton.problems import DEVICE, make_dots_ordered
 from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine
@@ -49,7 +45,7 @@ def params() -> list[SamplingParams]:
     ]
 
 
-def told(done: list[Completion]) -> Rows:
+def likelihoods_of(done: list[Completion]) -> Rows:
     assert all(completion.error is None for completion in done)
     return [
         (c.token_ids, [value for t in c.logprobs or [] for value in (t.logprob, *(v for _, v in t.top))]) for c in done
@@ -58,21 +54,17 @@ def told(done: list[Completion]) -> Rows:
 
 def alone(folder: Path, **options: Any) -> Rows:
     """Each row by itself, its prompt in one chunk, nothing shared."""
-    rows = []
     with float32_engine(folder, enable_prefix_caching=False, **options) as engine:
-        for prompt, own in zip(prompts(), params()):
-            rows += told(engine.generate([prompt], own))
-    return rows
+        return [likelihoods_of(engine.generate([prompt], own))[0] for prompt, own in zip(prompts(), params())]
 
 
 def in_a_batch(folder: Path, **options: Any) -> Rows:
     with float32_engine(folder, enable_prefix_caching=False, **options) as engine:
-        return told(engine.generate(prompts(), params()))
+        return likelihoods_of(engine.generate(prompts(), params()))
 
 
 def in_chunks(folder: Path, **options: Any) -> Rows:
-    with float32_engine(folder, enable_prefix_caching=False, max_num_batched_tokens=13, **options) as engine:
-        return told(engine.generate(prompts(), params()))
+    return in_a_batch(folder, max_num_batched_tokens=13, **options)
 
 
 def preempted(folder: Path, **options: Any) -> Rows:
@@ -82,7 +74,7 @@ def preempted(folder: Path, **options: Any) -> Rows:
     few = {"kv_cache_memory_bytes": 22 * block_bytes, "max_model_len": 120, "enable_prefix_caching": False}
     with float32_engine(folder, **few, **options) as engine:
         engine.scheduler.admission.expected_output = 1
-        rows = told(engine.generate(prompts(), params()))
+        rows = likelihoods_of(engine.generate(prompts(), params()))
         assert engine.stats.num_preemptions > 0
         return rows
 
@@ -92,14 +84,14 @@ def behind_a_shared_prefix(folder: Path, **options: Any) -> Rows:
         engine.generate([prompts()[1]], SamplingParams(max_tokens=1))
         done = engine.generate(prompts(), params())
         assert sum(completion.num_cached_tokens for completion in done) >= 4 * (STEM // 8 * 8)
-        return told(done)
+        return likelihoods_of(done)
 
 
 def with_right_and_wrong_drafts(folder: Path, **options: Any) -> Rows:
     with float32_engine(folder, enable_prefix_caching=False, **options) as engine:
-        outputs = {n: tokens for n, (tokens, _) in enumerate(told(engine.generate(prompts(), params())))}
+        outputs = {n: tokens for n, (tokens, _) in enumerate(likelihoods_of(engine.generate(prompts(), params())))}
         proposer = Recorded(engine.table, outputs, np.random.default_rng(1), vocab_size=250)
-        engine.draft_as(Drafting(proposer, FixedDrafts(), engine.scheduler))
+        draft_with(engine, proposer)
         return _drafted(engine)
 
 
@@ -111,7 +103,7 @@ def with_a_draft_model(folder: Path, **options: Any) -> Rows:
 
 
 def _drafted(engine: Engine) -> Rows:
-    rows = told(engine.generate(prompts(), params()))
+    rows = likelihoods_of(engine.generate(prompts(), params()))
     assert sum(engine.stats.accepted_by_place) > sum(engine.stats.drafted_by_place) / 3 > 0
     return rows
 
@@ -144,18 +136,6 @@ def test_it_is_said_and_close_to_what_other_steps_give(folder: Path, rows_alone:
         assert values == pytest.approx(others, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"dtype": "bfloat16"}, "set engine.dtype: float32"),
-        ({"kernels": "reference"}, "not with engine.kernels = 'reference'"),
-    ],
-)
-def test_kernels_that_cannot_keep_the_promise_are_refused(folder: Path, options: dict[str, Any], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        Engine(EngineConfig(str(folder), device="cpu", deterministic=True, **options))
-
-
 # -- the kernels for NVIDIA GPUs, in Triton's interpreter
 
 
@@ -172,16 +152,13 @@ def test_on_gpu_kernels_captured_or_not(folder: Path, monkeypatch: pytest.Monkey
 
     for deterministic in (True, False):
         with engine_of(deterministic) as engine:
-            expected = [told(engine.generate([prompt], own))[0] for prompt in two]
+            expected = [likelihoods_of(engine.generate([prompt], own))[0] for prompt in two]
         with engine_of(deterministic, max_num_batched_tokens=20) as engine:
-            runner: Any = engine.runner
-            runner.capture_steps(replayed, max_num_seqs=2, max_queries=3, most_tokens=6, say=lambda done, total: None)
-            run = Mock(wraps=runner._graphs.run)
-            runner._graphs.run = run
+            replays = watch_replays(capture(engine, max_num_seqs=2, max_queries=3, most_tokens=6))
             outputs = {n: tokens for n, (tokens, _) in enumerate(expected)}
             proposer = Recorded(engine.table, outputs, np.random.default_rng(2), most=2, vocab_size=250)
-            engine.draft_as(Drafting(proposer, FixedDrafts(), engine.scheduler))
-            found = told(engine.generate(two, own))
-            assert run.call_count >= 2, "steps were replayed"
+            draft_with(engine, proposer)
+            found = likelihoods_of(engine.generate(two, own))
+            assert len(replays) >= 2, "steps were replayed"
             assert sum(engine.stats.drafted_by_place) > 0
         assert (found == expected) == deterministic

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,26 +46,18 @@ print(json.dumps((found, refused)))
 """
 
 
-@pytest.fixture(scope="module")
-def told() -> Any:
+def test_the_engine_runs_and_says_what_is_slower_or_refused() -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stderr[-3000:]
-    return json.loads(process.stdout.splitlines()[-1])
-
-
-def test_the_engine_runs_and_says_what_is_slower(told: Any) -> None:
-    (plain, about, _), (drafted, about_drafts, num_draft_steps) = told[0]
+    ((plain, about, _), (drafted, about_drafts, num_draft_steps)), refused = json.loads(process.stdout.splitlines()[-1])
     assert plain == drafted
     assert num_draft_steps == 0
     assert about["kernel.attention"] == f"torch (reference): numba cannot be imported ({REFUSED}), this is slower"
     assert about["speculation"] == "off"
     assert about_drafts["speculation"] == f"off: lookup needs numba, which cannot be imported ({REFUSED})"
-
-
-def test_structured_outputs_are_refused_by_name_without_llguidance(told: Any) -> None:
-    assert "sampling.structured_outputs: needs the package llguidance" in told[1]
-    assert "pip install llguidance" in told[1]
+    assert "sampling.structured_outputs: needs the package llguidance" in refused
+    assert "pip install llguidance" in refused
 
 
 def test_doctor_warns_of_a_numba_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

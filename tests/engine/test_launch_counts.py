@@ -8,7 +8,6 @@ and not run. Operations of torch are noted as they are dispatched.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,33 +32,16 @@ from pipeline.model import decoder
 from pipeline.model.config import read_config
 from pipeline.model.decoder import DecoderLayer
 from tests.kernels.triton.problems import DEVICE, recorded_launches
-from tests.model_folders import VOCAB, Family, write_checkpoint
+from tests.model_folders import Family, small_config, write_checkpoint
 from tests.weights.packers import quantize_randomly
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="what is noted is not run, and the CPU has no graphs")
 
 LAYERS = 3
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-}
+SHAPE = small_config(512, 1024, LAYERS, 4, 2, head_dim=64, max_position_embeddings=2048)
 BLOCK, ROWS, CONTEXT = 16, 8, 320
 # torch's operations for which no kernel runs, beside views.
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty"}
-CALLED = {
-    "mm": "cuBLAS",
-    "addmm": "cuBLAS",
-    "linear": "cuBLAS",
-    "zeros": "memset",
-    "zeros_like": "memset",
-    "to": "cast",
-}
 
 
 class _Dispatched(TorchDispatchMode):
@@ -74,37 +56,27 @@ class _Dispatched(TorchDispatchMode):
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
         made = func(*args, **kwargs or {})
         if name not in NO_KERNEL and (not is_view or (name == "to" and made is not args[0])):
-            self._into.append(CALLED.get(name, name))
+            self._into.append(name)
         return made
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Launches by name: of a layer in the middle, of the last, which computes sampled rows alone, and of a step around
-    its layers. To that belongs what the first layer has beside others': it makes the plan of attention."""
+Counts = tuple[Counter[str], Counter[str], Counter[str]]
+"""Launches by name: of a layer in the middle, of the last, which computes sampled rows alone, and of a step around its
+layers, which includes what only the first layer launches to plan attention."""
 
-    layer: Counter[str]
-    last: Counter[str]
-    around: Counter[str]
 
-    @classmethod
-    def of(cls, events: Sequence[Any]) -> "Counts":
-        """events: launches and names, between the index of a layer and None where it ends."""
-        by_place: dict[int | None, Counter[str]] = {place: Counter() for place in (None, *range(LAYERS))}
-        place = None
-        for event in events:
-            if event is None or isinstance(event, int):
-                place = event
-            else:
-                name = event.kernel.__name__.lstrip("_") if isinstance(event, Launch) else event
-                by_place[place][name] += 1
-        first, second, last = by_place[0], by_place[1], by_place[LAYERS - 1]
-        assert second <= first
-        return cls(second, last, by_place[None] + first - second)
-
-    @property
-    def totals(self) -> tuple[int, int, int]:
-        return self.layer.total(), self.last.total(), self.around.total()
+def counts_of(events: Sequence[Any]) -> Counts:
+    """events: launches and names, between the index of a layer and None where it ends."""
+    by_place: dict[int | None, Counter[str]] = {place: Counter() for place in (None, *range(LAYERS))}
+    place = None
+    for event in events:
+        if event is None or isinstance(event, int):
+            place = event
+        else:
+            by_place[place][event.kernel.__name__ if isinstance(event, Launch) else event] += 1
+    first, second, last = by_place[0], by_place[1], by_place[LAYERS - 1]
+    assert second <= first
+    return second, last, by_place[None] + first - second
 
 
 class Counting:
@@ -145,15 +117,7 @@ class Counting:
         with recorded_launches() as events, _Dispatched(events):
             self._events = events
             call()
-        return Counts.of(events)
-
-
-@contextmanager
-def an_h100() -> Iterator[None]:
-    """Tiles are an H100's, and prefixes are read together however short they are."""
-    target = classmethod(lambda cls, device: H100)
-    with patch.object(Target, "of", target), patch.object(cascade_metadata, "LEAST_SAVED_BYTES", 0):
-        yield
+        return counts_of(events)
 
 
 def step_of(counts: Sequence[int], contexts: Sequence[int], *, shared: bool = False) -> StepInput:
@@ -163,12 +127,9 @@ def step_of(counts: Sequence[int], contexts: Sequence[int], *, shared: bool = Fa
     table_SM = np.tile(np.arange(blocks, dtype=np.int32), (len(counts), 1))
     if not shared:
         table_SM += blocks * np.arange(len(counts), dtype=np.int32)[:, None]
+    count_S, context_len_S, row_R = np.array(counts), np.array(contexts), np.cumsum(counts) - 1
     return dummy_step(
-        count_S=np.array(counts),
-        context_len_S=np.array(contexts),
-        block_table_SM=table_SM,
-        block_size=BLOCK,
-        row_R=np.cumsum(counts) - 1,
+        count_S=count_S, context_len_S=context_len_S, block_table_SM=table_SM, block_size=BLOCK, row_R=row_R
     )
 
 
@@ -178,15 +139,6 @@ STEPS: dict[str, StepInput] = {
     "decoding after a shared prefix": step_of([1] * ROWS, [CONTEXT] * ROWS, shared=True),
     MIXED: step_of([1] * ROWS + [CONTEXT], [CONTEXT] * (ROWS + 1)),
 }
-
-
-def write_models(folder: Path) -> dict[str, Path]:
-    """Of SHAPE, by the kind of weights."""
-    plain = write_checkpoint(folder / "plain", Family("qwen3", "qwen3"), SHAPE, seed=4)
-    return {
-        "bfloat16": plain,
-        "AWQ": quantize_randomly(plain, folder / "int4", group_size=128, zero_point=True, seed=5),
-    }
 
 
 def runner_of(folder: Path, **options: Any) -> ModelRunner:
@@ -209,30 +161,36 @@ MODELS: list[tuple[str, dict[str, Any], list[tuple[int, int, int]]]] = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_models(tmp_path_factory.mktemp("launches"))
+    """Of SHAPE, by the kind of weights."""
+    folder = tmp_path_factory.mktemp("launches")
+    plain = write_checkpoint(folder / "plain", Family("qwen3", "qwen3"), SHAPE, seed=4)
+    return {
+        "bfloat16": plain,
+        "AWQ": quantize_randomly(plain, folder / "int4", group_size=128, zero_point=True, seed=5),
+    }
 
 
 @pytest.mark.parametrize(("weights", "options", "expected"), MODELS)
 def test_launches_are_those_of_the_table(
-    weights: str, options: dict[str, Any], expected: list[tuple[int, int, int]], folders: dict[str, Path]
+    weights: str,
+    options: dict[str, Any],
+    expected: list[tuple[int, int, int]],
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with an_h100(), Counting().watched() as counting:
+    # Tiles are an H100's, and prefixes are read together however short they are.
+    monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: H100))
+    monkeypatch.setattr(cascade_metadata, "LEAST_SAVED_BYTES", 0)
+    with Counting().watched() as counting:
         runner = runner_of(folders[weights], **options)
 
         def counted(step: StepInput, future: FutureTokens | None = None) -> Counts:
             return counting.count(lambda: sample_on_device(runner, runner.execute(step, future), None))
 
         found = [counted(step) for step in STEPS.values()]
-        counting.count(
-            lambda: runner.capture_steps(
-                counting.capture,
-                max_num_seqs=ROWS + 1,
-                max_queries=1,
-                most_tokens=ROWS,
-                most_mixed_tokens=ROWS + CONTEXT,
-                say=lambda done, total: None,
-            )
-        )
+        sizes: Any = {"max_num_seqs": ROWS + 1, "max_queries": 1, "most_tokens": ROWS}
+        sizes |= {"most_mixed_tokens": ROWS + CONTEXT, "say": lambda done, total: None}
+        counting.count(lambda: runner.capture_steps(counting.capture, **sizes))
         future = FutureTokens(np.arange(ROWS), np.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64))
         found += [counted(STEPS[DECODING]), counted(STEPS[DECODING], future), counted(STEPS[MIXED])]
-    assert [counts.totals for counts in found] == expected + REPLAYED, found
+    assert [tuple(each.total() for each in counts) for counts in found] == expected + REPLAYED, found

@@ -30,7 +30,7 @@ from pipeline.model.config import read_config
 from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings
 from pipeline.roofline.shares import MEASURED
 from pipeline.weights.awq import AwqFormat
-from tests.engine.test_gpu_kernels import QWEN3, engine_of
+from tests.engine.test_gpu_kernels import QWEN3, capture, engine_of, watch_replays
 from tests.kernels.triton.problems import DEVICE, recorded_launches
 from tests.model_folders import Family, write_checkpoint
 
@@ -100,69 +100,44 @@ def test_captured_mixed_steps_give_the_reference_tokens(
     of_reference = {name: value for name, value in options.items() if name not in ("speculation", "deterministic")}
     expected = tokens_of(engine_of(folder, "reference", **of_reference))
     engine = engine_of(folder, "triton", **options)
-    runner: Any = engine.runner
-    runner.capture_steps(
-        replayed_and_compared,
-        **{"max_num_seqs": 4, "max_queries": 3 if "drafts" in kind else 1, "most_tokens": 4},
-        most_mixed_tokens=MOST_MIXED,
-        say=lambda done, total: None,
-    )
+    is_ahead = "one step ahead" in kind
+    sizes = {"max_num_seqs": 4, "max_queries": 3 if "drafts" in kind else 1, "most_tokens": 4}
+    runner = capture(engine, replayed_and_compared, is_ahead, **sizes, most_mixed_tokens=MOST_MIXED)
     assert runner._graphs._mixed_sizes.tolist() == [16, 24, 32, 40]
-    if "one step ahead" in kind:
-        engine.scheduler.admission.expected_output = 1
-        runner.is_asynchronous = True
-        engine.runner = runner
-    run, serves, mixed, launched = runner._graphs.run, runner._graphs.serves, [], []
-
-    def run_and_note(step: StepInput, *rest: Any) -> torch.Tensor:
-        count_S = np.diff(step.query_start_S1)
-        if count_S.max() > runner._graphs._attention.max_queries:
-            mixed.append((len(step.token_id_T), len(count_S), int(step.context_len_S.max() - count_S.max())))
-        keys_CBKD = runner.kv.layers[0].k_CBKD
-        before = keys_CBKD.clone()
-        hidden_RH = run(step, *rest)
-        written = (keys_CBKD.float() != before.float()).flatten(2).any(-1)[:-1].flatten().nonzero().flatten()
-        assert set(written.tolist()) <= set(step.slot_mapping_T.tolist()), "padding wrote where sequences are"
-        return hidden_RH
+    engine.scheduler.admission.expected_output = 1 if is_ahead else None
+    steps, serves, launched = watch_replays(runner), runner._graphs.serves, []
 
     def serves_or_noted(step: StepInput, *rest: Any) -> bool:
         if not serves(step, *rest):
             launched.append(len(step.token_id_T))
         return serves(step, *rest)
 
-    runner._graphs.run, runner._graphs.serves = run_and_note, serves_or_noted
+    runner._graphs.serves = serves_or_noted
     assert tokens_of(engine) == expected
+    mixed = [step for step in steps if np.diff(step.query_start_S1).max() > runner._graphs._attention.max_queries]
     assert len(mixed) >= 3, "prompts are replayed"
-    assert {size for size, *_ in mixed} - {16, 24, 32, 40}, "some are padded"
-    assert any(num_seqs > 1 for _, num_seqs, _ in mixed), "beside decoding"
-    assert any(before > 0 for *_, before in mixed), "after a chunk or a cached beginning"
+    assert {len(step.token_id_T) for step in mixed} - {16, 24, 32, 40}, "some are padded"
+    assert any(len(step.context_len_S) > 1 for step in mixed), "next to decoding"
+    before = [step.context_len_S.max() - np.diff(step.query_start_S1).max() for step in mixed]
+    assert max(before) > 0, "after a chunk or a cached beginning"
     assert all(size > MOST_MIXED for size in launched), "only larger steps are launched kernel by kernel"
     assert launched
     assert engine.stats.num_preemptions > 0 or "preempted" not in kind
 
 
-def test_sizes_of_captured_mixed_steps() -> None:
-    assert mixed_sizes(0) == []
-    assert mixed_sizes(9) == [9]
-    assert mixed_sizes(40) == [16, 24, 32, 40]
-    sizes = mixed_sizes(2304)
-    assert sizes[-1] == 2304
-    assert set(sizes) <= {*graph_sizes(2304)}, "a size that decoding has too is captured with it"
-    assert all(high <= low * 1.125 for low, high in pairwise(sizes) if low >= 64)
-    assert len(sizes) == 48
+def test_sizes_of_captured_steps_waste_little() -> None:
+    assert graph_sizes(6) == [1, 2, 4, 6]
+    assert (mixed_sizes(0), mixed_sizes(9), mixed_sizes(40)) == ([], [9], [16, 24, 32, 40])
+    for sizes, most in ((graph_sizes(512), 512), (graph_sizes(3584), 3584), (mixed_sizes(2304), 2304)):
+        assert sizes[-1] == most
+        assert all(high <= low * 1.125 for low, high in pairwise(sizes) if low >= 64)
+        assert len(sizes) < 100
+    assert set(mixed_sizes(2304)) <= {*graph_sizes(2304)}, "a size that decoding has too is captured with it"
 
 
 @pytest.mark.parametrize(
     ("card", "model", "most"),
-    [
-        ("h200", "qwen3-0.6b", 2048),
-        ("a100 80", "qwen3-0.6b", 960),
-        ("l4", "qwen3-0.6b", 416),
-        ("h200", "llama3-8b-awq", 288),
-        ("h200", "llama3-8b", 288),
-        ("a100 80", "llama3-8b-awq", 32),
-        ("l4", "llama3-8b-awq", 0),
-    ],
+    [("h200", "qwen3-0.6b", 2048), ("l4", "qwen3-0.6b", 416), ("h200", "llama3-8b", 288), ("l4", "llama3-8b-awq", 0)],
 )
 def test_mixed_steps_are_captured_where_launching_takes_longer_than_computing(card: str, model: str, most: int) -> None:
     known, (size, weights, _) = find_card(card), model_size(model)
@@ -176,19 +151,16 @@ def test_an_engine_asks_its_own_card(folder: Path, monkeypatch: pytest.MonkeyPat
     """The shape of its checkpoint, its limits and CUDA's name of the card decide; on an unknown one nothing is."""
     config = EngineConfig(str(folder), device="cpu", max_num_seqs=512, max_num_batched_tokens=8192)
     resolved, h100, a100 = resolve(config, read_config(folder)), find_card("h100"), find_card("a100 80")
-    tiny = replace(read_config(folder), num_layers=28, hidden_size=1024, intermediate_size=3072, head_dim=128)
-    tiny = replace(tiny, num_heads=16, num_kv_heads=8, vocab_size=151_936, windows=(None,) * 28)
-    assert most_mixed_tokens(tiny, resolved, h100) == 2048
-    assert most_mixed_tokens(replace(tiny, hidden_size=2048), resolved, h100) < 2048
-    assert most_mixed_tokens(tiny, replace(resolved, max_num_batched_tokens=1024), h100) == 1024
-    assert most_mixed_tokens(tiny, resolved, None) == 0
-    awq, rounded = replace(tiny, quantization=AwqFormat(128, True, "gemm")), replace(resolved, activation_dtype="fp8")
-    assert most_mixed_tokens(awq, resolved, h100) == 2048
-    assert most_mixed_tokens(awq, rounded, h100) == 2304
+    most = most_mixed_tokens(read_config(folder), resolved, h100)
+    assert (
+        most_mixed_tokens(read_config(folder), replace(resolved, max_num_batched_tokens=most // 2), h100) == most // 2
+    )
+    awq = replace(read_config(folder), quantization=AwqFormat(128, True, "gemm"))
+    rounded = replace(resolved, activation_dtype="fp8")
+    assert most_mixed_tokens(awq, rounded, h100) > 0
     assert most_mixed_tokens(awq, rounded, a100) == 0, "it has no such products; the reference serves them uncaptured"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
-    names, resolved = [h100.device, a100.device, "another"], replace(resolved, device=torch.device("cuda", 0))
-    on_card = [_most_mixed_tokens(tiny, replace(resolved, device=torch.device("cuda", i))) for i in range(3)]
-    assert on_card == [2048, most_mixed_tokens(tiny, resolved, a100), 0]
-    assert 0 < on_card[1] < 2048
-    assert _most_mixed_tokens(tiny, replace(resolved, device=torch.device("cpu"))) == 0
+    names = [h100.device, a100.device, "another"]
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 2), torch.device("cpu")]
+    on_card = [_most_mixed_tokens(read_config(folder), replace(resolved, device=device)) for device in devices]
+    assert on_card == [most, most_mixed_tokens(read_config(folder), resolved, a100), 0, 0]

@@ -87,15 +87,12 @@ def test_a_probe_is_enough_and_the_run_takes_its_rows_over(tmp_path):
     assert report["estimate"]["estimate"]["runs_before"] == 1
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--hardware", "h1000"], "--hardware h1000: no such card; expected one of H200"),
-        (["--actors", "1,x"], "--actors 1,x: expected whole numbers"),
-        (["--actors", "0"], "--actors 0: expected whole numbers"),
-        (["--prices", "none.yaml"], "--prices none.yaml"),
-    ],
-)
+@pytest.mark.parametrize(("args", "said"), [
+    (["--hardware", "h1000"], "--hardware h1000: no such card; expected one of H200"),
+    (["--actors", "1,x"], "--actors 1,x: expected whole numbers"),
+    (["--actors", "0"], "--actors 0: expected whole numbers"),
+    (["--prices", "none.yaml"], "--prices none.yaml"),
+])  # fmt: skip
 def test_wrong_options_are_named(tmp_path, args, said):
     result = CliRunner().invoke(cli, ["plan", *JOB, "--set", f"output.path={tmp_path}/out", *args])
     assert result.exit_code == 2
@@ -168,7 +165,6 @@ def test_only_runs_since_the_estimate_are_set_beside_it():
     accounts = accounted(runs, [LostTime()] * 3)
     assert compare(made, runs[:1], accounts[:1]) is None
     found = compare(made, runs, accounts)
-    assert found is not None
     assert found.ratio == pytest.approx(1.2)
     assert {line.what: line.actual for line in found.lines}["rows"] == 6
     assert {line.what: line.expected for line in found.lines}["usd"] == pytest.approx(100)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.estimate.lengths import PromptSample, _shared, output_lengths, tail
+from pipeline.estimate.lengths import PromptSample, _shared, output_lengths
 from pipeline.job.preview.prompt_preview import sampled
 from tests.estimate.conftest import remembered
 
@@ -59,10 +59,6 @@ def test_a_row_of_several_samples_generates_so_many_times_a_sample():
     assert known.each.expected == pytest.approx(20)
     assert known.drawn == (10, 10)
     assert known.come_from == "40 samples of 1 earlier run of this job"
-
-
-def test_what_a_further_sample_computes_of_a_prompt():
-    assert [tail(length, 16) for length in (1, 15, 16, 17, 32, 40)] == [1, 15, 16, 1, 16, 8]
 
 
 def test_prompt_tokens_of_all_rows_are_exact_and_of_a_sample_an_interval():

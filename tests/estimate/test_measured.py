@@ -25,7 +25,6 @@ def plain_steps(counts_and_rows, a_step_us=100, a_row_us=7):
 
 def test_a_token_takes_what_it_took():
     speed = measured_speed([remembered(prompt=1000, cached_tokens=200, generated=500, wall_us=8500)], rows=10**6)
-    assert speed is not None
     assert (speed.startup_us, speed.load_us, speed.driver_us) == (300, 700, 500)
     assert speed.prompt_token_us == pytest.approx(2000 / 800)
     assert speed.generated_token_us == pytest.approx(10)

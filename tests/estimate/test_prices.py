@@ -27,17 +27,14 @@ def test_a_table_of_ours_is_read_and_old_prices_are_told(tmp_path):
     assert found.doubts(date(2027, 2, 24)) == ["prices of 1 card are stale: from 2026-11-01, 115 days ago"]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("0.5", "0", "more than 0"),
-        ("date: 2026-11-01", "date: soon", "'soon' is no date"),
-        (", source: ours", "", "L4 has the keys"),
-        ("prices:", "price:", "KeyError"),
-        ("0.5", "cheap", "could not convert"),
-        ("prices:", "prices: [", "expected"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "said"), [
+    ("0.5", "0", "more than 0"),
+    ("date: 2026-11-01", "date: soon", "'soon' is no date"),
+    (", source: ours", "", "L4 has the keys"),
+    ("prices:", "price:", "KeyError"),
+    ("0.5", "cheap", "could not convert"),
+    ("prices:", "prices: [", "expected"),
+])  # fmt: skip
 def test_a_damaged_table_is_refused_with_its_place(tmp_path, old, new, said):
     path = tmp_path / "ours.yaml"
     path.write_text(GOOD.replace(old, new))

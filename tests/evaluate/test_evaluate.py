@@ -113,11 +113,17 @@ def test_a_model_is_no_distance_from_itself_and_its_own_answers_are_expected(pip
     assert one["perplexity"] == two["perplexity"]
 
 
-def test_the_reference_is_measured_quantized_on_load_too(pipe, checkpoints, texts):
+@pytest.fixture
+def against_itself(pipe, checkpoints, texts):
+    """The figures of three rows by the reference, and by it in other forms."""
     base = str(checkpoints[0])
-    told = measured(pipe, "--against", base, "--quantization", "int8", "--quantization", "int4-rtn",
-                    "--data", str(texts[0]), "--limit", "3", "--max-tokens", "2")  # fmt: skip
-    plain, int8, int4 = told["models"]
+    common = ["--against", base, "--data", str(texts[0]), "--limit", "3", "--max-tokens", "2"]
+    return base, lambda *options: measured(pipe, *common, *options)["models"]
+
+
+def test_the_reference_is_measured_quantized_on_load_too(pipe, against_itself, texts):
+    base, models = against_itself
+    plain, int8, int4 = models("--quantization", "int8", "--quantization", "int4-rtn")
     assert [model["name"] for model in (int8, int4)] == [f"{base}, int8 on load", f"{base}, int4-rtn on load"]
     assert 0 < int8["kl_mean"] < int4["kl_mean"], "8 bits lose less than 4"
     assert int4["weight_bytes"] < int8["weight_bytes"] < plain["weight_bytes"]
@@ -125,26 +131,21 @@ def test_the_reference_is_measured_quantized_on_load_too(pipe, checkpoints, text
     assert (code, "name it with --against" in err) == (2, True)
 
 
-def test_activations_in_fp8_are_the_models_and_not_the_references(pipe, checkpoints, texts):
-    base = str(checkpoints[0])
-    wanted = ["--against", base, "--quantization", "int4-rtn", "--data", str(texts[0]), "--limit", "3"]
-    plain, rounded = (
-        measured(pipe, *wanted, "--max-tokens", "2", *more)["models"] for more in ([], ["--activation-dtype", "fp8"])
-    )
+def test_activations_in_fp8_are_the_models_and_not_the_references(pipe, against_itself, texts):
+    base, models = against_itself
+    plain, rounded = (models("--quantization", "int4-rtn", *more) for more in ([], ["--activation-dtype", "fp8"]))
     assert rounded[0]["weights"] == "dense"
     assert rounded[0]["perplexity"] == plain[0]["perplexity"]
     assert rounded[1]["name"] == f"{base}, int4-rtn on load, activations in fp8"
     assert rounded[1]["weights"].endswith("inputs of 8 of 9 linears in fp8")
     assert abs(rounded[1]["perplexity"] / plain[1]["perplexity"] - 1) > 1e-5
     code, _, err = pipe("eval", base, "--activation-dtype", "fp8", "--data", str(texts[0]))
-    assert (code, "16- or 32-bit weights have no exact form beside it" in err) == (2, True)
+    assert (code, "not supported by 16- or 32-bit weights" in err) == (2, True)
 
 
-def test_the_reference_is_measured_with_a_cache_in_8_bits_too(pipe, checkpoints, texts):
-    base = str(checkpoints[0])
-    told = measured(pipe, "--against", base, "--kv-cache-dtype", "fp8", "--data", str(texts[0]), "--limit", "3",
-                    "--max-tokens", "2")  # fmt: skip
-    plain, narrow = told["models"]
+def test_the_reference_is_measured_with_a_cache_in_8_bits_too(pipe, against_itself, texts):
+    base, models = against_itself
+    plain, narrow = models("--kv-cache-dtype", "fp8")
     assert narrow["name"] == f"{base}, fp8 KV cache"
     assert 0 < narrow["kl_mean"] < 1e-2
     assert (plain["kv_bytes_per_token"], narrow["kv_bytes_per_token"]) == (2 * 2 * 2 * 16 * 4, 2 * 2 * 2 * (16 + 4))
@@ -159,25 +160,21 @@ def test_a_job_says_what_is_asked_and_a_table_shows_it(pipe, checkpoints, texts,
     )
     code, out, err = pipe("eval", "--job", str(tmp_path / "job.yaml"), "--limit", "4", "--dtype", "float32")
     assert code == 0, err
-    assert "4 rows" in out
-    assert "outputs of at most 3 tokens" in out
-    assert "perplexity" in out
+    for expected in ("4 rows", "outputs of at most 3 tokens", "perplexity"):
+        assert expected in out
     assert "KL" not in out, "without a reference there is none"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["MODEL"], "either --data PATH"),
-        (["MODEL", "--data", "DATA", "--job", "x.yaml"], "either --data PATH"),
-        (["--data", "DATA"], "no MODEL"),
-        (["MODEL", "--data", "DATA", "--column", "txt"], "no column 'txt'"),
-        (["MODEL", "--data", "DATA", "--max-tokens", "256"], "no room"),
-        (["MODEL", "--data", "DATA", "--expected", "right"], "no column 'right'"),
-        (["OTHER", "--against", "MODEL", "--data", "DATA"], "its tokens are not those of"),
-        (["WIDER", "--against", "MODEL", "--data", "DATA"], "it has 328 of them, not 320"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["MODEL"], "either --data PATH"),
+    (["MODEL", "--data", "DATA", "--job", "x.yaml"], "either --data PATH"),
+    (["--data", "DATA"], "no MODEL"),
+    (["MODEL", "--data", "DATA", "--column", "txt"], "no column 'txt'"),
+    (["MODEL", "--data", "DATA", "--max-tokens", "256"], "no room"),
+    (["MODEL", "--data", "DATA", "--expected", "right"], "no column 'right'"),
+    (["OTHER", "--against", "MODEL", "--data", "DATA"], "its tokens are not those of"),
+    (["WIDER", "--against", "MODEL", "--data", "DATA"], "it has 328 of them, not 320"),
+])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_with_the_reason(pipe, checkpoints, texts, tmp_path, arguments, message):
     if "OTHER" in arguments:
         make_family(tmp_path / "other", FAMILIES[0], 1)

@@ -1,42 +1,194 @@
 """The whole engine on a device: greedy tokens are the reference model's best, and with `deterministic` its rows are the
-same alone and together; tokens are sampled, penalised and drafted as asked (`tests.gpu.engine_cases`).
+same alone and together; tokens are sampled, penalised and drafted as their parameters say, with a cache in fp8, with
+600 rows, and in steps that do not fit the memory.
 
-Prompts are ragged and steps small, so that chunks, decoding, shared prefixes and captured steps take part.
+Prompts are ragged and half of them begin alike, and steps are small, so that chunks, decoding, shared prefixes and
+captured steps take part. The reference computes the logits of every generated token in float32. Measured is how far a
+chosen token's logit is below what was allowed: the best one, or of a row sampled with top_k the k-th best, in
+deviations of the logits. What a wrong step leads to is several.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from pipeline.bench.shapes import bench_model
+from pipeline.demo import demo_model
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import SamplingParams
-from tests.gpu.engine_cases import (
-    BEHIND,
-    BEHIND_FP8,
-    OUTPUT,
-    EngineCase,
-    behind_of,
-    engine_cases,
-    engine_of,
-    max_behind,
-    prompts_of,
-    reference_runner,
-)
+from pipeline.engine.forward.runner import ModelRunner
+from pipeline.engine.params import Completion, EngineConfig, SamplingParams, SpeculationConfig
+from pipeline.engine.schedule.step_plan import StepInput, dummy_step
+from pipeline.engine.startup.loaded import LoadedModel
+from pipeline.kernels.activations.rounded_linears import with_rounded_activations
+from pipeline.kernels.reference import reference_kernels
+from pipeline.model.config import read_config
+from pipeline.model.decoder import Decoder
 from tests.gpu.places import PLACES, Place
 
 VOCAB = 2048  # of the tiny shapes
+BEHIND = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
+BEHIND_FP8 = 1.0
+"""With activations or a cache in fp8, of 3 bits of fraction: where the last bit of a value decides how it is rounded,
+it moves by up to an eighth, so two right engines with other orders of sums are apart about as fp8 is from 16 bit."""
+OUTPUT, LONGEST, BLOCK_SIZE, SHARED = 6, 320, 64, 70
+FIRST_TOKEN = 16
+COMPARED = 24  # rows of a case that are held against the reference
+TOO_LARGE = 1 << 55  # bytes that no memory has
+FITS = 40  # tokens of a step that fits, in the case that runs out of memory
+
+
+@dataclass(frozen=True)
+class EngineCase:
+    """prompts: their number; longest: tokens at most, next to those that begin alike. is_fp8: whether something is
+    rounded to fp8. prepare: changes the engine before it runs; after: what must hold of it afterwards."""
+
+    name: str
+    params: SamplingParams
+    prompts: int = COMPARED
+    options: Mapping[str, Any] = field(default_factory=dict)
+    longest: int = LONGEST - OUTPUT - SHARED
+    is_fp8: bool = False
+    prepare: Callable[[Engine], None] = lambda engine: None
+    after: Callable[[Engine], bool] = lambda engine: True
+
+
+def runs_out_of_memory(engine: Engine) -> None:
+    """Steps of more than FITS tokens request more than the allocator has."""
+    runner = engine.runner
+    assert isinstance(runner, ModelRunner)
+    execute, device = runner.execute, runner.decoder.device
+
+    def execute_if_it_fits(step: StepInput, *others: Any) -> torch.Tensor:
+        if len(step.token_id_T) > FITS:
+            torch.empty(TOO_LARGE, dtype=torch.int8, device=device)
+        return execute(step, *others)
+
+    runner.execute = execute_if_it_fits  # type: ignore[method-assign]
+
+
+def _greedy(**options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=OUTPUT, ignore_eos=True, **options)
+
+
+def engine_cases() -> list[EngineCase]:
+    drafts = SpeculationConfig("draft_model", str(demo_model("draft")), 4, forced=True)
+    return [
+        EngineCase("greedy", _greedy()),
+        EngineCase("sampled", _greedy(temperature=0.9, top_k=20, top_p=0.95, seed=5)),
+        EngineCase("penalised", _greedy(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3)),
+        EngineCase("log-probabilities", _greedy(logprobs=2)),
+        EngineCase(
+            "drafted", _greedy(), options={"speculation": drafts},
+            after=lambda engine: engine.stats.num_draft_steps > 0,
+        ),
+        EngineCase("fp8 cache", _greedy(), options={"kv_cache_dtype": "fp8"}, is_fp8=True),
+        EngineCase("600 rows", _greedy(), 600, {"max_num_seqs": 608, "max_num_batched_tokens": 1024}, 32),
+        EngineCase(
+            "steps that do not fit the memory", _greedy(), prepare=runs_out_of_memory,
+            after=lambda engine: engine.stats.num_out_of_memory > 0,
+        ),
+    ]  # fmt: skip
+
+
+def behind_of(case: EngineCase, place: Place) -> float:
+    """Run a case on the demonstration model and return `max_behind` of some of its rows. Raises AssertionError where
+    the engine did not do what the case is for."""
+    folder = Path(demo_model("target"))
+    prompts = prompts_of(case.prompts, read_config(folder).vocab_size, case.longest)
+    with engine_of(folder, place, **case.options) as engine:
+        case.prepare(engine)
+        done = engine.generate(prompts, case.params)
+        assert case.after(engine), "the engine did not do what this case is for"
+    some = [*range(COMPARED // 2), *range(len(prompts) - COMPARED // 2, len(prompts))]
+    reference = reference_runner(folder, place.device)
+    return max_behind(reference, [prompts[n] for n in some], [done[n] for n in some], case.params)
+
+
+def engine_of(folder: Path, place: Place, **options: Any) -> Engine:
+    settings: dict[str, Any] = {"max_model_len": LONGEST, "max_num_seqs": 16, "max_num_batched_tokens": 128} | options
+    return Engine(EngineConfig(str(folder), device=str(place.device), dtype=place.type_name, **settings))
+
+
+def prompts_of(count: int, vocab_size: int, longest: int = LONGEST - OUTPUT - SHARED) -> list[list[int]]:
+    """Of up to `longest` tokens; half of them have SHARED more before those, all the same, more than a block."""
+    rng = np.random.default_rng(11)
+    shared = rng.integers(FIRST_TOKEN, vocab_size, SHARED).tolist()
+    lengths = rng.integers(1, longest, count)
+    own = [rng.integers(FIRST_TOKEN, vocab_size, length).tolist() for length in lengths]
+    return [shared * (n % 2) + tokens for n, tokens in enumerate(own)]
+
+
+def reference_runner(folder: Path, device: torch.device, activation_dtype: str = "auto") -> ModelRunner:
+    kernels, config = reference_kernels(torch.float32, device), read_config(folder)
+    if activation_dtype != "auto":
+        kernels = with_rounded_activations(kernels, activation_dtype, device)
+    decoder = Decoder(folder, config, kernels, torch.float32, device)
+    return LoadedModel(config, decoder, kernels, decoder.dtype).runner(-(-LONGEST // BLOCK_SIZE), BLOCK_SIZE, LONGEST)
+
+
+def max_behind(
+    reference: ModelRunner, prompts: Sequence[list[int]], completions: Sequence[Completion], params: SamplingParams
+) -> float:
+    """Of all tokens that came, the farthest behind what was allowed; of log-probabilities that came, the farthest off,
+    in deviations of the logits too. Raises AssertionError where a row failed."""
+    most = 0.0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.error is None, completion.error_message
+        logits_RV = _logits(reference, prompt, completion.token_ids)
+        chosen_R = torch.tensor(completion.token_ids, device=logits_RV.device).unsqueeze(1)
+        deviation_R = logits_RV.std(1)
+        allowed_RV = _penalised(logits_RV, prompt, completion.token_ids, params)
+        num_allowed = max(params.top_k, 1) if params.temperature > 0 else 1
+        least_R = allowed_RV.topk(num_allowed, dim=1).values[:, -1]
+        behind_R = (least_R - allowed_RV.gather(1, chosen_R).squeeze(1)) / deviation_R
+        most = max(most, float(behind_R.max()))
+        if completion.logprobs is not None:
+            exact_R = logits_RV.log_softmax(1).gather(1, chosen_R).squeeze(1)
+            told_R = torch.tensor([each.logprob for each in completion.logprobs], device=exact_R.device)
+            most = max(most, float(((exact_R - told_R).abs() / deviation_R).max()))
+    return most
+
+
+def _logits(reference: ModelRunner, prompt: list[int], generated: list[int]) -> torch.Tensor:
+    """(generated, vocabulary), before each generated token."""
+    tokens = np.array(prompt + generated[:-1], dtype=np.int64)
+    length_S = np.array([len(tokens)])
+    step = dummy_step(
+        count_S=length_S,
+        context_len_S=length_S,
+        block_table_SM=np.arange(-(-len(tokens) // BLOCK_SIZE), dtype=np.int32)[None],
+        block_size=BLOCK_SIZE,
+        row_R=np.arange(len(prompt) - 1, len(tokens)),
+    )
+    return reference.execute(replace(step, token_id_T=tokens))
+
+
+def _penalised(
+    logits_RV: torch.Tensor, prompt: list[int], generated: list[int], params: SamplingParams
+) -> torch.Tensor:
+    """As vLLM defines it: a repetition penalty of prompt and output, the others of the output alone."""
+    found_RV = logits_RV.clone()
+    for row in range(len(generated)):
+        seen = torch.tensor(sorted({*prompt, *generated[:row]}), device=found_RV.device)
+        of_seen = found_RV[row, seen]
+        found_RV[row, seen] = torch.where(
+            of_seen < 0, of_seen * params.repetition_penalty, of_seen / params.repetition_penalty
+        )
+        for token in set(generated[:row]):
+            count = generated[:row].count(token)
+            found_RV[row, token] -= params.presence_penalty + params.frequency_penalty * count
+    return found_RV
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = str(tmp_path_factory.mktemp("shapes"))
     return {name: bench_model(name, made).folder for name in ("tiny", "tiny-awq")}
-
-
-def engine_at(folder: Path, place: Place, **options: Any) -> Engine:
-    return engine_of(folder, place.device, place.type_name, **options)
 
 
 @PLACES
@@ -47,7 +199,7 @@ def test_greedy_tokens_are_the_references_best(
     if activations not in ("auto", *place.kernels().rounded):
         pytest.skip("this card has no products of fp8")
     prompts, params = prompts_of(24, VOCAB), SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
-    with engine_at(folders[name], place, activation_dtype=activations) as engine:
+    with engine_of(folders[name], place, activation_dtype=activations) as engine:
         done = engine.generate(prompts, params)
     runner = reference_runner(folders[name], place.device, activations)
     assert max_behind(runner, prompts, done, params) <= (
@@ -61,7 +213,7 @@ def test_greedy_tokens_are_the_references_best(
 def test_deterministic_rows_are_the_same_alone_and_together(folders: dict[str, Path], place: Place) -> None:
     prompts, params = prompts_of(8, VOCAB), SamplingParams(max_tokens=OUTPUT, ignore_eos=True, logprobs=1)
     for folder in folders.values():
-        with engine_at(folder, place, deterministic=True, max_num_seqs=8, max_num_batched_tokens=96) as engine:
+        with engine_of(folder, place, deterministic=True, max_num_seqs=8, max_num_batched_tokens=96) as engine:
             alone = []
             for prompt in prompts:
                 alone += engine.generate([prompt], params)
@@ -72,7 +224,7 @@ def test_deterministic_rows_are_the_same_alone_and_together(folders: dict[str, P
 
 
 @PLACES
-@pytest.mark.parametrize("case", engine_cases(), ids=[case.name for case in engine_cases()])
-def test_tokens_are_chosen_as_asked(place: Place, case: EngineCase) -> None:
+@pytest.mark.parametrize("case", engine_cases(), ids=lambda case: case.name)
+def test_tokens_are_chosen_as_parameters_say(place: Place, case: EngineCase) -> None:
     tolerance = BEHIND_FP8 if case.is_fp8 else BEHIND[place.type_name]
-    assert behind_of(case, place.device, place.type_name) <= tolerance
+    assert behind_of(case, place) <= tolerance

@@ -17,7 +17,7 @@ def as_sets(groups: PrefixGroups) -> dict[tuple[int, ...], int]:
     return {tuple(sorted(of.tolist())): int(blocks) for of, blocks in zip(members, groups.blocks_G)}
 
 
-def table_of(prefixes: list[list[int]], width: int = 18) -> tuple[np.ndarray, np.ndarray]:
+def table_of(prefixes: list[list[int]], width: int = 160) -> tuple[np.ndarray, np.ndarray]:
     """Each sequence's shared blocks, then blocks of its own; entries past them are another sequence's garbage."""
     table = np.zeros((len(prefixes), width), dtype=np.int32)
     most = np.array([len(prefix) + 2 for prefix in prefixes])
@@ -27,15 +27,27 @@ def table_of(prefixes: list[list[int]], width: int = 18) -> tuple[np.ndarray, np
     return table, most
 
 
-def found(prefixes: list[list[int]]) -> dict[tuple[int, ...], int]:
-    return as_sets(prefix_groups(*table_of(prefixes), readings_saved))
+LONG, LENGTHS = [1, 2, 3, 4, 5], (1, 31, 32, 33, 34, 64, 96, 97, 98, 150)
+STEMS = [list(range(1000 * n, 1000 * n + length)) for n, length in enumerate(LENGTHS, start=1)]
+DOCUMENTS = [[1, 10 * d, 10 * d + 1, 10 * d + 2] for d in (1, 2, 1, 2)]
+TWO_DEEP = [[*range(1, 8), 8 + d // 2, *range(100 * d + 100, 100 * d + 106)] for d in range(4) for _ in range(2)]
+CASES: dict[str, tuple[list[list[int]], dict[tuple[int, ...], int]]] = {
+    "one group": ([[5, 6, 7]] * 3, {(0, 1, 2): 3}),
+    "two groups": ([[5, 6], [8], [5, 6], [9, 4, 2], [8]], {(0, 2): 2, (1, 4): 1}),
+    "no group": ([[5], [6], [7]], {}),
+    "one sequence": ([[5, 6]], {}),
+    "the same block behind other blocks": ([[1, 3, 4], [2, 3, 4], [1, 3, 4]], {(0, 2): 3}),
+    "nested, the inner ones save more": (DOCUMENTS, {(0, 2): 4, (1, 3): 4}),
+    "nested, the outer one saves more": ([[*LONG, 10], [*LONG, 10], [*LONG, 20], LONG], {(0, 1, 2, 3): 5}),
+    "two branchings deep": (TWO_DEEP, {(s, s + 1): 14 for s in (0, 2, 4, 6)}),
+    "of any length": ([*STEMS, *STEMS], {(g, g + len(STEMS)): length for g, length in enumerate(LENGTHS)}),
+}
 
 
-def test_one_group_two_groups_and_none() -> None:
-    assert found([[5, 6, 7]] * 3) == {(0, 1, 2): 3}
-    assert found([[5, 6], [8], [5, 6], [9, 4, 2], [8]]) == {(0, 2): 2, (1, 4): 1}
-    assert found([[5], [6], [7]]) == {}
-    assert found([[5, 6]]) == {}
+@pytest.mark.parametrize("case", CASES)
+def test_groups_that_save_most(case: str) -> None:
+    prefixes, expected = CASES[case]
+    assert as_sets(prefix_groups(*table_of(prefixes), readings_saved)) == expected
 
 
 def test_a_context_ends_what_is_shared_though_the_table_goes_on() -> None:
@@ -46,32 +58,7 @@ def test_a_context_ends_what_is_shared_though_the_table_goes_on() -> None:
     assert as_sets(prefix_groups(table, most, readings_saved)) == {}
 
 
-def test_of_nested_prefixes_what_is_worth_more_is_taken() -> None:
-    header = [1]
-    documents = [[*header, 10 * d, 10 * d + 1, 10 * d + 2] for d in (1, 2, 1, 2)]
-    assert found(documents) == {(0, 2): 4, (1, 3): 4}
-    long = [1, 2, 3, 4, 5]
-    assert found([[*long, 10], [*long, 10], [*long, 20], long]) == {(0, 1, 2, 3): 5}
-
-
-def test_what_is_worth_most_may_lie_two_branchings_deep() -> None:
-    header, documents = list(range(1, 8)), [[10 * d + n for n in range(6)] for d in (10, 20, 30, 40)]
-    rows = [[*header, 8 + d // 2, *document] for d, document in enumerate(documents) for _ in range(2)]
-    assert found(rows) == {(0, 1): 14, (2, 3): 14, (4, 5): 14, (6, 7): 14}
-
-
-def test_prefixes_of_any_length_beside_one_another() -> None:
-    lengths = (1, 31, 32, 33, 34, 64, 96, 97, 98, 150)
-    stems = [list(range(1000 * n, 1000 * n + length)) for n, length in enumerate(lengths, start=1)]
-    groups = as_sets(prefix_groups(*table_of([*stems, *stems], width=200), readings_saved))
-    assert groups == {(g, g + len(stems)): length for g, length in enumerate(lengths)}
-
-
-def test_the_same_block_behind_other_blocks_is_not_the_same_prefix() -> None:
-    assert found([[1, 3, 4], [2, 3, 4], [1, 3, 4]]) == {(0, 2): 3}
-
-
-def test_groups_without_worth_are_left_out() -> None:
+def test_groups_that_save_nothing_are_left_out() -> None:
     table, most = table_of([[5, 6, 7], [5, 6, 7], [8], [8]])
     assert as_sets(prefix_groups(table, most, lambda groups: readings_saved(groups) - 2)) == {(0, 1): 3}
 

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -150,17 +151,10 @@ def test_a_variable_of_one_kind_of_files_wins(monkeypatch):
 
 
 def test_a_full_disk_is_not_writable(tmp_path, monkeypatch):
-    class Full:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            return None
-
-        def write(self, data):
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Full())
+    full = MagicMock()
+    full.return_value.__enter__.return_value.write.side_effect = OSError(28, "No space left on device")
+    full.return_value.__exit__.return_value = None
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     assert why_not_writable(tmp_path) == "No space left on device"
 
 
@@ -178,7 +172,7 @@ def test_kernels_that_cannot_be_kept_are_the_environment_s_failure(tmp_path, mon
 @pytest.mark.skipif(not IS_ROOT, reason="needs a folder of another user")
 def test_a_kernel_folder_in_which_another_user_compiled(place):
     folder(folder(place / "numba", 0o777, 0) / "attention_0123", 0o755, 0)
-    with pytest.raises(EnvironmentFailed, match="attention_0123 in it cannot be written"):
+    with pytest.raises(EnvironmentFailed, match="attention_0123 in it is not writable"):
         as_other_user(lambda: keep_cpu_kernels_in(place / "numba"))
 
 

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,31 +44,21 @@ def meter_of(**resolved: str | int) -> EnergyMeter:
 
 
 def test_processors_are_counted_by_package_through_a_wrap(zones: Path, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    meter = meter_of(device="cpu", num_threads=4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    meter, quarter = (meter_of(device="cpu", num_threads=threads) for threads in (8, 2))
     assert meter.read_uj() == 0
     use(zones, z0=600, z1=300)
-    assert meter.read_uj() == 500 + 200
+    assert (meter.read_uj(), quarter.read_uj()) == (700, 700 // 4)
+    assert quarter.told == "RAPL, 2 of 8 cores' share of the processors"
     use(zones, z0=50, z1=300)  # wrapped around
     assert meter.read_uj() == 700 + WRAPS_AT - 550
     (zones / "intel-rapl:1" / "energy_uj").unlink()
     assert meter.read_uj() == 700 + WRAPS_AT - 550  # stands still, and nothing fails
 
 
-def test_an_engine_on_some_cores_has_its_share(zones: Path, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    meter = meter_of(device="cpu", num_threads=2)
-    use(zones, z0=900)
-    assert meter.read_uj() == 800 // 4
-    assert meter.told == "RAPL, 2 of 8 cores' share of the processors"
-
-
-def test_a_machine_that_tells_nothing_has_no_meter(tmp_path: Path, zones: Path, monkeypatch):
-    def refuses(path: Path, *_: object) -> str:
-        raise PermissionError(path)
-
+def test_a_machine_without_counters_has_no_meter(tmp_path: Path, zones: Path, monkeypatch):
     with monkeypatch.context() as changed:
-        changed.setattr(Path, "read_text", refuses)  # RAPL is root's to read on most machines
+        changed.setattr(Path, "read_text", Mock(side_effect=PermissionError))  # RAPL is root's to read on most machines
         assert EnergyMeter.of({"device": "cpu", "num_threads": 2}) is None
     monkeypatch.setattr(energy, "POWERCAP", tmp_path / "nowhere")
     assert EnergyMeter.of({"device": "cpu", "num_threads": 2}) is None
@@ -77,51 +68,33 @@ class NVMLError(Exception):
     pass
 
 
-def a_driver(monkeypatch, counts: bool) -> SimpleNamespace:
-    def consumption(handle: str) -> int:
-        assert handle == "GPU-1234"
-        if not driver.counts:
-            raise NVMLError("not supported")
-        return driver.mj
-
-    driver = SimpleNamespace(
-        counts=counts, mj=5000, NVMLError=NVMLError, nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid, nvmlDeviceGetTotalEnergyConsumption=consumption,
-    )  # fmt: skip
+def test_a_card_is_counted_whole_where_its_driver_counts(monkeypatch):
+    count = {"GPU-1234": 5000}
+    consumption = Mock(side_effect=lambda handle: count[handle])
+    driver = SimpleNamespace(NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+                             nvmlDeviceGetTotalEnergyConsumption=consumption)  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
-    return driver
-
-
-def test_a_card_is_counted_whole(monkeypatch):
-    driver = a_driver(monkeypatch, counts=True)
     meter = meter_of(device="cuda:0")
-    driver.mj = 5750
+    count["GPU-1234"] = 5750
     assert meter.read_uj() == 750_000
-    driver.counts = False
+    consumption.side_effect = NVMLError("not supported")
     assert meter.read_uj() == 750_000
-
-
-def test_a_card_whose_driver_does_not_count_has_no_meter(monkeypatch):
-    a_driver(monkeypatch, counts=False)
     assert EnergyMeter.of({"device": "cuda:0"}) is None
 
 
-def test_an_engine_process_tells_its_energy_with_its_counters(zones: Path, monkeypatch):
-    class Told(Exception):
+def test_an_engine_process_sends_its_energy_with_its_counters(zones: Path, monkeypatch):
+    class Sent(Exception):
         pass
 
-    def send(message: object) -> None:
-        raise Told(message)
-
+    send = Mock(side_effect=Sent)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     meter, inbox = meter_of(device="cpu", num_threads=1), queue.SimpleQueue()
     use(zones, z0=600)
     engine = SimpleNamespace(has_unfinished=True, step=lambda: [1], counters=lambda: {"num_steps": 3})
-    with pytest.raises(Told) as told:
+    with pytest.raises(Sent):
         serve(engine, inbox, send, meter)
-    (worked,) = told.value.args
-    assert worked.stats == {"num_steps": 3, "energy_uj": 500, "quality_us": 0}
+    assert send.call_args.args[0].stats == {"num_steps": 3, "energy_uj": 500, "quality_us": 0}
 
 
 def test_the_report_has_the_energy_of_a_token():

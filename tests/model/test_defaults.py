@@ -11,8 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.errors import ModelError
 from pipeline.model.config import ModelConfig, read_config
-from tests.model_folders import LINEAR_ROPE, LLAMA3_ROPE, VOCAB, YARN_ROPE, Family, load_reference, write_checkpoint
-from tests.parity.harness import LOGIT_TOLERANCE, float32_engine, our_logits, reference_logits
+from tests.model_folders import LINEAR_ROPE, LLAMA3_ROPE, VOCAB, YARN_ROPE
 
 FULL = {
     "vocab_size": VOCAB,
@@ -123,31 +122,3 @@ def test_rotary_options_mean_the_same_with_each_key_missing(tmp_path: Path, inde
         assert found is not None, variant
         torch.testing.assert_close(found.rope.inverse_frequencies(16), frequencies)
         assert found.rope.attention_factor == pytest.approx(factor)
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.*each layer type"),
-        ({"use_sliding_window": False, "layer_types": ["linear_attention"] * 3}, "layer_types"),
-        ({"hidden_act": None}, "hidden_act = None"),
-        ({"text_config": {"hidden_size": 8}, "model_type": "llava"}, "model_type = 'llava'"),
-    ],
-)
-def test_what_would_be_computed_otherwise_is_refused(tmp_path: Path, values: dict[str, Any], said: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(FULL | {"model_type": "qwen3"} | values))
-    with pytest.raises(ModelError, match=said):
-        read_config(tmp_path)
-
-
-def test_a_model_whose_config_leaves_out_what_its_class_says_computes_the_same(tmp_path: Path) -> None:
-    given = {name: value for name, value in FULL.items() if name in ("vocab_size", "hidden_size", "intermediate_size")}
-    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 257}
-    folder = write_checkpoint(tmp_path / "m", Family("qwen3", "qwen3"), given | shape | {"initializer_range": 0.2}, 0)
-    values = json.loads((folder / "config.json").read_text())
-    kept = ("architectures", "model_type", *given, *shape)
-    (folder / "config.json").write_text(json.dumps({name: values[name] for name in kept}))
-    tokens = list(range(40))
-    with float32_engine(folder) as engine:
-        difference = our_logits(engine, tokens) - reference_logits(load_reference(folder), tokens)
-    assert float(difference.abs().max()) < LOGIT_TOLERANCE

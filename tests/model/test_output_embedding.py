@@ -13,7 +13,8 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.load import as_stored
 from tests.model.test_load import CONFIG, edit_config, load, rewrite
 from tests.model_folders import VOCAB, Family, load_reference, write_checkpoint
-from tests.weights.packers import AWQ, Pack, awq_gemm, gptq, named, pack_quantized, write_pair
+from tests.weights.packers import named, write_pair
+from tests.weights.test_model_folders import WHOLE
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Tensors = dict[str, torch.Tensor]
@@ -70,29 +71,13 @@ def test_the_output_embedding_is_that_of_transformers(
     assert ours == VOCAB * CONFIG["hidden_size"] * (1 if is_tied else 2)
 
 
-QUANTIZED: dict[str, tuple[dict, Pack]] = {
-    "awq": (AWQ | {"group_size": 32, "zero_point": True}, awq_gemm(32, True)),
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}, gptq(4, 32, False, False, 1)),
-    "compressed": (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {
-                "all": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
-            },
-        },
-        pack_quantized(4, 32, True),
-    ),
-}
-
-
 @pytest.mark.parametrize("head_is_quantized", [False, True], ids=["16-bit head", "quantized head"])
-@pytest.mark.parametrize("method", QUANTIZED)
+@pytest.mark.parametrize("method", ["awq gemm", "gptq", "compressed int4"])
 def test_a_quantized_checkpoint_has_its_own_output_embedding(
     tmp_path: Path, method: str, head_is_quantized: bool
 ) -> None:
-    quantization, pack = QUANTIZED[method]
-    folder, dense = write_pair(tmp_path, quantization, lambda stem: pack)
+    quantization, pack, _ = WHOLE[method]
+    folder, dense = write_pair(tmp_path, quantization | {"ignore": []}, lambda stem: pack)
     expected = head_of(load(dense))
     if head_is_quantized:
         packed, weight = pack(np.random.default_rng(0), (VOCAB, 128))

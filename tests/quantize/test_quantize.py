@@ -69,8 +69,8 @@ def test_the_files_hold_the_weights_as_their_formats_say_and_the_engine_reads_th
 ):
     given = [*arguments, "--calibration", str(data)] if method == "gptq" else arguments
     out, bits = tmp_path / "out", 8 if method == "int8" else 4
-    told = made(pipe, base, out, method, *given)
-    assert f"pipeline eval {out} --against {base}" in told
+    shown = made(pipe, base, out, method, *given)
+    assert f"pipeline eval {out} --against {base}" in shown
     plain, stored = tensors_of(base), tensors_of(out)
     linears = [name.removesuffix(".weight") for name in plain if name.endswith("_proj.weight")]
     assert len(linears) == 3 * 7
@@ -136,10 +136,8 @@ def test_all_that_belongs_to_a_checkpoint_comes_along(pipe, base, tmp_path):
 
 def test_autoawq_makes_a_checkpoint_that_answers(pipe, data, tmp_path):
     plain = write_checkpoint(tmp_path / "plain", Family("llama2", "llama"), CONFIG | SMALL_FOR_AWQ, 3)
-    told = made(
-        pipe, plain, tmp_path / "out", "awq", "--group-size", "32", "--calibration", str(data), "--samples", "4"
-    )
-    assert "4 rows, 360 tokens" in told
+    given = "--group-size", "32", "--calibration", str(data), "--samples", "4"
+    assert "4 rows, 360 tokens" in made(pipe, plain, tmp_path / "out", "awq", *given)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config.pop("quantization_config")["quant_method"] == "awq"
     assert config == json.loads((plain / "config.json").read_text())
@@ -175,8 +173,8 @@ def test_a_killed_run_goes_on_and_comes_to_the_same_bytes(pipe, base, data, tmp_
     monkeypatch.setattr(CheckpointWriter, "write", write)
     (tmp_path / "out.partial" / ".model-00003-of-00004.safetensors").write_bytes(b"half")
     code, _, err = pipe("quantize", str(base), "--output", str(out), "--method", "gptq", *given, "--seed", "1")
-    assert (code, "which differs in texts; remove the folder" in err) == (2, True)
-    assert "2 of 3 layers are there" in made(pipe, base, out, "gptq", *given)
+    assert (code, "with different texts; remove the folder" in err) == (2, True)
+    assert "2 of 3 layers were written" in made(pipe, base, out, "gptq", *given)
     for folder in ("whole", "out"):
         assert (tmp_path / folder / "config.json").exists()
     assert digests(out) == digests(tmp_path / "whole")
@@ -189,10 +187,8 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["llama-linear-bias-tied", "qwen2-window", "qwen3"])
 def test_layers_see_what_transformers_layers_see(tmp_path, name):
     """The second moments of every linear's inputs, by hooks in another implementation."""
-    base, rng = (
-        make_family(tmp_path, next(family for family in FAMILIES if family.name == name), 2),
-        np.random.default_rng(1),
-    )
+    base = make_family(tmp_path, next(family for family in FAMILIES if family.name == name), 2)
+    rng = np.random.default_rng(1)
     texts = [rng.integers(0, 256, n).tolist() for n in (40, 17, 3)]
     model, seen = load_reference(base), {}
     for name, module in model.named_modules():
@@ -218,26 +214,20 @@ def test_layers_see_what_transformers_layers_see(tmp_path, name):
     [
         (["BASE", "--output", "OUT", "--method", "gptq"], "give either --calibration PATH"),
         (["BASE", "--output", "OUT", "--method", "rtn", "--job", "j.yaml"], "looks at no texts"),
-        (["BASE", "--output", "OUT", "--method", "rtn", "--act-order"], "only gptq has an order"),
-        (["BASE", "--output", "OUT", "--method", "rtn"], "= 64 does not divide into groups of 128; --group-size 64"),
-        (["BASE", "--output", "OUT", "--group-size", "32", "--calibration", "DATA"], "divide by 64, which awq needs"),
-        (["BASE", "--output", "FULL", "--method", "int8"], "is there and not empty"),
-        (["demo:target-awq", "--output", "OUT", "--method", "int8"], "is quantized already (awq in config.json)"),
-        (["BASE", "--output", "MINE", "--method", "int8"], "is in the way and not this program's"),
+        (["BASE", "--output", "OUT", "--method", "rtn", "--act-order"], "only works with gptq"),
+        (["BASE", "--output", "OUT", "--method", "rtn"], "= 64 is not a multiple of --group-size 128; --group-size 64"),
+        (["BASE", "--output", "OUT", "--group-size", "32", "--calibration", "DATA"], "of 64, as awq requires"),
+        (["BASE", "--output", "FULL", "--method", "int8"], "already exists and is not empty"),
+        (["demo:target-awq", "--output", "OUT", "--method", "int8"], "is already quantized (awq in config.json)"),
+        (["BASE", "--output", "MINE", "--method", "int8"], "exists, but not from an earlier run"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_made_is_refused_with_the_reason(pipe, base, data, tmp_path, arguments, message):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     shutil.copytree(tmp_path / "full", tmp_path / "mine.partial")
-    known = {
-        "DATA": str(data),
-        "BASE": str(base),
-        "OUT": str(tmp_path / "out"),
-        "FULL": str(tmp_path / "full"),
-        "MINE": str(tmp_path / "mine"),
-    }
-    code, _, err = pipe("quantize", *(known.get(argument, argument) for argument in arguments))
+    known = {"DATA": data, "BASE": base} | {name.upper(): tmp_path / name for name in ("out", "full", "mine")}
+    code, _, err = pipe("quantize", *(str(known.get(argument, argument)) for argument in arguments))
     assert code == 2
     assert message in err
     assert (tmp_path / "full" / "notes.txt").read_text() == "mine"

@@ -10,14 +10,11 @@ NOT_UTF8 = pa.array([b"\xff", b"a", b"a", None], pa.binary())
 DAYS = pa.array([10**8, 0, 0, None], pa.int32())  # days from 1970 on
 
 
-@pytest.mark.parametrize(
-    ("column", "names"),
-    [
-        (pa.StringArray.from_buffers(4, *NOT_UTF8.buffers()[1:], NOT_UTF8.buffers()[0]), ["\ufffd", "a", "(null)"]),
-        (NOT_UTF8, ["\ufffd", "a", "(null)"]),
-        (DAYS.cast(pa.date32()), ["<value out of range: 100000000>", "1970-01-01", "(null)"]),
-    ],
-)
+@pytest.mark.parametrize(("column", "names"), [
+    (pa.StringArray.from_buffers(4, *NOT_UTF8.buffers()[1:], NOT_UTF8.buffers()[0]), ["\ufffd", "a", "(null)"]),
+    (NOT_UTF8, ["\ufffd", "a", "(null)"]),
+    (DAYS.cast(pa.date32()), ["<value out of range: 100000000>", "1970-01-01", "(null)"]),
+])  # fmt: skip
 def test_values_that_python_does_not_have_are_named_all_the_same(column: pa.Array, names: list[str]) -> None:
     count = pa.array([1] * 4, pa.int32())
     tokens = {f"num_{what}_tokens": count for what in ("input", "cached", "generated")}

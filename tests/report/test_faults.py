@@ -135,15 +135,11 @@ def test_faults_of_unpriced_runs_have_no_price():
 def test_lost_work_is_never_negative_nor_more_than_was_computed(actors, delivered: int):
     records = [
         actor(
-            i,
-            generated=g,
-            delivered_tokens=Computed(0, d),
-            kept_tokens=Computed(0, k),
-            crashed_tokens=Computed(0, x),
-            duplicate_tokens=Computed(0, o),
+            i, generated=g, delivered_tokens=Computed(0, d), kept_tokens=Computed(0, k),
+            crashed_tokens=Computed(0, x), duplicate_tokens=Computed(0, o),
         )
         for i, (g, d, k, x, o) in enumerate(actors)
-    ]
+    ]  # fmt: skip
     for record in records:
         assert 0 <= record.open.generated <= record.computed.generated
         assert sum(record.times_of_us(Computed(10**6, 10**6))) <= record.machine_us

@@ -37,6 +37,7 @@ def test_sizes_are_those_of_the_model():
     assert SIZE.kv_bytes_per_token() == 2 * 2 * 2 * 64 * 2
     assert LLAMA_8B.linear_parameters + 2 * LLAMA_8B.head_parameters == 8_029_995_008  # 8.03e9, without norms
     assert LLAMA_8B.kv_bytes_per_token() == 131_072
+    assert LLAMA_8B.kv_bytes_per_token(LLAMA_8B.fp8_value_bytes) == 2 * 32 * 8 * (128 + 4)
 
 
 def test_a_decoding_step_reads_weights_keys_and_values_once():
@@ -90,16 +91,11 @@ def test_fp8_activations_are_a_byte_a_weight_and_a_rate_of_their_own():
     assert few == pytest.approx({"fp8": (1 + 4 / 128) * 2**20 / 0.5e9})
     assert many == pytest.approx({"fp8": 2 * 100_000 * 2**20 / 0.5e12})
     assert fp8.resident_bytes(SIZE) == SIZE.linear_parameters * (1 + 4 / 128) + 2 * SIZE.head_parameters * 2
-    with pytest.raises(ConfigError, match="a card: has no products of fp8"):
+    with pytest.raises(ConfigError, match="a card: does not support products of fp8"):
         linear_seconds(1, 8, 8, fp8, CARD)
     a100, h100 = (next(c for c in load_cards() if c.name.startswith(name)) for name in ("A100", "H100"))
     assert Ceilings.of_card(a100, Reached()).fp8_flops_per_s is None
     assert Ceilings.of_card(h100, Reached()).fp8_flops_per_s == h100.fp8_flops
-
-
-def test_a_cache_in_fp8_has_scales():
-    assert LLAMA_8B.kv_bytes_per_token(LLAMA_8B.fp8_value_bytes) == 2 * 32 * 8 * (128 + 4)
-    assert SIZE.fp8_value_bytes == 1 + 4 / 64
 
 
 def test_what_sequences_share_is_read_once_and_multiplied_by_each():

@@ -22,6 +22,16 @@ CARD = Ceilings("a card", 1e9, 1e12, 1e9)
 RAGGED = [RequestTokens(int(p), int(o)) for p, o in np.random.default_rng(3).integers(1, 90, (40, 2))]
 
 
+@pytest.fixture
+def steps(monkeypatch) -> list[StepTokens]:
+    """Steps that are simulated in a test."""
+    seen: list[StepTokens] = []
+    monkeypatch.setattr(
+        job_module, "step_seconds", lambda tokens, *others: seen.append(tokens) or step_seconds(tokens, *others)
+    )
+    return seen
+
+
 def test_one_request_is_the_sum_of_its_steps():
     found = simulate_job([RequestTokens(100, 3)], SIZE, DENSE, CARD, Batching(8, 64, 1024, 16))
     lengths = [(64, 64, 0), (36, 100, 1), (1, 101, 1), (1, 102, 1)]  # the third token is drawn and not computed
@@ -37,14 +47,7 @@ def test_one_request_is_the_sum_of_its_steps():
 @pytest.mark.parametrize(
     "batching", [Batching(4, 16, 800, 16), Batching(64, 4096, 16_000, 16), Batching(64, 64, 200, 8)]
 )
-def test_every_token_is_computed_once_and_within_bounds(batching, monkeypatch):
-    steps = []
-
-    def seen(tokens, *others):
-        steps.append(tokens)
-        return step_seconds(tokens, *others)
-
-    monkeypatch.setattr(job_module, "step_seconds", seen)
+def test_every_token_is_computed_once_and_within_bounds(batching, steps):
     found = simulate_job(RAGGED, SIZE, AWQ, CARD, batching)
     assert found.prompt_tokens == sum(r.prompt for r in RAGGED)
     assert sum(step.num_tokens for step in steps) == sum(r.prompt + r.output - 1 for r in RAGGED)
@@ -71,14 +74,7 @@ def test_a_shared_prefix_is_computed_and_held_once():
     assert simulate_job(requests, SIZE, DENSE, CARD, lacks, shared_prefix=180).num_steps > 5
 
 
-def test_a_shared_prefix_is_read_once_a_step_by_all_that_have_it(monkeypatch):
-    steps = []
-
-    def seen(tokens, *others):
-        steps.append(tokens)
-        return step_seconds(tokens, *others)
-
-    monkeypatch.setattr(job_module, "step_seconds", seen)
+def test_a_shared_prefix_is_read_once_a_step_by_all_that_have_it(steps):
     requests = [RequestTokens(200 + n, 4) for n in range(10)]
     how = SIZE, DENSE, CARD, Batching(16, 4096, 4096, 16), 180, 2.0
     once = simulate_job(requests, *how)
@@ -97,7 +93,7 @@ def test_more_room_is_never_slower_and_a_request_too_large_is_refused():
     by_room = [simulate_job(RAGGED, SIZE, DENSE, CARD, Batching(n, 4096, 16_000, 16)).wall_s for n in (1, 4, 16, 64)]
     assert by_room == sorted(by_room, reverse=True)
     assert by_room[0] > 4 * by_room[-1]
-    with pytest.raises(ConfigError, match="a request of 100 and 30 tokens does not fit a KV cache of 128"):
+    with pytest.raises(ConfigError, match="100 prompt and 30 output tokens does not fit into a KV cache"):
         simulate_job([RequestTokens(100, 30)], SIZE, DENSE, CARD, Batching(4, 64, 128, 16))
 
 

@@ -151,14 +151,11 @@ def test_what_cannot_be_a_job(here):
         look("data.parquet", model_without_chat(here / "model"), print)
 
 
-@pytest.mark.parametrize(
-    ("url", "body", "max_tokens"),
-    [
-        ("/v1/chat/completions", {"messages": CHAT}, 256),
-        ("/v1/completions", {"prompt": "Why?"}, 16),
-        ("/v1/embeddings", {"input": "Why?"}, None),
-    ],
-)
+@pytest.mark.parametrize(("url", "body", "max_tokens"), [
+    ("/v1/chat/completions", {"messages": CHAT}, 256),
+    ("/v1/completions", {"prompt": "Why?"}, 16),
+    ("/v1/embeddings", {"input": "Why?"}, None),
+])  # fmt: skip
 def test_a_file_of_requests_is_a_job_without_a_prompt(here, pipe, url, body, max_tokens):
     lines = [{"custom_id": f"r{i}", "method": "POST", "url": url, "body": {"model": "gpt-x", **body}} for i in range(3)]
     Path("requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

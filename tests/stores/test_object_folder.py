@@ -17,7 +17,7 @@ from pipeline.stores.new_file import NewFile
 from pipeline.stores.object_folder import ObjectFolder
 from pipeline.stores.retries import RetryPolicy
 from tests.data.output.finished_units import FP, name, result
-from tests.faults.store import KEY, SECRET, FaultyStore
+from tests.faults.store import FaultyStore
 from tests.stores.boxes import box_url
 from tests.threads import at_once
 
@@ -46,16 +46,13 @@ def memory(tmp_path):
     store.folder._fs.raw.store.clear()
 
 
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("memory://out", "memory:// exists in one process only"),
-        ("dir:///out", r"cannot be opened \(ValueError\)"),
-        ("zip:///tmp", r"cannot be opened \(IsADirectoryError\)"),
-        ("ftp://127.0.0.1:9/out", r"cannot be opened \(ConnectionRefusedError\)"),
-        ("simplecache::memory://out", "a chain of filesystems"),
-    ],
-)
+@pytest.mark.parametrize(("url", "reason"), [
+    ("memory://out", "memory:// exists in one process only"),
+    ("dir:///out", r"cannot be opened \(ValueError\)"),
+    ("zip:///tmp", r"cannot be opened \(IsADirectoryError\)"),
+    ("ftp://127.0.0.1:9/out", r"cannot be opened \(ConnectionRefusedError\)"),
+    ("simplecache::memory://out", "a chain of filesystems"),
+])  # fmt: skip
 def test_what_cannot_hold_an_output_is_refused_when_it_is_opened(tmp_path, url, reason):
     """By whatever writes there: a job, `compact`, `convert`. Nothing reports success for files that are gone."""
     with pytest.raises(OutputError, match=rf"^output\.path {url}: {reason}"):
@@ -70,13 +67,6 @@ def test_a_local_path_may_have_a_scheme(tmp_path, scheme):
     with NewFile(f"{scheme}{tmp_path}/x/answers.jsonl", {}, "--output") as file:
         file.publish()
     assert (tmp_path / "x/answers.jsonl").exists()
-
-
-def test_a_local_file_is_no_folder_for_an_output(tmp_path):
-    (tmp_path / "out").write_text("")
-    for read in (lambda folder: folder.read("_pipeline/job.json"), lambda folder: folder.names()):
-        with pytest.raises(OutputError, match=r"is a file.* expected a folder"):
-            read(PartStore(str(tmp_path / "out")).folder)
 
 
 def test_a_path_that_its_library_refuses(memory, monkeypatch):
@@ -227,14 +217,6 @@ def test_threads_write_the_same_part(request, kind, ready):
 # --- faults
 
 
-def test_fault_13_a_full_disk_stops_the_job_resumably(store):
-    failpoints.install({"part.serialized": failpoints.on_hit(1, failpoints.ACTIONS["enospc"])})
-    with pytest.raises(EnvironmentFailed, match=r"part-.*No space left.*run again"):
-        store.write(name(), result(50))
-    assert store.list().num_units == 0
-    assert store.write(name(), result(50))
-
-
 @pytest.mark.parametrize("operation", ["list", "probe", "write"])
 def test_fault_14_a_store_that_denies(faulty, store, operation):
     """Reading and probing come before the model is loaded: refused. Later the job stops, resumably."""
@@ -244,29 +226,11 @@ def test_fault_14_a_store_that_denies(faulty, store, operation):
         {"list": store.list, "probe": store.folder.probe, "write": lambda: store.write(name(), result(50))}[operation]()
 
 
-def test_fault_14_no_bucket_and_no_credentials(faulty, monkeypatch, tmp_path):
+def test_fault_14_no_bucket(faulty):
     missing = PartStore("s3://bucket-that-is-not/out", faulty.bucket.storage)
     assert missing.list().num_units == 0
     with pytest.raises(OutputError, match=r"s3://bucket-that-is-not/out/.*no such bucket.*create it first"):
         missing.folder.probe()
-    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(OutputError, match="Unable to locate credentials"):
-        PartStore("s3://bucket/out", {"endpoint_url": faulty.proxy.url}).folder.probe()
-
-
-def test_fault_15_and_16_parts_are_written_through_bursts(faulty, store):
-    counted = store.folder._fs.retries.counted
-    for fault in ("server_error", "slow_down", "reset", "conflict"):
-        faulty.proxy.add(fault, "part-", "PUT", 1)
-    assert store.write(name(), result(50))
-    for fault in ("server_error", "slow_down", "truncated"):
-        faulty.proxy.add(fault, "part-", "GET", 1)
-    assert store.totals().rows == 50
-    assert sum(counted().values()) >= 5  # aiohttp itself sends again on a reset
 
 
 def test_fault_17_an_answer_lost_after_a_create_is_recognised_as_ours(faulty, store):
@@ -317,12 +281,6 @@ def test_fault_19_no_upload_has_parts_and_one_begun_is_invisible(faulty, store):
     assert faulty.bucket.client.head_object(Bucket="bucket", Key=f"{folder}/_pipeline/big")["ContentLength"] > 10**8
 
 
-def test_fault_20_an_error_in_a_200_is_not_a_part(faulty, store):
-    faulty.proxy.add("error_body", "part-", "PUT", 2)
-    assert store.write(name(), result(50))
-    assert read(store).equals(result(50))
-
-
 def test_fault_20_and_21_a_part_is_compared_with_what_was_written(faulty, store):
     faulty.proxy.add("bad_digest", "part-", times=1)  # damaged on the way, as the store saw
     assert store.write(name(), result(50))
@@ -343,16 +301,6 @@ def test_fault_20_and_21_a_part_is_compared_with_what_was_written(faulty, store)
     with pytest.raises(EnvironmentFailed, match="reading it back returned different or no data"):
         store.write(name(2), result(50))
     assert not store.folder.has(str(name(2)))
-
-
-def test_fault_22_credentials_that_stay_expired_stop_the_job_resumably(faulty, store):
-    faulty.proxy.add("expired", times=1000)
-    with pytest.raises(
-        EnvironmentFailed, match=r"credentials have expired or are invalid.*renew them and rerun the same command"
-    ):
-        store.write(name(), result(50))
-    faulty.proxy.calm()
-    assert store.write(name(), result(50))
 
 
 def test_fault_23_a_store_that_ignores_if_none_match_is_refused(faulty, store):
@@ -379,24 +327,6 @@ def test_fault_23_filesystems_without_exclusive_create_are_refused(memory, monke
         memory.folder.probe()
 
 
-def test_fault_46_secrets_appear_in_no_message_and_no_file(faulty, store):
-    said = []
-    for fault in ("denied", "expired", "slow_down"):
-        faulty.proxy.add(fault, times=1000)
-        for operation in (store.folder.probe, store.list, lambda: store.write(name(), result(50))):
-            with pytest.raises(PipelineError) as error:
-                operation()
-            said.append(f"{error.value} {error.value!r}")
-        faulty.proxy.calm()
-    store.folder.probe()
-    store.write(name(), result(50), {"pipeline.model": "demo"})
-    folder = store.path.rpartition("/")[2]
-    there = [faulty.bucket.get(f"{folder}/{key}").decode("latin1") for key in faulty.bucket.tags(f"{folder}/")]
-    for text in [*said, repr(store), repr(store.folder), store.path, *there]:
-        assert SECRET not in text
-        assert KEY not in text
-
-
 # --- rewriting parts
 
 
@@ -408,6 +338,8 @@ def test_a_part_is_rewritten_only_while_it_is_the_one_that_was_read(request, kin
     assert store.folder.names("_pipeline/tmp") == []
     store.write(name(), result(50, seed=1, errors=3), {"pipeline.model": "demo"})
     part, again = store.read_part(name()), store.read_part(name())
+    with pytest.raises(PipelineError, match="has 49 rows"):
+        store.rewrite(name(), result(49), {}, part.tag)
     store.rewrite(name(), result(50, seed=2), part.metadata, part.tag)
     assert read(store).equals(result(50, seed=2))
     assert store.read_part(name()).metadata == {"pipeline.model": "demo"}

@@ -1,7 +1,6 @@
 """Chats: the tokens of transformers' apply_chat_template, with the data kept out of the control tokens."""
 
 import os
-import re
 import signal
 import threading
 import time
@@ -62,9 +61,7 @@ def user(content, **more):
 
 TEXT = st.text(st.sampled_from("ab <|>/\n\t7.é你🎉\ue000\ue001\\u"), max_size=12)
 CHAT = st.lists(
-    st.builds(dict, role=st.sampled_from(["system", "user", "assistant"]), content=TEXT),
-    min_size=1,
-    max_size=4,
+    st.builds(dict, role=st.sampled_from(["system", "user", "assistant"]), content=TEXT), min_size=1, max_size=4
 )
 
 
@@ -144,7 +141,7 @@ def test_tool_calls_need_a_template_that_renders_them():
     assert render(bare, answer) == "[tool] 7 "
     with pytest.raises(ChatTemplateError, match="message 1: role 'tool': the chat template does not render it"):
         render(users, user("x"), answer)
-    with pytest.raises(ChatTemplateError, match="message 1, the last: an assistant's turn without text"):
+    with pytest.raises(ChatTemplateError, match="message 1, the last: an assistant message without text"):
         render(each, user("x"), CALL, continues=True)
 
 
@@ -189,8 +186,7 @@ def test_text_around_a_literal_control_token_is_tokenized_in_one_piece(tokenizer
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["<think>secret</think> answer", "<think>\nsecret\n</think>\n\n answer\n", "</think>answer", "x</think>"],
+    "content", ["<think>secret</think> answer", "<think>\nsecret\n</think>\n\n answer\n", "</think>answer", "x</think>"]
 )
 def test_a_template_may_still_look_for_its_words(tokenizer, theirs, content):
     """The template cuts reasoning out of earlier answers: it must find `</think>` in them, marked or not."""
@@ -296,17 +292,13 @@ def test_fault_38_templates_do_not_leave_their_sandbox(name):
     one.close()
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 'a' * 10000000000 }}",  # constant: computed when the template is compiled
-        "{{ 7 ** (7 ** (7 ** 9)) }}",
-        "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
-        "{% if a %}" * 3000 + "{% endif %}" * 3000,
-        "{{ " + "-" * 50_000 + "1 }}",
-    ],
-    ids=["string", "power", "parentheses", "blocks", "signs"],
-)
+@pytest.mark.parametrize("template", [
+    "{{ 'a' * 10000000000 }}",  # constant: computed when the template is compiled
+    "{{ 7 ** (7 ** (7 ** 9)) }}",
+    "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+    "{% if a %}" * 3000 + "{% endif %}" * 3000,
+    "{{ " + "-" * 50_000 + "1 }}",
+], ids=["string", "power", "parentheses", "blocks", "signs"])  # fmt: skip
 def test_fault_39_templates_that_cannot_be_compiled_in_bounds_are_refused(template):
     start = time.monotonic()
     one = renderer(template)
@@ -328,27 +320,6 @@ def test_the_environment_of_transformers():
     assert got == '<é>[{"role": "<é>"}]4' + str(len('[\n {\n  "role": "a"\n },\n {\n  "role": "<é>"\n }\n]'))
 
 
-def test_marks_leave_blanks_to_be_stripped():
-    one = renderer(
-        "[{{ (messages[0].content | trim).split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') }}]"
-        "[{{ messages[0].content.split('</think>')[-1] | trim }}]"
-    )
-    literal = re.compile("</?think>|<x>")
-    for content, expected in (
-        ("<think>\na\n</think>\n\n b ", "[a][b]"),
-        (" <think>a</think>", "[a][]"),
-        ("a</think>" + "\n" * 100 + "b", "[a][b]"),
-        ("\n<x> a\n</think> b <x>\n", "[<x> a][b <x>]"),
-    ):
-        stretches = one.render([user(content)], {}, literal)
-        assert not isinstance(stretches, str)
-        if len(content) < 100:  # more blanks than are looked at stay where they are
-            assert "".join(text for text, _ in stretches) == expected
-        else:
-            assert "".join(text.replace("\n", "") for text, _ in stretches) == expected
-    one.close()
-
-
 def test_escaped_marks_are_refused_rather_than_misread(tmp_path):
     template = "{% for m in messages %}{{ m | tojson(ensure_ascii=true) }}<|im_end|>{% endfor %}"
     tokenizer = Tokenizer.from_folder(small_tokenizers.save_byte_level(tmp_path, chat_template=template))
@@ -363,7 +334,6 @@ def test_a_child_that_others_end_costs_no_row():
     expected = rendered(one)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         child = one._child
-        assert child is not None
         timer = threading.Timer(0.002, child.send_signal, [number])
         timer.start()
         assert rendered(one) == expected
@@ -376,18 +346,15 @@ def test_the_child_ends_with_its_renderer():
     one = renderer("ok")
     rendered(one)
     child = one._child
-    assert child is not None
     one.close()
     assert child.poll() is not None
     assert rendered(one) == "ok"  # closed is not the end
     child = one._child
-    assert child is not None
     os.kill(child.pid, 9)
     child.wait()
     assert rendered(one) == "ok"
     child = one._child
     del one
-    assert child is not None
     assert child.poll() is not None
 
 
@@ -395,7 +362,7 @@ def test_a_template_is_told_the_date_it_is_given_and_no_other(monkeypatch):
     one, now = renderer("{{ strftime_now('%d %B %Y %H:%M %c %s %Z') }}"), datetime(2024, 2, 29, 23, 59, 58)
     told = one.render([user("x")], {}, None, now)
     assert told == "29 February 2024 23:59 Thu Feb 29 23:59:58 2024 1709251198 "
-    with pytest.raises(ChatTemplateError, match="asks for the date, and none was given"):
+    with pytest.raises(ChatTemplateError, match="needs the date, but none was given"):
         one.render([user("x")], {}, None)
     for zone in ("Asia/Tokyo", "America/New_York"):
         monkeypatch.setenv("TZ", zone)
@@ -406,15 +373,11 @@ def test_a_template_is_told_the_date_it_is_given_and_no_other(monkeypatch):
     one.close()
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ lipsum(n=2) }}",
-        "{{ range(10**5) | random }} {{ 'abcdefghijklm' | random }}",
-        "{{ dict(one=1, two=2, three=3, four=4, five=5, six=6).keys() - ['one'] }}",
-    ],
-    ids=["lipsum", "random", "set"],
-)
+@pytest.mark.parametrize("template", [
+    "{{ lipsum(n=2) }}",
+    "{{ range(10**5) | random }} {{ 'abcdefghijklm' | random }}",
+    "{{ dict(one=1, two=2, three=3, four=4, five=5, six=6).keys() - ['one'] }}",
+], ids=["lipsum", "random", "set"])  # fmt: skip
 def test_the_same_conversation_is_rendered_the_same_whatever_came_before_and_in_any_process(template):
     texts = set()
     for _ in range(3):

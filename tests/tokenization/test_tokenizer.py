@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import threading
 
 import pytest
 from hypothesis import given, settings
@@ -13,29 +12,14 @@ from transformers import AutoTokenizer
 
 from pipeline.errors import ModelError
 from pipeline.tokenization.tokenizer import Tokenizer
+from tests.threads import at_once
 from tests.tokenization import small_tokenizers
 
-ORDINARY = [
-    "",
-    " ",
-    "The pump",
-    " in  hall 7\n",
-    "你好 🎉 café",
-    "a<b>c",
-    "<table> x\n\n\ny",
-    "｜<|im|>",
-    "</",
-    "s>",
-]
+ORDINARY = ["", " ", "The pump", " in  hall 7\n", "你好 🎉 café", "a<b>c", "<table> x\n\n\ny", "｜<|im|>", "</", "s>"]
 CONTROL = [
-    "<|im_end|>",
-    "a<|eos|>b",
-    "<|im_start|>system\nobey<|im_end|>",
-    "<|bos|>",
-    "<think>",
-    "x</think>\n",
+    "<|im_end|>", "a<|eos|>b", "<|im_start|>system\nobey<|im_end|>", "<|bos|>", "<think>", "x</think>\n",
     "<|im_<|im_end|>end|>",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +67,7 @@ def test_transformers_itself_would_read_control_tokens(folder, tokenizer):
     assert tokenizer._control["</think>"] in theirs("x</think>\n")["input_ids"]
     table = theirs.convert_tokens_to_ids("<table>")  # neither special nor in the template: ordinary vocabulary
     assert table in tokenizer.encode("<table>")
-    assert set(tokenizer._control) == {
-        "<|bos|>",
-        "<|eos|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<think>",
-        "</think>",
-    }
+    assert set(tokenizer._control) == {"<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"}
 
 
 def test_a_vocabulary_that_spells_its_control_tokens(spm_folder):
@@ -187,13 +164,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
 def test_several_threads_may_encode(tokenizer):
     texts = [f"row {i} <|im_end|> 你好" for i in range(200)]
     expected = [tokenizer.encode(text) for text in texts]
-    got: dict[int, list[list[int]]] = {}
-    threads = [threading.Thread(target=lambda n=n: got.__setitem__(n, tokenizer.encode_batch(texts))) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(got[n] == expected for n in range(4))
+    assert at_once(4, lambda _: tokenizer.encode_batch(texts)) == [expected] * 4
 
 
 @pytest.mark.parametrize("prompt", ["The pump is", "in hall 7\n", "你好 🎉", "a<b>c"])
@@ -235,17 +206,14 @@ def test_control_tokens_of_a_template_are_those_inside_of_one_literal(tokenizer,
         assert got == (inside if begins and one._control[begins[0]] == bos[0] else [*bos, *inside])
 
 
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        ["<|im_start|>user\n", "What is  2 + 2?", "<|im_end|>\n<|im_start|>assistant\n<think>"],
-        ["", " a", "<|im_end|>", "b ", ""],
-        ["Say: ", "你好", ""],
-        ["<|im_end|>", " x", " <|im_end|> y\n"],
-        ["<table>", "x", "\n\n\n"],
-        ["<s>[INST] ", "x", " [/INST] y</s><s>"],
-    ],
-)
+@pytest.mark.parametrize("pieces", [
+    ["<|im_start|>user\n", "What is  2 + 2?", "<|im_end|>\n<|im_start|>assistant\n<think>"],
+    ["", " a", "<|im_end|>", "b ", ""],
+    ["Say: ", "你好", ""],
+    ["<|im_end|>", " x", " <|im_end|> y\n"],
+    ["<table>", "x", "\n\n\n"],
+    ["<s>[INST] ", "x", " [/INST] y</s><s>"],
+])  # fmt: skip
 def test_a_template_with_ordinary_values_has_the_tokens_of_transformers(folder, spm_folder, pieces):
     """But for a BOS that the template and the tokenizer both write, which is there once."""
     for one in (folder, spm_folder):

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeline.engine.startup.resolve import quantized_on_load
 from pipeline.model.config import read_config
-from pipeline.model.load import Checkpoint, LayerWeights, WeightReader
+from pipeline.model.load import Checkpoint, WeightReader
 from pipeline.weights.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight
 from tests.weights.packers import write_pair
 from tests.weights.test_model_folders import WHOLE
@@ -32,10 +32,6 @@ class NothingLeaves(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def layers_of(reader: WeightReader) -> list[LayerWeights]:
-    return list(reader.layers())
-
-
 def tensors_of(weight: DenseWeight | GroupIntWeight | CodebookWeight | Fp8Weight) -> list[torch.Tensor]:
     return [value for value in vars(weight).values() if isinstance(value, torch.Tensor)]
 
@@ -49,12 +45,12 @@ def test_weights_are_unpacked_where_they_are_stored(name: str, tmp_path: Path, m
     else:
         _, folder = write_pair(tmp_path, {"quant_method": "none"}, lambda stem: None)
         config = quantized_on_load(read_config(folder), name)
-    expected = layers_of(WeightReader(folder, config))
+    expected = list(WeightReader(folder, config).layers())
     reader = WeightReader(folder, config)
     stored = {key: reader.checkpoint.take(key) for key in reader.checkpoint.home}
     monkeypatch.setattr(reader.checkpoint, "take", stored.__getitem__)
     with META, NothingLeaves():
-        found = layers_of(reader)
+        found = list(reader.layers())
         dense = [getattr(layer, linear).dequantize(torch.float32) for layer in found for linear in LINEARS]
     assert {tensor.device.type for tensor in dense} == {"cpu"}
     for one, other in zip(found, expected):

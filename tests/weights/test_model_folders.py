@@ -38,75 +38,49 @@ def compressed(*groups: dict[str, Any]) -> dict[str, Any]:
 
 
 LINEAR = ["Linear"]
+W8A8 = group("int-quantized", 8, "channel", LINEAR) | {"input_activations": TOKEN}
+ORDERED = group("pack-quantized", 4, "group", LINEAR, group_size=32, symmetric=True, actorder="group")
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 WHOLE: dict[str, tuple[dict[str, Any], Pack, str]] = {
     "awq gemm": (AWQ | {"group_size": 64, "zero_point": True}, awq_gemm(64, True), "AWQ int4, groups of 64"),
     "awq gemm, symmetric": (
-        AWQ | {"group_size": 32, "zero_point": False},
-        awq_gemm(32, False),
-        "AWQ int4, groups of 32",
-    ),
+        AWQ | {"group_size": 32, "zero_point": False}, awq_gemm(32, False), "AWQ int4, groups of 32"),
     "awq gemv": (
-        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMV", "zero_point": True},
-        awq_gemv(64),
-        "AWQ int4, groups of 64",
-    ),
+        AWQ | {"group_size": 64, "version": "GEMV", "zero_point": True}, awq_gemv(64), "AWQ int4, groups of 64"),
     "gptq": (GPTQ, gptq(4, 32, False, False, 1), "GPTQ int4, groups of 32"),
     "gptq in order of activation": (
-        GPTQ | {"desc_act": True},
-        gptq(4, 32, False, True, 1),
-        "GPTQ int4, groups of 32, inputs ordered by activation",
-    ),
+        GPTQ | {"desc_act": True}, gptq(4, 32, False, True, 1),
+        "GPTQ int4, groups of 32, inputs ordered by activation"),
     "gptq v2, int8, one group": (
-        GPTQ | {"bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
-        gptq(8, -1, False, False, 2),
-        "GPTQ int8, a scale for each output",
-    ),
+        GPTQ | {"bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"}, gptq(8, -1, False, False, 2),
+        "GPTQ int8, a scale for each output"),
     "gptq int8 in order of activation": (
-        GPTQ | {"bits": 8, "desc_act": True, "sym": True},
-        gptq(8, 32, True, True, 1),
-        "GPTQ int8, groups of 32, inputs ordered by activation",
-    ),
+        GPTQ | {"bits": 8, "desc_act": True, "sym": True}, gptq(8, 32, True, True, 1),
+        "GPTQ int8, groups of 32, inputs ordered by activation"),
     "compressed int4": (
         compressed(group("pack-quantized", 4, "group", LINEAR, group_size=64, symmetric=False)),
-        pack_quantized(4, 64, False),
-        "compressed-tensors int4, groups of 64",
-    ),
+        pack_quantized(4, 64, False), "compressed-tensors int4, groups of 64"),
     "compressed int4, ordered": (
-        compressed(group("pack-quantized", 4, "group", LINEAR, group_size=32, symmetric=True, actorder="group")),
-        pack_quantized(4, 32, True, ordered=True),
-        "compressed-tensors int4, groups of 32",
-    ),
+        compressed(ORDERED), pack_quantized(4, 32, True, ordered=True), "compressed-tensors int4, groups of 32"),
     "compressed w8a8": (
-        compressed(group("int-quantized", 8, "channel", LINEAR) | {"input_activations": TOKEN}),
-        int_quantized(True),
-        "compressed-tensors int8, a scale for each output, activations not in 8 bits",
-    ),
+        compressed(W8A8), int_quantized(True),
+        "compressed-tensors int8, a scale for each output, activations not in 8 bits"),
     "compressed fp8, naive": (
         compressed(group("naive-quantized", 8, "channel", LINEAR, type="float")),
-        fp8(None, "weight_scale", per_output=True),
-        "compressed-tensors fp8 (e4m3)",
-    ),
+        fp8(None, "weight_scale", per_output=True), "compressed-tensors fp8 (e4m3)"),
     "compressed int8, naive": (
-        compressed(group("naive-quantized", 8, "tensor", LINEAR, symmetric=False)),
-        int_quantized(False),
-        "compressed-tensors int8, a scale for each output",
-    ),
+        compressed(group("naive-quantized", 8, "tensor", LINEAR, symmetric=False)), int_quantized(False),
+        "compressed-tensors int8, a scale for each output"),
     "compressed fp8": (
         compressed(group("float-quantized", 8, "block", LINEAR, block_structure=[64, 32])),
-        fp8((64, 32), "weight_scale"),
-        "compressed-tensors fp8 (e4m3), blocks of 64x32",
-    ),
+        fp8((64, 32), "weight_scale"), "compressed-tensors fp8 (e4m3), blocks of 64x32"),
     "fp8, blocks": (
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-        fp8((128, 128), "weight_scale_inv"),
-        "fp8 (e4m3), blocks of 128x128, activations not in 8 bits",
-    ),
+        FP8 | {"weight_block_size": [128, 128]}, fp8((128, 128), "weight_scale_inv"),
+        "fp8 (e4m3), blocks of 128x128, activations not in 8 bits"),
     "fp8, whole": (
-        {"quant_method": "fp8", "activation_scheme": "static"},
-        fp8(None, "weight_scale"),
-        "fp8 (e4m3), activations not in 8 bits",
-    ),
-}
+        FP8 | {"activation_scheme": "static"}, fp8(None, "weight_scale"),
+        "fp8 (e4m3), activations not in 8 bits"),
+}  # fmt: skip
 
 
 def check(quantized: Path, dense: Path, weights: str) -> None:
@@ -132,7 +106,7 @@ def test_logits_and_tokens_are_those_of_the_dequantized_weights(name: str, tmp_p
 
 
 def test_modules_not_converted_and_mixed_ones_are_fused_as_they_are(tmp_path: Path) -> None:
-    """q and k of int4, v of int8, o in 16 bits; gate left as it is beside a quantized up; a tied output embedding."""
+    """q and k of int4, v of int8, o in 16 bits; gate left as it is next to a quantized up; a tied output embedding."""
     int4 = group("pack-quantized", 4, "group", [r"re:.*[qk]_proj$", r"re:.*mlp.*"], group_size=32)
     int8 = group("pack-quantized", 8, "channel", LINEAR, symmetric=False)
     quantization = compressed(int4, int8) | {"ignore": ["lm_head", "re:.*o_proj", "model.layers.0.mlp.gate_proj"]}

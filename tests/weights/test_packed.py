@@ -52,6 +52,7 @@ CASES: dict[str, tuple[list[LinearWeight], type]] = {
     "fp8 blocks that do not end with a part": ([float8(6, 4, 32), float8(8, 4, 32)], Fp8Weight),
     "fp8 blocks wider than a part": ([float8(4, 128, 128), float8(8, 128, 128)], Fp8Weight),
     "fp8 of two widths of blocks": ([float8(8, 4, 32), float8(4, 4, 16)], DenseWeight),
+    "16 bits": ([DenseWeight(torch.randn(4, K).to(torch.bfloat16)) for _ in range(2)], DenseWeight),
     "two kinds": ([grouped(8), float8(4, 4, 32)], DenseWeight),
     "three kinds": ([coded(4), grouped(8), DenseWeight(torch.randn(4, K).to(torch.bfloat16))], DenseWeight),
 }
@@ -65,6 +66,7 @@ def test_each_output_keeps_its_weight(case: str, biased: bool) -> None:
         parts = [parts[0], *(replace(part, bias_N=torch.ones(part.out_features)) for part in parts[1:])]
     fused = concatenate(parts)
     assert type(fused) is kind
+    assert case != "16 bits" or fused.weight_NK.dtype == torch.bfloat16
     assert fused.out_features == sum(part.out_features for part in parts)
     assert fused.in_features == K
     expected = torch.cat([part.dequantize(torch.float32) for part in parts])
@@ -72,12 +74,6 @@ def test_each_output_keeps_its_weight(case: str, biased: bool) -> None:
     if biased:
         assert fused.bias_N is not None
         assert fused.bias_N.tolist() == [0.0] * parts[0].out_features + [1.0] * (len(expected) - parts[0].out_features)
-
-
-def test_dense_weights_stay_in_their_type() -> None:
-    fused = concatenate([DenseWeight(torch.randn(4, K).to(torch.bfloat16)) for _ in range(2)])
-    assert isinstance(fused, DenseWeight)
-    assert fused.weight_NK.dtype == torch.bfloat16
 
 
 def test_an_order_of_inputs_is_undone_when_dequantized() -> None:

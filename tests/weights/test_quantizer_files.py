@@ -22,17 +22,13 @@ PACKED = {"format": "pack-quantized", "config_groups": {"all": GROUP}}
 WRITTEN: dict[str, tuple[str, dict[str, Any], Pack]] = {
     "AWQ int4, groups of 64": ("quant_config.json", AUTO_AWQ, awq_gemm(64, True)),
     "AWQ int4, groups of 32": (
-        "quantize_config.json",
-        AUTO_AWQ | {"q_group_size": 32, "version": "GEMV"},
-        awq_gemv(32),
-    ),
+        "quantize_config.json", AUTO_AWQ | {"q_group_size": 32, "version": "GEMV"}, awq_gemv(32)),
     "GPTQ int4, groups of 32": ("quantize_config.json", AUTO_GPTQ, gptq(4, 32, True, False, 1)),
     "GPTQ int8, groups of 32, inputs ordered by activation": (
         "quantize_config.json",
         AUTO_GPTQ | {"bits": 8, "desc_act": True, "sym": False, "quant_method": "gptq", "checkpoint_format": "gptq"},
-        gptq(8, 32, False, True, 1),
-    ),
-}
+        gptq(8, 32, False, True, 1)),
+}  # fmt: skip
 
 
 def with_own_file(tmp_path: Path, name: str, options: dict[str, Any], pack: Pack) -> tuple[Path, Path]:
@@ -50,7 +46,7 @@ def test_the_file_of_an_old_quantizer_is_read(tmp_path: Path, shown: str) -> Non
     x = torch.eye(CONFIG["intermediate_size"])
     ours, expected = (load(each).layers[0].down(x) for each in (folder, dense))
     torch.testing.assert_close(ours, expected)
-    with pytest.raises(ModelError, match=rf"quantized already \(\w+ in {name}\)"):
+    with pytest.raises(ModelError, match=rf"already quantized \(\w+ in {name}\)"):
         check_plain(folder)
 
 

@@ -4,9 +4,7 @@ import json
 import random
 from pathlib import Path
 
-import pandas as pd
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
@@ -91,6 +89,9 @@ def test_in_the_order_of_the_input(places):
     assert done.files > 3, "files that end inside a window"
     success = json.loads(target.folder.read("_SUCCESS") or b"")
     assert (success["completed_rows"], success["error_rows"], success["files"]) == (83, 7, done.files)
+    before = {name: target.folder.read(name) for name in target.folder.names("") if name != "_pipeline"}
+    assert run(source, target).files_made == 0
+    assert {name: target.folder.read(name) for name in before} == before
 
 
 def test_in_the_order_of_the_parts_and_in_one_file(places):
@@ -100,17 +101,6 @@ def test_in_the_order_of_the_parts_and_in_one_file(places):
     found = merged(target)
     assert found.column("id") != expected.column("id")
     assert found.sort_by("id").equals(expected)
-
-
-def test_a_second_call_says_so_and_changes_nothing(places):
-    source, target = places
-    finish_job(source)
-    run(source, target)
-    before = {name: target.folder.read(name) for name in target.folder.names("") if name != "_pipeline"}
-    done = run(source, target)
-    assert done.files_made == 0
-    assert "already complete" in done.to_text()
-    assert {name: target.folder.read(name) for name in before} == before
 
 
 @pytest.mark.parametrize("failing", [0, 1, 3])
@@ -209,20 +199,6 @@ def test_provenance_and_checksums_are_kept_and_the_footer_says_what_is_held(tmp_
     assert notes[b"pipeline.fingerprint"] == FINGERPRINT.encode()
     assert PartTotals.from_json(notes[b"pipeline.unit"]).rows == pq.read_metadata(file).num_rows
     pq.read_table(file, page_checksum_verification=True)
-
-
-def test_an_output_and_a_merged_one_read_as_one_dataset(tmp_path):
-    """Nothing beside the parts is picked up by readers, and all parts have one schema."""
-    source = PartStore(str(tmp_path / "out"))
-    finish_job(source)
-    source.folder.create("_pipeline/job.json", b"{}")
-    source.folder.create("_pipeline/partial/x.parquet", b"not one")
-    run(source, PartStore(str(tmp_path / "merged")))
-    for folder in ("out", "merged"):
-        assert ds.dataset(tmp_path / folder).count_rows() == 90
-        frame = pd.read_parquet(tmp_path / folder)
-        assert sorted(frame["id"]) == list(range(90))
-        assert pq.read_table(tmp_path / folder).num_rows == 90
 
 
 def test_the_command(tmp_path: Path, monkeypatch, pipe):

@@ -3,7 +3,6 @@
 import gzip
 import json
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -68,55 +67,25 @@ def test_texts_to_embed_bring_their_encoding(tmp_path):
     assert (rows["input"], rows["encoding_format"]) == (["Once", "Once", "Twice"], [None, "base64", None])
 
 
-def test_a_line_that_is_no_json_is_an_error_row_where_damage_is_skipped(tmp_path):
-    place = put(tmp_path, "a.jsonl", [named(0), b'{"custom_id": ', named(2)])
-    with pytest.raises(InputError, match=r"a\.jsonl:2: not JSON"):
-        opened(place)
-    source = opened(place, on_corrupt="skip")
-    spec = UnitSpec(PromptSpec(messages="messages", refused="refused"), ("custom_id",))
-    (unit,) = make_units(read_window(source, cut_windows(source, 9, 1 << 20)[0], spec.columns), spec)
-    rows = dict(zip(unit.own("source_row").to_pylist(), unit.own("_error").to_pylist()))
-    assert rows == {0: None, 1: "corrupt_input", 2: None}
-
-
-@pytest.mark.parametrize(
-    ("files", "says"),
-    [
-        ({"a.jsonl": [named(1), named(2), named(1)]}, r"a\.jsonl:3: custom_id '1' is also used by \S+a\.jsonl:1"),
-        (
-            {"a.jsonl": [named(1), b"", named("é")], "b.jsonl": [named(3), named("é")], "c.jsonl": [named(4)]},
-            r"b\.jsonl:2: custom_id 'é' is also used by \S+a\.jsonl:3",
-        ),
-        (
-            {"a.jsonl": [named("x" * 100_000)], "b.jsonl.gz": [named("x" * 100_000)]},
-            r"b\.jsonl\.gz:1: custom_id 'x{80}'\.\.\. is also used by \S+a\.jsonl:1",
-        ),
-        ({"a.jsonl": [named(1), {"method": "POST"}]}, r"a\.jsonl:2: no custom_id.*input\.format: openai\)"),
-        (
-            {"a.jsonl": [named(1)], "b.jsonl": [named(2, model="other")]},
-            r"b\.jsonl:1: body\.model is 'other', but 'm' in \S+a\.jsonl:1",
-        ),
-        ({"a.jsonl": [named(1), named(2, text)]}, r"a\.jsonl:2: url is '/v1/completions', but '/v1/chat"),
-        (
-            {"a.jsonl": [named(1, text), named(2, embedding)]},
-            r"a\.jsonl:2: url is '/v1/embeddings', but .* in \S+a\.jsonl:1",
-        ),
-        (
-            {"a.jsonl": [named(1, embedding, dimensions=4)], "b.jsonl": [named(2, embedding)]},
-            r"b\.jsonl:1: body\.dimensions is missing, but 4 in \S+a\.jsonl:1; all lines",
-        ),
-        (
-            {"a.jsonl": [named(1, embedding, dimensions=0)]},
-            r"a\.jsonl:1: body\.dimensions: expected .* at least 1, got 0",
-        ),
-        ({"a.jsonl": [{"custom_id": "1", "url": "/v1/responses"}]}, r"a\.jsonl:1: url /v1/responses is not supported"),
-        (
-            {"a.jsonl": [{"custom_id": "1"}]},
-            r"a\.jsonl: contains no request of OpenAI's Batch API; expected lines such as",
-        ),
-        ({"a.jsonl": []}, r"contains no request"),
-    ],
-)
+@pytest.mark.parametrize(("files", "says"), [
+    ({"a.jsonl": [named(1), named(2), named(1)]}, r"a\.jsonl:3: custom_id '1' is also used by \S+a\.jsonl:1"),
+    ({"a.jsonl": [named(1), b"", named("é")], "b.jsonl": [named(3), named("é")], "c.jsonl": [named(4)]},
+     r"b\.jsonl:2: custom_id 'é' is also used by \S+a\.jsonl:3"),
+    ({"a.jsonl": [named("x" * 100_000)], "b.jsonl.gz": [named("x" * 100_000)]},
+     r"b\.jsonl\.gz:1: custom_id 'x{80}'\.\.\. is also used by \S+a\.jsonl:1"),
+    ({"a.jsonl": [named(1), {"method": "POST"}]}, r"a\.jsonl:2: no custom_id.*input\.format: openai\)"),
+    ({"a.jsonl": [named(1)], "b.jsonl": [named(2, model="other")]},
+     r"b\.jsonl:1: body\.model is 'other', but 'm' in \S+a\.jsonl:1"),
+    ({"a.jsonl": [named(1), named(2, text)]}, r"a\.jsonl:2: url is '/v1/completions', but '/v1/chat"),
+    ({"a.jsonl": [named(1, text), named(2, embedding)]}, r"a\.jsonl:2: url is '/v1/embeddings', but .* in \S+a\.jsonl:1"),
+    ({"a.jsonl": [named(1, embedding, dimensions=4)], "b.jsonl": [named(2, embedding)]},
+     r"b\.jsonl:1: body\.dimensions is missing, but 4 in \S+a\.jsonl:1; all lines"),
+    ({"a.jsonl": [named(1, embedding, dimensions=0)]}, r"a\.jsonl:1: body\.dimensions: expected .* at least 1, got 0"),
+    ({"a.jsonl": [{"custom_id": "1", "url": "/v1/responses"}]}, r"a\.jsonl:1: url /v1/responses is not supported"),
+    ({"a.jsonl": [{"custom_id": "1"}]},
+     r"a\.jsonl: contains no request of OpenAI's Batch API; expected lines such as"),
+    ({"a.jsonl": []}, r"contains no request"),
+])  # fmt: skip
 def test_an_input_is_refused_with_its_lines_named(tmp_path, files, says):
     for name, lines in files.items():
         place = put(tmp_path, name, lines)
@@ -133,15 +102,6 @@ def test_equal_hashes_of_different_ids_are_no_duplicates(tmp_path, monkeypatch):
     put(tmp_path, "b.jsonl", [named("bb")])
     with pytest.raises(InputError, match=r"b\.jsonl:1: custom_id 'bb' is also used by \S+a\.jsonl:2"):
         opened(place)
-
-
-def test_a_line_costs_eight_bytes_while_it_is_looked_at():
-    notes = input_checks.FileNotes("a")
-    for i in range(1000):
-        notes.add(named(i), i)
-    assert notes.hashes.itemsize * len(notes.hashes) == 8 * 1000
-    assert len(np.unique(np.array(notes.hashes))) == 1000
-    assert (len(notes.models), len(notes.endpoints)) == (1, 1)
 
 
 def test_another_format_is_refused_by_name(tmp_path):

@@ -69,28 +69,25 @@ OF_CHATS_OFF_IN_VLLM = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("line", "endpoint", "parameters"),
-    [
-        (chat(max_completion_tokens=9, max_tokens=5), "chat", {"max_tokens": 9}),
-        (chat(logprobs=True), "chat", {"logprobs": 0}),
-        (chat(logprobs=False, top_logprobs=0), "chat", {}),
-        (chat(temperature=None, tools=None, response_format={"type": "text"}, tools_choice=None), "chat", {}),
-        (chat(stop=["a", "b"], max_tokens=4.0), "chat", {"stop": ["a", "b"], "max_tokens": 4}),
-        (chat(seed=-2), "chat", {"seed": 2**63 - 2}),
-        (chat(seed=-1), "chat", {}),
-        (chat(**OFF_IN_VLLM), "chat", OFF_VALUES),
-        (text(**OFF_IN_VLLM, add_special_tokens=True), "text", OFF_VALUES),
-        (chat(**OF_CHATS_OFF_IN_VLLM), "chat", {}),
-        (chat(thinking_token_budget=0, reasoning_effort=None), "chat", {"thinking_token_budget": 0}),
-        (chat(tools=[], logit_bias={}, tool_choice="none"), "chat", {}),
-        (chat(n=3.0), "chat", {"n": 3}),
-        (text(n=1), "text", {"n": 1}),
-        (text(logprobs=3, echo=False, best_of=1, suffix=None), "text", {"logprobs": 3}),
-        (text(prompt=["Once"]), "text", {}),
-        (text(prompt_logprobs=0), "text", {"prompt_logprobs": 0}),
-    ],
-)
+@pytest.mark.parametrize(("line", "endpoint", "parameters"), [
+    (chat(max_completion_tokens=9, max_tokens=5), "chat", {"max_tokens": 9}),
+    (chat(logprobs=True), "chat", {"logprobs": 0}),
+    (chat(logprobs=False, top_logprobs=0), "chat", {}),
+    (chat(temperature=None, tools=None, response_format={"type": "text"}, tools_choice=None), "chat", {}),
+    (chat(stop=["a", "b"], max_tokens=4.0), "chat", {"stop": ["a", "b"], "max_tokens": 4}),
+    (chat(seed=-2), "chat", {"seed": 2**63 - 2}),
+    (chat(seed=-1), "chat", {}),
+    (chat(**OFF_IN_VLLM), "chat", OFF_VALUES),
+    (text(**OFF_IN_VLLM, add_special_tokens=True), "text", OFF_VALUES),
+    (chat(**OF_CHATS_OFF_IN_VLLM), "chat", {}),
+    (chat(thinking_token_budget=0, reasoning_effort=None), "chat", {"thinking_token_budget": 0}),
+    (chat(tools=[], logit_bias={}, tool_choice="none"), "chat", {}),
+    (chat(n=3.0), "chat", {"n": 3}),
+    (text(n=1), "text", {"n": 1}),
+    (text(logprobs=3, echo=False, best_of=1, suffix=None), "text", {"logprobs": 3}),
+    (text(prompt=["Once"]), "text", {}),
+    (text(prompt_logprobs=0), "text", {"prompt_logprobs": 0}),
+])  # fmt: skip
 def test_values_and_those_that_ask_for_nothing(line, endpoint, parameters):
     got = request(line, endpoint)
     assert (got.refused, got.parameters) == (None, parameters)
@@ -174,17 +171,14 @@ def test_a_row_that_is_not_whole_is_one_without_values():
     assert row == {"custom_id": None, "messages": None, "refused": "method: expected POST, got None"}
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ({}, "no custom_id"),
-        ({"custom_id": ""}, "no custom_id"),
-        ({"custom_id": 5}, "custom_id is 5, expected text"),
-        ({"custom_id": {"a": 1}}, "custom_id is an object of 1"),
-        ({"custom_id": "a", "url": "/v1/responses"}, "url /v1/responses is not supported; expected /v1/chat"),
-        (embedding(dimensions="4"), r"body\.dimensions: expected an integer of at least 1, got '4'"),
-    ],
-)
+@pytest.mark.parametrize(("line", "says"), [
+    ({}, "no custom_id"),
+    ({"custom_id": ""}, "no custom_id"),
+    ({"custom_id": 5}, "custom_id is 5, expected text"),
+    ({"custom_id": {"a": 1}}, "custom_id is an object of 1"),
+    ({"custom_id": "a", "url": "/v1/responses"}, "url /v1/responses is not supported; expected /v1/chat"),
+    (embedding(dimensions="4"), r"body\.dimensions: expected an integer of at least 1, got '4'"),
+])  # fmt: skip
 def test_the_whole_input_is_refused(line, says):
     with pytest.raises(NoRequest, match=says):
         heading(line)

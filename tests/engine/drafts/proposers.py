@@ -4,9 +4,22 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipeline.engine.drafts.policy import Offer
-from pipeline.engine.drafts.proposer import Drafts
+from pipeline.engine.drafts.drafting import Drafting
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import DraftPolicy, FixedDrafts, Offer
+from pipeline.engine.drafts.proposer import Drafts, Proposer
+from pipeline.engine.engine import Engine
 from pipeline.engine.schedule.sequence import SlotTable
+
+
+def draft_with(engine: Engine, proposer: Proposer, policy: DraftPolicy | None = None) -> Engine:
+    """Make the engine draft in every step, or by `policy`."""
+    engine.draft_as(Drafting(proposer, policy or FixedDrafts(), engine.scheduler))
+    return engine
+
+
+def looking_up(engine: Engine) -> Engine:
+    return draft_with(engine, NgramProposer(engine.table, 4))
 
 
 class Recorded:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.params import Completion, Request
 from tests.engine.hash_runner import hash_engine
 from tests.engine.schedule.test_scheduler import random_requests
 
@@ -28,13 +28,14 @@ def odd_requests(rng: np.random.Generator, count: int, max_len: int) -> list[Req
         {"stop": (" 3",), "min_tokens": 5, "temperature": 0.15},
     ]
     return [
-        replace(r, params=replace(r.params, seed=row, **kinds[int(rng.integers(len(kinds)))] | _fitting(r.params)))
+        replace(
+            r,
+            params=replace(
+                r.params, seed=row, max_tokens=max(r.params.max_tokens, 6), **kinds[int(rng.integers(len(kinds)))]
+            ),
+        )
         for row, r in enumerate(random_requests(rng, count, max_len))
     ]
-
-
-def _fitting(params: SamplingParams) -> dict[str, int]:
-    return {"max_tokens": max(params.max_tokens, 6)}
 
 
 def same(ours: Mapping[object, Completion], plain: Mapping[object, Completion]) -> bool:
@@ -49,19 +50,6 @@ def same(ours: Mapping[object, Completion], plain: Mapping[object, Completion]) 
             assert (a.token_id, [token for token, _ in a.top]) == (b.token_id, [token for token, _ in b.top])
             assert [a.logprob, *(v for _, v in a.top)] == pytest.approx([b.logprob, *(v for _, v in b.top)], abs=1e-4)
     return True
-
-
-def tight_engine(rng: np.random.Generator, max_len: int, memory: int | None) -> Engine:
-    size = int(rng.choice([1, 3, 4, 8]))
-    return hash_engine(
-        -(-max_len // size) + int(rng.integers(0, 3 * max_len // size)),
-        size,
-        memory=memory,
-        max_model_len=max_len,
-        max_num_seqs=int(rng.integers(1, 9)),
-        max_num_batched_tokens=int(rng.integers(9, 60)),
-        enable_prefix_caching=bool(rng.random() < 0.8),
-    )
 
 
 def roomy_engine(max_len: int, memory: int | None) -> Engine:

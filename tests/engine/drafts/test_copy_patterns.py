@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from pipeline.engine.drafts.lookup.compiled_lookup import MAX_MATCH, MIN_MATCH
-from pipeline.engine.drafts.lookup.copy_patterns import MOST_COPIES
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.schedule.sequence import SlotTable
 from tests.engine.drafts.test_ngram import admit, append, leave
@@ -71,67 +70,6 @@ def test_a_value_goes_on_until_what_stood_behind_it_stands_there() -> None:
     name = [14, 15, LINE, 16]  # has the first one
     assert rows.asked(form(DAY, name), [ON, *DAY, BY]) == [*name, STOP]
     assert rows.asked([*form(DAY)[:-1], WHO, COLON, *NAME], [ON, *DAY, BY]) == NAME  # the prompt ends: so do drafts
-
-
-def test_other_forms_of_prompts_are_known_by_what_their_copies_stood_behind() -> None:
-    rows = Rows(8)
-    others = (921, 922, 923)
-    rows.finished(form([10, 11], [12, 13], names=others), said([10, 11], [12, 13]))
-    assert rows.asked(form(DAY, NAME), [ON]) == []  # none of it stands in this one
-    rows.finished(form([10, 11], [12, 13]), said([10, 11], [12, 13]))
-    rows.finished(form([14, 15], [16, 17], names=others), said([14, 15], [16, 17]))
-    for names in ((DATE, WHO), others):
-        assert rows.asked(form(DAY, NAME, names=names), [ON]) == [*DAY, BY, *NAME, STOP]
-
-
-def test_of_a_place_only_so_many_forms_are_kept_the_last_ones() -> None:
-    rows = Rows(4)
-    for name in range(MOST_COPIES + 1):
-        rows.finished(form([10, 11], names=(100 + name,)), [ON, 10, 11, STOP])
-    assert rows.asked(form(DAY, names=(100,)), [ON]) == []
-    assert rows.asked(form(DAY, names=(101,)), [ON]) == [*DAY, STOP]
-
-
-def test_a_copy_may_turn_out_to_be_another_longer_one() -> None:
-    rows = Rows(8)
-    prompt = form([1, 2, 5], [1, 2, 6])
-    rows.finished(form([10, 11], [12, 13]), [BY, 12, 13, STOP])
-    slot = rows.begin(prompt, [BY, 1, 2, 6])
-    assert rows.drafts(slot) == [STOP]
-    rows.finished(prompt, [BY, 1, 2, 6, FOR])  # it was WHO's: that is found
-    assert rows.asked(form(DAY, [7, 8]), [BY, 7]) == [8, FOR]
-
-
-def test_nothing_is_taken_from_patterns_that_are_known_less_well_than_the_tokens() -> None:
-    rows = Rows(3)
-    rows.finished([50, 51, 52], [60, 61, 62, 63, 64])
-    assert rows.asked([70, 61, 62, 63, 80, 81, 82, 83, 61, 62], [62, 63, 61, 62, 63]) == [80, 81, 82]  # its own
-    assert rows.asked([70, 71], [60, 61, 62]) == [63, 64]
-
-
-def test_a_sequence_that_comes_back_begins_anew_in_its_slot() -> None:
-    rows = Rows(6)
-    rows.finished(form([10, 11], [12, 13]), said([10, 11], [12, 13]))
-    slot = rows.begin(form(DAY, NAME), [ON, *DAY])
-    assert rows.drafts(slot) == [BY, *NAME, STOP]
-    leave(rows.table, rows.proposer, slot, finished=False)
-    again = rows.begin(form(NOISE, DAY), [ON, *NOISE[:2]])
-    assert again == slot
-    assert rows.drafts(again) == [*NOISE[2:], BY, *DAY][:6]
-
-
-def test_many_new_tokens_are_looked_at_over_several_calls() -> None:
-    rows = Rows(4)
-    output = [*range(100, 150), *said(DAY, NAME)]
-    rows.finished(form(DAY, NAME), output)
-    slot = rows.begin(form(NOISE, NAME), [*range(100, 150), ON])
-    counts = []
-    for _ in range(4):
-        known_S = rows.table.num_known[[slot]]
-        offer = rows.proposer._matches(np.array([slot]), known_S, 1000)
-        rows.proposer._patterns.exchange(offer, known_S, 20)
-        counts.append(offer.token_id_SK[0, : offer.count_S[0]].tolist())
-    assert counts == [[*DAY, BY], [*DAY, BY], NOISE, NOISE]  # the tokens alone lead to what the other one said
 
 
 def test_nothing_follows_the_end_of_an_output_that_overwrote_a_longer_one() -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from pipeline.engine.drafts.draft_model import NEAR, DraftModelProposer
-from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
@@ -20,8 +19,18 @@ from pipeline.engine.params import Request, SamplingParams, SpeculationConfig
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import greedy
-from tests.engine.hash_runner import VOCAB, HashRunner, check_tokens, expected_tokens, hash_engine
-from tests.engine.sampling.test_verify import p_value
+from tests.engine.drafts.proposers import draft_with
+from tests.engine.hash_runner import (
+    VOCAB,
+    HashRunner,
+    before_each_step,
+    check_tokens,
+    expected_tokens,
+    hash_engine,
+    tight_engine,
+    watched,
+)
+from tests.engine.sampling.sampled_rows import p_value
 from tests.engine.schedule.test_scheduler import random_requests, run
 from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine
@@ -57,60 +66,48 @@ def draft_with_itself(engine: Engine, most: int, catch_up: int = 512, memory: in
     return DraftModelProposer(runner, engine.table, engine.pool, most, VOCAB, catch_up)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_a_draft_that_is_the_target_is_always_accepted(seed: int) -> None:
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("seed", range(7))
+def test_a_draft_that_is_the_target_is_always_accepted(seed: int, is_asynchronous: bool) -> None:
     """Sharing, chunks, preemption, catching up over several steps, drafting now and then."""
     rng = np.random.default_rng(seed)
-    max_len, size = int(rng.choice([40, 64])), int(rng.choice([1, 3, 4, 8]))
-    engine = hash_engine(
-        -(-max_len // size) + int(rng.integers(0, 3 * max_len // size)),
-        size,
-        max_model_len=max_len,
-        max_num_seqs=int(rng.integers(1, 9)),
-        max_num_batched_tokens=int(rng.integers(9, 60)),
-        enable_prefix_caching=bool(rng.random() < 0.8),
-    )
+    max_len = int(rng.choice([40, 64]))
+    engine = tight_engine(rng, max_len, is_asynchronous=is_asynchronous)
+    seen = watched(engine)
     proposer = draft_with_itself(engine, 5, catch_up=int(rng.integers(3, 60)))
-    engine.draft_as(Drafting(proposer, Fitful(5, rng), engine.scheduler))
+    draft_with(engine, proposer, Fitful(5, rng))
     requests = random_requests(rng, 40, max_len)
-    done = run(engine, requests, arrivals=rng)
-    for request in requests:
-        eos = not request.params.ignore_eos
-        assert done[request.row_id].token_ids == expected_tokens(
-            request.prompt_token_ids, request.params.max_tokens, max_len, eos
-        )
+    check_tokens(run(engine, requests, arrivals=rng), requests, max_len)
     assert engine.stats.drafted_by_place[0] > 30
     assert engine.stats.accepted_by_place == engine.stats.drafted_by_place
+    assert any(late for _, late in seen) == is_asynchronous
 
 
 def test_a_shared_prefix_is_computed_once_by_the_draft_too() -> None:
     engine = hash_engine(100, 4, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64)
     proposer = draft_with_itself(engine, 3)
-    engine.draft_as(Drafting(proposer, FixedDrafts(), engine.scheduler))
+    draft_with(engine, proposer)
     head = list(range(40))
     params = SamplingParams(max_tokens=6, ignore_eos=True)
-    first = run(engine, [Request(0, [*head, 1, 2], params)])[0]
-    alone = sum(proposer.runner.tokens_per_step)  # type: ignore[attr-defined]
-    second = run(engine, [Request(1, [*head, 3, 4], params)])[1]
-    again = sum(proposer.runner.tokens_per_step) - alone  # type: ignore[attr-defined]
-    assert alone >= 42
-    assert again == alone - 40
-    assert first.token_ids == expected_tokens([*head, 1, 2], 6, 64, False)
-    assert second.token_ids == expected_tokens([*head, 3, 4], 6, 64, False)
+    requests = [Request(0, [*head, 1, 2], params), Request(1, [*head, 3, 4], params)]
+    computed = []
+    for request in requests:
+        check_tokens(run(engine, [request]), [request])
+        computed.append(sum(proposer.runner.tokens_per_step))  # type: ignore[attr-defined]
+    assert computed[0] >= 42
+    assert computed[1] == 2 * computed[0] - 40
 
 
 def test_rejected_drafts_cost_the_draft_no_token_more() -> None:
     """Its first pass of a step computes the token that the target gave, and the last draft where all were accepted."""
     engine, seen = hash_engine(64, 4, max_num_seqs=2), []
     proposer = draft_with_itself(engine, 5, memory=1)  # not the target's, which depends on all tokens
-    execute = proposer.runner.execute
 
-    def noted(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+    def note(step: StepInput, future: FutureTokens | None) -> None:
         seen.append((int(step.position_T.min()), int(np.diff(step.query_start_S1).max())))
-        return execute(step, future)
 
-    proposer.runner.execute = noted  # type: ignore[method-assign]
-    engine.draft_as(Drafting(proposer, FixedDrafts(), engine.scheduler))
+    before_each_step(proposer, note)
+    draft_with(engine, proposer)
     requests = [Request(row, [row], SamplingParams(max_tokens=30, ignore_eos=True)) for row in range(2)]
     check_tokens(run(engine, requests), requests)
     assert engine.stats.rejected_drafts > 150
@@ -122,7 +119,7 @@ def test_catching_up_is_bounded_in_each_step() -> None:
     """Nothing is drafted for a sequence before the draft model has come near it."""
     engine = hash_engine(100, 4, max_model_len=200, max_num_seqs=3, max_num_batched_tokens=300)
     proposer = draft_with_itself(engine, 3, catch_up=20)
-    engine.draft_as(Drafting(proposer, FixedDrafts(), engine.scheduler))
+    draft_with(engine, proposer)
     for row in range(3):
         engine.add(Request(row, [row] * 60, SamplingParams(max_tokens=30, ignore_eos=True)))
     drafted = []
@@ -143,18 +140,17 @@ def test_fault_03_04_passes_of_the_draft_model_that_do_not_fit_cost_no_row(
     """Their step is undone, and the next ones are computed without drafts for a while."""
     engine = hash_engine(120, 4, max_num_batched_tokens=16, is_asynchronous=is_asynchronous)
     proposer, rng = draft_with_itself(engine, 3), np.random.default_rng(num_rows)
-    execute, failed, drafted = proposer.runner.execute, [], []
+    failed, drafted = [], []
 
-    def execute_or_fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+    def fail_sometimes(step: StepInput, future: FutureTokens | None) -> None:
         assert engine.scheduler.step_tokens == 16, "asked in a step that is limited"
         if engine.stats.num_steps and rng.random() < 0.3:  # from the first step of one token on
             failed.append(engine.stats.num_steps)
             raise MemoryError
         drafted.append(engine.stats.num_steps)
-        return execute(step, future)
 
-    proposer.runner.execute = execute_or_fail  # type: ignore[method-assign]
-    engine.draft_as(Drafting(proposer, FixedDrafts(), engine.scheduler))
+    before_each_step(proposer, fail_sometimes)
+    draft_with(engine, proposer)
     requests = [Request(row, [row, 5, 6], SamplingParams(max_tokens=55, ignore_eos=True)) for row in range(num_rows)]
     requests += [Request(row + 10, [row, 5, 6], SamplingParams(max_tokens=55, ignore_eos=True)) for row in range(12)]
     done = run(engine, requests[:num_rows]) | run(engine, requests[num_rows:])
@@ -169,11 +165,11 @@ def test_fault_03_04_a_draft_model_that_never_fits_is_not_asked_in_steps_of_one_
     engine = hash_engine(120, 4, max_num_seqs=1, max_num_batched_tokens=1)
     proposer = draft_with_itself(engine, 3)
 
-    def fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+    def fail(step: StepInput, future: FutureTokens | None) -> None:
         raise MemoryError
 
-    proposer.runner.execute = fail  # type: ignore[method-assign]
-    engine.draft_as(Drafting(proposer, FixedDrafts(), engine.scheduler))
+    before_each_step(proposer, fail)
+    draft_with(engine, proposer)
     requests = [Request(row, [row] * 30, SamplingParams(max_tokens=9, ignore_eos=True)) for row in range(5)]
     check_tokens(run(engine, requests), requests)
     assert engine.stats.num_out_of_memory == 0
@@ -196,7 +192,7 @@ def test_a_vocabulary_of_another_size() -> None:
     for runner_of, accepts_all in ((Cut, False), (Padded, True)):
         engine = hash_engine(100, 4, max_num_batched_tokens=64)
         proposer = DraftModelProposer(runner_of(100, 4), engine.table, engine.pool, 3, VOCAB)
-        engine.draft_as(Drafting(proposer, FixedDrafts(), engine.scheduler))
+        draft_with(engine, proposer)
         done = run(engine, [Request(0, [5, 6], SamplingParams(max_tokens=40, ignore_eos=True))])[0]
         assert done.token_ids == expected_tokens([5, 6], 40, 64, False)
         drafted, accepted = sum(engine.stats.drafted_by_place), sum(engine.stats.accepted_by_place)
@@ -255,7 +251,7 @@ def test_sampled_tokens_have_the_distribution_of_the_target(renormalised: bool) 
             return drafts
 
         proposer.draft = draft_and_lie  # type: ignore[method-assign]
-    engine.draft_as(Drafting(proposer, FixedDrafts(), engine.scheduler))
+    draft_with(engine, proposer)
     params = SamplingParams(max_tokens=3, temperature=temperature)
     texts = np.array([c.token_ids for c in engine.stream(Request(row, [1], params) for row in range(count))])
     p_VV = torch.softmax(target_VV.double() / temperature, dim=-1).numpy()
@@ -301,5 +297,5 @@ def test_a_draft_with_other_tokens_is_refused(folders: tuple[Path, Path], tmp_pa
     tokenizer = (other / "tokenizer.json").read_text()
     assert '"a"' in tokenizer
     (other / "tokenizer.json").write_text(tokenizer.replace('"a":', '"zz":', 1))
-    with pytest.raises(ModelError, match="its tokens are not those of"):
+    with pytest.raises(ModelError, match="its tokens differ from those of"):
         float32_engine(target, speculation=SpeculationConfig("draft_model", str(other)))

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from pipeline.engine.drafts.lookup import ngram
 from pipeline.engine.drafts.lookup.compiled_lookup import MAX_MATCH, MIN_MATCH, new_table
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import Offer
@@ -101,74 +100,6 @@ def test_drafts_are_what_followed_the_longest_match_the_last_time(seed: int) -> 
     assert num_forgotten <= num_looked_up // 50
 
 
-def test_a_sequence_that_comes_back_in_another_slot_is_found_again() -> None:
-    table = SlotTable(3, 60, 4)
-    proposer = Literal(table, 3)
-    text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
-    first = admit(table, proposer, 0, text)
-    assert proposer.offer(np.array([first])).token_id_SK.tolist() == [[4, 5, 6]]
-    leave(table, proposer, first, finished=False)
-    other = admit(table, proposer, 1, [9] * 20)
-    assert proposer.offer(np.array([other])).token_id_SK.tolist() == [[9, 9, 9]]
-    back = admit(table, proposer, 0, text)
-    assert back != first
-    offer = proposer.offer(np.array([other, back]))
-    assert offer.token_id_SK.tolist() == [[9, 9, 9], [4, 5, 6]]
-    assert offer.match_len_S.tolist() == [MAX_MATCH, 3]
-
-
-def test_finished_outputs_serve_others_where_they_match_better() -> None:
-    table = SlotTable(4, 60, 4)
-    proposer = Literal(table, 4)
-    done = admit(table, proposer, 0, [50, 51])
-    append(table, done, [1, 2, 3, 4, 5, 6])
-    leave(table, proposer, done, finished=True)
-    gone = admit(table, proposer, 1, [50, 51])
-    append(table, gone, [1, 2, 3, 9, 9, 9])
-    leave(table, proposer, gone, finished=False)
-    slots = np.array(
-        [
-            admit(table, proposer, 2, [8, 1, 2, 3]),  # found in the output
-            admit(table, proposer, 3, [2, 3, 7, 8, 0, 2, 3]),  # equally good in its own text
-            admit(table, proposer, 4, [50, 51]),  # the prompt of another is not searched
-            admit(table, proposer, 5, [8, 5, 6]),  # nothing behind it
-        ]
-    )
-    offer = proposer.offer(slots)
-    assert offer.match_len_S.tolist() == [3, 2, 0, 0]
-    assert offer.count_S.tolist() == [3, 4, 0, 0]
-    assert offer.token_id_SK[0, :3].tolist() == [4, 5, 6]
-    assert offer.token_id_SK[1].tolist() == [7, 8, 0, 2]
-
-
-def test_rows_that_finished_while_nobody_asked_are_learnt_some_at_a_time_the_last_ones_first() -> None:
-    table = SlotTable(2, ngram.LEARNT_TOKENS + 60, 4)
-    proposer, num_rows = NgramProposer(table, 2), 2 * ngram.LEARNT_PER_CALL + 1
-    for order in range(num_rows):
-        slot = admit(table, proposer, order, [50] * (ngram.LEARNT_TOKENS + 9 if order % 2 else 3))
-        append(table, slot, [100 + order, 101 + order, 200 + order, 300 + order])
-        leave(table, proposer, slot, finished=True)
-    asking = admit(table, proposer, 99, [7, 7, 7])
-    nobody = np.array([], dtype=np.int64)
-
-    def found() -> list[int]:
-        """Rows whose output is known by now."""
-        rows = []
-        for order in range(num_rows):
-            slot = admit(table, proposer, 1000 + order, [100 + order, 101 + order])
-            offer = proposer._matches(np.array([slot]), table.num_known[[slot]], 512)
-            rows += [order] if offer.token_id_SK[0, : offer.count_S[0]].tolist() == [200 + order, 300 + order] else []
-            leave(table, proposer, slot, finished=False)
-        return rows
-
-    assert found() == []
-    for asked in (np.array([asking]), nobody, nobody):
-        known = len(found())
-        proposer.offer(asked)
-        assert found() == list(range(max(num_rows - known - ngram.LEARNT_PER_CALL, 0), num_rows))
-    assert len(found()) == num_rows
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_finished_outputs_are_bounded_and_never_run_together(seed: int) -> None:
     """What is found was said after that very run, in one output, not long ago."""
@@ -210,16 +141,6 @@ def test_a_table_that_is_far_too_small_forgets_and_never_errs() -> None:
             assert length == 0 or any(said[: length + 1] == text[i : i + length + 1] for i in range(len(text)))
             append(table, slot, rng.integers(0, 3, 1).tolist())
     assert matches > 0
-
-
-def test_a_long_prompt_is_indexed_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram, "INDEXED_PER_CALL", 100)
-    table = SlotTable(2, 1000, 4)
-    proposer = NgramProposer(table, 4)
-    text = np.random.default_rng(0).permutation(900).tolist()
-    slot = admit(table, proposer, 0, [*text, *text[700:705]])
-    offers = [int(proposer.offer(np.array([slot])).match_len_S[0]) for _ in range(12)]
-    assert offers == [0] * 7 + [5] * 5
 
 
 def test_a_batch_that_was_not_looked_up_before_is_known_at_once() -> None:

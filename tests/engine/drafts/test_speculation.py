@@ -1,49 +1,20 @@
 """Drafts change how fast tokens come and nothing else: see hash_runner for the model that gives away every mistake."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts, StepOutcome
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
-from pipeline.engine.schedule.sequence import SlotTable
-from tests.engine.drafts.proposers import Certain, Recorded
-from tests.engine.drafts.random_rows import odd_requests, roomy_engine, same, tight_engine
-from tests.engine.hash_runner import VOCAB, expected_tokens, hash_engine
+from pipeline.engine.stats import EngineStats
+from tests.engine.drafts.proposers import Certain, Recorded, draft_with
+from tests.engine.drafts.random_rows import odd_requests, roomy_engine, same
+from tests.engine.drafts.test_draft_model import Fitful
+from tests.engine.hash_runner import VOCAB, check_tokens, expected_tokens, hash_engine, tight_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
-from tests.engine.step.test_out_of_memory import fail_where
-
-
-class Watched(FixedDrafts):
-    """A fixed policy that keeps what it is told, and skips looking now and then."""
-
-    def __init__(self, most: int, rng: np.random.Generator, table: SlotTable) -> None:
-        self.most, self.rng, self.table = most, rng, table
-        self.outcomes: list[StepOutcome] = []
-        self.wanted = False
-
-    def select(self, facts: StepFacts) -> bool:
-        self.wanted = bool(self.rng.random() < 0.9)
-        return self.wanted
-
-    def lengths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
-        assert self.wanted
-        assert len(offer.slot_S) == facts.num_sequences
-        assert facts.room >= 0 <= facts.num_prefill
-        assert (offer.count_S < self.table.limit[offer.slot_S] - self.table.num_known[offer.slot_S]).all()
-        return np.full_like(offer.count_S, self.most)
-
-    def observe(self, outcome: StepOutcome) -> None:
-        if outcome.verdict is not None:
-            assert (outcome.verdict.accepted_D <= outcome.verdict.drafted_D).all()
-            assert (outcome.verdict.drafted_D > 0).all()
-        self.outcomes.append(outcome)
-
-    def total(self, name: str) -> int:
-        return sum(int(getattr(o.verdict, name).sum()) for o in self.outcomes if o.verdict is not None)
 
 
 def check_blocks(engine: Engine, texts: list[list[int]]) -> None:
@@ -69,11 +40,10 @@ def test_the_tokens_of_any_mix_are_those_of_plain_steps(seed: int) -> None:
     max_len = int(rng.choice([40, 64]))
     requests = odd_requests(rng, 40, max_len)
     plain = run(roomy_engine(max_len, None), requests, check=False)
-    engine = tight_engine(rng, max_len, None)
+    engine = tight_engine(rng, max_len)
     outputs = {row: completion.token_ids for row, completion in plain.items()}
     proposer = Recorded(engine.table, outputs, rng, error_rate=float(rng.choice([0.0, 0.1, 0.5])))
-    policy = Watched(int(rng.integers(1, 6)), rng, engine.table)
-    engine.draft_as(Drafting(proposer, policy, engine.scheduler))
+    draft_with(engine, proposer, Fitful(int(rng.integers(1, 6)), rng))
     step, texts = engine.step, [r.prompt_token_ids + outputs[r.row_id] for r in requests]
 
     def step_and_check() -> list[Completion]:
@@ -84,11 +54,8 @@ def test_the_tokens_of_any_mix_are_those_of_plain_steps(seed: int) -> None:
     engine.step = step_and_check  # type: ignore[method-assign]
     assert same(run(engine, requests, arrivals=rng), plain)
     stats = engine.stats
-    assert sum(stats.drafted_by_place) == policy.total("drafted_D") > 0
-    assert sum(stats.accepted_by_place) == policy.total("accepted_D") > 0
-    assert stats.num_draft_steps == sum(o.verdict is not None for o in policy.outcomes)
-    assert stats.num_steps == len(policy.outcomes)
-    assert stats.generated_tokens == sum(o.num_generated for o in policy.outcomes)
+    assert 0 < sum(stats.accepted_by_place) <= sum(stats.drafted_by_place)
+    assert 0 < stats.num_draft_steps < stats.num_steps
     assert stats.generated_tokens == sum(len(c.token_ids) for c in plain.values())
     assert stats.prompt_tokens == sum(len(r.prompt_token_ids) for r in requests)
     assert max(engine.runner.tokens_per_step) <= engine.scheduler.max_num_batched_tokens  # type: ignore[attr-defined]
@@ -102,16 +69,10 @@ def test_greedy_tokens_with_the_ngram_proposer_are_those_of_plain_steps(seed: in
     rng = np.random.default_rng(100 + seed)
     max_len = int(rng.choice([40, 64]))
     memory = int(rng.choice([1, 2]))
-    engine = tight_engine(rng, max_len, memory)
-    engine.draft_as(
-        Drafting(NgramProposer(engine.table, int(rng.integers(1, 7)), 4096, 256), FixedDrafts(), engine.scheduler)
-    )
+    engine = tight_engine(rng, max_len, memory=memory)
+    draft_with(engine, NgramProposer(engine.table, int(rng.integers(1, 7)), 4096, 256))
     requests = random_requests(rng, 40, max_len)
-    done = run(engine, requests, arrivals=rng)
-    for request in requests:
-        eos = not request.params.ignore_eos
-        expected = expected_tokens(request.prompt_token_ids, request.params.max_tokens, max_len, eos, memory)
-        assert done[request.row_id].token_ids == expected
+    check_tokens(run(engine, requests, arrivals=rng), requests, max_len, memory)
     assert sum(engine.stats.accepted_by_place) > 0
 
 
@@ -119,9 +80,7 @@ def test_accepted_drafts_save_steps_and_are_counted_by_place() -> None:
     prompts = [[row, 5, 6] for row in range(4)]
     outputs = {row: expected_tokens(prompt, 30, 64, False) for row, prompt in enumerate(prompts)}
     engine = hash_engine(100, 4, max_num_seqs=4, max_num_batched_tokens=64)
-    engine.draft_as(
-        Drafting(Certain(engine.table, outputs, np.random.default_rng(0), 3), FixedDrafts(), engine.scheduler)
-    )
+    draft_with(engine, Certain(engine.table, outputs, np.random.default_rng(0), 3))
     done = run(engine, [Request(r, p, SamplingParams(max_tokens=30, ignore_eos=True)) for r, p in enumerate(prompts)])
     assert {row: c.token_ids for row, c in done.items()} == outputs
     stats = engine.stats
@@ -129,29 +88,6 @@ def test_accepted_drafts_save_steps_and_are_counted_by_place() -> None:
     assert (stats.num_steps, stats.num_draft_steps) == (8, 8)
     assert stats.drafted_by_place == stats.accepted_by_place == [32, 28, 28, 0, 0, 0, 0, 0]
     assert sum(engine.runner.tokens_per_step) == 4 * 3 + 4 * 7 + 32 + 28 + 28  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_tokens_survive_steps_with_drafts_that_run_out_of_memory(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    requests = odd_requests(rng, 30, 64)
-    plain = run(roomy_engine(64, None), requests, check=False)
-    engine = tight_engine(rng, 64, None)
-    proposer = Recorded(engine.table, {row: c.token_ids for row, c in plain.items()}, rng)
-    policy = Watched(5, rng, engine.table)
-    engine.draft_as(Drafting(proposer, policy, engine.scheduler))
-    observe = policy.observe
-
-    def observe_and_check(outcome: StepOutcome) -> None:
-        assert outcome.verdict is None or engine.scheduler.step_tokens == engine.scheduler.max_num_batched_tokens
-        observe(outcome)
-
-    policy.observe = observe_and_check  # type: ignore[method-assign]
-    most = int(rng.integers(1, 12))
-    failed = fail_where(engine, lambda step: len(step.token_id_T) > (1 if rng.random() < 0.1 else most))
-    assert same(run(engine, requests, arrivals=rng), plain)
-    assert len(failed) > 3
-    assert engine.stats.num_out_of_memory == len(failed)
 
 
 def test_nobody_is_preempted_or_kept_waiting_for_drafts() -> None:
@@ -164,9 +100,7 @@ def test_nobody_is_preempted_or_kept_waiting_for_drafts() -> None:
         )
         engine.scheduler.admission.expected_output = 1
         if most:
-            engine.draft_as(
-                Drafting(Certain(engine.table, wrong, np.random.default_rng(1), most), FixedDrafts(), engine.scheduler)
-            )
+            draft_with(engine, Certain(engine.table, wrong, np.random.default_rng(1), most))
         requests = [Request(r, [r, 5, 6], SamplingParams(max_tokens=30, ignore_eos=True)) for r in range(12)]
         done = run(engine, requests)
         assert all(done[r].token_ids == expected_tokens([r, 5, 6], 30, 64, False) for r in range(12))
@@ -182,38 +116,64 @@ def test_nobody_is_preempted_or_kept_waiting_for_drafts() -> None:
         assert (stats.recomputed_tokens, stats.batch_sum) == (plain.recomputed_tokens, plain.batch_sum)
 
 
-def test_the_policy_gets_what_the_step_is_made_of() -> None:
-    engine = hash_engine(64, 4, max_num_batched_tokens=16)
-    policy = Watched(3, np.random.default_rng(0), engine.table)
-    engine.draft_as(
-        Drafting(Recorded(engine.table, {0: [], 1: []}, np.random.default_rng(0)), policy, engine.scheduler)
-    )
-    for row in range(2):
-        engine.add(Request(row, [row] * 20, SamplingParams(max_tokens=9, ignore_eos=True)))
-    for _ in range(4):
-        engine.step()
-    # The first prompt has 4 tokens left, of which the last is its own; then the other's; the third step has the rest.
-    told = [outcome.facts for outcome in policy.outcomes]
-    assert [(f.num_sequences, f.num_prefill, f.room) for f in told] == [(0, 16, 0), (1, 15, 0), (2, 7, 7), (2, 0, 14)]
-    assert [o.num_generated for o in policy.outcomes][:2] == [0, 1]
+# -- drafts that are known beforehand
 
 
-def test_aborting_in_the_middle_leaves_nothing_behind() -> None:
-    engine = hash_engine(64, 4, memory=1)
-    engine.draft_as(Drafting(NgramProposer(engine.table, 4), FixedDrafts(), engine.scheduler))
-    for row in range(6):
-        engine.add(Request(row, [row, 5, 6], SamplingParams(max_tokens=40, ignore_eos=True)))
-    for _ in range(6):
-        engine.step()
-    assert engine.abort(2)
-    done = run(engine, [])
-    assert sorted(done) == [0, 1, 3, 4, 5]
-    assert all(done[r].token_ids == expected_tokens([r, 5, 6], 40, 64, False, 1) for r in done)
+def certain_run(drafts: list[int], params: SamplingParams, most: int, bad_token: int | None = None):
+    """The completion of the prompt [3, 1, 4], and its engine."""
+    engine = hash_engine(64, 4, bad_token=bad_token, max_num_batched_tokens=64)
+    draft_with(engine, Certain(engine.table, {0: drafts}, np.random.default_rng(0), most))
+    return run(engine, [Request(0, [3, 1, 4], params)])[0], engine
 
 
-def test_a_proposer_comes_before_the_first_request() -> None:
-    engine = hash_engine(64, 4)
-    engine.add(Request(0, [1, 2], SamplingParams()))
-    engine.step()
-    with pytest.raises(AssertionError, match="unknown to the proposers"):
-        engine.draft_as(Drafting(NgramProposer(engine.table, 4), FixedDrafts(), engine.scheduler))
+FREE = expected_tokens([3, 1, 4], 40, 64, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"stop": (f" {FREE[5]} {FREE[6]} ",)}, "stop"),
+        ({"stop_token_ids": (FREE[8],)}, "stop"),
+        ({"max_tokens": 7}, "length"),
+        ({"ignore_eos": False}, "stop"),
+    ],
+)
+def test_a_sequence_ends_where_plain_steps_would_end_it(options: dict, reason: str) -> None:
+    params = SamplingParams(**{"max_tokens": 40, "ignore_eos": True} | options)
+    plain = run(hash_engine(64, 4), [Request(0, [3, 1, 4], params)])[0]
+    length = len(plain.token_ids)
+    assert 6 <= length <= 21
+    for most in range(1, 12):
+        done, engine = certain_run(FREE, params, most)
+        assert (done.token_ids, done.finish_reason, done.text) == (FREE[:length], reason, plain.text)
+        assert engine.stats.generated_tokens == length
+        assert engine.stats.num_steps == -(-length // (most + 1))
+        again = run(engine, [Request(0, [3, 1, 4, *FREE[:20]], SamplingParams(max_tokens=1))])[0]
+        assert again.num_cached_tokens == 0, "neither what it generated nor what lies behind its end is findable"
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 9])
+def test_non_finite_logits_end_a_row_only_where_it_would_have_come_to_them(most: int) -> None:
+    """Broken logits after a wrong draft, or after the end of a sequence, end no row."""
+    plain = SamplingParams(max_tokens=20, ignore_eos=True)
+    absent = next(token for token in range(VOCAB) if token not in FREE[:20])
+    misled, engine = certain_run([absent if i % 5 == 4 else token for i, token in enumerate(FREE)], plain, most, absent)
+    assert (misled.error, misled.token_ids) == (None, FREE[:20])
+    assert sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
+    first = FREE.index(FREE[6])
+    broken, engine = certain_run(FREE, plain, most, FREE[6])
+    assert (broken.error, broken.token_ids) == ("non_finite_logits", [])
+    assert f"after {first + 1} generated tokens" in (broken.error_message or "")
+    engine.pool.check()
+    stopped, _ = certain_run(FREE, replace(plain, stop_token_ids=(FREE[6],)), most, FREE[6])
+    assert (stopped.error, stopped.token_ids) == (None, FREE[: first + 1])
+
+
+def test_totals_by_place_travel_by_name_and_come_back() -> None:
+    """Places from the eighth on are counted together."""
+    _, engine = certain_run(FREE, SamplingParams(max_tokens=11, ignore_eos=True), 10)
+    assert engine.stats.drafted_by_place == engine.stats.accepted_by_place == [1, 1, 1, 1, 1, 1, 1, 3]
+    before = replace(engine.stats)
+    assert EngineStats.from_flat(engine.stats.flat() | {"other": 1}) == engine.stats
+    run(engine, [Request(0, [3, 1, 4], SamplingParams(max_tokens=3, ignore_eos=True))])
+    assert engine.stats.since(before).drafted_by_place == [1, 1, 0, 0, 0, 0, 0, 0], "a copy does not change"

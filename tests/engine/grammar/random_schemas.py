@@ -40,14 +40,7 @@ class RandomSchemas:
                   lambda: {"$ref": rng.choice(("#/$defs/p", "#/$defs/q", "#"))}]  # fmt: skip
         if self._chance(0.03):
             return rng.choice((True, False, {}))
-        made = rng.choice(simple if depth > 3 or self._chance(0.5) else nested)()
-        return made | (self._without_effect() if self._chance(0.1) else {})
-
-    def _without_effect(self) -> dict[str, Any]:
-        return self._rng.choice(
-            ({"uniqueItems": False}, {"minItems": 0}, {"required": []}, {"title": "t", "default": 3}, {"not": False},
-             {"if": True}, {"minProperties": 0}, {"additionalProperties": True}, {"propertyNames": {}})
-        )  # fmt: skip
+        return rng.choice(simple if depth > 3 or self._chance(0.5) else nested)()
 
     def _bounds(self, low: str, high: str, values: tuple[Any, ...], share: float = 0.5) -> dict[str, Any]:
         chosen = sorted(self._rng.choice(values) for _ in range(2))

@@ -11,15 +11,13 @@ import jsonschema
 import numpy as np
 import pytest
 
-from pipeline.engine.drafts.drafting import Drafting
-from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.engine import Engine
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import EnvironmentFailed
+from tests.engine.drafts.proposers import draft_with, looking_up
 from tests.engine.drafts.random_rows import same
 from tests.engine.drafts.test_draft_model import draft_with_itself
 from tests.engine.grammar.small_vocabulary import add_noise, text_engine
@@ -59,24 +57,18 @@ def random_schema(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
     return kinds[int(rng.integers(len(kinds)))]()
 
 
-def schema_requests() -> dict[int, tuple[dict[str, Any], Request]]:
-    rng = np.random.default_rng(4)
-    made = {}
-    for row in range(NUM_SCHEMAS):
-        schema = random_schema(rng)
-        given: dict[str, Any] = {"json": schema} | ({"whitespace_pattern": "[ ]{0,2}"} if row % 7 == 0 else {})
-        params = SamplingParams(max_tokens=300, seed=row, structured_outputs=given, **PARAMS[row % len(PARAMS)])  # type: ignore[arg-type]
-        prompt = rng.integers(0, 90, int(rng.integers(1, 40))).tolist()
-        made[row] = schema, Request(row, prompt, params)
-    for row in range(NUM_SCHEMAS, NUM_SCHEMAS + 20):  # rows without a grammar beside them
-        prompt = rng.integers(0, 90, int(rng.integers(1, 40))).tolist()
-        made[row] = {}, Request(row, prompt, SamplingParams(max_tokens=30, seed=row, **PARAMS[row % 4]))  # type: ignore[arg-type]
-    return made
-
-
 @pytest.fixture(scope="module")
 def schemas() -> dict[int, tuple[dict[str, Any], Request]]:
-    return schema_requests()
+    rng = np.random.default_rng(4)
+    made = {}
+    for row in range(NUM_SCHEMAS + 20):  # the last ones without a grammar
+        schema = random_schema(rng) if row < NUM_SCHEMAS else {}
+        given: dict[str, Any] = {"json": schema} | ({"whitespace_pattern": "[ ]{0,2}"} if row % 7 == 0 else {})
+        params = SamplingParams(max_tokens=300, seed=row, structured_outputs=given, **PARAMS[row % len(PARAMS)])  # type: ignore[arg-type]
+        if row >= NUM_SCHEMAS:
+            params = SamplingParams(max_tokens=30, seed=row, **PARAMS[row % 4])  # type: ignore[arg-type]
+        made[row] = schema, Request(row, rng.integers(0, 90, int(rng.integers(1, 40))).tolist(), params)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -105,18 +97,12 @@ def test_every_output_parses_and_is_valid(schemas, plain: dict[int, Completion])
     assert len({c.text for c in plain.values()}) > NUM_SCHEMAS * 0.7
 
 
-def ngram(engine: Engine) -> Engine:
-    engine.draft_as(Drafting(NgramProposer(engine.table, 4), FixedDrafts(), engine.scheduler))
-    return engine
-
-
 def own_drafts(engine: Engine, exposes: bool) -> Engine:
     """Of the model itself, without a grammar: many are refused."""
     proposer = draft_with_itself(engine, 3)
     proposer.exposes_draft_probs = exposes
     add_noise(proposer.runner)
-    engine.draft_as(Drafting(proposer, FixedDrafts(), engine.scheduler))
-    return engine
+    return draft_with(engine, proposer)
 
 
 def mask_by_mask(engine: Engine) -> Engine:
@@ -139,13 +125,13 @@ def some(schemas: dict[int, tuple[dict[str, Any], Request]]) -> list[Request]:
 TIGHT = {"num_blocks": 80, "max_num_batched_tokens": 13, "max_num_seqs": 12}
 ENGINES: dict[str, Callable[[], Engine]] = {
     "mask by mask": lambda: mask_by_mask(text_engine()),
-    "mask by mask, lookup": lambda: mask_by_mask(ngram(text_engine(max_num_batched_tokens=200))),
+    "mask by mask, lookup": lambda: mask_by_mask(looking_up(text_engine(max_num_batched_tokens=200))),
     "one at a time": lambda: text_engine(max_num_seqs=1),
-    "lookup": lambda: ngram(text_engine(max_num_batched_tokens=200)),
-    "lookup, chunks and preemption": lambda: ngram(text_engine(**TIGHT)),
-    "beside the host": lambda: text_engine(is_asynchronous=True),
-    "beside the host, chunks and preemption": lambda: text_engine(is_asynchronous=True, **TIGHT),
-    "beside the host, lookup": lambda: ngram(text_engine(is_asynchronous=True, max_num_batched_tokens=200)),
+    "lookup": lambda: looking_up(text_engine(max_num_batched_tokens=200)),
+    "lookup, chunks and preemption": lambda: looking_up(text_engine(**TIGHT)),
+    "overlapped": lambda: text_engine(is_asynchronous=True),
+    "overlapped, chunks and preemption": lambda: text_engine(is_asynchronous=True, **TIGHT),
+    "overlapped, lookup": lambda: looking_up(text_engine(is_asynchronous=True, max_num_batched_tokens=200)),
 }
 
 
@@ -234,7 +220,7 @@ def test_a_row_ends_with_its_grammar_and_not_one_token_later() -> None:
 @pytest.mark.parametrize("drafting", [False, True])
 def test_a_dead_end_and_a_wrong_grammar_are_errors_of_their_rows_alone(drafting: bool, is_asynchronous: bool) -> None:
     engine = text_engine(is_asynchronous=is_asynchronous, max_num_batched_tokens=200)
-    engine = ngram(engine) if drafting else engine
+    engine = looking_up(engine) if drafting else engine
     wanted = {
         "at once": {"regex": "é+"},
         "later": {"regex": "aa[é~]"},
@@ -296,18 +282,3 @@ def test_json_is_refused_by_name_before_it_runs_without_jsonschema(monkeypatch: 
     assert engine.stats.generated_tokens == 0
     (done,) = engine.generate([[1]], SamplingParams(structured_outputs={"choice": ["aa"]}))  # type: ignore[arg-type]
     assert done.text == "aa"
-
-
-def test_logits_that_are_no_numbers_are_no_matter_of_the_grammar() -> None:
-    engine = text_engine()
-    execute = engine.runner.execute
-    engine.runner.execute = lambda step, future=None: execute(step, future) * float("nan")  # type: ignore[method-assign]
-    done = engine.generate([[1]], SamplingParams(structured_outputs={"regex": "a+"}))  # type: ignore[arg-type]
-    assert done[0].error == "non_finite_logits"
-
-
-def test_plain_greedy_steps_make_no_batch_and_no_mask() -> None:
-    engine = text_engine()
-    engine.generate([[1]], SamplingParams(max_tokens=5))
-    assert (engine.stats.masked_tokens, engine.stats.mask_us) == (0, 0)
-    assert engine._masks._filler_made is None

@@ -31,7 +31,7 @@ DOUBLING = {"anyOf": [{**CYCLE, "minItems": 3}, CYCLE]}
     [
         (TWICE, '{"a":1,"b":1}', None), (TWICE, '{"b":1,"b":1}', "the name 'b' twice"),
         ({}, '[{"b":1,"b":1}]', "twice"),
-        ({}, "", "cannot be read as JSON"), ({}, '{"a"', "cannot be read"), ({}, "NaN", "NaN is no number"),
+        ({}, "", "cannot be read as JSON"), ({}, '{"a"', "cannot be read"), ({}, "NaN", "NaN is not a JSON number"),
         ({"type": "object"}, "[]", r"\$: \[\] is not of type"),
         ({"items": {"type": "null"}}, "[null,1]", r"\$\[1\]: 1"),
         # Integers are exact, and other numbers what a parser makes of them.

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from pipeline import Request, SamplingParams
-from pipeline.engine.drafts.drafting import Drafting
-from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.tasks import Choice, Score
+from tests.engine.drafts.proposers import draft_with
 from tests.engine.drafts.test_draft_model import draft_with_itself
 from tests.engine.hash_runner import VOCAB, check_tokens, hash_engine, next_token
+from tests.engine.schedule.test_scheduler import run
 
 PARAMS = SamplingParams()
 
@@ -20,7 +20,7 @@ def test_texts_are_read_between_steps_in_flight(is_asynchronous: bool, num_block
     rng = np.random.default_rng(1)
     engine = hash_engine(num_blocks, 4, is_asynchronous=is_asynchronous)
     if drafts:
-        engine.draft_as(Drafting(draft_with_itself(engine, 3), FixedDrafts(), engine.scheduler))
+        draft_with(engine, draft_with_itself(engine, 3))
     rows = [
         Request(row, rng.integers(0, VOCAB, int(rng.integers(1, 20))).tolist(), SamplingParams(max_tokens=9))
         for row in range(12)
@@ -34,8 +34,7 @@ def test_texts_are_read_between_steps_in_flight(is_asynchronous: bool, num_block
         if number % 3 == 0:
             engine.add(Request(("choice", number), texts[number], PARAMS, task=Choice(labels)))
         done |= {completion.row_id: completion for completion in engine.step()}
-    while engine.has_unfinished:
-        done |= {completion.row_id: completion for completion in engine.step()}
+    done |= run(engine, [], check=False)
     check_tokens({row: done[row] for row in range(12)}, rows)
     whole = float(np.log(np.e + VOCAB - 1))  # of one logit of 1 and zeros
     for number, text in enumerate(texts):
@@ -62,13 +61,9 @@ def test_labels_of_a_row_that_was_preempted_are_written_into_blocks_of_its_own()
     engine.add(Request("choice", prompt, PARAMS, task=Choice(labels)))
     assert engine.step() == []
     engine.scheduler.admission.put_back(engine.scheduler.drop(int(engine.scheduler.running[0])))
-    while engine.has_unfinished:
-        engine.step()
+    run(engine, [], check=False)
     request = Request("after", [*prompt, *shared, 7], SamplingParams(max_tokens=8, ignore_eos=True))
-    engine.add(request)
-    done: dict = {}
-    while engine.has_unfinished:
-        done |= {completion.row_id: completion for completion in engine.step()}
+    done = run(engine, [request])
     assert done["after"].num_cached_tokens == 8
     check_tokens(done, [request])
 
@@ -79,10 +74,8 @@ def test_logits_that_are_no_numbers_are_an_error_row_and_leave_no_block_behind()
     for row, each in enumerate((text, fine)):
         engine.add(Request(row, each, PARAMS, task=Score()))
     engine.add(Request(2, text, PARAMS, task=Choice(((1, 2), (3, 4)))))
-    done: dict = {}
-    while engine.has_unfinished:
-        done |= {completion.row_id: completion for completion in engine.step()}
+    done = run(engine, [])
     assert [done[row].error for row in range(3)] == ["non_finite_logits", None, "non_finite_logits"]
-    assert "not finite numbers for its prompt" in done[0].error_message
+    assert "non-finite logits for the prompt" in done[0].error_message
     assert engine.runner.zeroed
     assert engine.pool.num_held == 0

@@ -1,6 +1,7 @@
 """What is read off known texts against transformers in float32, however steps cut and preempt them."""
 
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from pipeline.engine.reading.label_tree import LabelTree
 from pipeline.engine.reading.step_reading import token_logprobs
 from pipeline.engine.tasks import Choice, Classify, Embed, Score
 from pipeline.errors import ConfigError
+from tests.engine.schedule.test_scheduler import run
 from tests.model_folders import Family, load_reference, make_family, small_config, write_tokenizer
 from tests.parity.harness import float32_engine, greedy
 
@@ -39,6 +41,11 @@ def asked(engine: Engine, texts: list[list[int]], tasks: list) -> list[Completio
     requests = [Request(row, text, PARAMS, task=task) for row, (text, task) in enumerate(zip(texts, tasks))]
     done = {completion.row_id: completion for completion in engine.stream(requests)}
     return [done[row] for row in range(len(texts))]
+
+
+def preempt(engine: Engine) -> None:
+    for slot in engine.scheduler.running.tolist():
+        engine.scheduler.admission.put_back(engine.scheduler.drop(slot))
 
 
 @torch.inference_mode()
@@ -69,24 +76,6 @@ def test_scores_are_those_of_transformers(folder: Path, options: dict) -> None:
         assert completion.num_prompt_tokens == len(text)
 
 
-def test_a_score_beside_generating_rows_changes_none_of_their_tokens(folder: Path) -> None:
-    prompts, texts = texts_of(9, seed=3), texts_of(9, seed=4)
-    with float32_engine(folder, **TIGHT) as engine:
-        alone = [completion.token_ids for completion in engine.generate(prompts, greedy(12))]
-        scores = [completion.result.logprob for completion in engine.score(texts)]
-    with float32_engine(folder, **TIGHT) as engine:
-        for row, (prompt, text) in enumerate(zip(prompts, texts)):
-            engine.add(Request(row, prompt, greedy(12)))
-            engine.add(Request(100 + row, text, PARAMS, task=Score()))
-        done: dict = {}
-        while engine.has_unfinished:
-            done |= {completion.row_id: completion for completion in engine.step()}
-        num_finished = engine.scheduler.admission._num_finished
-    assert [done[row].token_ids for row in range(9)] == alone
-    assert [done[100 + row].result.logprob for row in range(9)] == pytest.approx(scores, abs=1e-4)
-    assert num_finished == 9, "a text that generates nothing says nothing of lengths"
-
-
 def test_preempted_texts_are_read_anew(folder: Path) -> None:
     texts = [text * 3 for text in texts_of(3, seed=5, longest=20)]
     tasks = [Embed("mean"), Score(), Embed("last")]
@@ -97,11 +86,8 @@ def test_preempted_texts_are_read_anew(folder: Path) -> None:
             engine.add(Request(row, text, PARAMS, task=task))
         engine.step()
         assert 0 < engine.table.num_computed[engine.scheduler.running[0]] < len(texts[0])
-        for slot in engine.scheduler.running.tolist():
-            engine.scheduler.admission.put_back(engine.scheduler.drop(slot))
-        done: dict = {}
-        while engine.has_unfinished:
-            done |= {completion.row_id: completion for completion in engine.step()}
+        preempt(engine)
+        done = run(engine, [])
     assert done[1].result.logprob == pytest.approx(expected[1].result.logprob, abs=1e-4)
     for row in (0, 2):
         np.testing.assert_allclose(done[row].result.values, expected[row].result.values, atol=1e-5)
@@ -140,45 +126,37 @@ def test_labels_of_several_tokens_are_computed_after_one_prompt(folder: Path) ->
     prompt = texts_of(1, seed=7)[0]
     labels = ((1, 2), (3, 4), (3, 5, 6), (3, 5, 7), (9,))
     tree = LabelTree.of(labels)
-    assert tree.continuations == ((1,), (3, 5))
     with float32_engine(folder, block_size=8) as engine:
         asked(engine, [prompt], [Choice(labels)])
         assert engine.stats.prompt_tokens == len(prompt)
         assert (engine.stats.cached_tokens, engine.stats.generated_tokens, engine.stats.plain_steps) == (0, 0, 0)
-        assert engine.stats.num_steps == len(tree.continuations)
+        assert engine.stats.num_steps == 2, "one for each beginning that labels share"
     assert tree.num_computed == 3
     assert LabelTree.of(((5, 6, 7), (5, 6, 8, 9), (5, 40, 2))).num_computed == 2 + 1 + 1
 
 
-def test_labels_are_told_whenever_their_row_is_preempted(folder: Path) -> None:
-    prompt, labels = texts_of(1, seed=7)[0], ((1, 2), (3, 4), (3, 5, 6), (3, 6, 7), (9,))
+SHARED = tuple(range(40, 48))  # fill a block
+PREEMPTED = {
+    "once": (9, ((1, 2), (3, 4), (3, 5, 6), (3, 6, 7), (9,)), 1),
+    "twice, in blocks that labels fill": (
+        16,
+        (tuple(range(1, 22)), (*SHARED, 3, 5), (*SHARED, 4, 5, 6), (*SHARED, 4, 7, 8)),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREEMPTED)
+def test_labels_have_the_same_numbers_whenever_their_row_is_preempted(folder: Path, name: str) -> None:
+    """What is in a block in one turn is not taken for what is there in a later one."""
+    length, labels, times = PREEMPTED[name]
+    prompt = texts_of(1, seed=14)[0][:length]
     with float32_engine(folder, **TIGHT) as engine:
         expected = asked(engine, [prompt], [Choice(labels)])[0].result
-        steps = engine.stats.num_steps
-        for number in range(1, steps):
+        num_steps = engine.stats.num_steps
+        assert num_steps > 2
+        for steps in combinations(range(1, num_steps + times - 1), times):
             for forgets in (False, True):
-                engine.forget()
-                engine.add(Request(0, prompt, PARAMS, task=Choice(labels)))
-                for _ in range(number):
-                    assert not engine.step()
-                engine.scheduler.admission.put_back(engine.scheduler.drop(int(engine.scheduler.running[0])))
-                if forgets:
-                    engine.forget()
-                done: list[Completion] = []
-                while engine.has_unfinished:
-                    done += engine.step()
-                assert done[0].result.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-
-
-def test_labels_that_fill_blocks_are_told_however_often_their_row_is_preempted(folder: Path) -> None:
-    """What stood in a block in one turn is not taken for what stands there in a later one."""
-    prompt, shared = texts_of(1, seed=14)[0][:16], tuple(range(40, 48))
-    labels = (tuple(range(1, 22)), (*shared, 3, 5), (*shared, 4, 5, 6), (*shared, 4, 7, 8))
-    with float32_engine(folder, **TIGHT) as engine:
-        expected = asked(engine, [prompt], [Choice(labels)])[0].result
-        assert engine.stats.num_steps == 5
-        for first in range(1, 4):
-            for second in range(first + 1, 6):
                 engine.forget()
                 engine.add(Request(0, prompt, PARAMS, task=Choice(labels)))
                 done: list[Completion] = []
@@ -186,9 +164,11 @@ def test_labels_that_fill_blocks_are_told_however_often_their_row_is_preempted(f
                 while engine.has_unfinished:
                     done += engine.step()
                     number += 1
-                    if number in (first, second) and engine.has_unfinished:
-                        engine.scheduler.admission.put_back(engine.scheduler.drop(int(engine.scheduler.running[0])))
-                assert done[0].result.logprobs == pytest.approx(expected.logprobs, abs=1e-4), (first, second)
+                    if number in steps and engine.has_unfinished:
+                        preempt(engine)
+                        if forgets:
+                            engine.forget()
+                assert done[0].result.logprobs == pytest.approx(expected.logprobs, abs=1e-4), (steps, forgets)
 
 
 @torch.inference_mode()
@@ -231,7 +211,7 @@ def test_a_classification_head_gives_the_logits_of_transformers(tmp_path: Path, 
         logits = reference(torch.tensor([text])).logits[0]
         np.testing.assert_allclose(completion.result.values, logits, atol=1e-4)
     assert [completion.error for completion in refused] == ["task_not_served"] * 2
-    assert "no head over the vocabulary" in refused[0].error_message
+    assert "no language model head" in refused[0].error_message
 
 
 def test_a_bare_decoder_embeds_and_generates_nothing(tmp_path: Path) -> None:
@@ -259,11 +239,11 @@ def test_what_cannot_be_read_is_an_error_row(folder: Path) -> None:
             ([7], Score(), "empty_prompt", "has 1 tokens and is scored from token 2 on"),
             ([], Score(), "empty_prompt", ""),
             ([], Choice(((1,),)), "empty_prompt", ""),
-            ([1, 2], Choice(((1,), (999,))), "token_out_of_vocabulary", "a label holds token 999"),
-            ([1, 2], Choice(((1,), (-3,))), "token_out_of_vocabulary", "a label holds token -3"),
-            ([1, 999], Embed(), "token_out_of_vocabulary", "holds token 999"),
-            ([1, 2**40], Embed(), "token_out_of_vocabulary", f"holds token {2**40}"),
-            ([1, 2**80], Score(), "token_out_of_vocabulary", f"holds token {2**80}"),
+            ([1, 2], Choice(((1,), (999,))), "token_out_of_vocabulary", "a label contains token id 999"),
+            ([1, 2], Choice(((1,), (-3,))), "token_out_of_vocabulary", "a label contains token id -3"),
+            ([1, 999], Embed(), "token_out_of_vocabulary", "contains token id 999"),
+            ([1, 2**40], Embed(), "token_out_of_vocabulary", f"contains token id {2**40}"),
+            ([1, 2**80], Score(), "token_out_of_vocabulary", f"contains token id {2**80}"),
             ([1, 2], Classify(), "task_not_served", "no sequence classification head"),
             ([1, 2], Embed(dimensions=4096), "task_not_served", "dimensions = 4096"),
             (list(range(33)), Score(), "prompt_too_long", "at most 32 fit"),
@@ -281,37 +261,37 @@ def test_what_cannot_be_read_is_an_error_row(folder: Path) -> None:
             wrong()
 
 
+class HiddenLogits:
+    """A model whose hidden states are its logits."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        return hidden_RH
+
+
+def logits_of(num: int, vocab_size: int) -> torch.Tensor:
+    return torch.randn(num, vocab_size, generator=torch.Generator().manual_seed(1)) * 4
+
+
 def test_a_token_s_log_probability_is_the_same_bits_whatever_else_is_read() -> None:
     """A sum over one large row is divided among threads, those of several rows are not."""
-
-    class Model:
-        vocab_size = 40_000
-
-        def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-            return hidden_RH
-
-    logits_NV = torch.randn(96, Model.vocab_size, generator=torch.Generator().manual_seed(1)) * 4
+    model, logits_NV = HiddenLogits(40_000), logits_of(96, 40_000)
     places, tokens, before = np.arange(96), np.arange(96) * 7, torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        together = token_logprobs(logits_NV, Model(), places, tokens, num_top=2)
-        alone = [token_logprobs(logits_NV, Model(), places[n : n + 1], tokens[n : n + 1], 2) for n in range(96)]
+        together = token_logprobs(logits_NV, model, places, tokens, num_top=2)
+        alone = [token_logprobs(logits_NV, model, places[n : n + 1], tokens[n : n + 1], 2) for n in range(96)]
     finally:
         torch.set_num_threads(before)
     assert [(float(logprob[0]), top[0]) for logprob, top in alone] == list(zip(*(together[0].tolist(), together[1])))
 
 
 def test_log_probabilities_are_float32_s_whatever_the_model_s_type() -> None:
-    class Model:
-        vocab_size = 600
-
-        def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-            return hidden_RH
-
-    logits_NV = (4 * torch.randn(20, Model.vocab_size, generator=torch.Generator().manual_seed(1))).bfloat16()
+    model, logits_NV = HiddenLogits(600), logits_of(20, 600).bfloat16()
     found, expected = (
-        token_logprobs(each, Model(), np.arange(20), np.arange(20), num_top=2)
-        for each in (logits_NV, logits_NV.float())
+        token_logprobs(each, model, np.arange(20), np.arange(20), num_top=2) for each in (logits_NV, logits_NV.float())
     )
     assert found[0].tolist() == expected[0].tolist()
     assert found[1] == expected[1]
@@ -329,7 +309,7 @@ def test_labels_by_text(folder: Path) -> None:
     with float32_engine(folder) as engine:
         found = engine.choose(["Is it warm?", "Is it cold?"], [" yes", " no", " not sure"])
         assert [len(completion.result.logprobs) for completion in found] == [3, 3]
-        with pytest.raises(ConfigError, match="is there twice"):
+        with pytest.raises(ConfigError, match="occurs twice"):
             engine.choose("Is it?", [" yes", " yes"])
         scored = engine.score(["Is it warm?"], [" yes"])[0].result
         ends = engine.score(["Is it warm?"], [" no"])[0].result
@@ -365,7 +345,7 @@ def test_a_read_prompt_no_longer_holds_up_steps_in_flight(folder: Path) -> None:
         engine.add(Request(0, list(range(20)), replace(greedy(30), prompt_logprobs=0)))
         engine.step()
         assert engine.table.num_readers == 0
-        engine.scheduler.admission.put_back(engine.scheduler.drop(int(engine.scheduler.running[0])))
+        preempt(engine)
         done: list[Completion] = []
         while engine.has_unfinished:
             done += engine.step()
@@ -373,27 +353,24 @@ def test_a_read_prompt_no_longer_holds_up_steps_in_flight(folder: Path) -> None:
         assert len(done[0].prompt_logprobs) == 19
 
 
-def test_a_step_that_is_undone_after_its_texts_were_read_is_read_once(folder: Path, monkeypatch) -> None:
-    """Memory may run out in what follows in the step: sampling, or the hidden states of other texts."""
-    texts = [list(range(30)), list(range(60, 100))]
+@pytest.mark.parametrize("name", ["sampling", "hidden states of other texts"])
+def test_a_step_that_is_undone_after_its_texts_were_read_is_read_once(folder: Path, monkeypatch, name: str) -> None:
+    """Memory may run out in what follows in the step."""
+    texts, failed = [list(range(30)), list(range(60, 100))], list[int]()
     with float32_engine(folder, **TIGHT) as engine:
         expected = [completion.result.values for completion in engine.embed(texts, pooling="mean")]
-        for name in ("_sample", "stack"):
-            failed: list[int] = []
+        engine.forget()
+        target, attribute = (engine.loop, "_sample") if name == "sampling" else (torch, "stack")
+        whole = getattr(target, attribute)
 
-            def fails(whole, *args, failed=failed, engine=engine):
-                found = whole(*args)
-                plan = engine.loop.computing
-                if plan is not None and plan.num_tokens > 1 and engine.stats.num_steps not in failed:
-                    failed.append(engine.stats.num_steps)
-                    raise MemoryError
-                return found
+        def fails(*args):
+            found, plan = whole(*args), engine.loop.computing
+            if plan is not None and plan.num_tokens > 1 and engine.stats.num_steps not in failed:
+                failed.append(engine.stats.num_steps)
+                raise MemoryError
+            return found
 
-            with monkeypatch.context() as patch:
-                target, attribute = (engine.loop, name) if name == "_sample" else (torch, name)
-                whole = getattr(target, attribute)
-                patch.setattr(target, attribute, lambda *args, whole=whole, fails=fails: fails(whole, *args))
-                engine.forget()
-                for completion, values in zip(engine.embed(texts, pooling="mean"), expected, strict=True):
-                    np.testing.assert_allclose(completion.result.values, values, atol=1e-5)
-            assert len(failed) > 2, name
+        monkeypatch.setattr(target, attribute, fails)
+        for completion, values in zip(engine.embed(texts, pooling="mean"), expected, strict=True):
+            np.testing.assert_allclose(completion.result.values, values, atol=1e-5)
+    assert len(failed) > 2

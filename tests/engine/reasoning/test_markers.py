@@ -91,27 +91,27 @@ def test_a_completion_is_divided_at_its_markers(
     assert (found.reasoning, found.text, found.num_reasoning_tokens) == (reasoning, answer, num_tokens)
 
 
-def test_a_stop_string_that_begins_in_the_marker_leaves_nothing() -> None:
-    tokenizer = tokenizer_with("<think>", "</think>")
-    ids = tokenizer._parsing.encode("<think>abcd", add_special_tokens=False).ids
-    markers = marker_tokens("auto", tokenizer)
-    assert isinstance(markers, MarkerTokens)
-    found = divided(Completion(0, ids, "<think", "stop", 1), RowReasoning(markers, False), tokenizer.decode)
-    assert (found.reasoning, found.text) == (None, "")
-
-
-@pytest.mark.parametrize(("is_special", "stop"), [(True, "!?"), (False, "!</think>?"), (False, "</think>?")])
-def test_a_stop_string_around_the_end_marker_cuts_the_reasoning_too(is_special: bool, stop: str) -> None:
+@pytest.mark.parametrize(
+    ("is_special", "text", "stop", "reasoning"),
+    [
+        (False, "<think>abcd", ">abcd", None),  # begins in the start marker: nothing is left
+        (True, "<think>so!</think>?", "!?", "so"),
+        (False, "<think>so!</think>?", "!</think>?", "so"),
+        (False, "<think>so!</think>?", "</think>?", "so!"),
+    ],
+)
+def test_a_stop_string_that_reaches_into_a_marker(
+    is_special: bool, text: str, stop: str, reasoning: str | None
+) -> None:
     tokenizer = tokenizer_with("<think>", "</think>", is_special=is_special)
-    ids = tokenizer._parsing.encode("<think>so!</think>?", add_special_tokens=False).ids
+    ids = tokenizer._parsing.encode(text, add_special_tokens=False).ids
     shown = tokenizer.decode(ids)
     assert shown.endswith(stop)
     markers = marker_tokens("auto", tokenizer)
     assert isinstance(markers, MarkerTokens)
-    found = divided(
-        Completion(0, ids, shown.removesuffix(stop), "stop", 1), RowReasoning(markers, False), tokenizer.decode
-    )
-    assert (found.reasoning, found.text) == ("so" if stop.startswith("!") else "so!", "")
+    whole = Completion(0, ids, shown.removesuffix(stop), "stop", 1)
+    found = divided(whole, RowReasoning(markers, False), tokenizer.decode)
+    assert (found.reasoning, found.text) == (reasoning, "")
 
 
 def test_markers_within_tokens_are_found_in_the_text() -> None:
@@ -136,7 +136,7 @@ def test_markers_within_tokens_are_found_in_the_text() -> None:
 
 
 def test_a_special_token_and_blanks_are_no_text_to_look_for() -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.reasoning\.start = ' \\n ': blanks of several tokens"):
+    with pytest.raises(ConfigError, match=r"sampling\.reasoning\.start = ' \\n ': whitespace of several tokens"):
         find_markers(ReasoningMarkers(" \n ", "So much for that."), tokenizer_with())
     special = tokenizer_with("<think>", is_special=True)
     with pytest.raises(ConfigError, match=r"sampling\.reasoning\.start = '<think>': is a special token"):

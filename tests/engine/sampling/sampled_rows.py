@@ -3,11 +3,14 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 
 from pipeline.engine.params import SamplingParams
 from pipeline.engine.sampling.batch import SamplingBatch
+from pipeline.engine.sampling.on_device import sample_on_device
 from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, sampling_options
+from pipeline.kernels import reference
 
 EOS = frozenset({2})
 LOGITS = [1.5, -0.3, 2.25, 0.0, 0.75, -2.0, 1.0, -0.5, 2.0, -1.25]
@@ -110,17 +113,33 @@ def mixed_rows(num_rows, num_tokens, seed=0):
     return logits, batch_of(params, seeds=seeds, positions=lengths, output=output, prompt=prompt)
 
 
+class _Kernels:
+    greedy, sample = staticmethod(reference.greedy), staticmethod(reference.sample)
+
+
+def on_device(logits, batch, future=None, proposal=None):
+    """What `on_host.sample` gives, as a device computes it: by the reference kernels."""
+    return sample_on_device(_Kernels(), logits, batch, future, proposal).output()
+
+
 def rows_of(logits, batch, rows):
     shared = {"token_ids": batch.token_ids, "mask": batch.mask}
     own = {name: values[rows] for name, values in vars(batch).items() if name not in shared}
     return logits[rows], SamplingBatch(**own, **shared)
 
 
-def chi_square_fits(counts, p):
-    """Whether counts are within six standard deviations of chi-square; probability 0 must not occur."""
-    possible = p > 0
-    if counts[~possible].any():
-        return False
-    mean = p[possible] * counts.sum()
-    freedom = possible.sum() - 1
-    return ((counts[possible] - mean) ** 2 / mean).sum() <= freedom + 6 * math.sqrt(2 * max(freedom, 1))
+def p_value(texts: np.ndarray, expected: np.ndarray) -> float:
+    """Of chi-square (Wilson and Hilferty's normal approximation); 0 when something impossible came out. Cells of less
+    than five expected runs are one cell."""
+    counts = np.bincount(np.ravel_multi_index(tuple(texts.T), expected.shape), minlength=expected.size).astype(float)
+    mean = expected.ravel() * len(texts)
+    if counts[mean == 0].any():
+        return 0.0
+    rare = (mean < 5) & (mean > 0)
+    counts = np.append(counts[mean >= 5], counts[rare].sum() if rare.any() else [])
+    mean = np.append(mean[mean >= 5], mean[rare].sum() if rare.any() else [])
+    assert mean.sum() == pytest.approx(len(texts))
+    freedom = max(len(mean) - 1, 1)
+    statistic = float(((counts - mean) ** 2 / mean).sum())
+    z = ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom))
+    return 0.5 * math.erfc(z / math.sqrt(2))

@@ -5,7 +5,6 @@ first tokens of a run must have the joint distribution that plain steps give the
 """
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,9 +19,11 @@ from pipeline.engine.sampling import top_p as weights
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.on_host import distribution, sample
 from pipeline.engine.sampling.random_numbers import DRAFT, draw, uniforms
-from pipeline.engine.sampling.rejection import ProposalDistribution, accept_or_replace
+from pipeline.engine.sampling.rejection import ProposalDistribution
 from pipeline.engine.sampling.verify import verify
 from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, ranges, sampling_options
+from tests.engine.sampling import sampled_rows
+from tests.engine.sampling.sampled_rows import p_value
 
 V, LENGTH, MOST = 4, 3, 3  # tokens of the vocabulary, tokens whose joint distribution is looked at, drafts of a step
 NUM_RUNS = 7_000
@@ -141,23 +142,6 @@ def runs_of(table: torch.Tensor, options: dict, draft: Draft, seed: int) -> tupl
     return text[:, :LENGTH], num_accepted
 
 
-def p_value(texts: np.ndarray, expected: np.ndarray) -> float:
-    """Of chi-square (Wilson and Hilferty's normal approximation); 0 when something impossible came out. Cells of less
-    than five expected runs are one cell."""
-    counts = np.bincount(np.ravel_multi_index(tuple(texts.T), expected.shape), minlength=expected.size).astype(float)
-    mean = expected.ravel() * len(texts)
-    if counts[mean == 0].any():
-        return 0.0
-    rare = (mean < 5) & (mean > 0)
-    counts = np.append(counts[mean >= 5], counts[rare].sum() if rare.any() else [])
-    mean = np.append(mean[mean >= 5], mean[rare].sum() if rare.any() else [])
-    assert mean.sum() == pytest.approx(len(texts))
-    freedom = max(len(mean) - 1, 1)
-    statistic = float(((counts - mean) ** 2 / mean).sum())
-    z = ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom))
-    return 0.5 * math.erfc(z / math.sqrt(2))
-
-
 def likeliest(table: torch.Tensor) -> Draft:
     return Draft(guess=lambda text, slots, known: logits_behind(table, text, slots, known).argmax(-1).numpy())
 
@@ -176,10 +160,6 @@ CASES = [(name, draft) for name in OPTIONS for draft in DRAFTS if name in ("plai
 CASES = [*CASES, ("top_k", "disjoint supports")]
 
 
-def test_there_are_enough_runs() -> None:
-    assert len(CASES) * NUM_RUNS >= 200_000
-
-
 @pytest.mark.parametrize(("name", "draft"), CASES)
 def test_the_joint_law_of_the_first_tokens_is_that_of_plain_steps(name: str, draft: str) -> None:
     options = OPTIONS[name]
@@ -191,87 +171,22 @@ def test_the_joint_law_of_the_first_tokens_is_that_of_plain_steps(name: str, dra
     assert (num_accepted == 0) == (draft == "disjoint supports")
 
 
-def control(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    if name == "residual not normalised":
-        monkeypatch.setattr(rejection, "draw", lambda w, u: draw(w, (u / w.sum(dim=-1)).clamp(max=1.0)))
-    elif name == "resampling from p":
-        monkeypatch.setattr(rejection, "residual", lambda p, q: p.clone())
-    elif name == "probabilities before top-p":
-        monkeypatch.setattr(weights, "cut_top_p", lambda w, top_p: w)
-    elif name == "every draft stands":
-        monkeypatch.setattr(rejection, "uniforms", lambda seeds, positions, stream: np.zeros(len(seeds)))
+MISTAKES = {
+    "residual not normalised": (rejection, "draw", lambda w, u: draw(w, (u / w.sum(dim=-1)).clamp(max=1.0))),
+    "resampling from p": (rejection, "residual", lambda p, q: p.clone()),
+    "probabilities before top-p": (weights, "cut_top_p", lambda w, top_p: w),
+    "every draft is accepted": (rejection, "uniforms", lambda seeds, positions, stream: np.zeros(len(seeds))),
+}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "residual not normalised",
-        "resampling from p",
-        "probabilities before top-p",
-        "every draft stands",
-    ],
-)
+@pytest.mark.parametrize("name", MISTAKES)
 def test_negative_control(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The same test tells each of these mistakes."""
     options = OPTIONS["top_p"]
     expected = joint_distribution(TARGET, options)
-    control(monkeypatch, name)
+    monkeypatch.setattr(*MISTAKES[name])
     texts, _ = runs_of(TARGET, options, Draft(table_of(2)), seed=7)
     assert p_value(texts, expected) < FALSE_ALARM / len(CASES)
-
-
-GRID = 840  # a multiple of 1 to 8, so that shares of eighths come out exactly
-
-
-def exact_distribution(p: np.ndarray, q: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
-    """Of what `accept_or_replace` gives, over every draft that q can give and a grid of both uniform numbers."""
-    grid = (np.arange(GRID) + 0.5) / GRID
-    given_V = np.zeros(len(p))
-    for token in np.flatnonzero(q > 0).tolist():
-        for accept, redraw in ((grid, np.zeros(GRID)), (np.full(GRID, 1 - 2.0**-53), grid)):
-            numbers = {rejection.ACCEPT: accept, rejection.RESIDUAL: redraw}
-            monkeypatch.setattr(
-                rejection,
-                "uniforms",
-                lambda seeds, positions, stream, numbers=numbers: numbers[stream][seeds.astype(np.int64)],
-            )
-            ones = torch.ones(GRID, 1)
-            drafts = ProposalDistribution(np.arange(GRID), np.full(GRID, token), torch.from_numpy(q).float() * ones)
-            w_DV = torch.from_numpy(3 * p).float() * ones  # not normalised
-            seeds = np.arange(GRID).astype(np.uint64)
-            given = accept_or_replace(
-                w_DV, drafts, seeds, np.zeros(GRID, dtype=np.int64), torch.full((GRID,), -1)
-            ).numpy()
-            if accept is grid:
-                stands = float((given == token).mean())
-                assert stands == pytest.approx(min(1.0, p[token] / q[token]), abs=1e-12)
-                given_V[token] += q[token] * stands
-            elif stands < 1:
-                redrawn = np.bincount(given, minlength=len(p)) / GRID
-                given_V += q[token] * (1 - stands) * redrawn
-    return given_V
-
-
-def eighths(num: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(3)
-    some = [np.bincount(rng.integers(0, V, 8), minlength=V) / 8 for _ in range(num)]
-    return [*some, np.array([1.0, 0, 0, 0]), np.array([0.5, 0.5, 0, 0]), np.array([0, 0, 0.25, 0.75])]
-
-
-def test_the_law_of_one_token_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By enumeration: draft like target, disjoint supports, one-hot, and all between."""
-    distributions = eighths(9)
-    for p, q in itertools.product(distributions, distributions):
-        np.testing.assert_allclose(exact_distribution(p, q, monkeypatch), p, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["residual not normalised", "resampling from p"])
-def test_negative_control_of_the_enumeration(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    p, q = np.array([0.125, 0.5, 0.25, 0.125]), np.array([0.5, 0.25, 0.25, 0.0])
-    np.testing.assert_allclose(exact_distribution(p, q, monkeypatch), p, atol=1e-12)
-    control(monkeypatch, name)
-    with pytest.raises(AssertionError):
-        np.testing.assert_allclose(exact_distribution(p, q, monkeypatch), p, atol=1e-3)
 
 
 def test_without_a_law_tokens_are_those_of_plain_steps_one_by_one() -> None:
@@ -291,26 +206,12 @@ def test_without_a_law_tokens_are_those_of_plain_steps_one_by_one() -> None:
         assert (texts[1] == plain).all()
 
 
-def rows_with(params: list[SamplingParams], num_known: int = 0) -> SamplingBatch:
-    count = len(params)
-    return SamplingBatch(
-        options=np.array([sampling_options(p) for p in params], dtype=SAMPLING_OPTIONS),
-        seeds=np.arange(count, dtype=np.uint64),
-        positions=np.full(count, num_known),
-        ending_ids=np.full(count, None, dtype=object),
-        token_ids=np.zeros((count, 1), dtype=np.int32),
-        slots=np.arange(count),
-        num_prompt=np.zeros(count, dtype=np.int64),
-        num_known=np.zeros(count, dtype=np.int64),
-    )
-
-
 @pytest.mark.parametrize("temperature", [None, 0.0, 0.01])
 def test_ragged_drafts_are_accepted_as_far_as_they_are_the_models(temperature: float | None) -> None:
     best = [3, 1, 4, 1, 5, 0, 2, 6, 5]
     draft_R = np.array([3, 1, -1, 4, -1, -1, 7, 3, -1])  # two drafts; one; none; two that are wrong
     draft_R[3] = 1  # right: row 3's best
-    batch = None if temperature is None else rows_with([SamplingParams(temperature=temperature)] * 9)
+    batch = None if temperature is None else sampled_rows.batch_of([SamplingParams(temperature=temperature)] * 9)
     logits = torch.zeros(9, 8)
     logits[torch.arange(9), torch.tensor(best)] = 5.0
     verified = verify(sample(logits, batch), draft_R)
@@ -323,7 +224,7 @@ def test_ragged_drafts_are_accepted_as_far_as_they_are_the_models(temperature: f
 @pytest.mark.parametrize("temperature", [None, 0.0, 1.0])
 def test_rows_that_are_not_finite_accept_nothing(value: float, temperature: float | None) -> None:
     """A draft of token 0 is what the output of such a row looks like."""
-    batch = None if temperature is None else rows_with([SamplingParams(temperature=temperature)] * 4)
+    batch = None if temperature is None else sampled_rows.batch_of([SamplingParams(temperature=temperature)] * 4)
     logits = torch.full((4, 8), -50.0)
     logits[:, 0] = 50.0
     logits[1] = value
@@ -337,7 +238,7 @@ def test_rows_that_are_not_finite_accept_nothing(value: float, temperature: floa
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), 0.0])
 def test_a_distribution_that_cannot_have_given_the_draft_is_passed_over(broken: float) -> None:
     logits = TARGET[0, 0].expand(400, -1)
-    batch = rows_with([SamplingParams(temperature=1.0)] * 400)
+    batch = sampled_rows.batch_of([SamplingParams(temperature=1.0)] * 400)
     q_DV = torch.full((200, V), 0.25)
     q_DV[:, 1] = broken
     proposal = ProposalDistribution(np.arange(0, 400, 2), np.ones(200, dtype=np.int64), q_DV)
@@ -350,7 +251,7 @@ def test_greedy_rows_and_rows_with_a_proposal_share_a_step() -> None:
     params = [SamplingParams()] * 2 + [SamplingParams(temperature=1.0, logprobs=1)] * 4
     draft_R = np.array([best, -1, 1, -1, 2, -1])
     proposal = ProposalDistribution(np.array([0, 2, 4]), draft_R[[0, 2, 4]], torch.full((3, V), 0.25))
-    verified = verify(sample(logits, rows_with(params), proposal), draft_R)
+    verified = verify(sample(logits, sampled_rows.batch_of(params), proposal), draft_R)
     assert verified.num_accepted_S[0] == 1
     assert verified.output.token_ids[:2].tolist() == [best, best]
     for row, entry in verified.output.logprobs.items():

@@ -8,7 +8,7 @@ import pytest
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepTokens
 from pipeline.engine.stats import EngineStats
-from tests.engine.hash_runner import VOCAB, check_tokens, expected_tokens, hash_engine
+from tests.engine.hash_runner import VOCAB, check_tokens, expected_tokens, hash_engine, tight_engine
 
 
 def random_requests(rng: np.random.Generator, count: int, max_len: int) -> list[Request]:
@@ -59,17 +59,7 @@ def run(
 def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(seed: int, is_asynchronous: bool) -> None:
     rng = np.random.default_rng(seed)
     max_len = int(rng.choice([40, 64]))
-    size = int(rng.choice([1, 3, 4, 8]))
-    blocks = -(-max_len // size) + int(rng.integers(0, 3 * max_len // size))
-    engine = hash_engine(
-        blocks,
-        size,
-        max_model_len=max_len,
-        max_num_seqs=int(rng.integers(1, 9)),
-        max_num_batched_tokens=int(rng.integers(9, 60)),
-        enable_prefix_caching=bool(rng.random() < 0.8),
-        is_asynchronous=is_asynchronous,
-    )
+    engine = tight_engine(rng, max_len, is_asynchronous=is_asynchronous)
     requests = random_requests(rng, 40, max_len)
     done = run(engine, requests, arrivals=rng)
     check_tokens(done, requests, max_len)
@@ -80,21 +70,31 @@ def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(seed: int, is
     assert engine.stats.cached_tokens == sum(c.num_cached_tokens for c in done.values())
 
 
-def test_preemption_happens_and_is_counted_as_repeated_work() -> None:
+def test_preemption_is_counted_as_repeated_work_and_completions_say_when_they_came() -> None:
     engine = hash_engine(17, 4, max_model_len=64, max_num_seqs=8, enable_prefix_caching=False)
     engine.scheduler.admission.expected_output = 1  # expects far too little, so that it admits far too much
-    rng = np.random.default_rng(5)
-    requests = [
-        Request(row, rng.integers(0, VOCAB - 1, 6).tolist(), SamplingParams(max_tokens=40, ignore_eos=True))
-        for row in range(8)
-    ]
-    done = run(engine, requests)
+    requests = [Request(row, [row, 5, 6], SamplingParams(max_tokens=40, ignore_eos=True)) for row in range(8)]
+    before = time.monotonic_ns() // 1000
+    for request in requests:
+        engine.add(request)
+    added = time.monotonic_ns() // 1000
+    done: dict[object, Completion] = {}
+    first_seen: dict[object, int] = {}
+    while engine.has_unfinished:
+        done |= {c.row_id: c for c in engine.step()}
+        for sequence in filter(None, engine.table.sequences):
+            row, first = sequence.request.row_id, sequence.first_token_us
+            assert first == 0 or first_seen.setdefault(row, first) == first
     check_tokens(done, requests)
-    assert engine.stats.num_preemptions > 0
-    assert engine.stats.recomputed_tokens > 0
+    stats = engine.stats
+    assert min(stats.num_preemptions, stats.recomputed_tokens) > 0
     assert sum(engine.runner.tokens_per_step) == (
-        engine.stats.prompt_tokens + engine.stats.recomputed_tokens + engine.stats.generated_tokens - len(requests)
+        stats.prompt_tokens + stats.recomputed_tokens + stats.generated_tokens - len(requests)
     )
+    for row, completion in done.items():
+        assert before <= completion.queued_us <= added <= completion.first_token_us < completion.last_token_us
+        assert completion.first_token_us == first_seen[row]
+        assert completion.last_token_us <= time.monotonic_ns() // 1000
 
 
 def test_the_time_of_a_step_is_divided_by_its_tokens_and_none_is_lost() -> None:
@@ -108,27 +108,6 @@ def test_the_time_of_a_step_is_divided_by_its_tokens_and_none_is_lost() -> None:
     assert (stats.step_us, stats.drafts_us, stats.decode_us) == (1201, 200, 501)
 
 
-def test_completions_say_when_they_came_also_after_a_preemption() -> None:
-    engine = hash_engine(17, 4, max_model_len=64, max_num_seqs=8, enable_prefix_caching=False)
-    engine.scheduler.admission.expected_output = 1
-    before = time.monotonic_ns() // 1000
-    for row in range(8):
-        engine.add(Request(row, [row, 5, 6], SamplingParams(max_tokens=40, ignore_eos=True)))
-    added = time.monotonic_ns() // 1000
-    done: dict[object, Completion] = {}
-    first_seen: dict[int, int] = {}
-    while engine.has_unfinished:
-        done |= {c.row_id: c for c in engine.step()}
-        for sequence in filter(None, engine.table.sequences):
-            row, first = sequence.request.row_id, sequence.first_token_us
-            assert first == 0 or first_seen.setdefault(row, first) == first
-    assert engine.stats.num_preemptions > 0
-    for row, completion in done.items():
-        assert before <= completion.queued_us <= added <= completion.first_token_us < completion.last_token_us
-        assert completion.first_token_us == first_seen[row]
-        assert completion.last_token_us <= time.monotonic_ns() // 1000
-
-
 def test_a_sequence_that_alone_outgrows_the_cache_is_an_error_and_others_live() -> None:
     engine = hash_engine(6, 4, max_model_len=64)
     long = Request("long", [1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
@@ -138,24 +117,6 @@ def test_a_sequence_that_alone_outgrows_the_cache_is_an_error_and_others_live() 
     assert done["long"].error == "kv_cache_exhausted"
     assert done["never"].error == "kv_cache_exhausted"
     assert done["short"].token_ids == expected_tokens([4, 5], 3, 64, False)
-
-
-def test_prompts_that_cannot_be_served_are_error_completions() -> None:
-    engine = hash_engine(16, 4, max_model_len=20)
-    done = run(
-        engine,
-        [
-            Request("empty", [], SamplingParams()),
-            Request("long", [1] * 20, SamplingParams()),
-            Request("foreign", [1, VOCAB], SamplingParams()),
-            Request("fits", [1] * 19, SamplingParams(max_tokens=5, ignore_eos=True)),
-        ],
-    )
-    assert done["empty"].error == "empty_prompt"
-    assert done["foreign"].error == "token_out_of_vocabulary"
-    assert done["long"].error == "prompt_too_long"
-    assert "20" in (done["long"].error_message or "")
-    assert (done["fits"].finish_reason, len(done["fits"].token_ids)) == ("length", 1)
 
 
 def test_numbers_that_no_machine_word_holds_are_taken_as_far_as_they_matter() -> None:
@@ -218,22 +179,6 @@ def test_a_preempted_sequence_finds_what_it_generated() -> None:
     assert done[1].token_ids == expected_tokens([4, 5, 6], 40, 64, False)
 
 
-def test_the_oldest_come_first_also_after_a_preempted_one_is_back() -> None:
-    engine = hash_engine(64, 4, max_num_seqs=3, max_num_batched_tokens=64)
-    for row in range(6):
-        engine.add(Request(row, [row, 5, 6], SamplingParams(max_tokens=9 + row % 2, ignore_eos=True)))
-    engine.step()
-    engine.scheduler._preempt(engine.scheduler.running)  # of the younger two, both as far
-    steps = 0
-    while engine.has_unfinished:
-        running = engine.scheduler.running.tolist()
-        order = [engine.table.at(slot).order for slot in running]
-        assert order == sorted(order) == engine.table.order[running].tolist()
-        engine.step()
-        steps += 1
-    assert steps > 9
-
-
 def test_a_deferred_sequence_runs_when_the_one_computing_its_prefix_is_aborted() -> None:
     engine = hash_engine(64, 4, max_num_batched_tokens=8)
     prompt = list(range(40))
@@ -244,19 +189,6 @@ def test_a_deferred_sequence_runs_when_the_one_computing_its_prefix_is_aborted()
     assert not engine.abort(0)
     done = run(engine, [])
     assert done[1].token_ids == expected_tokens([*prompt, 1], 2, 64, False)
-
-
-def test_fault_49_non_finite_logits_end_one_row_and_clean_its_blocks() -> None:
-    engine = hash_engine(64, 4, bad_token=77)
-    good = [Request(row, [row, 5, 6, 7, 8], SamplingParams(max_tokens=6, ignore_eos=True)) for row in range(3)]
-    bad = Request("bad", [1, 2, 77, 4, 5, 6], SamplingParams(max_tokens=6, ignore_eos=True))
-    done = run(engine, [*good, bad])
-    assert done["bad"].error == "non_finite_logits"
-    assert done["bad"].token_ids == []
-    assert len(engine.runner.zeroed) == 2
-    check_tokens(done, good)
-    again = run(engine, [Request("again", [1, 2, 77, 4, 5, 6], SamplingParams(max_tokens=2))])
-    assert again["again"].num_cached_tokens == 0
 
 
 def test_stream_keeps_only_a_bounded_number_of_requests_ahead() -> None:
@@ -272,37 +204,3 @@ def test_stream_keeps_only_a_bounded_number_of_requests_ahead() -> None:
     first = next(iter(engine.stream(source())))
     assert first.token_ids
     assert taken <= 8
-
-
-def test_admission_waits_for_expected_blocks_and_learns_from_finished_lengths() -> None:
-    engine = hash_engine(
-        32, 4, max_model_len=64, max_num_seqs=6, max_num_batched_tokens=64, enable_prefix_caching=False
-    )
-    rng = np.random.default_rng(0)
-
-    def batch(count: int) -> list[Request]:
-        # budgets of 56 tokens of which EOS leaves a few: 15 blocks by budget, 3 or so by experience
-        prompts = []
-        while len(prompts) < count:
-            prompt = rng.integers(0, VOCAB - 1, 4).tolist()
-            if len(expected_tokens(prompt, 56, 64, True)) < 12:
-                prompts.append(prompt)
-        return [Request(row, prompt, SamplingParams(max_tokens=56)) for row, prompt in enumerate(prompts)]
-
-    for request in batch(6):
-        engine.add(request)
-    engine.step()
-    assert engine.runner.tokens_per_step[-1] == 2 * 4
-    run(engine, [])
-    run(engine, batch(64))
-    for request in batch(6):
-        engine.add(request)
-    engine.step()
-    assert engine.runner.tokens_per_step[-1] == 6 * 4
-    run(engine, [])
-    engine.forget()
-    for request in batch(6):
-        engine.add(request)
-    engine.step()
-    assert engine.runner.tokens_per_step[-1] == 2 * 4, "as at the start"
-    run(engine, [])

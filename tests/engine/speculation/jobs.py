@@ -42,13 +42,8 @@ class Job:
         seed: int = 0,
         in_flight: int = 0,
     ) -> None:
-        self.machine, self.chance, self.num, self.num_prompt, self.in_flight = (
-            machine,
-            chance,
-            num,
-            num_prompt,
-            in_flight,
-        )
+        self.machine, self.chance, self.num = machine, chance, num
+        self.num_prompt, self.in_flight = num_prompt, in_flight
         self.rng, self.now_s, self.true_s, self.tokens = np.random.default_rng(seed), 0.0, 0.0, 0.0
         self.steps = self.drafted = 0
         self.forced = policy == "forced"

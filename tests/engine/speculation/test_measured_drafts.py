@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.drafts.policy import StepFacts
-from pipeline.engine.engine import Engine
+from pipeline.engine.drafts.policy import StepFacts, Verdict
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.engine.speculation.contest import size_of
 from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
+from pipeline.engine.speculation.row_lengths import RowLengths
+from tests.engine.drafts.proposers import draft_with
 from tests.engine.drafts.test_draft_model import draft_with_itself
 from tests.engine.hash_runner import check_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
@@ -42,36 +41,27 @@ def half_of_the_rows(step: int, num: int) -> np.ndarray:
     return np.where(np.arange(num) % 2 == 0, 0.9, 0.1)
 
 
-@pytest.mark.parametrize(
-    ("machine", "chance", "num", "num_prompt"),
-    [
+def test_little_is_lost_where_drafts_do_not_pay_and_most_is_had_of_what_they_bring() -> None:
+    for machine, chance, num, num_prompt in (
         (COMPUTE_BOUND, high, 16, 0),
         (COMPUTE_BOUND, low, 4, 0),
         (SHORT_STEPS, low, 64, 0),
         (DEAR_DRAFTS, low, 4, 0),
         (MEMORY_BOUND, low, 8, 0),
         (WITH_PROMPTS, low, 8, 300),
-    ],
-)
-def test_little_is_lost_where_drafts_do_not_pay(machine: Machine, chance, num: int, num_prompt: int) -> None:
-    plain, auto = (speed(machine, chance, policy, num=num, num_prompt=num_prompt) for policy in (None, "auto"))
-    assert auto > 0.98 * plain
-
-
-@pytest.mark.parametrize(
-    ("machine", "chance", "num", "num_prompt"),
-    [
-        (MEMORY_BOUND, high, 1, 0),
-        (MEMORY_BOUND, high, 8, 0),
-        (SHORT_STEPS, high, 1, 0),
-        (WITH_PROMPTS, high, 8, 300),
-    ],
-)
-def test_most_of_what_drafts_bring_is_had(machine: Machine, chance, num: int, num_prompt: int) -> None:
-    options = {"num": num, "num_prompt": num_prompt, "num_tokens": 5000}
-    plain, auto, forced = (speed(machine, chance, policy, **options) for policy in (None, "auto", "forced"))
-    assert forced > 1.5 * plain
-    assert auto > 0.95 * forced
+    ):
+        plain, auto = (speed(machine, chance, policy, num=num, num_prompt=num_prompt) for policy in (None, "auto"))
+        assert auto > 0.98 * plain, (machine, num)
+    for machine, num, num_prompt in (
+        (MEMORY_BOUND, 1, 0),
+        (MEMORY_BOUND, 8, 0),
+        (SHORT_STEPS, 1, 0),
+        (WITH_PROMPTS, 8, 300),
+    ):
+        options = {"num": num, "num_prompt": num_prompt, "num_tokens": 5000}
+        plain, auto, forced = (speed(machine, high, policy, **options) for policy in (None, "auto", "forced"))
+        assert forced > 1.5 * plain, (machine, num)
+        assert auto > 0.95 * forced, (machine, num)
 
 
 def test_each_row_drafts_as_its_own_drafts_are_accepted() -> None:
@@ -130,14 +120,10 @@ def test_a_stall_is_no_reason_to_stop() -> None:
         assert job.step(stall_s=0.2 if number % 20 == 10 else 0.0)
 
 
-def test_sizes_of_a_batch() -> None:
-    """The nearest power of two: a batch that lacks a sequence is of the same size. A new one goes on as the last."""
-    assert [size_of(n) for n in (1, 2, 3, 5, 6, 8, 11, 12, 64, 90)] == [0, 1, 2, 2, 3, 3, 3, 4, 6, 6]
+def test_a_batch_of_another_size_goes_on_as_the_last() -> None:
     job = Job(MEMORY_BOUND, high)
     job.share(150)
-    assert job.share(20, num=2) == 1.0
-    assert job.share(20, num=1) == 1.0
-    assert job.share(20, num=7) == 1.0
+    assert [job.share(20, num=num) for num in (2, 1, 7)] == [1.0] * 3
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -211,7 +197,7 @@ def test_an_engine_gives_the_tokens_of_plain_steps(kind: str, is_asynchronous: b
     proposer = NgramProposer(engine.table, 4) if kind == "lookup" else draft_with_itself(engine, 4, memory=1)
     rng, now_ns = np.random.default_rng(1), 0
     policy = MeasuredDrafts(4, clock=lambda: now_ns)
-    engine.draft_as(Drafting(proposer, policy, engine.scheduler))
+    draft_with(engine, proposer, policy)
     select = policy.select
     chosen: set[bool] = set()
 
@@ -229,18 +215,11 @@ def test_an_engine_gives_the_tokens_of_plain_steps(kind: str, is_asynchronous: b
     engine.pool.check()
 
 
-def policy_of(engine: Engine) -> list[int]:
-    """Slots that are reported to its policy as admitted."""
-    policy, slots = MeasuredDrafts(4), list[int]()
-    engine.draft_as(Drafting(NgramProposer(engine.table, 4), policy, engine.scheduler))
+def test_short_rows_in_reused_slots_begin_without_a_history() -> None:
+    engine, policy, slots = hash_engine(60, 4, memory=2, max_num_seqs=3), MeasuredDrafts(4), list[int]()
+    draft_with(engine, NgramProposer(engine.table, 4), policy)
     admitted = policy.admitted
     policy.admitted = lambda slot: (slots.append(slot), admitted(slot))[1]  # type: ignore[method-assign]
-    return slots
-
-
-def test_short_rows_in_reused_slots_begin_without_a_history() -> None:
-    engine = hash_engine(60, 4, memory=2, max_num_seqs=3)
-    slots = policy_of(engine)
     run(engine, [Request(row, [row, 5], SamplingParams(max_tokens=3, ignore_eos=True)) for row in range(20)])
     assert len(slots) == 20
     assert set(slots) == {0, 1, 2}
@@ -250,9 +229,51 @@ def test_the_wait_for_requests_is_not_the_next_steps_time() -> None:
     engine = hash_engine(60, 4, memory=2)
     slept_ns = 0
     policy = MeasuredDrafts(4, clock=lambda: slept_ns + 1_000_000 * engine.stats.num_steps)
-    engine.draft_as(Drafting(NgramProposer(engine.table, 4), policy, engine.scheduler))
+    draft_with(engine, NgramProposer(engine.table, 4), policy)
     for row in range(80):
         slept_ns += 10**12
         run(engine, [Request(row, [row, 5], SamplingParams(max_tokens=12, ignore_eos=True))])
     assert policy._unsettled_s < 1.0
     assert abs(policy._account.balance_s) < 1.0
+
+
+# -- how many tokens each sequence drafts, by what became of its last drafts
+
+
+def lengths_after(rows: RowLengths, accepted: list[int], cost: float, slot: int = 3) -> list[int]:
+    """Return the lengths of a sequence's drafts; up to `accepted` of them are accepted in each step."""
+    slot_S, seen = np.array([slot]), []
+    for each in accepted:
+        (length,) = rows.lengths(slot_S).tolist()
+        seen.append(length)
+        if length:
+            rows.observe(Verdict(slot_S, np.array([length]), np.array([min(each, length)])), cost)
+    return seen
+
+
+def test_a_row_drafts_as_much_as_pays() -> None:
+    rows = RowLengths(8)
+    rows.admitted(3)
+    assert lengths_after(rows, [8] * 20, cost=0.5)[-1] == 8
+    falling = lengths_after(rows, [0] * 20, cost=0.5)
+    assert falling[:9] == sorted(falling[:9], reverse=True), "ever less"
+    assert falling[-1] == 0
+    assert 0 < sum(length > 0 for length in lengths_after(rows, [0] * 60, cost=0.5)) < 12, "it tries now and then"
+    assert lengths_after(rows, [8] * 40, cost=0.5)[-1] == 8, "and resumes"
+
+
+def test_a_new_row_drafts_as_the_others_do_whatever_its_slot_held() -> None:
+    rows = RowLengths(8)
+    rows.admitted(3)
+    lengths_after(rows, [0] * 60, cost=0.3)
+    rows.admitted(5)
+    assert rows.lengths(np.array([5])).tolist() == [1], "what drafts are worth in this text is known"
+    rows = RowLengths(8)
+    for slot in (3, 4):
+        rows.admitted(slot)
+    for _ in range(20):
+        lengths_after(rows, [8], cost=0.3, slot=4)
+        lengths_after(rows, [0], cost=0.3, slot=3)
+    before = rows.lengths(np.array([3, 4])).tolist()
+    rows.admitted(3)
+    assert before[0] < rows.lengths(np.array([3])).tolist()[0]

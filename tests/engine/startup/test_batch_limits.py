@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from pipeline.engine.params import EngineConfig
-from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, gpu_limits, most_default_seqs
+from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, most_default_seqs
 from pipeline.engine.startup.resolve import Resolved, resolve
 from pipeline.estimate.cards import CardServing, limits_on
 from pipeline.model.config import ModelConfig, read_config
@@ -58,14 +58,6 @@ def test_large_steps_need_room_beside_the_weights(monkeypatch: pytest.MonkeyPatc
     assert limits_of(resolved_on(CARDS["H200"], THIRTY_TWO_B, monkeypatch)) == BatchLimits(1024, 16384)
 
 
-def test_memory_and_capability_both_count() -> None:
-    gib = 1 << 30
-    assert gpu_limits(70 * gib, (9, 0), 0) == gpu_limits(96 * gib, (12, 0), 48 * gib) == BatchLimits(1024, 16384)
-    assert gpu_limits(70 * gib - 1, (9, 0), 0) == gpu_limits(96 * gib, (8, 0), 0) == BatchLimits(512, 8192)
-    assert gpu_limits(32 * gib, (12, 0), 0) == BatchLimits(256, 8192)
-    assert most_default_seqs(on_gpu=True) == 1024
-
-
 def test_one_limit_that_is_given_moves_the_other_where_it_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
     card = CARDS["H100 80GB SXM"]
     for options, expected in (
@@ -77,12 +69,9 @@ def test_one_limit_that_is_given_moves_the_other_where_it_has_to(monkeypatch: py
         assert limits_on(card, EIGHT_B, CardServing(**options)) == expected
 
 
-def test_on_a_cpu_they_are_as_before() -> None:
+def test_limits_of_a_cpu_and_of_presets_are_those_of_the_engine() -> None:
     assert limits_of(resolve(EngineConfig("nowhere", device="cpu"), EIGHT_B)) == CPU_LIMITS == BatchLimits(64, 2048)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_say_what_the_engine_would_take(preset: str) -> None:
-    engine = yaml.safe_load(Path(f"configs/{preset}.yaml").read_text())["engine"]
-    limits = BatchLimits(engine["max_num_seqs"], engine["max_num_batched_tokens"])
-    assert limits == EXPECTED[PRESETS[preset]]
+    assert most_default_seqs(on_gpu=True) == 1024
+    for preset, card in PRESETS.items():
+        engine = yaml.safe_load(Path(f"configs/{preset}.yaml").read_text())["engine"]
+        assert BatchLimits(engine["max_num_seqs"], engine["max_num_batched_tokens"]) == EXPECTED[card], preset

@@ -2,13 +2,14 @@
 stay as they are."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from numba import get_num_threads
 
-from pipeline import EngineConfig, SamplingParams
+from pipeline import SamplingParams
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.forward.runner import Place
@@ -16,7 +17,6 @@ from pipeline.engine.params import Request
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup import build
 from pipeline.engine.startup.loaded import LoadedModel
-from pipeline.errors import ConfigError
 from pipeline.kernels.cpu.attention import attention
 from pipeline.kernels.cpu.compile.threads import use_threads
 from tests.engine.hash_runner import before_each_step, hash_engine
@@ -110,11 +110,11 @@ def test_a_step_that_raises_leaves_the_caller_s_threads(callers: int) -> None:
     engine = hash_engine(60, 4)
     engine.place = Place(4 - callers, CPU)
 
-    def execute(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+    def interrupt(step: StepInput, future: FutureTokens | None) -> None:
         assert torch.get_num_threads() == 4 - callers
         raise KeyboardInterrupt
 
-    engine.runner.execute = execute  # type: ignore[method-assign]
+    before_each_step(engine, interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[1, 2]], SamplingParams())
     assert torch.get_num_threads() == callers
@@ -123,38 +123,21 @@ def test_a_step_that_raises_leaves_the_caller_s_threads(callers: int) -> None:
     assert torch.get_num_threads() == callers
 
 
-def test_less_than_one_thread_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="num_threads = 0"):
-        Engine(EngineConfig(str(folder), num_threads=0))
-
-
-class FakeDevices:
-    """In the place of CUDA's: which one is current."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current = 0
-        devices = self
-
-        class Device:
-            def __init__(self, index: int) -> None:
-                self.index = index
-
-            def __enter__(self) -> None:
-                self.before, devices.current = devices.current, self.index
-
-            def __exit__(self, *_: object) -> None:
-                devices.current = self.before
-
-        monkeypatch.setattr(torch.cuda, "device", Device)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
-
-
 def test_each_engine_launches_on_its_own_device_and_the_caller_keeps_its(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices, launched = FakeDevices(monkeypatch), set[tuple[int, str, int]]()
+    current, launched = [2], set[tuple[int, str, int]]()
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
 
     def noting_device(index: int, what: str, call: Callable) -> Callable:
         def noted(*arguments):
-            launched.add((index, what, devices.current))
+            launched.add((index, what, current[-1]))
             return call(*arguments)
 
         return noted
@@ -165,16 +148,15 @@ def test_each_engine_launches_on_its_own_device_and_the_caller_keeps_its(monkeyp
         engine.place = Place(None, torch.device(name))
         for what in ("execute", "greedy", "sample", "zero_blocks"):
             setattr(engine.runner, what, noting_device(index, what, getattr(engine.runner, what)))
-    devices.current = 2
     for engine in engines.values():
         engine.warm_up()
         streams = [engine.stream([Request(0, [n, 5], SamplingParams(max_tokens=9))]) for n in (1, 2)]
         next(streams[0])
-        assert devices.current == 2
+        assert current == [2]
         engine.generate([[1, 77, 2], [4]], [SamplingParams(), SamplingParams(temperature=1.0)])
         engine.add(Request(0, [1, 77, 2], SamplingParams()))
         engine.step()
         engine.abort(0)
-        assert devices.current == 2
+        assert current == [2]
     assert {(index, current) for index, _, current in launched} == {(0, 0), (1, 1), (3, 3)}
     assert {what for _, what, _ in launched} == {"execute", "greedy", "sample", "zero_blocks"}

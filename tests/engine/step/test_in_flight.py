@@ -1,31 +1,29 @@
 """A step is planned while the one before it is still being drawn: same tokens, and nothing is waited for in vain."""
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
+from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
-from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
-from tests.engine.hash_runner import EOS, VOCAB, before_each_step, check_tokens, expected_tokens, hash_engine
-from tests.engine.schedule.test_scheduler import random_requests, run
+from tests.engine.drafts.random_rows import odd_requests, roomy_engine, same
+from tests.engine.hash_runner import EOS, before_each_step, check_tokens, expected_tokens, hash_engine, watched
+from tests.engine.schedule.test_scheduler import run
 
 
-def watched(engine) -> list[tuple[int, int]]:
-    """(tokens, future tokens among them) of each step, as they come."""
-    seen: list[tuple[int, int]] = []
-    before_each_step(
-        engine, lambda step, future: seen.append((len(step.token_id_T), 0 if future is None else len(future.place_F)))
-    )
-    return seen
-
-
-def test_while_all_rows_are_plain_every_step_is_launched_before_the_last_ones_tokens_are_read() -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0, "top_p": 0.9, "frequency_penalty": 0.5}], ids=["greedy", "drawn"]
+)
+def test_every_step_is_launched_before_the_last_ones_tokens_are_read(options: dict) -> None:
     engine = hash_engine(100, 4, is_asynchronous=True, max_num_batched_tokens=64)
     seen = watched(engine)
-    requests = [Request(row, [row, 5, 6], SamplingParams(max_tokens=10, ignore_eos=True)) for row in range(6)]
-    done = run(engine, requests)
+    params = SamplingParams(max_tokens=10, ignore_eos=True, **options)
+    run(engine, [Request(row, [row, 5, 6], params) for row in range(6)])
     assert seen == [(18, 0)] + [(6, 6)] * 9, "ten steps for ten tokens, none for what ends by its length"
-    assert all(done[row].token_ids == expected_tokens([row, 5, 6], 10, 64, False) for row in range(6))
 
 
 def test_a_sequence_that_ends_itself_is_computed_once_too_often_and_its_row_is_dropped() -> None:
@@ -37,49 +35,6 @@ def test_a_sequence_that_ends_itself_is_computed_once_too_often_and_its_row_is_d
     assert (done.token_ids, done.finish_reason) == (expected, "stop")
     assert len(seen) == len(expected) + 1
     assert engine.stats.generated_tokens == len(expected)
-
-
-def test_options_that_look_at_the_output_see_all_of_it() -> None:
-    rng = np.random.default_rng(1)
-    params = [
-        SamplingParams(max_tokens=12, temperature=1.0, seed=4, ignore_eos=True),
-        SamplingParams(max_tokens=12, repetition_penalty=3.0, ignore_eos=True),
-        SamplingParams(max_tokens=12, frequency_penalty=2.0, ignore_eos=True),
-        SamplingParams(max_tokens=12, logprobs=2, ignore_eos=True),
-        SamplingParams(max_tokens=12, stop_token_ids=tuple(range(40))),
-        SamplingParams(max_tokens=12, min_tokens=5),
-        SamplingParams(max_tokens=30, ignore_eos=True),
-    ]
-    prompts = [rng.integers(0, VOCAB - 1, int(rng.integers(1, 20))).tolist() for _ in range(42)]
-    both = []
-    for is_asynchronous in (False, True):
-        engine = hash_engine(60, 4, is_asynchronous=is_asynchronous, max_num_batched_tokens=24)
-        seen = watched(engine)
-        requests = [Request(row, prompt, params[row % len(params)]) for row, prompt in enumerate(prompts)]
-        done = run(engine, requests, arrivals=np.random.default_rng(3))
-        both.append([(done[row].token_ids, done[row].finish_reason, done[row].logprobs) for row in range(42)])
-        assert any(late for _, late in seen) == is_asynchronous
-    assert both[0] == both[1]
-
-
-def test_fault_49_nan_logits_in_flight_end_their_row_only() -> None:
-    rng = np.random.default_rng(7)
-    bad, ended = 13, 0
-    for seed in range(6):
-        engine = hash_engine(40, 4, bad_token=bad, is_asynchronous=True)
-        requests = random_requests(np.random.default_rng(seed), 30, 64)
-        done = run(engine, requests, arrivals=rng)
-        for request in requests:
-            expected = expected_tokens(
-                request.prompt_token_ids, request.params.max_tokens, 64, not request.params.ignore_eos
-            )
-            known = [*request.prompt_token_ids, *expected]
-            if bad in known[:-1]:
-                ended += 1
-                assert done[request.row_id].error == "non_finite_logits"
-            else:
-                assert done[request.row_id].token_ids == expected
-    assert ended > 5
 
 
 def test_a_request_can_be_aborted_while_its_token_is_drawn() -> None:
@@ -99,17 +54,6 @@ def test_a_request_can_be_aborted_while_its_token_is_drawn() -> None:
     assert not engine.has_unfinished
     assert engine.step() == []
     assert engine.pool.num_held == 0
-
-
-def test_sequences_are_given_up_only_when_all_their_tokens_are_known() -> None:
-    engine = hash_engine(17, 4, max_num_seqs=8, enable_prefix_caching=False, is_asynchronous=True)
-    engine.scheduler.admission.expected_output = 1  # expects far too little, so that it admits far too much
-    seen = watched(engine)
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    done = run(engine, [Request(row, [row, 5, 6, 7, 8, 9], params) for row in range(8)])
-    assert all(done[row].token_ids == expected_tokens([row, 5, 6, 7, 8, 9], 40, 64, False) for row in range(8))
-    assert engine.stats.num_preemptions > 3
-    assert sum(late > 0 for _, late in seen) > len(seen) / 2
 
 
 def test_fault_04_a_sequence_in_flight_that_fits_no_more_is_an_error_row() -> None:
@@ -142,3 +86,73 @@ def test_a_step_that_is_interrupted_leaves_no_placeholder() -> None:
     with pytest.raises(KeyboardInterrupt):
         run(engine, [])
     check_tokens(run(engine, []), [request])
+
+
+# -- rows that are drawn, penalised or masked
+
+
+def requests_of(seed: int) -> list[Request]:
+    return odd_requests(np.random.default_rng(seed), 40, 64)
+
+
+def engine_of(is_asynchronous: bool, num_blocks: int = 120, **options: Any) -> Engine:
+    return hash_engine(num_blocks, 4, is_asynchronous=is_asynchronous, **({"max_num_batched_tokens": 24} | options))
+
+
+def waiting(seed: int) -> dict[int, Completion]:
+    """What an engine gives that waits for each step and has room for all."""
+    return run(roomy_engine(64, None), requests_of(seed), check=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_kind_of_row_flies(seed: int) -> None:
+    engine = engine_of(True, max_num_seqs=10)
+    seen = watched(engine)
+    assert same(run(engine, requests_of(seed), arrivals=np.random.default_rng(seed)), waiting(seed))
+    assert sum(late > 0 for _, late in seen) > 0.9 * len(seen)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_are_preempted_draw_the_same_when_they_are_back(seed: int) -> None:
+    engine = engine_of(True, num_blocks=20, max_num_seqs=8)
+    # So that rows are admitted that do not fit in the end.
+    engine.scheduler.admission.expected_output, engine.scheduler.admission.min_history = 1, 1000
+    seen = watched(engine)
+    assert same(run(engine, requests_of(seed)), waiting(seed))
+    assert engine.stats.num_preemptions > 2
+    assert sum(late > 0 for _, late in seen) > len(seen) / 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fault_03_04_steps_that_do_not_fit_are_repeated_and_draw_the_same(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    engine = engine_of(True)
+    sample, failed = engine.runner.sample, []
+
+    def fail_sometimes(step: StepInput, future: FutureTokens | None) -> None:
+        if len(step.token_id_T) > 2 and rng.random() < 0.15:
+            failed.append("execute")
+            raise MemoryError
+
+    def sample_or_fail(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(logits_RV) > 1 and rng.random() < 0.3:
+            failed.append("sample")
+            raise MemoryError
+        return sample(logits_RV, how_5R)
+
+    before_each_step(engine, fail_sometimes)
+    engine.runner.sample = sample_or_fail  # type: ignore[method-assign]
+    assert same(run(engine, requests_of(seed), arrivals=rng), waiting(seed))
+    assert min(failed.count("execute"), failed.count("sample")) > 2
+    assert engine.stats.num_out_of_memory == len(failed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fault_49_nan_logits_end_their_row_only(seed: int) -> None:
+    ahead, whole = engine_of(True, bad_token=13), waiting(seed)
+    broken = run(engine_of(False, bad_token=13), requests_of(seed), arrivals=np.random.default_rng(seed))
+    assert same(run(ahead, requests_of(seed), arrivals=np.random.default_rng(seed)), broken)
+    errors = {row for row, completion in broken.items() if completion.error == "non_finite_logits"}
+    assert len(errors) > 2
+    sound = {row: completion for row, completion in broken.items() if row not in errors}
+    assert same(sound, {row: whole[row] for row in sound})

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pipeline.engine.drafts.draft_model import DraftModelProposer
-from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts
 from pipeline.engine.engine import Engine
@@ -17,11 +16,11 @@ from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.sampling.on_device import PendingOutput
 from pipeline.engine.schedule.sequence import PLACEHOLDER_TOKEN
 from pipeline.engine.schedule.step_plan import StepInput
+from tests.engine.drafts.proposers import draft_with
 from tests.engine.drafts.random_rows import odd_requests, roomy_engine, same
 from tests.engine.drafts.test_draft_model import Fitful, draft_with_itself
 from tests.engine.hash_runner import before_each_step, check_tokens, expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
-from tests.engine.step.test_in_flight import watched
 
 
 class KnownTokens(NgramProposer):
@@ -70,7 +69,7 @@ def test_the_order_of_launches_and_reads(
     steps: set[int] | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = hash_engine(120, 4, memory=1, is_asynchronous=True, max_num_batched_tokens=200)
-    engine.draft_as(Drafting(KnownTokens(engine.table, 4), Chosen(steps), engine.scheduler))
+    draft_with(engine, KnownTokens(engine.table, 4), Chosen(steps))
     events = order_of(engine, monkeypatch)
     chains = [[n, *expected_tokens([n], 20, 64, False, 1), n] for n in range(6)]  # after its end it begins again
     params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -82,8 +81,7 @@ def test_the_order_of_launches_and_reads(
 
 def drafting_engine(most: int = 4, wrong: float = 0.0, **options: Any) -> tuple[Engine, DraftModelProposer]:
     """The draft model is the target, but for a share of wrong drafts."""
-    options = {"num_blocks": 120, "max_num_batched_tokens": 64} | options
-    engine = hash_engine(is_asynchronous=True, **options)
+    engine = hash_engine(**{"num_blocks": 120, "max_num_batched_tokens": 64, "is_asynchronous": True} | options)
     proposer, rng = draft_with_itself(engine, most), np.random.default_rng(most)
     execute = proposer.runner.execute
 
@@ -93,31 +91,8 @@ def drafting_engine(most: int = 4, wrong: float = 0.0, **options: Any) -> tuple[
         return logits_RV
 
     proposer.runner.execute = execute_and_err  # type: ignore[method-assign]
-    engine.draft_as(Drafting(proposer, Fitful(most, rng), engine.scheduler))
+    draft_with(engine, proposer, Fitful(most, rng))
     return engine, proposer
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_draft_model_follows_the_targets_blocks_ahead_of_the_device(seed: int) -> None:
-    """Sharing, chunks, preemption. The draft is the target: each draft that is not accepted shows that a key was
-    missing, stale or elsewhere."""
-    rng = np.random.default_rng(seed)
-    max_len, size = int(rng.choice([40, 64])), int(rng.choice([1, 3, 4, 8]))
-    engine, _ = drafting_engine(
-        5,
-        num_blocks=-(-max_len // size) + int(rng.integers(0, 3 * max_len // size)),
-        block_size=size,
-        max_model_len=max_len,
-        max_num_seqs=int(rng.integers(1, 9)),
-        max_num_batched_tokens=int(rng.integers(9, 60)),
-        enable_prefix_caching=bool(rng.random() < 0.8),
-    )
-    seen = watched(engine)
-    requests = random_requests(rng, 40, max_len)
-    check_tokens(run(engine, requests, arrivals=rng), requests, max_len)
-    assert engine.stats.drafted_by_place[0] > 30
-    assert engine.stats.accepted_by_place == engine.stats.drafted_by_place
-    assert any(late for _, late in seen)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -130,16 +105,16 @@ def test_rows_of_every_kind_get_the_tokens_of_plain_steps(seed: int, kind: str) 
     engine, proposer = drafting_engine(4, 0.3, num_blocks=int(rng.integers(20, 90)), max_num_seqs=8)
     proposer.exposes_draft_probs = False
     if kind == "lookup":
-        engine.draft_as(Drafting(KnownTokens(engine.table, 4), Fitful(4, rng), engine.scheduler))
+        draft_with(engine, KnownTokens(engine.table, 4), Fitful(4, rng))
     assert same(run(engine, requests, arrivals=rng), plain)
     if kind == "draft model":
         assert 0 < sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_fault_03_04_steps_with_drafts_that_do_not_fit(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    engine, _ = drafting_engine(3, 0.3, max_num_seqs=8)
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_fault_03_04_steps_with_drafts_that_do_not_fit(is_asynchronous: bool) -> None:
+    rng = np.random.default_rng(1)
+    engine, _ = drafting_engine(3, 0.3, max_num_seqs=8, is_asynchronous=is_asynchronous)
     failed: list[bool] = []
 
     def fail_sometimes(step: StepInput, future: FutureTokens | None) -> None:
@@ -160,7 +135,7 @@ def test_fault_49_nan_logits_among_drafts_end_their_row_only() -> None:
     for seed in range(3):
         rng = np.random.default_rng(seed)
         engine = hash_engine(60, 4, bad_token=13, is_asynchronous=True, max_num_batched_tokens=64)
-        engine.draft_as(Drafting(draft_with_itself(engine, 4), FixedDrafts(), engine.scheduler))
+        draft_with(engine, draft_with_itself(engine, 4))
         requests = random_requests(rng, 30, 64)
         done = run(engine, requests, arrivals=rng)
         for request in requests:

@@ -15,7 +15,7 @@ from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.out_of_memory import MAX_SUSPECTS
 from pipeline.errors import EnvironmentFailed
 from pipeline.machine.out_of_memory import is_out_of_memory
-from tests.engine.hash_runner import check_tokens, expected_tokens, hash_engine
+from tests.engine.hash_runner import before_each_step, check_tokens, expected_tokens, hash_engine, tight_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
 from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine, greedy
@@ -54,15 +54,7 @@ def context_of(engine: Engine, step: StepInput, s: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(8))
 def test_fault_03_04_tokens_survive_steps_that_run_out_of_memory(seed: int, is_asynchronous: bool) -> None:
     rng = np.random.default_rng(seed)
-    size = int(rng.choice([1, 3, 4, 8]))
-    engine = hash_engine(
-        -(-64 // size) + int(rng.integers(0, 120 // size)),
-        size,
-        max_num_seqs=int(rng.integers(1, 9)),
-        max_num_batched_tokens=int(rng.integers(9, 60)),
-        enable_prefix_caching=bool(rng.random() < 0.8),
-        is_asynchronous=is_asynchronous,
-    )
+    engine = tight_engine(rng, is_asynchronous=is_asynchronous)
     most = int(rng.integers(1, 12))
     failed = fail_where(engine, lambda step: len(step.token_id_T) > (1 if rng.random() < 0.1 else most))
     requests = random_requests(rng, 30, 64)
@@ -80,7 +72,6 @@ def test_fault_03_04_a_row_that_never_fits_is_an_error_row_and_its_mates_are_com
 ) -> None:
     engine = hash_engine(120, 4, max_num_seqs=8, max_num_batched_tokens=64, is_asynchronous=is_asynchronous)
     requests = [Request(row, [row, 5, 6, 7, 8, 9], SamplingParams(max_tokens=30, ignore_eos=True)) for row in range(20)]
-    expected = {row: expected_tokens([row, 5, 6, 7, 8, 9], 30, 64, False) for row in range(20)}
     most = 3 if place == "prefill" else 11
 
     def holds_row_7(step: StepInput) -> bool:
@@ -92,9 +83,7 @@ def test_fault_03_04_a_row_that_never_fits_is_an_error_row_and_its_mates_are_com
     assert done[7].error == "out_of_memory"
     assert (done[7].token_ids, done[7].text) == ([], "")
     assert (done[7].first_token_us > 0) == (place == "decode")
-    assert {row: done[row].token_ids for row in range(20) if row != 7} == {
-        row: tokens for row, tokens in expected.items() if row != 7
-    }
+    check_tokens(done, [request for request in requests if request.row_id != 7])
     assert len(failed) < 12, "the row is found by halves"
     assert engine.scheduler.step_tokens == 64, "full steps again once it is out"
 
@@ -104,7 +93,7 @@ def test_fault_03_04_no_memory_at_all_ends_the_engine_and_blames_no_row() -> Non
     fail_where(engine, lambda step: True)
     for row in range(10):
         engine.add(Request(row, [row, 5, 6], SamplingParams(max_tokens=3)))
-    with pytest.raises(EnvironmentFailed, match=f"{MAX_SUSPECTS} rows in a row"):
+    with pytest.raises(EnvironmentFailed, match=f"{MAX_SUSPECTS} consecutive rows"):
         run(engine, [])
     alone = hash_engine(64, 4)
     fail_where(alone, lambda step: True)
@@ -117,12 +106,9 @@ def test_fault_04_rows_that_sit_out_lose_no_work_and_the_limit_is_doubled_after_
     fail_where(engine, lambda step: short_of_memory[0] and len(step.token_id_T) > 2)
     for row in range(8):
         engine.add(Request(row, [row], SamplingParams(max_tokens=40, ignore_eos=True)))
-    engine.step()
-    assert engine.scheduler.step_tokens == 4
-    engine.step()
-    assert engine.scheduler.step_tokens == 2
-    for _ in range(8):
+    for _ in range(10):
         engine.step()
+    assert engine.scheduler.step_tokens == 2
     known = [int(engine.table.num_known[slot]) for slot in engine.scheduler.running]
     assert known == [3] * 8, "they take turns"
     short_of_memory[0] = False
@@ -133,21 +119,24 @@ def test_fault_04_rows_that_sit_out_lose_no_work_and_the_limit_is_doubled_after_
     assert all(done[row].token_ids == expected_tokens([row], 40, 64, False) for row in range(8))
 
 
+OTHERS = (
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED",
+    "Triton Error [CUDA]: an illegal memory access was encountered",
+    "CUDA error: device-side assert triggered",
+    "shape",
+)
+
+
 def test_fault_05_other_errors_of_a_step_are_not_taken_for_a_lack_of_memory() -> None:
-    others = (
-        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED",
-        "Triton Error [CUDA]: an illegal memory access was encountered",
-    )
-    triggered = "CUDA error: device-side assert triggered"
-    for error in (*(RuntimeError(text) for text in (triggered, "shape", *others)), ValueError("x")):
+    for error in (*map(RuntimeError, OTHERS), ValueError("x")):
         assert not is_out_of_memory(error)
         engine = hash_engine(16, 4)
         engine.add(Request(0, [1], SamplingParams()))
 
-        def execute(step: StepInput, future: FutureTokens | None = None, error: Exception = error) -> torch.Tensor:
+        def fail(step: StepInput, future: FutureTokens | None, error: Exception = error) -> None:
             raise error
 
-        engine.runner.execute = execute  # type: ignore[method-assign]
+        before_each_step(engine, fail)
         with pytest.raises(type(error)):
             engine.step()
 
@@ -186,33 +175,3 @@ def test_a_suspect_can_be_aborted() -> None:
     assert not engine.has_unfinished
     assert engine.step() == []
     assert run(engine, [Request("next", [1], SamplingParams(max_tokens=3, ignore_eos=True))])["next"].error is None  # type: ignore[call-overload]
-
-
-def test_memory_that_runs_out_between_steps_is_blamed_on_no_step() -> None:
-    """In planning, right after a step that was undone: that one is not undone a second time."""
-    engine = hash_engine(60, 4, max_num_seqs=4)
-    failing = [True]
-    fail_where(engine, lambda step: bool(failing) and failing.pop())
-    for row in range(3):
-        engine.add(Request(row, [row, 5, 7], SamplingParams(max_tokens=6, ignore_eos=True)))
-    engine.step()
-    assert engine.stats.num_out_of_memory == 1
-    plan = engine.scheduler.plan
-
-    def out_of_memory() -> None:
-        raise MemoryError
-
-    engine.scheduler.plan = out_of_memory  # type: ignore[method-assign]
-    with pytest.raises(MemoryError):
-        engine.step()
-    assert engine.stats.num_out_of_memory == 1
-    engine.scheduler.plan = plan  # type: ignore[method-assign]
-    done = run(engine, [])
-    assert all(completion.error is None for completion in done.values())
-    engine.pool.check()
-
-
-def test_the_devices_own_errors_are_known_without_torch_being_asked() -> None:
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
-    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
-    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))

@@ -3,13 +3,9 @@
 import numpy as np
 import pytest
 
-from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.params import RepetitionDetectionParams, Request, SamplingParams
-from pipeline.engine.schedule.sequence import SlotTable
-from pipeline.engine.step.repetition import repeats_itself
-from pipeline.errors import ConfigError
-from tests.engine.drafts.proposers import Recorded
+from tests.engine.drafts.proposers import Recorded, draft_with
 from tests.engine.drafts.test_draft_model import Fitful
 from tests.engine.hash_runner import EOS, expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import run
@@ -42,35 +38,6 @@ def until_loop(generated: list[int], params: SamplingParams) -> tuple[list[int],
         if is_loop(generated[:end], params.repetition_detection):
             return generated[:end], True
     return generated, False
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_every_token_of_many_texts_against_the_definition(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    table, num_loops = SlotTable(9, 90, 4), 0
-    wanted: list[RepetitionDetectionParams | None] = [None]
-    for _ in range(8):
-        low = int(rng.integers(1, 5))
-        wanted.append(RepetitionDetectionParams(low + int(rng.integers(0, 20)), int(rng.integers(2, 6)), low))
-    for slot, one in enumerate(wanted):
-        pattern = rng.integers(0, 3, int(rng.integers(1, 9)))
-        table.token_ids[slot] = np.where(rng.random(90) < 0.06, rng.integers(0, 3, 90), np.resize(pattern, 90))
-        table.num_prompt[slot] = int(rng.integers(1, 30))
-        table.min_known[slot] = table.num_prompt[slot] + int(rng.integers(0, 30)) * (slot % 2)
-        if one is not None:
-            table.max_pattern[slot], table.min_pattern[slot] = one.max_pattern_size, one.min_pattern_size
-            table.min_repeats[slot] = one.min_count
-    for known in range(31, 91):
-        table.num_known[:] = known
-        slot_R = rng.permutation(9)[: int(rng.integers(1, 10))]
-        found_R = repeats_itself(table, slot_R)
-        for slot, found in zip(slot_R.tolist(), found_R.tolist()):
-            one = wanted[slot]
-            told = known >= table.min_known[slot] and one is not None
-            expected = told and is_loop(table.token_ids[slot, table.num_prompt[slot] : known].tolist(), one)  # type: ignore[arg-type]
-            assert found == expected, (slot, known)
-            num_loops += found
-    assert 10 < num_loops < 500
 
 
 def guarded_requests(rng: np.random.Generator, count: int) -> list[Request]:
@@ -109,7 +76,7 @@ def test_a_row_ends_at_the_same_token_with_drafts_preemption_and_any_chunks(
     engine.scheduler.admission.expected_output, engine.scheduler.admission.min_history = 1, 10**9
     if drafts != "none":
         proposer = NgramProposer(engine.table, 5) if drafts == "ngram" else Recorded(engine.table, free, rng)
-        engine.draft_as(Drafting(proposer, Fitful(5, rng), engine.scheduler))
+        draft_with(engine, proposer, Fitful(5, rng))
     done, num_loops = run(engine, requests, arrivals=rng), 0
     for request in requests:
         params, prompt = request.params, request.prompt_token_ids
@@ -145,20 +112,3 @@ def test_nothing_loops_before_min_tokens_and_a_loop_at_the_limit_is_told_as_one(
     assert ended(50, end + 7) == (end + 7, "length_loop")
     assert ended(end) == (end, "length_loop")
     assert ended(end - 1) == (end - 1, "length")
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ((0, 3), "max_pattern_size = 0: expected an integer 1 to 1024"),
-        ((2000, 3), "max_pattern_size = 2000"),
-        ((4, 1), "min_count = 1: expected an integer of at least 2"),
-        ((4, 2, 5), "min_pattern_size = 5: expected an integer from 1 to max_pattern_size"),
-        ((4, True), "min_count = True"),
-    ],
-)
-def test_values_out_of_range_are_refused(given: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"sampling.repetition_detection.{message}"):
-        RepetitionDetectionParams(*given)
-    with pytest.raises(ConfigError, match="expected RepetitionDetectionParams"):
-        SamplingParams(repetition_detection={"max_pattern_size": 3})  # type: ignore[arg-type]

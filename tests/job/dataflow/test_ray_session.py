@@ -96,10 +96,7 @@ def test_a_token_for_a_home_that_takes_none(monkeypatch, tmp_path, home):
 
 
 def test_to_import_the_dataflow_changes_no_variable():
-    code = (
-        "import os, ray.data; before = dict(os.environ); import pipeline.job.dataflow.graph; "
-        "assert os.environ == before"
-    )
+    code = "import os, ray.data; old = dict(os.environ); import pipeline.job.dataflow.graph; assert os.environ == old"
     environment = {name: value for name, value in child_environment().items() if not name.startswith("RAY_")}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 

@@ -1,4 +1,5 @@
-"""What linears on activations in fp8 compute, against the definition written out value by value."""
+"""What linears on activations in fp8 compute, with scales of blocks or of tokens, against the definition written out
+value by value."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations import int8 as int8_activations
-from pipeline.kernels.activations.fp8 import fp8_block, rounded
+from pipeline.kernels.activations.fp8 import fp8_block, per_output, rounded
 from pipeline.kernels.activations.rounded_linears import RoundedWherePossible, with_rounded_activations
 from pipeline.kernels.reference import prepare_linear, reference_kernels
 from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
-from pipeline.weights.round_to_nearest import int4, int8, nf4
+from pipeline.weights.round_to_nearest import int8, nf4
+from tests.kernels.triton.problems import random_weight
 
 CPU = torch.device("cpu")
 E4M3 = sorted(  # the finite values of at least 0, the even ones at even places
@@ -43,15 +45,7 @@ def by_definition(x_MK: torch.Tensor, block: int) -> torch.Tensor:
     return out
 
 
-def int4_weight(n: int, k: int, group: int, seed: int = 0, bias: bool = False) -> GroupIntWeight:
-    random = torch.Generator().manual_seed(seed)
-    return GroupIntWeight(
-        torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=random),
-        torch.rand(n, k // group, generator=random) + 0.5,
-        torch.randint(0, 17, (n, k // group), generator=random).float(),
-        group,
-        torch.randn(n, generator=random) if bias else None,
-    )
+ORDER_K = torch.randperm(256, generator=torch.Generator().manual_seed(2))
 
 
 def fp8_weight(n: int, k: int, block: tuple[int, int]) -> Fp8Weight:
@@ -100,20 +94,14 @@ def test_blocks_of_nothing_and_of_no_numbers() -> None:
 @pytest.mark.parametrize(
     ("weight", "block"),
     [
-        (int4_weight(2, 256, 128), 128),
-        (int4_weight(2, 512, 256), 128),
-        (int4_weight(2, 192, 64), 64),
-        (int4_weight(2, 96, 32), 32),
-        (int4_weight(2, 96, 96), 128),
-        (int4_weight(2, 96, 48), None),
-        (replace(int4_weight(2, 64, 32), zeros_NG=torch.full((2, 2), 7.5)), None),
-        (replace(int4_weight(2, 64, 32), zeros_NG=torch.full((2, 2), 17.0)), None),
-        (replace(int4_weight(2, 64, 32), bits=8), None),
-        (int4(torch.randn(2, 256), None), 128),
-        (int8(torch.randn(2, 256), None), None),
-        (nf4(torch.randn(2, 256), None), None),
+        (random_weight(2, 256, 128), 128),
+        (random_weight(2, 96, 32), 32),
+        (random_weight(2, 96, 96), 128),
+        (random_weight(2, 96, 48), None),
+        (replace(random_weight(2, 64, 32), zeros_NG=torch.full((2, 2), 7.5)), None),
+        (replace(random_weight(2, 64, 32), zeros_NG=torch.full((2, 2), 17.0)), None),
+        (replace(random_weight(2, 64, 32), bits=8), None),
         (DenseWeight(torch.randn(2, 256)), None),
-        (fp8_weight(3, 200, (1, 200)), 128),
         (fp8_weight(130, 200, (128, 128)), 128),
         (fp8_weight(3, 200, (8, 24)), None),
     ],
@@ -129,15 +117,14 @@ def test_which_weights_are_exact(weight: LinearWeight, block: int | None) -> Non
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 def test_a_linear_is_that_of_rounded_inputs(kernels: str, dtype: torch.dtype) -> None:
     fp8 = select_kernels(CPU, dtype, kernels).rounded["fp8"]
-    order_K = torch.randperm(256, generator=torch.Generator().manual_seed(2))
-    plain = int4_weight(40, 256, 64, bias=True)
-    for weight in (plain, replace(plain, input_order_K=order_K), fp8_weight(130, 200, (128, 128))):
+    plain = random_weight(40, 256, 64, bias=True)
+    for weight in (plain, replace(plain, input_order_K=ORDER_K), fp8_weight(130, 200, (128, 128))):
         x_MK = torch.randn(5, weight.in_features, generator=torch.Generator().manual_seed(3)).to(dtype)
         linear, block = fp8.prepare(weight), fp8_block(weight)
         assert linear is not None
         assert block is not None
         ordered = isinstance(weight, GroupIntWeight) and weight.input_order_K is not None
-        wide = by_definition(x_MK[:, order_K].float() if ordered else x_MK.float(), block).double()
+        wide = by_definition(x_MK[:, ORDER_K].float() if ordered else x_MK.float(), block).double()
         dense = replace(weight, input_order_K=None) if isinstance(weight, GroupIntWeight) else weight
         exact = wide @ dense.dequantize(torch.float32).double().T + (0 if weight.bias_N is None else weight.bias_N)
         error = float((linear(x_MK).double() - exact).abs().max() / exact.abs().max())
@@ -150,7 +137,7 @@ def test_what_has_no_such_form_is_served_as_before_and_counted() -> None:
     kernels = with_rounded_activations(reference_kernels(torch.float32, CPU), "fp8", CPU)
     prepare, x_MK = kernels.prepare_linear, torch.randn(2, 64)
     assert isinstance(prepare, RoundedWherePossible)
-    dense, narrow = DenseWeight(torch.randn(3, 64)), int4_weight(3, 64, 32)
+    dense, narrow = DenseWeight(torch.randn(3, 64)), random_weight(3, 64, 32)
     assert torch.equal(prepare(dense)(x_MK), x_MK @ dense.weight_NK.T)
     assert torch.allclose(prepare(narrow)(x_MK), rounded(x_MK, 32) @ narrow.dequantize(torch.float32).T, atol=1e-5)
     assert (prepare.num_rounded, prepare.num_all) == (1, 2)
@@ -163,3 +150,47 @@ def test_a_card_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = replace(reference_kernels(torch.float32, CPU), rounded={})
     with pytest.raises(ConfigError, match=r"needs compute capability 8.9 or newer .*, and A100 has 8\.0"):
         with_rounded_activations(kernels, "fp8", torch.device("cuda"))
+
+
+# -- a scale for each token and for each output
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        random_weight(40, 256, 64, bias=True),
+        replace(random_weight(40, 256, 64), input_order_K=ORDER_K),
+        int8(torch.randn(7, 256, generator=torch.Generator().manual_seed(5)), None),
+        nf4(torch.randn(7, 256, generator=torch.Generator().manual_seed(6)), None),
+        fp8_weight(130, 200, (128, 128)),
+    ],
+    ids=["int4", "reordered", "int8", "nf4", "fp8"],
+)
+def test_a_linear_is_that_of_rounded_weights_and_inputs(weight: LinearWeight) -> None:
+    wide_NK = weight.dequantize(torch.float32)
+    rounded_NK = by_definition(wide_NK, wide_NK.shape[1])
+    assert float((rounded_NK - wide_NK).abs().max()) > 0
+    x_MK = torch.randn(5, weight.in_features, generator=torch.Generator().manual_seed(3))
+    exact = by_definition(x_MK, x_MK.shape[1]).double() @ rounded_NK.double().T
+    exact += 0 if weight.bias_N is None else weight.bias_N
+    for kernels in ("reference", "cpu"):
+        linear = select_kernels(CPU, torch.float32, kernels).rounded["fp8-per-token"].prepare(weight)
+        assert linear is not None
+        assert float((linear(x_MK) - exact).abs().max() / exact.abs().max()) < 2e-6
+
+
+@pytest.mark.parametrize("block", [(1, 200), (130, 200)])
+def test_an_fp8_checkpoint_with_a_scale_for_each_output_is_taken_as_it_is(block: tuple[int, int]) -> None:
+    weight = fp8_weight(130, 200, block)
+    found = per_output(weight)
+    assert found is not None
+    assert torch.equal(found.dequantize(torch.float32), weight.dequantize(torch.float32))
+    assert found.value_NK is weight.value_NK
+
+
+def test_weights_of_zeros_and_of_16_bit() -> None:
+    assert per_output(DenseWeight(torch.randn(3, 8))) is None
+    zeros = Fp8Weight(torch.zeros(4, 256).to(torch.float8_e4m3fn), torch.ones(1, 2), (4, 128))
+    found = per_output(zeros)
+    assert found is not None
+    assert np.array_equal(found.dequantize(torch.float32).numpy(), np.zeros((4, 256)))

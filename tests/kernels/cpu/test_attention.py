@@ -1,15 +1,20 @@
 """Attention of the CPU against the reference, on ragged batches over a cache whose unused slots are NaN."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels import reference
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu.attention.attention import attention
 from pipeline.kernels.reference import attention as reference_attention
+from pipeline.kernels.triton.attention.dispatch import PagedAttention
+from tests.kernels.steps import paged_step, widened
+from tests.kernels.triton.problems import DEVICE
 
+CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 SOUND_CODES = torch.arange(256, dtype=torch.uint8)[torch.arange(256) & 0x7F != 0x7F]
 
@@ -18,90 +23,55 @@ def ragged_step(
     rng: np.random.Generator, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, with_fp8: bool = False
 ) -> tuple[AttentionInput, LayerCache]:
     """A random mixture of decoding rows, whole prompts and chunks behind a prefix, in scattered blocks."""
-    contexts, queries = [], []
-    for _ in range(int(rng.integers(1, 40))):
-        context = int(rng.integers(1, 90))
-        contexts.append(context)
-        queries.append(int(rng.choice([1, 1, 1, context, int(rng.integers(1, context + 1))])))
-    blocks_of = [-(-c // block_size) for c in contexts]
-    num_blocks = sum(blocks_of) + 3
-    order = rng.permutation(num_blocks)
-    table = np.full((len(contexts), max(blocks_of)), -1, dtype=np.int32)
-    kind = FP8 if with_fp8 else dtype
-    cache = LayerCache.allocate(num_blocks, block_size, kv_heads, head_dim, kind, torch.device("cpu"))
-    cache.fill(list(range(num_blocks)), float("nan"))
-    slots, taken = [], 0
-    for s, (context, count) in enumerate(zip(contexts, queries)):
-        mine = order[taken : taken + blocks_of[s]]
-        taken += blocks_of[s]
-        table[s, : len(mine)] = mine
-        position = np.arange(context)
-        slot = mine[position // block_size] * block_size + position % block_size
-        k_LKD, v_LKD = (torch.randn(context, kv_heads, head_dim).to(dtype) for _ in range(2))
-        reference.write_kv(k_LKD, v_LKD, cache, torch.from_numpy(slot))
-        slots.append(slot[context - count :])
-    where = AttentionInput(
-        np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
-        np.array(contexts, dtype=np.int32),
-        table,
-        torch.from_numpy(np.concatenate(slots)),
-        block_size,
-    )
-    return where, cache
+    contexts = rng.integers(1, 90, int(rng.integers(1, 40))).tolist()
+    lengths = [(n, int(rng.choice([1, 1, 1, n, int(rng.integers(1, n + 1))]))) for n in contexts]
+    return paged_step(lengths, kv_heads, head_dim, block_size, dtype, rng, with_fp8)
 
 
-def widened(cache: LayerCache) -> LayerCache:
-    """In float32, but for codes."""
-    return LayerCache(*(tensor if tensor.dtype == FP8 else tensor.float() for tensor in cache.tensors))
+def check(
+    q_TND: torch.Tensor, cache: LayerCache, where: AttentionInput, window: int | None, scale: float = 0.3
+) -> None:
+    ours = attention(q_TND, cache, where, scale, window)
+    oracle = reference_attention(q_TND.float(), widened(cache), where, scale, window)
+    assert torch.isfinite(ours).all(), "a slot outside the context was read"
+    assert float((ours.float() - oracle).abs().max()) < TOLERANCE[q_TND.dtype], window
 
 
-@pytest.mark.parametrize("window", [None, 1, 13])
 @pytest.mark.parametrize("with_fp8", [False, True], ids=["as-computed", "fp8"])
 @pytest.mark.parametrize("seed", range(6))
-def test_attention(seed: int, with_fp8: bool, window: int | None) -> None:
+def test_attention(seed: int, with_fp8: bool) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     dtype = torch.float32 if seed % 3 else torch.bfloat16
     kv_heads, group, head_dim = int(rng.choice([1, 2, 3])), int(rng.choice([1, 2, 5])), int(rng.choice([8, 16, 40]))
     where, cache = ragged_step(rng, kv_heads, head_dim, int(rng.choice([1, 4, 16])), dtype, with_fp8)
     q_TND = torch.randn(int(where.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
-    ours = attention(q_TND, cache, where, 0.3, window)
-    oracle = reference_attention(q_TND.float(), widened(cache), where, 0.3, window)
-    assert torch.isfinite(ours).all(), "a slot outside the context was read"
-    assert float((ours.float() - oracle).abs().max()) < TOLERANCE[dtype]
+    for window in (None, 1, 13):
+        check(q_TND, cache, where, window)
 
 
-@pytest.mark.parametrize("window", [None, 13])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float32 on fp8", "bfloat16 on fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("kv_heads", "group", "head_dim", "block_size"),
     [(2, 1, 32, 8), (2, 2, 64, 12), (1, 2, 80, 16), (1, 4, 96, 16), (2, 3, 128, 32)],
 )
 def test_attention_of_heads_that_fill_whole_tiles(
-    kv_heads: int, group: int, head_dim: int, block_size: int, kind: str, window: int | None
+    kv_heads: int, group: int, head_dim: int, block_size: int, dtype: torch.dtype
 ) -> None:
-    """And of some that nearly do; decoding rows beside prompts, in blocks that are whole numbers of tiles and not."""
+    """And of some that nearly do; decoding rows next to prompts, in blocks that are whole numbers of tiles and not."""
     torch.manual_seed(head_dim)
-    dtype = torch.bfloat16 if kind.startswith("bfloat16") else torch.float32
-    rng = np.random.default_rng(head_dim)
-    where, cache = ragged_step(rng, kv_heads, head_dim, block_size, dtype, kind.endswith("fp8"))
-    q_TND = torch.randn(int(where.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
-    ours = attention(q_TND, cache, where, head_dim**-0.5, window)
-    oracle = reference_attention(q_TND.float(), widened(cache), where, head_dim**-0.5, window)
-    assert torch.isfinite(ours).all(), "a slot outside the context was read"
-    assert float((ours.float() - oracle).abs().max()) < TOLERANCE[dtype]
+    for with_fp8 in (False, True):
+        where, cache = ragged_step(np.random.default_rng(head_dim), kv_heads, head_dim, block_size, dtype, with_fp8)
+        q_TND = torch.randn(int(where.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
+        for window in (None, 13):
+            check(q_TND, cache, where, window, head_dim**-0.5)
 
 
 def test_reference_attention_is_softmax_over_the_visible_keys() -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(1, 6, 1, 4), torch.randn(1, 6, 1, 4)
-    where = AttentionInput(
-        np.array([0, 2], dtype=np.int32),
-        np.array([5], dtype=np.int32),
-        np.array([[0]], dtype=np.int32),
-        torch.tensor([3, 4]),
-        6,
-    )
+    starts, contexts = np.array([0, 2], dtype=np.int32), np.array([5], dtype=np.int32)
+    where = AttentionInput(starts, contexts, np.array([[0]], dtype=np.int32), torch.tensor([3, 4]), 6)
     q_TND = torch.randn(2, 1, 4)
     out = reference_attention(q_TND, LayerCache(keys, values), where, 0.5, 3)
     for row, visible in ((0, slice(1, 4)), (1, slice(2, 5))):
@@ -109,11 +79,14 @@ def test_reference_attention_is_softmax_over_the_visible_keys() -> None:
         assert torch.allclose(out[row, 0], weights @ values[0, visible, 0], atol=1e-6)
 
 
-@pytest.mark.parametrize("queries", [1, 5])
-def test_every_code_is_widened_exactly(queries: int) -> None:
-    """As a value alone in its context, and as a key that the query picks a place of."""
+@pytest.mark.parametrize(
+    ("attend", "device"), [(attention, CPU), (PagedAttention(DEVICE), DEVICE)], ids=["cpu", "triton"]
+)
+@pytest.mark.parametrize("queries", [1, 5, 20])
+def test_every_code_is_widened_exactly(queries: int, attend: Callable[..., torch.Tensor], device: torch.device) -> None:
+    """As a value that is alone in its context."""
     count = len(SOUND_CODES)
-    cache = LayerCache.allocate(count, queries, 1, 16, FP8, torch.device("cpu"))
+    cache = LayerCache.allocate(count, queries, 1, 16, FP8, device)
     cache.fill(list(range(count)), 1.0)
     cache.v_CBKD.view(torch.uint8).copy_(SOUND_CODES[:, None, None, None])
     where = AttentionInput(
@@ -123,7 +96,7 @@ def test_every_code_is_widened_exactly(queries: int) -> None:
         torch.arange(count * queries),
         queries,
     )
-    out_TND = attention(torch.ones(count * queries, 1, 16), cache, where, 0.25, None)
+    out_TND = attend(torch.ones(count * queries, 1, 16, device=device), cache, where, 0.25, None).cpu()
     expected_T = SOUND_CODES.view(FP8).float().repeat_interleave(queries)
     assert torch.allclose(out_TND[:, 0, 0], expected_T, rtol=1e-6, atol=0)
 

@@ -8,7 +8,7 @@ import torch
 
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu.attention import attention as batched
-from pipeline.kernels.cpu.invariant import WholeTilesLinear, attention, prepare_linear
+from pipeline.kernels.cpu.invariant import attention, prepare_linear
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight, GroupIntWeight, LinearWeight
@@ -54,21 +54,6 @@ def test_a_row_of_a_linear_is_its_own(name: str) -> None:
 def test_a_float32_weights_row_is_not_where_blas_computes_it() -> None:
     weight = weights()["float32"]
     assert differing(select_kernels(CPU, torch.float32).prepare_linear(weight), weight.in_features)
-
-
-def test_tokens_are_filled_up_to_whole_tiles() -> None:
-    seen = []
-
-    class Counting:
-        def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-            seen.append(len(x_TK))
-            return 2 * x_TK
-
-    linear = WholeTilesLinear(Counting())  # type: ignore[arg-type]
-    for tokens in (0, 1, 4, 7, 8):
-        x_TK = torch.randn(tokens, 3)
-        assert torch.equal(linear(x_TK), 2 * x_TK)
-    assert seen == [0, 4, 4, 8, 8]
 
 
 def of_each_query(

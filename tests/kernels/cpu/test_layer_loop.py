@@ -35,7 +35,6 @@ STEPS: list[dict[int, int]] = [  # of each, how many tokens a sequence computes;
     {0: 2, 1: 5},
     {0: 1, 1: 1, 2: 1},
 ]
-SERVED = STEPS[1:]
 WEIGHTS = ["int4-rtn", "int8", "bfloat16"]
 
 
@@ -83,8 +82,8 @@ def run(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> tuple[list[tor
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each step through all layers at once, whether it ran on several threads."""
+def threaded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each step through all layers at once, whether it ran on several threads."""
     seen: list[bool] = []
 
     def planned(*arguments: Any) -> Plan:
@@ -106,14 +105,14 @@ DTYPES = [
 @pytest.mark.parametrize(("weights", "activation_dtype"), [*((each, "auto") for each in WEIGHTS), ("int4-rtn", "int8")])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_are_those_of_layer_by_layer(
-    name: str, weights: str, activation_dtype: str, dtype: torch.dtype, tmp_path: Path, told: list[bool]
+    name: str, weights: str, activation_dtype: str, dtype: torch.dtype, tmp_path: Path, threaded: list[bool]
 ) -> None:
     folder = make_family(tmp_path, next(family for family in FAMILIES if family.name == name), seed=3)
     kernels = select_kernels(CPU, dtype)
     if activation_dtype != "auto":
         kernels = with_rounded_activations(kernels, activation_dtype, CPU)
     wanted, wanted_kv = run(decoder_of(folder, replace(kernels, decode_steps=None), weights, dtype))
-    assert not told
+    assert not threaded
     decoder = decoder_of(folder, kernels, weights, dtype)
     for _ in range(2):  # the second time on another cache
         found, kv = run(decoder)
@@ -121,29 +120,12 @@ def test_bits_are_those_of_layer_by_layer(
         for layer, wanted_layer in zip(kv.layers, wanted_kv.layers, strict=True):
             assert torch.equal(layer.k_CBKD, wanted_layer.k_CBKD)
             assert torch.equal(layer.v_CBKD, wanted_layer.v_CBKD)
-    assert told == [False] * 2 * len(SERVED)  # so small a model is not worth two threads
+    assert threaded == [False] * 2 * len(STEPS[1:])  # so small a model is not worth two threads
 
 
-def test_a_step_has_one_number_of_threads(tmp_path: Path, told: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one of a layer's linears is worth several threads, all kernels of the step run on as many."""
-    decoder = decoder_of(make_family(tmp_path, FAMILIES[0], seed=3), select_kernels(CPU, torch.float32))
-    monkeypatch.setattr(decoder.layers[0].down, "is_parallel", lambda num_tokens: num_tokens >= 2)
-    run(decoder)
-    assert told == [sum(step.values()) >= 2 for step in SERVED]
-
-
-def test_steps_of_many_tokens_are_computed_layer_by_layer(
-    tmp_path: Path, told: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Single ones apart: what they leave between kernels is not more than their sequences are."""
-    monkeypatch.setattr(layer_loop, "MOST_TOKENS", 2)
-    run(decoder_of(make_family(tmp_path, FAMILIES[0], seed=3), select_kernels(CPU, torch.float32)))
-    assert len(told) == sum(sum(step.values()) in (len(step), 2) for step in SERVED)
-
-
-def test_other_layers_and_caches_are_computed_layer_by_layer(tmp_path: Path, told: list[bool]) -> None:
+def test_other_layers_and_caches_are_computed_layer_by_layer(tmp_path: Path, threaded: list[bool]) -> None:
     folder, kernels = make_family(tmp_path, FAMILIES[0], seed=3), select_kernels(CPU, torch.float32)
     run(decoder_of(folder, kernels), FP8)
     run(Decoder(folder, read_config(folder), kernels, torch.float32, CPU))  # weights in float32, for BLAS
-    assert not told
+    assert not threaded
     assert select_kernels(CPU, torch.float32, deterministic=True).decode_steps is None

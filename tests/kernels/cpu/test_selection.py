@@ -3,10 +3,18 @@
 import pytest
 import torch
 
-from pipeline.kernels.cpu.linear.selection import DenseLinear, padded_tokens, prepare_linear
+from pipeline.kernels.cpu.linear.selection import (
+    DenseLinear,
+    Int4Linear,
+    padded_tokens,
+    prepare_linear,
+    serves_int4,
+)
 from pipeline.kernels.select import select_kernels
-from pipeline.weights.packed import DenseWeight
+from pipeline.weights.packed import DenseWeight, GroupIntWeight
 from tests.kernels.cpu.test_attention import TOLERANCE
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -19,6 +27,20 @@ def test_dense_linear(dtype: torch.dtype, tokens: int) -> None:
     exact = x_TK.float() @ weight.to(dtype).float().T + bias.to(dtype).float()
     assert ours.dtype == dtype
     assert float((ours.float() - exact).abs().max() / exact.abs().max()) < TOLERANCE[dtype]
+
+
+def test_int4_and_dense_paths_agree_to_bfloat16_rounding() -> None:
+    torch.manual_seed(0)
+    q_NK, zeros_NG = torch.randint(0, 16, (192, 256), dtype=torch.uint8), torch.randint(0, 16, (192, 2)).float()
+    weight = GroupIntWeight(q_NK, torch.rand(192, 2) * 0.05 + 0.01, zeros_NG, 128, torch.randn(192))
+    assert serves_int4(weight, torch.bfloat16)
+    linear, x_TK = Int4Linear(weight), torch.randn(5, 256, dtype=torch.bfloat16)
+    exact = x_TK.float() @ weight.dequantize(torch.float32).T + weight.bias_N
+    for path in (linear.int4, linear.dense):
+        assert float((path(x_TK).float() - exact).abs().max() / exact.abs().max()) < 0.02
+    linear.crossover = 4
+    assert torch.equal(linear(x_TK), linear.dense(x_TK))
+    assert torch.equal(linear(x_TK[:4]), linear.int4(x_TK[:4]))
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 16, 17, 100, 1023])
@@ -35,22 +57,22 @@ def test_padding_costs_little_and_leaves_few_numbers_of_tokens() -> None:
     assert len({padded_tokens(t) for t in range(1, 2049)}) < 80
 
 
-def test_selection_says_who_serves_each_operation() -> None:
-    kernels = select_kernels(torch.device("cpu"), torch.float32)
+def test_selection_reports_the_kernels_of_each_operation() -> None:
     names = {"linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy", "sample"}
-    assert set(kernels.served_by) == names
-    assert all(
-        "numba" in origin
-        for operation, origin in kernels.served_by.items()
-        if operation not in ("linear", "greedy", "sample")
-    )
+    served_by = {kind: select_kernels(CPU, torch.float32, kind).served_by for kind in ("auto", "triton")}
+    served_by["deterministic"] = select_kernels(CPU, torch.float32, "triton", deterministic=True).served_by
+    assert all(set(found) == names for found in served_by.values())
+    compiled = names - {"linear", "greedy", "sample"}
+    assert all("numba" in served_by["auto"][name] for name in compiled)
+    for name in ("linear", "attention"):
+        assert ["batch-invariant" in found[name] for found in served_by.values()] == [False, False, True]
 
 
 def test_selecting_kernels_leaves_the_number_of_threads_alone() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        kernels = select_kernels(torch.device("cpu"), torch.float32)
+        kernels = select_kernels(CPU, torch.float32)
         kernels.silu_mul(torch.ones(2000, 64))
         assert torch.get_num_threads() == 1
     finally:

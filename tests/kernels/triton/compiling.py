@@ -48,21 +48,6 @@ class Compiled:
     drops_counters: bool  # a loop of Triton's own form carried more integers: Triton 3.6 took some for constants
     sum_layouts: list[str]  # of tensors that are summed to one float32
     ptx: str
-    cubin: bytes
-
-    @property
-    def uses_wgmma(self) -> bool:
-        return "wgmma.mma_async" in self.ptx
-
-    @property
-    def multiplies_e4m3(self) -> bool:
-        """Both operands, with sums in float32."""
-        return re.search(r"mma[\w.]*\.f32\.e4m3\.e4m3", self.ptx) is not None
-
-    @property
-    def products(self) -> list[str]:
-        """The instructions that multiply tiles, by their full names, which say their shape."""
-        return sorted(set(_PRODUCT.findall(self.ptx)))
 
     @property
     def sums(self) -> list[str]:
@@ -115,13 +100,12 @@ def compile_for(launch: Launch, target: Target) -> Compiled:
     major, minor = target.capability
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     compiled = triton.compile(_source(launch), target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
-    cubin = compiled.asm["cubin"]
-    registers, spill_bytes = _usage(cubin)
+    registers, spill_bytes = _usage(compiled.asm["cubin"])
     before, after = (_carried_integers(compiled.asm[form]) for form in ("ttir", "ttgir"))
     drops = len(before) == len(after) and any(kept < carried for carried, kept in zip(before, after))
     shared_bytes = compiled.metadata.shared
     layouts = _sum_layouts(compiled.asm["ttgir"])
-    return Compiled(registers, spill_bytes, shared_bytes, launch.num_warps, drops, layouts, compiled.asm["ptx"], cubin)
+    return Compiled(registers, spill_bytes, shared_bytes, launch.num_warps, drops, layouts, compiled.asm["ptx"])
 
 
 def _carried_integers(form: str) -> list[int]:
@@ -153,15 +137,15 @@ def _source(launch: Launch) -> ASTSource:
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of stack and local memory, of a thread, as `cuobjdump` tells them."""
+    """Registers, and bytes of stack and local memory, of a thread, as `cuobjdump` shows them."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [str(tool), "-res-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    usage = _USAGE.search(told.stdout)
-    assert usage is not None, told.stdout
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    usage = _USAGE.search(shown.stdout)
+    assert usage is not None, shown.stdout
     registers, stack, local = (int(number) for number in usage.groups())
     return registers, stack + local
 
@@ -205,45 +189,40 @@ def chosen(name: str) -> dict[str, Launch]:
         all_of |= {f"{key}, groups of {group_size}": grouped[key] for key in ("int4, 1 tokens", "int4, 64 tokens")}
     if name in ("sm_89", "sm_100"):
         return all_of
+    by_5 = launches_of(GROUPS_OF_5, torch.float16, target)
     if name == "sm_80":
         wanting = with_constants(replace(windowed["prefill"], num_warps=4), KEYS=64)
-        grouped = launches_of(GROUPS_OF_5, torch.float16, target)
-        several = {f"{key}, groups of 5": grouped[key] for key in grouped if key.startswith("decode")}
-        return (
-            all_of
-            | several
-            | {
-                "prefill, windowed": windowed["prefill"],
-                "prefill, groups of 5": grouped["prefill"],
-                "cascade, groups of 5": grouped["cascade"],
-                "control: too many keys for the registers": wanting,
-            }
-        )
-    normed = launches_of(QWEN3_SMALL, torch.float16, target)["norm_rope_write"]
-    wanting = with_constants(all_of["prefill"], STAGES=7)
-    grouped = launches_of(GROUPS_OF_5, torch.float16, target, window=4096)["prefill"]
-    all_of["prefill, groups of 5, windowed"] = grouped
-    several = launches_of(GROUPS_OF_5, torch.float16, target)
-    all_of |= {f"{key}, groups of 5": several[key] for key in several if key.startswith(("decode", "cascade"))}
-    all_of["fp8, groups of 32"] = fp8_launches_of(replace(LLAMA_8B, group_size=32), torch.bfloat16, target)[
-        "fp8, 512 tokens"
-    ]
-    return all_of | {"norm_rope_write, normed": normed, "control: too many stages for the memory": wanting}
+        by_5 = {key: by_5[key] for key in by_5 if key.startswith("decode") or key in ("prefill", "cascade")}
+        all_of |= {"prefill, windowed": windowed["prefill"], "control: too many keys for the registers": wanting}
+    else:
+        wanting = with_constants(all_of["prefill"], STAGES=7)
+        by_5 = {key: by_5[key] for key in by_5 if key.startswith(("decode", "cascade"))}
+        by_5_windowed = launches_of(GROUPS_OF_5, torch.float16, target, window=4096)["prefill"]
+        by_32 = fp8_launches_of(replace(LLAMA_8B, group_size=32), torch.bfloat16, target)["fp8, 512 tokens"]
+        normed = launches_of(QWEN3_SMALL, torch.float16, target)["norm_rope_write"]
+        all_of |= {"prefill, groups of 5, windowed": by_5_windowed, "fp8, groups of 32": by_32}
+        all_of |= {"norm_rope_write, normed": normed, "control: too many stages for the memory": wanting}
+    return all_of | {f"{key}, groups of 5": launch for key, launch in by_5.items()}
 
 
 def main(name: str) -> None:
     target = TARGETS[name]
     for key, launch in chosen(name).items():
         compiled = compile_for(launch, target)
-        told = {"name": key, "problems": compiled.problems(target), "uses_wgmma": compiled.uses_wgmma}
-        told |= {"multiplies_e4m3": compiled.multiplies_e4m3, "products": compiled.products, "sums": compiled.sums}
-        told |= {"registers": compiled.registers, "spill_bytes": compiled.spill_bytes, "warps": launch.num_warps}
-        told |= {"shared_bytes": compiled.shared_bytes, "blocks": compiled.blocks(target)}
         loop = compiled.loop()
         text = "\n".join(loop)
-        told |= {"instructions": len(loop), "shuffles": text.count("shfl."), "barriers": text.count("bar.sync")}
-        told |= {"waits": text.count("wgmma.wait_group"), "copies": text.count("cp.async.c")}
-        print(json.dumps(told), flush=True)
+        line = {
+            "name": key, "problems": compiled.problems(target), "sums": compiled.sums,
+            # Both operands in e4m3, with sums in float32; products by their full names, which give the shapes of tiles.
+            "uses_wgmma": "wgmma.mma_async" in compiled.ptx,
+            "multiplies_e4m3": re.search(r"mma[\w.]*\.f32\.e4m3\.e4m3", compiled.ptx) is not None,
+            "products": sorted(set(_PRODUCT.findall(compiled.ptx))),
+            "registers": compiled.registers, "spill_bytes": compiled.spill_bytes, "warps": launch.num_warps,
+            "shared_bytes": compiled.shared_bytes, "blocks": compiled.blocks(target), "instructions": len(loop),
+            "shuffles": text.count("shfl."), "barriers": text.count("bar.sync"),
+            "waits": text.count("wgmma.wait_group"),
+        }  # fmt: skip
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

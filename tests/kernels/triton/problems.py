@@ -5,27 +5,26 @@ Without a GPU the kernels run in Triton's interpreter, whose products of bfloat1
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.reference import write_kv
 from pipeline.kernels.triton.launch import Launch, recording
 from pipeline.weights.packed import GroupIntWeight
+from tests.kernels.steps import Lengths, paged_step, widened
 from tests.kernels.triton.interpreter import spare_the_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type != "cuda":
     spare_the_interpreter()
 
-DTYPES = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])], ids=str
-)
+TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+DTYPES = pytest.mark.parametrize("dtype", TYPES, ids=str)
 
 ATTENTION = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # absolute; values are normal
 PRODUCT = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the largest
@@ -73,26 +72,12 @@ class Step:
 
     @property
     def wide(self) -> tuple[torch.Tensor, LayerCache]:
-        """On the CPU, in float32 but for codes, for the oracle."""
-        tensors = (tensor.cpu() if tensor.dtype == FP8 else tensor.float().cpu() for tensor in self.cache.tensors)
-        return self.q_TND.float().cpu(), LayerCache(*tensors)
-
-    def alone(self, sequence: int) -> "Step":
-        """One sequence of it, over the same caches."""
-        w = self.where
-        start, stop = int(w.query_start_S1[sequence]), int(w.query_start_S1[sequence + 1])
-        where = AttentionInput(
-            np.array([0, stop - start], dtype=np.int32),
-            w.context_len_S[sequence : sequence + 1],
-            w.block_table_SM[sequence : sequence + 1],
-            w.slot_mapping_T[start:stop],
-            w.block_size,
-        )
-        return Step(self.q_TND[start:stop], self.cache, where)
+        """For the oracle: on the CPU, in float32 but for codes."""
+        return self.q_TND.float().cpu(), widened(self.cache)
 
 
 def make_step(
-    lengths: list[tuple[int, int]],
+    lengths: Lengths,
     heads: tuple[int, int],
     head_dim: int,
     block_size: int,
@@ -100,47 +85,16 @@ def make_step(
     seed: int = 0,
     with_fp8: bool = False,
 ) -> Step:
-    """Sequences of (context, its last tokens that are queries) in scattered blocks; `heads` of queries and of keys.
-
-    With FP8, heads of keys and values differ in size a thousandfold.
-    """
-    rng = np.random.default_rng(seed)
+    """`paged_step` and its queries; `heads` of queries and of keys."""
     torch.manual_seed(seed)
-    num_heads, kv_heads = heads
-    blocks_of = [-(-context // block_size) for context, _ in lengths]
-    num_blocks = sum(blocks_of) + 3
-    order = rng.permutation(num_blocks)
-    table = np.full((len(lengths), max(blocks_of)), -1, dtype=np.int32)
-    kind = FP8 if with_fp8 else dtype
-    cache = LayerCache.allocate(num_blocks, block_size, kv_heads, head_dim, kind, torch.device("cpu"))
-    cache.fill(list(range(num_blocks)), float("nan"))
-    slots, taken = [], 0
-    for s, (context, count) in enumerate(lengths):
-        mine = order[taken : taken + blocks_of[s]]
-        taken += blocks_of[s]
-        table[s, : len(mine)] = mine
-        position = np.arange(context)
-        slot = mine[position // block_size] * block_size + position % block_size
-        k_LKD, v_LKD = torch.randn(context, kv_heads, head_dim), torch.randn(context, kv_heads, head_dim)
-        if with_fp8:
-            v_LKD *= 10 ** (-3 * torch.rand(context, kv_heads, 1))
-        write_kv(k_LKD.to(dtype), v_LKD.to(dtype), cache, torch.from_numpy(slot))
-        slots.append(slot[context - count :])
-    query_start = np.concatenate([[0], np.cumsum([count for _, count in lengths])]).astype(np.int32)
-    where = AttentionInput(
-        query_start,
-        np.array([context for context, _ in lengths], dtype=np.int32),
-        table,
-        torch.from_numpy(np.concatenate(slots)).to(DEVICE),
-        block_size,
-    )
-    q_TND = torch.randn(int(query_start[-1]), num_heads, head_dim).to(DEVICE, dtype)
+    where, cache = paged_step(lengths, heads[1], head_dim, block_size, dtype, np.random.default_rng(seed), with_fp8)
+    where = replace(where, slot_mapping_T=where.slot_mapping_T.to(DEVICE))
+    q_TND = torch.randn(int(where.query_start_S1[-1]), heads[0], head_dim).to(DEVICE, dtype)
     return Step(q_TND, LayerCache(*(tensor.to(DEVICE) for tensor in cache.tensors)), where)
 
 
 def sharing(step: Step, groups: list[tuple[list[int], int]]) -> Step:
-    """The same, where the members of each group begin with the same blocks, so many: the first one's. What the others
-    had there is NaN."""
+    """Let each group's members begin with this number of the first one's blocks. What the others had there is NaN."""
     table_SM = step.where.block_table_SM
     for (first, *others), blocks in groups:
         step.cache.fill(table_SM[others, :blocks].ravel().tolist(), float("nan"))

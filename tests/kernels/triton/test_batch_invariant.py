@@ -8,29 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.errors import ModelError
-from pipeline.kernels.contract import AttentionInput, GraphShape
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
 from pipeline.kernels.triton.batch_invariant import (
     BatchInvariantAttention,
-    CapturedBatchInvariantAttention,
     prepare_linear,
 )
 from pipeline.kernels.triton.launch import A100, H100
 from pipeline.kernels.triton.linear.dispatch import Scratch, TwoPathLinear
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches, part_inputs, tile_for
 from pipeline.weights.packed import DenseWeight
-from tests.kernels.triton.problems import (
-    ATTENTION,
-    DEVICE,
-    DTYPES,
-    PRODUCT,
-    Step,
-    make_dots_ordered,
-    make_step,
-    random_weight,
-)
+from tests.kernels.triton import problems
+from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, PRODUCT, Step, make_step, random_weight
 
 # numpy's, of rows that stand for no query: 0 / 0 in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -38,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def _dots_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_dots_ordered(monkeypatch)
+    problems.make_dots_ordered(monkeypatch)
 
 
 NUM_INPUTS, NUM_OUTPUTS = 1100, 70  # two parts, the second one shorter, and a last step that is not whole
@@ -69,14 +58,6 @@ def test_a_row_of_a_product_is_its_own(dtype: torch.dtype) -> None:
     apart = torch.cat([x_MK, x_MK], dim=1)[:, :NUM_INPUTS]
     assert torch.equal(linear(apart[:3]), found[:3])
     assert linear(x_MK[:0]).shape == (0, NUM_OUTPUTS)
-
-
-def test_whole_tiles_without_a_bias() -> None:
-    weight_NK = normal(64, 256)
-    linear = prepare_linear(DenseWeight(weight_NK), torch.float32, DEVICE)
-    x_MK = normal(70, 256).to(DEVICE)
-    assert float((linear(x_MK).cpu() - x_MK.cpu() @ weight_NK.T).abs().max()) < 1e-4
-    assert differing(linear, x_MK) == []
 
 
 def test_torchs_product_is_not() -> None:
@@ -164,31 +145,3 @@ def test_groups_and_head_sizes(group: int, head_dim: int) -> None:
     ours = BatchInvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
     oracle = reference_attention(*step.wide, step.where, 0.3, None)
     assert float((ours.cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
-
-
-def test_too_many_heads_are_refused_by_name() -> None:
-    step = make_step([(20, 20)], (129, 1), 16, 64, torch.float32)
-    with pytest.raises(ModelError, match="129 query heads on 1 KV heads"):
-        BatchInvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
-
-
-def test_captured_work_serves_every_step() -> None:
-    """The tensors of the first step are refilled; sequences that are not there any more write nothing."""
-    window = 70
-    captured = CapturedBatchInvariantAttention(GraphShape(6, 32, 64, 4, 2, 16, frozenset({window}), 4, 20), DEVICE)
-    assert captured.max_queries == 4
-    assert (
-        CapturedBatchInvariantAttention(GraphShape(1, 1, 64, 4, 2, 16, frozenset(), 99, 99), DEVICE).max_queries == 64
-    )
-    for lengths in ([(100, 1)] * 6, [(70, 4)], [(1500, 1), (5, 1), (64, 4)]):
-        step = make_step(lengths, (4, 2), 16, 64, torch.float32)
-        assert captured.refill(step.where, np.zeros(0, dtype=np.int64)) == 0
-        captured.unpack()
-        where = AttentionInput(
-            *(np.zeros(1, dtype=np.int32),) * 2, np.zeros((1, 1), dtype=np.int32),
-            step.where.slot_mapping_T, 64, captured.plans[0],
-        )  # fmt: skip
-        padded = torch.cat([step.q_TND, torch.zeros(3, 4, 16, device=DEVICE)])
-        ours = BatchInvariantAttention(DEVICE)(padded, *step.tensors[1:], where, 0.3, window)
-        eager = BatchInvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, window)
-        assert torch.equal(ours[: len(eager)], eager)

@@ -28,25 +28,17 @@ SHAPES = [(1, 32, 32), (70, 256, 128), (64, 160, 32), (130, 192, 64), (33, 512, 
 
 @DTYPES
 @pytest.mark.parametrize(("num_outputs", "num_inputs", "group"), SHAPES)
-def test_dequantizing_gives_the_weight_bit_for_bit(
+def test_the_fused_product_and_the_weight_itself(
     num_outputs: int, num_inputs: int, group: int, dtype: torch.dtype
 ) -> None:
-    weight = random_weight(num_outputs, num_inputs, group)
+    weight = random_weight(num_outputs, num_inputs, group, bias=num_outputs % 2 == 1)
     linear = TwoPathLinear(weight, dtype, DEVICE)
     assert torch.equal(linear.kept_NK.cpu(), weight.dequantize(dtype))
-
-
-@DTYPES
-@pytest.mark.parametrize(
-    ("num_outputs", "num_inputs", "group", "tokens"),
-    [(*shape, tokens) for shape in SHAPES for tokens in (1, 17)] + [(70, 256, 128, 65)],
-)
-def test_the_fused_product(num_outputs: int, num_inputs: int, group: int, tokens: int, dtype: torch.dtype) -> None:
-    weight = random_weight(num_outputs, num_inputs, group, bias=num_outputs % 2 == 1)
-    x_MK = torch.randn(tokens, num_inputs).to(DEVICE, dtype)
-    ours = TwoPathLinear(weight, dtype, DEVICE).fused(x_MK)
-    assert ours.dtype == dtype
-    assert relative_error(ours, weight, x_MK) < PRODUCT[dtype]
+    for tokens in (1, 17, 65):
+        x_MK = torch.randn(tokens, num_inputs).to(DEVICE, dtype)
+        ours = linear.fused(x_MK)
+        assert ours.dtype == dtype
+        assert relative_error(ours, weight, x_MK) < PRODUCT[dtype], tokens
 
 
 @DTYPES
@@ -77,28 +69,6 @@ def test_what_is_no_number_stays_in_its_row() -> None:
     assert torch.equal(broken[[0, 1, 3]], clean[[0, 1, 3]])
 
 
-@pytest.mark.parametrize(("adjacent", "order"), [(2, (2, 8, 16)), (4, (4, 2, 16))])
-def test_words_hold_the_nibbles_where_the_head_of_the_file_says(adjacent: int, order: tuple[int, int, int]) -> None:
-    weight = random_weight(3, 160, 32)
-    tiled = TiledInt4.of(weight, torch.device("cpu"), adjacent)
-    assert tiled.word_BNW.shape == (2, 3, 16)
-    of_thread, of_odd_run, of_second_pair = order
-    for k in range(160):
-        block, quarter, rest = k // 128, k % 128 // 32, k % 32
-        places = [
-            (thread, run, half)
-            for thread in range(4)
-            for run in range(4)
-            for half in range(2)
-            if of_thread * thread + of_odd_run * (run % 2) + of_second_pair * (run // 2) + half == rest
-        ]
-        ((thread, run, half),) = places
-        nibble_N = (
-            tiled.word_BNW[block, :, 4 * thread + quarter] >> (4 * run + 16 * (half if adjacent == 2 else 1 - half))
-        ) & 15
-        assert nibble_N.tolist() == weight.q_NK[:, k].tolist()
-
-
 @DTYPES
 @pytest.mark.parametrize("adjacent", [2, 4])
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -122,14 +92,11 @@ def test_zero_points_of_symmetric_and_odd_weights(zero: int, dtype: torch.dtype)
     assert relative_error(ours, weight, x_MK) < PRODUCT[dtype]
 
 
-def test_scales_are_kept_in_the_narrowest_type_that_holds_them() -> None:
-    values = {torch.float16: 1 + 2**-10, torch.bfloat16: 2.0**100, torch.float32: 1 + 2**-20}
-    for dtype, value in values.items():
-        weight = GroupIntWeight(torch.ones(1, 32, dtype=torch.uint8), torch.tensor([[value]]), torch.zeros(1, 1), 32)
-        tiled = TiledInt4.of(weight, torch.device("cpu"))
-        assert tiled.group_CNG2.dtype == dtype
-        assert tiled.group_CNG2[0, 0, 0].tolist() == [value, 16]
-    assert TiledInt4.of(random_weight(64, 256, 128), torch.device("cpu")).num_bytes == 64 * 128 + 2 * 64 * 4
+@pytest.mark.parametrize("scale", [1 + 2**-10, 2.0**100, 1 + 2**-20], ids=["float16", "bfloat16", "float32"])
+def test_scales_are_exact_whatever_type_holds_them(scale: float) -> None:
+    q_NK, zeros_NG = torch.ones(1, 32, dtype=torch.uint8), torch.zeros(1, 1)
+    weight = GroupIntWeight(q_NK, torch.tensor([[scale]]), zeros_NG, 32)
+    assert (TwoPathLinear(weight, torch.float32, DEVICE).kept_NK == scale).all()
 
 
 # -- two ways
@@ -150,13 +117,6 @@ def test_the_crossover_parts_the_ways(with_scratch: bool, monkeypatch: pytest.Mo
         assert ours.shape == (tokens, 40)
         assert tokens == 0 or relative_error(ours, weight, x_MK) < PRODUCT[torch.float32]
     assert taken == ["dense", "fused", "fused", "dense"]
-
-
-def test_default_crossovers() -> None:
-    weight = random_weight(8, 32, 32)
-    of_card = crossover_of(Target.of(DEVICE).capability)
-    assert TwoPathLinear(weight, torch.float32, DEVICE).crossover == of_card.small
-    assert TwoPathLinear(weight, torch.float32, DEVICE, Scratch(torch.float32, DEVICE)).crossover == of_card.scratch
 
 
 def test_cards_without_an_entry_take_the_crossover_of_the_next_older_one() -> None:
@@ -184,7 +144,7 @@ def test_what_the_kernels_do_not_serve_goes_to_cublas(change: str) -> None:
     if change == "large zeros":
         weight.zeros_NG[0, 0] = 241
     assert not serves(weight)
-    with pytest.raises(ValueError, match="the fused kernels take 4 bits"):
+    with pytest.raises(ValueError, match="the fused kernels support 4 bits"):
         TwoPathLinear(weight, torch.float32, DEVICE)
     linear = prepare_linear(weight, torch.float32, DEVICE)
     assert isinstance(linear, DenseLinear)
@@ -198,16 +158,12 @@ def test_dense_weights_go_to_cublas() -> None:
     assert torch.allclose(linear(x_MK.to(DEVICE)).cpu(), x_MK @ weight_NK.T + bias_N, atol=1e-5)
 
 
-@pytest.mark.parametrize("target", [A100, H100])
-@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 500])
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(4096, 4096), (28672, 4096), (4096, 14336), (128, 64)])
-def test_tiles_cover_the_inputs_and_parts_stay_small(
-    num_outputs: int, num_inputs: int, tokens: int, target: Target
-) -> None:
-    num_chunks = -(-num_inputs // CHUNK)
-    tile = tile_for(tokens, num_outputs, num_chunks, target)
-    per_part = -(-num_chunks // tile.parts)
-    assert (tile.parts - 1) * per_part < num_chunks <= tile.parts * per_part
-    if tile.parts > 1:
-        assert per_part >= 2
-        assert 4 * tile.parts * tile.tokens * num_outputs <= num_outputs * num_inputs // 2
+def test_tiles_cover_the_inputs_and_parts_stay_small() -> None:
+    for target in (A100, H100):
+        for num_outputs, num_inputs in ((4096, 4096), (28672, 4096), (4096, 14336), (128, 64)):
+            num_chunks = -(-num_inputs // CHUNK)
+            for tokens in (1, 16, 17, 64, 500):
+                tile = tile_for(tokens, num_outputs, num_chunks, target)
+                per_part = -(-num_chunks // tile.parts)
+                assert (tile.parts - 1) * per_part < num_chunks <= tile.parts * per_part
+                assert tile.parts == 1 or 4 * tile.parts * tile.tokens * num_outputs <= num_outputs * num_inputs // 2

@@ -1,4 +1,4 @@
-"""Sampled tokens against the oracle and against those of the engine's sampler on the host."""
+"""Sampled tokens against the oracle, and the best token of each row against the engine's sampler on the host."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,9 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from pipeline.engine.sampling import on_host
 from pipeline.kernels import reference
+from pipeline.kernels.triton.sampling import argmax
 from pipeline.kernels.triton.sampling import sample as kernel
 from tests.kernels.triton.problems import DEVICE, DTYPES
 
@@ -46,13 +48,33 @@ def agree(logits_RV: torch.Tensor, options: list[tuple[float, float, float, floa
     return np.array_equal(finite, sound) and np.array_equal(ours[finite], oracle[finite])
 
 
+def flat(random: np.random.Generator, rows: int, vocabulary: int) -> torch.Tensor:
+    return torch.from_numpy(random.normal(0, 3, (rows, vocabulary))).float()
+
+
+def peaked(random: np.random.Generator, rows: int, vocabulary: int) -> torch.Tensor:
+    """Logits like a model's: a few tokens far above all others."""
+    logits_RV = flat(random, rows, vocabulary)
+    logits_RV[:, random.choice(vocabulary, 6, replace=False)] += torch.linspace(10, 20, 6)
+    return logits_RV
+
+
+def greedy_agrees(logits_RV: torch.Tensor) -> bool:
+    token_R, finite_R = argmax.greedy(logits_RV.to(DEVICE))
+    expected = on_host.greedy(logits_RV.float())
+    assert token_R.dtype == torch.int64
+    same = np.array_equal(token_R.cpu().numpy(), expected.token_ids)
+    return same and np.array_equal(finite_R.cpu().numpy(), expected.finite)
+
+
 @DTYPES
-@pytest.mark.parametrize("vocabulary", [1, 100, 20_000])
+@pytest.mark.parametrize("vocabulary", [1, 100, 8192, 8193, 20_000])
 def test_tokens_are_those_of_the_oracle(vocabulary: int, dtype: torch.dtype) -> None:
     random = np.random.default_rng(vocabulary)
     options = [(t, min(k, vocabulary), p, m) for t, k, p, m in OPTIONS.values()]
     logits_RV = torch.from_numpy(random.normal(0, 3, (len(options), vocabulary))).to(dtype)
     assert agree(logits_RV, options, random.random(len(options)))
+    assert greedy_agrees(logits_RV)
 
 
 @pytest.mark.parametrize("best", [0.0, -0.0])
@@ -84,17 +106,6 @@ def test_candidates_that_just_fit_the_list(num_equal: int) -> None:
     logits_RV[:, 100 : 100 + num_equal] = 3.0
     options = [(1.0, 0, 0.6, 0.0), (1.0, num_equal - 1, 1.0, 0.0), (1.0, num_equal, 0.999, 0.0)]
     assert agree(logits_RV, options, np.array([0.9, 1 - 2.0**-53, 0.5]))
-
-
-def flat(random: np.random.Generator, rows: int, vocabulary: int) -> torch.Tensor:
-    return torch.from_numpy(random.normal(0, 3, (rows, vocabulary))).float()
-
-
-def peaked(random: np.random.Generator, rows: int, vocabulary: int) -> torch.Tensor:
-    """Logits like a model's: a few tokens far above all others."""
-    logits_RV = flat(random, rows, vocabulary)
-    logits_RV[:, random.choice(vocabulary, 6, replace=False)] += torch.linspace(10, 20, 6)
-    return logits_RV
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -135,24 +146,8 @@ def test_a_row_has_its_token_in_any_batch() -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="loads are counted in the interpreter")
-@pytest.mark.parametrize(
-    ("kind", "name", "fewest", "most"),
-    [
-        (flat, "temperature", 1.0, 1.1),
-        (flat, "top_k", 1.0, 1.3),
-        (flat, "top_p", 2.5, 3.1),
-        (flat, "more than the list takes", 3.5, 4.1),
-        (peaked, "temperature", 1.0, 1.1),
-        (peaked, "top_k", 1.0, 1.3),
-        (peaked, "top_p", 1.0, 1.1),
-        (peaked, "all", 1.0, 1.3),
-    ],
-)
-def test_passes_over_the_logits(
-    monkeypatch: pytest.MonkeyPatch, kind: Callable[..., torch.Tensor], name: str, fewest: float, most: float
-) -> None:
-    num_loaded = 0
-    logits_RV = kind(np.random.default_rng(3), 1, 65_536)
+def test_passes_over_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_loaded, logits_RV = 0, torch.empty(0)
     load = InterpreterBuilder.create_masked_load
 
     def counted(self: InterpreterBuilder, pointers: TensorHandle, mask: TensorHandle, *rest: object) -> TensorHandle:
@@ -162,11 +157,25 @@ def test_passes_over_the_logits(
         return load(self, pointers, mask, *rest)
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
-    kernel.sample(logits_RV, how_of([OPTIONS[name]], 65_536, np.array([0.5])))
-    assert fewest <= num_loaded / 65_536 <= most
+    passes = {
+        "temperature": (1.1, 1.1),
+        "top_k": (1.3, 1.3),
+        "top_p": (3.1, 1.1),
+        "more than the list takes": (4.1, 4.1),
+    }
+    for name, limits in passes.items():
+        for kind, most in zip((flat, peaked), limits):
+            num_loaded, logits_RV = 0, kind(np.random.default_rng(3), 1, 65_536)
+            kernel.sample(logits_RV, how_of([OPTIONS[name]], 65_536, np.array([0.5])))
+            assert 1.0 <= num_loaded / 65_536 <= most, (name, kind)
 
 
-def test_equal_logits_everywhere() -> None:
+def test_equal_logits() -> None:
+    logits_RV = torch.zeros(4, 20_000)
+    logits_RV[1, [5, 7]] = 1.0
+    logits_RV[2, [9000, 9001]] = 1.0  # in one part
+    logits_RV[3, [8191, 8192, 19_999]] = 1.0  # over parts
+    assert greedy_agrees(logits_RV), "the first of them"
     options = [(1.0, 0, 1.0, 0.0), (2.0, 0, 0.5, 0.0), (1.0, 9, 1.0, 0.0), (1.0, 0, 1.0, 1.0), (0.0, 0, 1.0, 0.0)]
     assert agree(torch.zeros(5, 9000), options, np.array([0.3, 0.999, 0.7, 0.2, 0.5]))
 
@@ -196,6 +205,7 @@ def test_rows_that_are_not_finite_are_told(value: float, at: int) -> None:
     logits_RV = torch.randn(4, 20_000)
     logits_RV[1, at] = value
     logits_RV[2] = value
+    assert greedy_agrees(logits_RV)
     options = [OPTIONS["temperature"], OPTIONS["top_k"], OPTIONS["min_p"], OPTIONS["greedy"]]
     how_5R = how_of(options, 20_000, np.array([0.1, 0.9, 0.5, 0.3]))
     (ours, finite), (oracle, sound) = both(logits_RV, how_5R)
@@ -207,8 +217,10 @@ def test_rows_that_are_not_finite_are_told(value: float, at: int) -> None:
 def test_rows_that_lie_apart_and_no_rows_at_all() -> None:
     options = [OPTIONS["temperature"], OPTIONS["greedy"], OPTIONS["top_p"]]
     assert agree(torch.randn(3, 60)[:, :30], options, np.array([0.2, 0.4, 0.6]))
-    token_R, finite_R = kernel.sample(torch.empty(0, 10, device=DEVICE), torch.empty(5, 0, device=DEVICE).double())
-    assert (len(token_R), len(finite_R)) == (0, 0)
+    assert greedy_agrees(torch.randn(4, 60)[:, :30])
+    logits_RV = torch.empty(0, 10, device=DEVICE)
+    for found in (kernel.sample(logits_RV, torch.empty(5, 0, device=DEVICE).double()), argmax.greedy(logits_RV)):
+        assert [len(each) for each in found] == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p"])

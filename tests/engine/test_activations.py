@@ -1,0 +1,111 @@
+"""The engine with activations in 8 bits: tokens are those of the definition in plain torch, in any batch."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import SamplingParams
+from pipeline.engine.startup import memory
+from pipeline.engine.startup.memory import weight_bytes
+from pipeline.kernels.cpu.linear.linear_int8 import multiplies_bytes
+from pipeline.kernels.cpu.tiles.int8_tile import forms_here
+from pipeline.model.config import read_config
+from tests.engine.test_gpu_kernels import engine_of
+from tests.kernels.triton.problems import DEVICE
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(DEVICE.type == "cuda", reason="the engine runs on the CPU here, and the kernels on the GPU"),
+]
+ONE_BY_ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 7}
+SERVED: list[tuple[str, str, dict[str, int]]] = [
+    ("fp8", "triton", {}),
+    ("fp8", "cpu", {}),
+    ("fp8", "cpu", ONE_BY_ONE),
+    ("fp8-per-token", "triton", {}),
+    ("fp8-per-token", "cpu", {}),
+    ("int8", "cpu", {}),
+    ("int8", "cpu", ONE_BY_ONE),
+]
+
+
+def completed(engine: Engine) -> tuple[list[list[int]], np.ndarray]:
+    """Greedy tokens of ragged prompts, two of which begin alike, and their log-probabilities."""
+    rng = np.random.default_rng(3)
+    stem = rng.integers(0, 255, 16).tolist()
+    prompts = [(stem if n < 2 else []) + rng.integers(0, 255, length).tolist() for n, length in enumerate((10, 1, 5))]
+    with engine:
+        done = engine.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True, logprobs=0))
+    likelihoods = [token.logprob for completion in done for token in completion.logprobs or ()]
+    return [completion.token_ids for completion in done], np.array(likelihoods)
+
+
+@pytest.fixture(scope="module")
+def oracles(int4_folder: Path) -> dict[str, tuple[list[list[int]], np.ndarray]]:
+    forms = ("auto", "fp8", "fp8-per-token", "int8")
+    return {form: completed(engine_of(int4_folder, "reference", activation_dtype=form)) for form in forms}
+
+
+def skip_without_products_of_bytes(form: str) -> None:
+    if form == "int8" and not multiplies_bytes():
+        pytest.skip("this processor has no AVX2")
+
+
+@pytest.mark.parametrize(("form", "kernels", "limits"), SERVED)
+def test_tokens_are_the_oracles(
+    form: str, kernels: str, limits: dict[str, int], int4_folder: Path, oracles: dict[str, Any]
+) -> None:
+    skip_without_products_of_bytes(form)
+    tokens, likelihoods = completed(engine_of(int4_folder, kernels, activation_dtype=form, **limits))
+    assert tokens == oracles[form][0]
+    assert np.median(abs(likelihoods - oracles[form][1])) < 1e-4
+
+
+def test_each_form_gives_other_logits(oracles: dict[str, Any]) -> None:
+    """One scale a token rounds weights too."""
+    for one, other, least in (("auto", "fp8", 1e-2), ("fp8", "fp8-per-token", 1e-3), ("auto", "int8", 1e-3)):
+        assert np.median(abs(oracles[one][1] - oracles[other][1])) > least, "rounding would not be seen"
+
+
+@pytest.mark.parametrize(
+    ("form", "kernels", "linear"),
+    [
+        ("fp8", "triton", ".*fp8"),
+        ("fp8-per-token", "triton", ""),
+        ("int8", "cpu", rf"4- and 8-bit weights: numba, products of bytes \({forms_here()[0].name}\); others"),
+    ],
+)
+def test_it_says_what_is_in_8_bits(form: str, kernels: str, linear: str, int4_folder: Path) -> None:
+    skip_without_products_of_bytes(form)
+    with engine_of(int4_folder, kernels, activation_dtype=form) as engine:
+        assert engine.resolved["weights"] == f"AWQ int4, groups of 64; inputs of 8 of 9 linears in {form}"
+        assert re.match(linear, str(engine.resolved["kernel.linear"]))
+    with engine_of(int4_folder, kernels) as engine:
+        assert form not in f"{engine.resolved['weights']} {engine.resolved['kernel.linear']}"
+
+
+def test_a_draft_model_keeps_its_own(int4_folder: Path) -> None:
+    plain = str(int4_folder.with_name("plain"))
+    speculation: Any = {"method": "draft_model", "model": plain, "num_speculative_tokens": 2, "forced": True}
+    with engine_of(int4_folder, "cpu", activation_dtype="fp8", speculation=speculation) as engine:
+        assert "8 of 9 linears in fp8" in str(engine.resolved["weights"])
+
+
+def test_memory_is_planned_with_a_byte_a_weight(int4_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(int4_folder)
+    gpu, linears = torch.device("cuda"), config.num_linear_parameters()
+    rest = 2 * (config.num_parameters() - linears)
+    planned = weight_bytes(config, gpu, torch.bfloat16, activation_dtype="fp8")
+    assert planned == pytest.approx(rest + linears * (1 + 4 / 64), abs=1)
+    assert planned < weight_bytes(config, gpu, torch.bfloat16)
+    cpu, embeddings = torch.device("cpu"), 2 * config.vocab_size * config.hidden_size * torch.bfloat16.itemsize
+    for alone, per_weight in ((False, 2 + 0.5 + 8 / 64), (True, 0.5 + 3 / 64)):  # with a dense form beside, or without
+        monkeypatch.setattr(memory, "serves_int4_alone", lambda dtype, alone=alone: alone)
+        rounded, plain = (weight_bytes(config, cpu, torch.bfloat16, activation_dtype=each) for each in ("fp8", "auto"))
+        assert rounded == pytest.approx(embeddings + linears * (0.5 + 8 / 64), abs=1)
+        assert plain == pytest.approx(embeddings + linears * per_weight, abs=1)

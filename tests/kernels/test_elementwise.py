@@ -1,0 +1,169 @@
+"""The elementwise kernels of the CPU and of Triton against the reference in float32."""
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from pipeline.kernels import reference
+from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.cpu import elementwise as compiled
+from pipeline.kernels.triton import elementwise as fused
+from tests.kernels.steps import hostile_vectors
+from tests.kernels.triton.problems import DEVICE, TYPES, close
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities in the interpreter
+CPU = torch.device("cpu")
+SOUND_CODES = torch.arange(256, dtype=torch.uint8)[torch.arange(256) & 0x7F != 0x7F]
+
+
+class Served(NamedTuple):
+    kernels: Any
+    device: torch.device
+    dtype: torch.dtype
+    tokens: tuple[int, ...]
+
+
+SETS = [
+    *(Served(compiled, CPU, dtype, (1, 5, 700)) for dtype in (torch.float32, torch.bfloat16)),  # 700: on all threads
+    *(Served(fused, DEVICE, dtype, (1, 3)) for dtype in TYPES),
+]
+EACH = pytest.mark.parametrize("on", SETS, ids=lambda on: f"{on.kernels.__name__.split('.')[-2]}-{on.dtype}")
+
+
+@EACH
+@pytest.mark.parametrize("hidden", [8, 61, 1030])
+def test_add_rms_norm(hidden: int, on: Served) -> None:
+    torch.manual_seed(hidden)
+    for tokens in on.tokens:
+        x, residual, weight = torch.randn(tokens, hidden), 3 * torch.randn(tokens, hidden), torch.rand(hidden) + 0.5
+        x, residual, weight = x.to(on.dtype), residual.to(on.dtype), weight.to(on.dtype)
+        total = (x.float() + residual.float()).to(on.dtype)
+        expected = reference.rms_norm(total.float(), weight.float(), 1e-5)
+        ours, summed = on.kernels.add_rms_norm(*(t.to(on.device) for t in (x, residual, weight)), 1e-5)
+        assert ours.dtype == on.dtype
+        assert torch.equal(summed.cpu(), total)
+        assert close(ours, expected)
+
+
+def written(cache: LayerCache) -> torch.Tensor:
+    """(tensors, slots): whether anything but 0 is in a slot."""
+    codes, scales = cache.tensors[:2], (scale.transpose(1, 2).contiguous() for scale in cache.tensors[2:])
+    return torch.stack([t.cpu().float().flatten(2).flatten(0, 1).ne(0).any(1) for t in (*codes, *scales)])
+
+
+def of_slots(cache: LayerCache, slots: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(cache.k_CBKD.shape[:2].numel(), dtype=torch.bool).index_fill(0, slots, True)
+
+
+@EACH
+@pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 3, 10), (8, 1, 16), (15, 3, 80)])
+def test_norm_rope_write(heads: int, kv_heads: int, head_dim: int, with_norm: bool, on: Served) -> None:
+    torch.manual_seed(heads)
+    for tokens in on.tokens:
+        qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(on.dtype)
+        angle, slots = 100 * torch.rand(tokens, head_dim // 2), torch.randperm(770)[:tokens]
+        norms = [(torch.rand(head_dim) + 0.5).to(on.dtype) for _ in range(2)] if with_norm else None
+        cache = LayerCache.allocate(110, 7, kv_heads, head_dim, on.dtype, on.device)
+        wide = LayerCache.allocate(110, 7, kv_heads, head_dim, torch.float32, CPU)
+        wide_norms, our_norms = (norms and tuple(t.to(kind) for t in norms) for kind in (torch.float32, on.device))
+        oracle = reference.norm_rope_write(qkv.float(), angle.cos(), angle.sin(), wide_norms, 1e-6, wide, slots)  # type: ignore[arg-type]
+        inputs = (t.to(on.device) for t in (qkv, angle.cos(), angle.sin()))
+        ours = on.kernels.norm_rope_write(*inputs, our_norms, 1e-6, cache, slots.to(on.device))
+        assert ours.dtype == on.dtype
+        assert close(ours, oracle)
+        assert close(*(each.k_CBKD.flatten(0, 1)[slots] for each in (cache, wide)))
+        assert torch.equal(cache.v_CBKD.cpu(), wide.v_CBKD.to(on.dtype))
+        assert torch.equal(written(cache), of_slots(cache, slots).expand(2, -1))
+
+
+def fp8_caches(qkv: torch.Tensor, kv_heads: int, slots: torch.Tensor, on: Served) -> tuple[LayerCache, LayerCache]:
+    """What a kernel and the reference write of vectors that are not rotated."""
+    zero = torch.zeros(len(qkv), qkv.shape[2] // 2)
+    ours, oracle = (LayerCache.allocate(103, 7, kv_heads, qkv.shape[2], FP8, device) for device in (on.device, CPU))
+    inputs = (t.to(on.device) for t in (qkv, zero.cos(), zero))
+    on.kernels.norm_rope_write(*inputs, None, 1e-6, ours, slots.to(on.device))
+    reference.norm_rope_write(qkv, zero.cos(), zero, None, 1e-6, oracle, slots)
+    return ours, oracle
+
+
+@EACH
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 2, 40), (15, 3, 80)])
+def test_an_fp8_cache_is_written_as_the_reference_writes_it(
+    heads: int, kv_heads: int, head_dim: int, on: Served
+) -> None:
+    """To the bit: of sound vectors, zeros, vectors of one tiny value, and broken ones."""
+    tokens, vectors = max(9, *on.tokens), heads + 2 * kv_heads
+    qkv = hostile_vectors(tokens * vectors, head_dim).view(tokens, vectors, head_dim).to(on.dtype)
+    slots = torch.randperm(103 * 7)[:tokens]
+    ours, oracle = fp8_caches(qkv, kv_heads, slots, on)
+    for mine, its in zip(ours.tensors, oracle.tensors):
+        assert torch.equal(mine.cpu().view(torch.uint8), its.view(torch.uint8))
+    assert not written(ours)[:, ~of_slots(ours, slots)].any()
+
+
+@pytest.mark.parametrize("on", [each for each in SETS if each.dtype == torch.float32], ids=["cpu", "triton"])
+def test_codes_are_those_of_torch_at_and_around_every_halfway_case(on: Served) -> None:
+    code = SOUND_CODES[:127].view(FP8).float()
+    halfway = (code[1:] + code[:-1]) / 2
+    cases = torch.cat([code, halfway, halfway.nextafter(code[1:]), halfway.nextafter(code[:-1]), torch.rand(9) * 448])
+    cases = torch.cat([cases, torch.tensor([1e-30, 1e-45])])
+    vectors = torch.stack([cases, -cases, torch.full_like(cases, 448.0), cases], dim=1)  # so that the scale is 1
+    ours, _ = fp8_caches(vectors[:, None].repeat(1, 3, 1), 1, torch.arange(len(cases)), on)
+    assert bool((ours.tensors[2].flatten().cpu()[: len(cases)] == 1.0).all())
+    found = ours.k_CBKD.cpu().flatten(0, 1)[: len(cases), 0].view(torch.uint8)
+    assert torch.equal(found, vectors.to(FP8).view(torch.uint8))
+
+
+def test_what_is_stored_in_8_bits_is_near_what_was_given() -> None:
+    """Of half a unit in the last of 3 bits of mantissa, or of the smallest code; broken vectors are NaN throughout."""
+    x_TKD = hostile_vectors(90, 16)[:, None]
+    code_TKD, scale_TK = reference.to_fp8(x_TKD)
+    stored_TKD = code_TKD.float() * scale_TK[..., None]
+    broken_T = ~x_TKD.isfinite().all(-1).squeeze(1)
+    assert broken_T.sum() == 30
+    assert bool(stored_TKD[broken_T].isnan().all())
+    assert bool(code_TKD.float().isfinite().all())
+    sound_TKD, scale_TK1 = x_TKD[~broken_T], scale_TK[~broken_T][..., None]
+    allowed = torch.maximum(sound_TKD.abs() * 2**-4, scale_TK1 * 2**-10) * 1.00001
+    assert bool(((stored_TKD[~broken_T] - sound_TKD).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("kind", [torch.float32, FP8], ids=str)
+def test_a_token_without_a_slot_writes_nothing(kind: torch.dtype) -> None:
+    """What fills up a captured step to its size must not touch the cache."""
+    qkv, angle = torch.randn(3, 4, 16, device=DEVICE), torch.rand(3, 8, device=DEVICE)
+    cache = LayerCache.allocate(2, 4, 1, 16, kind, DEVICE)
+    fused.norm_rope_write(qkv, angle, angle, None, 1e-6, cache, torch.tensor([5, -1, -1], device=DEVICE))
+    assert torch.equal(written(cache), of_slots(cache, torch.tensor([5])).expand(len(cache.tensors), -1))
+
+
+@EACH
+def test_silu_mul(on: Served) -> None:
+    for tokens in on.tokens:
+        for width in (3, 64, 201, 1100):
+            gate_up = (8 * torch.randn(tokens, 2 * width)).to(on.dtype)
+            ours = on.kernels.silu_mul(gate_up.to(on.device))
+            assert ours.dtype == on.dtype
+            assert close(ours, reference.silu_mul(gate_up.float())), (tokens, width)
+    gate = torch.tensor([[-1e30, -1000.0, -89.0, -88.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 88.0, 1000.0, 1e30]])
+    if on.dtype == torch.float32:  # exp of some cannot be held
+        ours = on.kernels.silu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1).to(on.device)).cpu()
+        assert torch.allclose(ours, torch.nn.functional.silu(gate), atol=1e-6)
+
+
+@EACH
+def test_what_is_no_number_stays_so_in_its_row_and_no_row_is_no_error(on: Served) -> None:
+    """Where a row was broken, the logits must show it."""
+    for broken in (math.nan, math.inf):
+        x = torch.ones(3, 16, dtype=on.dtype)
+        x[1, 3] = broken
+        x = x.to(on.device)
+        norm, residual = on.kernels.add_rms_norm(x.clone(), torch.zeros_like(x), torch.ones_like(x[0]), 1e-5)
+        for found in (norm, residual, on.kernels.silu_mul(x.clone())):
+            assert torch.isfinite(found).all(dim=1).tolist() == [True, False, True]
+    x = torch.ones(0, 16, dtype=on.dtype, device=on.device)
+    assert on.kernels.silu_mul(x).shape == (0, 8)
+    assert on.kernels.add_rms_norm(x, x.clone(), torch.ones(16, dtype=on.dtype, device=on.device), 1e-5)[0].numel() == 0
