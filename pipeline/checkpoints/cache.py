@@ -124,7 +124,7 @@ class _StoredModel:
         with self.translated_errors():
             listed = self.fs.ls(self.root)
             found = _files_in(listed)
-            if "modules.json" in [f.name for f in found]:  # sentence-transformers': modules have folders (`pooling`)
+            if "modules.json" in [f.name for f in found]:  # sentence-transformers: modules have folders (`pooling`)
                 for folder in [e["name"].rstrip("/") for e in listed if e["type"] == "directory"]:
                     below = folder.rpartition("/")[2]
                     found += [f for f in _files_in(self.fs.ls(folder), f"{below}/") if f.name == f"{below}/config.json"]

@@ -133,7 +133,7 @@ def _merge_nested(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
         return None if key is None or item is None else pa.map_(key, item)
     if pa.types.is_struct(a) and pa.types.is_struct(b):
         ours, theirs = ({f.name: f.type for f in t.fields} for t in (a, b))
-        if len(ours) < a.num_fields or len(theirs) < b.num_fields:  # two fields of one name
+        if len(ours) < a.num_fields or len(theirs) < b.num_fields:  # duplicate field names
             return None
         names, nothing = dict.fromkeys([*ours, *theirs]), pa.null()
         merged = {name: merge_types(ours.get(name, nothing), theirs.get(name, nothing)) for name in names}

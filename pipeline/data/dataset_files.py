@@ -91,8 +91,8 @@ class _Footers:
         self._lock = threading.Lock()
         self._number: dict[bytes, int] = {}  # number of each distinct schema, by its digest
         self._kept: list[pa.Schema] = []
-        self._schema_of: dict[int, int] = {}  # file -> number
-        self._files: dict[int, tuple[str, int]] = {}  # path and size
+        self._schema_of: dict[int, int] = {}  # file -> schema number
+        self._files: dict[int, tuple[str, int]] = {}  # file -> (path, size)
 
     def look(self, index: int, relative: str, size: int) -> SourceFile:
         name, path = self._names[index], posixpath.join(self._root, relative)
@@ -110,7 +110,7 @@ class _Footers:
         return SourceFile.of(relative, size, got)
 
     def columns(self, indices: Iterable[int]) -> MergedSchemas:
-        first: dict[int, int] = {}  # file by schema
+        first: dict[int, int] = {}  # schema number -> first file
         files = sorted(indices)
         for index in files:
             first.setdefault(self._schema_of[index], index)
@@ -201,7 +201,7 @@ class _RequestLines:
     def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool) -> None:
         self._fs, self._root, self._names, self._keep_bad = fs, root, names, keep_bad
         self._notes: dict[int, FileNotes] = {}
-        self._files: dict[int, tuple[str, int]] = {}  # relative path and size
+        self._files: dict[int, tuple[str, int]] = {}  # file -> (relative path, size)
         self._found: Requests | None = None
 
     def look(self, index: int, relative: str, size: int) -> SourceFile:

@@ -16,7 +16,7 @@ from pipeline.report.record.run_record import PHASES, Moment
 from pipeline.report.run_report import RunReport
 
 MAX_ACTORS = 16  # in the chart of engines: those with the most machine time
-MAX_BINS = 16  # of a histogram
+MAX_BINS = 16  # per histogram
 _COMPUTING = ("prefill", "decode", "wasted", "quality")
 _LATENCIES = {"first_token_us": "to first token", "row_us": "to last token"}
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 360, 200, 44, 34, 8, 8  # of an SVG chart

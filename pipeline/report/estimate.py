@@ -45,7 +45,7 @@ class Estimate(JsonRecord):
     speeds_from: str = ""
     lengths_from: str = ""
     actors: int = 1
-    job: str = ""  # undated digest of its identity
+    job: str = ""  # digest of the job's identity without dates
 
     @property
     def usd(self) -> Interval | None:

@@ -221,7 +221,9 @@ class LocalFolder(Folder):
         try:
             yield
         except OSError as e:
-            raise EnvironmentFailed(f"{path}: {e.strerror or e}; free the disk or fix it, then run again") from e
+            raise EnvironmentFailed(
+                f"{path}: {e.strerror or e}; free some space or fix the disk, then run again"
+            ) from e
 
 
 def _check(path: Path, data: bytes) -> None:
@@ -247,7 +249,7 @@ def _lock(fd: int) -> bool:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Sync a folder, which makes its names durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

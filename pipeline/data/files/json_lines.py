@@ -29,7 +29,7 @@ from pipeline.stores.filesystem import secrets_in
 
 BLOCK_BYTES = 1 << 20  # windows are cut at blocks: another value changes the windows of existing outputs
 MAX_LINE_BYTES = 64 << 20
-_REQUEST_BYTES = 8 << 20  # of a plain or compressed file in a store
+_REQUEST_BYTES = 8 << 20  # per request to a store
 _ENDINGS = (".jsonl", ".ndjson", ".json")
 _COMPRESSIONS: dict[str, Literal["gzip", "zstd"]] = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _BOM = b"\xef\xbb\xbf"

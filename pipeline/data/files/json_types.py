@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 MAX_KEYS = 10_000  # of a dataset; more suggest that data is stored in keys
-_MAX_DEPTH = 16  # of a value that is not kept as text
+_MAX_DEPTH = 16  # max nesting depth; deeper values become text
 _EXACT = 2**53  # floats represent integers exactly up to here
 
 # Kind of a key's values: None (only nulls), bool, int, float, str, _LONG (integers beyond _EXACT), ("list", inner),

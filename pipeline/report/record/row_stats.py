@@ -13,7 +13,7 @@ from pipeline.report.record.json_record import JsonRecord
 from pipeline.report.record.quality_stats import QualityStats
 
 FIRST_LENGTH = 64  # max prompt tokens of the first bucket; each further bucket doubles the limit
-MAX_EXAMPLES = 3  # of each error code
+MAX_EXAMPLES = 3  # per error code
 MAX_MESSAGE = 300  # characters of an example's message
 HISTOGRAM_ERROR = 1 / 32  # max relative error of a value read from a histogram
 

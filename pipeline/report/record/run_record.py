@@ -87,7 +87,7 @@ class ActorRecord:
     kept_tokens: Computed = field(default_factory=Computed)  # of finished rows that a stopped run kept for the next one
     crashed_tokens: Computed = field(default_factory=Computed)  # of rows in an engine process when it ended
     resumed_rows: int = 0  # rows kept by an earlier run and delivered in parts of this one
-    resumed_generated_tokens: int = 0  # of these
+    resumed_generated_tokens: int = 0  # of these rows
     storage_retries: dict[str, int] = field(default_factory=dict)  # of its requests to stores, by kind
     replaces: int | None = None  # the actor that ended and was replaced by this one
     host: str = ""  # host name of its machine

@@ -77,7 +77,7 @@ def test_texts_to_embed_bring_their_encoding(tmp_path):
     ({"a.jsonl": [named(1)], "b.jsonl": [named(2, model="other")]},
      r"b\.jsonl:1: body\.model is 'other', but 'm' in \S+a\.jsonl:1"),
     ({"a.jsonl": [named(1), named(2, text)]}, r"a\.jsonl:2: url is '/v1/completions', but '/v1/chat"),
-    ({"a.jsonl": [named(1, text), named(2, embedding)]}, r"a\.jsonl:2: url is '/v1/embeddings', but .* in \S+a\.jsonl:1"),
+    ({"a.jsonl": [named(1, text), named(2, embedding)]}, r"a\.jsonl:2: url is '/v1/embeddings', but .* in \S+a\.jsonl"),
     ({"a.jsonl": [named(1, embedding, dimensions=4)], "b.jsonl": [named(2, embedding)]},
      r"b\.jsonl:1: body\.dimensions is missing, but 4 in \S+a\.jsonl:1; all lines"),
     ({"a.jsonl": [named(1, embedding, dimensions=0)]}, r"a\.jsonl:1: body\.dimensions: expected .* at least 1, got 0"),
