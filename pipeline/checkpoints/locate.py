@@ -80,7 +80,7 @@ def locate_model(name: str, revision: str | None = None) -> Path:
     """
     kind = model_kind(name)
     if revision is not None and kind != "id":
-        raise ModelError(f"model.revision {revision}: only Hugging Face ids have revisions, and {name} is not one")
+        raise ModelError(f"model.revision {revision}: only a Hugging Face id has revisions, and {name} is not one")
     if kind == "embedded":
         try:
             return demo_model(name.partition(":")[2] or "target")

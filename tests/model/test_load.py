@@ -148,5 +148,5 @@ def test_a_revision_is_of_a_hugging_face_id(monkeypatch):
     assert resolve_model("owner/name", revision="v2") == resolve_model("owner/name") == demo_model("target").resolve()
     assert requested == [("owner/name", "v2"), ("owner/name", None)]
     assert folder_here("owner/name", "v2") is None
-    with pytest.raises(ModelError, match="only Hugging Face ids have revisions"):
+    with pytest.raises(ModelError, match="only a Hugging Face id has revisions"):
         resolve_model(str(demo_model("target")), revision="v2")
