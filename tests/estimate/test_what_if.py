@@ -145,7 +145,7 @@ def test_a_change_for_the_worse_is_never_paid_back_and_an_unpriced_job_has_no_re
     worth = compare_reports(("a", "b"), a_report(phases=HALF), a_report(), 5e6, 10).returns
     assert worth.payback_months is None
     assert "$75.00 more per month" in worth.to_text()
-    with pytest.raises(ConfigError, match="b has no cost of a row"):
+    with pytest.raises(ConfigError, match="b has no cost per row"):
         compare_reports(("a", "b"), a_report(), a_report(hourly_usd=None), 5e6)
     assert compare_reports(("a", "b"), a_report(), a_report(hourly_usd=None)).returns is None
 

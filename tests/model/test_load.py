@@ -102,7 +102,7 @@ def test_what_stands_in_the_place_of_a_checkpoint_is_named(folder: Path, tmp_pat
     monkeypatch.chdir(tmp_path)
     for name, said in {
         "m.gguf": "is a GGUF file; expected the folder of a safetensors",
-        "./m.gguf": "a GGUF file",
+        "./m.gguf": "is a GGUF file",
         "lora/adapter_config.json": "is a file; expected the folder of",
         "empty": "is an empty folder; expected",
         "lora": "has adapter_config.json but no config.json: a LoRA adapter",

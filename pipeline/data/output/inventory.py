@@ -68,5 +68,5 @@ def what_is_wrong(store: PartStore) -> str | None:
     part."""
     counts = read_counts(store)
     if counts is None:
-        return "it has no valid _SUCCESS to compare with"
+        return "it has no _SUCCESS with its counts"
     return Inventory.of(store).wrong(counts)
