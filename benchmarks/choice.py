@@ -59,7 +59,9 @@ def measure(engine: Engine, prompts: Prompts, name: str, rounds: int) -> dict[st
     """Return the figures of one set of labels. label_tokens: of the longest. computed_tokens: of a round, by way."""
     texts = LABELS[name]
     labels = tuple(encode_labels(engine.tokenizer, prompts.round(0)[0], texts))
-    num_label_tokens = LabelTree.of(labels).num_computed  # of each row; the engine does not count them as a prompt's
+    num_label_tokens = LabelTree.from_labels(
+        labels
+    ).num_computed  # of each row; the engine does not count them as a prompt's
     longest = max(map(len, labels))
     free = SamplingParams(max_tokens=longest + 1, ignore_eos=True)
     held = SamplingParams(max_tokens=64, structured_outputs={"choice": texts})  # type: ignore[arg-type]

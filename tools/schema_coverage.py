@@ -55,7 +55,7 @@ class Doors:
 
     def compile(self, schema: Any) -> StructuredOutputs:
         """Raises ConfigError."""
-        wanted = StructuredOutputs.of({"json": schema})
+        wanted = StructuredOutputs.from_config({"json": schema})
         assert wanted is not None
         self._compiler.check(wanted)
         return wanted

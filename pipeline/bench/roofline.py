@@ -16,7 +16,7 @@ from pipeline.bench.shapes import GROUP, NAMES, SHAPES
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.startup.memory import served_form
 from pipeline.engine.startup.resolve import no_such_weight
-from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
+from pipeline.kernels.activations.fp8 import MIN_CAPABILITY
 from pipeline.kernels.triton.linear.crossover import Crossover, crossover_of
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import Card, find_card, load_cards
@@ -228,7 +228,7 @@ def _job(
 ) -> JobBound:
     """Of several kinds of weights the one that ends soonest."""
     if weights.fp8 and ceilings.fp8_flops_per_s is None:
-        needed = ".".join(map(str, LEAST_CAPABILITY))
+        needed = ".".join(map(str, MIN_CAPABILITY))
         return JobBound(ceilings.name, work.name, "fp8", 0, None, f"has no fp8: compute capability {needed} does")
     value_bytes = serving.value_bytes(size)
     found: list[JobBound] = []

@@ -29,7 +29,7 @@ from pipeline.errors import ConfigError, PipelineError
 PLAIN, NGRAM, DRAFT, AUTO, AGAIN = "plain", "lookup, forced", "draft model, forced", "auto", "plain again"
 TEXTS = ("reports", "extractive")
 OUTPUT_TOKENS = 96  # as in the demonstration job
-LEAST_EQUAL = 0.98  # of the rows: a near-tie of two logits may go either way in a batch of another size
+MIN_EQUAL = 0.98  # of the rows: a near-tie of two logits may go either way in a batch of another size
 
 
 @dataclass(frozen=True)
@@ -234,14 +234,14 @@ def _way(name: str, runs: list[_Run], plain: list[_Run], strict: bool) -> Way:
     counted = runs[1:]
     pairs = [(a, b) for ours, theirs in zip(counted, plain[1:]) for a, b in zip(ours.tokens, theirs.tokens)]
     equal = sum(a == b for a, b in pairs)
-    if strict and equal < LEAST_EQUAL * len(pairs):
+    if strict and equal < MIN_EQUAL * len(pairs):
         raise PipelineError(f"{name}: {len(pairs) - equal} of {len(pairs)} completions are not those of plain steps")
 
     def total(counter: str) -> int:
         return sum(getattr(run.stats, counter) for run in counted)
 
-    drafted = sum(sum(run.stats.drafted_by_place) for run in counted)
-    accepted = sum(sum(run.stats.accepted_by_place) for run in counted)
+    drafted = sum(sum(run.stats.drafted_by_position) for run in counted)
+    accepted = sum(sum(run.stats.accepted_by_position) for run in counted)
     return Way(
         name,
         tuple(run.seconds for run in counted),

@@ -23,7 +23,7 @@ from pipeline.engine.startup.memory import (
     weight_bytes,
 )
 from pipeline.formatting import shown_bytes, table
-from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
+from pipeline.kernels.activations.fp8 import MIN_CAPABILITY
 from pipeline.kernels.cache import FP8, head_bytes
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
@@ -161,8 +161,8 @@ def _lacking(activation_dtype: str, capability: tuple[int, int]) -> str:
     """What a GPU has not, which `with_rounded_activations` refuses."""
     if activation_dtype == "int8":
         return "engine.activation_dtype: int8 is for processors"
-    if activation_dtype != "auto" and capability < LEAST_CAPABILITY:
-        needed, has = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
+    if activation_dtype != "auto" and capability < MIN_CAPABILITY:
+        needed, has = (".".join(map(str, pair)) for pair in (MIN_CAPABILITY, capability))
         return f"engine.activation_dtype: {activation_dtype} needs compute capability {needed}, and this card has {has}"
     return ""
 

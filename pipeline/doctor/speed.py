@@ -41,8 +41,8 @@ def speed_on(
     if sequences == 0 or (weights.fp8 and card.fp8_flops is None):
         return None
     of_card = crossover_of(card.compute_capability)
-    most_fused = of_card.cached if keeps_dense else of_card.scratch
-    weights = replace(weights, cached=keeps_dense, fused_tokens=most_fused)
+    max_fused = of_card.cached if keeps_dense else of_card.scratch
+    weights = replace(weights, cached=keeps_dense, fused_tokens=max_fused)
     size, ceilings = config.size, Ceilings.of_card(card, MEASURED)
 
     def tokens_per_s(sequences: int, count: int) -> float:

@@ -19,12 +19,12 @@ import torch
 
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.final_check import checked, is_checked
-from pipeline.engine.forward.runner import Place, Runner
+from pipeline.engine.forward.runner import DeviceContext, Runner
 from pipeline.engine.grammar.validity import import_jsonschema
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
-from pipeline.engine.reading.sequences import prompt_reader, sequence_of, why_refused
+from pipeline.engine.reading.sequences import prompt_reader, sequence_of, unsupported_reason
 from pipeline.engine.reasoning.tracking import RequestReasoning
-from pipeline.engine.samples import Group, sample_seed
+from pipeline.engine.samples import ParentRequest, sample_seed
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
@@ -65,7 +65,7 @@ class Engine:
         self._assemble(
             built.runner,
             built.tokenizer,
-            built.place,
+            built.device_context,
             num_blocks=built.num_blocks,
             block_size=resolved.block_size,
             max_model_len=built.max_model_len,
@@ -74,11 +74,11 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             seed=config.seed,
         )
-        with self.place:
+        with self.device_context:
             self.draft_as(
                 make_drafting(resolved, self.scheduler, built.draft_runner, self.runner.vocab_size, self._say)
             )
-        self.resolved: dict[str, str | int] = built.about
+        self.resolved: dict[str, str | int] = built.settings
 
     @classmethod
     def from_parts(cls, runner: Runner, tokenizer: Tokenizer, **sizes: Any) -> "Engine":
@@ -86,14 +86,14 @@ class Engine:
         engine = cls.__new__(cls)
         engine.resolved = {}
         engine._say = lambda text: None
-        engine._assemble(runner, tokenizer, Place(None, torch.device("cpu")), **sizes)
+        engine._assemble(runner, tokenizer, DeviceContext(None, torch.device("cpu")), **sizes)
         return engine
 
     def _assemble(
         self,
         runner: Runner,
         tokenizer: Tokenizer,
-        place: Place,
+        device_context: DeviceContext,
         *,
         num_blocks: int,
         block_size: int,
@@ -104,13 +104,13 @@ class Engine:
         seed: int = 0,
     ) -> None:
         self._turn = threading.RLock()  # held by the thread that adds, steps or aborts
-        self.place = place  # for callers that compute with `runner` outside steps
+        self.device_context = device_context  # for callers that compute with `runner` outside steps
         self.tokenizer, self.seed, self.max_model_len = tokenizer, seed, max_model_len
         self.stats = EngineStats()
         self.pool = BlockPool(num_blocks, block_size)
         self.table = SlotTable(max_num_seqs, max_model_len, block_size)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
-        self._masks = GrammarMasks(tokenizer, runner.vocab_size, self.table, self.stats, place.num_threads)
+        self._masks = GrammarMasks(tokenizer, runner.vocab_size, self.table, self.stats, device_context.num_threads)
         self._completing = Completing(self.scheduler, tokenizer, self._masks, runner.vocab_size, self._clean)
         self._reasoning = RequestReasoning(tokenizer)
         self._make_loop(runner, None)
@@ -134,13 +134,13 @@ class Engine:
         self._check_open()
         params, no_reasoning = request.params, None
         if params.reasoning is not None:  # raises before anything is counted
-            no_reasoning = self._reasoning.why_refused(
+            no_reasoning = self._reasoning.unsupported_reason(
                 params.reasoning, params.thinking_token_budget is not None, params.structured_outputs is not None
             )
         seed = params.seed if params.seed is not None else self.seed + call.num_given
         refused = None
         if request.task is not None or not self.runner.has_vocabulary_head:
-            refused = why_refused(request, self.runner)
+            refused = unsupported_reason(request, self.runner)
         if refused is None and no_reasoning is not None and request.task is None:
             refused = RowError.INVALID_SAMPLING, no_reasoning
         sequences = [] if refused is not None else self._sequences(request, seed, call)  # raises for invalid ids
@@ -162,19 +162,19 @@ class Engine:
         self._order += n
         if n == 1:
             return [Sequence(request, token_ids, first, seed, call, queued_us=queued_us)]
-        group = Group(n)
+        group = ParentRequest(n)
         return [
             Sequence(
                 request,
                 token_ids,
-                first + place,
-                sample_seed(seed, place),
+                first + device_context,
+                sample_seed(seed, device_context),
                 call=call,
                 group=group,
-                place=place,
+                sample_index=device_context,
                 queued_us=queued_us,
             )
-            for place in range(n)
+            for device_context in range(n)
         ]
 
     def _queue(self, sequence: Sequence) -> None:
@@ -217,7 +217,7 @@ class Engine:
         return self._abort(lambda sequence: sequence.request.row_id == row_id)
 
     def _abort(self, matches: Callable[[Sequence], bool]) -> bool:
-        with self._turn, self.place:
+        with self._turn, self.device_context:
             aborted = self._recovery.abort(matches)
             # A request of several samples counts once.
             for call in {id(sequence.group or sequence): sequence.call for sequence in aborted}.values():
@@ -276,7 +276,7 @@ class Engine:
         self._check_open()
         self._is_stepping = True
         try:
-            with self.place:
+            with self.device_context:
                 self._recovery.step()
         finally:
             self._is_stepping = False

@@ -1,7 +1,7 @@
 """The final check of a completion: JSON that does not conform to its schema becomes an error."""
 
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.engine.grammar.validity import why_invalid
+from pipeline.engine.grammar.validity import invalid_reason
 from pipeline.engine.params import Completion, SamplingParams
 from pipeline.engine.samples import with_samples
 from pipeline.errors import RowError
@@ -28,7 +28,7 @@ def checked(completion: Completion, params: SamplingParams) -> Completion:
 
 
 def _checked(one: Completion, wanted: StructuredOutputs) -> Completion:
-    reason = why_invalid(wanted, one.text) if one.finish_reason == "stop" else None
+    reason = invalid_reason(wanted, one.text) if one.finish_reason == "stop" else None
     if reason is None:
         return one
     return Completion(

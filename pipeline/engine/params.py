@@ -100,9 +100,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.reasoning is not None:
-            object.__setattr__(self, "reasoning", ReasoningMarkers.of(self.reasoning))
+            object.__setattr__(self, "reasoning", ReasoningMarkers.from_config(self.reasoning))
         if self.structured_outputs is not None:
-            object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.from_config(self.structured_outputs))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name, off in OFF_AT_MINUS_1.items():
@@ -382,7 +382,7 @@ class RowQuality:
     same_text: bool = False
     served_right: bool | None = None
     reference_right: bool | None = None
-    why_not: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def with_samples(samples: Sequence[Completion]) -> Completion:
     )
 
 
-class Group:
+class ParentRequest:
     """Sequences of one request with several samples. Their completions become one when the last has ended: a failed one
     does not abort the others. They are queued together and aborted together. Compared by identity."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-DRAFT_PLACES = 8  # draft positions that are counted separately; the last one counts all later positions too
+NUM_DRAFT_POSITIONS = 8  # draft positions that are counted separately; the last one counts all later positions too
 STEP_TIMES = ("prefill_us", "decode_us", "drafts_us", "preempted_us", "retried_us", "quality_us")  # of EngineStats
 
 
@@ -25,8 +25,8 @@ class EngineStats:
     nothing else: 1, rows, rows**2, microseconds, rows * microseconds. `pipeline.estimate.measured` fits a line of time
     by rows to them.
 
-    num_draft_steps counts the steps that computed drafts; drafted_by_place counts drafts by their position after the
-    known tokens (the last entry from the eighth on), and accepted_by_place the accepted ones. rejected_drafts counts
+    num_draft_steps counts the steps that computed drafts; drafted_by_position counts drafts by their position after the
+    known tokens (the last entry from the eighth on), and accepted_by_position the accepted ones. rejected_drafts counts
     the drafts of all positions that the model rejected.
 
     masked_tokens counts the rows of logits whose token is constrained by a grammar, including those after drafts. Most
@@ -60,15 +60,15 @@ class EngineStats:
     forced_tokens: int = 0
     filled_masks: int = 0
     mask_us: int = 0
-    drafted_by_place: list[int] = field(default_factory=lambda: [0] * DRAFT_PLACES)
-    accepted_by_place: list[int] = field(default_factory=lambda: [0] * DRAFT_PLACES)
+    drafted_by_position: list[int] = field(default_factory=lambda: [0] * NUM_DRAFT_POSITIONS)
+    accepted_by_position: list[int] = field(default_factory=lambda: [0] * NUM_DRAFT_POSITIONS)
 
     def add_drafts(self, drafted_D: np.ndarray, accepted_D: np.ndarray) -> None:
         """Add a step with drafts: the number of drafted and of accepted tokens of each sequence."""
         self.num_draft_steps += 1
         self.rejected_drafts += int(drafted_D.sum() - accepted_D.sum())
-        self.drafted_by_place = _add_counts(self.drafted_by_place, drafted_D)
-        self.accepted_by_place = _add_counts(self.accepted_by_place, accepted_D)
+        self.drafted_by_position = _add_counts(self.drafted_by_position, drafted_D)
+        self.accepted_by_position = _add_counts(self.accepted_by_position, accepted_D)
 
     def since(self, before: "EngineStats") -> "EngineStats":
         """Return the growth of the totals since `before`, a copy of them."""
@@ -96,7 +96,7 @@ def _add_counts(total_by_position: list[int], count_D: np.ndarray) -> list[int]:
     """Return a new list, because copies of the totals share the old one. count_D: drafts of each sequence."""
     total = total_by_position.copy()
     for position, count in enumerate(np.bincount(count_D)[::-1].cumsum()[::-1][1:].tolist()):
-        total[min(position, DRAFT_PLACES - 1)] += count
+        total[min(position, NUM_DRAFT_POSITIONS - 1)] += count
     return total
 
 

@@ -205,7 +205,7 @@ class _Rows:
     ) -> tuple[Measured, _Outputs]:
         """Of one model, against the reference and what that answered."""
         name, resolved = found.variant.name, resolve(found.engine, found.model)
-        with engine.place:  # the reference is in the same one
+        with engine.device_context:  # the reference is in the same one
             likelihood, apart = self._score(name, engine, reference)
         outputs = self._generate(name, engine)
         measured = Measured(

@@ -129,11 +129,13 @@ class GraphAttention(Protocol):
         """Return whether `mixed_plans(num_tokens)` can compute a step whose sequences compute count_S tokens each."""
         ...
 
-    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> None:
+    def refill_mixed(
+        self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
+    ) -> None:
         """Do the same as `refill` for a step that `mixed_plans` computes."""
         ...
 
-    def refill(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
+    def refill(self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
         """Copy a step's metadata to the device in one copy, without waiting for it. Return the index in `plans` of the
         plan for the step. numbers (int64): the runner's numbers, starting with the first."""
         ...
@@ -162,7 +164,7 @@ class DecodeSteps(Protocol):
     The results are the same as layer by layer: it runs the same kernels in the same order.
     """
 
-    def serves(self, where: AttentionInput, caches: Sequence[LayerCache]) -> bool:
+    def serves(self, attn_metadata: AttentionInput, caches: Sequence[LayerCache]) -> bool:
         """Return whether it supports this step. The step must need the outputs of every token."""
         ...
 
@@ -172,7 +174,7 @@ class DecodeSteps(Protocol):
         residual_TH: torch.Tensor,
         cos_TD2: torch.Tensor,
         sin_TD2: torch.Tensor,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         caches: Sequence[LayerCache],
     ) -> None:
         """Update x and residual in place to their values after the last layer; write keys and values to the caches."""
@@ -187,12 +189,12 @@ class RoundedLinears:
     """
 
     prepare: Callable[[LinearWeight], Linear | None]
-    served_by: str
+    backends: str
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """A frozen set of functions for one device and type, with the implementation behind each (`served_by`).
+    """A frozen set of functions for one device and type, with the implementation behind each (`backends`).
 
     prepare_linear(weight) -> Linear: packs once at load; the caller drops its own copy.
     add_rms_norm(x_TH, residual_TH, weight_H, eps) -> (y_TH, residual_TH + x_TH); may write into its inputs.
@@ -205,8 +207,8 @@ class Kernels:
     greedy(logits_RV) -> token_and_finite_2R (int64): the best token of each row, the first one in a tie, and 1 if the
       row is finite. A row with a NaN or +inf, or without a value above -inf, gets 0 and an arbitrary token id of the
       vocabulary. Logits are float32, float16 or bfloat16.
-    sample(logits_RV, how_5R) -> token_and_finite_2R, like `greedy`, with sampled rows. how_5R (float64) holds for each
-      row: temperature (0: greedy), top_k (1 to V), top_p, min_p and a number u in [0, 1). Let
+    sample(logits_RV, sampling_params_5R) -> token_and_finite_2R, like `greedy`, with sampled rows. sampling_params_5R
+      (float64) holds for each row: temperature (0: greedy), top_k (1 to V), top_p, min_p and a number u in [0, 1). Let
       w = exp((logit - largest logit) / temperature). top_k keeps the k likeliest tokens and those that tie with the
       k-th; min_p keeps tokens with at least that w; top_p keeps, of the rest, the smallest number of likeliest
       tokens whose sum reaches top_p of their sum, the first ones in a tie. The sample is the first token with w > 0 at
@@ -239,7 +241,7 @@ class Kernels:
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     greedy: Callable[[torch.Tensor], torch.Tensor]
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    served_by: dict[str, str]
+    backends: dict[str, str]
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None
     decode_steps: Callable[[Sequence[LayerParts], int, float], DecodeSteps | None] | None = None
     rounded: Mapping[str, RoundedLinears] = field(default_factory=dict)

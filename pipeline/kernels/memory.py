@@ -32,7 +32,7 @@ _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 << 20
 
 
-def ask_for_huge_pages(tensor: torch.Tensor) -> None:
+def advise_huge_pages(tensor: torch.Tensor) -> None:
     """Allow Linux to back a CPU tensor with pages of 2 MiB. Call it before the first write; a no-op elsewhere."""
     start = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     stop = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE

@@ -89,15 +89,15 @@ def norm_rope_write(
 
 
 def attention(
-    q_TND: torch.Tensor, cache: LayerCache, where: AttentionInput, scale: float, window: int | None
+    q_TND: torch.Tensor, cache: LayerCache, attn_metadata: AttentionInput, scale: float, window: int | None
 ) -> torch.Tensor:
     """Attend sequence by sequence: gather its keys and values, mask, softmax, weighted sum."""
     out_TND = torch.empty_like(q_TND)
     group = q_TND.shape[1] // cache.k_CBKD.shape[2]
-    for s, context in enumerate(where.context_len_S.tolist()):
-        start, stop = int(where.query_start_S1[s]), int(where.query_start_S1[s + 1])
-        num_blocks = -(-context // where.block_size)
-        blocks = torch.from_numpy(where.block_table_SM[s, :num_blocks].astype(np.int64)).to(q_TND.device)
+    for s, context in enumerate(attn_metadata.context_len_S.tolist()):
+        start, stop = int(attn_metadata.query_start_S1[s]), int(attn_metadata.query_start_S1[s + 1])
+        num_blocks = -(-context // attn_metadata.block_size)
+        blocks = torch.from_numpy(attn_metadata.block_table_SM[s, :num_blocks].astype(np.int64)).to(q_TND.device)
         k_LKD = read_kv(cache.k_CBKD, cache.k_scale_CKB, blocks).flatten(0, 1)[:context]
         v_LKD = read_kv(cache.v_CBKD, cache.v_scale_CKB, blocks).flatten(0, 1)[:context]
         k_NLD = k_LKD.to(q_TND.dtype).repeat_interleave(group, 1).transpose(0, 1)
@@ -124,12 +124,12 @@ def greedy(logits_RV: torch.Tensor) -> torch.Tensor:
     return torch.stack([token_R, torch.isfinite(best_R).long()])
 
 
-def sample(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> torch.Tensor:
+def sample(logits_RV: torch.Tensor, sampling_params_5R: torch.Tensor) -> torch.Tensor:
     """Sample by sorting, with sums in float64. Equal weights mean equal differences of logits here."""
     wide_RV = logits_RV.float()
     best_R, token_R = wide_RV.max(dim=-1)
     finite_R = torch.isfinite(best_R)
-    temperature_R1, top_k_R1, top_p_R1, min_p_R1, u_R1 = how_5R.unsqueeze(-1)
+    temperature_R1, top_k_R1, top_p_R1, min_p_R1, u_R1 = sampling_params_5R.unsqueeze(-1)
     is_sampled_R1 = (temperature_R1 > 0) & finite_R.unsqueeze(-1)
     scale_R1 = torch.where(is_sampled_R1, temperature_R1, 1.0).float()
     behind_RV = torch.where(is_sampled_R1, (best_R.unsqueeze(-1) - wide_RV) / scale_R1, 0.0)
@@ -158,7 +158,7 @@ def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         silu_mul=silu_mul,
         greedy=greedy,
         sample=sample,
-        served_by=dict.fromkeys(
+        backends=dict.fromkeys(
             ("linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy", "sample"),
             "torch (reference)",
         ),

@@ -11,8 +11,8 @@ from pipeline.errors import ConfigError, EnvironmentFailed
 from pipeline.kernels.activations.rounded_linears import rounded_linears
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.reference import reference_kernels
-from pipeline.machine.caches import why_not_writable
-from pipeline.machine.numba import keep_compiled_in, why_no_numba
+from pipeline.machine.caches import write_problem
+from pipeline.machine.numba import keep_compiled_in, numba_unavailable_reason
 
 KERNELS = ("auto", "reference", "cpu", "triton")
 
@@ -26,7 +26,7 @@ def select_kernels(
 ) -> Kernels:
     """Return the set `wanted` of KERNELS for `device` and `dtype`; "auto" is the fastest one that supports them.
 
-    `Kernels.served_by` names the implementation of each kernel. keep_dense: see `triton.kernel_set.triton_kernels`.
+    `Kernels.backends` names the implementation of each kernel. keep_dense: see `triton.kernel_set.triton_kernels`.
     deterministic: a row's results are bit-identical whatever else is in a step (`triton/batch_invariant.py`,
     `cpu/invariant.py`). Raises ConfigError if the set is not installed, does not support the device, or is not
     deterministic as requested.
@@ -36,8 +36,8 @@ def select_kernels(
         wanted = ("triton" if find_spec("triton") is not None or deterministic else "reference") if on_gpu else "cpu"
         if on_gpu and wanted == "reference":
             slow = reference_kernels(dtype, device)
-            served_by = "torch (reference): triton is not installed, this is slower"
-            return replace(slow, served_by=dict.fromkeys(slow.served_by, served_by))
+            backends = "torch (reference): triton is not installed, this is slower"
+            return replace(slow, backends=dict.fromkeys(slow.backends, backends))
     if wanted == "reference":
         if deterministic:
             raise ConfigError(
@@ -74,9 +74,9 @@ def keep_cpu_kernels_in(folder: Path) -> None:
 
     Raises EnvironmentFailed if the folder is not writable.
     """
-    if why_no_numba() is not None:
+    if numba_unavailable_reason() is not None:
         return
-    reason = why_not_writable(folder)
+    reason = write_problem(folder)
     if not reason:  # numba writes into subfolders
         not_writable = (entry.name for entry in folder.iterdir() if not os.access(entry, os.W_OK | os.X_OK))
         reason = next((f"{name} in it is not writable" for name in not_writable), "")
@@ -96,7 +96,7 @@ def keep_gpu_kernels_in(folder: Path) -> None:
     """
     if find_spec("triton") is None:
         return
-    reason = why_not_writable(folder)
+    reason = write_problem(folder)
     if not reason and os.statvfs(folder).f_flag & os.ST_NOEXEC:
         reason = "mounted with noexec"
     if reason:
@@ -120,9 +120,9 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         linear = "torch (BLAS)"
     rounded = rounded_linears(lambda weight: prepare_linear(weight, torch.float32), "the linears of float32")
     kernels = replace(kernels, prepare_linear=lambda weight: prepare_linear(weight, dtype), rounded=rounded)
-    if (lacks := why_no_numba()) is not None:
-        slow = dict.fromkeys(kernels.served_by, f"torch (reference): numba {lacks}, this is slower")
-        return replace(kernels, served_by=slow | {"linear": linear})
+    if (lacks := numba_unavailable_reason()) is not None:
+        slow = dict.fromkeys(kernels.backends, f"torch (reference): numba {lacks}, this is slower")
+        return replace(kernels, backends=slow | {"linear": linear})
     from pipeline.kernels.cpu.attention.attention import attention
     from pipeline.kernels.cpu.compile.threads import own_threads
     from pipeline.kernels.cpu.elementwise import add_rms_norm, norm_rope_write, silu_mul
@@ -144,7 +144,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         attention=attention,
         silu_mul=silu_mul,
         decode_steps=decode_steps,
-        served_by={
+        backends={
             "linear": linear,
             "add_rms_norm": "numba, one pass",
             "norm_rope_write": "numba, one pass",
@@ -158,7 +158,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
 
 def serves_int4_alone(dtype: torch.dtype) -> bool:
     """Return whether 4-bit weights on CPU serve any number of tokens without an additional dense form."""
-    if why_no_numba() is not None:
+    if numba_unavailable_reason() is not None:
         return False
     from pipeline.kernels.cpu.linear.linear_bf16 import multiplies_pairs
 
@@ -171,7 +171,7 @@ def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
             f"engine.deterministic: on CPU in float32 only, and engine.dtype is {str(dtype).removeprefix('torch.')}: "
             "oneDNN chooses the order of its sums by the number of tokens; set engine.dtype: float32"
         )
-    if (lacks := why_no_numba()) is not None:
+    if (lacks := numba_unavailable_reason()) is not None:
         raise ConfigError(
             f"engine.deterministic: on CPU it needs numba, which {lacks}; pip install numba and a compatible numpy"
         )
@@ -187,7 +187,7 @@ def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
         prepare_linear=prepare_linear,
         attention=attention,
         decode_steps=None,
-        served_by=kernels.served_by | own,
+        backends=kernels.backends | own,
     )
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, InputKernels, Kernels, Linear
-from pipeline.kernels.memory import ask_for_huge_pages, on_device
+from pipeline.kernels.memory import advise_huge_pages, on_device
 from pipeline.model.config import ModelConfig
 from pipeline.model.load import LayerWeights, WeightReader
 from pipeline.weights.packed import DenseWeight
@@ -44,7 +44,7 @@ class KVCache:
         if device.type == "cpu":
             for layer in layers:
                 for tensor in layer.tensors:
-                    ask_for_huge_pages(tensor)
+                    advise_huge_pages(tensor)
         return cls(layers, with_spare_block)
 
     @property
@@ -101,9 +101,11 @@ class DecoderLayer:
         cache = kv.layers[self.index]
         return self.kernels.norm_rope_write(qkv_TMD, cos, sin, self.qk_norm_D, c.norm_eps, cache, slot_mapping_T)
 
-    def attend(self, q_TND: torch.Tensor, where: AttentionInput, kv: KVCache) -> torch.Tensor:
+    def attend(self, q_TND: torch.Tensor, attn_metadata: AttentionInput, kv: KVCache) -> torch.Tensor:
         scale = self.config.head_dim**-0.5
-        return self.o(self.kernels.attention(q_TND, kv.layers[self.index], where, scale, self.window).flatten(1))
+        return self.o(
+            self.kernels.attention(q_TND, kv.layers[self.index], attn_metadata, scale, self.window).flatten(1)
+        )
 
     def feed_forward(self, x_TH: Any) -> torch.Tensor:
         return self.down(self.before_down.silu_mul(self.gate_up(x_TH)))
@@ -114,7 +116,7 @@ class DecoderLayer:
         residual_TH: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         kv: KVCache,
         row_R: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,13 +124,13 @@ class DecoderLayer:
         written for all tokens. May write into its inputs."""
         eps = self.config.norm_eps
         normed_TH, residual_TH = self.before_qkv.add_rms_norm(x_TH, residual_TH, self.input_norm_H, eps)
-        q_TND = self.write(normed_TH, cos, sin, where.slot_mapping_T, kv)
+        q_TND = self.write(normed_TH, cos, sin, attn_metadata.slot_mapping_T, kv)
         if row_R is not None and len(row_R) < len(q_TND):
             if len(row_R) == 0:
                 return x_TH[:0], residual_TH[:0]
             rows = on_device(row_R, q_TND.device)
-            q_TND, residual_TH, where = q_TND[rows], residual_TH[rows], where.rows(row_R)
-        x_TH = self.attend(q_TND, where, kv)
+            q_TND, residual_TH, attn_metadata = q_TND[rows], residual_TH[rows], attn_metadata.rows(row_R)
+        x_TH = self.attend(q_TND, attn_metadata, kv)
         normed_TH, residual_TH = self.before_gate_up.add_rms_norm(x_TH, residual_TH, self.post_norm_H, eps)
         return self.feed_forward(normed_TH), residual_TH
 
@@ -167,7 +169,7 @@ class Decoder:
         token_ids_T: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         row_R: np.ndarray,
         kv: KVCache,
     ) -> torch.Tensor:
@@ -181,12 +183,12 @@ class Decoder:
         x_TH = F.embedding(token_ids_T, self.embedding_VH).to(self.dtype)
         residual_TH = torch.zeros_like(x_TH)
         fused_loop = self._decode_steps
-        if fused_loop is not None and len(row_R) == len(x_TH) and fused_loop.serves(where, kv.layers):
-            fused_loop.run(x_TH, residual_TH, cos, sin, where, kv.layers)
+        if fused_loop is not None and len(row_R) == len(x_TH) and fused_loop.serves(attn_metadata, kv.layers):
+            fused_loop.run(x_TH, residual_TH, cos, sin, attn_metadata, kv.layers)
         else:
             for layer in self.layers:
                 wanted_R = row_R if layer is self.layers[-1] else None
-                x_TH, residual_TH = layer.forward(x_TH, residual_TH, cos, sin, where, kv, wanted_R)
+                x_TH, residual_TH = layer.forward(x_TH, residual_TH, cos, sin, attn_metadata, kv, wanted_R)
         if len(row_R) == 0:
             return x_TH
         return k.add_rms_norm(x_TH, residual_TH, self.final_norm_H, eps)[0]

@@ -126,7 +126,7 @@ class Checkpoint:
         one, two = self._stored(name), self._stored(other)
         return one.dtype == two.dtype and torch.equal(one, two)
 
-    def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def read_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self.take(name)
         if tuple(tensor.shape) != shape or tensor.dtype not in FLOATS:
             raise ModelError(
@@ -233,7 +233,7 @@ class WeightReader:
     def _copied(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Read a tensor that may be kept. On the CPU it is copied: otherwise a small tensor would keep the whole mapped
         file in memory. Linears need no copy, because they are repacked."""
-        stored = self.checkpoint.take_float(name, shape)
+        stored = self.checkpoint.read_float(name, shape)
         return stored.clone() if stored.device == CPU else stored
 
     def _fused(self, parts: list[tuple[str, tuple[int, int]]], bias: bool) -> LinearWeight:

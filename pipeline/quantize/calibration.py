@@ -66,10 +66,10 @@ class Calibration:
     def _outputs(self, layer: DecoderLayer) -> Iterator[torch.Tensor]:
         for hidden_TH in self._hidden_TH:
             length = len(hidden_TH)
-            where = AttentionInput.one_sequence(length, BLOCK_SIZE, self._device)
+            attn_metadata = AttentionInput.one_sequence(length, BLOCK_SIZE, self._device)
             x_TH = hidden_TH.to(self._device, copy=True)  # a layer may write into its inputs
             cos_TD2, sin_TD2 = self._cos_PD2[:length], self._sin_PD2[:length]
-            x_TH, residual_TH = layer.forward(x_TH, torch.zeros_like(x_TH), cos_TD2, sin_TD2, where, self._kv)
+            x_TH, residual_TH = layer.forward(x_TH, torch.zeros_like(x_TH), cos_TD2, sin_TD2, attn_metadata, self._kv)
             yield (x_TH + residual_TH).cpu()
 
 

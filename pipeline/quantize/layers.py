@@ -157,7 +157,7 @@ class _Written:
     def take(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
-    def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def read_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self._tensors[name].view(shape)
 
 

@@ -47,7 +47,7 @@ def storage_for(path: str, storage: Mapping[str, Mapping[str, Any]]) -> dict[str
     return {} if prefix is None else dict(storage[prefix])
 
 
-def why_not_opened(url: str, storage: Mapping[str, Any], error: Exception) -> str:
+def open_problem(url: str, storage: Mapping[str, Any], error: Exception) -> str:
     """Return the message for an `error` that `filesystem` raised. It shows no values of options."""
     return (
         f"cannot be opened ({type(error).__name__}); check that {url.partition('://')[0]}:// is a known protocol, that "

@@ -137,7 +137,7 @@ class CompressedFormat:
 
 def _scheme(group: Fields, default_format: object) -> Scheme:
     given = {key: value for key, value in group.values.items() if value is not None}
-    inner = Fields({"format": default_format} | given, group.path, group.where)
+    inner = Fields({"format": default_format} | given, group.path, group.key_path)
     form = inner.one_of("format", FORMATS)
     weights = inner.section("weights")
     is_float = form == FLOATS8 or (form == NAIVE and weights.values.get("type") == "float")

@@ -17,11 +17,11 @@ REPEATED_GROUP = re.compile(r"\)[*+{]")
 class Fields:
     """Values of a JSON object, read by name. Errors name file and key. `where`: path of an object inside the file."""
 
-    def __init__(self, values: dict[str, Any], path: Path, where: str = "") -> None:
-        self.values, self.path, self.where = values, path, where
+    def __init__(self, values: dict[str, Any], path: Path, key_path: str = "") -> None:
+        self.values, self.path, self.key_path = values, path, key_path
 
     def _key(self, name: str) -> str:
-        return f"{self.where}.{name}" if self.where else name
+        return f"{self.key_path}.{name}" if self.key_path else name
 
     def refuse(self, name: str, expected: str) -> ModelError:
         return ModelError(f"{self.path}: {self._key(name)} = {self.values.get(name)!r:.200}: expected {expected}")

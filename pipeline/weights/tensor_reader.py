@@ -18,12 +18,12 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 class Tensors(Protocol):
     """Named tensors of a checkpoint, on the device on which they are unpacked.
 
-    `take` raises ModelError for an unknown name, `take_float` also for another shape or a type other than FLOATS.
+    `take` raises ModelError for an unknown name, `read_float` also for another shape or a type other than FLOATS.
     """
 
     def __contains__(self, name: str) -> bool: ...
     def take(self, name: str) -> torch.Tensor: ...
-    def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+    def read_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StoredLinear:
 
     def dense(self) -> DenseWeight:
         """Read a linear that is not quantized."""
-        return DenseWeight(self.tensors.take_float(f"{self.prefix}.weight", self.shape_NK), self.bias_N)
+        return DenseWeight(self.tensors.read_float(f"{self.prefix}.weight", self.shape_NK), self.bias_N)
 
     def take(
         self, suffix: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype] = (torch.int32,)

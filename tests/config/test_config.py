@@ -47,7 +47,7 @@ def mistakes(job):
     def of(more: str = "", text: str = MINIMAL, **options) -> list[str]:
         with pytest.raises(JobFileError) as caught:
             job(text + more, **options)
-        return [str(m).replace(m.where, m.where.rpartition("/")[2]) for m in caught.value.mistakes]
+        return [str(m).replace(m.location, m.location.rpartition("/")[2]) for m in caught.value.mistakes]
 
     return of
 

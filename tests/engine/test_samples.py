@@ -79,7 +79,7 @@ def test_samples_with_drafts_are_those_without() -> None:
     requests = [Request(row, [row, 5, 6], replace(params, seed=row)) for row in range(5)]
     engine = looking_up(hash_engine(200, 4, memory=2, max_num_batched_tokens=64))
     check_samples(run(engine, requests), requests, memory=2)
-    assert engine.stats.accepted_by_place[0] > 20
+    assert engine.stats.accepted_by_position[0] > 20
 
 
 def test_a_prompt_is_computed_once_and_its_full_blocks_are_shared() -> None:

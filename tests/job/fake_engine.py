@@ -22,7 +22,7 @@ import numpy as np
 
 from pipeline import errors
 from pipeline.engine.params import Completion, EngineConfig, Request
-from pipeline.engine.samples import Group, sample_seed
+from pipeline.engine.samples import ParentRequest, sample_seed
 from pipeline.engine.stats import EngineStats
 from pipeline.engine.tasks import (
     Choice,
@@ -122,7 +122,7 @@ class FakeEngine:
         self.cached: dict[object, int] = {}
         self.queued_us: dict[object, int] = {}
         self.first_token_us: dict[object, int] = {}
-        self.groups: dict[object, tuple[Group, object, int]] = {}  # by the key of a sample: whose, and which
+        self.groups: dict[object, tuple[ParentRequest, object, int]] = {}  # by the key of a sample: whose, and which
 
     def warm_up(self) -> None:
         self.say("warming up")
@@ -135,7 +135,7 @@ class FakeEngine:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        params, group = request.params, Group(request.params.n)
+        params, group = request.params, ParentRequest(request.params.n)
         for index in range(params.n):
             sample = request
             if params.n > 1:

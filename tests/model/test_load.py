@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoints.locate import locate_model, resolve_model, why_no_checkpoint
+from pipeline.checkpoints.locate import checkpoint_problem, locate_model, resolve_model
 from pipeline.demo import demo_model
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import reference_kernels
@@ -110,10 +110,10 @@ def test_what_stands_in_the_place_of_a_checkpoint_is_named(folder: Path, tmp_pat
         "data": "has no config.json; expected",
         "none": "no such folder, and not a Hugging Face id",
     }.items():
-        assert why_no_checkpoint(name).startswith(said)
+        assert checkpoint_problem(name).startswith(said)
         with pytest.raises(ModelError, match=re.escape(said)):
             resolve_model(name)
-    assert why_no_checkpoint(str(folder)) == ""
+    assert checkpoint_problem(str(folder)) == ""
 
 
 def test_a_model_that_is_not_in_the_cache_names_the_offline_variable_once(monkeypatch, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import os
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
-MOST_SLOTS = 64  # each has a context of its own set apart, and a thread here that waits for it
+MAX_SLOTS = 64  # each has a context of its own set apart, and a thread here that waits for it
 
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -41,7 +41,7 @@ def load(task):
         os.makedirs(task["work_folder"], exist_ok=True)
         write_gguf(task["dense_model"], path + ".part", quantized=task["quantized"])
         os.rename(path + ".part", path)
-    slots = min(MOST_SLOTS, task["max_num_seqs"], max(len(requests) for requests in task["sets"].values()))
+    slots = min(MAX_SLOTS, task["max_num_seqs"], max(len(requests) for requests in task["sets"].values()))
     params = xllamacpp.CommonParams()
     params.model.path = path
     params.n_parallel = slots

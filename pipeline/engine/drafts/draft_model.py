@@ -131,7 +131,7 @@ class DraftModelProposer:
         its distribution (A, V); it is zero where logits are not finite, and the target rejects it as a distribution."""
         if is_greedy(self.table.sampling[slot_A]).all():
             return greedy(logits_AV).token_ids, None
-        batch = SamplingBatch.of(self.table, slot_A, known_A)
+        batch = SamplingBatch.from_slots(self.table, slot_A, known_A)
         q_AV = distribution(logits_AV, batch)
         if not (batch.options["temperature"] > 0.0).any():
             return greedy(q_AV).token_ids, None

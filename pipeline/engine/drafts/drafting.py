@@ -175,7 +175,7 @@ class Drafting:
         assert self._step.drafts is not None
         return self._step.drafted_S, self._step.drafts
 
-    def take_step(self) -> DraftedStep:
+    def pop_step(self) -> DraftedStep:
         """Return and clear what `done` needs of the launched step."""
         step, self._step = self._step, None
         assert step is not None

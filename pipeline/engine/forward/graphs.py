@@ -77,25 +77,25 @@ class _Graph:
     mixed: Callable[[], None] | None
 
 
-def graph_sizes(most_tokens: int) -> list[int]:
-    """Return the numbers of tokens that steps are padded to, up to `most_tokens`: padding adds at most an eighth above
+def graph_sizes(max_tokens: int) -> list[int]:
+    """Return the numbers of tokens that steps are padded to, up to `max_tokens`: padding adds at most an eighth above
     64 tokens, and a sixteenth above 256, where a step's time grows with its tokens."""
-    return _sizes(1, most_tokens, 16)
+    return _sizes(1, max_tokens, 16)
 
 
-def mixed_sizes(most_tokens: int) -> list[int]:
-    """Return the sizes of mixed steps; none if `most_tokens` is 0. Padding adds at most an eighth above 64 tokens:
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """Return the sizes of mixed steps; none if `max_tokens` is 0. Padding adds at most an eighth above 64 tokens:
     finer sizes would lengthen startup, and mixed steps are captured where the device has time to spare."""
-    return _sizes(16, most_tokens, 8) if most_tokens else []
+    return _sizes(16, max_tokens, 8) if max_tokens else []
 
 
-def _sizes(size: int, most_tokens: int, parts: int) -> list[int]:
+def _sizes(size: int, max_tokens: int, parts: int) -> list[int]:
     """Return sizes from `size` on. Padding adds at most an eighth above 64 tokens, 1 / parts above 256."""
     sizes = []
-    while size < most_tokens:
+    while size < max_tokens:
         sizes.append(size)
         size = 2 * size if size < 8 else size + max(8, (1 << size.bit_length() - 1) // (parts if size >= 256 else 8))
-    return [*sizes, most_tokens]
+    return [*sizes, max_tokens]
 
 
 class StepGraphs:
@@ -111,13 +111,13 @@ class StepGraphs:
         max_num_seqs: int,
         max_blocks: int,
         max_queries: int,
-        most_tokens: int,
-        most_mixed_tokens: int,
+        max_tokens: int,
+        max_mixed_tokens: int,
         say: SayProgress,
     ) -> None:
-        """Capture steps of up to `most_tokens` tokens: at most `max_num_seqs` sequences of at most `max_blocks` blocks,
+        """Capture steps of up to `max_tokens` tokens: at most `max_num_seqs` sequences of at most `max_blocks` blocks,
         each with at most `max_queries` tokens, or the maximum of the kernels if that is less. Also capture mixed steps
-        of up to `most_mixed_tokens` tokens (0: none). The last block of `kv` must belong to no sequence."""
+        of up to `max_mixed_tokens` tokens (0: none). The last block of `kv` must belong to no sequence."""
         config, self._device, block_size = decoder.config, decoder.device, kv.block_size
         assert decoder.kernels.graph_attention is not None
         shape = GraphShape(
@@ -129,17 +129,17 @@ class StepGraphs:
             head_dim=config.head_dim,
             windows=frozenset(config.windows),
             max_queries=max_queries,
-            max_tokens=most_tokens,
-            max_mixed_tokens=most_mixed_tokens,
+            max_tokens=max_tokens,
+            max_mixed_tokens=max_mixed_tokens,
             # Token ids, positions and slots; then targets and sources of future tokens, at most one per sequence;
             # then the rows whose logits are computed.
-            num_numbers=4 * max(most_tokens, most_mixed_tokens) + 2 * max_num_seqs,
+            num_numbers=4 * max(max_tokens, max_mixed_tokens) + 2 * max_num_seqs,
             with_fp8_cache=kv.layers[0].k_CBKD.dtype == FP8,
         )
         self.max_num_seqs = max_num_seqs
         self._padding_slot = (kv.num_blocks - 1) * block_size
         self._attention: GraphAttention = decoder.kernels.graph_attention(shape, self._device)
-        self._sizes = np.array(graph_sizes(min(most_tokens, max_num_seqs * self._attention.max_queries)))
+        self._sizes = np.array(graph_sizes(min(max_tokens, max_num_seqs * self._attention.max_queries)))
         self._mixed_sizes = np.array(mixed_sizes(self._attention.max_mixed_tokens), dtype=np.int64)
         sizes = np.union1d(self._sizes, self._mixed_sizes).tolist()
         # All graphs write here: only one runs at a time, and otherwise each would keep its own output.
@@ -155,7 +155,7 @@ class StepGraphs:
         self._attention.refill(AttentionInput.one_sequence(1, block_size), padding_3P)  # a dummy input for the capture
 
         def captured(plans: dict[Hashable, Any]) -> Callable[[], None]:
-            where = AttentionInput(
+            attn_metadata = AttentionInput(
                 np.arange(size + 1, dtype=np.int32),
                 np.ones(size, dtype=np.int32),
                 np.zeros((size, 1), dtype=np.int32),
@@ -166,7 +166,7 @@ class StepGraphs:
 
             def step() -> None:
                 self._attention.unpack()
-                hidden_PH.copy_(forward(numbers_3P[0], numbers_3P[1], where))
+                hidden_PH.copy_(forward(numbers_3P[0], numbers_3P[1], attn_metadata))
 
             return capture(step)
 
@@ -190,7 +190,7 @@ class StepGraphs:
             return False
         return int(np.diff(step.query_start_S1).max()) > self._attention.max_queries
 
-    def run(self, step: StepInput, where: AttentionInput, future: FutureTokens | None) -> torch.Tensor:
+    def run(self, step: StepInput, attn_metadata: AttentionInput, future: FutureTokens | None) -> torch.Tensor:
         """Return the last hidden states of the step's rows that need logits; the next run overwrites them.
 
         Logits are not part of a graph: each graph would keep its own, and they are the largest tensor.
@@ -209,13 +209,15 @@ class StepGraphs:
         rows_at = 3 * size + len(index_F2)
         staged[3 * size : rows_at] = index_F2
         staged[rows_at:] = row_R
-        future_numbers = None if future is None else FutureNumbers(3 * size, len(future.place_F), future.token_ids_R)
+        future_numbers = (
+            None if future is None else FutureNumbers(3 * size, len(future.token_index_F), future.token_ids_R)
+        )
         if is_mixed:
             assert graph.mixed is not None
-            self._attention.refill_mixed(where, staged, future_numbers)
+            self._attention.refill_mixed(attn_metadata, staged, future_numbers)
             replay = graph.mixed
         else:
-            replay = graph.of_kind[self._attention.refill(where, staged, future_numbers)]
+            replay = graph.of_kind[self._attention.refill(attn_metadata, staged, future_numbers)]
         replay()
         if wants_all:
             return self._hidden_PH[:num_tokens]

@@ -22,17 +22,17 @@ from pipeline.kernels.memory import on_device
 
 @dataclass(frozen=True)
 class FutureTokens:
-    """Tokens of a step that only the device knows: the step's token place_F[i] (ascending) is row row_F[i] of
+    """Tokens of a step that only the device knows: the step's token token_index_F[i] (ascending) is row row_F[i] of
     token_ids_R."""
 
-    place_F: np.ndarray
+    token_index_F: np.ndarray
     row_F: np.ndarray
     token_ids_R: torch.Tensor
 
     @property
     def index_2F(self) -> np.ndarray:
-        """Return place_F and row_F, for `put_into`."""
-        return np.stack([self.place_F, self.row_F])
+        """Return token_index_F and row_F, for `put_into`."""
+        return np.stack([self.token_index_F, self.row_F])
 
     def put_into(self, token_ids_T: torch.Tensor, index_2F: torch.Tensor) -> None:
         """Write the tokens into the token ids of the step. index_2F: `index_2F` on the device."""
@@ -41,7 +41,7 @@ class FutureTokens:
     def ids(self, step: StepInput) -> FutureIds:
         """Return the same tokens by the rows of logits after them: each is the last token of its sequence."""
         row_F = on_device(self.row_F, self.token_ids_R.device)
-        return FutureIds(np.searchsorted(step.logit_row_R, self.place_F), self.token_ids_R[row_F])
+        return FutureIds(np.searchsorted(step.logit_row_R, self.token_index_F), self.token_ids_R[row_F])
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class StepInFlight:
     pending: PendingOutput
 
     @classmethod
-    def of(cls, slot_S: np.ndarray, pending: PendingOutput, running: np.ndarray) -> "StepInFlight":
+    def from_pending(cls, slot_S: np.ndarray, pending: PendingOutput, running: np.ndarray) -> "StepInFlight":
         row_K = np.flatnonzero(np.isin(slot_S, running))
         return cls(slot_S[row_K], row_K, pending)
 
@@ -67,8 +67,8 @@ class StepInFlight:
         future_S = np.flatnonzero((index_S >= 0) & (plan.known_end_S == table.num_known[plan.slot_S]))
         if not len(future_S):
             return None
-        place_F = np.cumsum(plan.count_S)[future_S] - 1
-        return FutureTokens(place_F, self.row_K[index_S[future_S]], self.pending.token_ids_R)
+        token_index_F = np.cumsum(plan.count_S)[future_S] - 1
+        return FutureTokens(token_index_F, self.row_K[index_S[future_S]], self.pending.token_ids_R)
 
     def output(self) -> SamplerOutput:
         """Return the sampled tokens of the sequences that still run; waits for the device."""

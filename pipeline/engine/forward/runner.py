@@ -65,13 +65,13 @@ class ModelRunner:
         which the step has placeholders."""
         sequences = step.query_start_S1, step.context_len_S, step.block_table_SM
         if self._graphs is not None and self._graphs.serves(step):
-            where = AttentionInput(*sequences, torch.from_numpy(step.slot_mapping_T), self.block_size)
-            return self.decoder.logits(self._graphs.run(step, where, future))
+            attn_metadata = AttentionInput(*sequences, torch.from_numpy(step.slot_mapping_T), self.block_size)
+            return self.decoder.logits(self._graphs.run(step, attn_metadata, future))
         numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
         if future is not None:
             future.put_into(numbers_3T[0], on_device(future.index_2F, self.decoder.device))
-        where = AttentionInput(*sequences, numbers_3T[2], self.block_size)
-        return self.decoder.logits(self._forward(numbers_3T[0], numbers_3T[1], where, step.logit_row_R))
+        attn_metadata = AttentionInput(*sequences, numbers_3T[2], self.block_size)
+        return self.decoder.logits(self._forward(numbers_3T[0], numbers_3T[1], attn_metadata, step.logit_row_R))
 
     @torch.inference_mode()
     def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,8 +81,8 @@ class ModelRunner:
         computed_M = row_M if 2 * len(row_M) <= len(step.token_id_T) else np.arange(len(step.token_id_T))
         numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
         sequences = step.query_start_S1, step.context_len_S, step.block_table_SM
-        where = AttentionInput(*sequences, numbers_3T[2], self.block_size)
-        hidden_MH = self._forward(numbers_3T[0], numbers_3T[1], where, computed_M)
+        attn_metadata = AttentionInput(*sequences, numbers_3T[2], self.block_size)
+        hidden_MH = self._forward(numbers_3T[0], numbers_3T[1], attn_metadata, computed_M)
         row_sets = (np.searchsorted(computed_M, rows) for rows in (step.logit_row_R, row_N))
         hidden_RH, hidden_NH = (hidden_MH[on_device(rows, hidden_MH.device)] for rows in row_sets)
         return self.decoder.logits(hidden_RH), hidden_NH
@@ -94,10 +94,10 @@ class ModelRunner:
         return self.decoder.logits(hidden_RH.to(self.decoder.device, self.decoder.dtype))
 
     def _forward(
-        self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, where: AttentionInput, row_R: np.ndarray
+        self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, attn_metadata: AttentionInput, row_R: np.ndarray
     ) -> torch.Tensor:
         cos_TD2, sin_TD2 = self.cos_PD2[positions_T], self.sin_PD2[positions_T]
-        return self.decoder.forward(token_ids_T, cos_TD2, sin_TD2, where, row_R, self.kv)
+        return self.decoder.forward(token_ids_T, cos_TD2, sin_TD2, attn_metadata, row_R, self.kv)
 
     @torch.inference_mode()
     def capture_steps(
@@ -106,12 +106,12 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         max_queries: int,
-        most_tokens: int,
+        max_tokens: int,
         say: SayProgress,
-        most_mixed_tokens: int = 0,
+        max_mixed_tokens: int = 0,
     ) -> None:
         """Capture steps in which each sequence computes at most `max_queries` tokens, and mixed steps of up to
-        `most_mixed_tokens` tokens.
+        `max_mixed_tokens` tokens.
 
         The KV cache must have a spare block that no sequence uses.
         """
@@ -120,13 +120,13 @@ class ModelRunner:
         self._graphs = StepGraphs(
             self.decoder,
             self.kv,
-            lambda ids, positions, where: self._forward(ids, positions, where, np.arange(len(ids))),
+            lambda ids, positions, attn_metadata: self._forward(ids, positions, attn_metadata, np.arange(len(ids))),
             capture,
             max_num_seqs=max_num_seqs,
             max_blocks=max_blocks,
             max_queries=max_queries,
-            most_tokens=most_tokens,
-            most_mixed_tokens=most_mixed_tokens,
+            max_tokens=max_tokens,
+            max_mixed_tokens=max_mixed_tokens,
             say=say,
         )
 
@@ -138,7 +138,7 @@ class ModelRunner:
         self.kv.fill(blocks, 0.0)
 
 
-class Place:
+class DeviceContext:
     """Context manager that sets torch's CUDA device and number of CPU threads for this engine, and restores both. They
     are settings of the process, which several engines and their caller share. Reentrant. Takes about half a microsecond
     on a CPU."""

@@ -28,13 +28,13 @@ class RowMatcher:
         return self.parser.is_stopped() and not self.parser.is_error()
 
     def look(self) -> bool:
-        """Check for forced tokens. Return whether `take_forced` should append them."""
+        """Check for forced tokens. Return whether `advance_forced` should append them."""
         if self.parser.compute_ff_tokens():
             return self._can_force
         self.is_open = not self.parser.is_stopped()
         return False
 
-    def take_forced(self, max_tokens: int) -> tuple[list[int], bool]:
+    def advance_forced(self, max_tokens: int) -> tuple[list[int], bool]:
         """Advance by up to `max_tokens` forced tokens, the only ones that masks would allow. Return them, and whether
         the completion is complete."""
         forced: list[int] = []

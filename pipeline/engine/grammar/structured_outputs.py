@@ -30,7 +30,7 @@ class StructuredOutputs:
     whitespace_pattern: str | None = None
 
     @classmethod
-    def of(cls, given: "Mapping[str, Any] | StructuredOutputs") -> "StructuredOutputs":
+    def from_config(cls, given: "Mapping[str, Any] | StructuredOutputs") -> "StructuredOutputs":
         """Build from vLLM's keys. Raises ConfigError, whose message begins with the key."""
         if isinstance(given, StructuredOutputs):
             return given

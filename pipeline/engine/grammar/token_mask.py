@@ -60,7 +60,7 @@ class TokenMask:
         self.fill(index_N)
         self.bits_MW.view(np.uint32)[index_N, token_id_N >> 5] |= np.uint32(1) << (token_id_N & 31)
 
-    def beside(self, row_N: np.ndarray, token_id_N: np.ndarray) -> "TokenMask":
+    def with_rows(self, row_N: np.ndarray, token_id_N: np.ndarray) -> "TokenMask":
         """Return this mask with additional rows that allow one token each."""
         row_M = np.concatenate([self.row_M, row_N])
         order = np.argsort(row_M)

@@ -27,7 +27,7 @@ class _TooManyReferences(Exception):
     pass
 
 
-def why_invalid(wanted: StructuredOutputs, text: str) -> str | None:
+def invalid_reason(wanted: StructuredOutputs, text: str) -> str | None:
     """Return why a text does not satisfy `json` or `json_object`; None if it does."""
     import_jsonschema()
     from referencing.exceptions import Unresolvable

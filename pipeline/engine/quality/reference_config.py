@@ -34,7 +34,7 @@ def reference_config(served: EngineConfig, model: str, generates: bool) -> Refer
     return ReferenceConfig(plain, generates)
 
 
-def takes_likeliest(params: SamplingParams) -> bool:
+def is_unconstrained_greedy(params: SamplingParams) -> bool:
     """Return whether each token of a row is the most likely one by the model's raw logits, so that reading a row shows
     what the reference would have written. False if they are sampled, changed, or constrained by a grammar or budget."""
     is_free = params.structured_outputs is None and params.thinking_token_budget is None

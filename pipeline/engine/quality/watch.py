@@ -6,7 +6,7 @@
 Both models read a row's text, which needs no generation: the reference's choice at each token and the divergence of the
 distributions follow from the same prompt and previous tokens. If all choices equal the tokens of a greedy row, the
 reference's own completion is identical. The reference generates a completion only if a right answer is known, or if
-tokens are sampled or constrained (`takes_likeliest`).
+tokens are sampled or constrained (`is_unconstrained_greedy`).
 
 Of a row with several samples only the first is compared.
 
@@ -30,7 +30,7 @@ from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, Request, RowQuality, SamplingParams
 from pipeline.engine.quality.divergence import Divergence, logits_in_pieces
-from pipeline.engine.quality.reference_config import MAX_ROW_TOKENS, ReferenceConfig, takes_likeliest
+from pipeline.engine.quality.reference_config import MAX_ROW_TOKENS, ReferenceConfig, is_unconstrained_greedy
 from pipeline.engine.startup.memory import release_cached_memory
 from pipeline.engine.startup.resolve import resolve
 from pipeline.engine.tasks import HiddenStates, StatesResult
@@ -75,7 +75,7 @@ class QualityWatch:
 
     def __init__(self, served: Engine, reference: Engine) -> None:
         self._served, self._reference = served, reference
-        self._most_tokens = min(served.max_model_len, reference.max_model_len)
+        self._max_tokens = min(served.max_model_len, reference.max_model_len)
         piece = LOGIT_BYTES // (4 * served.runner.vocab_size)
         self._piece_tokens = max(1, min(piece, MAX_PIECE_TOKENS))
         self._expected: dict[object, Request] = {}
@@ -124,9 +124,9 @@ class QualityWatch:
         done = []
         if self._reading is None and self._rows:
             row = self._rows.popleft()
-            why_not = FAILED if self._has_failed else TOO_LONG if _length(row) > self._most_tokens else ""
-            if why_not:
-                return [_with(row, RowQuality(why_not=why_not))]
+            reason = FAILED if self._has_failed else TOO_LONG if _length(row) > self._max_tokens else ""
+            if reason:
+                return [_with(row, RowQuality(reason=reason))]
             self._reading = row
             self._read(row)
         if self._reference.has_unfinished:
@@ -156,7 +156,7 @@ class QualityWatch:
     def _compared(self, row: _Row, quality: RowQuality) -> list[Completion]:
         request = row.request
         expected = request.quality and request.quality.expected
-        if quality.why_not or (expected is None and takes_likeliest(request.params)):
+        if quality.reason or (expected is None and is_unconstrained_greedy(request.params)):
             return [_with(row, quality)]
         self._generating[request.row_id] = row, quality
         self._reference.add(replace(request, params=replace(request.params, logprobs=None, n=1), quality=None))
@@ -166,7 +166,7 @@ class QualityWatch:
         """Complete the quality of a row. own: the reference's completion of it."""
         row, quality = self._generating.pop(own.row_id)
         if own.error is not None:
-            return _with(row, RowQuality(why_not=own.error))
+            return _with(row, RowQuality(reason=own.error))
         expected = row.request.quality and row.request.quality.expected
         quality = replace(quality, same_text=own.text == row.served.text)
         if expected is not None:
@@ -176,24 +176,24 @@ class QualityWatch:
 
     def _compare(self, row: _Row) -> Generator[None, None, RowQuality]:
         """Compare the results of both models, one piece per step."""
-        states, likeliest = [], takes_likeliest(row.request.params)
+        states, likeliest = [], is_unconstrained_greedy(row.request.params)
         generated = np.array(row.served.token_ids, dtype=np.int64)
         for engine in (self._served, self._reference):
             read = row.read_by[engine]
             if read.error is not None:
-                return RowQuality(why_not=NOT_FINITE if read.error == RowError.NON_FINITE_LOGITS else read.error)
+                return RowQuality(reason=NOT_FINITE if read.error == RowError.NON_FINITE_LOGITS else read.error)
             assert isinstance(read.result, StatesResult)
             states_NH = read.result.states_NH[: len(generated)]
             states.append(logits_in_pieces(engine.runner, states_NH, self._piece_tokens))
         divergence, num_chosen = Divergence(), 0
         while True:
-            with self._served.place:  # the reference uses the same device
+            with self._served.device_context:  # the reference uses the same device
                 ours, theirs = (next(pieces, None) for pieces in states)
                 if ours is None or theirs is None:
                     break
                 (first, logits_RV), (_, reference_RV) = ours, theirs
                 if not bool(logits_RV.isfinite().all() & reference_RV.isfinite().all()):
-                    return RowQuality(why_not=NOT_FINITE)
+                    return RowQuality(reason=NOT_FINITE)
                 divergence.add(logits_RV, reference_RV)
                 next_R = torch.from_numpy(generated[first : first + len(logits_RV)]).to(reference_RV.device)
                 num_chosen += int((reference_RV.argmax(-1) == next_R).sum())
@@ -202,7 +202,7 @@ class QualityWatch:
         kl = round(1e9 * float(sum(nats.sum(dtype="float64") for nats in divergence.nats)))
         return RowQuality(len(generated), agreed, kl, agreed == len(generated))
 
-    def _give_up(self, why_not: str) -> list[Completion]:
+    def _give_up(self, reason: str) -> list[Completion]:
         """Return the rows in progress without quality."""
         abandoned = [row for row, _ in self._generating.values()]
         for row in abandoned:
@@ -212,7 +212,7 @@ class QualityWatch:
             for engine in (self._served, self._reference):
                 engine.abort(self._reading)
         self._reading, self._comparing, self._generating = None, None, {}
-        return [_with(row, RowQuality(why_not=why_not)) for row in abandoned]
+        return [_with(row, RowQuality(reason=reason)) for row in abandoned]
 
 
 def _length(row: _Row) -> int:

@@ -25,23 +25,23 @@ class LabelTree:
     labels: tuple[tuple[int, ...], ...]
     continuations: tuple[tuple[int, ...], ...]
     kept: tuple[int, ...]
-    asked: tuple[np.ndarray, ...]
+    requested: tuple[np.ndarray, ...]
 
     @classmethod
-    def of(cls, labels: Sequence[tuple[int, ...]]) -> "LabelTree":
+    def from_labels(cls, labels: Sequence[tuple[int, ...]]) -> "LabelTree":
         following: dict[tuple[int, ...], set[int]] = {}  # by prefix
         for label in labels:
             for length in range(len(label)):
                 following.setdefault(label[:length], set()).add(label[length])
         inner = {prefix[:length] for prefix in following for length in range(len(prefix))}
         continuations = tuple(sorted(prefix for prefix in following if prefix not in inner))
-        asked = []
+        requested = []
         for continuation in continuations:
             prefixes = (continuation[:length] for length in range(len(continuation) + 1))
             pairs = [(len(b), token) for b in prefixes for token in sorted(following.pop(b, ()))]
-            asked.append(np.array(pairs, dtype=np.int64))
+            requested.append(np.array(pairs, dtype=np.int64))
         kept = (0, *(_num_common(one, after) for one, after in pairwise(continuations)))
-        return cls(tuple(labels), continuations, kept, tuple(asked))
+        return cls(tuple(labels), continuations, kept, tuple(requested))
 
     @property
     def num_computed(self) -> int:
@@ -69,12 +69,12 @@ class LabelReader(LogprobReader):
         self._start_turn()
 
     def _start_turn(self) -> None:
-        pair_P2 = self._tree.asked[self._turn]
+        pair_P2 = self._tree.requested[self._turn]
         super().__init__(self._num_prompt - 1 + pair_P2[:, 0], pair_P2[:, 1])
 
     def next_text(self) -> tuple[int, tuple[int, ...]] | None:
         continuation = self._tree.continuations[self._turn]
-        for (length, token), logprob in zip(self._tree.asked[self._turn].tolist(), self.logprob_P.tolist()):
+        for (length, token), logprob in zip(self._tree.requested[self._turn].tolist(), self.logprob_P.tolist()):
             self._logprobs[(*continuation[:length], token)] = logprob
         self._turn += 1
         if self._turn == len(self._tree.continuations):

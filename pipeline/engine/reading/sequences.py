@@ -12,7 +12,7 @@ from pipeline.engine.schedule.sequence import Call, Sequence, token_array
 from pipeline.engine.tasks import Choice, Classify, Embed, HiddenStates, Score
 from pipeline.errors import RowError
 
-_tree_of = lru_cache(maxsize=256)(LabelTree.of)  # usually all rows of a job have the same labels
+_tree_of = lru_cache(maxsize=256)(LabelTree.from_labels)  # usually all rows of a job have the same labels
 
 
 class Heads(Protocol):
@@ -24,7 +24,7 @@ class Heads(Protocol):
     class_head_CH: np.ndarray | None
 
 
-def why_refused(request: Request, model: Heads) -> tuple[RowError, str] | None:
+def unsupported_reason(request: Request, model: Heads) -> tuple[RowError, str] | None:
     """Return why the model cannot compute the request, or the request is empty; None if it can be computed."""
     task, num_tokens = request.task, len(request.prompt_token_ids)
     if isinstance(task, Embed | Classify):
@@ -72,6 +72,6 @@ def prompt_reader(sequence: Sequence) -> LogprobReader | None:
     """Build the reader of prompt log-probabilities; None if none are requested, or the prompt has only one token. Of
     several samples only the first has one."""
     wanted, ids = sequence.request.params.prompt_logprobs, sequence.request.prompt_token_ids
-    if wanted is None or sequence.place > 0 or len(ids) < 2:
+    if wanted is None or sequence.sample_index > 0 or len(ids) < 2:
         return None
     return LogprobReader.of_tokens(ids, Score(1, wanted))

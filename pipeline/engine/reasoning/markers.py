@@ -33,7 +33,7 @@ class ReasoningMarkers:
             raise ConfigError(f"{KEY}: start and end are both {self.start!r}; expected two different texts")
 
     @classmethod
-    def of(cls, given: "Mapping[str, Any] | ReasoningMarkers | str") -> "ReasoningMarkers | Literal['auto']":
+    def from_config(cls, given: "Mapping[str, Any] | ReasoningMarkers | str") -> "ReasoningMarkers | Literal['auto']":
         """Build from a setting. Raises ConfigError, whose message begins with the key."""
         if isinstance(given, ReasoningMarkers):
             return given

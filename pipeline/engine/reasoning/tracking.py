@@ -95,7 +95,7 @@ def _without_end(text: str, num_characters: int) -> str:
     return text[: max(len(text) - num_characters, 0)]
 
 
-def why_not_by_text(found: ReasoningMarkers, has_budget: bool, has_grammar: bool) -> str | None:
+def text_unsupported_reason(found: ReasoningMarkers, has_budget: bool, has_grammar: bool) -> str | None:
     """Return which option of a row needs markers of one token each, as an error message; None if none does."""
     if not has_budget and not has_grammar:
         return None
@@ -150,16 +150,18 @@ class RequestReasoning:
         self._tokenizer = tokenizer
         self._found = lru_cache(maxsize=64)(lambda wanted: marker_tokens(wanted, tokenizer))
 
-    def why_refused(self, wanted: Wanted, has_budget: bool, has_grammar: bool) -> str | None:
+    def unsupported_reason(self, wanted: Wanted, has_budget: bool, has_grammar: bool) -> str | None:
         """Return why these markers do not support a row's options; None if they do. Raises ConfigError if the tokenizer
         lacks them."""
         markers = self._found(wanted)
-        return why_not_by_text(markers, has_budget, has_grammar) if isinstance(markers, ReasoningMarkers) else None
+        return (
+            text_unsupported_reason(markers, has_budget, has_grammar) if isinstance(markers, ReasoningMarkers) else None
+        )
 
     def after(
         self, prompt_ids: np.ndarray, wanted: Wanted, budget: int | None, has_grammar: bool
     ) -> RowReasoning | TextReasoning:
-        """Build for a row with this prompt (T,) that `why_refused` accepted. budget: maximum number of reasoning
+        """Build for a row with this prompt (T,) that `unsupported_reason` accepted. budget: maximum number of reasoning
         tokens; None: unlimited. has_grammar: whether the answer is constrained by one."""
         markers = self._found(wanted)
         if isinstance(markers, ReasoningMarkers):

@@ -41,12 +41,12 @@ class SamplingBatch:
         slot_S = plan.sampling_slot_S
         known_S = table.num_known[slot_S]
         if plan.draft_S is None:
-            return cls.of(table, slot_S, known_S)
+            return cls.from_slots(table, slot_S, known_S)
         count_S = plan.draft_S[plan.samples_S] + 1
-        return cls.of(table, np.repeat(slot_S, count_S), ranges(known_S, count_S))
+        return cls.from_slots(table, np.repeat(slot_S, count_S), ranges(known_S, count_S))
 
     @classmethod
-    def of(cls, table: SlotTable, slot_R: np.ndarray, known_R: np.ndarray) -> "SamplingBatch":
+    def from_slots(cls, table: SlotTable, slot_R: np.ndarray, known_R: np.ndarray) -> "SamplingBatch":
         """Build rows whose next token follows the first known_R tokens of the sequences in these slots."""
         return cls(
             options=table.sampling[slot_R],

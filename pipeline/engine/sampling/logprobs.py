@@ -15,7 +15,7 @@ from pipeline.kernels.memory import to_host
 
 
 @dataclass(frozen=True)
-class AskedLogprobs:
+class LogprobsTensors:
     """Log-probabilities of the rows row_Q, with width_Q alternatives. Tensors are on the logits' device or, as a copy,
     on the host."""
 
@@ -26,7 +26,9 @@ class AskedLogprobs:
     top_id_QK: torch.Tensor
 
     @classmethod
-    def of(cls, logits_RV: torch.Tensor, batch: SamplingBatch, token_ids_R: torch.Tensor) -> "AskedLogprobs | None":
+    def compute(
+        cls, logits_RV: torch.Tensor, batch: SamplingBatch, token_ids_R: torch.Tensor
+    ) -> "LogprobsTensors | None":
         """Compute those of the chosen tokens, whose ids are on the logits' device, without waiting; None if no row
         requests them."""
         row_Q = np.flatnonzero(batch.options["logprobs"] >= 0)
@@ -39,10 +41,10 @@ class AskedLogprobs:
         top = logprobs_QV.topk(int(width_Q.max()), dim=-1)
         return cls(row_Q, width_Q, chosen_Q, top.values, top.indices)
 
-    def copied(self) -> "AskedLogprobs":
+    def copied(self) -> "LogprobsTensors":
         """Start copies into pinned host memory."""
         tensors = (to_host(tensor) for tensor in (self.chosen_Q, self.top_QK, self.top_id_QK))
-        return AskedLogprobs(self.row_Q, self.width_Q, *tensors)
+        return LogprobsTensors(self.row_Q, self.width_Q, *tensors)
 
     def by_row(self, token_ids: np.ndarray, finite: np.ndarray) -> dict[int, TokenLogprobs]:
         """Return them by row for the finite rows; the tensors must be on the host."""

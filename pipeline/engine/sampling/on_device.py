@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch, tokens_and_finite
-from pipeline.engine.sampling.logprobs import AskedLogprobs
+from pipeline.engine.sampling.logprobs import LogprobsTensors
 from pipeline.engine.sampling.penalties import LARGE, FutureIds, adjusted, on_rows
 from pipeline.engine.sampling.random_numbers import PLAIN, uniforms
 from pipeline.engine.sampling.rejection import ProposalDistribution, replace_by_accepted
@@ -35,7 +35,7 @@ class PendingOutput:
     """A `SamplerOutput` that the device is computing. `token_ids_R` can be used on the device at once; the copies to
     the host are in progress."""
 
-    def __init__(self, token_and_finite_2R: torch.Tensor, logprobs: AskedLogprobs | None) -> None:
+    def __init__(self, token_and_finite_2R: torch.Tensor, logprobs: LogprobsTensors | None) -> None:
         self.token_ids_R = token_and_finite_2R[0]
         self._token_and_finite_2R = to_host(token_and_finite_2R)
         self._logprobs = None if logprobs is None else logprobs.copied()
@@ -79,7 +79,7 @@ def sample_on_device(
             token_D = token_R[index_D]
             replace_by_accepted(token_D, weights(logits_RV, batch, rows), batch, rows, proposal)
             token_R[index_D] = token_D
-    return PendingOutput(token_and_finite_2R, AskedLogprobs.of(logits_RV, batch, token_R))
+    return PendingOutput(token_and_finite_2R, LogprobsTensors.compute(logits_RV, batch, token_R))
 
 
 def _choose(

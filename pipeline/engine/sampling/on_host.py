@@ -23,7 +23,7 @@ import torch
 
 from pipeline.engine.grammar.token_mask import TokenMask
 from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
-from pipeline.engine.sampling.logprobs import AskedLogprobs
+from pipeline.engine.sampling.logprobs import LogprobsTensors
 from pipeline.engine.sampling.penalties import adjusted, on_rows
 from pipeline.engine.sampling.random_numbers import PLAIN, draw, uniforms
 from pipeline.engine.sampling.rejection import ProposalDistribution, replace_by_accepted
@@ -72,7 +72,7 @@ def sample(
             replace_by_accepted(ids_R, w_RV, batch, rows, proposal)
         token_ids[rows] = ids_R.cpu().numpy()
     token_ids = np.where(finite, token_ids, 0)
-    logprobs = AskedLogprobs.of(logits_RV, batch, torch.from_numpy(token_ids).to(logits_RV.device))
+    logprobs = LogprobsTensors.compute(logits_RV, batch, torch.from_numpy(token_ids).to(logits_RV.device))
     return SamplerOutput(token_ids, finite, {} if logprobs is None else logprobs.by_row(token_ids, finite))
 
 

@@ -26,7 +26,7 @@ class ProposalDistribution:
     token_ids: np.ndarray  # int64 [D]
     q_DV: torch.Tensor  # probabilities
 
-    def of(self, chosen: np.ndarray) -> "ProposalDistribution":
+    def select(self, chosen: np.ndarray) -> "ProposalDistribution":
         """Return only the drafts with these indices."""
         q_DV = self.q_DV[on_device(chosen, self.q_DV.device)]
         return ProposalDistribution(self.rows[chosen], self.token_ids[chosen], q_DV)
@@ -40,7 +40,7 @@ def replace_by_accepted(
     proposal: ProposalDistribution,
 ) -> None:
     """Overwrite the plain tokens of those `rows` that have a draft of known distribution by it or its replacement."""
-    proposal = proposal.of(np.flatnonzero(np.isin(proposal.rows, rows)))
+    proposal = proposal.select(np.flatnonzero(np.isin(proposal.rows, rows)))
     if not len(proposal.rows):
         return
     index_D = on_device(np.searchsorted(rows, proposal.rows), w_RV.device)

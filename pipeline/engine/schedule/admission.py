@@ -141,7 +141,9 @@ class Admission:
         table = self._table
         known_S, held_S = table.num_known[slot_S], table.num_blocks[slot_S]
         end_S = self.likely_ends(table.num_prompt[slot_S], known_S, table.limit[slot_S])
-        return BlockDemand.of(known_S, end_S, held_S, held_S - table.num_found[slot_S], self._pool.block_size)
+        return BlockDemand.from_sequences(
+            known_S, end_S, held_S, held_S - table.num_found[slot_S], self._pool.block_size
+        )
 
     def _likely_end(self, sequence: Sequence) -> int:
         prompt, known, limit = sequence.num_prompt, len(sequence.token_ids), self._table.limit_of(sequence)
@@ -169,7 +171,7 @@ class BlockDemand:
     num_gone: int  # blocks that are free when all have ended
 
     @classmethod
-    def of(
+    def from_sequences(
         cls, known_S: np.ndarray, end_S: np.ndarray, held_S: np.ndarray, freed_S: np.ndarray, block_size: int
     ) -> "BlockDemand":
         """Build the forecast. known_S and end_S: current and final tokens of each; an end in the past counts as the

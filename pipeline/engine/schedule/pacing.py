@@ -11,7 +11,7 @@ grows by E / G for prompts and by t * G / 2L for empty slots. Their sum is minim
 
 from math import sqrt
 
-MOST_STEPS = 64  # between two admissions
+MAX_STEPS = 64  # between two admissions
 MIN_EXTRA = 0.1  # of a step: less is within its noise, and the gain is small
 DECAY = 0.9  # weight of the old mean when a step is observed
 ENDED_SHARE = 0.125  # of the running sequences: when this share has ended, their slots are filled
@@ -43,7 +43,7 @@ class AdmissionPacing:
         extra = self._mixed_us / self._plain_us - 1.0
         if extra < MIN_EXTRA:
             return 1
-        return max(1, min(MOST_STEPS, round(sqrt(2 * expected_output * extra))))
+        return max(1, min(MAX_STEPS, round(sqrt(2 * expected_output * extra))))
 
     def ended(self, num_sequences: int) -> None:
         self._num_ended += num_sequences

@@ -165,7 +165,7 @@ class Scheduler:
         generates_S = compared_S = None
         if table.num_readers:
             generates_S, compared_S = table.generates[plan.slot_S], table.is_compared[plan.slot_S]
-        tokens = StepTokens.of(plan, prompt_S, table.repeat_until[plan.slot_S], generates_S, compared_S)
+        tokens = StepTokens.from_plan(plan, prompt_S, table.repeat_until[plan.slot_S], generates_S, compared_S)
         stats.num_steps += 1
         stats.prompt_tokens += tokens.prefill
         stats.recomputed_tokens += tokens.repeated

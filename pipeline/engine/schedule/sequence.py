@@ -20,7 +20,7 @@ import numpy as np
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.reasoning.tracking import RowReasoning, TextReasoning
-from pipeline.engine.samples import Group
+from pipeline.engine.samples import ParentRequest
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
 from pipeline.engine.tasks import HiddenStates, TaskResult, TokenLogprobs
 from pipeline.errors import ConfigError, RowError
@@ -151,8 +151,8 @@ class Sequence:
     order: int  # of arrival; older sequences are served first
     seed: int = 0  # of its random numbers, together with the position
     call: Call = field(default_factory=Call)  # receives its completion
-    group: Group | None = None  # of a request with several samples
-    place: int = 0  # index in the group
+    group: ParentRequest | None = None  # of a request with several samples
+    sample_index: int = 0  # index in the group
     queued_us: int = 0  # when it was added, on the machine's monotonic clock
     first_token_us: int = 0  # when its first token was appended, kept over preemptions; 0: not yet
     slot: int = -1  # -1: not running
@@ -194,7 +194,7 @@ class Sequence:
 
     def end(self, completion: Completion) -> None:
         """End with `completion`. The call receives it, or, in a group, the request's completion once all have ended."""
-        whole = completion if self.group is None else self.group.end(self.place, completion)
+        whole = completion if self.group is None else self.group.end(self.sample_index, completion)
         if whole is not None:
             self.call.end(whole, self.request.params)
 
@@ -366,15 +366,17 @@ class SlotTable:
         if sequence.generates:
             self._leave_unread(slot)
 
-    def read_next(self, slot: int, place: int, token_ids: tuple[int, ...]) -> None:
+    def read_next(self, slot: int, sample_index: int, token_ids: tuple[int, ...]) -> None:
         """Restart reading of this slot's sequence with these tokens from position `place` on."""
         sequence = self.at(slot)
         assert sequence.reader is not None
         sequence.has_been_read = False
-        end = place + len(token_ids)
-        self.token_ids[slot, place:end] = token_ids
-        del sequence.hashes[place // self.block_size :]  # after a preemption they belong to the overwritten tokens
-        self.num_known[slot], self.num_computed[slot] = end, place
+        end = sample_index + len(token_ids)
+        self.token_ids[slot, sample_index:end] = token_ids
+        del sequence.hashes[
+            sample_index // self.block_size :
+        ]  # after a preemption they belong to the overwritten tokens
+        self.num_known[slot], self.num_computed[slot] = end, sample_index
         self.read_from[slot], self.read_to[slot] = sequence.reader.first, sequence.reader.stop
 
     def _leave_unread(self, slot: int) -> None:

@@ -56,7 +56,7 @@ class StepTokens(NamedTuple):
     compared: int = 0
 
     @classmethod
-    def of(
+    def from_plan(
         cls,
         plan: StepPlan,
         prompt_S: np.ndarray,
@@ -72,7 +72,7 @@ class StepTokens(NamedTuple):
             rest = np.flatnonzero(~compared_S)
             drafts_S = None if plan.draft_S is None else plan.draft_S[rest]
             others = StepPlan(plan.slot_S[rest], plan.start_S[rest], plan.count_S[rest], plan.samples_S[rest], drafts_S)
-            tokens = cls.of(others, prompt_S[rest], lost_S[rest], generates_S[rest])
+            tokens = cls.from_plan(others, prompt_S[rest], lost_S[rest], generates_S[rest])
             return tokens._replace(compared=plan.num_tokens - others.num_tokens)
         first_S = np.maximum(prompt_S, lost_S)  # where decoding begins
         labels = 0

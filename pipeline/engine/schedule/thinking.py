@@ -9,7 +9,7 @@ from pipeline.engine.reasoning.tracking import Thinking
 from pipeline.engine.schedule.sequence import SlotTable
 
 
-def take_thoughts(table: SlotTable, slot_R: np.ndarray, token_R: np.ndarray) -> np.ndarray:
+def update_thinking(table: SlotTable, slot_R: np.ndarray, token_R: np.ndarray) -> np.ndarray:
     """Update the reasoning state after these tokens. Return which tokens belong to reasoning, markers too (bool)."""
     state_R = table.thinking[slot_R]
     begins_R = (state_R == Thinking.MAY_BEGIN) & (token_R == table.start_id[slot_R])

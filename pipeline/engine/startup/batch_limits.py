@@ -31,6 +31,6 @@ def gpu_limits(memory_bytes: int, capability: tuple[int, int], weight_bytes: int
     return GPU_LIMITS if memory_bytes >= 35 * _GIB else SMALL_GPU_LIMITS
 
 
-def most_default_seqs(on_gpu: bool) -> int:
+def max_default_seqs(on_gpu: bool) -> int:
     """Return the largest default of `max_num_seqs`, for callers that do not know the GPU yet."""
     return (LARGE_GPU_LIMITS if on_gpu else CPU_LIMITS).max_num_seqs

@@ -9,18 +9,18 @@ import torch
 
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.forward.graphs import CudaCapture
-from pipeline.engine.forward.runner import ModelRunner, Place
+from pipeline.engine.forward.runner import DeviceContext, ModelRunner
 from pipeline.engine.params import EngineConfig, SpeculationConfig
 from pipeline.engine.startup.dummy_steps import CapturedShape
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.memory import kv_budget_bytes, return_freed_bytes
-from pipeline.engine.startup.mixed_tokens import most_mixed_tokens
+from pipeline.engine.startup.mixed_tokens import max_mixed_tokens
 from pipeline.engine.startup.resolve import Resolved, quantized_on_load, resolve
 from pipeline.errors import ConfigError
 from pipeline.kernels.select import keep_cpu_kernels_in, keep_gpu_kernels_in
 from pipeline.machine.caches import cpu_kernel_folder, gpu_kernel_folder
 from pipeline.machine.host import available_cores
-from pipeline.machine.numba import why_no_numba
+from pipeline.machine.numba import numba_unavailable_reason
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.load import as_stored
 from pipeline.roofline.cards import card_of_device
@@ -34,13 +34,13 @@ class Built:
     """Parts of an engine. num_blocks: of the KV cache; the draft model's has as many. about: the resolved settings."""
 
     resolved: Resolved
-    place: Place
+    device_context: DeviceContext
     runner: ModelRunner
     draft_runner: ModelRunner | None
     tokenizer: Tokenizer
     num_blocks: int
     max_model_len: int
-    about: dict[str, str | int]
+    settings: dict[str, str | int]
 
 
 def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
@@ -53,9 +53,9 @@ def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
     folder = locate_model(config.model)
     model = quantized_on_load(as_stored(read_config(folder), folder), config.quantization)
     resolved = resolve(config, model)
-    place = Place(_num_threads(config.num_threads), resolved.device)
-    with place:
-        return _build_on_device(config, folder, model, resolved, place, say)
+    device_context = DeviceContext(_num_threads(config.num_threads), resolved.device)
+    with device_context:
+        return _build_on_device(config, folder, model, resolved, device_context, say)
 
 
 def _num_threads(requested: int | None) -> int | None:
@@ -66,7 +66,12 @@ def _num_threads(requested: int | None) -> int | None:
 
 
 def _build_on_device(
-    config: EngineConfig, folder: Path, model: ModelConfig, resolved: Resolved, place: Place, say: Callable[[str], None]
+    config: EngineConfig,
+    folder: Path,
+    model: ModelConfig,
+    resolved: Resolved,
+    device_context: DeviceContext,
+    say: Callable[[str], None],
 ) -> Built:
     tokenizer = Tokenizer.from_folder(str(folder))
     if resolved.device.type == "cuda":
@@ -82,10 +87,10 @@ def _build_on_device(
     return_freed_bytes()
     loaded = [target] if draft is None else [target, draft]
     step_bytes = 0  # on a CPU, where memory is not that tight
-    shapes = captured_shapes(resolved, _most_mixed_tokens(model, resolved))
+    shapes = captured_shapes(resolved, _max_mixed_tokens(model, resolved))
     if resolved.device.type == "cuda":
         for each, shape in zip(loaded, shapes):
-            each.compile_kernels(resolved, shape, place.num_threads, say)
+            each.compile_kernels(resolved, shape, device_context.num_threads, say)
         step_bytes = max(each.step_bytes(resolved) for each in loaded)
         step_bytes += sum(each.captured_bytes(resolved, shape.largest) for each, shape in zip(loaded, shapes))
     num_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded), step_bytes)
@@ -94,7 +99,7 @@ def _build_on_device(
     draft_runner = draft.runner(num_blocks, resolved.block_size, max_model_len) if draft is not None else None
     if resolved.device.type == "cuda":
         _capture_steps(runner, draft_runner, resolved, shapes, say)
-    about: dict[str, str | int] = {
+    settings: dict[str, str | int] = {
         "device": str(resolved.device),
         **({"device_name": torch.cuda.get_device_name(resolved.device)} if resolved.device.type == "cuda" else {}),
         "dtype": str(resolved.dtype).removeprefix("torch."),
@@ -106,48 +111,48 @@ def _build_on_device(
         "num_kv_blocks": num_blocks,
         "weights": target.weights,
         "deterministic": "on" if resolved.deterministic else "off",
-        "num_threads": place.num_threads,
+        "num_threads": device_context.num_threads,
         "speculation": _speculation_text(config.speculation_config, resolved),
-    } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}
+    } | {f"kernel.{op}": origin for op, origin in target.kernels.backends.items()}
     return Built(
         resolved=resolved,
-        place=place,
+        device_context=device_context,
         runner=runner,
         draft_runner=draft_runner,
         tokenizer=tokenizer,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
-        about=about,
+        settings=settings,
     )
 
 
 def _speculation_text(requested: SpeculationConfig, resolved: Resolved) -> str:
     used = resolved.speculation
     if used.method == "off":
-        lacks = why_no_numba() if requested.method in ("auto", "lookup") else None
+        lacks = numba_unavailable_reason() if requested.method in ("auto", "lookup") else None
         return "off" if lacks is None else f"off: lookup needs numba, which {lacks}"
     drafter = "lookup" if used.method == "lookup" else "draft model"
     when = "in every step" if used.forced else "where it pays"
     return f"{drafter}, up to {used.num_speculative_tokens} tokens, {when}"
 
 
-def captured_shapes(resolved: Resolved, most_mixed_tokens: int) -> list[CapturedShape]:
+def captured_shapes(resolved: Resolved, max_mixed_tokens: int) -> list[CapturedShape]:
     """Return the captured shapes of the target and of the draft model, whose first pass computes the tokens after
     accepted drafts and the last accepted draft itself.
 
     Steps with drafts are captured up to the same size as mixed steps: larger ones take longer to compute than to
     launch."""
-    max_verified = resolved.most_checked_tokens
-    max_tokens = max(resolved.max_num_seqs, min(max_verified, most_mixed_tokens or max_verified))
+    max_verified = resolved.max_verified_tokens
+    max_tokens = max(resolved.max_num_seqs, min(max_verified, max_mixed_tokens or max_verified))
     max_pass_tokens = min(PASS_QUERIES * resolved.max_num_seqs, resolved.max_num_batched_tokens)
-    target = CapturedShape(1 + resolved.max_drafts, max_tokens, most_mixed_tokens)
+    target = CapturedShape(1 + resolved.max_drafts, max_tokens, max_mixed_tokens)
     return [target, CapturedShape(PASS_QUERIES, max_pass_tokens)]
 
 
-def _most_mixed_tokens(model: ModelConfig, resolved: Resolved) -> int:
+def _max_mixed_tokens(model: ModelConfig, resolved: Resolved) -> int:
     if resolved.device.type != "cuda":
         return 0
-    return most_mixed_tokens(model, resolved, card_of_device(torch.cuda.get_device_name(resolved.device)))
+    return max_mixed_tokens(model, resolved, card_of_device(torch.cuda.get_device_name(resolved.device)))
 
 
 def _capture_steps(

@@ -48,7 +48,7 @@ def largest_step_bytes(runner: ModelRunner, resolved: Resolved) -> int:
             weights(logits_RV, batch, np.arange(num_rows))  # rejection sampling
 
     def verifying() -> None:
-        max_tokens = resolved.most_checked_tokens
+        max_tokens = resolved.max_verified_tokens
         sample_on_device(runner, runner.execute(_step(resolved, max_tokens, num_sequences, max_tokens)), None)
 
     return max(_peak_bytes(sampling, resolved.device), _peak_bytes(verifying, resolved.device))
@@ -111,13 +111,13 @@ class CapturedShape(NamedTuple):
     """Limits of a model's captured steps; see `ModelRunner.capture_steps`."""
 
     max_queries: int
-    most_tokens: int
-    most_mixed_tokens: int = 0
+    max_tokens: int
+    max_mixed_tokens: int = 0
 
     @property
     def largest(self) -> int:
         """Number of tokens of the largest captured step."""
-        return max(self.most_tokens, self.most_mixed_tokens)
+        return max(self.max_tokens, self.max_mixed_tokens)
 
 
 @torch.inference_mode()
@@ -182,5 +182,5 @@ def _decoding(resolved: Resolved, num_sequences: int, queries: int, shared: bool
         context_len_S=np.full(num_sequences, context),
         block_table_SM=table_SM,
         block_size=resolved.block_size,
-        row_R=np.arange(min(num_sequences * queries, resolved.most_checked_tokens)),
+        row_R=np.arange(min(num_sequences * queries, resolved.max_verified_tokens)),
     )

@@ -99,12 +99,12 @@ class LoadedModel:
         """Return the memory of the largest step on a GPU besides weights and KV cache."""
         return largest_step_bytes(self._small_runner(resolved), resolved)
 
-    def captured_bytes(self, resolved: Resolved, most_tokens: int) -> int:
-        """Return an upper bound of the memory that captured steps of up to `most_tokens` tokens keep on a GPU: that of
+    def captured_bytes(self, resolved: Resolved, max_tokens: int) -> int:
+        """Return an upper bound of the memory that captured steps of up to `max_tokens` tokens keep on a GPU: that of
         the largest one, in which the others fit. Logits are not included."""
         if self.kernels.graph_attention is None:
             return 0
-        return forward_bytes(self._small_runner(resolved), resolved, most_tokens)
+        return forward_bytes(self._small_runner(resolved), resolved, max_tokens)
 
     def _small_runner(self, resolved: Resolved) -> ModelRunner:
         """Return a runner for the largest step, whose sequences all read and write the same blocks."""

@@ -21,7 +21,7 @@ LAUNCH_S = 250e-6
 steps of an 8B model, 210 to 300 in those of a 0.6B model."""
 
 
-def most_mixed_tokens(model: ModelConfig, resolved: Resolved, card: Card | None) -> int:
+def max_mixed_tokens(model: ModelConfig, resolved: Resolved, card: Card | None) -> int:
     """Return one of `mixed_sizes`; 0 if no mixed steps are captured, as on an unknown card, or where the card lacks the
     products and the reference computes them."""
     if card is None:
@@ -36,7 +36,7 @@ def most_mixed_tokens(model: ModelConfig, resolved: Resolved, card: Card | None)
 
 
 def host_bound_tokens(size: DecoderSize, weights: Weights, ceilings: Ceilings, max_num_batched_tokens: int) -> int:
-    """Return the largest of `mixed_sizes` that the host limits; see `most_mixed_tokens`."""
+    """Return the largest of `mixed_sizes` that the host limits; see `max_mixed_tokens`."""
     max_tokens = 0
     for num_tokens in mixed_sizes(max_num_batched_tokens):
         prompt = np.array([num_tokens])

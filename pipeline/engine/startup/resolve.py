@@ -13,7 +13,7 @@ from pipeline.kernels.activations.rounded_linears import ROUNDINGS
 from pipeline.kernels.cache import FP8
 from pipeline.kernels.select import default_dtype
 from pipeline.machine.device import find_device
-from pipeline.machine.numba import why_no_numba
+from pipeline.machine.numba import numba_unavailable_reason
 from pipeline.model.config import DTYPES, ModelConfig
 from pipeline.weights.round_to_nearest import METHODS, RoundToNearest
 
@@ -38,7 +38,7 @@ class Resolved:
     activation_dtype: str = "auto"  # of the target, not of its draft model
 
     @property
-    def most_checked_tokens(self) -> int:
+    def max_verified_tokens(self) -> int:
         """Maximum logit rows of a step in which every sequence decodes with the maximum number of drafts."""
         max_rows = min(self.max_num_seqs * (1 + self.max_drafts), self.max_num_batched_tokens, MAX_CHECKED_TOKENS)
         return max(self.max_num_seqs, max_rows)
@@ -131,7 +131,7 @@ def _dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
 def _speculation(requested: SpeculationConfig) -> SpeculationConfig:
     if requested.method == "auto":
         requested = replace(requested, method="lookup")
-    if requested.method == "lookup" and why_no_numba() is not None:
+    if requested.method == "lookup" and numba_unavailable_reason() is not None:
         return SpeculationConfig("off")
     return requested
 

@@ -20,7 +20,7 @@ from pipeline.engine.sampling.batch import SamplerOutput
 from pipeline.engine.sampling.verify import Verified
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence, ranges
-from pipeline.engine.schedule.thinking import take_thoughts
+from pipeline.engine.schedule.thinking import update_thinking
 from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.repetition import repeats_itself
 from pipeline.engine.tasks import ScoreResult, TokenLogprobs
@@ -93,7 +93,7 @@ class Completing:
         if not len(constrained):
             return 0
         ends: list[_End] = []
-        for slot, token_ids, is_whole in self._masks.take_forced(constrained):
+        for slot, token_ids, is_whole in self._masks.advance_forced(constrained):
             self._scheduler.append_uncomputed(slot, token_ids)
             self._stats.generated_tokens += len(token_ids)
             self._stats.forced_tokens += len(token_ids)
@@ -106,7 +106,7 @@ class Completing:
 
     # -- sequences that generate nothing
 
-    def take_read(self, slot_S: np.ndarray) -> None:
+    def finish_read(self, slot_S: np.ndarray) -> None:
         """Finish the sequences that generate nothing and are fully computed."""
         table = self._table
         if not table.num_readers:
@@ -140,7 +140,7 @@ class Completing:
             loop_R = repeats_itself(table, slot_R)
         continues_R, completes_R = ~stop_R, np.zeros(len(slot_R), dtype=bool)
         if table.thinking[slot_R].any():
-            continues_R &= ~take_thoughts(table, slot_R, token_R)
+            continues_R &= ~update_thinking(table, slot_R, token_R)
         if table.has_grammar[slot_R].any():
             completes_R = self._masks.take(slot_R, token_R, continues_R)
         ends: list[_End] = []

@@ -63,7 +63,7 @@ class GrammarMasks:
             begins = np.flatnonzero(has_grammar_S & (table.thinking[slot_S] == Thinking.MAY_BEGIN))
             mask.also(first_S[begins], table.start_id[slot_S[begins]])
         if len(exhausted):
-            return mask.beside(first_S[exhausted], table.end_id[slot_S[exhausted]])
+            return mask.with_rows(first_S[exhausted], table.end_id[slot_S[exhausted]])
         return mask if len(mask.row_M) else None
 
     def _of_grammars(
@@ -97,7 +97,7 @@ class GrammarMasks:
             is_whole_S[constrained] = [matcher.take(token) for matcher, token in pairs]
         return is_whole_S
 
-    def take_forced(self, slot_S: np.ndarray) -> Iterator[tuple[int, list[int], bool]]:
+    def advance_forced(self, slot_S: np.ndarray) -> Iterator[tuple[int, list[int], bool]]:
         """Yield for each sequence whose grammar forces its next tokens: slot, these tokens, and whether it is complete
         with them."""
         table, sequences = self._table, self._table.sequences
@@ -105,7 +105,7 @@ class GrammarMasks:
         for slot, sequence in present:  # the others have ended
             matcher = sequence.matcher or self.matcher_of(slot)
             if matcher.look():
-                token_ids, is_whole = matcher.take_forced(int(table.limit[slot] - table.num_known[slot]))
+                token_ids, is_whole = matcher.advance_forced(int(table.limit[slot] - table.num_known[slot]))
                 if token_ids:
                     yield slot, token_ids, is_whole
 

@@ -69,7 +69,7 @@ class StepLoop:
         self.computing = None
         tokens = self.scheduler.commit(plan)
         self._append(plan.sampling_slot_S, output)
-        self.completing.take_read(plan.slot_S)
+        self.completing.finish_read(plan.slot_S)
         step_us, rejected = (perf_counter_ns() - begun_ns) // 1000, self.stats.rejected_drafts - rejected
         only_samples = plan.draft_S is None and reading is None and plan.num_tokens == len(plan.slot_S)
         tokens.add_time(self.stats, step_us, only_samples, rejected)
@@ -114,7 +114,7 @@ class StepLoop:
         """Append these sequences' tokens and record the drafts' results."""
         num_generated = self.completing.take(slot_S, output)
         if self.drafting is not None:
-            self.drafting.done(self.stats, self.drafting.take_step(), output, num_generated)
+            self.drafting.done(self.stats, self.drafting.pop_step(), output, num_generated)
 
     def undo(self, plan: StepPlan) -> None:
         """Undo a step that was planned but not computed."""

@@ -60,11 +60,11 @@ class OverlappedLoop(StepLoop):
         finally:
             self._placeholders.withdraw()
         self.computing = None
-        selected = None if self.drafting is None else self.drafting.take_step()
+        selected = None if self.drafting is None else self.drafting.pop_step()
         self.land()
         slot_S, plan = plan.sampling_slot_S, self._placeholders.rebase(plan, self.scheduler.running)
         tokens = self.scheduler.commit(plan)
-        in_flight = StepInFlight.of(slot_S, pending, self.scheduler.running)
+        in_flight = StepInFlight.from_pending(slot_S, pending, self.scheduler.running)
         if len(in_flight.slot_K):
             self.in_flight, self._selected = in_flight, selected
         # Most of this time the device computed the previous step.

@@ -41,7 +41,7 @@ import torch
 from pipeline.kernels.activations.activation_blocks import block_of, in_blocks
 from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
 
-LEAST_CAPABILITY = (8, 9)  # of an NVIDIA GPU that multiplies e4m3
+MIN_CAPABILITY = (8, 9)  # of an NVIDIA GPU that multiplies e4m3
 LARGEST = 448.0  # of float8_e4m3fn
 SMALLEST_MAGNITUDE = 2.0**-80  # keeps quotients out of the subnormal range
 MAX_EXACT = 16  # e4m3 represents the integers from -16 to 16 exactly

@@ -66,7 +66,7 @@ class RoundedLinear:
         return self.linear(self.rounding.rounded(in_order, self.block)).to(x_MK.dtype)
 
 
-def rounded_linears(prepare: Callable[[LinearWeight], Linear], served_by: str) -> dict[str, RoundedLinears]:
+def rounded_linears(prepare: Callable[[LinearWeight], Linear], backends: str) -> dict[str, RoundedLinears]:
     """Return the oracle of each rounding, built on the float32 linears that `prepare` makes."""
 
     def rounded_linear(dtype: str, rounding: Rounding) -> RoundedLinears:
@@ -74,7 +74,7 @@ def rounded_linears(prepare: Callable[[LinearWeight], Linear], served_by: str) -
             block, served = rounding.block(weight), rounding.weight(weight)
             return None if block is None or served is None else RoundedLinear(served, rounding, block, prepare)
 
-        description = f"{served_by}, inputs rounded to {dtype} first: measures quality, not faster"
+        description = f"{backends}, inputs rounded to {dtype} first: measures quality, not faster"
         return RoundedLinears(prepare_rounded, description)
 
     return {dtype: rounded_linear(dtype, rounding) for dtype, rounding in ROUNDINGS.items()}
@@ -108,5 +108,5 @@ def with_rounded_activations(kernels: Kernels, activation_dtype: str, device: to
         raise ConfigError(f"engine.activation_dtype = {activation_dtype!r}: {reason}")
     prepare = RoundedWherePossible(activation_dtype, linears, kernels.prepare_linear)
     weights = ROUNDINGS[activation_dtype].weights
-    linear = f"{weights}: {linears.served_by}; others: {kernels.served_by['linear']}"
-    return replace(kernels, prepare_linear=prepare, served_by=kernels.served_by | {"linear": linear})
+    linear = f"{weights}: {linears.backends}; others: {kernels.backends['linear']}"
+    return replace(kernels, prepare_linear=prepare, backends=kernels.backends | {"linear": linear})

@@ -54,17 +54,17 @@ class _Plan:
 
 
 def attention(
-    q_TND: torch.Tensor, cache: LayerCache, where: AttentionInput, scale: float, window: int | None
+    q_TND: torch.Tensor, cache: LayerCache, attn_metadata: AttentionInput, scale: float, window: int | None
 ) -> torch.Tensor:
     """Implement `contract.Kernels.attention`: each query is a sequence of its own for the decode kernel."""
     num_kv_heads, head_dim = cache.k_CBKD.shape[2:]
     key = "each query alone", num_kv_heads, head_dim
-    if key not in where.plans:
-        alone = where.rows(np.arange(len(q_TND)))
+    if key not in attn_metadata.plans:
+        alone = attn_metadata.rows(np.arange(len(q_TND)))
         parallel = int(alone.context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_ELEMENTS
         table_TM, reads = np.ascontiguousarray(alone.block_table_SM), nothing_read(len(q_TND))
-        where.plans[key] = _Plan(table_TM, alone.context_len_S, parallel, reads)
-    plan: _Plan = where.plans[key]
+        attn_metadata.plans[key] = _Plan(table_TM, alone.context_len_S, parallel, reads)
+    plan: _Plan = attn_metadata.plans[key]
     q_TND = q_TND.contiguous()
     out_TND = torch.empty_like(q_TND)
     use_threads(plan.parallel)

@@ -21,7 +21,7 @@ from pipeline.kernels.cpu.compile.threads import WHOLE
 from pipeline.kernels.cpu.elementwise import add_rms_norm_kernel, norm_rope_write_kernel, silu_mul_kernel
 from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
 
-MOST_TOKENS = 256
+MAX_TOKENS = 256
 """Limit for steps in which some sequences compute several tokens. With more, kernels take so long that the Python
 between them does not matter, and their results are too large to keep."""
 
@@ -91,9 +91,9 @@ class CompiledDecodeSteps:
         self._caches: Sequence[LayerCache] = ()
         self._arrays: list[CacheArrays] = []
 
-    def serves(self, where: AttentionInput, caches: Sequence[LayerCache]) -> bool:
-        num_sequences, num_tokens = len(where.context_len_S), int(where.query_start_S1[-1])
-        return caches[0].k_CBKD.dtype != FP8 and num_tokens <= max(MOST_TOKENS, num_sequences)
+    def serves(self, attn_metadata: AttentionInput, caches: Sequence[LayerCache]) -> bool:
+        num_sequences, num_tokens = len(attn_metadata.context_len_S), int(attn_metadata.query_start_S1[-1])
+        return caches[0].k_CBKD.dtype != FP8 and num_tokens <= max(MAX_TOKENS, num_sequences)
 
     def run(
         self,
@@ -101,7 +101,7 @@ class CompiledDecodeSteps:
         residual_TH: torch.Tensor,
         cos_TD2: torch.Tensor,
         sin_TD2: torch.Tensor,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         caches: Sequence[LayerCache],
     ) -> None:
         num_tokens, eps = len(x_TH), self._eps
@@ -112,11 +112,11 @@ class CompiledDecodeSteps:
         buffers, scale = self._buffers, np.float32(self._head_dim**-0.5)
         x, residual, cos, sin = bits(x_TH), bits(residual_TH), cos_TD2.numpy(), sin_TD2.numpy()
         slot_T, num_heads, num_kv_heads = (
-            where.slot_mapping_T.numpy(),
+            attn_metadata.slot_mapping_T.numpy(),
             buffers.q_TND.shape[1],
             caches[0].k_CBKD.shape[2],
         )
-        plan = plan_of(where, num_heads, num_kv_heads, self._head_dim, self._layers[0].is_parallel(num_tokens))
+        plan = plan_of(attn_metadata, num_heads, num_kv_heads, self._head_dim, self._layers[0].is_parallel(num_tokens))
         for layer, cache in zip(self._layers, self._arrays):
             add_rms_norm_kernel(x, residual, layer.input_norm_H, eps, *WHOLE)
             layer.qkv.write(x, buffers.qkv_TK)

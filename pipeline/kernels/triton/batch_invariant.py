@@ -38,7 +38,7 @@ class FixedLinear(DenseLinear):
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype, device: torch.device):
         super().__init__(weight_NK.contiguous(), bias_N, dtype, device)
-        self.target = Target.of(device)
+        self.target = Target.from_device(device)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         return fixed_product(x_MK, self.weight_NK, self.bias_N, self.target)
@@ -77,10 +77,14 @@ def prepare_linear(
 class BatchInvariantAttention(PagedAttention):
     """Attention by the prefill kernel for all sequences of a step, in one loop over their keys."""
 
-    def plan(self, where: AttentionInput, q_TND: torch.Tensor, cache: LayerCache, window: int | None) -> AttentionPlan:
+    def plan(
+        self, attn_metadata: AttentionInput, q_TND: torch.Tensor, cache: LayerCache, window: int | None
+    ) -> AttentionPlan:
         queries = _queries_of_tile(q_TND.shape[1], cache.k_CBKD.shape[2], q_TND.shape[2])
-        all_sequences, finite_window = np.arange(len(where.context_len_S)), window or _NO_WINDOW
-        return AttentionPlan(None, PrefillMetadata.of(where, all_sequences, queries, finite_window, q_TND.device))
+        all_sequences, finite_window = np.arange(len(attn_metadata.context_len_S)), window or _NO_WINDOW
+        return AttentionPlan(
+            None, PrefillMetadata.from_input(attn_metadata, all_sequences, queries, finite_window, q_TND.device)
+        )
 
 
 class CapturedBatchInvariantAttention:
@@ -107,11 +111,13 @@ class CapturedBatchInvariantAttention:
     def fits_mixed(self, count_S: np.ndarray, num_tokens: int) -> bool:
         return True
 
-    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> None:
-        items = prefill_items(where, np.arange(len(where.context_len_S)), self._queries)
+    def refill_mixed(
+        self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
+    ) -> None:
+        items = prefill_items(attn_metadata, np.arange(len(attn_metadata.context_len_S)), self._queries)
         item_I2 = self._no_tiles_I2.copy()
         item_I2[: len(items)] = items
-        self._fill(where, item_I2, numbers, future)
+        self._fill(attn_metadata, item_I2, numbers, future)
 
     def _max_tiles(self, num_tokens: int) -> int:
         """Return the maximum number of tiles: the last tile of each sequence may be nearly empty."""
@@ -125,18 +131,18 @@ class CapturedBatchInvariantAttention:
             plans[plan_key(window)] = AttentionPlan(None, metadata)
         return plans
 
-    def refill(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
-        self._fill(where, self._no_tiles_I2, numbers, future)
+    def refill(self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
+        self._fill(attn_metadata, self._no_tiles_I2, numbers, future)
         return 0
 
     def _fill(
-        self, where: AttentionInput, item_I2: np.ndarray, numbers: np.ndarray, future: FutureNumbers | None
+        self, attn_metadata: AttentionInput, item_I2: np.ndarray, numbers: np.ndarray, future: FutureNumbers | None
     ) -> None:
-        start_S1 = np.full(self._max_seqs + 1, where.query_start_S1[-1])
-        start_S1[: len(where.query_start_S1)] = where.query_start_S1
+        start_S1 = np.full(self._max_seqs + 1, attn_metadata.query_start_S1[-1])
+        start_S1[: len(attn_metadata.query_start_S1)] = attn_metadata.query_start_S1
         context_S = np.zeros(self._max_seqs, dtype=np.int32)
-        context_S[: len(where.context_len_S)] = where.context_len_S
-        self._staged.fill([start_S1, context_S, item_I2], numbers, where.block_table_SM, future)
+        context_S[: len(attn_metadata.context_len_S)] = attn_metadata.context_len_S
+        self._staged.fill([start_S1, context_S, item_I2], numbers, attn_metadata.block_table_SM, future)
 
     def unpack(self) -> None:
         self._staged.unpack()

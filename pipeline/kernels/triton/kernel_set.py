@@ -34,7 +34,7 @@ def triton_kernels(
         silu_mul=silu_mul,
         greedy=greedy,
         sample=sample,
-        served_by={
+        backends={
             "linear": f"cuBLAS; int4 weights: Triton for few tokens, cuBLAS for many ({widened})",
             "add_rms_norm": "Triton, one launch",
             "norm_rope_write": "Triton, one launch",
@@ -58,7 +58,7 @@ def triton_kernels(
         prepare_linear=lambda weight: batch_invariant.prepare_linear(weight, dtype, device, scratch),
         attention=batch_invariant.BatchInvariantAttention(device),
         graph_attention=batch_invariant.CapturedBatchInvariantAttention,
-        served_by=kernels.served_by | deterministic_kernels,
+        backends=kernels.backends | deterministic_kernels,
     )
 
 

@@ -22,7 +22,7 @@ class Target:
     max_shared_bytes: int  # per block
 
     @classmethod
-    def of(cls, device: torch.device) -> "Target":
+    def from_device(cls, device: torch.device) -> "Target":
         """Return the target of `device`; for a CPU, where kernels run in Triton's interpreter, that of a small GPU."""
         if device.type != "cuda":
             return cls((8, 0), 4, shared_bytes_of((8, 0)))

@@ -125,14 +125,14 @@ def test_choices_are_the_products_of_their_tokens(folder: Path, labels: tuple, o
 def test_labels_of_several_tokens_are_computed_after_one_prompt(folder: Path) -> None:
     prompt = texts_of(1, seed=7)[0]
     labels = ((1, 2), (3, 4), (3, 5, 6), (3, 5, 7), (9,))
-    tree = LabelTree.of(labels)
+    tree = LabelTree.from_labels(labels)
     with float32_engine(folder, block_size=8) as engine:
         asked(engine, [prompt], [Choice(labels)])
         assert engine.stats.prompt_tokens == len(prompt)
         assert (engine.stats.cached_tokens, engine.stats.generated_tokens, engine.stats.plain_steps) == (0, 0, 0)
         assert engine.stats.num_steps == 2, "one for each beginning that labels share"
     assert tree.num_computed == 3
-    assert LabelTree.of(((5, 6, 7), (5, 6, 8, 9), (5, 40, 2))).num_computed == 2 + 1 + 1
+    assert LabelTree.from_labels(((5, 6, 7), (5, 6, 8, 9), (5, 40, 2))).num_computed == 2 + 1 + 1
 
 
 SHARED = tuple(range(40, 48))  # fill a block

@@ -119,7 +119,7 @@ def test_a_row_of_a_batch_api_may_have_a_response_format_of_its_own():
     at = rows_by_source(unit)
     wanted = {request.row_id: request.params.structured_outputs for request in requests}
     expected = [{"json": schema}, {"json_object": True}, {"regex": "a+"}]
-    assert [wanted[at[row]] for row in range(3)] == [StructuredOutputs.of(each) for each in expected]
+    assert [wanted[at[row]] for row in range(3)] == [StructuredOutputs.from_config(each) for each in expected]
     assert {c.row_id: c.error for c in failed} == {at[3]: "invalid_sampling", at[4]: "invalid_sampling"}
     assert all("sampling.response_format" in c.error_message for c in failed)
 

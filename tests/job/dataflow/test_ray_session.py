@@ -12,7 +12,7 @@ from ray._private.utils import validate_socket_filepath
 from pipeline.errors import EnvironmentFailed
 from pipeline.job.dataflow.ray_session import cluster_cpus, connect
 from pipeline.machine.interpreter import child_environment
-from pipeline.machine.ray_folder import ray_folder, why_no_ray_folder
+from pipeline.machine.ray_folder import ray_folder, ray_folder_problem
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_a_folder_that_ray_cannot_take_is_said_before_it_starts(monkeypatch, tmp
             monkeypatch.setenv(name, place)
             with pytest.raises(EnvironmentFailed, match=r"Ray cannot keep its files in .* Set RAY_TMPDIR to a short"):
                 connect(None, 4)
-    assert why_no_ray_folder(ray_folder({"RAY_TMPDIR": f"/{'x' * longest}", "TMPDIR": "/proc"})) == ""
-    assert why_no_ray_folder(ray_folder({})) == ""
+    assert ray_folder_problem(ray_folder({"RAY_TMPDIR": f"/{'x' * longest}", "TMPDIR": "/proc"})) == ""
+    assert ray_folder_problem(ray_folder({})) == ""
 
 
 def _takes(folder: str) -> bool:

@@ -127,7 +127,7 @@ def test_a_run_raises_what_validate_lists(there):
         assert [mistake.key for mistake in found.mistakes] == keys, (sections, found.mistakes)
         assert not found.failures
         first = found.mistakes[0]
-        assert first.where.startswith(str(there.folder / "job.yaml")), first
+        assert first.location.startswith(str(there.folder / "job.yaml")), first
         before = sorted(there.folder.rglob("*"))
         with pytest.raises(UserError) as raised:
             run_job(config)

@@ -143,7 +143,7 @@ def refused(job, key: str, **sections) -> str:
     config = watched(job, **sections)
     (mistake,) = examine(config).mistakes
     assert mistake.key == key
-    assert mistake.where.startswith(str(job.folder / "job.yaml"))
+    assert mistake.location.startswith(str(job.folder / "job.yaml"))
     with pytest.raises((ConfigError, InputError, ModelError)) as raised:
         run_job(config)
     assert not (job.output / "_pipeline").exists()

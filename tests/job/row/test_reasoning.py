@@ -93,7 +93,7 @@ def test_its_markers_are_the_checkpoints_and_part_of_what_the_job_is(job):
         with pytest.raises(ConfigError, match=rf"sampling\.reasoning.*{told}"):
             make_plan(settings, "cpu")
         (mistake,) = examine(settings).mistakes
-        assert (mistake.key, mistake.where.endswith("job.yaml:0")) == ("sampling.reasoning", False)
+        assert (mistake.key, mistake.location.endswith("job.yaml:0")) == ("sampling.reasoning", False)
         assert told in mistake.problem
     several = {"start": ":", "end": "two words"}
     assert identity(reasoning=several)["reasoning"] == several

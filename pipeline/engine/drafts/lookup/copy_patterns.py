@@ -21,8 +21,8 @@ from pipeline.engine.drafts.lookup.finished_outputs import FinishedOutputs
 from pipeline.engine.drafts.policy import Offer
 from pipeline.engine.schedule.sequence import SlotTable
 
-MOST_CONTEXTS = 1 << 13  # of copies
-MOST_COPIES = 16  # known for each context
+MAX_CONTEXTS = 1 << 13  # of copies
+MAX_COPIES = 16  # known for each context
 
 
 class CopyPatterns:
@@ -34,7 +34,7 @@ class CopyPatterns:
         self._symbol_N = np.full(capacity, BORDER, dtype=np.int32)
         self._copy_N4 = np.zeros((capacity, 4), dtype=np.int32)
         self._end_E = new_table(8 * capacity)
-        self._known_TQ4 = np.full((MOST_CONTEXTS, MOST_COPIES, 4), -1, dtype=np.int32)
+        self._known_TQ4 = np.full((MAX_CONTEXTS, MAX_COPIES, 4), -1, dtype=np.int32)
         self._symbol_BW = np.zeros((table.num_slots, table.max_model_len + 1), dtype=np.int32)
         self._state_B4 = np.zeros((table.num_slots, 4), dtype=np.int64)
 
@@ -46,13 +46,13 @@ class CopyPatterns:
         """Learn from an ended row: its prompt and its output, which is at index `place` of `finished`."""
         compiled_copies.learn(tokens, num_prompt, place, self._symbol_N, self._copy_N4, self._end_E, self._known_TQ4)
 
-    def exchange(self, offer: Offer, known_S: np.ndarray, most_new: int) -> None:
+    def exchange(self, offer: Offer, known_S: np.ndarray, max_new: int) -> None:
         """Replace the drafts of sequences whose last symbols have a match no shorter than that of their last tokens.
-        known_S: their known tokens. At most most_new tokens of each are parsed in one call; the rest waits."""
+        known_S: their known tokens. At most max_new tokens of each are parsed in one call; the rest waits."""
         table, slot_S = self._table, offer.slot_S
         compiled_copies.draft(
             *(self._tokens, slot_S, slot_S * table.max_model_len, table.num_prompt[slot_S], known_S),
-            *(most_new, self._symbol_BW, self._state_B4),
+            *(max_new, self._symbol_BW, self._state_B4),
             *(self._symbol_N, self._copy_N4, self._end_E, self._known_TQ4),
             *(offer.token_id_SK, offer.count_S, offer.match_len_S),
         )

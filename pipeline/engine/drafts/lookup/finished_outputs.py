@@ -17,14 +17,14 @@ class FinishedOutputs:
         self._end = _FIRST
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Maximum number of tokens kept of one output."""
         return len(self.tokens) - _FIRST - 1
 
     def add(self, output: np.ndarray) -> int:
         """Add an output; of one longer than the capacity, its end. Return the index of its first token; 0: it was too
         short and was left out."""
-        output = output[-self.most_tokens :]
+        output = output[-self.max_tokens :]
         if len(output) <= MIN_MATCH:
             return 0
         if self._end + len(output) >= len(self.tokens):

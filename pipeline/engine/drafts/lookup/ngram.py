@@ -93,7 +93,7 @@ class NgramProposer:
             tokens, num_prompt = self._unlearnt.pop()
             output = tokens[num_prompt:]
             begin = self._finished.add(output)
-            if begin and len(output) <= self._finished.most_tokens:
+            if begin and len(output) <= self._finished.max_tokens:
                 self._patterns.learn(tokens, num_prompt, begin)
 
     def _matches(self, slot_S: np.ndarray, known_S: np.ndarray, max_new: int) -> Offer:

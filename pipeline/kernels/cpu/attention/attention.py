@@ -56,14 +56,14 @@ class Plan:
 
 
 def attention(
-    q_TND: torch.Tensor, cache: LayerCache, where: AttentionInput, scale: float, window: int | None
+    q_TND: torch.Tensor, cache: LayerCache, attn_metadata: AttentionInput, scale: float, window: int | None
 ) -> torch.Tensor:
     """Implement `contract.Kernels.attention`. float32 and bfloat16, on a contiguous cache of the same type or FP8."""
     (_, num_heads, head_dim), num_kv_heads = q_TND.shape, cache.k_CBKD.shape[2]
     key = (num_heads, num_kv_heads, head_dim)
-    if key not in where.plans:
-        where.plans[key] = plan_of(where, num_heads, num_kv_heads, head_dim)
-    plan = where.plans[key]
+    if key not in attn_metadata.plans:
+        attn_metadata.plans[key] = plan_of(attn_metadata, num_heads, num_kv_heads, head_dim)
+    plan = attn_metadata.plans[key]
     use_threads(plan.parallel)
     q_TND = q_TND.contiguous()
     out_TND = torch.empty_like(q_TND)
@@ -91,32 +91,36 @@ def attend(
         paged_prefill(q_TND, *arrays, *items, window, scale, *NO_PART, out_TND, *WHOLE)
 
 
-def plan_of(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: int, parallel: bool = False) -> Plan:
+def plan_of(
+    attn_metadata: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: int, parallel: bool = False
+) -> Plan:
     """Plan attention for a step. parallel: use several threads even if attention alone does not need them.
 
     Sets numba's number of threads to the plan's.
     """
-    table_SM, context_len_S = where.block_table_SM, where.context_len_S
-    count_S = where.query_start_S1[1:] - where.query_start_S1[:-1]  # np.diff takes several times as long
+    table_SM, context_len_S = attn_metadata.block_table_SM, attn_metadata.context_len_S
+    count_S = (
+        attn_metadata.query_start_S1[1:] - attn_metadata.query_start_S1[:-1]
+    )  # np.diff takes several times as long
     heads = num_heads, num_kv_heads, head_dim
     if count_S.max() == 1:
         parallel = parallel or many_keys(context_len_S, num_kv_heads, head_dim)
-        return Plan(parallel, _decode(where, None, context_len_S, table_SM, heads, use_threads(parallel)), None)
+        return Plan(parallel, _decode(attn_metadata, None, context_len_S, table_SM, heads, use_threads(parallel)), None)
     (single,) = (count_S == 1).nonzero()
     products = int(count_S.astype(np.int64) @ context_len_S)
     parallel = parallel or products * num_kv_heads * head_dim >= PARALLEL_QUERIES
     parallel = parallel or (len(single) > 0 and many_keys(context_len_S[single], num_kv_heads, head_dim))
     num_threads, decode = use_threads(parallel), None
     if len(single):
-        token_S = where.query_start_S1[single]
-        decode = _decode(where, token_S, context_len_S[single], table_SM[single], heads, num_threads)
+        token_S = attn_metadata.query_start_S1[single]
+        decode = _decode(attn_metadata, token_S, context_len_S[single], table_SM[single], heads, num_threads)
     max_queries = max(1, ROWS * num_kv_heads // num_heads)
-    items = _prefill_items(where.query_start_S1, count_S, context_len_S, max_queries, num_threads)
+    items = _prefill_items(attn_metadata.query_start_S1, count_S, context_len_S, max_queries, num_threads)
     return Plan(parallel, decode, _Prefill(np.ascontiguousarray(table_SM), *items))
 
 
 def _decode(
-    where: AttentionInput,
+    attn_metadata: AttentionInput,
     token_S: np.ndarray | None,
     context_len_S: np.ndarray,
     table_SM: np.ndarray,
@@ -129,7 +133,7 @@ def _decode(
         context_len_S,
         int(context_len_S.max()),
         parts_of(len(context_len_S), heads[1], num_threads),
-        SharedReading.of(table_SM, context_len_S, where.block_size, heads),
+        SharedReading.from_block_table(table_SM, context_len_S, attn_metadata.block_size, heads),
         nothing_read(len(context_len_S)),
     )
 

@@ -22,7 +22,7 @@ _SHARED_COST = 0.4
 """Cost of reading a key for one of many rows, relative to reading it for a single row."""
 _ROW_KEYS = 16
 """Overhead per row, in units of one unshared key read: its query is copied, its result stored and read again."""
-_LEAST_ELEMENTS = 1 << 19
+_MIN_ELEMENTS = 1 << 19
 """Minimum savings per layer, in key elements of all KV heads times the heads that share each: about 100 us. The extra
 kernel takes 30 us, finding the groups about 400 us per step."""
 
@@ -53,13 +53,13 @@ class SharedReading:
     position_P: np.ndarray
 
     @classmethod
-    def of(
+    def from_block_table(
         cls, table_SM: np.ndarray, context_len_S: np.ndarray, block_size: int, heads: tuple[int, int, int]
     ) -> "SharedReading | None":
         """Return the prefixes to read once; None if it does not pay. heads: query heads, KV heads and head size."""
         num_heads, num_kv_heads, head_dim = heads
         group = num_heads // num_kv_heads
-        min_saved = _LEAST_ELEMENTS // (num_kv_heads * head_dim)
+        min_saved = _MIN_ELEMENTS // (num_kv_heads * head_dim)
 
         def saved(groups: PrefixGroups) -> np.ndarray:
             """Return the savings of each group, in unshared key reads of one head and row."""

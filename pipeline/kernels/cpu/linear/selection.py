@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.contract import Linear
-from pipeline.machine.numba import why_no_numba
+from pipeline.machine.numba import numba_unavailable_reason
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 INT4PACK_GROUPS = (32, 64, 128, 256)
@@ -108,7 +108,7 @@ def serves_int4(weight: LinearWeight, dtype: torch.dtype) -> TypeGuard[GroupIntW
 
 def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
     """Pack one weight for CPU. The caller can drop its own copy."""
-    linear: Linear | None = _compiled(weight, dtype) if why_no_numba() is None else None
+    linear: Linear | None = _compiled(weight, dtype) if numba_unavailable_reason() is None else None
     if linear is None and serves_int4(weight, dtype):
         linear = Int4Linear(weight)
     if linear is None:

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphShape
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape, CascadeSteps
-from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries, num_programs_of
+from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, max_queries_of, num_programs_of
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, checked_group, plan_key
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
 from pipeline.kernels.triton.attention.staging import StagedStep
@@ -26,13 +26,13 @@ class CapturedAttention:
 
     def __init__(self, shape: GraphShape, device: torch.device) -> None:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        target, group = Target.of(device), checked_group(*heads)
-        self.max_queries = min(shape.max_queries, most_queries(group))
+        target, group = Target.from_device(device), checked_group(*heads)
+        self.max_queries = min(shape.max_queries, max_queries_of(group))
         self.max_mixed_tokens = shape.max_mixed_tokens
         self._queries = rows_of(shape.head_dim) // group  # per tile of the prefill kernel
         self._tiles_at_once = max(1, target.num_multiprocessors // shape.num_kv_heads)
-        cascade = CascadeShape.of(shape.max_tokens, *heads, target)
-        cascade = replace(cascade, most_tokens=max(shape.max_tokens, shape.max_mixed_tokens))
+        cascade = CascadeShape.for_steps(shape.max_tokens, *heads, target)
+        cascade = replace(cascade, max_tokens=max(shape.max_tokens, shape.max_mixed_tokens))
         self._cascade = CascadeSteps(cascade)
         of_window = {window: cascade if window is None else None for window in shape.windows}
         self._no_tiles_I2 = np.full((self._max_tiles(shape.max_mixed_tokens), 2), -1)
@@ -83,32 +83,34 @@ class CapturedAttention:
         """
         return max(self._tiles_at_once, 2 * -(-num_tokens // self._queries))
 
-    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> None:
-        is_prompt_S = np.diff(where.query_start_S1) > self.max_queries
+    def refill_mixed(
+        self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
+    ) -> None:
+        is_prompt_S = np.diff(attn_metadata.query_start_S1) > self.max_queries
         prompts, decoding = np.flatnonzero(is_prompt_S), np.flatnonzero(~is_prompt_S)
-        items = prefill_items(where, prompts, self._queries)
+        items = prefill_items(attn_metadata, prompts, self._queries)
         item_I2 = self._no_tiles_I2.copy()
         item_I2[: len(items)] = items
-        shared = self._cascade.numbers_among(where, decoding)
-        arrays = [each.numbers(where, decoding, shared if each.cascade else ()) for each in self._metadata]
-        self._fill(where, item_I2, arrays, numbers, future)
+        shared = self._cascade.numbers_among(attn_metadata, decoding)
+        arrays = [each.numbers(attn_metadata, decoding, shared if each.cascade else ()) for each in self._metadata]
+        self._fill(attn_metadata, item_I2, arrays, numbers, future)
 
-    def refill(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
-        shared = self._cascade.numbers(where) if len(self.plans) > 1 else []
-        arrays = [each.numbers(where, shared=shared if each.cascade else ()) for each in self._metadata]
-        self._fill(where, self._no_tiles_I2, arrays, numbers, future)
+    def refill(self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
+        shared = self._cascade.numbers(attn_metadata) if len(self.plans) > 1 else []
+        arrays = [each.numbers(attn_metadata, shared=shared if each.cascade else ()) for each in self._metadata]
+        self._fill(attn_metadata, self._no_tiles_I2, arrays, numbers, future)
         return int(len(self.plans) > 1 and shared[0].size > 0)
 
     def _fill(
         self,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         item_I2: np.ndarray,
         decode_arrays: list[list[np.ndarray]],
         numbers: np.ndarray,
         future: FutureNumbers | None,
     ) -> None:
-        arrays = [where.query_start_S1, where.context_len_S, item_I2, *chain(*decode_arrays)]
-        self._staged.fill(arrays, numbers, where.block_table_SM, future)
+        arrays = [attn_metadata.query_start_S1, attn_metadata.context_len_S, item_I2, *chain(*decode_arrays)]
+        self._staged.fill(arrays, numbers, attn_metadata.block_table_SM, future)
 
     def unpack(self) -> None:
         self._staged.unpack()

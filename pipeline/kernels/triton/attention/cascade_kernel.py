@@ -81,7 +81,7 @@ def _cascade(
             *(NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, COLUMNS, BLOCK, KEYS, False, False, IS_FP8, CONVERTS, STAGES),
         )
         # Rows without a token are stored too: a mask for them would occupy registers throughout the loop.
-        kept_R = (item * NUM_KV_HEADS + kv_head) * KEPT_ROWS + row_R  # 32 bits are enough: see MOST_SUM_BYTES
+        kept_R = (item * NUM_KV_HEADS + kv_head) * KEPT_ROWS + row_R  # 32 bits are enough: see MAX_SUM_BYTES
         is_row_R = row_R < KEPT_ROWS
         kept_RD = is_row_R[:, None] & (column_D < HEAD_DIM)[None, :]
         tl.store(best_ptr + kept_R, best_R, mask=is_row_R)
@@ -90,7 +90,7 @@ def _cascade(
 
 
 @triton.jit
-def take_shared(
+def merge_shared(
     weighted_RD,
     best_R,
     sum_R,

@@ -25,10 +25,10 @@ from pipeline.kernels.triton.launch import Target
 UNIT = 128
 """Number of keys. A shared prefix is a multiple of it; the key tiles of all kernels divide it."""
 
-LEAST_SAVED_BYTES = 1 << 17
+MIN_SAVED_BYTES = 1 << 17
 """Minimum savings per layer and multiprocessor. The launch and the load of the first key tile take about 4 us; an A100
 or H100 reads 80 to 100 KiB per multiprocessor in that time."""
-MOST_SUM_BYTES = 1 << 27
+MAX_SUM_BYTES = 1 << 27
 _VALUE_BYTES = 2
 _SUM_BYTES = 4
 
@@ -55,7 +55,7 @@ class CascadeShape:
     """Sizes of the cascade kernel's work.
 
     num_queries: query tokens per tile, with one row for each query head of a KV head. There is one program per
-    multiprocessor, because the sums of a tile fill its registers. most_tokens, most_tiles: limits per step.
+    multiprocessor, because the sums of a tile fill its registers. max_tokens, max_tiles: limits per step.
     """
 
     num_kv_heads: int
@@ -63,14 +63,16 @@ class CascadeShape:
     head_dim: int
     num_programs: int
     num_queries: int
-    least_saved_bytes: int
-    most_tokens: int
-    most_tiles: int
+    min_saved_bytes: int
+    max_tokens: int
+    max_tiles: int
 
     @classmethod
-    def of(cls, most_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, target: Target) -> "CascadeShape":
-        """Return the shape for steps of up to `most_tokens` tokens: twice the tiles that they fill, if their sums fit
-        into `MOST_SUM_BYTES`."""
+    def for_steps(
+        cls, max_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, target: Target
+    ) -> "CascadeShape":
+        """Return the shape for steps of up to `max_tokens` tokens: twice the tiles that they fill, if their sums fit
+        into `MAX_SUM_BYTES`."""
         group = num_heads // num_kv_heads
         num_queries = rows_of(head_dim) // group
         num_programs = max(1, target.num_multiprocessors // num_kv_heads)
@@ -81,9 +83,9 @@ class CascadeShape:
             head_dim=head_dim,
             num_programs=num_programs,
             num_queries=num_queries,
-            least_saved_bytes=LEAST_SAVED_BYTES * target.num_multiprocessors,
-            most_tokens=most_tokens,
-            most_tiles=max(1, min(2 * -(-most_tokens // num_queries), MOST_SUM_BYTES // tile_sum_bytes - num_programs)),
+            min_saved_bytes=MIN_SAVED_BYTES * target.num_multiprocessors,
+            max_tokens=max_tokens,
+            max_tiles=max(1, min(2 * -(-max_tokens // num_queries), MAX_SUM_BYTES // tile_sum_bytes - num_programs)),
         )
 
     @property
@@ -92,24 +94,28 @@ class CascadeShape:
 
         There are no more sequences than tokens.
         """
-        items, tiles = self.most_tiles + self.num_programs, self.most_tiles
+        items, tiles = self.max_tiles + self.num_programs, self.max_tiles
         return [
             3 * items,
             self.num_programs + 1,
             3 * tiles,
             tiles * self.num_queries,
-            self.most_tokens,
-            self.most_tokens,
+            self.max_tokens,
+            self.max_tokens,
         ]
 
-    def decide(self, where: AttentionInput, sequences: np.ndarray) -> Decided:
+    def decide(self, attn_metadata: AttentionInput, sequences: np.ndarray) -> Decided:
         """Choose the groups worth sharing among the sequences at these indices; no plan if they save too little."""
-        count_S = (where.query_start_S1[1:] - where.query_start_S1[:-1]).astype(np.int64)[sequences]
+        count_S = (attn_metadata.query_start_S1[1:] - attn_metadata.query_start_S1[:-1]).astype(np.int64)[sequences]
 
         def readings(groups: PrefixGroups) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             """Return the tokens of the prefix, the queries and the tiles of each group."""
             queries_G = np.add.reduceat(count_S.take(groups.sequence_I), groups.start_G1[:-1])
-            return groups.blocks_G * where.block_size // UNIT * UNIT, queries_G, -(-queries_G // self.num_queries)
+            return (
+                groups.blocks_G * attn_metadata.block_size // UNIT * UNIT,
+                queries_G,
+                -(-queries_G // self.num_queries),
+            )
 
         def saved_bytes(groups: PrefixGroups) -> np.ndarray:
             """Return the prefix bytes that are not read again, minus those of sums (written and read) and queries, for
@@ -122,36 +128,36 @@ class CascadeShape:
             return self.num_kv_heads * (read_G - queries_G * self.group * row_bytes * pieces_G)
 
         # The prefix excludes the keys of a step's queries, so each sequence keeps something to read.
-        before_S = where.context_len_S[sequences] - count_S
-        table_SM = where.block_table_SM
+        before_S = attn_metadata.context_len_S[sequences] - count_S
+        table_SM = attn_metadata.block_table_SM
         if len(sequences) < len(table_SM):
             table_SM = table_SM[sequences]
-        groups = prefix_groups(table_SM, before_S // where.block_size, saved_bytes)
+        groups = prefix_groups(table_SM, before_S // attn_metadata.block_size, saved_bytes)
         nothing = Decided(None, groups.num_decisive)
         if not len(groups.blocks_G):
             return nothing
         saved_G = saved_bytes(groups)
         best_first = np.argsort(-saved_G, kind="stable")
         fits_G = np.zeros(len(saved_G), dtype=bool)
-        fits_G[best_first] = np.cumsum(readings(groups)[2][best_first]) <= self.most_tiles
-        if not fits_G.any() or saved_G[fits_G].sum() < self.least_saved_bytes:
+        fits_G[best_first] = np.cumsum(readings(groups)[2][best_first]) <= self.max_tiles
+        if not fits_G.any() or saved_G[fits_G].sum() < self.min_saved_bytes:
             return nothing
         groups = groups.select(fits_G)
         tokens_G, _, tiles_G = readings(groups)
         groups = PrefixGroups(sequences.take(groups.sequence_I), groups.start_G1, groups.blocks_G, groups.num_decisive)
         return Decided(CascadePlan(groups, tokens_G, tiles_G), groups.num_decisive)
 
-    def numbers(self, where: AttentionInput, plan: CascadePlan | None) -> list[np.ndarray]:
+    def numbers(self, attn_metadata: AttentionInput, plan: CascadePlan | None) -> list[np.ndarray]:
         """Return the contents of the tensors of `CascadeMetadata` for a step, in the order of `sizes`."""
-        place_T = np.full(int(where.query_start_S1[-1]), -1)
-        shared_S = np.zeros(len(where.context_len_S), dtype=np.int64)
+        place_T = np.full(int(attn_metadata.query_start_S1[-1]), -1)
+        shared_S = np.zeros(len(attn_metadata.context_len_S), dtype=np.int64)
         nothing = np.zeros(0, dtype=np.int64)
         if plan is None:
             return [nothing, np.zeros(self.num_programs + 1, np.int64), nothing, nothing, place_T, shared_S]
         sequence_I, group_I, start_G = plan.groups.sequence_I, plan.groups.group_I, plan.groups.start_G1[:-1]
         shared_S[sequence_I] = plan.tokens_G[group_I]
-        first_I = where.query_start_S1[sequence_I].astype(np.int64)
-        count_I = where.query_start_S1[sequence_I + 1] - first_I
+        first_I = attn_metadata.query_start_S1[sequence_I].astype(np.int64)
+        count_I = attn_metadata.query_start_S1[sequence_I + 1] - first_I
         token_Q = np.repeat(first_I - np.cumsum(count_I) + count_I, count_I) + np.arange(int(count_I.sum()))
         padding_G = plan.tiles_G * self.num_queries - np.add.reduceat(count_I, start_G)
         place_Q = np.arange(len(token_Q)) + np.repeat((np.cumsum(padding_G) - padding_G)[group_I], count_I)
@@ -188,10 +194,10 @@ class CascadeMetadata:
     sum_UKR: torch.Tensor
 
     @classmethod
-    def of(cls, shape: CascadeShape, numbers: list[torch.Tensor]) -> "CascadeMetadata":
+    def for_steps(cls, shape: CascadeShape, numbers: list[torch.Tensor]) -> "CascadeMetadata":
         """Build the metadata on tensors of the shape's `sizes`."""
         item_U3, program_start, tile_W3, token_P, place_T, shared_S = numbers
-        rows = shape.most_tiles + shape.num_programs, shape.num_kv_heads, shape.num_queries * shape.group
+        rows = shape.max_tiles + shape.num_programs, shape.num_kv_heads, shape.num_queries * shape.group
         partial_UKRD, best_UKR, sum_UKR = (
             torch.empty(*rows, *columns, dtype=torch.float32, device=item_U3.device)
             for columns in ((shape.head_dim,), (), ())
@@ -213,28 +219,28 @@ class CascadeSteps:
         self._first_SD = np.zeros((0, 0), dtype=np.int32)  # each sequence's decisive blocks,
         self._usable_S = np.zeros(0, dtype=np.int32)  # and the number of them that can be shared
 
-    def numbers(self, where: AttentionInput) -> list[np.ndarray]:
+    def numbers(self, attn_metadata: AttentionInput) -> list[np.ndarray]:
         """Return `CascadeShape.numbers` of the plan among all sequences. The caller must not modify the arrays."""
-        if not self._is_valid(where):
-            decided = self._shape.decide(where, np.arange(len(where.context_len_S)))
-            self._num_decisive, self._query_start_S1 = decided.num_decisive, where.query_start_S1.copy()
-            self._first_SD, self._usable_S = self._decisive_blocks(where)
+        if not self._is_valid(attn_metadata):
+            decided = self._shape.decide(attn_metadata, np.arange(len(attn_metadata.context_len_S)))
+            self._num_decisive, self._query_start_S1 = decided.num_decisive, attn_metadata.query_start_S1.copy()
+            self._first_SD, self._usable_S = self._decisive_blocks(attn_metadata)
             self._first_SD = self._first_SD.copy()
-            self._numbers = self._shape.numbers(where, decided.plan)
+            self._numbers = self._shape.numbers(attn_metadata, decided.plan)
         return self._numbers
 
-    def numbers_among(self, where: AttentionInput, sequences: np.ndarray) -> list[np.ndarray]:
+    def numbers_among(self, attn_metadata: AttentionInput, sequences: np.ndarray) -> list[np.ndarray]:
         """Return the same for the sequences at these indices, without the cache."""
-        return self._shape.numbers(where, self._shape.decide(where, sequences).plan)
+        return self._shape.numbers(attn_metadata, self._shape.decide(attn_metadata, sequences).plan)
 
-    def _is_valid(self, where: AttentionInput) -> bool:
-        if not np.array_equal(where.query_start_S1, self._query_start_S1):
+    def _is_valid(self, attn_metadata: AttentionInput) -> bool:
+        if not np.array_equal(attn_metadata.query_start_S1, self._query_start_S1):
             return False
-        first_SD, usable_S = self._decisive_blocks(where)
+        first_SD, usable_S = self._decisive_blocks(attn_metadata)
         return np.array_equal(usable_S, self._usable_S) and np.array_equal(first_SD, self._first_SD)
 
-    def _decisive_blocks(self, where: AttentionInput) -> tuple[np.ndarray, np.ndarray]:
-        count_S = where.query_start_S1[1:] - where.query_start_S1[:-1]
-        before_S = where.context_len_S - count_S
-        usable_S = np.minimum(before_S // where.block_size, self._num_decisive)
-        return where.block_table_SM[:, : self._num_decisive], usable_S
+    def _decisive_blocks(self, attn_metadata: AttentionInput) -> tuple[np.ndarray, np.ndarray]:
+        count_S = attn_metadata.query_start_S1[1:] - attn_metadata.query_start_S1[:-1]
+        before_S = attn_metadata.context_len_S - count_S
+        usable_S = np.minimum(before_S // attn_metadata.block_size, self._num_decisive)
+        return attn_metadata.block_table_SM[:, : self._num_decisive], usable_S

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.triton.attention.cascade_kernel import cascade_launch, take_shared
+from pipeline.kernels.triton.attention.cascade_kernel import cascade_launch, merge_shared
 from pipeline.kernels.triton.attention.decode_metadata import KEYS, DecodeMetadata, programs_and_warps
 from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, merge, stages_for
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
@@ -91,7 +91,7 @@ def _decode(
             shared = tl.load(shared_ptr + sequence)
             begins_after_shared = tl.where(shared > 0, first_tile * KEYS, -1) == shared
             wanted_R = row_R < tl.where(begins_after_shared, num_queries * GROUP, 0)
-            weighted_RD, best_R, sum_R = take_shared(
+            weighted_RD, best_R, sum_R = merge_shared(
                 *(weighted_RD, best_R, sum_R, token_R, wanted_R, row_R % GROUP, column_D, kv_head),
                 *(place_ptr, tile_ptr, shared_partial_ptr, shared_best_ptr, shared_sum_ptr),
                 *(NUM_KV_HEADS, GROUP, HEAD_DIM, SHARED_QUERIES),

@@ -24,7 +24,7 @@ _MAX_ROWS = 64
 _FP8_PROGRAM_BYTES = 56 << 10  # shared memory of a program with 16 rows and heads of 128
 
 
-def most_queries(group: int) -> int:
+def max_queries_of(group: int) -> int:
     """Return the maximum query tokens per sequence in the decode kernel, for `group` query heads per KV head.
 
     Rows are padded to a power of two. If the group is not a power of two, 64 rows do not fit into registers.
@@ -127,7 +127,7 @@ class DecodeMetadata:
         """Allocate tensors for steps of up to `max_seqs` sequences of up to `max_blocks` blocks and `num_queries` query
         tokens.
 
-        Raises ValueError for more query tokens than `most_queries`.
+        Raises ValueError for more query tokens than `max_queries_of`.
         """
         num_programs = num_programs_of(target, num_heads, num_kv_heads, head_dim, num_queries, is_fp8)
         sizes = cls.sizes(max_seqs, num_programs, cascade)
@@ -167,12 +167,12 @@ class DecodeMetadata:
         The partial sums take P * num_heads * num_queries * head_dim * 4 bytes; P is twice the number of programs.
         cascade: only for layers without a window, to read shared prefixes once.
 
-        Raises ValueError for more query tokens than `most_queries`.
+        Raises ValueError for more query tokens than `max_queries_of`.
         """
         group = num_heads // num_kv_heads
-        if num_queries > most_queries(group):
+        if num_queries > max_queries_of(group):
             raise ValueError(
-                f"{num_queries} query tokens per sequence: the decode kernel supports up to {most_queries(group)} "
+                f"{num_queries} query tokens per sequence: the decode kernel supports up to {max_queries_of(group)} "
                 f"with {group} query heads per KV head"
             )
         assert window is None or cascade is None
@@ -197,32 +197,34 @@ class DecodeMetadata:
             partial_PKRD=torch.empty(*rows, head_dim, dtype=torch.float32, device=device),
             best_PKR=torch.empty(rows, dtype=torch.float32, device=device),
             sum_PKR=torch.empty(rows, dtype=torch.float32, device=device),
-            cascade=None if cascade is None else CascadeMetadata.of(cascade, cascade_tensors),
+            cascade=None if cascade is None else CascadeMetadata.for_steps(cascade, cascade_tensors),
         )
 
     def refill(
-        self, where: AttentionInput, sequences: np.ndarray | None = None, shared: Sequence[np.ndarray] = ()
+        self, attn_metadata: AttentionInput, sequences: np.ndarray | None = None, shared: Sequence[np.ndarray] = ()
     ) -> None:
         """Update its tensors to a step; see `numbers`. The copy is queued on the current stream, without waiting."""
         assert self.staged is not None
-        table_SM = where.block_table_SM
+        table_SM = attn_metadata.block_table_SM
         if table_SM.shape != self.block_table_SM.shape:
             table_SM = np.zeros(self.block_table_SM.shape, dtype=np.int32)
-            table_SM[: len(where.block_table_SM), : where.block_table_SM.shape[1]] = where.block_table_SM
-        arrays = where.query_start_S1, where.context_len_S, table_SM
-        self.staged.fill([*self.numbers(where, sequences, shared), *arrays])
+            table_SM[: len(attn_metadata.block_table_SM), : attn_metadata.block_table_SM.shape[1]] = (
+                attn_metadata.block_table_SM
+            )
+        arrays = attn_metadata.query_start_S1, attn_metadata.context_len_S, table_SM
+        self.staged.fill([*self.numbers(attn_metadata, sequences, shared), *arrays])
 
     def numbers(
         self,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         sequences: np.ndarray | None = None,
         shared: Sequence[np.ndarray] = (),
     ) -> list[np.ndarray]:
         """Return the contents of the tensors of `sizes` for a step: the sequences of `where` at these indices (None:
         all). shared: from `CascadeShape.numbers`, for metadata with a cascade."""
-        index_S = np.arange(len(where.context_len_S)) if sequences is None else sequences
-        context_S = where.context_len_S[index_S].astype(np.int64)
-        count_S = np.diff(where.query_start_S1)[index_S]
+        index_S = np.arange(len(attn_metadata.context_len_S)) if sequences is None else sequences
+        context_S = attn_metadata.context_len_S[index_S].astype(np.int64)
+        count_S = np.diff(attn_metadata.query_start_S1)[index_S]
         assert int(count_S.max(initial=0)) <= self.num_queries
         first_seen_S = np.zeros_like(context_S)
         if self.window is not None:

@@ -133,9 +133,9 @@ class PrefillMetadata:
     block_X: torch.Tensor | None = None
 
     @classmethod
-    def of(
+    def from_input(
         cls,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         sequences: np.ndarray,
         queries: int,
         window: int | None,
@@ -146,18 +146,29 @@ class PrefillMetadata:
 
         If it pays, up to `max_converted` blocks are converted: see `converted_cache.py`.
         """
-        table_SM, converted = where.block_table_SM, None
+        table_SM, converted = attn_metadata.block_table_SM, None
         if max_converted:
-            context_S, count_S = where.context_len_S[sequences], np.diff(where.query_start_S1)[sequences]
+            context_S, count_S = (
+                attn_metadata.context_len_S[sequences],
+                np.diff(attn_metadata.query_start_S1)[sequences],
+            )
             first_seen_S = np.zeros_like(context_S) if window is None else context_S - count_S - window + 1
             converted = converted_blocks(
                 table_SM[sequences],
-                np.maximum(first_seen_S, 0) // MAX_KEYS * MAX_KEYS // where.block_size,  # begin of the first tile
-                -(-context_S // where.block_size),
+                np.maximum(first_seen_S, 0)
+                // MAX_KEYS
+                * MAX_KEYS
+                // attn_metadata.block_size,  # begin of the first tile
+                -(-context_S // attn_metadata.block_size),
                 -(-count_S // queries),
                 max_converted,
             )
-        arrays = [prefill_items(where, sequences, queries), where.query_start_S1, where.context_len_S, table_SM]
+        arrays = [
+            prefill_items(attn_metadata, sequences, queries),
+            attn_metadata.query_start_S1,
+            attn_metadata.context_len_S,
+            table_SM,
+        ]
         if converted is not None:
             block_X, own_SM = converted
             table_SM = np.zeros_like(table_SM)
@@ -166,13 +177,13 @@ class PrefillMetadata:
         return cls(window, *(on_device(np.ascontiguousarray(each, dtype=np.int32), device) for each in arrays))
 
 
-def prefill_items(where: AttentionInput, sequences: np.ndarray, queries: int) -> np.ndarray:
+def prefill_items(attn_metadata: AttentionInput, sequences: np.ndarray, queries: int) -> np.ndarray:
     """Return item_I2 of `PrefillMetadata` for the sequences of `where` at these indices and `queries` per tile."""
-    count_S = np.diff(where.query_start_S1)[sequences].astype(np.int64)
+    count_S = np.diff(attn_metadata.query_start_S1)[sequences].astype(np.int64)
     tiles_S = -(-count_S // queries)
     of_I = np.repeat(np.arange(len(sequences)), tiles_S)
     first_query_I = (np.arange(len(of_I)) - np.repeat(np.cumsum(tiles_S) - tiles_S, tiles_S)) * queries
-    end_I = (where.context_len_S[sequences] - count_S)[of_I] + first_query_I
+    end_I = (attn_metadata.context_len_S[sequences] - count_S)[of_I] + first_query_I
     heaviest = np.argsort(-end_I, kind="stable")
     return np.stack([sequences[of_I], first_query_I], axis=1)[heaviest]
 

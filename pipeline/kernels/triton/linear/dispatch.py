@@ -68,9 +68,9 @@ class TwoPathLinear:
                 f"{weight.bits} bits in groups of {weight.group_size}: the fused kernels support 4 bits in groups of "
                 "32, 64 or multiples of 128"
             )
-        self.target = Target.of(device)
+        self.target = Target.from_device(device)
         self.bias_N = None if weight.bias_N is None else weight.bias_N.to(device, dtype)
-        self.tiled = TiledInt4.of(weight, device)
+        self.tiled = TiledInt4.repack(weight, device)
         self.input_order_K = None if weight.input_order_K is None else weight.input_order_K.to(device)
         self.scratch, self.shape_NK = scratch, (weight.out_features, weight.in_features)
         num_values = weight.out_features * weight.in_features

@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY, fp8_block, per_output
+from pipeline.kernels.activations.fp8 import MIN_CAPABILITY, fp8_block, per_output
 from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.triton import elementwise
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
@@ -130,7 +130,7 @@ class E4m3Weight:
         return self.value_NK.numel() + 4 * self.scale_GN.numel()
 
     @classmethod
-    def of(cls, weight: GroupIntWeight | Fp8Weight, block: int, device: torch.device) -> "E4m3Weight":
+    def repack(cls, weight: GroupIntWeight | Fp8Weight, block: int, device: torch.device) -> "E4m3Weight":
         """Repack on `device`, in the weight's order of inputs. `block` comes from `fp8_block`."""
         num_inputs = weight.in_features
         if isinstance(weight, GroupIntWeight):
@@ -149,7 +149,7 @@ class E4m3Weight:
     def with_scales_per_token(cls, weight: LinearWeight, device: torch.device) -> "E4m3Weight | None":
         """Round on `device` as `fp8.per_output` defines it; None for an unsupported weight."""
         rounded = per_output(weight, device)
-        return None if rounded is None else replace(cls.of(rounded, BLOCK, device), per_token=True)
+        return None if rounded is None else replace(cls.repack(rounded, BLOCK, device), per_token=True)
 
     @property
     def input_block(self) -> int:
@@ -255,7 +255,7 @@ class Fp8Linear:
         cublas: ScaledMm | None = None,
     ) -> None:
         device = weight.value_NK.device
-        self.target = Target.of(device)
+        self.target = Target.from_device(device)
         self.weight = weight
         self.bias_N = None if bias_N is None else bias_N.to(device, torch.float32)
         self.input_order_K = None if input_order_K is None else input_order_K.to(device)
@@ -321,7 +321,7 @@ class Fp8Linear:
 
 def fp8_linears(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> dict[str, RoundedLinears]:
     """Return `Kernels.rounded`; empty on a GPU that does not multiply fp8. deterministic: do not use cuBLAS."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return {}
     cublas, cublas_per_token = (None if deterministic else ScaledMm.on(device, dtype, each) for each in (False, True))
 
@@ -330,7 +330,7 @@ def fp8_linears(device: torch.device, dtype: torch.dtype, deterministic: bool = 
         if block is None or not isinstance(weight, GroupIntWeight | Fp8Weight):
             return None
         order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
-        return Fp8Linear(E4m3Weight.of(weight, block, device), weight.bias_N, order_K, cublas)
+        return Fp8Linear(E4m3Weight.repack(weight, block, device), weight.bias_N, order_K, cublas)
 
     def prepare_per_token(weight: LinearWeight) -> Linear | None:
         packed = E4m3Weight.with_scales_per_token(weight, device)

@@ -264,10 +264,10 @@ class TiledInt4:
         return sum(t.numel() * t.element_size() for t in (self.word_BNW, self.group_CNG2))
 
     @classmethod
-    def of(cls, weight: GroupIntWeight, device: torch.device, adjacent: int | None = None) -> "TiledInt4":
+    def repack(cls, weight: GroupIntWeight, device: torch.device, adjacent: int | None = None) -> "TiledInt4":
         """Repack on `device`, which temporarily takes 5 bytes per weight. Requires `serves`. The default for `adjacent`
         is that of the device's products."""
-        adjacent = adjacent or adjacent_inputs(Target.of(device))
+        adjacent = adjacent or adjacent_inputs(Target.from_device(device))
         num_outputs, num_inputs = weight.q_NK.shape
         missing = -num_inputs % CHUNK
         q_NK = torch.nn.functional.pad(weight.q_NK.to(device), (0, missing)).to(torch.int32)

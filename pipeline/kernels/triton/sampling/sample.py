@@ -70,7 +70,7 @@ def _distances(row, part_T, PART: tl.constexpr):
 
 @triton.jit
 def _summarize_parts(
-    logits_ptr, how_ptr, best_ptr, sum_ptr, stride, num_tokens, num_parts, TOGETHER: tl.constexpr, PART: tl.constexpr
+    logits_ptr, params_ptr, best_ptr, sum_ptr, stride, num_tokens, num_parts, TOGETHER: tl.constexpr, PART: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     part_T = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
@@ -79,7 +79,7 @@ def _summarize_parts(
     logit_TW = logit_TW.to(tl.float32)
     best_T = tl.max(tl.where(logit_TW != logit_TW, float("inf"), logit_TW), axis=1)  # a maximum may ignore NaN
     from_T = tl.where(best_T > float("-inf"), best_T, 0.0)
-    weight_TW = tl.exp((logit_TW - from_T[:, None]) * _scale_of(tl.load(how_ptr + row)))
+    weight_TW = tl.exp((logit_TW - from_T[:, None]) * _scale_of(tl.load(params_ptr + row)))
     tl.store(best_ptr + row * num_parts + part_T, best_T, mask=part_T < num_parts)
     tl.store(sum_ptr + row * num_parts + part_T, tl.sum(weight_TW, axis=1), mask=part_T < num_parts)
 
@@ -244,16 +244,16 @@ def _cut_row(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _sample(
-    logits_ptr, how_ptr, token_and_finite_ptr, best_ptr, sum_ptr, ids_ptr, num_ptr, list_ptr,
+    logits_ptr, params_ptr, token_and_finite_ptr, best_ptr, sum_ptr, ids_ptr, num_ptr, list_ptr,
     stride, num_tokens, num_parts, num_rows,
     PARTS: tl.constexpr, TOGETHER: tl.constexpr, PART: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(how_ptr + at)
-    top_k = tl.load(how_ptr + num_rows + at).to(tl.int64)
-    top_p = tl.load(how_ptr + 2 * num_rows + at)
-    min_p = tl.load(how_ptr + 3 * num_rows + at).to(tl.float32)
-    u = tl.load(how_ptr + 4 * num_rows + at)
+    temperature = tl.load(params_ptr + at)
+    top_k = tl.load(params_ptr + num_rows + at).to(tl.int64)
+    top_p = tl.load(params_ptr + 2 * num_rows + at)
+    min_p = tl.load(params_ptr + 3 * num_rows + at).to(tl.float32)
+    u = tl.load(params_ptr + 4 * num_rows + at)
     part_P = tl.arange(0, PARTS)
     best_ptr += at * num_parts
     sum_ptr += at * num_parts
@@ -298,22 +298,22 @@ def _sample(
     tl.store(token_and_finite_ptr + num_rows + at, is_finite.to(tl.int64))
 
 
-def sample(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> torch.Tensor:
+def sample(logits_RV: torch.Tensor, sampling_params_5R: torch.Tensor) -> torch.Tensor:
     """Implement `contract.Kernels.sample`. The result stays on the device; the token of a non-finite row is 0."""
     token_and_finite_2R = torch.empty(2, len(logits_RV), dtype=torch.int64, device=logits_RV.device)
     if len(logits_RV):
-        for launch in sample_launches(logits_RV, how_5R, token_and_finite_2R):
+        for launch in sample_launches(logits_RV, sampling_params_5R, token_and_finite_2R):
             launch.run()
     return token_and_finite_2R
 
 
 def sample_launches(
-    logits_RV: torch.Tensor, how_5R: torch.Tensor, token_and_finite_2R: torch.Tensor
+    logits_RV: torch.Tensor, sampling_params_5R: torch.Tensor, token_and_finite_2R: torch.Tensor
 ) -> tuple[Launch, Launch]:
     """Return the launches for float32, float16 or bfloat16 logits; rows may be strided."""
     num_rows, num_tokens = logits_RV.shape
     assert logits_RV.stride(1) == 1
-    assert how_5R.is_contiguous()
+    assert sampling_params_5R.is_contiguous()
     assert num_tokens <= _MAX_TOKENS
     num_parts = -(-num_tokens // _PART)
     best_RP = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits_RV.device)
@@ -323,7 +323,7 @@ def sample_launches(
     parts = Launch(
         _summarize_parts,
         (num_rows, -(-num_parts // _SUMMARIZED)),
-        (logits_RV, how_5R, best_RP, sum_RP, logits_RV.stride(0), num_tokens, num_parts),
+        (logits_RV, sampling_params_5R, best_RP, sum_RP, logits_RV.stride(0), num_tokens, num_parts),
         {"TOGETHER": _SUMMARIZED, "PART": _PART},
         num_warps=4,
     )
@@ -331,7 +331,7 @@ def sample_launches(
         _sample,
         (num_rows,),
         (
-            *(logits_RV, how_5R, token_and_finite_2R, best_RP, sum_RP, id_RP, num_RP, listed_RC),
+            *(logits_RV, sampling_params_5R, token_and_finite_2R, best_RP, sum_RP, id_RP, num_RP, listed_RC),
             *(logits_RV.stride(0), num_tokens, num_parts, num_rows),
         ),
         {"PARTS": power_of_two(num_parts, 4), "TOGETHER": _TOGETHER, "PART": _PART, "LISTED": _LISTED},

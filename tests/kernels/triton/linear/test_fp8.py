@@ -23,7 +23,7 @@ from tests.kernels.activations.test_fp8 import fp8_weight
 from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT, random_weight
 
 pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE) < fp8.LEAST_CAPABILITY, reason="no fp8 units"
+    DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE) < fp8.MIN_CAPABILITY, reason="no fp8 units"
 )
 SUMS = 0.0 if DEVICE.type == "cpu" else FP8_SUMS
 
@@ -198,7 +198,7 @@ def test_a_tokens_bits_are_the_same_beside_others(bias: bool) -> None:
     """Parts of the inputs in programs of their own for few tokens, in one for many."""
     weight = random_weight(20, 2048, 128, bias)
     linear, x_MK = linear_of(weight), torch.randn(80, 2048, device=DEVICE)
-    assert parts_of(20, 16, 128, Target.of(DEVICE)) > 1
+    assert parts_of(20, 16, 128, Target.from_device(DEVICE)) > 1
     whole = linear(x_MK)
     for rows in (slice(0, 1), slice(3, 5), slice(0, 80)):
         assert torch.equal(linear(x_MK[rows]), whole[rows])
@@ -407,4 +407,4 @@ def test_deterministic_kernels_never_take_cublas(monkeypatch: pytest.MonkeyPatch
         linears = fp8_linears(DEVICE, torch.bfloat16, deterministic)["fp8"]
         linear = linears.prepare(weight)
         assert isinstance(linear, Fp8Linear)
-        assert (linear.cublas is not None) == ("cuBLAS" in linears.served_by) == (not deterministic)
+        assert (linear.cublas is not None) == ("cuBLAS" in linears.backends) == (not deterministic)
