@@ -103,7 +103,7 @@ def test_a_finished_output_without_its_parts_is_told(work, pipe):
     next(Path(store.path).glob("part-*")).unlink()
     assert "out: damaged\n" in pipe("status", "out")[1]
     for command in ("status", "report"):
-        assert "it holds 0 parts, _SUCCESS counts 1" in pipe(command, "out")[1]
+        assert "it has 0 parts, but _SUCCESS counts 1" in pipe(command, "out")[1]
         assert "0 parts" in json.loads(pipe(command, "out", "--json")[1])["stale"]
     store.folder.replace("_pipeline/status.json", b"[1]")
     code, _, err = pipe("status", "out")

@@ -95,22 +95,22 @@ def test_validate_tells_all_mistakes_of_the_data(refused):
 
 
 @pytest.mark.parametrize(("setting", "expected"), [
-    ("input.path=nowhere", "--set: input.path: nowhere: does not exist; it was looked for at /"),
+    ("input.path=nowhere", "--set: input.path: nowhere: does not exist; looked for /"),
     ("input.columns=[error]", "output.rename: {error: error_2}"),
     ("prompt.template={id}", None),
-    ("output.path=memory://test-cli/out", "--set: output.path: memory://test-cli/out: lies in the memory of one"),
+    ("output.path=memory://test-cli/out", "--set: output.path: memory://test-cli/out: memory:// exists in one"),
     ("output.path=data/out", "--set: output.path: data/out: is inside input.path data, so the next run would read"),
     ("output.path=data/_out", None),
     ("output.path=nothing://bucket/x", "cannot be opened (ValueError)"),
     ("model.path=memory://test-cli/model", "test-cli/model: no config.json and no tokenizer.json in this folder"),
     ("model.path=nothing://bucket/x", "nothing://bucket/x: cannot be opened (ValueError)"),
-    ("model.path=job.yaml", "job.yaml: a file; this program reads safetensors checkpoints"),
-    ("model.path=data", "data: has no config.json; give the folder of"),
+    ("model.path=job.yaml", "job.yaml: is a file; expected the folder of a safetensors"),
+    ("model.path=data", "data: has no config.json; expected the folder of"),
     ("model.path=owner/name", None),
-    ("model={path: job.yaml, revision: v1}", "job.yaml: a file; this program reads"),
+    ("model={path: job.yaml, revision: v1}", "job.yaml: is a file; expected the folder"),
     ("model={path: data, revision: v1}", "model.revision: data is a folder; only a Hugging Face id"),
     ("speculation={method: draft_model, model: ./nowhere}", "--set: speculation.model: ./nowhere: no such folder"),
-    ("speculation={method: draft_model, model: data}", "data: has no config.json; give the folder of"),
+    ("speculation={method: draft_model, model: data}", "data: has no config.json; expected the folder of"),
     ("engine.max_model_len=2048", "--set: engine.max_model_len: 2048 exceeds the 1,024 positions of demo"),
     ("engine.max_model_len=1024", None),
     ("model={path: demo:target-awq, quantization: int8}", "int8, but demo:target-awq is quantized already"),
@@ -130,11 +130,11 @@ def test_validate_lists_what_is_odd_about_the_data(work, put, job, shown, found)
     job(habit)
     out = shown()
     for expected in (
-        "  Warning   2 files of another format passed over (README.md): ",
+        "  Warning   2 files of another format skipped (README.md): ",
         "  Warning   1 column stored in several types (id: int64 in ",
         "b.parquet, read as int64): ",
         "  Warning   5 rows with control tokens that the job file writes as text (<|im_start|>): ",
-        "give the chat as prompt.messages, or the turn alone with prompt.chat, or set prompt.special_tokens",
+        "use prompt.messages for chats, prompt.chat for a single turn, or set prompt.special_tokens",
         "  Warning   5 rows with texts of control tokens in the data (a.parquet row 0: <|im_end|>): ",
     ):
         assert expected in out
@@ -290,8 +290,8 @@ def test_validate_shows_a_task_and_its_columns(of_task, shown, found):
 @pytest.mark.parametrize(("task", "expected"), [
     ("task: {type: choice, labels: {column: option}}", "no column 'option' (did you mean 'options'?)"),
     ("task: {type: choice, labels: {column: text}}", "column 'text' is string, expected lists of texts"),
-    ("task: {type: score, completion: '{answer}'}", "has no column 'answer' (there are: "),
-    ("task: {type: score, completion: {column: number}}", 'is int64, expected text; as text: "{number}"'),
+    ("task: {type: score, completion: '{answer}'}", "has no column 'answer' (known: "),
+    ("task: {type: score, completion: {column: number}}", 'is int64, expected text; to convert it, write "{number}"'),
     ("task: {type: score, completion: '{text:.2f}'}", "task.completion: "),
     ("task: {type: embed, dimensions: 5000}", "job.yaml:5: task.dimensions: 5000: the vectors of demo have "),
     ("task: classify", "job.yaml:5: task: classify: demo has no sequence classification head"),
@@ -312,8 +312,8 @@ def test_validate_refuses_files_of_different_columns_as_a_run_does(work, put, sh
     put("b.parquet", id=[4], text=["four"])
     every = ("input.columns=null", "output.rename={error: failure}")
     err = refused(*every)
-    assert f"{work}/data/b.parquet: has no column 'error', other files of {work}/data have it; " in err
-    assert "leave 'error' out of input.columns (all columns when left out) and the prompt, or move the file" in err
+    assert f"{work}/data/b.parquet: has no column 'error', but other files of {work}/data have it; " in err
+    assert "leave 'error' out of input.columns (default: all columns) and the prompt, or move the file" in err
     shown()
     put("b.parquet", id=[4], text=["four"], error=[1.5])
     assert "column 'error': " in refused(*every)

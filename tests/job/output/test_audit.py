@@ -207,7 +207,7 @@ def test_an_output_in_a_store(finished):
         store.bucket.put(f"out/{finished.parts()[0].name}", b"cut")
         found = audit(output, True, print)
         assert any("this part is damaged" in p for p in found.problems)
-        assert any("bytes, _SUCCESS counts" in p for p in found.problems)
+        assert any("bytes, but _SUCCESS counts" in p for p in found.problems)
 
 
 def test_a_part_that_was_cut_otherwise_is_named(finished):

@@ -105,7 +105,7 @@ def test_parts_that_changed_places_are_seen(finished):
     a, b = one.read_bytes(), two.read_bytes()
     one.write_bytes(b)
     two.write_bytes(a)
-    assert "names and sizes" in (doubt(finished) or "")
+    assert "names or sizes" in (doubt(finished) or "")
 
 
 def test_a_part_of_other_bytes_and_a_good_footer_is_counted_again(finished):
