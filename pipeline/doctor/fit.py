@@ -36,7 +36,7 @@ GROUP_SIZE = 128  # of the int4 weights whose size is shown
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceFit:
     """Fit of a model on one device.
 
     kv_dtype: of the KV cache. sequences[i]: number of sequences of `MemoryTable.lengths[i]` tokens whose keys and
@@ -65,7 +65,7 @@ class MemoryTable:
 
     checkpoint_bytes: dict[str, int]
     lengths: tuple[int, ...]
-    places: tuple[Place, ...]
+    places: tuple[DeviceFit, ...]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,7 +115,7 @@ class _Fit:
     setup: Setup
     lengths: tuple[int, ...]
 
-    def here(self) -> Place:
+    def here(self) -> DeviceFit:
         device = self.setup.torch_device
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
@@ -127,7 +127,7 @@ class _Fit:
         weights = weight_bytes(self.config, device, dtype, activation_dtype=self.setup.activation_dtype)
         return self._fit_of("this machine (free)", free, device, dtype, weights, int((free - weights) * CPU_SHARE))
 
-    def on_gpu(self, name: str, memory: int, capability: tuple[int, int], known: Card | None) -> Place:
+    def on_gpu(self, name: str, memory: int, capability: tuple[int, int], known: Card | None) -> DeviceFit:
         """Return the fit on a GPU. known: the card whose data sheet determines the speed, if any."""
         config, gpu, activations = self.config, torch.device("cuda"), self.setup.activation_dtype
         dtype = self._dtype(gpu)
@@ -153,13 +153,13 @@ class _Fit:
 
     def _fit_of(
         self, name: str, memory: int, device: torch.device, dtype: torch.dtype, weights: int, kv_bytes: int
-    ) -> Place:
+    ) -> DeviceFit:
         kv_dtype = kv_type(self.setup, dtype)
         per_token, block = self.config.kv_bytes_per_token(kv_dtype), BLOCK_SIZE[device.type]
         blocks = max(0, kv_bytes) // (block * per_token)
         sequences = tuple(blocks // -(-length // block) for length in self.lengths)
         computed, kept = (str(each).removeprefix("torch.") for each in (dtype, kv_dtype))
-        return Place(name, computed, kept, memory, weights, per_token, sequences)
+        return DeviceFit(name, computed, kept, memory, weights, per_token, sequences)
 
 
 def _lacking(activation_dtype: str, capability: tuple[int, int]) -> str:

@@ -101,19 +101,19 @@ def evaluate(
     """
     every = [*([] if reference is None else [reference]), *variants]
     found, samples = _prepare(config, every, params, expected, log)
-    rows = _Rows(samples, params, expected is not None, log)
+    evaluator = _Evaluator(samples, params, expected is not None, log)
     measured: list[Measured] = []
     device = ""
     with nullcontext() if reference is None else _opened(found[0], log) as kept:
         outputs = None
         if kept is not None:
             device = str(kept.resolved["device"])
-            first, outputs = rows.measure(found.pop(0), kept, None, None)
+            first, outputs = evaluator.measure(found.pop(0), kept, None, None)
             measured.append(first)
         for each in found:
             with _opened(each, log) as engine:
                 device = str(engine.resolved["device"])
-                measured.append(rows.measure(each, engine, kept, outputs)[0])
+                measured.append(evaluator.measure(each, engine, kept, outputs)[0])
     return Evaluation(
         data=shown_url(config.input.path),
         num_rows=len(samples.token_ids),
@@ -200,7 +200,7 @@ def _opened(found: _Model, log: Log) -> Engine:
     return engine
 
 
-class _Rows:
+class _Evaluator:
     """Texts of the dataset, and the measurements of a model on them."""
 
     def __init__(self, samples: Samples, params: SamplingParams, has_expected: bool, log: Log) -> None:

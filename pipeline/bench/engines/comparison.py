@@ -46,7 +46,7 @@ Sets = Mapping[str, Sequence[BenchRequest]]
 
 
 @dataclass(frozen=True)
-class Speed:
+class EngineSpeed:
     """Tokens per second of one engine over the rounds, for the whole set and for one request alone.
 
     faster, single_faster: this engine's speed divided by the other engine's, paired by round. cpu_ratio: CPU time of
@@ -74,7 +74,7 @@ class EngineBench:
     model: str
     dtype: str
     work: str
-    speeds: tuple[Speed, ...]
+    speeds: tuple[EngineSpeed, ...]
     computed_tokens: int
     trials: dict[int, float]
     rounds: int
@@ -293,13 +293,13 @@ class Lineup:
         """Return the results of the counted rounds, in order."""
         return [ran for key, ran in self._results[name].items() if key.startswith(kind) and key != f"set {TRIAL}"]
 
-    def speeds(self) -> tuple[Speed, ...]:
+    def speeds(self) -> tuple[EngineSpeed, ...]:
         """Return the speed of each engine, this engine first, with the best of the static batch sizes."""
         static = [static.name for static in self._statics if static.name in self.runs]
         best = max(static, key=lambda name: median(ran.tokens_per_s for ran in self.ran(name, "set")), default=None)
         return tuple(self._speed(name) for name in self.runs if name not in static or name == best)
 
-    def _speed(self, name: str) -> Speed:
+    def _speed(self, name: str) -> EngineSpeed:
         def rates(engine: str, kind: str) -> list[float]:
             return [ran.tokens_per_s for ran in self.ran(engine, kind)]
 
@@ -314,7 +314,7 @@ class Lineup:
             faster, single_faster = ratio(rates(self.ours, "set"), of_set), ratio(rates(self.ours, "one"), single)
             cpu_ratio = ratio(by_cpu(self.ours), by_cpu(name)) if by_cpu(name) else None
         agreement = self._agreement.get(name)
-        return Speed(name, Spread.of(of_set), Spread.of(single), faster, single_faster, cpu_ratio, agreement)
+        return EngineSpeed(name, Spread.of(of_set), Spread.of(single), faster, single_faster, cpu_ratio, agreement)
 
     def _run(self, name: str, kind: str, number: int) -> None:
         when = "trial" if number == TRIAL else f"round {number}"
