@@ -59,7 +59,7 @@ def measure(engine: Engine, prompts: Prompts, name: str, rounds: int) -> dict[st
     """Return the figures of one set of labels. label_tokens: of the longest label. computed_tokens: of a round."""
     texts = LABELS[name]
     labels = tuple(encode_labels(engine.tokenizer, prompts.round(0)[0], texts))
-    num_label_tokens = LabelTree.of(labels).num_computed  # per row; not counted by the engine
+    num_label_tokens = LabelTree.from_labels(labels).num_computed  # per row; not counted by the engine
     longest = max(map(len, labels))
     free = SamplingParams(max_tokens=longest + 1, ignore_eos=True)
     constrained = SamplingParams(max_tokens=64, structured_outputs={"choice": texts})  # type: ignore[arg-type]

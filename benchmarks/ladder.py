@@ -107,7 +107,7 @@ def ways(folder: Path, dtype: str, batch: int, longest: int, threads: int | None
     resolved = resolve(EngineConfig(str(folder), dtype=dtype), config)
     name = str(resolved.dtype).removeprefix("torch.")
     kernels = select_kernels(resolved.device, resolved.dtype)
-    has_int4 = isinstance(config.quantization, AwqFormat) and "int4" in kernels.served_by["linear"]
+    has_int4 = isinstance(config.quantization, AwqFormat) and "int4" in kernels.backends["linear"]
     plain = dequantized(folder, resolved.dtype, progress) if has_int4 else folder
     kv_tokens = batch * _in_blocks(longest)
     kv_bytes = kv_tokens * config.kv_bytes_per_token(resolved.kv_dtype)
@@ -141,7 +141,7 @@ def ways(folder: Path, dtype: str, batch: int, longest: int, threads: int | None
         sizes = [weight_bytes(read_config(each), resolved.device, resolved.dtype) for each in (plain, folder)]
         found[INT4] = (load(folder, sizes[0] - sizes[1]), True, lambda e, r: waves(e, [r]))
         rounded = kernels.rounded.get("int8")
-        if rounded is not None and "products of bytes" in rounded.served_by:
+        if rounded is not None and "products of bytes" in rounded.backends:
             found[ROUNDED] = (load(folder, sizes[0] - sizes[1], "int8"), True, lambda e, r: waves(e, [r]))
     return found, kv_tokens, name
 

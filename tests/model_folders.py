@@ -116,7 +116,7 @@ class Named(dict[str, torch.Tensor]):
             raise ModelError(f"tensor {name} is missing from the checkpoint")
         return self[name]
 
-    def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def read_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self.take(name)
         if tuple(tensor.shape) != shape or not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ModelError(f"tensor {name} is {tuple(tensor.shape)} {tensor.dtype}")

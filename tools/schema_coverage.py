@@ -55,7 +55,7 @@ class GrammarChecker:
 
     def compile(self, schema: Any) -> StructuredOutputs:
         """Compile a schema. Raises ConfigError if it is not supported."""
-        wanted = StructuredOutputs.of({"json": schema})
+        wanted = StructuredOutputs.from_config({"json": schema})
         assert wanted is not None
         self._compiler.check(wanted)
         return wanted

@@ -175,9 +175,9 @@ class Layer:
             logits_RV = logits_RV.scatter(1, logits_RV.argsort(1, descending=True), ranks.expand(rows, -1))
         options_4 = torch.tensor([1.0, vocab, top_p, 0.0], dtype=torch.float64, device=self.device)
         u_1R = torch.rand(1, rows, device=self.device, generator=self.random).double()
-        params_5R = torch.cat([options_4.repeat(rows, 1).T, u_1R])
+        sampling_params_5R = torch.cat([options_4.repeat(rows, 1).T, u_1R])
         variants = {
-            SERVED: partial(self.kernels.sample, logits_RV, params_5R),
+            SERVED: partial(self.kernels.sample, logits_RV, sampling_params_5R),
         }
         kernel = f"sample{', top_p 0.9' if top_p < 1 else ''}"
         return Work(kernel, f"{rows:,} rows, {'peaked' if is_peaked else 'flat'}", logits_RV.nbytes, 0.0, variants)

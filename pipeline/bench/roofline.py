@@ -16,7 +16,7 @@ from pipeline.bench.shapes import GROUP, NAMES, SHAPES
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.startup.memory import served_form
 from pipeline.engine.startup.resolve import no_such_weight
-from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
+from pipeline.kernels.activations.fp8 import MIN_CAPABILITY
 from pipeline.kernels.triton.linear.crossover import Crossover, crossover_of
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import Card, find_card, load_cards
@@ -233,7 +233,7 @@ def _job(
 ) -> JobBound:
     """Simulate a request set with each layout of the weights and return the fastest job."""
     if weights.fp8 and ceilings.fp8_flops_per_s is None:
-        needed = ".".join(map(str, LEAST_CAPABILITY))
+        needed = ".".join(map(str, MIN_CAPABILITY))
         lacks = f"has no fp8, which needs compute capability {needed}"
         return JobBound(ceilings.name, work.name, "fp8", 0, None, lacks)
     value_bytes = serving.value_bytes(size)

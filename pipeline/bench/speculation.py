@@ -247,8 +247,8 @@ def _way(name: str, runs: list[_Run], plain: list[_Run], strict: bool) -> Way:
     def total(counter: str) -> int:
         return sum(getattr(run.stats, counter) for run in counted)
 
-    drafted = sum(sum(run.stats.drafted_by_place) for run in counted)
-    accepted = sum(sum(run.stats.accepted_by_place) for run in counted)
+    drafted = sum(sum(run.stats.drafted_by_position) for run in counted)
+    accepted = sum(sum(run.stats.accepted_by_position) for run in counted)
     return Way(
         name,
         tuple(run.seconds for run in counted),

@@ -23,7 +23,7 @@ from typing import Any
 from pipeline.checkpoints.file_checks import PATTERNS
 from pipeline.errors import EnvironmentFailed, ModelError
 from pipeline.machine.caches import cache_root
-from pipeline.stores.filesystem import RemoteFilesystem, filesystem, why_not_opened
+from pipeline.stores.filesystem import RemoteFilesystem, filesystem, open_problem
 from pipeline.stores.local_folder import sync_folder
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts
@@ -107,7 +107,7 @@ def _opened(url: str, storage: Mapping[str, Any], retries: RetryCounts | None, k
     try:
         fs, root = filesystem(url, storage, retries=retries)
     except (ImportError, ValueError, TypeError) as e:
-        raise ModelError(f"{key} {shown}: {why_not_opened(url, storage, e)}") from None
+        raise ModelError(f"{key} {shown}: {open_problem(url, storage, e)}") from None
     return _StoredModel(fs, root, shown, key) if isinstance(fs, RemoteFilesystem) else Path(root)
 
 

@@ -54,7 +54,7 @@ def resolve_model(
         folder = fetch_model(path, storage_for(path, storage or {}), cache_folder(say=say), say, retries, key)
     else:
         folder = locate_model(path, revision)
-    if reason := why_no_checkpoint(str(folder)):
+    if reason := checkpoint_problem(str(folder)):
         raise ModelError(f"{key} {shown_url(path)}: {reason}")
     return folder.resolve()
 
@@ -89,11 +89,11 @@ def locate_model(name: str, revision: str | None = None) -> Path:
     if kind == "folder":
         return Path(os.path.expanduser(name))
     if kind != "id":
-        raise ModelError(f"model {name!r}: {why_no_checkpoint(name)}")
+        raise ModelError(f"model {name!r}: {checkpoint_problem(name)}")
     return _download(name, revision)
 
 
-def why_no_checkpoint(name: str) -> str:
+def checkpoint_problem(name: str) -> str:
     """What is at `name`, a local path, in the place of a checkpoint's folder; empty where it may be one."""
     place = Path(os.path.expanduser(name))
     if not os.path.exists(place):

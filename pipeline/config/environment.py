@@ -43,12 +43,12 @@ def expanded(document: Document, environ: Mapping[str, str], given: Mapping[str,
         if key_path in VARIABLE_KEYS:
             unused -= names
         elif names & declared.keys():
-            what = f"the variable {min(names & declared.keys())} is not allowed here"
+            problem = f"the variable {min(names & declared.keys())} is not allowed here"
             mistakes.append(
-                Mistake(document.where(key_path), dotted(key_path), what, "Only in input.path and output.path.")
+                Mistake(document.location(key_path), dotted(key_path), problem, "Only in input.path and output.path.")
             )
             continue
-        line, key = document.where(key_path), dotted(key_path)
+        line, key = document.location(key_path), dotted(key_path)
         missing = [name for name, default, _ in _REFERENCE.findall(text) if not default and not environ.get(name)]
         hint = "Set it, or give a default: ${NAME:-default}."
         mistakes += [Mistake(line, key, f"the environment variable {name} is not set", hint) for name in missing]
@@ -59,10 +59,12 @@ def expanded(document: Document, environ: Mapping[str, str], given: Mapping[str,
         for step in reversed(key_path):
             data = {step: data}
         assert isinstance(data, dict)
-        origins: dict[KeyPath, str] = {key_path[:n]: document.where(key_path[:n]) for n in range(1, len(key_path) + 1)}
+        origins: dict[KeyPath, str] = {
+            key_path[:n]: document.location(key_path[:n]) for n in range(1, len(key_path) + 1)
+        }
         document = merge(document, Document(data, origins))
     for name in sorted(unused):
-        line, hint = document.where(("vars", name)), f"Write ${{{name}}} in input.path or output.path."
+        line, hint = document.location(("vars", name)), f"Write ${{{name}}} in input.path or output.path."
         mistakes.append(Mistake(line, f"vars.{name}", "is not used", hint))
     if mistakes:
         raise JobFileError(mistakes)

@@ -40,9 +40,9 @@ class JobConfig(JobKeys):
             raise ValidationError.from_exception_data(cls.__name__, found)
         return job
 
-    def where(self, key: str) -> str:
+    def location(self, key: str) -> str:
         """Return `file:line` of a dotted key, or of the closest enclosing key in the file."""
-        return self._document.where(tuple(key.split(".")))
+        return self._document.location(tuple(key.split(".")))
 
     @property
     def data(self) -> Mapping[str, Value]:

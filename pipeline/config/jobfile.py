@@ -34,7 +34,7 @@ _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": Fals
 class Mistake:
     """A mistake in a job file. where: `file:line`, a flag, or a file. key: dotted, or empty."""
 
-    where: str
+    location: str
     key: str
     problem: str
     hint: str = ""
@@ -42,7 +42,7 @@ class Mistake:
     def __str__(self) -> str:
         key = f"{self.key}: " if self.key else ""
         hint = f"\n    {self.hint}" if self.hint else ""
-        return f"{self.where}: {key}{self.problem}{hint}"
+        return f"{self.location}: {key}{self.problem}{hint}"
 
 
 class JobFileError(ConfigError):
@@ -60,7 +60,7 @@ class Document:
     data: dict[str, Value]
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
-    def where(self, path: KeyPath) -> str:
+    def location(self, path: KeyPath) -> str:
         """Return the source of `path`, or of its closest enclosing key in the file."""
         for length in range(len(path), -1, -1):
             if path[:length] in self.origins:
@@ -180,7 +180,7 @@ class _Builder:
         items: list[Value] = []
         while not isinstance(event := next(events), yaml.SequenceEndEvent):
             here = (*path, len(items))
-            self.origins[here] = self._where(event)
+            self.origins[here] = self._location(event)
             items.append(self._value(event, events, here, depth + 1))
         return items
 
@@ -194,16 +194,16 @@ class _Builder:
             if key in mapping:
                 first = self.origins[here]
                 twice = f"written twice (first at {first})"
-                self.mistakes.append(Mistake(self._where(key_event), dotted(here), twice, "Keep one of the two."))
-            self.origins[here] = self._where(key_event)
+                self.mistakes.append(Mistake(self._location(key_event), dotted(here), twice, "Keep one of the two."))
+            self.origins[here] = self._location(key_event)
             mapping[key] = self._value(next(events), events, here, depth + 1)
         return mapping
 
-    def _where(self, event: yaml.Event) -> str:
+    def _location(self, event: yaml.Event) -> str:
         return f"{self.name}:{event.start_mark.line + 1}"
 
     def _refuse(self, event: yaml.Event, path: KeyPath, problem: str, hint: str = "") -> NoReturn:
-        raise JobFileError([Mistake(self._where(event), dotted(path), problem, hint)])
+        raise JobFileError([Mistake(self._location(event), dotted(path), problem, hint)])
 
 
 def dotted(path: KeyPath) -> str:
@@ -231,7 +231,7 @@ def _scalar(text: str) -> Scalar:
 def _syntax_mistake(name: str, error: yaml.YAMLError) -> Mistake:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "not valid YAML"
-    where = f"{name}:{mark.line + 1}" if mark else name
+    location = f"{name}:{mark.line + 1}" if mark else name
     hint = ""
     if "mapping values are not allowed" in problem:
         hint = f"Quote text that contains `: `. {_INDENTATION}"
@@ -239,4 +239,4 @@ def _syntax_mistake(name: str, error: yaml.YAMLError) -> Mistake:
         hint = _INDENTATION
     elif "cannot start any token" in problem:
         hint = "Indent with spaces, and quote text that begins with % @ ` or a tab."
-    return Mistake(where, "", f"not valid YAML: {problem}", hint)
+    return Mistake(location, "", f"not valid YAML: {problem}", hint)

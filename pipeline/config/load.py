@@ -96,13 +96,13 @@ def _setting(text: str) -> Document:
     """Parse one `--set a.b=c`. For keys of type text the value is everything after the `=`."""
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
-    where = "--set"
+    location = "--set"
     if not equals or not all(path):
         shown = "--set" if "storage" in text else f"--set {text}"  # the value may be a secret
         raise JobFileError([Mistake(shown, "", "expected key=value", "Example: --set sampling.max_tokens=64")])
     if _holds_text(path) and value.strip() not in ("null", "~", ""):
-        return _document_of(path, value, where)
-    return _document_of(path, parse_value(value, where), where)
+        return _document_of(path, value, location)
+    return _document_of(path, parse_value(value, location), location)
 
 
 def _holds_text(path: tuple[str, ...]) -> bool:
@@ -112,9 +112,9 @@ def _holds_text(path: tuple[str, ...]) -> bool:
     return field is not None and field.annotation in (str, str | None)
 
 
-def _document_of(path: tuple[str, ...], value: Any, where: str) -> Document:
+def _document_of(path: tuple[str, ...], value: Any, location: str) -> Document:
     data: Any = value
     for step in reversed(path):
         data = {step: data}
-    origins: dict[KeyPath, str] = {path[:length]: where for length in range(1, len(path) + 1)}
+    origins: dict[KeyPath, str] = {path[:length]: location for length in range(1, len(path) + 1)}
     return Document(data, origins)

@@ -120,18 +120,18 @@ _FIRST_KEY: dict[KeyPath, str] = {("input",): "path", ("prompt",): "column", ("m
 def from_validation(error: ValidationError, document: Document, root: type[BaseModel]) -> list[Mistake]:
     """Return every mistake of a failed validation, ordered by line."""
     mistakes = [_mistake(raw, document, root) for raw in error.errors(include_url=False)]
-    return sorted(mistakes, key=lambda mistake: (_line(mistake.where), mistake.key))
+    return sorted(mistakes, key=lambda mistake: (_line(mistake.location), mistake.key))
 
 
 def _mistake(raw: Any, document: Document, root: type[BaseModel]) -> Mistake:
     path: KeyPath = tuple(part for part in raw["loc"] if part not in UNION_TAGS)
-    where, key, kind = document.where(path), dotted(path), raw["type"]
+    location, key, kind = document.location(path), dotted(path), raw["type"]
     if kind == "extra_forbidden":
-        return Mistake(where, key, *_unknown_key(path, root))
+        return Mistake(location, key, *_unknown_key(path, root))
     if kind == "missing":
-        return Mistake(where, key, "required, but missing", _example(path))
+        return Mistake(location, key, "required, but missing", _example(path))
     problem, hint = _wrong_value(raw, path)
-    return Mistake(where, key, problem, hint)
+    return Mistake(location, key, problem, hint)
 
 
 def _unknown_key(path: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
@@ -225,6 +225,6 @@ def model_of(annotation: Any) -> type[BaseModel] | None:
     return next((c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
-def _line(where: str) -> tuple[str, int]:
-    file, _, line = where.rpartition(":")
-    return (file, int(line)) if line.isdigit() else (where, 0)
+def _line(location: str) -> tuple[str, int]:
+    file, _, line = location.rpartition(":")
+    return (file, int(line)) if line.isdigit() else (location, 0)

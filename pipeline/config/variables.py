@@ -64,9 +64,9 @@ def values_of(document: Document, given: Mapping[str, str], now: Now) -> tuple[d
         try:
             values[name] = _value(name, given.get(name, default), now)
         except ValueError as error:
-            where = "--var" if name in given else document.where(("vars", name))
-            what, hint = error.args
-            mistakes.append(Mistake(where, f"vars.{name}", what, hint))
+            location = "--var" if name in given else document.location(("vars", name))
+            problem, hint = error.args
+            mistakes.append(Mistake(location, f"vars.{name}", problem, hint))
     return values, mistakes
 
 

@@ -63,7 +63,7 @@ class RowTexts:
             texts, refused, code = rendered.prompts, rendered.messages, RowError.INVALID_COMPLETION
         else:
             lists = list(_lists(inputs.column(self.labels or "")))
-            refused = [_why_refused(labels, self.labels) for labels in lists]
+            refused = [_unsupported_reason(labels, self.labels) for labels in lists]
             texts = [None if why else json.dumps(labels, ensure_ascii=False) for labels, why in zip(lists, refused)]
             code = RowError.INVALID_LABELS
         for i, why in enumerate(refused):
@@ -82,7 +82,7 @@ def _lists(column: pa.ChunkedArray) -> Iterable[list[str | bytes | None] | None]
             yield [b""]
 
 
-def _why_refused(labels: list[str | bytes | None] | None, name: str | None) -> str | None:
+def _unsupported_reason(labels: list[str | bytes | None] | None, name: str | None) -> str | None:
     if labels is None:
         return f"column {name!r} is null"
     if not labels:

@@ -22,7 +22,7 @@ from pipeline.engine.startup.memory import (
     weight_bytes,
 )
 from pipeline.formatting import shown_bytes, table
-from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
+from pipeline.kernels.activations.fp8 import MIN_CAPABILITY
 from pipeline.kernels.cache import FP8, head_bytes
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
@@ -166,8 +166,8 @@ def _lacking(activation_dtype: str, capability: tuple[int, int]) -> str:
     """Return the feature that a GPU lacks and that `with_rounded_activations` would refuse, or an empty string."""
     if activation_dtype == "int8":
         return "engine.activation_dtype: int8 runs on CPUs only"
-    if activation_dtype != "auto" and capability < LEAST_CAPABILITY:
-        needed, has = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
+    if activation_dtype != "auto" and capability < MIN_CAPABILITY:
+        needed, has = (".".join(map(str, pair)) for pair in (MIN_CAPABILITY, capability))
         return f"engine.activation_dtype: {activation_dtype} needs compute capability {needed}, this card has {has}"
     return ""
 

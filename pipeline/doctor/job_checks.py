@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.checkpoints.cache import cache_folder, check_copy
 from pipeline.checkpoints.chat_template import read_template
-from pipeline.checkpoints.locate import locate_model, model_kind, why_no_checkpoint
+from pipeline.checkpoints.locate import checkpoint_problem, locate_model, model_kind
 from pipeline.checkpoints.model_values import CONFIG, QUANTIZER_FILES
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import open_source
@@ -34,7 +34,7 @@ def job(setup: Setup) -> Iterator[Check]:
         return
     found = examine(setup.job)
     for mistake in found.mistakes:
-        name = f"{mistake.where}: {mistake.key}"
+        name = f"{mistake.location}: {mistake.key}"
         yield Check("job", name, "failed", mistake.problem, mistake.hint, exit_code=2)
     for failure in found.failures:
         yield Check("job", "store", "failed", failure)
@@ -48,7 +48,7 @@ def model(setup: Setup) -> Iterator[Check]:
     path, kind = setup.model, model_kind(setup.model)
     shown = shown_url(path)
     if kind == "missing":
-        raise ModelError(f"{shown}: {why_no_checkpoint(path)}")
+        raise ModelError(f"{shown}: {checkpoint_problem(path)}")
     if kind == "url":
         absent = missing_from_store(path, storage_for(path, setup.storage))
         if absent:

@@ -15,8 +15,8 @@ from pipeline.formatting import shown_bytes
 from pipeline.machine.caches import cache_root, cpu_kernel_folder, gpu_kernel_folder
 from pipeline.machine.cgroup import cpu_quota, memory_limit
 from pipeline.machine.host import VECTOR_FLAGS, available_cores, package_versions, processor
-from pipeline.machine.numba import why_no_numba
-from pipeline.machine.ray_folder import ray_folder, why_no_ray_folder
+from pipeline.machine.numba import numba_unavailable_reason
+from pipeline.machine.ray_folder import ray_folder, ray_folder_problem
 from pipeline.stores.filesystem import is_url
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pyarrow", "s3fs", "numba", "numpy")
@@ -96,7 +96,7 @@ def memory(setup: Setup) -> Iterator[Check]:
             yield Check("memory and disks", name, "warning", found, todo)
         else:
             yield Check("memory and disks", name, "ok", found)
-    if problem := why_no_ray_folder(ray_folder()):
+    if problem := ray_folder_problem(ray_folder()):
         found, _, todo = problem.partition(". ")
         todo += "; jobs with one engine do not need it."
         yield Check("memory and disks", "ray's folder", "warning", found, todo)
@@ -136,11 +136,11 @@ def kernels(setup: Setup) -> Iterator[Check]:
             kernels = with_rounded_activations(kernels, setup.activation_dtype, device)
         except ConfigError as error:
             yield Check("kernels", f"activations in {setup.activation_dtype}", "failed", str(error), exit_code=2)
-    for operation, origin in sorted(kernels.served_by.items()):
+    for operation, origin in sorted(kernels.backends.items()):
         yield Check("kernels", operation, "ok", f"{origin} ({device.type}, {str(dtype).removeprefix('torch.')})")
     if device.type == "cuda" and find_spec("triton") is not None:
         yield gpu_kernel_cache()
-    if device.type == "cpu" and why_no_numba() is None:
+    if device.type == "cpu" and numba_unavailable_reason() is None:
         module = importlib.import_module("pipeline.kernels.cpu.attention.decode_kernel")
         cache = module.paged_decode.stats.cache_path
         yield Check("kernels", "numba cache", "ok", f"{cache}: folder of compiled kernels")
@@ -156,7 +156,7 @@ def gpu_kernel_cache() -> Check:
 
 def _numba_layer() -> Check:
     """Check numba's threading layer: the first in numba's order that can be loaded."""
-    if (lacks := why_no_numba()) is not None:
+    if (lacks := numba_unavailable_reason()) is not None:
         todo = "CPU kernels are slower and n-gram drafts are off: install numba and a numpy that it supports."
         return Check("kernels", "numba threads", "warning", f"numba {lacks}", todo)
     from pipeline.kernels.cpu.compile.threads import threading_layers

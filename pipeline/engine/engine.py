@@ -2,8 +2,8 @@
 
     add -> Scheduler (waiting, running) -> steps (step/loop.py) -> completions
 
-`Engine` owns one model on one device. It knows nothing of Parquet, jobs or Ray. Threads that use one take turns, step
-by step; several engines may live in one process.
+`Engine` owns one model on one device. It does not know about Parquet, jobs or Ray. Threads that share an engine
+alternate step by step; several engines may live in one process.
 """
 
 import threading
@@ -19,12 +19,12 @@ import torch
 
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.final_check import checked, is_checked
-from pipeline.engine.forward.runner import Place, Runner
+from pipeline.engine.forward.runner import DeviceContext, Runner
 from pipeline.engine.grammar.validity import import_jsonschema
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
-from pipeline.engine.reading.sequences import prompt_reader, sequence_of, why_refused
+from pipeline.engine.reading.sequences import prompt_reader, sequence_of, unsupported_reason
 from pipeline.engine.reasoning.tracking import RequestReasoning
-from pipeline.engine.samples import Group, sample_seed
+from pipeline.engine.samples import ParentRequest, sample_seed
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
@@ -51,9 +51,9 @@ class Engine:
     """`Engine(EngineConfig(model="path")).generate(["prompt", ...], SamplingParams(max_tokens=64))`."""
 
     def __init__(self, config: EngineConfig, say: Callable[[str], None] | None = None) -> None:
-        """Load the model. `say` is told what takes long while it does, here and in `warm_up`.
+        """Load the model. `say` receives messages about slow operations, here and in `warm_up`.
 
-        Raises ModelError for the checkpoint, ConfigError for options it cannot be run with.
+        Raises ModelError for a bad checkpoint, ConfigError for options that it cannot run with.
         """
         if not isinstance(config, EngineConfig):
             raise ConfigError(
@@ -65,7 +65,7 @@ class Engine:
         self._assemble(
             built.runner,
             built.tokenizer,
-            built.place,
+            built.device_context,
             num_blocks=built.num_blocks,
             block_size=resolved.block_size,
             max_model_len=built.max_model_len,
@@ -74,26 +74,26 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             seed=config.seed,
         )
-        with self.place:
+        with self.device_context:
             self.draft_as(
                 make_drafting(resolved, self.scheduler, built.draft_runner, self.runner.vocab_size, self._say)
             )
-        self.resolved: dict[str, str | int] = built.about
+        self.resolved: dict[str, str | int] = built.settings
 
     @classmethod
     def from_parts(cls, runner: Runner, tokenizer: Tokenizer, **sizes: Any) -> "Engine":
-        """An engine around a runner that is built already. sizes: see `_assemble`."""
+        """Build an engine around an existing runner. sizes: see `_assemble`."""
         engine = cls.__new__(cls)
         engine.resolved = {}
         engine._say = lambda text: None
-        engine._assemble(runner, tokenizer, Place(None, torch.device("cpu")), **sizes)
+        engine._assemble(runner, tokenizer, DeviceContext(None, torch.device("cpu")), **sizes)
         return engine
 
     def _assemble(
         self,
         runner: Runner,
         tokenizer: Tokenizer,
-        place: Place,
+        device_context: DeviceContext,
         *,
         num_blocks: int,
         block_size: int,
@@ -104,18 +104,18 @@ class Engine:
         seed: int = 0,
     ) -> None:
         self._turn = threading.RLock()  # held by the thread that adds, steps or aborts
-        self.place = place  # for who computes with `runner` apart from steps
+        self.device_context = device_context  # for callers that compute with `runner` outside steps
         self.tokenizer, self.seed, self.max_model_len = tokenizer, seed, max_model_len
         self.stats = EngineStats()
         self.pool = BlockPool(num_blocks, block_size)
         self.table = SlotTable(max_num_seqs, max_model_len, block_size)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
-        self._masks = GrammarMasks(tokenizer, runner.vocab_size, self.table, self.stats, place.num_threads)
+        self._masks = GrammarMasks(tokenizer, runner.vocab_size, self.table, self.stats, device_context.num_threads)
         self._completing = Completing(self.scheduler, tokenizer, self._masks, runner.vocab_size, self._clean)
         self._reasoning = RequestReasoning(tokenizer)
         self._make_loop(runner, None)
-        self._added = Call()  # of requests that are given one by one
-        self._abandoned: list[Call] = []  # whose requests are still to be aborted
+        self._added = Call()  # of requests that are passed to `add`
+        self._abandoned: list[Call] = []  # whose requests must still be aborted
         self._is_stepping = False
         self._order = 0
         self._closed = False
@@ -123,9 +123,9 @@ class Engine:
     # -- one request at a time
 
     def add(self, request: Request) -> None:
-        """Queue a request. Its completion comes from a later `step`, as an error when it cannot be served. The caller
-        makes its final check (`pipeline.engine.final_check.checked`). Without a seed it takes the engine's and the
-        number of requests that were added before. Raises ConfigError where the tokenizer lacks the markers of
+        """Queue a request. A later `step` returns its completion, which is an error if the request cannot be served.
+        The caller runs its final check (`pipeline.engine.final_check.checked`). Without a seed it uses the engine's
+        plus the number of requests added before. Raises ConfigError if the tokenizer lacks the markers of
         `reasoning`."""
         with self._turn:
             self._add(request, self._added)
@@ -134,16 +134,16 @@ class Engine:
         self._check_open()
         params, no_reasoning = request.params, None
         if params.reasoning is not None:  # raises before anything is counted
-            no_reasoning = self._reasoning.why_refused(
+            no_reasoning = self._reasoning.unsupported_reason(
                 params.reasoning, params.thinking_token_budget is not None, params.structured_outputs is not None
             )
         seed = params.seed if params.seed is not None else self.seed + call.num_given
         refused = None
         if request.task is not None or not self.runner.has_vocabulary_head:
-            refused = why_refused(request, self.runner)
+            refused = unsupported_reason(request, self.runner)
         if refused is None and no_reasoning is not None and request.task is None:
             refused = RowError.INVALID_SAMPLING, no_reasoning
-        sequences = [] if refused is not None else self._sequences(request, seed, call)  # raises for what are no ids
+        sequences = [] if refused is not None else self._sequences(request, seed, call)  # raises for invalid ids
         call.num_given += 1
         call.num_open += 1
         if refused is not None:
@@ -153,7 +153,7 @@ class Engine:
             self._queue(sequence)
 
     def _sequences(self, request: Request, seed: int, call: Call) -> list[Sequence]:
-        """What a request becomes: one sequence, or with `n` so many, which share the blocks of its prompt."""
+        """Return the request's sequences: one, or `n` that share the blocks of its prompt."""
         first, n, queued_us = self._order, request.params.n, time.monotonic_ns() // 1000
         if request.task is not None:
             self._order += 1
@@ -162,19 +162,19 @@ class Engine:
         self._order += n
         if n == 1:
             return [Sequence(request, token_ids, first, seed, call, queued_us=queued_us)]
-        group = Group(n)
+        group = ParentRequest(n)
         return [
             Sequence(
                 request,
                 token_ids,
-                first + place,
-                sample_seed(seed, place),
+                first + device_context,
+                sample_seed(seed, device_context),
                 call=call,
                 group=group,
-                place=place,
+                sample_index=device_context,
                 queued_us=queued_us,
             )
-            for place in range(n)
+            for device_context in range(n)
         ]
 
     def _queue(self, sequence: Sequence) -> None:
@@ -183,8 +183,8 @@ class Engine:
             sequence.stop_checker = StopChecker(self.tokenizer, params.stop, params.min_tokens)
         if generates and params.min_tokens > 0:
             eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
-            ending = sorted(i for i in eos.union(params.stop_token_ids) if i < self.runner.vocab_size)
-            sequence.ending_ids = np.array(ending, dtype=np.int64)
+            stop_ids = sorted(i for i in eos.union(params.stop_token_ids) if i < self.runner.vocab_size)
+            sequence.ending_ids = np.array(stop_ids, dtype=np.int64)
         if generates and params.reasoning is not None:
             sequence.reasoning = self._reasoning.after(
                 sequence.token_ids,
@@ -196,8 +196,8 @@ class Engine:
         if outside.any():
             sequence.fail(
                 RowError.TOKEN_OUT_OF_VOCABULARY,
-                f"the prompt holds token {sequence.request.prompt_token_ids[outside.argmax()]}; the model has "
-                f"{self.runner.vocab_size} (does the tokenizer belong to it?)",
+                f"the prompt contains token id {sequence.request.prompt_token_ids[outside.argmax()]}, but the model's "
+                f"vocabulary has {self.runner.vocab_size} tokens; check that the tokenizer belongs to the model",
             )
             return
         if generates and params.structured_outputs is not None:
@@ -212,26 +212,26 @@ class Engine:
         self.scheduler.add(sequence)
 
     def abort(self, row_id: object) -> bool:
-        """Forget the requests with this id wherever they are; no completion will come. False when there is none here
-        (any more): what was rejected, or ends with the token that is being computed for it, has ended, and its
-        completion comes."""
+        """Abort all requests with this id without completions. Return False if there are none. A request that was
+        rejected, or that ends with the token in flight, counts as ended, and its completion is returned."""
         return self._abort(lambda sequence: sequence.request.row_id == row_id)
 
-    def _abort(self, is_meant: Callable[[Sequence], bool]) -> bool:
-        with self._turn, self.place:
-            gone = self._recovery.abort(is_meant)
-            for call in {id(sequence.group or sequence): sequence.call for sequence in gone}.values():  # a request once
+    def _abort(self, matches: Callable[[Sequence], bool]) -> bool:
+        with self._turn, self.device_context:
+            aborted = self._recovery.abort(matches)
+            # A request of several samples counts once.
+            for call in {id(sequence.group or sequence): sequence.call for sequence in aborted}.values():
                 call.num_open -= 1
-        return bool(gone)
+        return bool(aborted)
 
     @property
     def runner(self) -> Runner:
-        """Who computes the steps."""
+        """Runner that computes the steps."""
         return self.loop.runner
 
     @runner.setter
     def runner(self, runner: Runner) -> None:
-        assert not len(self.scheduler.running), "steps of the one before may be in flight"
+        assert not len(self.scheduler.running), "steps of the old runner may be in flight"
         self._make_loop(runner, self.drafting)
 
     def _make_loop(self, runner: Runner, drafting: Drafting | None) -> None:
@@ -246,12 +246,12 @@ class Engine:
 
     @property
     def drafting(self) -> Drafting | None:
-        """Who drafts for this engine, and when; None: nobody."""
+        """Speculative decoding state of this engine; None: off."""
         return self.loop.drafting
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences that have not ended, those of streams too, and completions that the next `step` returns."""
+        """Number of unfinished sequences, including those of streams, plus completions that the next `step` returns."""
         return self._num_inside + len(self._added.ended)
 
     @property
@@ -263,10 +263,10 @@ class Engine:
         return self.num_unfinished > 0
 
     def step(self) -> list[Completion]:
-        """Compute one step, and return the completions of added requests that came since the last call.
+        """Compute one step, and return the completions of added requests since the last call.
 
-        A step that does not fit the memory is undone, and smaller ones follow. Raises EnvironmentFailed when not even
-        single tokens of several sequences fit.
+        A step that runs out of memory is undone and smaller ones follow. Raises EnvironmentFailed when not even single
+        tokens of several sequences fit.
         """
         with self._turn:
             self._step()
@@ -276,7 +276,7 @@ class Engine:
         self._check_open()
         self._is_stepping = True
         try:
-            with self.place:
+            with self.device_context:
                 self._recovery.step()
         finally:
             self._is_stepping = False
@@ -289,11 +289,11 @@ class Engine:
     ) -> list[Completion]:
         """Complete `prompts` (strings or lists of token ids) and return the completions in their order.
 
-        Other requests of the engine go on meanwhile, and keep their completions; when the call is interrupted, its own
-        end. Rows that cannot be served come back as completions with an error. `params` is one SamplingParams for all
-        or one for each. Raises ConfigError when the counts differ, and for what is no prompt or no SamplingParams.
+        Other requests of the engine continue and keep their completions. When the call is interrupted, only its own
+        requests are aborted. Rows that cannot be served become completions with an error. `params` is one
+        SamplingParams for all or one for each. Raises ConfigError when the counts differ, or for values of other types.
         """
-        ids = self._encoded(prompts)
+        ids = self._encode_all(prompts)
         if isinstance(params, Iterable) and not isinstance(params, Mapping):
             each: list[Any] = list(params)
         else:
@@ -305,40 +305,40 @@ class Engine:
         for own in each:
             if not isinstance(own, SamplingParams):
                 raise ConfigError(f"params: expected SamplingParams, one for all or one for each, found {own!r:.80}")
-        return self._completed([Request(row, prompt, own) for row, (prompt, own) in enumerate(zip(ids, each))])
+        return self._complete([Request(row, prompt, own) for row, (prompt, own) in enumerate(zip(ids, each))])
 
-    def _encoded(self, texts: Text | Iterable[Text]) -> list[list[int]]:
-        are_many = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | bytearray)
-        many: list[Any] = list(texts) if are_many else [texts]
-        if are_many and many and isinstance(many[0], Integral):  # the ids of one text
-            many = [many]
-        return [self.tokenizer.encode(text) if isinstance(text, str) else given_ids(text) for text in many]
+    def _encode_all(self, texts: Text | Iterable[Text]) -> list[list[int]]:
+        is_iterable = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | bytearray)
+        texts_or_ids: list[Any] = list(texts) if is_iterable else [texts]
+        if is_iterable and texts_or_ids and isinstance(texts_or_ids[0], Integral):  # the ids of one text
+            texts_or_ids = [texts_or_ids]
+        return [self.tokenizer.encode(text) if isinstance(text, str) else given_ids(text) for text in texts_or_ids]
 
-    def _completed(self, requests: Items[Request]) -> list[Completion]:
+    def _complete(self, requests: Items[Request]) -> list[Completion]:
         done = {completion.row_id: completion for completion in self.stream(requests)}
         return [done[index] for index in range(len(requests))]
 
     def stream(self, requests: Iterable[Request]) -> Generator[Completion, None, None]:
         """Yield the completions of `requests` as they finish, pulling requests just fast enough to keep the batch full.
 
-        Others' completions never come here: those of added requests come from `step`, and each stream has its own,
-        though any step computes for all. A stream that is closed, given up or interrupted aborts its requests.
+        Completions of other requests are not yielded here: `step` returns those of added requests, and each stream
+        yields its own, although any step computes all. A closed, collected or interrupted stream aborts its requests.
         """
         source, call, exhausted = iter(requests), Call(checked), False
-        ahead = 2 * self.table.num_slots
+        max_open = 2 * self.table.num_slots
         try:
             while True:
-                taken: list[Request] = []
-                if not exhausted and call.num_open < ahead:
-                    wanted = ahead - call.num_open
-                    taken = list(islice(source, wanted))
-                    exhausted = len(taken) < wanted
+                pulled: list[Request] = []
+                if not exhausted and call.num_open < max_open:
+                    num_wanted = max_open - call.num_open
+                    pulled = list(islice(source, num_wanted))
+                    exhausted = len(pulled) < num_wanted
                 with self._turn:
-                    for request in taken:
+                    for request in pulled:
                         self._add(request, call)
                     if not call.num_open and not call.ended:
                         return
-                    if not call.ended:  # in others' steps
+                    if not call.ended:  # steps of other threads may have completed some
                         self._step()
                     ended = call.take()
                 yield from ended
@@ -348,35 +348,36 @@ class Engine:
                 self._abort_abandoned()
 
     def _abort_abandoned(self) -> None:
-        """Not in the middle of a step: there the garbage collector may end a stream that nobody holds any more."""
+        """Abort the requests of closed streams, but not during a step, where garbage collection may close a stream."""
         calls = list(self._abandoned)
         if calls and not self._is_stepping:
             if any(call.num_open for call in calls):
                 self._abort(lambda sequence: sequence.call in calls)
-            del self._abandoned[: len(calls)]  # not before: a second Ctrl-C leaves them to the next step
+            del self._abandoned[: len(calls)]  # only now: after a second Ctrl-C the next step still finds them
 
-    # -- known texts: results in their order; rows that cannot be served come back as completions with an error
+    # -- tasks on known texts: results in order; rows that cannot be served become completions with an error
 
     def score(
         self, prompts: Text | Iterable[Text], completions: Items[str] | None = None, top: int | None = None
     ) -> list[Completion]:
-        """How likely each completion is after its prompt; without completions, how likely each text is from its second
-        token on. `result` of each is a `ScoreResult`. top: see `Score`. Raises ConfigError when the counts differ."""
-        ids = self._encoded(prompts)
+        """Return the log-probability of each completion after its prompt; without completions, that of each text from
+        its second token on. `result` of each is a `ScoreResult`. top: see `Score`. Raises ConfigError when the counts
+        differ."""
+        ids = self._encode_all(prompts)
         if completions is None:
-            return self._completed_tasks(ids, [Score(1, top)] * len(ids))
-        _check_several("completions", completions)
+            return self._complete_tasks(ids, [Score(1, top)] * len(ids))
+        _check_list("completions", completions)
         if len(completions) != len(ids):
             raise ConfigError(f"{len(ids)} prompts with {len(completions)} completions: expected one for each")
         texts = [own + self.tokenizer.continuation(own, text) for own, text in zip(ids, completions)]
-        return self._completed_tasks(texts, [Score(max(len(own), 1), top) for own in ids])
+        return self._complete_tasks(texts, [Score(max(len(own), 1), top) for own in ids])
 
     def choose(self, prompts: Text | Iterable[Text], labels: Items[str]) -> list[Completion]:
-        """Which of the labels follows each prompt, by one pass over it. `result` of each is a `ChoiceResult`. Raises
-        ConfigError for labels that cannot be told apart."""
-        _check_several("labels", labels)
-        ids = self._encoded(prompts)
-        return self._completed_tasks(ids, [Choice(tuple(encode_labels(self.tokenizer, own, labels))) for own in ids])
+        """Return which label follows each prompt, by one pass over it. `result` of each is a `ChoiceResult`. Raises
+        ConfigError for labels that cannot be distinguished."""
+        _check_list("labels", labels)
+        ids = self._encode_all(prompts)
+        return self._complete_tasks(ids, [Choice(tuple(encode_labels(self.tokenizer, own, labels))) for own in ids])
 
     def embed(
         self,
@@ -385,37 +386,36 @@ class Engine:
         normalize: bool = True,
         dimensions: int | None = None,
     ) -> list[Completion]:
-        """Each text as a vector (see `Embed`). `result` of each is a `VectorResult`."""
-        ids = self._encoded(texts)
-        return self._completed_tasks(ids, [Embed(pooling, normalize, dimensions)] * len(ids))
+        """Embed each text as a vector (see `Embed`). `result` of each is a `VectorResult`."""
+        ids = self._encode_all(texts)
+        return self._complete_tasks(ids, [Embed(pooling, normalize, dimensions)] * len(ids))
 
     def classify(self, texts: Text | Iterable[Text]) -> list[Completion]:
-        """What the model's classification head makes of each text (see `Classify`)."""
-        ids = self._encoded(texts)
-        return self._completed_tasks(ids, [Classify()] * len(ids))
+        """Return the scores of the model's classification head for each text (see `Classify`)."""
+        ids = self._encode_all(texts)
+        return self._complete_tasks(ids, [Classify()] * len(ids))
 
-    def _completed_tasks(self, ids: Items[list[int]], tasks: Items[Task]) -> list[Completion]:
+    def _complete_tasks(self, ids: Items[list[int]], tasks: Items[Task]) -> list[Completion]:
         params = SamplingParams()
-        return self._completed(
-            [Request(row, own, params, task=task) for row, (own, task) in enumerate(zip(ids, tasks))]
-        )
+        return self._complete([Request(row, own, params, task=task) for row, (own, task) in enumerate(zip(ids, tasks))])
 
-    # -- upkeep
+    # -- maintenance
 
     def paused(self, ns: int) -> None:
-        """The caller did something else for so long since the last step: no step took that time."""
+        """Exclude `ns`, which the caller spent elsewhere since the last step, from the next step's measured time."""
         if self.drafting is not None:
             self.drafting.policy.paused(ns)
 
     def warm_up(self) -> None:
         """Run one short request without drafts, so that the first real one does not pay for lazy initialisation.
 
-        Raises ConfigError when requests are waiting or running: what they would teach the engine is dropped.
+        Raises ConfigError when requests are waiting or running, because it clears the prefix cache and the
+        output-length history afterwards.
         """
         self._check_open()
         if self._num_inside:
-            raise ConfigError(f"warm_up: {self._num_inside} sequences are waiting or running; warm up before them")
-        self._say("warming up (compiling kernels, the first time on a machine)")
+            raise ConfigError(f"warm_up: {self._num_inside} sequences are waiting or running; call it first")
+        self._say("warming up (kernels are compiled the first time on a machine)")
         counted, drafting = vars(self.stats).copy(), self.drafting
         self.draft_as(None)
         prompt = [min(self.runner.vocab_size - 1, 1)] * min(self.pool.block_size, self.max_model_len - 2)
@@ -427,23 +427,22 @@ class Engine:
             self.draft_as(drafting)
 
     def forget(self) -> None:
-        """Drop the prefixes that are kept for later requests, and what finished ones told of lengths. Nothing may be
-        running."""
+        """Clear the prefix cache and the output-length history. Nothing may be running."""
         self.pool.forget(range(self.pool.num_blocks))
         self.scheduler.admission.forget_lengths()
 
     def draft_as(self, drafting: Drafting | None) -> None:
-        """From now on compute the drafts of `drafting`, made for this engine's scheduler; None: none. Nothing may be
+        """Draft with `drafting`, made for this engine's scheduler, from now on; None: no drafts. Nothing may be
         running."""
-        assert not len(self.scheduler.running), "sequences that run already are unknown to the proposers"
+        assert not len(self.scheduler.running), "the proposers do not know sequences that are already running"
         self.loop.drafting = self.table.watcher = drafting
 
     def counters(self) -> dict[str, int]:
-        """`stats` and what the draft policy counted, by name. Sums over engines mean the same."""
+        """Return `stats` and the draft policy's counters by name. They can be summed over engines."""
         return self.stats.flat() | (self.drafting.policy.counters() if self.drafting is not None else {})
 
     def close(self) -> None:
-        """Drop the weights and the KV cache. The engine answers ConfigError from then on."""
+        """Free the weights and the KV cache. Every later call raises ConfigError."""
         with self._turn:
             if not self._closed:
                 self._closed = True
@@ -461,7 +460,7 @@ class Engine:
             raise ConfigError("the engine is closed")
 
 
-def _check_several(name: str, texts: object) -> None:
-    """A single text would be taken for a list of its characters."""
+def _check_list(name: str, texts: object) -> None:
+    """Raise ConfigError for a single text, which would be read as a list of its characters."""
     if isinstance(texts, str) or not isinstance(texts, Items):
         raise ConfigError(f"{name} = {texts!r:.80}: expected a list of texts")

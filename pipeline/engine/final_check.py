@@ -1,7 +1,7 @@
-"""The final check of a completion: one whose JSON is not valid by its schema becomes an error."""
+"""The final check of a completion: JSON that does not conform to its schema becomes an error."""
 
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.engine.grammar.validity import why_invalid
+from pipeline.engine.grammar.validity import invalid_reason
 from pipeline.engine.params import Completion, SamplingParams
 from pipeline.engine.samples import with_samples
 from pipeline.errors import RowError
@@ -13,10 +13,10 @@ def is_checked(params: SamplingParams) -> bool:
 
 
 def checked(completion: Completion, params: SamplingParams) -> Completion:
-    """Return the completion, or the error `grammar_error` if it ended with `stop` and is not valid by its schema. Each
-    sample is checked, and of a row that reasons the answer. About 80 us for an object of ten fields.
+    """Return the completion, or the error `grammar_error` if it ended with `stop` and does not conform to its schema.
+    Each sample is checked; of a row that reasons, only the answer. About 80 us for an object of ten fields.
 
-    Raises EnvironmentFailed where jsonschema is not installed.
+    Raises EnvironmentFailed if jsonschema is not installed.
     """
     wanted = params.structured_outputs
     if wanted is None or not is_checked(params):
@@ -28,8 +28,8 @@ def checked(completion: Completion, params: SamplingParams) -> Completion:
 
 
 def _checked(one: Completion, wanted: StructuredOutputs) -> Completion:
-    why = why_invalid(wanted, one.text) if one.finish_reason == "stop" else None
-    if why is None:
+    reason = invalid_reason(wanted, one.text) if one.finish_reason == "stop" else None
+    if reason is None:
         return one
     return Completion(
         row_id=one.row_id,
@@ -39,7 +39,7 @@ def _checked(one: Completion, wanted: StructuredOutputs) -> Completion:
         num_prompt_tokens=one.num_prompt_tokens,
         num_cached_tokens=one.num_cached_tokens,
         error=RowError.GRAMMAR_ERROR.value,
-        error_message=f"sampling.structured_outputs.{wanted.kind}: the finished text {why}",
+        error_message=f"sampling.structured_outputs.{wanted.kind}: the finished text {reason}",
         queued_us=one.queued_us,
         first_token_us=one.first_token_us,
         num_lost_prompt_tokens=one.num_prompt_tokens - one.num_cached_tokens,

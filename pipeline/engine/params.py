@@ -1,7 +1,6 @@
-"""What goes into the engine and what comes out: plain frozen dataclasses, no torch.
+"""Inputs and outputs of the engine: plain frozen dataclasses, no torch.
 
-Owns the meaning and the checks of every option. Resolving options against a machine and a checkpoint
-(`auto` values) is `startup/resolve.py`'s work.
+They define and check every option. `startup/resolve.py` resolves `auto` values for a machine and a checkpoint.
 """
 
 import math
@@ -17,19 +16,19 @@ from pipeline.engine.tasks import Task, TaskResult, TokenLogprobs
 from pipeline.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "length_loop", "error"]
-OFF_AT_MINUS_1 = {"top_k": 0, "seed": None, "thinking_token_budget": None}  # vLLM's -1, and what it means here
-MAX_SAMPLES = 1024  # of one request: they end together, so many more would hold up their unit
-MAX_PATTERN_SIZE = 1024  # of repetition detection: each token is compared with so many before it
+OFF_AT_MINUS_1 = {"top_k": 0, "seed": None, "thinking_token_budget": None}  # vLLM's -1, and its meaning here
+MAX_SAMPLES = 1024  # of one request: they finish together, so more would hold up their unit
+MAX_PATTERN_SIZE = 1024  # of repetition detection: each token is compared with up to this many before it
 
 
 @dataclass(frozen=True)
 class RepetitionDetectionParams:
-    """When a completion counts as a loop. Names and meanings are vLLM's.
+    """Parameters of repetition detection. Names and meanings are vLLM's.
 
-    A row ends with the token after which its last `min_count` patterns of n tokens are the same, for some n from
+    A row ends with the token that makes its last `min_count` patterns of n tokens equal, for some n from
     `min_pattern_size` to `max_pattern_size`. Only generated tokens count.
 
-    Raises ConfigError when a value is out of its range.
+    Raises ConfigError when a value is out of range.
     """
 
     max_pattern_size: int
@@ -37,10 +36,10 @@ class RepetitionDetectionParams:
     min_pattern_size: int = 1
 
     def __post_init__(self) -> None:
-        top, least = self.max_pattern_size, self.min_pattern_size
+        top, bottom = self.max_pattern_size, self.min_pattern_size
         for name, ok, expected in (
             ("max_pattern_size", _is_int(top) and 1 <= top <= MAX_PATTERN_SIZE, f"an integer 1 to {MAX_PATTERN_SIZE}"),
-            ("min_pattern_size", _is_int(least) and 1 <= least <= top, "an integer from 1 to max_pattern_size"),
+            ("min_pattern_size", _is_int(bottom) and 1 <= bottom <= top, "an integer from 1 to max_pattern_size"),
             ("min_count", _is_int(self.min_count) and self.min_count >= 2, "an integer of at least 2"),
         ):
             if not ok:
@@ -50,32 +49,32 @@ class RepetitionDetectionParams:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded. Names and meanings follow vLLM where both have them.
+    """Sampling parameters of one request. Names and meanings follow vLLM where both have them.
 
     `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; `seed` and `thinking_token_budget` -1
     are None. `repetition_penalty` counts prompt and output tokens, the presence and frequency penalties count output
-    tokens only. `logprobs` None reports none, 0 the chosen token's, n also those of the n best tokens (of the raw
+    tokens only. `logprobs`: None returns none, 0 the chosen token's, n also those of the n best tokens (of the raw
     distribution, before temperature and penalties). A stop string ends the text just before it; no stop condition acts
     before `min_tokens` tokens.
-    `prompt_logprobs` is the same for the prompt's tokens, each after those before it; the first one has none.
+    `prompt_logprobs` does the same for prompt tokens, each given the tokens before it; the first one has none.
     `repetition_detection` ends a row that repeats itself; None is off.
-    `n` completions of one prompt come as one Completion with `samples`; the prompt is computed once. Their seeds follow
-    from the request's (`pipeline.engine.samples.sample_seed`), so they are those of n requests with these seeds.
-    `seed` None takes the engine's seed plus the request's position: in its call of `generate` or `stream`, or among all
-    that were given to `add`. One seed gives the same tokens from the same logits in any batch and on any device, but
-    where a number falls within float32's rounding of a border.
+    `n` completions of one prompt are returned as one Completion with `samples`; the prompt is computed once. Their
+    seeds derive from the request's (`pipeline.engine.samples.sample_seed`), as if they were n requests with them.
+    `seed` None uses the engine's seed plus the request's index: in its call of `generate` or `stream`, or among all
+    requests passed to `add`. One seed gives the same tokens from the same logits in any batch and on any device, except
+    where a number is within float32 rounding of a boundary.
 
-    `structured_outputs` holds the completion to a form: a mapping with one of vLLM's keys json (a JSON Schema, as a
-    mapping or text), json_object (true), regex, choice (a list of texts) and grammar (Lark). JSON has no blanks between
-    its tokens unless `whitespace_pattern` allows some. The row ends when nothing can follow, whatever `ignore_eos`
-    says; at max_tokens it ends wherever it is. Not with min_tokens.
+    `structured_outputs` constrains the completion: a mapping with one of vLLM's keys json (a JSON Schema, as a mapping
+    or text), json_object (true), regex, choice (a list of texts) and grammar (Lark). JSON has no whitespace between its
+    tokens unless `whitespace_pattern` allows some. The row ends when nothing can follow, even with `ignore_eos`; at
+    max_tokens it is cut off. Cannot be combined with min_tokens.
 
-    `reasoning` divides the completion at the model's markers: "auto" takes those that its tokenizer has, a mapping with
-    `start` and `end` names them. What is between them is the completion's `reasoning`, what follows its text, and
-    `structured_outputs` hold that alone. `thinking_token_budget`: after so many generated tokens of reasoning the end
-    marker is taken whatever the model says, and the answer follows; needs `reasoning`. `max_tokens` counts all.
+    `reasoning` splits the completion at the model's markers: "auto" uses those of its tokenizer, a mapping with `start`
+    and `end` names them. The text between them is the completion's `reasoning`; what follows is its text, and
+    `structured_outputs` constrain only that. `thinking_token_budget` forces the end marker after this number of
+    generated reasoning tokens, and the answer follows; it needs `reasoning`. `max_tokens` counts all tokens.
 
-    Raises ConfigError when a value is out of its range.
+    Raises ConfigError when a value is out of range.
     """
 
     max_tokens: int = 16
@@ -101,9 +100,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.reasoning is not None:
-            object.__setattr__(self, "reasoning", ReasoningMarkers.of(self.reasoning))
+            object.__setattr__(self, "reasoning", ReasoningMarkers.from_config(self.reasoning))
         if self.structured_outputs is not None:
-            object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.from_config(self.structured_outputs))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name, off in OFF_AT_MINUS_1.items():
@@ -127,7 +126,7 @@ class SamplingParams:
             (
                 "min_tokens",
                 self.structured_outputs is None or self.min_tokens == 0,
-                "0 with structured_outputs, which say where a completion ends",
+                "0 with structured_outputs, which determine where a completion ends",
             ),
             ("temperature", _is_finite(self.temperature) and self.temperature >= 0, "a finite number of at least 0"),
             ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0 or -1: off)"),
@@ -176,7 +175,7 @@ class SamplingParams:
             (
                 "thinking_token_budget",
                 self.thinking_token_budget is None or self.reasoning is not None,
-                "none without sampling.reasoning, which says where reasoning ends; set that to auto",
+                "none without sampling.reasoning, which marks where reasoning ends; set that to auto",
             ),
             ("n", _is_int(self.n) and 1 <= self.n <= MAX_SAMPLES, f"an integer 1 to {MAX_SAMPLES}"),
             (
@@ -192,7 +191,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    """Whether it is a number that a float can hold."""
+    """Return whether `value` is a number that a float can hold."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
@@ -205,13 +204,14 @@ MAX_SPECULATIVE_TOKENS = 32
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Speculative decoding. It changes how fast tokens come, not which; of sampled ones, with a draft model, the
-    distribution stays.
+    """Options of speculative decoding. It changes the speed of generation, not the tokens; with a draft model, sampled
+    tokens keep their distribution.
 
-    method: "lookup" drafts what followed the last tokens before, in the row's own text and in finished outputs;
-    "draft_model" by the smaller model `model`, with the same tokens; "auto" is lookup, never a draft model; "off".
-    num_speculative_tokens: the most that are drafted for a sequence in a step. forced: draft in every step, to measure;
-    else where it pays.
+    method: "lookup" drafts the tokens that followed the same last tokens earlier, in the row's own text and in finished
+    outputs; "draft_model" drafts with the smaller model `model`, which must have the same tokens; "auto" is lookup,
+    never a draft model; "off".
+    num_speculative_tokens: maximum drafts of a sequence in a step. forced: draft in every step, for measurements;
+    otherwise drafts are computed only where they save time.
     """
 
     method: SpeculationMethod = "auto"
@@ -221,7 +221,7 @@ class SpeculationConfig:
 
     @classmethod
     def from_value(cls, value: object) -> "SpeculationConfig":
-        """Return what a method alone, False for "off", or a mapping of these fields means. Raises ConfigError."""
+        """Return the config for a method alone, False ("off"), or a mapping of these fields. Raises ConfigError."""
         if isinstance(value, SpeculationConfig):
             return value
         if value is False:
@@ -256,41 +256,40 @@ class SpeculationConfig:
 
 
 def model_contradiction(method: str, model: str | None) -> str | None:
-    """Return why this draft model, or none, does not go with the method."""
+    """Return why the method contradicts this draft model (or None), if it does."""
     if method == "draft_model" and model is None:
         return "required by method draft_model: the checkpoint of a smaller model with the same tokens"
     if method != "draft_model" and model is not None:
-        return f"only for method draft_model, and the method is {method}; write method: draft_model, or leave it out"
+        return f"only for method draft_model, but the method is {method}; set method: draft_model, or remove the key"
     return None
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine is built. `None` and "auto" are resolved from the checkpoint and the machine.
+    """Configuration of an engine. `None` and "auto" are resolved from the checkpoint and the machine.
 
     model: folder with config.json, safetensors and tokenizer files (a text or a Path), or a Hugging Face id.
     device: "auto", "cpu", "cuda" or "cuda:N". dtype: "auto", "bfloat16", "float16" or "float32".
-    max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step. By default
-    what `startup/batch_limits.py` says of the machine.
+    max_num_seqs: maximum running sequences. max_num_batched_tokens: maximum tokens of one step. The defaults are in
+    `startup/batch_limits.py`.
     block_size: tokens of one KV block. kv_cache_memory_bytes: size of the KV cache; on CPU it defaults to what
     max_num_seqs sequences of max_model_len tokens need, at most a quarter of the free memory.
-    kv_cache_dtype: "auto", the type that is computed in, or "fp8": 8 bits and a scale for each token and KV head, of
-    the draft model's too (see kernels/cache.py).
+    kv_cache_dtype: "auto", the compute dtype, or "fp8": 8 bits and a scale for each token and KV head, also in the
+    draft model's cache (see kernels/cache.py).
     kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, slow).
     activation_dtype: "auto" is `dtype`; "fp8" rounds the inputs of 4-bit and fp8 linears to float8_e4m3fn, which can
-    change tokens (see `kernels/activations/fp8.py`): for speed on NVIDIA GPUs from compute capability 8.9 on, elsewhere
-    slower than "auto" and there to see what it does to outputs. "fp8-per-token" rounds them coarser, and all quantized
-    weights too (see `kernels/activations/fp8_per_token.py`). "int8" rounds those of 4-bit linears to 8-bit integers
-    (see `kernels/activations/int8.py`): for speed on processors with AVX2.
-    deterministic: a row's logits, and so its tokens, are the same to the last bit whatever else is in a step, however
-    its prompt is cut, shared or computed again, and whether drafts were checked. Slower; on CPU in float32 only. See
+    change tokens (see `kernels/activations/fp8.py`): it is faster on NVIDIA GPUs from compute capability 8.9 and slower
+    elsewhere, where it only serves to check its effect on outputs. "fp8-per-token" rounds them more coarsely, and all
+    quantized weights too (see `kernels/activations/fp8_per_token.py`). "int8" rounds those of 4-bit linears to 8-bit
+    integers (see `kernels/activations/int8.py`): it is faster on processors with AVX2.
+    deterministic: a row's logits, and so its tokens, are bitwise equal whatever else is in a step, however its prompt
+    is chunked, shared or recomputed, and whether drafts were verified. Slower; on CPU in float32 only. See
     `kernels/triton/batch_invariant.py` and `kernels/cpu/invariant.py` for the cost. With a draft model fewer sampled
-    drafts are accepted, as rejection sampling would make tokens depend on them.
-    quantization: "int8", "int4-rtn" or "nf4" quantizes the linears of a 16- or 32-bit checkpoint while they are loaded,
-    by rounding; "none" leaves them as they are stored, quantized or not.
+    drafts are accepted, because rejection sampling would make tokens depend on them.
+    quantization: "int8", "int4-rtn" or "nf4" quantizes the linears of a 16- or 32-bit checkpoint while loading, by
+    rounding; "none" keeps the stored weights, quantized or not.
     speculation: a `SpeculationConfig`, its method alone ("off", or False), or a mapping of its fields.
-    num_threads: CPU threads of this engine while it computes, at most one for each processor; None: those that torch
-    has then.
+    num_threads: CPU threads of this engine while it computes, at most one per processor; None: torch's current number.
     """
 
     model: str
@@ -313,7 +312,7 @@ class EngineConfig:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        """The types of the options that `startup/resolve.py` takes as they are; it checks the others' values."""
+        """Check the options that `startup/resolve.py` uses unchanged; it checks the others."""
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         object.__setattr__(self, "speculation", SpeculationConfig.from_value(self.speculation))
@@ -336,23 +335,23 @@ class EngineConfig:
 
     @property
     def speculation_config(self) -> SpeculationConfig:
-        """`speculation`, whatever form it was given in."""
+        """The value of `speculation` as a SpeculationConfig."""
         assert isinstance(self.speculation, SpeculationConfig)
         return self.speculation
 
 
 @dataclass(frozen=True)
 class QualitySample:
-    """That a row's completion is to be compared with a reference model (`engine/quality/`). expected: the right answer,
-    where the job knows it."""
+    """Request to compare a row's completion with a reference model (`engine/quality/`). expected: the right answer, if
+    the job knows it."""
 
     expected: str | None = None
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to complete. `row_id` is the caller's and comes back unchanged on the completion. task: what is asked
-    in place of a completion; nothing is generated then, and `params` say nothing."""
+    """One prompt to complete. `row_id` belongs to the caller and is returned unchanged on the completion. task: a task
+    instead of a completion; nothing is generated then, and `params` are ignored."""
 
     row_id: object
     prompt_token_ids: list[int]
@@ -362,18 +361,19 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """The most that it generates."""
+        """Maximum number of generated tokens."""
         return self.params.max_tokens if self.task is None else 0
 
 
 @dataclass(frozen=True)
 class RowQuality:
-    """How far a completion is from a reference model's. tokens: generated ones. agreed: those that the reference chose
-    too when it read the same text: its likeliest token against the generated one, in rows that are sampled or held to a
-    grammar or a budget against the served model's likeliest. kl_nanonats: KL(reference || served) summed over the same
-    positions, in 1e-9 nats. same_text: whether the reference's own completion is the same. served_right,
-    reference_right: against the expected answer, blanks around it left out; None without one. why_not: why nothing
-    could be measured; all else says nothing then.
+    """Comparison of a completion with a reference model. tokens: number of generated tokens. agreed: how many of them
+    the reference chose too when it read the same text: its most likely token is compared with the generated one, or, in
+    rows that are sampled or constrained by a grammar or a budget, with the served model's most likely one.
+    kl_nanonats: KL(reference || served) summed over the same positions, in 1e-9 nats. same_text: whether the
+    reference's own completion is identical. served_right, reference_right: whether each equals the expected answer,
+    ignoring surrounding whitespace; None without an expected answer. why_not: why nothing could be measured; all other
+    fields are meaningless then.
     """
 
     tokens: int = 0
@@ -382,29 +382,30 @@ class RowQuality:
     same_text: bool = False
     served_right: bool | None = None
     reference_right: bool | None = None
-    why_not: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request became. `token_ids` includes a generated EOS; `text` leaves special tokens out.
+    """Result of a request. `token_ids` includes a generated EOS; `text` leaves special tokens out.
 
-    finish_reason "stop": EOS, a stop string or a stop token id; "length": max_tokens or the context's end;
+    finish_reason "stop": EOS, a stop string or a stop token id; "length": max_tokens or the end of the context;
     "length_loop": it repeated itself (`repetition_detection`);
-    "error": `error` holds a RowError code and `error_message` says why; text and token_ids are then empty.
+    "error": `error` holds a RowError code and `error_message` the reason; text and token_ids are then empty.
     num_cached_tokens: prompt tokens served from shared KV blocks.
-    num_lost_prompt_tokens, num_lost_generated_tokens: of an error row, what was computed for it all the same (its whole
-    prompt, once it had begun).
-    queued_us, first_token_us, last_token_us: when the request was added, and when its first and last token came, on
-    this machine's monotonic clock in microseconds; 0 where it never came (an error keeps what is known).
-    quality: of rows that were compared with a reference model.
-    reasoning: with `SamplingParams.reasoning` what came before the answer, blanks around it left out, and `text` is the
-    answer alone, without blanks before it; None where there was none, or nothing but blanks.
+    num_lost_prompt_tokens, num_lost_generated_tokens: tokens computed for an error row in vain (its whole prompt, once
+    it had begun).
+    queued_us, first_token_us, last_token_us: when the request was added, and when its first and last token were
+    generated, on this machine's monotonic clock in microseconds; 0 if never (an error keeps what is known).
+    quality: set for rows that were compared with a reference model.
+    reasoning: with `SamplingParams.reasoning` the text before the answer, stripped, and `text` is the answer alone,
+    without leading whitespace; None if there was none, or only whitespace.
     num_reasoning_tokens: its tokens, without markers.
-    prompt_logprobs: of the prompt's second token and those after it.
-    result: what a request's task asked for. finish_reason is "stop" then, text and token_ids are empty.
-    samples: with `SamplingParams.n` above 1, the n completions in order. What stands outside them is then sample 0's,
-    but for first_token_us and last_token_us, which are the first and the last of all; an error stands for the request.
+    prompt_logprobs: log-probabilities of the prompt's tokens from the second on.
+    result: result of the request's task. finish_reason is "stop" then, text and token_ids are empty.
+    samples: with `SamplingParams.n` above 1, the n completions in order. The other fields are then those of sample 0,
+    except first_token_us and last_token_us, which are the minimum and maximum over all samples; an error applies to the
+    whole request.
     """
 
     row_id: object
@@ -430,12 +431,12 @@ class Completion:
 
     @property
     def each(self) -> tuple["Completion", ...]:
-        """Its samples, or the one completion that it is."""
+        """Return its samples, or itself without samples."""
         return self.samples or (self,)
 
     @property
     def num_generated_tokens(self) -> int:
-        """Of all samples."""
+        """Generated tokens of all samples."""
         return sum(len(one.token_ids) for one in self.each)
 
     @property

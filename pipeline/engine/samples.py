@@ -1,4 +1,4 @@
-"""Several samples of one request (`SamplingParams.n`): their seeds, and the one completion that they become."""
+"""Several samples of one request (`SamplingParams.n`): their seeds, and how they become one completion."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from pipeline.engine.params import Completion
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of a request's sample `index`, from 0: the first one keeps the request's own, the others get 63 bits of
+    """Return the seed of a request's sample `index`: sample 0 keeps the request's seed, the others use 63 bits of
     BLAKE2b of both. A request with this seed and n = 1 gives the same tokens as the sample."""
     if index == 0:
         return seed
@@ -17,8 +17,8 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 def with_samples(samples: Sequence[Completion]) -> Completion:
-    """The completion of a request with these samples. One that failed makes it an error, with the message of the first
-    that did: an output row is whole or it is an error row, which `--retry-failed` computes again."""
+    """Return the completion of a request with these samples. If one failed it is an error, with the message of the
+    first that did: an output row is complete, or it is an error row that `--retry-failed` computes again."""
     errors = [(index, sample) for index, sample in enumerate(samples) if sample.error is not None]
     if not errors:
         return replace(
@@ -28,30 +28,29 @@ def with_samples(samples: Sequence[Completion]) -> Completion:
             samples=tuple(samples),
         )
     index, first = errors[0]
-    fine = [sample for sample in samples if sample.error is None]
-    which = f"sample {index} of {len(samples)}: " if fine else ""  # else it is the prompt's error
+    succeeded = [sample for sample in samples if sample.error is None]
+    prefix = f"sample {index} of {len(samples)}: " if succeeded else ""  # if all failed, the prompt caused it
     return replace(
         first,
-        error_message=f"{which}{first.error_message}",
+        error_message=f"{prefix}{first.error_message}",
         num_lost_prompt_tokens=sum(sample.num_lost_prompt_tokens for sample in samples)
-        + sum(sample.num_prompt_tokens - sample.num_cached_tokens for sample in fine),
+        + sum(sample.num_prompt_tokens - sample.num_cached_tokens for sample in succeeded),
         num_lost_generated_tokens=sum(sample.num_lost_generated_tokens for sample in samples)
-        + sum(len(sample.token_ids) for sample in fine),
+        + sum(len(sample.token_ids) for sample in succeeded),
     )
 
 
-class Group:
-    """The sequences of one request that became several. Their completions become one when the last has ended: none is
-    aborted because another failed. It is never part-way: they are queued together, and aborted together. Compared by
-    identity."""
+class ParentRequest:
+    """Sequences of one request with several samples. Their completions become one when the last has ended: a failed one
+    does not abort the others. They are queued together and aborted together. Compared by identity."""
 
     def __init__(self, size: int) -> None:
-        self._ended: dict[int, Completion] = {}  # by place
+        self._ended: dict[int, Completion] = {}  # by index of the sample
         self._size = size
 
-    def end(self, place: int, completion: Completion) -> Completion | None:
-        """The sequence in this place has ended. The request's completion, if it was the last one."""
-        self._ended[place] = completion
+    def end(self, index: int, completion: Completion) -> Completion | None:
+        """Record the completion of sample `index`. Return the request's completion if it was the last one."""
+        self._ended[index] = completion
         if len(self._ended) < self._size:
             return None
-        return with_samples([self._ended[place] for place in range(self._size)])
+        return with_samples([self._ended[index] for index in range(self._size)])

@@ -1,7 +1,7 @@
-"""What a request can ask of the model beside a completion, and what comes back: plain frozen dataclasses, no torch.
+"""Tasks of a request other than a completion, and their results: plain frozen dataclasses, no torch.
 
-A completion is generated; these are read off the known tokens of the request, each computed once. `SamplingParams` say
-nothing to them.
+A completion is generated; task results are computed from the known tokens of the request, each in one pass.
+`SamplingParams` do not apply to them.
 """
 
 import math
@@ -18,7 +18,7 @@ POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls")
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of one token: its id, its log-probability and the best n alternatives, best first."""
+    """Log-probability of one token, with its id and the n best alternatives, best first."""
 
     token_id: int
     logprob: float
@@ -27,10 +27,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Score:
-    """How likely the request's own tokens are from position `first` on, each after all tokens before it (natural
-    logarithm of the raw distribution). top: None tells the sum alone; 0 each token's, n also those of the n best.
+    """Log-probability of the request's own tokens from position `first` on, each given all tokens before it (natural
+    logarithm of the raw distribution). top: None returns only the sum, 0 each token's, n also those of the n best.
 
-    Nothing is known of what comes before a text's first token: `first` is at least 1.
+    A text's first token has no context, so `first` is at least 1.
     """
 
     first: int = 1
@@ -38,16 +38,16 @@ class Score:
 
     def __post_init__(self) -> None:
         if self.first < 1:
-            raise ConfigError(f"first = {self.first}: expected at least 1; nothing stands before a text's first token")
+            raise ConfigError(f"first = {self.first}: expected at least 1; a text's first token has no context")
         if self.top is not None and not 0 <= self.top <= 100:
             raise ConfigError(f"top = {self.top}: expected 0 to 100, or none")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How likely each label is to follow the prompt. labels: the token ids of each, at least one, no two the same.
+    """Log-probability of each label after the prompt. labels: the token ids of each, at least one, all different.
 
-    Where one label is the beginning of another, give each its end too (an EOS), or the longer can never win.
+    If one label is a prefix of another, end each with an EOS, or the longer one can never win.
     """
 
     labels: tuple[tuple[int, ...], ...]
@@ -62,8 +62,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Embed:
-    """The prompt as a vector: the model's last hidden states, after its last norm, of the last token, of the first
-    (`cls`), or the mean over all. dimensions: only the first so many (Matryoshka). normalize: to length 1."""
+    """Vector of the prompt: the model's last hidden states, after its final norm, of the last token, of the first
+    (`cls`), or their mean. dimensions: keep only this many leading values (Matryoshka). normalize: to length 1."""
 
     pooling: Pooling = "last"
     normalize: bool = True
@@ -77,8 +77,8 @@ class Embed:
 
 @dataclass(frozen=True)
 class Classify:
-    """The scores of a sequence classification head (`score.weight` of `...ForSequenceClassification` checkpoints) over
-    the prompt, as the head gives them (logits). pooling: as with `Embed`; such heads are trained on the last token."""
+    """Logits of a sequence classification head (`score.weight` of `...ForSequenceClassification` checkpoints) over the
+    prompt. pooling: as in `Embed`; such heads are trained on the last token."""
 
     pooling: Pooling = "last"
 
@@ -93,10 +93,10 @@ def _check_pooling(pooling: str) -> None:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """The model's last hidden states, after its last norm, of the request's tokens from position `first` on: what its
-    logits are made of, for comparisons of models.
+    """The model's last hidden states, after its final norm, of the request's tokens from position `first` on: the
+    input of its logits, for comparisons of models.
 
-    Such requests are served before others, and their time is `EngineStats.quality_us`; they count as no row's work.
+    Such requests are served before others, and their time counts as `EngineStats.quality_us`, not as any row's work.
     """
 
     first: int = 0
@@ -107,7 +107,7 @@ Task = Score | Choice | Embed | Classify | HiddenStates
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """logprob: the sum over `num_tokens` tokens. tokens: each of them, where `Score.top` asked."""
+    """logprob: the sum over `num_tokens` tokens. tokens: each of them, if `Score.top` is set."""
 
     logprob: float
     num_tokens: int
@@ -115,20 +115,20 @@ class ScoreResult:
 
     @property
     def perplexity(self) -> float:
-        """exp(-logprob / num_tokens); inf where it is larger than a float can say."""
+        """Return exp(-logprob / num_tokens); inf if it overflows a float."""
         mean = -self.logprob / max(self.num_tokens, 1)
         return math.exp(mean) if mean < 709.0 else math.inf
 
 
 @dataclass(frozen=True)
 class ChoiceResult:
-    """logprobs: of each label, the sum over its tokens, in the order of `Choice.labels`."""
+    """logprobs: for each label the sum over its tokens, in the order of `Choice.labels`."""
 
     logprobs: tuple[float, ...]
 
     @property
     def probabilities(self) -> tuple[float, ...]:
-        """Of each label when one of them must follow: they add up to 1."""
+        """Probability of each label given that one of them follows; they sum to 1."""
         best = max(self.logprobs)
         weights = [math.exp(logprob - best) for logprob in self.logprobs]
         total = sum(weights)
@@ -136,21 +136,21 @@ class ChoiceResult:
 
     @property
     def best(self) -> int:
-        """Which label is likeliest; the first of equals."""
+        """Index of the most likely label; the first of equals."""
         return self.logprobs.index(max(self.logprobs))
 
 
 @dataclass(frozen=True, eq=False)
 class VectorResult:
-    """values: float32, of an embedding as long as the model's hidden size or `Embed.dimensions`, of a classification
-    one for each label of the head."""
+    """values: float32; of an embedding the model's hidden size or `Embed.dimensions` values, of a classification one
+    for each label of the head."""
 
     values: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class StatesResult:
-    """states_NH: float32, of each token a row."""
+    """states_NH: float32, one row per token."""
 
     states_NH: np.ndarray
 

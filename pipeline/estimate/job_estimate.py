@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.config import JobConfig
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import UNIT_TOKENS
-from pipeline.engine.startup.batch_limits import most_default_seqs
+from pipeline.engine.startup.batch_limits import max_default_seqs
 from pipeline.errors import ConfigError
 from pipeline.estimate.cards import BLOCK_SIZE, STARTUP_S, CardServing, OnCard, on_card
 from pipeline.estimate.lengths import OutputLengths, PromptSample, output_lengths, sample_prompts, tail
@@ -41,7 +41,7 @@ from pipeline.tokenization.tokenizer import Tokenizer
 
 CPU_BLOCK_SIZE = 16
 MAX_SIMULATED = 2048  # requests that go through the simulated schedule of a card
-FEWEST_BATCHES = 4  # of a card's batch, so that its beginning and end weigh little
+MIN_BATCHES = 4  # of a card's batch, so that its beginning and end weigh little
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _on_cards(
         for again in [tail(len(r.prompt_token_ids), BLOCK_SIZE)]
         for i in range(r.params.n)
     ]
-    fewest = FEWEST_BATCHES * (config.engine.max_num_seqs or most_default_seqs(on_gpu=True))
+    fewest = MIN_BATCHES * (config.engine.max_num_seqs or max_default_seqs(on_gpu=True))
     pairs = (pairs * max(1, ceil(fewest / len(pairs))))[:MAX_SIMULATED]
     told: list[PoolEstimate] = []
     for card in cards:

@@ -21,7 +21,7 @@ from pipeline.job.preview.prompt_preview import sampled
 from pipeline.report.estimate import Interval
 from pipeline.report.record.row_stats import Histogram, RowStats, length_bucket
 
-LEAST_ERROR = 0.03  # of a mean: what no sample rules out
+MIN_ERROR = 0.03  # of a mean: what no sample rules out
 ASSUMED = Interval(0.1, 0.5, 1.0)  # of max_tokens, where nothing is known
 
 
@@ -168,7 +168,7 @@ def output_lengths(requests: Sequence[Request], history: Sequence[Remembered]) -
         mean += share * float(np.minimum(values, most.max()).mean())
         square_error += (share * float(values.std()) / sqrt(len(values))) ** 2
     drawn = np.clip(drawn, 1, most)
-    error = max(2 * sqrt(square_error), LEAST_ERROR * mean)
+    error = max(2 * sqrt(square_error), MIN_ERROR * mean)
     what = "rows" if n.mean() == 1 else "samples"
     told = f"{everything.count:,} {what} of {len(runs)} earlier run{'s' * (len(runs) > 1)} of this job"
     each = Interval(max(1.0, mean - error), mean, mean + error).times(float(n.mean()))

@@ -15,7 +15,7 @@ from pipeline.job.planning.history import Remembered
 from pipeline.report.record.row_stats import Computed, RowStats
 from pipeline.report.record.run_record import RunRecord
 
-LEAST_SPREAD = 0.1  # of a speed, on a machine that others use too
+MIN_SPREAD = 0.1  # of a speed, on a machine that others use too
 TOLD_APART = 1.5  # how many times as long as another a run took, that it is said
 MAX_RUNS = 3  # the newest say most about now
 FEW_TOKENS = 0.5  # of those of the largest run, below which a run beside it says little
@@ -77,8 +77,8 @@ def measured_speed(
         generated_token_us=_generated_us(chosen, generated_us, rows) if computed.generated else 0.0,
         beside=beside,
         driver_us=max(0, last.wall_us - max(actor.machine_us for actor in last.actors)),
-        fastest=min(min(times), 1 / (1 + LEAST_SPREAD)),
-        slowest=max(max(times), 1 + LEAST_SPREAD),
+        fastest=min(min(times), 1 / (1 + MIN_SPREAD)),
+        slowest=max(max(times), 1 + MIN_SPREAD),
         comes_from=told,
     )
 

@@ -211,7 +211,7 @@ class _Evaluator:
     ) -> tuple[Measured, _Outputs]:
         """Measure one model against the reference and its outputs (`answers`)."""
         name, resolved = found.variant.name, resolve(found.engine, found.model)
-        with engine.place:  # the reference uses the same device
+        with engine.device_context:  # the reference uses the same device
             likelihood, divergence = self._score(name, engine, reference)
         outputs = self._generate(name, engine)
         measured = Measured(

@@ -1,1 +1,1 @@
-"""Everything that is computed on tensors. `select.py` says which kernels serve."""
+"""Tensor computations. `select.py` chooses the kernels for a device."""

@@ -1,16 +1,16 @@
-"""How keys and values lie in memory: the paged cache of one layer, in the model's type or in 8 bits.
+"""Paged KV cache of one layer, in the model's type or in 8 bits.
 
-The 8-bit form ("fp8") of the vector of one token and KV head, as a cache in the model's type would hold it, is its
-float8_e4m3fn codes (4 bits of exponent, 3 of mantissa: Micikevicius et al. 2022, "FP8 Formats for Deep Learning") and
-a scale of its own in float32:
+The 8-bit form ("fp8") of the vector of one token and KV head, as a cache in the model's type would hold it, consists
+of float8_e4m3fn codes (4 exponent bits, 3 mantissa bits: Micikevicius et al. 2022, "FP8 Formats for Deep Learning")
+and one float32 scale:
 
-    scale = max(|x|) * (1 / 448), at least 2^-126        code = x * (1 / scale), to the nearest, ties to even
-    what is read: code * scale
+    scale = max(max(|x|) * (1 / 448), 2^-126)            code = x * (1 / scale), to the nearest, ties to even
+    value read: code * scale
 
-where 448 is the largest code. All of it is computed in float32. The scale depends on nothing but the vector: it needs
-no calibration, nothing saturates, and what a block holds does not depend on the step that wrote it, so that blocks can
-be shared, computed again and checked like others. A vector that holds a NaN or an infinity has the codes 0 and the
-scale NaN: it is read as NaN throughout, and no kernel ever meets a code that is none.
+448 is the largest code. Everything is computed in float32. The scale depends on the vector alone: it needs no
+calibration, nothing saturates, and the content of a block does not depend on the step that wrote it, so blocks can be
+shared, recomputed and verified like those of other types. A vector with a NaN or an infinity has the codes 0 and the
+scale NaN, so all of it reads as NaN, and no kernel ever encounters a NaN code.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,11 @@ _CODE_OF_ONE = 0x38
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Suffixes as in `kernels/contract.py`. The scales are float32, and None where keys and values are not FP8. The
-    scales of a block and KV head are neighbours, as attention reads them."""
+    """Paged KV cache of one layer. Suffixes: see `kernels/contract.py`.
+
+    The scales are float32, and None unless keys and values are FP8. The scales of one block and KV head are contiguous,
+    in the order in which attention reads them.
+    """
 
     k_CBKD: torch.Tensor
     v_CBKD: torch.Tensor
@@ -43,7 +46,7 @@ class LayerCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "LayerCache":
-        """Of zeros; `dtype`: of the model, or FP8."""
+        """Allocate a zeroed cache. `dtype` is the model's type or FP8."""
         shape = num_blocks, block_size, num_kv_heads, head_dim
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         if dtype != FP8:
@@ -57,7 +60,7 @@ class LayerCache:
         return self.k_CBKD, self.v_CBKD, *(scale for scale in scales if scale is not None)
 
     def fill(self, blocks: list[int], value: float) -> None:
-        """Overwrite whole blocks: every key and value in them reads as `value`."""
+        """Overwrite whole blocks so that every key and value in them reads as `value`."""
         if self.k_scale_CKB is None or self.v_scale_CKB is None:
             self.k_CBKD[blocks] = value
             self.v_CBKD[blocks] = value
@@ -68,5 +71,5 @@ class LayerCache:
 
 
 def head_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """What the key, or the value, of one token and KV head takes in a cache of this type, its scale included."""
+    """Return the bytes of one token's key (or value) in one KV head of a cache of this type, including its scale."""
     return head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == FP8 else 0)

@@ -1,8 +1,8 @@
-"""What a set of kernels must offer: signatures, shapes, aliasing. `reference.py` is the oracle of each.
+"""The interface of a set of kernels: signatures, shapes, aliasing. `reference.py` is the oracle for each kernel.
 
-Shape suffixes: T tokens of a step, S sequences of a step, R rows of a step (some of its tokens), H hidden,
+Shape suffixes: T tokens of a step, S sequences of a step, R rows of a step (some of its tokens), H hidden size,
 F width between up and down, N query heads, K KV heads, M heads of all kinds (N + 2 K) in a projection, D head size,
-B block size, C number of blocks, M most blocks of a sequence in a block table.
+B block size, C number of blocks, M maximum number of blocks of a sequence in a block table.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -17,13 +17,16 @@ from pipeline.kernels.memory import on_device
 from pipeline.weights.packed import LinearWeight
 
 Linear = Callable[[Any], torch.Tensor]
-"""x_TK -> y_TN, in x's type. Owns its packed weight. One that is `InputKernels` also takes what those return as x."""
+"""x_TK -> y_TN, in x's type. Owns its packed weight. If it implements `InputKernels`, it also accepts their results."""
 
 
 @runtime_checkable
 class InputKernels(Protocol):
-    """Kernels that compute a linear's inputs: those of the set (`Kernels`), or the linear's own, which return them in
-    a form that it alone reads. Both give the linear's outputs the same bits."""
+    """Kernels that compute a linear's inputs.
+
+    They belong to the set (`Kernels`), or to the linear, which then returns its inputs in a private form. The linear's
+    outputs are bit-identical either way.
+    """
 
     def add_rms_norm(
         self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, /
@@ -34,11 +37,11 @@ class InputKernels(Protocol):
 
 @dataclass(frozen=True)
 class AttentionInput:
-    """Where each sequence's queries and keys lie. One object serves all layers of a step.
+    """Layout of each sequence's queries and keys. One object serves all layers of a step.
 
-    Sequence s computes the query tokens query_start_S1[s]:query_start_S1[s+1]; they are the last ones of its context
-    of context_len_S[s] tokens, whose keys and values (these tokens' own included) lie in the blocks block_table_SM[s].
-    The numpy arrays are the host's copies, for kernels that plan on the host.
+    Sequence s computes the query tokens query_start_S1[s]:query_start_S1[s+1]. They are the last tokens of its context
+    of context_len_S[s] tokens, whose keys and values (including those of these tokens) are in the blocks
+    block_table_SM[s]. The numpy arrays are host copies, for kernels that plan on the host.
     """
 
     query_start_S1: np.ndarray  # int32
@@ -47,11 +50,11 @@ class AttentionInput:
     slot_mapping_T: torch.Tensor  # int64: block * B + offset, where this token's key and value are written
     block_size: int
     plans: dict[Hashable, Any] = field(default_factory=dict, compare=False)
-    """A cache for this step: a kernel plans in the first layer that asks, and later layers find the plan by its key."""
+    """Plans of this step: a kernel plans in the first layer that needs a plan; later layers find it by its key."""
 
     @classmethod
     def one_sequence(cls, num_tokens: int, block_size: int, device: torch.device | None = None) -> "AttentionInput":
-        """A sequence that computes all of its tokens, in the blocks from 0 on."""
+        """Describe a sequence that computes all of its tokens, in the blocks from 0 on."""
         return cls(
             query_start_S1=np.array([0, num_tokens], dtype=np.int32),
             context_len_S=np.array([num_tokens], dtype=np.int32),
@@ -61,9 +64,9 @@ class AttentionInput:
         )
 
     def rows(self, row_R: np.ndarray) -> "AttentionInput":
-        """The same for some tokens of the step alone, in any order: each becomes a sequence of one query.
+        """Return the metadata of some tokens of the step, in any order, each as a sequence of one query.
 
-        Their keys and values have been written by then.
+        Their keys and values must have been written already.
         """
         sequence_R = np.searchsorted(self.query_start_S1, row_R, side="right") - 1
         behind_R = self.query_start_S1[sequence_R + 1] - 1 - row_R
@@ -78,25 +81,27 @@ class AttentionInput:
 
 @dataclass(frozen=True)
 class GraphShape:
-    """The largest steps that are to be captured and replayed, and the heads of the model."""
+    """The largest steps to capture and replay, and the model's heads."""
 
     max_seqs: int
-    max_blocks: int  # of a sequence
+    max_blocks: int  # per sequence
     block_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    windows: frozenset[int | None]  # of its layers
-    max_queries: int  # tokens that a sequence computes in such a step, if the kernels can take as many
-    max_tokens: int  # of a step
-    max_mixed_tokens: int = 0  # of a mixed step, in which a sequence computes more than `max_queries`; 0: none are
-    num_numbers: int = 0  # of the runner's own, that come with each step
+    windows: frozenset[int | None]  # of the layers
+    max_queries: int  # tokens that a sequence computes in such a step, if the kernels support that many
+    max_tokens: int  # per step
+    max_mixed_tokens: int = 0  # of a mixed step, in which a sequence computes more than `max_queries`; 0: none
+    num_numbers: int = 0  # of the runner, copied along with each step
     with_fp8_cache: bool = False
 
 
 class FutureNumbers(NamedTuple):
-    """Of the runner's numbers of a step, those that only the device knows yet (its future tokens): number p_i is
-    value_N[v_i]. The numbers from `at` on are p_0 to p_count - 1, and then v_0 to v_count - 1."""
+    """The runner's numbers that only the device knows yet (future tokens): number p_i is value_N[v_i].
+
+    From index `at` on, the runner's numbers contain p_0 to p_count - 1, followed by v_0 to v_count - 1.
+    """
 
     at: int
     count: int
@@ -104,42 +109,44 @@ class FutureNumbers(NamedTuple):
 
 
 class GraphAttention(Protocol):
-    """What attention reads of a step, in device tensors that stay where they are.
+    """Attention metadata of a step, in device tensors with fixed addresses.
 
-    With one of its `plans` in an `AttentionInput`, `Kernels.attention` launches the same work whatever the step, so
-    that it can be captured once, behind `unpack`, and replayed after `refill`. The first of them is for any one
-    sequence; the others are for steps with work of another kind, and several sequences.
+    With one of its `plans` in an `AttentionInput`, `Kernels.attention` launches the same work for every step, so a
+    graph can capture it once, after `unpack`, and replay it after each `refill`. The first plan is for a single
+    sequence of any length; the others are for steps with other kinds of work and several sequences.
     """
 
     plans: tuple[dict[Hashable, Any], ...]
-    numbers: torch.Tensor  # int64: the runner's own
+    numbers: torch.Tensor  # int64: the runner's
     max_queries: int
-    max_mixed_tokens: int  # 0: mixed steps cannot be captured, or none are to be
+    max_mixed_tokens: int  # 0: mixed steps cannot be captured, or need not be
 
     def mixed_plans(self, num_tokens: int) -> dict[Hashable, Any]:
-        """For mixed steps that are padded to so many tokens."""
+        """Return the plans for mixed steps that are padded to `num_tokens`."""
         ...
 
     def fits_mixed(self, count_S: np.ndarray, num_tokens: int) -> bool:
-        """Whether a step whose sequences compute so many tokens each can be computed by `mixed_plans(num_tokens)`."""
+        """Return whether `mixed_plans(num_tokens)` can compute a step whose sequences compute count_S tokens each."""
         ...
 
-    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> None:
-        """As `refill`, for a step that `mixed_plans` computes."""
+    def refill_mixed(
+        self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
+    ) -> None:
+        """Do the same as `refill` for a step that `mixed_plans` computes."""
         ...
 
-    def refill(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
-        """Copy a step's numbers to the device by one copy, without waiting for it, and return which of `plans` the step
-        takes. numbers (int64): of the runner, from the first on."""
+    def refill(self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
+        """Copy a step's metadata to the device in one copy, without waiting for it. Return the index in `plans` of the
+        plan for the step. numbers (int64): the runner's numbers, starting with the first."""
         ...
 
     def unpack(self) -> None:
-        """Bring the tensors up to the step that was copied last, by one launch: the first of what is captured."""
+        """Update the tensors to the step that was copied last, in one launch, which is captured first."""
         ...
 
 
 class LayerParts(Protocol):
-    """What a decoder layer is made of, as its kernels prepared it."""
+    """The parts of a decoder layer, as its kernels prepared them."""
 
     input_norm_H: torch.Tensor
     post_norm_H: torch.Tensor
@@ -152,13 +159,13 @@ class LayerParts(Protocol):
 
 
 class DecodeSteps(Protocol):
-    """All layers at once, of steps in which each sequence computes one token or, with drafts, a few, and all go on.
+    """Loop over all layers, for steps in which each sequence computes one token or, with drafts, a few tokens.
 
-    The same numbers as layer by layer: the order of kernels is the same, and so are they.
+    The results are the same as layer by layer: it runs the same kernels in the same order.
     """
 
-    def serves(self, where: AttentionInput, caches: Sequence[LayerCache]) -> bool:
-        """Whether it is for such a step, of which every token is wanted after the last layer."""
+    def serves(self, attn_metadata: AttentionInput, caches: Sequence[LayerCache]) -> bool:
+        """Return whether it supports this step. The step must need the outputs of every token."""
         ...
 
     def run(
@@ -167,52 +174,53 @@ class DecodeSteps(Protocol):
         residual_TH: torch.Tensor,
         cos_TD2: torch.Tensor,
         sin_TD2: torch.Tensor,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         caches: Sequence[LayerCache],
     ) -> None:
-        """x and residual become what they are after the last layer; keys and values are written into the caches."""
+        """Update x and residual in place to their values after the last layer; write keys and values to the caches."""
         ...
 
 
 @dataclass(frozen=True)
 class RoundedLinears:
-    """Linears on activations that are rounded first, as `fp8.py` or `int8.py` of `kernels/activations/`
-    defines it.
+    """Linears on rounded activations, as `fp8.py` or `int8.py` of `kernels/activations/` defines them.
 
-    prepare(weight) -> Linear as `Kernels.prepare_linear`; None for a weight that has no exact form beside them.
+    prepare(weight) -> Linear, like `Kernels.prepare_linear`; None if the weight has no exact form in this type.
     """
 
     prepare: Callable[[LinearWeight], Linear | None]
-    served_by: str
+    backends: str
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """A frozen set of functions for one device and type, and who serves each.
+    """A frozen set of functions for one device and type, with the implementation behind each (`backends`).
 
     prepare_linear(weight) -> Linear: packs once at load; the caller drops its own copy.
     add_rms_norm(x_TH, residual_TH, weight_H, eps) -> (y_TH, residual_TH + x_TH); may write into its inputs.
     norm_rope_write(qkv_TMD, cos_TD2, sin_TD2, (q_norm_D, k_norm_D) or None, eps, LayerCache, slot_mapping_T) -> q_TND:
-      norms each query and key head where the family does, rotates halves, the layout of Hugging Face checkpoints
-      ("neox"), and writes keys and values into the cache in place, in the form that it has (see `kernels/cache.py`).
+      norms each query and key head if the family does, rotates halves, the layout of Hugging Face checkpoints ("neox"),
+      and writes keys and values into the cache in place, in the cache's form (see `kernels/cache.py`).
     attention(q_TND, LayerCache, AttentionInput, scale, window) -> o_TND; window None is full causal attention, else a
       query at position p sees keys p - window + 1 .. p.
     silu_mul(gate_up_T2F) -> silu(first half) * second half.
-    greedy(logits_RV) -> token_and_finite_2R (int64): the best token of each row, of equal ones the first, and 1 where
-      the row is finite; 0 where it holds NaN or +inf, or nothing above -inf, and its token may be any of the
-      vocabulary's. Logits are float32, float16 or bfloat16.
-    sample(logits_RV, how_5R) -> token_and_finite_2R, as `greedy`, with sampled rows. how_5R (float64) has of each row
-      its temperature (0: its best token is taken), top_k (1 to V), top_p, min_p and a number u in [0, 1). With
-      w = exp((logit - largest logit) / temperature), top_k keeps the k likeliest and what equals the last of them,
-      min_p what has at least that w, and top_p, of what is left, the fewest likeliest whose sum reaches top_p of its
-      sum, of equal ones the first. Sampled is the first token with w > 0 at which the running sum of what is left, by
-      token, passes u times the whole. Options are rounded to float32 before.
+    greedy(logits_RV) -> token_and_finite_2R (int64): the best token of each row, the first one in a tie, and 1 if the
+      row is finite. A row with a NaN or +inf, or without a value above -inf, gets 0 and an arbitrary token id of the
+      vocabulary. Logits are float32, float16 or bfloat16.
+    sample(logits_RV, sampling_params_5R) -> token_and_finite_2R, like `greedy`, with sampled rows. sampling_params_5R
+      (float64) holds for each row: temperature (0: greedy), top_k (1 to V), top_p, min_p and a number u in [0, 1). Let
+      w = exp((logit - largest logit) / temperature). top_k keeps the k likeliest tokens and those that tie with the
+      k-th; min_p keeps tokens with at least that w; top_p keeps, of the rest, the smallest number of likeliest
+      tokens whose sum reaches top_p of their sum, the first ones in a tie. The sample is the first token with w > 0 at
+      which the running sum of what is kept, in order of token ids, exceeds u times its total. Parameters are rounded to
+      float32 first.
     graph_attention(shape, device) -> GraphAttention; None: steps with this attention cannot be captured.
-    decode_steps(layers, head_dim, eps) -> DecodeSteps for layers made with `prepare_linear`; None: of these layers, or
-      with these kernels, there are none.
-    rounded: by an `engine.activation_dtype`, linears on such activations, which serve only where asked for.
-    compile_ahead(steps, say, num_threads): calls `steps` without running any kernel, so that its results mean nothing,
-      and compiles all that it would have run, on so many threads; `say` is told how far it is. None: there is nothing.
+    decode_steps(layers, head_dim, eps) -> DecodeSteps for layers made with `prepare_linear`; None: these layers or
+      kernels do not support it.
+    rounded: linears on rounded activations, by `engine.activation_dtype`; used only on request.
+    compile_ahead(steps, say, num_threads): calls `steps` without running any kernel, so its results are meaningless,
+      then compiles every kernel that it would have run, on `num_threads` threads. `say` receives progress messages.
+      None: there is nothing to compile.
     """
 
     prepare_linear: Callable[[LinearWeight], Linear]
@@ -233,7 +241,7 @@ class Kernels:
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     greedy: Callable[[torch.Tensor], torch.Tensor]
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    served_by: dict[str, str]
+    backends: dict[str, str]
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None
     decode_steps: Callable[[Sequence[LayerParts], int, float], DecodeSteps | None] | None = None
     rounded: Mapping[str, RoundedLinears] = field(default_factory=dict)

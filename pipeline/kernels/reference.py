@@ -1,4 +1,4 @@
-"""Every kernel in plain torch: the oracle of the fast ones, and what serves where no faster one exists.
+"""Every kernel in plain torch: the oracle of the fast kernels, and the fallback where no faster one exists.
 
 Norms and rotations are computed in float32 and rounded once, as transformers does.
 """
@@ -14,7 +14,7 @@ from pipeline.weights.packed import LinearWeight
 
 
 def prepare_linear(weight: LinearWeight, dtype: torch.dtype, device: torch.device) -> Linear:
-    """A linear on dense weights in `dtype`; quantized ones are dequantized once."""
+    """Return a linear with dense weights in `dtype`; quantized weights are dequantized once."""
     weight_NK = weight.dequantize(dtype).to(device)
     bias_N = None if weight.bias_N is None else weight.bias_N.to(device, dtype)
     return lambda x_TK: F.linear(x_TK, weight_NK, bias_N)
@@ -34,7 +34,7 @@ def add_rms_norm(
 
 
 def rope(x_TND: torch.Tensor, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (i, i + D/2) by the token's angles; cos and sin are float32."""
+    """Rotate the pairs (i, i + D/2) by the token's angles. cos and sin are float32."""
     half = x_TND.shape[-1] // 2
     low, high = x_TND[..., :half], x_TND[..., half:]
     cos, sin = cos_TD2.unsqueeze(1).to(x_TND.dtype), sin_TD2.unsqueeze(1).to(x_TND.dtype)
@@ -42,11 +42,11 @@ def rope(x_TND: torch.Tensor, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor) -> t
 
 
 def to_fp8(x_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes in FP8 and their scales (T, K): the numerics of `kernels/cache.py`."""
+    """Return FP8 codes and their scales (T, K), as defined in `kernels/cache.py`."""
     wide_TKD = x_TKD.float()
-    most_TK = wide_TKD.abs().amax(-1)
-    is_sound_TK = most_TK.isfinite()
-    scale_TK = (most_TK * (1.0 / FP8_MAX)).clamp_min(SMALLEST_SCALE)
+    largest_TK = wide_TKD.abs().amax(-1)
+    is_sound_TK = largest_TK.isfinite()
+    scale_TK = (largest_TK * (1.0 / FP8_MAX)).clamp_min(SMALLEST_SCALE)
     code_TKD = (wide_TKD * (1.0 / scale_TK)[..., None]).where(is_sound_TK[..., None], 0.0).to(FP8)
     return code_TKD, scale_TK.where(is_sound_TK, float("nan"))
 
@@ -59,13 +59,13 @@ def write_kv(k_TKD: torch.Tensor, v_TKD: torch.Tensor, cache: LayerCache, slot_m
         else:
             code_TKD, scale_TK = to_fp8(x_TKD)
             codes = stored_CBKD.view(torch.uint8).flatten(0, 1)
-            codes.index_copy_(0, slot_mapping_T, code_TKD.view(torch.uint8))  # torch copies no FP8 by index
+            codes.index_copy_(0, slot_mapping_T, code_TKD.view(torch.uint8))  # index_copy_ does not support FP8
             block_size = scale_CKB.shape[2]
             scale_CKB[slot_mapping_T // block_size, :, slot_mapping_T % block_size] = scale_TK
 
 
 def read_kv(stored_CBKD: torch.Tensor, scale_CKB: torch.Tensor | None, blocks: torch.Tensor) -> torch.Tensor:
-    """Whole blocks (C', B, K, D), FP8 widened to float32."""
+    """Return whole blocks (C', B, K, D); FP8 is widened to float32."""
     if scale_CKB is None:
         return stored_CBKD[blocks]
     return stored_CBKD.view(torch.uint8)[blocks].view(FP8).float() * scale_CKB[blocks].transpose(1, 2)[..., None]
@@ -89,15 +89,15 @@ def norm_rope_write(
 
 
 def attention(
-    q_TND: torch.Tensor, cache: LayerCache, where: AttentionInput, scale: float, window: int | None
+    q_TND: torch.Tensor, cache: LayerCache, attn_metadata: AttentionInput, scale: float, window: int | None
 ) -> torch.Tensor:
-    """Sequence by sequence: gather its keys and values, mask, softmax, weigh."""
+    """Attend sequence by sequence: gather its keys and values, mask, softmax, weighted sum."""
     out_TND = torch.empty_like(q_TND)
     group = q_TND.shape[1] // cache.k_CBKD.shape[2]
-    for s, context in enumerate(where.context_len_S.tolist()):
-        start, stop = int(where.query_start_S1[s]), int(where.query_start_S1[s + 1])
-        num_blocks = -(-context // where.block_size)
-        blocks = torch.from_numpy(where.block_table_SM[s, :num_blocks].astype(np.int64)).to(q_TND.device)
+    for s, context in enumerate(attn_metadata.context_len_S.tolist()):
+        start, stop = int(attn_metadata.query_start_S1[s]), int(attn_metadata.query_start_S1[s + 1])
+        num_blocks = -(-context // attn_metadata.block_size)
+        blocks = torch.from_numpy(attn_metadata.block_table_SM[s, :num_blocks].astype(np.int64)).to(q_TND.device)
         k_LKD = read_kv(cache.k_CBKD, cache.k_scale_CKB, blocks).flatten(0, 1)[:context]
         v_LKD = read_kv(cache.v_CBKD, cache.v_scale_CKB, blocks).flatten(0, 1)[:context]
         k_NLD = k_LKD.to(q_TND.dtype).repeat_interleave(group, 1).transpose(0, 1)
@@ -124,12 +124,12 @@ def greedy(logits_RV: torch.Tensor) -> torch.Tensor:
     return torch.stack([token_R, torch.isfinite(best_R).long()])
 
 
-def sample(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> torch.Tensor:
-    """By sorting; sums in float64. Equal weights are equal differences of logits here."""
+def sample(logits_RV: torch.Tensor, sampling_params_5R: torch.Tensor) -> torch.Tensor:
+    """Sample by sorting, with sums in float64. Equal weights mean equal differences of logits here."""
     wide_RV = logits_RV.float()
     best_R, token_R = wide_RV.max(dim=-1)
     finite_R = torch.isfinite(best_R)
-    temperature_R1, top_k_R1, top_p_R1, min_p_R1, u_R1 = how_5R.unsqueeze(-1)
+    temperature_R1, top_k_R1, top_p_R1, min_p_R1, u_R1 = sampling_params_5R.unsqueeze(-1)
     is_sampled_R1 = (temperature_R1 > 0) & finite_R.unsqueeze(-1)
     scale_R1 = torch.where(is_sampled_R1, temperature_R1, 1.0).float()
     behind_RV = torch.where(is_sampled_R1, (best_R.unsqueeze(-1) - wide_RV) / scale_R1, 0.0)
@@ -139,7 +139,7 @@ def sample(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> torch.Tensor:
     w_RV = torch.where(kept_RV, w_RV, 0.0).double()
     sum_RV = w_RV.cumsum(dim=-1)
     kept_RV &= (top_p_R1 >= 1) | (sum_RV - w_RV < top_p_R1 * sum_RV[:, -1:])
-    w_RV = torch.zeros_like(w_RV).scatter_(1, id_RV, torch.where(kept_RV, w_RV, 0.0))  # by token again
+    w_RV = torch.zeros_like(w_RV).scatter_(1, id_RV, torch.where(kept_RV, w_RV, 0.0))  # back in order of token ids
     sum_RV = w_RV.cumsum(dim=-1)
     positive_RV = w_RV > 0
     past_RV = positive_RV & (sum_RV > u_R1 * sum_RV[:, -1:])
@@ -158,7 +158,7 @@ def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         silu_mul=silu_mul,
         greedy=greedy,
         sample=sample,
-        served_by=dict.fromkeys(
+        backends=dict.fromkeys(
             ("linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy", "sample"),
             "torch (reference)",
         ),

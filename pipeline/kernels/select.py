@@ -1,4 +1,4 @@
-"""Which kernels serve a device and a type. The only place that decides it, and it says what it decided."""
+"""Selection of the kernels for a device and a type. The only place that decides it."""
 
 import os
 from dataclasses import replace
@@ -11,8 +11,8 @@ from pipeline.errors import ConfigError, EnvironmentFailed
 from pipeline.kernels.activations.rounded_linears import rounded_linears
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.reference import reference_kernels
-from pipeline.machine.caches import why_not_writable
-from pipeline.machine.numba import keep_compiled_in, why_no_numba
+from pipeline.machine.caches import write_problem
+from pipeline.machine.numba import keep_compiled_in, numba_unavailable_reason
 
 KERNELS = ("auto", "reference", "cpu", "triton")
 
@@ -24,30 +24,30 @@ def select_kernels(
     keep_dense: bool = True,
     deterministic: bool = False,
 ) -> Kernels:
-    """The set `wanted` of KERNELS for `device` and `dtype`; "auto" is the fastest that serves them.
+    """Return the set `wanted` of KERNELS for `device` and `dtype`; "auto" is the fastest one that supports them.
 
-    `Kernels.served_by` names each one's origin. keep_dense: see `triton.kernel_set.triton_kernels`. deterministic: a
-    row's results are the same to the last bit whatever else is in a step (`triton/batch_invariant.py`,
-    `cpu/invariant.py`). Raises ConfigError for a set that is not there, does not serve the device, or is not
-    deterministic where that is wanted.
+    `Kernels.backends` names the implementation of each kernel. keep_dense: see `triton.kernel_set.triton_kernels`.
+    deterministic: a row's results are bit-identical whatever else is in a step (`triton/batch_invariant.py`,
+    `cpu/invariant.py`). Raises ConfigError if the set is not installed, does not support the device, or is not
+    deterministic as requested.
     """
     on_gpu = device.type != "cpu"
     if wanted == "auto":
         wanted = ("triton" if find_spec("triton") is not None or deterministic else "reference") if on_gpu else "cpu"
         if on_gpu and wanted == "reference":
             slow = reference_kernels(dtype, device)
-            why = "torch (reference): triton is not installed, this is slower"
-            return replace(slow, served_by=dict.fromkeys(slow.served_by, why))
+            backends = "torch (reference): triton is not installed, this is slower"
+            return replace(slow, backends=dict.fromkeys(slow.backends, backends))
     if wanted == "reference":
         if deterministic:
             raise ConfigError(
-                "engine.deterministic: not with engine.kernels = 'reference', as torch's products choose the order of "
-                "their sums by the number of tokens; use auto"
+                "engine.deterministic: not with engine.kernels = 'reference', because torch's matrix products choose "
+                "the order of their sums by the number of tokens; use auto"
             )
         return reference_kernels(dtype, device)
     if wanted == "cpu":
         if on_gpu:
-            raise ConfigError(f"engine.kernels = 'cpu': they do not serve {device}; use auto or triton")
+            raise ConfigError(f"engine.kernels = 'cpu': these kernels do not run on {device}; use auto or triton")
         return _invariant_cpu_kernels(dtype) if deterministic else _cpu_kernels(dtype)
     if wanted == "triton":
         return _triton_kernels(device, dtype, keep_dense, deterministic)
@@ -63,41 +63,46 @@ def _triton_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool, 
     if device.type == "cpu" and not is_interpreted():
         raise ConfigError(
             "engine.kernels = 'triton': these kernels are for NVIDIA GPUs. On a CPU only Triton's interpreter runs "
-            "them, very slowly, where TRITON_INTERPRET=1 is set; use auto"
+            "them, very slowly, with TRITON_INTERPRET=1 in the environment; use auto"
         )
     scratch = None if keep_dense else Scratch(dtype, device)
     return triton_kernels(dtype, device, scratch=scratch, deterministic=deterministic)
 
 
 def keep_cpu_kernels_in(folder: Path) -> None:
-    """From now on this process keeps and looks for compiled CPU kernels there. Comes before any module of them is
-    imported. Raises EnvironmentFailed where nothing can be written."""
-    if why_no_numba() is not None:
+    """Keep compiled CPU kernels of this process in `folder`. Call it before any of their modules is imported.
+
+    Raises EnvironmentFailed if the folder is not writable.
+    """
+    if numba_unavailable_reason() is not None:
         return
-    reason = why_not_writable(folder)
-    if not reason:  # numba writes into folders of its own in there
-        closed = (entry.name for entry in folder.iterdir() if not os.access(entry, os.W_OK | os.X_OK))
-        reason = next((f"{name} in it cannot be written" for name in closed), "")
+    reason = write_problem(folder)
+    if not reason:  # numba writes into subfolders
+        not_writable = (entry.name for entry in folder.iterdir() if not os.access(entry, os.W_OK | os.X_OK))
+        reason = next((f"{name} in it is not writable" for name in not_writable), "")
     if reason:
         raise EnvironmentFailed(
-            f"{folder}: compiled CPU kernels cannot be kept there ({reason}); set PIPELINE_CACHE or NUMBA_CACHE_DIR "
-            "to a folder that can be written"
+            f"{folder}: cannot keep compiled CPU kernels there ({reason}); set PIPELINE_CACHE or NUMBA_CACHE_DIR "
+            "to a writable folder"
         )
     keep_compiled_in(folder)
 
 
 def keep_gpu_kernels_in(folder: Path) -> None:
-    """From now on this process keeps and looks for compiled GPU kernels there. Raises EnvironmentFailed where nothing
-    can be written, or loaded as code: Triton compiles its launchers to shared libraries."""
+    """Keep compiled GPU kernels of this process in `folder`.
+
+    Raises EnvironmentFailed if the folder is not writable, or code cannot be loaded from it: Triton compiles its
+    launchers to shared libraries.
+    """
     if find_spec("triton") is None:
         return
-    reason = why_not_writable(folder)
+    reason = write_problem(folder)
     if not reason and os.statvfs(folder).f_flag & os.ST_NOEXEC:
         reason = "mounted with noexec"
     if reason:
         raise EnvironmentFailed(
-            f"{folder}: compiled GPU kernels cannot be kept there ({reason}); set PIPELINE_CACHE or TRITON_CACHE_DIR "
-            "to a folder that can be written"
+            f"{folder}: cannot keep compiled GPU kernels there ({reason}); set PIPELINE_CACHE or TRITON_CACHE_DIR "
+            "to a writable folder"
         )
     from pipeline.kernels.triton.compile_ahead import keep_kernels_in
 
@@ -115,9 +120,9 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         linear = "torch (BLAS)"
     rounded = rounded_linears(lambda weight: prepare_linear(weight, torch.float32), "the linears of float32")
     kernels = replace(kernels, prepare_linear=lambda weight: prepare_linear(weight, dtype), rounded=rounded)
-    if (lacks := why_no_numba()) is not None:
-        slow = dict.fromkeys(kernels.served_by, f"torch (reference): numba {lacks}, this is slower")
-        return replace(kernels, served_by=slow | {"linear": linear})
+    if (lacks := numba_unavailable_reason()) is not None:
+        slow = dict.fromkeys(kernels.backends, f"torch (reference): numba {lacks}, this is slower")
+        return replace(kernels, backends=slow | {"linear": linear})
     from pipeline.kernels.cpu.attention.attention import attention
     from pipeline.kernels.cpu.compile.threads import own_threads
     from pipeline.kernels.cpu.elementwise import add_rms_norm, norm_rope_write, silu_mul
@@ -139,7 +144,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         attention=attention,
         silu_mul=silu_mul,
         decode_steps=decode_steps,
-        served_by={
+        backends={
             "linear": linear,
             "add_rms_norm": "numba, one pass",
             "norm_rope_write": "numba, one pass",
@@ -152,8 +157,8 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
 
 
 def serves_int4_alone(dtype: torch.dtype) -> bool:
-    """Whether, on CPU, 4-bit weights serve any number of tokens as they are, without a dense form beside them."""
-    if why_no_numba() is not None:
+    """Return whether 4-bit weights on CPU serve any number of tokens without an additional dense form."""
+    if numba_unavailable_reason() is not None:
         return False
     from pipeline.kernels.cpu.linear.linear_bf16 import multiplies_pairs
 
@@ -166,9 +171,9 @@ def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
             f"engine.deterministic: on CPU in float32 only, and engine.dtype is {str(dtype).removeprefix('torch.')}: "
             "oneDNN chooses the order of its sums by the number of tokens; set engine.dtype: float32"
         )
-    if (lacks := why_no_numba()) is not None:
+    if (lacks := numba_unavailable_reason()) is not None:
         raise ConfigError(
-            f"engine.deterministic: on CPU it needs numba, which {lacks}; pip install numba, and a numpy that it takes"
+            f"engine.deterministic: on CPU it needs numba, which {lacks}; pip install numba and a compatible numpy"
         )
     from pipeline.kernels.cpu.invariant import attention, prepare_linear
 
@@ -182,12 +187,12 @@ def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
         prepare_linear=prepare_linear,
         attention=attention,
         decode_steps=None,
-        served_by=kernels.served_by | own,
+        backends=kernels.backends | own,
     )
 
 
 def default_dtype(device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
-    """`dtype: auto`: the checkpoint's type on a GPU; on CPU bfloat16 where it is native, else float32."""
+    """Return the dtype of `dtype: auto`: the checkpoint's on a GPU; on CPU bfloat16 if native, else float32."""
     if device.type == "cpu":
         from pipeline.kernels.cpu.linear.selection import supports_bf16
 

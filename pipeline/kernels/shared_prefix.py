@@ -1,7 +1,7 @@
-"""Which sequences of a step begin with the same blocks, found in their block tables, in numpy.
+"""Groups of a step's sequences that begin with the same blocks, found in their block tables with numpy.
 
-A step has at most some thousand sequences, and this is asked for in every one: so there are no loops over sequences or
-blocks. Suffixes: those of `kernels/contract.py`, and G groups, I members of the groups, one group after the other.
+A step has up to some thousand sequences and needs this every time, so there are no loops over sequences or blocks.
+Suffixes: those of `kernels/contract.py`, G groups, and I members of the groups, one group after the other.
 """
 
 from collections.abc import Callable
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MOST_LEVELS = 4  # of branching below one another that are looked at
-_STRETCH = 32  # blocks that are compared at once, at first
+MAX_LEVELS = 4  # of nested groups
+_CHUNK = 32  # blocks compared at once, at first
 
 
 @dataclass(frozen=True)
 class PrefixGroups:
     """Group g is the sequences sequence_I[start_G1[g] : start_G1[g + 1]], which begin with the same blocks_G[g] blocks.
 
-    No sequence is in two groups. As long as the first `num_decisive` blocks of each sequence stay the same, and how
-    many of those can be shared, so do the groups.
+    No sequence is in two groups. The groups stay the same as long as the first `num_decisive` blocks of each sequence
+    do, and the number of those that can be shared.
     """
 
     sequence_I: np.ndarray
@@ -34,34 +34,35 @@ class PrefixGroups:
     def size_G(self) -> np.ndarray:
         return self.start_G1[1:] - self.start_G1[:-1]
 
-    def taken(self, is_taken_G: np.ndarray) -> "PrefixGroups":
-        """Some of the groups, in the same order."""
-        if is_taken_G.all():
+    def select(self, is_selected_G: np.ndarray) -> "PrefixGroups":
+        """Return some of the groups, in the same order."""
+        if is_selected_G.all():
             return self
         size_G = self.size_G
-        start_G1, blocks_G = _starts(size_G[is_taken_G]), self.blocks_G[is_taken_G]
-        return PrefixGroups(self.sequence_I[np.repeat(is_taken_G, size_G)], start_G1, blocks_G, self.num_decisive)
+        start_G1, blocks_G = _starts(size_G[is_selected_G]), self.blocks_G[is_selected_G]
+        return PrefixGroups(self.sequence_I[np.repeat(is_selected_G, size_G)], start_G1, blocks_G, self.num_decisive)
 
 
 def prefix_groups(
-    table_SM: np.ndarray, most_blocks_S: np.ndarray, worth: Callable[[PrefixGroups], np.ndarray]
+    table_SM: np.ndarray, max_blocks_S: np.ndarray, worth: Callable[[PrefixGroups], np.ndarray]
 ) -> PrefixGroups:
-    """The groups that are worth most. Of sequence s only the first most_blocks_S[s] blocks can be shared. worth(groups)
-    says of each group by itself what it is worth; below 0 counts as 0, and such groups are left out.
+    """Return the groups of the highest worth. Sequence s can share only its first max_blocks_S[s] blocks.
 
-    Shared prefixes form a tree, which is walked from the root: sequences with the same first block are a group, with as
-    many blocks as all of them have in common; those of it that go on with the same block are a group inside it, and so
-    on, `MOST_LEVELS` deep. A sequence is read with one prefix only: of a group and those inside it, what is worth more
-    is taken. So a header that all prompts have does not hide that each of several documents has its own readers.
+    worth(groups) returns the worth of each group by itself. A group of negative worth counts as 0 and is left out.
+
+    Shared prefixes form a tree. Walk it from the root: sequences with the same first block are a group, with all the
+    blocks that they have in common; those that continue with the same block are a group inside it, and so on,
+    `MAX_LEVELS` deep. A sequence reads only one prefix, so of a group and the groups inside it, keep what is worth
+    more. Thus a header that all prompts share does not hide several documents with readers of their own.
     """
-    levels: list[tuple[PrefixGroups, np.ndarray]] = []  # groups, and which one of the level above each is in
+    levels: list[tuple[PrefixGroups, np.ndarray]] = []  # groups, and the parent of each in the level above
     sequence_I, group_I = np.arange(len(table_SM)), np.zeros(len(table_SM), dtype=np.int64)
     depth_G, num_decisive = np.zeros(1, dtype=np.int64), 1
-    while len(levels) < MOST_LEVELS:
+    while len(levels) < MAX_LEVELS:
         depth_I = depth_G.take(group_I)
-        goes_on_I = most_blocks_S[sequence_I] > depth_I
-        if not goes_on_I.all():
-            sequence_I, group_I, depth_I = sequence_I[goes_on_I], group_I[goes_on_I], depth_I[goes_on_I]
+        continues_I = max_blocks_S[sequence_I] > depth_I
+        if not continues_I.all():
+            sequence_I, group_I, depth_I = sequence_I[continues_I], group_I[continues_I], depth_I[continues_I]
         next_I = table_SM[sequence_I, depth_I] + (group_I << 32)
         if not _repeats(next_I):
             break
@@ -78,39 +79,38 @@ def prefix_groups(
             start_G1 = _starts(size_G)
         parent_G, sequence_I = group_I[order[start_G1[:-1]]], sequence_I[order]
         group_I = np.repeat(np.arange(len(size_G)), size_G)
-        most_G = np.minimum.reduceat(most_blocks_S[sequence_I], start_G1[:-1])
-        depth_G = _common(table_SM, sequence_I, start_G1[:-1], most_G, int(depth_G.min()) + 1)
-        # the block after what a group has in common decides too: it differs, or may not be shared
+        max_G = np.minimum.reduceat(max_blocks_S[sequence_I], start_G1[:-1])
+        depth_G = _common(table_SM, sequence_I, start_G1[:-1], max_G, int(depth_G.min()) + 1)
+        # the first block after a group's common ones decides too: it differs, or may not be shared
         num_decisive = max(num_decisive, int(depth_G.max()) + 1)
         levels.append((PrefixGroups(sequence_I, start_G1, depth_G, num_decisive), parent_G))
     return _together(_best(levels, worth), num_decisive)
 
 
 def _repeats(next_I: np.ndarray) -> bool:
-    """Whether any value is there twice. Sorting values is a tenth of the work of finding their order."""
+    """Return whether any value occurs twice. Sorting values takes a tenth of the time of finding their order."""
     ascending = np.sort(next_I)
     return bool((ascending[1:] == ascending[:-1]).any())
 
 
 def _common(
-    table_SM: np.ndarray, sequence_I: np.ndarray, first_G: np.ndarray, most_G: np.ndarray, known: int
+    table_SM: np.ndarray, sequence_I: np.ndarray, first_G: np.ndarray, max_G: np.ndarray, known: int
 ) -> np.ndarray:
-    """How many blocks the members of each group have in common, of the first most_G[g]; that the first `known` ones are
-    is known.
+    """Return how many of their first max_G[g] blocks the members of each group share; at least `known` are shared.
 
-    Looked at in stretches, each twice as long as those before, until no group goes on.
+    Compares chunks, each twice as long as the previous one, until every group has a difference.
     """
-    common_G, most, width = np.minimum(most_G, known), int(most_G.max()), _STRETCH
-    while known < most:
-        end = min(known + width, most)
-        of_IM = cut_rows(table_SM, sequence_I, known, end)
-        differs_IM = np.empty(of_IM.shape, dtype=np.uint8)
-        np.not_equal(of_IM[1:], of_IM[:-1], out=differs_IM[1:].view(bool))
+    common_G, limit, width = np.minimum(max_G, known), int(max_G.max()), _CHUNK
+    while known < limit:
+        end = min(known + width, limit)
+        block_IM = cut_rows(table_SM, sequence_I, known, end)
+        differs_IM = np.empty(block_IM.shape, dtype=np.uint8)
+        np.not_equal(block_IM[1:], block_IM[:-1], out=differs_IM[1:].view(bool))
         differs_IM[first_G] = 0
         differs_GM = np.bitwise_or.reduceat(differs_IM, first_G, axis=0)
         ends_G = differs_GM.any(axis=1)
         same_G = np.where(ends_G, differs_GM.argmax(axis=1), end - known)
-        common_G = np.where(common_G == known, np.minimum(known + same_G, most_G), common_G)
+        common_G = np.where(common_G == known, np.minimum(known + same_G, max_G), common_G)
         if ends_G.all():
             break
         known, width = end, 2 * width
@@ -120,7 +120,7 @@ def _common(
 def _best(
     levels: list[tuple[PrefixGroups, np.ndarray]], worth: Callable[[PrefixGroups], np.ndarray]
 ) -> list[PrefixGroups]:
-    """Of each group and those inside it, what is worth more, level by level."""
+    """Choose between each group and the groups inside it by their worth; return the chosen ones, level by level."""
     inside_G = np.zeros(len(levels[-1][0].blocks_G)) if levels else np.zeros(0)
     is_best: list[np.ndarray] = []
     for index in range(len(levels) - 1, -1, -1):
@@ -133,7 +133,7 @@ def _best(
     is_covered_G = np.zeros(1, dtype=bool)
     for (groups, parent_G), is_best_G in zip(levels, reversed(is_best)):
         is_covered_G = is_covered_G[parent_G]
-        best.append(groups.taken(is_best_G & ~is_covered_G))
+        best.append(groups.select(is_best_G & ~is_covered_G))
         is_covered_G = is_covered_G | is_best_G
     return best
 
@@ -158,7 +158,7 @@ def _starts(size_G: np.ndarray) -> np.ndarray:
 
 
 def cut_rows(table_NM: np.ndarray, row_S: np.ndarray, begin: int, end: int) -> np.ndarray:
-    """table_NM[row_S, begin:end], in half the time: what is taken of a row is copied as one value."""
+    """Return table_NM[row_S, begin:end] in half the time: the cut of each row is copied as a single value."""
     assert begin < end
     whole_N = table_NM[:, begin:end].view(f"V{(end - begin) * table_NM.itemsize}")[:, 0]
     return whole_N[row_S].view(table_NM.dtype).reshape(len(row_S), end - begin)

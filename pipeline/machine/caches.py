@@ -77,7 +77,7 @@ def check_temporary_folder() -> None:
         ) from None
 
 
-def why_not_writable(folder: Path) -> str:
+def write_problem(folder: Path) -> str:
     """Create the folder where it is missing and a file in it. Return the system's reason where that fails, else ""."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def _absolute(path: str) -> Path:
 def _why_not_in_home(folder: Path) -> str:
     if not folder.is_absolute():  # HOME is relative, or neither it nor the system's list of users names a home
         return "no home directory"
-    return why_not_writable(folder)
+    return write_problem(folder)
 
 
 def _own_temporary_folder() -> tuple[Path, str]:
@@ -114,4 +114,4 @@ def _own_temporary_folder() -> tuple[Path, str]:
         return folder, "not a folder of this user"
     if found.st_mode & 0o022:
         return folder, "other users may write in it"
-    return folder, why_not_writable(folder)
+    return folder, write_problem(folder)

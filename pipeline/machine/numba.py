@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-def why_no_numba() -> str | None:
+def numba_unavailable_reason() -> str | None:
     """What to read after "numba"; None where it can be imported. It refuses numpy versions that it does not know."""
     if find_spec("numba") is None:
         return "is not installed"

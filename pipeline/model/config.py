@@ -1,7 +1,7 @@
-"""`ModelConfig`: a decoder described by fields, and one small function per family that fills them from config.json.
+"""`ModelConfig`: fields that describe a decoder, and one small function per family that fills them from config.json.
 
-Family names are known here and in `checkpoints/model_values.py`, which has their defaults. Decoder code branches on
-fields. An architecture or option that is not served is refused here by name.
+Family names occur only here and in `checkpoints/model_values.py`, which has their defaults. Decoder code branches on
+fields. Unsupported architectures and options are rejected here by name.
 """
 
 from collections.abc import Callable
@@ -43,22 +43,22 @@ class ModelConfig:
     tie_embeddings: bool
     windows: tuple[int | None, ...]  # a layer's sliding window in tokens; None: full attention
     dtype: torch.dtype
-    quantization: QuantFormat | None  # None: the linears are dense
-    num_classes: int | None = None  # of a sequence classification head, in the place of the one over the vocabulary
+    quantization: QuantFormat | None  # None: dense linears
+    num_classes: int | None = None  # of a sequence classification head, which replaces the one over the vocabulary
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """In a cache of this type: the model's, or FP8."""
+        """Return the bytes per token of a KV cache of this type: the model's, or FP8."""
         return 2 * self.num_layers * self.num_kv_heads * head_bytes(self.head_dim, dtype)
 
     @property
     def size(self) -> DecoderSize:
-        """What the cost model (`pipeline.roofline`) is told of it."""
+        """Sizes for the cost model (`pipeline.roofline`)."""
         heads = self.num_heads, self.num_kv_heads, self.head_dim
         return DecoderSize(self.hidden_size, self.intermediate_size, self.num_layers, *heads, self.vocab_size)
 
     def weights_on_card(self, activation_dtype: str = "auto") -> Weights:
-        """How the cost model has the linears: 4-bit integers stay so, all others are computed from 16 bit; with
-        activations in fp8 quantized ones are a byte each."""
+        """Return the form of the linears for the cost model: 4-bit integers stay packed, all others are computed in 16
+        bits; with fp8 activations, quantized weights are one byte each."""
         if self.quantization is None:
             return DENSE
         form, group_size = AWQ if is_int4(self.quantization) else DENSE, self.quantization.group_size
@@ -68,11 +68,11 @@ class ModelConfig:
         return form
 
     def num_parameters(self) -> int:
-        """Of the linears and embeddings; norms and biases left out."""
+        """Return the number of parameters of linears and embeddings, without norms and biases."""
         return self.num_linear_parameters() + self.size.head_parameters * (1 if self.tie_embeddings else 2)
 
     def num_linear_parameters(self) -> int:
-        """Of the layers' linears."""
+        """Return the number of parameters of the layers' linears."""
         return self.size.linear_parameters
 
 
@@ -96,11 +96,11 @@ def _qwen3(f: Fields, layers: int) -> dict[str, Any]:
 
 
 def _qwen_windows(f: Fields, layers: int) -> tuple[int | None, ...]:
-    types, served = f.values.get("layer_types"), ("sliding_attention", "full_attention")
+    types, supported = f.values.get("layer_types"), ("sliding_attention", "full_attention")
     if types is not None and (
-        not isinstance(types, list) or len(types) != layers or any(t not in served for t in types)
+        not isinstance(types, list) or len(types) != layers or any(t not in supported for t in types)
     ):
-        raise f.refuse("layer_types", f"{layers} entries, each of {served}")
+        raise f.refuse("layer_types", f"{layers} entries, each of {supported}")
     first = f.integer("max_window_layers", 0, 1 << 20)
     if not f.flag("use_sliding_window") or f.values.get("sliding_window") is None:
         return (None,) * layers
@@ -112,20 +112,20 @@ def _qwen_windows(f: Fields, layers: int) -> tuple[int | None, ...]:
 
 FAMILIES: dict[str, Callable[[Fields, int], dict[str, Any]]] = {"llama": _llama, "mistral": _mistral, "qwen2": _qwen2,
                                                                  "qwen3": _qwen3}  # fmt: skip
-"""model_type -> the fields in which families differ."""
+"""Functions that return the fields in which families differ, by model_type."""
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read `folder`/config.json. Raises ModelError naming the field that is wrong or not served."""
+    """Read `folder`/config.json. Raises ModelError naming an invalid or unsupported field."""
     path = folder / CONFIG
     try:
         return _config_of(model_values(folder), path)
-    except RecursionError:  # showing a value that is nested as deep as the parser allows
+    except RecursionError:  # raised when formatting a value that is nested as deeply as the parser allows
         raise ModelError(f"{path}: nested too deeply for a model's config.json") from None
 
 
 def class_names(values: dict[str, Any]) -> list[str] | None:
-    """The names of a classification head's classes, from the values of config.json; None where it says none."""
+    """Return the class names of a classification head from the values of config.json; None if it has none."""
     names = values.get("id2label")
     if not isinstance(names, dict) or sorted(map(str, names)) != sorted(map(str, range(len(names)))):
         return None

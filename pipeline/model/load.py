@@ -1,7 +1,7 @@
-"""safetensors -> the decoder's weights, proving that every tensor is used and none is missing.
+"""Loading of the decoder's weights from safetensors. Every tensor must be used, and none may be missing.
 
-Only safetensors is read: a pickle can run code. Shard names must be plain file names inside the model folder. Headers
-are checked by the safetensors library: sizes, types and offsets have to cover the file exactly, without overlap.
+Only safetensors is read: a pickle can run code. Shard names must be plain file names inside the model folder. The
+safetensors library checks headers: sizes, types and offsets must cover the file exactly, without overlap.
 """
 
 import re
@@ -38,7 +38,7 @@ class LayerWeights:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder. Raises ModelError for pickles, unsafe names and missing shards."""
+    """Return the safetensors files of a model folder. Raises ModelError for pickles, unsafe names, missing shards."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         single = folder / "model.safetensors"
@@ -68,10 +68,10 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 class Checkpoint:
-    """Named tensors of a folder, each handed out exactly once; `finish` proves that nothing was left.
+    """Named tensors of a folder, each returned exactly once; `finish` checks that none is left.
 
-    `unused`: last parts of names of tensors that may be left. `device`: where tensors are handed out. On a GPU
-    quantized ones arrive as they are stored and are unpacked there, which takes the host neither memory nor time.
+    unused: suffixes of tensor names that may be left. device: device of the returned tensors. On a GPU, quantized
+    tensors arrive as stored and are unpacked there, which costs the host neither memory nor time.
     """
 
     def __init__(self, folder: Path, unused: tuple[str, ...] = (), device: torch.device = CPU) -> None:
@@ -84,7 +84,7 @@ class Checkpoint:
                 self.open[path] = handle.__enter__()
                 names = list(self.open[path].keys())  # type: ignore[attr-defined]
             except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path}: not a sound safetensors file ({error})") from None
+                raise ModelError(f"{path}: not a valid safetensors file ({error})") from None
             for name in names:
                 if name in self.home:
                     raise ModelError(f"{path}: tensor {name} is also in {self.home[name].name}")
@@ -95,14 +95,14 @@ class Checkpoint:
         return name in self.home
 
     def take(self, name: str) -> torch.Tensor:
-        """The tensor as stored, on the device. Raises ModelError when it is missing."""
+        """Return the tensor as stored, on the device. Raises ModelError if it is missing."""
         if name not in self.home:
             raise ModelError(f"{self.folder}: tensor {name} is missing from the checkpoint{self._quantized_as(name)}")
         self.left.discard(name)
         return self._stored(name).to(self.device)
 
     def _quantized_as(self, name: str) -> str:
-        """The reason why a weight is missing, where it is stored quantized and no options say how."""
+        """Return a hint if the missing weight is stored quantized, but no options describe how."""
         stem = name.removesuffix("weight")
         found = [f"{stem}{suffix}" for suffix in ("qweight", "weight_packed") if f"{stem}{suffix}" in self.home]
         if not found:
@@ -114,19 +114,19 @@ class Checkpoint:
         path = self.home[name]
         try:
             return self.open[path].get_tensor(name)  # type: ignore[attr-defined]
-        except (SafetensorError, AttributeError) as error:  # AttributeError: a type that this torch does not have
+        except (SafetensorError, AttributeError) as error:  # AttributeError: a type that this torch does not support
             raise ModelError(f"{path}: tensor {name} cannot be read ({error})") from None
 
     def skip(self, name: str) -> None:
-        """Let `finish` pass although this tensor is not taken."""
+        """Exempt this tensor from the check of `finish`."""
         self.left.discard(name)
 
     def holds_copy(self, name: str, other: str) -> bool:
-        """Return whether two tensors have the same type, shape and values, reading them up to the first difference."""
+        """Return whether two tensors have the same type, shape and values. Reads both."""
         one, two = self._stored(name), self._stored(other)
         return one.dtype == two.dtype and torch.equal(one, two)
 
-    def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def read_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self.take(name)
         if tuple(tensor.shape) != shape or tensor.dtype not in FLOATS:
             raise ModelError(
@@ -136,37 +136,40 @@ class Checkpoint:
         return tensor
 
     def finish(self) -> None:
-        """Raises ModelError naming tensors that no part of the model took."""
+        """Raise ModelError naming the tensors that no part of the model has taken."""
         if self.left:
             some = ", ".join(sorted(self.left)[:5])
-            raise ModelError(f"{self.folder}: {len(self.left)} tensors have no place in this architecture: {some}")
+            raise ModelError(f"{self.folder}: {len(self.left)} tensors are not part of this architecture: {some}")
 
 
 class WeightReader:
-    """Reads a checkpoint of `config` layer by layer, so that only one layer is held twice while packing. Weights come
-    on `device`: all that is done to them is done there."""
+    """Reads a checkpoint of `config` layer by layer, so that packing holds only one layer twice.
+
+    Weights are moved to `device` first, and all processing happens there.
+    """
 
     def __init__(self, folder: Path, config: ModelConfig, device: torch.device = CPU) -> None:
         self.config = config
-        self.widened: list[str] = []  # fused linears whose parts are quantized differently, dense therefore
+        self.widened: list[str] = []  # fused linears that are dense because their parts are quantized differently
         self.checkpoint = Checkpoint(
             folder,
             unused=config.quantization.unused if config.quantization is not None else (),
             device=device,
         )
-        # Checkpoints that were made for embeddings may hold the decoder alone, under shorter names.
+        # Checkpoints made for embeddings may contain the decoder alone, under shorter names.
         is_bare = "model.embed_tokens.weight" not in self.checkpoint and "embed_tokens.weight" in self.checkpoint
         self.prefix = "" if is_bare else "model."
-        """What the names of the decoder's tensors begin with."""
+        """Prefix of the names of the decoder's tensors."""
         self.embedding_name = f"{self.prefix}embed_tokens.weight"
         self._head_names = {name for name in self.checkpoint.left if name.startswith("lm_head.")}
         self.ties_head = config.tie_embeddings and self._ties_head()
-        """Whether the output embedding is the input embedding. Where config.json ties them, the checkpoint may still
-        hold another output embedding, as merged fine-tunes do, which is then used; or the output embedding alone."""
+        """True if the output embedding is the input embedding. If config.json ties them, the checkpoint may still
+        contain a different output embedding, as merged fine-tunes do, which is then used; or the output embedding only.
+        """
 
     def _ties_head(self) -> bool:
         if self._head_names != {HEAD}:
-            return not self._head_names  # several tensors: a quantized one
+            return not self._head_names  # several tensors: the head is quantized
         if self.config.num_classes is None and self.embedding_name not in self.checkpoint:
             self.embedding_name = HEAD
         elif self.config.num_classes is None and not self.checkpoint.holds_copy(HEAD, self.embedding_name):
@@ -183,23 +186,23 @@ class WeightReader:
 
     @property
     def has_vocabulary_head(self) -> bool:
-        """Whether it tells next tokens: not with a classification head, nor as a bare decoder with no output
+        """True if the model predicts next tokens: not with a classification head, nor as a bare decoder without output
         embedding."""
         if self.config.num_classes is not None:
             return False
         return self.config.tie_embeddings or bool(self.prefix or self._head_names)
 
     def lm_head(self) -> LinearWeight:
-        """The untied output embedding."""
+        """Read the untied output embedding."""
         if not self._head_names:
             raise ModelError(
-                f"{self.checkpoint.folder}: tensor {HEAD} is missing from the checkpoint, and its config.json does not "
-                "tie the output embedding to the input embedding; set tie_word_embeddings: true there if it is meant to"
+                f"{self.checkpoint.folder}: tensor {HEAD} is missing from the checkpoint, and config.json does not tie "
+                "the output embedding to the input embedding; if it should, set tie_word_embeddings: true there"
             )
         return self._linear("lm_head", (self.config.vocab_size, self.config.hidden_size), bias=False)
 
     def class_head(self) -> torch.Tensor | None:
-        """(classes, H), where it has one."""
+        """Read the classification head (classes, H); None if the model has none."""
         classes = self.config.num_classes
         return None if classes is None else self._copied("score.weight", (classes, self.config.hidden_size))
 
@@ -210,16 +213,16 @@ class WeightReader:
         for layer in range(c.num_layers):
             p = f"{self.prefix}layers.{layer}"
             a, m = f"{p}.self_attn", f"{p}.mlp"
-            take = self._copied
+            read = self._copied
             yield LayerWeights(
-                input_norm_H=take(f"{p}.input_layernorm.weight", (h,)),
+                input_norm_H=read(f"{p}.input_layernorm.weight", (h,)),
                 qkv=self._fused(
                     [(f"{a}.q_proj", (q, h)), (f"{a}.k_proj", (kv, h)), (f"{a}.v_proj", (kv, h))], c.qkv_bias
                 ),
-                q_norm_D=take(f"{a}.q_norm.weight", (c.head_dim,)) if c.qk_norm else None,
-                k_norm_D=take(f"{a}.k_norm.weight", (c.head_dim,)) if c.qk_norm else None,
+                q_norm_D=read(f"{a}.q_norm.weight", (c.head_dim,)) if c.qk_norm else None,
+                k_norm_D=read(f"{a}.k_norm.weight", (c.head_dim,)) if c.qk_norm else None,
                 o=self._linear(f"{a}.o_proj", (h, q), c.o_bias),
-                post_norm_H=take(f"{p}.post_attention_layernorm.weight", (h,)),
+                post_norm_H=read(f"{p}.post_attention_layernorm.weight", (h,)),
                 gate_up=self._fused([(f"{m}.gate_proj", (f, h)), (f"{m}.up_proj", (f, h))], c.mlp_bias),
                 down=self._linear(f"{m}.down_proj", (h, f), c.mlp_bias),
             )
@@ -228,9 +231,9 @@ class WeightReader:
         self.checkpoint.finish()
 
     def _copied(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor that may be kept as it is. What a checkpoint hands out on the CPU lies in the file's mapping, all of
-        which a small tensor of it would keep in memory; linears are packed anew anyway."""
-        stored = self.checkpoint.take_float(name, shape)
+        """Read a tensor that may be kept. On the CPU it is copied: otherwise a small tensor would keep the whole mapped
+        file in memory. Linears need no copy, because they are repacked."""
+        stored = self.checkpoint.read_float(name, shape)
         return stored.clone() if stored.device == CPU else stored
 
     def _fused(self, parts: list[tuple[str, tuple[int, int]]], bias: bool) -> LinearWeight:

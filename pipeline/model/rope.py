@@ -1,7 +1,7 @@
-"""Rotary position tables with the scalings of served families: default, linear, llama3, yarn.
+"""Rotary position tables with the supported scalings: default, linear, llama3, yarn.
 
-Formulas: RoFormer (arXiv 2104.09864); llama3 as in Meta's Llama 3.1 reference; yarn arXiv 2309.00071. Config layouts of
-transformers 5 (`rope_parameters`) and of earlier checkpoints (`rope_theta` beside `rope_scaling`) are both read.
+Formulas: RoFormer (arXiv 2104.09864); llama3 as in Meta's Llama 3.1 reference; yarn arXiv 2309.00071. Reads the config
+layouts of transformers 5 (`rope_parameters`) and of earlier checkpoints (`rope_theta` and `rope_scaling`).
 """
 
 import math
@@ -26,13 +26,15 @@ class Rope:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: correction borders rounded to whole dimensions
+    truncate: bool = True  # yarn: round the borders of the correction range to whole dimensions
     attention_factor: float = 1.0  # yarn: multiplies cos and sin
 
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path, max_position: int) -> "Rope":
-        """Read config.json's options; as in transformers `rope_scaling` counts where `rope_parameters` is there too.
-        Raises ModelError naming a scaling or option that is not served."""
+        """Read config.json's options. `rope_scaling` overrides `rope_parameters`, as in transformers.
+
+        Raises ModelError naming an unsupported scaling or option.
+        """
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if not isinstance(scaling, dict):
             raise ModelError(f"{path}: rope_parameters = {scaling!r:.200}: expected an object")
@@ -41,12 +43,12 @@ class Rope:
             scaling["original_max_position_embeddings"] = config["original_max_position_embeddings"]
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in SERVED:
-            raise ModelError(f"{path}: rope scaling {kind!r:.200} is not served; served: {', '.join(SERVED)}")
+            raise ModelError(f"{path}: rope scaling {kind!r:.200}: expected one of {', '.join(SERVED)}")
         if any(isinstance(value, dict) for value in scaling.values()):
-            raise ModelError(f"{path}: rope_parameters of their own for each layer type are not served")
+            raise ModelError(f"{path}: separate rope_parameters per layer type are not supported")
         partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         if partial not in (None, 1.0):
-            raise ModelError(f"{path}: partial_rotary_factor = {partial!r:.200} is not served; expected 1.0")
+            raise ModelError(f"{path}: partial_rotary_factor = {partial!r:.200} is not supported; expected 1.0")
 
         def number(name: str, default: float | None, low: float = 1e-6, high: float = 1e9) -> float:
             value = scaling.get(name)
@@ -68,7 +70,7 @@ class Rope:
                 raise ModelError(f"{path}: rope high_freq_factor = {high}: expected more than low_freq_factor = {low}")
             return cls(theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high)
         if scaling.get("mscale") is not None or scaling.get("mscale_all_dim") is not None:
-            raise ModelError(f"{path}: yarn with mscale is not served")
+            raise ModelError(f"{path}: yarn with mscale is not supported")
         return cls(
             theta,
             kind,
@@ -81,7 +83,7 @@ class Rope:
         )
 
     def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
-        """(head_dim / 2,) float32: radians a position, of each rotated pair."""
+        """Return (head_dim / 2,) float32: radians per position for each rotated pair."""
         exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         inverse = 1.0 / (self.theta**exponent)
         if self.kind == "linear":
@@ -93,7 +95,7 @@ class Rope:
         return inverse
 
     def tables(self, head_dim: int, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, each (num_positions, head_dim / 2) float32."""
+        """Return cos and sin, each (num_positions, head_dim / 2) float32."""
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), self.inverse_frequencies(head_dim))
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 

@@ -1,9 +1,9 @@
-"""Makes a quantized checkpoint of a plain one.
+"""Quantization of a plain checkpoint.
 
-`recipe` says what to make, `layers` takes a checkpoint through it one layer at a time. `grid` has the numbers a weight
-may take, `gptq` chooses among them so that a layer's outputs stay, on inputs that `calibration` computes. `layouts` has
-the tensors as other engines read them; `awq` hands the work to autoawq. `checkpoint_writer` owns the output folder:
-whole or not at all.
+`recipe` defines the result, `layers` processes a checkpoint one layer at a time. `grid` defines the values that a
+weight may take; `gptq` chooses among them to preserve a layer's outputs, on inputs that `calibration` computes.
+`layouts` defines the tensors that other engines read; `awq` delegates to autoawq. `checkpoint_writer` writes the output
+folder, completely or not at all.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ def quantize(
 ) -> None:
     """Write the checkpoint in `source`, quantized by `recipe`, into the new folder `out`.
 
-    texts: token ids to calibrate with, for awq and gptq. Raises ModelError for a source that is not plain or does not
-    divide into groups, OutputError when something is in `out`.
+    texts: token ids for calibration, for awq and gptq. Raises ModelError if the source is not plain or its sizes are
+    not multiples of the group size, OutputError if `out` is not empty.
     """
     values, config = read_json(source / "config.json"), check_plain(source)
     check_shapes(source, config, recipe)
@@ -49,7 +49,7 @@ def quantize(
         LayerWriter(source, config, recipe, output, say).run(texts, device)
         quantization = recipe.quantization_config()
     if not config.tie_embeddings:
-        values = values | {"tie_word_embeddings": False}  # other engines go by this key alone
+        values = values | {"tie_word_embeddings": False}  # other engines read only this key
     output.finish(source, values | {"quantization_config": quantization})
 
 

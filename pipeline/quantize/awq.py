@@ -11,7 +11,7 @@ from pipeline.errors import ConfigError, ModelError
 
 
 def check_installed() -> None:
-    """Raises ConfigError when autoawq is not there, with the command that installs it."""
+    """Raise ConfigError, with the command that installs autoawq, if it is not installed."""
     if find_spec("awq") is None:
         raise ConfigError(
             "--method awq needs autoawq, which is not installed: pip install 'parquet-batch-inference[quantize]' "
@@ -22,13 +22,13 @@ def check_installed() -> None:
 def quantize_by_autoawq(
     source: Path, partial: Path, group_size: int, texts: Sequence[Sequence[int]], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Write the weights into `partial` and return what config.json has to say of them.
+    """Write the weights into `partial` and return their description for config.json.
 
-    All layers are in memory, and an interrupted run begins anew. Raises ModelError for a model that autoawq does not
-    know.
+    Keeps all layers in memory; an interrupted run starts over. Raises ModelError for a model that autoawq does not
+    support.
     """
     check_installed()
-    # it joins the texts and cuts them at this length; longer ones it would drop without a word
+    # autoawq concatenates the texts and cuts them at this length; it silently drops longer ones
     length = max(map(len, texts))
     from awq import AutoAWQForCausalLM
     from transformers import AutoTokenizer
@@ -37,12 +37,12 @@ def quantize_by_autoawq(
     try:
         model = AutoAWQForCausalLM.from_pretrained(str(source), device_map="cpu", safetensors=True)
     except TypeError as error:  # "... isn't supported yet."
-        raise ModelError(f"{source}: autoawq cannot take this model: {error}") from None
+        raise ModelError(f"{source}: autoawq does not support this model: {error}") from None
     wanted = {"zero_point": True, "q_group_size": group_size, "w_bit": 4, "version": "GEMM"}
     model.quantize(
         AutoTokenizer.from_pretrained(source),
         quant_config=wanted,
-        calib_data=[list(ids) for ids in texts],  # pyright: ignore[reportArgumentType]  # says its loader
+        calib_data=[list(ids) for ids in texts],  # pyright: ignore[reportArgumentType]  # its loader accepts ids
         max_calib_samples=len(texts),
         max_calib_seq_len=length,
     )
@@ -50,7 +50,7 @@ def quantize_by_autoawq(
     model.save_quantized(str(written), safetensors=True)
     for file in written.glob("model*.safetensors*"):
         file.replace(partial / file.name)
-    # its own config.json switches sampling on and the cache off, and notes the folder it read
+    # autoawq's config.json enables sampling, disables the cache and contains the source folder
     quantization = json.loads((written / "config.json").read_text())["quantization_config"]
     shutil.rmtree(written)
     return quantization

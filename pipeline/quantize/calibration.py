@@ -1,6 +1,6 @@
-"""What a layer's linears read on the calibration texts: the second moments of their inputs, for GPTQ.
+"""Second moments of the inputs of a layer's linears on the calibration texts, for GPTQ.
 
-A layer's inputs are what the quantized layers before it make of the texts. They are held for one layer at a time.
+A layer's inputs are the outputs of the quantized layers before it. They are kept for one layer at a time.
 
 Shape suffixes: N outputs, K inputs, T tokens of a text, H hidden, D head size.
 """
@@ -26,11 +26,11 @@ FUSED = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""The linears of a layer that read one input each, by the field of `LayerWeights` that holds them, and their names."""
+"""Names of the linears of a layer that share an input, by their field of `LayerWeights`."""
 
 
 class Calibration:
-    """The hidden states of all texts, in front of the layer that comes next, in float32."""
+    """Hidden states of all texts before the next layer, in float32."""
 
     def __init__(
         self, config: ModelConfig, embedding_VH: torch.Tensor, texts: Sequence[Sequence[int]], device: torch.device
@@ -45,17 +45,17 @@ class Calibration:
         self._hidden_TH = [F.embedding(torch.tensor(ids), embedding_VH).float() for ids in texts]
 
     def moments(self, index: int, weights: LayerWeights) -> dict[str, torch.Tensor]:
-        """Of what each of the layer's fused linears reads (`FUSED`), over all texts."""
+        """Return the second moments of the inputs of each fused linear of the layer (`FUSED`), over all texts."""
         layer = self._layer(index, weights)
-        seen = {name: SecondMoments() for name in FUSED}
-        for name, moments in seen.items():
-            setattr(layer, name, _watched(getattr(layer, name), moments))
+        moments_of = {name: SecondMoments() for name in FUSED}
+        for name, moments in moments_of.items():
+            setattr(layer, name, _recording(getattr(layer, name), moments))
         for _ in self._outputs(layer):
             pass
-        return {name: moments.sum_KK for name, moments in seen.items() if moments.sum_KK is not None}
+        return {name: moments.sum_KK for name, moments in moments_of.items() if moments.sum_KK is not None}
 
     def advance(self, index: int, weights: LayerWeights) -> None:
-        """Take the texts through the layer, with these weights."""
+        """Replace the hidden states by the outputs of the layer with these weights."""
         self._hidden_TH = list(self._outputs(self._layer(index, weights)))
 
     def _layer(self, index: int, weights: LayerWeights) -> DecoderLayer:
@@ -66,14 +66,14 @@ class Calibration:
     def _outputs(self, layer: DecoderLayer) -> Iterator[torch.Tensor]:
         for hidden_TH in self._hidden_TH:
             length = len(hidden_TH)
-            where = AttentionInput.one_sequence(length, BLOCK_SIZE, self._device)
+            attn_metadata = AttentionInput.one_sequence(length, BLOCK_SIZE, self._device)
             x_TH = hidden_TH.to(self._device, copy=True)  # a layer may write into its inputs
             cos_TD2, sin_TD2 = self._cos_PD2[:length], self._sin_PD2[:length]
-            x_TH, residual_TH = layer.forward(x_TH, torch.zeros_like(x_TH), cos_TD2, sin_TD2, where, self._kv)
+            x_TH, residual_TH = layer.forward(x_TH, torch.zeros_like(x_TH), cos_TD2, sin_TD2, attn_metadata, self._kv)
             yield (x_TH + residual_TH).cpu()
 
 
-def _watched(linear: Linear, moments: SecondMoments) -> Linear:
+def _recording(linear: Linear, moments: SecondMoments) -> Linear:
     def call(x_TK: torch.Tensor) -> torch.Tensor:
         moments.add(x_TK)
         return linear(x_TK)

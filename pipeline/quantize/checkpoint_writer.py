@@ -1,7 +1,6 @@
-"""The folder of a new checkpoint: made beside its place as `<name>.partial`, complete before it gets its name, never
-over another.
+"""Output folder of a new checkpoint: written as `<name>.partial`, renamed when complete, never over an existing one.
 
-What an interrupted run left there is of use to one that would make the same; anything else is refused.
+A run with the same recipe continues what an interrupted run has written; any other content is an error.
 """
 
 import json
@@ -17,42 +16,42 @@ from safetensors.torch import save_file
 from pipeline.checkpoints.digest import BESIDE_WEIGHTS
 from pipeline.errors import EnvironmentFailed, OutputError
 
-RECIPE = "recipe.json"  # in a partial folder: what it is to become
+RECIPE = "recipe.json"  # recipe of a partial folder
 
 
 class CheckpointWriter:
-    """`recipe` says what is being made, in plain JSON; two runs of one recipe make the same."""
+    """Writes one output folder. `recipe`, in plain JSON, identifies the result: equal recipes write the same."""
 
     def __init__(self, out: Path, recipe: Mapping[str, Any]) -> None:
-        """Raises OutputError when there is something in `out`, or another recipe's beginnings beside it."""
+        """Raise OutputError if `out` is not empty, or if its partial folder has another recipe."""
         self.out, self.partial = out, out.with_name(out.name + ".partial")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise OutputError(f"--output {out}: is there and not empty; nothing is replaced, name a new folder")
-        began = self.partial / RECIPE
+            raise OutputError(f"--output {out}: already exists and is not empty; choose a new folder")
+        recipe_file = self.partial / RECIPE
         try:
-            if not began.exists():
+            if not recipe_file.exists():
                 if self.partial.exists() and any(self.partial.iterdir()):
                     raise OutputError(
-                        f"{self.partial}: is in the way and not this program's; remove it, or name another --out"
+                        f"{self.partial}: exists, but not from an earlier run; remove it, or choose another --output"
                     )
                 self.partial.mkdir(parents=True, exist_ok=True)
-                _write_text(began, json.dumps(recipe, indent=2) + "\n")
+                _write_text(recipe_file, json.dumps(recipe, indent=2) + "\n")
                 return
-            there = json.loads(began.read_text(encoding="utf-8"))
+            existing = json.loads(recipe_file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise EnvironmentFailed(f"{self.partial}: {error}") from None
-        if there != json.loads(json.dumps(recipe)):
-            differs = sorted(key for key in {*there, *recipe} if there.get(key) != recipe.get(key))
+        if existing != json.loads(json.dumps(recipe)):
+            differs = sorted(key for key in {*existing, *recipe} if existing.get(key) != recipe.get(key))
             raise OutputError(
-                f"{self.partial}: an interrupted run left it, which differs in {', '.join(differs)}; remove the "
-                "folder to begin anew, or name another --out"
+                f"{self.partial}: left by an interrupted run with different {', '.join(differs)}; remove the folder "
+                "to start over, or choose another --output"
             )
 
     def has(self, name: str) -> bool:
         return (self.partial / name).exists()
 
     def write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """A safetensors file, whole or not at all."""
+        """Write a safetensors file atomically."""
         part = self.partial / f".{name}"
         try:
             save_file({key: tensor.contiguous().cpu() for key, tensor in tensors.items()}, part, {"format": "pt"})
@@ -61,14 +60,13 @@ class CheckpointWriter:
             raise EnvironmentFailed(f"{self.partial / name}: {error.strerror}") from None
 
     def finish(self, source: Path, config: Mapping[str, Any]) -> None:
-        """Bring what a checkpoint has beside its weights from `source`, with this config.json, and give the folder its
-        name."""
+        """Copy the files other than weights from `source`, write this config.json, and rename the folder to `out`."""
         try:
             for file in sorted({file for pattern in BESIDE_WEIGHTS for file in source.glob(pattern)}):
                 shutil.copyfile(file, self.partial / file.name)
             _write_text(self.partial / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
             for file in self.partial.glob("*.safetensors"):
-                shutil.copymode(self.partial / RECIPE, file)  # safetensors lets its owner alone read a file
+                shutil.copymode(self.partial / RECIPE, file)  # safetensors makes files readable by their owner only
             (self.partial / RECIPE).unlink()
             os.rename(self.partial, self.out)
         except OSError as error:

@@ -1,8 +1,8 @@
-"""GPTQ: integers for a linear such that its outputs on calibration inputs stay what they were.
+"""GPTQ: integers for a linear that preserve its outputs on calibration inputs.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", arXiv 2210.17323,
-algorithm 1: inputs are quantized one after another, and the error of each is spread over those still to come, as the
-inverse of the inputs' second moments says.
+algorithm 1: inputs are quantized one after another, and the error of each is spread over the remaining ones, weighted
+by the inverse of the inputs' second moments.
 
 Shape suffixes: N outputs, K inputs, g inputs of a group, T tokens.
 """
@@ -12,20 +12,20 @@ import torch
 from pipeline.errors import ModelError
 from pipeline.quantize.grid import IntLinear, group_scales, to_grid
 
-DAMPING = 0.01  # of the mean second moment, added to each; ten times as much, and again, where that is not enough
-MOST_DAMPING = 1.0
+DAMPING = 0.01  # added to each second moment, relative to their mean; increased tenfold until it suffices
+MAX_DAMPING = 1.0
 
 
 class SecondMoments:
-    """The sum over tokens of x x^T (K, K) of a linear's inputs x, in float32."""
+    """Sum over tokens of x x^T (K, K) of a linear's inputs x, in float32."""
 
     def __init__(self) -> None:
         self.sum_KK: torch.Tensor | None = None
 
     def add(self, x_TK: torch.Tensor) -> None:
         x_TK = x_TK.float()
-        own_KK = x_TK.T @ x_TK
-        self.sum_KK = own_KK if self.sum_KK is None else self.sum_KK.add_(own_KK)
+        new_KK = x_TK.T @ x_TK
+        self.sum_KK = new_KK if self.sum_KK is None else self.sum_KK.add_(new_KK)
 
 
 def gptq(
@@ -36,10 +36,10 @@ def gptq(
     dtype: torch.dtype,
     act_order: bool = False,
 ) -> IntLinear:
-    """Integers in groups of `group_size` inputs, scales in `dtype`.
+    """Return integers in groups of `group_size` inputs, with scales in `dtype`.
 
-    act_order: inputs with the largest second moment first, so that those that matter most are rounded before errors
-    have come together; groups are then of inputs in that order. Raises ModelError for inputs that are not finite.
+    act_order: quantize inputs in descending order of their second moments, so that the most important ones are rounded
+    before errors accumulate; groups follow that order. Raises ModelError for inputs that are not finite.
     """
     weight_NK = weight_NK.float().clone()
     n, k = weight_NK.shape
@@ -64,22 +64,22 @@ def gptq(
             q_NK[:, start + j], errors_Ng[:, j] = q_N1[:, 0], error_N1[:, 0]
         weight_NK[:, stop:] -= errors_Ng @ spread_KK[start:stop, stop:]
         scales.append(scale_N1)
-    place_K = torch.empty_like(order_K)
-    place_K[order_K] = torch.arange(k, device=order_K.device)
-    return IntLinear(q_NK[:, place_K], torch.cat(scales, dim=1), (place_K // group_size).int(), bits)
+    position_K = torch.empty_like(order_K)
+    position_K[order_K] = torch.arange(k, device=order_K.device)
+    return IntLinear(q_NK[:, position_K], torch.cat(scales, dim=1), (position_K // group_size).int(), bits)
 
 
 def _spread(moments_KK: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of the damped moments.
+    """Return the upper Cholesky factor of the inverse of the damped moments.
 
-    An input that was never anything but 0 is alone: its weights are rounded to the nearest.
+    An input that is always 0 is independent of the others: its weights are rounded to the nearest.
     """
     diagonal_K = moments_KK.diagonal()
     if not bool(moments_KK.isfinite().all()):
-        raise ModelError("calibration: inputs of a linear are no finite numbers; does the model work in 16 bit?")
+        raise ModelError("calibration: inputs of a linear are NaN or infinite; does the model work in 16 bits?")
     mean = float(diagonal_K.mean()) or 1.0
     damping = DAMPING
-    while damping <= MOST_DAMPING:
+    while damping <= MAX_DAMPING:
         damped_KK = moments_KK + torch.diag(torch.full_like(diagonal_K, damping * mean))
         lower_KK, failed = torch.linalg.cholesky_ex(damped_KK)
         if int(failed) == 0:
@@ -87,6 +87,4 @@ def _spread(moments_KK: torch.Tensor) -> torch.Tensor:
             if int(failed) == 0:
                 return upper_KK
         damping *= 10
-    raise ModelError(
-        "calibration: the inputs of a linear are too alike to quantize by them; give more and longer texts"
-    )
+    raise ModelError("calibration: the inputs of a linear are too similar for GPTQ; use more and longer texts")

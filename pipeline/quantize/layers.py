@@ -1,6 +1,6 @@
-"""A plain checkpoint quantized and written layer by layer, so that memory holds one layer.
+"""Quantization of a plain checkpoint layer by layer, with one layer in memory.
 
-A layer that is written stands: a later run reads its weights back and goes on after it.
+Written layers are kept: a later run reads their weights back and continues after them.
 """
 
 import json
@@ -30,15 +30,15 @@ from pipeline.weights.tensor_reader import StoredLinear
 
 
 class LayerWriter:
-    """Writes one safetensors file a layer, in order, then one of all that is no layer, and the index."""
+    """Writes one safetensors file per layer, in order, then one with all other tensors, and the index."""
 
     def __init__(
         self, source: Path, config: ModelConfig, recipe: Recipe, output: CheckpointWriter, say: Callable[[str], None]
     ) -> None:
         self._reader, self._config = WeightReader(source, config), config
         self._recipe, self._output, self._say = recipe, output, say
-        of = config.num_layers + 1
-        self._files = [f"model-{i + 1:05d}-of-{of:05d}.safetensors" for i in range(of)]
+        num_files = config.num_layers + 1
+        self._files = [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._rows = {
             "qkv": (heads, kv_heads, kv_heads),
@@ -50,8 +50,8 @@ class LayerWriter:
     def run(self, texts: Sequence[Sequence[int]], device: torch.device) -> None:
         done = sum(self._output.has(name) for name in self._files[:-1])
         if done:
-            self._say(f"{done} of {self._config.num_layers} layers are there from an earlier run")
-        told = Remaining(self._say, "layers", self._config.num_layers, first=done)
+            self._say(f"{done} of {self._config.num_layers} layers were written by an earlier run")
+        progress = Remaining(self._say, "layers", self._config.num_layers, first=done)
         embedding_VH = self._reader.embedding()
         calibration = None
         if self._recipe.method == "gptq":
@@ -61,15 +61,15 @@ class LayerWriter:
             linears = self._layer(index, weights, calibration, device)
             if calibration is not None and index + 1 < self._config.num_layers:
                 calibration.advance(index, _with(weights, linears))
-            told(index + 1)
+            progress(index + 1)
         self._rest()
         self._index()
 
     def _layer(
         self, index: int, weights: LayerWeights, calibration: Calibration | None, device: torch.device
     ) -> dict[str, torch.Tensor]:
-        """The values (N, K) that the layer's fused linears have now, where calibration goes on with them: read back
-        where they are written, else made and written."""
+        """Quantize and write a layer, or read it back if it is written. Return the values (N, K) of its fused linears
+        if calibration needs them."""
         if self._output.has(self._files[index]):
             return self._read_back(index, weights) if calibration is not None else {}
         moments = {} if calibration is None else calibration.moments(index, weights)
@@ -93,7 +93,7 @@ class LayerWriter:
 
     def _quantized(self, weight_NK: torch.Tensor, moments_KK: torch.Tensor | None) -> IntLinear | FloatLinear:
         recipe, dtype = self._recipe, weight_NK.dtype
-        if moments_KK is not None:  # float16 is the type that GPTQ's kernels take
+        if moments_KK is not None:  # GPTQ's kernels expect float16 scales
             return gptq(weight_NK, moments_KK, recipe.bits, recipe.group_size, torch.float16, recipe.act_order)
         if recipe.method == "fp8":
             return to_float8(weight_NK, dtype)
@@ -119,7 +119,7 @@ class LayerWriter:
         return values
 
     def _rest(self) -> None:
-        """Embeddings, the last norm and the head, as they are."""
+        """Write embeddings, the last norm and the head unchanged."""
         self._reader.final_norm()
         self._reader.class_head()
         if self._reader.has_vocabulary_head and not self._reader.ties_head:
@@ -146,7 +146,7 @@ class LayerWriter:
 
 
 class _Written:
-    """The tensors of a file that this program wrote."""
+    """Tensors of a file that an earlier run wrote. Implements `Tensors`."""
 
     def __init__(self, path: Path) -> None:
         self._tensors = load_file(path)
@@ -157,7 +157,7 @@ class _Written:
     def take(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
-    def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def read_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self._tensors[name].view(shape)
 
 
@@ -165,5 +165,5 @@ _BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "F8_E4M3": 1}
 
 
 def _with(weights: LayerWeights, values: Mapping[str, torch.Tensor]) -> LayerWeights:
-    """The layer with these values in its linears."""
+    """Return the layer with these values in its linears."""
     return replace(weights, **{name: DenseWeight(w_NK, getattr(weights, name).bias_N) for name, w_NK in values.items()})

@@ -1,12 +1,12 @@
-"""Quantized linears as other engines' checkpoints hold them: named tensors, and what config.json says of them.
+"""Quantized linears in the formats of other engines: named tensors, and their description in config.json.
 
 GPTQ, as AutoGPTQ and GPTQModel write it ("gptq", version 1): `qweight` (K/8, N) int32, value i of a word is input
-8 row + i; `qzeros` (G, N/8) int32, of outputs, and one less than the zero (version 1's convention); `scales` (G, N)
-float16; `g_idx` (K) int32.
+8 row + i; `qzeros` (G, N/8) int32, packed along outputs, with the zero minus 1 (version 1's convention); `scales`
+(G, N) float16; `g_idx` (K) int32.
 
 compressed-tensors "pack-quantized" (vllm-project/compressed-tensors): `weight_packed` (N, K bits / 32) int32, value i
-of a word is input i of its own; `weight_scale` (N, G); `weight_shape` (2). Integers are stored unsigned, 2^(bits - 1)
-above their value. "float-quantized": `weight` (N, K) float8_e4m3fn and `weight_scale` (N, 1).
+of a word is input i of that word; `weight_scale` (N, G); `weight_shape` (2). Integers are stored unsigned, increased by
+2^(bits - 1). "float-quantized": `weight` (N, K) float8_e4m3fn and `weight_scale` (N, 1).
 """
 
 from typing import Any, Literal
@@ -22,7 +22,7 @@ def gptq_tensors(linear: IntLinear) -> dict[str, torch.Tensor]:
         "qweight": pack(linear.q_NK, linear.bits).T.contiguous(),
         "qzeros": pack(zero_GN, linear.bits),
         "scales": linear.scales_NG.T.contiguous(),
-        "g_idx": linear.group_K.clone(),  # fused linears share theirs, which no file may
+        "g_idx": linear.group_K.clone(),  # fused linears share one tensor, which safetensors does not allow
     }
 
 
@@ -46,7 +46,7 @@ def compressed_floats(linear: FloatLinear) -> dict[str, torch.Tensor]:
 
 
 def compressed_config(kind: Literal["int", "float"], bits: int, group_size: int | None) -> dict[str, Any]:
-    """group_size None: a scale for each output."""
+    """Return the quantization_config of a compressed-tensors checkpoint. group_size None: one scale per output."""
     weights = {
         "num_bits": bits, "type": kind, "symmetric": True, "strategy": "channel" if group_size is None else "group",
         "group_size": group_size, "dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax",
@@ -65,7 +65,7 @@ def compressed_config(kind: Literal["int", "float"], bits: int, group_size: int 
 
 
 def pack(values_RC: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unsigned values (R, C) into int32 words (R, C bits / 32), the first value in the lowest bits."""
+    """Pack unsigned values (R, C) into int32 words (R, C bits / 32), the first value in the lowest bits."""
     per_word = 32 // bits
     shift_i = bits * torch.arange(per_word, dtype=torch.int64, device=values_RC.device)
     words = (values_RC.long().view(len(values_RC), -1, per_word) << shift_i).sum(-1)

@@ -38,12 +38,12 @@ class Speculation:
         batches = tuple(counts.lines())
         if not stats.num_draft_steps and not batches:
             return None
-        used = sum(map(bool, stats.drafted_by_place))  # positions in which anything was drafted
+        used = sum(map(bool, stats.drafted_by_position))  # positions in which anything was drafted
         return cls(
             steps=stats.num_steps,
             draft_steps=stats.num_draft_steps,
-            draft_tokens_by_position=tuple(stats.drafted_by_place[:used]),
-            accepted_tokens_by_position=tuple(stats.accepted_by_place[:used]),
+            draft_tokens_by_position=tuple(stats.drafted_by_position[:used]),
+            accepted_tokens_by_position=tuple(stats.accepted_by_position[:used]),
             saved_us=round(counts.saved_s * 1e6),
             batches=batches,
         )

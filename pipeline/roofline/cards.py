@@ -1,7 +1,7 @@
-"""Accelerators by name: memory, bandwidth, arithmetic rates, as their vendor states them.
+"""Accelerators by name: memory, bandwidth and arithmetic rates from their vendors.
 
-Owns reading `hardware.yaml`, which lies beside this file so that an installed package has it too. What a
-machine really has is asked of torch, not of this file.
+Reads `hardware.yaml`, which is next to this file so that it is installed with the package. Properties of the actual
+machine come from torch, not from this file.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,11 @@ FILE = Path(__file__).with_name("hardware.yaml")
 
 @dataclass(frozen=True)
 class Card:
-    """One accelerator. Rates are peaks: dense, a second, with sums in float32; None where the card has no such unit.
-    compute_capability: major and minor, by which kernels are compiled."""
+    """One accelerator.
+
+    Rates are peaks per second: dense, with sums in float32; None if the card has no such unit. compute_capability:
+    major and minor, which determine the compiled kernels.
+    """
 
     name: str
     memory_bytes: int
@@ -26,23 +29,23 @@ class Card:
     bf16_flops: int
     fp8_flops: int | None
     source: str
-    device: str  # the name under which CUDA shows it
+    device: str  # CUDA's name for the card
     compute_capability: tuple[int, int]
 
 
 def load_cards() -> tuple[Card, ...]:
-    """The cards of `hardware.yaml`, in its order."""
+    """Return the cards of `hardware.yaml`, in its order."""
     cards = yaml.safe_load(FILE.read_text(encoding="utf-8"))["cards"]
     return tuple(Card(**values | {"compute_capability": tuple(values["compute_capability"])}) for values in cards)
 
 
 def card_of_device(name: str) -> Card | None:
-    """The card that CUDA shows under this name; None where it is not in `hardware.yaml`."""
+    """Return the card with this CUDA name; None if it is not in `hardware.yaml`."""
     return next((card for card in load_cards() if card.device == name), None)
 
 
 def find_card(name: str, option: str = "--card") -> Card:
-    """By its name or the beginning of it, in any case. Raises ConfigError, which begins with `option`."""
+    """Find a card by its name or a prefix of it, ignoring case. Raises ConfigError with a message about `option`."""
     known = {card.name: card for card in load_cards()}
     found = [card for full, card in known.items() if full.lower() == name.lower()]
     found = found or [card for full, card in known.items() if full.lower().startswith(name.lower())]

@@ -1,9 +1,9 @@
-"""The least time of a step that a card's memory and matrix units allow.
+"""Minimum time of a step that a card's memory and matrix units allow.
 
-A step's weights have to be read once, the keys and values of its contexts once, and its products computed; each
-operation takes the longer of its reading and its computing, one operation after the other. Not in it: norms, rotations
-and gating (their tensors may stay in the card's cache), the embedding's rows, the choice of tokens. With all shares of
-`Reached` 1 the result is a bound that nothing beats; with the shares of `shares.py` it is a prediction.
+A step must read its weights once and the keys and values of its contexts once, and compute its products. Each operation
+takes the longer of reading and computing, one operation after the other. Not included: norms, rotations and gating
+(their tensors may stay in the card's cache), the embedding's rows, and sampling. If all shares of `Reached` are 1, the
+result is a lower bound; with the shares of `shares.py` it is a prediction.
 
 S: sequences of a step.
 """
@@ -15,13 +15,13 @@ import numpy as np
 from pipeline.errors import ConfigError
 from pipeline.roofline.cards import Card
 
-DENSE_BYTES = 2.0  # of a weight or activation in 16 bit
-SCALE_BYTES = 4.0  # of a vector in the KV cache, or of a group of weights, in fp8
+DENSE_BYTES = 2.0  # per weight or activation in 16 bits
+SCALE_BYTES = 4.0  # per vector in an fp8 KV cache, or per group of fp8 weights
 
 
 @dataclass(frozen=True)
 class DecoderSize:
-    """The sizes of a decoder that its cost follows from."""
+    """Sizes of a decoder that determine its cost."""
 
     hidden: int
     intermediate: int
@@ -32,7 +32,7 @@ class DecoderSize:
     vocab: int
 
     def linears(self) -> list[tuple[str, int, int]]:
-        """Name, inputs and outputs of a layer's linears as they are run: q, k and v are one, gate and up are one."""
+        """Return name, inputs and outputs of a layer's linears as they are run: q, k, v fused, and gate, up fused."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return [
             ("qkv", self.hidden, q + 2 * kv),
@@ -43,7 +43,7 @@ class DecoderSize:
 
     @property
     def linear_parameters(self) -> int:
-        """Of all layers; embeddings, norms and biases left out."""
+        """Parameters of all layers' linears, without embeddings, norms and biases."""
         return self.layers * sum(inputs * outputs for _, inputs, outputs in self.linears())
 
     @property
@@ -52,7 +52,7 @@ class DecoderSize:
 
     @property
     def fp8_value_bytes(self) -> float:
-        """Of one number in a KV cache in fp8, with its part of the scale of its token and head."""
+        """Bytes of one number in an fp8 KV cache, including its share of the scale of its token and head."""
         return 1.0 + SCALE_BYTES / self.head_dim
 
     def kv_bytes_per_token(self, value_bytes: float = DENSE_BYTES) -> float:
@@ -61,14 +61,14 @@ class DecoderSize:
 
 @dataclass(frozen=True)
 class Weights:
-    """How the layers' linears are kept. The head stays in 16 bit.
+    """Storage of the layers' linears. The head stays in 16 bits.
 
-    int4: 4-bit integers in groups of `group_size`, each with a 16-bit scale and a 4-bit zero point. A step then takes
-    the fused int4 product up to `fused_tokens` tokens (None: linear by linear, where it is faster), else the product of
-    16-bit weights, which are kept beside the int4 ones where `cached`, else made anew for each use.
+    int4: 4-bit integers in groups of `group_size`, each with a 16-bit scale and a 4-bit zero point. A step uses the
+    fused int4 product up to `fused_tokens` tokens (None: for each linear, if it is faster), else the product of 16-bit
+    weights, which are kept in addition to the int4 ones if `cached`, else written again for each use.
 
-    fp8: for activations in fp8, a byte each and a scale in float32 for a group; there is one product, for any number of
-    tokens. Rounding the activations counts nothing, as other elementwise work.
+    fp8: weights for fp8 activations, one byte each and a float32 scale per group; there is one product for any number
+    of tokens. The cost of rounding activations is ignored, like other elementwise work.
     """
 
     int4: bool
@@ -79,20 +79,20 @@ class Weights:
 
     @property
     def packed_bytes(self) -> float:
-        """Of one int4 weight with its part of the scale and of the zero point."""
+        """Bytes of one int4 weight, including its share of the scale and of the zero point."""
         return 0.5 + (2.0 + 0.5) / self.group_size
 
     @property
     def read_bytes(self) -> float:
-        """The fewest that a product reads of one weight."""
+        """Minimum bytes that a product reads per weight."""
         if self.fp8:
             return 1.0 + SCALE_BYTES / self.group_size
         return self.packed_bytes if self.int4 else DENSE_BYTES
 
     def resident_bytes(self, size: DecoderSize) -> float:
-        """What the linears, the embedding and the head take of the card's memory (tied ones counted once each)."""
-        beside = DENSE_BYTES if self.int4 and self.cached and not self.fp8 else 0.0
-        each = self.read_bytes + beside
+        """Return the bytes of the linears, the embedding and the head on the card (tied ones counted twice)."""
+        cached_bytes = DENSE_BYTES if self.int4 and self.cached and not self.fp8 else 0.0
+        each = self.read_bytes + cached_bytes
         return size.linear_parameters * each + 2 * size.head_parameters * DENSE_BYTES
 
 
@@ -102,12 +102,12 @@ AWQ = Weights(int4=True)
 
 @dataclass(frozen=True)
 class Reached:
-    """Shares of the card's figures that kernels reach, and what starts them costs. The default is the bound.
+    """Shares of the card's peak rates that kernels reach, and launch costs. The default is the lower bound.
 
-    bandwidth: of reading weights and of dequantizing; kv, int4_read: of the bandwidth, reading keys and values, and
-    weights by the fused int4 product. gemm, int4, attention: of the matrix rate, by 16-bit products, fused int4
-    products, and attention; fp8: of the rate in fp8, by products of such activations. step_s, layer_s: of each step and
-    of each of its layers, in which the card waits for the host or for kernels to start.
+    bandwidth: for reading weights and for dequantizing. kv, int4_read: share of the bandwidth for keys and values, and
+    for weights in the fused int4 product. gemm, int4, attention: share of the matrix rate for 16-bit products, fused
+    int4 products, and attention. fp8: share of the fp8 rate for products of fp8 activations. step_s, layer_s: time per
+    step and per layer in which the card waits for the host or for kernels to start.
     """
 
     bandwidth: float = 1.0
@@ -123,8 +123,11 @@ class Reached:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a card can do. bytes_per_s: memory read or written; flops_per_s: dense 16-bit products with wide sums;
-    fp8_flops_per_s: those of e4m3, None where there are none."""
+    """Peak rates of a card.
+
+    bytes_per_s: memory read or written. flops_per_s: dense 16-bit products with float32 sums. fp8_flops_per_s: the same
+    for e4m3; None if the card has none.
+    """
 
     name: str
     bytes_per_s: float
@@ -135,16 +138,18 @@ class Ceilings:
 
     @classmethod
     def of_card(cls, card: Card, reached: Reached) -> "Ceilings":
-        """The card's figures as its maker states them."""
+        """Return the rates that the card's vendor states."""
         rates = card.bandwidth_bytes_per_s, card.bf16_flops
         return cls(card.name, *rates, card.memory_bytes, reached, card.fp8_flops)
 
 
 @dataclass(frozen=True)
 class StepTokens:
-    """Sequence s computes the last count_S[s] tokens of its context of context_S[s]; num_rows of all want logits.
-    spared_tokens: of the contexts together, whose keys and values need no reading, as another sequence's are the same
-    ones and are read for both."""
+    """Tokens of a step: sequence s computes the last count_S[s] tokens of its context of context_S[s].
+
+    num_rows: tokens that need logits. spared_tokens: context tokens, over all sequences, whose keys and values are not
+    read, because they are shared with another sequence and read once for both.
+    """
 
     count_S: np.ndarray
     context_S: np.ndarray
@@ -157,14 +162,14 @@ class StepTokens:
 
     @property
     def seen_keys(self) -> float:
-        """Pairs of a query and a key it sees, which are as many in every head and layer."""
+        """Number of pairs of a query and a key it sees, the same in every head and layer."""
         count_S, context_S = self.count_S.astype(np.float64), self.context_S.astype(np.float64)
         return float((count_S * context_S - count_S * (count_S - 1) / 2).sum())
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Where a step's time goes. attention_s is its products, kv_s reading its keys and values; they overlap."""
+    """Parts of a step's time. attention_s is its products, kv_s reading its keys and values; the two overlap."""
 
     linears_s: float = 0.0
     attention_s: float = 0.0
@@ -181,16 +186,16 @@ class StepSeconds:
 
 
 def linear_seconds(num_tokens: int, inputs: int, outputs: int, weights: Weights, card: Ceilings) -> dict[str, float]:
-    """Seconds of one linear by each path that its weights allow: `dense`, `int4`, `scratch` or `fp8`.
+    """Return the seconds of one linear by each path that its weights allow: `dense`, `int4`, `scratch` or `fp8`.
 
-    scratch: the 16-bit weights are written from the int4 ones and read again. Raises ConfigError for fp8 on a card that
-    has no such products.
+    scratch: the 16-bit weights are written from the int4 ones and read again. Raises ConfigError for fp8 on a card
+    without fp8 products.
     """
     parameters, reached = inputs * outputs, card.reached
     flops, bytes_per_s = 2.0 * num_tokens * parameters, card.bytes_per_s * reached.bandwidth
     if weights.fp8:
         if card.fp8_flops_per_s is None:
-            raise ConfigError(f"{card.name}: has no products of fp8 activations")
+            raise ConfigError(f"{card.name}: does not support products of fp8 activations")
         return {"fp8": max(weights.read_bytes * parameters / bytes_per_s, flops / (card.fp8_flops_per_s * reached.fp8))}
     dense_s = max(DENSE_BYTES * parameters / bytes_per_s, flops / (card.flops_per_s * reached.gemm))
     if not weights.int4:
@@ -208,9 +213,9 @@ def linear_seconds(num_tokens: int, inputs: int, outputs: int, weights: Weights,
 def step_seconds(
     step: StepTokens, size: DecoderSize, weights: Weights, card: Ceilings, kv_value_bytes: float = DENSE_BYTES
 ) -> StepSeconds:
-    """The least time of a step on a card; kv_value_bytes: of one number in the KV cache (1 in fp8).
+    """Return the minimum time of a step on a card. kv_value_bytes: bytes of one number in the KV cache (1 in fp8).
 
-    Of a layer's keys and values, each context's are read once, whatever the number of its queries, but what is spared;
+    The keys and values of each context are read once per layer, whatever the number of its queries, except spared ones;
     those of the step's tokens are written.
     """
     reached, num_tokens = card.reached, step.num_tokens

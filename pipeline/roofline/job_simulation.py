@@ -1,8 +1,8 @@
-"""The time of a whole job by the cost model: continuous batching over requests of known lengths.
+"""Time of a whole job by the cost model: continuous batching of requests with known lengths.
 
-A request is admitted when those that run, growing token by token, leave it its whole room in the KV cache, so nothing
-is preempted: what the engine's admission comes to where it foresees lengths well. A step computes one token of each
-running sequence that generates, and chunks of prompts beside them, in the order of admission.
+A request is admitted if the running ones, which grow token by token, will always leave it its full length in the KV
+cache, so nothing is preempted. The engine's admission does the same if it predicts lengths well. A step computes one
+token of each running sequence that decodes, and chunks of prompts in the order of admission.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ from pipeline.roofline.cost_model import (
 
 @dataclass(frozen=True)
 class RequestTokens:
-    """Lengths of a request. Each computes a token of its prompt at least, and generates one at least."""
+    """Lengths of a request. Each computes at least one token of its prompt, and generates at least one."""
 
     prompt: int
     output: int
@@ -33,7 +33,7 @@ class RequestTokens:
 
 @dataclass(frozen=True)
 class Batching:
-    """Bounds of a step and the KV cache's room, in tokens that it holds."""
+    """Limits of a step, and the capacity of the KV cache in tokens."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -43,10 +43,11 @@ class Batching:
 
 @dataclass(frozen=True)
 class JobSeconds:
-    """What a job takes. `parts` add up the steps'; overlapping ones are both in it whole, so they may exceed wall_s.
+    """Simulated time of a job. `parts` sums those of its steps; overlapping parts both count in full, so their total
+    may exceed wall_s.
 
-    tail_s: the last part of wall_s, in which fewer requests were unfinished than half of the most that ran at once.
-    kv_used and sequences: means over the time.
+    tail_s: the end of wall_s, in which fewer requests were unfinished than half of the maximum that ran at once.
+    kv_used and sequences: averages over time.
     """
 
     wall_s: float
@@ -64,21 +65,21 @@ class JobSeconds:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt tokens computed, and generated ones."""
+        """Rate of computed prompt tokens and generated tokens."""
         return (self.prompt_tokens + self.output_tokens) / self.wall_s
 
 
 def kv_room(
     size: DecoderSize, weights: Weights, card: Ceilings, share: float = 0.9, kv_value_bytes: float = DENSE_BYTES
 ) -> int:
-    """Tokens that fit in what `share` of the card's memory leaves beside the weights; 0 where they do not fit."""
+    """Return the KV cache's tokens in `share` of the card's memory minus the weights; 0 if the weights do not fit."""
     left = card.memory_bytes * share - weights.resident_bytes(size)
     return max(int(left // size.kv_bytes_per_token(kv_value_bytes)), 0)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """How far a run was: seconds from its beginning, requests unfinished by then, sequences in the step before."""
+    """Progress of a run: seconds since its start, unfinished requests, sequences in the previous step."""
 
     at_s: float
     unfinished: int
@@ -86,23 +87,23 @@ class Moment:
 
 
 def tail_seconds(moments: Sequence[Moment]) -> float:
-    """The time after the last moment at which at least half as many requests were unfinished as ran at once at most."""
+    """Return the time after the last moment at which unfinished requests were at least half of the peak batch size."""
     half = max(moment.sequences for moment in moments) / 2
     full = [moment.at_s for moment in moments if moment.unfinished >= half]
     return moments[-1].at_s - (full[-1] if full else 0.0)
 
 
 class _Job:
-    """Continuous batching in numbers: arrays over the requests that run, in the order of admission.
+    """State of continuous batching: arrays over the running requests, in the order of admission.
 
-    blocks: what each holds in the end, of its own.
+    blocks: each request's final number of blocks, without shared ones.
     """
 
     def __init__(self, requests: Sequence[RequestTokens], batching: Batching, shared_prefix: int) -> None:
         self.batching = batching
         self.waiting = deque(requests)
         self.num_blocks = batching.kv_tokens // batching.block_size
-        self.shared_blocks = shared_prefix // batching.block_size  # held once, by the first request and until the end
+        self.shared_blocks = shared_prefix // batching.block_size  # held once, from the first request to the end
         self.shared_tokens = self.shared_blocks * batching.block_size
         self.has_prefix = self.shared_blocks == 0
         self.holds_prefix = 0  # blocks
@@ -110,26 +111,26 @@ class _Job:
 
     @property
     def held_blocks(self) -> int:
-        """Now: those of a prompt from its admission on."""
+        """Number of blocks in use; a prompt holds its blocks from admission on."""
         tokens = np.maximum(self.computed, self.prompt)
         return int((-(-tokens // self.batching.block_size) - self.shared_blocks).sum()) + self.holds_prefix
 
     def admit(self) -> None:
-        size, new, least = self.batching.block_size, [], None
+        size, new, peak = self.batching.block_size, [], None
         while self.waiting and len(self.computed) + len(new) < self.batching.max_num_seqs:
             is_first = not self.has_prefix
             if is_first and (new or len(self.computed)):
-                break  # the first one computes the prefix; the others find it when it is done
+                break  # the first request computes the prefix; the others wait until it is cached
             request = self.waiting[0]
             own = -(-(request.prompt + request.output) // size) - self.shared_blocks
             joining = own + self.shared_blocks * is_first + sum(blocks for *_, blocks in new)
             if self.holds_prefix + int(self.blocks.sum()) + joining > self.num_blocks:
-                least = self._peak_blocks() if least is None else least
-                if self.holds_prefix + least + joining > self.num_blocks:
+                peak = self._peak_blocks() if peak is None else peak
+                if self.holds_prefix + peak + joining > self.num_blocks:
                     if not new and not len(self.computed):
                         raise ConfigError(
-                            f"a request of {request.prompt} and {request.output} tokens does not fit a KV cache of "
-                            f"{self.batching.kv_tokens}: the card is too small for this work"
+                            f"a request of {request.prompt} prompt and {request.output} output tokens does not fit "
+                            f"into a KV cache of {self.batching.kv_tokens} tokens: the card is too small for this job"
                         )
                     break
             self.waiting.popleft()
@@ -144,28 +145,30 @@ class _Job:
             )
 
     def _peak_blocks(self) -> float:
-        """The most blocks that the running requests will hold at once: some end before others have grown. Each that
-        decodes is taken to have half a block empty, and one with a prompt to compute to hold its last size already."""
+        """Return the maximum blocks that the running requests will hold at once: some finish before others have grown.
+
+        A decoding request counts half a block as empty; one that still computes its prompt counts with its final size.
+        """
         size, decodes = self.batching.block_size, self.computed >= self.prompt
         computed, left = self.computed[decodes], (self.end - self.computed)[decodes]
         order = np.argsort(-left, kind="stable")
-        tokens = np.cumsum(computed[order] - self.shared_tokens)  # of those that end last
+        tokens = np.cumsum(computed[order] - self.shared_tokens)  # of the requests that finish last
         peaks = (tokens + np.arange(1, len(order) + 1) * (left[order] + size / 2)) / size
         return float(self.blocks[~decodes].sum()) + float(peaks.max(initial=0.0))
 
     def step(self) -> StepTokens:
-        """Plan and take one step; requests that end leave. What sequences share is read once for all of them."""
+        """Plan and run one step; finished requests leave. Shared tokens are read once for all sequences."""
         wanted = np.where(self.computed < self.prompt, self.prompt - self.computed, 1)
         decodes = self.computed >= self.prompt
         room = self.batching.max_num_batched_tokens - int(decodes.sum())
         before = np.cumsum(np.where(decodes, 0, wanted)) - np.where(decodes, 0, wanted)
         count = np.where(decodes, 1, np.clip(room - before, 0, wanted))
-        taken = count > 0
-        num_sharing = int((taken & (self.computed >= self.shared_tokens)).sum())
+        is_scheduled = count > 0
+        num_sharing = int((is_scheduled & (self.computed >= self.shared_tokens)).sum())
         self.computed = self.computed + count
-        rows = int((taken & (self.computed >= self.prompt)).sum())
+        rows = int((is_scheduled & (self.computed >= self.prompt)).sum())
         spared = max(num_sharing - 1, 0) * self.shared_tokens
-        tokens = StepTokens(count[taken], self.computed[taken], rows, spared)
+        tokens = StepTokens(count[is_scheduled], self.computed[is_scheduled], rows, spared)
         self.has_prefix = self.has_prefix or bool((self.computed >= self.prompt).any())
         stays = self.computed < self.end
         self.computed, self.prompt, self.end, self.blocks = (
@@ -184,14 +187,15 @@ def simulate_job(
     kv_value_bytes: float = DENSE_BYTES,
     reads_shared_once: bool = True,
 ) -> JobSeconds:
-    """Run `requests` in their order through the cost model of a step. Takes about 0.1 ms of the host a step.
+    """Run `requests` in order through the cost model of a step. Takes about 0.1 ms of host time per step.
 
-    The first `shared_prefix` tokens, fewer than any prompt has, are the same in all: their whole blocks are computed
-    and held once, and a step reads them once for all of its sequences (reads_shared_once), or once for each. Raises
-    ConfigError when a request does not fit the KV cache, or the card has no products that the weights are for.
+    All requests share their first `shared_prefix` tokens, fewer than any prompt has: the whole blocks of the prefix are
+    computed and held once. reads_shared_once: a step reads them once for all of its sequences, else once for each.
+    Raises ConfigError if a request does not fit into the KV cache, or the card lacks the products that the weights
+    need.
     """
     assert len(requests) > 0, "a job has requests"
-    assert shared_prefix < min(request.prompt for request in requests), "each computes some of its prompt"
+    assert shared_prefix < min(request.prompt for request in requests), "each request computes some of its prompt"
     job = _Job(requests, batching, shared_prefix)
     parts, wall_s, kv_s, sequence_s, prompt_tokens = StepSeconds(), 0.0, 0.0, 0.0, 0
     moments: list[Moment] = []
@@ -208,7 +212,7 @@ def simulate_job(
         prompt_tokens += tokens.num_tokens
         moments.append(Moment(wall_s, len(job.waiting) + len(job.computed), running))
     output_tokens = sum(request.output for request in requests)
-    prompt_tokens -= output_tokens - len(requests)  # each request's last token is not computed
+    prompt_tokens -= output_tokens - len(requests)  # the last token of each request is not computed
     return JobSeconds(
         wall_s=wall_s,
         tail_s=tail_seconds(moments),
@@ -222,7 +226,7 @@ def simulate_job(
 
 
 def job_flops(requests: Sequence[RequestTokens], size: DecoderSize, cached_tokens: int = 0) -> float:
-    """Operations that a job's products need. cached_tokens: of prompts, found computed; spread over the requests."""
+    """Return the operations of a job's products. cached_tokens: prompt tokens found in the cache, spread evenly."""
     computed = sum(n.prompt + n.output - 1 for n in requests) - cached_tokens
     cached = cached_tokens / len(requests)
     keys = sum((n.prompt + n.output) * (n.prompt + n.output - 1) / 2 - cached * (cached + 1) / 2 for n in requests)
@@ -239,10 +243,10 @@ def job_bytes(
     kv_value_bytes: float = DENSE_BYTES,
     shared_prefix: int = 0,
 ) -> float:
-    """Bytes that a job of `num_steps` has to read: all weights in each step, as small as they are kept, and the keys
-    and values that each generated token sees, those of a prefix that all requests share once a step."""
-    a_step = size.linear_parameters * weights.read_bytes + size.head_parameters * DENSE_BYTES
+    """Return the bytes that a job of `num_steps` must read: in each step all weights in their smallest form, and the
+    keys and values that each generated token sees. A prefix that all requests share is read once per step."""
+    step_bytes = size.linear_parameters * weights.read_bytes + size.head_parameters * DENSE_BYTES
     decoded = sum(n.output - 1 for n in requests)
     contexts = sum((n.output - 1) * n.prompt + n.output * (n.output - 1) / 2 for n in requests)
     contexts -= shared_prefix * max(decoded - num_steps, 0)
-    return num_steps * a_step + size.kv_bytes_per_token(kv_value_bytes) * contexts
+    return num_steps * step_bytes + size.kv_bytes_per_token(kv_value_bytes) * contexts

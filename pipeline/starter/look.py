@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from pipeline.checkpoints.locate import locate_model, model_kind, why_no_checkpoint
+from pipeline.checkpoints.locate import checkpoint_problem, locate_model, model_kind
 from pipeline.config import job_from_flags
 from pipeline.data.columns import is_text
 from pipeline.data.requests.input_checks import Requests
@@ -167,7 +167,7 @@ def _small_files_of(model: str) -> tuple[Path | None, str]:
         except Exception as error:  # network, hub or cache; the job file can still be written
             return None, f"not found on Hugging Face, or no connection ({type(error).__name__})"
     folder = locate_model(model)
-    if reason := why_no_checkpoint(str(folder)):
+    if reason := checkpoint_problem(str(folder)):
         raise ModelError(f"{model}: {reason}")
     return folder, ""
 

@@ -47,7 +47,7 @@ def storage_for(path: str, storage: Mapping[str, Mapping[str, Any]]) -> dict[str
     return {} if prefix is None else dict(storage[prefix])
 
 
-def why_not_opened(url: str, storage: Mapping[str, Any], error: Exception) -> str:
+def open_problem(url: str, storage: Mapping[str, Any], error: Exception) -> str:
     """What a message says where `filesystem` raised `error`. Values of options are not shown."""
     return (
         f"cannot be opened ({type(error).__name__}); is {url.partition('://')[0]}:// right, its library installed, and "

@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 from pipeline.stores.failpoints import hit
-from pipeline.stores.filesystem import RemoteFilesystem, filesystem, md5, protocols, why_not_opened
+from pipeline.stores.filesystem import RemoteFilesystem, filesystem, md5, open_problem, protocols
 from pipeline.stores.folder import TMP, Folder, check_name
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts
@@ -34,7 +34,7 @@ def open_objects(
     try:
         fs, root = filesystem(url, options, retries=retries)
     except (ImportError, ValueError, TypeError, OSError) as e:
-        raise OutputError(f"{what} {shown}: {why_not_opened(url, options, e)}") from None
+        raise OutputError(f"{what} {shown}: {open_problem(url, options, e)}") from None
     if "memory" in protocols(fs):
         raise OutputError(f"{what} {shown}: lies in the memory of one process and ends with it; give a disk or a store")
     return ObjectFolder(cast(RemoteFilesystem, fs), root.rstrip("/"), shown)

@@ -1,1 +1,1 @@
-"""Text to token ids and back, chat templates, stop strings."""
+"""Conversion of text to token ids and back, chat templates, stop strings."""

@@ -1,11 +1,11 @@
-"""Chat templates: rendering a conversation with a template that came with a checkpoint.
+"""Rendering of conversations with the chat template of a checkpoint.
 
-A template is a program from a stranger. It runs in transformers' Jinja sandbox, and in a child process with a
-limit on memory and on CPU time (`chat_worker.py`), because a sandbox stops it from reading files but not from
-looping or from multiplying strings. One child serves all conversations of a tokenizer; one that passes a
-limit ends and is replaced for the next conversation.
+A template is untrusted code. It runs in transformers' Jinja sandbox, in a child process with limits on memory and CPU
+time (`chat_worker.py`), because a sandbox prevents it from reading files, but not from looping or multiplying strings.
+One child serves all conversations of a tokenizer. A child that exceeds a limit exits and is replaced for the next
+conversation.
 
-Owns which stretches of the rendered text came from the data. Encoding them is `tokenizer.py`'s work.
+This module tracks which segments of the rendered text came from the data. `tokenizer.py` encodes them.
 """
 
 import json
@@ -26,12 +26,12 @@ from pipeline.machine.interpreter import child_environment
 from pipeline.tokenization.chat_messages import ChatTemplateError, cut_at_tag, with_tag
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
-CPU_LIMIT_S = 5.0  # for one conversation; real templates take well under a millisecond
+CPU_LIMIT_S = 5.0  # per conversation; real templates take well under a millisecond
 MEMORY_LIMIT_BYTES = 1 << 30
 RENDERED_LIMIT_CHARS = 1 << 25
-# What formats a date (%B, %s) and orders a set is the same for all workers.
+# Everything that affects the formatting of dates (%B, %s) and the order of sets is the same for all workers.
 _AMBIENT = {"LC_ALL": "C", "TZ": "UTC", "PYTHONHASHSEED": "0"}
-_MAX_BLANKS = 64  # looked at after a control token, so that marking stays linear
+_MAX_BLANKS = 64  # to examine after a control token, so that marking stays linear
 
 
 class ChatRenderer:
@@ -69,34 +69,35 @@ class ChatRenderer:
         now: datetime | None = None,
         is_continued: bool = False,
     ) -> str | list[tuple[str, bool]]:
-        """The rendered conversation: one string when no message holds a match of `literal`, else its
-        stretches in order, each with whether it is such a match out of a message (True) or anything else
-        (False). `now` is what the template is told when it asks for the date; it is refused when that is None.
-        is_continued: the text ends with that of the last message, for the model to go on.
+        """Render a conversation.
 
-        Raises ChatTemplateError, or ModelError when the template itself does not parse.
+        Return one string if no message contains a match of `literal`, else its segments in order, each with True if it
+        is such a match from a message, else False. now: the date for templates that need it; without it, those are
+        rejected. is_continued: the text ends with that of the last message, which the model continues.
+
+        Raises ChatTemplateError, or ModelError if the template does not parse.
         """
         is_marked = literal is not None and any(literal.search(text) for text in _strings(messages))
         if not is_marked and not is_continued:
-            return self._ask({"messages": messages, "tools": None, "documents": None, **variables}, now)
+            return self._request({"messages": messages, "tools": None, "documents": None, **variables}, now)
         start, end, tag = _unused_marks([self._template, *_strings(messages), *_strings(variables)])
         chat = _marked(messages, literal, start, end) if is_marked and literal is not None else messages
         chat = with_tag(chat, tag) if is_continued else chat
-        rendered = self._ask({"messages": chat, "tools": None, "documents": None, **variables}, now)
+        rendered = self._request({"messages": chat, "tools": None, "documents": None, **variables}, now)
         if any(mark in rendered for mark in (_escaped(start), _escaped(end))):
             raise ChatTemplateError(
-                "the messages hold control-token text and the chat template writes them as escaped JSON, "
-                "where it cannot be told from the template's own control tokens"
+                "the messages contain control-token text and the chat template writes them as escaped JSON, "
+                "where it cannot be distinguished from the template's control tokens"
             )
         if is_continued:
             rendered = cut_at_tag(rendered, tag, messages[-1]["content"], marks=start + end)
-        return list(_stretches(rendered, literal, start, end)) if is_marked and literal is not None else rendered
+        return list(_segments(rendered, literal, start, end)) if is_marked and literal is not None else rendered
 
     def close(self) -> None:
         with self._lock:
             self._stop()
 
-    def _ask(self, variables: Mapping[str, Any], now: datetime | None) -> str:
+    def _request(self, variables: Mapping[str, Any], now: datetime | None) -> str:
         message = {"variables": variables, "now": now and now.isoformat()}
         try:
             request = json.dumps(message).encode("ascii") + b"\n"
@@ -106,11 +107,11 @@ class ChatRenderer:
             if self._child is None or self._child.poll() is not None:
                 self._start()
             answer = self._exchange(request)
-            if "ended" in answer:  # by someone else's hand, perhaps: the same row must get the same answer
+            if "ended" in answer:  # possibly killed from outside: the same row must get the same answer, so try again
                 self._start()
                 answer = self._exchange(request)
         if "error" in answer:
-            raise ChatTemplateError(f"the chat template refused the messages: {answer['error']}")
+            raise ChatTemplateError(f"the chat template rejected the messages: {answer['error']}")
         return answer["text"]
 
     def _start(self) -> None:
@@ -133,12 +134,12 @@ class ChatRenderer:
         self._child = self._finalizer = None
 
     def _exchange(self, line: bytes) -> dict[str, str]:
-        """Send one line and read one. A child that passed its CPU limit was ended by the kernel."""
+        """Send one line and read one. The kernel kills a child that exceeds its CPU limit."""
         child = self._child
         assert child is not None
         assert child.stdin is not None
         assert child.stdout is not None
-        with suppress(BrokenPipeError):  # it ended; the empty answer below says so
+        with suppress(BrokenPipeError):  # the child exited, which the empty answer below detects
             child.stdin.write(line)
             child.stdin.flush()
         answer = child.stdout.readline()
@@ -148,7 +149,7 @@ class ChatRenderer:
         self._stop()
         if status == -signal.SIGPROF:
             return {"error": f"rendering took more than {self._hello['cpu_limit_s']} s of CPU time"}
-        return {"ended": "", "error": f"the process that renders it ended with status {status}"}
+        return {"ended": "", "error": f"the rendering process exited with status {status}"}
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -156,12 +157,12 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
-            with suppress(BrokenPipeError):  # what was left to send has no reader any more
+            with suppress(BrokenPipeError):  # unsent data has no reader any more
                 pipe.close()
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string value inside, at any depth; keys are the template's words and do not count."""
+    """Yield every string value at any depth. Keys do not count: they belong to the template."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -173,11 +174,11 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _marked(value: Any, literal: re.Pattern[str], start: str, end: str) -> Any:
-    """A copy with marks around each match and the blanks beside it.
+    """Return a copy with marks around each match and the adjacent blanks.
 
-    The text itself stays, so that a template can look for it (`</think>`); the blanks go inside, so that a
-    template that cuts there finds them at the ends of its pieces and can strip them. Blanks at the ends of
-    the whole string stay outside for the same reason.
+    The text itself is kept, so that a template can search for it (`</think>`). Blanks go inside the marks, so that a
+    template that splits there can strip them from the ends of the pieces. Blanks at the ends of the whole string stay
+    outside for the same reason.
     """
     if isinstance(value, str):
         return _mark_string(value, literal, start, end)
@@ -203,7 +204,7 @@ def _mark_string(text: str, literal: re.Pattern[str], start: str, end: str) -> s
 
 
 def _unused_marks(texts: list[str]) -> tuple[str, str, str]:
-    """Three private-use characters that occur in none of the texts, neither bare nor as a JSON escape."""
+    """Return three private-use characters that occur in none of the texts, neither directly nor as a JSON escape."""
     unused = (
         mark
         for mark in map(chr, range(0xE000, 0xF900))
@@ -211,7 +212,7 @@ def _unused_marks(texts: list[str]) -> tuple[str, str, str]:
     )
     first, second, third = next(unused, None), next(unused, None), next(unused, None)
     if first is None or second is None or third is None:
-        raise ChatTemplateError("the messages use every private-use character there is")
+        raise ChatTemplateError("the messages contain every private-use character")
     return first, second, third
 
 
@@ -219,9 +220,9 @@ def _escaped(mark: str) -> str:
     return f"\\u{ord(mark):04x}"
 
 
-def _stretches(rendered: str, literal: re.Pattern[str], start: str, end: str) -> Iterator[tuple[str, bool]]:
-    """Cut at the marks. A template may have torn a pair apart (split, slices): a lone mark is dropped, and
-    still cuts.
+def _segments(rendered: str, literal: re.Pattern[str], start: str, end: str) -> Iterator[tuple[str, bool]]:
+    """Split at the marks. If a template has separated a pair (split, slices), a single mark is dropped but still
+    splits.
     """
     pair = re.compile(f"{start}(\\s*(?:{literal.pattern})\\s*){end}|[{start}{end}]")
     at = 0

@@ -1,13 +1,13 @@
-"""The child process that runs a chat template. Started by `chat.py` as a script; imports only jinja2.
+"""Child process that runs a chat template. Started by `chat.py` as a script; imports only jinja2.
 
-Speaks lines of JSON: the first line in holds the template and the limits, each following one the variables of
-a conversation and the time that it is told; each is answered by one line, {"text": ...} or {"error": ...}. The kernel
-ends the process when a conversation takes too much CPU time, so that even a single endless operation ends.
+The protocol is lines of JSON. The first input line contains the template and the limits, each following one the
+variables of a conversation and its time; each is answered by one line, {"text": ...} or {"error": ...}. The kernel
+kills the process if a conversation takes too much CPU time, so that even a single endless operation ends.
 
-The environment is the one of transformers' `apply_chat_template` (utils/chat_template_utils.py): same
-sandbox, block trimming, filters and globals. But here a rendered text follows from the template, the variables and the
-time alone: the clock is not read, random numbers begin anew with each conversation, and what has a memory address
-for its text is refused.
+The environment is that of transformers' `apply_chat_template` (utils/chat_template_utils.py): same sandbox, block
+trimming, filters and globals. In addition, the rendered text depends only on the template, the variables and the time:
+the clock is not read, the random generator is seeded for each conversation, and values that print a memory address are
+rejected.
 """
 
 import json
@@ -28,7 +28,7 @@ _ADDRESS = re.compile(r"<.* at 0x[0-9a-f]+>", re.DOTALL)
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant wrote, for training. Here it only stands for its body."""
+    """`{% generation %}` marks what an assistant wrote, for training. Here it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 reads a plain set)
 
@@ -42,18 +42,18 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(now: str | None) -> Callable[[str], str]:
-    """What templates call for the date. `now` None: this caller has none to tell."""
+    """Return the function that templates call for the date. `now` None: the caller provides no date."""
 
     def strftime_now(form: str) -> str:
         if now is None:
-            raise jinja2.TemplateError("it asks for the date, and none was given")
+            raise jinja2.TemplateError("it needs the date, but none was given")
         return datetime.fromisoformat(now).strftime(form)
 
     return strftime_now
 
 
-def _shown(value: Any) -> Any:
-    """What a template prints. The text of a function or a generator is its address, another one in each process."""
+def _printable(value: Any) -> Any:
+    """Check a value that a template prints. The text of a function or generator is its address, which varies."""
     if not isinstance(value, str | int | float | list | dict) and _ADDRESS.fullmatch(str(value)):
         raise jinja2.TemplateError(f"it prints a {type(value).__name__}, not a value (are parentheses missing?)")
     return value
@@ -71,7 +71,7 @@ def _tojson(
 
 def make_environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], finalize=_shown
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], finalize=_printable
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
@@ -81,7 +81,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 def _render(template: jinja2.Template, message: dict[str, Any], limit: int) -> str:
     pieces: list[str] = []
     length = 0
-    random.seed(0)  # of `lipsum` and the filter `random`
+    random.seed(0)  # for `lipsum` and the filter `random`
     for piece in template.generate({"strftime_now": _strftime_now(message["now"])} | message["variables"]):
         pieces.append(piece)
         length += len(piece)
@@ -90,7 +90,7 @@ def _render(template: jinja2.Template, message: dict[str, Any], limit: int) -> s
     return "".join(pieces)
 
 
-def _said(error: BaseException) -> dict[str, str]:
+def _error_answer(error: BaseException) -> dict[str, str]:
     if isinstance(error, MemoryError):
         return {"error": "rendering took too much memory"}
     text = str(error) or type(error).__name__
@@ -99,7 +99,7 @@ def _said(error: BaseException) -> dict[str, str]:
 
 
 def main() -> None:
-    # Stopping is the parent's business; this process ends with its input, or when its time is up.
+    # The parent handles signals; this process exits at the end of its input, or when its time is up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -119,8 +119,8 @@ def main() -> None:
             else:
                 signal.setitimer(signal.ITIMER_PROF, hello["cpu_limit_s"])
                 answer = {"text": _render(template, message, hello["rendered_limit_chars"])}
-        except Exception as error:  # whatever a stranger's program raises is the answer
-            answer = _said(error)
+        except Exception as error:  # untrusted code may raise anything
+            answer = _error_answer(error)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(json.dumps(answer).encode("ascii") + b"\n")
         sys.stdout.buffer.flush()

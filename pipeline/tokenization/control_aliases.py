@@ -1,7 +1,7 @@
-"""A tokenizer that can tell a chat template's control tokens from the same characters in data.
+"""A tokenizer that distinguishes a chat template's control tokens from the same characters in data.
 
-The template's own control tokens are renamed to secret aliases before encoding; what is left under the plain name is
-text. So one text can hold both kinds of `<|im_end|>`. Aliases hold a nonce of this process: no data can contain one.
+The template's control tokens are renamed to secret aliases before encoding; anything under the plain name is text. So
+one text can contain both kinds of `<|im_end|>`. Aliases contain a nonce of this process, so no data can contain them.
 """
 
 import re
@@ -13,14 +13,14 @@ import tokenizers
 
 
 class AliasedTokenizer:
-    """The literal tokenizer, which also knows each control token under its alias.
+    """The literal tokenizer, extended by an alias for each control token.
 
-    One pass over the whole string keeps every token border where transformers puts it. Built at first use: most jobs
+    A single pass over the whole string places token borders exactly as transformers does. Built at first use: most jobs
     never need it.
     """
 
     def __init__(self, literal_json: str, control: Mapping[str, int]) -> None:
-        """literal_json: as tokenizer.json, with every token of `control` (text to id) special."""
+        """`literal_json` has the format of tokenizer.json, with every token of `control` (text to id) special."""
         self._json = literal_json
         self._control = control
         self._nonce = secrets.token_hex(12)
@@ -31,15 +31,15 @@ class AliasedTokenizer:
         self._real: dict[int, int | None] = {}
 
     def aliased(self, text: str, control_re: re.Pattern[str]) -> str:
-        """`text` with each control token under its alias."""
+        """Replace each control token in `text` by its alias."""
         return control_re.sub(lambda match: self._names[match[0]], text)
 
     def torn(self, text: str, leaks_re: re.Pattern[str] | None) -> str:
-        """`text` with a mark inside each match that keeps the model part from making one token of it."""
+        """Insert a mark into each match in `text`, so that the model part cannot merge it into one token."""
         return leaks_re.sub(lambda match: match[0][0] + self._tear + match[0][1:], text) if leaks_re else text
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text of `aliased` or `torn`. add_special_tokens: BOS and EOS, where the tokenizer has them."""
+        """Encode the result of `aliased` or `torn`. add_special_tokens: add BOS and EOS, if the tokenizer has them."""
         with self._lock:
             backend = self._backend or self._build()
         ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -48,7 +48,7 @@ class AliasedTokenizer:
 
     def _build(self) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_str(self._json)
-        backend.encode_special_tokens = True  # the plain names; the aliases are not special, so they are parsed
+        backend.encode_special_tokens = True  # applies to plain names; aliases are not special, so they are parsed
         known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         for text, token_id in self._control.items():
             like = known[text]

@@ -1,4 +1,4 @@
-"""Labels that may follow a prompt, as token ids that can be told apart."""
+"""Token ids of labels that may follow a prompt, such that no label is a prefix of another."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,7 +8,7 @@ from pipeline.errors import ConfigError
 
 
 class Encodes(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that labels need."""
 
     @property
     def end_token_id(self) -> int | None: ...
@@ -17,11 +17,11 @@ class Encodes(Protocol):
 
 
 def encode_labels(tokenizer: Encodes, prompt_token_ids: Sequence[int], labels: Sequence[str]) -> list[tuple[int, ...]]:
-    """The token ids of each label as it follows the prompt.
+    """Return the token ids of each label as it follows the prompt.
 
-    Where one label is the beginning of another ("no", "not sure" may be), the end of the text belongs to each: else the
-    shorter one, which happens whenever the longer does, would always be the likelier. Raises ConfigError for labels
-    without a token, for one that is there twice, and for two with the same tokens.
+    If one label is a prefix of another ("no", "not sure"), the end of text is appended to each: otherwise the shorter
+    one would always be likelier. Raises ConfigError for labels without tokens, duplicates, and labels with the same
+    tokens.
     """
     ids = [tuple(tokenizer.continuation(prompt_token_ids, label)) for label in labels]
     if not ids:
@@ -32,11 +32,11 @@ def encode_labels(tokenizer: Encodes, prompt_token_ids: Sequence[int], labels: S
             raise ConfigError(f"labels: {label!r} has no tokens")
         if tokens in first:
             same = first[tokens]
-            why = f"{label!r} is there twice" if label == same else f"{same!r} and {label!r} have the same tokens"
-            raise ConfigError(f"labels: {why}")
+            reason = f"{label!r} occurs twice" if label == same else f"{same!r} and {label!r} have the same tokens"
+            raise ConfigError(f"labels: {reason}")
         first[tokens] = label
     if any(longer[: len(shorter)] == shorter for shorter, longer in pairwise(sorted(ids))):
         if tokenizer.end_token_id is None:
-            raise ConfigError("labels: one is the beginning of another, and the tokenizer has no end of text")
+            raise ConfigError("labels: one is a prefix of another, and the tokenizer has no end-of-text token")
         return [(*tokens, tokenizer.end_token_id) for tokens in ids]
     return ids

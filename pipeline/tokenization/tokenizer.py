@@ -1,12 +1,12 @@
-"""Text to token ids and back, for one checkpoint.
+"""Conversion of text to token ids and back, for one checkpoint.
 
-Owns the rule that text from data is never a control token: prompts are encoded by a copy of the tokenizer that does
-not know its control tokens, so `<|im_end|>` inside a report is the characters it is made of. BOS and EOS still come
-from the post-processor, as `AutoTokenizer(text)` adds them. Reading a model folder belongs to `tokenizer_files.py`,
-rendering chats to `chat.py`, decoding a growing sequence to `detokenizer.py`.
+Text from data is never a control token: prompts are encoded by a copy of the tokenizer that does not know its control
+tokens, so `<|im_end|>` inside a report is encoded as its characters. The post-processor still adds BOS and EOS, as in
+`AutoTokenizer(text)`. `tokenizer_files.py` reads model folders, `chat.py` renders chats, `detokenizer.py` decodes
+growing sequences.
 
-A control token is an added token that is special, or that the chat template writes (`<think>`,
-`<tool_call>`). Other added tokens (runs of blanks, HTML tags) are ordinary vocabulary and stay parsed.
+A control token is an added token that is special, or that the chat template writes (`<think>`, `<tool_call>`). Other
+added tokens (runs of blanks, HTML tags) are ordinary vocabulary and are parsed.
 """
 
 import json
@@ -28,15 +28,14 @@ from pipeline.tokenization.control_aliases import AliasedTokenizer
 from pipeline.tokenization.tokenizer_files import read_tokenizer_files
 
 _LABEL_LENGTH = 64
-_CONTEXT_TOKENS = 8  # of a prompt that are looked at to encode what follows it: pre-tokenizers look at fewer
+_CONTEXT_TOKENS = 8  # of a prompt, used to encode what follows it: pre-tokenizers look at fewer
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint. Safe to use from several threads; large methods release the GIL.
+    """The tokenizer of one checkpoint. Thread-safe; expensive methods release the GIL.
 
-    eos_token_ids: ids that end a sequence: those of generation_config.json, config.json and the tokenizer
-    together. vocab_size: one more than the largest token id. digest: sha256 over the tokenizer's files and
-    eos_token_ids.
+    eos_token_ids: ids that end a sequence, from generation_config.json, config.json and the tokenizer. vocab_size: the
+    largest token id + 1. digest: sha256 over the tokenizer's files and eos_token_ids.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """`backend` is taken over: its truncation and padding are switched off. See `from_folder`."""
+        """Take ownership of `backend`: truncation and padding are switched off. See `from_folder`."""
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = False
@@ -57,13 +56,13 @@ class Tokenizer:
         self.digest = digest
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self._name = name
-        self._parsing = backend  # knows control tokens: encodes rendered chats, decodes
-        self._bytes = _TokenBytes.of(backend)
+        self._parsing = backend  # knows control tokens; encodes rendered chats and decodes
+        self._bytes = _TokenBytes.from_backend(backend)
         self._control = _control_tokens(backend, chat_template or "")  # id by text
         self._control_ids = frozenset(self._control.values())
         self._literal_json = literal_json = _literal_json(backend, self._control)
         self._literal = tokenizers.Tokenizer.from_str(literal_json)
-        self._literal.encode_special_tokens = True  # that is: encode the text of special tokens as text
+        self._literal.encode_special_tokens = True  # encode the text of special tokens as text
         self._aliased = AliasedTokenizer(literal_json, self._control)
         self._control_re = _any_of(self._control)
         self._leaks_re = _any_of(self._leaking_tokens())
@@ -74,8 +73,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str, chat_template: str | None = None) -> "Tokenizer":
-        """Load the tokenizer of the checkpoint in folder `path`. `chat_template` stands in the place of the
-        checkpoint's own. Raises ModelError when there is no usable tokenizer."""
+        """Load the tokenizer of the checkpoint in folder `path`. `chat_template` replaces the checkpoint's.
+
+        Raises ModelError if there is no usable tokenizer.
+        """
         files = read_tokenizer_files(Path(path))
         return cls(
             files.backend,
@@ -91,7 +92,7 @@ class Tokenizer:
         return self._chat_template is not None
 
     def check_chat_template(self) -> str:
-        """The template. Raises ModelError where the checkpoint has none."""
+        """Return the template. Raises ModelError if the checkpoint has none."""
         if self._chat_template is None:
             raise ModelError(
                 f"{self._name}: the checkpoint has no chat template (chat_template.jinja, or `chat_template` "
@@ -101,47 +102,48 @@ class Tokenizer:
 
     @property
     def end_token_id(self) -> int | None:
-        """What ends a text: the tokenizer's own EOS, with which chat checkpoints end a turn, else the smallest of
-        eos_token_ids; None where there is none."""
+        """Token that ends a text: the tokenizer's EOS, with which chat checkpoints end a turn, else the smallest of
+        eos_token_ids; None without any."""
         own = self._control.get(str(self._special_tokens.get("eos_token")))
         return own if own in self.eos_token_ids else min(self.eos_token_ids, default=None)
 
     @property
     def added_tokens(self) -> Mapping[str, int]:
-        """Text of each token beside the vocabulary proper, special or not, and its id."""
+        """Text and id of each token added to the vocabulary, special or not."""
         return {token.content: token_id for token_id, token in self._parsing.get_added_tokens_decoder().items()}
 
     def token_id(self, text: str) -> int | None:
-        """The one token that is this text: an added one, or what the text alone is encoded as; None: it is several."""
+        """Return the single token of this text, added or encoded; None if the text is several tokens."""
         added = self.added_tokens.get(text)
         ids = [added] if added is not None else self._encode_bare(text)
         return ids[0] if len(ids) == 1 else None
 
     @property
     def control_texts(self) -> Sequence[str]:
-        """The text of each control token."""
+        """Text of each control token."""
         return tuple(self._control)
 
     @property
     def literal_json(self) -> str:
-        """The tokenizer as tokenizer.json has it, with every control token special: none of them is text."""
+        """The tokenizer in the format of tokenizer.json, with every control token special: none of them is text."""
         return self._literal_json
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, every character of it text; BOS and EOS where the tokenizer adds
-        them. Raises ConfigError for a text with half a surrogate pair, which no tokenizer takes.
+        """Encode a plain prompt, all of it as text; BOS and EOS are added if the tokenizer adds them.
+
+        Raises ConfigError for a text with a lone surrogate, which no tokenizer accepts.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"half a surrogate pair at character {error.start} of the text {text!a:.80}: it is not Unicode; decode "
+                f"lone surrogate at character {error.start} of the text {text!a:.80}: it is not valid Unicode; decode "
                 'bytes with errors="replace"'
             ) from None
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, over all cores; releases the GIL."""
+        """Apply `encode` to each text, on all cores; releases the GIL."""
         encoded = [encoding.ids for encoding in self._literal.encode_batch_fast(list(texts))]
         if self._leaks_re is not None:
             for row, text in enumerate(texts):
@@ -151,9 +153,11 @@ class Tokenizer:
         return encoded
 
     def encode_template(self, pieces: Sequence[str]) -> list[int]:
-        """Token ids of a template's literals and, between them, values: control tokens are parsed in a literal alone,
-        every character of a value is text, also where it joins a literal. BOS and EOS where the tokenizer adds them;
-        no second BOS where the text begins with it."""
+        """Encode a template's literals and, between them, values.
+
+        Control tokens are parsed only in literals; values are text, also where they touch a literal. BOS and EOS are
+        added if the tokenizer adds them, but no second BOS if the text begins with one.
+        """
         plain = list(pieces)
         if self._control_re is not None:
             plain[::2] = [self._aliased.aliased(literal, self._control_re) for literal in pieces[::2]]
@@ -163,18 +167,18 @@ class Tokenizer:
         return ids[1:] if is_twice and added[:1] == ids[:1] else ids
 
     def continuation(self, ids: Sequence[int], text: str) -> list[int]:
-        """Token ids of `text` as it follows the prompt `ids`, every character of it text; those of the prompt stay.
+        """Encode `text` as it follows the prompt `ids`, all of it as text; the prompt's tokens do not change.
 
-        A word is other tokens after a blank than at a text's beginning, so the prompt's last tokens are encoded with
-        it. Where its first characters would become one token with the prompt's last ones, and after a control token,
-        it is encoded as a text of its own.
+        After a blank, a word has other tokens than at the beginning of a text, so the prompt's last tokens are encoded
+        with it. If its first characters would merge with the prompt's last ones, and after a control token, it is
+        encoded by itself.
         """
         last = tuple(ids[-_CONTEXT_TOKENS:])
-        of_labels = len(text) <= _LABEL_LENGTH  # a job's prompts end alike, and its labels are the same
-        return list(self._continued(last, text) if of_labels else self._continue(last, text))
+        is_label = len(text) <= _LABEL_LENGTH  # cached: a job's prompts end alike, and its labels repeat
+        return list(self._continued(last, text) if is_label else self._continue(last, text))
 
     def _continue(self, last: tuple[int, ...], text: str) -> list[int]:
-        controls = [place for place, token in enumerate(last) if token in self._control_ids]
+        controls = [index for index, token in enumerate(last) if token in self._control_ids]
         for start in range(controls[-1] + 1 if controls else 0, len(last)):
             context = list(last[start:])
             together = self._encode_bare(self.decode(context) + text)
@@ -183,7 +187,7 @@ class Tokenizer:
         return self._encode_bare(text)
 
     def _encode_bare(self, text: str) -> list[int]:
-        """Without BOS and EOS."""
+        """Encode a text without BOS and EOS."""
         if self._leaks_re is not None and self._leaks_re.search(text):
             return self._aliased.encode(self._aliased.torn(text, self._leaks_re), add_special_tokens=False)
         return self._literal.encode(text, add_special_tokens=False).ids
@@ -197,15 +201,15 @@ class Tokenizer:
         continue_final_message: bool = False,
         now: datetime | None = None,
     ) -> list[int]:
-        """Token ids of a conversation rendered by the checkpoint's chat template.
+        """Encode a conversation rendered by the checkpoint's chat template.
 
-        `system` becomes the first message of a conversation that does not start with a system message of its
-        own. The tokens are those of transformers' `apply_chat_template`, except that control-token text in
-        any string of `messages` or in `system` is encoded as text. Keys whose value is None are left out. With
-        `continue_final_message` a chat that ends with the assistant's turn ends in that turn's text, for the model to
-        go on, without a generation prompt. `now` is what a template that asks for the date is told; without it, such a
-        template is refused. Raises ChatTemplateError when the template refuses the messages, leaves out what they ask
-        for or passes its limits, ModelError when the checkpoint has no template or one that does not parse.
+        `system` becomes the first message unless the conversation starts with a system message. The tokens are those of
+        transformers' `apply_chat_template`, except that control-token text in any string of `messages` or in `system`
+        is encoded as text. Keys whose value is None are left out. With `continue_final_message`, a chat that ends with
+        the assistant's turn ends in the text of that turn, which the model continues, without a generation prompt. now:
+        the date for templates that need it; without it, those are rejected. Raises ChatTemplateError if the template
+        rejects the messages, omits part of them or exceeds its limits, ModelError if the checkpoint has no template or
+        one that does not parse.
         """
         rendered = self._rendered(messages, system, add_generation_prompt, template_kwargs, continue_final_message, now)
         if isinstance(rendered, str):
@@ -226,7 +230,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         now: datetime | None = None,
     ) -> str:
-        """The text that `encode_chat` encodes, for people: control tokens and text that looks like one are alike."""
+        """Return the text that `encode_chat` encodes, for display: control tokens look like the same text in data."""
         rendered = self._rendered(messages, system, add_generation_prompt, template_kwargs, continue_final_message, now)
         return rendered if isinstance(rendered, str) else "".join(text for text, _ in rendered)
 
@@ -255,13 +259,13 @@ class Tokenizer:
         return rendered
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; special tokens are left out and blanks are left as they are."""
+        """Return the text of token ids, without special tokens and with all blanks."""
         if self._bytes is None:
             return self._parsing.decode(list(ids), skip_special_tokens=True)
         return b"".join(map(self._bytes.__getitem__, ids)).decode("utf-8", "replace")
 
     def differs_from(self, other: "Tokenizer") -> str | None:
-        """A token whose id is another one there, told in words; None where each id means the same text in both."""
+        """Describe the first token whose id differs between two tokenizers; None if all ids mean the same text."""
         own, theirs = (each._parsing.get_vocab(with_added_tokens=True) for each in (self, other))
         for token in sorted({*own, *theirs}, key=lambda token: own.get(token, theirs.get(token, 0))):
             if own.get(token) != theirs.get(token):
@@ -274,9 +278,7 @@ class Tokenizer:
             self._renderer.close()
 
     def _leaking_tokens(self) -> dict[str, int]:
-        """Control tokens that the model part makes out of plain text (an SPM vocabulary holds `</s>` as a
-        piece).
-        """
+        """Return control tokens that the model part makes from plain text (an SPM vocabulary contains `</s>`)."""
         unknown = getattr(self._literal.model, "unk_token", None)
         leaking = {}
         for text, token_id in self._control.items():
@@ -291,13 +293,13 @@ class Tokenizer:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """What each token of a byte-level vocabulary is in bytes; empty for special tokens and ids without a token.
+    """Bytes of each token of a byte-level vocabulary; empty for special tokens and ids without a token.
 
-    Byte-level vocabularies (GPT-2's scheme: Llama 3, Qwen) spell every byte as one printable character. The
-    `tokenizers` library looks that up anew in each call; here a token is spelled once, when it is met.
+    Byte-level vocabularies (GPT-2's scheme: Llama 3, Qwen) represent every byte by one printable character. The
+    `tokenizers` library looks that up in each call; here each token is converted once, at its first use.
 
-    `b"".join(map(of.__getitem__, ids)).decode("utf-8", "replace")` is what the library's
-    `decode(ids, skip_special_tokens=True)` gives.
+    `b"".join(map(table.__getitem__, ids)).decode("utf-8", "replace")` equals the library's
+    `decode(ids, skip_special_tokens=True)`.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -306,8 +308,8 @@ class _TokenBytes(dict[int, bytes]):
         self._special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
 
     @classmethod
-    def of(cls, backend: tokenizers.Tokenizer) -> "_TokenBytes | None":
-        """The table of a byte-level tokenizer; None for any other."""
+    def from_backend(cls, backend: tokenizers.Tokenizer) -> "_TokenBytes | None":
+        """Return the table of a byte-level tokenizer; None for any other."""
         return cls(backend) if isinstance(backend.decoder, decoders.ByteLevel) else None
 
     def __missing__(self, token_id: int) -> bytes:
@@ -319,20 +321,20 @@ class _TokenBytes(dict[int, bytes]):
             return b""
         try:
             return bytes(self._byte_of[character] for character in token)
-        except KeyError:  # an added token is its own text where a character of it spells no byte
+        except KeyError:  # an added token with a character that represents no byte is its own text
             return token.encode()
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's spelling (`bytes_to_unicode`, Radford et al. 2019): printable Latin-1 stands for itself, the other bytes
-    in their order for the characters from 256 on."""
+    """Return GPT-2's mapping (`bytes_to_unicode`, Radford et al. 2019): printable Latin-1 maps to itself, the other
+    bytes in order to the characters from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def _literal_json(backend: tokenizers.Tokenizer, control: Mapping[str, int]) -> str:
-    """The tokenizer with every control token special, so that `encode_special_tokens` covers each of them."""
+    """Serialize the tokenizer with every control token special, so that `encode_special_tokens` covers all of them."""
     spec = json.loads(backend.to_str())
     for token in spec["added_tokens"]:
         token["special"] = token["special"] or token["content"] in control
@@ -348,6 +350,6 @@ def _control_tokens(backend: tokenizers.Tokenizer, chat_template: str) -> dict[s
 
 
 def _any_of(tokens: Mapping[str, int]) -> re.Pattern[str] | None:
-    """Matches the longest of the texts at the leftmost place, as the tokenizer's own search does."""
+    """Match the longest of the texts at the leftmost position, like the tokenizer's own search."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

@@ -1,6 +1,6 @@
-"""The tokenizer's files in a model folder: from these alone, no network, no foreign code.
+"""Reading of a tokenizer from a model folder, without network access or untrusted code.
 
-Owns which files count, what may be in them, which ids end a sequence, and the digest of all of it.
+Defines which files count and their size limits, which ids end a sequence, and the digest of all of it.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from pipeline.checkpoints.file_checks import MAX_JSON_BYTES, checked_file, read_
 from pipeline.errors import ModelError
 from pipeline.tokenization.transformers_without_torch import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
-# Everything that can change which tokens a text becomes, or where generation ends.
+# All files that can change the tokens of a text, or where generation ends.
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -26,7 +26,7 @@ _FILES = (
     "generation_config.json",
 )
 
-# The largest of today's are a quarter of this; any other file is held to the bound of a config.json.
+# Four times the size of the largest known ones; any other file has the limit of a config.json.
 _LARGE_FILES: dict[str, int] = dict.fromkeys(
     ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"), 128 << 20
 )
@@ -34,8 +34,11 @@ _LARGE_FILES: dict[str, int] = dict.fromkeys(
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """eos_token_ids: ids that end a sequence, of all files together. digest: sha256 over the files and these ids.
-    special_tokens: by name (`bos_token`), as chat templates ask for them."""
+    """Contents of a tokenizer's files.
+
+    eos_token_ids: ids that end a sequence, from all files. digest: sha256 over the files and these ids.
+    special_tokens: by name (`bos_token`), for chat templates.
+    """
 
     backend: tokenizers.Tokenizer
     eos_token_ids: frozenset[int]
@@ -45,13 +48,13 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Raises ModelError when there is no usable tokenizer.json."""
+    """Read the tokenizer of a model folder. Raises ModelError if there is no usable tokenizer.json."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: expected a checkpoint folder with a tokenizer.json, found no such folder")
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(
             f"{folder}: no tokenizer.json. Expected a Hugging Face checkpoint with a fast tokenizer; an "
-            "older one is converted by AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            "older one can be converted by AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     _check_files(folder)
     config = _read_json(folder / "config.json")
@@ -74,7 +77,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 
 
 def _check_files(folder: Path) -> None:
-    """Nothing that transformers may look at is a link to elsewhere, a device or larger than such a file is."""
+    """Check that no file that transformers may read is a link out of the folder, a device or too large."""
     for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if file.suffix in (".json", ".jinja", ".txt", ".model"):
             try:
@@ -84,10 +87,10 @@ def _check_files(folder: Path) -> None:
 
 
 def _bare_config(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> PreTrainedConfig:
-    """What of config.json chooses a tokenizer's class, and nothing that transformers would build lists from.
+    """Return a config with only the fields of config.json that select the tokenizer's class.
 
-    A family's own config class is needed only where tokenizer_config.json names no class: to import it takes as long
-    as torch does, since it brings the compiler and much else with it.
+    A family's own config class is needed only if tokenizer_config.json names no class: importing it takes as long as
+    importing torch, since it brings in the compiler and much else.
     """
     model_type, tokenizer_class = config.get("model_type"), config.get("tokenizer_class")
     bare = PreTrainedConfig()

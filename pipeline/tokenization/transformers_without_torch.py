@@ -1,8 +1,8 @@
-"""transformers' AutoTokenizer and what it needs of configurations, without an import of torch.
+"""transformers' AutoTokenizer and the configuration classes that it needs, without importing torch.
 
-Its configuration classes import torch to name types, which takes longer than all the rest of `pipeline validate`, and
-the processes of a job that have no engine need none. So while transformers is imported, torch is a stand-in that
-becomes the real one at the first use of a name of it. Afterwards `import torch` gives the real one anywhere.
+transformers' configuration classes import torch to name types, which takes longer than the rest of `pipeline validate`,
+and a job's processes without an engine do not need it. While transformers is imported, torch is a stand-in that becomes
+the real module when one of its names is first used. Afterwards `import torch` imports the real module everywhere.
 """
 
 import importlib
@@ -24,7 +24,7 @@ def _forget(stand_in: ModuleType) -> None:
 
 
 _stand_in = _TorchWhenUsed("torch")
-_stand_in.__spec__ = importlib.util.find_spec("torch")  # transformers asks whether torch is installed
+_stand_in.__spec__ = importlib.util.find_spec("torch")  # transformers checks whether torch is installed
 sys.modules.setdefault("torch", _stand_in)
 try:
     from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig

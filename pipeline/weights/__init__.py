@@ -1,1 +1,1 @@
-"""Readers of quantized checkpoints: each format's tensors become the packed weights that kernels take."""
+"""Readers of quantized checkpoints: they convert each format's tensors to the packed weights that kernels read."""

@@ -1,11 +1,11 @@
-"""AutoAWQ checkpoints -> packed weights.
+"""Reader of AutoAWQ checkpoints.
 
 Layouts for a linear of K inputs, N outputs and groups of g; weight = (q - z) * scale.
 
 `gemm` (AutoAWQ, `awq/modules/linear/gemm.py`): `qweight` (K, N/8) int32, `qzeros` (K/g, N/8) int32, `scales` (K/g, N);
-part i of an int32 holds output ORDER[i] of its eight.
+part i of an int32 is output ORDER[i] of its eight.
 `gemv` (`gemv.py`): `qweight` (N, K/8) int32, eight inputs from the lowest bits on; `qzeros` (N, W) int32, eight groups
-a word, `scales` (N, 8 W), both filled up to W words of groups, a multiple of 128 / g where g is less.
+per word, `scales` (N, 8 W), both padded to W words of groups, a multiple of 128 / g if g is smaller.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class AwqFormat:
-    """The quantization_config of an AutoAWQ checkpoint, checked. `group_size` None: one group of all inputs."""
+    """Validated quantization_config of an AutoAWQ checkpoint. `group_size` None: one group of all inputs."""
 
     group_size: int | None
     zero_point: bool
@@ -40,7 +40,7 @@ class AwqFormat:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> "AwqFormat":
-        """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
+        """Read the `quantization_config` of `path`. Raises ModelError naming an unsupported field."""
         older = {"bits": config.get("w_bit"), "group_size": config.get("q_group_size")}
         options = Fields(
             {**older, **config, "version": str(config.get("version", "gemm")).lower()}, path, "quantization_config"
@@ -59,17 +59,17 @@ class AwqFormat:
         return f"AWQ int4, {groups_text(self.group_size)}"
 
     def read_linear(self, linear: StoredLinear) -> LinearWeight:
-        """One linear: dense where the checkpoint has no quantized tensors of that name.
+        """Read one linear; dense if the checkpoint has no quantized tensors of that name.
 
-        A symmetric checkpoint (`zero_point` false) has zeros of 8; its qzeros are absent or empty (all bits zero).
-        Raises ModelError when a tensor's type or shape is not the layout's for the linear's shape.
+        In a symmetric checkpoint (`zero_point` false) zeros are 8; its qzeros are absent or empty (all bits zero).
+        Raises ModelError if a tensor's type or shape does not fit the layout and the linear's shape.
         """
         if not any(suffix in linear for suffix in SUFFIXES):
             return linear.dense()
         n, k = linear.shape_NK
         size = linear.group_size(self.group_size)
         if n % 8 or k % 8:
-            raise ModelError(f"{linear.prefix}: {n} outputs and {k} inputs do not divide into packs of 8")
+            raise ModelError(f"{linear.prefix}: {n} outputs and {k} inputs: expected multiples of 8")
         read = _read_gemv if self.version == "gemv" else _read_gemm
         q_NK, scales_NG, zeros_NG = read(linear, size, self.zero_point or "qzeros" in linear)
         if zeros_NG is None or not (self.zero_point or bool(zeros_NG.any())):

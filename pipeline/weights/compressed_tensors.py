@@ -1,17 +1,17 @@
-"""compressed-tensors checkpoints (llm-compressor) -> packed weights.
+"""Reader of compressed-tensors checkpoints (llm-compressor).
 
-Layouts for K inputs, N outputs, G groups (compressed-tensors, `compressors/`), by a group of linears' `format`:
-`pack-quantized`: `weight_packed` (N, K/p) int32, p = 32 / bits integers a word from the lowest bits on, each moved up
-by half its range; `weight_scale` (N, G), `weight_shape` (N, K) as two integers; where not symmetric
-`weight_zero_point` (N/p, G) int32, packed in the same way along N; `weight_g_idx` (K,) int32, the group of each input,
-where inputs were ordered by activation.
+Layouts for K inputs, N outputs, G groups (compressed-tensors, `compressors/`), by the `format` of a group of linears:
+`pack-quantized`: `weight_packed` (N, K/p) int32, p = 32 / bits integers per word from the lowest bits on, each
+increased by half its range; `weight_scale` (N, G), `weight_shape` (N, K) as two integers; if not symmetric,
+`weight_zero_point` (N/p, G) int32, packed the same way along N; `weight_g_idx` (K,) int32, the group of each input, if
+inputs were ordered by activation.
 `int-quantized`: `weight` (N, K) int8, `weight_scale`, and `weight_zero_point` as int8.
-`float-quantized`: `weight` (N, K) float8_e4m3fn and its scales, as `fp8.py` has them.
+`float-quantized`: `weight` (N, K) float8_e4m3fn and its scales, as in `fp8.py`.
 `naive-quantized`: one of these two, by the weights' `type`.
-weight = (q - zero) * scale. G is 1 where there is a scale for each output; one for the whole weight is (1,).
+weight = (q - zero) * scale. G is 1 for one scale per output; a scale for the whole weight is (1,).
 
-Weights alone are served: a checkpoint that wants its activations in 8 bits too is computed with them as they come,
-which is closer to the model it was made from.
+Only weights are quantized: activations of a checkpoint made for 8-bit activations are not rounded, which is closer to
+the original model.
 """
 
 import re
@@ -28,13 +28,13 @@ from pipeline.weights.packed import GroupIntWeight, LinearWeight
 from pipeline.weights.tensor_reader import StoredLinear, groups_text, input_order, unpack_words
 
 PACKED, INTEGERS, FLOATS8, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
-FORMATS = (PACKED, INTEGERS, FLOATS8, NAIVE)  # naive: integers or floats of 8 bits, activations as they come
+FORMATS = (PACKED, INTEGERS, FLOATS8, NAIVE)  # naive: 8-bit integers or floats without rounded activations
 STRATEGIES = ("tensor", "channel", "group", "block")
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one group of linears is stored. `group_size` None: a scale for each output, or for the whole weight.
+    """Storage of one group of linears. `group_size` None: one scale per output, or for the whole weight.
 
     `targets` are module names, patterns ("re:...") or the class of all linears.
     """
@@ -54,7 +54,7 @@ class Modules:
     patterns: tuple[re.Pattern[str], ...]
 
     def rank(self, prefix: str) -> int:
-        """0: named; 1: by a pattern; 2: as a linear; 3: not at all. As compressed-tensors ranks its targets."""
+        """Rank a match as compressed-tensors does: 0 by name, 1 by pattern, 2 as a linear, 3 none."""
         if prefix in self.names:
             return 0
         if any(pattern.match(prefix) for pattern in self.patterns):
@@ -64,7 +64,7 @@ class Modules:
 
 @dataclass(frozen=True)
 class CompressedFormat:
-    """The quantization_config of a compressed-tensors checkpoint, checked."""
+    """Validated quantization_config of a compressed-tensors checkpoint."""
 
     schemes: tuple[Scheme, ...]
     ignored: Modules
@@ -85,14 +85,14 @@ class CompressedFormat:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> "CompressedFormat":
-        """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
+        """Read the `quantization_config` of `path`. Raises ModelError naming an unsupported field."""
         options = Fields(config, path, "quantization_config")
         options.one_of("quant_method", ("compressed-tensors",))
         options.one_of("quantization_status", ("compressed", "frozen"), "compressed")
         if options.section("sparsity_config").values.get("format", "dense") != "dense":
-            raise options.refuse("sparsity_config", "none, or the format dense: sparse weights are not served")
+            raise options.refuse("sparsity_config", "none, or the format dense: sparse weights are not supported")
         if options.section("transform_config").values.get("config_groups"):
-            raise options.refuse("transform_config", "none: transforms of activations are not served")
+            raise options.refuse("transform_config", "none: transforms of activations are not supported")
         groups = options.section("config_groups")
         if not groups.values:
             raise options.refuse("config_groups", "at least one group")
@@ -101,26 +101,26 @@ class CompressedFormat:
         return cls(schemes, _modules(options, "ignore"))
 
     def __str__(self) -> str:
-        kinds = dict.fromkeys(_shown(scheme) for scheme in self.schemes)
+        kinds = dict.fromkeys(_scheme_text(scheme) for scheme in self.schemes)
         return f"compressed-tensors {' and '.join(kinds)}"
 
     def read_linear(self, linear: StoredLinear) -> LinearWeight:
-        """One linear: dense where the checkpoint has no quantized tensors of that name.
+        """Read one linear; dense if the checkpoint has no quantized tensors of that name.
 
-        Raises ModelError when a tensor's type or shape is not the scheme's for the linear's shape.
+        Raises ModelError if a tensor's type or shape does not fit the scheme and the linear's shape.
         """
         if "weight_packed" not in linear and "weight_scale" not in linear:
             return linear.dense()
         scheme = min(self.schemes, key=lambda scheme: scheme.targets.rank(linear.prefix))
         if scheme.targets.rank(linear.prefix) == 3 or self.ignored.rank(linear.prefix) < 2:
-            raise ModelError(f"{linear.prefix}: stored quantized, but its quantization_config has no scheme for it")
+            raise ModelError(f"{linear.prefix}: stored quantized, but quantization_config has no scheme for it")
         if scheme.format == FLOATS8:
             return read_float8(linear, "weight_scale", scheme.block)
         size, half = linear.group_size(scheme.group_size), 1 << (scheme.bits - 1)
         if scheme.format == PACKED:
             q_NK = _packed(linear, scheme.bits)
         else:
-            q_NK = _moved_up(linear.take("weight", [linear.shape_NK], [torch.int8]), half)
+            q_NK = _to_unsigned(linear.take("weight", [linear.shape_NK], [torch.int8]), half)
         shapes = _group_shapes(linear, size)
         scales_NG = _by_group(linear.scales("weight_scale", shapes), shapes[0])
         zeros_NG = torch.full_like(scales_NG, half)
@@ -137,7 +137,7 @@ class CompressedFormat:
 
 def _scheme(group: Fields, default_format: object) -> Scheme:
     given = {key: value for key, value in group.values.items() if value is not None}
-    inner = Fields({"format": default_format} | given, group.path, group.where)
+    inner = Fields({"format": default_format} | given, group.path, group.key_path)
     form = inner.one_of("format", FORMATS)
     weights = inner.section("weights")
     is_float = form == FLOATS8 or (form == NAIVE and weights.values.get("type") == "float")
@@ -165,7 +165,7 @@ def _modules(options: Fields, name: str) -> Modules:
     return Modules(frozenset(texts), tuple(options.pattern(name, text) for text in patterns))
 
 
-def _shown(scheme: Scheme) -> str:
+def _scheme_text(scheme: Scheme) -> str:
     if scheme.format != FLOATS8:
         return f"int{scheme.bits}, {groups_text(scheme.group_size)}"
     return fp8_text(scheme.block)
@@ -175,16 +175,16 @@ def _packed(linear: StoredLinear, bits: int) -> torch.Tensor:
     (n, k), parts = linear.shape_NK, 32 // bits
     stored = linear.take("weight_shape", [(2,)], [torch.int64, torch.int32]).tolist()
     if tuple(stored) != linear.shape_NK:
-        raise linear.refuse("weight_shape", f"says {tuple(stored)}, expected {linear.shape_NK}")
+        raise linear.refuse("weight_shape", f"is {tuple(stored)}, expected {linear.shape_NK}")
     return unpack_words(linear.take("weight_packed", [(n, -(-k // parts))]), bits)[:, :k].contiguous()
 
 
-def _moved_up(signed: torch.Tensor, half: int) -> torch.Tensor:
+def _to_unsigned(signed: torch.Tensor, half: int) -> torch.Tensor:
     return (signed.to(torch.int16) + half).to(torch.uint8)
 
 
 def _group_shapes(linear: StoredLinear, size: int) -> list[tuple[int, ...]]:
-    """(N, G), and what else one value for each output or for the whole weight may be stored as."""
+    """Return (N, G), and the other shapes in which one value per output or per weight may be stored."""
     n, groups = linear.shape_NK[0], linear.shape_NK[1] // size
     return [(n, groups), *([(), (1,), (1, 1), (n,)] if groups == 1 else [])]
 
@@ -194,17 +194,17 @@ def _by_group(values: torch.Tensor, shape_NG: tuple[int, ...]) -> torch.Tensor:
 
 
 def _zeros(linear: StoredLinear, shapes: list[tuple[int, ...]], scheme: Scheme) -> torch.Tensor:
-    """(N, G) float32, moved up as the weights are. Older files have them as int8, those of symmetric weights too."""
+    """Read the zeros (N, G) as float32, unsigned like the weights. Older files store int8, even if symmetric."""
     (n, groups), half = shapes[0], 1 << (scheme.bits - 1)
     packed = (-(-n * scheme.bits // 32), groups)
     zeros = linear.tensors.take(f"{linear.prefix}.weight_zero_point")
     if zeros.dtype == torch.int32 and tuple(zeros.shape) == packed:
         zeros_NG = unpack_words(zeros.t(), scheme.bits)[:, :n].t()
     elif zeros.dtype == torch.int8 and tuple(zeros.shape) in shapes:
-        zeros_NG = _by_group(_moved_up(zeros, half), shapes[0])
+        zeros_NG = _by_group(_to_unsigned(zeros, half), shapes[0])
     else:
         found = f"found {tuple(zeros.shape)} {zeros.dtype}"
         raise linear.refuse("weight_zero_point", f"{found}, expected {packed} torch.int32 or {shapes[0]} torch.int8")
     if scheme.symmetric and bool((zeros_NG != half).any()):
-        raise linear.refuse("weight_zero_point", "not zero, where its quantization_config says symmetric")
+        raise linear.refuse("weight_zero_point", "not zero, but quantization_config says symmetric")
     return zeros_NG.to(torch.float32).contiguous()

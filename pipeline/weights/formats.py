@@ -1,4 +1,4 @@
-"""Which reader a checkpoint's `quantization_config` asks for. What is not here is refused by name."""
+"""Selection of the reader for a checkpoint's `quantization_config`. Other formats are rejected by name."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +15,11 @@ from pipeline.weights.tensor_reader import StoredLinear
 
 
 class QuantFormat(Protocol):
-    """How the linears of a model are quantized, to read (`str`) and to read them with.
+    """Quantization of a model's linears: a description (`str`) and a reader.
 
-    `bits` of a weight, and the inputs that share a scale (None: all of an output's); the widest and the smallest where
-    linears differ. `has_activations`: the checkpoint is made for activations in 8 bits. `unused`: last parts of the
-    names of tensors that say nothing about weights.
+    bits: of a weight. group_size: inputs that share a scale; None: all of an output's. If linears differ, these are the
+    most bits and the smallest group. has_activations: the checkpoint is made for 8-bit activations. unused: suffixes of
+    tensor names that do not concern weights.
     """
 
     @property
@@ -40,22 +40,21 @@ READERS: dict[str, Callable[[dict[str, Any], Path], QuantFormat]] = {
     "compressed-tensors": CompressedFormat.from_config,
     "fp8": Fp8Format.from_config,
 }
-"""quant_method -> the format that its options describe."""
+"""Constructors of formats from their options, by quant_method."""
 
 
 def is_int4(quantization: QuantFormat | None) -> bool:
-    """Whether linears are 4-bit integers, which have kernels of their own. Those of nf4 have 4 bits and are not."""
+    """Return whether linears are 4-bit integers, for which there are kernels. nf4 has 4 bits, but no integers."""
     is_codebook = isinstance(quantization, RoundToNearest) and quantization.method == "nf4"
     return quantization is not None and quantization.bits == 4 and not is_codebook
 
 
 def read_format(config: dict[str, Any], path: Path) -> QuantFormat:
-    """The format that the `quantization_config` in `path` describes. Raises ModelError for what is not served."""
+    """Return the format of the `quantization_config` in `path`. Raises ModelError for an unsupported one."""
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in READERS:
         raise ModelError(
-            f"{path}: quantization_config.quant_method = {method!r:.200} is not served; served are "
-            f"{', '.join(READERS)}, and 16- and 32-bit checkpoints, with model.quantization where they shall be made "
-            "smaller while they are loaded"
+            f"{path}: quantization_config.quant_method = {method!r:.200} is not supported; expected one of "
+            f"{', '.join(READERS)}, or a 16- or 32-bit checkpoint, which model.quantization can quantize at load"
         )
     return READERS[method](config, path)

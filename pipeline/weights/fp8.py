@@ -1,10 +1,10 @@
-"""Checkpoints of float8_e4m3fn weights -> packed weights.
+"""Reader of checkpoints with float8_e4m3fn weights.
 
-Layout: `weight` (N, K) float8_e4m3fn, and its scales in float32, float16, bfloat16 or float8_e8m0fnu, as
-`weight_scale_inv` (N/b, K/b), rounded up, for blocks of b x b (DeepSeek, transformers' `FineGrainedFP8Config`; by
-its name the inverse of what the weight was divided by), or as `weight_scale`, () or (1,) for the whole weight, (N,) or
-(N, 1) for each output. weight = value * scale. Whatever scales of activations a checkpoint holds are not used: they are
-computed as they come.
+Layout: `weight` (N, K) float8_e4m3fn, and its scales in float32, float16, bfloat16 or float8_e8m0fnu: as
+`weight_scale_inv` (N/b, K/b), rounded up, for blocks of b x b (DeepSeek, transformers' `FineGrainedFP8Config`; named
+after the inverse of what the weight was divided by), or as `weight_scale`, () or (1,) for the whole weight, (N,) or
+(N, 1) for one per output. weight = value * scale. Scales of activations are ignored, because activations are not
+rounded.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ ACTIVATION_SCALES = ("input_scale", "activation_scale", "k_scale", "v_scale", "q
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """The quantization_config of an fp8 checkpoint, checked. `block` None: a scale for a weight or for each output."""
+    """Validated quantization_config of an fp8 checkpoint. `block` None: one scale per weight or per output."""
 
     block: tuple[int, int] | None
     bits: int = 8
@@ -37,20 +37,20 @@ class Fp8Format:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> "Fp8Format":
-        """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
+        """Read the `quantization_config` of `path`. Raises ModelError naming an unsupported field."""
         options = Fields(config, path, "quantization_config")
         options.one_of("quant_method", ("fp8",))
         options.one_of("fmt", ("e4m3",), "e4m3")
         options.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
         for name in ("modules_to_not_convert", "ignored_layers"):
-            options.names(name)  # the type of such a weight says it too
+            options.names(name)  # only checked: the type of such a weight shows that it is not quantized
         return cls(block_of(options, "weight_block_size"))
 
     def __str__(self) -> str:
         return fp8_text(self.block)
 
     def read_linear(self, linear: StoredLinear) -> LinearWeight:
-        """One linear: dense where its weight has no scales. Raises ModelError for what is not this layout."""
+        """Read one linear; dense if its weight has no scales. Raises ModelError if it does not fit the layout."""
         for suffix in SCALES:
             if suffix in linear:
                 return read_float8(linear, suffix, self.block)
@@ -58,12 +58,12 @@ class Fp8Format:
 
 
 def fp8_text(block: tuple[int, int] | None) -> str:
-    """How weights in fp8 are scaled, to read."""
+    """Describe the scales of fp8 weights."""
     return "fp8 (e4m3)" if block is None else f"fp8 (e4m3), blocks of {block[0]}x{block[1]}"
 
 
 def block_of(options: Fields, name: str) -> tuple[int, int] | None:
-    """(outputs, inputs) of a block; None where there is no such key."""
+    """Return (outputs, inputs) of a block; None without such a key."""
     block = options.values.get(name)
     if block is None:
         return None
@@ -74,11 +74,11 @@ def block_of(options: Fields, name: str) -> tuple[int, int] | None:
 
 
 def read_float8(linear: StoredLinear, scale: str, block: tuple[int, int] | None) -> Fp8Weight:
-    """One linear with its scales in `prefix`.<scale>; `block` as in `Fp8Format`."""
+    """Read one linear with its scales in `prefix`.<scale>; `block` as in `Fp8Format`."""
     n, k = linear.shape_NK
     value_NK = linear.take("weight", [(n, k)], [torch.float8_e4m3fn])
     if bool(((value_NK.view(torch.uint8) & 0x7F) == 0x7F).any()):
-        raise linear.refuse("weight", "holds values that are no numbers")
+        raise linear.refuse("weight", "contains NaN")
     shapes = [(), (1,), (1, 1), (n,), (n, 1)] if block is None else [(-(-n // block[0]), -(-k // block[1]))]
     scales = linear.scales(scale, shapes, SCALE_TYPES)
     if block is not None:

@@ -1,4 +1,4 @@
-"""The canonical weights of a linear layer: checkpoint formats are converted to these, kernels read only these.
+"""Canonical weights of a linear layer: readers convert checkpoint formats to these, and kernels read only these.
 
 Shapes: N output features, K input features, g group size, G groups, C entries of a codebook.
 """
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class DenseWeight:
-    """`weight_NK` in a floating type; y = x @ weight.T + bias."""
+    """Dense weight `weight_NK` in a floating type; y = x @ weight.T + bias."""
 
     weight_NK: torch.Tensor
     bias_N: torch.Tensor | None = None
@@ -24,18 +24,18 @@ class DenseWeight:
         return self.weight_NK.shape[1]
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight itself in `dtype`."""
+        """Return the weight in `dtype`."""
         return self.weight_NK.to(dtype)
 
 
 @dataclass(frozen=True)
 class GroupIntWeight:
-    """Unsigned 4- or 8-bit integers with a scale and a zero point for each group of `group_size` inputs of an output.
+    """Unsigned 4- or 8-bit integers with a scale and a zero point per output and group of `group_size` inputs.
 
-    weight = (q_NK - zeros_NG) * scales_NG, the group index being k // group_size. `q_NK` holds one value a byte,
-    `zeros_NG` integers in the type of the scales (float32), so that symmetric checkpoints are zeros of 8, or of 128.
-    A scale for each output alone is one group of K inputs. Where `input_order_K` is given, column j of `q_NK` is input
-    input_order_K[j]: checkpoints whose groups are not of neighbouring inputs; y = x[:, input_order_K] @ that.T + bias.
+    weight = (q_NK - zeros_NG) * scales_NG, with the group index k // group_size. `q_NK` has one value per byte,
+    `zeros_NG` integers in the type of the scales (float32); in symmetric checkpoints they are 8 or 128. One scale per
+    output means one group of K inputs. If `input_order_K` is given, column j of `q_NK` is input input_order_K[j], for
+    checkpoints whose groups are not contiguous: y = x[:, input_order_K] @ weight.T + bias.
     """
 
     q_NK: torch.Tensor
@@ -55,10 +55,10 @@ class GroupIntWeight:
         return self.q_NK.shape[1]
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight as a dense (N, K) tensor: exact in float32, rounded once when `dtype` is narrower."""
+        """Return the weight as a dense (N, K) tensor: exact in float32, rounded once if `dtype` is narrower."""
         n, k = self.q_NK.shape
         q_NGg = self.q_NK.view(n, k // self.group_size, self.group_size).to(torch.float32)
-        q_NGg.sub_(self.zeros_NG.unsqueeze(-1)).mul_(self.scales_NG.unsqueeze(-1))  # in place: 4 bytes a weight
+        q_NGg.sub_(self.zeros_NG.unsqueeze(-1)).mul_(self.scales_NG.unsqueeze(-1))  # in place: 4 bytes per weight
         w_NK = q_NGg.view(n, k).to(dtype)
         if self.input_order_K is None:
             return w_NK
@@ -67,9 +67,9 @@ class GroupIntWeight:
 
 @dataclass(frozen=True)
 class CodebookWeight:
-    """4-bit codes of `codebook_C` (16 float32 values) with a scale for each group of `group_size` inputs of an output.
+    """4-bit codes of `codebook_C` (16 float32 values) with a scale per output and group of `group_size` inputs.
 
-    weight = codebook_C[code_NK] * scales_NG, the group index being k // group_size; one code (0..15) a byte.
+    weight = codebook_C[code_NK] * scales_NG, with the group index k // group_size; one code (0..15) per byte.
     """
 
     code_NK: torch.Tensor
@@ -87,7 +87,7 @@ class CodebookWeight:
         return self.code_NK.shape[1]
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight as a dense (N, K) tensor, rounded once to float32, once more when `dtype` is narrower."""
+        """Return the weight as a dense (N, K) tensor, rounded to float32, and again if `dtype` is narrower."""
         n, k = self.code_NK.shape
         value_NGg = self.codebook_C[self.code_NK.to(torch.int32)].view(n, -1, self.group_size)
         return value_NGg.mul_(self.scales_NG.unsqueeze(-1)).view(n, k).to(dtype)
@@ -95,10 +95,10 @@ class CodebookWeight:
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """float8_e4m3fn values with a float32 scale for each block of `block` (outputs, inputs).
+    """float8_e4m3fn values with a float32 scale per block of `block` (outputs, inputs).
 
-    weight[n, k] = value_NK[n, k] * scales_RG[n // block[0], k // block[1]]; the last blocks may be cut off by the
-    weight's edge. A scale for the whole weight is a block of (N, K), one for each output a block of (1, K).
+    weight[n, k] = value_NK[n, k] * scales_RG[n // block[0], k // block[1]]; the last blocks may be incomplete. A scale
+    for the whole weight is a block of (N, K), one per output a block of (1, K).
     """
 
     value_NK: torch.Tensor
@@ -116,11 +116,11 @@ class Fp8Weight:
 
     @property
     def scales_NG(self) -> torch.Tensor:
-        """Each output's own scales: a row of blocks repeated for the outputs in it."""
+        """Scales of each output: rows of blocks repeated for the outputs in them."""
         return self.scales_RG.repeat_interleave(self.block[0], 0)[: self.out_features]
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight as a dense (N, K) tensor, rounded once to float32, once more when `dtype` is narrower."""
+        """Return the weight as a dense (N, K) tensor, rounded to float32, and again if `dtype` is narrower."""
         scale_NK = self.scales_NG.repeat_interleave(self.block[1], 1)[:, : self.in_features]
         return self.value_NK.to(torch.float32).mul_(scale_NK).to(dtype)
 
@@ -129,10 +129,10 @@ LinearWeight = DenseWeight | GroupIntWeight | CodebookWeight | Fp8Weight
 
 
 def concatenate(parts: list[LinearWeight]) -> LinearWeight:
-    """Fuse linears that read the same input (q, k, v; gate and up) into one with their outputs side by side.
+    """Fuse linears that read the same input (q, k, v; gate and up) into one, by concatenating their outputs.
 
-    Parts of one form (kind, bits, group size, order of inputs) stay in it. Others become one dense weight, in float32
-    where one of them was quantized, so that each output still computes what its own weight would.
+    Parts of one form (kind, bits, group size, order of inputs) keep it. Others become one dense weight, in float32 if
+    one of them was quantized, so that each output still computes what its own weight would.
     """
     biases = [p.bias_N for p in parts]
     if any(b is not None for b in biases):
@@ -186,7 +186,7 @@ def _fused_codebooks(parts: list[LinearWeight], bias_N: torch.Tensor | None) -> 
 
 
 def _fused_fp8(parts: list[LinearWeight], bias_N: torch.Tensor | None) -> Fp8Weight | None:
-    """With a scale row for each output where blocks of several outputs do not end where the parts do."""
+    """Fuse fp8 weights, with one row of scales per output if parts do not end at block borders."""
     floats = [p for p in parts if isinstance(p, Fp8Weight)]
     if len(floats) < len(parts) or len({p.block[1] for p in floats}) > 1:
         return None

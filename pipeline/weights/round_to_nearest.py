@@ -1,11 +1,11 @@
-"""Quantizing a plain checkpoint while it is loaded: each weight goes to the nearest value that its form has.
+"""Quantization of a plain checkpoint at load: each weight is rounded to the nearest value of its form.
 
-No calibration, so no data and no time; a checkpoint that was quantized with calibration loses less. The output
-embedding (`lm_head`) stays as it is, as other tools leave it too.
+It needs no calibration, so no data and no time, but loses more than a checkpoint quantized with calibration. The output
+embedding (`lm_head`) is not quantized, as in other tools.
 
-int8: symmetric, q - 128 from -127 to 127, a scale for each output. int4-rtn: q from 0 to 15 and a zero point, in groups
-of 128 inputs. nf4: the 16 quantiles of a normal distribution in Dettmers et al., "QLoRA" (arXiv 2305.14314, appendix
-E), times the largest magnitude of a block of 64 inputs.
+int8: symmetric, q - 128 from -127 to 127, one scale per output. int4-rtn: q from 0 to 15 and a zero point, in groups of
+128 inputs. nf4: the 16 quantiles of a normal distribution in Dettmers et al., "QLoRA" (arXiv 2305.14314, appendix E),
+times the largest magnitude of a block of 64 inputs.
 """
 
 from dataclasses import dataclass
@@ -34,12 +34,12 @@ NF4 = (
     1.0,
 )
 METHODS: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4-rtn": (4, 128), "nf4": (4, 64)}
-"""Bits, and inputs that share a scale where they divide; None: all of an output's."""
+"""Bits and inputs per scale, if the number of inputs is a multiple; None: all inputs of an output."""
 
 
 @dataclass(frozen=True)
 class RoundToNearest:
-    """One of METHODS."""
+    """Quantization at load by one of METHODS."""
 
     method: str
     has_activations: bool = False
@@ -57,18 +57,18 @@ class RoundToNearest:
         return f"{self.method} made on load, {groups_text(self.group_size)}"
 
     def read_linear(self, linear: StoredLinear) -> LinearWeight:
-        """One linear. Raises ModelError for one that is not plain, or holds what is no finite number."""
+        """Quantize one linear. Raises ModelError if it is not plain, or contains infinities or NaN."""
         dense = linear.dense()
         if linear.prefix == "lm_head":
             return dense
         weight_NK = dense.weight_NK.to(torch.float32)
         if not bool(torch.isfinite(weight_NK).all()):
-            raise linear.refuse("weight", "holds infinities or values that are no numbers")
+            raise linear.refuse("weight", "contains infinities or NaN")
         return {"int8": int8, "int4-rtn": int4, "nf4": nf4}[self.method](weight_NK, linear.bias_N)
 
 
 def int8(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> GroupIntWeight:
-    """The nearest of 255 values for each weight (N, K) in float32, with a scale for each output."""
+    """Round each weight (N, K) in float32 to the nearest of 255 values, with one scale per output."""
     scale_N1 = _not_zero(weight_NK.abs().amax(1, keepdim=True) / 127)
     q_NK = (weight_NK / scale_N1).round_().clamp_(-127, 127).add_(128)
     zeros_N1 = torch.full_like(scale_N1, 128.0)
@@ -76,9 +76,9 @@ def int8(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> GroupIntWeight
 
 
 def int4(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> GroupIntWeight:
-    """The nearest of 16 values for each weight (N, K) in float32, with a scale and a zero point for each group.
+    """Round each weight (N, K) in float32 to the nearest of 16 values, with a scale and a zero point per group.
 
-    Zero is one of the values: the range of a group is made to hold it.
+    Zero is one of the values: the range of a group is extended to include it.
     """
     weight_NGg = _grouped(weight_NK, 128)
     low_NG1 = weight_NGg.amin(-1, keepdim=True).clamp_max(0)
@@ -91,7 +91,7 @@ def int4(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> GroupIntWeight
 
 
 def nf4(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> CodebookWeight:
-    """The nearest value of NF4 for each weight (N, K) in float32, times its block's largest magnitude."""
+    """Round each weight (N, K) in float32 to the nearest value of NF4, times its block's largest magnitude."""
     weight_NGg = _grouped(weight_NK, 64)
     scale_NG1 = _not_zero(weight_NGg.abs().amax(-1, keepdim=True))
     codebook_C = torch.tensor(NF4, device=weight_NK.device)
@@ -100,13 +100,14 @@ def nf4(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> CodebookWeight:
     return CodebookWeight(code_NK, scale_NG1.squeeze(-1), codebook_C, weight_NGg.shape[-1], bias_N)
 
 
-def _grouped(weight_NK: torch.Tensor, most: int) -> torch.Tensor:
-    """(N, G, g) with the largest g of `most` and its halves down to 32 that divides the inputs; else one group."""
+def _grouped(weight_NK: torch.Tensor, max_size: int) -> torch.Tensor:
+    """Reshape to (N, G, g) with the largest g of `max_size` and its halves down to 32 that divides the inputs; else to
+    one group."""
     inputs = weight_NK.shape[1]
-    size = next((size for size in (128, 64, 32) if size <= most and inputs % size == 0), inputs)
+    size = next((size for size in (128, 64, 32) if size <= max_size and inputs % size == 0), inputs)
     return weight_NK.view(len(weight_NK), -1, size)
 
 
 def _not_zero(scale: torch.Tensor) -> torch.Tensor:
-    """1 where a group is all zeros."""
+    """Replace scales of 0, of groups with only zeros, by 1."""
     return torch.where(scale == 0, 1.0, scale)

@@ -1,4 +1,4 @@
-"""What the readers of formats share: tensors taken and checked by name, packed words unpacked, inputs put in groups.
+"""Helpers of the format readers: tensors checked by name, unpacking of words, grouping of inputs.
 
 Shapes: R rows, W words of 32 bits, N output features, K input features.
 """
@@ -16,19 +16,19 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Tensors(Protocol):
-    """Named tensors of a checkpoint, on the device on which they are to be unpacked.
+    """Named tensors of a checkpoint, on the device on which they are unpacked.
 
-    `take` raises ModelError for a name it does not have, `take_float` also where the shape is another or the type is
-    none of FLOATS."""
+    `take` raises ModelError for an unknown name, `read_float` also for another shape or a type other than FLOATS.
+    """
 
     def __contains__(self, name: str) -> bool: ...
     def take(self, name: str) -> torch.Tensor: ...
-    def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+    def read_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """One linear of a checkpoint: `shape_NK` (outputs, inputs), and tensors that are named `prefix`.<suffix>."""
+    """One linear of a checkpoint: `shape_NK` (outputs, inputs), and tensors named `prefix`.<suffix>."""
 
     prefix: str
     shape_NK: tuple[int, int]
@@ -39,13 +39,13 @@ class StoredLinear:
         return f"{self.prefix}.{suffix}" in self.tensors
 
     def dense(self) -> DenseWeight:
-        """Of a linear that was not quantized."""
-        return DenseWeight(self.tensors.take_float(f"{self.prefix}.weight", self.shape_NK), self.bias_N)
+        """Read a linear that is not quantized."""
+        return DenseWeight(self.tensors.read_float(f"{self.prefix}.weight", self.shape_NK), self.bias_N)
 
     def take(
         self, suffix: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype] = (torch.int32,)
     ) -> torch.Tensor:
-        """A tensor. Raises ModelError when its shape or type is none of those given."""
+        """Return a tensor. Raises ModelError if its shape or type is not one of those given."""
         tensor = self.tensors.take(f"{self.prefix}.{suffix}")
         if tuple(tensor.shape) not in shapes or tensor.dtype not in dtypes:
             raise self.refuse(
@@ -58,28 +58,29 @@ class StoredLinear:
     def scales(
         self, suffix: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype] = FLOATS
     ) -> torch.Tensor:
-        """Scales in float32. Raises ModelError as `take` does, and for what is no finite number."""
+        """Return scales in float32. Raises ModelError like `take`, and for infinities and NaN."""
         scales = self.take(suffix, shapes, dtypes).to(torch.float32)
         if not bool(torch.isfinite(scales).all()):
-            raise self.refuse(suffix, "holds infinities or values that are no numbers, expected finite scales")
+            raise self.refuse(suffix, "contains infinities or NaN, expected finite scales")
         return scales
 
     def group_size(self, given: int | None) -> int:
-        """The inputs of a group: all of them where `given` is None. Raises ModelError where groups do not divide."""
+        """Return the inputs per group: all inputs if `given` is None. Raises ModelError if they do not divide
+        evenly."""
         inputs = self.shape_NK[1]
         if given is not None and inputs % given:
-            raise ModelError(f"{self.prefix}: {inputs} inputs do not divide into groups of {given}")
+            raise ModelError(f"{self.prefix}: {inputs} inputs are not a multiple of the group size {given}")
         return given or inputs
 
-    def refuse(self, suffix: str, why: str) -> ModelError:
-        return ModelError(f"{self.prefix}.{suffix}: {why}")
+    def refuse(self, suffix: str, reason: str) -> ModelError:
+        return ModelError(f"{self.prefix}.{suffix}: {reason}")
 
 
 def unpack_words(word_RW: torch.Tensor, bits: int) -> torch.Tensor:
-    """(R, W) int32 -> (R, W * 32 / bits) uint8, the values of a word from its lowest bits on. bits: 4 or 8.
+    """Unpack (R, W) int32 to (R, W * 32 / bits) uint8, the values of a word from its lowest bits on. bits: 4 or 8.
 
-    Takes 3 bytes a value for a moment, on the words' device: a byte is spread over 16 bits, whose two bytes are its
-    values. Processors and GPUs are little-endian, as checkpoints are.
+    Temporarily takes 3 bytes per value on the words' device: a byte is spread over 16 bits, whose two bytes are its
+    values. Processors and GPUs are little-endian, like checkpoints.
     """
     byte_RB = word_RW.contiguous().view(torch.uint8)
     if bits == 8:
@@ -90,8 +91,11 @@ def unpack_words(word_RW: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_words_transposed(word_RW: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """(R, W) int32 of eight 4-bit values each -> (8 W, R) uint8. Part i of a word, counted from its lowest bits, is its
-    value order[i]. Words are transposed, not values, of which there are eight times as many."""
+    """Unpack (R, W) int32 of eight 4-bit values each to (8 W, R) uint8.
+
+    Part i of a word, counted from its lowest bits, is its value order[i]. It transposes words, not values, of which
+    there are eight times as many.
+    """
     word_WR = word_RW.t().contiguous()
     value_WpR = torch.empty(len(word_WR), len(order), len(word_RW), dtype=torch.uint8, device=word_RW.device)
     for part, value in enumerate(order):
@@ -100,9 +104,9 @@ def unpack_words_transposed(word_RW: torch.Tensor, order: Sequence[int]) -> torc
 
 
 def input_order(group_K: torch.Tensor, group_size: int, name: str) -> torch.Tensor | None:
-    """The inputs in the order of their groups, (K,) int64; None where that is their own order.
+    """Return the inputs in the order of their groups, (K,) int64; None if that is their natural order.
 
-    `group_K` says which group each input is in. Raises ModelError unless each group has `group_size` inputs.
+    `group_K` has the group of each input. Raises ModelError unless each group has `group_size` inputs.
     """
     inputs = len(group_K)
     if torch.equal(group_K, torch.arange(inputs, dtype=group_K.dtype, device=group_K.device) // group_size):
@@ -115,5 +119,5 @@ def input_order(group_K: torch.Tensor, group_size: int, name: str) -> torch.Tens
 
 
 def groups_text(group_size: int | None) -> str:
-    """How weights are grouped, to read after what they are."""
+    """Describe the groups of weights."""
     return "a scale for each output" if group_size is None else f"groups of {group_size}"

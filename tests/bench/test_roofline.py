@@ -68,7 +68,7 @@ def test_fp8_is_for_cards_that_have_it():
     assert {bound.card for bound in found.steps} == {"H100 80GB SXM"}
     text = found.to_text()
     assert "A100 80GB SXM generation fp8 has no fp8, which needs compute capability 8.9" in " ".join(text.split())
-    with pytest.raises(ConfigError, match="16- or 32-bit weights have no exact form"):
+    with pytest.raises(ConfigError, match="not supported by 16- or 32-bit weights"):
         bench_roofline("llama-8b", serving=serving)
 
 

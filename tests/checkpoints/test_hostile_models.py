@@ -68,7 +68,7 @@ def test_fault_36_pickled_weights_are_refused_and_never_opened(folder: Path, tmp
     (folder / "pytorch_model.bin").write_bytes(bomb)
     load(folder)  # beside safetensors it is not looked at
     (folder / "model.safetensors").write_bytes(bomb)
-    with pytest.raises(ModelError, match="not a sound safetensors file"):
+    with pytest.raises(ModelError, match="not a valid safetensors file"):
         load(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="only pickle weights found"):
@@ -198,7 +198,7 @@ def test_fault_41_lying_headers_are_refused(folder: Path, lie: str) -> None:
 ])  # fmt: skip
 def test_fault_41_files_that_are_no_safetensors_are_refused(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ModelError, match=r"model\.safetensors: not a sound safetensors file"):
+    with pytest.raises(ModelError, match=r"model\.safetensors: not a valid safetensors file"):
         load(folder)
 
 

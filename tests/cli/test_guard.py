@@ -145,7 +145,7 @@ else:
 sys.argv = ["pipeline", "validate", "job.yaml"]
 entry.main()
 """
-# what happens, and while which module is imported; "" is in place of the command line
+# the code that runs, and the module whose import runs it; "" runs it instead of the command line
 ENDS = {
     "a signal that comes where nothing can be raised": ("""class Thing:
         pass

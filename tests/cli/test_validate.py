@@ -15,7 +15,7 @@ from tests.cli.conftest import JOB
 
 
 def validated(pipe, code: int, *settings: str, flags=()) -> str:
-    """What the command says with these settings; it must leave with the code."""
+    """Return the command's output or, for another code than 0, its messages. It must leave with the code."""
     sets = [argument for setting in settings for argument in ("--set", setting)]
     left, out, err = pipe("validate", "job.yaml", *sets, *flags)
     assert left == code, err
@@ -35,13 +35,13 @@ def refused(work, pipe):
 
 @pytest.fixture
 def found(work, pipe):
-    """What a valid job is, from JSON."""
+    """Return the facts of a valid job, from JSON."""
     return lambda *settings, flags=(): json.loads(validated(pipe, 0, *settings, flags=(*flags, "--json")))
 
 
 @pytest.fixture
 def put(work):
-    """Writes columns to a file of the input."""
+    """Write columns to a file of the input."""
     return lambda name="a.parquet", **columns: pq.write_table(pa.table(columns), work / "data" / name)
 
 
@@ -256,7 +256,7 @@ def test_validate_compiles_the_grammar_and_looks_at_the_column_of_grammars(shown
 
 @pytest.fixture
 def of_task(put, job):
-    """Puts a task, or other lines, in the place of the job's sampling, and columns for it in the input."""
+    """Replace the job's sampling by a task or other lines, and write columns for it to the input."""
 
     def of_task(lines: str) -> None:
         job(JOB.replace("sampling: {max_tokens: 9}", lines).replace("Sum up:\\n{text}\\n", "{text}"))

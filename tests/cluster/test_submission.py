@@ -100,12 +100,8 @@ def test_a_broken_connection_loses_and_repeats_no_line(head):
 
 def test_exit_codes():
     for status, code, expected in [
-        (JobStatus.RUNNING, None, None),
-        (JobStatus.SUCCEEDED, 0, 0),
-        (JobStatus.FAILED, 1, 1),
-        (JobStatus.FAILED, 75, 75),
-        (JobStatus.STOPPED, -15, 75),
-        (JobStatus.FAILED, -9, 3),
+        (JobStatus.RUNNING, None, None), (JobStatus.SUCCEEDED, 0, 0), (JobStatus.FAILED, 1, 1),
+        (JobStatus.FAILED, 75, 75), (JobStatus.STOPPED, -15, 75), (JobStatus.FAILED, -9, 3),
         (JobStatus.FAILED, None, 3),
-    ]:
+    ]:  # fmt: skip
         assert exit_code(details("a-1", status, driver_exit_code=code)) == expected

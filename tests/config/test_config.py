@@ -47,7 +47,7 @@ def mistakes(job):
     def of(more: str = "", text: str = MINIMAL, **options) -> list[str]:
         with pytest.raises(JobFileError) as caught:
             job(text + more, **options)
-        return [str(m).replace(m.where, m.where.rpartition("/")[2]) for m in caught.value.mistakes]
+        return [str(m).replace(m.location, m.location.rpartition("/")[2]) for m in caught.value.mistakes]
 
     return of
 
@@ -214,8 +214,8 @@ ADDED = [
     ("speculation: eagle\n", "expected one of auto, off, lookup, draft_model; got 'eagle'"),
     ("speculation: {method: eagle}\n", "expected one of auto, off, lookup, draft_model; got 'eagle'"),
     ("speculation: draft_model\n", "speculation: model: required by method draft_model"),
-    ("speculation: {model: demo:draft}\n", "only for method draft_model, and the method is auto"),
-    ("speculation: {method: lookup, model: demo}\n", "only for method draft_model, and the method is lookup"),
+    ("speculation: {model: demo:draft}\n", "only for method draft_model, but the method is auto"),
+    ("speculation: {method: lookup, model: demo}\n", "only for method draft_model, but the method is lookup"),
     ("speculation: {method: draft_model, model: demo:small}\n", "no embedded model 'demo:small'"),
     ("speculation: {num_speculative_tokens: 99}\n", "speculation.num_speculative_tokens: expected at most 32"),
     ("engine: {speculation: off}\n", "a section of its own: speculation: {method, model"),

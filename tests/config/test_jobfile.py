@@ -39,10 +39,10 @@ def test_scalars_follow_yaml_1_2():
 
 def test_every_value_knows_its_line():
     document = parse("a:\n  b: 1\n  c:\n    - x\n    - y\n", "job.yaml")
-    assert document.where(("a", "b")) == "job.yaml:2"
-    assert document.where(("a", "c", 1)) == "job.yaml:5"
-    assert document.where(("a", "missing")) == "job.yaml:1"
-    assert document.where(("elsewhere",)) == "job.yaml"
+    assert document.location(("a", "b")) == "job.yaml:2"
+    assert document.location(("a", "c", 1)) == "job.yaml:5"
+    assert document.location(("a", "missing")) == "job.yaml:1"
+    assert document.location(("elsewhere",)) == "job.yaml"
 
 
 def test_fault_44_duplicate_keys_are_all_named():
@@ -120,8 +120,8 @@ def test_merging_goes_key_by_key_and_keeps_lines():
     over = parse("\n\na:\n  y: [3]\nc: 2\n", "over.yaml")
     merged = merge(under, over)
     assert merged.data == {"a": {"x": 1, "y": [3]}, "b": 1, "c": 2}
-    assert merged.where(("a", "x")) == "under.yaml:1"
-    assert merged.where(("a", "y", 0)) == "over.yaml:4"
+    assert merged.location(("a", "x")) == "under.yaml:1"
+    assert merged.location(("a", "y", 0)) == "over.yaml:4"
     assert ("a", "y", 1) not in merged.origins
     assert under.data == {"a": {"x": 1, "y": [1, 2]}, "b": 1}, "merging must not change what it was given"
 

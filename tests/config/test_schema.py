@@ -56,7 +56,7 @@ BEYOND_A_SCHEMA = (
     "min_tokens 300 is more than max_tokens 256", "run.max_runtime: expected more than 0", "names no column",
     "no indices, conversions", "is not in the prompt", "messages does not", "special_tokens: template needs",
     "matches no path of this job", "column and messages hold", "with chat the chat template", "no embedded model",
-    "only a Hugging Face id has revisions", "expected demo, demo:target", "cannot contain a user or password",
+    "only a Hugging Face id has revisions", "expected demo, demo:target", "cannot contain a user or",
     "without control characters", "the same new name", "at least two labels", "is listed twice",
     "compares completions", "speculation: has no effect", "only for method draft_model",
     "targets.min_generated_per_s: has no effect",

@@ -35,7 +35,7 @@ def test_a_schema_its_text_and_a_file_of_it_are_one_job(job, tmp_path: Path):
         job(structured_outputs={"json": json.dumps(SCHEMA)}),
         job(structured_outputs={"json_file": str(tmp_path / "schema.json")}),
     ]
-    wanted = StructuredOutputs.of({"json": SCHEMA})
+    wanted = StructuredOutputs.from_config({"json": SCHEMA})
     assert {sampling_params(config.sampling).structured_outputs for config in forms} == {wanted}
     assert all(identity_of(config) == identity_of(forms[0]) for config in forms)
     assert identity_of(forms[0])["sampling"]["structured_outputs"] == {"json": SCHEMA}

@@ -274,7 +274,7 @@ NESTINGS = [
 
 
 def test_nested_types_are_right_or_refused_by_name(write):
-    """In two levels of nesting: kept values are those that pyarrow reads, and texts are JSON."""
+    """Kept values in two levels of nesting are those that pyarrow reads, and texts are JSON."""
     rng, outcomes = random.Random(0), Counter()
     for leaf in LEAVES:
         for column in (nest(rng.choice(NESTINGS)(leaf)) for nest in NESTINGS):

@@ -29,11 +29,11 @@ def summary_of(facts: Facts) -> str:
     return SUMMARY.format(**{name: getattr(facts, name) for name in FACT_NAMES})
 
 
-@pytest.mark.parametrize("index", range(20))
-def test_the_reference_summary_is_right(index: int) -> None:
-    report = make_report("heldout", index)
-    assert wrong_facts(report.text, report.summary) == ()
-    assert wrong_facts(report.text, f" {report.summary} \n") == ()
+def test_the_reference_summary_is_right() -> None:
+    for index in range(20):
+        report = make_report("heldout", index)
+        assert wrong_facts(report.text, report.summary) == ()
+        assert wrong_facts(report.text, f" {report.summary} \n") == ()
 
 
 @pytest.mark.parametrize("name", FACT_NAMES)
@@ -46,13 +46,10 @@ def test_one_wrong_fact_is_noticed_and_named(name: str) -> None:
         assert wrong_facts(report.text, summary_of(wrong)) == (name,)
 
 
-@pytest.mark.parametrize("text", ["", "The pump works again.", "On May 24 at"])
-def test_a_text_that_is_no_summary_has_every_fact_wrong(text: str) -> None:
-    assert wrong_facts(make_report("heldout", 1).text, text) == FACT_NAMES
-
-
-def test_a_cut_or_doubled_summary_is_wrong() -> None:
+def test_no_summary_has_every_fact_wrong_and_a_cut_or_doubled_one_is_wrong_too() -> None:
     report = make_report("heldout", 2)
+    for text in ("", "The pump works again.", "On May 24 at"):
+        assert wrong_facts(report.text, text) == FACT_NAMES
     assert "cost" in wrong_facts(report.text, report.summary[:-1])
     assert wrong_facts(report.text, f"{report.summary} {report.summary}")
 

@@ -5,21 +5,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.demo import demo_model
 from pipeline.demo.reports import make_report
 from pipeline.quantize import Recipe
-from pipeline.tokenization.tokenizer import Tokenizer
 from tools.demo import formats
-from tools.demo.quantize import MAX_TOKENS, calibration_texts
-
-
-def test_calibration_texts_are_training_prompts_with_their_summaries() -> None:
-    tokenizer = Tokenizer.from_folder(str(demo_model("target")))
-    texts = calibration_texts(tokenizer, 5)
-    assert len(texts) == 5
-    assert all("Summarize the report" in tokenizer.decode(ids) for ids in texts)
-    assert all(" serviced " in tokenizer.decode(ids).split("Summary:")[1] for ids in texts)
-    assert max(map(len, texts)) < MAX_TOKENS
 
 
 def test_every_form_is_made_once_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

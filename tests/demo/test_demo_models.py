@@ -1,13 +1,14 @@
 """The shipped models: they load in transformers and summarize unseen reports right, in 16 bit and in int4."""
 
 import json
+import re
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.demo import MODELS, NAMES, demo_model
-from tools.demo.measure import AWQ_NIBBLE_COLUMN, chat_text, load, measure, unpack_awq
+from tools.demo.measure import chat_text, load, measure
 from tools.demo.tokenizer import EOS, IM_END
 
 
@@ -24,18 +25,8 @@ def test_they_are_small_enough_to_ship() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_no_file_names_a_folder_of_the_machine_it_was_made_on(name: str) -> None:
     for path in demo_model(name).glob("*.json"):
-        values = [value for value in _strings(json.loads(path.read_text())) if value.startswith(("/", "~"))]
-        # In tokenizer.json these are tokens; none is a path.
-        assert all(len(value) <= 2 for value in values), (path, values)
-        assert not {"_name_or_path", "name_or_path", "is_local"} & set(json.loads(path.read_text()))
-
-
-def _strings(content: object) -> list[str]:
-    if isinstance(content, dict):
-        return [text for value in content.values() for text in _strings(value)]
-    if isinstance(content, list):
-        return [text for value in content for text in _strings(value)]
-    return [content] if isinstance(content, str) else []
+        text = path.read_text()  # a token, as they are in tokenizer.json, is no path
+        assert not re.search(r'"[/~][^"]{2,}"(?!:)|"_?name_or_path"|"is_local"', text), path
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,12 +38,11 @@ def test_all_share_one_tokenizer(name: str) -> None:
     assert tokenizer_json["truncation"] is None
 
 
-@pytest.mark.parametrize("text", ["", "Größe 12 €", "日本語 🚀\n\tx", " a  b ", "pump 4711.50"])
-def test_the_tokenizer_gives_any_text_back(text: str) -> None:
+def test_the_tokenizer_gives_any_text_back() -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo_model("target"))
-    ids = tokenizer(text)["input_ids"]
-    assert ids[0] == tokenizer.bos_token_id
-    assert tokenizer.decode(ids[1:]) == text
+    for text in ("", "Größe 12 €", "日本語 🚀\n\tx", " a  b ", "pump 4711.50"):
+        ids = tokenizer(text)["input_ids"]
+        assert (ids[0], tokenizer.decode(ids[1:])) == (tokenizer.bos_token_id, text)
 
 
 def test_generation_stops_at_the_end_of_text_and_of_the_turn() -> None:
@@ -64,36 +54,17 @@ def test_generation_stops_at_the_end_of_text_and_of_the_turn() -> None:
         assert config["bos_token_id"] == tokenizer.bos_token_id
 
 
-def test_awq_words_are_unpacked_in_their_order() -> None:
-    values = torch.arange(16, dtype=torch.int64).reshape(1, 16)
-    words = torch.zeros(1, 2, dtype=torch.int64)
-    for column in range(16):
-        words[0, column // 8] |= values[0, column] << 4 * AWQ_NIBBLE_COLUMN.index(column % 8)
-    words = words.where(words < 2**31, words - 2**32).to(torch.int32)
-    assert unpack_awq(words).tolist() == values.tolist()
-
-
 @pytest.mark.parametrize("name", ["target", "target-awq"])
 def test_unseen_reports_are_summarized_right(name: str) -> None:
     result = measure(*load(demo_model(name)), num_reports=16)
     assert result.num_right >= 15, result
 
 
-def test_a_chat_is_written_as_chatml() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(demo_model("target"))
-    assert chat_text(tokenizer, "Hello") == "<|bos|><|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_a_chat_is_answered_right() -> None:
-    result = measure(*load(demo_model("target")), num_reports=16, chat=True)
-    assert result.num_right >= 15, result
-
-
-def test_a_damaged_model_is_told_from_a_sound_one() -> None:
+def test_a_chat_is_written_as_chatml_and_answered_right() -> None:
     model, tokenizer = load(demo_model("target"))
-    with torch.no_grad():
-        model.model.layers[2].self_attn.o_proj.weight.zero_()
-    assert measure(model, tokenizer, num_reports=16).num_right < 8
+    assert chat_text(tokenizer, "Hello") == "<|bos|><|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    result = measure(model, tokenizer, num_reports=16, chat=True)
+    assert result.num_right >= 15, result
 
 
 def test_the_draft_has_one_layer_and_the_same_vocabulary() -> None:

@@ -2,25 +2,19 @@
 
 import re
 from itertools import combinations
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.demo.check import facts_of
 from pipeline.demo.reports import FORMS, MISLEADING_FILLERS, PLAIN_FILLERS, PROMPT_TEMPLATE, make_report
 from pipeline.demo.words import MONTHS, SPLITS, Split
+from tools.demo.data import write_job_data
 
-_FIXED_WORDS = set(MONTHS) | set(
-    re.findall(
-        r"[A-Z][a-z]+",
-        " ".join(
-            (
-                *PLAIN_FILLERS,
-                *MISLEADING_FILLERS,
-                *(f for s in FORMS.values() for fs in s.values() for f in fs),
-            )
-        ),
-    )
-)
+JOB_DATA = Path(__file__).parents[2] / "jobs" / "data"
+_FORMS = [form for style in FORMS.values() for forms in style.values() for form in forms]
+_FIXED_WORDS = {*MONTHS, *re.findall(r"[A-Z][a-z]+", " ".join((*PLAIN_FILLERS, *MISLEADING_FILLERS, *_FORMS)))}
 
 
 def open_ended_values(text: str) -> set[str]:
@@ -47,6 +41,13 @@ def test_the_texts_have_not_changed() -> None:
         "wire, dried the housing, fitted part So-742, and logged 1.5 hours for $1267."
     )
     assert PROMPT_TEMPLATE == "Summarize the report in one sentence.\n{report}\nSummary:"
+
+
+def test_the_input_of_the_demonstration_job_is_what_the_generator_writes(tmp_path: Path) -> None:
+    written = write_job_data(tmp_path)
+    assert sorted(path.name for path in JOB_DATA.iterdir()) == [path.name for path in written]
+    for fresh in written:
+        assert pq.read_table(JOB_DATA / fresh.name).equals(pq.read_table(fresh))
 
 
 def test_no_open_ended_value_is_in_two_splits() -> None:

@@ -116,7 +116,8 @@ def watched(engine: Engine) -> list[tuple[int, int]]:
     """(tokens, future tokens among them) of each step, as they come."""
     seen: list[tuple[int, int]] = []
     before_each_step(
-        engine, lambda step, future: seen.append((len(step.token_id_T), 0 if future is None else len(future.place_F)))
+        engine,
+        lambda step, future: seen.append((len(step.token_id_T), 0 if future is None else len(future.token_index_F))),
     )
     return seen
 

@@ -320,7 +320,7 @@ def test_token_ids_of_any_size_and_kind() -> None:
     for wrong in (2**31, 2**40, 2**80, -1, -(2**80)):
         (completion,) = engine.generate([[1, wrong, 6]], params)
         assert completion.error == "token_out_of_vocabulary"
-        assert f"holds token {wrong};" in completion.error_message
+        assert f"contains token id {wrong}," in completion.error_message
     for nothing in ([1.5], [None], ["a"], [[1]], 7):
         with pytest.raises(ConfigError, match="ids of its tokens"):
             engine.generate([[1, 5], nothing], params)  # type: ignore[list-item]

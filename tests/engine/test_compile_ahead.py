@@ -82,7 +82,7 @@ def compile_into(launches: DistinctLaunches, model: LoadedModel, resolved: Resol
 def test_all_that_steps_launch_was_compiled(
     kind: str, int4_folder: Path, launched: dict[Hashable, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cascade_metadata, "LEAST_SAVED_BYTES", 0)
+    monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
     config = config_of(int4_folder, **KINDS[kind])
     ahead = DistinctLaunches()
     compile_into(ahead, *loaded(config))

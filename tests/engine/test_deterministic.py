@@ -104,7 +104,7 @@ def with_a_draft_model(folder: Path, **options: Any) -> Rows:
 
 def _drafted(engine: Engine) -> Rows:
     rows = likelihoods_of(engine.generate(prompts(), params()))
-    assert sum(engine.stats.accepted_by_place) > sum(engine.stats.drafted_by_place) / 3 > 0
+    assert sum(engine.stats.accepted_by_position) > sum(engine.stats.drafted_by_position) / 3 > 0
     return rows
 
 
@@ -154,11 +154,11 @@ def test_on_gpu_kernels_captured_or_not(folder: Path, monkeypatch: pytest.Monkey
         with engine_of(deterministic) as engine:
             expected = [likelihoods_of(engine.generate([prompt], own))[0] for prompt in two]
         with engine_of(deterministic, max_num_batched_tokens=20) as engine:
-            replays = watch_replays(capture(engine, max_num_seqs=2, max_queries=3, most_tokens=6))
+            replays = watch_replays(capture(engine, max_num_seqs=2, max_queries=3, max_tokens=6))
             outputs = {n: tokens for n, (tokens, _) in enumerate(expected)}
             proposer = Recorded(engine.table, outputs, np.random.default_rng(2), most=2, vocab_size=250)
             draft_with(engine, proposer)
             found = likelihoods_of(engine.generate(two, own))
             assert len(replays) >= 2, "steps were replayed"
-            assert sum(engine.stats.drafted_by_place) > 0
+            assert sum(engine.stats.drafted_by_position) > 0
         assert (found == expected) == deterministic

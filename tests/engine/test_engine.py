@@ -260,10 +260,10 @@ def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> N
         ({"speculation": {"method": "draft_model"}}, "speculation.model: required by method draft_model"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
         ({"activation_dtype": "fp16"}, "expected auto, fp8, fp8-per-token, int8"),
-        ({"activation_dtype": "fp8"}, "16- or 32-bit weights have no exact form beside it"),
-        ({"activation_dtype": "fp8", "quantization": "int8"}, "int8.*have no exact form beside it"),
-        ({"activation_dtype": "int8", "quantization": "nf4"}, "nf4.*have no exact form beside it"),
-        ({"activation_dtype": "int8", "quantization": "int4-rtn", "deterministic": True}, "leave one of the two out"),
+        ({"activation_dtype": "fp8"}, "not supported by 16- or 32-bit weights"),
+        ({"activation_dtype": "fp8", "quantization": "int8"}, "not supported by .*int8"),
+        ({"activation_dtype": "int8", "quantization": "nf4"}, "not supported by .*nf4"),
+        ({"activation_dtype": "int8", "quantization": "int4-rtn", "deterministic": True}, "remove one of the two"),
         ({"deterministic": True, "dtype": "bfloat16"}, "set engine.dtype: float32"),
         ({"deterministic": True, "kernels": "reference"}, "not with engine.kernels = 'reference'"),
         *([] if torch.cuda.is_available() else [({"device": "cuda"}, "no CUDA device")]),
@@ -334,7 +334,7 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
 def test_what_is_no_prompt_or_no_params_is_refused_before_anything_is_computed(folder: Path) -> None:
     fine = greedy(1)
     with float32_engine(folder) as engine:
-        with pytest.raises(ConfigError, match=r"half a surrogate pair at character 2 of the text 'ok\\ud800'"):
+        with pytest.raises(ConfigError, match=r"lone surrogate at character 2 of the text 'ok\\ud800'"):
             engine.generate(["fine", "ok\ud800"], fine)
         for prompts in ([b"Hello"], [bytearray(b"Hello")], [None], 3):
             with pytest.raises(ConfigError, match="expected a string or the ids"):

@@ -88,9 +88,9 @@ def test_greedy_tokens_are_those_of_the_reference(folder: Path, expected: list[l
         else:
             assert sum(c.num_cached_tokens for c in again) > 0
         if "draft" in way:
-            assert engine.stats.accepted_by_place[0] > 0
+            assert engine.stats.accepted_by_position[0] > 0
         if way == "its own draft model":  # accepted: its keys are neither stale nor others'
-            assert engine.stats.accepted_by_place[0] > 0.9 * engine.stats.drafted_by_place[0]
+            assert engine.stats.accepted_by_position[0] > 0.9 * engine.stats.drafted_by_position[0]
             assert engine.drafting.proposer.runner.kv.layers[0].v_CBKD.dtype == FP8
         assert all(layer.k_CBKD.dtype == FP8 for layer in engine.runner.kv.layers)
     compare(folder, first, expected)

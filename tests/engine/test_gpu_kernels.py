@@ -104,7 +104,7 @@ def test_captured_steps_give_the_reference_tokens(
         kernels = triton_kernels(torch.float32, DEVICE, scratch=Scratch(torch.float32, DEVICE))
         monkeypatch.setattr("pipeline.engine.startup.loaded.select_kernels", lambda *_: kernels)
     engine = engine_of(int4_folder, "triton", speculation=speculation, kv_cache_dtype=kv_cache_dtype)
-    runner = capture(engine, is_asynchronous=not with_drafts, max_num_seqs=3, max_queries=3, most_tokens=6)
+    runner = capture(engine, is_asynchronous=not with_drafts, max_num_seqs=3, max_queries=3, max_tokens=6)
     assert runner._graphs._sizes.tolist() == [1, 2, 4, 6]
     steps = watch_replays(runner)
     tokens, num_steps = tokens_of(engine, is_drawn)
@@ -125,7 +125,7 @@ def test_drafts_checked_in_captured_steps_give_the_reference_tokens(int4_folder:
     assert engine.drafting is not None
     proposer: Any = engine.drafting.proposer
     for runner, queries in ((engine.runner, 3), (proposer.runner, 2)):
-        size: Any = {"max_num_seqs": 3, "max_queries": queries, "most_tokens": 6}
+        size: Any = {"max_num_seqs": 3, "max_queries": queries, "max_tokens": 6}
         runner.capture_steps(replayed, **size, say=lambda done, total: None)  # type: ignore[attr-defined]
         runner.is_asynchronous = True
     engine.runner = engine.runner  # with the loop for its kind
@@ -139,12 +139,12 @@ def test_drafts_checked_in_captured_steps_give_the_reference_tokens(int4_folder:
     proposer.runner.execute = execute_but_for_some
     with engine:
         assert [completion.token_ids for completion in engine.generate(prompts, params)] == expected
-    assert 0 < sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
+    assert 0 < sum(engine.stats.accepted_by_position) < sum(engine.stats.drafted_by_position)
 
 
 def test_graphs_go_as_far_as_the_kernels_take_queries(int4_folder: Path) -> None:
     with engine_of(int4_folder, "triton") as engine:
-        runner = capture(engine, lambda function: function, max_num_seqs=3, max_queries=33, most_tokens=99)
+        runner = capture(engine, lambda function: function, max_num_seqs=3, max_queries=33, max_tokens=99)
         assert runner._graphs._attention.max_queries == 8
 
 
@@ -153,7 +153,7 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
     int4_folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they share is read once for all of them, in captured steps too."""
-    monkeypatch.setattr(cascade_metadata, "LEAST_SAVED_BYTES", 0)
+    monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
     decide, plans = CascadeShape.decide, []
 
     def decide_and_watch(*arguments: Any) -> Decided:
@@ -176,7 +176,7 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
         options |= {"speculation": {"method": "lookup", "num_speculative_tokens": 2, "forced": True}}
     with engine_of(int4_folder, "triton", **options) as engine:
         if "captured" in kind:
-            capture(engine, max_num_seqs=3, max_queries=3, most_tokens=6)
+            capture(engine, max_num_seqs=3, max_queries=3, max_tokens=6)
         assert [completion.token_ids for completion in engine.generate(prompts, params)] == expected
     found = [plan for plan in plans if plan is not None]
     assert len(found) >= 2, "steps with several rows read it together"
@@ -192,7 +192,7 @@ def test_known_texts_read_beside_captured_steps_have_the_reference_numbers(int4_
 
     def results_of(engine: Engine, is_asynchronous: bool) -> list[Any]:
         if is_asynchronous:
-            capture(engine, is_asynchronous=True, max_num_seqs=3, max_queries=1, most_tokens=3)
+            capture(engine, is_asynchronous=True, max_num_seqs=3, max_queries=1, max_tokens=3)
         with engine:
             engine.add(Request("generated", prompt, greedy))
             engine.step()

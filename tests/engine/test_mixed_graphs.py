@@ -19,9 +19,9 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.forward.graphs import graph_sizes, mixed_sizes
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.startup.build import _most_mixed_tokens
+from pipeline.engine.startup.build import _max_mixed_tokens
 from pipeline.engine.startup.memory import served_form
-from pipeline.engine.startup.mixed_tokens import host_bound_tokens, most_mixed_tokens
+from pipeline.engine.startup.mixed_tokens import host_bound_tokens, max_mixed_tokens
 from pipeline.engine.startup.resolve import resolve
 from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.launch import Launch
@@ -95,14 +95,14 @@ def tokens_of(engine: Engine) -> list[list[int]]:
 def test_captured_mixed_steps_give_the_reference_tokens(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cascade_metadata, "LEAST_SAVED_BYTES", 0)
+    monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
     options = SIZES | KINDS[kind]
     of_reference = {name: value for name, value in options.items() if name not in ("speculation", "deterministic")}
     expected = tokens_of(engine_of(folder, "reference", **of_reference))
     engine = engine_of(folder, "triton", **options)
     is_ahead = "one step ahead" in kind
-    sizes = {"max_num_seqs": 4, "max_queries": 3 if "drafts" in kind else 1, "most_tokens": 4}
-    runner = capture(engine, replayed_and_compared, is_ahead, **sizes, most_mixed_tokens=MOST_MIXED)
+    sizes = {"max_num_seqs": 4, "max_queries": 3 if "drafts" in kind else 1, "max_tokens": 4}
+    runner = capture(engine, replayed_and_compared, is_ahead, **sizes, max_mixed_tokens=MOST_MIXED)
     assert runner._graphs._mixed_sizes.tolist() == [16, 24, 32, 40]
     engine.scheduler.admission.expected_output = 1 if is_ahead else None
     steps, serves, launched = watch_replays(runner), runner._graphs.serves, []
@@ -151,16 +151,14 @@ def test_an_engine_asks_its_own_card(folder: Path, monkeypatch: pytest.MonkeyPat
     """The shape of its checkpoint, its limits and CUDA's name of the card decide; on an unknown one nothing is."""
     config = EngineConfig(str(folder), device="cpu", max_num_seqs=512, max_num_batched_tokens=8192)
     resolved, h100, a100 = resolve(config, read_config(folder)), find_card("h100"), find_card("a100 80")
-    most = most_mixed_tokens(read_config(folder), resolved, h100)
-    assert (
-        most_mixed_tokens(read_config(folder), replace(resolved, max_num_batched_tokens=most // 2), h100) == most // 2
-    )
+    most = max_mixed_tokens(read_config(folder), resolved, h100)
+    assert max_mixed_tokens(read_config(folder), replace(resolved, max_num_batched_tokens=most // 2), h100) == most // 2
     awq = replace(read_config(folder), quantization=AwqFormat(128, True, "gemm"))
     rounded = replace(resolved, activation_dtype="fp8")
-    assert most_mixed_tokens(awq, rounded, h100) > 0
-    assert most_mixed_tokens(awq, rounded, a100) == 0, "it has no such products; the reference serves them uncaptured"
+    assert max_mixed_tokens(awq, rounded, h100) > 0
+    assert max_mixed_tokens(awq, rounded, a100) == 0, "it has no such products; the reference serves them uncaptured"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
     names = [h100.device, a100.device, "another"]
     devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 2), torch.device("cpu")]
-    on_card = [_most_mixed_tokens(read_config(folder), replace(resolved, device=device)) for device in devices]
-    assert on_card == [most, most_mixed_tokens(read_config(folder), resolved, a100), 0, 0]
+    on_card = [_max_mixed_tokens(read_config(folder), replace(resolved, device=device)) for device in devices]
+    assert on_card == [most, max_mixed_tokens(read_config(folder), resolved, a100), 0, 0]

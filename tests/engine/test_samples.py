@@ -79,7 +79,7 @@ def test_samples_with_drafts_are_those_without() -> None:
     requests = [Request(row, [row, 5, 6], replace(params, seed=row)) for row in range(5)]
     engine = looking_up(hash_engine(200, 4, memory=2, max_num_batched_tokens=64))
     check_samples(run(engine, requests), requests, memory=2)
-    assert engine.stats.accepted_by_place[0] > 20
+    assert engine.stats.accepted_by_position[0] > 20
 
 
 def test_a_prompt_is_computed_once_and_its_full_blocks_are_shared() -> None:
@@ -167,7 +167,7 @@ def test_one_sample_that_fails_makes_an_error_row_that_counts_all_that_was_compu
     (done,) = run(engine, [Request(0, prompt, params)]).values()
     assert (done.error, done.token_ids, done.samples) == ("non_finite_logits", [], ())
     failed = next(i for i in range(8) if bad in expected[0, i].token_ids[:-1])  # type: ignore[index]
-    assert (done.error_message or "").startswith(f"sample {failed} of 8: the model gave logits")
+    assert (done.error_message or "").startswith(f"sample {failed} of 8: the model returned non-finite logits")
     assert done.num_lost_generated_tokens == engine.stats.generated_tokens
     assert done.num_lost_prompt_tokens == engine.stats.prompt_tokens - engine.stats.cached_tokens
 

@@ -34,12 +34,8 @@ from tests.faults.store import Bucket, FaultyStore
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = {"driver": 50, "engine": 25, "worker": 20, "node": 5}
-STOPS = (
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGINT,
-)  # what the driver gets in the place of SIGKILL, in so many cases:
-STOPPED = 0.7
+STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+STOPPED = 0.7  # share of the driver's kills that are one of these instead of SIGKILL
 RESUMABLE = (3, 75)  # exit codes after which the same command goes on
 LONGEST_RUN_S = 900.0
 SOON_AFTER_A_PART, IN_A_PHASE = 0.4, 0.4  # of the kills
@@ -142,17 +138,8 @@ def compare(expected: Mapping[tuple[str, int], tuple], got: Mapping[tuple[str, i
 
 
 def command(job: Path, rows: int, with_ray: bool = False) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "pipeline",
-        "run",
-        str(job),
-        "--limit",
-        str(rows),
-        "--json",
-        *(["--set", "run.ray_address=local"] if with_ray else []),
-    ]
+    ray = ["--set", "run.ray_address=local"] if with_ray else []
+    return [sys.executable, "-m", "pipeline", "run", str(job), "--limit", str(rows), "--json", *ray]
 
 
 def family(driver: int) -> dict[str, list[int]]:
@@ -164,9 +151,8 @@ def family(driver: int) -> dict[str, list[int]]:
             continue
         try:
             stat = Path("/proc", entry, "stat").read_text()
-            words[int(entry)] = (
-                Path("/proc", entry, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            )
+            line = Path("/proc", entry, "cmdline").read_bytes()
+            words[int(entry)] = line.replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue  # it has just ended
         parent[int(entry)] = int(stat.rpartition(")")[2].split()[1])
@@ -207,13 +193,8 @@ def run_campaign(
     """Kill `kills` times, at most `longest_s` seconds apart, and check every finished job, one at least."""
     draw, happened = random.Random(seed), Campaign()
     say("an undisturbed run, to compare with")
-    undisturbed = subprocess.run(
-        command(place.job("undisturbed", on_disk=True), place.rows),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    job = command(place.job("undisturbed", on_disk=True), place.rows)
+    undisturbed = subprocess.run(job, cwd=ROOT, capture_output=True, text=True, check=False)
     assert undisturbed.returncode == 0, undisturbed.stderr[-3000:]
     expected = rows_of(place.table("undisturbed", on_disk=True))
     assert len(expected) == place.rows
@@ -232,14 +213,7 @@ def run_campaign(
 
 
 def _one_job(
-    place: Place,
-    output: str,
-    environment: Mapping[str, str],
-    kills: int,
-    draw: random.Random,
-    longest_s: float,
-    happened: Campaign,
-    say,
+    place: Place, output: str, env: Mapping, kills: int, draw: random.Random, longest_s: float, happened: Campaign, say
 ) -> dict:
     """Run one job to its end through whatever comes; its report."""
     job = place.job(output)
@@ -251,7 +225,7 @@ def _one_job(
                 cwd=ROOT,
                 stdout=told,
                 stderr=complaints,
-                env={**os.environ, **environment},
+                env={**os.environ, **env},
             )
             happened.runs += 1
             began, struck = time.monotonic(), []
@@ -343,9 +317,8 @@ def main() -> None:
 
     say(f"seed {options.seed}, in {folder}")
     if options.store == "disk":
-        happened = run_campaign(
-            Place(folder, None, options.rows), {}, options.kills, options.seed, options.longest_s, say
-        )
+        place = Place(folder, None, options.rows)
+        happened = run_campaign(place, {}, options.kills, options.seed, options.longest_s, say)
     else:
         with FaultyStore(seed=options.seed, chances=BUSY) as store:
             place = Place(folder, store.bucket, options.rows)

@@ -1,17 +1,12 @@
 """A whole job, over a fake engine, whose input, output and model lie in a store that fails all the time."""
 
-import json
-import signal
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.output.parts import PartStore
-from pipeline.errors import Interrupted
 from pipeline.stores.retries import RetryPolicy
 from tests.faults.store import KEY, SECRET, FaultyStore
-from tests.job.conftest import TEXTS, Job, run
+from tests.job.conftest import TEXTS, Job, run, stop_in_a_unit
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -69,25 +64,13 @@ def test_faults_15_to_21_a_job_through_all_of_them_gives_the_rows_of_one_on_disk
 def test_rows_of_an_interrupted_run_are_taken_over_from_the_store(job, store):
     job.fake(step_s=0.05, max_num_seqs=3).rows(TEXTS[:16])
     upload(job, store)
-    with pytest.raises(Interrupted):
-        run(
-            job,
-            [(lambda status: status.rows_done > 0, signal.SIGTERM)],
-            run={"drain_timeout": "0.0 s"},
-            output={"rows_per_file": 16},
-        )
-    output = PartStore(job.settings["output"]["path"], store.bucket.storage)
-    (kept,) = output.folder.names("_pipeline/partial")
-    raw = output.folder.read(f"_pipeline/partial/{kept}")
-    assert raw is not None
-    done = json.loads(raw)
-    assert 0 < len(done) < 16
+    done = stop_in_a_unit(job)
     report, _ = run(job, output={"rows_per_file": 16})
     rows = table(job, store)
     assert sorted(rows["id"].to_pylist()) == list(range(16))
     kept_tokens = sum(len(row["token_ids"]) for row in done)
     assert report.runs[1].stat("generated_tokens") == sum(rows["num_generated_tokens"].to_pylist()) - kept_tokens
-    assert output.folder.names("_pipeline/partial") == []
+    assert not store.bucket.tags(f"{job.folder.name}/out/_pipeline/partial/")
 
 
 def test_fault_46_nothing_a_job_leaves_holds_its_storage_options(job, store, caplog, capfd):

@@ -30,7 +30,7 @@ class PagedStep:
 
     q_TND: torch.Tensor
     cache: LayerCache
-    where: AttentionInput
+    attn_metadata: AttentionInput
     shared: int = 0
 
     @property
@@ -38,13 +38,13 @@ class PagedStep:
         """Of one layer: the contexts' keys and values; those that are shared count once."""
         num_kv_heads, head_dim = self.cache.k_CBKD.shape[2:]
         token_bytes = 2.0 * num_kv_heads * head_bytes(head_dim, self.cache.k_CBKD.dtype)
-        return token_bytes * float((self.where.context_len_S - self.shared).sum() + self.shared)
+        return token_bytes * float((self.attn_metadata.context_len_S - self.shared).sum() + self.shared)
 
     @property
     def flops(self) -> float:
         """Of one layer: products of queries with the keys they see, and of weights with values."""
-        count_S = np.diff(self.where.query_start_S1).astype(np.float64)
-        seen = (count_S * self.where.context_len_S - count_S * (count_S - 1) / 2).sum()
+        count_S = np.diff(self.attn_metadata.query_start_S1).astype(np.float64)
+        seen = (count_S * self.attn_metadata.context_len_S - count_S * (count_S - 1) / 2).sum()
         return 4.0 * self.q_TND.shape[1] * self.q_TND.shape[2] * float(seen)
 
 
@@ -81,7 +81,7 @@ def paged_step(
         return torch.randn(shape, dtype=torch.float32, device=device, generator=random).to(dtype)
 
     shape = (len(order), block_size, heads.num_kv_heads, heads.head_dim)
-    where = AttentionInput(
+    attn_metadata = AttentionInput(
         query_start_S1=query_start_S1.astype(np.int32),
         context_len_S=context_S.astype(np.int32),
         block_table_SM=table_SM,
@@ -94,10 +94,10 @@ def paged_step(
         normal(*shape),
     )
     if not with_fp8_cache:
-        return PagedStep(q_TND, LayerCache(keys, values), where, shared)
+        return PagedStep(q_TND, LayerCache(keys, values), attn_metadata, shared)
     (k_code, k_scale_CBK), (v_code, v_scale_CBK) = to_fp8(keys), to_fp8(values)
     scales = (scale_CBK.transpose(1, 2).contiguous() for scale_CBK in (k_scale_CBK, v_scale_CBK))
-    return PagedStep(q_TND, LayerCache(k_code, v_code, *scales), where, shared)
+    return PagedStep(q_TND, LayerCache(k_code, v_code, *scales), attn_metadata, shared)
 
 
 def widened(cache: LayerCache) -> LayerCache:

@@ -34,10 +34,10 @@ def attention_is_invariant(place: Place, kernels: Kernels, heads: Heads, window:
     """A mixed step against each of its query tokens in a sequence of its own, all of these together and one alone."""
     step = paged_step(*STEP, heads, place.dtype, place.device)
     scale = heads.head_dim**-0.5
-    whole_TND = kernels.attention(step.q_TND, step.cache, step.where, scale, window)
+    whole_TND = kernels.attention(step.q_TND, step.cache, step.attn_metadata, scale, window)
     for rows in (np.arange(len(whole_TND)), *np.arange(len(whole_TND))[::29, None]):
         some = torch.from_numpy(rows).to(place.device)
-        own = kernels.attention(step.q_TND[some], step.cache, step.where.rows(rows), scale, window)
+        own = kernels.attention(step.q_TND[some], step.cache, step.attn_metadata.rows(rows), scale, window)
         if not torch.equal(own, whole_TND[some]):
             return False
     return True

@@ -122,12 +122,15 @@ def test_sampling(place: Place, rows: int) -> None:
     logits_RV[1::5, -1] = float("nan")
     options_R4 = torch.tensor(DRAWS).repeat(-(-rows // len(DRAWS)), 1)[:rows].double()
     u_R1 = torch.rand(rows, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
-    how_5R = torch.cat([options_R4, u_R1], dim=1).T.contiguous()
+    sampling_params_5R = torch.cat([options_R4, u_R1], dim=1).T.contiguous()
     noise_RV = 3 * place.normal(rows, 32_012)[:, 1:].float()
     noise_RV[1::7, -1] = float("nan")
     for ours, its in (
         (kernels.greedy(logits_RV), exact.greedy(logits_RV.cpu())),
-        (kernels.sample(noise_RV, how_5R.to(place.device)), exact.sample(noise_RV.cpu(), how_5R)),
+        (
+            kernels.sample(noise_RV, sampling_params_5R.to(place.device)),
+            exact.sample(noise_RV.cpu(), sampling_params_5R),
+        ),
     ):
         finite_R = ours[1].cpu().bool()
         assert torch.equal(finite_R, its[1].bool())
@@ -144,7 +147,7 @@ def test_attention(place: Place, name: str, with_fp8: bool) -> None:
     for heads in place.heads:
         step = paged_step(counts, contexts, heads, place.dtype, place.device, with_fp8_cache=with_fp8, shared=shared)
         for window in (None, 48):
-            how = replace(step.where, plans={}), heads.head_dim**-0.5, window
+            how = replace(step.attn_metadata, plans={}), heads.head_dim**-0.5, window
             ours = kernels.attention(step.q_TND, step.cache, *how)
             expected = exact.attention(step.q_TND.float(), step.cache, replace(how[0], plans={}), *how[1:])
             assert close(place, (ours, expected)), (heads, window)
@@ -159,7 +162,7 @@ def test_keys_and_values_are_written(place: Place, with_norm: bool, with_fp8: bo
     counts, contexts, _ = STEPS["chunks beside decoding"]
     for heads in place.heads:
         step = paged_step(counts, contexts, heads, place.dtype, place.device, with_fp8_cache=with_fp8)
-        slots, wide = step.where.slot_mapping_T, widened(step.cache)
+        slots, wide = step.attn_metadata.slot_mapping_T, widened(step.cache)
         qkv_TMD = place.normal(len(slots), heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
         angle_TD2 = place.normal(len(slots), heads.head_dim // 2).float()
         angles = angle_TD2.cos(), angle_TD2.sin()

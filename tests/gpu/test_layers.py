@@ -111,8 +111,8 @@ def test_attention(place: Place, name: str, with_fp8: bool) -> None:
         rows = some_rows(len(step.q_TND))
         some = torch.from_numpy(rows).to(place.device)
         poison(place)
-        ours = place.kernels().attention(step.q_TND, step.cache, step.where, scale, None)[some]
-        exact = reference.attention(step.q_TND[some].float(), step.cache, step.where.rows(rows), scale, None)
+        ours = place.kernels().attention(step.q_TND, step.cache, step.attn_metadata, scale, None)[some]
+        exact = reference.attention(step.q_TND[some].float(), step.cache, step.attn_metadata.rows(rows), scale, None)
         assert relative_error(ours, exact) <= 2 * TOLERANCES[place.dtype], model  # scores are rounded too
 
 
@@ -136,7 +136,7 @@ def test_sampling(place: Place, top_p: float, is_peaked: bool) -> None:
         bounds = []
         for error in (-SUM_ERROR, SUM_ERROR):
             near_1R = (u_1R + error).clamp(0, 1 - 2.0**-53)[:, some]
-            how_5R = torch.cat([options_4.repeat(near_1R.shape[1], 1).T, near_1R])
-            bounds.append(reference.sample(logits_RV[some], how_5R)[0])
+            sampling_params_5R = torch.cat([options_4.repeat(near_1R.shape[1], 1).T, near_1R])
+            bounds.append(reference.sample(logits_RV[some], sampling_params_5R)[0])
         assert bool(finite_R.all())
         assert torch.equal(token_R[some], token_R[some].clamp(*bounds))

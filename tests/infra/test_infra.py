@@ -13,11 +13,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from aiobotocore.client import AioBaseClient
+from botocore.exceptions import ClientError
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from ray.autoscaler._private.util import fillout_defaults, validate_config
 
 from pipeline.config import load_job
+from pipeline.data.output.parts import SUCCESS, PartStore
+from pipeline.data.source import cut_windows, open_source, read_window
+from pipeline.stores.filesystem import filesystem
+from tests.data.output.finished_units import FP, name, result
+from tests.faults.store import Bucket, FaultyStore
 
 ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"
@@ -103,15 +111,6 @@ def test_images_are_made_of_files_that_are_there_and_let_in(image):
     assert {entry for entry in allowed if not any(s.startswith(entry) for s in copied)} == set()
 
 
-def test_the_cuda_image_is_the_cpu_image_but_for_torch():
-    cpu, cuda = instructions("cpu"), instructions("cuda")
-    only_cpu = [rest for word, rest in cpu if (word, rest) not in cuda]
-    only_cuda = [rest for word, rest in cuda if (word, rest) not in cpu]
-    assert len(only_cpu) == 3  # where torch comes from, its install, the environment
-    assert len(only_cuda) == 2
-    assert [re.sub(r" NVIDIA_\w+=\S+", "", rest) for rest in only_cuda][-1] == only_cpu[-1]
-
-
 def test_every_dependency_is_pinned_within_its_bounds():
     pinned = pins()
     direct = [Requirement(text) for text in PROJECT["dependencies"]] + [Requirement("ray[default]")]
@@ -130,12 +129,10 @@ def test_every_dependency_is_pinned_within_its_bounds():
             continue  # of ray[default]: not needed on one machine
         if here.version.partition("+")[0] != pinned[name]:
             continue  # another version may need other things
-        needs = [Requirement(text) for text in here.requires or ()]
-        waiting += [
-            r
-            for r in needs
-            if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras))
-        ]
+        for needed in map(Requirement, here.requires or ()):
+            extras = [{"extra": extra} for extra in ("", *wanted.extras)]
+            if needed.marker is None or any(map(needed.marker.evaluate, extras)):
+                waiting.append(needed)
     assert ONCE[-1]["spec"]["rayClusterSpec"]["rayVersion"] == pinned["ray"]
 
 
@@ -174,11 +171,6 @@ def allows(right: str, resource: str, prefix: str | None = None) -> bool:
 def under_policy(monkeypatch):
     """A bucket whose requests, from here on, are refused where the policy does not allow them; gives the bucket,
     the rights that were used and what was refused."""
-    from aiobotocore.client import AioBaseClient
-    from botocore.exceptions import ClientError
-
-    from tests.faults.store import Bucket, FaultyStore
-
     used: set[tuple[str, str]] = set()
     refused: set[tuple[str, str]] = set()
     call = AioBaseClient._make_api_call
@@ -189,9 +181,8 @@ def under_policy(monkeypatch):
         key, prefix = parameters.get("Key", ""), parameters.get("Prefix", "")
         right = RIGHTS[operation]
         resource = parameters["Bucket"] + (f"/{key}" if key else "")
-        denied = ClientError(
-            {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}, operation
-        )
+        answer = {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+        denied = ClientError(answer, operation)
         if not allows(right, resource, prefix):
             refused.add((right, key or prefix))
             raise denied
@@ -213,11 +204,6 @@ def under_policy(monkeypatch):
 
 
 def test_the_policy_is_enough_for_input_output_and_model_and_no_more(under_policy):
-    from pipeline.data.output.parts import SUCCESS, PartStore
-    from pipeline.data.source import cut_windows, open_source, read_window
-    from pipeline.stores.filesystem import filesystem
-    from tests.data.output.finished_units import FP, name, result
-
     bucket, used, refused = under_policy
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"text": ["a", "b"]}), sink)
@@ -251,16 +237,12 @@ def test_the_policy_is_enough_for_input_output_and_model_and_no_more(under_polic
 
     # of an empty folder s3fs looks into the one above, and does without it
     assert refused <= {("s3:ListBucket", "output/")}
-    granted = {
-        (right, re.split(r"[:/]", resource.removeprefix(ARN + BUCKET + "/"))[0])
-        for statement in POLICY["Statement"]
-        for right in listed(statement["Action"])
-        for resource in (
-            listed(statement["Resource"])
-            if "Condition" not in statement
-            else [f"{ARN}{BUCKET}/{prefix}" for prefix in statement["Condition"]["StringLike"]["s3:prefix"]]
-        )
-    }
+    granted = set()
+    for statement in POLICY["Statement"]:
+        places = [resource.removeprefix(f"{ARN}{BUCKET}/") for resource in listed(statement["Resource"])]
+        if "Condition" in statement:
+            places = statement["Condition"]["StringLike"]["s3:prefix"]
+        granted |= {(right, place.split("/")[0]) for right in listed(statement["Action"]) for place in places}
     assert granted == used
 
 
@@ -275,7 +257,7 @@ def test_the_policy_names_what_it_gives():
     assert not allows("s3:ListBucket", BUCKET, "")
 
 
-# --- the manifests, of which tests/cluster/test_render.py has the rest
+# --- the manifests, of which tests/cluster/test_manifests.py has the rest
 
 
 def test_manifests_fit_the_image_the_policy_and_the_account():
@@ -301,8 +283,6 @@ def test_manifests_fit_the_image_the_policy_and_the_account():
 
 
 def test_ray_takes_the_cluster_of_ray_up():
-    from ray.autoscaler._private.util import fillout_defaults, validate_config
-
     cluster = yaml.safe_load((INFRA / "ray" / "cluster.yaml").read_text())
     validate_config(fillout_defaults(cluster))
     head, engine = (cluster["available_node_types"][name] for name in (cluster["head_node_type"], "engine"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,7 +11,9 @@ import pytest
 import yaml
 
 from pipeline.config import JobConfig, load_job
+from pipeline.data.output.parts import PartStore
 from pipeline.data.units import UnitSpec
+from pipeline.errors import Interrupted
 from pipeline.job.actor.worker import Backend
 from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.dataflow.spec import FlowSpec
@@ -167,3 +170,15 @@ def success(job):
 
 def runs(job):
     return [json.loads(path.read_text()) for path in sorted((job.output / "_pipeline" / "runs").iterdir())]
+
+
+def stop_in_a_unit(job, number=signal.SIGTERM) -> list[dict]:
+    """Stop a run of 16 rows in one unit when some have finished; return the rows that it keeps."""
+    stop = [(lambda status: status.rows_done > 0, number)]
+    with pytest.raises(Interrupted):
+        run(job, stop, run={"drain_timeout": "0.0 s"}, output={"rows_per_file": 16})
+    folder = PartStore(job.settings["output"]["path"], job.settings.get("storage", {}).get("s3")).folder
+    (kept,) = folder.names("_pipeline/partial")
+    done = json.loads(folder.read(f"_pipeline/partial/{kept}"))
+    assert 0 < len(done) < 16
+    return done

@@ -22,7 +22,7 @@ import numpy as np
 
 from pipeline import errors
 from pipeline.engine.params import Completion, EngineConfig, Request
-from pipeline.engine.samples import Group, sample_seed
+from pipeline.engine.samples import ParentRequest, sample_seed
 from pipeline.engine.stats import EngineStats
 from pipeline.engine.tasks import (
     Choice,
@@ -54,15 +54,7 @@ class FakeTokenizer:
     def continuation(self, ids: Sequence[int], text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(
-        self,
-        messages,
-        system=None,
-        add_generation_prompt=True,
-        template_kwargs=None,
-        continue_final_message=False,
-        now=None,
-    ) -> list[int]:
+    def encode_chat(self, messages, system=None, *_: object, **options: object) -> list[int]:
         text = f"[{system}]" if system else ""
         return list((text + "".join(f"<{m['role']}>{m['content']}" for m in messages)).encode())
 
@@ -130,7 +122,7 @@ class FakeEngine:
         self.cached: dict[object, int] = {}
         self.queued_us: dict[object, int] = {}
         self.first_token_us: dict[object, int] = {}
-        self.groups: dict[object, tuple[Group, object, int]] = {}  # by the key of a sample: whose, and which
+        self.groups: dict[object, tuple[ParentRequest, object, int]] = {}  # by the key of a sample: whose, and which
 
     def warm_up(self) -> None:
         self.say("warming up")
@@ -143,7 +135,7 @@ class FakeEngine:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        params, group = request.params, Group(request.params.n)
+        params, group = request.params, ParentRequest(request.params.n)
         for index in range(params.n):
             sample = request
             if params.n > 1:
@@ -169,8 +161,8 @@ class FakeEngine:
         refused: list[Completion] = []
         while self.waiting and len(self.running) < self.fake.get("max_num_seqs", 8):
             request = self.waiting.pop(0)
-            if len(request.prompt_token_ids) >= self.max_model_len:
-                length = len(request.prompt_token_ids)
+            length = len(request.prompt_token_ids)
+            if length >= self.max_model_len:
                 refused.append(Completion(request.row_id, [], "", "error", length, error="prompt_too_long"))
                 continue
             ids = answer(request.prompt_token_ids, request.params.seed, request.params.max_tokens)
@@ -191,45 +183,38 @@ class FakeEngine:
             self.stats.generated_tokens += request.task is None
             self.running[key] = (request, ids, num_done + 1)
             now = time.monotonic_ns() // 1000
-            first = self.first_token_us.setdefault(key, now)
-            if request.task is not None:
-                del self.running[key], self.first_token_us[key]
-                finished.append(
-                    Completion(
-                        request.row_id,
-                        [],
-                        "",
-                        "stop",
-                        len(request.prompt_token_ids),
-                        self.cached.pop(key),
-                        queued_us=self.queued_us.pop(key),
-                        first_token_us=first,
-                        last_token_us=now,
-                        result=result_of(request.prompt_token_ids, request.task),
-                    )
-                )
-            elif num_done + 1 == len(ids):
-                del self.running[key], self.first_token_us[key]
-                reason = "length" if len(ids) == request.params.max_tokens else "stop"
-                finished.append(
-                    Completion(
-                        request.row_id,
-                        ids,
-                        text_of(ids),
-                        reason,
-                        len(request.prompt_token_ids),
-                        self.cached.pop(key),
-                        _logprobs(ids, request.params.logprobs),
-                        prompt_logprobs=_logprobs(request.prompt_token_ids[1:], request.params.prompt_logprobs),
-                        queued_us=self.queued_us.pop(key),
-                        first_token_us=first,
-                        last_token_us=now,
-                    )
-                )
+            self.first_token_us.setdefault(key, now)
+            if request.task is not None or num_done + 1 == len(ids):
+                del self.running[key]
+                finished.append(self._completion(key, request, ids, now))
         self.stats.num_steps += 1
         self.stats.prefill_us += prefilled - started
         self.stats.decode_us += time.monotonic_ns() // 1000 - prefilled
         return self._whole(refused + finished)
+
+    def _completion(self, key: object, request: Request, ids: list[int], now: int) -> Completion:
+        prompt, params = request.prompt_token_ids, request.params
+        done = Completion(
+            request.row_id,
+            [],
+            "",
+            "stop",
+            len(prompt),
+            self.cached.pop(key),
+            queued_us=self.queued_us.pop(key),
+            first_token_us=self.first_token_us.pop(key),
+            last_token_us=now,
+        )
+        if request.task is not None:
+            return replace(done, result=result_of(prompt, request.task))
+        return replace(
+            done,
+            token_ids=ids,
+            text=text_of(ids),
+            finish_reason="length" if len(ids) == params.max_tokens else "stop",
+            logprobs=_logprobs(ids, params.logprobs),
+            prompt_logprobs=_logprobs(prompt[1:], params.prompt_logprobs),
+        )
 
     def _is_slow(self) -> bool:
         if "slow_until" not in self.fake:
@@ -237,14 +222,8 @@ class FakeEngine:
         return len(os.listdir(self.fake["loaded_in"])) < self.fake["slow_until"]
 
     def _maybe_fail(self, prompt: str) -> None:
-        fault = next(
-            (
-                kind
-                for kind in ("kill", "segfault", "hang", "crash", "out_of_memory")
-                if self.fake.get(kind, "\0") in prompt
-            ),
-            None,
-        )
+        kinds = ("kill", "segfault", "hang", "crash", "out_of_memory")
+        fault = next((kind for kind in kinds if self.fake.get(kind, "\0") in prompt), None)
         if fault is None or os.path.exists(self.fake.get("cured_by", "")):
             return
         once = self.fake.get("once")

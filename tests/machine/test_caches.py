@@ -16,7 +16,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig
 from pipeline.errors import EnvironmentFailed
 from pipeline.kernels.select import keep_cpu_kernels_in, keep_gpu_kernels_in
-from pipeline.machine.caches import cache_root, cpu_kernel_folder, gpu_kernel_folder, hub_folder, why_not_writable
+from pipeline.machine.caches import cache_root, cpu_kernel_folder, gpu_kernel_folder, hub_folder, write_problem
 
 IS_ROOT = os.getuid() == 0
 OTHER = 54321 if IS_ROOT else os.getuid()  # a user id without a name
@@ -113,7 +113,7 @@ def test_where_caches_are_kept(place, monkeypatch, named):
                 os.chdir(at)
                 notes: list[str] = []
                 found = cache_root(environ, notes.append), cpu_kernel_folder(environ), hub_folder(environ), notes
-                assert named or why_not_writable(found[1]) == ""
+                assert named or write_problem(found[1]) == ""
                 return found
 
             what = f"{home_kind}, {kind}"
@@ -155,7 +155,7 @@ def test_a_full_disk_is_not_writable(tmp_path, monkeypatch):
     full.return_value.__enter__.return_value.write.side_effect = OSError(28, "No space left on device")
     full.return_value.__exit__.return_value = None
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    assert why_not_writable(tmp_path) == "No space left on device"
+    assert write_problem(tmp_path) == "No space left on device"
 
 
 def test_kernels_that_cannot_be_kept_are_the_environment_s_failure(tmp_path, monkeypatch):
@@ -172,7 +172,7 @@ def test_kernels_that_cannot_be_kept_are_the_environment_s_failure(tmp_path, mon
 @pytest.mark.skipif(not IS_ROOT, reason="needs a folder of another user")
 def test_a_kernel_folder_in_which_another_user_compiled(place):
     folder(folder(place / "numba", 0o777, 0) / "attention_0123", 0o755, 0)
-    with pytest.raises(EnvironmentFailed, match="attention_0123 in it cannot be written"):
+    with pytest.raises(EnvironmentFailed, match="attention_0123 in it is not writable"):
         as_other_user(lambda: keep_cpu_kernels_in(place / "numba"))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoints.locate import locate_model, resolve_model, why_no_checkpoint
+from pipeline.checkpoints.locate import checkpoint_problem, locate_model, resolve_model
 from pipeline.demo import demo_model
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import reference_kernels
@@ -58,7 +58,7 @@ def test_sharded_and_single_files_load(folder: Path) -> None:
     [
         (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"), 24, r"1\.mlp\.up_proj\.weight is missing"),
         (lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(16)}), 24,
-         r"1 tensors have no place.*q_proj\.bias"),
+         r"1 tensors are not part.*q_proj\.bias"),
         (lambda tensors: None, 25, r"gate_proj\.weight is \(24, 16\)"),
     ],
     ids=["missing", "left over", "of another shape"],
@@ -78,10 +78,10 @@ def test_a_wrong_tensor_is_named(folder: Path, change, intermediate_size: int, s
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary"),
         ({"dtype": "float8"}, "float8"),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method = 'bitsandbytes' is not served"),
-        ({"quantization_config": {"quant_method": ["awq"]}}, "quant_method = .'awq'. is not served"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method = 'bitsandbytes' is not supported"),
+        ({"quantization_config": {"quant_method": ["awq"]}}, "quant_method = .'awq'. is not supported"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.*each layer type"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters per layer type"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "layer_types"),
         ({"hidden_act": None}, "hidden_act = None"),
         ({"text_config": {"hidden_size": 8}, "model_type": "llava"}, "model_type = 'llava'"),
@@ -110,10 +110,10 @@ def test_what_stands_in_the_place_of_a_checkpoint_is_named(folder: Path, tmp_pat
         "data": "has no config.json; give",
         "none": "no such folder, and not a Hugging Face id",
     }.items():
-        assert why_no_checkpoint(name).startswith(said)
+        assert checkpoint_problem(name).startswith(said)
         with pytest.raises(ModelError, match=re.escape(said)):
             resolve_model(name)
-    assert why_no_checkpoint(str(folder)) == ""
+    assert checkpoint_problem(str(folder)) == ""
 
 
 def test_a_model_that_is_not_in_the_cache_names_the_offline_variable_once(monkeypatch, tmp_path: Path) -> None:

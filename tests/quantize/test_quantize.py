@@ -173,8 +173,8 @@ def test_a_killed_run_goes_on_and_comes_to_the_same_bytes(pipe, base, data, tmp_
     monkeypatch.setattr(CheckpointWriter, "write", write)
     (tmp_path / "out.partial" / ".model-00003-of-00004.safetensors").write_bytes(b"half")
     code, _, err = pipe("quantize", str(base), "--output", str(out), "--method", "gptq", *given, "--seed", "1")
-    assert (code, "which differs in texts; remove the folder" in err) == (2, True)
-    assert "2 of 3 layers are there" in made(pipe, base, out, "gptq", *given)
+    assert (code, "with different texts; remove the folder" in err) == (2, True)
+    assert "2 of 3 layers were written" in made(pipe, base, out, "gptq", *given)
     for folder in ("whole", "out"):
         assert (tmp_path / folder / "config.json").exists()
     assert digests(out) == digests(tmp_path / "whole")
@@ -214,12 +214,12 @@ def test_layers_see_what_transformers_layers_see(tmp_path, name):
     [
         (["BASE", "--output", "OUT", "--method", "gptq"], "give either --calibration PATH"),
         (["BASE", "--output", "OUT", "--method", "rtn", "--job", "j.yaml"], "looks at no texts"),
-        (["BASE", "--output", "OUT", "--method", "rtn", "--act-order"], "only gptq has an order"),
-        (["BASE", "--output", "OUT", "--method", "rtn"], "= 64 does not divide into groups of 128; --group-size 64"),
-        (["BASE", "--output", "OUT", "--group-size", "32", "--calibration", "DATA"], "divide by 64, which awq needs"),
-        (["BASE", "--output", "FULL", "--method", "int8"], "is there and not empty"),
-        (["demo:target-awq", "--output", "OUT", "--method", "int8"], "is quantized already (awq in config.json)"),
-        (["BASE", "--output", "MINE", "--method", "int8"], "is in the way and not this program's"),
+        (["BASE", "--output", "OUT", "--method", "rtn", "--act-order"], "only works with gptq"),
+        (["BASE", "--output", "OUT", "--method", "rtn"], "= 64 is not a multiple of --group-size 128; --group-size 64"),
+        (["BASE", "--output", "OUT", "--group-size", "32", "--calibration", "DATA"], "of 64, as awq requires"),
+        (["BASE", "--output", "FULL", "--method", "int8"], "already exists and is not empty"),
+        (["demo:target-awq", "--output", "OUT", "--method", "int8"], "is already quantized (awq in config.json)"),
+        (["BASE", "--output", "MINE", "--method", "int8"], "exists, but not from an earlier run"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_made_is_refused_with_the_reason(pipe, base, data, tmp_path, arguments, message):

@@ -172,7 +172,7 @@ def test_data_is_neither_markdown_nor_html_on_the_page():
 
 def test_a_long_message_is_wrapped_and_not_cut():
     """It says at its end what would have fit."""
-    message = "the prompt has 200032 tokens; with max_model_len = 1024 at most 1023 fit beside one generated token"
+    message = "the prompt has 200032 tokens; with max_model_len = 1024 at most 1023 fit with one generated token"
     stats = RowStats(errors={"prompt_too_long": (ErrorExample("in/a-long-name.parquet", 7, message),)})
     built = report(replace(run(), row_stats=stats))
     assert message in " ".join(text(built).split())

@@ -21,7 +21,12 @@ def counts(**by_batch: dict[int, int]) -> dict[str, int]:
 
 STATS = {
     **{"num_steps": 100, "num_draft_steps": 40},
-    **{"drafted_by_place.0": 50, "accepted_by_place.0": 40, "drafted_by_place.1": 20, "accepted_by_place.1": 5},
+    **{
+        "drafted_by_position.0": 50,
+        "accepted_by_position.0": 40,
+        "drafted_by_position.1": 20,
+        "accepted_by_position.1": 5,
+    },
 }
 COUNTED = counts(
     plain_steps={5: 60}, drafted_steps={0: 40}, on_steps={0: 38, 5: 3}, drafted_sequences={0: 40},

@@ -91,7 +91,7 @@ def test_fp8_activations_are_a_byte_a_weight_and_a_rate_of_their_own():
     assert few == pytest.approx({"fp8": (1 + 4 / 128) * 2**20 / 0.5e9})
     assert many == pytest.approx({"fp8": 2 * 100_000 * 2**20 / 0.5e12})
     assert fp8.resident_bytes(SIZE) == SIZE.linear_parameters * (1 + 4 / 128) + 2 * SIZE.head_parameters * 2
-    with pytest.raises(ConfigError, match="a card: has no products of fp8"):
+    with pytest.raises(ConfigError, match="a card: does not support products of fp8"):
         linear_seconds(1, 8, 8, fp8, CARD)
     a100, h100 = (next(c for c in load_cards() if c.name.startswith(name)) for name in ("A100", "H100"))
     assert Ceilings.of_card(a100, Reached()).fp8_flops_per_s is None

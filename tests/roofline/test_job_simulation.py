@@ -93,7 +93,7 @@ def test_more_room_is_never_slower_and_a_request_too_large_is_refused():
     by_room = [simulate_job(RAGGED, SIZE, DENSE, CARD, Batching(n, 4096, 16_000, 16)).wall_s for n in (1, 4, 16, 64)]
     assert by_room == sorted(by_room, reverse=True)
     assert by_room[0] > 4 * by_room[-1]
-    with pytest.raises(ConfigError, match="a request of 100 and 30 tokens does not fit a KV cache of 128"):
+    with pytest.raises(ConfigError, match="100 prompt and 30 output tokens does not fit into a KV cache"):
         simulate_job([RequestTokens(100, 30)], SIZE, DENSE, CARD, Batching(4, 64, 128, 16))
 
 

@@ -141,7 +141,7 @@ def test_tool_calls_need_a_template_that_renders_them():
     assert render(bare, answer) == "[tool] 7 "
     with pytest.raises(ChatTemplateError, match="message 1: role 'tool': the chat template does not render it"):
         render(users, user("x"), answer)
-    with pytest.raises(ChatTemplateError, match="message 1, the last: an assistant's turn without text"):
+    with pytest.raises(ChatTemplateError, match="message 1, the last: an assistant message without text"):
         render(each, user("x"), CALL, continues=True)
 
 
@@ -362,7 +362,7 @@ def test_a_template_is_told_the_date_it_is_given_and_no_other(monkeypatch):
     one, now = renderer("{{ strftime_now('%d %B %Y %H:%M %c %s %Z') }}"), datetime(2024, 2, 29, 23, 59, 58)
     told = one.render([user("x")], {}, None, now)
     assert told == "29 February 2024 23:59 Thu Feb 29 23:59:58 2024 1709251198 "
-    with pytest.raises(ChatTemplateError, match="asks for the date, and none was given"):
+    with pytest.raises(ChatTemplateError, match="needs the date, but none was given"):
         one.render([user("x")], {}, None)
     for zone in ("Asia/Tokyo", "America/New_York"):
         monkeypatch.setenv("TZ", zone)

@@ -23,13 +23,13 @@ def test_where_one_label_begins_another_the_end_belongs_to_each():
     assert encode_labels(Letters(), [], ["ab", "c", "a"]) == [(97, 98, 2), (99, 2), (97, 2)]
     endless = Letters()
     endless.end_token_id = None
-    with pytest.raises(ConfigError, match="no end of text"):
+    with pytest.raises(ConfigError, match="no end-of-text token"):
         encode_labels(endless, [], ["a", "ab"])
 
 
 @pytest.mark.parametrize(
     ("labels", "message"),
-    [([], "at least one"), (["a", ""], "'' has no tokens"), (["a", "b", "a"], "'a' is there twice")],
+    [([], "at least one"), (["a", ""], "'' has no tokens"), (["a", "b", "a"], "'a' occurs twice")],
 )
 def test_labels_that_cannot_be_told_apart_are_refused(labels, message):
     with pytest.raises(ConfigError, match=message):

@@ -46,7 +46,7 @@ def test_the_file_of_an_old_quantizer_is_read(tmp_path: Path, shown: str) -> Non
     x = torch.eye(CONFIG["intermediate_size"])
     ours, expected = (load(each).layers[0].down(x) for each in (folder, dense))
     torch.testing.assert_close(ours, expected)
-    with pytest.raises(ModelError, match=rf"quantized already \(\w+ in {name}\)"):
+    with pytest.raises(ModelError, match=rf"already quantized \(\w+ in {name}\)"):
         check_plain(folder)
 
 

@@ -84,7 +84,7 @@ def test_the_output_embedding_stays_and_what_is_no_number_is_refused() -> None:
     assert isinstance(plain, DenseWeight)
     assert plain.weight_NK is weight_NK
     weight_NK[1, 1] = float("inf")
-    with pytest.raises(ModelError, match=r"a\.weight: holds infinities"):
+    with pytest.raises(ModelError, match=r"a\.weight: contains infinities"):
         RoundToNearest("nf4").read_linear(StoredLinear("a", (8, 64), Named({"a.weight": weight_NK})))
 
 

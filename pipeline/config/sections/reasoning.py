@@ -12,7 +12,7 @@ def _reasoning(value: Any) -> Any:
     if value is None or value is False:
         return None
     try:
-        return ReasoningMarkers.of(value)
+        return ReasoningMarkers.from_config(value)
     except ConfigError as error:
         raise ValueError(error.problem("sampling.reasoning").lstrip(".")) from None
 

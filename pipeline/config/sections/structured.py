@@ -42,7 +42,7 @@ def _structured(value: Any) -> Any:
     from pipeline.engine.grammar.compiler import check_grammar
 
     try:
-        outputs = StructuredOutputs.of(value)
+        outputs = StructuredOutputs.from_config(value)
         check_grammar(outputs)
     except ConfigError as error:
         raise ValueError(error.problem(".".join(PLACE)).lstrip(".")) from None
@@ -68,7 +68,7 @@ def with_schema_file(document: Document) -> Document:
     rest: dict[str, Value] = {key: value for key, value in given.items() if key != "json_file"}
     data: dict[str, Value] = dict(document.data)
     data["sampling"] = {**sampling, "structured_outputs": {**rest, "json": schema}}
-    return Document(data, document.origins | {(*PLACE, "json"): document.where(place)})
+    return Document(data, document.origins | {(*PLACE, "json"): document.location(place)})
 
 
 def _read_schema(document: Document, place: KeyPath, path: object) -> Value:
@@ -88,7 +88,7 @@ def _read_schema(document: Document, place: KeyPath, path: object) -> Value:
 
 
 def _mistake(document: Document, place: KeyPath, problem: str, hint: str = "") -> JobFileError:
-    return JobFileError([Mistake(document.where(place), ".".join(map(str, place)), problem, hint)])
+    return JobFileError([Mistake(document.location(place), ".".join(map(str, place)), problem, hint)])
 
 
 _COLUMN = FromColumn.model_json_schema()

@@ -25,7 +25,7 @@ from pipeline.errors import RowError
 
 # The API knows no end for repeating itself; like max_tokens, it is one that the engine set.
 FINISH_REASONS = {"stop": "stop", "length": "length", "length_loop": "length"}
-LEAST_LOGPROB = -9999.0  # what the API writes where a float is not finite
+MIN_LOGPROB = -9999.0  # what the API writes where a float is not finite
 # Errors that are not the row's own: on another machine, or with another model, it could be answered.
 OF_ENGINE = (
     RowError.KV_CACHE_EXHAUSTED,
@@ -187,4 +187,4 @@ def _name(token: Mapping[str, Any]) -> str:
 
 
 def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
+    return logprob if math.isfinite(logprob) else MIN_LOGPROB

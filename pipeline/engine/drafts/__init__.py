@@ -1,1 +1,1 @@
-"""Speculative decoding in a step: who drafts, how many tokens, and what became of them."""
+"""Speculative decoding in a step: proposers, draft lengths, and verification results."""

@@ -1,18 +1,18 @@
 """Drafts by a smaller model with the same tokens.
 
-It has a KV cache of its own with as many blocks as the target's, and follows the target's block tables: a token's draft
-keys are in the block and at the place where its target keys are. So nothing has to be allocated or shared for it, and a
-shared prefix is shared here too. What differs is how far each sequence is computed: while there are no drafts the draft
-model stands still, and catches up when it is needed again, a bounded number of tokens in a step.
+It has its own KV cache with as many blocks as the target's, and follows the target's block tables: a token's draft keys
+have the same block and offset as its target keys. So it allocates and shares nothing itself, and a prefix shared in the
+target is shared here too. Only the number of computed tokens differs: while there are no drafts the draft model
+computes nothing, and catches up when it is needed again, by a bounded number of tokens in a step.
 
-Passes run one after the other, each over all sequences that draft so many tokens.
+Passes run one after the other: pass k covers all sequences that draft more than k tokens.
 
-Where a request samples, its drafts are sampled from the draft's distribution under the same options, so that rejection
-sampling can accept most of them; a greedy request gets the draft's best tokens. Where tokens must not depend on drafts,
-the distribution is kept back, and drafts are sampled with the very number that the target will use: then they are
-accepted where they are what it draws.
+For sampled requests, drafts are sampled from the draft model's distribution under the same options, so that rejection
+sampling can accept most of them; a greedy request gets the draft model's best tokens. Where tokens must not depend on
+drafts, the distribution is not exposed, and drafts are sampled with the same random number that the target will use:
+then they are accepted if they equal its sample.
 
-Shapes: S sequences of the offer, A of them drafting, K most drafts of one, V the target's vocabulary, B blocks.
+Shapes: S sequences of the offer, A of them drafting, K maximum drafts of one, V the target's vocabulary, B blocks.
 """
 
 import numpy as np
@@ -31,11 +31,11 @@ from pipeline.engine.schedule.sequence import SlotTable, is_greedy
 from pipeline.engine.schedule.step_plan import StepPlan, build_input
 from pipeline.kernels.memory import on_device
 
-NEAR = 8  # known tokens behind that the first pass computes as well; a sequence further behind catches up first
+NEAR = 8  # known tokens behind that the first pass also computes; a sequence further behind catches up first
 
 
 class DraftModelProposer:
-    """Implements `Proposer`. `runner` holds the draft model and its KV cache, of `pool`'s number and size of blocks."""
+    """Implements `Proposer`. `runner` holds the draft model and its KV cache, which has `pool`'s blocks."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class DraftModelProposer:
         catch_up_tokens: int = 512,
         exposes_draft_probs: bool = True,
     ) -> None:
-        """vocab_size: the target's; ids from there on are never drafted. catch_up_tokens: that one step computes for
-        sequences which are behind. exposes_draft_probs: for rejection sampling, where sampled tokens may depend on
-        drafts."""
+        """vocab_size: the target's; higher ids are never drafted. catch_up_tokens: maximum tokens that one step
+        computes for sequences that are behind. exposes_draft_probs: return probabilities for rejection sampling, where
+        sampled tokens may depend on drafts."""
         assert max_draft_tokens >= 1
         assert catch_up_tokens >= 1
         self.runner, self.table, self.pool = runner, table, pool
         self.max_draft_tokens, self.vocab_size, self.catch_up_tokens = max_draft_tokens, vocab_size, catch_up_tokens
         self.exposes_draft_probs = exposes_draft_probs
         self._num_computed = np.zeros(table.num_slots, dtype=np.int64)  # known tokens whose draft keys are in the cache
-        self._num_marked = np.zeros(table.num_slots, dtype=np.int64)  # blocks of it known as filled
-        self._filled_B = np.full(pool.num_blocks, -1, dtype=np.int64)  # generation in which the draft filled it
+        self._num_marked = np.zeros(table.num_slots, dtype=np.int64)  # leading blocks that are marked as filled
+        self._filled_B = np.full(pool.num_blocks, -1, dtype=np.int64)  # generation in which the draft model filled it
 
     def admitted(self, slot: int) -> None:
         block_B = self.table.block_table[slot, : self.table.num_blocks[slot]]
@@ -70,13 +70,13 @@ class DraftModelProposer:
         pass
 
     def offer(self, slot_S: np.ndarray) -> Offer:
-        """Sequences that are far behind come nearer, and have nothing to offer until they are near."""
+        """Return an offer. Sequences that are far behind catch up first, and offer nothing until they are near."""
         computed_S = self._num_computed[slot_S]
-        behind_S = self.table.num_known[slot_S] - 1 - computed_S  # never the last token, which gives the logits
+        behind_S = self.table.num_known[slot_S] - 1 - computed_S  # without the last token, which gives the logits
         if behind_S.max(initial=0) > NEAR:
             count_S = allot(np.where(behind_S > NEAR, behind_S, 0), self.catch_up_tokens)
-            some = np.flatnonzero(count_S)
-            self._run(StepPlan(slot_S[some], computed_S[some], count_S[some], np.zeros(len(some), dtype=bool)))
+            behind = np.flatnonzero(count_S)
+            self._run(StepPlan(slot_S[behind], computed_S[behind], count_S[behind], np.zeros(len(behind), dtype=bool)))
             self._num_computed[slot_S] = computed_S + count_S
             behind_S = behind_S - count_S
         self._mark_filled(slot_S)
@@ -91,21 +91,21 @@ class DraftModelProposer:
         slot_A = offer.slot_S[drafting]
         known_A, start_A = table.num_known[slot_A], self._num_computed[slot_A]
         plan = _pass(slot_A, start_A, known_A - start_A)
-        for place in range(token_id_SK.shape[1]):
+        for k in range(token_id_SK.shape[1]):
             logits_AV = self._run(plan)
-            token_A, q_AV = self._chosen(logits_AV, slot_A, known_A + place)
+            token_A, q_AV = self._sample(logits_AV, slot_A, known_A + k)
             if q_AV is not None:
                 if q_SKV is None:
                     q_SKV = logits_AV.new_zeros((*token_id_SK.shape, self.vocab_size))
-                q_SKV[on_device(drafting, q_SKV.device), place] = q_AV
-            token_id_SK[drafting, place] = table.token_ids[slot_A, known_A + place] = token_A
-            longer = np.flatnonzero(count_S[drafting] > place + 1)
-            drafting, slot_A, known_A = drafting[longer], slot_A[longer], known_A[longer]
-            plan = _pass(slot_A, known_A + place, np.ones_like(slot_A))
+                q_SKV[on_device(drafting, q_SKV.device), k] = q_AV
+            token_id_SK[drafting, k] = table.token_ids[slot_A, known_A + k] = token_A
+            remaining = np.flatnonzero(count_S[drafting] > k + 1)
+            drafting, slot_A, known_A = drafting[remaining], slot_A[remaining], known_A[remaining]
+            plan = _pass(slot_A, known_A + k, np.ones_like(slot_A))
         return Drafts(token_id_SK, q_SKV)
 
     def settled(self, slot_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
-        """Only now: an undone step takes blocks away, and a rejected draft is followed by another token."""
+        """Update the computed counts, only now: undone steps free blocks, and other tokens follow rejected drafts."""
         known_S = self.table.num_computed[slot_S] - accepted_S  # before the step; forced tokens may have come since
         self._num_computed[slot_S] = known_S + np.minimum(accepted_S, drafted_S - 1)  # the last draft is not computed
 
@@ -117,22 +117,21 @@ class DraftModelProposer:
     # -- parts
 
     def _run(self, plan: StepPlan) -> torch.Tensor:
-        """The logits (A, V) after each sequence that wants some."""
+        """Return the logits (A, V) after each sequence that samples."""
         logits_AV = self.runner.execute(build_input(plan, self.table))
         missing = self.vocab_size - logits_AV.shape[1]
         if missing > 0:
             return F.pad(logits_AV, (0, missing), value=float("-inf"))
         return logits_AV[:, : self.vocab_size]
 
-    def _chosen(
+    def _sample(
         self, logits_AV: torch.Tensor, slot_A: np.ndarray, known_A: np.ndarray
     ) -> tuple[np.ndarray, torch.Tensor | None]:
-        """The draft after the first known_A tokens of each sequence. Where the target may know it, also what it was
-        sampled from (A, V); where logits are not finite that is nothing at all, and the target does not trust it as a
-        distribution."""
+        """Return the draft after the first known_A tokens of each sequence. If probabilities are exposed, also return
+        its distribution (A, V); it is zero where logits are not finite, and the target rejects it as a distribution."""
         if is_greedy(self.table.sampling[slot_A]).all():
             return greedy(logits_AV).token_ids, None
-        batch = SamplingBatch.of(self.table, slot_A, known_A)
+        batch = SamplingBatch.from_slots(self.table, slot_A, known_A)
         q_AV = distribution(logits_AV, batch)
         if not (batch.options["temperature"] > 0.0).any():
             return greedy(q_AV).token_ids, None
@@ -141,7 +140,7 @@ class DraftModelProposer:
         return token_A.cpu().numpy(), q_AV if self.exposes_draft_probs else None
 
     def _mark_filled(self, slot_S: np.ndarray) -> None:
-        """Blocks that the draft has filled with confirmed tokens need not be computed for sequences that share them."""
+        """Mark blocks that hold draft keys of confirmed tokens, which sequences sharing them need not compute."""
         full_S = self._num_computed[slot_S] // self.table.block_size
         for s in np.flatnonzero(full_S > self._num_marked[slot_S]).tolist():
             slot, full = int(slot_S[s]), int(full_S[s])

@@ -1,8 +1,8 @@
-"""Speculative decoding's part of a step: whether there are drafts, how many are computed, and what the model accepts.
+"""Speculative decoding in a step: whether and how much to draft, and verification.
 
-StepPlan -> policy: draft? -> proposer: offer -> policy: how many? -> room -> proposer: drafts
--> one step computes known tokens and drafts -> `verify` -> rounds of tokens, as plain steps would give them
--> proposer and policy record what was accepted
+StepPlan -> policy: draft? -> proposer: offer -> policy: lengths -> room -> proposer: drafts
+-> one step computes known tokens and drafts -> `verify` -> tokens, the same as from plain steps
+-> proposer and policy record the accepted drafts
 """
 
 from typing import NamedTuple
@@ -21,14 +21,14 @@ from pipeline.engine.schedule.thinking import end_of_drafts
 from pipeline.engine.stats import EngineStats
 from pipeline.kernels.memory import on_device
 
-MAX_CHECKED_TOKENS = 1024  # next tokens and drafts of a step, each with logits of its own; or all next tokens, if more
+MAX_CHECKED_TOKENS = 1024  # next tokens plus drafts of a step, each with its own logits; at least all next tokens
 
 _NONE_S = np.zeros(0, dtype=np.int64)
 
 
 class DraftedStep(NamedTuple):
-    """What is known of a step before it is computed. S: its sequences that get a token, where there are drafts; else
-    there are only the facts."""
+    """Facts of a step before it is computed. S: its sequences that sample, if it has drafts; otherwise only `facts` is
+    set."""
 
     facts: StepFacts
     slot_S: np.ndarray = _NONE_S
@@ -37,24 +37,24 @@ class DraftedStep(NamedTuple):
 
 
 class DraftRoom:
-    """Room for drafts in a planned step: tokens, places in the context, and KV blocks. `grant`, then the drafts are
-    made, then `place`, before anything else is planned.
+    """Room for drafts in a planned step: tokens, context positions, and KV blocks. Call `grant`, then make the drafts,
+    then call `write`, before anything else is planned.
 
-    Drafts come after everything else: into the tokens that a step leaves and into free blocks. No sequence is preempted
-    for them.
+    Drafts have the lowest priority: they use the token budget that a step leaves, and free blocks. No sequence is
+    preempted for them.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
     def tokens(self, plan: StepPlan) -> int:
-        """Return how many drafts the step can take."""
+        """Return the maximum number of drafts of the step."""
         num_sequences = int(np.count_nonzero(plan.samples_S))
         checked = max(MAX_CHECKED_TOKENS - num_sequences, 0)
         return min(max(self._scheduler.step_tokens - plan.num_tokens, 0), checked)
 
-    def most(self, slot_S: np.ndarray) -> np.ndarray:
-        """Return how many drafts of each can be of use: with all of them accepted, one more token is generated."""
+    def max_useful(self, slot_S: np.ndarray) -> np.ndarray:
+        """Return how many drafts of each sequence can be useful: if all are accepted, one more token is generated."""
         table = self._scheduler.table
         end_S = table.limit[slot_S]
         if table.thinking[slot_S].any():
@@ -62,15 +62,15 @@ class DraftRoom:
         return end_S - table.num_known[slot_S] - 1
 
     def grant(self, plan: StepPlan, slot_S: np.ndarray, count_S: np.ndarray) -> np.ndarray:
-        """Allocate blocks for drafts of these sequences, all of which sample in the plan, and return how many each may
-        have of the count_S it wants, which is at most `most`: older ones first."""
+        """Allocate blocks for drafts of these sequences, all of which sample in the plan. Return how many of the
+        requested count_S (at most `max_useful`) each may have; older sequences come first."""
         scheduler = self._scheduler
         table, pool = scheduler.table, scheduler.pool
         room = self.tokens(plan)
         if int(count_S.sum()) > room:
             count_S = allot(count_S, room)
         size, held_S, known_S = pool.block_size, table.num_blocks[slot_S], table.num_known[slot_S]
-        missing_S = (known_S + count_S + (size - 1)) // size - held_S  # never of known tokens, which have their blocks
+        missing_S = (known_S + count_S + (size - 1)) // size - held_S  # known tokens have their blocks already
         if missing_S.max(initial=0) > 0:
             missing_S = np.maximum(missing_S, 0)
             if int(missing_S.sum()) > pool.num_free:
@@ -81,20 +81,20 @@ class DraftRoom:
                 table.append_blocks(slot_S[grown], missing_S[grown], pool.allocate(int(missing_S.sum())))
         return count_S
 
-    def place(self, plan: StepPlan, sampling: np.ndarray, token_id_SK: np.ndarray, count_S: np.ndarray) -> StepPlan:
+    def write(self, plan: StepPlan, sampling: np.ndarray, token_id_SK: np.ndarray, count_S: np.ndarray) -> StepPlan:
         """Return the plan with the first count_S[s] tokens of token_id_SK[s], which were granted, as drafts of the
-        sequence at place sampling[s] of the plan."""
+        sequence with index sampling[s] in the plan."""
         table, slot_S = self._scheduler.table, plan.slot_S[sampling]
-        place_D = ranges(table.num_known[slot_S], count_S)
+        position_D = ranges(table.num_known[slot_S], count_S)
         is_draft_SK = np.arange(token_id_SK.shape[1]) < count_S[:, None]
-        table.token_ids[np.repeat(slot_S, count_S), place_D] = token_id_SK[is_draft_SK]
+        table.token_ids[np.repeat(slot_S, count_S), position_D] = token_id_SK[is_draft_SK]
         draft_S = np.zeros_like(plan.count_S)
         draft_S[sampling] = count_S
         return StepPlan(plan.slot_S, plan.start_S, plan.count_S + draft_S, plan.samples_S, draft_S)
 
 
 class Drafting:
-    """The proposer and the policy of one engine. Holds what was proposed for the step that is being launched."""
+    """Proposer and policy of one engine. Holds the drafts of the step that is being launched."""
 
     def __init__(self, proposer: Proposer, policy: DraftPolicy, scheduler: Scheduler) -> None:
         self.proposer, self.policy, self._scheduler = proposer, policy, scheduler
@@ -112,9 +112,9 @@ class Drafting:
         self.proposer.undone(plan.slot_S)
 
     def select(self, plan: StepPlan) -> bool:
-        """Return whether this step is to have drafts.
+        """Return whether this step should have drafts.
 
-        None while steps are limited because one did not fit the memory: a draft model takes some too. A step of one
+        False while steps are limited after an out-of-memory, because a draft model needs memory too. A step of one
         token has no room for drafts.
         """
         num_sequences, scheduler = int(np.count_nonzero(plan.samples_S)), self._scheduler
@@ -124,70 +124,70 @@ class Drafting:
         return self.policy.select(facts) and num_sequences > 0 and not is_limited
 
     def extend(self, plan: StepPlan) -> StepPlan:
-        """Return `plan`, for which `select` wants drafts, with those that there are."""
+        """Return `plan`, for which `select` returned True, with the available drafts."""
         assert self._step is not None
         facts, sampling = self._step.facts, np.flatnonzero(plan.samples_S)
         slot_S = plan.slot_S[sampling]
         offer = self.proposer.offer(slot_S)
-        most_S = np.maximum(self._room.most(slot_S), 0)
-        offer = Offer(slot_S, np.minimum(offer.count_S, most_S), offer.match_len_S, offer.token_id_SK)
+        max_S = np.maximum(self._room.max_useful(slot_S), 0)
+        offer = Offer(slot_S, np.minimum(offer.count_S, max_S), offer.match_len_S, offer.token_id_SK)
         count_S = np.maximum(np.minimum(self.policy.lengths(facts, offer), offer.count_S), 0)
         if count_S.any():
             count_S = self._room.grant(plan, slot_S, count_S)
         if count_S.any():
             drafts = self.proposer.draft(offer, count_S)
-            plan = self._room.place(plan, sampling, drafts.token_id_SK, count_S)
+            plan = self._room.write(plan, sampling, drafts.token_id_SK, count_S)
             self._step = DraftedStep(facts, slot_S, count_S, drafts)
         return plan
 
     def proposal(self) -> ProposalDistribution | None:
-        """Return the distributions that the drafts of the last `extend` were sampled from, where they are known."""
+        """Return the distributions that the drafts of the last `extend` were sampled from, or None if unknown."""
         drafted_S, drafts = self._drafted()
         if drafts.q_SKV is None:
             return None
         draft_R = self._draft_of_rows()
         is_draft_SK = np.arange(drafts.q_SKV.shape[1]) < drafted_S[:, None]
-        sequence_D, column_D = (on_device(at_D, drafts.q_SKV.device) for at_D in np.nonzero(is_draft_SK))
+        sequence_D, column_D = (on_device(index_D, drafts.q_SKV.device) for index_D in np.nonzero(is_draft_SK))
         row_D = np.flatnonzero(draft_R >= 0)
         return ProposalDistribution(row_D, draft_R[row_D], drafts.q_SKV[sequence_D, column_D])
 
     def verify(self, output: SamplerOutput) -> Verified:
-        """Return what the model says to the drafts of the last `extend`. output: the tokens of its rows."""
+        """Verify the drafts of the last `extend`. output: the tokens of its rows."""
         return verify(output, self._draft_of_rows())
 
     def draft_ids(self, sampling: np.ndarray) -> list[list[int]]:
-        """Return the drafts of the last `extend` of some sequences, by their places among those that sample."""
+        """Return the drafts of the last `extend` for sequences given by their index among those that sample."""
         drafted_S, drafts = self._drafted()
         rows = zip(drafts.token_id_SK[sampling].tolist(), drafted_S[sampling].tolist())
         return [ids[:count] for ids, count in rows]
 
     def _draft_of_rows(self) -> np.ndarray:
-        """What was drafted for the place of each row of logits; -1 for the last row of each sequence."""
+        """Return the token drafted for the position of each row of logits; -1 for the last row of each sequence."""
         drafted_S, drafts = self._drafted()
-        most = int(drafted_S.max())
-        of_SK1 = np.empty((len(drafted_S), most + 1), dtype=np.int64)
-        of_SK1[:, :most] = drafts.token_id_SK[:, :most]
-        of_SK1[np.arange(len(drafted_S)), drafted_S] = -1
-        return of_SK1[np.arange(most + 1) <= drafted_S[:, None]]
+        max_drafts = int(drafted_S.max())
+        draft_SK1 = np.empty((len(drafted_S), max_drafts + 1), dtype=np.int64)
+        draft_SK1[:, :max_drafts] = drafts.token_id_SK[:, :max_drafts]
+        draft_SK1[np.arange(len(drafted_S)), drafted_S] = -1
+        return draft_SK1[np.arange(max_drafts + 1) <= drafted_S[:, None]]
 
     def _drafted(self) -> tuple[np.ndarray, Drafts]:
         assert self._step is not None
         assert self._step.drafts is not None
         return self._step.drafted_S, self._step.drafts
 
-    def take_step(self) -> DraftedStep:
-        """Return what `done` needs of the step that has been launched."""
+    def pop_step(self) -> DraftedStep:
+        """Return and clear what `done` needs of the launched step."""
         step, self._step = self._step, None
         assert step is not None
         return step
 
     def done(self, stats: EngineStats, step: DraftedStep, output: SamplerOutput | Verified, num_generated: int) -> None:
-        """Count a step that has been computed and whose tokens are in the table, and pass it on to the policy."""
+        """Record a step that has been computed and whose tokens are in the table, and pass it to the policy."""
         verdict = None
         if step.drafts is not None:
             assert isinstance(output, Verified)
-            (some,) = np.nonzero(step.drafted_S)
-            verdict = Verdict(step.slot_S[some], step.drafted_S[some], output.num_accepted_S[some])
+            (drafted,) = np.nonzero(step.drafted_S)
+            verdict = Verdict(step.slot_S[drafted], step.drafted_S[drafted], output.num_accepted_S[drafted])
             stats.add_drafts(verdict.drafted_D, verdict.accepted_D)
             self.proposer.settled(*verdict)
         is_last = not len(self._scheduler.running) and not len(self._scheduler.waiting)

@@ -1,11 +1,11 @@
-"""Whether a step has drafts, and how many tokens for each sequence: what `Drafting` needs of a policy. No torch.
+"""Draft policies: whether a step has drafts, and how many tokens for each sequence. No torch.
 
     select -> (the proposer makes its offer) -> lengths -> (the step is computed) -> observe
 
-Where steps overlap, the next step is selected before the one in flight is observed. Steps are observed in the order in
-which they were selected; one that was undone is never observed.
+If steps overlap, the next step is selected before the one in flight is observed. Steps are observed in the order in
+which they were selected; an undone step is never observed.
 
-Shapes: S sequences of an offer, K most drafts of one, D those of them that have drafts in the step.
+Shapes: S sequences of an offer, K maximum drafts of one, D those of them that have drafts in the step.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Offer:
-    """Sequence slot_S[s] could be drafted up to count_S[s] tokens.
+    """Available drafts: up to count_S[s] tokens for sequence slot_S[s].
 
-    token_id_SK: the tokens, where looking them up is all there is to drafting them; else it has no columns.
-    match_len_S: of lookup, how many of the last tokens, or symbols of them, occurred before; 0 without a match.
+    token_id_SK: the tokens, if they are already known, as with lookup; otherwise it has no columns.
+    match_len_S: with lookup, how many of the last tokens, or symbols of them, matched; 0 without a match.
     """
 
     slot_S: np.ndarray  # int64
@@ -31,8 +31,8 @@ class Offer:
 class StepFacts(NamedTuple):
     """A planned step before drafts. Compared by identity.
 
-    num_sequences: those that get a token. num_prefill: its other tokens (prompts, recomputed ones). room: drafts that
-    it could still take; none while prompts queue, since they fill a step first.
+    num_sequences: sequences that sample. num_prefill: its other tokens (prompts, recomputed ones). room: maximum number
+    of drafts; 0 while prompts queue, because they fill the step first.
     """
 
     num_sequences: int
@@ -41,8 +41,8 @@ class StepFacts(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the model said to a step's drafts. drafted_D is 1 or more; it may be less than was chosen, where blocks were
-    short. accepted_D counts also what lies after the end of a sequence that ended among them."""
+    """Verification result of a step's drafts. drafted_D is 1 or more; it may be less than was chosen, if blocks were
+    short. accepted_D also counts drafts after the end of a sequence that ended among them."""
 
     slot_D: np.ndarray  # int64
     drafted_D: np.ndarray  # int64
@@ -50,8 +50,8 @@ class Verdict(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """A step that was computed. num_generated: tokens that its sequences got. verdict: None without drafts. is_last: no
-    sequence is left, so the time until the next step is not that step's."""
+    """Result of a computed step. num_generated: tokens of all its sequences. verdict: None without drafts. is_last: no
+    sequence is left, so the time until the next step does not belong to this one."""
 
     facts: StepFacts
     num_generated: int
@@ -61,19 +61,19 @@ class StepOutcome(NamedTuple):
 
 class DraftPolicy(Protocol):
     def select(self, facts: StepFacts) -> bool:
-        """Return whether this step is to have drafts. Called in every step, so it is cheap."""
+        """Return whether this step should have drafts. Must be cheap: it is called in every step."""
         ...
 
     def lengths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
-        """Return how many tokens (int64, S) to draft for each sequence; more than the offer has count as all of it."""
+        """Return how many tokens (int64, S) to draft for each sequence; values above the offer mean all of it."""
         ...
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Record a step, once its tokens are in the slot table."""
+        """Record a step whose tokens are in the slot table."""
         ...
 
     def admitted(self, slot: int) -> None:
-        """Forget the sequence that was in this slot: another one is in it now."""
+        """Reset the state of this slot, which has a new sequence."""
         ...
 
     def paused(self, ns: int) -> None:
@@ -81,12 +81,12 @@ class DraftPolicy(Protocol):
         ...
 
     def counters(self) -> dict[str, int]:
-        """Return what was counted for the report, by name; sums over engines mean the same."""
+        """Return the counters for the report by name; they can be summed over engines."""
         ...
 
 
 class FixedDrafts:
-    """Implements `DraftPolicy`: in every step as many drafts as the proposer has."""
+    """Implements `DraftPolicy`: draft everything that the proposer offers, in every step."""
 
     def select(self, facts: StepFacts) -> bool:
         return facts.room > 0

@@ -1,1 +1,1 @@
-"""Runs the model on a step: captured or not, one step in flight, or over known texts."""
+"""Model execution of a step: the runner, CUDA graphs, and the step in flight."""

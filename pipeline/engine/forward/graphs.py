@@ -1,15 +1,15 @@
-"""Steps captured once and replayed: on a GPU, launching some hundred kernels one by one takes longer than running them.
+"""Steps captured once as CUDA graphs and replayed: launching some hundred kernels one by one takes longer than running
+them.
 
-A step can be replayed where each sequence computes few tokens: plain decoding, checking drafts, a draft model's
-passes. So can a mixed step, in which sequences compute prompts, up to some number of tokens. Steps are padded to one of
-a few numbers of tokens, for each of which there is a graph; what pads them reads token 0 at position 0, writes its key
-and value into a block that no sequence has, and attends to nothing. Everything that changes from step to step lies in
-tensors that stay where they are: token ids, positions and slots here, who attends to what in
-`kernels.contract.GraphAttention`. Each number of tokens has a graph for each kind of step that attention tells apart.
-Other steps are launched kernel by kernel.
+A step can be replayed if each sequence computes few tokens: plain decoding, verifying drafts, a draft model's passes.
+So can a mixed step, in which sequences compute prompts, up to some number of tokens. Steps are padded to one of a few
+sizes, each of which has a graph. Padding tokens read token 0 at position 0, write their key and value into a block that
+no sequence has, and attend to nothing. Everything that changes from step to step is in tensors at fixed addresses:
+token ids, positions and slots here, the attention metadata in `kernels.contract.GraphAttention`. Each size has a graph
+for each kind of step that the attention kernels distinguish. Other steps are launched kernel by kernel.
 
-All numbers of a step reach the device in one copy, those that are read after the graph too, and the first launch of the
-graph puts them where the others read them: each copy takes some 2 us of the device, and of the host more.
+All numbers of a step reach the device in one copy, including those that are read after the graph, and the first kernel
+of the graph distributes them: each copy takes some 2 us of the device, and more of the host.
 
 Suffixes: those of `kernels/contract.py`; P tokens of a padded step, H hidden.
 """
@@ -28,80 +28,78 @@ from pipeline.kernels.cache import FP8
 from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphAttention, GraphShape
 from pipeline.model.decoder import Decoder, KVCache
 
-SayProgress = Callable[[int, int], None]  # so many captured, of so many
+SayProgress = Callable[[int, int], None]  # number captured, total
 Forward = Callable[
     [torch.Tensor, torch.Tensor, AttentionInput], torch.Tensor
 ]  # token ids, positions -> last hidden states
 
 
 class Capture(Protocol):
-    """Run a function and return what runs the same work again, on the same tensors."""
+    """Run a function and return a callable that runs the same work again, on the same tensors."""
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]: ...
 
 
 class CudaCapture:
-    """Graphs that share one pool of memory: only one of them runs at a time.
+    """Capture as CUDA graphs that share one memory pool: only one of them runs at a time.
 
-    Raises PipelineError with the reason where a function cannot be captured. torch is usable afterwards: the stream is
-    the one before, its default generator draws again, and the next capture gets a new pool.
+    Raises PipelineError with the reason if a function cannot be captured. torch is usable afterwards: the previous
+    stream is restored, its default generator works again, and the next capture gets a new pool.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], object]) -> Callable[[], None]:
-        function()  # what is compiled or allocated at the first call must not be captured
+        function()  # compilation and allocation at the first call must not be captured
         graph, before, reason = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), None
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 try:
                     function()
                 except Exception as error:
-                    reason = error  # the end of the capture fails then too, and says less
+                    reason = error  # the end of the capture fails then too, with a less specific error
                     raise
         except Exception as error:
             reason = reason or error
-            # `torch.cuda.graph` undoes none of this where the end of the capture fails too.
+            # `torch.cuda.graph` restores none of this if the end of the capture fails too.
             torch.cuda.set_stream(before)
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            generator.graphsafe_set_state(generator.clone_state())  # the old state still counts as being captured
+            generator.graphsafe_set_state(generator.clone_state())  # the old state is still marked as being captured
             self._pool = torch.cuda.graph_pool_handle()
-            raise PipelineError(
-                f"work could not be captured as a CUDA graph: {type(reason).__name__}: {reason}"
-            ) from reason
+            raise PipelineError(f"CUDA graph capture failed: {type(reason).__name__}: {reason}") from reason
         return graph.replay
 
 
 @dataclass(frozen=True)
 class _Graph:
-    of_kind: tuple[Callable[[], None], ...]  # replays each kind of step in which sequences compute few tokens
+    of_kind: tuple[Callable[[], None], ...]  # replays of each kind of step in which sequences compute few tokens
     mixed: Callable[[], None] | None
 
 
-def graph_sizes(most_tokens: int) -> list[int]:
-    """Numbers of tokens that steps are padded to, up to and with `most_tokens`: at most an eighth is added above 64, a
-    sixteenth above 256, where a step's time grows with its tokens."""
-    return _sizes(1, most_tokens, 16)
+def graph_sizes(max_tokens: int) -> list[int]:
+    """Return the numbers of tokens that steps are padded to, up to `max_tokens`: padding adds at most an eighth above
+    64 tokens, and a sixteenth above 256, where a step's time grows with its tokens."""
+    return _sizes(1, max_tokens, 16)
 
 
-def mixed_sizes(most_tokens: int) -> list[int]:
-    """The same of mixed steps; none where `most_tokens` is 0. At most an eighth is added above 64: finer sizes would
-    take more time at start, and mixed steps are captured where the device has some to spare."""
-    return _sizes(16, most_tokens, 8) if most_tokens else []
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """Return the sizes of mixed steps; none if `max_tokens` is 0. Padding adds at most an eighth above 64 tokens:
+    finer sizes would lengthen startup, and mixed steps are captured where the device has time to spare."""
+    return _sizes(16, max_tokens, 8) if max_tokens else []
 
 
-def _sizes(size: int, most_tokens: int, parts: int) -> list[int]:
-    """From `size` on. At most an eighth is added above 64, one of so many parts above 256."""
+def _sizes(size: int, max_tokens: int, parts: int) -> list[int]:
+    """Return sizes from `size` on. Padding adds at most an eighth above 64 tokens, 1 / parts above 256."""
     sizes = []
-    while size < most_tokens:
+    while size < max_tokens:
         sizes.append(size)
         size = 2 * size if size < 8 else size + max(8, (1 << size.bit_length() - 1) // (parts if size >= 256 else 8))
-    return [*sizes, most_tokens]
+    return [*sizes, max_tokens]
 
 
 class StepGraphs:
-    """All graphs of one runner. Made once, when nothing is running."""
+    """All graphs of one runner, captured at startup when nothing is running."""
 
     def __init__(
         self,
@@ -113,13 +111,13 @@ class StepGraphs:
         max_num_seqs: int,
         max_blocks: int,
         max_queries: int,
-        most_tokens: int,
-        most_mixed_tokens: int,
+        max_tokens: int,
+        max_mixed_tokens: int,
         say: SayProgress,
     ) -> None:
-        """Capture steps of up to `most_tokens` tokens: at most `max_num_seqs` sequences of `max_blocks` blocks at most,
-        of which each computes up to `max_queries`, or as many as the kernels can take; and of up to
-        `most_mixed_tokens`, where some compute more (0: none). The last block of `kv` must belong to no sequence."""
+        """Capture steps of up to `max_tokens` tokens: at most `max_num_seqs` sequences of at most `max_blocks` blocks,
+        each with at most `max_queries` tokens, or the maximum of the kernels if that is less. Also capture mixed steps
+        of up to `max_mixed_tokens` tokens (0: none). The last block of `kv` must belong to no sequence."""
         config, self._device, block_size = decoder.config, decoder.device, kv.block_size
         assert decoder.kernels.graph_attention is not None
         shape = GraphShape(
@@ -131,33 +129,33 @@ class StepGraphs:
             head_dim=config.head_dim,
             windows=frozenset(config.windows),
             max_queries=max_queries,
-            max_tokens=most_tokens,
-            max_mixed_tokens=most_mixed_tokens,
-            # Token ids, positions and slots; then where future tokens go and come from, one of a sequence at
-            # most; then the rows that want logits.
-            num_numbers=4 * max(most_tokens, most_mixed_tokens) + 2 * max_num_seqs,
+            max_tokens=max_tokens,
+            max_mixed_tokens=max_mixed_tokens,
+            # Token ids, positions and slots; then targets and sources of future tokens, at most one per sequence;
+            # then the rows whose logits are computed.
+            num_numbers=4 * max(max_tokens, max_mixed_tokens) + 2 * max_num_seqs,
             with_fp8_cache=kv.layers[0].k_CBKD.dtype == FP8,
         )
         self.max_num_seqs = max_num_seqs
         self._padding_slot = (kv.num_blocks - 1) * block_size
         self._attention: GraphAttention = decoder.kernels.graph_attention(shape, self._device)
-        self._sizes = np.array(graph_sizes(min(most_tokens, max_num_seqs * self._attention.max_queries)))
+        self._sizes = np.array(graph_sizes(min(max_tokens, max_num_seqs * self._attention.max_queries)))
         self._mixed_sizes = np.array(mixed_sizes(self._attention.max_mixed_tokens), dtype=np.int64)
         sizes = np.union1d(self._sizes, self._mixed_sizes).tolist()
-        # All of them write here: only one runs at a time, and each would keep its own.
+        # All graphs write here: only one runs at a time, and otherwise each would keep its own output.
         self._hidden_PH = torch.empty(sizes[-1], config.hidden_size, dtype=decoder.dtype, device=self._device)
         self._graphs: dict[int, _Graph] = {}
-        for done, size in enumerate(reversed(sizes)):  # the largest first: the others fit its memory
+        for done, size in enumerate(reversed(sizes)):  # the largest first: the others fit in its memory
             say(done, len(sizes))
-            self._graphs[size] = self._captured(size, block_size, forward, capture)
+            self._graphs[size] = self._capture_size(size, block_size, forward, capture)
 
-    def _captured(self, size: int, block_size: int, forward: Forward, capture: Capture) -> _Graph:
+    def _capture_size(self, size: int, block_size: int, forward: Forward, capture: Capture) -> _Graph:
         numbers_3P, hidden_PH = self._attention.numbers[: 3 * size].view(3, size), self._hidden_PH[:size]
         padding_3P = np.repeat([0, 0, self._padding_slot], size)
-        self._attention.refill(AttentionInput.one_sequence(1, block_size), padding_3P)  # something to attend to
+        self._attention.refill(AttentionInput.one_sequence(1, block_size), padding_3P)  # a dummy input for the capture
 
         def captured(plans: dict[Hashable, Any]) -> Callable[[], None]:
-            where = AttentionInput(
+            attn_metadata = AttentionInput(
                 np.arange(size + 1, dtype=np.int32),
                 np.ones(size, dtype=np.int32),
                 np.zeros((size, 1), dtype=np.int32),
@@ -168,7 +166,7 @@ class StepGraphs:
 
             def step() -> None:
                 self._attention.unpack()
-                hidden_PH.copy_(forward(numbers_3P[0], numbers_3P[1], where))
+                hidden_PH.copy_(forward(numbers_3P[0], numbers_3P[1], attn_metadata))
 
             return capture(step)
 
@@ -182,20 +180,20 @@ class StepGraphs:
             return False
         if not self._is_mixed(step):
             return num_tokens <= self._sizes[-1]
-        at = int(np.searchsorted(self._mixed_sizes, num_tokens))
-        if at == len(self._mixed_sizes):
+        index = int(np.searchsorted(self._mixed_sizes, num_tokens))
+        if index == len(self._mixed_sizes):
             return False
-        return self._attention.fits_mixed(np.diff(step.query_start_S1), int(self._mixed_sizes[at]))
+        return self._attention.fits_mixed(np.diff(step.query_start_S1), int(self._mixed_sizes[index]))
 
     def _is_mixed(self, step: StepInput) -> bool:
         if len(step.token_id_T) == len(step.context_len_S):
             return False
         return int(np.diff(step.query_start_S1).max()) > self._attention.max_queries
 
-    def run(self, step: StepInput, where: AttentionInput, future: FutureTokens | None) -> torch.Tensor:
-        """The last hidden states of the step's rows that want logits; overwritten by the next run.
+    def run(self, step: StepInput, attn_metadata: AttentionInput, future: FutureTokens | None) -> torch.Tensor:
+        """Return the last hidden states of the step's rows that need logits; the next run overwrites them.
 
-        Logits are no part of a graph: each would keep its own, and they are the largest tensor there is.
+        Logits are not part of a graph: each graph would keep its own, and they are the largest tensor.
         """
         num_tokens, is_mixed = len(step.token_id_T), self._is_mixed(step)
         sizes = self._mixed_sizes if is_mixed else self._sizes
@@ -211,13 +209,15 @@ class StepGraphs:
         rows_at = 3 * size + len(index_F2)
         staged[3 * size : rows_at] = index_F2
         staged[rows_at:] = row_R
-        future_numbers = None if future is None else FutureNumbers(3 * size, len(future.place_F), future.token_ids_R)
+        future_numbers = (
+            None if future is None else FutureNumbers(3 * size, len(future.token_index_F), future.token_ids_R)
+        )
         if is_mixed:
             assert graph.mixed is not None
-            self._attention.refill_mixed(where, staged, future_numbers)
+            self._attention.refill_mixed(attn_metadata, staged, future_numbers)
             replay = graph.mixed
         else:
-            replay = graph.of_kind[self._attention.refill(where, staged, future_numbers)]
+            replay = graph.of_kind[self._attention.refill(attn_metadata, staged, future_numbers)]
         replay()
         if wants_all:
             return self._hidden_PH[:num_tokens]

@@ -1,6 +1,6 @@
 """Runs a step on the device: host arrays in, logits of the rows that sample out.
 
-Owns the tensors of the KV cache and of the positions, and the settings of torch that an engine computes with.
+Owns the tensors of the KV cache and of the rotary positions, and the torch settings of an engine.
 """
 
 import os
@@ -20,21 +20,21 @@ from pipeline.model.decoder import Decoder, KVCache
 
 
 class Runner(SamplingKernels, Protocol):
-    """What the engine needs of a model: `ModelRunner`, or a test's model that proves the scheduler. Its sampling
-    kernels are asked only where `is_asynchronous`."""
+    """Interface of a model for the engine: `ModelRunner`, or a test's model that checks the scheduler. Its sampling
+    kernels are called only if `is_asynchronous`."""
 
     vocab_size: int
     hidden_size: int
     has_vocabulary_head: bool
     class_head_CH: np.ndarray | None
-    """Of a sequence classification head, in float32 on the host."""
+    """Weights of a sequence classification head, in float32 on the host."""
 
     is_asynchronous: bool
-    """Whether `execute` returns while the device is still at work."""
+    """Whether `execute` returns before the device is done."""
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps of few tokens are captured."""
+        """True if steps of few tokens are captured as graphs."""
         ...
 
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor: ...
@@ -44,7 +44,7 @@ class Runner(SamplingKernels, Protocol):
 
 
 class ModelRunner:
-    """`execute` is the only way tokens are computed; it overwrites the KV slots the step names."""
+    """Runner of a decoder. All tokens are computed by `execute`, which overwrites the KV slots of the step."""
 
     def __init__(self, decoder: Decoder, kv: KVCache, block_size: int, max_model_len: int) -> None:
         self.decoder, self.kv, self.block_size = decoder, kv, block_size
@@ -55,48 +55,49 @@ class ModelRunner:
         self.is_asynchronous = decoder.device.type == "cuda"
         self.greedy, self.sample = decoder.kernels.greedy, decoder.kernels.sample
         self._graphs: StepGraphs | None = None
-        # As long as a sequence can be here, which is less than what the checkpoint claims where the cache is smaller.
+        # Sized for this engine's maximum length, which is below the checkpoint's if the cache is smaller.
         cos_PD2, sin_PD2 = decoder.config.rope.tables(decoder.config.head_dim, max_model_len)
         self.cos_PD2, self.sin_PD2 = cos_PD2.to(decoder.device), sin_PD2.to(decoder.device)
 
     @torch.inference_mode()
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
-        """Logits (R, vocabulary), in the model's type, of the rows `step.logit_row_R`. future: tokens that the step has
-        placeholders for."""
-        places = step.query_start_S1, step.context_len_S, step.block_table_SM
+        """Compute the logits (R, vocabulary), in the model's dtype, of the rows `step.logit_row_R`. future: tokens for
+        which the step has placeholders."""
+        sequences = step.query_start_S1, step.context_len_S, step.block_table_SM
         if self._graphs is not None and self._graphs.serves(step):
-            where = AttentionInput(*places, torch.from_numpy(step.slot_mapping_T), self.block_size)
-            return self.decoder.logits(self._graphs.run(step, where, future))
+            attn_metadata = AttentionInput(*sequences, torch.from_numpy(step.slot_mapping_T), self.block_size)
+            return self.decoder.logits(self._graphs.run(step, attn_metadata, future))
         numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
         if future is not None:
             future.put_into(numbers_3T[0], on_device(future.index_2F, self.decoder.device))
-        where = AttentionInput(*places, numbers_3T[2], self.block_size)
-        return self.decoder.logits(self._forward(numbers_3T[0], numbers_3T[1], where, step.logit_row_R))
+        attn_metadata = AttentionInput(*sequences, numbers_3T[2], self.block_size)
+        return self.decoder.logits(self._forward(numbers_3T[0], numbers_3T[1], attn_metadata, step.logit_row_R))
 
     @torch.inference_mode()
     def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits as `execute`, and the last hidden states (N, H) of the tokens row_N of the step, ascending."""
+        """Return logits as `execute`, and the last hidden states (N, H) of the step's tokens row_N, ascending."""
         row_M = np.union1d(step.logit_row_R, row_N)
-        # Of few tokens the last layer computes those alone, each as a sequence of its own; of many that is slower.
+        # For few tokens the last layer computes only those, each as its own sequence; for many that is slower.
         computed_M = row_M if 2 * len(row_M) <= len(step.token_id_T) else np.arange(len(step.token_id_T))
         numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
-        places = step.query_start_S1, step.context_len_S, step.block_table_SM
-        where = AttentionInput(*places, numbers_3T[2], self.block_size)
-        hidden_MH = self._forward(numbers_3T[0], numbers_3T[1], where, computed_M)
-        wanted = (np.searchsorted(computed_M, rows) for rows in (step.logit_row_R, row_N))
-        hidden_RH, hidden_NH = (hidden_MH[on_device(rows, hidden_MH.device)] for rows in wanted)
+        sequences = step.query_start_S1, step.context_len_S, step.block_table_SM
+        attn_metadata = AttentionInput(*sequences, numbers_3T[2], self.block_size)
+        hidden_MH = self._forward(numbers_3T[0], numbers_3T[1], attn_metadata, computed_M)
+        row_sets = (np.searchsorted(computed_M, rows) for rows in (step.logit_row_R, row_N))
+        hidden_RH, hidden_NH = (hidden_MH[on_device(rows, hidden_MH.device)] for rows in row_sets)
         return self.decoder.logits(hidden_RH), hidden_NH
 
     @torch.inference_mode()
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """(R, vocabulary), in the model's type, of hidden states that `execute_and_read` gave, on any device."""
+        """Return logits (R, vocabulary), in the model's dtype, of hidden states from `execute_and_read`, on any
+        device."""
         return self.decoder.logits(hidden_RH.to(self.decoder.device, self.decoder.dtype))
 
     def _forward(
-        self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, where: AttentionInput, row_R: np.ndarray
+        self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, attn_metadata: AttentionInput, row_R: np.ndarray
     ) -> torch.Tensor:
         cos_TD2, sin_TD2 = self.cos_PD2[positions_T], self.sin_PD2[positions_T]
-        return self.decoder.forward(token_ids_T, cos_TD2, sin_TD2, where, row_R, self.kv)
+        return self.decoder.forward(token_ids_T, cos_TD2, sin_TD2, attn_metadata, row_R, self.kv)
 
     @torch.inference_mode()
     def capture_steps(
@@ -105,27 +106,27 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         max_queries: int,
-        most_tokens: int,
+        max_tokens: int,
         say: SayProgress,
-        most_mixed_tokens: int = 0,
+        max_mixed_tokens: int = 0,
     ) -> None:
-        """Capture steps in which each sequence computes at most `max_queries` tokens, and of up to `most_mixed_tokens`
-        where some compute more.
+        """Capture steps in which each sequence computes at most `max_queries` tokens, and mixed steps of up to
+        `max_mixed_tokens` tokens.
 
-        The KV cache must have a block that no sequence has.
+        The KV cache must have a spare block that no sequence uses.
         """
         assert self.kv.has_spare_block
         max_blocks = -(-len(self.cos_PD2) // self.block_size)
         self._graphs = StepGraphs(
             self.decoder,
             self.kv,
-            lambda ids, positions, where: self._forward(ids, positions, where, np.arange(len(ids))),
+            lambda ids, positions, attn_metadata: self._forward(ids, positions, attn_metadata, np.arange(len(ids))),
             capture,
             max_num_seqs=max_num_seqs,
             max_blocks=max_blocks,
             max_queries=max_queries,
-            most_tokens=most_tokens,
-            most_mixed_tokens=most_mixed_tokens,
+            max_tokens=max_tokens,
+            max_mixed_tokens=max_mixed_tokens,
             say=say,
         )
 
@@ -137,13 +138,13 @@ class ModelRunner:
         self.kv.fill(blocks, 0.0)
 
 
-class Place:
-    """A context manager: inside, torch has the CUDA device and the number of CPU threads of this engine, and afterwards
-    those of before. Both are settings of the process, which several engines and their caller share. It may be entered
-    again inside. Takes about half a microsecond on a CPU."""
+class DeviceContext:
+    """Context manager that sets torch's CUDA device and number of CPU threads for this engine, and restores both. They
+    are settings of the process, which several engines and their caller share. Reentrant. Takes about half a microsecond
+    on a CPU."""
 
     def __init__(self, num_threads: int | None, device: torch.device) -> None:
-        """num_threads: None leaves those of the caller. A GPU `device` has an index.
+        """num_threads: None keeps the caller's. A GPU `device` has an index.
 
         Raises ConfigError for less than one thread.
         """

@@ -1,1 +1,1 @@
-"""Structured outputs: what a completion may be, and the masks that hold its tokens to it."""
+"""Structured outputs: their specification, and the token masks that enforce it."""

@@ -1,4 +1,4 @@
-"""From a specification to a row's matcher, by llguidance. Compiled once for equal ones, copied for each row.
+"""Compiles specifications to row matchers with llguidance. Equal ones are compiled once and copied for each row.
 
 llguidance (https://github.com/guidance-ai/llguidance) derives masks from an Earley parser over derivatives of regular
 expressions; compiling a schema takes about a millisecond, a mask some microseconds.
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
     from pipeline.tokenization.tokenizer import Tokenizer
 
-MAX_COMPILED = 256  # grammars that are kept; those of running rows live on beside them
+MAX_COMPILED = 256  # cached grammars; those of running rows stay alive in addition
 ANY_OBJECT = '{"type":"object"}'
-# Texts and comments of a Lark grammar come first: they may hold slashes.
+# Strings and comments of a Lark grammar come first, because they may contain slashes.
 _LARK_REGEX = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?P<regex>(?:\\.|[^/\\\n])+)/')
 
 
 def check_grammar(wanted: StructuredOutputs) -> None:
-    """Compile without a tokenizer. Raises ConfigError where the grammar is malformed or asks for what is not there
-    (`uniqueItems`, look-around, an unknown format), with the compiler's words, which name it."""
+    """Compile without a tokenizer. Raises ConfigError if the grammar is malformed or uses an unsupported feature
+    (`uniqueItems`, look-around, an unknown format), with the compiler's message, which names it."""
     llguidance = import_llguidance()
-    has_failed, told = llguidance.LLMatcher.validate_grammar_with_warnings(_source(wanted), limits=_limits())
+    has_failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(_source(wanted), limits=_limits())
     if has_failed:
-        raise ConfigError(f"sampling.structured_outputs.{wanted.kind}: {_first_line(told)}")
+        raise ConfigError(f"sampling.structured_outputs.{wanted.kind}: {_first_line(messages)}")
 
 
 class GrammarCompiler:
-    """Of one model. `vocab_size`: the width of its logits, of which the tokenizer may know fewer or more."""
+    """Grammar compiler of one model. `vocab_size`: width of its logits; the tokenizer may have fewer or more tokens."""
 
     def __init__(self, tokenizer: "Tokenizer", vocab_size: int) -> None:
         self._tokenizer, self.vocab_size = tokenizer, vocab_size
@@ -46,15 +46,15 @@ class GrammarCompiler:
 
     @property
     def mask_words(self) -> int:
-        """32-bit words of a mask."""
+        """Number of 32-bit words of a mask."""
         return -(-max(self.vocab_size, self._tokenizer.vocab_size) // 32)
 
     def check(self, wanted: StructuredOutputs) -> None:
-        """Compile it now. Raises ConfigError where that fails."""
+        """Compile the specification now. Raises ConfigError if that fails."""
         self._template(wanted)
 
     def matcher(self, wanted: StructuredOutputs, can_force: bool = False) -> RowMatcher:
-        """A matcher at the beginning of a completion. Raises ConfigError."""
+        """Return a matcher at the start of a completion. Raises ConfigError."""
         return RowMatcher(self._template(wanted).deep_copy(), can_force, self._tokenizer.eos_token_ids)
 
     def _template(self, wanted: StructuredOutputs) -> "LLMatcher":
@@ -70,30 +70,30 @@ class GrammarCompiler:
         return found
 
     def _known_tokens(self) -> "LLTokenizer":
-        """Return the bytes of all tokens. EOS and the width are passed: left out, llguidance guesses them, and guessed
-        the pad token of the embedded model."""
+        """Return the bytes of all tokens. EOS and the width are passed, because llguidance otherwise guesses them, and
+        guessed the pad token of the embedded model."""
         vocabulary = self._vocabulary
         if vocabulary is None:
             tokenizer = self._tokenizer
             eos = sorted(token for token in tokenizer.eos_token_ids if token < tokenizer.vocab_size)
             if not eos:
-                raise ConfigError("sampling.structured_outputs: the checkpoint names no end-of-sequence token")
+                raise ConfigError("sampling.structured_outputs: the checkpoint defines no end-of-sequence token")
             width = max(self.vocab_size, tokenizer.vocab_size)
             llguidance = import_llguidance()
             try:
                 vocabulary = llguidance.LLTokenizer(tokenizer.literal_json, n_vocab=width, eos_token=eos)
             except ValueError as error:
                 raise ConfigError(
-                    f"sampling.structured_outputs: not with this checkpoint's kind of tokenizer ({error})"
+                    f"sampling.structured_outputs: not supported with this checkpoint's kind of tokenizer ({error})"
                 ) from None
             self._vocabulary = vocabulary
         return vocabulary
 
 
 def import_llguidance() -> Any:
-    """Return the module. Only structured outputs need it, so an engine starts where it is not installed.
+    """Return the module. Only structured outputs need it, so an engine starts without it.
 
-    Raises EnvironmentFailed there.
+    Raises EnvironmentFailed if it is not installed.
     """
     try:
         import llguidance
@@ -107,8 +107,8 @@ def import_llguidance() -> Any:
 
 @lru_cache(maxsize=MAX_COMPILED)
 def name_matcher(pattern: str) -> Callable[[str], bool]:
-    """Return what tells whether a `pattern` of JSON Schema is found in a name, as the masks understand the pattern. The
-    time it takes is linear in the name's length. Raises ConfigError."""
+    """Return a function that tests whether a JSON Schema `pattern` is found in a name, with the semantics of the masks,
+    in time linear in the name's length. Raises ConfigError."""
     llguidance = import_llguidance()
     source = _json_source(json.dumps({"type": "string", "pattern": pattern}))
     start = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, log_level=0, limits=_limits())
@@ -139,10 +139,10 @@ def _source(wanted: StructuredOutputs) -> str:
 
 
 def _json_source(schema: str, whitespace_pattern: str | None = None) -> str:
-    # After what a schema itself may say under x-guidance.
+    # These override options that a schema itself sets under x-guidance.
     options: Any = {"whitespace_flexible": whitespace_pattern is not None, "lenient": False}
     if whitespace_pattern is not None:
-        options["whitespace_pattern"] = whitespace_pattern.replace(r"\s", r"[ \t\n\r]")  # the blanks of JSON
+        options["whitespace_pattern"] = whitespace_pattern.replace(r"\s", r"[ \t\n\r]")  # whitespace of JSON
     try:
         return import_llguidance().LLMatcher.grammar_from_json_schema(schema, overrides=options)
     except ValueError as error:  # nested too deeply
@@ -150,8 +150,8 @@ def _json_source(schema: str, whitespace_pattern: str | None = None) -> str:
 
 
 def _in_lark(regex: str) -> str:
-    """The expression between the slashes of a Lark grammar. Classes are ECMAScript's, as in `pattern` of JSON Schema:
-    `\\d` and `\\w` are ASCII, `\\s` is any white space."""
+    """Return the expression between the slashes of a Lark grammar. Classes are ECMAScript's, as in `pattern` of JSON
+    Schema: `\\d` and `\\w` are ASCII, `\\s` is any whitespace."""
     return import_llguidance().regex_to_lark(regex, "dw")
 
 
@@ -160,7 +160,7 @@ def _with_ascii_classes(found: re.Match[str]) -> str:
     return found[0] if regex is None else f"/{_in_lark(regex)}/"
 
 
-def _first_line(told: list[str]) -> str:
-    """The compiler's message as one line."""
-    lines = [line.strip() for line in "\n".join(told).splitlines() if line.strip().strip("^|")]
+def _first_line(messages: list[str]) -> str:
+    """Return the compiler's message as one line."""
+    lines = [line.strip() for line in "\n".join(messages).splitlines() if line.strip().strip("^|")]
     return "; ".join(dict.fromkeys(lines))[:400]

@@ -1,7 +1,7 @@
-"""JSON Schemas before they are compiled: refuses what no row could satisfy, and drops keywords without an effect.
+"""Preparation of JSON Schemas for compilation: rejects unsatisfiable ones, and drops keywords without an effect.
 
-The grammar compiler refuses a keyword by its name whatever its value, holds numbers as float64, and takes schemas that
-require themselves without end. Subschemas are named by the path of keys to them, from the root ().
+The grammar compiler rejects some keywords by name whatever their value, stores numbers as float64, and accepts schemas
+that require themselves endlessly. Subschemas are identified by their path of keys from the root ().
 """
 
 import json
@@ -15,8 +15,8 @@ from pipeline.errors import ConfigError
 
 Path = tuple[str | int, ...]
 
-MAX_EXACT = 1 << 53  # float64 holds every integer up to it
-MAX_STATES = 20_000  # conjunctions of subschemas that are looked at; of larger schemas endless ones are not found
+MAX_EXACT = 1 << 53  # float64 represents every integer up to this
+MAX_STATES = 20_000  # conjunctions of subschemas that are examined; larger schemas are not checked for endlessness
 _ANNOTATIONS = frozenset(
     ("$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
 )
@@ -30,10 +30,10 @@ _TYPES = _SCALARS | {"object", "array"}
 
 
 def prepared(text: str) -> dict[str, Any]:
-    """Return the schema as it is compiled, and as finished rows are checked by it.
+    """Return the schema as it is compiled, and as finished rows are validated.
 
-    Raises ConfigError for one that no row could satisfy: a constant that float64 does not hold, a subschema that leads
-    back to itself, or requires itself without end; and for the forms of older drafts without a `$schema`.
+    Raises ConfigError for an unsatisfiable one: with a constant that float64 cannot represent, or a subschema that
+    refers to itself directly or requires itself endlessly; and for forms of older drafts without a `$schema`.
     """
     schema = json.loads(text)
     draft = str(schema.get("$schema", "")) if isinstance(schema, dict) else ""
@@ -44,7 +44,7 @@ def prepared(text: str) -> dict[str, Any]:
                 raise _refused((*path, keyword), f"= {node[keyword]!r:.60}: expected a text")
         _check_numbers(path, node)
         _check_draft(path, node, draft)
-    for _, node in reversed(everywhere):  # inner ones first
+    for _, node in reversed(everywhere):  # inner nodes first
         _drop_without_effect(node)
     if '"$ref"' in text:
         _Recursion(schema).check()
@@ -52,7 +52,7 @@ def prepared(text: str) -> dict[str, Any]:
 
 
 def shown(path: Path) -> str:
-    """Return a path as in a message: `properties.a.enum[0]`."""
+    """Return a path as it appears in messages: `properties.a.enum[0]`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".") or "the schema"
 
@@ -62,11 +62,11 @@ def _refused(path: Path, problem: str) -> ConfigError:
 
 
 def _walk(schema: Any, definitions: tuple[str, ...] = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield each subschema with its path, outer ones first; those under `definitions` too."""
+    """Yield each subschema with its path, outer ones first, including those under `definitions`."""
     waiting: list[tuple[Path, Any]] = [((), schema)]
     for path, node in waiting:
         yield path, node
-        waiting += [((*path, *place), child) for place, child in _children(node, definitions)]
+        waiting += [((*path, *key), child) for key, child in _children(node, definitions)]
 
 
 def _children(node: Any, definitions: tuple[str, ...] = ()) -> Iterator[tuple[Path, Any]]:
@@ -80,36 +80,36 @@ def _children(node: Any, definitions: tuple[str, ...] = ()) -> Iterator[tuple[Pa
             yield (keyword,), value
         elif (keyword in _NAMED or keyword in definitions) and isinstance(value, dict):
             inner = value.items()
-        yield from (((keyword, place), child) for place, child in inner if isinstance(child, dict | bool))
+        yield from (((keyword, key), child) for key, child in inner if isinstance(child, dict | bool))
 
 
-# -- what no row could satisfy
+# -- unsatisfiable schemas
 
 
 def _check_numbers(path: Path, node: dict[str, Any]) -> None:
-    """Refuse numbers of `enum` and `const` that are not written as they are: every row with one would be invalid."""
+    """Reject numbers of `enum` and `const` that are not generated exactly: every row with one would be invalid."""
     waiting = [((*path, name), node[name]) for name in ("enum", "const") if name in node]
     for at, value in waiting:
         if isinstance(value, dict | list):
             inner = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += [((*at, name), each) for name, each in inner]
         elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > MAX_EXACT:
-            raise _refused(at, f"= {value}: a number beyond 2^53 cannot be held exactly; write it as a string")
+            raise _refused(at, f"= {value}: a number beyond 2^53 cannot be represented exactly; write it as a string")
 
 
 def _check_draft(path: Path, node: dict[str, Any], draft: str) -> None:
-    """Refuse what means something in older drafts alone, as a finished row would be checked by another meaning."""
+    """Reject forms whose meaning depends on an older draft, by which the final check would interpret them."""
     if isinstance(node.get("items"), list) and not any(year in draft for year in ("draft-0", "2019-09")):
-        problem = "is a list, as in older drafts; expected prefixItems, or a `$schema` that has it"
+        problem = "is a list, as in older drafts; expected prefixItems, or a `$schema` of such a draft"
         raise _refused((*path, "items"), problem)
     for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
         if isinstance(node.get(keyword), bool) and "draft-03" not in draft and "draft-04" not in draft:
-            problem = "is true or false, as in older drafts; expected a number, or a `$schema` that has them"
+            problem = "is true or false, as in older drafts; expected a number, or a `$schema` of such a draft"
             raise _refused((*path, keyword), problem)
 
 
 class _Recursion:
-    """Which subschemas of one schema have a value that ends, by a fixed point over conjunctions of subschemas."""
+    """Checks that the subschemas of a schema have finite values, by a fixed point over conjunctions of subschemas."""
 
     def __init__(self, schema: Any) -> None:
         self._nodes: dict[Path, Any] = dict(_walk(schema, _DEFINITIONS))
@@ -118,8 +118,8 @@ class _Recursion:
         self._own_id = schema["$id"].rstrip("#") if _has(schema, "$id", str) else ""
 
     def check(self) -> None:
-        """Raise ConfigError for a subschema without a value, named by its path. References into parts with an `$id`
-        of their own are not followed."""
+        """Raise ConfigError for a subschema without a finite value, with its path. References into parts with their own
+        `$id` are not followed."""
         reachable = self._reachable()
         if self._has_parts or len(reachable) > MAX_STATES:
             return
@@ -130,15 +130,15 @@ class _Recursion:
             raise _refused((), "allows no value")
         for path, start in zip(reachable, starts):
             if may_be_endless.get(start) and not ends.get(start, True):
-                raise _refused(path, "requires itself without end, so no value can be valid; make what leads back to "
-                               "it optional")  # fmt: skip
+                raise _refused(path, "requires itself without end, so no value can be valid; make the recursive "
+                               "property optional")  # fmt: skip
 
     def _reachable(self) -> list[Path]:
         found: dict[Path, None] = {(): None}
         waiting: list[Path] = [()]
         for path in waiting:
             node = self._nodes[path]
-            after = [(*path, *place) for place, _ in _children(node)]
+            after = [(*path, *key) for key, _ in _children(node)]
             target = self._target(node)
             for each in after if target is None else [*after, target]:
                 if each not in found:
@@ -147,7 +147,7 @@ class _Recursion:
         return list(found)
 
     def _target(self, node: Any) -> Path | None:
-        """Return the path that `$ref` leads to; None without one, and where it is not known here."""
+        """Return the path that `$ref` refers to; None without one, or if it is not in this schema."""
         ref = node.get("$ref") if isinstance(node, dict) else None
         if not isinstance(ref, str):
             return None
@@ -158,28 +158,28 @@ class _Recursion:
         if ref.startswith("#/"):
             parts = [unquote(part).replace("~1", "/").replace("~0", "~") for part in ref[2:].split("/")]
             path: Path = ()
-            for part in parts:  # numbers are places in lists, unless they are names
+            for part in parts:  # numbers are list indices unless they are names
                 path = (*path, int(part)) if part.isdecimal() and path and path[-1] in _MANY else (*path, part)
             return path if path in self._nodes else None
         return self._anchors.get(ref[1:]) if ref.startswith("#") else None
 
     def _check_loops(self, reachable: list[Path]) -> None:
-        """Refuse subschemas that lead back to themselves with no object and no array between."""
+        """Reject subschemas that refer to themselves with no object or array in between."""
         edges = {}
         for path in reachable:
             node = self._nodes[path]
-            edges[path] = [(*path, *place) for place, _ in _children(node) if place[0] in ("allOf", "anyOf", "oneOf")]
+            edges[path] = [(*path, *key) for key, _ in _children(node) if key[0] in ("allOf", "anyOf", "oneOf")]
             if (target := self._target(node)) is not None:
                 edges[path].append(target)
         try:
             TopologicalSorter(edges).prepare()
         except CycleError as error:
             first = min(error.args[1], key=reachable.index)
-            raise _refused(first, "leads back to itself, with no property and no item between") from None
+            raise _refused(first, "refers to itself without a property or an item in between") from None
 
     def _solve(self, starts: list[frozenset[Path]], first: bool) -> dict[frozenset[Path], bool]:
-        """Return which conjunctions of subschemas have a value. first: what is assumed of each until it is known:
-        False finds values that end, True endless ones too. Empty for a schema that is too large."""
+        """Return which conjunctions of subschemas have a value. first: assumption for each until it is known: False
+        finds finite values, True also endless ones. Empty if the schema is too large."""
         has_value = dict.fromkeys(starts, first)
 
         def known(state: frozenset[Path]) -> bool:
@@ -198,7 +198,7 @@ class _Recursion:
         return has_value
 
     def _has_value(self, state: frozenset[Path], known: Callable[[frozenset[Path]], bool]) -> bool:
-        """Whether a value may be valid by all of these subschemas. It errs on the side of yes."""
+        """Return whether a value may be valid by all of these subschemas; True when in doubt."""
         nodes = self._conjunction(state)
         if any(node is False for node in nodes.values()):
             return False
@@ -221,8 +221,8 @@ class _Recursion:
         )
 
     def _conjunction(self, state: frozenset[Path]) -> dict[Path, Any]:
-        """Return the subschemas of `state` and those that these refer to and hold in `allOf`, but those that allow
-        everything."""
+        """Return the subschemas of `state`, those that they refer to, and those in their `allOf`, but no trivially true
+        ones."""
         found: dict[Path, Any] = {}
         waiting = sorted(state, key=str)
         for path in waiting:
@@ -230,7 +230,7 @@ class _Recursion:
                 continue
             node = found[path] = self._nodes[path]
             if isinstance(node, dict):
-                waiting += [(*path, *place) for place, _ in _children(node) if place[0] == "allOf"]
+                waiting += [(*path, *key) for key, _ in _children(node) if key[0] == "allOf"]
                 if (target := self._target(node)) is not None:
                     waiting.append(target)
         return {path: node for path, node in found.items() if node is not True}
@@ -243,7 +243,7 @@ class _Recursion:
                     found.append((*path, "properties", name))
                 elif not _mapping(node, "patternProperties") and "additionalProperties" in node:
                     found.append((*path, "additionalProperties"))
-            return frozenset(place for place in found if place in self._nodes)
+            return frozenset(key for key in found if key in self._nodes)
 
         names = dict.fromkeys(
             name for node in nodes.values() for name in _list(node, "required") if isinstance(name, str)
@@ -254,8 +254,8 @@ class _Recursion:
             needs_others = bool(names.keys() - _mapping(node, "properties")) if names else _count(node, "minProperties")
             if needs_others and "additionalProperties" in node:
                 of_others = ("patternProperties", "additionalProperties", "" if names else "properties")
-                ways = [(*path, *place) for place, _ in _children(node) if place[0] in of_others]
-                if not any(known(frozenset({way})) for way in ways):
+                branches = [(*path, *key) for key, _ in _children(node) if key[0] in of_others]
+                if not any(known(frozenset({way})) for way in branches):
                     return False
         return True
 
@@ -267,7 +267,7 @@ class _Recursion:
                 rest = "additionalItems" if listed == "items" else "items"
                 is_listed = index < len(_list(node, listed))
                 found.append((*path, listed, index) if is_listed else (*path, rest))
-            return frozenset(place for place in found if place in self._nodes)
+            return frozenset(key for key in found if key in self._nodes)
 
         num_listed = max(len(_list(node, name)) for node in nodes.values() for name in ("items", "prefixItems"))
         num_items = max(_count(node, "minItems") for node in nodes.values())
@@ -303,7 +303,7 @@ def _types(node: dict[str, Any]) -> frozenset[str]:
 
 
 def _drop_without_effect(node: dict[str, Any]) -> None:
-    """Remove keywords whose value allows everything, so that they are not refused by their name."""
+    """Remove keywords whose value allows everything, because the compiler would reject them by name."""
     if _allows_all(node.get("then")):
         node.pop("then", None)
     if _allows_all(node.get("else")):

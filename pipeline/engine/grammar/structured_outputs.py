@@ -1,6 +1,6 @@
-"""What a request's completion must be: a JSON Schema, a regular expression, one of some texts or a Lark grammar.
+"""Specification of a completion: a JSON Schema, a regular expression, a choice of texts or a Lark grammar.
 
-Owns the names, which are vLLM's (`StructuredOutputsParams`), and their checks that need no grammar compiler.
+Owns the names, which are vLLM's (`StructuredOutputsParams`), and the checks that need no grammar compiler.
 """
 
 import json
@@ -18,10 +18,11 @@ _UNBOUNDED = re.compile(r"(?<!\\)[*+]|\{\d+,\}")
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """One specification, in the same form however it was written, so that equal ones are compiled once.
+    """One specification in canonical form, so that equal ones are compiled once.
 
-    text: of json the schema as JSON, of choice the texts as a JSON list, of regex and grammar what was given.
-    whitespace_pattern: a regular expression of the blanks that JSON may have between its tokens; None: none.
+    text: for json the schema as JSON, for choice the texts as a JSON list, for regex and grammar the given text.
+    whitespace_pattern: a regular expression of the whitespace that JSON may have between its tokens; None: no
+    whitespace.
     """
 
     kind: str
@@ -29,8 +30,8 @@ class StructuredOutputs:
     whitespace_pattern: str | None = None
 
     @classmethod
-    def of(cls, given: "Mapping[str, Any] | StructuredOutputs") -> "StructuredOutputs":
-        """From vLLM's keys. Raises ConfigError, whose message begins with the key."""
+    def from_config(cls, given: "Mapping[str, Any] | StructuredOutputs") -> "StructuredOutputs":
+        """Build from vLLM's keys. Raises ConfigError, whose message begins with the key."""
         if isinstance(given, StructuredOutputs):
             return given
         if not isinstance(given, Mapping):
@@ -47,20 +48,20 @@ class StructuredOutputs:
         (kind,) = kinds
         text = _TEXTS[kind](given[kind])
         if len(text.encode("utf-8", "replace")) > MAX_BYTES:
-            raise ConfigError(f"sampling.structured_outputs.{kind}: more than {MAX_BYTES} bytes")
+            raise ConfigError(f"sampling.structured_outputs.{kind}: larger than {MAX_BYTES} bytes")
         return cls(kind, text, _whitespace(kind, given.get("whitespace_pattern")))
 
     def to_dict(self) -> dict[str, Any]:
-        """What `of` takes."""
+        """Return the mapping that `of` accepts."""
         value = json.loads(self.text) if self.kind in ("json", "choice") else self.text or True
         blanks = {} if self.whitespace_pattern is None else {"whitespace_pattern": self.whitespace_pattern}
         return {self.kind: value} | blanks
 
 
 def of_response_format(given: object) -> dict[str, Any] | None:
-    """OpenAI's `response_format` as vLLM's keys; None of plain text. Raises ConfigError.
+    """Return OpenAI's `response_format` as vLLM's keys; None for plain text. Raises ConfigError.
 
-    `name`, `description` and `strict` change nothing here: a schema is always kept to.
+    `name`, `description` and `strict` have no effect here: a schema is always enforced.
     """
     kind = given.get("type") if isinstance(given, Mapping) else None
     if kind == "text":
@@ -82,7 +83,7 @@ def _refused(kind: str, got: str, expected: str) -> ConfigError:
 
 
 def _schema(given: object) -> str:
-    """A schema that is an object or, as in vLLM, its text."""
+    """Return the JSON of a schema that is an object or, as in vLLM, its text."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -91,7 +92,7 @@ def _schema(given: object) -> str:
     if not isinstance(given, Mapping):
         raise _refused("json", f"{given!r:.60}", "a JSON Schema that is an object")
     try:
-        # The order of properties is that in which they are generated.
+        # Properties are generated in the order of the schema, so keys are not sorted.
         return json.dumps(given, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"sampling.structured_outputs.json: not JSON: {error}") from None
@@ -129,7 +130,8 @@ _TEXTS = {
 
 
 def _whitespace(kind: str, pattern: object) -> str | None:
-    """Unbounded blanks are refused: models have been seen to write them until max_tokens (vLLM issues 38696, 40080)."""
+    """Check the pattern. Unbounded whitespace is rejected, because models have been seen to write it until max_tokens
+    (vLLM issues 38696, 40080)."""
     if pattern is None:
         return None
     if kind not in ("json", "json_object"):
@@ -138,7 +140,7 @@ def _whitespace(kind: str, pattern: object) -> str | None:
         raise _refused("whitespace_pattern", f"{pattern!r:.60}", "a regular expression")
     if _UNBOUNDED.search(pattern):
         raise ConfigError(
-            f"sampling.structured_outputs.whitespace_pattern = {pattern!r}: has no bound, so a model may write blanks "
-            "until max_tokens; expected one such as '[ \\n]{0,2}'"
+            f"sampling.structured_outputs.whitespace_pattern = {pattern!r}: is unbounded, so a model may write "
+            "whitespace until max_tokens; expected a bounded one such as '[ \\n]{0,2}'"
         )
     return pattern

@@ -1,8 +1,8 @@
-"""Validation of finished texts by their JSON Schema, with the package jsonschema.
+"""Validation of finished texts against their JSON Schema, with the package jsonschema.
 
-The masks hold most of a schema; what they hold in part shows here: numbers beyond float64, a name that an object has
-twice, a text that a stop string has cut. Patterns and formats are the masks' alone: jsonschema has Python's regular
-expressions, with other classes and without a bound of their time.
+The masks enforce most of a schema; this finds violations of the rest: numbers beyond float64, duplicate names in an
+object, a text cut by a stop string. Only the masks check patterns and formats: jsonschema uses Python's regular
+expressions, whose classes differ and whose time is unbounded.
 """
 
 import json
@@ -18,7 +18,7 @@ from pipeline.engine.grammar.json_schema import prepared
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.errors import ConfigError, EnvironmentFailed
 
-MAX_REFERENCES = 20_000  # followed in one check: branches that refer to each other double the work at each depth
+MAX_REFERENCES = 20_000  # followed in one check: branches that refer to each other double the work at each level
 _MAX_MESSAGE = 300
 _num_references: ContextVar[int] = ContextVar("_num_references", default=0)
 
@@ -27,8 +27,8 @@ class _TooManyReferences(Exception):
     pass
 
 
-def why_invalid(wanted: StructuredOutputs, text: str) -> str | None:
-    """Return why a text is not what `json` or `json_object` ask for; None: it is."""
+def invalid_reason(wanted: StructuredOutputs, text: str) -> str | None:
+    """Return why a text does not satisfy `json` or `json_object`; None if it does."""
     import_jsonschema()
     from referencing.exceptions import Unresolvable
 
@@ -45,9 +45,9 @@ def why_invalid(wanted: StructuredOutputs, text: str) -> str | None:
 
 
 def import_jsonschema() -> Any:
-    """Return the module. Only JSON of structured outputs needs it, so an engine starts where it is not installed.
+    """Return the module. Only JSON of structured outputs needs it, so an engine starts without it.
 
-    Raises EnvironmentFailed there.
+    Raises EnvironmentFailed if it is not installed.
     """
     try:
         import jsonschema
@@ -68,12 +68,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 @lru_cache(maxsize=MAX_COMPILED)
 def _validator(text: str) -> Any:
-    """The validator of a schema, by the draft that its `$schema` names. It fetches nothing."""
+    """Return the validator of a schema, by the draft that its `$schema` names. It fetches nothing."""
     from referencing import Registry
 
     schema = prepared(text)
@@ -97,7 +97,7 @@ def _counted(follow: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
     def counted(*given: Any) -> Iterator[Any]:
         _num_references.set(_num_references.get() + 1)
         if _num_references.get() > MAX_REFERENCES:
-            raise _TooManyReferences(f"it takes more than {MAX_REFERENCES:,} references")
+            raise _TooManyReferences(f"it needs more than {MAX_REFERENCES:,} references")
         yield from follow(*given) or ()
 
     return counted
@@ -120,7 +120,7 @@ def _additional_properties(validator: Any, subschema: Any, instance: Any, schema
 
 
 def _multiple_of(validator: Any, divisor: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    """By the decimals as they are written: 4.35 is a multiple of 0.01."""
+    """Check the decimal notation of the numbers: 4.35 is a multiple of 0.01."""
     if validator.is_type(instance, "number"):
         numbers = [Fraction(n if isinstance(n, int) else str(n)) for n in (instance, divisor) if abs(n) < float("inf")]
         if len(numbers) < 2 or numbers[0] % numbers[1]:

@@ -1,1 +1,1 @@
-"""Rows of a running job compared with a reference model: how far what is served is from what could be."""
+"""Comparison of rows of a running job with a reference model."""

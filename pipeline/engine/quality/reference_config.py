@@ -1,4 +1,4 @@
-"""What the reference model of a quality watch is, for those who do not load it. No torch."""
+"""Configuration of the reference model of a quality watch. No torch."""
 
 from dataclasses import dataclass, replace
 
@@ -7,20 +7,20 @@ from pipeline.engine.schedule.sequence import is_greedy
 
 MAX_ROW_TOKENS = 8192  # of a prompt and its completion
 MAX_NUM_SEQS = 8  # that the reference generates at once
-STEP_TOKENS = 256  # of its steps, between which those of the job go on
+STEP_TOKENS = 256  # of a reference step; the job's steps run in between
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """generates: whether the reference writes completions of its own, beside reading those that were served."""
+    """generates: whether the reference also writes completions, besides reading the served ones."""
 
     engine: EngineConfig
     generates: bool = False
 
 
 def reference_config(served: EngineConfig, model: str, generates: bool) -> ReferenceConfig:
-    """For the model in the folder `model`: like the served one, without anything that stands for quality. Its weights
-    are as they are stored, or widened to what is computed in."""
+    """Return the configuration for the model in the folder `model`: the served engine's, without options that affect
+    quality. Its weights are as stored, or widened to the compute dtype."""
     plain = replace(
         served,
         model=model,
@@ -34,14 +34,14 @@ def reference_config(served: EngineConfig, model: str, generates: bool) -> Refer
     return ReferenceConfig(plain, generates)
 
 
-def takes_likeliest(params: SamplingParams) -> bool:
-    """Whether each token of a row is the likeliest of its model's raw logits: then reading a row tells what the
-    reference would have written. Not where they are sampled from, changed, or held to a grammar or a budget."""
+def is_unconstrained_greedy(params: SamplingParams) -> bool:
+    """Return whether each token of a row is the most likely one by the model's raw logits, so that reading a row shows
+    what the reference would have written. False if they are sampled, changed, or constrained by a grammar or budget."""
     is_free = params.structured_outputs is None and params.thinking_token_budget is None
     return is_free and bool(is_greedy(vars(params)))
 
 
 def approximates(served: EngineConfig) -> bool:
-    """Whether the engine computes a checkpoint in another way than `reference_config` of the same folder does."""
+    """Return whether the engine computes a checkpoint differently from `reference_config` of the same folder."""
     changes = served.kv_cache_dtype, served.activation_dtype
     return served.quantization != "none" or any(change != "auto" for change in changes)

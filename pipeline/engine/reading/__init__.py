@@ -1,1 +1,1 @@
-"""What is read off known tokens in place of generating: log-probabilities, and hidden states pooled to one vector"""
+"""Tasks that read known tokens instead of generating: log-probabilities, and pooled hidden states."""

@@ -1,10 +1,9 @@
-"""Labels that may follow a prompt as a tree of tokens, and who reads their probabilities off one sequence.
+"""Labels that may follow a prompt as a tree of tokens, and the reader of their probabilities in one sequence.
 
-A label's probability is the product of its tokens', each after the prompt and the label's tokens before it. So every
-beginning of a label that another token follows, the empty one too, is a place where something is to be told. Each of
-the longest such beginnings is computed after the prompt in its turn: the sequence goes back to where it differs from
-the one before, and what was computed from there on is written over, as a rejected draft's is. For labels of one token
-each the prompt alone is computed.
+A label's probability is the product of its tokens' probabilities, each given the prompt and the label's tokens before
+it. So a log-probability is needed after every prefix of a label, including the empty one. The longest of these prefixes
+are computed after the prompt in turns: the sequence is rolled back to the common prefix with the previous turn, and the
+tokens after it are overwritten, like a rejected draft. For labels of one token each, only the prompt is computed.
 """
 
 from collections.abc import Sequence
@@ -19,74 +18,74 @@ from pipeline.engine.tasks import ChoiceResult
 
 @dataclass(frozen=True)
 class LabelTree:
-    """continuations: what follows the prompt, in each turn. kept: how many of their first tokens stand there from the
-    turn before. asked: of each turn (tokens of the continuation before it, next token), in order; each such pair is
-    asked in one turn alone."""
+    """continuations: the tokens after the prompt in each turn. kept: how many of their first tokens remain from the
+    previous turn. asked: for each turn the pairs (number of continuation tokens before it, next token) in order; each
+    pair is in one turn only."""
 
     labels: tuple[tuple[int, ...], ...]
     continuations: tuple[tuple[int, ...], ...]
     kept: tuple[int, ...]
-    asked: tuple[np.ndarray, ...]
+    requested: tuple[np.ndarray, ...]
 
     @classmethod
-    def of(cls, labels: Sequence[tuple[int, ...]]) -> "LabelTree":
-        following: dict[tuple[int, ...], set[int]] = {}  # by beginning
+    def from_labels(cls, labels: Sequence[tuple[int, ...]]) -> "LabelTree":
+        following: dict[tuple[int, ...], set[int]] = {}  # by prefix
         for label in labels:
             for length in range(len(label)):
                 following.setdefault(label[:length], set()).add(label[length])
-        passed = {beginning[:length] for beginning in following for length in range(len(beginning))}
-        continuations = tuple(sorted(beginning for beginning in following if beginning not in passed))
-        asked = []
+        inner = {prefix[:length] for prefix in following for length in range(len(prefix))}
+        continuations = tuple(sorted(prefix for prefix in following if prefix not in inner))
+        requested = []
         for continuation in continuations:
-            beginnings = (continuation[:length] for length in range(len(continuation) + 1))
-            pairs = [(len(b), token) for b in beginnings for token in sorted(following.pop(b, ()))]
-            asked.append(np.array(pairs, dtype=np.int64))
+            prefixes = (continuation[:length] for length in range(len(continuation) + 1))
+            pairs = [(len(b), token) for b in prefixes for token in sorted(following.pop(b, ()))]
+            requested.append(np.array(pairs, dtype=np.int64))
         kept = (0, *(_num_common(one, after) for one, after in pairwise(continuations)))
-        return cls(tuple(labels), continuations, kept, tuple(asked))
+        return cls(tuple(labels), continuations, kept, tuple(requested))
 
     @property
     def num_computed(self) -> int:
-        """Tokens that are computed after the prompt, in all turns."""
+        """Number of tokens computed after the prompt in all turns."""
         return sum(map(len, self.continuations)) - sum(self.kept)
 
     @property
     def num_after(self) -> int:
-        """Tokens of the longest continuation."""
+        """Number of tokens of the longest continuation."""
         return max(map(len, self.continuations))
 
 
 def _num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """First tokens that are the same; neither is the beginning of the other."""
-    return next(place for place, (a, b) in enumerate(zip(one, other)) if a != b)
+    """Return the length of the common prefix; neither is a prefix of the other."""
+    return next(index for index, (a, b) in enumerate(zip(one, other)) if a != b)
 
 
 class LabelReader(LogprobReader):
-    """The log-probabilities of all labels of a tree after a prompt of `num_prompt` tokens."""
+    """Reader of the log-probabilities of all labels of a tree after a prompt of `num_prompt` tokens."""
 
     def __init__(self, tree: LabelTree, num_prompt: int) -> None:
         self._tree, self._num_prompt, self._turn = tree, num_prompt, 0
-        self._told: dict[tuple[int, ...], float] = {}  # by a beginning and the token after it
+        self._logprobs: dict[tuple[int, ...], float] = {}  # by prefix and next token
         self.num_after = tree.num_after
-        self._ask()
+        self._start_turn()
 
-    def _ask(self) -> None:
-        asked_P2 = self._tree.asked[self._turn]
-        super().__init__(self._num_prompt - 1 + asked_P2[:, 0], asked_P2[:, 1])
+    def _start_turn(self) -> None:
+        pair_P2 = self._tree.requested[self._turn]
+        super().__init__(self._num_prompt - 1 + pair_P2[:, 0], pair_P2[:, 1])
 
     def next_text(self) -> tuple[int, tuple[int, ...]] | None:
         continuation = self._tree.continuations[self._turn]
-        for (length, token), logprob in zip(self._tree.asked[self._turn].tolist(), self.logprob_P.tolist()):
-            self._told[(*continuation[:length], token)] = logprob
+        for (length, token), logprob in zip(self._tree.requested[self._turn].tolist(), self.logprob_P.tolist()):
+            self._logprobs[(*continuation[:length], token)] = logprob
         self._turn += 1
         if self._turn == len(self._tree.continuations):
             return None
-        self._ask()
+        self._start_turn()
         kept = self._tree.kept[self._turn]
         return self._num_prompt + kept, self._tree.continuations[self._turn][kept:]
 
     def result(self) -> ChoiceResult:
-        """Once there is no next text."""
-        told = self._told
+        """Return the result. Valid once there is no next text."""
+        logprobs = self._logprobs
         return ChoiceResult(
-            tuple(sum(told[label[:length]] for length in range(1, len(label) + 1)) for label in self._tree.labels)
+            tuple(sum(logprobs[label[:length]] for length in range(1, len(label) + 1)) for label in self._tree.labels)
         )

@@ -1,8 +1,8 @@
-"""Who keeps what is read of one sequence's tokens, over the steps that compute them.
+"""Readers: they accumulate log-probabilities or hidden states of one sequence over the steps that compute them.
 
-A reader wants the hidden states at the positions first <= p < stop. They come in order, in as many pieces as steps
-compute them; after a preemption they come again from `first` on, and count anew. The tensors are the step's
-(step_reading.py); a reader keeps plain arrays.
+A reader needs the hidden states at positions first <= p < stop. They arrive in order, in one piece per step; after a
+preemption they arrive again from `first` on and replace the earlier ones. step_reading.py owns the step's tensors;
+readers keep plain arrays.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ from pipeline.engine.tasks import (
 
 
 class LogprobReader:
-    """The log-probabilities of tokens token_P, each after the tokens up to position_P; positions ascend.
+    """Reader of the log-probabilities of tokens token_P, each given the tokens up to position_P (ascending).
 
-    top: None tells their sum alone; 0 each of them, n also the n likeliest tokens in its place.
+    top: None returns only their sum, 0 each of them, n also the n most likely tokens at each position.
     """
 
     num_after = 0
 
     def __init__(self, position_P: np.ndarray, token_P: np.ndarray, top: int | None = None) -> None:
-        assert len(position_P), "somebody wants something"
+        assert len(position_P), "a reader needs at least one token"
         self.position_P, self.token_P, self._top = position_P, token_P, top
         self.num_top = top or 0
         self.first, self.stop = int(position_P[0]), int(position_P[-1]) + 1
@@ -39,12 +39,12 @@ class LogprobReader:
 
     @classmethod
     def of_tokens(cls, token_ids: Sequence[int] | np.ndarray, task: Score) -> "LogprobReader":
-        """Of the tokens of a text from position `task.first` on."""
+        """Build a reader of the tokens of a text from position `task.first` on."""
         position_P = np.arange(task.first - 1, len(token_ids) - 1)
         return cls(position_P, np.array(token_ids[task.first :], dtype=np.int64), task.top)
 
     def wanted(self, start: int, stop: int) -> slice:
-        """Which of its tokens are told by the hidden states at the positions start <= p < stop."""
+        """Return which of its tokens the hidden states at positions start <= p < stop cover."""
         return slice(*np.searchsorted(self.position_P, (start, stop)).tolist())
 
     def put(
@@ -70,15 +70,15 @@ class LogprobReader:
 
 
 class PoolingReader:
-    """The hidden states of one sequence as one vector; see `Embed` and `Classify`.
+    """Reader that pools the hidden states of one sequence to one vector; see `Embed` and `Classify`.
 
-    A mean is summed in float64, so that it does not depend on where steps cut the text but in the last place.
+    A mean is summed in float64, so that where steps split the text changes only its last digit.
     """
 
     num_after = 0
 
     def __init__(self, task: Embed | Classify, num_tokens: int, class_head_CH: np.ndarray | None) -> None:
-        """class_head_CH: of the model, for `Classify`."""
+        """class_head_CH: the model's, for `Classify`."""
         self._task, self._class_head_CH = task, class_head_CH
         self.is_mean = task.pooling == "mean"
         self.first = num_tokens - 1 if task.pooling == "last" else 0
@@ -86,7 +86,7 @@ class PoolingReader:
         self._sum_H: np.ndarray | None = None
 
     def put(self, start: int, sum_H: np.ndarray) -> None:
-        """The sum of the hidden states at the positions from `start` on that one step computed."""
+        """Add the sum of the hidden states of one step, which start at position `start`."""
         before_H = None if start <= self.first else self._sum_H
         self._sum_H = sum_H.astype(np.float64) if before_H is None else before_H + sum_H
 
@@ -111,7 +111,7 @@ class PoolingReader:
 
 
 class StatesReader:
-    """The hidden states of one sequence's tokens from position `first` on."""
+    """Reader of the hidden states of one sequence's tokens from position `first` on."""
 
     num_after = 0
 
@@ -120,7 +120,7 @@ class StatesReader:
         self._pieces: list[np.ndarray] = []
 
     def put(self, start: int, states_NH: np.ndarray) -> None:
-        """The hidden states at the positions from `start` on that one step computed."""
+        """Add the hidden states of one step, which start at position `start`."""
         if start <= self.first:
             self._pieces.clear()
         self._pieces.append(states_NH)

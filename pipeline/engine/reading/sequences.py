@@ -1,4 +1,4 @@
-"""From a request with a task to the sequence that is computed for it, and its reader."""
+"""Builds the sequence and the reader of a request with a task."""
 
 from functools import lru_cache
 from typing import Protocol
@@ -12,11 +12,11 @@ from pipeline.engine.schedule.sequence import Call, Sequence, token_array
 from pipeline.engine.tasks import Choice, Classify, Embed, HiddenStates, Score
 from pipeline.errors import RowError
 
-_tree_of = lru_cache(maxsize=256)(LabelTree.of)  # most often all rows of a job have the same labels
+_tree_of = lru_cache(maxsize=256)(LabelTree.from_labels)  # usually all rows of a job have the same labels
 
 
 class Heads(Protocol):
-    """What a model can tell: a `Runner`."""
+    """Heads and sizes of a model: a `Runner`."""
 
     vocab_size: int
     hidden_size: int
@@ -24,34 +24,34 @@ class Heads(Protocol):
     class_head_CH: np.ndarray | None
 
 
-def why_refused(request: Request, model: Heads) -> tuple[RowError, str] | None:
-    """Why the model cannot do what is asked, or the request asks for nothing; None where it can be computed."""
+def unsupported_reason(request: Request, model: Heads) -> tuple[RowError, str] | None:
+    """Return why the model cannot compute the request, or the request is empty; None if it can be computed."""
     task, num_tokens = request.task, len(request.prompt_token_ids)
     if isinstance(task, Embed | Classify):
         if isinstance(task, Classify) and model.class_head_CH is None:
             return RowError.TASK_NOT_SERVED, "classify: the model has no sequence classification head (score.weight)"
         if isinstance(task, Embed) and (task.dimensions or 1) > model.hidden_size:
-            wanted = f"embed: dimensions = {task.dimensions}: the model's embeddings have {model.hidden_size}"
-            return RowError.TASK_NOT_SERVED, wanted
+            reason = f"embed: dimensions = {task.dimensions}: the model's embeddings have {model.hidden_size}"
+            return RowError.TASK_NOT_SERVED, reason
         return None
     if not model.has_vocabulary_head:
-        what = "text" if task is None else type(task).__name__.lower()
-        return RowError.TASK_NOT_SERVED, f"{what}: the model has no head over the vocabulary, so it tells no tokens"
+        name = "text" if task is None else type(task).__name__.lower()
+        return RowError.TASK_NOT_SERVED, f"{name}: the model has no language model head, so it cannot predict tokens"
     if task is not None and not num_tokens:
         return RowError.EMPTY_PROMPT, "the prompt has no tokens"
     if isinstance(task, Score) and task.first >= num_tokens:
-        found = f"the text has {num_tokens} tokens and is scored from token {task.first + 1} on"
-        return RowError.EMPTY_PROMPT, f"score: {found}: there is none"
+        reason = f"the text has {num_tokens} tokens and is scored from token {task.first + 1} on"
+        return RowError.EMPTY_PROMPT, f"score: {reason}, so there is nothing to score"
     if isinstance(task, Choice):
         outside = [token for label in task.labels for token in label if not 0 <= token < model.vocab_size]
         if outside:
-            found = f"a label holds token {outside[0]}; the model has {model.vocab_size}"
-            return RowError.TOKEN_OUT_OF_VOCABULARY, f"{found} (does the tokenizer belong to it?)"
+            reason = f"a label contains token id {outside[0]}, but the model's vocabulary has {model.vocab_size} tokens"
+            return RowError.TOKEN_OUT_OF_VOCABULARY, f"{reason}; check that the tokenizer belongs to the model"
     return None
 
 
 def sequence_of(request: Request, order: int, call: Call, queued_us: int, model: Heads) -> Sequence:
-    """Of a request with a task that is not refused."""
+    """Build the sequence of a supported request with a task."""
     ids, task = request.prompt_token_ids, request.task
     tree = _tree_of(task.labels) if isinstance(task, Choice) else None
     text = ids if tree is None else [*ids, *tree.continuations[0]]
@@ -69,9 +69,9 @@ def sequence_of(request: Request, order: int, call: Call, queued_us: int, model:
 
 
 def prompt_reader(sequence: Sequence) -> LogprobReader | None:
-    """Of a sequence that generates, where its prompt's log-probabilities are wanted and there are any. Of several
-    samples the first one's tells for all."""
+    """Build the reader of prompt log-probabilities; None if none are requested, or the prompt has only one token. Of
+    several samples only the first has one."""
     wanted, ids = sequence.request.params.prompt_logprobs, sequence.request.prompt_token_ids
-    if wanted is None or sequence.place > 0 or len(ids) < 2:
+    if wanted is None or sequence.sample_index > 0 or len(ids) < 2:
         return None
     return LogprobReader.of_tokens(ids, Score(1, wanted))

@@ -1,10 +1,10 @@
-"""What one step has for the readers of its sequences: from the hidden states that it computed to numbers on the host.
+"""Feeds one step's hidden states to the readers of its sequences, as numbers on the host.
 
-Logits of a large vocabulary never lie in memory for a whole step: some rows at a time are multiplied with the output
-embedding, and of each row only the log-probabilities that are asked for are kept.
+Logits of a large vocabulary are never in memory for a whole step: blocks of rows are multiplied with the output
+embedding, and only the requested log-probabilities of each row are kept.
 
-Suffixes: N tokens of the step whose hidden states are wanted, P pairs of such a token and another one whose
-log-probability is wanted there, R readers, H hidden.
+Suffixes: N tokens of the step whose hidden states are needed, P pairs of such a token and a token whose log-probability
+is needed there, R readers, H hidden.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from pipeline.engine.reading.readers import LogprobReader, PoolingReader, States
 from pipeline.engine.schedule.sequence import SlotTable, ranges
 from pipeline.engine.schedule.step_plan import StepPlan
 
-LOGIT_VALUES = 1 << 25  # 128 MiB of logits at once, and some copies: of 32,000 tokens 1,048 rows
+LOGIT_VALUES = 1 << 25  # 128 MiB of logits at once, plus some copies: 1,048 rows of a vocabulary of 32,000
 
 
 class OutputEmbedding(Protocol):
-    """What tells logits: a `Runner`."""
+    """Model that computes logits from hidden states: a `Runner`."""
 
     vocab_size: int
 
@@ -32,8 +32,8 @@ class OutputEmbedding(Protocol):
 
 @dataclass(frozen=True)
 class StepReading:
-    """row_N: rows of the step, ascending. Sequence s of those that are read has the hidden states of its positions
-    start_S[s] to stop_S[s], which begin at first_S[s] in N."""
+    """row_N: rows of the step, ascending. Sequence s of those with a reader has the hidden states of positions
+    start_S[s] to stop_S[s], which start at index first_S[s] of N."""
 
     row_N: np.ndarray
     slot_S: np.ndarray
@@ -47,7 +47,7 @@ class StepReading:
 
     @classmethod
     def of_plan(cls, plan: StepPlan, table: SlotTable) -> "StepReading | None":
-        """None where nothing is read in this step."""
+        """Build the reading of a step; None if no reader needs any of it."""
         start_S = np.maximum(plan.start_S, table.read_from[plan.slot_S])
         stop_S = np.minimum(plan.start_S + plan.count_S, table.read_to[plan.slot_S])
         read = np.flatnonzero(start_S < stop_S)
@@ -58,37 +58,37 @@ class StepReading:
         return cls(ranges(row_S[read], stop_S - start_S), plan.slot_S[read], start_S, stop_S)
 
     def take(self, hidden_NH: torch.Tensor, model: OutputEmbedding, table: SlotTable) -> None:
-        """Give the readers what they want of the step's hidden states: all of them, or none where memory runs out."""
-        told = self._logprobs(hidden_NH, model, table) + self._vectors(hidden_NH, table)
-        told += self._states(hidden_NH, table)
-        for tell in told:
-            tell()
+        """Pass the step's hidden states to the readers: to all of them, or to none if memory runs out."""
+        updates = self._logprobs(hidden_NH, model, table) + self._vectors(hidden_NH, table)
+        updates += self._states(hidden_NH, table)
+        for update in updates:
+            update()
         for slot in self.slot_S[self.stop_S == table.read_to[self.slot_S]].tolist():
             table.has_been_read(slot)
 
     def _logprobs(self, hidden_NH: torch.Tensor, model: OutputEmbedding, table: SlotTable) -> list[Callable[[], None]]:
         readers: list[tuple[LogprobReader, slice]] = []
-        places, tokens = [], []
+        indices, tokens = [], []
         for slot, start, stop, first in self._sequences():
             reader = table.at(slot).reader
             if isinstance(reader, LogprobReader):
                 wanted = reader.wanted(start, stop)
                 readers.append((reader, wanted))
-                places.append(reader.position_P[wanted] - start + first)
+                indices.append(reader.position_P[wanted] - start + first)
                 tokens.append(reader.token_P[wanted])
         if not readers:
             return []
         num_top = max(reader.num_top for reader, _ in readers)
-        logprob_P, top_P = token_logprobs(hidden_NH, model, np.concatenate(places), np.concatenate(tokens), num_top)
-        begin, told = 0, []
+        logprob_P, top_P = token_logprobs(hidden_NH, model, np.concatenate(indices), np.concatenate(tokens), num_top)
+        begin, updates = 0, []
         for reader, wanted in readers:
             end = begin + wanted.stop - wanted.start
             top = None
             if reader.num_top:
                 top = [pairs[: reader.num_top] for pairs in top_P[begin:end]]
-            told.append(partial(reader.put, wanted, logprob_P[begin:end], top))
+            updates.append(partial(reader.put, wanted, logprob_P[begin:end], top))
             begin = end
-        return told
+        return updates
 
     def _vectors(self, hidden_NH: torch.Tensor, table: SlotTable) -> list[Callable[[], None]]:
         readers: list[tuple[PoolingReader, int]] = []
@@ -103,22 +103,23 @@ class StepReading:
             else:
                 readers.append((reader, start))
                 sums.append(hidden_NH[first : first + stop - start].float().sum(0))
-        told = []
-        if alone:  # most often all: gathered and copied at once
+        updates = []
+        if alone:  # usually all: gathered and copied at once
             one_RH = hidden_NH[[first for *_, first in alone]].float().cpu().numpy()
-            told += [partial(reader.put, start, one_H) for (reader, start, _), one_H in zip(alone, one_RH)]
+            updates += [partial(reader.put, start, one_H) for (reader, start, _), one_H in zip(alone, one_RH)]
         if readers:
             sum_RH = torch.stack(sums).cpu().numpy()
-            told += [partial(reader.put, start, sum_H) for (reader, start), sum_H in zip(readers, sum_RH)]
-        return told
+            updates += [partial(reader.put, start, sum_H) for (reader, start), sum_H in zip(readers, sum_RH)]
+        return updates
 
     def _states(self, hidden_NH: torch.Tensor, table: SlotTable) -> list[Callable[[], None]]:
-        told = []
+        updates = []
         for slot, start, stop, first in self._sequences():
             reader = table.at(slot).reader
             if isinstance(reader, StatesReader):
-                told.append(partial(reader.put, start, hidden_NH[first : first + stop - start].float().cpu().numpy()))
-        return told
+                states_NH = hidden_NH[first : first + stop - start].float().cpu().numpy()
+                updates.append(partial(reader.put, start, states_NH))
+        return updates
 
     def _sequences(self) -> list[tuple[int, int, int, int]]:
         return list(zip(self.slot_S.tolist(), self.start_S.tolist(), self.stop_S.tolist(), self.first_S.tolist()))
@@ -128,8 +129,8 @@ class StepReading:
 def token_logprobs(
     hidden_NH: torch.Tensor, model: OutputEmbedding, place_P: np.ndarray, token_P: np.ndarray, num_top: int = 0
 ) -> tuple[np.ndarray, list[tuple[tuple[int, float], ...]]]:
-    """The log-probability of token_P[p] after the hidden state place_P[p], places ascending, and with num_top the
-    likeliest tokens there; float32's, of the raw logits. NaN where logits are not finite."""
+    """Return the log-probability of token_P[p] after the hidden state with index place_P[p] (ascending), and, with
+    num_top, the most likely tokens there; in float32, of the raw logits. NaN where logits are not finite."""
     row_U, pair_P = np.unique(place_P, return_inverse=True)
     logprob_P, top_U = np.zeros(len(place_P)), []
     num_top = min(num_top, model.vocab_size)
@@ -137,7 +138,7 @@ def token_logprobs(
     for begin in range(0, len(row_U), size):
         end = min(begin + size, len(row_U))
         logits_UV = model.logits(hidden_NH[torch.from_numpy(row_U[begin:end]).to(hidden_NH.device)])
-        # log_softmax treats each row by itself, which torch's logsumexp of one row does not.
+        # log_softmax computes each row independently of the others; torch's logsumexp of a single row does not.
         logprob_UV = logits_UV.float().log_softmax(-1)
         lo, hi = np.searchsorted(pair_P, (begin, end))
         row_p, token_p = (

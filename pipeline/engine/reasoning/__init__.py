@@ -1,1 +1,1 @@
-"""Reasoning: where a completion's begins and ends, and what it becomes apart from the answer."""
+"""Reasoning: where it begins and ends in a completion, and how it is split from the answer."""

@@ -1,5 +1,5 @@
-"""The markers around a model's reasoning, as texts and in a checkpoint's vocabulary: each is one token, or both are
-looked for in the text."""
+"""Markers around a model's reasoning, as texts and as tokens of a checkpoint's vocabulary: each marker is one token, or
+both are searched in the text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 from pipeline.errors import ConfigError
 
 KEY = "sampling.reasoning"
-# Those of checkpoints that are around, in the order in which `auto` looks for them among a tokenizer's added tokens.
+# Markers of known models, in the order in which `auto` searches them among a tokenizer's added tokens.
 KNOWN = (
     ("<think>", "</think>"),  # DeepSeek-R1, Qwen3, QwQ, GLM, Nemotron, MiniMax
     ("[THINK]", "[/THINK]"),  # Magistral
@@ -19,7 +19,7 @@ KNOWN = (
 
 @dataclass(frozen=True)
 class ReasoningMarkers:
-    """Raises ConfigError where they are no two texts."""
+    """Texts of both markers. Raises ConfigError unless they are two different texts."""
 
     start: str
     end: str
@@ -30,11 +30,11 @@ class ReasoningMarkers:
             if not isinstance(value, str) or not value:
                 raise ConfigError(f"{KEY}.{name} = {value!r:.60}: expected a text such as {KNOWN[0][name == 'end']}")
         if self.start == self.end:
-            raise ConfigError(f"{KEY}: start and end are both {self.start!r}; expected two texts")
+            raise ConfigError(f"{KEY}: start and end are both {self.start!r}; expected two different texts")
 
     @classmethod
-    def of(cls, given: "Mapping[str, Any] | ReasoningMarkers | str") -> "ReasoningMarkers | Literal['auto']":
-        """From what is written. Raises ConfigError, whose message begins with the key."""
+    def from_config(cls, given: "Mapping[str, Any] | ReasoningMarkers | str") -> "ReasoningMarkers | Literal['auto']":
+        """Build from a setting. Raises ConfigError, whose message begins with the key."""
         if isinstance(given, ReasoningMarkers):
             return given
         if given == "auto":
@@ -46,14 +46,14 @@ class ReasoningMarkers:
 
 @dataclass(frozen=True)
 class MarkerTokens:
-    """The ids of both markers in one vocabulary."""
+    """Token ids of both markers in one vocabulary."""
 
     start_id: int
     end_id: int
 
 
 class Vocabulary(Protocol):
-    """A `Tokenizer`, which takes transformers to import."""
+    """A `Tokenizer`, whose import needs transformers."""
 
     @property
     def added_tokens(self) -> Mapping[str, int]: ...
@@ -62,34 +62,36 @@ class Vocabulary(Protocol):
 
 
 def find_markers(wanted: ReasoningMarkers | Literal["auto"], tokenizer: Vocabulary) -> ReasoningMarkers:
-    """`wanted`, or those that are among the tokenizer's added tokens. Raises ConfigError where none are, or where one
-    of `wanted` is several tokens and the other a special one, which is no text."""
+    """Return `wanted`, or for auto the known markers among the tokenizer's added tokens. Raises ConfigError if there
+    are none, or if one of `wanted` is several tokens and the other a special token, which does not appear in the text.
+    """
     if wanted == "auto":
         for start, end in KNOWN:
             if {start, end} <= tokenizer.added_tokens.keys():
                 return ReasoningMarkers(start, end)
         known = ", ".join(start for start, _ in KNOWN)
         raise ConfigError(
-            f"{KEY}: auto: the checkpoint's tokenizer has no token that begins reasoning (looked for {known}); "
-            f"name the model's own, {KEY}: {{start: ..., end: ...}}, or leave the key out"
+            f"{KEY}: auto: the checkpoint's tokenizer has no known start-of-reasoning token ({known}); "
+            f"set the model's own markers, {KEY}: {{start: ..., end: ...}}, or remove the key"
         )
     ids = {name: tokenizer.token_id(text) for name, text in vars(wanted).items()}
     if None in ids.values():
         if not wanted.start.strip():
             raise ConfigError(
-                f"{KEY}.start = {wanted.start!r}: blanks of several tokens, which begin any text; expected a word"
+                f"{KEY}.start = {wanted.start!r}: whitespace of several tokens, which may begin any text; expected a "
+                "word"
             )
         for name, token_id in ids.items():
             if token_id is not None and not tokenizer.decode([token_id]):
                 raise ConfigError(
-                    f"{KEY}.{name} = {getattr(wanted, name)!r}: is a special token of the checkpoint's tokenizer, and "
-                    "the other marker is several tokens; expected two that are one token each, or two that are text"
+                    f"{KEY}.{name} = {getattr(wanted, name)!r}: is a special token of the checkpoint's tokenizer, but "
+                    "the other marker is several tokens; expected two single tokens, or two that appear in the text"
                 )
     return wanted
 
 
 def marker_tokens(wanted: ReasoningMarkers | Literal["auto"], tokenizer: Vocabulary) -> MarkerTokens | ReasoningMarkers:
-    """Their ids, or their texts where one is several tokens. Raises ConfigError as `find_markers`."""
+    """Return the ids of the markers, or their texts if one is several tokens. Raises ConfigError as `find_markers`."""
     found = find_markers(wanted, tokenizer)
     start, end = tokenizer.token_id(found.start), tokenizer.token_id(found.end)
     return found if start is None or end is None else MarkerTokens(start, end)

@@ -1,6 +1,6 @@
-"""Log-probabilities that rows ask for: those of the raw logits, before masks, penalties and temperature.
+"""Requested log-probabilities: those of the raw logits, before masks, penalties and temperature.
 
-Suffixes: R rows of the step, Q rows that ask, V vocabulary, K most alternatives asked for.
+Suffixes: R rows of the step, Q rows that request them, V vocabulary, K maximum number of alternatives.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ from pipeline.kernels.memory import to_host
 
 
 @dataclass(frozen=True)
-class AskedLogprobs:
-    """Of the rows row_Q, which want width_Q alternatives. Tensors on the logits' device or, as a copy, on the host."""
+class LogprobsTensors:
+    """Log-probabilities of the rows row_Q, with width_Q alternatives. Tensors are on the logits' device or, as a copy,
+    on the host."""
 
     row_Q: np.ndarray
     width_Q: np.ndarray
@@ -25,8 +26,11 @@ class AskedLogprobs:
     top_id_QK: torch.Tensor
 
     @classmethod
-    def of(cls, logits_RV: torch.Tensor, batch: SamplingBatch, token_ids_R: torch.Tensor) -> "AskedLogprobs | None":
-        """Of the tokens that were chosen, ids on the logits' device; None where nobody asks. Waits for nothing."""
+    def compute(
+        cls, logits_RV: torch.Tensor, batch: SamplingBatch, token_ids_R: torch.Tensor
+    ) -> "LogprobsTensors | None":
+        """Compute those of the chosen tokens, whose ids are on the logits' device, without waiting; None if no row
+        requests them."""
         row_Q = np.flatnonzero(batch.options["logprobs"] >= 0)
         if not len(row_Q):
             return None
@@ -37,13 +41,13 @@ class AskedLogprobs:
         top = logprobs_QV.topk(int(width_Q.max()), dim=-1)
         return cls(row_Q, width_Q, chosen_Q, top.values, top.indices)
 
-    def copied(self) -> "AskedLogprobs":
-        """On their way into pinned memory of the host."""
+    def copied(self) -> "LogprobsTensors":
+        """Start copies into pinned host memory."""
         tensors = (to_host(tensor) for tensor in (self.chosen_Q, self.top_QK, self.top_id_QK))
-        return AskedLogprobs(self.row_Q, self.width_Q, *tensors)
+        return LogprobsTensors(self.row_Q, self.width_Q, *tensors)
 
     def by_row(self, token_ids: np.ndarray, finite: np.ndarray) -> dict[int, TokenLogprobs]:
-        """For people, of the rows that are finite; the tensors are on the host."""
+        """Return them by row for the finite rows; the tensors must be on the host."""
         chosen, values, ids = self.chosen_Q.tolist(), self.top_QK.tolist(), self.top_id_QK.tolist()
         kept = np.flatnonzero(finite[self.row_Q]).tolist()
         rows, widths, tokens = self.row_Q.tolist(), self.width_Q.tolist(), token_ids[self.row_Q].tolist()

@@ -1,4 +1,4 @@
-"""Which drafted tokens are those that the model gives.
+"""Verification of drafts against the model's tokens.
 
 Suffixes: R rows of a step with drafts, S its sequences.
 """
@@ -12,9 +12,9 @@ from pipeline.engine.sampling.batch import SamplerOutput
 
 @dataclass(frozen=True)
 class Verified:
-    """What a step with drafts came to. Sequence s has the rows from first_S[s] to those of the next one: one for each
-    of its drafts and one after them. Its first num_accepted_S[s] drafts are accepted, and its next tokens are those of
-    its first num_accepted_S[s] + 1 rows; only the last of these may be not finite."""
+    """Result of a step with drafts. Sequence s has the rows from first_S[s] up to the next one's: one for each of its
+    drafts and one after them. Its first num_accepted_S[s] drafts are accepted, and its next tokens are those of its
+    first num_accepted_S[s] + 1 rows; only the last of these may be non-finite."""
 
     output: SamplerOutput
     first_S: np.ndarray
@@ -22,15 +22,15 @@ class Verified:
 
 
 def verify(output: SamplerOutput, draft_R: np.ndarray) -> Verified:
-    """Return how many drafts of each sequence the model accepts, and the tokens that this makes.
+    """Return how many drafts of each sequence the model accepts, and the resulting tokens.
 
-    Row r is computed from the known tokens and the drafts before it, and draft_R[r] (int64) is what was drafted for its
-    place; -1 marks the last row of each sequence, for whose place nothing was.
+    Row r is computed from the known tokens and the drafts before it, and draft_R[r] (int64) is the token drafted for
+    its position; -1 marks the last row of each sequence, which has no draft.
 
-    Each row has the token that it would have in a plain step, and a draft is accepted where it is that token. So the
-    tokens are those of plain steps, sampled ones too: a draft x is accepted with probability p(x), the most that is
-    possible for a draft of unknown distribution. Where drafts were sampled from a known distribution, `output` has them
-    where rejection sampling accepts them; then the tokens have the same distribution, but depend on the drafts.
+    Each row has the token that it would have in a plain step, and a draft is accepted if it equals that token. So the
+    tokens are those of plain steps, sampled ones too: a draft x is accepted with probability p(x), which is the maximum
+    for a draft of unknown distribution. If drafts were sampled from a known distribution, `output` contains them where
+    rejection sampling accepts them; then the tokens have the same distribution but depend on the drafts.
     """
     differs = np.flatnonzero((output.token_ids != draft_R) | ~output.finite)
     first_S = np.flatnonzero(draft_R < 0) + 1

@@ -1,1 +1,1 @@
-"""Which sequences compute which tokens next, and where their KV blocks lie. No torch."""
+"""Scheduling: which sequences compute which tokens next, and where their KV blocks are. No torch."""

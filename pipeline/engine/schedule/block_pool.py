@@ -1,9 +1,9 @@
-"""The paged KV cache's bookkeeping: which blocks are free, who shares them, which hold a known prefix. No torch.
+"""Bookkeeping of the paged KV cache: free blocks, shared blocks, and blocks of known prefixes. No torch.
 
 A block is in exactly one of two states: held (reference count above 0) or free (in the LRU queue). A free block keeps
-its content and its hash until it is handed out again, so a prefix that nobody holds can still be found. All operations
-are O(1) a block. They are loops of few and cheap operations: the blocks of a sequence were last touched long before, so
-each object on the way is a miss of the processor's caches, and array operations cost more than a dozen blocks do.
+its content and its hash until it is allocated again, so an unused prefix can still be found. All operations are O(1)
+per block. They are loops of a few cheap operations: the blocks of a sequence were last touched long before, so each
+object access is a cache miss of the processor, and array operations cost more than a dozen blocks do.
 """
 
 from collections import deque
@@ -16,12 +16,12 @@ ROOT = b""
 
 
 def chain_hashes(parent: bytes, token_ids: np.ndarray, block_size: int) -> list[bytes]:
-    """The identities of the full blocks that `token_ids` fill: each is made of a block's tokens and of everything
-    before it (16 bytes of BLAKE2b)."""
+    """Return the hashes of the full blocks of `token_ids`: each covers a block's tokens and everything before it
+    (16 bytes of BLAKE2b)."""
     content, width = token_ids.astype(np.int32, copy=False).tobytes(), 4 * block_size
     hashes = []
-    for at in range(0, len(content), width):
-        parent = blake2b(parent + content[at : at + width], digest_size=16).digest()
+    for offset in range(0, len(content), width):
+        parent = blake2b(parent + content[offset : offset + width], digest_size=16).digest()
         hashes.append(parent)
     return hashes
 
@@ -31,15 +31,15 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.generation = np.zeros(num_blocks, dtype=np.int64)  # number of the allocation that handed each out last
+        self.generation = np.zeros(num_blocks, dtype=np.int64)  # number of the last allocation that returned each block
         self._num_allocations = 0
         self._ref_count = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}  # invariant: _hash[_block_of[h]] == h
-        # Free blocks, least recently used first. A block that is shared leaves its entry there: of all entries of a
-        # block, so many first ones are passed over.
+        # Free blocks, least recently used first. Sharing a free block leaves a stale queue entry;
+        # `_num_stale[block]` counts how many of its entries to skip.
         self._queue = deque(range(num_blocks))
-        self._num_left_behind = [0] * num_blocks
+        self._num_stale = [0] * num_blocks
         self._num_free = num_blocks
 
     @property
@@ -51,14 +51,14 @@ class BlockPool:
         return self.num_blocks - self._num_free
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks, forgetting what they held. The caller has checked `num_free`."""
+        """Allocate `count` blocks and drop their hashes. The caller has checked `num_free`."""
         assert count <= self._num_free, "allocate more blocks than are free"
-        ref_count, hashes, block_of, left_behind = self._ref_count, self._hash, self._block_of, self._num_left_behind
+        ref_count, hashes, block_of, num_stale = self._ref_count, self._hash, self._block_of, self._num_stale
         blocks = []
         while len(blocks) < count:
             block = self._queue.popleft()
-            if left_behind[block]:
-                left_behind[block] -= 1
+            if num_stale[block]:
+                num_stale[block] -= 1
                 continue
             blocks.append(block)
             ref_count[block] = 1
@@ -72,7 +72,7 @@ class BlockPool:
         return blocks
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of a hash chain. Changes nothing."""
+        """Return the blocks of the longest known prefix of a hash chain."""
         found = []
         for key in hashes:
             block = self._block_of.get(key)
@@ -82,51 +82,51 @@ class BlockPool:
         return found
 
     def num_free_of(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are free."""
+        """Return how many of `blocks` are free."""
         ref_count = self._ref_count
         return sum([ref_count[block] == 0 for block in blocks])
 
     def held_once(self, blocks: Iterable[int]) -> list[int]:
-        """Those of `blocks` that have a single holder."""
+        """Return those of `blocks` that have a single holder."""
         return [block for block in blocks if self._ref_count[block] == 1]
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Take one more reference on each, out of the free queue where need be."""
+        """Add one reference to each block, removing it from the free queue if needed."""
         for block in blocks:
             if self._ref_count[block] == 0:
-                self._num_left_behind[block] += 1
+                self._num_stale[block] += 1
                 self._num_free -= 1
             self._ref_count[block] += 1
         if len(self._queue) > 2 * self.num_blocks:
-            self._queue, self._num_left_behind = deque(self._free_blocks()), [0] * self.num_blocks
+            self._queue, self._num_stale = deque(self._free_blocks()), [0] * self.num_blocks
 
     def register(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
-        """Make full blocks findable. Where the same prefix is known already, the first block stays the known one."""
+        """Make full blocks findable. If a prefix is known already, its first block stays registered."""
         ref_count, hashes, block_of = self._ref_count, self._hash, self._block_of
         for block, key in zip(blocks, keys):
-            assert ref_count[block] > 0, "register a block nobody holds"
+            assert ref_count[block] > 0, "register a free block"
             if hashes[block] is None and block_of.setdefault(key, block) == block:
                 hashes[block] = key
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference on each of a sequence's blocks, given in order; the last ones are reused first."""
+        """Drop one reference to each of a sequence's blocks, given in order; the last ones are reused first."""
         ref_count, hashes, queue, num_freed = self._ref_count, self._hash, self._queue, 0
         for block in reversed(blocks):
             count = ref_count[block] = ref_count[block] - 1
-            assert count >= 0, "release a block nobody holds"
+            assert count >= 0, "release a free block"
             if count == 0:
                 num_freed += 1
                 if hashes[block] is not None:
                     queue.append(block)
                     continue
-                while self._num_left_behind[block]:  # could be found once and was forgotten: rare
+                while self._num_stale[block]:  # was findable once and was forgotten: rare
                     queue.remove(block)
-                    self._num_left_behind[block] -= 1
+                    self._num_stale[block] -= 1
                 queue.appendleft(block)
         self._num_free += num_freed
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Make blocks unfindable (their content is not to be trusted)."""
+        """Make blocks unfindable because their content is not valid."""
         for block in blocks:
             key = self._hash[block]
             if key is not None:
@@ -134,11 +134,11 @@ class BlockPool:
                 self._hash[block] = None
 
     def _free_blocks(self) -> list[int]:
-        """In the order of the queue."""
-        to_pass, free = self._num_left_behind.copy(), []
+        """Return the free blocks in queue order."""
+        num_stale, free = self._num_stale.copy(), []
         for block in self._queue:
-            if to_pass[block]:
-                to_pass[block] -= 1
+            if num_stale[block]:
+                num_stale[block] -= 1
             else:
                 free.append(block)
         return free
@@ -146,12 +146,12 @@ class BlockPool:
     def check(self) -> None:
         """Assert every invariant; O(num_blocks), for tests."""
         free = self._free_blocks()
-        assert len(free) == len(set(free)) == self._num_free, "the queue does not hold each free block once"
+        assert len(free) == len(set(free)) == self._num_free, "the queue must hold each free block once"
         free = set(free)
         for block in range(self.num_blocks):
             assert self._ref_count[block] >= 0
-            assert (self._ref_count[block] == 0) == (block in free), f"block {block} is in both states or none"
+            assert (self._ref_count[block] == 0) == (block in free), f"block {block} is both held and free, or neither"
             key = self._hash[block]
-            assert key is None or self._block_of[key] == block, f"block {block} is not where its hash points"
+            assert key is None or self._block_of[key] == block, f"block {block} and its hash disagree"
         for key, block in self._block_of.items():
             assert self._hash[block] == key

@@ -1,20 +1,20 @@
-"""Which sequences compute which tokens next: chunked prefill, block allocation, preemption. No torch.
+"""Scheduler: decides which sequences compute which tokens next (chunked prefill, block allocation, preemption). No
+torch.
 
-Rules, in order: every running sequence that lacks one token computes it; what is left of the token budget goes to
-longer remainders, oldest first; then waiting sequences are admitted (admission.py), on a GPU not in every step
-(pacing.py). When blocks run out all the same,
-the sequence that loses the least work is preempted and computed again later. The oldest sequence is never preempted,
-so one always advances; when it alone does not fit, it ends with an error.
+Rules, in order: every running sequence that lacks one token computes it; the rest of the token budget goes to longer
+remainders, oldest first; then waiting sequences are admitted (admission.py), on a GPU not in every step (pacing.py).
+When blocks run out, the sequence that loses the least work is preempted and recomputed later. The oldest sequence is
+never preempted, so one always advances; if it does not fit alone, it ends with an error.
 
-A step that did not fit the device's memory is undone (`undo`) and the following ones are limited to half its tokens;
-each `RECOVERY_STEPS` steps that fit double the limit. Under a limit the sequences take turns, those first that have
-waited longest, so a sequence that fits no step is soon alone in one. A sequence that sits a step out keeps its KV
-blocks: the cache was allocated at the start, and giving them up would free no memory.
+A step that runs out of device memory is undone (`undo`) and the following ones are limited to half its tokens; every
+`RECOVERY_STEPS` steps that fit double the limit. Under a limit the sequences take turns, longest waiting first, so a
+sequence that fits in no step is soon alone in one. A sequence that skips a step keeps its KV blocks: the cache was
+allocated at startup, and releasing them would free no memory.
 
-Drafts come after all that: into the room that a full step leaves and into free blocks. They are written after the known
-tokens and computed with them. Accepted ones become known (`append`), the others are overwritten, and their blocks are
-given back (`release_uncomputed`). So between two steps a sequence holds the blocks that it would hold without drafts,
-and only blocks of known tokens become findable.
+Drafts come last: they use the remaining token budget and free blocks. They are written after the known tokens and
+computed with them. Accepted ones become known (`append`), the others are overwritten and their blocks released
+(`release_uncomputed`). So between two steps a sequence holds the same blocks as without drafts, and only blocks of
+known tokens become findable.
 """
 
 from collections import deque
@@ -49,8 +49,8 @@ class Scheduler:
         self.max_num_batched_tokens, self.enable_prefix_caching = max_num_batched_tokens, enable_prefix_caching
         self.admission = Admission(table, pool, stats, enable_prefix_caching)
         self.running = np.zeros(0, dtype=np.int64)  # slots, oldest sequence first
-        self.step_tokens = max_num_batched_tokens  # most tokens of a step for now; lower after one ran out of memory
-        self.pacing: AdmissionPacing | None = None  # None: whoever fits is admitted at once
+        self.step_tokens = max_num_batched_tokens  # current token budget; lower after a step ran out of memory
+        self.pacing: AdmissionPacing | None = None  # None: sequences that fit are admitted at once
         self._num_steps = 0
 
     @property
@@ -60,55 +60,55 @@ class Scheduler:
     # -- entering and leaving
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence, or end it at once when it can never be served."""
+        """Queue a sequence, or end it at once if it can never be served."""
         known, size = len(sequence.token_ids), self.pool.block_size
         room = self.table.max_model_len - sequence.generates
-        with_it = ""
+        suffix = ""
         if sequence.reader is not None and sequence.reader.num_after:
-            known, with_it = sequence.num_prompt + sequence.reader.num_after, " with its longest label"
+            known, suffix = sequence.num_prompt + sequence.reader.num_after, " with its longest label"
         if known == 0:
             sequence.fail(RowError.EMPTY_PROMPT, "the prompt has no tokens")
         elif known > room:
-            beside = " beside one generated token" if sequence.generates else ""
+            generated = " with one generated token" if sequence.generates else ""
             sequence.fail(
                 RowError.PROMPT_TOO_LONG,
-                f"the prompt has{with_it} {known} tokens; with max_model_len = {self.table.max_model_len} at most "
-                f"{room} fit{beside}",
+                f"the prompt has{suffix} {known} tokens; with max_model_len = {self.table.max_model_len} at most "
+                f"{room} fit{generated}",
             )
         elif -(-(known + sequence.generates) // size) > self.pool.num_blocks:
             self._fail_too_long(sequence)
         elif sequence.is_compared:
-            self.waiting.appendleft(sequence)  # a finished row waits for it, and its prompt's blocks are still here
+            self.waiting.appendleft(sequence)  # a finished row waits for it, and its prompt is still cached
         else:
             self.waiting.append(sequence)
 
     def finish(self, slots: list[int]) -> list[Sequence]:
-        """Take out running sequences that came to their end, and expect such lengths of others."""
+        """Remove finished sequences and record their lengths for the forecast."""
         self.admission.finished(slots)
         if self.pacing is not None:
             self.pacing.ended(len(slots))
-        return self._take_out(slots, finished=True)
+        return self._remove(slots, finished=True)
 
     def drop(self, slot: int, keep_blocks: bool = True) -> Sequence:
-        """Take out a running sequence before its end. Its full blocks can be found from now on, or no more if
-        `keep_blocks` is false."""
-        (sequence,) = self._take_out([slot], keep_blocks=keep_blocks)
+        """Remove a running sequence before its end. Its full blocks become findable, or, without `keep_blocks`,
+        unfindable."""
+        (sequence,) = self._remove([slot], keep_blocks=keep_blocks)
         return sequence
 
-    def abort(self, is_meant: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Drop those sequences, waiting or running, and return them."""
-        slots = [slot for slot in self.running.tolist() if is_meant(self.table.at(slot))]
-        waiting = [sequence for sequence in self.waiting if is_meant(sequence)]
+    def abort(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Remove the matching sequences, waiting or running, and return them."""
+        slots = [slot for slot in self.running.tolist() if matches(self.table.at(slot))]
+        waiting = [sequence for sequence in self.waiting if matches(sequence)]
         if waiting:
-            self.admission.waiting = deque(sequence for sequence in self.waiting if not is_meant(sequence))
-        return self._take_out(slots) + waiting
+            self.admission.waiting = deque(sequence for sequence in self.waiting if not matches(sequence))
+        return self._remove(slots) + waiting
 
-    def _take_out(self, slots: list[int], keep_blocks: bool = True, finished: bool = False) -> list[Sequence]:
-        """Take out running sequences, ended or not.
+    def _remove(self, slots: list[int], keep_blocks: bool = True, finished: bool = False) -> list[Sequence]:
+        """Remove running sequences, ended or not.
 
-        Prompts' blocks could be found since they were computed. Generated ones become findable where the sequence is to
-        go on later. Those of an ended one do not: hardly ever does a prompt of a job go on from another row's answer,
-        and so generating costs no hashes, and its blocks are reused before any prompt's.
+        Blocks of prompts are findable since they were computed. Generated ones become findable if the sequence will
+        resume later. Those of ended ones do not: a prompt of a job hardly ever continues another row's answer, so
+        generation needs no hashes, and its blocks are reused before any prompt's.
         """
         table, size = self.table, self.pool.block_size
         leaves_S = np.zeros(table.num_slots, dtype=bool)
@@ -133,7 +133,7 @@ class Scheduler:
         if self.waiting and self.table.num_free_slots and not preempted and self._is_time_to_admit(count_S):
             slots, starts, counts = self.admission.admit(self.step_tokens - int(count_S.sum()), self.running)
             if slots:
-                self._run(slots)
+                self._start(slots)
                 if self.pacing is not None:
                     self.pacing.admitted()
                 slot_S, start_S, count_S = (
@@ -151,21 +151,21 @@ class Scheduler:
         return StepPlan(slot_S, start_S, count_S, samples_S)
 
     def _is_time_to_admit(self, count_S: np.ndarray) -> bool:
-        """Always where prompts are computed in this step anyway, or nothing is."""
+        """Return whether to admit now: always if this step computes prompts anyway, or nothing."""
         expected = self.admission.expected_output
         if self.pacing is None or expected is None or not len(count_S) or int(count_S.max()) > 1:
             return True
         return self.pacing.is_time(len(count_S), expected)
 
     def commit(self, plan: StepPlan) -> StepTokens:
-        """The plan's tokens have been computed: count them, and make full blocks of prompts findable. Drafts count when
-        they are accepted."""
+        """Count the plan's tokens, which have been computed, and make full blocks of prompts findable. Drafts count
+        once they are accepted."""
         table, pool, stats, size = self.table, self.pool, self.stats, self.pool.block_size
         end_S, prompt_S = plan.known_end_S, table.num_prompt[plan.slot_S]
         generates_S = compared_S = None
         if table.num_readers:
             generates_S, compared_S = table.generates[plan.slot_S], table.is_compared[plan.slot_S]
-        tokens = StepTokens.of(plan, prompt_S, table.repeat_until[plan.slot_S], generates_S, compared_S)
+        tokens = StepTokens.from_plan(plan, prompt_S, table.repeat_until[plan.slot_S], generates_S, compared_S)
         stats.num_steps += 1
         stats.prompt_tokens += tokens.prefill
         stats.recomputed_tokens += tokens.repeated
@@ -184,18 +184,18 @@ class Scheduler:
         return tokens
 
     def undo(self, plan: StepPlan) -> None:
-        """The plan did not fit the memory: nothing of it counts, and the next ones are at most half as large.
+        """Undo a plan that ran out of memory: none of it counts, and later plans are at most half as large.
 
-        What it wrote into blocks that a sequence keeps is written again by the step that counts. Sequences of it that
-        have ended since are passed by.
+        The step that counts overwrites what this one wrote into blocks that a sequence keeps. Sequences of the plan
+        that have ended since are skipped.
         """
         slot_S = plan.slot_S[np.isin(plan.slot_S, self.running)]
         self.release_uncomputed(slot_S)
         self.step_tokens = max(plan.num_tokens // 2, 1)
 
     def append(self, slot_S: np.ndarray, token_N: np.ndarray, count_S: np.ndarray | None = None) -> None:
-        """Each of these sequences comes to know its next tokens, count_S[s] of them or one. All but the last are
-        computed by then: drafts that were accepted."""
+        """Append known tokens to each sequence: count_S[s] of them, or one. All but the last are already computed:
+        they are accepted drafts."""
         table, known_S = self.table, self.table.num_known[slot_S]
         if count_S is None:
             table.token_ids[slot_S, known_S] = token_N
@@ -207,27 +207,27 @@ class Scheduler:
         table.num_computed[slot_S] = known_S - 1
 
     def append_uncomputed(self, slot: int, token_ids: list[int]) -> None:
-        """The sequence comes to know further tokens after its last one, which the next steps compute together."""
+        """Append known tokens that the next steps compute together."""
         table, known = self.table, int(self.table.num_known[slot])
         table.token_ids[slot, known : known + len(token_ids)] = token_ids
         table.num_known[slot] = known + len(token_ids)
 
     def release_uncomputed(self, slot_S: np.ndarray) -> None:
-        """Take from these sequences the blocks after their computed tokens, as of rejected drafts."""
+        """Release the blocks after the computed tokens of these sequences, such as those of rejected drafts."""
         end_S = self.table.num_computed[slot_S]
         over = np.flatnonzero(self.table.num_blocks[slot_S] > -(-end_S // self.pool.block_size))
         for slot, end in zip(slot_S[over].tolist(), end_S[over].tolist()):
             self.pool.release(self.table.drop_blocks(slot, end))
 
     def would_preempt(self) -> bool:
-        """Whether the running sequences' next tokens need more blocks than are free."""
+        """Return whether the running sequences' next tokens need more blocks than are free."""
         *_, missing_S = self._wanted()
         return int(missing_S.sum()) > self.pool.num_free
 
     # -- running sequences
 
     def _plan_running(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
-        """Slots, the position from which each computes, and how many tokens; last whether anyone was preempted."""
+        """Return slots, start positions and token counts, and whether a sequence was preempted."""
         table, preempted = self.table, False
         while True:
             slot_S, start_S, count_S, missing_S = self._wanted()
@@ -245,7 +245,7 @@ class Scheduler:
         return slot_S, start_S, count_S, preempted
 
     def _wanted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of the running sequences: slots, from where they compute, how many tokens, and the blocks they lack."""
+        """Return for the running sequences: slots, start positions, token counts and numbers of missing blocks."""
         table, slot_S = self.table, self.running
         start_S = table.num_computed[slot_S]
         count_S = self._chunks(slot_S, table.num_known[slot_S] - start_S)
@@ -255,7 +255,7 @@ class Scheduler:
     def _chunks(self, slot_S: np.ndarray, need_S: np.ndarray) -> np.ndarray:
         if self.step_tokens < self.max_num_batched_tokens:
             return self._turns(slot_S, need_S)
-        count_S = np.minimum(need_S, 1)  # 0: all it knows is computed, and its next token is being sampled
+        count_S = np.minimum(need_S, 1)  # 0: all known tokens are computed, and the next one is being sampled
         long = np.flatnonzero(need_S > 1)
         if len(long):
             budget = self.max_num_batched_tokens - int(count_S.sum()) + len(long)
@@ -263,7 +263,7 @@ class Scheduler:
         return count_S
 
     def _turns(self, slot_S: np.ndarray, need_S: np.ndarray) -> np.ndarray:
-        """What each computes under a limit: those first that were computed the longest ago, of equals the oldest."""
+        """Return the counts under a limit: those computed the longest ago first, of equals the oldest."""
         turn = np.argsort(self.table.last_step[slot_S], kind="stable")
         count_S = np.empty_like(need_S)
         count_S[turn] = allot(need_S[turn], self.step_tokens)
@@ -280,12 +280,12 @@ class Scheduler:
     def _fail_too_long(self, sequence: Sequence) -> None:
         sequence.fail(
             RowError.KV_CACHE_EXHAUSTED,
-            f"{len(sequence.token_ids)} tokens and one more need more than the whole KV cache of "
+            f"{len(sequence.token_ids)} tokens and the next one exceed the whole KV cache of "
             f"{self.pool.num_blocks * self.pool.block_size} tokens; raise engine.kv_cache_memory_bytes",
         )
 
-    def _run(self, slots: list[int]) -> None:
-        """Put them among the running ones; only one that was preempted can be older than some of these."""
+    def _start(self, slots: list[int]) -> None:
+        """Add slots to the running ones, kept by age; only a preempted sequence can be older than running ones."""
         self.running = np.concatenate([self.running, np.array(slots, dtype=np.int64)])
         order_S = self.table.order[self.running]
         if (order_S[1:] < order_S[:-1]).any():
@@ -294,7 +294,7 @@ class Scheduler:
     # -- blocks
 
     def _make_findable(self, slot: int, blocks: list[int], first: int, end: int) -> None:
-        """Register those of its blocks from number `first` up to `end`, all computed."""
+        """Register the slot's blocks with numbers first .. end - 1, which are all computed."""
         if first < end and self.enable_prefix_caching:
             sequence = self.table.at(slot)
             sequence.extend_hashes(self.table.token_ids[slot], end, self.pool.block_size)
@@ -302,6 +302,6 @@ class Scheduler:
 
 
 def allot(wanted_S: np.ndarray, available: int) -> np.ndarray:
-    """How much of `available` each gets: all that it wants, the first ones first."""
+    """Divide `available` among the sequences: each gets all it wants, in order, until nothing is left."""
     before_S = np.cumsum(wanted_S) - wanted_S
     return np.minimum(np.maximum(available - before_S, 0), wanted_S)

@@ -1,11 +1,11 @@
-"""A request: a `Sequence` for the cold facts, slot-indexed arrays for the counters of every step. No torch.
+"""Sequences: a `Sequence` holds the cold facts, slot-indexed arrays hold the counters of every step. No torch.
 
-Planning a step reads and writes only the arrays, so it costs no Python per sequence; a `Sequence` is touched when it is
-admitted, when its blocks become findable and when it ends. For every occupied slot, while it runs:
+Planning a step reads and writes only the arrays, so it needs no Python per sequence. A `Sequence` is touched when it is
+admitted, when its blocks become findable and when it ends. While it runs, each occupied slot satisfies:
 
     0 <= num_computed < num_known <= limit        num_blocks * block_size >= num_computed
 
-A sequence that generates nothing (engine/reading/) is taken out by the step that computes its last token.
+A sequence that generates nothing (engine/reading/) is removed by the step that computes its last token.
 
 Suffixes: S sequences, B blocks, N any items.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.reasoning.tracking import RowReasoning, TextReasoning
-from pipeline.engine.samples import Group
+from pipeline.engine.samples import ParentRequest
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
 from pipeline.engine.tasks import HiddenStates, TaskResult, TokenLogprobs
 from pipeline.errors import ConfigError, RowError
@@ -36,15 +36,15 @@ SAMPLING_OPTIONS = np.dtype(
         ("frequency_penalty", np.float64),
         ("top_k", np.int64),
         ("min_tokens", np.int64),
-        ("logprobs", np.int64),  # -1: none wanted
+        ("logprobs", np.int64),  # -1: none
     ]
 )
-PLACEHOLDER_TOKEN = -1  # in the table for a token that is not known yet
+PLACEHOLDER_TOKEN = -1  # in the table for a token that is still in flight
 _LARGEST = np.iinfo(np.int64).max
 
 
 def sampling_options(params: SamplingParams) -> tuple[float | int, ...]:
-    """The row of SAMPLING_OPTIONS that says how tokens are sampled; stop conditions are not in it."""
+    """Return the row of SAMPLING_OPTIONS for these parameters; it holds no stop conditions."""
     return (
         params.temperature,
         params.top_p,
@@ -59,49 +59,49 @@ def sampling_options(params: SamplingParams) -> tuple[float | int, ...]:
 
 
 def counts_output(options: Any) -> Any:
-    """Which rows have a penalty that counts output tokens."""
+    """Return which rows have a penalty that counts output tokens."""
     return (options["presence_penalty"] != 0.0) | (options["frequency_penalty"] != 0.0)
 
 
 def adjusts_logits(options: Any, num_generated: np.ndarray | int = 0) -> Any:
-    """Which rows have a penalty, or a mask after so many generated tokens: their logits change before sampling."""
+    """Return which rows have a penalty, or a mask after `num_generated` tokens: their logits change before sampling."""
     penalised = (options["repetition_penalty"] != 1.0) | counts_output(options)
     return penalised | (options["min_tokens"] > num_generated)
 
 
 def is_greedy(options: Any) -> Any:
-    """Which rows always take the best token of their logits as the model gives them. Takes one row as a dict too."""
+    """Return which rows always take the argmax of the model's raw logits. Accepts one row as a dict too."""
     return np.logical_and(options["temperature"] == 0.0, np.logical_not(adjusts_logits(options)))
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Whether its rows are greedy and want no log-probabilities: each takes the best token that its grammar allows."""
+    """Return whether its rows are greedy without log-probabilities: each takes the best token its grammar allows."""
     return params.logprobs is None and bool(is_greedy(vars(params)))
 
 
 class Reader(Protocol):
-    """Wants the hidden states at the positions first <= p < stop (engine/reading/)."""
+    """Consumer of the hidden states at positions first <= p < stop (engine/reading/)."""
 
     first: int
     stop: int
     num_after: int
-    """Tokens after the prompt, at the most, of the texts that it wants to be computed."""
+    """Maximum number of tokens after the prompt in the texts that it needs computed."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether all that came are numbers; asked once all have come."""
+        """True if all received states are finite; valid once all have been received."""
         ...
 
     def next_text(self) -> tuple[int, tuple[int, ...]] | None:
-        """Once all have come: which tokens are to stand from which position on, to be read next; `first` and `stop` are
-        theirs then. None: it has all that it wants."""
+        """Return the next text once all states were received: the position from which to write, and the tokens.
+        `first` and `stop` then describe the new text. None: the reader is complete."""
         ...
 
     def result(self) -> TaskResult: ...
 
 
 def given_ids(ids: Iterable[Any]) -> list[int]:
-    """Ids of a text's tokens as plain integers, of which numpy and torch have their own. Raises ConfigError."""
+    """Return token ids as plain ints, also from numpy or torch integers. Raises ConfigError."""
     try:
         if isinstance(ids, bytes | bytearray):  # else each byte would be an id
             raise TypeError
@@ -111,8 +111,8 @@ def given_ids(ids: Iterable[Any]) -> list[int]:
 
 
 def token_array(ids: Iterable[int]) -> np.ndarray:
-    """Token ids in int32. What has no place there becomes something that no vocabulary has either. Raises ConfigError
-    for what is no integer."""
+    """Return token ids as int32. Ids outside int32 are clamped to values that are invalid in every vocabulary. Raises
+    ConfigError for other types."""
     plain = given_ids(ids)
     try:
         return np.array(plain, dtype=np.int32)
@@ -122,50 +122,50 @@ def token_array(ids: Iterable[int]) -> np.ndarray:
 
 @dataclass(eq=False)
 class Call:
-    """Whose requests they are: one call of `Engine.stream`, or all calls of `Engine.add` together. Compared by
-    identity: callers may use the same row ids. check: what completions with structured outputs go through."""
+    """Requests of one caller: of one call of `Engine.stream`, or of all calls of `Engine.add`. Compared by identity:
+    callers may use the same row ids. check: the final check of completions with structured outputs."""
 
     check: Callable[[Completion, SamplingParams], Completion] = lambda completion, params: completion
-    num_given: int = 0  # requests so far, and so the position of the next one
-    num_open: int = 0  # of these, the ones that are in the engine and have not ended
-    ended: list[Completion] = field(default_factory=list)  # not handed over yet
+    num_given: int = 0  # requests so far, and so the index of the next one
+    num_open: int = 0  # requests in the engine that have not ended
+    ended: list[Completion] = field(default_factory=list)  # not returned yet
 
     def end(self, completion: Completion, params: SamplingParams) -> None:
-        """One of its requests, with these parameters, has ended."""
+        """Record the end of one of its requests, which has these parameters."""
         self.num_open -= 1
         self.ended.append(completion if params.structured_outputs is None else self.check(completion, params))
 
     def take(self) -> list[Completion]:
-        """The completions since the last time."""
+        """Return the completions since the last call."""
         ended, self.ended = self.ended, []
         return ended
 
 
 @dataclass
 class Sequence:
-    """One request on its way, or one of the several that it became. `token_ids` is the prompt and, after a preemption,
-    what was generated too."""
+    """A request, or one of its samples, inside the engine. `token_ids` is the prompt, plus the generated tokens after a
+    preemption."""
 
     request: Request
     token_ids: np.ndarray  # int32
     order: int  # of arrival; older sequences are served first
-    seed: int = 0  # of its random numbers, with the position
-    call: Call = field(default_factory=Call)  # that gets its completion
-    group: Group | None = None  # of its request's sequences, where there are several
-    place: int = 0  # in the group
+    seed: int = 0  # of its random numbers, together with the position
+    call: Call = field(default_factory=Call)  # receives its completion
+    group: ParentRequest | None = None  # of a request with several samples
+    sample_index: int = 0  # index in the group
     queued_us: int = 0  # when it was added, on the machine's monotonic clock
-    first_token_us: int = 0  # when its first token was appended, whatever happened later; 0: not yet
+    first_token_us: int = 0  # when its first token was appended, kept over preemptions; 0: not yet
     slot: int = -1  # -1: not running
-    hashes: list[bytes] = field(default_factory=list)  # chain hashes of full blocks of known tokens, as far as needed
+    hashes: list[bytes] = field(default_factory=list)  # chain hashes of its leading full blocks, extended on demand
     num_prompt: int = 0
     num_cached: int = -1  # prompt tokens found in shared blocks at the first admission; -1: not admitted yet
-    high_water: int = 0  # tokens computed before a preemption; computing them again is repeated work
+    high_water: int = 0  # tokens computed before a preemption; computing them again counts as repeated work
     logprobs: list[TokenLogprobs] | None = None
     stop_checker: StopChecker | None = None
-    matcher: RowMatcher | None = None  # with structured_outputs, once a mask was asked for: after its generated tokens
-    reasoning: RowReasoning | TextReasoning | None = None  # where the completion is to be divided
-    reader: Reader | None = None  # who is told of its known tokens
-    has_been_read: bool = False  # its reader has all that it wants
+    matcher: RowMatcher | None = None  # with structured_outputs, created by the first mask; advanced with its tokens
+    reasoning: RowReasoning | TextReasoning | None = None  # if the completion is to be split
+    reader: Reader | None = None  # receives hidden states of its known tokens
+    has_been_read: bool = False  # its reader is complete
     ending_ids: np.ndarray | None = None  # int64, with min_tokens: tokens that would end it, masked until then
 
     def __post_init__(self) -> None:
@@ -179,22 +179,22 @@ class Sequence:
 
     @property
     def is_compared(self) -> bool:
-        """Whether it is read to compare models, and no row's work."""
+        """True if it is only read to compare models, so that its work counts for no row."""
         return isinstance(self.request.task, HiddenStates)
 
     @property
     def num_shareable(self) -> int:
-        """Of its first known tokens, those that it need not compute itself where their blocks are there: the last
-        one's logits are wanted, or a reader wants hidden states. What a reader puts after the prompt it writes over
-        later, so those blocks are its own alone."""
+        """Number of leading known tokens that shared blocks may provide. Not the last one, whose logits are needed, and
+        none whose hidden states a reader needs. A reader overwrites the tokens after the prompt later, so those blocks
+        are never shared."""
         last = len(self.token_ids) - 1
         if self.reader is None or self.has_been_read:
             return last
         return min(last, self.reader.first, self.num_prompt)
 
     def end(self, completion: Completion) -> None:
-        """It has ended. Its call gets the completion, in a group that of the request once all have ended."""
-        whole = completion if self.group is None else self.group.end(self.place, completion)
+        """End with `completion`. The call receives it, or, in a group, the request's completion once all have ended."""
+        whole = completion if self.group is None else self.group.end(self.sample_index, completion)
         if whole is not None:
             self.call.end(whole, self.request.params)
 
@@ -227,14 +227,14 @@ class Sequence:
 
 
 class SlotWatcher(Protocol):
-    """Is told who comes into the slots and who leaves them: see `Proposer`."""
+    """Observer of sequences that enter and leave slots: see `Proposer`."""
 
     def admitted(self, slot: int) -> None: ...
     def left(self, slot: int, finished: bool) -> None: ...
 
 
 class SlotTable:
-    """The counters of all running sequences, indexed by slot. Memory pages are touched only when used."""
+    """Counters of all running sequences, indexed by slot. The OS commits memory pages only when they are used."""
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
@@ -242,11 +242,11 @@ class SlotTable:
         self.token_ids = np.zeros((num_slots, max_model_len), dtype=np.int32)
         self.block_table = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(num_slots, dtype=np.int64)
-        self.num_found = np.zeros(num_slots, dtype=np.int64)  # of its first blocks: those that it did not compute
+        self.num_found = np.zeros(num_slots, dtype=np.int64)  # leading blocks that came from the prefix cache
         self.num_known = np.zeros(num_slots, dtype=np.int64)
         self.num_computed = np.zeros(num_slots, dtype=np.int64)
         self.num_prompt = np.zeros(num_slots, dtype=np.int64)
-        self.limit = np.zeros(num_slots, dtype=np.int64)  # most tokens it may come to: prompt + max_tokens, or context
+        self.limit = np.zeros(num_slots, dtype=np.int64)  # maximum tokens: prompt + max_tokens, or the context length
         self.order = np.zeros(num_slots, dtype=np.int64)
         self.repeat_until = np.zeros(num_slots, dtype=np.int64)
         self.stops_at_eos = np.zeros(num_slots, dtype=bool)
@@ -256,20 +256,20 @@ class SlotTable:
         self.min_repeats = np.zeros(num_slots, dtype=np.int64)
         self.has_grammar = np.zeros(num_slots, dtype=bool)  # structured_outputs
         self.thinking = np.zeros(num_slots, dtype=np.int8)  # of `Thinking`
-        self.latest_end = np.full(num_slots, _LARGEST)  # that still think with so many known tokens end thinking there
-        self.start_id = np.zeros(num_slots, dtype=np.int64)  # the markers of those that may think
+        self.latest_end = np.full(num_slots, _LARGEST)  # number of known tokens at which the thinking budget ends
+        self.start_id = np.zeros(num_slots, dtype=np.int64)  # reasoning markers of the rows that may reason
         self.end_id = np.zeros(num_slots, dtype=np.int64)
-        self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or ids: looked at one by one
-        self.generates = np.ones(num_slots, dtype=bool)  # else it ends when all that it knows is computed
+        self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or ids: checked row by row
+        self.generates = np.ones(num_slots, dtype=bool)  # otherwise it ends when all its known tokens are computed
         self.is_compared = np.zeros(num_slots, dtype=bool)
-        self.read_from = np.full(num_slots, _LARGEST)  # positions whose hidden states are wanted; none: _LARGEST
+        self.read_from = np.full(num_slots, _LARGEST)  # positions whose hidden states a reader needs; none: _LARGEST
         self.read_to = np.zeros(num_slots, dtype=np.int64)
-        self.num_readers = 0  # in the slots, of those that still want something
+        self.num_readers = 0  # slots whose reader is not complete
         self.seed = np.zeros(num_slots, dtype=np.uint64)
-        self.is_plain = np.zeros(num_slots, dtype=bool)  # `is_greedy`, no log-probabilities are wanted
+        self.is_plain = np.zeros(num_slots, dtype=bool)  # `is_greedy` and without log-probabilities
         self.sampling = np.zeros(num_slots, dtype=SAMPLING_OPTIONS)
         self.ending_ids = np.full(num_slots, None, dtype=object)
-        self.last_step = np.zeros(num_slots, dtype=np.int64)  # number of the last step that computed some of it
+        self.last_step = np.zeros(num_slots, dtype=np.int64)  # number of the last step that computed tokens of it
         self.sequences: list[Sequence | None] = [None] * num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self.watcher: SlotWatcher | None = None
@@ -279,7 +279,7 @@ class SlotTable:
         return len(self._free_slots)
 
     def occupy(self, sequence: Sequence, blocks: list[int], num_computed: int = 0) -> int:
-        """Give `sequence` a slot and these blocks, which hold its first num_computed tokens."""
+        """Assign `sequence` a slot and these blocks, which hold its first num_computed tokens. Return the slot."""
         slot = self._free_slots.pop()
         params, known = sequence.request.params, len(sequence.token_ids)
         self.sequences[slot], sequence.slot = sequence, slot
@@ -294,10 +294,10 @@ class SlotTable:
         self.repeat_until[slot] = sequence.high_water
         self.stops_at_eos[slot] = not params.ignore_eos
         self.min_known[slot] = min(sequence.num_prompt + params.min_tokens, _LARGEST)
-        loop = params.repetition_detection
-        self.max_pattern[slot] = 0 if loop is None else loop.max_pattern_size
-        self.min_pattern[slot] = 0 if loop is None else loop.min_pattern_size
-        self.min_repeats[slot] = 0 if loop is None else min(loop.min_count, _LARGEST)
+        repetition = params.repetition_detection
+        self.max_pattern[slot] = 0 if repetition is None else repetition.max_pattern_size
+        self.min_pattern[slot] = 0 if repetition is None else repetition.min_pattern_size
+        self.min_repeats[slot] = 0 if repetition is None else min(repetition.min_count, _LARGEST)
         self.has_grammar[slot] = params.structured_outputs is not None
         self.has_stops[slot] = bool(params.stop or params.stop_token_ids)
         self._set_thinking(slot, sequence)
@@ -326,29 +326,29 @@ class SlotTable:
             self.start_id[slot], self.end_id[slot] = reasoning.markers.start_id, reasoning.markers.end_id
 
     def limit_of(self, sequence: Sequence) -> int:
-        """The most tokens that it may come to."""
+        """Return the maximum number of tokens that it may reach."""
         if not sequence.generates:
             return sequence.num_prompt + (0 if sequence.reader is None else sequence.reader.num_after)
         return min(sequence.num_prompt + sequence.request.params.max_tokens, self.max_model_len)
 
     def append_blocks(self, slot_S: np.ndarray, count_S: np.ndarray, blocks: list[int]) -> None:
-        """The first count_S[0] of `blocks` go to the end of slot_S[0], and so on."""
+        """Append the first count_S[0] of `blocks` to slot_S[0], the next count_S[1] to slot_S[1], and so on."""
         self.block_table[np.repeat(slot_S, count_S), ranges(self.num_blocks[slot_S], count_S)] = blocks
         self.num_blocks[slot_S] += count_S
 
     def blocks_of(self, slot: int) -> list[int]:
-        """The blocks that the sequence there holds, in order."""
+        """Return the blocks of the sequence in this slot, in order."""
         return self.block_table[slot, : self.num_blocks[slot]].tolist()
 
     def drop_blocks(self, slot: int, end: int) -> list[int]:
-        """Take the blocks after its first `end` tokens off the sequence; they are the caller's to release."""
-        kept = -(-end // self.block_size)
-        dropped = self.block_table[slot, kept : self.num_blocks[slot]].tolist()
-        self.num_blocks[slot] = kept
+        """Detach the blocks after the sequence's first `end` tokens and return them; the caller releases them."""
+        num_kept = -(-end // self.block_size)
+        dropped = self.block_table[slot, num_kept : self.num_blocks[slot]].tolist()
+        self.num_blocks[slot] = num_kept
         return dropped
 
     def vacate(self, slot: int, finished: bool = False) -> Sequence:
-        """Free the slot and give the sequence its known tokens back. Its blocks are the caller's to release."""
+        """Free the slot and copy the known tokens back to the sequence. The caller releases its blocks."""
         sequence = self.at(slot)
         if self.watcher is not None and sequence.generates:
             self.watcher.left(slot, finished)
@@ -360,21 +360,23 @@ class SlotTable:
         return sequence
 
     def has_been_read(self, slot: int) -> None:
-        """The reader of the sequence there has all that it wants. One that generates goes on as if it had none."""
+        """Mark the reader of this slot's sequence as complete. A sequence that generates continues without one."""
         sequence = self.at(slot)
         sequence.has_been_read = True
         if sequence.generates:
             self._leave_unread(slot)
 
-    def read_next(self, slot: int, place: int, token_ids: tuple[int, ...]) -> None:
-        """The sequence there, which was read whole, is to be read anew with these tokens from `place` on."""
+    def read_next(self, slot: int, sample_index: int, token_ids: tuple[int, ...]) -> None:
+        """Restart reading of this slot's sequence with these tokens from position `place` on."""
         sequence = self.at(slot)
         assert sequence.reader is not None
         sequence.has_been_read = False
-        end = place + len(token_ids)
-        self.token_ids[slot, place:end] = token_ids
-        del sequence.hashes[place // self.block_size :]  # a preempted one has them of the tokens that stood there
-        self.num_known[slot], self.num_computed[slot] = end, place
+        end = sample_index + len(token_ids)
+        self.token_ids[slot, sample_index:end] = token_ids
+        del sequence.hashes[
+            sample_index // self.block_size :
+        ]  # after a preemption they belong to the overwritten tokens
+        self.num_known[slot], self.num_computed[slot] = end, sample_index
         self.read_from[slot], self.read_to[slot] = sequence.reader.first, sequence.reader.stop
 
     def _leave_unread(self, slot: int) -> None:
@@ -388,8 +390,8 @@ class SlotTable:
 
 
 def ranges(first_N: np.ndarray, count_N: np.ndarray) -> np.ndarray:
-    """first_N[0], first_N[0] + 1, ..., count_N[0] of them, then those of first_N[1], and so on."""
-    if len(first_N) == 1:  # often, and in a fifth of the time
+    """Concatenate the ranges first_N[i] .. first_N[i] + count_N[i] - 1."""
+    if len(first_N) == 1:  # common, and 5 times faster
         return np.arange(first_N[0], first_N[0] + count_N[0])
     end_N = np.cumsum(count_N)
     return np.arange(int(end_N[-1]) if len(end_N) else 0) + np.repeat(first_N - end_N + count_N, count_N)

@@ -1,8 +1,8 @@
-"""One step as data: what the scheduler decided (`StepPlan`) and the arrays that a model computes it from (`StepInput`).
+"""One step as data: the scheduler's decision (`StepPlan`) and the arrays that a model computes it from (`StepInput`).
 
 There is one operation: a sequence has known tokens and computed tokens, and a step computes some of the difference,
-and drafts, which may become known. Suffixes: S sequences of the step, T tokens of the step, R rows of logits: a
-sequence whose last known token is computed has one for that token and one for each of its drafts.
+plus drafts, which may become known. Suffixes: S sequences of the step, T tokens of the step, R rows of logits: a
+sequence whose last known token is computed has one row for that token and one for each of its drafts.
 """
 
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from pipeline.kernels.shared_prefix import cut_rows
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Sequence slot_S[s] computes count_S[s] tokens from position start_S[s] on. Pure data.
+    """Plan of one step: sequence slot_S[s] computes count_S[s] tokens from position start_S[s] on. Pure data.
 
-    They are known tokens but for the last draft_S[s], which are drafts.
+    They are known tokens except the last draft_S[s], which are drafts.
     """
 
     slot_S: np.ndarray  # int64
     start_S: np.ndarray  # int64
     count_S: np.ndarray  # int64
-    samples_S: np.ndarray  # bool: all known tokens will be computed, so the next one is sampled
-    draft_S: np.ndarray | None = None  # int64, above 0 only where samples_S; None: nobody has drafts
+    samples_S: np.ndarray  # bool: all known tokens will be computed, so a next token is sampled
+    draft_S: np.ndarray | None = None  # int64, above 0 only where samples_S; None: no drafts
 
     @cached_property
     def num_tokens(self) -> int:
@@ -35,19 +35,19 @@ class StepPlan:
 
     @property
     def known_end_S(self) -> np.ndarray:
-        """The position after the last known token that each computes."""
+        """Position after the last known token that each sequence computes."""
         end_S = self.start_S + self.count_S
         return end_S if self.draft_S is None else end_S - self.draft_S
 
     @cached_property
     def sampling_slot_S(self) -> np.ndarray:
-        """The slots of the sequences that get a token, in the order of their rows of logits."""
+        """Slots of the sequences that sample a token, in the order of their rows of logits."""
         return self.slot_S[self.samples_S]
 
 
 class StepTokens(NamedTuple):
-    """Tokens of one step by what they are: prompt, generated, computed before and lost by a preemption, known ones
-    after the prompt of a row that generates nothing (labels), or of texts that are read to compare models."""
+    """Tokens of one step by kind: prompt tokens, generated ones, those recomputed after a preemption, known ones after
+    the prompt of a row that generates nothing (labels), and those of texts that are read to compare models."""
 
     prefill: int
     decode: int
@@ -56,7 +56,7 @@ class StepTokens(NamedTuple):
     compared: int = 0
 
     @classmethod
-    def of(
+    def from_plan(
         cls,
         plan: StepPlan,
         prompt_S: np.ndarray,
@@ -64,20 +64,21 @@ class StepTokens(NamedTuple):
         generates_S: np.ndarray | None = None,
         compared_S: np.ndarray | None = None,
     ) -> "StepTokens":
-        """prompt_S: the length of each prompt. lost_S: where each sequence was when it was preempted. generates_S:
-        which sequences do; all, when left out. compared_S: which are read to compare models; none, when left out."""
+        """Classify the tokens of a plan. prompt_S: length of each prompt. lost_S: tokens computed before a preemption.
+        generates_S: which sequences generate; default all. compared_S: which are read to compare models; default
+        none."""
         if compared_S is not None and compared_S.any():
             assert generates_S is not None
             rest = np.flatnonzero(~compared_S)
             drafts_S = None if plan.draft_S is None else plan.draft_S[rest]
             others = StepPlan(plan.slot_S[rest], plan.start_S[rest], plan.count_S[rest], plan.samples_S[rest], drafts_S)
-            tokens = cls.of(others, prompt_S[rest], lost_S[rest], generates_S[rest])
+            tokens = cls.from_plan(others, prompt_S[rest], lost_S[rest], generates_S[rest])
             return tokens._replace(compared=plan.num_tokens - others.num_tokens)
         first_S = np.maximum(prompt_S, lost_S)  # where decoding begins
         labels = 0
         if generates_S is not None:
             labels = int(np.maximum(plan.known_end_S - np.maximum(plan.start_S, first_S), 0)[~generates_S].sum())
-        (prefilling,) = np.nonzero(plan.start_S < first_S)  # the others only generate
+        (prefilling,) = np.nonzero(plan.start_S < first_S)  # the others only decode
         if not len(prefilling):
             return cls(0, plan.num_tokens - labels, 0, labels)
         start_P, prompt_P, lost_P = plan.start_S[prefilling], prompt_S[prefilling], lost_S[prefilling]
@@ -87,9 +88,8 @@ class StepTokens(NamedTuple):
         return cls(prefill, plan.num_tokens - repeated - prefill - labels, repeated, labels)
 
     def add_time(self, stats: EngineStats, step_us: int, only_samples: bool, num_rejected: int = 0) -> None:
-        """Add the step's time to `stats`, split in proportion to these numbers. only_samples: one token of each
-        sequence, nothing drafted or read. num_rejected: drafts, of those that it decoded, that the model did not
-        confirm."""
+        """Add the step's time to `stats`, split in proportion to these numbers. only_samples: the step computed one
+        token per sequence, without drafts or readers. num_rejected: decoded drafts that the model rejected."""
         total = max(sum(self), 1)
         prefill_us, preempted_us = step_us * (self.prefill + self.labels) // total, step_us * self.repeated // total
         drafts_us = step_us * min(num_rejected, self.decode) // total
@@ -109,15 +109,15 @@ class StepTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class StepInput:
-    """Host arrays of a step; token t belongs to sequence s where query_start[s] <= t < query_start[s + 1]."""
+    """Host arrays of a step; token t belongs to the sequence s with query_start[s] <= t < query_start[s + 1]."""
 
     token_id_T: np.ndarray  # int64
     position_T: np.ndarray  # int64
     slot_mapping_T: np.ndarray  # int64: block * block_size + offset
     query_start_S1: np.ndarray  # int32
-    context_len_S: np.ndarray  # int32: tokens up to and with this step's
+    context_len_S: np.ndarray  # int32: tokens up to and including this step's
     block_table_SM: np.ndarray  # int32
-    logit_row_R: np.ndarray  # int64: tokens of the step whose logits are wanted
+    logit_row_R: np.ndarray  # int64: tokens of the step whose logits are computed
 
 
 def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
@@ -126,7 +126,7 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
     context_len_S = plan.start_S + count_S
     query_start_S1 = np.zeros(len(slot_S) + 1, dtype=np.int64)
     query_end_S = np.cumsum(count_S, out=query_start_S1[1:])
-    most_blocks = -(-int(context_len_S.max()) // size)
+    max_blocks = -(-int(context_len_S.max()) // size)
     slot_T = np.repeat(slot_S, count_S)
     position_T = np.repeat(context_len_S - query_end_S, count_S)
     position_T += np.arange(len(position_T))
@@ -141,7 +141,7 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
         slot_mapping_T=(block_T - number_T) * size + position_T,
         query_start_S1=query_start_S1.astype(np.int32),
         context_len_S=context_len_S.astype(np.int32),
-        block_table_SM=cut_rows(table.block_table, slot_S, 0, most_blocks),
+        block_table_SM=cut_rows(table.block_table, slot_S, 0, max_blocks),
         logit_row_R=logit_row_R,
     )
 
@@ -149,8 +149,8 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
 def dummy_step(
     *, count_S: np.ndarray, context_len_S: np.ndarray, block_table_SM: np.ndarray, block_size: int, row_R: np.ndarray
 ) -> StepInput:
-    """A step of no real sequences, which computes the last `count_S` tokens (all 1) of each context and wants logits
-    of its tokens `row_R`."""
+    """Build a step without real sequences, which computes the last `count_S` tokens (token id 1) of each context and
+    the logits of its tokens `row_R`."""
     position_T = ranges(context_len_S - count_S, count_S)
     sequence_T = np.repeat(np.arange(len(count_S)), count_S)
     block_T = block_table_SM[sequence_T, position_T // block_size].astype(np.int64)

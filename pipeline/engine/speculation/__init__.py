@@ -1,1 +1,1 @@
-"""Drafts on or off, by measurement. No torch."""
+"""Draft policy: drafts on or off, by measurement. No torch."""

@@ -1,4 +1,4 @@
-"""What the policy did, counted for the report by the number of running sequences. Integers only: sums are exact."""
+"""Counters of the draft policy for the report, by the number of running sequences. Integers, so that sums are exact."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from pipeline.engine.stats import flattened, restore
 
 NUM_BUCKETS = 16  # bucket b holds batches of 2**b to 2**(b + 1) - 1 sequences; the last one all larger ones
 
-PREFIX = "speculation."  # of the names of `flat`
+PREFIX = "speculation."  # of the names in `flat`
 
 
 def _zeros() -> list[int]:
@@ -16,7 +16,7 @@ def _zeros() -> list[int]:
 
 @dataclass(frozen=True)
 class BucketLine:
-    """A line of the report: what happened at these batch sizes. `tokens_per_sequence_step` is of drafted steps."""
+    """Line of the report for one range of batch sizes. `tokens_per_sequence_step` covers drafted steps only."""
 
     batch: str
     plain_steps: int
@@ -33,15 +33,15 @@ class BucketLine:
 class SpeculationCounts:
     """Totals, each by bucket. Times in microseconds.
 
-    Steps are plain or drafted. spent_us: what drafted steps took, proposing too. plain_us: what plain steps would have
-    taken for the same tokens, by how the two compared when both were timed, and none of them longer than a drafted one;
-    so plain_us - spent_us is what drafts saved, an estimate.
+    Steps are plain or drafted. spent_us: time of drafted steps, including the proposer. plain_us: estimated time of
+    plain steps for the same tokens, from the ratio of the two when both were timed; a plain step never counts as longer
+    than a drafted one. So plain_us - spent_us estimates the time that drafts saved.
     """
 
     plain_steps: list[int] = field(default_factory=_zeros)
     drafted_steps: list[int] = field(default_factory=_zeros)
-    probe_steps: list[int] = field(default_factory=_zeros)  # of the drafted ones: made to learn, while off
-    on_steps: list[int] = field(default_factory=_zeros)  # of all: drafts were on
+    probe_steps: list[int] = field(default_factory=_zeros)  # drafted steps for measurement, while drafts are off
+    on_steps: list[int] = field(default_factory=_zeros)  # all steps while drafts are on
     drafted_sequences: list[int] = field(default_factory=_zeros)  # summed over drafted steps
     drafted_step_tokens: list[int] = field(default_factory=_zeros)  # generated in drafted steps
     draft_tokens: list[int] = field(default_factory=_zeros)
@@ -54,18 +54,18 @@ class SpeculationCounts:
         return min(max(num_sequences, 1).bit_length() - 1, NUM_BUCKETS - 1)
 
     def flat(self) -> dict[str, int]:
-        """Return what is not 0 by name, to travel and add up with other totals."""
+        """Return the totals that are not 0 by name, in a form that can be sent and summed."""
         return flattened(self, PREFIX)
 
     @classmethod
     def from_flat(cls, totals: Mapping[str, int]) -> "SpeculationCounts":
-        """Return the totals that `flat` gave, or sums of such; other names among them do not matter."""
+        """Return the totals of a result of `flat`, or of a sum of such results; other names are ignored."""
         counts = cls()
         restore(counts, totals, PREFIX)
         return counts
 
     def lines(self) -> Iterator[BucketLine]:
-        """Yield one line for each bucket in which there was a step, small batches first."""
+        """Yield one line for each bucket that has steps, small batches first."""
         for b in range(NUM_BUCKETS):
             if self.plain_steps[b] + self.drafted_steps[b]:
                 sequences = self.drafted_sequences[b]
@@ -83,7 +83,7 @@ class SpeculationCounts:
 
     @property
     def saved_s(self) -> float:
-        """Estimated seconds that drafts saved in all; below 0 when they cost."""
+        """Estimated seconds that drafts saved; negative if they cost time."""
         return (sum(self.plain_us) - sum(self.spent_us)) / 1e6
 
 

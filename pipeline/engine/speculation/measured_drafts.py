@@ -1,12 +1,12 @@
-"""The draft policy that measures: drafts on or off at each size of batch, by the clock. No torch.
+"""Draft policy by measurement: drafts on or off at each batch size, by measured time. No torch.
 
     select -> (the proposer offers) -> lengths -> (the step is computed) -> observe
 
-Time is taken from the end of one step to the end of the next: all that the host does is in it, this policy's own work
-too. At each size of batch (`size_of`) contests decide (contest.py), plain steps being the first incumbent; a size at
-which nothing was decided yet goes on as the one before it. An account bounds what contests lose. Drafts that have lost
-a few plain steps' time since they were faster the last time are measured again. How many tokens are drafted for each
-sequence is its own (row_lengths.py).
+Time is measured from the end of one step to the end of the next, so it includes all host work, this policy's too. At
+each batch size (`size_of`) contests decide (contest.py); plain steps are the first incumbent, and a size without a
+decision inherits that of the previous size. An account bounds the loss of contests. Drafts are measured again once they
+have lost the time of a few plain steps since they were last faster. The number of drafts is chosen for each sequence
+(row_lengths.py).
 """
 
 import time
@@ -21,26 +21,26 @@ from pipeline.engine.speculation.counts import SpeculationCounts
 from pipeline.engine.speculation.row_lengths import RowLengths
 from pipeline.engine.speculation.step_time import OUTLIER, PrefillCost
 
-FIRST_STEPS = 48  # plain ones at the start: little is known then from which to draft
-WARM_UP = 3  # steps after drafts went on or off, which say nothing: caches are cold, the proposer catches up
-SETTLED, LOOK_EVERY = 64, 2  # steps alike, from when one in so many is looked at closely
-UNKNOWN_COST = 0.3  # of a draft, in tokens, as long as steps with drafts were not timed
-UNKNOWN_OUTLIER = 6.0  # plain steps' time that a step with drafts is taken to be at most, until such were timed
-MAX_DRIFT_STEPS = 1.0  # the same of a step's part in what drafts have lost, or gained
+FIRST_STEPS = 48  # plain steps at startup: there is little text yet to draft from
+WARM_UP = 3  # steps ignored after drafts are switched on or off: caches are cold, the proposer catches up
+SETTLED, EXAMINE_EVERY = 64, 2  # equal steps after which only every second one is examined
+UNKNOWN_COST = 0.3  # of a draft, in tokens, until steps with drafts were timed
+UNKNOWN_OUTLIER = 6.0  # cap on a drafted step's time, in plain steps, until drafted steps were timed
+MAX_DRIFT_STEPS = 1.0  # cap on one step's share of the time that drafts lost or gained, in plain steps
 
 
 class MeasuredDrafts:
-    """Implements `DraftPolicy`."""
+    """Implements `DraftPolicy` by timing steps with and without drafts."""
 
     def __init__(self, max_draft_tokens: int, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self._clock = clock
         self._rows = RowLengths(max_draft_tokens)
         self._account, self._prefill, self._counts = Account(), PrefillCost(), SpeculationCounts()
-        self._contest = Contest(0)  # of the last step
+        self._contest = Contest(0)  # of the last step's size
         self._contests = {0: self._contest}
-        self._steps: deque[tuple[StepFacts, bool | None]] = deque()  # selected, not observed; None: it says nothing
-        self._ended_ns: int | None = None  # the last step
-        self._had_drafts, self._num_alike = False, 0  # of the last steps
+        self._steps: deque[tuple[StepFacts, bool | None]] = deque()  # selected, not observed; None: not to be timed
+        self._ended_ns: int | None = None  # end of the last step
+        self._had_drafts, self._num_alike = False, 0  # of the last step; steps since drafts were switched
         self._num_steps = 0
         self._unsettled_s = 0.0
 
@@ -65,7 +65,7 @@ class MeasuredDrafts:
         now_ns, began_ns = self._clock(), self._ended_ns
         self._ended_ns = None if outcome.is_last else now_ns
         selected, has_drafts = self._steps.popleft()
-        while selected is not outcome.facts:  # one that was undone
+        while selected is not outcome.facts:  # skip undone steps
             selected, has_drafts = self._steps.popleft()
         num = selected.num_sequences
         if began_ns is None or not num:
@@ -81,8 +81,8 @@ class MeasuredDrafts:
         self._num_alike = self._num_alike + 1 if has_drafts == self._had_drafts else 0
         self._had_drafts = has_drafts
         self._unsettled_s += seconds
-        if self._num_alike <= SETTLED or contest.is_running or contest.steps % LOOK_EVERY == 0:
-            self._look(contest, has_drafts, outcome, seconds, own_s)
+        if self._num_alike <= SETTLED or contest.is_running or contest.steps % EXAMINE_EVERY == 0:
+            self._examine(contest, has_drafts, outcome, seconds, own_s)
 
     def counters(self) -> dict[str, int]:
         return self._counts.flat()
@@ -100,8 +100,8 @@ class MeasuredDrafts:
             contest.follow(last)
         return contest
 
-    def _look(self, contest: Contest, has_drafts: bool, outcome: StepOutcome, seconds: float, own_s: float) -> None:
-        """Learn from a step. own_s: of its seconds, those that its prompts did not take."""
+    def _examine(self, contest: Contest, has_drafts: bool, outcome: StepOutcome, seconds: float, own_s: float) -> None:
+        """Learn from a step. own_s: its time without its prompts."""
         facts, verdict, prefill_s = outcome.facts, outcome.verdict, self._prefill.token_s
         num, window = facts.num_sequences, contest.window(has_drafts)
         rate, off_s = contest.rate(has_drafts, prefill_s), contest.off_s(prefill_s)
@@ -112,7 +112,7 @@ class MeasuredDrafts:
             if len(window):
                 self._prefill.add(window, seconds, facts.num_prefill, num)
             window.add(seconds, facts.num_prefill, tokens, drafts / num)
-        if off_s is not None and (prefill_s or not facts.num_prefill):  # else what the prompts took is not known
+        if off_s is not None and (prefill_s or not facts.num_prefill):  # otherwise the prompts' time is unknown
             self._settle(contest, has_drafts, own_s, tokens, seconds, off_s)
         if contest.is_running:
             contest.judge(prefill_s, contest.drafts and self._account.is_in_debt, self._num_steps)
@@ -124,31 +124,31 @@ class MeasuredDrafts:
     def _settle(
         self, contest: Contest, has_drafts: bool, own_s: float, tokens: float, seconds: float, off_s: float
     ) -> None:
-        """Charge what the step lost against the incumbent or, if it is the incumbent's, against plain steps."""
+        """Charge the step's loss against the incumbent, or, for the incumbent's own steps, against plain steps."""
         lost_s = drift = 0.0
         if has_drafts or contest.is_on:
             best = contest.rate(contest.is_on, self._prefill.token_s) if has_drafts != contest.is_on else None
             drift = (own_s - tokens * off_s) / off_s
             rate = contest.rate(has_drafts, self._prefill.token_s)
-            # In a longer step the machine did something else; the rates leave that out, too.
+            # Cap the time to ignore unrelated stalls; the rates exclude them too.
             own_s = min(own_s, UNKNOWN_OUTLIER * off_s if rate is None else OUTLIER * rate.step_s)
             lost_s = own_s - tokens * (off_s if best is None else best.token_s)
-        steps = self._unsettled_s / seconds  # this one stands for those before it
+        steps = self._unsettled_s / seconds  # this step represents those since the last examined one
         self._account.settle(self._unsettled_s, steps * lost_s, off_s)
         if has_drafts and contest.is_on:
             contest.lost_steps = max(contest.lost_steps + steps * min(drift, MAX_DRIFT_STEPS), 0.0)
         self._unsettled_s = 0.0
 
     def _count(self, contest: Contest, outcome: StepOutcome, own_s: float) -> None:
-        """Count a step for the report. own_s: without its prompts."""
+        """Count a step for the report. own_s: its time without its prompts."""
         num, verdict, counts = outcome.facts.num_sequences, outcome.verdict, self._counts
         b = counts.bucket_of(num)
         counts.on_steps[b] += contest.is_on
         if verdict is None:
             counts.plain_steps[b] += 1
             return
-        # A plain step at the machine's speed of now; where that changed during the contest, one seems to take longer
-        # than a step with drafts, which does more.
+        # A plain step at the machine's current speed. If that changed during the contest, a plain step may seem to take
+        # longer than a step with drafts, which does more work.
         plain_s = None if contest.slowdown is None else own_s / max(contest.slowdown, 1.0)
         same_tokens_s = own_s if plain_s is None else plain_s * outcome.num_generated / num
         counts.drafted_steps[b] += 1

@@ -1,11 +1,11 @@
-"""How many sequences and tokens a step may hold where `EngineConfig` does not say: by the machine. No torch."""
+"""Default limits of sequences and tokens in a step, by machine. No torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Sequences running at once and tokens of a step, where EngineConfig does not say."""
+    """Maximum running sequences and tokens of a step, where EngineConfig sets none."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -18,18 +18,19 @@ _GIB = 1 << 30
 
 
 def gpu_limits(memory_bytes: int, capability: tuple[int, int], weight_bytes: int) -> BatchLimits:
-    """By a GPU's memory and compute capability, and what the model's weights take of it.
+    """Return the default limits by a GPU's memory and compute capability, and the size of the model's weights.
 
-    The largest are those of vLLM for `LLM` on GPUs of 70 GiB and more that are no A100, where it measured that steps of
-    16,384 tokens lose (`EngineArgs.get_batch_defaults`): here from compute capability 9.0 on, and where weights leave
-    half of the memory, since the largest step and captured steps take some GB more. Between, vLLM has 256 rows; by the
-    cost model 512 serve generation 3 to 10% faster on an A100 or L40S, and nothing is gained on cards of 24 GB.
+    The largest limits are vLLM's for `LLM` on GPUs of at least 70 GiB except the A100, where it measured that steps of
+    16,384 tokens are slower (`EngineArgs.get_batch_defaults`). They apply from compute capability 9.0, if the weights
+    leave half of the memory, because the largest step and captured steps take some GB more. Below that vLLM has 256
+    rows; by the cost model 512 are 3 to 10% faster for generation on an A100 or L40S, and gain nothing on cards of
+    24 GB.
     """
     if memory_bytes >= 70 * _GIB and capability >= (9, 0) and weight_bytes <= memory_bytes / 2:
         return LARGE_GPU_LIMITS
     return GPU_LIMITS if memory_bytes >= 35 * _GIB else SMALL_GPU_LIMITS
 
 
-def most_default_seqs(on_gpu: bool) -> int:
-    """The most that an engine's `max_num_seqs` can be by default, for who does not know on which GPU it will run."""
+def max_default_seqs(on_gpu: bool) -> int:
+    """Return the largest default of `max_num_seqs`, for callers that do not know the GPU yet."""
     return (LARGE_GPU_LIMITS if on_gpu else CPU_LIMITS).max_num_seqs

@@ -1,4 +1,4 @@
-"""From an `EngineConfig` to a loaded model with a KV cache: all that an engine is made of."""
+"""Builds the parts of an engine from an `EngineConfig`: the loaded model and its KV cache."""
 
 import os
 from collections.abc import Callable
@@ -9,71 +9,76 @@ import torch
 
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.forward.graphs import CudaCapture
-from pipeline.engine.forward.runner import ModelRunner, Place
+from pipeline.engine.forward.runner import DeviceContext, ModelRunner
 from pipeline.engine.params import EngineConfig, SpeculationConfig
 from pipeline.engine.startup.dummy_steps import CapturedShape
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.memory import kv_budget_bytes, return_freed_bytes
-from pipeline.engine.startup.mixed_tokens import most_mixed_tokens
+from pipeline.engine.startup.mixed_tokens import max_mixed_tokens
 from pipeline.engine.startup.resolve import Resolved, quantized_on_load, resolve
 from pipeline.errors import ConfigError
 from pipeline.kernels.select import keep_cpu_kernels_in, keep_gpu_kernels_in
 from pipeline.machine.caches import cpu_kernel_folder, gpu_kernel_folder
 from pipeline.machine.host import available_cores
-from pipeline.machine.numba import why_no_numba
+from pipeline.machine.numba import numba_unavailable_reason
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.load import as_stored
 from pipeline.roofline.cards import card_of_device
 from pipeline.tokenization.tokenizer import Tokenizer
 
-PASS_QUERIES = 2  # tokens of a sequence in a draft pass that is captured
+PASS_QUERIES = 2  # tokens of a sequence in a captured draft pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """`num_blocks`: of the KV cache, which the draft model's runner has as well. about: what every `auto` became."""
+    """Parts of an engine. num_blocks: of the KV cache; the draft model's has as many. about: the resolved settings."""
 
     resolved: Resolved
-    place: Place
+    device_context: DeviceContext
     runner: ModelRunner
     draft_runner: ModelRunner | None
     tokenizer: Tokenizer
     num_blocks: int
     max_model_len: int
-    about: dict[str, str | int]
+    settings: dict[str, str | int]
 
 
 def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
-    """Load what `config` names. `say` is told what takes long.
+    """Load the model that `config` names. `say` receives messages about slow operations.
 
-    Raises ModelError for the checkpoint, ConfigError for options it cannot be run with, EnvironmentFailed where
-    compiled kernels cannot be kept.
+    Raises ModelError for a bad checkpoint, ConfigError for options that it cannot run with, EnvironmentFailed if
+    compiled kernels cannot be stored.
     """
-    keep_cpu_kernels_in(cpu_kernel_folder(say=say))  # on a GPU, too: lookup of drafts is compiled for the CPU
+    keep_cpu_kernels_in(cpu_kernel_folder(say=say))  # also on a GPU: lookup is compiled for the CPU
     folder = locate_model(config.model)
     model = quantized_on_load(as_stored(read_config(folder), folder), config.quantization)
     resolved = resolve(config, model)
-    place = Place(_num_threads(config.num_threads), resolved.device)
-    with place:
-        return _built(config, folder, model, resolved, place, say)
+    device_context = DeviceContext(_num_threads(config.num_threads), resolved.device)
+    with device_context:
+        return _build_on_device(config, folder, model, resolved, device_context, say)
 
 
-def _num_threads(wanted: int | None) -> int | None:
-    """The caller's threads where none are wanted, without more than a CPU quota runs at once; OMP_NUM_THREADS wins."""
-    if wanted is None and "OMP_NUM_THREADS" not in os.environ:
+def _num_threads(requested: int | None) -> int | None:
+    """Return the number of threads: by default torch's, capped by a CPU quota. OMP_NUM_THREADS overrides the cap."""
+    if requested is None and "OMP_NUM_THREADS" not in os.environ:
         return min(torch.get_num_threads(), available_cores())
-    return wanted
+    return requested
 
 
-def _built(
-    config: EngineConfig, folder: Path, model: ModelConfig, resolved: Resolved, place: Place, say: Callable[[str], None]
+def _build_on_device(
+    config: EngineConfig,
+    folder: Path,
+    model: ModelConfig,
+    resolved: Resolved,
+    device_context: DeviceContext,
+    say: Callable[[str], None],
 ) -> Built:
     tokenizer = Tokenizer.from_folder(str(folder))
     if resolved.device.type == "cuda":
         keep_gpu_kernels_in(gpu_kernel_folder())
     say("reading weights")
     target = LoadedModel.load(folder, model, resolved)
-    if target.decoder.lm_head is None:  # it generates nothing
+    if target.decoder.lm_head is None:  # it does not generate
         resolved = replace(resolved, speculation=SpeculationConfig("off"))
     draft = None
     if resolved.speculation.model is not None:
@@ -81,11 +86,11 @@ def _built(
         draft = LoadedModel.load_draft(resolved.speculation.model, tokenizer, resolved)
     return_freed_bytes()
     loaded = [target] if draft is None else [target, draft]
-    step_bytes = 0  # on a CPU, whose memory has room to give
-    shapes = captured_shapes(resolved, _most_mixed_tokens(model, resolved))
+    step_bytes = 0  # on a CPU, where memory is not that tight
+    shapes = captured_shapes(resolved, _max_mixed_tokens(model, resolved))
     if resolved.device.type == "cuda":
         for each, shape in zip(loaded, shapes):
-            each.compile_kernels(resolved, shape, place.num_threads, say)
+            each.compile_kernels(resolved, shape, device_context.num_threads, say)
         step_bytes = max(each.step_bytes(resolved) for each in loaded)
         step_bytes += sum(each.captured_bytes(resolved, shape.largest) for each, shape in zip(loaded, shapes))
     num_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded), step_bytes)
@@ -94,7 +99,7 @@ def _built(
     draft_runner = draft.runner(num_blocks, resolved.block_size, max_model_len) if draft is not None else None
     if resolved.device.type == "cuda":
         _capture_steps(runner, draft_runner, resolved, shapes, say)
-    about: dict[str, str | int] = {
+    settings: dict[str, str | int] = {
         "device": str(resolved.device),
         **({"device_name": torch.cuda.get_device_name(resolved.device)} if resolved.device.type == "cuda" else {}),
         "dtype": str(resolved.dtype).removeprefix("torch."),
@@ -106,48 +111,48 @@ def _built(
         "num_kv_blocks": num_blocks,
         "weights": target.weights,
         "deterministic": "on" if resolved.deterministic else "off",
-        "num_threads": place.num_threads,
+        "num_threads": device_context.num_threads,
         "speculation": _speculation_text(config.speculation_config, resolved),
-    } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}
+    } | {f"kernel.{op}": origin for op, origin in target.kernels.backends.items()}
     return Built(
         resolved=resolved,
-        place=place,
+        device_context=device_context,
         runner=runner,
         draft_runner=draft_runner,
         tokenizer=tokenizer,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
-        about=about,
+        settings=settings,
     )
 
 
-def _speculation_text(wanted: SpeculationConfig, resolved: Resolved) -> str:
+def _speculation_text(requested: SpeculationConfig, resolved: Resolved) -> str:
     used = resolved.speculation
     if used.method == "off":
-        lacks = why_no_numba() if wanted.method in ("auto", "lookup") else None
+        lacks = numba_unavailable_reason() if requested.method in ("auto", "lookup") else None
         return "off" if lacks is None else f"off: lookup needs numba, which {lacks}"
     drafter = "lookup" if used.method == "lookup" else "draft model"
     when = "in every step" if used.forced else "where it pays"
     return f"{drafter}, up to {used.num_speculative_tokens} tokens, {when}"
 
 
-def captured_shapes(resolved: Resolved, most_mixed_tokens: int) -> list[CapturedShape]:
-    """Of the target and of the draft model, whose first pass computes what the target gave after accepted drafts, and
-    the last of those.
+def captured_shapes(resolved: Resolved, max_mixed_tokens: int) -> list[CapturedShape]:
+    """Return the captured shapes of the target and of the draft model, whose first pass computes the tokens after
+    accepted drafts and the last accepted draft itself.
 
-    Steps with drafts are captured up to the size up to which mixed steps are: larger ones take longer to compute than
-    to launch."""
-    checked = resolved.most_checked_tokens
-    most = max(resolved.max_num_seqs, min(checked, most_mixed_tokens or checked))
-    in_pass = min(PASS_QUERIES * resolved.max_num_seqs, resolved.max_num_batched_tokens)
-    target = CapturedShape(1 + resolved.max_drafts, most, most_mixed_tokens)
-    return [target, CapturedShape(PASS_QUERIES, in_pass)]
+    Steps with drafts are captured up to the same size as mixed steps: larger ones take longer to compute than to
+    launch."""
+    max_verified = resolved.max_verified_tokens
+    max_tokens = max(resolved.max_num_seqs, min(max_verified, max_mixed_tokens or max_verified))
+    max_pass_tokens = min(PASS_QUERIES * resolved.max_num_seqs, resolved.max_num_batched_tokens)
+    target = CapturedShape(1 + resolved.max_drafts, max_tokens, max_mixed_tokens)
+    return [target, CapturedShape(PASS_QUERIES, max_pass_tokens)]
 
 
-def _most_mixed_tokens(model: ModelConfig, resolved: Resolved) -> int:
+def _max_mixed_tokens(model: ModelConfig, resolved: Resolved) -> int:
     if resolved.device.type != "cuda":
         return 0
-    return most_mixed_tokens(model, resolved, card_of_device(torch.cuda.get_device_name(resolved.device)))
+    return max_mixed_tokens(model, resolved, card_of_device(torch.cuda.get_device_name(resolved.device)))
 
 
 def _capture_steps(
@@ -157,8 +162,7 @@ def _capture_steps(
     shapes: list[CapturedShape],
     say: Callable[[str], None],
 ) -> None:
-    """Of the target: plain decoding, the checking of drafts, and small steps with prompts; of the draft model: its
-    passes."""
+    """Capture the target's plain decoding, draft verification and small mixed steps, and the draft model's passes."""
     for each, shape in zip((runner, draft), shapes):
         if each is None or each.decoder.kernels.graph_attention is None:
             continue
@@ -180,14 +184,15 @@ def _num_kv_blocks(config: EngineConfig, resolved: Resolved, bytes_per_token: in
     num_blocks = budget // block_bytes
     if num_blocks < 2:
         raise ConfigError(
-            f"a KV cache of {budget} bytes holds no two blocks of {block_bytes} bytes; raise "
+            f"a KV cache of {budget} bytes is smaller than two blocks of {block_bytes} bytes; raise "
             "engine.kv_cache_memory_bytes"
         )
     return num_blocks
 
 
 def _fit_length(config: EngineConfig, resolved: Resolved, num_blocks: int) -> int:
-    """max_model_len, lowered to what the KV cache holds when the user left it open, refused when they did not."""
+    """Return max_model_len, lowered to the KV cache's capacity if the user set none. Raises ConfigError if it was set
+    and does not fit."""
     capacity = num_blocks * resolved.block_size
     if resolved.max_model_len <= capacity:
         return resolved.max_model_len

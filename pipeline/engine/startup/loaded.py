@@ -1,4 +1,4 @@
-"""A checkpoint's weights on a device, from which a runner is made once the KV cache's size is known."""
+"""A checkpoint's weights on a device. A runner is made from them once the size of the KV cache is known."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from pipeline.tokenization.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """kv_dtype: of its KV cache."""
+    """A loaded model. kv_dtype: dtype of its KV cache."""
 
     config: ModelConfig
     decoder: Decoder
@@ -38,8 +38,8 @@ class LoadedModel:
 
     @classmethod
     def load(cls, folder: Path, config: ModelConfig, resolved: Resolved) -> "LoadedModel":
-        """Raises ModelError when the checkpoint's tensors do not match its config, ConfigError where activations are to
-        be rounded and the device or all of the weights cannot have it."""
+        """Load the weights. Raises ModelError when the checkpoint's tensors do not match its config, ConfigError when
+        activations are to be quantized and the device or the weights do not support it."""
         keeps_dense = resolved.device.type == "cpu" or dense_weights_fit(
             config,
             resolved.dtype,
@@ -57,15 +57,15 @@ class LoadedModel:
 
     @classmethod
     def load_draft(cls, path: str, target: Tokenizer, resolved: Resolved) -> "LoadedModel":
-        """The draft model in `path`. Raises ModelError when its token ids mean other texts than the target's."""
+        """Load the draft model in `path`. Raises ModelError when its token ids differ from the target's."""
         folder = locate_model(path)
         differs = Tokenizer.from_folder(str(folder)).differs_from(target)
         if differs is not None:
             raise ModelError(
-                f"speculation.model {path}: its tokens are not those of model.path ({differs}), so it cannot draft for "
-                "it; take a draft model of the same family, or leave it out"
+                f"speculation.model {path}: its tokens differ from those of model.path ({differs}), so it cannot draft "
+                "for it; use a draft model of the same family, or remove the key"
             )
-        ordinary = replace(resolved, activation_dtype="auto", deterministic=False)  # drafts may be anything
+        ordinary = replace(resolved, activation_dtype="auto", deterministic=False)  # drafts need no exactness
         return cls.load(folder, as_stored(read_config(folder), folder), ordinary)
 
     @property
@@ -74,7 +74,7 @@ class LoadedModel:
 
     @property
     def weights(self) -> str:
-        """What kind of weights it has, to read."""
+        """Description of its weights for the log."""
         stored = self.config.quantization
         kind = "dense" if stored is None else str(stored)
         widened, linears = self.decoder.num_widened, self.kernels.prepare_linear
@@ -89,31 +89,31 @@ class LoadedModel:
     def compile_kernels(
         self, resolved: Resolved, captured: CapturedShape, num_threads: int, say: Callable[[str], None]
     ) -> None:
-        """Compile all that steps may launch; see `compute_step_kinds`. Nothing is run."""
+        """Compile all kernels that steps may launch; see `compute_step_kinds`. Nothing is run."""
         if self.kernels.compile_ahead is None:
             return
         runner = self._small_runner(resolved)
         self.kernels.compile_ahead(lambda: compute_step_kinds(runner, resolved, captured), say, num_threads)
 
     def step_bytes(self, resolved: Resolved) -> int:
-        """What the largest step takes on a GPU beside weights and KV cache."""
+        """Return the memory of the largest step on a GPU besides weights and KV cache."""
         return largest_step_bytes(self._small_runner(resolved), resolved)
 
-    def captured_bytes(self, resolved: Resolved, most_tokens: int) -> int:
-        """What captured steps of up to so many tokens keep for themselves on a GPU, at most: the largest one's memory,
-        into which the others fit. Logits are not among it."""
+    def captured_bytes(self, resolved: Resolved, max_tokens: int) -> int:
+        """Return an upper bound of the memory that captured steps of up to `max_tokens` tokens keep on a GPU: that of
+        the largest one, in which the others fit. Logits are not included."""
         if self.kernels.graph_attention is None:
             return 0
-        return forward_bytes(self._small_runner(resolved), resolved, most_tokens)
+        return forward_bytes(self._small_runner(resolved), resolved, max_tokens)
 
     def _small_runner(self, resolved: Resolved) -> ModelRunner:
-        """One to run the largest step with, of sequences that all read and write the same blocks."""
+        """Return a runner for the largest step, whose sequences all read and write the same blocks."""
         num_tokens, num_sequences, _ = step_input_shape(resolved)
         num_blocks = -(-num_tokens // num_sequences // resolved.block_size) + 1
         return self.runner(num_blocks, resolved.block_size, resolved.max_model_len)
 
     def runner(self, num_blocks: int, block_size: int, max_model_len: int) -> ModelRunner:
-        """A runner with a KV cache of that size."""
+        """Return a runner with a KV cache of this size."""
         spare = self.kernels.graph_attention is not None
         kv = KVCache.allocate(self.config, num_blocks, block_size, self.kv_dtype, self.decoder.device, spare)
         return ModelRunner(self.decoder, kv, block_size, max_model_len)

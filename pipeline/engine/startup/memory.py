@@ -1,4 +1,4 @@
-"""How much memory there is, and how many KV blocks it is worth."""
+"""Available memory and the budget of the KV cache."""
 
 import ctypes
 from contextlib import suppress
@@ -16,16 +16,16 @@ from pipeline.roofline.cost_model import Ceilings, DecoderSize, Weights
 from pipeline.roofline.job_simulation import kv_room
 from pipeline.weights.formats import is_int4
 
-CPU_SHARE = 0.25  # of the free memory; the rest is left to reading, writing and Ray
-MIN_GROUP_SIZE = 32  # the smallest group of 4-bit weights, assumed where a checkpoint names none
-INT4_BLOCK = 128  # on a GPU, a scale and a zero point serve at most so many inputs of a 4-bit weight
-EXPECTED_TOKENS = 2048  # of a sequence: the KV cache it needs comes before 16-bit copies of 4-bit weights
-ENOUGH_TOKENS = 128 << 10  # of all sequences: beyond these, copies gain more than cache, by the cost model
-SLACK_BYTES = 512 << 20  # on a GPU, for workspaces of libraries and pieces that the allocator cannot use
+CPU_SHARE = 0.25  # of the free memory; the rest is for readers, writers and Ray
+MIN_GROUP_SIZE = 32  # the smallest group of 4-bit weights, assumed if a checkpoint names none
+INT4_BLOCK = 128  # on a GPU, a scale and a zero point cover at most this many inputs of a 4-bit weight
+EXPECTED_TOKENS = 2048  # per sequence: a cache for them takes precedence over 16-bit copies of 4-bit weights
+ENOUGH_TOKENS = 128 << 10  # of all sequences: above this, copies gain more than cache, by the cost model
+SLACK_BYTES = 512 << 20  # on a GPU, for library workspaces and allocator fragmentation
 
 
 def free_cpu_bytes() -> int:
-    """Memory that can be taken without swapping, within the limits of this process's control groups."""
+    """Return the memory available without swapping, within the limits of this process's control groups."""
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -35,7 +35,7 @@ def free_cpu_bytes() -> int:
 
 
 def return_freed_bytes() -> None:
-    """Return freed memory to the system. Loading frees as much as it keeps, in pieces that glibc would hold on to."""
+    """Return freed memory to the system. Loading frees as much as it keeps, in pieces that glibc would keep."""
     with suppress(AttributeError):  # another C library has no such call
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -47,10 +47,10 @@ def weight_bytes(
     keeps_dense: bool = True,
     activation_dtype: str = "auto",
 ) -> int:
-    """About how many bytes linears and embeddings take once loaded; norms and biases are left out.
+    """Return the approximate size of linears and embeddings once loaded; norms and biases are left out.
 
-    keeps_dense: of 4-bit weights on a GPU, see `dense_weights_fit`. activation_dtype: rounded ones
-    serve all quantized linears; in fp8 on a GPU with a byte a weight and a scale in float32 for each group.
+    keeps_dense: for 4-bit weights on a GPU, see `dense_weights_fit`. activation_dtype: all quantized linears take the
+    form for these activations; fp8 on a GPU takes a byte per weight and a float32 scale per group.
     """
     if device.type != "cpu":
         dense = config.num_parameters() * dtype.itemsize
@@ -60,43 +60,43 @@ def weight_bytes(
         if config.quantization is None or not is_int4(config.quantization):
             return dense
         group_size = min(config.quantization.group_size or MIN_GROUP_SIZE, INT4_BLOCK)
-        packed = int(config.num_linear_parameters() * (0.5 + 4 / group_size))  # a scale and a zero in 16 bit each
+        packed = int(config.num_linear_parameters() * (0.5 + 4 / group_size))  # a 16-bit scale and zero point each
         return packed + dense - (0 if keeps_dense else config.num_linear_parameters() * dtype.itemsize)
     width = min(config.dtype.itemsize, dtype.itemsize)  # narrow weights are widened where they are used
-    embeddings = 2 * config.vocab_size * config.hidden_size * width  # a table to look up and a linear, tied or not
+    embeddings = 2 * config.vocab_size * config.hidden_size * width  # a lookup table and a linear, tied or not
     if config.quantization is None:
         return config.num_linear_parameters() * width + embeddings
     bits, group_size = config.quantization.bits, config.quantization.group_size
-    packed = bits / 8 + (8 / group_size if group_size is not None else 0)  # a scale and a zero in float32 for a group
-    if dtype != torch.float32 and activation_dtype == "auto":  # products on rounded ones are those of float32 there
-        # The dense form for many tokens, and of others than 4-bit integers for few too.
+    packed = bits / 8 + (8 / group_size if group_size is not None else 0)  # a float32 scale and zero point per group
+    if dtype != torch.float32 and activation_dtype == "auto":  # quantized activations use the float32 form
+        # The dense form for many tokens; formats other than 4-bit integers use it for few tokens too.
         if is_int4(config.quantization) and serves_int4_alone(dtype):
-            packed = 0.5 + (3 / group_size if group_size is not None else 0)  # in float16 and a byte
+            packed = 0.5 + (3 / group_size if group_size is not None else 0)  # a float16 scale and a byte
         else:
             packed = dtype.itemsize + (packed if is_int4(config.quantization) else 0)
     return int(config.num_linear_parameters() * packed) + embeddings
 
 
 def release_cached_memory() -> None:
-    """Give what the device's allocator keeps for reuse back, so that pieces of other sizes can be had."""
+    """Free the memory cached by the device's allocator, so that blocks of other sizes can be allocated."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def gpu_share_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
-    """What is free of the part of a GPU's memory that may be used; below 0 where others use more than the rest. What
-    torch keeps for reuse, of loading or of a step that was measured, is given back first: it counts as free."""
+    """Return the free bytes within the usable share of a GPU's memory; negative if other processes use too much. Frees
+    torch's cached memory first."""
     release_cached_memory()
     free, total = torch.cuda.mem_get_info(device)
     return free - int(total * (1.0 - gpu_memory_utilization))
 
 
 def cache_before_dense(max_num_seqs: int, max_model_len: int) -> int:
-    """Tokens that the KV cache is to hold before 4-bit weights get a 16-bit form.
+    """Return the tokens that the KV cache must hold before 4-bit weights get a 16-bit copy.
 
-    A larger cache runs more sequences at once, over which a step's reading of the weights is spread. That is little
-    beyond some hundred sequences, whose products take longer than reading 4-bit weights, and less than what each step
-    loses where it has to write the 16-bit form anew.
+    A larger cache runs more sequences at once, which share the reading of the weights in a step. Beyond some hundred
+    sequences that gains little, because the products take longer than reading 4-bit weights: less than what each step
+    loses if it must rebuild the 16-bit form.
     """
     return min(max_num_seqs * min(max_model_len, EXPECTED_TOKENS), ENOUGH_TOKENS)
 
@@ -104,10 +104,10 @@ def cache_before_dense(max_num_seqs: int, max_model_len: int) -> int:
 def dense_weights_fit(
     config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, budget_bytes: int, kv_tokens: int
 ) -> bool:
-    """Whether `budget_bytes` hold 4-bit weights, their `dtype` form beside them and a KV cache of so many tokens.
+    """Return whether `budget_bytes` hold 4-bit weights, their `dtype` copy and a KV cache of `kv_tokens` tokens.
 
-    Steps of many tokens are multiplied with that form; without room for it, it is written anew in each of them.
-    kv_tokens: see `cache_before_dense`.
+    Steps of many tokens multiply with that copy; without room for it, each of them rebuilds it. kv_tokens: see
+    `cache_before_dense`.
     """
     weights = weight_bytes(config, torch.device("cuda"), dtype)
     return weights + kv_tokens * config.kv_bytes_per_token(kv_dtype) + SLACK_BYTES <= budget_bytes
@@ -116,9 +116,9 @@ def dense_weights_fit(
 def kv_budget_bytes(
     device: torch.device, wanted: int | None, need: int, gpu_memory_utilization: float, step_bytes: int
 ) -> int:
-    """Bytes for the KV cache: `wanted` when given, else what `need` asks for within the device's share.
+    """Return the bytes for the KV cache: `wanted` if set, otherwise `need`, limited to the device's share.
 
-    `step_bytes`: what the largest step takes beside weights and cache, on a GPU.
+    `step_bytes`: memory of the largest step besides weights and cache, on a GPU.
     """
     if wanted is not None:
         return wanted
@@ -128,9 +128,10 @@ def kv_budget_bytes(
     if budget <= 0:
         free, total = torch.cuda.mem_get_info(device)
         raise ConfigError(
-            f"{device}: {free >> 20} MiB free of {total >> 20} after loading the weights leave nothing for the KV "
-            f"cache at engine.gpu_memory_utilization = {gpu_memory_utilization}: a step takes {step_bytes >> 20} MiB, "
-            f"{SLACK_BYTES >> 20} are kept in reserve. Lower engine.max_num_batched_tokens, or raise the utilization"
+            f"{device}: {free >> 20} of {total >> 20} MiB are free after loading the weights, which leaves nothing for "
+            f"the KV cache at engine.gpu_memory_utilization = {gpu_memory_utilization}: a step takes "
+            f"{step_bytes >> 20} MiB, {SLACK_BYTES >> 20} MiB are reserved. Lower engine.max_num_batched_tokens, or "
+            "raise the utilization"
         )
     return min(need, budget)
 
@@ -138,8 +139,8 @@ def kv_budget_bytes(
 def served_form(
     weights: Weights, size: DecoderSize, card: Ceilings, borders: Crossover, max_num_seqs: int, kv_value_bytes: float
 ) -> Weights:
-    """4-bit weights with `cached` set where 16-bit copies fit beside the KV cache, and `fused_tokens` the most tokens
-    of a step that go through the fused product. Other weights are returned unchanged."""
+    """Return 4-bit weights with `cached` set if 16-bit copies fit in addition to the KV cache, and with `fused_tokens`,
+    the maximum tokens of a step for the fused product. Other weights are returned unchanged."""
     if weights.fp8 or not weights.int4:
         return weights
     cached = replace(weights, cached=True, fused_tokens=borders.cached)
@@ -149,6 +150,6 @@ def served_form(
 
 
 def usable_kv_room(size: DecoderSize, weights: Weights, card: Ceilings, kv_value_bytes: float) -> int:
-    """Tokens that the KV cache holds beside the weights and the memory that is kept free."""
+    """Return the tokens that the KV cache can hold besides the weights and the reserved memory."""
     slack = int(SLACK_BYTES / size.kv_bytes_per_token(kv_value_bytes))
     return kv_room(size, weights, card, kv_value_bytes=kv_value_bytes) - slack

@@ -1,8 +1,8 @@
-"""Up to how many tokens steps with prompts (mixed steps) are captured: as long as launching one kernel by kernel takes
-the host longer than computing it takes the device.
+"""Maximum number of tokens of captured steps with prompts (mixed steps): mixed steps are captured as long as launching
+one kernel by kernel takes the host longer than the device takes to compute it.
 
-The host's time was measured, the device's is the cost model's. A step of one prompt represents all, since it has the
-least to do besides its linears; with more sequences the device takes longer, and the host waits sooner.
+The host's time was measured, the device's comes from the cost model. A step of one prompt represents all mixed steps,
+because it has the least work besides its linears; with more sequences the device takes longer.
 """
 
 import numpy as np
@@ -21,9 +21,9 @@ LAUNCH_S = 250e-6
 steps of an 8B model, 210 to 300 in those of a 0.6B model."""
 
 
-def most_mixed_tokens(model: ModelConfig, resolved: Resolved, card: Card | None) -> int:
-    """One of `mixed_sizes`; 0: no mixed steps are captured, as on a card that is not known, or where the reference
-    computes what the card has no products for."""
+def max_mixed_tokens(model: ModelConfig, resolved: Resolved, card: Card | None) -> int:
+    """Return one of `mixed_sizes`; 0 if no mixed steps are captured, as on an unknown card, or where the card lacks the
+    products and the reference computes them."""
     if card is None:
         return 0
     ceilings, size = Ceilings.of_card(card, MEASURED), model.size
@@ -36,12 +36,12 @@ def most_mixed_tokens(model: ModelConfig, resolved: Resolved, card: Card | None)
 
 
 def host_bound_tokens(size: DecoderSize, weights: Weights, ceilings: Ceilings, max_num_batched_tokens: int) -> int:
-    """See `most_mixed_tokens`."""
-    most = 0
+    """Return the largest of `mixed_sizes` that the host limits; see `max_mixed_tokens`."""
+    max_tokens = 0
     for num_tokens in mixed_sizes(max_num_batched_tokens):
         prompt = np.array([num_tokens])
         device_s = step_seconds(StepTokens(prompt, prompt, 1), size, weights, ceilings).total_s
         if device_s > size.layers * LAUNCH_S:
             break
-        most = num_tokens
-    return most
+        max_tokens = num_tokens
+    return max_tokens

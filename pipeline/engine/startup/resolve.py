@@ -1,4 +1,4 @@
-"""From an `EngineConfig` with "auto" in it to the numbers an engine runs with."""
+"""Resolves the "auto" values of an `EngineConfig` to the settings of an engine."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ from pipeline.kernels.activations.rounded_linears import ROUNDINGS
 from pipeline.kernels.cache import FP8
 from pipeline.kernels.select import default_dtype
 from pipeline.machine.device import find_device
-from pipeline.machine.numba import why_no_numba
+from pipeline.machine.numba import numba_unavailable_reason
 from pipeline.model.config import DTYPES, ModelConfig
 from pipeline.weights.round_to_nearest import METHODS, RoundToNearest
 
@@ -22,7 +22,7 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 
 @dataclass(frozen=True)
 class Resolved:
-    """What every `auto` became, except the KV cache's size, which is known once the weights are loaded."""
+    """Resolved settings, except the size of the KV cache, which is known once the weights are loaded."""
 
     device: torch.device
     dtype: torch.dtype
@@ -35,23 +35,23 @@ class Resolved:
     block_size: int
     gpu_memory_utilization: float
     speculation: SpeculationConfig  # of method off, lookup or draft_model
-    activation_dtype: str = "auto"  # of the model, not of its draft model
+    activation_dtype: str = "auto"  # of the target, not of its draft model
 
     @property
-    def most_checked_tokens(self) -> int:
-        """Of a step in which every sequence decodes, with as many drafts as there can be."""
-        most = min(self.max_num_seqs * (1 + self.max_drafts), self.max_num_batched_tokens, MAX_CHECKED_TOKENS)
-        return max(self.max_num_seqs, most)
+    def max_verified_tokens(self) -> int:
+        """Maximum logit rows of a step in which every sequence decodes with the maximum number of drafts."""
+        max_rows = min(self.max_num_seqs * (1 + self.max_drafts), self.max_num_batched_tokens, MAX_CHECKED_TOKENS)
+        return max(self.max_num_seqs, max_rows)
 
     @property
     def max_drafts(self) -> int:
-        """Of a sequence in a step."""
+        """Maximum drafts of a sequence in a step."""
         return 0 if self.speculation.method == "off" else self.speculation.num_speculative_tokens
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
-    """Fill in what `config` leaves open. Raises ConfigError for what this machine or model cannot do."""
-    _refuse_unserved(config)
+    """Fill in the open options of `config`. Raises ConfigError for options that the machine or model lacks."""
+    _check_supported(config)
     device = find_device(config.device)
     on_gpu = device.type == "cuda"
     dtype = _dtype(config.dtype, device, model)
@@ -64,13 +64,13 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         batched = max(batched, max_num_seqs)
     if batched < max_num_seqs:
         raise ConfigError(
-            f"engine.max_num_batched_tokens = {batched}: expected at least engine.max_num_seqs = {max_num_seqs}, since "
-            "each running sequence computes one token a step"
+            f"engine.max_num_batched_tokens = {batched}: expected at least engine.max_num_seqs = {max_num_seqs}, "
+            "because each running sequence computes one token a step"
         )
     max_model_len = _positive("max_model_len", config.max_model_len, model.max_position)
     if max_model_len > model.max_position:
         raise ConfigError(
-            f"engine.max_model_len = {max_model_len}: the model was made for at most {model.max_position} positions"
+            f"engine.max_model_len = {max_model_len}: the model supports at most {model.max_position} positions"
         )
     return Resolved(
         device=device,
@@ -91,21 +91,21 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
 def _default_limits(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> BatchLimits:
     if device.type != "cuda":
         return CPU_LIMITS
-    about = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     weights = weight_bytes(model, device, dtype, keeps_dense=False, activation_dtype=config.activation_dtype)
-    return gpu_limits(about.total_memory, (about.major, about.minor), weights)
+    return gpu_limits(properties.total_memory, (properties.major, properties.minor), weights)
 
 
 def quantized_on_load(model: ModelConfig, method: str) -> ModelConfig:
-    """The model with its linears quantized by `method` as they are loaded. Raises ConfigError where that cannot be."""
+    """Return the model with its linears quantized by `method` on load. Raises ConfigError if that is not possible."""
     if method == "none":
         return model
     if method not in METHODS:
         raise ConfigError(f"model.quantization = {method!r}: expected none, {', '.join(METHODS)}")
     if model.quantization is not None:
         raise ConfigError(
-            f"model.quantization = {method!r}: this checkpoint is quantized already ({model.quantization}); leave the "
-            "key out, or take the 16-bit checkpoint"
+            f"model.quantization = {method!r}: this checkpoint is quantized already ({model.quantization}); remove the "
+            "key, or use the 16-bit checkpoint"
         )
     return replace(model, quantization=RoundToNearest(method))
 
@@ -124,16 +124,16 @@ def _dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"engine.dtype = {name!r}: expected auto, {', '.join(DTYPES)}")
     if name == "float16" and device.type == "cpu":
-        raise ConfigError("engine.dtype = 'float16' is slow and unserved on cpu; use auto, bfloat16 or float32")
+        raise ConfigError("engine.dtype = 'float16' is not supported on cpu; use auto, bfloat16 or float32")
     return DTYPES[name]
 
 
-def _speculation(wanted: SpeculationConfig) -> SpeculationConfig:
-    if wanted.method == "auto":
-        wanted = replace(wanted, method="lookup")
-    if wanted.method == "lookup" and why_no_numba() is not None:
+def _speculation(requested: SpeculationConfig) -> SpeculationConfig:
+    if requested.method == "auto":
+        requested = replace(requested, method="lookup")
+    if requested.method == "lookup" and numba_unavailable_reason() is not None:
         return SpeculationConfig("off")
-    return wanted
+    return requested
 
 
 def _activation_dtype(config: EngineConfig, model: ModelConfig) -> str:
@@ -145,24 +145,23 @@ def _activation_dtype(config: EngineConfig, model: ModelConfig) -> str:
         raise no_such_weight(config.activation_dtype, "16- or 32-bit weights")
     if config.activation_dtype != "auto" and config.deterministic:
         raise ConfigError(
-            f"engine.deterministic: not with engine.activation_dtype = {config.activation_dtype!r}, whose linears "
-            "were not all shown to be batch-invariant; leave one of the two out"
+            f"engine.deterministic: cannot be combined with engine.activation_dtype = {config.activation_dtype!r}, "
+            "whose linears are not all known to be batch-invariant; remove one of the two"
         )
     return config.activation_dtype
 
 
 def no_such_weight(activation_dtype: str, weights: str) -> ConfigError:
-    """That no linear of a model with such weights can be served with activations in that type."""
+    """Return the error that no linear with such weights supports activations of that type."""
     checkpoint = activation_dtype.removesuffix("-per-token")
     return ConfigError(
-        f"engine.activation_dtype = {activation_dtype!r}: {weights} have no exact form beside it. Take an "
-        f"{checkpoint} checkpoint or one of 4-bit integers in groups of 32, 64 or multiples of 128 (AWQ, GPTQ; "
-        "`pipeline quantize` makes them), quantize a 16-bit one on load with model.quantization: int4-rtn, or leave "
-        "the key at auto"
+        f"engine.activation_dtype = {activation_dtype!r}: not supported by {weights}. Use an {checkpoint} checkpoint "
+        "or one of 4-bit integers in groups of 32, 64 or multiples of 128 (AWQ, GPTQ; `pipeline quantize` makes them), "
+        "quantize a 16-bit one on load with model.quantization: int4-rtn, or leave the key at auto"
     )
 
 
-def _refuse_unserved(config: EngineConfig) -> None:
+def _check_supported(config: EngineConfig) -> None:
     if config.kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ConfigError(
             f"engine.kv_cache_dtype = {config.kv_cache_dtype!r}: expected one of {', '.join(KV_CACHE_DTYPES)}"

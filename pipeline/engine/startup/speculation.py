@@ -1,4 +1,4 @@
-"""Who drafts in a new engine, and by which policy."""
+"""Construction of an engine's proposer and draft policy."""
 
 from collections.abc import Callable
 
@@ -15,24 +15,24 @@ from pipeline.engine.startup.resolve import Resolved
 def make_drafting(
     resolved: Resolved, scheduler: Scheduler, draft: Runner | None, vocab_size: int, say: Callable[[str], None]
 ) -> Drafting | None:
-    """Return the drafting of an engine; None where speculation is off. draft: runs the draft model, where there is one.
-    vocab_size: the target's. say: receives a line before something that takes long."""
+    """Return the drafting of an engine; None if speculation is off. draft: runner of the draft model, if there is one.
+    vocab_size: the target's. say: receives a message before slow operations."""
     speculation, table = resolved.speculation, scheduler.table
-    most = speculation.num_speculative_tokens
+    max_drafts = speculation.num_speculative_tokens
     if speculation.method == "off":
         return None
     proposer: Proposer
     if speculation.method == "lookup":
         from pipeline.engine.drafts.lookup.ngram import NgramProposer  # imports numba, which may be missing
 
-        proposer = NgramProposer(table, most)
-        say("warming up lookup (compiling it, the first time on a machine)")
+        proposer = NgramProposer(table, max_drafts)
+        say("warming up lookup (it is compiled the first time on a machine)")
         proposer.warm_up()
     else:
         assert draft is not None
-        # Where tokens must not depend on drafts, there is no rejection sampling, and no need of probabilities.
+        # Where tokens must not depend on drafts, there is no rejection sampling, so no probabilities are needed.
         proposer = DraftModelProposer(
-            draft, table, scheduler.pool, most, vocab_size, exposes_draft_probs=not resolved.deterministic
+            draft, table, scheduler.pool, max_drafts, vocab_size, exposes_draft_probs=not resolved.deterministic
         )
-    policy: DraftPolicy = FixedDrafts() if speculation.forced else MeasuredDrafts(most)
+    policy: DraftPolicy = FixedDrafts() if speculation.forced else MeasuredDrafts(max_drafts)
     return Drafting(proposer, policy, scheduler)

@@ -1,1 +1,1 @@
-"""The loop of an engine: one step at a time, one ahead, or undone where memory does not suffice."""
+"""The step loop of an engine: synchronous or one step ahead, with recovery from out-of-memory."""

@@ -1,10 +1,10 @@
-"""The grammars of the running rows: their matchers, and the masks of a step's rows, those of reasoning budgets too.
+"""Grammars of the running rows: their matchers, and the masks of a step's rows, including those of thinking budgets.
 
     sampled tokens of the last step -> matchers -> forced tokens -> masks -> logits of this step
 
-A mask depends on all tokens before it, so a step with such rows begins after the tokens of the one before are known;
-the masks are filled by the host while the device computes the logits. Where a grammar forces the next tokens, as the
-names of JSON's keys, they are known without a mask and without logits, and are computed together in the next step.
+A mask depends on all tokens before it, so a step with such rows starts once the tokens of the previous one are known;
+the host fills the masks while the device computes the logits. If a grammar forces the next tokens, such as the keys of
+a JSON object, they need neither mask nor logits, and the next step computes them together.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from pipeline.tokenization.tokenizer import Tokenizer
 
 
 class GrammarMasks:
-    """Of one engine."""
+    """Matchers and masks of one engine."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, table: SlotTable, stats: EngineStats, num_threads: int
@@ -35,19 +35,21 @@ class GrammarMasks:
         self._filler_made: MaskFiller | None = None
 
     def check(self, wanted: StructuredOutputs) -> None:
-        """Raises ConfigError where it cannot be compiled."""
+        """Raise ConfigError if the grammar cannot be compiled."""
         self._compiler.check(wanted)
 
     def of_plan(self, plan: StepPlan, drafting: Drafting | None) -> TokenMask | None:
-        """Masks of the rows of logits of a plan whose known tokens are all known; None where no row needs one.
+        """Return the masks of a plan's rows of logits, or None if no row needs one. All its known tokens must have been
+        sampled.
 
-        A grammar holds the answer alone. A row that reasons has no mask until its end marker, among its drafts too; one
-        that may begin to reason may also take the start marker; one whose budget is spent takes the end marker.
+        Grammars apply after reasoning ends. A row that is reasoning has no mask up to its end marker, also among its
+        drafts; one that may begin reasoning may also sample the start marker; one whose budget is used up must sample
+        the end marker.
         """
         table, slot_S = self._table, plan.sampling_slot_S
         has_grammar_S, may_think = table.has_grammar[slot_S], bool(table.thinking[slot_S].any())
-        spent = np.flatnonzero(has_spent(table, slot_S)) if may_think else np.arange(0)
-        if not len(spent) and not has_grammar_S.any():
+        exhausted = np.flatnonzero(has_spent(table, slot_S)) if may_think else np.arange(0)
+        if not len(exhausted) and not has_grammar_S.any():
             return None
         first_S, drafts = np.arange(len(slot_S)), None
         if plan.draft_S is not None:
@@ -60,14 +62,14 @@ class GrammarMasks:
         if may_think:
             begins = np.flatnonzero(has_grammar_S & (table.thinking[slot_S] == Thinking.MAY_BEGIN))
             mask.also(first_S[begins], table.start_id[slot_S[begins]])
-        if len(spent):
-            return mask.beside(first_S[spent], table.end_id[slot_S[spent]])
+        if len(exhausted):
+            return mask.with_rows(first_S[exhausted], table.end_id[slot_S[exhausted]])
         return mask if len(mask.row_M) else None
 
     def _of_grammars(
         self, slot_S: np.ndarray, has_grammar_S: np.ndarray, first_S: np.ndarray, drafts: list[list[int]] | None
     ) -> TokenMask:
-        """drafts: those of the sequences with a grammar; None: there are none."""
+        """Return the masks of the rows with a grammar. drafts: of these sequences; None: the step has no drafts."""
         table, constrained = self._table, np.flatnonzero(has_grammar_S)
         if drafts is None and not table.thinking[slot_S].any():
             return self._filler.mask(self._matchers(slot_S[constrained]), constrained)
@@ -76,34 +78,34 @@ class GrammarMasks:
             constrained = constrained[~thinks]
             return self._filler.mask(self._matchers(slot_S[constrained]), constrained)
         first = first_S[constrained]
-        for place in np.flatnonzero(thinks).tolist():
-            end_id, ids = int(table.end_id[slot_S[constrained[place]]]), drafts[place]
-            thinks[place] = end_id not in ids
-            if not thinks[place]:
+        for index in np.flatnonzero(thinks).tolist():
+            end_id, ids = int(table.end_id[slot_S[constrained[index]]]), drafts[index]
+            thinks[index] = end_id not in ids
+            if not thinks[index]:
                 num_thoughts = ids.index(end_id) + 1
-                drafts[place], first[place] = ids[num_thoughts:], first[place] + num_thoughts
+                drafts[index], first[index] = ids[num_thoughts:], first[index] + num_thoughts
         answers = np.flatnonzero(~thinks)
         matchers = self._matchers(slot_S[constrained[answers]])
-        return self._filler.mask_with_drafts(matchers, [drafts[place] for place in answers.tolist()], first[answers])
+        return self._filler.mask_with_drafts(matchers, [drafts[index] for index in answers.tolist()], first[answers])
 
-    def take(self, slot_S: np.ndarray, token_S: np.ndarray, goes_on_S: np.ndarray) -> np.ndarray:
-        """These sequences have got these tokens: which of those that go on in their grammar are whole with it."""
+    def take(self, slot_S: np.ndarray, token_S: np.ndarray, continues_S: np.ndarray) -> np.ndarray:
+        """Advance the matchers by these tokens. Return which of the continuing sequences are complete with them."""
         is_whole_S = np.zeros(len(slot_S), dtype=bool)
-        constrained = np.flatnonzero(self._table.has_grammar[slot_S] & goes_on_S)
+        constrained = np.flatnonzero(self._table.has_grammar[slot_S] & continues_S)
         if len(constrained):
-            taking = zip(self._matchers(slot_S[constrained]), token_S[constrained].tolist())
-            is_whole_S[constrained] = [matcher.take(token) for matcher, token in taking]
+            pairs = zip(self._matchers(slot_S[constrained]), token_S[constrained].tolist())
+            is_whole_S[constrained] = [matcher.take(token) for matcher, token in pairs]
         return is_whole_S
 
-    def take_forced(self, slot_S: np.ndarray) -> Iterator[tuple[int, list[int], bool]]:
-        """Of these sequences with a grammar, those whose next tokens it forces: slot, these tokens, and whether it is
-        whole with them."""
+    def advance_forced(self, slot_S: np.ndarray) -> Iterator[tuple[int, list[int], bool]]:
+        """Yield for each sequence whose grammar forces its next tokens: slot, these tokens, and whether it is complete
+        with them."""
         table, sequences = self._table, self._table.sequences
-        found = [(slot, sequence) for slot in slot_S.tolist() if (sequence := sequences[slot]) is not None]
-        for slot, sequence in found:  # the others have ended
+        present = [(slot, sequence) for slot in slot_S.tolist() if (sequence := sequences[slot]) is not None]
+        for slot, sequence in present:  # the others have ended
             matcher = sequence.matcher or self.matcher_of(slot)
             if matcher.look():
-                token_ids, is_whole = matcher.take_forced(int(table.limit[slot] - table.num_known[slot]))
+                token_ids, is_whole = matcher.advance_forced(int(table.limit[slot] - table.num_known[slot]))
                 if token_ids:
                     yield slot, token_ids, is_whole
 
@@ -115,19 +117,19 @@ class GrammarMasks:
         ]
 
     def matcher_of(self, slot: int) -> RowMatcher:
-        """Of the sequence there; it keeps it for life."""
+        """Return the matcher of this slot's sequence, created on first use and kept for its lifetime."""
         sequence = self._table.at(slot)
         if sequence.matcher is None:
             params = sequence.request.params
             assert params.structured_outputs is not None
-            # Forced tokens have no logits to report, and nobody looks for an end among them but the grammar.
-            looks_at_each = params.stop or params.stop_token_ids or params.min_tokens or params.repetition_detection
-            can_force = params.logprobs is None and not looks_at_each
+            # Forced tokens have no logits to report, and only the grammar is checked for an end among them.
+            checks_each_token = params.stop or params.stop_token_ids or params.min_tokens or params.repetition_detection
+            can_force = params.logprobs is None and not checks_each_token
             sequence.matcher = self._compiler.matcher(params.structured_outputs, can_force)
         return sequence.matcher
 
     def dead_end(self, slot: int) -> str | None:
-        """Why no token can follow the tokens of the sequence there; None: one can, or there is no grammar."""
+        """Return why no token can follow this slot's sequence; None if one can, or without a grammar."""
         if not self._table.has_grammar[slot]:
             return None
         matcher = self.matcher_of(slot)

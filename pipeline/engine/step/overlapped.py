@@ -1,14 +1,14 @@
-"""Runs steps on a device that works beside the host (a GPU), one step ahead of the tokens.
+"""Runs steps on an asynchronous device (a GPU), one step ahead of the tokens.
 
-    plan n+1 with placeholders -> launch n+1 -> read the tokens of n -> take them -> n+1 is in flight
+    plan n+1 with placeholders -> launch n+1 -> read the tokens of n -> append them -> n+1 is in flight
 
-To plan a step the host needs to know which sequences get a token, not which tokens. So it plans and launches step n+1
-while the device samples the tokens of step n, and reads these afterwards. A step with drafts waits for the tokens
-before it, from which they are drafted, and the next one for what was accepted of them.
+To plan a step the host must know which sequences get a token, not which tokens. So it plans and launches step n+1
+while the device samples the tokens of step n, and reads these afterwards. A step with drafts waits for the previous
+tokens, from which it drafts, and the next step waits for its accepted tokens.
 
-A sequence that turns out to have ended with its token of n was computed once too often; its row of n+1 is dropped. What
-that row wrote is after the sequence's last token, in blocks that no sequence reads before they are written again: the
-device works in the order of the launches.
+A sequence that ended with its token of n was computed once too often; its row of n+1 is dropped. That row wrote after
+the sequence's last token, into blocks that no sequence reads before they are written again: the device works in the
+order of the launches.
 """
 
 from time import perf_counter_ns
@@ -29,7 +29,7 @@ from pipeline.engine.step.loop import StepLoop
 
 
 class OverlappedLoop(StepLoop):
-    """Keeps one step in flight. Where a step raises, that one is still in flight."""
+    """Step loop that keeps one step in flight. When a step raises, that one is still in flight."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class OverlappedLoop(StepLoop):
         self._placeholders = Placeholders(self.table, None)
 
     def step(self) -> None:
-        """Launch one step, and take the tokens of the one before."""
+        """Launch one step, and append the tokens of the previous one."""
         begun_ns, rejected = perf_counter_ns(), self.stats.rejected_drafts
         self._placeholders = Placeholders(self.table, self.in_flight)
         try:
@@ -60,26 +60,26 @@ class OverlappedLoop(StepLoop):
         finally:
             self._placeholders.withdraw()
         self.computing = None
-        selected = None if self.drafting is None else self.drafting.take_step()
+        selected = None if self.drafting is None else self.drafting.pop_step()
         self.land()
         slot_S, plan = plan.sampling_slot_S, self._placeholders.rebase(plan, self.scheduler.running)
         tokens = self.scheduler.commit(plan)
-        in_flight = StepInFlight.of(slot_S, pending, self.scheduler.running)
+        in_flight = StepInFlight.from_pending(slot_S, pending, self.scheduler.running)
         if len(in_flight.slot_K):
             self.in_flight, self._selected = in_flight, selected
-        # Most of this time the device computed the step whose tokens were taken.
+        # Most of this time the device computed the previous step.
         step_us = (perf_counter_ns() - begun_ns) // 1000
         tokens.add_time(self.stats, step_us, only_samples=plan.num_tokens == len(plan.slot_S))
         if self.scheduler.pacing is not None:
             self.scheduler.pacing.observe(step_us, is_mixed=tokens.prefill + tokens.repeated > 0)
 
     def land(self) -> None:
-        """Wait for the step in flight and take its tokens."""
+        """Wait for the step in flight and append its tokens."""
         self._placeholders.withdraw()
         in_flight = self.in_flight
         if in_flight is None:
             return
-        output = in_flight.output()  # where that is interrupted, the step is still in flight
+        output = in_flight.output()  # if this is interrupted, the step is still in flight
         self.in_flight = None
         num_generated = self.completing.take(in_flight.slot_K, output)
         if self.drafting is not None and self._selected is not None:
@@ -90,14 +90,14 @@ class OverlappedLoop(StepLoop):
         super().close()
 
     def _plan(self) -> StepPlan | None:
-        """The next step with its drafts. Where that needs the tokens in flight, they are waited for."""
+        """Plan the next step with its drafts, waiting for the tokens in flight if it depends on them."""
         if self.in_flight is not None and (self.scheduler.would_preempt() or self._has_masks()):
-            self.land()  # who is preempted leaves with all that it knows; a mask depends on all tokens before it
+            self.land()  # a preempted sequence keeps all its tokens; a mask depends on all tokens before it
             self._placeholders = Placeholders(self.table, None)
         plan = self.scheduler.plan()
         if plan is None or not len(plan.slot_S):
             return None
-        # The host reads what steps with readers compute, and then builds on it at once.
+        # The host reads the results of steps with readers at once, and the next plan depends on them.
         has_drafts = self.drafting is not None and self.drafting.select(plan)
         if self.in_flight is not None and (has_drafts or self.table.num_readers):
             self.land()
@@ -109,12 +109,12 @@ class OverlappedLoop(StepLoop):
         return plan if len(plan.slot_S) else None
 
     def _has_masks(self) -> bool:
-        """Whether a row's next token may depend on the tokens in flight by a mask."""
+        """Return whether a mask of a row's next token may depend on the tokens in flight."""
         slot_S = self.scheduler.running
         return bool(self.table.has_grammar[slot_S].any() or has_spent(self.table, slot_S).any())
 
     def _launch(self, plan: StepPlan) -> PendingOutput:
-        """Queue the step and the sampling of its tokens; waits for nothing."""
+        """Queue the step and the sampling of its tokens without waiting."""
         future = None if self.in_flight is None else self.in_flight.future_tokens(plan, self.table)
         step = build_input(plan, self.table)
         logits_RV = self.runner.execute(step, future)

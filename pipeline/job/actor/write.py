@@ -215,8 +215,8 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
 
 
 def _quality(row: RowQuality) -> QualityStats:
-    if row.why_not:
-        return QualityStats(unmeasured={row.why_not: 1})
+    if row.reason:
+        return QualityStats(unmeasured={row.reason: 1})
     right = row.served_right, row.reference_right
     return QualityStats.of_row(row.tokens, row.agreed, row.kl_nanonats, row.same_text, *right)
 

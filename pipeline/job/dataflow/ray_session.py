@@ -22,9 +22,9 @@ from ray._private import auto_init_hook
 from ray.job_config import JobConfig
 
 from pipeline.errors import EnvironmentFailed
-from pipeline.machine.caches import why_not_writable
+from pipeline.machine.caches import write_problem
 from pipeline.machine.interpreter import PACKAGE_PARENT
-from pipeline.machine.ray_folder import ray_folder, why_no_ray_folder
+from pipeline.machine.ray_folder import ray_folder, ray_folder_problem
 
 START_TRIES = 3  # of a local Ray: on a busy machine or a cold disk its own patience of 30 s may not do
 HANDLERS_S = 0.01  # between two looks after the handlers of signals while Ray starts or ends
@@ -44,7 +44,7 @@ def connect(address: str | None, cores: int = 0) -> bool:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if address is None:
-        if problem := why_no_ray_folder(ray_folder()):
+        if problem := ray_folder_problem(ray_folder()):
             raise EnvironmentFailed(problem)
         if "RAY_AUTH_TOKEN_PATH" not in os.environ and not _home_keeps_token():
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -71,7 +71,7 @@ def connect(address: str | None, cores: int = 0) -> bool:
 def _home_keeps_token() -> bool:
     """Whether Ray can read the token of its processes in the user's home, or create one there, as it does unasked."""
     folder = Path(os.path.expanduser("~/.ray"))
-    return os.access(folder / "auth_token", os.R_OK) or (folder.is_absolute() and not why_not_writable(folder))
+    return os.access(folder / "auth_token", os.R_OK) or (folder.is_absolute() and not write_problem(folder))
 
 
 def disconnect() -> None:

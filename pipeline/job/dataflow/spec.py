@@ -12,7 +12,7 @@ NUM_READERS = 2  # windows read at once; one for a single actor, as each is a pr
 # local disk), some eight million tokens. What an engine on a GPU reads was not measured; a tenth would be much.
 ACTORS_PER_READER = 8
 
-FEWEST_IN_FLIGHT, MOST_IN_FLIGHT = 4, 48
+MIN_IN_FLIGHT, MAX_IN_FLIGHT = 4, 48
 FULL_BATCHES = 4  # rows in flight, in batches: some wait, and of most units only the longest rows still run
 
 
@@ -20,7 +20,7 @@ def units_in_flight(max_num_seqs: int, unit_rows: int, unit_tokens: int, max_tok
     """How many units an engine of `max_num_seqs` sequences at once needs open so that its batch stays full, by the most
     rows of `n` samples that a unit can have. `python -m benchmarks.simulate pools` compares numbers of them."""
     rows = max(1, min(unit_rows, unit_tokens // max(1, max_tokens * n)))
-    return min(MOST_IN_FLIGHT, max(FEWEST_IN_FLIGHT, -(-FULL_BATCHES * max_num_seqs // (rows * n))))
+    return min(MAX_IN_FLIGHT, max(MIN_IN_FLIGHT, -(-FULL_BATCHES * max_num_seqs // (rows * n))))
 
 
 @dataclass(frozen=True)

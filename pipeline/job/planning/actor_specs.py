@@ -4,7 +4,7 @@ import json
 import os
 
 from pipeline.config import JobConfig
-from pipeline.engine.startup.batch_limits import most_default_seqs
+from pipeline.engine.startup.batch_limits import max_default_seqs
 from pipeline.job.actor.worker import Backend, WorkSpec
 from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, units_in_flight
 from pipeline.job.planning.plan import JobPlan
@@ -62,7 +62,7 @@ def flow_spec(
         task=job.task,
     )
     spot, units = Spot(run.spot_notice, run.drain_timeout), job.units
-    at_once = config.engine.max_num_seqs or most_default_seqs(plan.device.startswith("cuda"))
+    at_once = config.engine.max_num_seqs or max_default_seqs(plan.device.startswith("cuda"))
     in_flight = units_in_flight(at_once, units.unit_rows, units.unit_tokens, units.default_max_tokens, units.default_n)
     requested = failpoints.requested(os.environ)
     return FlowSpec(

@@ -69,14 +69,14 @@ def reasoning_markers(sampling: SamplingSection, model: Path) -> ReasoningMarker
     ConfigError where the tokenizer lacks them, or where other options need them to be one token each, ModelError where
     there is no tokenizer."""
     from pipeline.engine.reasoning.markers import find_markers, marker_tokens
-    from pipeline.engine.reasoning.tracking import why_not_by_text
+    from pipeline.engine.reasoning.tracking import text_unsupported_reason
     from pipeline.tokenization.tokenizer import Tokenizer
 
     assert sampling.reasoning is not None
     tokenizer = Tokenizer.from_folder(str(model))
     found = find_markers(sampling.reasoning, tokenizer)
     has_budget, has_grammar = sampling.thinking_token_budget is not None, sampling.structured_outputs is not None
-    if marker_tokens(found, tokenizer) == found and (why := why_not_by_text(found, has_budget, has_grammar)):
+    if marker_tokens(found, tokenizer) == found and (why := text_unsupported_reason(found, has_budget, has_grammar)):
         raise ConfigError(why)
     return found
 

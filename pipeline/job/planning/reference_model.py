@@ -7,8 +7,8 @@ from pipeline.engine.params import EngineConfig
 from pipeline.engine.quality.reference_config import (
     ReferenceConfig,
     approximates,
+    is_unconstrained_greedy,
     reference_config,
-    takes_likeliest,
 )
 from pipeline.errors import ConfigError, ModelError
 from pipeline.job.planning.resolved_job import ResolvedJob
@@ -60,6 +60,6 @@ def reference_of(job: ResolvedJob, engine: EngineConfig) -> ReferenceConfig | No
     if job.reference is None:
         return None
     by_row = {name.partition(".")[0] for name in job.units.sampling_columns}
-    likeliest = takes_likeliest(job.params) and by_row.isdisjoint(_TOKEN_OPTIONS)
+    likeliest = is_unconstrained_greedy(job.params) and by_row.isdisjoint(_TOKEN_OPTIONS)
     generates = job.config.quality.column is not None or not likeliest
     return reference_config(engine, str(job.reference), generates)

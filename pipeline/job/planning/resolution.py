@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from pipeline.checkpoints.chat_template import ADVICE, has_template, read_template
-from pipeline.checkpoints.locate import folder_here, model_kind, resolve_model, why_no_checkpoint
+from pipeline.checkpoints.locate import checkpoint_problem, folder_here, model_kind, resolve_model
 from pipeline.config import JobConfig
 from pipeline.config.contradictions import contradiction_of_lines
 from pipeline.config.requests import prompt_of, sampling_of
@@ -425,8 +425,8 @@ def missing_from_store(url: str, storage: Mapping[str, Any]) -> list[str]:
 
 def _check_place(key: str, path: str) -> None:
     kind = model_kind(path)
-    if kind == "missing" or (kind == "folder" and why_no_checkpoint(path)):
-        raise ModelError(f"{key} {shown_url(path)}: {why_no_checkpoint(path)}")
+    if kind == "missing" or (kind == "folder" and checkpoint_problem(path)):
+        raise ModelError(f"{key} {shown_url(path)}: {checkpoint_problem(path)}")
 
 
 def _whole(key: str, path: str, folder: Path) -> Path:

@@ -49,7 +49,7 @@ class Examined:
         return {"valid": not self.mistakes, "job": self.job, **self.facts, "mistakes": mistakes}
 
     def note(self, key: str, error: PipelineError) -> None:
-        text, where = error.problem(key), self.resolution.config.where(key)
+        text, where = error.problem(key), self.resolution.config.location(key)
         if isinstance(error, EnvironmentFailed):
             self.failures.append(f"{where}: {key}: {text}")
         else:
@@ -152,7 +152,7 @@ def _prompts(examined: Examined) -> None:
             facts["warnings"] += map(vars, rows.warnings())
         if first and first["error"] == RowError.INVALID_LABELS and not isinstance(config.task.labels, FromColumn):
             why = first["error_message"].removeprefix("task.labels: ")
-            examined.mistakes.append(Mistake(config.where("task.labels"), "task.labels", why))
+            examined.mistakes.append(Mistake(config.location("task.labels"), "task.labels", why))
 
 
 def _output(examined: Examined) -> None:

@@ -72,15 +72,6 @@ class Ended:
         return f" It failed in {file}, line {line}: {last}"
 
 
-def oom_kills() -> int | None:
-    """How many processes of this machine the kernel has killed for want of memory; None where it does not say."""
-    try:
-        with open("/proc/vmstat") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), None)
-    except OSError:
-        return None
-
-
 class _Output:
     """What a process prints: its last bytes are kept, and all of it goes to the log, if there is one."""
 
@@ -124,7 +115,6 @@ class Child:
         self.ready = False
         self.heard_us = now_us()
         self.crash: Crashed | None = None
-        self._oom_kills = oom_kills()
         self._why_killed: str | None = None
         self.send(Start(launch.factory, launch.config, launch.reference))
 
@@ -162,10 +152,6 @@ class Child:
             return f"{how}, by us: {self._why_killed}"
         if self.crash is not None and self.crash.out_of_memory:
             return f"{how}: out of memory"
-        if code == -signal.SIGKILL and self._was_oom_killed():
-            return f"{how}: probably out of memory, as the kernel has just killed a process of this machine for it"
+        if code == -signal.SIGKILL:
+            return f"{how} from outside, as by the kernel when memory runs out"
         return how
-
-    def _was_oom_killed(self) -> bool:
-        kills = oom_kills()
-        return kills is not None and self._oom_kills is not None and kills > self._oom_kills

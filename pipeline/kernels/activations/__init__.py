@@ -1,1 +1,1 @@
-"""Linears on activations in 8 bits: what they compute."""
+"""Linears on 8-bit activations: definition and reference implementation."""

@@ -1,38 +1,37 @@
-"""Linears on activations rounded to fp8 (`engine.activation_dtype: fp8`): what they compute.
+"""Linears on activations rounded to fp8 (`engine.activation_dtype: fp8`): the definition.
 
-Definition, for a token's inputs x_K and an output's weight, the same for every number of tokens:
+For a token's inputs x_K and the weight of one output, independent of the number of tokens:
 
-1. Inputs are cut into blocks of 128; of 32 or 64 where the weight has a scale for that many. Of a weight whose groups
-   are not of neighbouring inputs (`GroupIntWeight.input_order_K`), in that order. The last block may have fewer.
-2. A block's scale is its largest magnitude / 448, in float32, and each of its values becomes the nearest
-   float8_e4m3fn of value / scale, ties to even. A magnitude below 2^-80 counts as 2^-80. A block that holds what is
-   no finite number makes all outputs NaN.
-3. Weights are not rounded: q - zero of 4 bits is an integer of at most 16, which e4m3 holds exactly, as it does an fp8
-   checkpoint's values. Their scales stay in float32.
-4. y = sum over blocks of (scale of the inputs * scale of the weight * sum of the products within the block) + bias, all
-   in float32 (within a block, as a GPU's units add up), rounded once to the type of the activations.
+1. Split the inputs into blocks of 128, or of 32 or 64 if the weight's scale groups have that size. If the groups are
+   not contiguous (`GroupIntWeight.input_order_K`), use the weight's order of inputs. The last block may be shorter.
+2. The scale of a block is its largest magnitude / 448, in float32. Each value becomes the nearest float8_e4m3fn of
+   value / scale, ties to even. Magnitudes below 2^-80 count as 2^-80. A block with a NaN or an infinity makes all
+   outputs NaN.
+3. Weights are not rounded: q - zero of 4 bits is an integer of at most 16, which e4m3 represents exactly, like the
+   values of an fp8 checkpoint. Their scales stay in float32.
+4. y = sum over blocks of (input scale * weight scale * sum of the products within the block) + bias, all in float32
+   (within a block, as a GPU's units add), rounded once to the activation type.
 
-Rounding so coarse amplifies what other orders of sums leave: where the last bit of an input decides, its rounded value
-moves by up to an eighth. Two right sets of kernels, or batches, agree on near-ties less often than without it.
+Such coarse rounding amplifies differences in the order of sums: if the last bit of an input decides, its rounded value
+changes by up to an eighth. Two correct sets of kernels, or two batches, agree on near-ties less often than without it.
 
-After the products with fp8 of DeepSeek-V3 (2024, arXiv 2412.19437, section 3.3), whose activations are rounded so too.
-The 4-bit weights make it exact on one side, so what is lost is the rounding of the inputs alone: 3 bits of fraction.
+Based on the fp8 products of DeepSeek-V3 (2024, arXiv 2412.19437, section 3.3), which rounds activations the same way.
+The 4-bit weights are exact, so the only loss is the rounding of the inputs to 3 fraction bits.
 
-On NVIDIA GPUs from compute capability 8.9 on it is for speed: their units multiply e4m3 at twice the rate of 16 bit.
-Everywhere else it costs time, and is there to see what it does to a model's outputs before renting such a card.
+On NVIDIA GPUs from compute capability 8.9 on it is faster: they multiply e4m3 at twice the rate of 16 bits. Everywhere
+else it is slower, and serves to measure the effect on a model's outputs before renting such a card.
 
-`engine.activation_dtype: fp8-per-token` differs in this:
+`engine.activation_dtype: fp8-per-token` differs as follows:
 
-1. All inputs of a token have one scale, by step 2.
-2. Weights are rounded too: those of an output have one scale, their largest magnitude / 448 in float32, and each
-   becomes the nearest float8_e4m3fn of weight / scale, ties to even. An fp8 checkpoint with a scale for each output is
-   taken as it is.
-3. y = scale of the token * scale of the output * sum of products + bias, in float32, rounded once to the type of the
-   activations.
+1. All inputs of a token share one scale, computed as in step 2.
+2. Weights are rounded too. The scale of an output is the largest magnitude of its weights / 448, in float32, and each
+   weight becomes the nearest float8_e4m3fn of weight / scale, ties to even. An fp8 checkpoint with one scale per output
+   is used unchanged.
+3. y = token scale * output scale * sum of products + bias, in float32, rounded once to the activation type.
 
-vLLM and LLM Compressor compute so ("FP8 dynamic", per token and per channel). A product is scaled once instead of once
-a block of 128, so it is faster than that of `fp8`, and less exact: a 4-bit weight's value times its group's scale keeps
-3 bits of fraction, and one large input takes exponents from all others of its token. `pipeline eval` shows the loss.
+vLLM and LLM Compressor compute the same ("FP8 dynamic", per token and per channel). A product is scaled once instead of
+once per block of 128, so it is faster than `fp8` and less exact: a 4-bit weight times its group scale keeps 3 fraction
+bits, and one large input reduces the precision of all others of its token. `pipeline eval` measures the loss.
 """
 
 from dataclasses import replace
@@ -42,17 +41,17 @@ import torch
 from pipeline.kernels.activations.activation_blocks import block_of, in_blocks
 from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
 
-LEAST_CAPABILITY = (8, 9)  # of an NVIDIA GPU that multiplies e4m3
+MIN_CAPABILITY = (8, 9)  # of an NVIDIA GPU that multiplies e4m3
 LARGEST = 448.0  # of float8_e4m3fn
-SMALLEST_MAGNITUDE = 2.0**-80  # so that what a division leaves is no subnormal number
-MOST_EXACT = 16  # the integers from -16 to 16 are all in e4m3
+SMALLEST_MAGNITUDE = 2.0**-80  # keeps quotients out of the subnormal range
+MAX_EXACT = 16  # e4m3 represents the integers from -16 to 16 exactly
 
 
 def fp8_block(weight: LinearWeight) -> int | None:
-    """Inputs of a block of activations for this weight; None where the weight has no exact form in e4m3."""
+    """Return the inputs per activation block for this weight; None if e4m3 cannot represent the weight exactly."""
     if isinstance(weight, GroupIntWeight):
         zeros_NG = weight.zeros_NG
-        fits = (zeros_NG == zeros_NG.round()) & (zeros_NG >= 0) & (zeros_NG <= MOST_EXACT)
+        fits = (zeros_NG == zeros_NG.round()) & (zeros_NG >= 0) & (zeros_NG <= MAX_EXACT)
         group = weight.group_size if weight.bits == 4 and bool(fits.all()) else None
     else:
         group = weight.block[1] if isinstance(weight, Fp8Weight) else None
@@ -60,10 +59,11 @@ def fp8_block(weight: LinearWeight) -> int | None:
 
 
 def rounded(x_MK: torch.Tensor, block: int) -> torch.Tensor:
-    """Step 2 of the definition: each value times its block's scale again, in float32."""
+    """Apply step 2 of the definition: return each rounded value times its block's scale, in float32."""
     wide_MBk = in_blocks(x_MK, block)
     largest_MB1 = wide_MBk.abs().amax(-1, keepdim=True)
-    # By a tensor: on a GPU torch multiplies by the reciprocal of a number, which is rounded twice and decides ties.
+    # Divide by a tensor: on a GPU, torch turns division by a number into multiplication by its rounded reciprocal,
+    # which changes ties.
     scale_MB1 = largest_MB1.clamp_min(SMALLEST_MAGNITUDE) / torch.full_like(largest_MB1, LARGEST)
     scale_MB1 = torch.where(largest_MB1.isfinite(), scale_MB1, float("nan"))
     value_MBk = (wide_MBk / scale_MB1).to(torch.float8_e4m3fn)
@@ -71,9 +71,9 @@ def rounded(x_MK: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def per_output(weight: LinearWeight, device: torch.device | None = None) -> Fp8Weight | None:
-    """The weight as `fp8-per-token` rounds it, computed on `device`, else where it is; None for one of 16 bit.
+    """Return the weight as `fp8-per-token` rounds it, computed on `device` if given; None for 16-bit weights.
 
-    Its inputs are in their own order, whatever order a checkpoint stores them in.
+    The inputs of the result are in their natural order, whatever order the checkpoint stores.
     """
     if isinstance(weight, DenseWeight):
         return None

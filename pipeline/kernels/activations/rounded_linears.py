@@ -1,6 +1,6 @@
-"""Linears whose inputs are rounded first (`engine.activation_dtype`): their oracle, and who gets them.
+"""Linears whose inputs are rounded first (`engine.activation_dtype`): the oracle, and its selection per weight.
 
-What is rounded and how is defined by `fp8.py` and `int8.py`, in which weights have an exact form beside such inputs.
+`fp8.py` and `int8.py` define the rounding and which weights they support exactly.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,13 @@ from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 @dataclass(frozen=True)
 class Rounding:
-    """block(weight): inputs of a block for this weight, None where it is not served; rounded(x_MK, block): their values
-    after rounding, in float32. weights: those that are served, to read. weight: rounds those too."""
+    """One way to round the inputs of linears.
+
+    block(weight): inputs per block for this weight; None if unsupported.
+    rounded(x_MK, block): the inputs after rounding, in float32.
+    weights: the supported weights, for display.
+    weight(weight): the weight after rounding; None if unsupported.
+    """
 
     block: Callable[[LinearWeight], int | None]
     rounded: Callable[[torch.Tensor, int], torch.Tensor]
@@ -31,21 +36,21 @@ ROUNDINGS = {
     "fp8-per-token": Rounding(lambda weight: weight.in_features, fp8.rounded, "quantized weights", per_output),
     "int8": Rounding(int8.int8_block, int8.rounded, "4- and 8-bit weights"),
 }
-"""By an `engine.activation_dtype`."""
+"""Keys are values of `engine.activation_dtype`."""
 
 _NO_FP8 = (
-    "needs compute capability 8.9 or newer (L4, L40S, H100, H200, B200), and {name} has {capability}; leave it "
-    "at auto, or see what it does to outputs with engine.kernels: reference, slowly"
+    "needs compute capability 8.9 or newer (L4, L40S, H100, H200, B200), and {name} has {capability}; set it to auto, "
+    "or set engine.kernels: reference to measure its effect on outputs, slowly"
 )
-_ELSEWHERE = {
+_UNSUPPORTED = {
     "fp8": _NO_FP8,
     "fp8-per-token": _NO_FP8,
-    "int8": "serves processors, not {name}; leave it at auto, or take fp8",
+    "int8": "runs on CPUs only, not on {name}; set it to auto or fp8",
 }
 
 
 class RoundedLinear:
-    """The oracle: the weight's own linear in float32, on inputs that are rounded before."""
+    """The oracle: the weight's linear in float32, on rounded inputs."""
 
     def __init__(
         self, weight: LinearWeight, rounding: Rounding, block: int, prepare: Callable[[LinearWeight], Linear]
@@ -61,22 +66,22 @@ class RoundedLinear:
         return self.linear(self.rounding.rounded(in_order, self.block)).to(x_MK.dtype)
 
 
-def rounded_linears(prepare: Callable[[LinearWeight], Linear], served_by: str) -> dict[str, RoundedLinears]:
-    """The oracle of each rounding on linears of float32, which `prepare` makes."""
+def rounded_linears(prepare: Callable[[LinearWeight], Linear], backends: str) -> dict[str, RoundedLinears]:
+    """Return the oracle of each rounding, built on the float32 linears that `prepare` makes."""
 
-    def of(dtype: str, rounding: Rounding) -> RoundedLinears:
+    def rounded_linear(dtype: str, rounding: Rounding) -> RoundedLinears:
         def prepare_rounded(weight: LinearWeight) -> Linear | None:
             block, served = rounding.block(weight), rounding.weight(weight)
             return None if block is None or served is None else RoundedLinear(served, rounding, block, prepare)
 
-        told = f"{served_by}, inputs rounded to {dtype} before: to measure quality, not faster"
-        return RoundedLinears(prepare_rounded, told)
+        description = f"{backends}, inputs rounded to {dtype} first: measures quality, not faster"
+        return RoundedLinears(prepare_rounded, description)
 
-    return {dtype: of(dtype, rounding) for dtype, rounding in ROUNDINGS.items()}
+    return {dtype: rounded_linear(dtype, rounding) for dtype, rounding in ROUNDINGS.items()}
 
 
 class RoundedWherePossible:
-    """`Kernels.prepare_linear` that takes a rounding where it serves a weight, and counts."""
+    """`Kernels.prepare_linear` that rounds activations for the weights that support it, and counts both kinds."""
 
     def __init__(self, activation_dtype: str, linears: RoundedLinears, other: Callable[[LinearWeight], Linear]) -> None:
         self.activation_dtype, self._linears, self._other = activation_dtype, linears, other
@@ -92,16 +97,16 @@ class RoundedWherePossible:
 
 
 def with_rounded_activations(kernels: Kernels, activation_dtype: str, device: torch.device) -> Kernels:
-    """The same kernels with linears on activations in a type of ROUNDINGS, for the weights that have such a form.
+    """Return the kernels with linears on activations in a type of ROUNDINGS, for the weights that support it.
 
-    Raises ConfigError where the device has no such products.
+    Raises ConfigError if the device does not support the type.
     """
     linears = kernels.rounded.get(activation_dtype)
     if linears is None:
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        why = _ELSEWHERE[activation_dtype].format(name=torch.cuda.get_device_name(device), capability=capability)
-        raise ConfigError(f"engine.activation_dtype = {activation_dtype!r}: {why}")
+        reason = _UNSUPPORTED[activation_dtype].format(name=torch.cuda.get_device_name(device), capability=capability)
+        raise ConfigError(f"engine.activation_dtype = {activation_dtype!r}: {reason}")
     prepare = RoundedWherePossible(activation_dtype, linears, kernels.prepare_linear)
     weights = ROUNDINGS[activation_dtype].weights
-    linear = f"{weights}: {linears.served_by}; others: {kernels.served_by['linear']}"
-    return replace(kernels, prepare_linear=prepare, served_by=kernels.served_by | {"linear": linear})
+    linear = f"{weights}: {linears.backends}; others: {kernels.backends['linear']}"
+    return replace(kernels, prepare_linear=prepare, backends=kernels.backends | {"linear": linear})

@@ -1,5 +1,5 @@
-"""Kernels for processors, compiled by numba, and oneDNN's linears.
+"""CPU kernels compiled by numba, and oneDNN's linears.
 
-compile/: how kernels are compiled, cached and run on threads. tiles/: small matrix products in registers. linear/:
-linears for each kind of weight. attention/: attention over the paged cache. elementwise, layer_loop, invariant.
+compile/: compilation, caching and threads. tiles/: small matrix products in registers. linear/: linears for each kind
+of weight. attention/: attention over the paged cache. elementwise, layer_loop, invariant.
 """

@@ -1,13 +1,13 @@
-"""The elementwise work of a layer on CPU. Each operation is one pass, compiled by numba.
+"""Elementwise kernels of a layer on CPU. Each operation is one pass, compiled by numba.
 
 Functions whose names end in `_kernel` take arrays: float32, or bfloat16 as its bits in uint16. Keys and values may be
-FP8 codes in uint8 with scales (`kernels/cache.py`). The others are those of `contract.Kernels` and take tensors.
-Everything is computed in float32 and rounded once. A NaN stays a NaN: broken rows must be found. Suffixes are those of
-`kernels/contract.py`.
+FP8 codes in uint8 with scales (`kernels/cache.py`). The other functions implement `contract.Kernels` and take tensors.
+Everything is computed in float32 and rounded once. NaNs propagate, so that broken rows are detected. Suffixes are those
+of `kernels/contract.py`.
 """
 
 # pyright: reportCallIssue=false
-# It does not see what `intrinsic` makes of a function.
+# It does not understand functions made by `intrinsic`.
 
 import numpy as np
 import torch
@@ -25,13 +25,13 @@ from pipeline.kernels.cpu.compile.numerics import (
 )
 from pipeline.kernels.cpu.compile.threads import PARALLEL_ELEMENTS, WHOLE, kernel, share_out, use_threads
 
-_FP8_SHARE, _SMALLEST_SCALE = np.float32(1.0 / FP8_MAX), np.float32(SMALLEST_SCALE)
+_INVERSE_FP8_MAX, _SMALLEST_SCALE = np.float32(1.0 / FP8_MAX), np.float32(SMALLEST_SCALE)
 _INFINITY_BITS = np.uint32(0xFF << 23)
 
 
 @kernel()
 def add_rms_norm_kernel(x_TH, residual_TH, weight_H, eps, begin, end):
-    """residual += x; x = norm of the residual as it was rounded."""
+    """Add x to residual; set x to the norm of the residual after its rounding."""
     num_tokens, hidden = x_TH.shape
     if end < 0:
         return share_out(num_tokens)
@@ -50,9 +50,9 @@ def add_rms_norm_kernel(x_TH, residual_TH, weight_H, eps, begin, end):
 def norm_rope_write_kernel(
     qkv_TMD, cos_TD2, sin_TD2, with_norm, q_norm_D, k_norm_D, eps, slot_T, k_CBKD, v_CBKD, q_TND, begin, end
 ):
-    """Each head of the queries to `q_TND`, of the keys and values to their slots, normed and rotated on the way.
+    """Write each query head to `q_TND` and each key and value head to its slot; norm and rotate queries and keys.
 
-    Without norms the weights are ones: one loop serves both, and compiles in half the time of two.
+    Without norms the weights are ones: one loop serves both cases and compiles in half the time of two.
     """
     num_tokens, num_heads, head_dim = q_TND.shape
     block_size, num_kv_heads = k_CBKD.shape[1], k_CBKD.shape[2]
@@ -86,7 +86,7 @@ def norm_rope_write_kernel(
 
 @kernel(fastmath=False)
 def write_fp8_kernel(x_TKD, slot_T, code_CBKD, scale_CKB, begin, end):
-    """Each head of `x_TKD` to its slot as FP8 codes and a scale; products and quotients as they are written."""
+    """Write each head of `x_TKD` to its slot as FP8 codes and a scale. Without fastmath, which would change codes."""
     num_tokens, num_heads, head_dim = x_TKD.shape
     block_size = code_CBKD.shape[1]
     if end < 0:
@@ -95,11 +95,11 @@ def write_fp8_kernel(x_TKD, slot_T, code_CBKD, scale_CKB, begin, end):
         block, offset = slot_T[t] // block_size, slot_T[t] % block_size
         for h in range(num_heads):
             x, code = x_TKD[t, h], code_CBKD[block, offset, h]
-            most = np.uint32(0)  # bits of the largest size; those of infinity and of a NaN are larger than any number's
+            max_bits = np.uint32(0)  # of the largest magnitude; bits of infinity and NaN exceed those of any number
             for i in range(head_dim):
-                most = max(most, bits_of_float(wide(x[i])) & np.uint32(0x7FFFFFFF))
-            is_sound = most < _INFINITY_BITS
-            scale = max(float_of_bits(most) * _FP8_SHARE, _SMALLEST_SCALE) if is_sound else np.float32(np.nan)
+                max_bits = max(max_bits, bits_of_float(wide(x[i])) & np.uint32(0x7FFFFFFF))
+            is_sound = max_bits < _INFINITY_BITS
+            scale = max(float_of_bits(max_bits) * _INVERSE_FP8_MAX, _SMALLEST_SCALE) if is_sound else np.float32(np.nan)
             inverse = np.float32(1.0) / scale
             for i in range(head_dim):
                 code[i] = code_of(wide(x[i]) * inverse) if is_sound else np.uint8(0)
@@ -121,7 +121,7 @@ def silu_mul_kernel(gate_up_T2F, out_TF, begin, end):
 def add_rms_norm(
     x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place: `x_TH` becomes the norm and `residual_TH` the sum."""
+    """Set `x_TH` to the norm and `residual_TH` to the sum, in place."""
     use_threads(x_TH.numel() >= PARALLEL_ELEMENTS)
     add_rms_norm_kernel(bits(x_TH), bits(residual_TH), bits(weight_H), np.float32(eps), *WHOLE)
     return x_TH, residual_TH
@@ -136,7 +136,7 @@ def norm_rope_write(
     cache: LayerCache,
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
-    """An FP8 cache is written by way of one in the model's type, which holds nothing but the step's tokens."""
+    """Implement `Kernels.norm_rope_write`. FP8 is written through a temporary cache of the step's tokens."""
     num_tokens, num_all_heads, head_dim = qkv_TMD.shape
     num_kv_heads, is_fp8 = cache.k_CBKD.shape[2], cache.k_CBKD.dtype == FP8
     q_TND = qkv_TMD.new_empty(num_tokens, num_all_heads - 2 * num_kv_heads, head_dim)

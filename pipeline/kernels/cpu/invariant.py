@@ -1,8 +1,8 @@
-"""Linears and attention on CPU that give a row the same bits whatever else is in a step; float32.
+"""Batch-invariant linears and attention on CPU, in float32: a row's bits do not depend on the rest of the step.
 
-A compiled loop over tokens treats the last few of them differently, and may order their sums differently. So linears
-always take whole tiles of tokens, and attention takes each query alone. Attention of prompts is therefore as slow as
-that of decoding, token for token.
+A compiled loop over tokens treats its last tokens differently, and may order their sums differently. So linears always
+compute whole tiles of tokens, and attention computes each query by itself. Prefill attention is therefore as slow per
+token as decode attention.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 
 class WholeTilesLinear:
-    """A linear whose tokens are filled up to whole tiles, so that one loop computes them all."""
+    """A linear that pads its tokens to whole tiles, so that one loop computes all of them."""
 
     def __init__(self, linear: TiledLinear) -> None:
         self.linear = linear
@@ -36,7 +36,7 @@ class WholeTilesLinear:
 
 
 def prepare_linear(weight: LinearWeight) -> Linear:
-    """Pack one weight: as narrow as it is stored where that can be read, else in float32."""
+    """Pack one weight: in its stored type if a kernel reads that, else in float32."""
     narrow = widened_linear(weight)
     if narrow is None:
         return WholeTilesLinear(float32_linear(weight.dequantize(torch.float32), weight.bias_N))
@@ -54,24 +54,24 @@ class _Plan:
 
 
 def attention(
-    q_TND: torch.Tensor, cache: LayerCache, where: AttentionInput, scale: float, window: int | None
+    q_TND: torch.Tensor, cache: LayerCache, attn_metadata: AttentionInput, scale: float, window: int | None
 ) -> torch.Tensor:
-    """See `contract.Kernels.attention`: every query as a sequence of its own, by the kernel of decoding."""
+    """Implement `contract.Kernels.attention`: each query is a sequence of its own for the decode kernel."""
     num_kv_heads, head_dim = cache.k_CBKD.shape[2:]
     key = "each query alone", num_kv_heads, head_dim
-    if key not in where.plans:
-        alone = where.rows(np.arange(len(q_TND)))
+    if key not in attn_metadata.plans:
+        alone = attn_metadata.rows(np.arange(len(q_TND)))
         parallel = int(alone.context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_ELEMENTS
         table_TM, reads = np.ascontiguousarray(alone.block_table_SM), nothing_read(len(q_TND))
-        where.plans[key] = _Plan(table_TM, alone.context_len_S, parallel, reads)
-    plan: _Plan = where.plans[key]
+        attn_metadata.plans[key] = _Plan(table_TM, alone.context_len_S, parallel, reads)
+    plan: _Plan = attn_metadata.plans[key]
     q_TND = q_TND.contiguous()
     out_TND = torch.empty_like(q_TND)
     use_threads(plan.parallel)
     paged_decode(
         *(bits(q_TND), *arrays_of(cache), plan.block_table_TM, plan.context_len_T),
         *(UNBOUNDED if window is None else window, np.float32(scale)),
-        num_kv_heads,  # parts: the same in every step
+        num_kv_heads,  # parts, the same in every step
         *plan.alone,
         bits(out_TND),
         *WHOLE,

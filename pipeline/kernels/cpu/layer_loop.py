@@ -1,10 +1,9 @@
-"""All layers of a step in which each sequence computes one token or a few: the same compiled kernels, with less Python
-between them.
+"""Loop over all layers of a step in which each sequence computes one token or a few: less Python between kernels.
 
-With few sequences such a step waits for the Python between its kernels. Each linear streams some megabytes through the
-nearest caches, which evicts Python's own data: making tensors, finding their arrays and setting numba's number of
-threads take 7 us in a loop of their own and 35 in a step. Here arrays are found once, results lie in memory that is
-kept from step to step, and a whole step runs on one number of threads.
+With few sequences such a step waits for the Python between its kernels. Each linear streams several megabytes through
+the nearest caches and evicts Python's data: making tensors, getting their arrays and setting numba's number of threads
+takes 7 us in a loop of its own and 35 us in a step. Here arrays are looked up once, results are in memory that is
+reused from step to step, and a whole step runs on one number of threads.
 """
 
 from collections.abc import Sequence
@@ -22,14 +21,14 @@ from pipeline.kernels.cpu.compile.threads import WHOLE
 from pipeline.kernels.cpu.elementwise import add_rms_norm_kernel, norm_rope_write_kernel, silu_mul_kernel
 from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
 
-MOST_TOKENS = 256
-"""Of a step in which some sequences compute several: with more, kernels take so long that Python between them does not
-matter, and their results are too large to keep."""
+MAX_TOKENS = 256
+"""Limit for steps in which some sequences compute several tokens. With more, kernels take so long that the Python
+between them does not matter, and their results are too large to keep."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """What the kernels read of a layer. window: keys that a query sees."""
+    """The inputs of one layer's kernels. window: number of keys that a query sees."""
 
     input_norm_H: np.ndarray
     post_norm_H: np.ndarray
@@ -43,13 +42,13 @@ class _Layer:
     window: int
 
     @classmethod
-    def of(cls, parts: LayerParts, head_dim: int) -> "_Layer | None":
-        """None where a linear does not write into an array."""
+    def from_parts(cls, parts: LayerParts, head_dim: int) -> "_Layer | None":
+        """Return the layer; None if one of its linears cannot write into an array."""
         linears = parts.qkv, parts.o, parts.gate_up, parts.down
-        narrow = [linear for linear in linears if isinstance(linear, TiledLinear)]
-        if len(narrow) < len(linears):
+        tiled = [linear for linear in linears if isinstance(linear, TiledLinear)]
+        if len(tiled) < len(linears):
             return None
-        qkv, o, gate_up, down = narrow
+        qkv, o, gate_up, down = tiled
         q_norm_D, k_norm_D = parts.qk_norm_D or (parts.input_norm_H.new_ones(head_dim),) * 2
         return cls(
             input_norm_H=bits(parts.input_norm_H),
@@ -69,7 +68,7 @@ class _Layer:
 
 
 class _Buffers:
-    """The buffers between two kernels, for so many tokens; one set for all layers."""
+    """Intermediate results for `num_tokens` tokens; one set for all layers."""
 
     def __init__(self, num_tokens: int, layer: _Layer, head_dim: int) -> None:
         def buffer(width: int) -> np.ndarray:
@@ -84,7 +83,7 @@ class _Buffers:
 
 
 class CompiledDecodeSteps:
-    """See `contract.DecodeSteps`; in float32 or bfloat16, on a cache of the same type."""
+    """Implements `contract.DecodeSteps` in float32 or bfloat16, on a cache of the same type."""
 
     def __init__(self, layers: list[_Layer], head_dim: int, eps: float) -> None:
         self._layers, self._head_dim, self._eps = layers, head_dim, np.float32(eps)
@@ -92,9 +91,9 @@ class CompiledDecodeSteps:
         self._caches: Sequence[LayerCache] = ()
         self._arrays: list[CacheArrays] = []
 
-    def serves(self, where: AttentionInput, caches: Sequence[LayerCache]) -> bool:
-        num_sequences, num_tokens = len(where.context_len_S), int(where.query_start_S1[-1])
-        return caches[0].k_CBKD.dtype != FP8 and num_tokens <= max(MOST_TOKENS, num_sequences)
+    def serves(self, attn_metadata: AttentionInput, caches: Sequence[LayerCache]) -> bool:
+        num_sequences, num_tokens = len(attn_metadata.context_len_S), int(attn_metadata.query_start_S1[-1])
+        return caches[0].k_CBKD.dtype != FP8 and num_tokens <= max(MAX_TOKENS, num_sequences)
 
     def run(
         self,
@@ -102,7 +101,7 @@ class CompiledDecodeSteps:
         residual_TH: torch.Tensor,
         cos_TD2: torch.Tensor,
         sin_TD2: torch.Tensor,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         caches: Sequence[LayerCache],
     ) -> None:
         num_tokens, eps = len(x_TH), self._eps
@@ -110,29 +109,31 @@ class CompiledDecodeSteps:
             self._buffers = _Buffers(num_tokens, self._layers[0], self._head_dim)
         if caches is not self._caches:
             self._caches, self._arrays = caches, [arrays_of(cache) for cache in caches]
-        own, scale = self._buffers, np.float32(self._head_dim**-0.5)
+        buffers, scale = self._buffers, np.float32(self._head_dim**-0.5)
         x, residual, cos, sin = bits(x_TH), bits(residual_TH), cos_TD2.numpy(), sin_TD2.numpy()
         slot_T, num_heads, num_kv_heads = (
-            where.slot_mapping_T.numpy(),
-            own.q_TND.shape[1],
+            attn_metadata.slot_mapping_T.numpy(),
+            buffers.q_TND.shape[1],
             caches[0].k_CBKD.shape[2],
         )
-        plan = plan_of(where, num_heads, num_kv_heads, self._head_dim, self._layers[0].is_parallel(num_tokens))
+        plan = plan_of(attn_metadata, num_heads, num_kv_heads, self._head_dim, self._layers[0].is_parallel(num_tokens))
         for layer, cache in zip(self._layers, self._arrays):
             add_rms_norm_kernel(x, residual, layer.input_norm_H, eps, *WHOLE)
-            layer.qkv.write(x, own.qkv_TK)
+            layer.qkv.write(x, buffers.qkv_TK)
             norms = layer.with_norm, layer.q_norm_D, layer.k_norm_D
-            norm_rope_write_kernel(own.qkv_TMD, cos, sin, *norms, eps, slot_T, cache[0], cache[1], own.q_TND, *WHOLE)
-            attend(own.q_TND, cache, plan, layer.window, scale, own.out_TND)
-            layer.o.write(own.out_TK, x)
+            norm_rope_write_kernel(
+                buffers.qkv_TMD, cos, sin, *norms, eps, slot_T, cache[0], cache[1], buffers.q_TND, *WHOLE
+            )
+            attend(buffers.q_TND, cache, plan, layer.window, scale, buffers.out_TND)
+            layer.o.write(buffers.out_TK, x)
             add_rms_norm_kernel(x, residual, layer.post_norm_H, eps, *WHOLE)
-            layer.gate_up.write(x, own.gate_up_T2F)
-            silu_mul_kernel(own.gate_up_T2F, own.product_TF, *WHOLE)
-            layer.down.write(own.product_TF, x)
+            layer.gate_up.write(x, buffers.gate_up_T2F)
+            silu_mul_kernel(buffers.gate_up_T2F, buffers.product_TF, *WHOLE)
+            layer.down.write(buffers.product_TF, x)
 
 
 def decode_steps(layers: Sequence[LayerParts], head_dim: int, eps: float) -> CompiledDecodeSteps | None:
-    """As `Kernels.decode_steps` has it."""
-    found = [_Layer.of(parts, head_dim) for parts in layers]
-    served = [layer for layer in found if layer is not None]
-    return CompiledDecodeSteps(served, head_dim, eps) if len(served) == len(found) else None
+    """Implement `Kernels.decode_steps`."""
+    all_layers = [_Layer.from_parts(parts, head_dim) for parts in layers]
+    supported = [layer for layer in all_layers if layer is not None]
+    return CompiledDecodeSteps(supported, head_dim, eps) if len(supported) == len(all_layers) else None

@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs. The only package that imports triton; `kernel_set.py` puts them together."""
+"""Kernels for NVIDIA GPUs. The only package that imports triton; `kernel_set.py` assembles the set."""

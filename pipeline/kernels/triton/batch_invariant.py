@@ -1,14 +1,13 @@
-"""Batch-invariant linears and attention on a GPU: a row has the same bits whatever else is in a step.
+"""Batch-invariant linears and attention on a GPU: a row's bits do not depend on the rest of the step.
 
-Linears: `linear/fixed_order.py` on 16-bit weights instead of cuBLAS. 4-bit weights are widened at load, or in each call
-if the wide ones do not fit. Cost: a step of few tokens reads 16 bits a weight instead of 4.
+Linears: `linear/fixed_order.py` on 16-bit weights instead of cuBLAS. 4-bit weights are dequantized at load, or in each
+call if the 16-bit weights do not fit. Cost: a step of few tokens reads 16 bits per weight instead of 4.
 
-Attention: the prefill kernel serves all queries, those of decoding too. A query's keys come in tiles that begin at
-fixed positions, in one loop with one mask. Masked keys add exactly nothing, so it does not matter which queries share
-a tile. Contexts are not split over programs. Cost: a few sequences with long contexts keep only a few multiprocessors
-busy.
+Attention: the prefill kernel serves all queries, also in decode. A query's keys come in tiles that begin at fixed
+positions, in one loop with one mask. Masked keys add exactly 0, so it does not matter which queries share a tile.
+Contexts are not split across programs. Cost: a few sequences with long contexts keep only a few multiprocessors busy.
 
-The other kernels compute each row by itself in any case.
+The other kernels always compute each row by itself.
 """
 
 from collections.abc import Hashable
@@ -30,23 +29,23 @@ from pipeline.kernels.triton.linear.int4 import serves
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 _NO_WINDOW = 1 << 30
-"""Wider than any context. The kernel without a window takes tiles that all of its queries see by a loop of its own,
-without the mask, whose rounding may be another's; with one there is a single loop."""
+"""Wider than any context. Without a window, the kernel uses a separate loop without mask for tiles that all of its
+queries see, which may round differently; with a window there is a single loop."""
 
 
 class FixedLinear(DenseLinear):
-    """y = x @ weight.T + bias, the weight in x's type."""
+    """Linear y = x @ weight.T + bias, the weight in x's type."""
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype, device: torch.device):
         super().__init__(weight_NK.contiguous(), bias_N, dtype, device)
-        self.target = Target.of(device)
+        self.target = Target.from_device(device)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         return fixed_product(x_MK, self.weight_NK, self.bias_N, self.target)
 
 
 class WidenedInt4Linear(TwoPathLinear):
-    """A grouped 4-bit weight that is widened in each call, into a workspace that all linears share."""
+    """Linear of a grouped 4-bit weight that is dequantized in each call, into a workspace that all linears share."""
 
     def __init__(self, weight: GroupIntWeight, dtype: torch.dtype, device: torch.device, scratch: Scratch) -> None:
         super().__init__(weight, dtype, device, scratch, crossover=0)
@@ -58,7 +57,7 @@ class WidenedInt4Linear(TwoPathLinear):
 def fixed_product(
     x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, target: Target
 ) -> torch.Tensor:
-    """x @ weight.T + bias in x's type."""
+    """Return x @ weight.T + bias in x's type."""
     out_MN = x_MK.new_empty(len(x_MK), len(weight_NK))
     if len(x_MK):
         for launch in fixed_launches(x_MK, weight_NK, bias_N, out_MN, target):
@@ -69,24 +68,30 @@ def fixed_product(
 def prepare_linear(
     weight: LinearWeight, dtype: torch.dtype, device: torch.device, scratch: Scratch | None = None
 ) -> Linear:
-    """Pack one weight. With a `scratch`, 4-bit weights stay packed; others are widened here, once."""
+    """Pack one weight. With a `scratch`, 4-bit weights stay packed; others are dequantized once, here."""
     if scratch is not None and isinstance(weight, GroupIntWeight) and serves(weight):
         return WidenedInt4Linear(weight, dtype, device, scratch)
     return FixedLinear(weight.dequantize(dtype), weight.bias_N, dtype, device)
 
 
 class BatchInvariantAttention(PagedAttention):
-    """The prefill kernel for all sequences of a step, in one loop over their keys."""
+    """Attention by the prefill kernel for all sequences of a step, in one loop over their keys."""
 
-    def plan(self, where: AttentionInput, q_TND: torch.Tensor, cache: LayerCache, window: int | None) -> AttentionPlan:
+    def plan(
+        self, attn_metadata: AttentionInput, q_TND: torch.Tensor, cache: LayerCache, window: int | None
+    ) -> AttentionPlan:
         queries = _queries_of_tile(q_TND.shape[1], cache.k_CBKD.shape[2], q_TND.shape[2])
-        every, wide = np.arange(len(where.context_len_S)), window or _NO_WINDOW
-        return AttentionPlan(None, PrefillMetadata.of(where, every, queries, wide, q_TND.device))
+        all_sequences, finite_window = np.arange(len(attn_metadata.context_len_S)), window or _NO_WINDOW
+        return AttentionPlan(
+            None, PrefillMetadata.from_input(attn_metadata, all_sequences, queries, finite_window, q_TND.device)
+        )
 
 
 class CapturedBatchInvariantAttention:
-    """Its part of captured steps: one tile for each of as many sequences as there can be, those that are not there
-    without queries. Mixed steps have a list of tiles of their own. See `contract.GraphAttention`."""
+    """Batch-invariant attention of captured steps. Implements `contract.GraphAttention`.
+
+    There is one tile per possible sequence; missing sequences have no queries. Mixed steps have their own tile list.
+    """
 
     def __init__(self, shape: GraphShape, device: torch.device) -> None:
         self._queries = _queries_of_tile(shape.num_heads, shape.num_kv_heads, shape.head_dim)
@@ -94,26 +99,28 @@ class CapturedBatchInvariantAttention:
         self._max_seqs, self._windows = shape.max_seqs, shape.windows
         item_I2 = np.zeros((shape.max_seqs, 2), dtype=np.int32)
         item_I2[:, 0] = np.arange(shape.max_seqs)
-        self._no_tiles_I2 = np.full((self._most_tiles(shape.max_mixed_tokens), 2), -1)
+        self._no_tiles_I2 = np.full((self._max_tiles(shape.max_mixed_tokens), 2), -1)
         sizes = [shape.max_seqs + 1, shape.max_seqs, self._no_tiles_I2.size]
         self._staged = StagedStep(sizes, shape.num_numbers, shape.max_seqs, shape.max_blocks, device)
         self.numbers = self._staged.numbers
         self.plans = (self._plans(on_device(item_I2, device)),)
 
     def mixed_plans(self, num_tokens: int) -> dict[Hashable, Any]:
-        return self._plans(self._staged.arrays[2].view(-1, 2)[: self._most_tiles(num_tokens)])
+        return self._plans(self._staged.arrays[2].view(-1, 2)[: self._max_tiles(num_tokens)])
 
     def fits_mixed(self, count_S: np.ndarray, num_tokens: int) -> bool:
         return True
 
-    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> None:
-        items = prefill_items(where, np.arange(len(where.context_len_S)), self._queries)
+    def refill_mixed(
+        self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
+    ) -> None:
+        items = prefill_items(attn_metadata, np.arange(len(attn_metadata.context_len_S)), self._queries)
         item_I2 = self._no_tiles_I2.copy()
         item_I2[: len(items)] = items
-        self._fill(where, item_I2, numbers, future)
+        self._fill(attn_metadata, item_I2, numbers, future)
 
-    def _most_tiles(self, num_tokens: int) -> int:
-        """As each sequence's last tile may be nearly empty."""
+    def _max_tiles(self, num_tokens: int) -> int:
+        """Return the maximum number of tiles: the last tile of each sequence may be nearly empty."""
         return self._max_seqs + num_tokens // self._queries
 
     def _plans(self, item_I2: torch.Tensor) -> dict[Hashable, Any]:
@@ -124,18 +131,18 @@ class CapturedBatchInvariantAttention:
             plans[plan_key(window)] = AttentionPlan(None, metadata)
         return plans
 
-    def refill(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
-        self._fill(where, self._no_tiles_I2, numbers, future)
+    def refill(self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
+        self._fill(attn_metadata, self._no_tiles_I2, numbers, future)
         return 0
 
     def _fill(
-        self, where: AttentionInput, item_I2: np.ndarray, numbers: np.ndarray, future: FutureNumbers | None
+        self, attn_metadata: AttentionInput, item_I2: np.ndarray, numbers: np.ndarray, future: FutureNumbers | None
     ) -> None:
-        start_S1 = np.full(self._max_seqs + 1, where.query_start_S1[-1])
-        start_S1[: len(where.query_start_S1)] = where.query_start_S1
+        start_S1 = np.full(self._max_seqs + 1, attn_metadata.query_start_S1[-1])
+        start_S1[: len(attn_metadata.query_start_S1)] = attn_metadata.query_start_S1
         context_S = np.zeros(self._max_seqs, dtype=np.int32)
-        context_S[: len(where.context_len_S)] = where.context_len_S
-        self._staged.fill([start_S1, context_S, item_I2], numbers, where.block_table_SM, future)
+        context_S[: len(attn_metadata.context_len_S)] = attn_metadata.context_len_S
+        self._staged.fill([start_S1, context_S, item_I2], numbers, attn_metadata.block_table_SM, future)
 
     def unpack(self) -> None:
         self._staged.unpack()

@@ -1,7 +1,7 @@
-"""Compiles kernels before they are needed, several at once, and finds those of earlier runs in Triton's cache on disk.
+"""Compilation of kernels before they are needed, in parallel, with Triton's cache on disk across runs.
 
-Triton compiles a kernel when it is first launched with arguments of some types, for 0.1 to some seconds, one after the
-other. A job would meet most of its kernels in the first minutes, each time on a fresh machine.
+Triton compiles a kernel at its first launch with arguments of given types, for 0.1 s to several seconds, one after the
+other. A job would encounter most of its kernels in its first minutes, on every fresh machine.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -31,7 +31,7 @@ _TYPES = {
 
 
 def compile_ahead(steps: Callable[[], None], say: Callable[[str], None], num_threads: int) -> None:
-    """See `contract.Kernels`. A kernel that does not compile is told, and raises where a step needs it."""
+    """Implement `contract.Kernels.compile_ahead`. Reports a kernel that fails to compile; steps that need it raise."""
     launches = DistinctLaunches()
     with recording(launches.add):
         steps()
@@ -41,12 +41,12 @@ def compile_ahead(steps: Callable[[], None], say: Callable[[str], None], num_thr
         lambda done, total: say(f"compiling GPU kernels, {done} of {total}"),
     )
     for kernel, error in failed.items():
-        say(f"the GPU kernel {kernel} did not compile; steps that need it will fail: {error}")
+        say(f"GPU kernel {kernel} failed to compile; steps that need it will fail: {error}")
 
 
 class DistinctLaunches:
-    """One launch of each variant, whose tensors are replaced by small ones: those of a step of an 8B model with 16,384
-    tokens would take more memory than a card has."""
+    """One launch of each variant, with its tensors replaced by small ones: those of an 8B model's step with 16,384
+    tokens would exceed a card's memory."""
 
     def __init__(self) -> None:
         self.of_variant: dict[Hashable, Launch] = {}
@@ -59,7 +59,7 @@ class DistinctLaunches:
             self.of_variant[key] = replace(launch, arguments=arguments)
 
     def _stand_in(self, argument: Any) -> Any:
-        """A tensor of the same type and device, aligned to 16 bytes where the argument is: all that Triton reads of a
+        """Return a small tensor of the same type, device and alignment to 16 bytes, which is all that Triton reads of a
         tensor to compile for it."""
         if not isinstance(argument, torch.Tensor):
             return argument
@@ -73,9 +73,11 @@ class DistinctLaunches:
 def compile_launches(
     launches: Iterable[Launch], num_threads: int, say: Callable[[int, int], None]
 ) -> dict[str, BaseException]:
-    """Compile launches of distinct variants for the current device, on threads, where Triton's cache lacks them: for
-    most of the time, in LLVM and ptxas, Triton lets other threads run. Calls say(compiled, all) at each. Returns what
-    failed, by kernel."""
+    """Compile launches of distinct variants for the current device in parallel, unless Triton's cache has them.
+
+    Threads suffice: most of the time is spent in LLVM and ptxas, where Triton releases the GIL. Calls say(compiled,
+    all) after each one. Return the errors by kernel.
+    """
     failed: dict[str, BaseException] = {}
     with ThreadPoolExecutor(num_threads) as pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
         names = {}
@@ -91,41 +93,41 @@ def compile_launches(
 
 
 def keep_kernels_in(folder: Path) -> None:
-    """From now on this process has Triton's cache there. The folder can be copied to machines with the same kind of
-    card and the same versions of Triton and of this program."""
+    """Use `folder` as Triton's cache in this process. It can be copied to machines with the same kind of card and the
+    same versions of Triton and of this package."""
     knobs.cache.dir = str(folder)
 
 
 def variant(launch: Launch) -> Hashable:
-    """What of a launch Triton compiles for: launches of one variant share their code."""
+    """Return what Triton compiles a launch for: launches of one variant share their code."""
     types = tuple(argument_types(launch).values())
     return launch.kernel.__name__, types, tuple(sorted(launch.options.items()))
 
 
 def argument_types(launch: Launch) -> dict[str, tuple[str, bool]]:
-    """By name, the type of each positional argument as Triton reads it ("constexpr" where its value is compiled in),
-    and whether it is taken for a multiple of 16."""
-    varying = _not_specialized(launch.kernel)
-    found = {}
+    """Return the type of each positional argument as Triton reads it ("constexpr" if its value is compiled in), and
+    whether it counts as a multiple of 16."""
+    not_specialized = _not_specialized(launch.kernel)
+    types = {}
     for name, argument in zip(launch.kernel.arg_names, launch.arguments):
-        is_fixed = name not in varying
-        found[name] = _type_of(argument, is_fixed), is_fixed and _divides_by_16(argument)
-    return found
+        is_specialized = name not in not_specialized
+        types[name] = _type_of(argument, is_specialized), is_specialized and _divides_by_16(argument)
+    return types
 
 
 def _not_specialized(kernel: Any) -> set[str]:
-    """Also of an interpreted kernel."""
+    """Return the names of the arguments that a kernel, compiled or interpreted, is not specialized for."""
     if hasattr(kernel, "params"):
         return {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
     return set(kernel.kwargs.get("do_not_specialize") or ())
 
 
-def _type_of(argument: Any, is_fixed: bool) -> str:
+def _type_of(argument: Any, is_specialized: bool) -> str:
     if isinstance(argument, torch.Tensor):
         return "*" + _TYPES[argument.dtype]
     if isinstance(argument, float):
         return "fp32"
-    if argument is None or (argument == 1 and is_fixed):
+    if argument is None or (argument == 1 and is_specialized):
         return "constexpr"
     return "i32" if -(1 << 31) <= argument < 1 << 31 else "i64"
 

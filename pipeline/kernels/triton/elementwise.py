@@ -1,13 +1,13 @@
-"""The elementwise work of a layer on a GPU: three launches. See `contract.Kernels`.
+"""Elementwise kernels of a layer on a GPU: three launches. They implement `contract.Kernels`.
 
-Everything is computed in float32 and rounded once, but for the residual, which is rounded before its norm as it is
-stored. Norms and silu * up are rounded once more, to e4m3, for a linear that reads them so (`Fp8Inputs`). Suffixes are
-those of `kernels/contract.py`. Inside a kernel a name that ends in `_ptr` is a tensor's address, names in capitals are
-fixed when it is compiled.
+Everything is computed in float32 and rounded once, except the residual: its norm reads the rounded residual that is
+stored. Norms and silu * up are rounded once more, to e4m3, for linears that read them as `Fp8Inputs`. Suffixes are
+those of `kernels/contract.py`. In a kernel, names that end in `_ptr` are addresses of tensors, names in capitals are
+compile-time constants.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 import torch
 import triton
@@ -18,8 +18,8 @@ from pipeline.kernels.triton.attention.fp8_cache import codes_of, scales_of
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, store_rounded
 from pipeline.kernels.triton.launch import Launch, cache_arguments, power_of_two
 
-_HEADS = 8  # heads that one program of norm_rope_write works on
-_WIDTH = 1024  # outputs that one program of silu_mul works on
+_HEADS = 8  # heads per program of norm_rope_write
+_WIDTH = 1024  # outputs per program of silu_mul
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
@@ -37,7 +37,7 @@ def _add_rms_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK: inputs of a scale, where the norm is written to value_ptr and scale_ptr; 0 where it is written to x."""
+    """Write the norm to x if BLOCK is 0, else rounded to value_ptr and scale_ptr, with a scale per BLOCK inputs."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < width
@@ -60,7 +60,7 @@ def _add_rms_norm(
 
 @triton.jit
 def _normed(low, high, norm_ptr, pair, inside, eps, HEAD_DIM: tl.constexpr):
-    """Halves of heads (float32) over their root mean square, times the weight."""
+    """Divide halves of heads (float32) by their root mean square and multiply by the weight."""
     factor = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / HEAD_DIM + eps)
     weight_low = tl.load(norm_ptr + pair, mask=inside, other=0.0).to(tl.float32)
     weight_high = tl.load(norm_ptr + HEAD_DIM // 2 + pair, mask=inside, other=0.0).to(tl.float32)
@@ -102,9 +102,9 @@ def _norm_rope_write(
     is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
 
     source = qkv_ptr + token * qkv_stride + head[:, None] * HEAD_DIM + pair[None, :]
-    there = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
-    raw_low = tl.load(source, mask=there, other=0.0)
-    raw_high = tl.load(source + HALF, mask=there, other=0.0)
+    mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
+    raw_low = tl.load(source, mask=mask, other=0.0)
+    raw_high = tl.load(source + HALF, mask=mask, other=0.0)
     low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)
     if NORMED:
         q_low, q_high = _normed(low, high, q_norm_ptr, pair, inside, eps, HEAD_DIM)
@@ -117,9 +117,9 @@ def _norm_rope_write(
     turned_high = (high * cos + low * sin).to(q_ptr.dtype.element_ty)
 
     q_at = q_ptr + token * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + pair[None, :]
-    query_there = is_query[:, None] & inside[None, :]
-    tl.store(q_at, turned_low, mask=query_there)
-    tl.store(q_at + HALF, turned_high, mask=query_there)
+    query_mask = is_query[:, None] & inside[None, :]
+    tl.store(q_at, turned_low, mask=query_mask)
+    tl.store(q_at + HALF, turned_high, mask=query_mask)
 
     slot = tl.load(slot_ptr + token)
     k_head, v_head = slot * NUM_KV_HEADS + (head - NUM_HEADS), slot * NUM_KV_HEADS + (head - NUM_HEADS - NUM_KV_HEADS)
@@ -132,14 +132,14 @@ def _norm_rope_write(
     else:
         key_low, key_high, value_low, value_high = turned_low, turned_high, raw_low, raw_high
     if slot >= 0:
-        key_there = is_key[:, None] & inside[None, :]
+        key_mask = is_key[:, None] & inside[None, :]
         k_at = k_cache_ptr + k_head[:, None] * HEAD_DIM + pair[None, :]
-        tl.store(k_at, key_low, mask=key_there)
-        tl.store(k_at + HALF, key_high, mask=key_there)
-        value_there = is_value[:, None] & inside[None, :]
+        tl.store(k_at, key_low, mask=key_mask)
+        tl.store(k_at + HALF, key_high, mask=key_mask)
+        value_mask = is_value[:, None] & inside[None, :]
         v_at = v_cache_ptr + v_head[:, None] * HEAD_DIM + pair[None, :]
-        tl.store(v_at, value_low, mask=value_there)
-        tl.store(v_at + HALF, value_high, mask=value_there)
+        tl.store(v_at, value_low, mask=value_mask)
+        tl.store(v_at + HALF, value_high, mask=value_mask)
         if IS_FP8:
             scale_at = slot // BLOCK * BLOCK * NUM_KV_HEADS + (head - NUM_HEADS) * BLOCK + slot % BLOCK
             tl.store(k_scale_ptr + scale_at, scale, mask=is_key)
@@ -157,7 +157,7 @@ def _silu_mul(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK: outputs of a scale, where they are rounded to out_ptr and scale_ptr; else 0."""
+    """Write to out_ptr if BLOCK is 0, else rounded to out_ptr and scale_ptr, with a scale per BLOCK outputs."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < width
@@ -176,7 +176,7 @@ def _silu_mul(
 def add_rms_norm(
     x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place: `x_TH` becomes the norm and `residual_TH` the sum."""
+    """Set `x_TH` to the norm and `residual_TH` to the sum, in place."""
     if len(x_TH):
         add_rms_norm_launch(x_TH, residual_TH, weight_H, eps).run()
     return x_TH, residual_TH
@@ -189,7 +189,7 @@ def add_rms_norm_launch(
     eps: float,
     rounded: Fp8Inputs | None = None,
 ) -> Launch:
-    """rounded: where the norm is written instead of x, as whole blocks."""
+    """Return the launch. If `rounded` is given, the norm is written there instead of to x, in whole blocks."""
     num_tokens, width = x_TH.shape
     block = power_of_two(width, 16)
     out = (None, None) if rounded is None else (rounded.value_MK, rounded.scale_BM)
@@ -212,7 +212,10 @@ def norm_rope_write(
     cache: LayerCache,
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
-    """The cache must be contiguous, as must the heads of a token. A token whose slot is negative writes nothing."""
+    """Implement `Kernels.norm_rope_write`. The cache and the heads of a token must be contiguous.
+
+    A token with a negative slot writes nothing to the cache.
+    """
     num_tokens, num_all_heads, head_dim = qkv_TMD.shape
     q_TND = qkv_TMD.new_empty(num_tokens, num_all_heads - 2 * cache.k_CBKD.shape[2], head_dim)
     if num_tokens:
@@ -234,12 +237,12 @@ def norm_rope_write_launch(
     assert qkv_TMD.stride()[1:] == (head_dim, 1)
     assert cos_TD2.stride() == sin_TD2.stride()
     q_norm_D, k_norm_D = qk_norm_D or (None, None)
-    places = *cache_arguments(cache), slot_mapping_T, q_TND
+    outputs = *cache_arguments(cache), slot_mapping_T, q_TND
     strides = qkv_TMD.stride(0), cos_TD2.stride(0)
     return Launch(
         _norm_rope_write,
         (num_tokens, -(-num_all_heads // _HEADS)),
-        (qkv_TMD, cos_TD2, sin_TD2, q_norm_D, k_norm_D, *places, *strides, eps),
+        (qkv_TMD, cos_TD2, sin_TD2, q_norm_D, k_norm_D, *outputs, *strides, eps),
         {
             "NUM_HEADS": q_TND.shape[1],
             "NUM_KV_HEADS": cache.k_CBKD.shape[2],
@@ -262,17 +265,17 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul_launch(gate_up_T2F: torch.Tensor, out: torch.Tensor | Fp8Inputs) -> Launch:
-    """out: (T, F), or where outputs are rounded to, as whole blocks."""
+    """Return the launch. `out` is (T, F), or the rounded outputs in whole blocks."""
     num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     if isinstance(out, torch.Tensor):
         out_TF, scale_BM, scale_stride, block = out, None, 0, 0
     else:
         out_TF, scale_BM, scale_stride, block = out.value_MK, out.scale_BM, out.scale_BM.stride(0), out.block
-    at_once = max(_WIDTH, block)
+    width_per_program = max(_WIDTH, block)
     return Launch(
         _silu_mul,
-        (num_tokens, -(-width // at_once)),
+        (num_tokens, -(-width // width_per_program)),
         (gate_up_T2F, out_TF, scale_BM, gate_up_T2F.stride(0), scale_stride, width),
-        {"WIDTH": at_once, "BLOCK": block},
-        num_warps=max(4, at_once // 1024),
+        {"WIDTH": width_per_program, "BLOCK": block},
+        num_warps=max(4, width_per_program // 1024),
     )

@@ -1,4 +1,4 @@
-"""The Triton kernels as a set. See `contract.Kernels`."""
+"""The set of Triton kernels. Implements `contract.Kernels`."""
 
 from dataclasses import replace
 
@@ -20,10 +20,10 @@ from pipeline.kernels.triton.sampling.sample import sample
 def triton_kernels(
     dtype: torch.dtype, device: torch.device, *, scratch: Scratch | None = None, deterministic: bool = False
 ) -> Kernels:
-    """Kernels for an NVIDIA GPU, or for a CPU where Triton's interpreter runs (TRITON_INTERPRET=1, for tests).
+    """Return the kernels for an NVIDIA GPU, or for a CPU with Triton's interpreter (TRITON_INTERPRET=1, for tests).
 
-    `scratch`: the workspace in which 4-bit weights are widened for steps of many tokens; without it each linear keeps a
-    16-bit copy. `deterministic`: a row's results do not depend on what else is in the step; see `batch_invariant.py`.
+    scratch: workspace in which 4-bit weights are dequantized for steps of many tokens; without it each linear keeps a
+    16-bit copy. deterministic: a row's results do not depend on the rest of the step; see `batch_invariant.py`.
     """
     widened = "16-bit weights kept" if scratch is None else "16-bit weights in a shared scratch"
     kernels = Kernels(
@@ -34,11 +34,11 @@ def triton_kernels(
         silu_mul=silu_mul,
         greedy=greedy,
         sample=sample,
-        served_by={
+        backends={
             "linear": f"cuBLAS; int4 weights: Triton for few tokens, cuBLAS for many ({widened})",
             "add_rms_norm": "Triton, one launch",
             "norm_rope_write": "Triton, one launch",
-            "attention": "Triton: paged, split over the GPU for few tokens a sequence, tiles of 128 rows for many",
+            "attention": "Triton: paged, split over the GPU for few tokens per sequence, tiles of 128 rows for many",
             "silu_mul": "Triton, one launch",
             "greedy": "Triton, two launches",
             "sample": "Triton, two launches",
@@ -49,7 +49,7 @@ def triton_kernels(
     )
     if not deterministic:
         return kernels
-    own = {
+    deterministic_kernels = {
         "linear": f"Triton: one tile and one order of sums; batch-invariant ({widened})",
         "attention": "Triton: paged, tiles of 128 rows, not split; batch-invariant",
     }
@@ -58,10 +58,10 @@ def triton_kernels(
         prepare_linear=lambda weight: batch_invariant.prepare_linear(weight, dtype, device, scratch),
         attention=batch_invariant.BatchInvariantAttention(device),
         graph_attention=batch_invariant.CapturedBatchInvariantAttention,
-        served_by=kernels.served_by | own,
+        backends=kernels.backends | deterministic_kernels,
     )
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 was set before Triton was first imported."""
+    """Return whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 was set when Triton was first imported."""
     return bool(knobs.runtime.interpret)

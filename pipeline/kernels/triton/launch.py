@@ -1,4 +1,4 @@
-"""One launch of a kernel as data, so that what runs, what is compiled without a GPU and what is tested are the same."""
+"""A kernel launch as data: the same launches are run, compiled without a GPU, and tested."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,15 +15,15 @@ _KIB = 1024
 
 @dataclass(frozen=True)
 class Target:
-    """What tile sizes and grids depend on."""
+    """Properties of a device that tile sizes and grids depend on."""
 
     capability: tuple[int, int]
     num_multiprocessors: int
-    max_shared_bytes: int  # of one block
+    max_shared_bytes: int  # per block
 
     @classmethod
-    def of(cls, device: torch.device) -> "Target":
-        """The device's own; of a CPU, where kernels run in Triton's interpreter, a small GPU's."""
+    def from_device(cls, device: torch.device) -> "Target":
+        """Return the target of `device`; for a CPU, where kernels run in Triton's interpreter, that of a small GPU."""
         if device.type != "cuda":
             return cls((8, 0), 4, shared_bytes_of((8, 0)))
         capability = torch.cuda.get_device_capability(device)
@@ -36,13 +36,13 @@ class Target:
 
     @property
     def converts_fp8(self) -> bool:
-        """Has instructions that convert two FP8 codes to float16 (PTX ISA, `cvt`)."""
+        """Support for instructions that convert two FP8 codes to float16 (PTX ISA, `cvt`)."""
         return self.capability >= (8, 9)
 
 
 def shared_bytes_of(capability: tuple[int, int]) -> int:
-    """Most shared memory of one block, in bytes (CUDA C++ Programming Guide, technical specifications per compute
-    capability). An unknown one is taken for the smallest."""
+    """Return the maximum shared memory of one block in bytes (CUDA C++ Programming Guide, technical specifications per
+    compute capability). An unknown capability gets the smallest value."""
     return {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(capability, 99) * _KIB
 
 
@@ -52,10 +52,10 @@ H100 = Target((9, 0), 132, shared_bytes_of((9, 0)))
 
 @dataclass(frozen=True)
 class Launch:
-    """`kernel` over `grid` with positional `arguments` (tensors, integers, floats) and compile-time `constants`.
+    """Launch of `kernel` over `grid` with positional `arguments` (tensors, numbers) and compile-time `constants`.
 
-    Triton compiles a kernel anew for integers that are 1 or divide by 16 and for tensors that begin at multiples of 16
-    bytes, which takes seconds: what changes from step to step is named in its `do_not_specialize`, or lies aligned.
+    Triton recompiles a kernel, which takes seconds, for integers that are 1 or multiples of 16 and for tensors aligned
+    to 16 bytes. So arguments that change from step to step are listed in its `do_not_specialize`, or are aligned.
     """
 
     kernel: Any
@@ -66,7 +66,7 @@ class Launch:
     num_stages: int = 2
 
     def run(self) -> Any:
-        """Launch, and return what Triton compiled; None in its interpreter. Inside `recording` nothing is launched."""
+        """Launch, and return what Triton compiled; None in its interpreter. In `recording` only record the launch."""
         record = _record.get()
         if record is not None:
             record(self)
@@ -75,19 +75,19 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What is passed to the kernel by name."""
+        """Keyword arguments of the kernel."""
         return {**self.constants, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-_record: ContextVar[Callable[[Launch], object] | None] = ContextVar("where launches are recorded", default=None)
+_record: ContextVar[Callable[[Launch], object] | None] = ContextVar("record of launches", default=None)
 
 
 @contextmanager
 def recording(record: Callable[[Launch], object]) -> Iterator[None]:
-    """Pass this thread's launches to `record` instead of running them: what they would have written stays as it was.
+    """Pass this thread's launches to `record` instead of running them. Their output tensors stay unchanged.
 
-    So the code that launches is itself the list of what there is to compile. A launch refers to its tensors: to keep
-    those of many steps keeps their memory.
+    The code that launches kernels thus also lists what to compile. A launch refers to its tensors, so keeping the
+    launches of many steps keeps their memory.
     """
     token = _record.set(record)
     try:
@@ -97,12 +97,12 @@ def recording(record: Callable[[Launch], object]) -> Iterator[None]:
 
 
 def cache_arguments(cache: LayerCache) -> tuple[torch.Tensor | None, ...]:
-    """Keys, values and their scales as kernels take them: FP8 codes as bytes, None where there are no scales."""
+    """Return keys, values and their scales as kernel arguments: FP8 codes as bytes, None without scales."""
     assert all(tensor.is_contiguous() for tensor in cache.tensors)
     stored = (s.view(torch.int8) if s.dtype == FP8 else s for s in (cache.k_CBKD, cache.v_CBKD))
     return *stored, cache.k_scale_CKB, cache.v_scale_CKB
 
 
-def power_of_two(number: int, least: int = 1) -> int:
-    """The smallest power of two that is at least `number` and `least`."""
-    return max(least, 1 << (number - 1).bit_length())
+def power_of_two(number: int, minimum: int = 1) -> int:
+    """Return the smallest power of two that is at least `number` and `minimum`, a power of two itself."""
+    return max(minimum, 1 << (number - 1).bit_length())

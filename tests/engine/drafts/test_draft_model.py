@@ -78,8 +78,8 @@ def test_a_draft_that_is_the_target_is_always_accepted(seed: int, is_asynchronou
     draft_with(engine, proposer, Fitful(5, rng))
     requests = random_requests(rng, 40, max_len)
     check_tokens(run(engine, requests, arrivals=rng), requests, max_len)
-    assert engine.stats.drafted_by_place[0] > 30
-    assert engine.stats.accepted_by_place == engine.stats.drafted_by_place
+    assert engine.stats.drafted_by_position[0] > 30
+    assert engine.stats.accepted_by_position == engine.stats.drafted_by_position
     assert any(late for _, late in seen) == is_asynchronous
 
 
@@ -125,11 +125,11 @@ def test_catching_up_is_bounded_in_each_step() -> None:
     drafted = []
     for _ in range(8):
         engine.step()
-        drafted.append(engine.stats.drafted_by_place[0])
+        drafted.append(engine.stats.drafted_by_position[0])
     steps = proposer.runner.tokens_per_step  # type: ignore[attr-defined]
     assert max(steps) <= 20 + 3 * (NEAR + 1)
     assert drafted[:2] == [0, 0] < drafted[-1:]
-    assert engine.stats.accepted_by_place == engine.stats.drafted_by_place
+    assert engine.stats.accepted_by_position == engine.stats.drafted_by_position
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
@@ -157,7 +157,7 @@ def test_fault_03_04_passes_of_the_draft_model_that_do_not_fit_cost_no_row(
     check_tokens(done, requests)
     assert engine.stats.num_out_of_memory == len(failed) > 0
     assert max(drafted) > min(failed), "drafts come back"
-    assert engine.stats.accepted_by_place == engine.stats.drafted_by_place
+    assert engine.stats.accepted_by_position == engine.stats.drafted_by_position
 
 
 def test_fault_03_04_a_draft_model_that_never_fits_is_not_asked_in_steps_of_one_token() -> None:
@@ -195,7 +195,7 @@ def test_a_vocabulary_of_another_size() -> None:
         draft_with(engine, proposer)
         done = run(engine, [Request(0, [5, 6], SamplingParams(max_tokens=40, ignore_eos=True))])[0]
         assert done.token_ids == expected_tokens([5, 6], 40, 64, False)
-        drafted, accepted = sum(engine.stats.drafted_by_place), sum(engine.stats.accepted_by_place)
+        drafted, accepted = sum(engine.stats.drafted_by_position), sum(engine.stats.accepted_by_position)
         assert 0 < accepted <= drafted
         assert (accepted == drafted) == accepts_all
 
@@ -257,7 +257,7 @@ def test_sampled_tokens_have_the_distribution_of_the_target(renormalised: bool) 
     p_VV = torch.softmax(target_VV.double() / temperature, dim=-1).numpy()
     joint_VVV = p_VV[1][:, None, None] * p_VV[:, :, None] * p_VV[None, :, :]
     value = p_value(texts, joint_VVV)
-    assert 0 < engine.stats.accepted_by_place[1] < engine.stats.drafted_by_place[1]
+    assert 0 < engine.stats.accepted_by_position[1] < engine.stats.drafted_by_position[1]
     assert (value > 1e-4) == renormalised, value
 
 
@@ -284,7 +284,7 @@ def test_real_models_give_the_same_tokens(folders: tuple[Path, Path], forced: bo
         with float32_engine(target, speculation=SpeculationConfig("draft_model", str(other), 3, forced)) as engine:
             assert ("in every step" in engine.resolved["speculation"]) == forced  # type: ignore[operator]
             assert [c.token_ids for c in engine.generate(prompts, params)] == plain
-            drafted, accepted = sum(engine.stats.drafted_by_place), sum(engine.stats.accepted_by_place)
+            drafted, accepted = sum(engine.stats.drafted_by_position), sum(engine.stats.accepted_by_position)
             if forced:
                 assert drafted > 300
                 if other == target:
@@ -297,5 +297,5 @@ def test_a_draft_with_other_tokens_is_refused(folders: tuple[Path, Path], tmp_pa
     tokenizer = (other / "tokenizer.json").read_text()
     assert '"a"' in tokenizer
     (other / "tokenizer.json").write_text(tokenizer.replace('"a":', '"zz":', 1))
-    with pytest.raises(ModelError, match="its tokens are not those of"):
+    with pytest.raises(ModelError, match="its tokens differ from those of"):
         float32_engine(target, speculation=SpeculationConfig("draft_model", str(other)))

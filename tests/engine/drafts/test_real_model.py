@@ -51,13 +51,13 @@ def test_the_real_model_gives_the_same_tokens(folder: Path) -> None:
     ) as engine:
         assert engine.resolved["speculation"] == "lookup, up to 3 tokens, in every step"
         assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
-        assert sum(engine.stats.drafted_by_place[:3]) == sum(engine.stats.drafted_by_place) > 100
+        assert sum(engine.stats.drafted_by_position[:3]) == sum(engine.stats.drafted_by_position) > 100
     with float32_engine(folder, kv_cache_memory_bytes=1 << 18, max_model_len=96) as engine:
         outputs = {row: completion.token_ids for row, completion in enumerate(plain)}
         draft_with(engine, Recorded(engine.table, outputs, rng, vocab_size=250))
         engine.scheduler.admission.expected_output = 1
         assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
-        drafted, accepted = sum(engine.stats.drafted_by_place), sum(engine.stats.accepted_by_place)
+        drafted, accepted = sum(engine.stats.drafted_by_position), sum(engine.stats.accepted_by_position)
         assert accepted > 100
         assert engine.stats.rejected_drafts == drafted - accepted > 0
         assert 0 < engine.stats.drafts_us < engine.stats.decode_us
@@ -97,7 +97,7 @@ def test_lookup_is_the_default(folder: Path, speculation: str, monkeypatch: pyte
         assert engine.resolved["speculation"] == "lookup, up to 6 tokens, where it pays"
     assert EngineConfig("x").speculation_config.method == "auto"
     for module in ("resolve", "build"):
-        monkeypatch.setattr(f"pipeline.engine.startup.{module}.why_no_numba", lambda: "is not installed")
+        monkeypatch.setattr(f"pipeline.engine.startup.{module}.numba_unavailable_reason", lambda: "is not installed")
     for given, resolved in (
         (speculation, "off: lookup needs numba, which is not installed"),
         ("off", "off"),
@@ -115,7 +115,7 @@ def test_lookup_is_the_default(folder: Path, speculation: str, monkeypatch: pyte
         (True, "expected auto, off, lookup, draft_model, or a mapping"),
         ({"method": "eagle"}, "expected one of auto, off, lookup, draft_model"),
         ("draft_model", "speculation.model: required by method draft_model"),
-        ({"model": "x"}, "speculation.model: only for method draft_model, and the method is auto"),
+        ({"model": "x"}, "speculation.model: only for method draft_model, but the method is auto"),
         ({"method": "lookup", "forced": 1}, "expected true or false"),
         ({"method": "lookup", "most": 3}, "a mapping with keys among method, model, num_speculative_tokens, forced"),
         ({"method": "lookup", "num_speculative_tokens": 0}, "from 1 to 32"),

@@ -54,7 +54,7 @@ def test_the_tokens_of_any_mix_are_those_of_plain_steps(seed: int) -> None:
     engine.step = step_and_check  # type: ignore[method-assign]
     assert same(run(engine, requests, arrivals=rng), plain)
     stats = engine.stats
-    assert 0 < sum(stats.accepted_by_place) <= sum(stats.drafted_by_place)
+    assert 0 < sum(stats.accepted_by_position) <= sum(stats.drafted_by_position)
     assert 0 < stats.num_draft_steps < stats.num_steps
     assert stats.generated_tokens == sum(len(c.token_ids) for c in plain.values())
     assert stats.prompt_tokens == sum(len(r.prompt_token_ids) for r in requests)
@@ -73,7 +73,7 @@ def test_greedy_tokens_with_the_ngram_proposer_are_those_of_plain_steps(seed: in
     draft_with(engine, NgramProposer(engine.table, int(rng.integers(1, 7)), 4096, 256))
     requests = random_requests(rng, 40, max_len)
     check_tokens(run(engine, requests, arrivals=rng), requests, max_len, memory)
-    assert sum(engine.stats.accepted_by_place) > 0
+    assert sum(engine.stats.accepted_by_position) > 0
 
 
 def test_accepted_drafts_save_steps_and_are_counted_by_place() -> None:
@@ -86,7 +86,7 @@ def test_accepted_drafts_save_steps_and_are_counted_by_place() -> None:
     stats = engine.stats
     # Four tokens a step, seven times, the first time with the prompt; then two are left, of which one can be drafted.
     assert (stats.num_steps, stats.num_draft_steps) == (8, 8)
-    assert stats.drafted_by_place == stats.accepted_by_place == [32, 28, 28, 0, 0, 0, 0, 0]
+    assert stats.drafted_by_position == stats.accepted_by_position == [32, 28, 28, 0, 0, 0, 0, 0]
     assert sum(engine.runner.tokens_per_step) == 4 * 3 + 4 * 7 + 32 + 28 + 28  # type: ignore[attr-defined]
 
 
@@ -110,8 +110,8 @@ def test_nobody_is_preempted_or_kept_waiting_for_drafts() -> None:
     assert plain.num_preemptions > 0
     for most in (1, 5):
         stats = run_with(most).stats
-        assert stats.accepted_by_place == [0] * 8
-        assert stats.drafted_by_place[0] > 100
+        assert stats.accepted_by_position == [0] * 8
+        assert stats.drafted_by_position[0] > 100
         assert (stats.num_steps, stats.num_preemptions) == (plain.num_steps, plain.num_preemptions)
         assert (stats.recomputed_tokens, stats.batch_sum) == (plain.recomputed_tokens, plain.batch_sum)
 
@@ -159,7 +159,7 @@ def test_non_finite_logits_end_a_row_only_where_it_would_have_come_to_them(most:
     absent = next(token for token in range(VOCAB) if token not in FREE[:20])
     misled, engine = certain_run([absent if i % 5 == 4 else token for i, token in enumerate(FREE)], plain, most, absent)
     assert (misled.error, misled.token_ids) == (None, FREE[:20])
-    assert sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
+    assert sum(engine.stats.accepted_by_position) < sum(engine.stats.drafted_by_position)
     first = FREE.index(FREE[6])
     broken, engine = certain_run(FREE, plain, most, FREE[6])
     assert (broken.error, broken.token_ids) == ("non_finite_logits", [])
@@ -172,8 +172,8 @@ def test_non_finite_logits_end_a_row_only_where_it_would_have_come_to_them(most:
 def test_totals_by_place_travel_by_name_and_come_back() -> None:
     """Places from the eighth on are counted together."""
     _, engine = certain_run(FREE, SamplingParams(max_tokens=11, ignore_eos=True), 10)
-    assert engine.stats.drafted_by_place == engine.stats.accepted_by_place == [1, 1, 1, 1, 1, 1, 1, 3]
+    assert engine.stats.drafted_by_position == engine.stats.accepted_by_position == [1, 1, 1, 1, 1, 1, 1, 3]
     before = replace(engine.stats)
     assert EngineStats.from_flat(engine.stats.flat() | {"other": 1}) == engine.stats
     run(engine, [Request(0, [3, 1, 4], SamplingParams(max_tokens=3, ignore_eos=True))])
-    assert engine.stats.since(before).drafted_by_place == [1, 1, 0, 0, 0, 0, 0, 0], "a copy does not change"
+    assert engine.stats.since(before).drafted_by_position == [1, 1, 0, 0, 0, 0, 0, 0], "a copy does not change"

@@ -150,7 +150,7 @@ def test_no_token_changes(name: str, schemas, plain: dict[int, Completion]) -> N
     if name in ("mask by mask", "one at a time"):
         assert (engine.stats.filled_masks == engine.stats.masked_tokens) == (name == "mask by mask")
     if "lookup" in name:
-        assert 0 < sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
+        assert 0 < sum(engine.stats.accepted_by_position) < sum(engine.stats.drafted_by_position)
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
@@ -166,7 +166,7 @@ def test_a_draft_model_that_knows_no_grammar_changes_no_token(
     for row in set(done) & set(range(NUM_SCHEMAS)):
         assert done[row].finish_reason == "stop"
         jsonschema.validate(json.loads(done[row].text), schemas[row][0])
-    assert 0 < sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
+    assert 0 < sum(engine.stats.accepted_by_position) < sum(engine.stats.drafted_by_position)
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])

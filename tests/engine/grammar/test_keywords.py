@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pipeline.engine.grammar.validity import why_invalid
+from pipeline.engine.grammar.validity import invalid_reason
 from pipeline.errors import ConfigError
 from tools.schema_coverage import Doors, measure
 
@@ -128,8 +128,8 @@ def test_a_keyword_that_is_checked_once_a_row_has_finished(keyword: str, doors: 
     wanted = doors.compile(schema)
     for text in (valid, invalid):
         assert doors.allows(wanted, text), text
-    assert why_invalid(wanted, valid) is None
-    assert why_invalid(wanted, invalid) is not None
+    assert invalid_reason(wanted, valid) is None
+    assert invalid_reason(wanted, invalid) is not None
 
 
 def test_keywords_that_say_nothing_of_the_text(doors: Doors) -> None:

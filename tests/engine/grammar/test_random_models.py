@@ -60,4 +60,4 @@ def test_every_output_parses_and_is_valid(number: int, tmp_path) -> None:
         jsonschema.validate(json.loads(done[row].text), schema)
     assert len({c.text for c in done.values()}) > NUM_SCHEMAS * 0.5  # the smallest models repeat themselves
     assert (stats.num_preemptions > 0) == ("preempted" in name)
-    assert (sum(stats.drafted_by_place) > 0) == ("lookup" in name or "draft" in name)
+    assert (sum(stats.drafted_by_position) > 0) == ("lookup" in name or "draft" in name)

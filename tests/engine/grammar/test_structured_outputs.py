@@ -9,7 +9,7 @@ import pytest
 from pipeline.engine.grammar import compiler as compiler_module
 from pipeline.engine.grammar.compiler import GrammarCompiler, check_grammar
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs, of_response_format
-from pipeline.engine.grammar.validity import why_invalid
+from pipeline.engine.grammar.validity import invalid_reason
 from pipeline.engine.params import SamplingParams
 from pipeline.errors import ConfigError
 from tests.engine.grammar.small_vocabulary import small_tokenizer
@@ -25,9 +25,9 @@ from tests.engine.hash_runner import VOCAB
         ({"regex": 5}, "a regular expression"), ({"choice": []}, "a list of texts"), ({"choice": ["a", 1]}, "quote"),
         ({"choice": ["a", ""]}, "not empty"), ({"choice": "ab"}, "a list of texts"), ({"json_object": 1}, "true"),
         ({"regex": "a", "whitespace_pattern": " ?"}, "only with json"),
-        ({"json": {}, "whitespace_pattern": " *"}, "no bound"),
+        ({"json": {}, "whitespace_pattern": " *"}, "unbounded"),
         ({"json": {}, "whitespace_pattern": "[ ]{0,}"}, "bound"),
-        ({"regex": "a" * (1 << 21)}, "more than"),
+        ({"regex": "a" * (1 << 21)}, "larger than"),
     ],
 )  # fmt: skip
 def test_what_is_no_specification_is_refused_by_its_key(given: object, expected: str) -> None:
@@ -55,7 +55,7 @@ def test_what_is_no_specification_is_refused_by_its_key(given: object, expected:
     ],
 )  # fmt: skip
 def test_what_cannot_be_compiled_is_refused_with_its_name(given: dict, named: str) -> None:
-    wanted = StructuredOutputs.of(given)
+    wanted = StructuredOutputs.from_config(given)
     for check in (check_grammar, GrammarCompiler(small_tokenizer(), VOCAB).check):
         with pytest.raises(ConfigError, match=named) as caught:
             check(wanted)
@@ -71,12 +71,12 @@ LIST = {"type": "array", "items": {"$ref": "#/$defs/node"}}
 @pytest.mark.parametrize(
     ("root", "node", "expected"),
     [
-        ({"$ref": "#"}, {}, "the schema leads back to itself"),
-        ({"$ref": "#it", "$anchor": "it"}, {}, "the schema leads back to itself"),
-        ({"$ref": "http://a/b#", "$id": "http://a/b"}, {}, "the schema leads back to itself"),
+        ({"$ref": "#"}, {}, "the schema refers to itself"),
+        ({"$ref": "#it", "$anchor": "it"}, {}, "the schema refers to itself"),
+        ({"$ref": "http://a/b#", "$id": "http://a/b"}, {}, "the schema refers to itself"),
         ({"properties": {"a": {"$ref": "#/$defs/node"}}}, {"allOf": [{"$ref": "#/$defs/node"}]},
-         r"\$defs\.node leads back"),
-        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, {}, "the schema leads back"),
+         r"\$defs\.node refers to itself"),
+        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, {}, "the schema refers to itself"),
         (NODE, NODE, "the schema requires itself without end"),
         ({"properties": {"a": {"$ref": "#/$defs/node"}}}, NODE, r"properties\.a requires itself without end"),
         (OPTIONAL, OPTIONAL, None), (LIST, LIST, None), (OPTIONAL, {"anyOf": [NODE, {"type": "null"}]}, None),
@@ -98,7 +98,7 @@ LIST = {"type": "array", "items": {"$ref": "#/$defs/node"}}
 def test_a_schema_whose_values_never_end_is_refused_where_it_begins(
     root: dict, node: Any, expected: str | None
 ) -> None:
-    wanted = StructuredOutputs.of({"json": root | {"$defs": {"node": node}}})
+    wanted = StructuredOutputs.from_config({"json": root | {"$defs": {"node": node}}})
     if expected is None:
         return check_grammar(wanted)
     with pytest.raises(ConfigError, match=f"structured_outputs.json: .*{expected}"):
@@ -131,13 +131,13 @@ def test_a_keyword_without_an_effect_is_taken(without_effect: dict) -> None:
         ({"properties": {"uniqueItems": without_effect}}, '{"uniqueItems":[2,2]}'),
         (data, json.dumps(data["const"], separators=(",", ":"))),
     ):
-        wanted = StructuredOutputs.of({"json": schema})
+        wanted = StructuredOutputs.from_config({"json": schema})
         check_grammar(wanted)
         matcher = compiler.matcher(wanted)
         for token in tokenizer.encode(text):
             assert matcher.accepts(token), text
             matcher.take(token)
-        assert why_invalid(wanted, text) is None
+        assert invalid_reason(wanted, text) is None
 
 
 @pytest.mark.parametrize(
@@ -159,18 +159,18 @@ def test_classes_of_regular_expressions_are_those_of_ecmascript_everywhere(regex
         "grammar": {"grammar": f'start: "a/b\\"" x | y // /\\d/\nx: /{lark}/\ny: "/" /{lark}/ "/"'},
     }  # fmt: skip
     for name, given in forms.items():
-        check_grammar(wanted := StructuredOutputs.of(given))
+        check_grammar(wanted := StructuredOutputs.from_config(given))
         for text, is_right in [(text, True) for text in matches] + [(text, False) for text in others]:
             quoted = json.dumps(text, ensure_ascii=False)
             wraps = {"pattern": quoted, "name": f"{{{quoted}:null}}", "grammar": f'a/b"{text}'}
             assert allows(wanted, wraps.get(name, text)) == is_right, (name, text)
             assert name != "grammar" or allows(wanted, f"/{text}/") == is_right
             if name == "name":
-                assert (why_invalid(wanted, wraps[name]) is None) == is_right
+                assert (invalid_reason(wanted, wraps[name]) is None) == is_right
 
 
 def test_blanks_of_a_whitespace_pattern_are_those_of_json() -> None:
-    wanted = StructuredOutputs.of({"json": {"const": [1]}, "whitespace_pattern": r"\s{0,2}"})
+    wanted = StructuredOutputs.from_config({"json": {"const": [1]}, "whitespace_pattern": r"\s{0,2}"})
     assert [blank for blank in " \t\n\r\f\v\u00a0" if allows(wanted, f"[{blank}1]")] == [" ", "\t", "\n", "\r"]
 
 
@@ -183,13 +183,19 @@ def allows(wanted: StructuredOutputs, text: str) -> bool:
 
 def test_a_text_and_a_mapping_are_one_specification_and_come_back() -> None:
     text, mapping = ({"json": schema} for schema in ('{"b": 1, "a": "é"}', {"b": 1, "a": "é"}))
-    assert StructuredOutputs.of(text) == StructuredOutputs.of(mapping) != StructuredOutputs.of({"json": {"a": "é"}})
+    assert (
+        StructuredOutputs.from_config(text)
+        == StructuredOutputs.from_config(mapping)
+        != StructuredOutputs.from_config({"json": {"a": "é"}})
+    )
     for given in (
         mapping, {"choice": ["b", "a"]}, {"regex": "a"}, {"grammar": "start: /a/"}, {"json_object": True},
         {"json": {}, "whitespace_pattern": "[ ]?"},
     ):  # fmt: skip
-        assert StructuredOutputs.of(given).to_dict() == given
-        assert StructuredOutputs.of(StructuredOutputs.of(given).to_dict()) == StructuredOutputs.of(given)
+        assert StructuredOutputs.from_config(given).to_dict() == given
+        assert StructuredOutputs.from_config(
+            StructuredOutputs.from_config(given).to_dict()
+        ) == StructuredOutputs.from_config(given)
 
 
 def test_openais_response_format_is_the_same_by_other_names() -> None:
@@ -213,5 +219,5 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "_source", lambda wanted: made.append(wanted) or source(wanted))
     compiler = GrammarCompiler(small_tokenizer(), VOCAB)
     for letter in "abaab":
-        compiler.matcher(StructuredOutputs.of({"regex": letter}))
+        compiler.matcher(StructuredOutputs.from_config({"regex": letter}))
     assert len(made) == 2

@@ -51,7 +51,7 @@ def test_a_mask_is_what_brute_force_finds(name: str, tokenizer, compiler: Gramma
     """Of text that is forced llguidance allows one token, the one that encoding it gives."""
     given, words = LANGUAGES[name]
     spelled = [tokenizer.decode([token]) for token in range(VOCAB)]
-    wanted, states = StructuredOutputs.of(given), [()]
+    wanted, states = StructuredOutputs.from_config(given), [()]
     num_free = 0
     for tokens in states:
         matcher = compiler.matcher(wanted)

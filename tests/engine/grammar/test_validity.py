@@ -11,7 +11,7 @@ import pytest
 from pipeline.engine.grammar import validity
 from pipeline.engine.grammar.compiler import GrammarCompiler, check_grammar
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.engine.grammar.validity import why_invalid
+from pipeline.engine.grammar.validity import invalid_reason
 from pipeline.errors import ConfigError
 from tests.engine.grammar.random_schemas import RandomSchemas, is_valid, random_text
 from tests.engine.grammar.small_vocabulary import small_tokenizer
@@ -31,7 +31,7 @@ DOUBLING = {"anyOf": [{**CYCLE, "minItems": 3}, CYCLE]}
     [
         (TWICE, '{"a":1,"b":1}', None), (TWICE, '{"b":1,"b":1}', "the name 'b' twice"),
         ({}, '[{"b":1,"b":1}]', "twice"),
-        ({}, "", "cannot be read as JSON"), ({}, '{"a"', "cannot be read"), ({}, "NaN", "NaN is no number"),
+        ({}, "", "cannot be read as JSON"), ({}, '{"a"', "cannot be read"), ({}, "NaN", "NaN is not a JSON number"),
         ({"type": "object"}, "[]", r"\$: \[\] is not of type"),
         ({"items": {"type": "null"}}, "[null,1]", r"\$\[1\]: 1"),
         # Integers are exact, and other numbers what a parser makes of them.
@@ -66,7 +66,7 @@ DOUBLING = {"anyOf": [{**CYCLE, "minItems": 3}, CYCLE]}
     ],
 )  # fmt: skip
 def test_a_text_is_valid_by_its_schema_or_the_reason_is_named(schema: dict, text: str, expected: str | None) -> None:
-    began, found = time.monotonic(), why_invalid(StructuredOutputs.of({"json": schema}), text)
+    began, found = time.monotonic(), invalid_reason(StructuredOutputs.from_config({"json": schema}), text)
     if expected is None:
         assert found is None
     else:
@@ -77,16 +77,19 @@ def test_a_text_is_valid_by_its_schema_or_the_reason_is_named(schema: dict, text
 
 
 def test_any_object_is_one_object() -> None:
-    wanted = StructuredOutputs.of({"json_object": True})
+    wanted = StructuredOutputs.from_config({"json_object": True})
     texts = ('{"a":[1]}', "[]", '{"a":1,"a":1}', '{"a":1')
-    assert [why_invalid(wanted, text) is None for text in texts] == [True, False, False, False]
+    assert [invalid_reason(wanted, text) is None for text in texts] == [True, False, False, False]
 
 
 def test_a_schema_is_prepared_once_for_all_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     made, prepared = [], validity.prepared
     monkeypatch.setattr(validity, "prepared", lambda text: made.append(text) or prepared(text))
     for value in range(3):
-        assert why_invalid(StructuredOutputs.of({"json": {"type": "integer", "title": "once"}}), str(value)) is None
+        assert (
+            invalid_reason(StructuredOutputs.from_config({"json": {"type": "integer", "title": "once"}}), str(value))
+            is None
+        )
     assert len(made) == 1
 
 
@@ -98,7 +101,7 @@ def test_random_texts_that_masks_allow_are_valid_or_found_out() -> None:
     counts = {"stop": 0, "grammar_error": 0, "refused": 0, "longer": 0}
     while counts["stop"] < 1000:
         schema: dict[str, Any] = schemas.schema()
-        wanted = StructuredOutputs.of({"json": schema})
+        wanted = StructuredOutputs.from_config({"json": schema})
         try:
             check_grammar(wanted)
         except ConfigError:
@@ -106,7 +109,7 @@ def test_random_texts_that_masks_allow_are_valid_or_found_out() -> None:
             continue
         for _ in range(4):
             text = random_text(compiler, tokenizer, wanted, rng)
-            why = None if text is None else why_invalid(wanted, text)
+            why = None if text is None else invalid_reason(wanted, text)
             counts["longer" if text is None else "stop" if why is None else "grammar_error"] += 1
             assert text is None or is_valid(text, schema) == (why is None), (why, text, schema)
     assert min(counts.values()) > 5, counts

@@ -111,7 +111,7 @@ def test_the_figures_are_those_of_transformers_logits(
         agreed = int((theirs.argmax(-1) == torch.tensor(generated)).sum())
         kl = float((theirs.exp() * (theirs - ours)).sum())
         assert found is not None
-        assert (found.tokens, found.agreed, found.why_not) == (12, agreed, "")
+        assert (found.tokens, found.agreed, found.reason) == (12, agreed, "")
         assert found.kl_nanonats / 1e9 == pytest.approx(kl, rel=1e-3)
         assert found.same_text == (agreed == 12)
         assert (found.served_right, found.reference_right) == (None, None)
@@ -156,7 +156,7 @@ def test_right_answers_and_sampled_rows_take_a_completion_of_the_references_own(
         found = done[request.row_id].quality
         if request.quality is None or found is None:
             continue
-        assert found.why_not == ""
+        assert found.reason == ""
         same = own[request.row_id].text == done[request.row_id].text
         assert found.same_text == same
         if request.quality.expected is not None:
@@ -190,7 +190,7 @@ def test_a_model_agrees_with_itself(pair: Pair, folders: Folders, name: str) -> 
     for row in (1, 3):
         found = done[row].quality
         assert found is not None
-        assert (found.agreed, found.same_text, found.why_not) == (found.tokens, True, "")
+        assert (found.agreed, found.same_text, found.reason) == (found.tokens, True, "")
         if name in ("greedy", "drawn", "penalised"):
             assert (found.tokens, abs(found.kl_nanonats) < 1000) == (12, True)
 
@@ -205,13 +205,13 @@ def test_what_cannot_be_compared_is_delivered_and_says_why(
     def why_not() -> list[str]:
         done = served_with(watch, served, requests)
         assert [plain(done[i]) for i in range(6)] == alone
-        return [q.why_not for q in (done[i].quality for i in (1, 3, 5)) if q is not None]
+        return [q.reason for q in (done[i].quality for i in (1, 3, 5)) if q is not None]
 
     lengths = sorted(len(r.prompt_token_ids) + 12 for r in requests[1::2])
     assert lengths[0] < lengths[1]
-    watch._most_tokens = lengths[0]
+    watch._max_tokens = lengths[0]
     assert sorted(why_not()) == ["", "too_long", "too_long"]
-    watch._most_tokens = lengths[-1]
+    watch._max_tokens = lengths[-1]
     logits = reference.runner.logits
 
     def fail_once(error: Exception) -> Callable[..., Any]:
@@ -245,7 +245,7 @@ def test_logits_that_are_no_numbers_and_rows_that_fail_are_not_compared() -> Non
     found = watch.take([Completion(0, [3, 7, 9], "", "length", 2)])
     while watch.has_work:
         found += watch.take(engine.step()) + watch.advance()
-    assert [c.quality for c in found] == [RowQuality(why_not="not_finite")]
+    assert [c.quality for c in found] == [RowQuality(reason="not_finite")]
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])

@@ -50,7 +50,7 @@ def test_texts_are_read_between_steps_in_flight(is_asynchronous: bool, num_block
             assert done["choice", number].result.logprobs == pytest.approx(expected, abs=1e-5)
     assert engine.pool.num_held == 0
     assert engine.table.num_readers == 0
-    assert (engine.stats.drafted_by_place[0] > 0) == drafts
+    assert (engine.stats.drafted_by_position[0] > 0) == drafts
 
 
 def test_labels_of_a_row_that_was_preempted_are_written_into_blocks_of_its_own() -> None:
@@ -76,6 +76,6 @@ def test_logits_that_are_no_numbers_are_an_error_row_and_leave_no_block_behind()
     engine.add(Request(2, text, PARAMS, task=Choice(((1, 2), (3, 4)))))
     done = run(engine, [])
     assert [done[row].error for row in range(3)] == ["non_finite_logits", None, "non_finite_logits"]
-    assert "not finite numbers for its prompt" in done[0].error_message
+    assert "non-finite logits for the prompt" in done[0].error_message
     assert engine.runner.zeroed
     assert engine.pool.num_held == 0

@@ -136,7 +136,7 @@ def test_markers_within_tokens_are_found_in_the_text() -> None:
 
 
 def test_a_special_token_and_blanks_are_no_text_to_look_for() -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.reasoning\.start = ' \\n ': blanks of several tokens"):
+    with pytest.raises(ConfigError, match=r"sampling\.reasoning\.start = ' \\n ': whitespace of several tokens"):
         find_markers(ReasoningMarkers(" \n ", "So much for that."), tokenizer_with())
     special = tokenizer_with("<think>", is_special=True)
     with pytest.raises(ConfigError, match=r"sampling\.reasoning\.start = '<think>': is a special token"):

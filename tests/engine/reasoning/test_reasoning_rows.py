@@ -154,7 +154,7 @@ def test_no_token_changes(name: str, plain: dict[int, Completion]) -> None:
             assert (mine.token_ids, mine.reasoning) == (theirs.token_ids, theirs.reasoning)
     assert (engine.stats.num_preemptions > 0) == ("preemption" in name)
     if "drafts" in name:
-        assert 0 < sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
+        assert 0 < sum(engine.stats.accepted_by_position) < sum(engine.stats.drafted_by_position)
 
 
 @pytest.mark.parametrize("name", ["lookup", "drafts", "overlapped", "overlapped, drafts"])
@@ -169,7 +169,7 @@ def test_budgets_alone_hold_where_no_other_row_needs_a_mask(name: str, plain: di
 
 def test_markers_that_are_no_tokens_are_refused_before_anything_runs() -> None:
     engine, params = text_engine(), SamplingParams(reasoning="auto")
-    message = "sampling.reasoning: auto: the checkpoint's tokenizer has no token that begins reasoning"
+    message = "sampling.reasoning: auto: the checkpoint's tokenizer has no known start-of-reasoning token"
     with pytest.raises(ConfigError, match=re.escape(message)):
         engine.generate([[1]], params)
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -196,7 +196,7 @@ def test_markers_of_several_tokens_divide_the_text_and_change_no_token() -> None
     asked = [replace(r, params=replace(r.params, reasoning=markers)) for r in given]
     engine = looking_up(text_engine(**TIGHT))
     done, num_divided = run(engine, asked, check=False), 0
-    assert sum(engine.stats.accepted_by_place) > 0
+    assert sum(engine.stats.accepted_by_position) > 0
     for row, completion in done.items():
         for one, plain_one in zip(completion.each, whole[row].each, strict=True):
             assert one.token_ids == plain_one.token_ids

@@ -150,7 +150,7 @@ def test_it_is_the_most_of_any_step(seed: int) -> None:
     rng = np.random.default_rng(seed)
     size = int(rng.choice([1, 4, 16]))
     of = some(rng, int(rng.integers(1, 12)), size)
-    assert BlockDemand.of(*of, size).peak == pytest.approx(counted_peak(*of, size))
+    assert BlockDemand.from_sequences(*of, size).peak == pytest.approx(counted_peak(*of, size))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -159,11 +159,11 @@ def test_sequences_added_count_as_if_they_had_been_there(seed: int) -> None:
     size, count = int(rng.choice([1, 4, 16])), int(rng.integers(0, 6))
     known_S, end_S, held_S, freed_S = some(rng, count + 4, size)
     held_S[count:], freed_S[count:] = rng.integers(0, held_S[count:] + 1), 0  # of others, so not free after its end
-    demand = BlockDemand.of(known_S[:count], end_S[:count], held_S[:count], freed_S[:count], size)
+    demand = BlockDemand.from_sequences(known_S[:count], end_S[:count], held_S[:count], freed_S[:count], size)
     for s in range(count, count + 4):
         demand = demand.add(int(known_S[s]), int(end_S[s]), int(held_S[s]))
         of = (known_S[: s + 1], end_S[: s + 1], held_S[: s + 1], freed_S[: s + 1], size)
-        assert demand.peak == pytest.approx(BlockDemand.of(*of).peak) == pytest.approx(counted_peak(*of))
+        assert demand.peak == pytest.approx(BlockDemand.from_sequences(*of).peak) == pytest.approx(counted_peak(*of))
 
 
 def test_where_several_end_at_once_it_is_no_less_and_hardly_more() -> None:
@@ -171,6 +171,6 @@ def test_where_several_end_at_once_it_is_no_less_and_hardly_more() -> None:
     for _ in range(50):
         known_S, end_S, held_S, freed_S = some(rng, 8, 16)
         end_S = known_S + rng.integers(1, 4, 8)
-        found = BlockDemand.of(known_S, end_S, held_S, freed_S, 16).peak
+        found = BlockDemand.from_sequences(known_S, end_S, held_S, freed_S, 16).peak
         counted = counted_peak(known_S, end_S, held_S, freed_S, 16)
         assert counted - 1e-6 <= found <= counted + 8 * 0.5

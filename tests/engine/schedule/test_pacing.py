@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.engine.schedule.pacing import ENDED_SHARE, MOST_STEPS, AdmissionPacing
+from pipeline.engine.schedule.pacing import ENDED_SHARE, MAX_STEPS, AdmissionPacing
 from tests.engine.hash_runner import VOCAB, check_tokens, hash_engine
 from tests.engine.schedule.test_admission import Job
 from tests.engine.schedule.test_scheduler import run
@@ -32,7 +32,7 @@ def test_steps_between_admissions_are_those_of_least_cost(outputs: int, extra: f
         return extra / num_steps + num_steps / (2 * outputs)
 
     steps = seen(1000, round(1000 * (1 + extra))).steps(outputs)
-    assert cost(steps) == pytest.approx(min(cost(n) for n in range(1, MOST_STEPS + 1)), rel=0.01)
+    assert cost(steps) == pytest.approx(min(cost(n) for n in range(1, MAX_STEPS + 1)), rel=0.01)
 
 
 def test_where_the_host_is_hidden_each_step_may_admit() -> None:

@@ -211,7 +211,7 @@ def test_an_engine_gives_the_tokens_of_plain_steps(kind: str, is_asynchronous: b
     requests = random_requests(rng, 150, 64)
     check_tokens(run(engine, requests, arrivals=rng), requests, memory=1)
     assert chosen == {False, True}
-    assert sum(engine.stats.accepted_by_place) > 0
+    assert sum(engine.stats.accepted_by_position) > 0
     engine.pool.check()
 
 

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from pipeline.engine.params import EngineConfig
-from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, most_default_seqs
+from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, max_default_seqs
 from pipeline.engine.startup.resolve import Resolved, resolve
 from pipeline.estimate.cards import CardServing, limits_on
 from pipeline.model.config import ModelConfig, read_config
@@ -71,7 +71,7 @@ def test_one_limit_that_is_given_moves_the_other_where_it_has_to(monkeypatch: py
 
 def test_limits_of_a_cpu_and_of_presets_are_those_of_the_engine() -> None:
     assert limits_of(resolve(EngineConfig("nowhere", device="cpu"), EIGHT_B)) == CPU_LIMITS == BatchLimits(64, 2048)
-    assert most_default_seqs(on_gpu=True) == 1024
+    assert max_default_seqs(on_gpu=True) == 1024
     for preset, card in PRESETS.items():
         engine = yaml.safe_load(Path(f"configs/{preset}.yaml").read_text())["engine"]
         assert BatchLimits(engine["max_num_seqs"], engine["max_num_batched_tokens"]) == EXPECTED[card], preset

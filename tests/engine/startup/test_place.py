@@ -12,7 +12,7 @@ from numba import get_num_threads
 from pipeline import SamplingParams
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
-from pipeline.engine.forward.runner import Place
+from pipeline.engine.forward.runner import DeviceContext
 from pipeline.engine.params import Request
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup import build
@@ -108,7 +108,7 @@ def test_compiled_kernels_run_on_the_threads_of_their_own_engine(
 
 def test_a_step_that_raises_leaves_the_caller_s_threads(callers: int) -> None:
     engine = hash_engine(60, 4)
-    engine.place = Place(4 - callers, CPU)
+    engine.device_context = DeviceContext(4 - callers, CPU)
 
     def interrupt(step: StepInput, future: FutureTokens | None) -> None:
         assert torch.get_num_threads() == 4 - callers
@@ -118,7 +118,7 @@ def test_a_step_that_raises_leaves_the_caller_s_threads(callers: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[1, 2]], SamplingParams())
     assert torch.get_num_threads() == callers
-    with engine.place, engine.place:
+    with engine.device_context, engine.device_context:
         assert torch.get_num_threads() == 4 - callers
     assert torch.get_num_threads() == callers
 
@@ -145,7 +145,7 @@ def test_each_engine_launches_on_its_own_device_and_the_caller_keeps_its(monkeyp
     engines = {}
     for index, name in ((0, "cuda:0"), (1, "cuda:1"), (3, "cuda:3")):
         engine = engines[index] = hash_engine(60, 4, is_asynchronous=True, bad_token=77)
-        engine.place = Place(None, torch.device(name))
+        engine.device_context = DeviceContext(None, torch.device(name))
         for what in ("execute", "greedy", "sample", "zero_blocks"):
             setattr(engine.runner, what, noting_device(index, what, getattr(engine.runner, what)))
     for engine in engines.values():

@@ -134,11 +134,11 @@ def test_fault_03_04_steps_that_do_not_fit_are_repeated_and_draw_the_same(seed: 
             failed.append("execute")
             raise MemoryError
 
-    def sample_or_fail(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample_or_fail(logits_RV: torch.Tensor, sampling_params_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if len(logits_RV) > 1 and rng.random() < 0.3:
             failed.append("sample")
             raise MemoryError
-        return sample(logits_RV, how_5R)
+        return sample(logits_RV, sampling_params_5R)
 
     before_each_step(engine, fail_sometimes)
     engine.runner.sample = sample_or_fail  # type: ignore[method-assign]

@@ -76,7 +76,7 @@ def test_the_order_of_launches_and_reads(
     requests = [Request(n, chain, params) for n, chain in enumerate(chains)]
     check_tokens(run(engine, requests, check=False), requests, memory=1)
     assert "".join(events).startswith(expected)
-    assert (sum(engine.stats.accepted_by_place) > 0) == (steps != set())
+    assert (sum(engine.stats.accepted_by_position) > 0) == (steps != set())
 
 
 def drafting_engine(most: int = 4, wrong: float = 0.0, **options: Any) -> tuple[Engine, DraftModelProposer]:
@@ -108,7 +108,7 @@ def test_rows_of_every_kind_get_the_tokens_of_plain_steps(seed: int, kind: str) 
         draft_with(engine, KnownTokens(engine.table, 4), Fitful(4, rng))
     assert same(run(engine, requests, arrivals=rng), plain)
     if kind == "draft model":
-        assert 0 < sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
+        assert 0 < sum(engine.stats.accepted_by_position) < sum(engine.stats.drafted_by_position)
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
@@ -171,5 +171,5 @@ def test_penalties_of_a_draft_model_count_its_own_drafts() -> None:
     done = run(engine, requests)
     plain = run(hash_engine(120, 4, max_num_batched_tokens=64), requests)
     assert same(done, plain)
-    assert engine.stats.accepted_by_place == engine.stats.drafted_by_place
-    assert engine.stats.drafted_by_place[3] > 10
+    assert engine.stats.accepted_by_position == engine.stats.drafted_by_position
+    assert engine.stats.drafted_by_position[3] > 10

@@ -93,7 +93,7 @@ def test_fault_03_04_no_memory_at_all_ends_the_engine_and_blames_no_row() -> Non
     fail_where(engine, lambda step: True)
     for row in range(10):
         engine.add(Request(row, [row, 5, 6], SamplingParams(max_tokens=3)))
-    with pytest.raises(EnvironmentFailed, match=f"{MAX_SUSPECTS} rows in a row"):
+    with pytest.raises(EnvironmentFailed, match=f"{MAX_SUSPECTS} consecutive rows"):
         run(engine, [])
     alone = hash_engine(64, 4)
     fail_where(alone, lambda step: True)

@@ -93,7 +93,7 @@ def test_a_row_ends_at_the_same_token_with_drafts_preemption_and_any_chunks(
         num_loops += loops and not stops
     assert num_loops > 8
     assert engine.stats.generated_tokens == sum(len(d.token_ids) for d in done.values())
-    assert drafts == "none" or sum(engine.stats.accepted_by_place) > 0
+    assert drafts == "none" or sum(engine.stats.accepted_by_position) > 0
     assert engine.stats.num_preemptions > 0
 
 

@@ -14,23 +14,25 @@ from pipeline.data.output.result_columns import ResultShape
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.engine.params import Completion, Request, SamplingParams
-from pipeline.engine.tasks import TokenLogprobs
+from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
 from pipeline.errors import PipelineError
 from pipeline.job.actor.control_tokens import AuthorTexts, author_texts
-from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.tokenize import Chat, Tokenize, chat_of, failed_row, row_seed
+from pipeline.job.actor.worker import Worker, WorkSpec
 from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process import supervisor
 from pipeline.job.telemetry.unit_summary import UnitSummary
+from pipeline.machine.host import now_us
 from pipeline.report.record.row_stats import MAX_MESSAGE, Computed, Histogram
 from pipeline.tokenization.chat_messages import ChatTemplateError
 from tests.engine.hash_runner import hash_engine
-from tests.job.conftest import units_as_written
+from tests.job.conftest import FAKES, units_as_written
 from tests.job.fake_engine import FakeTokenizer
 
 
-def unit_of(columns: dict, spec: UnitSpec, start: int = 0) -> Unit:
+def unit_of(columns: dict, spec: UnitSpec | None = None, start: int = 0) -> Unit:
+    """Return one unit of these columns, with its prompts in `p` unless `spec` names others."""
+    spec = spec or UnitSpec(PromptSpec(column="p"))
     table = pa.table(columns)
     table = table.append_column("source_file", pa.array(["a.parquet"] * table.num_rows))
     table = table.append_column("source_row", pa.array(range(start, start + table.num_rows), pa.int64()))
@@ -38,38 +40,28 @@ def unit_of(columns: dict, spec: UnitSpec, start: int = 0) -> Unit:
     return Unit.from_bytes(unit.to_bytes())
 
 
-def complete(requests, text="t") -> list[Completion]:
-    return [Completion(r.row_id, [1, 2], text, "stop", len(r.prompt_token_ids), 1) for r in requests]
+def complete(requests) -> list[Completion]:
+    return [Completion(r.row_id, [1, 2], "t", "stop", len(r.prompt_token_ids), 1) for r in requests]
 
 
-def write(tmp_path, rename=None, logprobs=False) -> Write:
+def tokenizing(tokenizer: FakeTokenizer | None = None, params=SamplingParams(), **options) -> Tokenize:  # noqa: B008
+    return Tokenize(tokenizer or FakeTokenizer(), params, 0, options.pop("chat", None), **options)
+
+
+def write(tmp_path, results=ResultShape()) -> Write:  # noqa: B008
     store = PartStore(str(tmp_path / "out"))
     store.folder.probe()
-    return Write(
-        store,
-        fingerprint="0123abcd",
-        rename=rename or {},
-        results=ResultShape(logprobs=logprobs),
-        metadata={"pipeline.fingerprint": "0123abcd"},
-    )
+    return Write(store, fingerprint="0123abcd", rename={"reasoning": "r"}, results=results, metadata={})
 
 
 def test_reasoning_has_columns_of_its_own_a_text_for_each_sample(tmp_path):
-    unit = unit_of({"p": ["a", "b", "c"]}, UnitSpec(PromptSpec(column="p")))
+    unit = unit_of({"p": ["a", "b", "c"]})
     at = rows_by_source(unit)
     thought, plain = complete([Request(at[row], [1], SamplingParams()) for row in (0, 2)])
     thought = replace(thought, reasoning="why", num_reasoning_tokens=3)
     done = [thought, failed_row(at[1], "empty_prompt", "none"), replace(plain, samples=(thought, plain))]
-    store = PartStore(str(tmp_path / "out"))
     for samples, expected in (("one", ["why", None, None]), ("lists", [["why"], None, ["why", None]])):
-        write = Write(
-            store,
-            fingerprint="0123abcd",
-            rename={"reasoning": "r"},
-            results=ResultShape(samples, reasoning=True),
-            metadata={},
-        )
-        table = write.table(unit, done)
+        table = write(tmp_path, ResultShape(samples, reasoning=True)).table(unit, done)
         assert table["r"].to_pylist() == expected
         assert table["num_reasoning_tokens"].to_pylist() == [3, 0, 3]
     stats = row_stats(unit, done).reasoned
@@ -82,9 +74,8 @@ def rows_by_source(unit: Unit) -> dict[int, int]:
 
 
 def test_rows_get_their_own_seed_and_it_depends_on_their_place_alone():
-    spec = UnitSpec(PromptSpec(column="p"))
     tokenize = Tokenize(FakeTokenizer(), SamplingParams(max_tokens=5, temperature=1.0), 7, None)
-    unit = unit_of({"p": ["same", "same", "other"]}, spec, start=10)
+    unit = unit_of({"p": ["same", "same", "other"]}, start=10)
     requests, failed = tokenize(unit)
     assert not failed
     seeds = {unit.own("source_row")[r.row_id].as_py(): r.params.seed for r in requests}
@@ -100,7 +91,7 @@ def test_failed_rows_never_reach_the_engine_and_keep_their_reason():
     unit = unit_of(
         {"p": ["fine", None, " ", "bad n", "bad t"], "n": [3, 3, 3, 0, 3], "t": [0.5, 0.5, 0.5, 0.5, -1.0]}, spec
     )
-    requests, failed = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit)
+    requests, failed = tokenizing()(unit)
     at = rows_by_source(unit)
     assert [r.row_id for r in requests] == [at[0]]
     assert (requests[0].params.max_tokens, requests[0].params.temperature) == (3, 0.5)
@@ -113,12 +104,6 @@ def test_failed_rows_never_reach_the_engine_and_keep_their_reason():
     assert "max_tokens" in next(c.error_message for c in failed if c.row_id == at[3])
 
 
-def test_a_sampling_value_of_the_wrong_kind_is_the_rows_error():
-    spec = UnitSpec(PromptSpec(column="p"), sampling_columns={"temperature": "t"})
-    _, failed = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit_of({"p": ["a"], "t": ["hot"]}, spec))
-    assert [c.error for c in failed] == ["invalid_sampling"]
-
-
 def test_a_row_of_a_batch_api_may_have_a_response_format_of_its_own():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     forms = [
@@ -129,27 +114,24 @@ def test_a_row_of_a_batch_api_may_have_a_response_format_of_its_own():
         '"json"',
     ]
     spec = UnitSpec(PromptSpec(column="p"), sampling_columns={"response_format": "f"})
-    jobs_own = SamplingParams(structured_outputs={"regex": "a+"})
-    requests, failed = Tokenize(FakeTokenizer(), jobs_own, 0, None)(unit_of({"p": ["a"] * 5, "f": forms}, spec))
     unit = unit_of({"p": ["a"] * 5, "f": forms}, spec)
+    requests, failed = tokenizing(params=SamplingParams(structured_outputs={"regex": "a+"}))(unit)
     at = rows_by_source(unit)
     wanted = {request.row_id: request.params.structured_outputs for request in requests}
     expected = [{"json": schema}, {"json_object": True}, {"regex": "a+"}]
-    assert [wanted[at[row]] for row in range(3)] == [StructuredOutputs.of(each) for each in expected]
+    assert [wanted[at[row]] for row in range(3)] == [StructuredOutputs.from_config(each) for each in expected]
     assert {c.row_id: c.error for c in failed} == {at[3]: "invalid_sampling", at[4]: "invalid_sampling"}
     assert all("sampling.response_format" in c.error_message for c in failed)
 
 
 def test_chats_from_text_and_from_messages():
-    tokenizer = FakeTokenizer()
-    unit = unit_of({"p": ["hello"]}, UnitSpec(PromptSpec(column="p")))
-    requests, _ = Tokenize(tokenizer, SamplingParams(), 0, Chat(system="be kind"))(unit)
+    requests, _ = tokenizing(chat=Chat(system="be kind"))(unit_of({"p": ["hello"]}))
     assert bytes(requests[0].prompt_token_ids) == b"[be kind]<user>hello"
-
-    turns = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]]
-    unit = unit_of({"m": turns}, UnitSpec(PromptSpec(messages="m")))
-    requests, _ = Tokenize(tokenizer, SamplingParams(), 0, Chat(from_messages=True))(unit)
+    requests, _ = tokenizing(chat=Chat(from_messages=True))(unit_of({"m": TURNS}, UnitSpec(PromptSpec(messages="m"))))
     assert bytes(requests[0].prompt_token_ids) == b"<user>hi<assistant>yo"
+
+
+TURNS = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]]
 
 
 def prompt_job(**prompt) -> JobConfig:
@@ -183,9 +165,7 @@ def test_rows_with_texts_of_control_tokens_are_counted(prompt, in_template, in_v
     config = prompt_job(**prompt)
     chats = [q and [{"role": "user", "content": q}] for q in ENDED]
     unit = unit_of({"q": ENDED, "m": chats, "n": range(8)}, units_as_written(config))
-    tokenize = Tokenize(
-        FakeTokenizer(), SamplingParams(), 0, chat_of(config.prompt, "generate", None), author=author_of(config)
-    )
+    tokenize = tokenizing(chat=chat_of(config.prompt, "generate", None), author=author_of(config))
     found = tokenize.control_tokens(unit)
     assert (found.in_template, found.in_values) == (in_template, in_values)
     assert found.template_example in (("<|start|>", "<|end|>") if in_template else ("",))
@@ -199,10 +179,10 @@ def test_control_tokens_of_any_spelling_are_found():
         control_texts = odd
 
     rows = [f"x{text}y" for text in odd] + ["a!b*", "x"]
-    unit = unit_of({"q": rows}, UnitSpec(PromptSpec(column="q")))
-    assert Tokenize(Odd(), SamplingParams(), 0, None).control_tokens(unit).in_values == len(odd)
+    unit = unit_of({"p": rows})
+    assert tokenizing(Odd()).control_tokens(unit).in_values == len(odd)
     Odd.control_texts = ()
-    assert Tokenize(Odd(), SamplingParams(), 0, None).control_tokens(unit).in_values == 0
+    assert tokenizing(Odd()).control_tokens(unit).in_values == 0
 
 
 def test_a_template_of_control_tokens_goes_to_the_tokenizer_in_pieces():
@@ -214,7 +194,7 @@ def test_a_template_of_control_tokens_goes_to_the_tokenizer_in_pieces():
     told: list[list[str]] = []
     config = prompt_job(template="<|start|>{q}<|end|>{n:03d}", special_tokens="template")
     unit = unit_of({"q": ['"\\é\n<|end|>'], "n": [7]}, units_as_written(config))
-    tokenize = Tokenize(Pieces(), SamplingParams(), 0, None, author=author_of(config))
+    tokenize = tokenizing(Pieces(), author=author_of(config))
     tokenize(unit)
     assert told == [["<|start|>", '"\\é\n<|end|>', "<|end|>", "007", ""]]
     assert tokenize.shown(unit.own("_prompt")[0].as_py()) == '<|start|>"\\é\n<|end|><|end|>007'
@@ -225,15 +205,10 @@ def test_whether_the_last_turn_is_continued_is_the_job_files_to_say():
         def encode_chat(self, messages, *rest):
             return [int(rest[-2])]
 
-    turns = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]]
-    unit = unit_of({"m": turns}, UnitSpec(PromptSpec(messages="m")))
-    for chat, expected in (
-        ({}, 1),
-        ({"continue_final_message": True}, 1),
-        ({"continue_final_message": False}, 0),
-    ):
+    unit = unit_of({"m": TURNS}, UnitSpec(PromptSpec(messages="m")))
+    for chat, expected in (({}, 1), ({"continue_final_message": True}, 1), ({"continue_final_message": False}, 0)):
         config = prompt_job(messages="m", chat=chat)
-        requests, _ = Tokenize(Told(), SamplingParams(), 0, chat_of(config.prompt, config.task.type, None))(unit)
+        requests, _ = tokenizing(Told(), chat=chat_of(config.prompt, config.task.type, None))(unit)
         assert requests[0].prompt_token_ids == [expected]
         assert identity_of(config)["prompt"]["chat"]["continue_final_message"] is (expected == 1)
 
@@ -245,8 +220,7 @@ def test_a_chat_that_the_template_refuses_is_the_rows_error():
                 raise ChatTemplateError("roles must alternate")
             return super().encode_chat(messages)
 
-    unit = unit_of({"p": ["good", "bad"]}, UnitSpec(PromptSpec(column="p")))
-    requests, failed = Tokenize(Refusing(), SamplingParams(), 0, Chat())(unit)
+    requests, failed = tokenizing(Refusing(), chat=Chat())(unit_of({"p": ["good", "bad"]}))
     assert len(requests) == 1
     assert [(c.error, c.error_message) for c in failed] == [("invalid_messages", "roles must alternate")]
 
@@ -256,19 +230,13 @@ def test_a_part_holds_the_rows_in_source_order_whatever_order_they_finished_in(t
     spec = UnitSpec(PromptSpec(column="p"), kept=("p", "id"))
     unit = unit_of({"p": [*prompts, None], "id": list(range(11))}, spec)
     assert unit.own("source_row").to_pylist() != list(range(11))  # longest first
-    requests, failed = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit)
+    requests, failed = tokenizing()(unit)
     completions = complete(requests)[::-1] + failed
     summary = write(tmp_path)(unit, completions)
     (part,) = (tmp_path / "out").glob("part-0123abcd-w00003-u0000of0001-n11.parquet")
     rows = pq.read_table(part).to_pylist()
     assert [row["id"] for row in rows] == [row["source_row"] for row in rows] == list(range(11))
     assert [row["num_input_tokens"] for row in rows] == [*map(len, prompts), 0]
-    assert rows[0] == {
-        "p": prompts[0], "id": 0, "generated_text": "t", "finish_reason": "stop", "error": None, "error_message": None,
-        "num_input_tokens": len(prompts[0]), "num_cached_tokens": 1, "num_generated_tokens": 2,
-        "source_file": "a.parquet", "source_row": 0,
-    }  # fmt: skip
-    assert (rows[10]["error"], rows[10]["generated_text"], rows[10]["finish_reason"]) == ("null_prompt", None, "error")
     assert summary.written
     assert (summary.totals.rows, summary.totals.num_generated_tokens) == (11, 20)
     assert summary.totals.error_rows == {"null_prompt": 1}
@@ -284,7 +252,7 @@ def test_a_part_counts_as_computed_what_an_engine_computed_for_it(tmp_path):
     """An engine counts prompts that it found in its cache and no prompt that it refused. What it computed for a row
     that failed then is in its counters alone: `account.py` prices no such token, `faults.py` calls it lost."""
     prompts = [[*range(20), row] for row in range(6)] + [[9] * 70, [1, 2, 77, 4]]
-    unit = unit_of({"p": [str(row) for row in range(8)]}, UnitSpec(PromptSpec(column="p")))
+    unit = unit_of({"p": [str(row) for row in range(8)]})
     engine = hash_engine(96, 4, bad_token=77, max_num_batched_tokens=32)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     at = rows_by_source(unit)
@@ -302,8 +270,8 @@ def test_a_part_counts_as_computed_what_an_engine_computed_for_it(tmp_path):
 def test_what_the_rows_were_like():
     """Latency and lengths are of completed rows; of each error code three rows are shown, the first of the input."""
     prompts = ["a" * 60, "b" * 70, "c" * 128, "d" * 129, *([None] * 5)]
-    unit = unit_of({"p": prompts}, UnitSpec(PromptSpec(column="p")))
-    requests, failed = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit)
+    unit = unit_of({"p": prompts})
+    requests, failed = tokenizing()(unit)
     done = [
         replace(c, queued_us=1_000, first_token_us=1_010, last_token_us=1_010 + 20 * i, num_cached_tokens=i)
         for i, c in enumerate(complete(requests))
@@ -326,45 +294,31 @@ def test_what_the_rows_were_like():
     assert [len(e.message) for e in stats.errors["non_finite_logits"]] == [MAX_MESSAGE]
 
 
-def test_renamed_columns_and_logprobs(tmp_path):
-    unit = unit_of({"generated_text": ["x", "y"]}, UnitSpec(PromptSpec(column="generated_text"), ("generated_text",)))
-    done = [
-        Completion(0, [5], "t", "stop", 1, logprobs=[TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.5)))]),
-        failed_row(1, "engine_failure", "why"),
-    ]
-    write(tmp_path, {"generated_text": "answer"}, logprobs=True)(unit, done)
-    rows = pq.read_table(next((tmp_path / "out").glob("part-*"))).to_pylist()
-    by_text = {row["generated_text"]: row for row in rows}
-    first = by_text[unit.kept()["generated_text"][0].as_py()]
-    assert first["answer"] == "t"
-    assert first["logprobs"] == [
-        {"token_id": 5, "logprob": -0.5,
-         "top": [{"token_id": 5, "logprob": -0.5}, {"token_id": 6, "logprob": -1.5}]}
-    ]  # fmt: skip
-    assert sorted(row["logprobs"] is None for row in rows) == [False, True]
-
-
 def test_a_missing_or_doubled_completion_is_never_written(tmp_path):
-    unit = unit_of({"p": ["a", "b"]}, UnitSpec(PromptSpec(column="p")))
-    requests, _ = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit)
-    done = complete(requests)
+    unit = unit_of({"p": ["a", "b"]})
+    done = complete(tokenizing()(unit)[0])
     for wrong in (done[:1], [done[0], done[0]], [*done, done[0]]):
         with pytest.raises(PipelineError, match=r"completions of .* came back for 2 rows"):
             write(tmp_path)(unit, wrong)
     assert not list((tmp_path / "out").glob("part-*"))
 
 
-def test_finished_rows_of_a_stopped_unit_come_back_as_they_were(tmp_path):
-    store = PartStore(str(tmp_path / "out"))
-    store.folder.probe()
-    partial = PartialUnits(store, "0123abcd")
-    unit = unit_of({"p": ["a", "bb", "ccc"]}, UnitSpec(PromptSpec(column="p")), start=5)
-    done = [
-        Completion(2, [5, 6], "t", "length", 1, 1, [TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.5)))]),
-        failed_row(0, "engine_failure", "why", 3),
-    ]
-    assert partial.load(unit) == []
-    partial.save(unit, done)
-    assert partial.load(unit) == done
-    partial.remove(unit)
-    assert partial.load(unit) == []
+def test_a_unit_whose_part_is_there_is_found_and_not_computed(job):
+    PartStore(str(job.output)).folder.probe()
+    model = str(job.folder / "model")
+    params = SamplingParams(max_tokens=6)
+    spec = WorkSpec(FAKES, model, EngineConfig(model, num_threads=1), params, str(job.output), "0123abcd", "0001-run")
+    worker = Worker(spec, 0, now_us())
+    try:
+        unit = unit_of({"p": [f"row {i}" for i in range(5)]}).to_bytes()
+        first = worker.process(unit)
+        (part,) = job.parts()
+        before, stats = part.stat(), worker.state().record.stats
+        again = worker.process(unit)
+        assert (first.written, first.found, again.written, again.found) == (True, False, False, True)
+        assert again.totals == first.totals
+        assert not again.row_stats.lengths
+        assert worker.state().record.stats == stats
+        assert (part.stat().st_ino, part.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    finally:
+        worker.close()

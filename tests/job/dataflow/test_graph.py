@@ -10,21 +10,19 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import ray
-from ray.data import DataContext
 from ray.data.block import BlockStats
 
 from pipeline.data.output.parts import DoneUnits
 from pipeline.data.units import Unit
 from pipeline.errors import ModelError
-from pipeline.job.dataflow.block_stats import forget_blocks
-from pipeline.job.dataflow.graph import Windows, _connect, block_of, num_readers, units_of
+from pipeline.job.dataflow.graph import Windows, _connect, block_of, units_of
 from pipeline.job.dataflow.reading import read_units
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.actor_specs import flow_spec
@@ -37,14 +35,13 @@ TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 13) for i in range(120)]
 ROOT = Path(__file__).parents[3]
 
 
-def processes(*, of: str, under: psutil.Process) -> list[psutil.Process]:
+def engines() -> list[psutil.Process]:
+    """Return the engine processes below this process."""
     found = []
-    for process in under.children(recursive=True):
-        try:
-            if of in " ".join(process.cmdline()):
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if "pipeline.job.process.main" in " ".join(process.cmdline()):
                 found.append(process)
-        except psutil.Error:
-            continue
     return found
 
 
@@ -117,27 +114,6 @@ def test_what_ray_keeps_in_the_driver_does_not_grow_with_the_units(job, local_ra
     assert max(kept) < 100, f"beside those that are still to come: {kept}"
 
 
-def test_a_ray_without_those_statistics_or_callbacks_works_too(monkeypatch):
-    forget_blocks(context := DataContext())
-    (callback,) = context.custom_execution_callback_classes
-    for executor in (SimpleNamespace(), SimpleNamespace(_topology=[SimpleNamespace()])):
-        callback().on_execution_step(executor)
-    operator = SimpleNamespace(_output_blocks_stats=[1, 2])
-    callback().on_execution_step(SimpleNamespace(_topology=[operator]))
-    assert operator._output_blocks_stats == []
-    monkeypatch.setitem(sys.modules, "ray.data._internal.execution.execution_callback", None)
-    forget_blocks(context := DataContext())
-    assert context.custom_execution_callback_classes == []
-
-
-@pytest.mark.parametrize(
-    ("actors", "tasks", "readers"),
-    [(1, 9, 1), (2, 9, 2), (16, 9, 2), (17, 9, 3), (100, 99, 13), (100, 5, 5), (9, 0, 0)],
-)
-def test_readers_follow_the_actors(actors, tasks, readers):
-    assert num_readers(SimpleNamespace(actors=actors, tasks=(None,) * tasks)) == readers
-
-
 def test_a_local_ray_has_cores_for_the_readers_and_a_cluster_room_for_few(job, monkeypatch):
     cores = []
     monkeypatch.setattr("pipeline.job.dataflow.graph.connect", lambda address, cores_: cores.append(cores_))
@@ -161,14 +137,14 @@ def test_a_killed_actor_is_replaced_and_a_failing_engine_ends_the_run(job, local
     def kill_actor():
         while not job.parts():
             time.sleep(0.02)
-        (engine,) = processes(of="pipeline.job.process.main", under=psutil.Process())
+        (engine,) = engines()
         engine.parent().kill()
 
     threading.Thread(target=kill_actor, daemon=True).start()
     report = run_job(job.config(), backend=FAKES)
     job.check(TEXTS)
     assert len(report.runs[0].actors) == 2
-    wait_until(lambda: not processes(of="pipeline.job.process.main", under=psutil.Process()))
+    wait_until(lambda: not engines())
 
     job.fake(fail_load="ModelError")
     started = time.monotonic()
@@ -180,18 +156,14 @@ def test_a_killed_actor_is_replaced_and_a_failing_engine_ends_the_run(job, local
 def test_a_driver_killed_at_any_moment_leaves_whole_parts_and_the_next_run_does_the_rest(job, local_ray):
     job.fake(step_s=0.1).rows(TEXTS)
     config = job.config(run={"ray_address": local_ray})
-    driver = subprocess.Popen(
-        [sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml")],
-        cwd=ROOT,
-        start_new_session=True,
-        stderr=subprocess.PIPE,
-    )
+    command = [sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml")]
+    driver = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE)
     wait_until(lambda: job.parts() or driver.poll() is not None)
     assert driver.poll() is None, driver.stderr.read()
     time.sleep(random.uniform(0, 1.0))
     os.killpg(driver.pid, signal.SIGKILL)
     driver.wait()
-    wait_until(lambda: not processes(of="pipeline.job.process.main", under=psutil.Process()))
+    wait_until(lambda: not engines())
     done = {path.name: path.stat().st_mtime_ns for path in job.parts()}
     assert 0 < len(done) < 15
     report = run_job(config, backend=FAKES)

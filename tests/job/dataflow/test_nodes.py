@@ -31,17 +31,30 @@ def cluster():
     made.shutdown()
 
 
-def start(job):
+def start(job, cluster, num_parts=0, **run):
+    """Start a driver of the job on the cluster; return it when it has written `num_parts` parts."""
+    run = {"actors": 1, "cpus_per_actor": 1, "gpus_per_actor": 1, "window_rows": 40, **run}
+    job.config(
+        engine={"max_num_seqs": UNIT_ROWS},
+        run={**run, "ray_address": cluster.address},
+        output={"rows_per_file": UNIT_ROWS},
+    )
     command = [sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml")]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-
-
-def wait_for_parts(job, driver, count):
+    driver = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while len(job.parts()) < count:
+    while len(job.parts()) < num_parts:
         assert driver.poll() is None, driver.stderr.read().decode()
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return driver
+
+
+def finished(job, driver, texts):
+    """Wait for the driver, check that each row is written once, and return the job's report."""
+    told = driver.communicate(timeout=180)[1].decode()
+    assert driver.returncode == 0, told
+    job.check(texts)
+    return json.loads((job.output / "_pipeline" / "report.json").read_text())
 
 
 def slow_end(job, texts, of_last, engines):
@@ -58,21 +71,10 @@ def test_a_node_that_dies_costs_its_open_units_alone_and_one_that_joins_gets_wor
     nodes = [cluster.add_node(**NODE) for _ in range(3)]
     cluster.wait_for_nodes()
     texts = slow_end(job, TEXTS, 240, engines=4)
-    of_actors = {"actors": 3, "cpus_per_actor": 1, "gpus_per_actor": 1}
-    job.config(
-        engine={"max_num_seqs": UNIT_ROWS},
-        run={**of_actors, "ray_address": cluster.address, "window_rows": 40},
-        output={"rows_per_file": UNIT_ROWS},
-    )
-    driver = start(job)
-    wait_for_parts(job, driver, 6)
+    driver = start(job, cluster, 6, actors=3)
     cluster.remove_node(nodes[1], allow_graceful=False)
     late = cluster.add_node(**NODE)
-    told = driver.communicate(timeout=180)[1].decode()
-    assert driver.returncode == 0, told
-
-    job.check(texts)
-    report = json.loads((job.output / "_pipeline" / "report.json").read_text())
+    report = finished(job, driver, texts)
     (run,) = report["runs"]
     actors = run["actors"]
     (lost,) = [actor for actor in actors if actor["node_lost"]]
@@ -98,20 +100,9 @@ def test_an_elastic_pool_grows_as_nodes_join_and_gives_actors_back_before_the_ta
     cluster.wait_for_nodes()
     texts = [*TEXTS, *(f"slow {i} " + "y" * 60 for i in range(UNIT_ROWS))]
     job.fake(step_s=0.15, slow="slow", slow_s=3.0).rows(texts)
-    of_actors = {"actors": {"min": 1, "max": 3}, "cpus_per_actor": 1, "gpus_per_actor": 1}
-    job.config(
-        engine={"max_num_seqs": UNIT_ROWS},
-        run={**of_actors, "ray_address": cluster.address, "window_rows": 40},
-        output={"rows_per_file": UNIT_ROWS},
-    )
-    driver = start(job)
-    wait_for_parts(job, driver, 3)
+    driver = start(job, cluster, 3, actors={"min": 1, "max": 3})
     joined = {cluster.add_node(**NODE).node_id for _ in range(2)}
-    told = driver.communicate(timeout=180)[1].decode()
-    assert driver.returncode == 0, told
-
-    job.check(texts)
-    report = json.loads((job.output / "_pipeline" / "report.json").read_text())
+    report = finished(job, driver, texts)
     (run,) = report["runs"]
     first, *later = sorted(run["actors"], key=lambda actor: actor["started_us"])
     assert (first["started_us"], first["node_id"] in joined) == (0, False)
@@ -129,24 +120,12 @@ def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhe
     nodes = [cluster.add_node(**NODE) for _ in range(2)]
     cluster.wait_for_nodes()
     texts = slow_end(job, TEXTS[:320], 160, engines=3)
-    of_actors = {"actors": 2, "cpus_per_actor": 1, "gpus_per_actor": 1}
-    of_actors["drain_timeout"] = "1 min"  # for what is open there, slow units too
-    job.config(
-        engine={"max_num_seqs": UNIT_ROWS},
-        run={**of_actors, "ray_address": cluster.address, "window_rows": 40},
-        output={"rows_per_file": UNIT_ROWS},
-    )
-    driver = start(job)
-    wait_for_parts(job, driver, 6)
+    driver = start(job, cluster, 6, actors=2, drain_timeout="1 min")  # for what is open there, slow units too
     drain = ["drain-node", f"--address={cluster.address}", f"--node-id={nodes[1].node_id}", "--reason-message=test",
              "--reason=DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds=600"]  # fmt: skip
     subprocess.run([Path(sys.executable).parent / "ray", *drain], check=True, capture_output=True)
     late = cluster.add_node(**NODE)
-    told = driver.communicate(timeout=180)[1].decode()
-    assert driver.returncode == 0, told
-
-    job.check(texts)
-    report = json.loads((job.output / "_pipeline" / "report.json").read_text())
+    report = finished(job, driver, texts)
     actors = {actor["node_id"]: actor for actor in report["runs"][0]["actors"]}
     assert actors.keys() == {nodes[0].node_id, nodes[1].node_id, late.node_id}
     drained, joined = actors[nodes[1].node_id], actors[late.node_id]
@@ -163,45 +142,24 @@ def test_all_workers_leave_and_others_come(job, cluster):
     only = cluster.add_node(**NODE)
     cluster.wait_for_nodes()
     job.fake(step_s=0.1).rows(TEXTS[:120])
-    of_actors = {"actors": 1, "cpus_per_actor": 1, "gpus_per_actor": 1}
-    job.config(
-        engine={"max_num_seqs": UNIT_ROWS},
-        run={**of_actors, "ray_address": cluster.address, "window_rows": 40},
-        output={"rows_per_file": UNIT_ROWS},
-    )
-    driver = start(job)
-    wait_for_parts(job, driver, 3)
+    driver = start(job, cluster, 3)
     cluster.remove_node(only, allow_graceful=False)
     late = cluster.add_node(**NODE)
-    told = driver.communicate(timeout=180)[1].decode()
-    assert driver.returncode == 0, told
-    job.check(TEXTS[:120])
-    report = json.loads((job.output / "_pipeline" / "report.json").read_text())
+    report = finished(job, driver, TEXTS[:120])
     assert [actor["node_id"] for actor in report["runs"][0]["actors"]] == [only.node_id, late.node_id]
     assert report["runs"][0]["duplicate_units"] == 0
 
 
 def test_the_head_restarts_and_the_same_command_goes_on(job):
     job.fake(step_s=0.1).rows(TEXTS[:120])
-    of_actors = {"actors": 1, "cpus_per_actor": 1, "gpus_per_actor": 1}
-
-    def begun():
-        made = Cluster(initialize_head=True, head_node_args=NODE | HEAD)
-        job.config(
-            engine={"max_num_seqs": UNIT_ROWS},
-            run={**of_actors, "ray_address": made.address, "window_rows": 40},
-            output={"rows_per_file": UNIT_ROWS},
-        )
-        return made, start(job)
-
-    cluster, driver = begun()
-    wait_for_parts(job, driver, 3)
+    cluster = Cluster(initialize_head=True, head_node_args=NODE | HEAD)
+    driver = start(job, cluster, 3)
     cluster.shutdown()
     told = driver.communicate(timeout=120)[1].decode()
     assert driver.returncode != 0, told  # the command's guard makes 3 of what Ray ends a driver with
     assert 0 < len(job.parts()) < 15
-    cluster, driver = begun()
-    told = driver.communicate(timeout=120)[1].decode()
-    cluster.shutdown()
-    assert driver.returncode == 0, told
-    job.check(TEXTS[:120])
+    cluster = Cluster(initialize_head=True, head_node_args=NODE | HEAD)
+    try:
+        finished(job, start(job, cluster), TEXTS[:120])
+    finally:
+        cluster.shutdown()

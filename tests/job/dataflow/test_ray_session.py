@@ -12,7 +12,7 @@ from ray._private.utils import validate_socket_filepath
 from pipeline.errors import EnvironmentFailed
 from pipeline.job.dataflow.ray_session import cluster_cpus, connect
 from pipeline.machine.interpreter import child_environment
-from pipeline.machine.ray_folder import ray_folder, why_no_ray_folder
+from pipeline.machine.ray_folder import ray_folder, ray_folder_problem
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_a_folder_that_ray_cannot_take_is_said_before_it_starts(monkeypatch, tmp
             monkeypatch.setenv(name, place)
             with pytest.raises(EnvironmentFailed, match=r"Ray cannot keep its files in .* Set RAY_TMPDIR to a short"):
                 connect(None, 4)
-    assert why_no_ray_folder(ray_folder({"RAY_TMPDIR": f"/{'x' * longest}", "TMPDIR": "/proc"})) == ""
-    assert why_no_ray_folder(ray_folder({})) == ""
+    assert ray_folder_problem(ray_folder({"RAY_TMPDIR": f"/{'x' * longest}", "TMPDIR": "/proc"})) == ""
+    assert ray_folder_problem(ray_folder({})) == ""
 
 
 def _takes(folder: str) -> bool:
@@ -96,10 +96,7 @@ def test_a_token_for_a_home_that_takes_none(monkeypatch, tmp_path, home):
 
 
 def test_to_import_the_dataflow_changes_no_variable():
-    code = (
-        "import os, ray.data; before = dict(os.environ); import pipeline.job.dataflow.graph; "
-        "assert os.environ == before"
-    )
+    code = "import os, ray.data; old = dict(os.environ); import pipeline.job.dataflow.graph; assert os.environ == old"
     environment = {name: value for name, value in child_environment().items() if not name.startswith("RAY_")}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.data.files import json_lines
-from pipeline.errors import FingerprintError, InputError
+from pipeline.errors import InputError
 from tests.job.conftest import TEXTS, run, success
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -48,13 +48,6 @@ def test_a_job_that_lost_parts_goes_on_with_the_same_rows(lines):
     run(lines, **keep)
     assert answers(lines) == whole
     assert success(lines)["input_rows"] == len(whole)
-
-
-def test_a_line_that_changed_makes_another_job(lines):
-    run(lines)
-    put(lines, "a.jsonl", [{"id": i, "text": f"other {i}"} for i in range(20)])
-    with pytest.raises(FingerprintError, match=r"files\.a\.jsonl: .* -> "):
-        run(lines)
 
 
 def test_a_bad_line_stops_the_job_before_it_begins_or_is_an_error_row(lines):

@@ -74,8 +74,9 @@ def test_where_files_differ_the_wider_or_plain_type_holds_all(job):
     put(job, "a.parquet", {"id": pa.array([1], pa.int32()), "kind": pa.array(["x"]).dictionary_encode()})
     put(job, "b.parquet", {"id": pa.array([2], pa.int64()), "kind": pa.array(["y"], pa.large_string())}, 1)
     put(job, "c.parquet", {"id": pa.array([None], pa.null()), "kind": pa.array(["z"]).dictionary_encode()}, 2)
-    run(job, input={"columns": None})
+    run(job, input={"columns": ["kind", "text", "id"]})
     table = kept(job)
+    assert table.schema.names[:3] == ["kind", "text", "id"], "in the order of the job file"
     assert [table.schema.field(name).type for name in ("id", "kind")] == [pa.int64(), pa.string()]
     assert table.select(["id", "kind"]).to_pydict() == {"id": [1, 2, None], "kind": ["x", "y", "z"]}
 

@@ -22,9 +22,6 @@ def told(job) -> dict[str, str]:
 
 def test_a_success_that_cannot_be_written_is_no_finished_run(job):
     job.rows(TEXTS)
-    (job.output / "_SUCCESS").mkdir(parents=True)
-    job.fake()
-    (job.output / "_SUCCESS").rmdir()
     blocked = []
 
     def block(status):

@@ -1,7 +1,6 @@
 """`--append`: files that are new since the first run are computed alone; rows that were there stay as they are."""
 
 import json
-import signal
 import threading
 
 import pyarrow as pa
@@ -10,7 +9,8 @@ import pytest
 
 from pipeline.data.output.compact import compact
 from pipeline.data.output.parts import PartStore
-from pipeline.errors import ConfigError, EnvironmentFailed, FingerprintError, InputError, Interrupted, OutputError
+from pipeline.errors import EnvironmentFailed, FingerprintError, InputError, Interrupted, OutputError
+from pipeline.job.output import success as success_module
 from pipeline.job.output.audit import audit
 from pipeline.job.planning import fingerprint
 from pipeline.job.planning.appended import FOLDER, Batches
@@ -21,9 +21,10 @@ from tests.job.conftest import FAKES, TEXTS, run, runs, success
 pytestmark = pytest.mark.usefixtures("without_ray")
 
 
-def add(job, name: str, texts: list[str], first_id: int, kind=None) -> None:
-    ids = pa.array(range(first_id, first_id + len(texts)), kind or pa.int64())
-    pq.write_table(pa.table({"id": ids, "text": texts}), job.folder / "in" / name, row_group_size=10)
+def add(job, name: str, texts: list[str], first_id: int, **columns) -> None:
+    ids = pa.array(range(first_id, first_id + len(texts)), pa.int64())
+    table = pa.table({"id": ids, "text": texts, **columns})
+    pq.write_table(table, job.folder / "in" / name, row_group_size=10)
 
 
 @pytest.fixture
@@ -48,19 +49,26 @@ def sound(job) -> bool:
     return True
 
 
-def test_new_files_are_refused_and_the_message_says_how(begun):
+def test_new_files_and_a_changed_prompt_are_refused_and_nothing_is_put_on_record(begun):
     with pytest.raises(FingerprintError, match=r"files\.a\.parquet: nothing -> (.|\n)*With --append"):
         run(begun)
+    with pytest.raises(FingerprintError, match=r"prompt\.template"):
+        run(begun, append=True, prompt={"template": "Read {text}"})
+    assert not (begun.output / FOLDER).exists()
+    assert (begun.output / "_SUCCESS").exists()
     assert {part.name: part.read_bytes() for part in begun.parts()} == begun.before
 
 
-def test_they_alone_are_computed(begun):
+def test_they_alone_are_computed_and_merged_last(begun, tmp_path):
     report, _ = run(begun, append=True)
     assert begun.before.items() <= {part.name: part.read_bytes() for part in begun.parts()}.items()
     assert texts_by_id(begun).keys() == {*range(50), *range(1000, 1012), *range(2000, 2005)}
     assert success(begun)["completed_rows"] == report.rows.written == 67
     assert runs(begun)[-1]["rows_written"] == 17
     assert sound(begun)
+    compact(PartStore(str(begun.output)), PartStore(str(tmp_path / "m")), "input", 1 << 20, lambda what: None)
+    (file,) = (tmp_path / "m").glob("*.parquet")
+    assert pq.read_table(file)["id"].to_pylist() == [*range(50), *range(1000, 1012), *range(2000, 2005)]
 
 
 def test_the_output_is_that_of_one_run_over_all_files(begun, tmp_path):
@@ -86,26 +94,6 @@ def test_batches_follow_each_other_and_plain_runs_go_on(begun):
     assert len(Batches.of(PartStore(str(begun.output))).appended) == 2, "nothing was new"
 
 
-@pytest.mark.usefixtures("one_unit_in_flight")
-def test_a_run_that_is_stopped_goes_on_without_the_flag(begun):
-    begun.settings["run"] |= {"drain_timeout": "0.1 s"}
-    begun.settings["output"] |= {"rows_per_file": 2}
-    begun.output = begun.folder / "slow"
-    begun.settings["output"]["path"] = str(begun.output)
-    for name in ("a.parquet", "f0x.parquet"):
-        (begun.folder / "in" / name).rename(begun.folder / name)
-    run(begun.fake(step_s=0.05))
-    for name in ("a.parquet", "f0x.parquet"):
-        (begun.folder / name).rename(begun.folder / "in" / name)
-    with pytest.raises(Interrupted):
-        run(begun, [(lambda status: status.rows_written > 51, signal.SIGTERM)], append=True)
-    assert not (begun.output / "_SUCCESS").exists()
-    assert len(begun.parts()) < 34
-    run(begun)
-    assert success(begun)["completed_rows"] == 67
-    assert sound(begun)
-
-
 def test_an_unfinished_job_gets_its_own_rows_and_the_new_ones(job):
     run(job.rows(TEXTS, per_file=30))
     (job.output / "_SUCCESS").unlink()
@@ -129,27 +117,27 @@ def test_files_that_changed_or_are_gone_are_another_job_with_the_flag_too(begun)
         run(begun, append=True)
 
 
-def test_a_changed_prompt_is_refused_and_nothing_is_put_on_record(begun):
-    with pytest.raises(FingerprintError, match=r"prompt\.template"):
-        run(begun, append=True, prompt={"template": "Read {text}"})
-    assert not (begun.output / FOLDER).exists()
-    assert (begun.output / "_SUCCESS").exists()
+FLOATS = {kind: pa.array([0.1] * 5, kind) for kind in (pa.float32(), pa.float64())}
 
 
-def test_a_kept_column_of_another_type_is_refused_before_anything_is_written(job):
-    add(job, "f0.parquet", TEXTS[:20], 0, pa.int32())
-    run(job)
-    add(job, "a.parquet", TEXTS[20:30], 20, pa.int64())
-    with pytest.raises(InputError, match=r"column 'id': the appended file .*a\.parquet has it as int64, .* as int32"):
-        run(job, append=True)
+@pytest.mark.parametrize(
+    ("prompt", "kept", "first", "says"),
+    [
+        ("Say {text}", ["id", "x"], {"x": FLOATS[pa.float32()]}, "has it as double, .* as float"),
+        # no part holds it, but 0.1 as a float is another text than as a double: parts made again would differ
+        ("Say {x}", ["id"], {"x": FLOATS[pa.float32()]}, "has it as double, .* as float"),
+        ("Say {text}", None, {}, "has it, the files that"),
+    ],
+)
+def test_a_column_of_another_type_is_refused_before_anything_is_written(job, prompt, kept, first, says):
+    sections = {"prompt": {"template": prompt}, "input": {"columns": kept}}
+    add(job, "f0.parquet", TEXTS[:5], 0, **first)
+    run(job, **sections)
+    add(job, "a.parquet", TEXTS[5:10], 5, x=FLOATS[pa.float64()])
+    with pytest.raises(InputError, match=rf"column 'x': the appended file .*a\.parquet {says}"):
+        run(job, append=True, **sections)
     assert not (job.output / FOLDER).exists()
     assert (job.output / "_SUCCESS").exists()
-
-
-def test_the_first_rows_alone_cannot_be_appended_to(job):
-    run(job.rows(TEXTS, per_file=30), input={"limit": 10})
-    with pytest.raises(ConfigError, match=r"input\.limit"):
-        run(job, append=True, input={"limit": 10})
 
 
 def test_two_runs_that_append_at_once(begun, monkeypatch):
@@ -197,13 +185,6 @@ def test_error_rows_of_all_batches_are_tried_again(job, tmp_path):
     assert sound(job)
 
 
-def test_it_is_merged_with_the_new_rows_last(begun, tmp_path):
-    run(begun, append=True)
-    compact(PartStore(str(begun.output)), PartStore(str(tmp_path / "m")), "input", 1 << 20, lambda what: None)
-    (file,) = (tmp_path / "m").glob("*.parquet")
-    assert pq.read_table(file)["id"].to_pylist() == [*range(50), *range(1000, 1012), *range(2000, 2005)]
-
-
 def test_in_a_store(begun):
     with FaultyStore() as faulty:
         bucket = faulty.bucket
@@ -219,17 +200,6 @@ def test_in_a_store(begun):
         report, _ = run(begun, append=True, **places)
         assert report.rows.written == 62
         assert json.loads(bucket.get("out/_SUCCESS"))["completed_rows"] == 62
-
-
-def test_lines_of_json(job):
-    job.settings["input"] |= {"path": str(job.folder / "in" / "*.jsonl")}
-    lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS)]
-    (job.folder / "in" / "b.jsonl").write_text("\n".join(lines[:40]))
-    run(job)
-    (job.folder / "in" / "a.jsonl").write_text("\n".join(lines[40:]))
-    run(job, append=True)
-    assert texts_by_id(job).keys() == set(range(50))
-    assert sound(job)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 45])
@@ -289,9 +259,7 @@ def test_a_run_whose_output_was_appended_to_meanwhile_does_not_say_that_it_is_co
 
 
 def test_a_success_that_comes_after_the_record_of_a_batch_is_taken_back(job, monkeypatch):
-    from pipeline.job.output import success as module
-
-    of = module.Inventory.of
+    of = success_module.Inventory.of
 
     def record_first(store):
         place = store.folder
@@ -299,42 +267,19 @@ def test_a_success_that_comes_after_the_record_of_a_batch_is_taken_back(job, mon
         return of(store)
 
     job.rows(TEXTS[:8])
-    monkeypatch.setattr(module.Inventory, "of", record_first)
+    monkeypatch.setattr(success_module.Inventory, "of", record_first)
     with pytest.raises(Interrupted, match="has appended input files"):
         run(job)
     assert not (job.output / "_SUCCESS").exists()
 
 
-def test_the_type_of_a_prompt_column_stays_though_no_part_holds_it(job):
-    """0.1 as a float is another text than as a double: parts that are made again would have other prompts."""
-    for name, kind in (("f.parquet", pa.float32()), ("g.parquet", pa.float64())):
-        pq.write_table(pa.table({"id": [1], "x": pa.array([0.1], kind)}), job.folder / "in" / name)
-        if kind == pa.float32():
-            run(job, prompt={"template": "Say {x}"})
-    with pytest.raises(InputError, match=r"column 'x': the appended file .*g\.parquet has it as double, .* as float"):
-        run(job, append=True, prompt={"template": "Say {x}"})
-    assert not (job.output / FOLDER).exists()
-
-
-def test_a_column_that_only_the_new_files_have_is_refused_where_all_are_kept(job):
-    everything = {"input": {"columns": None}}
-    run(job.rows(TEXTS), **everything)
-    table = pa.table({"id": [50], "text": ["more"], "extra": [1]})
-    pq.write_table(table, job.folder / "in" / "a.parquet")
-    with pytest.raises(InputError, match=r"column 'extra': the appended file .*a\.parquet has it, the files that"):
-        run(job, append=True, **everything)
-
-
 def test_narrower_types_and_other_encodings_become_those_of_the_parts(job):
-    def put(name, first_id, n, kind, rest):
-        columns = {"id": range(first_id, first_id + 10), "text": ["x"] * 10, "n": pa.array(range(10), n), "kind": kind}
-        pq.write_table(pa.table({**columns, "rest": rest}), job.folder / "in" / name)
-
     kept = {"input": {"columns": ["id", "n", "kind"]}}
-    put("f.parquet", 0, pa.int64(), pa.array(["red", "blue"] * 5).dictionary_encode(), [1] * 10)
+    colours = pa.array(["red", "blue"] * 5).dictionary_encode()
+    add(job, "f.parquet", ["x"] * 10, 0, n=pa.array(range(10), pa.int64()), kind=colours, rest=[1] * 10)
     run(job, **kept)
     schema = pq.read_schema(job.parts()[0]).remove_metadata()
-    put("a.parquet", 10, pa.int8(), ["green"] * 10, ["not kept, of any type"] * 10)
+    add(job, "a.parquet", ["x"] * 10, 10, n=pa.array(range(10), pa.int8()), kind=["green"] * 10, rest=["other"] * 10)
     run(job, append=True, **kept)
     assert {row["id"]: row["kind"] for row in job.table().to_pylist()}[19] == "green"
     assert len(texts_by_id(job)) == 20

@@ -1,13 +1,7 @@
 """`--append` ended at any moment: no row is lost or doubled, and a plain run goes on once the batch is on record."""
 
 import contextlib
-import os
-import random
-import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -104,26 +98,3 @@ def test_a_run_that_dies_at_any_write_is_gone_on_with(job, monkeypatch):
                     run(job, **QUICK)
                 run(job, append=True, **QUICK)
             check(job, {*range(12), *range(50, 58)})
-
-
-def test_a_driver_killed_at_random_moments_is_gone_on_with(job):
-    run(job.rows(TEXTS).fake(step_s=0.02))
-    there, draw = set(range(50)), random.Random(7)
-    for number, name in enumerate("dbca"):
-        stood = {part.name: part.stat().st_mtime_ns for part in job.parts()}
-        ids = range(50 + 15 * number, 65 + 15 * number)
-        add(job, f"{name}.parquet", ids)
-        there |= set(ids)
-        record = job.output / FOLDER / f"{number + 1:04d}.json"
-        command = [sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml"), "--append"]
-        driver = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE)
-        while driver.poll() is None and not (record.exists() if number % 2 == 0 else len(job.parts()) > len(stood)):
-            time.sleep(0.002)
-        time.sleep(draw.uniform(0, 0.3))
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(driver.pid, signal.SIGKILL)
-        said = driver.communicate()[1]
-        assert record.exists(), said
-        run(job)
-        check(job, there)
-        assert stood.items() <= {part.name: part.stat().st_mtime_ns for part in job.parts()}.items()

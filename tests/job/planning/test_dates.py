@@ -6,7 +6,7 @@ from datetime import datetime
 import pytest
 
 from pipeline.checkpoints.chat_template import folder_asks_for_date
-from pipeline.errors import FingerprintError, OutputError
+from pipeline.errors import FingerprintError
 from pipeline.job.actor.worker import Backend
 from pipeline.job.planning.plan import make_plan
 from pipeline.job.running.run import run_job
@@ -95,14 +95,6 @@ def test_of_two_first_runs_at_midnight_the_second_takes_the_date_of_the_first(jo
     forget(job)
     with pytest.raises(FingerprintError, match=r"sampling\.max_tokens: 6 -> 7"):
         run(LATER, sampling={"max_tokens": 7})
-
-
-def test_a_date_that_was_edited_is_damage(job, run):
-    run(FIRST)
-    path = job.output / "_pipeline" / "job.json"
-    path.write_text(path.read_text().replace("2026-11-23T23:59:58", "tomorrow"))
-    with pytest.raises(OutputError, match="damaged"):
-        run(LATER)
 
 
 def test_jobs_without_a_date_in_their_prompts_stay_the_jobs_they_were(job):

@@ -8,16 +8,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.data.source import open_source
 from pipeline.demo import demo_model
 from pipeline.errors import ConfigError, UserError
 from pipeline.generate import complete, read_prompts
-from pipeline.job.planning.fingerprint import FORMAT
+from pipeline.job.planning.fingerprint import FORMAT, file_digests
 from pipeline.job.planning.plan import make_plan
 from pipeline.job.planning.resolution import resolve_job, resolve_prompts
 from pipeline.job.preview.examine import examine
 from pipeline.job.running.run import run_job
 from tests.job.conftest import TEXTS, Started, run
 from tests.job.requests.lines import CHAT, TEXT, put, request
+from tests.job.requests.lines import FORMAT as LINES
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -28,7 +30,6 @@ ROW = {
     "turns": [[{"role": "user", "content": "hi"}]] * 2,
     "options": [["a", "b"]] * 2,
 }
-LINES = {"format": "openai", "columns": ["custom_id"]}
 
 # What is wrong with a job, and the keys that are named.
 BROKEN = [
@@ -93,18 +94,11 @@ def there(job, monkeypatch):
         (job.folder / name / "_pipeline").mkdir(parents=True)
         head = {"format": FORMAT, "job": "x", "fingerprint": "0", "identity": identity, "numerics": {}, "free": {}}
         (job.folder / name / "_pipeline" / "job.json").write_text(json.dumps(head))
-    batch = {"format": 1, "files": {"a.parquet": made_digest(job)}, "rows": 2, "at": ""}
+    batch = {"format": 1, "files": file_digests(open_source(str(job.folder / "in"))), "rows": 2, "at": ""}
     (job.folder / "appended" / "_pipeline" / "appended").mkdir()
     (job.folder / "appended" / "_pipeline" / "appended" / "0001.json").write_text(json.dumps(batch))
     job.settings |= {"model": {"path": "demo"}, "sampling": {"max_tokens": 3}}
     return job
-
-
-def made_digest(job) -> str:
-    from pipeline.data.source import open_source
-    from pipeline.job.planning.fingerprint import file_digests
-
-    return file_digests(open_source(str(job.folder / "in")))["a.parquet"]
 
 
 def broken(job, sections):
@@ -133,7 +127,7 @@ def test_a_run_raises_what_validate_lists(there):
         assert [mistake.key for mistake in found.mistakes] == keys, (sections, found.mistakes)
         assert not found.failures
         first = found.mistakes[0]
-        assert first.where.startswith(str(there.folder / "job.yaml")), first
+        assert first.location.startswith(str(there.folder / "job.yaml")), first
         before = sorted(there.folder.rglob("*"))
         with pytest.raises(UserError) as raised:
             run_job(config)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,22 +106,35 @@ def test_phases_always_sum_to_the_time(events):
         assert 0 <= timeline.tail_us <= phases["idle"]
 
 
+@pytest.fixture
+def clock(monkeypatch) -> list[int]:
+    """Time of the ledger in microseconds, as a list of one number."""
+    now = [0]
+    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now[0])
+    return now
+
+
+def begun(actors: int, most: int | None = None, run_us: int = 0, **options) -> Ledger:
+    ledger = Ledger(actors, most, **options)
+    ledger.begin(run_us)
+    return ledger
+
+
 def state(actor: int, us: int, at_rest: str = "idle") -> ActorState:
     return ActorState(ActorRecord(actor, {**no_phases(), "decode": us}), at_rest=at_rest)
 
 
-def test_the_ledger_gives_each_actor_its_time_from_the_runs_start_to_its_end(monkeypatch):
-    now = 1_000_000_000
-    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now)
+def test_the_ledger_gives_each_actor_its_time_from_the_runs_start_to_its_end(clock):
+    clock[0] = 1_000_000_000
     ledger = Ledger(actors=2)
     assert ledger.register(b"") is None
     ledger.begin(run_us=3_000_000)
     assert ledger.register(b"a") == (0, 3_000_000, False)
-    now += 500_000
+    clock[0] += 500_000
     assert ledger.register(b"b") == (1, 3_500_000, False)
     assert not ledger.report(replace(state(0, 3_000_000), told=2))
     assert not ledger.report(state(1, 3_400_000, at_rest="load"))
-    now += 500_000
+    clock[0] += 500_000
     ends = ledger.states(end=True)
     assert [s.record.machine_us for s in ends] == [4_000_000, 4_000_000]
     assert (ends[0].record.phases_us["idle"], ends[1].record.phases_us["load"]) == (1_000_000, 600_000)
@@ -132,41 +146,35 @@ def test_the_ledger_gives_each_actor_its_time_from_the_runs_start_to_its_end(mon
     assert ledger.actors() == [b"a", b"b"]
 
 
-def test_a_replacement_takes_over_where_its_predecessor_was_last_heard(monkeypatch):
-    now = 0
-    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now)
-    ledger = Ledger(actors=2)
-    ledger.begin(run_us=0)
+def test_a_replacement_takes_over_where_its_predecessor_was_last_heard(clock):
+    ledger = begun(2)
     ledger.register(b"a")
     ledger.register(b"b")
-    now = 10_000_000
+    clock[0] = 10_000_000
     ledger.report(state(0, 10_000_000))
-    now = 14_000_000
+    clock[0] = 14_000_000
     ledger.report(state(1, 14_000_000))
-    now = 15_000_000
+    clock[0] = 15_000_000
     assert ledger.register(b"c") == (2, 5_000_000, False)
     ledger.report(state(2, 5_000_000))
-    now = 20_000_000
+    clock[0] = 20_000_000
     ends = ledger.states(end=True)
     assert [s.record.machine_us for s in ends] == [10_000_000, 20_000_000, 10_000_000]
     assert [s.record.replaces for s in ends] == [None, None, 0]
 
 
-def test_on_another_machine_a_replacement_begins_with_its_own_process(monkeypatch):
-    now = 0
-    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now)
-    ledger = Ledger(actors=1)
-    ledger.begin(run_us=0)
+def test_on_another_machine_a_replacement_begins_with_its_own_process(clock):
+    ledger = begun(1)
     ledger.register(b"a", Whereabouts("host", "one", 1_000_000))
-    now = 10_000_000
+    clock[0] = 10_000_000
     ledger.report(state(0, 10_000_000))
-    now = 60_000_000
+    clock[0] = 60_000_000
     assert ledger.register(b"b", Whereabouts("host", "two", 4_000_000)) == (1, 4_000_000, False)
-    now = 90_000_000
+    clock[0] = 90_000_000
     ledger.report(state(1, 34_000_000))
-    now = 95_000_000
+    clock[0] = 95_000_000
     assert ledger.register(b"c", Whereabouts("host", "three", 9_000_000)) == (2, 5_000_000, False), "none held both"
-    now = 100_000_000
+    clock[0] = 100_000_000
     ends = ledger.states(end=True, lost_nodes={"two", "three"})
     assert [s.record.machine_us for s in ends] == [10_000_000, 34_000_000, 5_000_000]
     assert [s.record.node_lost for s in ends] == [False, True, True]
@@ -174,78 +182,58 @@ def test_on_another_machine_a_replacement_begins_with_its_own_process(monkeypatc
     assert [s.record.machine_us for s in ledger.states(end=True, lost_nodes={"two"})][2] == 10_000_000
 
 
-def test_machines_may_come_and_go_for_as_long_as_they_like(monkeypatch):
-    now = 0
-    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now)
-    ledger = Ledger(actors=1)
-    ledger.begin(run_us=0)
+def test_machines_may_come_and_go_for_as_long_as_they_like(clock):
+    ledger = begun(1)
     for number in range(20):
         assert ledger.register(b"", Whereabouts("host", str(number))) == (number, 0, False)
-        now += 10_000_000
+        clock[0] += 10_000_000
     entries = [ledger.register(b"", Whereabouts("host", "19")) for _ in range(1 + MAX_REPLACED)]
     assert [entry[2] for entry in entries if entry] == [False] * MAX_REPLACED + [True]
 
 
-def test_of_an_elastic_pool_time_begins_with_a_process_and_ends_when_it_is_given_back(monkeypatch):
-    now = 0
-    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now)
-    ledger = Ledger(1, 3)
-    ledger.begin(run_us=0)
+def test_of_an_elastic_pool_time_begins_with_a_process_and_ends_when_it_is_given_back(clock):
+    ledger = begun(1, 3)
     assert ledger.register(b"a", Whereabouts("host", "one", 1_000_000)) == (0, 0, False)
-    now = 1_500_000
+    clock[0] = 1_500_000
     assert ledger.register(b"b", Whereabouts("host", "two", 1_000_000)) == (1, 1_000_000, False)
-    now = 20_000_000
+    clock[0] = 20_000_000
     ledger.report(state(1, 19_500_000))
-    now = 24_000_000
+    clock[0] = 24_000_000
     ledger.report(state(0, 24_000_000))
     assert not any(s.record.released for s in ledger.states())
-    now = 26_000_000
+    clock[0] = 26_000_000
     ends = ledger.states(end=True)
     assert [s.record.released for s in ends] == [False, True]
     assert [s.record.started_us for s in ends] == [0, 500_000]
     assert [s.record.machine_us for s in ends] == [26_000_000, 19_500_000]
 
 
-def test_actors_that_have_said_nothing_are_starting_up(monkeypatch):
+def test_actors_that_have_said_nothing_are_starting_up(clock):
     """Else a run that is killed while its engines load would seem to have used no machine."""
-    now = 0
-    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now)
-    ledger = Ledger(actors=2)
-    ledger.begin(run_us=5_000_000)
+    ledger = begun(2, run_us=5_000_000)
     assert [s.record.phases_us["startup"] for s in ledger.states()] == [5_000_000, 5_000_000]
     assert ledger.states(end=True) == []  # none has come: no machine was held
     ledger.register(b"a")
-    now = 2_000_000
+    clock[0] = 2_000_000
     assert [s.record.phases_us["startup"] for s in ledger.states()] == [7_000_000, 7_000_000]
     assert [s.record.machine_us for s in ledger.states(end=True)] == [7_000_000]
-    now = 9_000_000
+    clock[0] = 9_000_000
     ledger.register(b"b")  # in the place of the first, which is silent
-    now = 10_000_000
+    clock[0] = 10_000_000
     assert [s.record.machine_us for s in ledger.states(end=True)] == [5_000_000, 10_000_000]
 
 
-def test_actors_are_not_replaced_for_ever():
-    ledger = Ledger(actors=1)
-    ledger.begin(run_us=0)
-    entries = [ledger.register(b"") for _ in range(2 + MAX_REPLACED)]
-    assert [entry[2] for entry in entries if entry] == [False] * (1 + MAX_REPLACED) + [True]
-
-
-def test_of_two_states_of_an_actor_the_later_one_counts_whichever_arrives_last(monkeypatch):
+def test_of_two_states_of_an_actor_the_later_one_counts_whichever_arrives_last(clock):
     """Two of its threads tell at once, each of the unit that it has just written."""
-    ledger = Ledger(1)
-    ledger.begin(0)
+    ledger = begun(1)
     ledger.register(b"")
     ledger.report(ActorState(ActorRecord(0, units=18), told=6))
     ledger.report(ActorState(ActorRecord(0, units=17), told=5))
     assert ledger.states()[0].record.units == 18
 
 
-def test_an_actor_whose_machine_is_drained_leaves_and_is_not_paid_for_after_that(monkeypatch):
-    clock = [0]
-    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: clock[0])
-    ledger = Ledger(1, drain_s=30.0)
-    ledger.begin(0)
+def test_an_actor_whose_machine_is_drained_leaves_and_is_not_paid_for_after_that(clock):
+    ledger = begun(1, drain_s=30.0)
     number, _, _ = ledger.register(b"a", Whereabouts("host", "node-a"))
 
     def word(told, open_units):

@@ -1,17 +1,9 @@
 """A job over a batch API's file: each line answered once, by its own values."""
 
-import contextlib
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from pipeline.data.files import json_lines
 from pipeline.errors import FingerprintError, InputError
 from tests.job.conftest import run, success
 from tests.job.fake_engine import text_of
@@ -50,38 +42,16 @@ def test_lines_are_answered_by_their_own_values_over_several_runs(batch):
     assert success(batch)["input_rows"] == 40
 
 
-def test_lines_that_ask_for_one_choice_make_no_lists(batch):
-    put(batch, "a.jsonl", [request(0, n=1)])
+def test_lines_that_ask_for_one_choice_make_no_lists_and_a_job_may_ask_for_several_of_those_that_do_not_say(batch):
     (batch.folder / "in" / "b.jsonl").unlink()
+    put(batch, "a.jsonl", [request(0, n=1)])
     run(batch)
     assert batch.table()["generated_text"].to_pylist() == [text_of(tokens_of(0))]
-
-
-def test_a_job_of_lines_may_ask_for_several_choices_of_those_that_do_not_say(batch):
     put(batch, "a.jsonl", [request(0), request(1, n=1), request(2, n=2)])
-    (batch.folder / "in" / "b.jsonl").unlink()
-    run(batch, sampling={"n": 4})
+    batch.output = batch.folder / "several"
+    run(batch, sampling={"n": 4}, output={"path": str(batch.output)})
     rows = sorted(batch.table().to_pylist(), key=lambda row: row["source_row"])
     assert [len(row["generated_text"]) for row in rows] == [4, 1, 2]
-
-
-def test_a_driver_killed_at_random_moments_is_gone_on_with(batch, monkeypatch):
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 1 << 20)  # as in the other process: windows are cut at blocks
-    batch.settings["run"] |= {"window_rows": 100}  # one window, so without Ray
-    batch.settings["output"] |= {"rows_per_file": 4}
-    batch.fake(step_s=0.02).config()
-    draw = random.Random(3)
-    for kill in range(2):
-        command = [sys.executable, "-m", "tests.job.drive", str(batch.folder / "job.yaml")]
-        driver = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
-        while driver.poll() is None and len(batch.parts()) <= kill:
-            time.sleep(0.002)
-        time.sleep(draw.uniform(0, 0.1))
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(driver.pid, signal.SIGKILL)
-        driver.wait()
-    run(batch)
-    check(batch)
 
 
 def test_appended_requests_and_a_repeated_id(batch):

@@ -14,10 +14,10 @@ from pipeline.engine.tasks import Embed, VectorResult
 from pipeline.errors import InputError, OutputError
 from pipeline.job.actor.tokenize import row_seed
 from pipeline.job.output.convert import convert, errors_beside
-from tests.job.conftest import run
+from tests.faults.store import FaultyStore
+from tests.job.conftest import Job, run
 from tests.job.fake_engine import answer, result_of, text_of
 from tests.job.requests.lines import CHAT, TEXT, converted, put, request, tokens_of
-from tests.stores.boxes import box_url
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -75,10 +75,8 @@ def test_a_line_gets_the_log_probabilities_of_its_own_prompt(batch, url, form):
         assert len(found) == (1 if url == CHAT else places)
         ids = list((f"<system>Be brief.<user>é {i}" if url == CHAT else f"é {i}").encode())
         for place in found:
-            assert [None if t is None else next(iter(t)) for t in place["prompt_logprobs"]] == [
-                None,
-                *map(str, ids[1:]),
-            ]
+            first, *others = place["prompt_logprobs"]
+            assert (first, [next(iter(t)) for t in others]) == (None, list(map(str, ids[1:])))
             assert all((t[str(token)]["rank"] is None) == (i == 1)
                        for t, token in zip(place["prompt_logprobs"][1:], ids[1:]))  # fmt: skip
 
@@ -116,11 +114,8 @@ def test_what_comes_out_is_what_the_clients_of_the_api_read(batch):
         ids |= {line["id"], line["response"]["request_id"], body.id}
     assert len(ids) == 3 * len(good)
     found = {line["custom_id"]: line["response"] for line in bad}
-    assert {name: response["status_code"] for name, response in found.items()} == {
-        "id-6": 400,
-        "id-7": 400,
-        "id-8": 400,
-    }
+    codes = {name: response["status_code"] for name, response in found.items()}
+    assert codes == {"id-6": 400, "id-7": 400, "id-8": 400}
     error = found["id-6"]["body"]["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_request")
     assert error["message"].startswith("body.tools")
@@ -207,8 +202,6 @@ def test_what_cannot_be_converted(batch, job, tmp_path):
 
 
 def test_an_output_without_custom_id_is_refused(tmp_path):
-    from tests.job.conftest import Job
-
     (tmp_path / "other").mkdir()
     other = Job(tmp_path / "other").rows(["a"])
     run(other)
@@ -227,37 +220,21 @@ def test_the_command_writes_both_files(batch, pipe):
 
 
 def test_files_in_a_store_are_created_and_never_replaced(batch):
-    import fsspec
-
     run(batch)
-    store, place = PartStore(str(batch.output)), box_url("converted/deep/answers.jsonl")
-    for _ in range(2):
-        done = convert(store, place, errors_beside(place), {})
-        assert (done.completed_rows, done.error_rows) == (37, 3)
-    fs = fsspec.filesystem("box")
-    assert fs.cat_file("/converted/deep/answers.jsonl").count(b"\n") == 37
-    assert fs.cat_file("/converted/deep/answers.errors.jsonl").count(b"\n") == 3
-    fs.pipe_file("/converted/deep/answers.jsonl", b"mine")
-    with pytest.raises(OutputError, match="is there already"):
-        convert(store, place, errors_beside(place), {})
-    fs.rm("/converted", recursive=True)
-
-
-def test_files_in_s3(batch):
-    from tests.faults.store import FaultyStore
-
-    run(batch)
-    here = converted(batch)
+    converted(batch)
+    parts = PartStore(str(batch.output))
     with FaultyStore() as store:
-        place = store.bucket.url("deep/answers.jsonl")
+        bucket, place = store.bucket, store.bucket.url("deep/answers.jsonl")
         for _ in range(2):
-            convert(PartStore(str(batch.output)), place, errors_beside(place), dict(store.bucket.storage))
-        there = PartStore(store.bucket.url("deep"), dict(store.bucket.storage)).folder
-        names = ["answers.errors.jsonl", "answers.jsonl"]
-        assert there.names("") == names
-        for name in names:
-            assert there.read(name) == (batch.folder / name).read_bytes()
-    assert len(here[0]) == 37
+            done = convert(parts, place, errors_beside(place), dict(bucket.storage))
+            assert (done.completed_rows, done.error_rows) == (37, 3)
+        for name in bucket.tags("deep/"):
+            assert bucket.get(f"deep/{name}") == (batch.folder / name).read_bytes()
+        assert len(bucket.tags()) == 2
+        bucket.put("deep/answers.jsonl", b"mine")
+        with pytest.raises(OutputError, match="is there already"):
+            convert(parts, place, errors_beside(place), dict(bucket.storage))
+        assert bucket.get("deep/answers.jsonl") == b"mine"
 
 
 def test_names_beside():

@@ -32,21 +32,17 @@ def test_values_for_lines_that_do_not_say(batch):
     assert resolved() == (16, 1.0, "prompt", True)
 
 
-@pytest.mark.parametrize(
-    ("sections", "says"),
-    [
-        ({"prompt": {"column": "x"}}, r"job\.yaml:\d+: prompt\.column: the lines of input\.format openai are"),
-        ({"sampling": {"max_tokens": {"column": "x"}}}, r"sampling\.max_tokens: the lines of .* give their own values"),
-        (
-            {"prompt": {"column": "x"}, "input": {"columns": []}},  # all that is wrong, at once
-            r"(?s)input\.columns: expected custom_id among them.*prompt\.column: ",
-        ),
+def test_a_job_file_that_says_what_lines_say_is_refused(batch):
+    prompt = {"column": "x"}
+    for sections, says in [
+        ({"prompt": prompt}, r"job\.yaml:\d+: prompt\.column: the lines of input\.format openai are"),
+        ({"sampling": {"max_tokens": prompt}}, r"sampling\.max_tokens: the lines of .* give their own values"),
+        # all that is wrong, at once
+        ({"prompt": prompt, "input": {"columns": []}}, r"(?s)input\.columns: expected custom_id.*prompt\.column: "),
         ({"input": {"format": "openai-batch"}}, r"input\.format: expected one of rows, openai; got"),
-    ],
-)
-def test_a_job_file_that_says_what_lines_say_is_refused(batch, sections, says):
-    with pytest.raises(ConfigError, match=says):
-        batch.config(**sections)
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            batch.config(**sections)
 
 
 def test_chats_are_not_asked_of_texts(batch):
@@ -56,37 +52,24 @@ def test_chats_are_not_asked_of_texts(batch):
         run(batch, prompt={"chat": {"system": "x"}})
 
 
-@pytest.mark.parametrize(
-    ("url", "section", "says"),
-    [
-        (CHAT, {}, r"task\.type: embed, but \S+a\.jsonl:1 is for /v1/chat/completions; use task: generate"),
-        (
-            EMBEDDINGS,
-            {"task": {"type": "generate"}},
-            r"task\.type: generate, but \S+a\.jsonl:1 is for /v1/embeddings.*use task: embed",
-        ),
+def test_lines_and_task_have_to_fit(embedding):
+    for url, section, says in [
+        (EMBEDDINGS, {"task": {"type": "generate"}}, r"task\.type: generate, but \S+a\.jsonl:1 is for /v1/embeddings"),
         (EMBEDDINGS, {"task": {"dimensions": 3}}, r"task\.dimensions: 3, but \S+:1 has body\.dimensions 4"),
         (EMBEDDINGS, {"prompt": {"chat": True}}, r"prompt\.chat: the lines are for /v1/embeddings, which has no chats"),
-        (
-            EMBEDDINGS,
-            {"task": {"type": "score"}},
-            r"input\.format: the lines of format openai are requests for completions or emb",
-        ),
-    ],
-)
-def test_lines_and_task_have_to_fit(embedding, url, section, says):
-    put(embedding, "a.jsonl", [request(0, url, **({"dimensions": 4} if url == EMBEDDINGS else {}))])
-    with pytest.raises(ConfigError, match=says):
-        run(embedding, **section)
-    if section.get("task") != {"type": "score"}:  # that one is seen without the input
+        (CHAT, {}, r"task\.type: embed, but \S+a\.jsonl:1 is for /v1/chat/completions; use task: generate"),
+    ]:
+        put(embedding, "a.jsonl", [request(0, url, **({"dimensions": 4} if url == EMBEDDINGS else {}))])
+        with pytest.raises(ConfigError, match=says):
+            run(embedding, **section)
         told = [f"{mistake.key}: {mistake.problem}" for mistake in examine(embedding.config(**section)).mistakes]
         assert [text for text in told if re.search(says, text)], told
+    with pytest.raises(ConfigError, match=r"input\.format: the lines of format openai are requests for completions or"):
+        embedding.config(task={"type": "score"})
 
 
 def test_what_the_lines_ignore_is_said(batch):
     _, statuses = run(batch)
     assert [s.phase for s in statuses if "change nothing here: user" in s.phase]
     found = examine(batch.config())
-    assert found.facts["requests"] == {
-        "endpoint": "chat", "model": "gpt-x", "ignored": ["user"],
-    }  # fmt: skip
+    assert found.facts["requests"] == {"endpoint": "chat", "model": "gpt-x", "ignored": ["user"]}

@@ -56,12 +56,8 @@ def test_each_row_may_have_its_own_number_in_a_column(job):
     run(job, sampling=wanted)
     rows = sorted(job.table().to_pylist(), key=lambda row: row["id"])
     assert [row["error"] for row in rows] == [None, None, None, "invalid_sampling"]
-    assert [row["prompt_logprobs"] and len(row["prompt_logprobs"][1]["top"] or ()) for row in rows] == [
-        None,
-        0,
-        2,
-        None,
-    ]
+    tops = [row["prompt_logprobs"] and len(row["prompt_logprobs"][1]["top"] or ()) for row in rows]
+    assert tops == [None, 0, 2, None]
     assert [row["logprobs"] and len(row["logprobs"][0]["top"] or ()) for row in rows] == [1, None, 0, None]
 
 
@@ -81,12 +77,9 @@ def test_they_are_the_engines_also_of_prompts_that_share_a_beginning(job):
     start = "The pump in the hall was repaired by the team of the night, and the report says that it "
     texts = [f"{start}ran {i} hours" for i in range(4)] + ["ran"]
     job.rows(texts)
-    settings = {
-        "model": {"path": "demo:target"},
-        "engine": {"dtype": "float32", "max_num_seqs": 1},
-        "sampling": {"max_tokens": 3, "prompt_logprobs": 2},
-    }
-    config = job.config(**settings)
+    engine = {"dtype": "float32", "max_num_seqs": 1}
+    sampling = {"max_tokens": 3, "prompt_logprobs": 2}
+    config = job.config(model={"path": "demo:target"}, engine=engine, sampling=sampling)
     run_job(config)
     rows = sorted(job.table().to_pylist(), key=lambda row: row["id"])
     plan = make_plan(config, "cpu")

@@ -1,7 +1,6 @@
 """Reasoning in a job: columns, report, the checkpoint's markers, and a run that takes over rows of an earlier one."""
 
 import json
-from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,8 +15,6 @@ from pipeline.job.preview.describe import describe
 from pipeline.job.preview.examine import examine
 from pipeline.job.running.run import run_job
 from pipeline.job.running.sample import read_sample
-from pipeline.report.features import TokensCost
-from pipeline.report.record.row_stats import ReasonedRows
 from pipeline.report.render import html, markdown, text
 from pipeline.report.run_report import RunReport
 from tests.job.conftest import runs
@@ -90,19 +87,14 @@ def test_its_markers_are_the_checkpoints_and_part_of_what_the_job_is(job):
     assert identity(reasoning=MARKERS)["reasoning"] == MARKERS
     named = {"start": "<|im_start|>", "end": "<|im_end|>"}  # added tokens are markers too
     assert identity(reasoning=named, thinking_token_budget=5)["thinking_token_budget"] == 5
-    for reasoning, told in (
-        ("auto", "sampling.reasoning: auto: the checkpoint's tokenizer has no token that begins reasoning"),
-        (
-            {"start": "<|im_start|>", "end": "two words"},
-            "sampling.reasoning.start = '<|im_start|>': is a special token",
-        ),
-    ):
+    special = {"start": "<|im_start|>", "end": "two words"}
+    for reasoning, told in (("auto", "has no known start-of-reasoning token"), (special, "is a special token")):
         settings = configured(job, reasoning=reasoning)
-        with pytest.raises(ConfigError, match=told.partition("(")[0]):
+        with pytest.raises(ConfigError, match=rf"sampling\.reasoning.*{told}"):
             make_plan(settings, "cpu")
         (mistake,) = examine(settings).mistakes
-        assert (mistake.key, mistake.where.endswith("job.yaml:0")) == ("sampling.reasoning", False)
-        assert told.partition("reasoning")[2].lstrip(": .") in mistake.problem
+        assert (mistake.key, mistake.location.endswith("job.yaml:0")) == ("sampling.reasoning", False)
+        assert told in mistake.problem
     several = {"start": ":", "end": "two words"}
     assert identity(reasoning=several)["reasoning"] == several
     with pytest.raises(ConfigError, match=r"sampling\.thinking_token_budget: needs markers that are one token each"):
@@ -114,26 +106,14 @@ def test_its_markers_are_the_checkpoints_and_part_of_what_the_job_is(job):
     assert list(found.facts["output_columns"])[-2:] == ["reasoning", "num_reasoning_tokens"]
 
 
-@pytest.mark.parametrize(
-    ("given", "key", "message"),
-    [
+def test_a_mistake_in_the_job_file_is_told_with_its_key(job):
+    for given, key, message in [
         ({"reasoning": True}, "sampling.reasoning", "expected auto, or"),
         ({"reasoning": {"start": "a"}}, "sampling.reasoning", "expected auto, or"),
         ({"thinking_token_budget": 9}, "sampling", "needs reasoning"),
         ({"reasoning": "auto", "thinking_token_budget": -2}, "sampling.thinking_token_budget", "at least 0"),
         ({"reasoning_effort": "low"}, "sampling.reasoning_effort", "sampling.thinking_token_budget"),
-    ],
-)
-def test_a_mistake_in_the_job_file_is_told_with_its_key(job, given, key, message):
-    with pytest.raises(ConfigError, match=message) as raised:
-        job.config(sampling=given)
-    assert key in str(raised.value)
-
-
-def test_reasoning_is_charged_what_generated_tokens_are():
-    phases = {"prefill": 100, "decode": 300}
-    charge = partial(TokensCost.charge, machine_us=1000, phases_us=phases, generated_tokens=200)
-    assert charge(2, 50, generated_usd=0.4) == TokensCost(2, 50, 0.25, 750 // 4, 0.1)
-    assert charge(2, 50, generated_usd=None) == TokensCost(2, 50, 0.25, 750 // 4, None)
-    assert charge(0, 0, generated_usd=0.4) is None
-    assert ReasonedRows(1, 5) + ReasonedRows(2, 6) == ReasonedRows(3, 11)
+    ]:
+        with pytest.raises(ConfigError, match=message) as raised:
+            job.config(sampling=given)
+        assert key in str(raised.value)

@@ -22,7 +22,6 @@ from pipeline.job.running.run import run_job
 from pipeline.job.running.sample import SampleRow
 from pipeline.tokenization.tokenizer import Tokenizer
 from tests.job.conftest import TEXTS, run, runs, success
-from tests.job.drive import drive_and_kill
 from tests.job.fake_engine import answer, text_of
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -95,29 +94,23 @@ def test_n_from_a_column_and_rows_whose_samples_would_be_equal(job):
     assert len(rows[2]["generated_text"]) == 1
     assert (rows[3]["error"], rows[3]["generated_text"]) == ("invalid_sampling", None)
     assert rows[3]["error_message"].startswith("sampling.n = 2: expected 1 with temperature 0")
+    job.output = job.folder / "constant"
+    constant = {"max_tokens": 6, "n": 3, "temperature": {"column": "t"}}
+    run(job, sampling=constant, output={"path": str(job.output)})
+    rows = {row["id"]: row["error"] for row in job.table().to_pylist()}
+    assert rows == {0: None, 1: None, 2: None, 3: "invalid_sampling"}
 
 
-def test_a_temperature_from_a_column_beside_a_constant_n(job):
-    table = pa.table({"id": list(range(3)), "text": TEXTS[:3], "t": [0.5, 0.0, None]})
-    pq.write_table(table, job.folder / "in" / "f0.parquet")
-    run(job, sampling={"max_tokens": 6, "n": 3, "temperature": {"column": "t"}})
-    errors = [row["error"] for row in sorted(job.table().to_pylist(), key=lambda row: row["id"])]
-    assert errors == [None, "invalid_sampling", None]
-
-
-@pytest.mark.parametrize(
-    ("sampling", "message"),
-    [
+def test_a_job_file_that_asks_for_equal_samples_is_refused(job):
+    for sampling, message in [
         ({"n": 8}, "8 with temperature 0 gives 8 equal texts; set sampling.temperature above 0"),
         ({"n": 8, "temperature": 0}, "8 with temperature 0 gives 8 equal texts"),
         ({"n": 0}, "an integer 1 to 1024; got 0"),
         ({"n": "many"}, "expected an integer, or {column: name}"),
-    ],
-)
-def test_a_job_file_that_asks_for_equal_samples_is_refused(job, sampling, message):
-    with pytest.raises(JobFileError, match=r"sampling\.n") as refused:
-        job.config(sampling=sampling)
-    assert message in str(refused.value)
+    ]:
+        with pytest.raises(JobFileError, match=r"sampling\.n") as refused:
+            job.config(sampling=sampling)
+        assert message in str(refused.value)
 
 
 def test_n_of_1_is_no_other_job_and_another_n_is(job):
@@ -131,27 +124,14 @@ def test_n_of_1_is_no_other_job_and_another_n_is(job):
 def test_the_plan_has_lists_and_units_weigh_all_samples(job):
     job.rows(TEXTS)
     schema = make_plan(job.config(sampling=SAMPLING), "cpu").schema
-    assert [schema.field(name).type for name in ("generated_text", "finish_reason", "num_generated_tokens")] == [
-        pa.list_(pa.string()),
-        pa.list_(pa.string()),
-        pa.int32(),
-    ]
+    types = [schema.field(name).type for name in ("generated_text", "finish_reason", "num_generated_tokens")]
+    assert types == [pa.list_(pa.string()), pa.list_(pa.string()), pa.int32()]
     units = []
     for sampling in ({"max_tokens": 6}, SAMPLING):
         plan = make_plan(job.config(sampling=sampling), "cpu")
         spec = replace(plan.job.units, unit_tokens=100)
         units.append(sum(len(list(window_units(plan.source, window, spec))) for window in plan.windows))
     assert units[1] > 1.5 * units[0]
-
-
-def test_rows_that_are_kept_of_a_sample_keep_their_samples(job):
-    job.rows(TEXTS[:16])
-    run(job, sampling=SAMPLING | {"logprobs": 0}, sample=5)
-    run(job, sampling=SAMPLING | {"logprobs": 0})
-    check(job, TEXTS[:16])
-    assert runs(job)[-1]["actors"][0]["resumed_rows"] == 5
-    tokens = sum(len(ids) for row in job.table().to_pylist() if row["error"] is None for ids in row["logprobs"])
-    assert tokens == sum(job.table()["num_generated_tokens"].to_pylist())
 
 
 def test_error_rows_are_computed_again_with_all_their_samples(job):
@@ -165,41 +145,21 @@ def test_error_rows_are_computed_again_with_all_their_samples(job):
     check(job, TEXTS[:16])
 
 
-def test_a_driver_killed_in_the_middle_is_gone_on_with(job):
-    job.rows(TEXTS)
-    job.settings["run"] |= {"window_rows": 100}  # one window, so without Ray
-    job.settings["output"] |= {"rows_per_file": 4}
-    job.fake(step_s=0.02)
-    job.config(sampling=SAMPLING)
-    drive_and_kill(job.folder / "job.yaml", job.parts)
-    assert not (job.output / "_SUCCESS").exists()
-    run(job, sampling=SAMPLING, run={"window_rows": 100}, output={"rows_per_file": 4})
-    check(job, TEXTS)
-
-
 def test_samples_of_the_real_model_are_those_of_separate_requests(job):
     texts = [f"The pump number {i} was repaired by the" for i in range(3)]
     job.rows(texts)
-    settings = {
-        "model": {"path": "demo:target"},
-        "engine": {"dtype": "float32"},
-        "sampling": {"max_tokens": 12, "temperature": 0.8, "n": 4},
-    }
-    config = job.config(**settings)
+    sampling = {"max_tokens": 12, "temperature": 0.8, "n": 4}
+    config = job.config(model={"path": "demo:target"}, engine={"dtype": "float32"}, sampling=sampling)
     run_job(config)
     rows = sorted(job.table().to_pylist(), key=lambda row: row["id"])
     assert all(len(set(row["generated_text"])) > 1 for row in rows)
     plan = make_plan(config, "cpu")
     tokenizer, params = Tokenizer.from_folder(str(plan.job.model)), replace(plan.job.params, n=1)
-    requests = [
-        Request(
-            (i, index),
-            tokenizer.encode(f"Say {text}"),
-            replace(params, seed=sample_seed(row_seed(0, "f0.parquet", i), index)),
-        )
-        for i, text in enumerate(texts)
-        for index in range(4)
-    ]
+    requests = []
+    for i, text in enumerate(texts):
+        for index in range(4):
+            own = replace(params, seed=sample_seed(row_seed(0, "f0.parquet", i), index))
+            requests.append(Request((i, index), tokenizer.encode(f"Say {text}"), own))
     with Engine(config.engine_config(str(plan.job.model), None)) as engine:
         apart = {completion.row_id: completion.text for completion in engine.stream(requests)}
     assert [row["generated_text"] for row in rows] == [[apart[i, index] for index in range(4)] for i in range(3)]

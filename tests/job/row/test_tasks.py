@@ -1,8 +1,6 @@
 """Tasks beside completions, through whole jobs: columns, error rows, stops and resumes, what commands tell of them."""
 
 import json
-import signal
-from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 
@@ -16,9 +14,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from pipeline.cli.sample import _shown
 from pipeline.data.output.compact import compact
 from pipeline.data.output.parts import PartStore
+from pipeline.data.units import make_units
 from pipeline.engine.params import Completion
 from pipeline.engine.tasks import Choice, Classify, Embed, Score, VectorResult
-from pipeline.errors import ConfigError, FingerprintError, Interrupted, OutputError
+from pipeline.errors import ConfigError, FingerprintError, OutputError
 from pipeline.estimate.job_estimate import estimate_job
 from pipeline.estimate.prices import load_prices
 from pipeline.estimate.render import text as estimate_text
@@ -59,19 +58,15 @@ class TaskJob(Job):
     """A job of a task over `text`, and over what `columns` adds."""
 
     def __init__(self, folder, task: str, **section) -> None:
+        self.model = {**MODEL, **(HEAD if task == "classify" else {})}
         super().__init__(folder)
         del self.settings["sampling"]
         self.settings["task"] = {"type": task, **section}
-        self.of_model(**(HEAD if task == "classify" else {}))
-
-    def of_model(self, **more) -> "TaskJob":
-        self.model = {**MODEL, **more}
-        return self.fake()
 
     def fake(self, **behaviour) -> "TaskJob":
         super().fake(**behaviour)
         path = self.folder / "model" / "config.json"
-        path.write_text(json.dumps({**getattr(self, "model", {}), **json.loads(path.read_text())}))
+        path.write_text(json.dumps({**self.model, **json.loads(path.read_text())}))
         return self
 
     def columns(self, **columns) -> "TaskJob":
@@ -130,7 +125,7 @@ def test_each_row_may_have_its_own_labels_and_bad_ones_are_error_rows_by_name(of
         assert [each["logprob"] for each in rows[i]["label_probabilities"]] == list(expected.logprobs)
         assert rows[i]["label"] == options[i][expected.best]
     for i, why in {2: "'options' is null", 3: "an empty list", 4: "a null among the labels", 5: "an empty label",
-                   6: "task.labels: 'same' is there twice"}.items():  # fmt: skip
+                   6: "task.labels: 'same' occurs twice"}.items():  # fmt: skip
         assert (rows[i]["error"], rows[i]["label"]) == ("invalid_labels", None)
         assert why in rows[i]["error_message"]
 
@@ -222,26 +217,6 @@ def test_a_head_of_one_label_gives_a_score():
     assert ClassifyTask(("LABEL_0",), "none").columns(done, [None]) == [[2.0]]
 
 
-@pytest.mark.parametrize("task", EACH)
-def test_a_stopped_run_keeps_its_finished_rows_and_the_next_takes_them_over(of, task):
-    undisturbed = of(task, **EACH[task]).rows(TEXTS[:16])
-    run(undisturbed, output={"rows_per_file": 16})
-    job = of(task, **EACH[task]).rows(TEXTS[:16]).fake(step_s=0.1, max_num_seqs=3)
-    with pytest.raises(Interrupted):
-        run(
-            job,
-            [(lambda status: status.rows_done > 0, signal.SIGTERM)],
-            run={"drain_timeout": "0.0 s"},
-            output={"rows_per_file": 16},
-        )
-    (kept,) = (job.output / "_pipeline" / "partial").iterdir()
-    num_kept = len(json.loads(kept.read_text()))
-    assert 0 < num_kept < 16
-    report, _ = run(job, output={"rows_per_file": 16})
-    assert report.work.resumed_rows == num_kept
-    assert job.table().equals(undisturbed.table())
-
-
 def test_error_rows_are_computed_again_into_parts_with_vectors(of):
     job = of("embed").rows(TEXTS[:20])
     report, _ = run(job, run={"max_error_rate": 1.0}, engine={"max_model_len": len(prompt_of(TEXTS[10]))})
@@ -254,7 +229,7 @@ def test_error_rows_are_computed_again_into_parts_with_vectors(of):
 
 
 @pytest.mark.parametrize("task", EACH)
-def test_what_is_told_of_a_finished_job_needs_no_generated_tokens(of, task, tmp_path):
+def test_a_finished_job_is_reported_verified_divided_and_compacted_without_generated_tokens(of, task, tmp_path):
     job = of(task, **EACH[task]).rows([*TEXTS, None])
     report, _ = run(job, cost={"hourly_usd": 3.0})
     for told in (text(report), markdown(report), html(report)):
@@ -273,14 +248,8 @@ def test_what_is_told_of_a_finished_job_needs_no_generated_tokens(of, task, tmp_
     assert what_if(report, {"actors": "2"}, load_prices()).then.machine_us > 0
     with pytest.raises(OutputError, match="no column custom_id" if task == "embed" else f"task is {task}"):
         convert(store, str(tmp_path / "answers.jsonl"), str(tmp_path / "errors.jsonl"), {})
-
-
-@pytest.mark.parametrize("task", EACH)
-def test_parts_of_tasks_are_compacted(of, task, tmp_path):
-    job = of(task, **EACH[task]).rows([*TEXTS, None])
-    run(job)
     target = tmp_path / f"compact-{task}"
-    compact(PartStore(str(job.output)), PartStore(str(target)), "input", 2**20, lambda said: None)
+    compact(store, PartStore(str(target)), "input", 2**20, lambda said: None)
     whole = pa.concat_tables([pq.read_table(file) for file in sorted(target.glob("*.parquet"))])
     assert whole.schema.types == job.table().schema.types
     assert sorted(whole.to_pylist(), key=str) == sorted(job.table().to_pylist(), key=str)
@@ -288,6 +257,8 @@ def test_parts_of_tasks_are_compacted(of, task, tmp_path):
 
 @pytest.mark.parametrize("task", EACH)
 def test_a_sample_shows_what_the_task_tells_and_the_run_takes_it_over(of, task):
+    undisturbed = of(task, **EACH[task]).rows(TEXTS)
+    run(undisturbed)
     job = of(task, **EACH[task]).rows(TEXTS)
     run(job, sample=9)
     rows = list(read_sample(PartStore(str(job.output)), runs(job)[-1]["run_id"]))
@@ -298,6 +269,7 @@ def test_a_sample_shows_what_the_task_tells_and_the_run_takes_it_over(of, task):
     assert "None" not in _shown(rows[0])
     report, _ = run(job)
     assert report.work.resumed_rows == 9
+    assert sorted(job.table().to_pylist(), key=str) == sorted(undisturbed.table().to_pylist(), key=str)
 
 
 def test_a_sample_shows_errors_and_the_beginning_of_long_lists(of):
@@ -320,8 +292,6 @@ def test_result_columns_of_a_task_can_be_renamed_and_others_cannot(of):
 
 def test_units_are_cut_by_prompts_and_completions_alone(of):
     """A row of a task takes no room for tokens that it never generates."""
-    from pipeline.data.units import make_units
-
     table = pa.table({"text": ["x" * 40] * 8, "answer": ["y" * 400] * 8, "source_file": ["f"] * 8,
                       "source_row": list(range(8))})  # fmt: skip
     for section, units in (({}, 1), ({"completion": "{answer}"}, 4)):
@@ -336,9 +306,6 @@ def test_a_plan_expects_no_generated_tokens(of, monkeypatch):
     assert found.generated.expected == 0
     assert found.cards
     assert "a task that generates nothing" in estimate_text(found)
-    run(job)
-    with suppress(OutputError):
-        assert estimate_job(job.config(output={"path": str(job.folder / "o2")}), sample=50, say=lambda said: None).here
 
 
 @torch.inference_mode()

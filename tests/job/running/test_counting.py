@@ -9,12 +9,7 @@ import pytest
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import DoneUnits, PartName, PartStore
-from pipeline.errors import (
-    Interrupted,
-    OutputError,
-    PipelineError,
-    TooManyRowErrors,
-)
+from pipeline.errors import Interrupted, OutputError, PipelineError, TooManyRowErrors
 from pipeline.job.output.success import verify
 from pipeline.job.planning.plan import make_plan
 from pipeline.job.running.totals import OutputTotals
@@ -46,20 +41,6 @@ def test_the_count_before_success_finds_what_is_missing_or_too_much(job):
     extra.unlink()
     with pytest.raises(PipelineError, match="window 0 and 0 more are not complete"):
         verify(plan, store)
-
-
-def test_the_count_tells_how_far_it_is_and_can_be_ended(job):
-    run(job.rows(TEXTS))
-    plan = make_plan(job.config(), "cpu")
-    store, said = PartStore(str(job.output)), []
-    verify(plan, store, lambda done, parts: said.append((done, parts)))
-    assert said == [(i, len(job.parts())) for i in range(1, len(job.parts()) + 1)]
-
-    def stop(done: int, parts: int) -> None:
-        raise Interrupted(f"{done} of {parts}")
-
-    with pytest.raises(Interrupted, match="1 of"):
-        verify(plan, store, stop)
 
 
 def test_a_signal_ends_the_count_though_reads_hang(job, monkeypatch):

@@ -24,22 +24,13 @@ def job(tmp_path) -> Job:
     return Job(tmp_path).rows(TEXTS)
 
 
-def run(job: Job, *command: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(command, cwd=job.folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_workers_and_engines_import_none_of_them(job):
-    job.config()
-    run(job, sys.executable, "-P", "-m", "tests.job.drive", "job.yaml")
-    job.check(TEXTS)
-
-
 def test_the_console_script_runs_a_chat_job_among_them(job):
     job.config(model={"path": "demo:target"}, prompt={"chat": True}, run={"max_error_rate": 0})
-    run(job, str(Path(sys.executable).with_name("pipeline")), "run", "job.yaml")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [Path(sys.executable).with_name("pipeline"), "run", "job.yaml"]
+    done = subprocess.run(command, cwd=job.folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     assert job.table()["id"].to_pylist() == list(range(len(TEXTS)))
 
 

@@ -95,15 +95,11 @@ def test_a_budget_counts_every_actor_and_the_runs_before():
         RunRecord("1", "", actors=[ActorRecord(0, no_phases() | {"load": 2_000_000}, {"num_steps": 1})], hourly_usd=1.0)
     ]
     limit = RunLimits(cost, section, earlier).nearest([state(0, decode_us=10**7), state(1, decode_us=2 * 10**7)], 15.0)
-    assert limit is not None
-    assert limit.key == BUDGET
-    assert limit.left_s == pytest.approx((100 - 30) / 2, abs=0.01)
+    assert (limit.key, limit.left_s) == (BUDGET, pytest.approx((100 - 30) / 2, abs=0.01))
     gone = [state(0, decode_us=10**7, node_lost=True), state(1, decode_us=2 * 10**7)]
     assert RunLimits(cost, section, ()).nearest(gone, 15.0).left_s == pytest.approx(70)
     with pytest.raises(LimitReached):  # two engines take two seconds each to load, and three dollars are left
-        RunLimits(CostSection(hourly_usd=A_SECOND, budget_usd=3.0), section, [
-            RunRecord("1", "", actors=[ActorRecord(0, no_phases() | {"load": 2_000_000}, {"num_steps": 1})])
-        ])  # fmt: skip
+        RunLimits(CostSection(hourly_usd=A_SECOND, budget_usd=3.0), section, earlier)
 
 
 def test_it_is_said_once_when_most_of_a_limit_is_used():
@@ -111,10 +107,6 @@ def test_it_is_said_once_when_most_of_a_limit_is_used():
     assert limits.warning(limits.nearest([], 79.0)) is None
     assert "run.max_runtime: 81 s of 1 min 40 s are used" in limits.warning(limits.nearest([], 81.0))
     assert limits.warning(limits.nearest([], 90.0)) is None
-
-
-def test_nothing_is_limited_where_nothing_is_asked():
-    assert RunLimits(CostSection(), RunSection(), ()).nearest([state()], 10**6) is None
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.job.conftest import TEXTS, run, runs
@@ -14,33 +15,19 @@ from tests.job.conftest import TEXTS, run, runs
 pytestmark = pytest.mark.usefixtures("without_ray")
 
 ROOT = Path(__file__).parents[3]
-DRIVER = """
-import sys
-from pipeline.config import load_job
-from pipeline.job.dataflow.spec import FlowSpec
-from pipeline.job.running.run import run_job
-from tests.job.conftest import FAKES
-FlowSpec.needs_ray = False
-run_job(load_job(sys.argv[1]), backend=FAKES)
-"""
-
-
-def below(pid: int) -> list[int]:
-    """Its children: the engines' processes."""
-    listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
-    return [int(child) for child in listed.split()]
 
 
 def test_faults_12_and_52_a_run_that_comes_back_late_changes_nothing(job):
     job.rows(TEXTS).fake(step_s=0.1)
+    job.settings["run"] |= {"window_rows": 100}  # one window, so without Ray
     job.config()
-    late = subprocess.Popen([sys.executable, "-c", DRIVER, str(job.folder / "job.yaml")], cwd=ROOT)
+    late = subprocess.Popen([sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml")], cwd=ROOT)
     deadline = time.monotonic() + 60
     while not job.parts():  # it has written something, and is in the middle of the rest
         assert time.monotonic() < deadline
         assert late.poll() is None
         time.sleep(0.02)
-    family = [late.pid, *below(late.pid)]
+    family = [late.pid, *(child.pid for child in psutil.Process(late.pid).children(recursive=True))]
     for pid in family:
         os.kill(pid, signal.SIGSTOP)
     stood = {part.name for part in job.parts()}

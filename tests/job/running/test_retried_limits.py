@@ -60,30 +60,23 @@ def test_error_rows_are_computed_under_the_new_limit_and_named(long):
 
 def test_the_newest_limit_of_a_row_counts_and_the_jobs_own_needs_no_note(long):
     retry(long, 80)
+    retry(long, 40)
+    assert noted(long) == [(3, 80), (45, 80)]
     retry(long, 200)
     assert success(long)["errors"] == {}
     long.check(long.texts)
     assert noted(long) == [(3, 80), (22, 200), (45, 80)]
 
 
-def test_a_row_that_is_tried_under_the_jobs_own_limit_again_loses_its_note(long):
-    retry(long, 80)
-    retry(long, 40)
-    assert noted(long) == [(3, 80), (45, 80)]
-
-
-def test_later_runs_are_of_the_jobs_own_limit(long):
+def test_later_runs_are_of_the_jobs_own_limit_and_other_changes_are_refused_as_ever(long):
+    with pytest.raises(FingerprintError, match=r"prompt\.template"):
+        retry(long, 200, prompt={"template": "Read {text}"})
+    assert noted(long) == []
     retry(long, 200)
     report, _ = run(long, engine={"max_model_len": 40})
     assert report.outcome == "finished"
     with pytest.raises(FingerprintError, match=r"max_model_len: 40 -> 200(.|\n)*With --retry-failed"):
         run(long, engine={"max_model_len": 200})
-
-
-def test_other_changes_are_refused_as_ever(long):
-    with pytest.raises(FingerprintError, match=r"prompt\.template"):
-        retry(long, 200, prompt={"template": "Read {text}"})
-    assert noted(long) == []
 
 
 def test_rows_that_were_never_computed_belong_to_the_first_limit(long):

@@ -6,10 +6,11 @@ import signal
 import pytest
 
 from pipeline.data.output.parts import PartStore
+from pipeline.data.source import Window
 from pipeline.errors import ConfigError, FingerprintError, Interrupted
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.running.sample import MAX_WINDOWS, read_sample, sample_tasks
-from tests.job.conftest import TEXTS, run, runs, success
+from tests.job.conftest import FAKES, TEXTS, run, runs, success
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -36,26 +37,16 @@ def test_so_many_rows_of_all_lengths_are_shown_and_nothing_is_written(job, rows)
 
 def test_the_full_run_takes_the_rows_over_and_gives_the_same_output(job):
     job.rows(TEXTS)
-    run(job, sample=12)
+    run(job, sample=5)
+    run(job, sample=12)  # with those of the smaller one
     before = {(row.source_file, row.source_row): row.text for row in sampled(job)}
     report, _ = run(job)
     job.check(TEXTS)
     assert success(job)["completed_rows"] == 50
-    assert report.work.resumed_rows == 12
+    assert 12 <= report.work.resumed_rows <= 17
     assert report.work.computed_generated_tokens == report.tokens.generated, "no row was computed twice"
     there = {(row["source_file"], row["source_row"]): row["generated_text"] for row in job.table().to_pylist()}
     assert before == {place: there[place] for place in before}
-
-
-def test_a_larger_sample_keeps_what_the_smaller_one_computed(job):
-    job.rows(TEXTS)
-    run(job, sample=5)
-    run(job, sample=20)
-    assert len(sampled(job)) == 20
-    report, _ = run(job)
-    job.check(TEXTS)
-    assert 20 <= report.work.resumed_rows <= 25
-    assert report.work.computed_generated_tokens == report.tokens.generated
 
 
 def test_error_rows_are_shown_and_computed_again_by_the_full_run(job):
@@ -70,7 +61,9 @@ def test_a_prompt_is_tried_and_changed_in_one_folder(job):
     """Whose job the output is follows the last sample, until something else was computed in it."""
     job.rows(TEXTS)
     run(job, sample=4, prompt={"template": "Read {text}"})
+    run(job, sample=4, engine={"dtype": "bfloat16"})
     run(job, sample=4)
+    assert runs(job)[-1]["actors"][0]["resumed_rows"] == 0, "other numerics begin anew too"
     assert [row.prompt[:4] for row in sampled(job)] == ["Say "] * 4
     assert len(runs(job)) == 1, "the money for another prompt is not this job's"
     run(job)
@@ -78,14 +71,6 @@ def test_a_prompt_is_tried_and_changed_in_one_folder(job):
     with pytest.raises(FingerprintError):
         run(job, sample=4, prompt={"template": "Read {text}"})
     job.check(TEXTS)
-
-
-def test_other_numerics_begin_anew_too(job):
-    job.rows(TEXTS)
-    run(job, sample=4, engine={"dtype": "float32"})
-    report, _ = run(job, engine={"dtype": "bfloat16"})
-    assert report.work.resumed_rows == 0
-    assert len(runs(job)) == 1
 
 
 def test_what_an_ordinary_run_left_is_never_given_to_another_job(job):
@@ -98,32 +83,17 @@ def test_what_an_ordinary_run_left_is_never_given_to_another_job(job):
         run(job, sample=4, prompt={"template": "Read {text}"})
 
 
-def test_a_sample_that_is_stopped_keeps_its_rows(job):
-    job.rows(TEXTS).fake(step_s=0.05, max_num_seqs=2)
-    with pytest.raises(Interrupted):
-        run(job, [(lambda status: status.rows_done > 3, signal.SIGTERM)], sample=40, run={"drain_timeout": "0.1 s"})
-    assert runs(job)[0]["outcome"] == "interrupted"
-    report, _ = run(job)
-    job.check(TEXTS)
-    assert report.work.resumed_rows > 3
-
-
-def test_a_finished_job_has_nothing_to_sample(job):
+def test_a_finished_job_has_nothing_to_sample_and_its_error_rows_are_not_tried_with_a_sample(job):
     run(job.rows(TEXTS))
     report, _ = run(job, sample=3)
     assert report.outcome == "finished"
-    job.check(TEXTS)
-
-
-def test_a_sample_and_error_rows_are_not_asked_for_at_once(job):
     with pytest.raises(ConfigError, match="--sample"):
-        run(job.rows(TEXTS), sample=3, retry_failed=True)
+        run(job, sample=3, retry_failed=True)
+    job.check(TEXTS)
 
 
 @pytest.mark.parametrize(("windows", "rows"), [(1, 5), (3, 2), (3, 7), (50, 2), (50, 9)])
 def test_few_windows_evenly_spread_with_all_the_rows(windows, rows):
-    from pipeline.data.source import Window
-
     tasks = tuple(WindowTask(Window(i, 10 * i, 10 * i + 10), frozenset(), None) for i in range(windows))
     chosen = sample_tasks(tasks, rows)
     assert sum(task.sample or 0 for task in chosen) == rows
@@ -132,8 +102,6 @@ def test_few_windows_evenly_spread_with_all_the_rows(windows, rows):
 
 
 def test_the_command_shows_rows_with_their_prompts(job, pipe, monkeypatch):
-    from tests.job.conftest import FAKES
-
     monkeypatch.setattr("pipeline.job.running.run.Backend", lambda: FAKES)
     job.rows(TEXTS)
     job.config()

@@ -21,13 +21,11 @@ def test_a_refused_prompt_of_200032_tokens_takes_no_time():
     assert pace.eta_s(100, held, NOTHING) == (8100 - 810) / 100
 
 
-def test_loading_is_no_part_of_the_rate():
+def test_the_rate_is_of_the_last_half_minute_without_loading_and_never_negative():
     assert pace_of((0.0, 0, 0), (1.0, 0, 0), (60.0, 0, 0), (61.0, 300, 100)).per_s() == (300.0, 100.0)
-
-
-def test_the_rate_is_of_the_last_half_minute():
     seen = [(float(s), 10 * s if s < 50 else 490 + 100 * (s - 49), 0) for s in range(100)]
     assert pace_of(*seen).per_s() == (100.0, 0.0)
+    assert pace_of((0.0, 5, 5), (1.0, 0, 6)).per_s() == (0.0, 1.0), "an engine that starts again"
 
 
 def test_what_earlier_runs_wrote_is_not_left():
@@ -43,7 +41,3 @@ def test_nothing_is_said_before_a_unit_is_written_nor_when_all_are():
     assert pace.eta_s(100, NOTHING, NOTHING) is None
     assert pace.eta_s(10, held, NOTHING) is None
     assert pace_of((0.0, 0, 0)).eta_s(100, held, NOTHING) is None
-
-
-def test_an_engine_that_starts_again_has_not_computed_less_than_nothing():
-    assert pace_of((0.0, 5, 5), (1.0, 0, 6)).per_s() == (0.0, 1.0)

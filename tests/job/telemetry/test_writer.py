@@ -4,8 +4,6 @@ import signal
 import threading
 import time
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data.output.parts import PartStore
@@ -74,8 +72,7 @@ def test_the_newest_content_of_a_file_is_written_and_older_ones_are_passed_over(
     replacing(lambda name: (seen.append(name), go_on.wait(10.0)))
     telemetry = Telemetry(store.folder)
     telemetry.put("_pipeline/first", b"0")
-    deadline = time.monotonic() + 60
-    while not seen and time.monotonic() < deadline:
+    while not seen:
         time.sleep(0.01)
     for number in range(50):
         telemetry.put("_pipeline/a", b"%d" % number)
@@ -91,26 +88,9 @@ def test_the_list_of_skipped_files_is_written_once(job, replacing):
     job.rows(TEXTS).fake(step_s=0.1)
     for number in range(30):
         (job.folder / "in" / f"damaged-{number}.parquet").write_bytes(b"nothing")
-    report, _ = run(job, input={"on_corrupt": "skip"})
-    (record,) = runs(job)
-    assert record["skipped_files"] == []
-    (place,) = (name for name in writes if "skipped" in name)
-    assert record["skipped_files_in"] == place
-    assert writes[place] == 1
-    assert writes[f"_pipeline/runs/{record['run_id']}.json"] > 2
-    assert len(report.runs[0].skipped_files) == 30
-    assert "Left out" in text(report)
-    again, _ = run(job, input={"on_corrupt": "skip"})
-    assert len(again.runs[0].skipped_files) == 30
-
-
-def test_the_schema_of_an_empty_output_needs_no_telemetry(job, replacing):
-    def fail(name):
-        if not name.startswith("_SUCCESS"):
-            raise OSError("nothing can be written")
-
-    pq.write_table(pa.table({"id": pa.array([], pa.int64()), "text": pa.array([], pa.string())}),
-                   job.folder / "in" / "x.parquet")  # fmt: skip
-    replacing(fail)
-    run(job)
-    assert len(job.parts()) == 1
+    for _ in range(2):
+        report, _ = run(job, input={"on_corrupt": "skip"})
+        assert len(report.runs[0].skipped_files) == 30
+        assert "Left out" in text(report)
+    assert [count for name, count in writes.items() if "skipped" in name] == [1]
+    assert writes[f"_pipeline/runs/{report.runs[0].run_id}.json"] > 2

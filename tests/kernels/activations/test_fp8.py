@@ -141,7 +141,7 @@ def test_what_has_no_such_form_is_served_as_before_and_counted() -> None:
     assert torch.equal(prepare(dense)(x_MK), x_MK @ dense.weight_NK.T)
     assert torch.allclose(prepare(narrow)(x_MK), rounded(x_MK, 32) @ narrow.dequantize(torch.float32).T, atol=1e-5)
     assert (prepare.num_rounded, prepare.num_all) == (1, 2)
-    assert "fp8" in kernels.served_by["linear"]
+    assert "fp8" in kernels.backends["linear"]
 
 
 def test_a_card_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,13 +59,13 @@ def test_padding_costs_little_and_leaves_few_numbers_of_tokens() -> None:
 
 def test_selection_reports_the_kernels_of_each_operation() -> None:
     names = {"linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy", "sample"}
-    served_by = {kind: select_kernels(CPU, torch.float32, kind).served_by for kind in ("auto", "triton")}
-    served_by["deterministic"] = select_kernels(CPU, torch.float32, "triton", deterministic=True).served_by
-    assert all(set(found) == names for found in served_by.values())
+    backends = {kind: select_kernels(CPU, torch.float32, kind).backends for kind in ("auto", "triton")}
+    backends["deterministic"] = select_kernels(CPU, torch.float32, "triton", deterministic=True).backends
+    assert all(set(found) == names for found in backends.values())
     compiled = names - {"linear", "greedy", "sample"}
-    assert all("numba" in served_by["auto"][name] for name in compiled)
+    assert all("numba" in backends["auto"][name] for name in compiled)
     for name in ("linear", "attention"):
-        assert ["batch-invariant" in found[name] for found in served_by.values()] == [False, False, True]
+        assert ["batch-invariant" in found[name] for found in backends.values()] == [False, False, True]
 
 
 def test_selecting_kernels_leaves_the_number_of_threads_alone() -> None:

@@ -47,7 +47,7 @@ def test_attention_over_beginnings_read_together(
     seed: int, with_fp8: bool, readings: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of decoding alone and next to prompts; groups of 2 to all, more than go together, and of any length."""
-    for name in ("_SHARED_COST", "_ROW_KEYS", "_LEAST_ELEMENTS"):
+    for name in ("_SHARED_COST", "_ROW_KEYS", "_MIN_ELEMENTS"):
         monkeypatch.setattr(shared, name, 0)  # so that small groups are read together as well
     monkeypatch.setattr(shared, "ROWS", 16)
     rng = np.random.default_rng(100 + seed)
@@ -83,7 +83,7 @@ def decoding(sequences: int, alike: int, own: int, block_size: int = 16) -> Atte
 def test_they_are_read_together_where_that_is_less_work() -> None:
     def members(sequences: int, shared_tokens: int, own: int) -> int:
         step = decoding(sequences, shared_tokens, own)
-        found = SharedReading.of(step.block_table_SM, step.context_len_S, 16, (4, 2, 64))
+        found = SharedReading.from_block_table(step.block_table_SM, step.context_len_S, 16, (4, 2, 64))
         return 0 if found is None else len(found.member_P)
 
     assert members(64, 160, 90) == 64
@@ -94,13 +94,13 @@ def test_they_are_read_together_where_that_is_less_work() -> None:
 
 
 def test_a_sequence_has_a_key_of_its_own_to_read() -> None:
-    found = SharedReading.of(np.zeros((64, 20), np.int32), np.full(64, 320, np.int32), 16, (4, 2, 64))
+    found = SharedReading.from_block_table(np.zeros((64, 20), np.int32), np.full(64, 320, np.int32), 16, (4, 2, 64))
     assert found is not None
     assert (found.read_S == 304).all()
 
 
 def test_a_broken_key_of_all_is_seen_in_all_of_its_head(readings: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(shared, "_MIN_ELEMENTS", 0)
     step = decoding(16, 64, 5)
     cache = LayerCache.allocate(int(step.block_table_SM.max()) + 1, 16, 2, 8, torch.float32, torch.device("cpu"))
     torch.manual_seed(0)

@@ -45,7 +45,7 @@ def main(model: str, cache: str) -> None:
         )
     )
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[assignment,method-assign]
-    Target.of = classmethod(lambda cls, device: H100)  # type: ignore[assignment,method-assign]
+    Target.from_device = classmethod(lambda cls, device: H100)  # type: ignore[assignment,method-assign]
     kernels = triton_kernels(torch.bfloat16, META)
     loaded.select_kernels = lambda *_: kernels  # type: ignore[assignment]
     loaded.dense_weights_fit = lambda *_: True  # type: ignore[assignment]

@@ -8,14 +8,14 @@ from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeShape
 from pipeline.kernels.triton.attention.converted_cache import convert_launch
 from pipeline.kernels.triton.attention.decode import decode_launches
-from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
+from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, max_queries_of
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch
 from pipeline.kernels.triton.attention.scatter import scatter_launch
 from pipeline.kernels.triton.elementwise import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
-from pipeline.kernels.triton.linear.fp8 import LEAST_CAPABILITY, E4m3Weight, fp8_launches
+from pipeline.kernels.triton.linear.fp8 import MIN_CAPABILITY, E4m3Weight, fp8_launches
 from pipeline.kernels.triton.linear.int4 import (
     BLOCK,
     CHUNK,
@@ -92,7 +92,7 @@ def _attention(
     shape: ModelShape, q_TND: torch.Tensor, cache: LayerCache, target: Target, window: int | None
 ) -> dict[str, Launch]:
     found = {}
-    for num_queries in sorted({1, most_queries(shape.num_heads // shape.num_kv_heads)}):
+    for num_queries in sorted({1, max_queries_of(shape.num_heads // shape.num_kv_heads)}):
         work = DecodeMetadata.allocate(
             *(256, _TABLE, _BLOCK, shape.num_heads, shape.num_kv_heads, shape.head_dim, _META, target),
             num_queries=num_queries,
@@ -102,9 +102,9 @@ def _attention(
         sums, join = decode_launches(q_TND, cache, q_TND, work, 0.1, target)
         found |= {f"decode, {num_queries} queries": sums, f"decode, {num_queries} queries, join": join}
         if window is None:
-            cascade = CascadeShape.of(512, shape.num_heads, shape.num_kv_heads, shape.head_dim, target)
+            cascade = CascadeShape.for_steps(512, shape.num_heads, shape.num_kv_heads, shape.head_dim, target)
             numbers = [torch.empty(size, dtype=torch.int32, device=_META) for size in cascade.sizes]
-            shared = replace(work, cascade=CascadeMetadata.of(cascade, numbers))
+            shared = replace(work, cascade=CascadeMetadata.for_steps(cascade, numbers))
             first, behind, _ = decode_launches(q_TND, cache, q_TND, shared, 0.1, target)
             found |= {"cascade": first, f"decode behind a cascade, {num_queries} queries": behind}
     numbers = (
@@ -135,7 +135,7 @@ def _int4(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, La
 
 def fp8_launches_of(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, Launch]:
     """Of a narrow linear, whose inputs are cut into parts, and of a wide one; none where there are no such products."""
-    if target.capability < LEAST_CAPABILITY:
+    if target.capability < MIN_CAPABILITY:
         return {}
     narrow, wide = (shape.hidden_size, shape.intermediate_size), (2 * shape.intermediate_size, shape.hidden_size)
     found = {}

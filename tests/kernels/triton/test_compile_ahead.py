@@ -37,5 +37,5 @@ def test_kernels_are_compiled_once_and_kept(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EnvironmentFailed, match=r"file/triton: compiled GPU kernels .* set PIPELINE_CACHE"):
+    with pytest.raises(EnvironmentFailed, match=r"file/triton: cannot keep compiled GPU kernels .* set PIPELINE_CACHE"):
         keep_gpu_kernels_in(tmp_path / "file" / "triton")

@@ -35,11 +35,11 @@ def how_of(options: list[tuple[float, float, float, float]], vocabulary: int, u_
     return torch.from_numpy(np.ascontiguousarray(np.vstack([how_R4.T, u_R]), dtype=np.float64))
 
 
-def both(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> list[tuple[np.ndarray, np.ndarray]]:
-    ours = kernel.sample(logits_RV.to(DEVICE), how_5R.to(DEVICE))
+def both(logits_RV: torch.Tensor, sampling_params_5R: torch.Tensor) -> list[tuple[np.ndarray, np.ndarray]]:
+    ours = kernel.sample(logits_RV.to(DEVICE), sampling_params_5R.to(DEVICE))
     return [
         (token_R.cpu().numpy(), finite_R.cpu().bool().numpy())
-        for token_R, finite_R in (ours, reference.sample(logits_RV, how_5R))
+        for token_R, finite_R in (ours, reference.sample(logits_RV, sampling_params_5R))
     ]
 
 
@@ -138,10 +138,10 @@ def test_a_row_has_its_token_in_any_batch() -> None:
     random = np.random.default_rng(5)
     options = [OPTIONS[name] for name in ("temperature", "top_k", "top_p", "all", "more than the list takes", "greedy")]
     logits_RV = torch.cat([flat(random, 3, 9000), peaked(random, 3, 9000)])
-    how_5R = how_of(options, 9000, random.random(6))
-    token_R = kernel.sample(logits_RV.to(DEVICE), how_5R.to(DEVICE))[0]
+    sampling_params_5R = how_of(options, 9000, random.random(6))
+    token_R = kernel.sample(logits_RV.to(DEVICE), sampling_params_5R.to(DEVICE))[0]
     for rows in ([0], [2], [5], [4, 2], [3, 1, 0, 4, 2, 5]):
-        alone = kernel.sample(logits_RV[rows].to(DEVICE), how_5R[:, rows].contiguous().to(DEVICE))[0]
+        alone = kernel.sample(logits_RV[rows].to(DEVICE), sampling_params_5R[:, rows].contiguous().to(DEVICE))[0]
         assert alone.tolist() == token_R[rows].tolist()
 
 
@@ -184,8 +184,10 @@ def test_equal_logits() -> None:
 def test_shares_are_those_of_the_distribution(name: str, num: int) -> None:
     """With numbers in even steps, the tokens up to each come as often as the distribution says, to half a step."""
     logits_V = torch.from_numpy(np.random.default_rng(7).normal(0, 1.5, 60)).float()
-    how_5R = how_of([OPTIONS[name]] * num, 60, (np.arange(num) + 0.5) / num)
-    token_R = kernel.sample(logits_V.expand(num, -1).contiguous().to(DEVICE), how_5R.to(DEVICE))[0].cpu().numpy()
+    sampling_params_5R = how_of([OPTIONS[name]] * num, 60, (np.arange(num) + 0.5) / num)
+    token_R = (
+        kernel.sample(logits_V.expand(num, -1).contiguous().to(DEVICE), sampling_params_5R.to(DEVICE))[0].cpu().numpy()
+    )
     assert (np.diff(token_R) >= 0).all()
     temperature, top_k, top_p, min_p = OPTIONS[name]
     w = np.exp((logits_V.double().numpy() - float(logits_V.max())) / temperature)
@@ -207,8 +209,8 @@ def test_rows_that_are_not_finite_are_told(value: float, at: int) -> None:
     logits_RV[2] = value
     assert greedy_agrees(logits_RV)
     options = [OPTIONS["temperature"], OPTIONS["top_k"], OPTIONS["min_p"], OPTIONS["greedy"]]
-    how_5R = how_of(options, 20_000, np.array([0.1, 0.9, 0.5, 0.3]))
-    (ours, finite), (oracle, sound) = both(logits_RV, how_5R)
+    sampling_params_5R = how_of(options, 20_000, np.array([0.1, 0.9, 0.5, 0.3]))
+    (ours, finite), (oracle, sound) = both(logits_RV, sampling_params_5R)
     assert finite.tolist() == sound.tolist() == [True, value == float("-inf"), False, True]
     assert (ours[finite] == oracle[finite]).all()
     assert (ours[~finite] == 0).all()

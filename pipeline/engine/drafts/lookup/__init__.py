@@ -1,1 +1,1 @@
-"""Drafts that are looked up in the texts themselves: n-grams, and patterns of copying."""
+"""Drafts looked up in existing texts: n-grams, and patterns of copying from prompts."""

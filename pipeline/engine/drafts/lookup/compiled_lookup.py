@@ -1,11 +1,10 @@
-"""Looking up what followed the last tokens of texts when they occurred before, compiled by numba; no torch.
+"""Lookup of the tokens that followed earlier occurrences of a text's last tokens, compiled by numba; no torch.
 
-A table says of every run of MIN_MATCH to MAX_MATCH tokens where it ended last, by the run's hash. Entries are not
-chained and not compared: a run that falls on the entry of another replaces it, and a look-up compares the tokens
-themselves. So a small table forgets, and never errs. Several texts share a table, each with a salt of its own; only its
-own runs are found for it.
+A table maps the hash of every run of MIN_MATCH to MAX_MATCH tokens to its last end. Entries are not chained: a run
+overwrites another one with the same entry, and a lookup compares the tokens themselves. So a small table forgets runs
+but never returns a wrong one. Several texts share a table, each with its own salt, and find only their own runs.
 
-Shapes: S sequences, K most drafts of one, M tokens before a place (the last one first), E entries of a table.
+Shapes: S sequences, K maximum drafts of one, M tokens before a position (the last one first), E entries of a table.
 """
 
 import numpy as np
@@ -14,8 +13,8 @@ from numba import njit
 from pipeline.kernels.cpu.compile.versions import made_of_imports
 
 MIN_MATCH, MAX_MATCH = 2, 8
-BORDER = -2  # between finished outputs: no token, and not what is before a text either
-# of the hash: a polynomial modulo 2**64
+BORDER = -2  # between finished outputs: not a token, and different from the padding before a text
+# Constants of the hash, a polynomial modulo 2**64
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 SALT = np.uint64(0xD1B54A32D192ED03)
 LENGTH = np.uint64(0x8CB92BA72F3D8DD7)
@@ -24,37 +23,37 @@ _32, _64, _2 = np.uint64(32), np.uint64(64), np.uint64(2)
 
 
 def new_table(num_entries: int) -> np.ndarray:
-    """Return an empty table of a power of two of entries, 4 bytes each. They are written to once here: the first touch
-    of a page of memory takes microseconds, and hashes touch all pages in the first steps with drafts, which are timed.
+    """Return an empty table with a power of two of entries, 4 bytes each. All entries are written here: the first touch
+    of a memory page takes microseconds, and hashes touch all pages in the first steps with drafts, which are timed.
     """
-    return np.full(1 << max(int(num_entries - 1).bit_length(), 1), 0, dtype=np.int32)  # np.zeros would leave them
+    return np.full(1 << max(int(num_entries - 1).bit_length(), 1), 0, dtype=np.int32)  # np.zeros would not touch pages
 
 
 @njit(cache=True)
 @made_of_imports
 def look_up(
-    tokens, begin_S, known_S, indexed_S, salt_S, end_E, finished, finished_end_E, most, token_SK, count_S, match_S
+    tokens, begin_S, known_S, indexed_S, salt_S, end_E, finished, finished_end_E, max_new, token_SK, count_S, match_S
 ):
-    """Index at most `most` new runs of each text, which begins at tokens[begin_S] and has known_S tokens, and write
-    down what its drafts are, how many, and how long a run they follow.
+    """Index at most `max_new` new runs of each text, which begins at tokens[begin_S] and has known_S tokens, and write
+    its drafts, their number, and the length of the matched run.
 
-    They follow the longest run that ends the text, in it or in `finished`, of equally long ones the last, the text's
-    own before another's. What came since then repeats itself if the match goes on: so drafts from the text itself may
-    run into each other, as in LZ77. The run at the very end of a text is indexed later: nothing follows it yet.
+    Drafts continue the longest run that ends the text, found in the text or in `finished`; of equally long ones the
+    last, and the text's own before another's. Drafts from the text itself may run past its end into themselves, which
+    repeats the last tokens, as in LZ77. The run at the very end of a text is indexed later: nothing follows it yet.
 
-    Written: end_E, and wholly token_SK, count_S and match_S.
+    Written: end_E, and every entry of token_SK, count_S and match_S.
     """
     key_L = np.empty(MAX_MATCH - MIN_MATCH + 1, dtype=np.int64)
     tail_M = np.empty(MAX_MATCH, dtype=np.int64)
     bits, finished_bits = bits_of(len(end_E)), bits_of(len(finished_end_E))
     for s in range(len(begin_S)):
         begin, known, salt = begin_S[s], known_S[s], np.uint64(salt_S[s]) * SALT
-        for end in range(indexed_S[s] + 1, min(known, indexed_S[s] + most + 1)):
+        for end in range(indexed_S[s] + 1, min(known, indexed_S[s] + max_new + 1)):
             write_tail(tokens, begin, end, tail_M)
             write_keys(tail_M, salt, bits, key_L)
             for key in key_L:
                 end_E[key] = end
-    # all are indexed before any is looked up: runs of different texts may fall on one entry
+    # Index all texts before any lookup: runs of different texts may share an entry.
     for s in range(len(begin_S)):
         begin, known, salt = begin_S[s], known_S[s], np.uint64(salt_S[s]) * SALT
         write_tail(tokens, begin, known, tail_M)
@@ -80,7 +79,7 @@ def look_up(
 @njit(cache=True)
 @made_of_imports
 def index_runs(tokens, begin, end, end_E):
-    """Write into the table where the runs of the text tokens[begin:end] end, but for those at its very end."""
+    """Write the ends of the runs of the text tokens[begin:end] into the table, except those at its very end."""
     key_L = np.empty(MAX_MATCH - MIN_MATCH + 1, dtype=np.int64)
     tail_M = np.empty(MAX_MATCH, dtype=np.int64)
     for at in range(begin + MIN_MATCH, end):
@@ -101,15 +100,15 @@ def bits_of(num_entries):
 
 @njit
 def write_tail(tokens, begin, end, tail_M):
-    """The last tokens before `end` of the text that begins at `begin`."""
+    """Write the last tokens before `end` of the text that begins at `begin` to tail_M; -1 before the text."""
     for m in range(MAX_MATCH):
-        place = end - 1 - m
-        tail_M[m] = tokens[begin + place] if place >= 0 else -1
+        index = end - 1 - m
+        tail_M[m] = tokens[begin + index] if index >= 0 else -1
 
 
 @njit
 def write_keys(tail_M, salt, bits, key_L):
-    """The entries of the runs that end the tail."""
+    """Write the table entries of the runs that end the tail to key_L."""
     total, factor = np.uint64(0), np.uint64(1)
     for m in range(MAX_MATCH):
         factor *= GOLDEN
@@ -123,7 +122,7 @@ def write_keys(tail_M, salt, bits, key_L):
 
 @njit
 def longest(tokens, begin, before, tail_M, key_L, end_E):
-    """Where the longest run that ends the tail ended, of equally long ones the last, and its length, or 0."""
+    """Return where the longest run that ends the tail ended (of equals the last one) and its length; 0: no match."""
     best_end, best = 0, -1
     for key in key_L:
         end = np.int64(end_E[key])
@@ -131,8 +130,8 @@ def longest(tokens, begin, before, tail_M, key_L, end_E):
             end = 0
         length = 0
         while length < MAX_MATCH:
-            place = end - 1 - length
-            if (tokens[begin + place] if place >= 0 else -1) != tail_M[length]:
+            index = end - 1 - length
+            if (tokens[begin + index] if index >= 0 else -1) != tail_M[length]:
                 break
             length += 1
         if length > best or (length == best and end > best_end):

@@ -1,10 +1,10 @@
-"""Outputs that finished not long ago, and where runs of tokens occurred in them. No torch."""
+"""Recently finished outputs, and an index of the runs of tokens in them. No torch."""
 
 import numpy as np
 
 from pipeline.engine.drafts.lookup.compiled_lookup import BORDER, MAX_MATCH, MIN_MATCH, index_runs, new_table
 
-_FIRST = 2  # place of an output: two borders, so that what is before the first one is not taken for the array's begin
+_FIRST = 2  # index of the first output: after two borders, so that the array's start matches nothing
 
 
 class FinishedOutputs:
@@ -14,25 +14,25 @@ class FinishedOutputs:
         assert capacity > MAX_MATCH + 2
         self.end_E = new_table(8 * capacity)
         self.tokens = np.full(capacity, BORDER, dtype=np.int32)
-        self._at = _FIRST
+        self._end = _FIRST
 
     @property
-    def most_tokens(self) -> int:
-        """That are kept of one output."""
+    def max_tokens(self) -> int:
+        """Maximum number of tokens kept of one output."""
         return len(self.tokens) - _FIRST - 1
 
     def add(self, output: np.ndarray) -> int:
-        """Remember an output; of one longer than the capacity its end. Return the place of its first token; 0: it was
-        left out, too short to be of use."""
-        output = output[-self.most_tokens :]
+        """Add an output; of one longer than the capacity, its end. Return the index of its first token; 0: it was too
+        short and was left out."""
+        output = output[-self.max_tokens :]
         if len(output) <= MIN_MATCH:
             return 0
-        if self._at + len(output) >= len(self.tokens):
-            self.tokens[self._at :] = BORDER
-            self._at = _FIRST
-        begin, end = self._at, self._at + len(output)
+        if self._end + len(output) >= len(self.tokens):
+            self.tokens[self._end :] = BORDER
+            self._end = _FIRST
+        begin, end = self._end, self._end + len(output)
         self.tokens[begin:end] = output
         self.tokens[end] = BORDER
-        self._at = end + 1
+        self._end = end + 1
         index_runs(self.tokens, begin, end, self.end_E)
         return begin

@@ -1,4 +1,4 @@
-"""Attention over the paged cache on CPU: a compiled kernel for rows that compute one token, another for longer ones."""
+"""Attention over the paged cache on CPU: a compiled kernel for sequences of one query, another for longer ones."""
 
 from dataclasses import dataclass
 
@@ -15,18 +15,17 @@ from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS
 from pipeline.kernels.cpu.compile.threads import WHOLE, use_threads
 
 PARALLEL_KEYS = 1 << 19 if HAS_WIDE_VECTORS else 1 << 17
-"""Elements of keys below which single queries stay on one thread: waking another one would take longer than it saves.
-"""
+"""Single queries with fewer key elements than this stay on one thread: waking another one costs more than it saves."""
 PARALLEL_QUERIES = 1 << 20 if HAS_WIDE_VECTORS else 1 << 19
-"""The same for several queries a sequence: elements of keys times queries."""
+"""The same for several queries per sequence: elements of keys times queries."""
 
 
 @dataclass(frozen=True)
 class _Decode:
-    """Sequences that compute one token: which of the step's tokens (None: all), and what the kernel is told of them.
+    """Arguments of the decode kernel, for sequences that compute one token.
 
-    shared: beginnings that are read together by layers in which all of the longest context is seen. alone: what the
-    kernel is told where nothing is.
+    token_S: indices of their tokens in the step; None: all tokens. shared: prefixes read once per group of sequences,
+    used by layers that see all of the longest context. alone: the kernel's arguments without shared prefixes.
     """
 
     token_S: np.ndarray | None
@@ -40,7 +39,7 @@ class _Decode:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """Sequences that compute several tokens: see `_prefill_items`."""
+    """Arguments of the prefill kernel, for sequences that compute several tokens: see `_prefill_items`."""
 
     block_table_SM: np.ndarray
     item_I3: np.ndarray
@@ -49,7 +48,7 @@ class _Prefill:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the host plans once for all layers of a step. parallel: whether it is for several threads."""
+    """Host-side plan for all layers of a step. parallel: whether it uses several threads."""
 
     parallel: bool
     decode: _Decode | None
@@ -57,15 +56,14 @@ class Plan:
 
 
 def attention(
-    q_TND: torch.Tensor, cache: LayerCache, where: AttentionInput, scale: float, window: int | None
+    q_TND: torch.Tensor, cache: LayerCache, attn_metadata: AttentionInput, scale: float, window: int | None
 ) -> torch.Tensor:
-    """See `contract.Kernels.attention`. float32 and bfloat16, on a cache of the same type or FP8; it must be
-    contiguous."""
+    """Implement `contract.Kernels.attention`. float32 and bfloat16, on a contiguous cache of the same type or FP8."""
     (_, num_heads, head_dim), num_kv_heads = q_TND.shape, cache.k_CBKD.shape[2]
     key = (num_heads, num_kv_heads, head_dim)
-    if key not in where.plans:
-        where.plans[key] = plan_of(where, num_heads, num_kv_heads, head_dim)
-    plan = where.plans[key]
+    if key not in attn_metadata.plans:
+        attn_metadata.plans[key] = plan_of(attn_metadata, num_heads, num_kv_heads, head_dim)
+    plan = attn_metadata.plans[key]
     use_threads(plan.parallel)
     q_TND = q_TND.contiguous()
     out_TND = torch.empty_like(q_TND)
@@ -77,7 +75,7 @@ def attention(
 def attend(
     q_TND: np.ndarray, arrays: CacheArrays, plan: Plan, window: int, scale: np.float32, out_TND: np.ndarray
 ) -> None:
-    """The same of arrays, to `out_TND`, on as many threads as compiled kernels run on now: those of the plan."""
+    """Attend on arrays and write to `out_TND`, on the current number of numba threads, which the plan must have set."""
     decode, prefill = plan.decode, plan.prefill
     if decode is not None:
         token_S, table_SM, before = decode.token_S, decode.block_table_SM, decode.alone
@@ -93,32 +91,36 @@ def attend(
         paged_prefill(q_TND, *arrays, *items, window, scale, *NO_PART, out_TND, *WHOLE)
 
 
-def plan_of(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: int, parallel: bool = False) -> Plan:
-    """Of a step with so many heads. parallel: whether it is to run on several threads whatever attention is worth.
+def plan_of(
+    attn_metadata: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: int, parallel: bool = False
+) -> Plan:
+    """Plan attention for a step. parallel: use several threads even if attention alone does not need them.
 
-    From here on compiled kernels run on the plan's number of threads.
+    Sets numba's number of threads to the plan's.
     """
-    table_SM, context_len_S = where.block_table_SM, where.context_len_S
-    count_S = where.query_start_S1[1:] - where.query_start_S1[:-1]  # np.diff and the like take several times as long
+    table_SM, context_len_S = attn_metadata.block_table_SM, attn_metadata.context_len_S
+    count_S = (
+        attn_metadata.query_start_S1[1:] - attn_metadata.query_start_S1[:-1]
+    )  # np.diff takes several times as long
     heads = num_heads, num_kv_heads, head_dim
     if count_S.max() == 1:
         parallel = parallel or many_keys(context_len_S, num_kv_heads, head_dim)
-        return Plan(parallel, _decode(where, None, context_len_S, table_SM, heads, use_threads(parallel)), None)
+        return Plan(parallel, _decode(attn_metadata, None, context_len_S, table_SM, heads, use_threads(parallel)), None)
     (single,) = (count_S == 1).nonzero()
     products = int(count_S.astype(np.int64) @ context_len_S)
     parallel = parallel or products * num_kv_heads * head_dim >= PARALLEL_QUERIES
     parallel = parallel or (len(single) > 0 and many_keys(context_len_S[single], num_kv_heads, head_dim))
     num_threads, decode = use_threads(parallel), None
     if len(single):
-        token_S = where.query_start_S1[single]
-        decode = _decode(where, token_S, context_len_S[single], table_SM[single], heads, num_threads)
-    most = max(1, ROWS * num_kv_heads // num_heads)
-    items = _prefill_items(where.query_start_S1, count_S, context_len_S, most, num_threads)
+        token_S = attn_metadata.query_start_S1[single]
+        decode = _decode(attn_metadata, token_S, context_len_S[single], table_SM[single], heads, num_threads)
+    max_queries = max(1, ROWS * num_kv_heads // num_heads)
+    items = _prefill_items(attn_metadata.query_start_S1, count_S, context_len_S, max_queries, num_threads)
     return Plan(parallel, decode, _Prefill(np.ascontiguousarray(table_SM), *items))
 
 
 def _decode(
-    where: AttentionInput,
+    attn_metadata: AttentionInput,
     token_S: np.ndarray | None,
     context_len_S: np.ndarray,
     table_SM: np.ndarray,
@@ -131,26 +133,26 @@ def _decode(
         context_len_S,
         int(context_len_S.max()),
         parts_of(len(context_len_S), heads[1], num_threads),
-        SharedReading.of(table_SM, context_len_S, where.block_size, heads),
+        SharedReading.from_block_table(table_SM, context_len_S, attn_metadata.block_size, heads),
         nothing_read(len(context_len_S)),
     )
 
 
 def _prefill_items(
-    query_start_S1: np.ndarray, count_S: np.ndarray, context_len_S: np.ndarray, most: int, num_threads: int
+    query_start_S1: np.ndarray, count_S: np.ndarray, context_len_S: np.ndarray, max_queries: int, num_threads: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The pieces of work of `paged_prefill`, (I, 3): (sequence, first token, number of tokens) of at most `most`
-    neighbouring queries of the sequences that compute more than one token; and the position of each token of a step in
-    its sequence, (T,).
+    """Return the work items of `paged_prefill`, and the position of each token of the step in its sequence, (T,).
 
-    Threads take equal runs of the pieces. The work of one grows with its position, so threads get them in turn.
+    An item of (I, 3) is (sequence, first token, number of tokens): up to `max_queries` consecutive queries of a
+    sequence that computes more than one token. Each thread processes an equal run of items. The work of an item grows
+    with its position, so items are dealt to the threads in turn, longest first.
     """
     position_T = np.arange(query_start_S1[-1]) + (context_len_S - query_start_S1[1:]).repeat(count_S)
-    if count_S.max() <= most:
+    if count_S.max() <= max_queries:
         (sequence_I,) = (count_S > 1).nonzero()
         first_I, num_tokens_I = query_start_S1[sequence_I], count_S[sequence_I]
     else:
-        sequence_I, first_I, num_tokens_I = pieces(query_start_S1, np.where(count_S > 1, count_S, 0), most)
+        sequence_I, first_I, num_tokens_I = pieces(query_start_S1, np.where(count_S > 1, count_S, 0), max_queries)
     item_I3 = np.empty((len(sequence_I), 3), dtype=np.int64)
     item_I3[:, 0], item_I3[:, 1], item_I3[:, 2] = sequence_I, first_I, num_tokens_I
     if num_threads > 1 and len(item_I3) > 1:
@@ -160,13 +162,16 @@ def _prefill_items(
 
 
 def many_keys(context_len_S: np.ndarray, num_kv_heads: int, head_dim: int) -> bool:
-    """Whether single queries over so many keys are worth more than one thread."""
+    """Return whether single queries over this many keys justify more than one thread."""
     return int(context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_KEYS
 
 
 def parts_of(num_sequences: int, num_kv_heads: int, num_threads: int) -> int:
-    """Of so many single queries: 1 where there are enough of them for all threads, else the fewest equal parts of the
-    KV heads of which each thread gets one; all of them where there are too few."""
+    """Return the number of parts into which to split the KV heads of each single query.
+
+    1 if there are enough queries for all threads; else the smallest even split with a part per thread, up to one part
+    per KV head.
+    """
     if num_sequences >= 8 * num_threads:
         return 1
     return next((p for p in range(num_threads, num_kv_heads) if num_kv_heads % p == 0), num_kv_heads)

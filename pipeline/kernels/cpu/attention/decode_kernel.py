@@ -1,12 +1,12 @@
 """Attention of single queries over the paged KV cache, compiled by numba.
 
 Arrays are float32, or bfloat16 as its bits in uint16. Keys and values may be FP8 codes in uint8 with scales
-(`kernels/cache.py`); None stands for no scales. Everything is computed in float32 and rounded once. A NaN stays a NaN:
-broken rows must be found. Suffixes are those of `kernels/contract.py`.
+(`kernels/cache.py`); None means no scales. Everything is computed in float32 and rounded once. NaNs propagate, so that
+broken rows are detected. Suffixes are those of `kernels/contract.py`.
 """
 
 # pyright: reportCallIssue=false
-# It does not see what `intrinsic` makes of a function.
+# It does not understand functions made by `intrinsic`.
 
 import numpy as np
 from numba import njit
@@ -19,11 +19,11 @@ from pipeline.kernels.cpu.tiles.tile_product import tile_product
 
 UNBOUNDED = np.iinfo(np.int64).max // 2
 """The window of full attention."""
-_UNITS = 8 if HAS_WIDE_VECTORS else 4  # values side by side (times 8) of a tile of two heads or one
+_UNITS = 8 if HAS_WIDE_VECTORS else 4  # adjacent values (times 8) in a tile of one or two heads
 
 
 def nothing_read(num_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """read_S, place_S, part_PND and log_sum_PN of `paged_decode` where each sequence reads all of its keys itself."""
+    """Return read_S, place_S, part_PND and log_sum_PN of `paged_decode` for steps without shared prefixes."""
     nothing_S = np.zeros(num_sequences, np.int64)
     return nothing_S, nothing_S, np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32)
 
@@ -33,14 +33,14 @@ def paged_decode(
     q_SND, k_CBKD, v_CBKD, k_scale_CKB, v_scale_CKB, table_SM, context_S, window, scale, parts,
     read_S, place_S, part_PND, log_sum_PN, out_SND, begin, end
 ):  # fmt: skip
-    """One query a sequence over the paged cache; blocks are read where they lie.
+    """Attend with one query per sequence over the paged cache; blocks are read in place.
 
-    The first read_S[s] keys, which are whole blocks, have been read for it before (see `shared_prefix.py`):
-    part_PND[place_S[s]] is what their values came to, log_sum_PN the logarithm of the sum of their exponentials.
+    The first read_S[s] keys, whole blocks, were read earlier for a group of sequences (see `shared_prefix.py`):
+    part_PND[place_S[s]] is their weighted sum of values, log_sum_PN the logarithm of the sum of their exponentials.
 
-    Work is one item a sequence, or `parts` of it, each some KV heads; the query heads of a KV head share each key and
-    value. Blocks are read one by one, first the keys of all, then the values. The next block is prefetched on the way,
-    since the processor foresees neither jumps from block to block nor those from key to key.
+    Each sequence is one work item, or `parts` items of some KV heads each; the query heads of a KV head share each key
+    and value. Blocks are read one by one, first all keys, then all values. The next block is prefetched meanwhile,
+    since the processor predicts neither jumps between blocks nor those between keys.
     """
     num_sequences, num_heads, head_dim = q_SND.shape
     if end < 0:
@@ -69,8 +69,8 @@ def paged_decode(
 
 @njit(inline="always")
 def _multiply_keys(score, flat_score, q, k_flat, k_scale_CKB, table_M, keys, heads, num_kv_heads, depth, scale):
-    """The scores of one query. keys: the first one that it sees, the end of its context, and how many a block has. Of
-    keys that fill a tile beside the ones that are seen, the products are never read."""
+    """Compute the scores of one query. keys: the first one it sees, the end of its context, and the block size. Tiles
+    also compute products with unseen keys; those are never read."""
     (first, context, block_size), (kv, span, group) = keys, heads
     k_row, score_row = num_kv_heads * depth, score.shape[1]
     num_blocks = (context + block_size - 1) // block_size
@@ -102,26 +102,26 @@ def _multiply_keys(score, flat_score, q, k_flat, k_scale_CKB, table_M, keys, hea
 
 @njit(inline="always")
 def _exponentiate(score, first, context, best, total):
-    """Scores become weights: exponentials less the largest one, which `best` gets; `total` gets their sums."""
+    """Turn scores into softmax weights: exponentials relative to the maximum (`best`), their sums in `total`."""
     for g in range(len(score)):
-        # A view that begins at 0: then indices are seen to be no negative ones, and the loops become vector code.
+        # A view that begins at 0: the compiler then knows that indices are not negative, and vectorizes the loops.
         weight = score[g, first:context]
-        most, summed = np.float32(-np.inf), np.float32(0.0)
+        largest, summed = np.float32(-np.inf), np.float32(0.0)
         for i in range(len(weight)):
-            most = larger(most, weight[i])
+            largest = larger(largest, weight[i])
         for i in range(len(weight)):
-            weight[i] = exp(weight[i] - most)
+            weight[i] = exp(weight[i] - largest)
             summed += weight[i]
-        best[g], total[g] = most, summed
+        best[g], total[g] = largest, summed
 
 
 @njit(inline="always")
 def _add_values(acc, flat_acc, weight, flat_weight, v_CBKD, v_flat, v_scale_CKB, table_M, keys, heads):
-    """To `acc`, the weighted values of one query; its arguments are as those of `_multiply_keys`."""
+    """Add the weighted values of one query to `acc`. The other arguments are those of `_multiply_keys`."""
     (first, context, block_size), (kv, span, group) = keys, heads
     num_kv_heads, head_dim = v_CBKD.shape[2], v_CBKD.shape[3]
     v_row, weight_row = num_kv_heads * head_dim, weight.shape[1]
-    in_tiles, num_blocks = head_dim // (8 * _UNITS) * (8 * _UNITS), (context + block_size - 1) // block_size
+    tiled_dim, num_blocks = head_dim // (8 * _UNITS) * (8 * _UNITS), (context + block_size - 1) // block_size
     for m in range(first // block_size, num_blocks):
         block, start, following = table_M[m], m * block_size, table_M[min(m + 1, num_blocks - 1)]
         low, high = max(first - start, 0), min(context - start, block_size)
@@ -131,7 +131,7 @@ def _add_values(acc, flat_acc, weight, flat_weight, v_CBKD, v_flat, v_scale_CKB,
             for g in range(h * group, (h + 1) * group):
                 for n in range(low, high):
                     weight[g, start + n] *= scale_at(v_scale_CKB, block, n, kv + h)
-            for i in range(0, in_tiles, 8 * _UNITS):
+            for i in range(0, tiled_dim, 8 * _UNITS):
                 g = h * group
                 while g + 2 <= (h + 1) * group:
                     tile_product(
@@ -144,20 +144,20 @@ def _add_values(acc, flat_acc, weight, flat_weight, v_CBKD, v_flat, v_scale_CKB,
                         flat_acc, g * head_dim + i, head_dim, flat_weight, g * weight_row + start + low, weight_row, 1,
                         v_flat, at + i, v_row, high - low, ahead, 1, _UNITS
                     )  # fmt: skip
-            if in_tiles < head_dim:
+            if tiled_dim < head_dim:
                 for g in range(h * group, (h + 1) * group):
                     for n in range(low, high):
-                        for i in range(in_tiles, head_dim):
+                        for i in range(tiled_dim, head_dim):
                             acc[g, i] += weight[g, start + n] * wide(v_CBKD[block, n, kv + h, i])
 
 
 @njit(inline="always")
-def _write_rows(out_SND, s, first_head, acc, best, total, has_part, part_PND, log_sum_PN, place):
-    """The query's results, together with what was read before where there is such a part."""
+def _write_rows(out_SND, s, first_head, acc, best, total, has_part, part_PND, log_sum_PN, part_index):
+    """Write the query's results, merged with those of its shared prefix if it has one."""
     for g in range(len(acc)):
         if has_part:
-            log_sum, part = log_sum_PN[place, first_head + g], part_PND[place, first_head + g]
-            top = log_sum if log_sum > best[g] else best[g]  # a NaN in either comes through the differences
+            log_sum, part = log_sum_PN[part_index, first_head + g], part_PND[part_index, first_head + g]
+            top = log_sum if log_sum > best[g] else best[g]  # the differences propagate a NaN in either
             own, before = exp(best[g] - top), exp(log_sum - top)
             whole = own * total[g] + before
             own, before = own / whole, before / whole

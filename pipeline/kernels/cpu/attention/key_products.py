@@ -1,12 +1,12 @@
-"""Products of queries with keys as they lie in the cache. Only the kernels of attention call these functions.
+"""Products of queries with keys as the cache stores them. Only the attention kernels call these functions.
 
-Where queries and keys are both bfloat16 and the processor multiplies pairs of it (AVX-512 BF16), both are read as
-words of 32 bits, two neighbouring elements each, and nothing is widened. Else keys are widened as they are read, and
-queries before. Sums are float32 either way; products of pairs are exact.
+If queries and keys are both bfloat16 and the processor multiplies pairs of it (AVX-512 BF16), both are read as words of
+32 bits, two adjacent elements each, and nothing is widened. Otherwise queries are widened in advance, and keys as they
+are read. Sums are float32 either way; products of pairs are exact.
 """
 
 # pyright: reportCallIssue=false
-# It does not see what `intrinsic` and `overload` make of a function.
+# It does not understand functions made by `intrinsic` and `overload`.
 
 import numpy as np
 from numba import types
@@ -19,9 +19,9 @@ from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS, MULTIPLIES_
 from pipeline.kernels.cpu.tiles.vector_code import FLOAT, INT64, REORDER, STORED, VectorCode
 
 KEYS = 8
-"""Keys whose products with one query `dot_products` makes side by side."""
+"""Keys that `dot_products` multiplies with one query at once."""
 WIDTH = 16 if HAS_WIDE_VECTORS else 8
-"""Elements, or words of two, that `dot_products` takes at a time."""
+"""Elements, or words of two, that `dot_products` processes at a time."""
 _HALF, _HIGH_HALF = np.uint32(16), np.uint32(0xFFFF0000)
 
 
@@ -31,7 +31,7 @@ def in_pairs(array, other):
 
 @overload(in_pairs, inline="always")
 def _words_or_elements(array, other):
-    """Queries or keys as they are multiplied with the others: as words of pairs, or as they are."""
+    """Return queries or keys in the form in which they are multiplied: words of pairs if possible, else unchanged."""
     if MULTIPLIES_PAIRS and array.dtype == other.dtype == types.uint16:
         return lambda array, other: array.view(np.uint32)
     return lambda array, other: array
@@ -39,7 +39,7 @@ def _words_or_elements(array, other):
 
 @intrinsic
 def _transpose(typing_context, out, out_at, out_row, q, q_at, start_R, first):
-    """For r and i < WIDTH: out[out_at + i * out_row + r] = q[q_at + start_R[first + r] + i], widened."""
+    """Set out[out_at + i * out_row + r] = q[q_at + start_R[first + r] + i], widened, for r and i < WIDTH."""
 
     def lower(context, builder, signature, arguments):
         code = VectorCode(context, builder, signature, arguments)
@@ -50,7 +50,7 @@ def _transpose(typing_context, out, out_at, out_row, q, q_at, start_R, first):
             loaded = code.load(code.after(q, builder.load(code.after(start, r))), STORED[dtype], WIDTH)
             some.append(loaded if dtype == types.uint32 else code.widened(loaded, dtype))
         step = 1
-        while step < WIDTH:  # squares of 2 * step: their two parts off the diagonal change places
+        while step < WIDTH:  # in each square of 2 * step, swap the two off-diagonal parts
             for r in range(WIDTH):
                 if not r & step:
                     a, b = some[r], some[r + step]
@@ -71,8 +71,8 @@ def query_lanes(q, start_R, depth):
 
 @overload(query_lanes)
 def _lanes(q, start_R, depth):
-    """Of flat queries `q`, by `in_pairs`, those that begin at start_R, side by side in the type in which they are
-    multiplied: (depth, R), flat; R is a multiple of WIDTH."""
+    """Transpose the queries of flat `q` (by `in_pairs`) that begin at start_R to (depth, R), flat, in the type in which
+    they are multiplied. R is a multiple of WIDTH."""
     dtype = np.uint32 if q.dtype == types.uint32 else np.float32
 
     def side_by_side(q, start_R, depth):
@@ -95,7 +95,7 @@ def query_rows(q, start, count):
 
 @overload(query_rows)
 def _rows(q, start, count):
-    """So many elements of flat queries `q`, by `in_pairs`, in the type in which they are multiplied."""
+    """Return `count` elements of flat queries `q` (by `in_pairs`), in the type in which they are multiplied."""
     if q.dtype != types.uint16:
         return lambda q, start, count: q[start : start + count]
 
@@ -114,7 +114,7 @@ def product(q, k):
 
 @overload(product, inline="always")
 def _product(q, k):
-    """Of one element of a query, or one pair, with that of a key."""
+    """Multiply one element of a query, or one pair, with that of a key."""
     if q != types.uint32:
         return lambda q, k: q * wide(k)
     return lambda q, k: (
@@ -125,13 +125,13 @@ def _product(q, k):
 
 @intrinsic
 def dot_products(typing_context, out, out_at, q, q_at, k, k_at, k_row, depth, scale, ahead):
-    """Of one query with KEYS keys: for n < KEYS
+    """Multiply one query with KEYS keys. For n < KEYS:
 
         out[out_at + n] = scale * sum over d < depth of q[q_at + d] * k[k_at + n * k_row + d]
 
-    Arrays are one-dimensional; `depth` is a multiple of WIDTH. Indices are not checked. LLVM makes one product at a
-    time of such loops, and sums across the lanes of each: here the lanes of all are summed together. The memory
-    `ahead` elements after each of k is prefetched as well; with 0 that is one which is there.
+    Arrays are one-dimensional; `depth` is a multiple of WIDTH. Indices are not checked. LLVM compiles such a loop to
+    one product at a time and sums across the lanes of each; here the lanes of all are summed together. The memory
+    `ahead` elements after each element of k is prefetched; `ahead` 0 prefetches what is being read.
     """
 
     def lower(context, builder, signature, arguments):
@@ -146,7 +146,7 @@ def dot_products(typing_context, out, out_at, q, q_at, k, k_at, k_row, depth, sc
             return loaded if are_pairs else code.widened(loaded, dtype)
 
         def joined(a, b, *picks):
-            """The sum of two selections of the elements of two vectors."""
+            """Return the sum of two selections of the elements of two vectors."""
             return builder.fadd(*(code.pick(a, b, pick) for pick in picks), flags=REORDER)
 
         k_N = [code.after(k, code.times(n, k_row)) for n in range(KEYS)]
@@ -163,7 +163,7 @@ def dot_products(typing_context, out, out_at, q, q_at, k, k_at, k_row, depth, sc
                 else:
                     total = builder.fadd(before, builder.fmul(some_q, some_k, flags=REORDER), flags=REORDER)
                 builder.store(total, sum_N[n])
-        # Four lanes at a time: sums of key n of four come to lie in place n, which takes no move across such four.
+        # In each group of four lanes, the sum of key n (of four keys) moves to lane n without crossing groups.
         fours = range(0, WIDTH, 4)
         low, high = ([f + p for f in fours for p in (a, WIDTH + a, b, WIDTH + b)] for a, b in ((0, 1), (2, 3)))
         two_N = [joined(builder.load(sum_N[n]), builder.load(sum_N[n + 1]), low, high) for n in range(0, KEYS, 2)]
@@ -171,7 +171,7 @@ def dot_products(typing_context, out, out_at, q, q_at, k, k_at, k_row, depth, sc
         first, second = (joined(two_N[n], two_N[n + 1], low, high) for n in (0, 2))
         count = WIDTH // 2
         while count >= 4:
-            # the lower and the upper half of each of the two, until each is one four
+            # add the lower and the upper half of each vector, until four lanes are left
             begins = (0, WIDTH) if count == WIDTH // 2 else (0, 2 * count)
             low, high = ([b + o + n for b in begins for n in range(count)] for o in (0, count))
             first = second = joined(first, second, low, high)

@@ -1,10 +1,10 @@
-"""Attention of several queries a sequence over the paged KV cache, compiled by numba.
+"""Attention of several queries per sequence over the paged KV cache, compiled by numba.
 
 Its arrays are those of `decode_kernel.py`.
 """
 
 # pyright: reportCallIssue=false
-# It does not see what `intrinsic` makes of a function.
+# It does not understand functions made by `intrinsic`.
 
 import math
 
@@ -19,12 +19,11 @@ from pipeline.kernels.cpu.compile.threads import kernel, share_out
 from pipeline.kernels.cpu.tiles.tile_product import tile_product
 
 ROWS = 64
-"""Queries times heads of a KV head that share the reading of keys and values, at most."""
+"""Maximum number of rows (queries times heads of a KV head) that share the reading of keys and values."""
 NO_PART = np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32)
-"""part_TND and log_sum_TN of `paged_prefill` where its queries see no other keys."""
+"""part_TND and log_sum_TN of `paged_prefill` if the keys are all that the queries see."""
 _VALUES = 64  # keys whose values are multiplied at a time
-# Tiles whose sums stay in registers: keys and queries side by side (times 8); values side by side (times 8), of four
-# queries.
+# Tiles whose sums stay in registers: keys by adjacent queries (times 8); adjacent values (times 8) for four queries.
 _TILE_KEYS, _TILE_UNITS = (8, 4) if HAS_WIDE_VECTORS else (4, 2)
 _VALUE_UNITS = 8 if HAS_WIDE_VECTORS else 2
 
@@ -34,15 +33,15 @@ def paged_prefill(
     q_TND, k_CBKD, v_CBKD, k_scale_CKB, v_scale_CKB, table_SM, item_I3, position_T, window, scale,
     part_TND, log_sum_TN, out_TND, begin, end
 ):  # fmt: skip
-    """A query at position p sees the keys p - window + 1 .. p.
+    """Attend with several queries per sequence. A query at position p sees the keys p - window + 1 .. p.
 
-    An item (sequence, first token, number of tokens) is some neighbouring queries of one sequence, for each KV head in
-    turn. Their rows R (queries times heads of a KV head) lie side by side: keys are read where they lie, each block of
-    them multiplied by all rows, while the next one is prefetched; the softmax needs no sum across a vector; values
-    serve all rows.
+    An item (sequence, first token, number of tokens) is a run of queries of one sequence, computed for each KV head
+    in turn. Its rows R (queries times heads of a KV head) are adjacent. Keys are read in place: each block is
+    multiplied with all rows while the next one is prefetched. The softmax needs no sum across a vector. All rows share
+    the values.
 
-    Where the keys are only the first ones of what the queries see, log_sum_TN is not empty: it gets the logarithm of
-    each query's and head's sum of exponentials, part_TND what the values came to, in float32, and out_TND nothing.
+    If the keys are only a prefix of what the queries see, log_sum_TN is not empty: it receives the logarithm of the sum
+    of exponentials of each query and head, part_TND the weighted sum of values in float32. out_TND is not written.
     """
     num_heads, head_dim = q_TND.shape[1:]
     block_size, num_kv_heads = k_CBKD.shape[1], k_CBKD.shape[2]
@@ -60,7 +59,7 @@ def paged_prefill(
         table_M, first = table_SM[s, first_block:], first_block * block_size
         num_keys = position_T[token + count - 1] + 1 - first
         start_R, position_R = np.empty(rows, np.int64), np.empty(rows, np.int64)
-        for r in range(rows):  # the last ones, which fill up, are as the last query
+        for r in range(rows):  # padding rows repeat the last query
             query = token + min(r // group, count - 1)
             start_R[r] = (query * num_heads + h * group + r % group) * depth
             position_R[r] = position_T[query] - first
@@ -90,7 +89,7 @@ def paged_prefill(
 
 @njit(inline="always")
 def _multiply_keys(score, q, k_flat, table_M, position_R, num_keys, h, shape, depth):
-    """score (keys, rows), flat: products of all rows with the keys of each block that some of them see."""
+    """Set score (keys, rows), flat, to the products of all rows with the keys of each block that any of them sees."""
     block_size, num_kv_heads, rows = shape[1], shape[2], len(position_R)
     k_row = num_kv_heads * depth
     for start in range(0, num_keys, block_size):
@@ -105,36 +104,36 @@ def _multiply_keys(score, q, k_flat, table_M, position_R, num_keys, h, shape, de
             last = c + (8 * _TILE_UNITS if is_whole else 16)
             if position_R[last - 1] >= start:
                 while n + _TILE_KEYS <= keys:
-                    place, key_at = (start + n) * rows + c, at + n * k_row
+                    score_at, key_at = (start + n) * rows + c, at + n * k_row
                     if is_whole:
                         tile_product(
-                            score, place, rows, k_flat, key_at, k_row, 1, q, c, rows, depth, None,
+                            score, score_at, rows, k_flat, key_at, k_row, 1, q, c, rows, depth, None,
                             _TILE_KEYS, _TILE_UNITS
                         )  # fmt: skip
                     else:
                         tile_product(
-                            score, place, rows, k_flat, key_at, k_row, 1, q, c, rows, depth, None, _TILE_KEYS, 2
+                            score, score_at, rows, k_flat, key_at, k_row, 1, q, c, rows, depth, None, _TILE_KEYS, 2
                         )
                     n += _TILE_KEYS
                 while n < keys:
                     for r in range(c, last, 16):
-                        place, key_at = (start + n) * rows + r, at + n * k_row
-                        tile_product(score, place, rows, k_flat, key_at, k_row, 1, q, r, rows, depth, None, 1, 2)
+                        score_at, key_at = (start + n) * rows + r, at + n * k_row
+                        tile_product(score, score_at, rows, k_flat, key_at, k_row, 1, q, r, rows, depth, None, 1, 2)
                     n += 1
             c = last
 
 
 @njit(inline="always")
 def _exponentiate(score_LR, best_R, total_R, position_R, window, scale, k_scale_CKB, table_M, block_size, h):
-    """Scores become weights: exponentials less the row's largest one, 0 of keys that a row does not see."""
+    """Turn scores into softmax weights: exponentials relative to the row's maximum, 0 for keys a row does not see."""
     rows = len(best_R)
     for n in range(len(score_LR)):
         some_R = score_LR[n]
         factor = scale_at(k_scale_CKB, table_M[n // block_size], n % block_size, h) * scale
-        some_see_it_not = n > position_R[0] or n <= position_R[rows - 1] - window
+        has_unseen = n > position_R[0] or n <= position_R[rows - 1] - window
         for r in range(rows):
             value = some_R[r] * factor
-            if some_see_it_not and (n > position_R[r] or n <= position_R[r] - window):
+            if has_unseen and (n > position_R[r] or n <= position_R[r] - window):
                 value = -np.float32(np.inf)
             some_R[r] = value
             best_R[r] = larger(best_R[r], value)
@@ -147,7 +146,7 @@ def _exponentiate(score_LR, best_R, total_R, position_R, window, scale, k_scale_
 
 @njit(inline="always")
 def _copy_values(value_LD, v_CBKD, v_flat, v_scale_CKB, table_M, start, num_keys, h):
-    """Values of _VALUES keys in float32, block by block: a division takes as long as copying half a value."""
+    """Copy the values of _VALUES keys in float32, block by block, because a division per key would cost too much."""
     _, block_size, num_kv_heads, head_dim = v_CBKD.shape
     n, end_n = start, min(start + _VALUES, num_keys)
     while n < end_n:
@@ -167,18 +166,18 @@ def _copy_values(value_LD, v_CBKD, v_flat, v_scale_CKB, table_M, start, num_keys
 
 @njit(inline="always")
 def _add_values(out_RD, out, weight_LR, weight, value_LD, value, position_R, start, num_rows):
-    """To out_RD, the values of the keys from `start` on by each row's weights, as far as it sees them."""
+    """Add the weighted values of the keys from `start` on to out_RD, as far as each row sees them."""
     (num_keys, rows), head_dim = weight_LR.shape, out_RD.shape[1]
-    in_tiles = head_dim // (8 * _VALUE_UNITS) * (8 * _VALUE_UNITS)
+    tiled_dim = head_dim // (8 * _VALUE_UNITS) * (8 * _VALUE_UNITS)
     for r in range(0, num_rows, 4):
         num_seen = min(_VALUES, num_keys - start, position_R[r + 3] + 1 - start)
         if num_seen > 0:
-            for i in range(0, in_tiles, 8 * _VALUE_UNITS):
+            for i in range(0, tiled_dim, 8 * _VALUE_UNITS):
                 tile_product(
                     out, r * head_dim + i, head_dim, weight, start * rows + r, 1, rows, value, i, head_dim,
                     num_seen, None, 4, _VALUE_UNITS
                 )  # fmt: skip
             for row in range(r, r + 4):
                 for n in range(num_seen):
-                    for rest in range(in_tiles, head_dim):
+                    for rest in range(tiled_dim, head_dim):
                         out_RD[row, rest] += weight_LR[start + n, row] * value_LD[n, rest]

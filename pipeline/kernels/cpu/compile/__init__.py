@@ -1,1 +1,1 @@
-"""How kernels are compiled by numba, cached and shared out to threads."""
+"""Compilation of kernels by numba, their cache, and their threads."""

@@ -1,12 +1,12 @@
-"""How compiled kernels read, widen, round and exponentiate numbers. Only kernels call these functions.
+"""Reading, widening, rounding and exponentials in compiled kernels. Only kernels call these functions.
 
 Arrays are float32, or bfloat16 as its bits in uint16: widening is a shift, because float32 has the same exponent. Keys
-and values may be FP8 codes in uint8 beside scales (`kernels/cache.py`); None stands for no scales. Everything is
-computed in float32 and rounded once. A NaN stays a NaN: broken rows must be found.
+and values may be FP8 codes in uint8 with scales (`kernels/cache.py`); None means no scales. Everything is computed in
+float32 and rounded once. NaNs propagate, so that broken rows are detected.
 """
 
 # pyright: reportCallIssue=false
-# It does not see what `intrinsic` makes of a function.
+# It does not understand functions made by `intrinsic`.
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ def bits_of_float(typing_context, value):
 
 @intrinsic
 def larger(typing_context, a, b):
-    """Of two float32, or a NaN where one is. LLVM makes vector code of a maximum written so, and of no other."""
+    """Return the larger of two float32, or NaN if one is NaN. LLVM vectorizes this form of a maximum and no other."""
 
     def lower(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 2)
@@ -59,9 +59,9 @@ def _wide_as(value):
 
 @njit(forceinline=True, fastmath={"contract"})
 def wide_code(code):
-    """Sign, exponent and mantissa in float32's places are too small by 2^120, those of subnormal codes as well.
+    """Widen an FP8 code. Shifted into float32's fields, it is too small by a factor of 2^120, also if subnormal.
 
-    Its own `fastmath`, as in `exp`: multiplied later, sums of so small products would be lost.
+    It sets its own `fastmath`, like `exp`: if the factor were applied later, sums of such small products would be lost.
     """
     bits = np.uint32(code)
     shifted = (bits & np.uint32(0x7F)) << np.uint32(20) | (bits & np.uint32(0x80)) << np.uint32(24)
@@ -70,9 +70,10 @@ def wide_code(code):
 
 @njit(forceinline=True, fastmath={"contract"})
 def code_of(value):
-    """The FP8 code of a number of at most 464 in size, rounded to the nearest, ties to even; as torch does it.
+    """Return the FP8 code of a number up to 464 in magnitude, to the nearest, ties to even, like torch.
 
-    Adding 2^14 leaves a subnormal code as the lowest bits of the sum. Its own `fastmath`, or the sum would be undone.
+    Adding 2^14 leaves a subnormal code in the lowest bits of the sum. It sets its own `fastmath`, which would otherwise
+    cancel the sum.
     """
     bits = bits_of_float(value)
     sign, size = (bits >> np.uint32(24)) & np.uint32(0x80), bits & np.uint32(0x7FFFFFFF)
@@ -87,8 +88,8 @@ def scale_at(scale_CKB, block, offset, head):
 
 
 @overload(scale_at, inline="always")
-def _scale_where(scale_CKB, block, offset, head):
-    """1 where there are no scales; what is multiplied by it is then left as it is."""
+def _scale_at_or_1(scale_CKB, block, offset, head):
+    """Return 1 without scales; multiplying by it changes nothing."""
     if isinstance(scale_CKB, types.NoneType):
         return lambda scale_CKB, block, offset, head: np.float32(1.0)
     return lambda scale_CKB, block, offset, head: scale_CKB[block, head, offset]
@@ -100,7 +101,7 @@ def as_in(array, value):
 
 @overload(as_in, inline="always")
 def _rounded_as(array, value):
-    """float32 `value` in the type of `array`, rounded to the nearest, ties to even."""
+    """Round float32 `value` to the type of `array`, to the nearest, ties to even."""
     if array.dtype == types.uint16:
         return lambda array, value: _bfloat16_bits(value)
     return lambda array, value: value
@@ -120,7 +121,7 @@ _FIRST_NORMAL_BITS = np.uint32((127 - 6) << 23)
 
 _LOG2_E = np.float32(1.44269504)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_ROUNDER = np.float32(12582912.0)  # 1.5 * 2^23: added, it leaves the nearest integer in the lowest bits
+_ROUNDER = np.float32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer in the lowest bits
 _ROUNDER_BITS = np.uint32(0x4B400000)
 _EXP = tuple(np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2,
                                      1.6666665459e-1, 5.0000001201e-1))  # fmt: skip
@@ -129,10 +130,10 @@ _LOWEST, _HIGHEST = np.float32(-87.33), np.float32(88.0)
 
 @njit(forceinline=True, error_model="numpy", fastmath={"contract"})
 def exp(x):
-    """e^x within 2 units in the last place, in plain arithmetic so that loops over it become vector code.
+    """Return e^x within 2 units in the last place, in plain arithmetic, so that loops over it are vectorized.
 
-    Arguments are clamped to what float32 holds as normal numbers. The polynomial is that of Cephes' expf. Its own
-    `fastmath`, or it would inherit the caller's: where sums may be reordered, the rounder would cancel.
+    Arguments are clamped to the range of normal float32 numbers. The polynomial is that of Cephes' expf. It sets its
+    own `fastmath`: with the caller's, which allows reordering of sums, the rounder would cancel.
     """
     x = _LOWEST if x < _LOWEST else x
     x = _HIGHEST if x > _HIGHEST else x
@@ -150,7 +151,7 @@ def exp(x):
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """`tensor` as a compiled kernel reads and writes it, without a copy."""
+    """Return `tensor` as the array that compiled kernels read and write, without a copy."""
     dtype = tensor.dtype
     if dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
@@ -163,7 +164,7 @@ CacheArrays = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None
 
 
 def arrays_of(cache: LayerCache) -> CacheArrays:
-    """Keys, values and their scales as the attention kernels read them."""
+    """Return keys, values and their scales as the arrays that the attention kernels read."""
     k_scale_CKB = None if cache.k_scale_CKB is None else cache.k_scale_CKB.numpy()
     v_scale_CKB = None if cache.v_scale_CKB is None else cache.v_scale_CKB.numpy()
     return bits(cache.k_CBKD), bits(cache.v_CBKD), k_scale_CKB, v_scale_CKB

@@ -1,7 +1,7 @@
-"""Prefetching memory where the processor does not foresee that it will be needed."""
+"""Prefetching of memory that the processor does not predict."""
 
 # pyright: reportCallIssue=false
-# It does not see what `intrinsic` makes of a function.
+# It does not understand functions made by `intrinsic`.
 
 from llvmlite import ir
 from numba import njit, types
@@ -11,7 +11,7 @@ _LINE = 64  # bytes
 
 
 def prefetch(builder, address, near: bool = True) -> None:
-    """LLVM's instructions for the cache line of an address, which need not exist, to the first cache or the second."""
+    """Emit LLVM's prefetch of an address's cache line, into the first or second cache. The address may be invalid."""
     byte_address, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [byte_address, int32, int32, int32])
     to_read, nearness, data_cache = int32(0), int32(3 if near else 2), int32(1)
@@ -31,6 +31,6 @@ def _prefetch_element(typing_context, array, at):
 
 @njit(inline="always")
 def prefetch_row(array, at, count):
-    """So many elements of a flat array, from `at` on, to the first cache."""
+    """Prefetch `count` elements of a flat array, from `at` on, into the first cache."""
     for i in range(0, count, _LINE // array.itemsize):
         _prefetch_element(array, at + i)

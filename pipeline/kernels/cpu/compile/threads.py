@@ -1,7 +1,7 @@
-"""How kernels are compiled, and how their work is partitioned among threads.
+"""Compilation of kernels, and the partition of their work among threads.
 
-A kernel takes `begin` and `end` last, the items of one thread, and is called with WHOLE. Then it only says how many
-items there are, to `share_out`, which calls the same kernel again on each thread:
+The last arguments of a kernel are `begin` and `end`, the range of items of one thread. Callers pass WHOLE. The kernel
+then only passes its number of items to `share_out`, which calls the same kernel again on each thread:
 
     @kernel()
     def double(x_TH, begin, end):
@@ -10,12 +10,12 @@ items there are, to `share_out`, which calls the same kernel again on each threa
         for t in range(begin, end):
             ...
 
-numba's own `prange` would do the same, but it wraps a kernel in functions that each hold a copy of its loops, which is
+numba's `prange` would do the same, but it wraps a kernel in functions that each contain a copy of its loops, which are
 optimized and compiled again: that took about three times as long.
 """
 
 # pyright: reportCallIssue=false
-# It does not see what `intrinsic` makes of a function.
+# It does not understand functions made by `intrinsic`.
 
 import threading
 from collections.abc import Callable
@@ -32,9 +32,9 @@ from pipeline.kernels.cpu.compile.versions import made_of_imports
 from pipeline.machine.threads import is_spin_bounded, load_tbb
 
 PARALLEL_ELEMENTS = 1 << 15
-"""Elementwise work below this stays on one thread: waking another one would take longer than it saves."""
+"""Elementwise work below this stays on one thread: waking another one costs more than it saves."""
 WHOLE = 0, -1
-"""`begin` and `end` of a kernel's caller: all items, partitioned among the threads that `use_threads` set."""
+"""`begin` and `end` from a kernel's caller: all items, partitioned among the threads that `use_threads` set."""
 
 # Sums may be reordered, as in any vectorised sum; NaN and infinity keep their meaning.
 _options: dict[str, Any] = {
@@ -46,9 +46,9 @@ _options: dict[str, Any] = {
 
 
 def kernel(**changed: Any) -> Callable[[Callable[..., None]], Dispatcher]:
-    """A decorator: compiled by numba when it is first called with arguments of some types, and kept on disk.
+    """Decorate a kernel: numba compiles it on the first call for each combination of types, and caches it on disk.
 
-    `changed` are options of `njit` other than those of all kernels.
+    `changed` overrides options of `njit` that all kernels share.
     """
 
     def compiled(function: Callable[..., None]) -> Dispatcher:
@@ -59,11 +59,11 @@ def kernel(**changed: Any) -> Callable[[Callable[..., None]], Dispatcher]:
 
 @intrinsic
 def share_out(typing_context, num_items):
-    """Partition items 0 to num_items - 1 among the threads, in equal runs. Each run is a call of the kernel that calls
-    this, with its other arguments as they are. The kernel does nothing after it.
+    """Partition items 0 to num_items - 1 among the threads, in equal runs.
 
-    It uses the function of numba's own parallel loops, whichever threading layer they have. `use_threads` starts the
-    threads, so it comes before any kernel.
+    Each run is a call of the kernel that calls this function, with its other arguments unchanged. The kernel must do
+    nothing afterwards. It uses the function of numba's parallel loops, whichever threading layer is active. Call
+    `use_threads`, which starts the threads, before any kernel.
     """
 
     def lower(context, builder, signature, arguments):
@@ -74,11 +74,11 @@ def share_out(typing_context, num_items):
         assert begin.type == end.type == int64, "a kernel's last arguments are begin and end"
 
         def run(builder, others, begin, end):
-            """The kernel on some items. Kernels return nothing and raise nothing."""
-            places = [cgutils.alloca_once(builder, each.type.pointee, zfill=True) for each in (returned, raised)]
-            builder.call(kernel, [*places, *others, begin, end])
+            """Call the kernel on some items. Kernels return nothing and raise nothing."""
+            results = [cgutils.alloca_once(builder, each.type.pointee, zfill=True) for each in (returned, raised)]
+            builder.call(kernel, [*results, *others, begin, end])
 
-        # what each thread is given: the arguments, how many items and how many runs of them
+        # passed to each thread: the arguments, the number of items and the number of runs
         given = ir.LiteralStructType([*(each.type for each in others), int64, int64])
         kind = ir.FunctionType(ir.VoidType(), [address.as_pointer(), int64.as_pointer(), int64.as_pointer(), address])
         some = ir.Function(module, kind, name=f"{kernel.name}.some")
@@ -95,15 +95,15 @@ def share_out(typing_context, num_items):
         num_threads = builder.call(cgutils.get_or_insert_function(module, threads_kind, "get_num_threads"), [])
         with builder.if_else(builder.icmp_signed(">", num_threads, int64(1))) as (several, one):
             with several:
-                place = cgutils.alloca_once(builder, given)
+                closure = cgutils.alloca_once(builder, given)
                 for i, value in enumerate([*others, num_items, num_threads]):
-                    builder.store(value, cgutils.gep_inbounds(builder, place, 0, i))
-                # An "array" of one byte an element that begins at address 0: a run's number is its address.
+                    builder.store(value, cgutils.gep_inbounds(builder, closure, 0, i))
+                # An "array" with one byte per element that begins at address 0: the address is the number of the run.
                 nothing, one_byte = ir.Constant(address, None), int64(1)
                 starts, sizes, steps = (cgutils.alloca_once_value(builder, v) for v in (nothing, num_threads, one_byte))
                 kind = ir.FunctionType(ir.VoidType(), [address] * 5 + [int64] * 3)
                 parallel_for = cgutils.get_or_insert_function(module, kind, "numba_parallel_for")
-                passed = [builder.bitcast(each, address) for each in (some, starts, sizes, steps, place)]
+                passed = [builder.bitcast(each, address) for each in (some, starts, sizes, steps, closure)]
                 inner_dimensions, arrays = int64(0), int64(1)
                 builder.call(parallel_for, [*passed, inner_dimensions, arrays, num_threads])
             with one:
@@ -114,10 +114,10 @@ def share_out(typing_context, num_items):
 
 
 def own_threads() -> None:
-    """Start numba's threads, oneTBB's where torch's do not spin (`machine.threads`), without changing torch's.
+    """Start numba's threads, on oneTBB if torch's threads do not spin (`machine.threads`).
 
-    libgomp runs both numba's and torch's threads, and numba's start sets its number of threads to all cores, also for
-    torch.
+    Keeps torch's number of threads: libgomp runs the threads of both, and starting numba's sets its number to all
+    cores, also for torch.
     """
     config.THREADING_LAYER_PRIORITY = threading_layers()  # pyright: ignore[reportAttributeAccessIssue]
     threads = torch.get_num_threads()
@@ -126,18 +126,18 @@ def own_threads() -> None:
 
 
 def threading_layers() -> list[str]:
-    """Return numba's three threading layers, the preferred one first. Loads oneTBB if it is the first."""
+    """Return numba's three threading layers, the preferred one first. Loads oneTBB if that is the first."""
     return ["tbb", "omp", "workqueue"] if is_spin_bounded() and load_tbb() else ["omp", "workqueue", "tbb"]
 
 
 def use_threads(parallel: bool) -> int:
-    """The next kernel runs on as many threads as torch, or on one; returns how many."""
-    most = config.NUMBA_NUM_THREADS  # pyright: ignore[reportAttributeAccessIssue]
-    num_threads = min(torch.get_num_threads(), most) if parallel else 1
-    if num_threads != getattr(_told, "num_threads", None):
+    """Run the next kernels on torch's number of threads, or on one; return the number of threads."""
+    max_threads = config.NUMBA_NUM_THREADS  # pyright: ignore[reportAttributeAccessIssue]
+    num_threads = min(torch.get_num_threads(), max_threads) if parallel else 1
+    if num_threads != getattr(_current, "num_threads", None):
         set_num_threads(num_threads)
-        _told.num_threads = num_threads
+        _current.num_threads = num_threads
     return num_threads
 
 
-_told = threading.local()  # numba keeps a number for each thread too; to tell it again takes 10 us
+_current = threading.local()  # numba's number of threads is thread-local too; setting it again takes 10 us

@@ -1,7 +1,7 @@
-"""Which sources a compiled kernel is made of. No torch.
+"""Versions of compiled kernels, by the sources they are compiled from. Does not import torch.
 
-numba keeps compiled functions on disk. It compiles a function again when its own file changes, but not when another
-file changes whose functions or constants it uses. So a kernel's name ends in a hash of all its sources.
+numba caches compiled functions on disk. It recompiles a function when its own file changes, but not when another file
+changes whose functions or constants it uses. So the name of a kernel ends in a hash of all its sources.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _IMPORT = re.compile(r"^from (pipeline\.(?:kernels|engine\.drafts\.lookup)[\w.]*
 
 
 def made_of_imports(function: Function) -> Function:
-    """A decorator below numba's: the function uses its own file and the kernel sources which that imports."""
+    """Decorate a function, below numba's decorator: add a hash of its file and imported kernel sources to its name."""
     files = tuple(sorted(sources_of(Path(function.__code__.co_filename))))
     function.__qualname__ += f"-{version_of(files)}"
     return function
@@ -26,12 +26,12 @@ def made_of_imports(function: Function) -> Function:
 
 @cache
 def sources_of(file: Path) -> frozenset[Path]:
-    """The file and the modules of `pipeline.kernels` and of lookup that it imports from, directly or not."""
+    """Return the file and the modules of `pipeline.kernels` and of lookup that it imports, directly or indirectly."""
     found, left = {file}, [file]
     while left:
         for module, names in _IMPORT.findall(left.pop().read_text()):
-            place = _ROOT / module.replace(".", "/")
-            candidates = {place.with_suffix(".py"), *(place / f"{name}.py" for name in re.findall(r"\w+", names))}
+            base = _ROOT / module.replace(".", "/")
+            candidates = {base.with_suffix(".py"), *(base / f"{name}.py" for name in re.findall(r"\w+", names))}
             new = {path for path in candidates if path.is_file()} - found
             found |= new
             left += new

@@ -1,1 +1,1 @@
-"""Linears on CPU, by the form of their weights."""
+"""Linears on CPU, by the format of their weights."""

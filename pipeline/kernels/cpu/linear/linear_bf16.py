@@ -1,9 +1,9 @@
-"""bfloat16 linears by products of pairs: for processors that have them (AVX-512 BF16) and no units for larger tiles.
+"""bfloat16 linears by products of pairs, for processors with AVX-512 BF16 but without units for larger tiles.
 
-One form of a weight serves every number of tokens: bfloat16 as it is, or 4 bits as they are stored. Weights of 4 bits
-lie eight inputs a word, in such an order that bits 4 j to 4 j + 3 of a word's halves are inputs 2 j and 2 j + 1 of its
-eight: 128 + q is then a pair of bfloat16 by one mask and the exponent's bits, and the 128 is taken out with the zero
-point. Scales are multiplied in where a group ends, in float32, so the weight itself is never rounded.
+One form of a weight serves every number of tokens: bfloat16, or 4 bits as stored. A word holds eight 4-bit weights,
+ordered so that bits 4 j to 4 j + 3 of its halves are inputs 2 j and 2 j + 1 of the eight: one mask and the exponent's
+bits turn 128 + q into a pair of bfloat16. The 128 is subtracted along with the zero point. Scales are applied in
+float32 at the end of each group, so the weight itself is never rounded.
 """
 
 from dataclasses import replace
@@ -17,14 +17,14 @@ from pipeline.kernels.cpu.tiles.weight_tiles import bf16_tiles, narrow_scales, t
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Of a word's eight inputs, the one in each 4 bits from the lowest on."""
+"""Order of a word's eight inputs, from its lowest 4 bits on."""
 
 
 class Bf16Int4Linear(TiledLinear):
-    """Groups of 4-bit weights, which are not rounded: only what comes out is."""
+    """Linear of a grouped 4-bit weight. Only the output is rounded, not the weight."""
 
     def __init__(self, weight: GroupIntWeight) -> None:
-        """Groups of a multiple of 8 inputs. x comes in the weight's order of inputs."""
+        """`weight` needs groups of a multiple of 8 inputs. x is passed in the weight's order of inputs."""
         shape_NK, words_TWL = (weight.out_features, weight.in_features), word_tiles(weight.q_NK.numpy(), _ORDER)
         scales_TGL, zeros_TGL = tiles(narrow_scales(weight.scales_NG)), tiles(weight.zeros_NG.to(torch.uint8).numpy())
         super().__init__("bf16_int4", shape_NK, weight.bias_N, words_TWL, scales_TGL, zeros_TGL, weight.group_size)
@@ -35,18 +35,17 @@ class Bf16Int4Linear(TiledLinear):
 
 
 def bf16_linear(weight: LinearWeight) -> TiledLinear | None:
-    """The linear that serves `weight` in bfloat16; None where its inputs do not come in eights."""
+    """Return the linear of `weight` in bfloat16; None unless the number of its inputs is a multiple of 8."""
     if isinstance(weight, GroupIntWeight) and weight.bits == 4 and weight.group_size % 8 == 0:
         return Bf16Int4Linear(weight)
     if weight.in_features % 8:
         return None
     if isinstance(weight, GroupIntWeight):
-        weight = replace(weight, input_order_K=None)  # x comes in that order
+        weight = replace(weight, input_order_K=None)  # x is passed in that order
     shape_NK = weight.out_features, weight.in_features
     return TiledLinear("bf16", shape_NK, weight.bias_N, bf16_tiles(weight.dequantize(torch.bfloat16)))
 
 
 def multiplies_pairs() -> bool:
-    """Whether this processor has the instruction, and no units that multiply whole tiles of bfloat16 (AMX): oneDNN
-    serves those better."""
+    """Return whether this processor multiplies pairs of bfloat16 but not whole tiles (AMX), where oneDNN is faster."""
     return MULTIPLIES_PAIRS and not MULTIPLIES_TILES

@@ -1,6 +1,6 @@
 """Linears of 4- and 8-bit weights on activations rounded to int8, for processors with AVX2.
 
-What they compute is defined in `kernels/activations/int8.py`.
+`kernels/activations/int8.py` defines the result.
 """
 
 import numpy as np
@@ -18,17 +18,17 @@ from pipeline.kernels.cpu.tiles.weight_tiles import narrow_scales, tiles, word_t
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 _ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 1, 2, 3)}
-"""By bits, the order in which a word's inputs are joined. Of 4 bits the first four are the low halves of its bytes, the
-others the high ones, so a token's bytes lie in their own order."""
+"""Order in which a word's inputs are joined, by bits. The first four 4-bit inputs are the low halves of its bytes, the
+others the high halves, so the bytes of a token stay in their natural order."""
 
 
 class Int8Linear(TiledLinear):
-    """x is rounded block by block first. Computed in float32, of x in float32 or bfloat16."""
+    """Linear that first rounds x block by block. Computes in float32 on x in float32 or bfloat16."""
 
     PARALLEL_PRODUCTS, READING = 1 << 21, 2
 
     def __init__(self, weight: GroupIntWeight, block: int, form: Form) -> None:
-        """`block` as `int8_block` has it, `form` one of this processor's. x comes in the weight's order of inputs."""
+        """`block` is from `int8_block`, `form` from `forms_here`. x is passed in the weight's order of inputs."""
         shape_NK, num_blocks = (weight.out_features, weight.in_features), -(-weight.in_features // block)
         filled_NK = np.pad(weight.q_NK.numpy(), ((0, 0), (0, num_blocks * block - weight.in_features)))
         group_B = np.arange(num_blocks) * block // weight.group_size
@@ -38,23 +38,23 @@ class Int8Linear(TiledLinear):
         kind = int8_kind(form, weight.bits)
         super().__init__(kind, shape_NK, weight.bias_N, words_TWL, scales_TBL, zeros_TBL, block)
         self.num_blocks = num_blocks
-        self._kept: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # of few tokens, from step to step
+        self._small_buffers: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # buffers for few tokens, reused
 
     def _scratch(self, x_MK: np.ndarray) -> Scratch:
-        num_tokens, rounded = len(x_MK), self._kept
+        num_tokens, rounded = len(x_MK), self._small_buffers
         if rounded is None or len(rounded[0]) != num_tokens:
             byte_MK = np.empty((num_tokens, self.num_blocks * self.block), np.int8)
             scale_MB, sum_MB = (np.empty((num_tokens, self.num_blocks), kind) for kind in (np.float32, np.int32))
             rounded = byte_MK, scale_MB, sum_MB
         if num_tokens < FEW:
-            self._kept = rounded
+            self._small_buffers = rounded
         else:
             round_to_int8(x_MK, self.block, *rounded, *WHOLE)
         return rounded
 
 
 def int8_linears() -> RoundedLinears:
-    """As `Kernels.rounded` has it, where `multiplies_bytes`."""
+    """Return the int8 entry of `Kernels.rounded`. Requires `multiplies_bytes`."""
     form = forms_here()[0]
 
     def prepare(weight: LinearWeight) -> Linear | None:
@@ -68,5 +68,5 @@ def int8_linears() -> RoundedLinears:
 
 
 def multiplies_bytes() -> bool:
-    """Whether this processor has the instructions."""
+    """Return whether this processor has the instructions."""
     return bool(forms_here())

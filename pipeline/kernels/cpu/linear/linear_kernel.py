@@ -1,16 +1,16 @@
-"""The kernel of all compiled linears, by what a weight is and how it is multiplied.
+"""The kernel of all compiled linears, specialized by kind of weight.
 
     out = x @ weight.T + bias
 
-A kind of weight says how a tile of it is multiplied:
-- those of `widening.WIDENINGS`: widened to float32 some inputs at a time, x and sums in float32;
-- "bf16", "bf16_int4": as pairs of bfloat16, x as bits of bfloat16, sums in float32 (`tiles/bf16_tile.py`);
-- those of INT8_KINDS: as bytes, x in either type and rounded to int8 block by block first (`tiles/int8_tile.py`).
-The last two make a token's sums in one order, however many tokens there are.
+The kind determines how a tile of the weight is multiplied:
+- kinds of `widening.WIDENINGS`: widened to float32 a few inputs at a time; x and sums are float32;
+- "bf16", "bf16_int4": as pairs of bfloat16; x is bits of bfloat16, sums are float32 (`tiles/bf16_tile.py`);
+- INT8_KINDS: as bytes; x is of either type and first rounded to int8 block by block (`tiles/int8_tile.py`).
+The order of a token's sums in the last two does not depend on the number of tokens.
 """
 
 # pyright: reportCallIssue=false
-# It does not see what `intrinsic` makes of a function.
+# It does not understand functions made by `intrinsic`.
 
 from collections.abc import Callable
 from functools import cache
@@ -30,16 +30,16 @@ from pipeline.kernels.cpu.tiles.int8_tile import AVX2, AVX512_VNNI, AVX_VNNI, ST
 from pipeline.kernels.cpu.tiles.tile_product import tile_product
 from pipeline.kernels.cpu.tiles.weight_tiles import LANES, TOKENS
 
-TILE_TOKENS = 4  # of a float32 product whose sums stay in registers; the last ones go by two and one
-BF16_DEPTH = 512  # pairs of a tile that serve all tokens before the next ones are read: they stay in the second cache
-_DEPTH = 64  # inputs that are widened at a time: their float32 values stay in the first cache
-_UNITS = 8 if HAS_WIDE_VECTORS else 2  # of 8 lanes, of a product of four tokens
+TILE_TOKENS = 4  # of a float32 product whose sums stay in registers; the remaining tokens are computed by two and one
+BF16_DEPTH = 512  # pairs of a tile processed for all tokens before the next ones: they stay in the second cache
+_DEPTH = 64  # inputs widened at a time: their float32 values stay in the first cache
+_UNITS = 8 if HAS_WIDE_VECTORS else 2  # of 8 lanes, for a product of four tokens
 _UNITS_OF_TWO = 8 if HAS_WIDE_VECTORS else 4
-_INT4_AHEAD = 2048  # words of 4 bits that are prefetched; of pairs it is the next BF16_DEPTH
+_INT4_AHEAD = 2048  # words of 4-bit weights to prefetch; for pairs it is the next BF16_DEPTH
 
 
 def int8_kind(form: Form, bits: int) -> str:
-    """The kind of a weight of so many bits that is multiplied so."""
+    """Return the kind of a weight of `bits` bits that is multiplied in this form."""
     return f"int8_by_int{bits}_{form.name.lower().replace('-', '').replace(' ', '_')}"
 
 
@@ -49,9 +49,9 @@ KINDS = (*WIDENINGS, "bf16", "bf16_int4", *INT8_KINDS)
 
 @cache
 def linear_kernel(kind: str) -> Dispatcher:
-    """The kernel for a kind of weight.
+    """Return the kernel for a kind of weight.
 
-    `_multiply` with other functions for two of its globals: numba's cache on disk would not find a closure again.
+    It is `_multiply` with other functions for two of its globals. numba's cache on disk would not find a closure.
     """
     if kind in INT8_KINDS:
         prepare, add_tile = _round_few, _int8_adder(*INT8_KINDS[kind])
@@ -59,17 +59,19 @@ def linear_kernel(kind: str) -> Dispatcher:
         prepare, add_tile = _sum_blocks, _add_bf16_int4
     else:
         prepare, add_tile = _nothing, _add_bf16 if kind == "bf16" else _widened_adder(kind)
-    given = globals() | {"_prepare": prepare, "_add_tile": add_tile}
-    multiply = FunctionType(_multiply.__code__, given, f"multiply_{kind}")
+    specialized = globals() | {"_prepare": prepare, "_add_tile": add_tile}
+    multiply = FunctionType(_multiply.__code__, specialized, f"multiply_{kind}")
     multiply.__qualname__ = multiply.__name__
     return kernel()(multiply)
 
 
 def _multiply(x_MK, out_MN, byte_MK, scale_MB, sum_MB, words_TWL, scales_TBL, zeros_TBL, block, bias_TL, begin, end):
-    """What a kind does not have is None. byte_MK, scale_MB: rounded tokens. sum_MB: of each block of a token's inputs.
-    scales_TBL, zeros_TBL: of each block of the weight's inputs, in float32; or, of "bf16_int4" and INT8_KINDS, as the
-    bits of float16, and in uint8. Of "codebook4" the codebook stands for zeros. block: inputs that share a scale.
-    bias_TL: float32."""
+    """Compute x @ weight.T + bias. Arrays that a kind does not use are None.
+
+    byte_MK, scale_MB: rounded tokens. sum_MB: sums over each block of a token's inputs. scales_TBL, zeros_TBL: one per
+    block of the weight's inputs, in float32; for "bf16_int4" and INT8_KINDS, bits of float16 and uint8. For
+    "codebook4" zeros_TBL is the codebook. block: inputs that share a scale. bias_TL: float32.
+    """
     num_tokens, num_tiles = len(x_MK), len(words_TWL)
     if end < 0:
         _prepare(x_MK, byte_MK, scale_MB, sum_MB, block)
@@ -83,13 +85,13 @@ def _multiply(x_MK, out_MN, byte_MK, scale_MB, sum_MB, words_TWL, scales_TBL, ze
 
 
 def _prepare(x_MK, byte_MK, scale_MB, sum_MB, block):
-    """What `_multiply` does once, on one thread."""
-    raise NotImplementedError("`linear_kernel` says what stands here")
+    """Do the work that `_multiply` needs once, on one thread."""
+    raise NotImplementedError("`linear_kernel` replaces this function")
 
 
 def _add_tile(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_TBL, zeros_TBL, t, block):
-    """To the sums of some tokens, from `first` on, all products with tile `t` of the weight."""
-    raise NotImplementedError("`linear_kernel` says what stands here")
+    """Add all products with tile `t` of the weight to the sums of some tokens, from `first` on."""
+    raise NotImplementedError("`linear_kernel` replaces this function")
 
 
 @njit(inline="always")
@@ -102,9 +104,9 @@ def _begin_sums(sum_ML, bias_L):
 
 @njit(inline="always")
 def _write_sums(sum_ML, out_MN, first_token, first):
-    """The last tile has more lanes than there are outputs.
+    """Write the sums of a tile. The last tile has more lanes than there are outputs.
 
-    Views that begin at 0: then indices are seen to be no negative ones, and the loop becomes vector code.
+    The views begin at 0: the compiler then knows that indices are not negative, and vectorizes the loop.
     """
     for m in range(len(sum_ML)):
         sum_L, out_L = sum_ML[m], out_MN[first_token + m, first : first + LANES]
@@ -140,8 +142,8 @@ def _add_bf16(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_
     arrays = sum_ML, x_MK, words_TWL[t], None, None, None
     for start in range(0, num_words, BF16_DEPTH):
         depth, x_at = min(BF16_DEPTH, num_words - start), first * num_words + start
-        places = x_at, num_words, start * LANES, 0, 0, 0, depth
-        add_bf16_products(arrays, places, len(sum_ML), BF16_DEPTH * LANES)
+        offsets = x_at, num_words, start * LANES, 0, 0, 0, depth
+        add_bf16_products(arrays, offsets, len(sum_ML), BF16_DEPTH * LANES)
 
 
 @njit(inline="always")
@@ -150,8 +152,8 @@ def _add_bf16_int4(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, sc
     arrays = sum_ML, x_MK, words_TWL[t], scales_TBL[t], zeros_TBL[t], sum_MB
     for b in range(num_blocks):
         x_at, words_at = first * num_pairs + b * block // 2, b * block // 8 * LANES
-        places = x_at, num_pairs, words_at, b * LANES, first * num_blocks + b, num_blocks, block // 8
-        add_bf16_int4_products(arrays, places, len(sum_ML), _INT4_AHEAD)
+        offsets = x_at, num_pairs, words_at, b * LANES, first * num_blocks + b, num_blocks, block // 8
+        add_bf16_int4_products(arrays, offsets, len(sum_ML), _INT4_AHEAD)
 
 
 def _int8_adder(form: Form, bits: int) -> Callable[..., None]:
@@ -182,8 +184,8 @@ def _widened_adder(kind: str) -> Callable[..., None]:
 
 @njit(inline="always")
 def _add_float_products(sums, x, at, x_row, count, weights, depth):
-    """sums (count, LANES) += x (count, depth) @ weights (depth, LANES); x begins at element `at`, its rows lie x_row
-    apart."""
+    """Add x (count, depth) @ weights (depth, LANES) to sums (count, LANES). x begins at element `at`; its row stride is
+    x_row."""
     m = 0
     while m + 4 <= count:
         for n in range(0, LANES, 8 * _UNITS):

@@ -1,10 +1,9 @@
-"""float32 linears whose weight is read as narrow as it was stored: bfloat16, integers or codes of 4 bits, integers or
-floats of 8.
+"""float32 linears that read a weight in its stored type: bfloat16, 4-bit integers or codes, 8-bit integers or floats.
 
-Widening either to float32 rounds nothing that the dense float32 weight would not round, so these compute what that
-would. With few tokens the time of a linear is that of reading its weight, and a half or an eighth of the bytes takes as
-much less of it. With many it is the multiplication; widening adds little. Codes are looked up in a table one by one,
-which is the slowest widening.
+Widening each to float32 is exact where the dense float32 weight would be, so the results are the same. With few tokens
+a linear takes as long as reading its weight, and half or an eighth of the bytes takes that much less time. With many
+tokens the multiplication dominates, and widening adds little. Codes are looked up in a table one by one, which is the
+slowest widening.
 """
 
 import torch
@@ -15,12 +14,14 @@ from pipeline.kernels.cpu.tiles.weight_tiles import bf16_tiles, tiles, word_tile
 from pipeline.weights.packed import CodebookWeight, DenseWeight, GroupIntWeight, LinearWeight
 
 FLOAT8_SCALE_LIMIT = 128.0
-"""Scales are kept times 2^120, which float32 holds below this."""
+"""Scales are stored times 2^120; float32 can represent the product below this limit."""
 
 
 def widened_linear(weight: LinearWeight) -> TiledLinear | None:
-    """The linear that reads `weight` as it is; None where none does and it has to be widened at load. x comes in the
-    weight's order of inputs."""
+    """Return the linear that reads `weight` in its stored type; None if it must be widened at load.
+
+    x is passed in the weight's order of inputs.
+    """
     shape_NK, bias_N = (weight.out_features, weight.in_features), weight.bias_N
     if isinstance(weight, DenseWeight):
         weight_NK = _as_bfloat16(weight.weight_NK)
@@ -46,13 +47,13 @@ def widened_linear(weight: LinearWeight) -> TiledLinear | None:
 
 
 def float32_linear(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> TiledLinear:
-    """Of a weight that no narrower type holds, where the order of sums must not be the BLAS library's."""
+    """Return the linear of a weight that needs float32, if the order of its sums must not be the BLAS library's."""
     num_outputs, num_inputs = weight_NK.shape
     return TiledLinear("float32", (num_outputs, num_inputs), bias_N, tiles(weight_NK.numpy()))
 
 
 def _as_bfloat16(weight_NK: torch.Tensor) -> torch.Tensor | None:
-    """The weight in bfloat16 where that loses nothing and its inputs come in eights."""
+    """Return the weight in bfloat16 if that is exact and the number of inputs is a multiple of 8; else None."""
     if weight_NK.shape[1] % 8:
         return None
     if weight_NK.dtype == torch.bfloat16:

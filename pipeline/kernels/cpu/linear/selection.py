@@ -1,10 +1,10 @@
-"""Which linear serves a weight on CPU, and oneDNN's packed weights in native bfloat16.
+"""Selection of the linear for a weight on CPU, and oneDNN's packed weights in native bfloat16.
 
-In float32, weights that were stored narrow are read so (`linear_widened.py`). Others are plain matrices for BLAS. In
-bfloat16 on processors with AVX-512 BF16 and without AMX, `linear_bf16.py` serves all. Elsewhere oneDNN packs weights
-once. It compiles a kernel for each number of tokens (some milliseconds each), and that number changes from step to
-step, so tokens are padded to one of a few numbers. A 4-bit weight then keeps two forms: int4 for few tokens, where
-reading the weights takes all the time, and packed bfloat16 of the same values for many, where multiplying does.
+In float32, weights stored in a narrower type are read in that type (`linear_widened.py`); others are plain matrices for
+BLAS. In bfloat16 on processors with AVX-512 BF16 and without AMX, `linear_bf16.py` serves all weights. Elsewhere oneDNN
+packs weights once. It compiles a kernel for each number of tokens (a few milliseconds each), and that number changes
+from step to step, so tokens are padded to one of a few numbers. A 4-bit weight then has two forms: int4 for few tokens,
+where reading the weights dominates, and packed bfloat16 of the same values for many, where multiplying does.
 """
 
 from dataclasses import replace
@@ -14,22 +14,22 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.contract import Linear
-from pipeline.machine.numba import why_no_numba
+from pipeline.machine.numba import numba_unavailable_reason
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 INT4PACK_GROUPS = (32, 64, 128, 256)
 CROSSOVER = 8
-"""Tokens of a step up to which int4 weights are multiplied as they are.
+"""Maximum number of tokens of a step for which int4 weights are multiplied directly.
 
 By `python -m benchmarks.cpu_crossover` on a Zen 5 EPYC with AVX-512 BF16, 2026-11-22 and 2026-11-26: the forms cross
 between 4 and 12 tokens for weights of 1,024 x 256 to 4,096 x 4,096, on one thread and on two. Processors with AMX were
-not measured: up to 8 tokens their dense product waits for memory as well. A measurement at load would decide anew at
-each start how a row is rounded.
+not measured: up to 8 tokens their dense product waits for memory as well. Measuring at load could change the rounding
+of a row from start to start.
 """
 
 
 def supports_bf16() -> bool:
-    """Whether this processor multiplies bfloat16 natively; emulated, it is 5 to 8 times slower than float32."""
+    """Return whether this processor multiplies bfloat16 natively; emulated, it is 5 to 8 times slower than float32."""
     try:
         torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=torch.bfloat16), None)
     except RuntimeError:
@@ -38,13 +38,13 @@ def supports_bf16() -> bool:
 
 
 def padded_tokens(num_tokens: int) -> int:
-    """The number of tokens a packed product is run for: at most an eighth more, few different ones."""
+    """Return the number of tokens to run a packed product for: at most an eighth more, with few distinct values."""
     step = max(1, 1 << max(0, num_tokens.bit_length() - 4))
     return -(-num_tokens // step) * step
 
 
 class DenseLinear:
-    """y = x @ weight.T + bias; `packed` by oneDNN or a plain matrix."""
+    """Linear y = x @ weight.T + bias; `packed` by oneDNN or a plain matrix."""
 
     def __init__(
         self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype, packed: bool | None = None
@@ -65,7 +65,7 @@ class DenseLinear:
 
 
 class Int4Linear:
-    """A grouped 4-bit weight in bfloat16: int4 up to `crossover` tokens, the dense form above.
+    """Linear of a grouped 4-bit weight in bfloat16: int4 up to `crossover` tokens, the dense form above.
 
     `_weight_int4pack_mm_for_cpu` computes w = (q - 8) * scale + zero, so its zero is (8 - z) * scale.
     """
@@ -77,7 +77,7 @@ class Int4Linear:
         scales_GN = weight.scales_NG.t()
         zeros_GN = (8.0 - weight.zeros_NG.t()) * scales_GN
         self.scale_zero_GN2 = torch.stack([scales_GN, zeros_GN], dim=-1).to(torch.bfloat16).contiguous()
-        in_its_order = replace(weight, input_order_K=None)  # as the int4 form has it
+        in_its_order = replace(weight, input_order_K=None)  # like the int4 form
         self.dense = DenseLinear(in_its_order.dequantize(torch.bfloat16), weight.bias_N, torch.bfloat16)
         self.crossover = CROSSOVER
 
@@ -90,7 +90,7 @@ class Int4Linear:
 
 
 class ReorderedLinear:
-    """A linear whose weight has its inputs in another order: each token's are put in that order first."""
+    """Linear whose weight has its inputs in another order; permutes the inputs of each token first."""
 
     def __init__(self, linear: Linear, input_order_K: torch.Tensor) -> None:
         self.linear, self.input_order_K = linear, input_order_K
@@ -100,7 +100,7 @@ class ReorderedLinear:
 
 
 def serves_int4(weight: LinearWeight, dtype: torch.dtype) -> TypeGuard[GroupIntWeight]:
-    """Whether torch's int4 product takes this weight."""
+    """Return whether torch's int4 product supports this weight."""
     if not isinstance(weight, GroupIntWeight) or weight.bits != 4 or dtype != torch.bfloat16:
         return False
     return weight.out_features % 64 == 0 and weight.in_features % 32 == 0 and weight.group_size in INT4PACK_GROUPS
@@ -108,7 +108,7 @@ def serves_int4(weight: LinearWeight, dtype: torch.dtype) -> TypeGuard[GroupIntW
 
 def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
     """Pack one weight for CPU. The caller can drop its own copy."""
-    linear: Linear | None = _compiled(weight, dtype) if why_no_numba() is None else None
+    linear: Linear | None = _compiled(weight, dtype) if numba_unavailable_reason() is None else None
     if linear is None and serves_int4(weight, dtype):
         linear = Int4Linear(weight)
     if linear is None:

@@ -1,4 +1,4 @@
-"""Linears of compiled kernels: a weight in tiles, and the kernel for its kind."""
+"""Compiled linears: a weight in tiles, and the kernel for its kind."""
 
 import numpy as np
 import torch
@@ -12,12 +12,12 @@ Scratch = tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]
 
 
 class TiledLinear:
-    """y = x @ weight.T + bias, the bias in float32. Its kernel writes into arrays, which callers may keep."""
+    """Linear y = x @ weight.T + bias, the bias in float32. Its kernel writes into arrays, which callers may reuse."""
 
     PARALLEL_PRODUCTS = 1 << 23
-    """Products below this stay on one thread: waking another one would take longer than it saves."""
+    """Products below this stay on one thread: waking another one costs more than it saves."""
     READING = 12
-    """Products that take as long as reading and widening one weight."""
+    """Number of products that take as long as reading and widening one weight."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class TiledLinear:
         zeros_TBL: np.ndarray | None = None,
         block: int = 0,
     ) -> None:
-        """`kind`, and what else such a weight has: see `linear_kernel`."""
+        """`kind` and the arguments that its weights need: see `linear_kernel`."""
         self.kind, self.shape_NK, self.block, self.scales_TBL = kind, shape_NK, block, scales_TBL
         bias_N = torch.zeros(shape_NK[0]) if bias_N is None else bias_N.to(torch.float32)
         bias_TL = tiles(bias_N.numpy()[:, None])[:, 0]
@@ -44,14 +44,14 @@ class TiledLinear:
         return out_MN
 
     def is_parallel(self, num_tokens: int) -> bool:
-        """Whether so many tokens are worth more than one thread."""
+        """Return whether this many tokens justify more than one thread."""
         return (num_tokens + self.READING) * self.shape_NK[0] * self.shape_NK[1] >= self.PARALLEL_PRODUCTS
 
     def write(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
-        """y to `out_MN`, on as many threads as compiled kernels run on now. Both contiguous, in float32 or, where the
-        kind takes them, as bits of bfloat16."""
+        """Write y to `out_MN`, on numba's current number of threads. Both arrays are contiguous, in float32 or, if the
+        kind supports it, bits of bfloat16."""
         self._multiply(x_MK, out_MN, *self._scratch(x_MK), *self._weight)
 
     def _scratch(self, x_MK: np.ndarray) -> Scratch:
-        """The kernel's byte_MK, scale_MB and sum_MB."""
+        """Return the kernel's byte_MK, scale_MB and sum_MB."""
         return None, None, None

@@ -1,11 +1,11 @@
-"""Weights of a tile in float32: how each narrow type is widened in compiled code, some inputs at a time.
+"""Widening of a tile's weights to float32 in compiled code, a few inputs at a time, for each stored type.
 
 Each function widens `depth` inputs from `start` on of tile `t` into wide_DL and returns that. Scales, and zero points
-where the type has them, have one row for `size` inputs. Widening rounds as the weight's `dequantize` does.
+for types that have them, have one row per `size` inputs. Rounding is the same as in the weight's `dequantize`.
 """
 
 # pyright: reportCallIssue=false
-# It does not see what `intrinsic` makes of a function.
+# It does not understand functions made by `intrinsic`.
 
 import numpy as np
 from numba import njit
@@ -14,7 +14,7 @@ from pipeline.kernels.cpu.compile.numerics import float_of_bits
 from pipeline.kernels.cpu.tiles.weight_tiles import LANES
 
 FLOAT8_EXPONENT = np.float32(2.0**120)
-"""A float8_e4m3fn's exponent and fraction in their places of a float32 are its value times 2^-120."""
+"""A float8_e4m3fn's exponent and fraction, moved to their fields of a float32, are its value times 2^-120."""
 _NIBBLES = tuple(np.uint32(0xF << 4 * j) for j in range(8))
 _INVERSES = tuple(np.float32(16.0**-j) for j in range(8))
 _BYTES = tuple(np.uint32(0xFF << 8 * j) for j in range(4))
@@ -26,7 +26,7 @@ _HALF = np.uint32(16)
 
 
 def _float32(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
-    """Nothing is widened."""
+    """Return the weights without widening."""
     return words_TWL[t][start:]
 
 
@@ -40,7 +40,7 @@ def _bfloat16(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
 
 
 def _int4(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
-    """Integers are masked, not shifted: q * 16^j is exact in float32, and so is what makes q - zero of it."""
+    """Mask the integers instead of shifting them: q * 16^j is exact in float32, and so are the steps to q - zero."""
     for d in range(0, depth, 8):
         word, group = words_TWL[t, (start + d) // 8], (start + d) // size
         scale, zero = scales_TGL[t, group], zeros_TGL[t, group]
@@ -55,12 +55,12 @@ def _int4(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
             w4[n] = (np.float32(np.int32(bits & _NIBBLES[4])) * _INVERSES[4] - z) * s
             w5[n] = (np.float32(np.int32(bits & _NIBBLES[5])) * _INVERSES[5] - z) * s
             w6[n] = (np.float32(np.int32(bits & _NIBBLES[6])) * _INVERSES[6] - z) * s
-            w7[n] = (np.float32(np.int32(bits >> np.uint32(28))) - z) * s  # masked it would be negative
+            w7[n] = (np.float32(np.int32(bits >> np.uint32(28))) - z) * s  # masked, it would be negative
     return wide_DL
 
 
 def _int8(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
-    """As `_int4`."""
+    """Mask the integers, as in `_int4`."""
     for d in range(0, depth, 4):
         word, group = words_TWL[t, (start + d) // 4], (start + d) // size
         scale, zero = scales_TGL[t, group], zeros_TGL[t, group]
@@ -75,7 +75,7 @@ def _int8(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
 
 
 def _float8(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
-    """float8_e4m3fn; scales are the weight's times FLOAT8_EXPONENT. The last group may have fewer inputs."""
+    """Widen float8_e4m3fn. Scales include the factor FLOAT8_EXPONENT. The last group may have fewer inputs."""
     for d in range(0, depth, 4):
         word, scale = words_TWL[t, (start + d) // 4], scales_TGL[t, (start + d) // size]
         w0, w1, w2, w3 = wide_DL[d], wide_DL[d + 1], wide_DL[d + 2], wide_DL[d + 3]
@@ -91,7 +91,7 @@ def _float8(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
 
 
 def _codebook4(words_TWL, scales_TGL, codebook_C, t, size, start, depth, wide_DL):
-    """4-bit codes, looked up one by one."""
+    """Look up 4-bit codes one by one."""
     for d in range(depth):
         word, scale = words_TWL[t, (start + d) // 8], scales_TGL[t, (start + d) // size]
         shift, out = np.uint32(4 * (d % 8)), wide_DL[d]
@@ -111,4 +111,4 @@ WIDENINGS = {
         "codebook4": _codebook4,
     }.items()
 }
-"""By the kind of a weight."""
+"""Keys are kinds of weights."""

@@ -1,1 +1,1 @@
-"""Products whose sums stay in registers: one generator for all kinds."""
+"""Matrix products whose sums stay in registers: one generator for all kinds."""

@@ -1,13 +1,13 @@
-"""Products of tokens in int8 with a tile of weights of 4 or 8 bits, by what a processor has for bytes.
+"""Products of tokens in int8 with a tile of 4- or 8-bit weights, by the processor's byte instructions.
 
-VPDPBUSD (AVX-512 VNNI, AVX-VNNI) multiplies 64 unsigned bytes by signed ones and adds each four to a sum of 32 bits.
-AVX2's PMADDUBSW multiplies 32 and adds neighbours in 16 bits: with weights of 4 bits the sums of STEP inputs stay there
-(15 times 127, two at a time, eight times over, is at most 30,480). Weights of 8 bits are widened to 16 for it. Integers
-are exact and the float sums around them have one order, so all forms give the same bits.
+VPDPBUSD (AVX-512 VNNI, AVX-VNNI) multiplies 64 unsigned bytes by signed ones and adds each four to a 32-bit sum. AVX2's
+PMADDUBSW multiplies 32 and adds adjacent products in 16 bits: with 4-bit weights the sums of STEP inputs fit there
+(15 times 127, two at a time, eight times over, is at most 30,480). 8-bit weights are widened to 16 bits first. Integers
+are exact and the order of the float sums is fixed, so all forms give the same bits.
 """
 
 # pyright: reportCallIssue=false
-# It does not see what `intrinsic` makes of a function.
+# It does not understand functions made by `intrinsic`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,15 +23,18 @@ from pipeline.kernels.cpu.tiles.vector_code import FLOAT, INT8, INT16, INT32, IN
 from pipeline.kernels.cpu.tiles.weight_tiles import LANES
 
 STEP = 32  # inputs whose products AVX2 adds in 16 bits; blocks are multiples of it
-_NEAR = 512  # inputs whose weights stay in the first cache while tokens pass
-# Words of an output by which weights are prefetched: from two tokens on, processors' own prefetching is too late.
+_NEAR = 512  # inputs whose weights stay in the first cache while all tokens are processed
+# Words per output by which weights are prefetched: from two tokens on, processors' own prefetching is too late.
 _AHEAD = 64
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a processor multiplies bytes. lanes: 32-bit integers of a vector; in_fours: whether it has VPDPBUSD; tiles:
-    tokens and vectors of three tiles whose sums stay in registers, the last one of a single token."""
+    """Byte instructions of a processor.
+
+    lanes: 32-bit integers per vector. in_fours: it has VPDPBUSD. tiles: tokens and vectors of three tiles whose sums
+    stay in registers; the last one has a single token.
+    """
 
     name: str
     lanes: int
@@ -45,7 +48,7 @@ AVX512_VNNI = Form("AVX-512 VNNI", 16, True, ((4, 4), (2, 4), (1, 4)))
 
 
 def forms_here() -> list[Form]:
-    """Those that this processor has the instructions for, the fastest first."""
+    """Return the forms that this processor has the instructions for, the fastest first."""
     needed = {
         AVX512_VNNI: ("avx512f", "avx512bw", "avx512vnni"),
         AVX_VNNI: ("avx2", "fma", "f16c", "avxvnni"),
@@ -55,17 +58,17 @@ def forms_here() -> list[Form]:
 
 
 @intrinsic(prefer_literal=True)
-def _add_products(typing_context, arrays, places, m, b, n, rows, vectors, bits, lanes, in_fours):
-    """Of block `b` of the inputs, tokens m to m + rows - 1 and `lanes` * `vectors` outputs from n on (rows and what
-    comes after it are literals):
+def _add_products(typing_context, arrays, sizes, m, b, n, rows, vectors, bits, lanes, in_fours):
+    """Add the products of block `b` of the inputs to the sums of tokens m to m + rows - 1 and `lanes` * `vectors`
+    outputs from n on (`rows` and the arguments after it are literals):
 
         sums[r * LANES + n] += xs[r, b] * scales[b, n]
             * (sum over the block's inputs of (token r's byte * output n's integer of `bits` bits)
                - zeros[b, n] * x_sums[r, b])
 
     arrays: (sums, x, xs, x_sums, words, scales, zeros), contiguous: sums and xs float32; x int8, read four at a time;
-    x_sums int32 within 16 bits; words uint32; scales float32 or bits of float16; zeros uint8. places: (first token,
-    blocks of a token, STEPs of a block). Indices are not checked.
+    x_sums int32 that fit in 16 bits; words uint32; scales float32 or bits of float16; zeros uint8. sizes: (first
+    token, blocks of a token, STEPs of a block). Indices are not checked.
     """
     num_rows, num_vectors, num_bits, num_lanes, has_fours = (
         each.literal_value for each in (rows, vectors, bits, lanes, in_fours)
@@ -89,11 +92,11 @@ def _add_products(typing_context, arrays, places, m, b, n, rows, vectors, bits, 
         sums = code.after(sums, builder.mul(m, INT64(LANES)), n)
 
         def of_row(address, r, row):
-            """A value of token r in all lanes."""
+            """Return a value of token r in all lanes."""
             return code.everywhere(builder.load(code.after(address, code.times(r, row))), num_lanes)
 
         def unpacked(packed):
-            """A word's inputs as bytes, four by four."""
+            """Return the inputs of a word as bytes, four by four."""
             if num_bits == 8:
                 return [packed]
             low, pairs = code.same(INT8, 4 * num_lanes, 15), ir.VectorType(INT16, 2 * num_lanes)
@@ -108,17 +111,17 @@ def _add_products(typing_context, arrays, places, m, b, n, rows, vectors, bits, 
                 weight_V = []
                 for v in range(num_vectors):
                     at = w * LANES + v * num_lanes
-                    if v * num_lanes % 16 == 0:  # a line of the cache
+                    if v * num_lanes % 16 == 0:  # a cache line
                         prefetch(builder, code.after(first_word, at + _AHEAD * LANES))
                     weight_V.append(unpacked(code.load(code.after(first_word, at), INT32, num_lanes)))
                 for part in range(8 // num_bits):
                     four = code.after(first_x, w * 8 // num_bits + part)
                     yield lambda r, four=four: of_row(four, r, x_row), [weight[part] for weight in weight_V]
 
-        # The float sums of the block before are stored anyway. Without this they are kept in registers, which the sums
-        # of integers need.
+        # A memory clobber: the float sums of the previous block are stored anyway. Without it they stay in registers,
+        # which the integer sums need.
         builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
-        # The zero point's share first, as one of two products of 16 bits; the other has the zero point's high half, 0.
+        # Begin with the zero point's part, as one of two 16-bit products; the other has the zero point's high half, 0.
         zero_V = [builder.zext(code.load(code.after(zeros, v * num_lanes), INT8, num_lanes), integers)
                   for v in range(num_vectors)]  # fmt: skip
         less_R = [builder.neg(of_row(x_sums, r, num_blocks)) for r in range(num_rows)]
@@ -132,41 +135,41 @@ def _add_products(typing_context, arrays, places, m, b, n, rows, vectors, bits, 
         for r in range(num_rows):
             factor = of_row(xs, r, num_blocks)
             for v in range(num_vectors):
-                place = code.after(sums, r * LANES + v * num_lanes)
+                sum_at = code.after(sums, r * LANES + v * num_lanes)
                 scale, integer = builder.fmul(scale_V[v], factor), builder.sitofp(exact[r, v], floats)
                 product = builder.fmul(integer, scale, flags=("contract",))
-                code.store(builder.fadd(code.load(place, FLOAT, num_lanes), product, flags=("contract",)), place)
+                code.store(builder.fadd(code.load(sum_at, FLOAT, num_lanes), product, flags=("contract",)), sum_at)
         return context.get_dummy_value()
 
     index = types.intp
-    return types.void(arrays, places, index, index, index, rows, vectors, bits, lanes, in_fours), lower
+    return types.void(arrays, sizes, index, index, index, rows, vectors, bits, lanes, in_fours), lower
 
 
 @njit(inline="always")
-def _add_blocks(arrays, places, m, first_block, end_block, rows, vectors, bits, lanes, in_fours):
+def _add_blocks(arrays, sizes, m, first_block, end_block, rows, vectors, bits, lanes, in_fours):
     for n in range(0, LANES, vectors * lanes):
         for b in range(first_block, end_block):
-            _add_products(arrays, places, m, b, n, rows, vectors, bits, lanes, in_fours)
+            _add_products(arrays, sizes, m, b, n, rows, vectors, bits, lanes, in_fours)
 
 
 def int8_products(form: Form, bits: int) -> Callable[..., None]:
-    """The function of compiled code that adds all products of some tokens with a tile."""
+    """Return the compiled function that adds all products of some tokens with a tile."""
     lanes, in_fours = form.lanes, int(form.in_fours)
-    (most, most_vectors), (some, some_vectors), (one, one_vectors) = form.tiles
+    (many, many_vectors), (some, some_vectors), (one, one_vectors) = form.tiles
 
     @njit(inline="always")
-    def add_int8_products(arrays, places, count):
-        num_blocks, near = places[1], _NEAR // (places[2] * STEP)
+    def add_int8_products(arrays, sizes, count):
+        num_blocks, near = sizes[1], _NEAR // (sizes[2] * STEP)
         for first_block in range(0, num_blocks, near):
             end_block, m = min(first_block + near, num_blocks), 0
-            while m + most <= count:
-                _add_blocks(arrays, places, m, first_block, end_block, most, most_vectors, bits, lanes, in_fours)
-                m += most
+            while m + many <= count:
+                _add_blocks(arrays, sizes, m, first_block, end_block, many, many_vectors, bits, lanes, in_fours)
+                m += many
             while m + some <= count:
-                _add_blocks(arrays, places, m, first_block, end_block, some, some_vectors, bits, lanes, in_fours)
+                _add_blocks(arrays, sizes, m, first_block, end_block, some, some_vectors, bits, lanes, in_fours)
                 m += some
             while m < count:
-                _add_blocks(arrays, places, m, first_block, end_block, one, one_vectors, bits, lanes, in_fours)
+                _add_blocks(arrays, sizes, m, first_block, end_block, one, one_vectors, bits, lanes, in_fours)
                 m += one
 
     return add_int8_products

@@ -1,4 +1,4 @@
-"""The loop of all tiles: a small matrix product whose sums stay in registers, whatever one product is."""
+"""The loop shared by all tiles: a small matrix product whose sums stay in registers, for any kind of product."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,34 +13,34 @@ Cell = tuple[int, int]
 
 
 class FloatDot:
-    """Products of float32, a lane each."""
+    """Products of float32, one per lane."""
 
     def __init__(self, code: VectorCode) -> None:
         self.code = code
 
     def begin(self, total) -> Any:
-        """What a step adds to, of the sum before it."""
+        """Return the accumulator of a step, given the sum before it."""
         return total
 
     def add(self, total, value, weight) -> Any:
-        """`total` and one product, of a row's value and a vector of weights."""
+        """Add the product of a row's value and a vector of weights to `total`."""
         builder = self.code.builder
         return builder.fadd(total, builder.fmul(value, weight, flags=REORDER), flags=REORDER)
 
     def end(self, total) -> Any:
-        """The sum after a step."""
+        """Return the sum after a step, given its accumulator."""
         return total
 
 
 class Bf16PairDot(FloatDot):
-    """Products of pairs of bfloat16 (VDPBF16PS), in float32."""
+    """Products of pairs of bfloat16 (VDPBF16PS), summed in float32."""
 
     def add(self, total, value, weight) -> Any:
         return self.code.add_pairs(total, value, weight)
 
 
 class VnniDot(FloatDot):
-    """Products of four unsigned bytes of a weight with four signed ones (VPDPBUSD), in 32 bits."""
+    """Products of four unsigned bytes of a weight with four signed ones (VPDPBUSD), summed in 32 bits."""
 
     def add(self, total, value, weight) -> Any:
         name = f"x86.avx512.vpdpbusd.{32 * total.type.count}"
@@ -48,7 +48,7 @@ class VnniDot(FloatDot):
 
 
 class Avx2ByteDot(FloatDot):
-    """The same with weights of 8 bits on AVX2: even and odd bytes are widened to 16 bits."""
+    """The same for 8-bit weights on AVX2: even and odd bytes are widened to 16 bits."""
 
     def add(self, total, value, weight) -> Any:
         code, builder = self.code, self.code.builder
@@ -62,8 +62,7 @@ class Avx2ByteDot(FloatDot):
 
 
 class Avx2NibbleDot(FloatDot):
-    """The same with weights of 4 bits on AVX2 (PMADDUBSW): a step's sums stay in 16 bits, which hold them; only its end
-    widens them."""
+    """The same for 4-bit weights on AVX2 (PMADDUBSW): the sums of a step fit in 16 bits; `end` widens them."""
 
     def begin(self, total) -> Any:
         return total, None
@@ -82,7 +81,7 @@ class Avx2NibbleDot(FloatDot):
 
 
 def add_words(code: VectorCode, one, other):
-    """PMADDWD: in 32 bits, the sums of two products of 16 bits each."""
+    """Emit PMADDWD: 32-bit sums of two products of 16 bits each."""
     lanes = one.type.count // 2 if one.type.element == INT16 else one.type.count
     pairs = ir.VectorType(INT16, 2 * lanes)
     name = "x86.avx512.pmaddw.d.512" if lanes == 16 else "x86.avx2.pmadd.wd"
@@ -95,27 +94,27 @@ def register_tile(
     steps,
     operands: Callable[[Any], Iterator[tuple[Callable[[int], Any], list[Any]]]],
 ) -> dict[Cell, Any]:
-    """The sums of each cell after so many steps, from those in `start` on.
+    """Emit the loop over `steps`; return the sum of each cell, starting from those in `start`.
 
-    operands(step) yields the products of a step, one after the other: a function of the row that loads its value into
-    all lanes, and the vectors of weights. Their order is the order of the instructions.
+    operands(step) yields the products of a step in order: a function of the row that loads its value into all lanes,
+    and the vectors of weights. Their order is the order of the instructions.
     """
     code, builder = dot.code, dot.code.builder
     held = {cell: code.held(total) for cell, total in start.items()}
     num_rows = 1 + max(r for r, _ in start)
     with cgutils.for_range(builder, steps) as loop:
-        total = {cell: dot.begin(builder.load(place)) for cell, place in held.items()}
+        total = {cell: dot.begin(builder.load(register)) for cell, register in held.items()}
         for value_of, weight_V in operands(loop.index):
             for r in range(num_rows):
                 value = value_of(r)
                 for v, weight in enumerate(weight_V):
                     total[r, v] = dot.add(total[r, v], value, weight)
-        for cell, place in held.items():
-            builder.store(dot.end(total[cell]), place)
-    return {cell: builder.load(place) for cell, place in held.items()}
+        for cell, register in held.items():
+            builder.store(dot.end(total[cell]), register)
+    return {cell: builder.load(register) for cell, register in held.items()}
 
 
 def zeros(rows: int, vectors: int, lanes: int) -> dict[Cell, Any]:
-    """float32 sums that begin at nothing."""
+    """Return float32 sums that start at zero."""
     nothing = ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
     return {(r, v): nothing for r in range(rows) for v in range(vectors)}

@@ -1,7 +1,7 @@
-"""A small matrix product of arrays in any strides, which attention and the float32 linears are built of."""
+"""A small matrix product of arrays with any strides, the basis of attention and the float32 linears."""
 
 # pyright: reportCallIssue=false
-# It does not see what `intrinsic` makes of a function.
+# It does not understand functions made by `intrinsic`.
 
 from numba import types
 from numba.extending import intrinsic
@@ -11,7 +11,7 @@ from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS
 from pipeline.kernels.cpu.tiles.register_tile import Bf16PairDot, FloatDot, register_tile
 from pipeline.kernels.cpu.tiles.vector_code import FLOAT, STORED, VectorCode
 
-_UNIT = 8  # float32 values in which vectors are counted; where the processor has wider ones, two are one
+_UNIT = 8  # float32 values per unit of `units`; a wider vector is two units
 _LINE_BITS = 512  # of a cache line
 
 
@@ -19,17 +19,17 @@ _LINE_BITS = 512  # of a cache line
 def tile_product(
     typing_context, out, out_at, out_row, a, a_at, a_row, a_step, b, b_at, b_row, depth, ahead, rows, units
 ):
-    """For r < rows and n < 8 * units (both literals)
+    """Add a small matrix product to `out`. For r < rows and n < 8 * units (both literals)
 
         out[out_at + r * out_row + n] += sum over d < depth of
             a[a_at + r * a_row + d * a_step] * b[b_at + d * b_row + n]
 
-    Arrays are contiguous. out is float32; a and b are float32, bfloat16 or FP8 codes, or both are pairs of
-    bfloat16 in uint32 (`add_pairs`). Indices are not checked. The order of sums is the same for all `rows` and `units`.
-    With `ahead` (else None) the memory so many elements after each of b is prefetched: for what comes next where the
-    processor does not foresee it. All of that at once would have to be waited for.
+    Arrays are contiguous. out is float32; a and b are float32, bfloat16 or FP8 codes, or both are pairs of bfloat16 in
+    uint32 (`add_pairs`). Indices are not checked. The order of sums is the same for all `rows` and `units`. Unless
+    `ahead` is None, the memory `ahead` elements after each element of b is prefetched, a little in each step: useful if
+    the processor does not predict what is read next. Prefetching all of it at once would stall.
 
-    With a depth of 64 or more it runs at the rate of the processor's multipliers at rows * units = 8, or 32 with
+    With a depth of 64 or more it reaches the rate of the processor's multipliers at rows * units = 8, or 32 with
     vectors of 512 bits (`HAS_WIDE_VECTORS`).
     """
     if not isinstance(rows, types.IntegerLiteral) or not isinstance(units, types.IntegerLiteral):
@@ -44,7 +44,7 @@ def tile_product(
         _, _, out_row, _, _, a_row, a_step, _, _, b_row, depth, ahead = arguments[:12]
         a_dtype, b_dtype = signature.args[3].dtype, signature.args[7].dtype
         are_pairs = b_dtype == types.uint32
-        place = {
+        address = {
             (r, v): code.after(out, code.times(r, out_row), v * width)
             for r in range(num_rows)
             for v in range(num_vectors)
@@ -65,10 +65,10 @@ def tile_product(
 
             yield value_of, b_V if are_pairs else [code.widened(b, b_dtype) for b in b_V]
 
-        start = {cell: code.load(at, FLOAT, width) for cell, at in place.items()}
+        start = {cell: code.load(at, FLOAT, width) for cell, at in address.items()}
         dot = Bf16PairDot(code) if are_pairs else FloatDot(code)
         for cell, total in register_tile(dot, start, depth, operands).items():
-            code.store(total, place[cell])
+            code.store(total, address[cell])
         return context.get_dummy_value()
 
     index = types.intp

@@ -1,6 +1,6 @@
-"""Writing vector code in LLVM's terms, for the intrinsics of tiles and of attention.
+"""Vector code in LLVM's terms, for the intrinsics of tiles and attention.
 
-Intrinsics are written so because LLVM's loop vectorizer keeps no two-dimensional tile of sums in registers.
+These intrinsics exist because LLVM's loop vectorizer keeps no two-dimensional tile of sums in registers.
 """
 
 from llvmlite import ir
@@ -10,13 +10,13 @@ from numba.core import cgutils
 INT8, INT16, INT32, INT64 = map(ir.IntType, (8, 16, 32, 64))
 HALF, FLOAT = ir.HalfType(), ir.FloatType()
 STORED = {types.float32: FLOAT, types.uint32: INT32, types.uint16: INT16, types.uint8: INT8}
-"""By numba's type of an array's elements, LLVM's."""
+"""LLVM's types of array elements, by numba's."""
 REORDER = ("contract", "reassoc", "nsz", "arcp")
 """Flags of float sums whose order is free."""
 
 
 class Bfloat16(ir.Type):
-    """LLVM's type, which llvmlite does not name."""
+    """LLVM's bfloat16 type, which llvmlite does not provide."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -29,22 +29,22 @@ class Bfloat16(ir.Type):
 
 
 class VectorCode:
-    """The body of one intrinsic: its arguments, and the instructions it is made of."""
+    """Builder for the body of one intrinsic: its arguments and instructions."""
 
     def __init__(self, context, builder, signature, arguments) -> None:
         self.context, self.builder, self.kinds, self.arguments = context, builder, signature.args, arguments
 
     def place(self, array: int, at: int):
-        """The address of an element; `array` and `at` are numbers of arguments."""
+        """Return the address of an element; `array` and `at` are indices of arguments."""
         return self.after(self.element(self.kinds[array], self.arguments[array]), self.arguments[at])
 
     def element(self, kind, array):
-        """The address of the first element of an array, which is contiguous: elements are counted from there."""
+        """Return the address of the first element of a contiguous array."""
         assert kind.layout == "C"
         return self.context.make_array(kind)(self.context, self.builder, array).data
 
     def members(self, number: int) -> list:
-        """Of an argument that is a tuple: its numbers, the addresses of its arrays, None for None."""
+        """Unpack an argument that is a tuple: its numbers, the addresses of its arrays, None for None."""
         kinds = list(self.kinds[number])
         values = cgutils.unpack_tuple(self.builder, self.arguments[number], len(kinds))
         return [
@@ -54,7 +54,7 @@ class VectorCode:
         ]  # fmt: skip
 
     def after(self, address, *offsets):
-        """The address so many elements later."""
+        """Return the address that is the sum of `offsets` elements later."""
         for offset in offsets:
             address = self.builder.gep(address, [INT64(offset) if isinstance(offset, int) else offset])
         return address
@@ -63,13 +63,13 @@ class VectorCode:
         return self.builder.mul(INT64(number), stride)
 
     def load(self, address, element, lanes: int):
-        """A vector of neighbours."""
+        """Load a vector of adjacent elements."""
         loaded = self.builder.load(self.builder.bitcast(address, ir.VectorType(element, lanes).as_pointer()))
         loaded.align = 1
         return loaded
 
     def load_scales(self, address, dtype, lanes: int):
-        """A vector of scales in float32, stored so or as the bits of float16."""
+        """Load a vector of scales as float32, stored as float32 or as bits of float16."""
         if dtype == types.float32:
             return self.load(address, FLOAT, lanes)
         return self.builder.fpext(self.load(address, HALF, lanes), ir.VectorType(FLOAT, lanes))
@@ -78,38 +78,38 @@ class VectorCode:
         self.builder.store(value, self.builder.bitcast(address, value.type.as_pointer())).align = 1
 
     def everywhere(self, value, lanes: int):
-        """One value in all lanes of a vector."""
+        """Broadcast one value to all lanes of a vector."""
         single = self.builder.insert_element(
             ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined), value, INT32(0)
         )
         return self.pick(single, single, [0] * lanes)
 
     def pick(self, a, b, lanes: list[int]):
-        """A vector of some lanes of two others; those of the second are numbered after those of the first."""
+        """Shuffle lanes of two vectors into one; lanes of the second are numbered after those of the first."""
         return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT32, len(lanes)), lanes))
 
     def same(self, element, lanes: int, number: float):
-        """A constant with one number in all lanes."""
+        """Return a constant vector with one number in all lanes."""
         return ir.Constant(ir.VectorType(element, lanes), [number] * lanes)
 
     def call(self, name: str, result, *values):
-        """One of LLVM's functions."""
+        """Call a function of LLVM."""
         kind = ir.FunctionType(result, [value.type for value in values])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.{name}"), values)
 
     def held(self, value):
-        """The place of a value that changes in a loop; it becomes a register."""
+        """Allocate a variable for a value that changes in a loop; it becomes a register."""
         return cgutils.alloca_once_value(self.builder, value)
 
     def add_pairs(self, total, pairs, other_pairs):
-        """VDPBF16PS: 16 float32 sums and products of two bfloat16 each. Products are exact; numbers too small for a
-        normal float32 count as 0."""
+        """Emit VDPBF16PS: add products of two bfloat16 each to 16 float32 sums. Products are exact; numbers too small
+        for a normal float32 count as 0."""
         vector = ir.VectorType(Bfloat16(), 32)
         pairs, other_pairs = (self.builder.bitcast(each, vector) for each in (pairs, other_pairs))
         return self.call("x86.avx512bf16.dpbf16ps.512", total.type, total, pairs, other_pairs)
 
     def widened(self, value, dtype):
-        """The instructions of `numerics.wide` for a value of an array, or a vector of them."""
+        """Emit the instructions of `numerics.wide` for a value of an array, or a vector of them."""
         if dtype == types.float32:
             return value
         builder, lanes = self.builder, value.type.count if isinstance(value.type, ir.VectorType) else 0

@@ -1,4 +1,4 @@
-"""Attention of captured steps: metadata of fixed size for each window. See `contract.GraphAttention`."""
+"""Attention of captured steps: metadata of fixed size for each window. Implements `contract.GraphAttention`."""
 
 from collections.abc import Hashable
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 
 from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphShape
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape, CascadeSteps
-from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries, num_programs_of
+from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, max_queries_of, num_programs_of
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, checked_group, plan_key
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
 from pipeline.kernels.triton.attention.staging import StagedStep
@@ -20,92 +20,97 @@ from pipeline.kernels.triton.launch import Target
 class CapturedAttention:
     """A `DecodeMetadata` for each sliding window of the model's layers, large enough for every step of `shape`.
 
-    Steps in which no prefix is read together take plans without a cascade: its empty launch would cost each layer some
-    microseconds. Mixed steps always launch it, and the prefill kernel beside, for as many tiles as `_most_tiles` says.
+    Steps without shared prefixes use plans without a cascade: its empty launch would cost each layer a few
+    microseconds. Mixed steps always launch it, and the prefill kernel for `_max_tiles` tiles.
     """
 
     def __init__(self, shape: GraphShape, device: torch.device) -> None:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        target, group = Target.of(device), checked_group(*heads)
-        self.max_queries = min(shape.max_queries, most_queries(group))
+        target, group = Target.from_device(device), checked_group(*heads)
+        self.max_queries = min(shape.max_queries, max_queries_of(group))
         self.max_mixed_tokens = shape.max_mixed_tokens
-        self._queries = rows_of(shape.head_dim) // group  # of a tile of the prefill kernel
+        self._queries = rows_of(shape.head_dim) // group  # per tile of the prefill kernel
         self._tiles_at_once = max(1, target.num_multiprocessors // shape.num_kv_heads)
-        cascade = CascadeShape.of(shape.max_tokens, *heads, target)
-        cascade = replace(cascade, most_tokens=max(shape.max_tokens, shape.max_mixed_tokens))
+        cascade = CascadeShape.for_steps(shape.max_tokens, *heads, target)
+        cascade = replace(cascade, max_tokens=max(shape.max_tokens, shape.max_mixed_tokens))
         self._cascade = CascadeSteps(cascade)
         of_window = {window: cascade if window is None else None for window in shape.windows}
-        self._no_tiles_I2 = np.full((self._most_tiles(shape.max_mixed_tokens), 2), -1)
-        places = [shape.max_seqs + 1, shape.max_seqs, self._no_tiles_I2.size]
+        self._no_tiles_I2 = np.full((self._max_tiles(shape.max_mixed_tokens), 2), -1)
+        fixed_sizes = [shape.max_seqs + 1, shape.max_seqs, self._no_tiles_I2.size]
         programs = num_programs_of(target, *heads, self.max_queries, shape.with_fp8_cache)
-        own = [DecodeMetadata.sizes(shape.max_seqs, programs, each) for each in of_window.values()]
+        decode_sizes = [DecodeMetadata.sizes(shape.max_seqs, programs, each) for each in of_window.values()]
         size = shape.num_numbers, shape.max_seqs, shape.max_blocks
-        self._staged = StagedStep([*places, *chain(*own)], *size, device)
+        self._staged = StagedStep([*fixed_sizes, *chain(*decode_sizes)], *size, device)
         self.numbers = self._staged.numbers
         query_start_S1, context_len_S, tiles, *rest = self._staged.arrays
-        self._places = query_start_S1, context_len_S, self._staged.block_table_SM
+        self._sequence_tensors = query_start_S1, context_len_S, self._staged.block_table_SM
         self._item_I2 = tiles.view(-1, 2)
         views = iter(rest)
         self._metadata = [
-            DecodeMetadata.on(
-                *(list(islice(views, len(sizes))), self._places, *heads),
+            DecodeMetadata.from_tensors(
+                *(list(islice(views, len(sizes))), self._sequence_tensors, *heads),
                 num_queries=self.max_queries,
                 window=window,
                 cascade=each,
             )
-            for (window, each), sizes in zip(of_window.items(), own)
+            for (window, each), sizes in zip(of_window.items(), decode_sizes)
         ]
         with_cascade: dict[Hashable, Any] = {
             plan_key(metadata.window): AttentionPlan(metadata, None) for metadata in self._metadata
         }
-        alone: dict[Hashable, Any] = {
+        without_cascade: dict[Hashable, Any] = {
             plan_key(metadata.window): AttentionPlan(replace(metadata, cascade=None), None)
             for metadata in self._metadata
         }
-        self.plans = (alone, with_cascade) if None in shape.windows else (alone,)
+        self.plans = (without_cascade, with_cascade) if None in shape.windows else (without_cascade,)
 
     def mixed_plans(self, num_tokens: int) -> dict[Hashable, Any]:
-        item_I2 = self._item_I2[: self._most_tiles(num_tokens)]
+        item_I2 = self._item_I2[: self._max_tiles(num_tokens)]
         return {
-            plan_key(each.window): AttentionPlan(each, PrefillMetadata(each.window, item_I2, *self._places))
+            plan_key(each.window): AttentionPlan(each, PrefillMetadata(each.window, item_I2, *self._sequence_tensors))
             for each in self._metadata
         }
 
     def fits_mixed(self, count_S: np.ndarray, num_tokens: int) -> bool:
         prompt_S = count_S[count_S > self.max_queries]
-        return int((-(-prompt_S // self._queries)).sum()) <= self._most_tiles(num_tokens)
+        return int((-(-prompt_S // self._queries)).sum()) <= self._max_tiles(num_tokens)
 
-    def _most_tiles(self, num_tokens: int) -> int:
-        """Of prompts in mixed steps padded to so many tokens: twice those that the tokens fill, as each prompt's last
-        tile may be nearly empty; or what the GPU computes at once, as fewer gain nothing."""
+    def _max_tiles(self, num_tokens: int) -> int:
+        """Return the number of prompt tiles in mixed steps padded to `num_tokens`.
+
+        It is twice the number that the tokens fill, since the last tile of each prompt may be nearly empty, and at
+        least the number that the GPU computes at once.
+        """
         return max(self._tiles_at_once, 2 * -(-num_tokens // self._queries))
 
-    def refill_mixed(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> None:
-        is_prompt_S = np.diff(where.query_start_S1) > self.max_queries
+    def refill_mixed(
+        self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
+    ) -> None:
+        is_prompt_S = np.diff(attn_metadata.query_start_S1) > self.max_queries
         prompts, decoding = np.flatnonzero(is_prompt_S), np.flatnonzero(~is_prompt_S)
-        items = prefill_items(where, prompts, self._queries)
+        items = prefill_items(attn_metadata, prompts, self._queries)
         item_I2 = self._no_tiles_I2.copy()
         item_I2[: len(items)] = items
-        together = self._cascade.numbers_among(where, decoding)
-        own = [each.numbers(where, decoding, together if each.cascade else ()) for each in self._metadata]
-        self._fill(where, item_I2, own, numbers, future)
+        shared = self._cascade.numbers_among(attn_metadata, decoding)
+        arrays = [each.numbers(attn_metadata, decoding, shared if each.cascade else ()) for each in self._metadata]
+        self._fill(attn_metadata, item_I2, arrays, numbers, future)
 
-    def refill(self, where: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
-        together = self._cascade.numbers(where) if len(self.plans) > 1 else []
-        own = [each.numbers(where, shared=together if each.cascade else ()) for each in self._metadata]
-        self._fill(where, self._no_tiles_I2, own, numbers, future)
-        return int(len(self.plans) > 1 and together[0].size > 0)
+    def refill(self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
+        shared = self._cascade.numbers(attn_metadata) if len(self.plans) > 1 else []
+        arrays = [each.numbers(attn_metadata, shared=shared if each.cascade else ()) for each in self._metadata]
+        self._fill(attn_metadata, self._no_tiles_I2, arrays, numbers, future)
+        return int(len(self.plans) > 1 and shared[0].size > 0)
 
     def _fill(
         self,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         item_I2: np.ndarray,
-        own: list[list[np.ndarray]],
+        decode_arrays: list[list[np.ndarray]],
         numbers: np.ndarray,
         future: FutureNumbers | None,
     ) -> None:
-        arrays = [where.query_start_S1, where.context_len_S, item_I2, *chain(*own)]
-        self._staged.fill(arrays, numbers, where.block_table_SM, future)
+        arrays = [attn_metadata.query_start_S1, attn_metadata.context_len_S, item_I2, *chain(*decode_arrays)]
+        self._staged.fill(arrays, numbers, attn_metadata.block_table_SM, future)
 
     def unpack(self) -> None:
         self._staged.unpack()

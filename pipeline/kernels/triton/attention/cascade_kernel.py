@@ -2,15 +2,15 @@
 2024, "Cascade Inference"; Juravsky et al. 2024, "Hydragen"; Zhu et al. 2024, "RelayAttention").
 
 The query tokens of a group, with all query heads of a KV head, are packed into tiles of 128 rows, large enough for
-wgmma, whatever sequences they belong to: each sees all keys of the prefix, so there is no mask. A tile leaves partial
+wgmma, whichever sequence they belong to: each sees all keys of the prefix, so there is no mask. A tile writes partial
 sums with their maxima; the decode kernel continues from them with the rest of each sequence's context. Tiles are split
-along the keys and partitioned equally over the programs, as in the decode kernel.
+along the keys and partitioned equally among the programs, as in the decode kernel.
 
-Suffixes: those of `kernels/contract.py`, and P places in the list of tokens, R rows of a tile (queries times heads).
+Suffixes: those of `kernels/contract.py`, P positions in the list of tokens, R rows of a tile (queries times heads).
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 import torch
 import triton
@@ -64,9 +64,9 @@ def _cascade(
         end = tl.load(item_ptr + 3 * item + 2) * UNIT
         sequence = tl.load(tile_ptr + 3 * tile)
         token_R = tl.load(token_ptr + tile * QUERIES + row_R // GROUP, mask=row_R < KEPT_ROWS, other=-1).to(tl.int64)
-        there_RD = (token_R >= 0)[:, None] & (column_D < HEAD_DIM)[None, :]
+        mask_RD = (token_R >= 0)[:, None] & (column_D < HEAD_DIM)[None, :]
         q_at = q_ptr + token_R[:, None] * q_stride + head_R[:, None] * HEAD_DIM + column_D[None, :]
-        q_RD = tl.load(q_at, mask=there_RD, other=0.0)
+        q_RD = tl.load(q_at, mask=mask_RD, other=0.0)
         weighted_RD, best_R, sum_R = attend(
             tl.zeros([ROWS, COLUMNS], dtype=tl.float32),
             tl.full([ROWS], float("-inf"), dtype=tl.float32),
@@ -80,8 +80,8 @@ def _cascade(
             *(begin, end, scale, 0),
             *(NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, COLUMNS, BLOCK, KEYS, False, False, IS_FP8, CONVERTS, STAGES),
         )
-        # Rows without a token are stored too: remembering which they are would hold registers through the loop.
-        kept_R = (item * NUM_KV_HEADS + kv_head) * KEPT_ROWS + row_R  # see MOST_SUM_BYTES: 32 bits are enough
+        # Rows without a token are stored too: a mask for them would occupy registers throughout the loop.
+        kept_R = (item * NUM_KV_HEADS + kv_head) * KEPT_ROWS + row_R  # 32 bits are enough: see MAX_SUM_BYTES
         is_row_R = row_R < KEPT_ROWS
         kept_RD = is_row_R[:, None] & (column_D < HEAD_DIM)[None, :]
         tl.store(best_ptr + kept_R, best_R, mask=is_row_R)
@@ -90,7 +90,7 @@ def _cascade(
 
 
 @triton.jit
-def take_shared(
+def merge_shared(
     weighted_RD,
     best_R,
     sum_R,
@@ -109,7 +109,7 @@ def take_shared(
     HEAD_DIM: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """Merge the partial sums that `_cascade` left for a token (of the KV head's query head `head_R`) into the running
+    """Merge the partial sums that `_cascade` wrote for a token (and the KV head's query head `head_R`) into the running
     softmax of each wanted row."""
     place_R = tl.load(place_ptr + token_R, mask=wanted_R, other=0)
     item_R = tl.load(tile_ptr + place_R // QUERIES * 3 + 1, mask=wanted_R, other=0)
@@ -138,7 +138,7 @@ def cascade_launch(
     scale: float,
     target: Target,
 ) -> Launch:
-    """The partial sums of every tile in `metadata` over its shared prefix, for the decode kernel."""
+    """Return the launch that computes the partial sums of every tile of `metadata` over its shared prefix."""
     head_dim = q_TND.shape[2]
     is_fp8 = cache.k_CBKD.dtype == FP8
     columns = power_of_two(head_dim, 32 if is_fp8 else 16)

@@ -1,12 +1,12 @@
-"""What the cascade kernel reads of a step: which sequences begin with the same blocks, and whose queries read them
-together. Planned on the host.
+"""Metadata of the cascade kernel: groups of sequences that begin with the same blocks, and the tiles of their queries.
+Planned on the host.
 
 If each of n sequences reads its own context, shared keys and values are read n times. The cascade kernel reads them
-once for each tile of queries, but it writes partial sums in float32, which the decode kernel reads again. A group is
-worth it if that saves bytes. The groups of a step together must save more than a launch costs; else each sequence
-reads its own context. Bytes are counted for a cache of 16 bit.
+once per tile of queries, but writes partial sums in float32, which the decode kernel reads again. A group is used if
+that saves bytes. All groups of a step must save more than a launch costs; else each sequence reads its whole context.
+Bytes are counted for a 16-bit cache.
 
-Suffixes: those of `kernels/contract.py`, and G groups, I members of groups, P places in the list of tokens, W tiles of
+Suffixes: those of `kernels/contract.py`, G groups, I members of groups, P positions in the list of tokens, W tiles of
 queries, U items.
 """
 
@@ -23,19 +23,19 @@ from pipeline.kernels.triton.attention.prefill import rows_of
 from pipeline.kernels.triton.launch import Target
 
 UNIT = 128
-"""Keys. A shared prefix is a multiple of them: the tiles of keys of all kernels divide it."""
+"""Number of keys. A shared prefix is a multiple of it; the key tiles of all kernels divide it."""
 
-LEAST_SAVED_BYTES = 1 << 17
-"""Of a layer for each multiprocessor. The launch, and the first tile of keys until it is there, take some 4 us; an A100
-or H100 reads 80 to 100 KiB for each of its multiprocessors in that time."""
-MOST_SUM_BYTES = 1 << 27
+MIN_SAVED_BYTES = 1 << 17
+"""Minimum savings per layer and multiprocessor. The launch and the load of the first key tile take about 4 us; an A100
+or H100 reads 80 to 100 KiB per multiprocessor in that time."""
+MAX_SUM_BYTES = 1 << 27
 _VALUE_BYTES = 2
 _SUM_BYTES = 4
 
 
 @dataclass(frozen=True)
 class CascadePlan:
-    """Of the groups that pay: their members, group by group, and the tokens that each group's begin with."""
+    """Groups worth sharing: their members, tokens of their prefixes, and tiles of their queries."""
 
     groups: PrefixGroups
     tokens_G: np.ndarray
@@ -43,7 +43,8 @@ class CascadePlan:
 
 
 class Decided(NamedTuple):
-    """The plan is valid as long as the sequences, their query tokens and their first `num_decisive` blocks stay."""
+    """A plan (None: share nothing), valid while the sequences, their query tokens and their first `num_decisive` blocks
+    stay the same."""
 
     plan: CascadePlan | None
     num_decisive: int
@@ -51,104 +52,112 @@ class Decided(NamedTuple):
 
 @dataclass(frozen=True)
 class CascadeShape:
-    """num_queries: query tokens of a tile, whose rows are these for each query head of a KV head. One program to a
-    multiprocessor: the sums of a tile fill its registers. most_tokens and most_tiles: of a step."""
+    """Sizes of the cascade kernel's work.
+
+    num_queries: query tokens per tile, with one row for each query head of a KV head. There is one program per
+    multiprocessor, because the sums of a tile fill its registers. max_tokens, max_tiles: limits per step.
+    """
 
     num_kv_heads: int
     group: int
     head_dim: int
     num_programs: int
     num_queries: int
-    least_saved_bytes: int
-    most_tokens: int
-    most_tiles: int
+    min_saved_bytes: int
+    max_tokens: int
+    max_tiles: int
 
     @classmethod
-    def of(cls, most_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, target: Target) -> "CascadeShape":
-        """For steps of at most `most_tokens` tokens: twice the tiles that they fill, if the sums of as many fit into
-        `MOST_SUM_BYTES`."""
+    def for_steps(
+        cls, max_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, target: Target
+    ) -> "CascadeShape":
+        """Return the shape for steps of up to `max_tokens` tokens: twice the tiles that they fill, if their sums fit
+        into `MAX_SUM_BYTES`."""
         group = num_heads // num_kv_heads
         num_queries = rows_of(head_dim) // group
         num_programs = max(1, target.num_multiprocessors // num_kv_heads)
-        sum_bytes = num_queries * num_heads * head_dim * _SUM_BYTES
+        tile_sum_bytes = num_queries * num_heads * head_dim * _SUM_BYTES
         return cls(
             num_kv_heads=num_kv_heads,
             group=group,
             head_dim=head_dim,
             num_programs=num_programs,
             num_queries=num_queries,
-            least_saved_bytes=LEAST_SAVED_BYTES * target.num_multiprocessors,
-            most_tokens=most_tokens,
-            most_tiles=max(1, min(2 * -(-most_tokens // num_queries), MOST_SUM_BYTES // sum_bytes - num_programs)),
+            min_saved_bytes=MIN_SAVED_BYTES * target.num_multiprocessors,
+            max_tokens=max_tokens,
+            max_tiles=max(1, min(2 * -(-max_tokens // num_queries), MAX_SUM_BYTES // tile_sum_bytes - num_programs)),
         )
 
     @property
     def sizes(self) -> list[int]:
-        """Of item_U3, program_start, tile_W3, token_P, place_T and shared_S of `CascadeMetadata`.
+        """Sizes of item_U3, program_start, tile_W3, token_P, place_T and shared_S of `CascadeMetadata`.
 
         There are no more sequences than tokens.
         """
-        items, tiles = self.most_tiles + self.num_programs, self.most_tiles
+        items, tiles = self.max_tiles + self.num_programs, self.max_tiles
         return [
             3 * items,
             self.num_programs + 1,
             3 * tiles,
             tiles * self.num_queries,
-            self.most_tokens,
-            self.most_tokens,
+            self.max_tokens,
+            self.max_tokens,
         ]
 
-    def decide(self, where: AttentionInput, sequences: np.ndarray) -> Decided:
-        """The groups among the sequences at these indices that pay (None where they save too little), and how long
-        that stays so."""
-        count_S = (where.query_start_S1[1:] - where.query_start_S1[:-1]).astype(np.int64)[sequences]
+    def decide(self, attn_metadata: AttentionInput, sequences: np.ndarray) -> Decided:
+        """Choose the groups worth sharing among the sequences at these indices; no plan if they save too little."""
+        count_S = (attn_metadata.query_start_S1[1:] - attn_metadata.query_start_S1[:-1]).astype(np.int64)[sequences]
 
         def readings(groups: PrefixGroups) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            """Tokens of the prefix, queries and tiles of each group."""
+            """Return the tokens of the prefix, the queries and the tiles of each group."""
             queries_G = np.add.reduceat(count_S.take(groups.sequence_I), groups.start_G1[:-1])
-            return groups.blocks_G * where.block_size // UNIT * UNIT, queries_G, -(-queries_G // self.num_queries)
+            return (
+                groups.blocks_G * attn_metadata.block_size // UNIT * UNIT,
+                queries_G,
+                -(-queries_G // self.num_queries),
+            )
 
         def saved_bytes(groups: PrefixGroups) -> np.ndarray:
-            """Bytes of the prefix that are not read again, less those of the sums, which are written and read, and of
-            the queries, for each piece that the keys of a tile may be split into."""
+            """Return the prefix bytes that are not read again, minus those of sums (written and read) and queries, for
+            each piece that a tile's keys may be split into."""
             tokens_G, queries_G, tiles_G = readings(groups)
-            fewer_G = groups.size_G - tiles_G
+            saved_reads_G = groups.size_G - tiles_G
             pieces_G = np.minimum(tokens_G // UNIT, 1 + self.num_programs / tiles_G)
             row_bytes = 2 * _SUM_BYTES * (self.head_dim + 2) + _VALUE_BYTES * self.head_dim
-            read_G = fewer_G * tokens_G * (2 * _VALUE_BYTES * self.head_dim)
+            read_G = saved_reads_G * tokens_G * (2 * _VALUE_BYTES * self.head_dim)
             return self.num_kv_heads * (read_G - queries_G * self.group * row_bytes * pieces_G)
 
-        # A query's own key is never of the prefix, so something is left for each sequence to read.
-        before_S = where.context_len_S[sequences] - count_S
-        table_SM = where.block_table_SM
+        # The prefix excludes the keys of a step's queries, so each sequence keeps something to read.
+        before_S = attn_metadata.context_len_S[sequences] - count_S
+        table_SM = attn_metadata.block_table_SM
         if len(sequences) < len(table_SM):
             table_SM = table_SM[sequences]
-        groups = prefix_groups(table_SM, before_S // where.block_size, saved_bytes)
+        groups = prefix_groups(table_SM, before_S // attn_metadata.block_size, saved_bytes)
         nothing = Decided(None, groups.num_decisive)
         if not len(groups.blocks_G):
             return nothing
         saved_G = saved_bytes(groups)
         best_first = np.argsort(-saved_G, kind="stable")
         fits_G = np.zeros(len(saved_G), dtype=bool)
-        fits_G[best_first] = np.cumsum(readings(groups)[2][best_first]) <= self.most_tiles
-        if not fits_G.any() or saved_G[fits_G].sum() < self.least_saved_bytes:
+        fits_G[best_first] = np.cumsum(readings(groups)[2][best_first]) <= self.max_tiles
+        if not fits_G.any() or saved_G[fits_G].sum() < self.min_saved_bytes:
             return nothing
-        groups = groups.taken(fits_G)
+        groups = groups.select(fits_G)
         tokens_G, _, tiles_G = readings(groups)
         groups = PrefixGroups(sequences.take(groups.sequence_I), groups.start_G1, groups.blocks_G, groups.num_decisive)
         return Decided(CascadePlan(groups, tokens_G, tiles_G), groups.num_decisive)
 
-    def numbers(self, where: AttentionInput, plan: CascadePlan | None) -> list[np.ndarray]:
-        """What the tensors of `CascadeMetadata` are to hold, in the order of `sizes`."""
-        place_T = np.full(int(where.query_start_S1[-1]), -1)
-        shared_S = np.zeros(len(where.context_len_S), dtype=np.int64)
+    def numbers(self, attn_metadata: AttentionInput, plan: CascadePlan | None) -> list[np.ndarray]:
+        """Return the contents of the tensors of `CascadeMetadata` for a step, in the order of `sizes`."""
+        place_T = np.full(int(attn_metadata.query_start_S1[-1]), -1)
+        shared_S = np.zeros(len(attn_metadata.context_len_S), dtype=np.int64)
         nothing = np.zeros(0, dtype=np.int64)
         if plan is None:
             return [nothing, np.zeros(self.num_programs + 1, np.int64), nothing, nothing, place_T, shared_S]
         sequence_I, group_I, start_G = plan.groups.sequence_I, plan.groups.group_I, plan.groups.start_G1[:-1]
         shared_S[sequence_I] = plan.tokens_G[group_I]
-        first_I = where.query_start_S1[sequence_I].astype(np.int64)
-        count_I = where.query_start_S1[sequence_I + 1] - first_I
+        first_I = attn_metadata.query_start_S1[sequence_I].astype(np.int64)
+        count_I = attn_metadata.query_start_S1[sequence_I + 1] - first_I
         token_Q = np.repeat(first_I - np.cumsum(count_I) + count_I, count_I) + np.arange(int(count_I.sum()))
         padding_G = plan.tiles_G * self.num_queries - np.add.reduceat(count_I, start_G)
         place_Q = np.arange(len(token_Q)) + np.repeat((np.cumsum(padding_G) - padding_G)[group_I], count_I)
@@ -165,12 +174,12 @@ class CascadeShape:
 
 @dataclass(frozen=True)
 class CascadeMetadata:
-    """Device tensors of a fixed size, int32 but for the sums, which the kernels fill.
+    """Device tensors of fixed size: int32, and the float32 sums that the kernels write.
 
-    token_P: the tokens that read shared prefixes, tile by tile, -1 after those of a group. place_T: where a token is in
-    that list, -1: nowhere. tile_W3: a sequence that has the prefix, the first item, and the number of items its keys
-    are split into. item_U3: tile, first unit of keys, end of the units; each leaves a sum. program_start: as in
-    `DecodeItems`. shared_S: the tokens of a sequence's context that are in such sums.
+    token_P: the tokens that read shared prefixes, tile by tile, padded with -1 after each group. place_T: index of a
+    token in that list, or -1. tile_W3: a sequence with the prefix, the first item, and the number of items that the
+    tile's keys are split into. item_U3: tile, first unit of keys, end of the units; each item writes one sum.
+    program_start: as in `DecodeItems`. shared_S: the number of a sequence's context tokens covered by such sums.
     """
 
     shape: CascadeShape
@@ -180,15 +189,15 @@ class CascadeMetadata:
     token_P: torch.Tensor
     place_T: torch.Tensor
     shared_S: torch.Tensor
-    partial_UKRD: torch.Tensor  # float32, as are the sums and maxima of their rows
+    partial_UKRD: torch.Tensor  # float32, like the maxima and sums of its rows
     best_UKR: torch.Tensor
     sum_UKR: torch.Tensor
 
     @classmethod
-    def of(cls, shape: CascadeShape, numbers: list[torch.Tensor]) -> "CascadeMetadata":
-        """On tensors of the shape's `sizes`."""
+    def for_steps(cls, shape: CascadeShape, numbers: list[torch.Tensor]) -> "CascadeMetadata":
+        """Build the metadata on tensors of the shape's `sizes`."""
         item_U3, program_start, tile_W3, token_P, place_T, shared_S = numbers
-        rows = shape.most_tiles + shape.num_programs, shape.num_kv_heads, shape.num_queries * shape.group
+        rows = shape.max_tiles + shape.num_programs, shape.num_kv_heads, shape.num_queries * shape.group
         partial_UKRD, best_UKR, sum_UKR = (
             torch.empty(*rows, *columns, dtype=torch.float32, device=item_U3.device)
             for columns in ((shape.head_dim,), (), ())
@@ -200,38 +209,38 @@ class CascadeMetadata:
 
 
 class CascadeSteps:
-    """Keeps the last plan of steps in which the decode kernel takes all sequences."""
+    """Caches the last plan for steps in which the decode kernel computes all sequences."""
 
     def __init__(self, shape: CascadeShape) -> None:
         self._shape = shape
         self._numbers: list[np.ndarray] = []
         self._num_decisive = 0
         self._query_start_S1 = np.zeros(0, dtype=np.int32)
-        self._first_SD = np.zeros((0, 0), dtype=np.int32)  # of each sequence the blocks that decide,
-        self._usable_S = np.zeros(0, dtype=np.int32)  # and how many of them can be shared
+        self._first_SD = np.zeros((0, 0), dtype=np.int32)  # each sequence's decisive blocks,
+        self._usable_S = np.zeros(0, dtype=np.int32)  # and the number of them that can be shared
 
-    def numbers(self, where: AttentionInput) -> list[np.ndarray]:
-        """`CascadeShape.numbers` of what `CascadeShape.decide` finds among all sequences. Not to be changed."""
-        if not self._holds(where):
-            decided = self._shape.decide(where, np.arange(len(where.context_len_S)))
-            self._num_decisive, self._query_start_S1 = decided.num_decisive, where.query_start_S1.copy()
-            self._first_SD, self._usable_S = self._rests_on(where)
+    def numbers(self, attn_metadata: AttentionInput) -> list[np.ndarray]:
+        """Return `CascadeShape.numbers` of the plan among all sequences. The caller must not modify the arrays."""
+        if not self._is_valid(attn_metadata):
+            decided = self._shape.decide(attn_metadata, np.arange(len(attn_metadata.context_len_S)))
+            self._num_decisive, self._query_start_S1 = decided.num_decisive, attn_metadata.query_start_S1.copy()
+            self._first_SD, self._usable_S = self._decisive_blocks(attn_metadata)
             self._first_SD = self._first_SD.copy()
-            self._numbers = self._shape.numbers(where, decided.plan)
+            self._numbers = self._shape.numbers(attn_metadata, decided.plan)
         return self._numbers
 
-    def numbers_among(self, where: AttentionInput, sequences: np.ndarray) -> list[np.ndarray]:
-        """The same among the sequences at these indices, planned anew."""
-        return self._shape.numbers(where, self._shape.decide(where, sequences).plan)
+    def numbers_among(self, attn_metadata: AttentionInput, sequences: np.ndarray) -> list[np.ndarray]:
+        """Return the same for the sequences at these indices, without the cache."""
+        return self._shape.numbers(attn_metadata, self._shape.decide(attn_metadata, sequences).plan)
 
-    def _holds(self, where: AttentionInput) -> bool:
-        if not np.array_equal(where.query_start_S1, self._query_start_S1):
+    def _is_valid(self, attn_metadata: AttentionInput) -> bool:
+        if not np.array_equal(attn_metadata.query_start_S1, self._query_start_S1):
             return False
-        first_SD, usable_S = self._rests_on(where)
+        first_SD, usable_S = self._decisive_blocks(attn_metadata)
         return np.array_equal(usable_S, self._usable_S) and np.array_equal(first_SD, self._first_SD)
 
-    def _rests_on(self, where: AttentionInput) -> tuple[np.ndarray, np.ndarray]:
-        count_S = where.query_start_S1[1:] - where.query_start_S1[:-1]
-        before_S = where.context_len_S - count_S
-        usable_S = np.minimum(before_S // where.block_size, self._num_decisive)
-        return where.block_table_SM[:, : self._num_decisive], usable_S
+    def _decisive_blocks(self, attn_metadata: AttentionInput) -> tuple[np.ndarray, np.ndarray]:
+        count_S = attn_metadata.query_start_S1[1:] - attn_metadata.query_start_S1[:-1]
+        before_S = attn_metadata.context_len_S - count_S
+        usable_S = np.minimum(before_S // attn_metadata.block_size, self._num_decisive)
+        return attn_metadata.block_table_SM[:, : self._num_decisive], usable_S

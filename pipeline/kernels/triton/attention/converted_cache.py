@@ -1,15 +1,15 @@
-"""Keys and values of a step's prompts in the model's type, for an FP8 cache: converted once in each layer.
+"""Keys and values of a step's prompts in the model's type, for an FP8 cache: converted once per layer.
 
-The prefill kernel reads a key once for each tile of queries, and would convert it as often. A step's prompts read less
-than they compute, so it takes less time to convert the blocks that they read into a cache of their own. It holds what
-the FP8 cache holds, those of the step's own tokens too: attention does not depend on how a prompt is cut.
+The prefill kernel reads a key once per tile of queries, and would convert it each time. Prompts are compute-bound, so
+it is faster to convert the blocks that they read into a separate cache. That cache also takes the keys of the step's
+own tokens from the FP8 cache, so attention does not depend on how a prompt is chunked.
 
-Suffixes: those of `kernels/contract.py`, and X blocks of the converted cache, M' blocks of a sequence.
+Suffixes: those of `kernels/contract.py`, X blocks of the converted cache, M' blocks of a sequence.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 import numpy as np
 import torch
@@ -21,25 +21,27 @@ from pipeline.kernels.triton.attention.fp8_cache import halves
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
 
 MAX_BYTES = 1 << 27
-"""Size of a layer's converted keys and values. `engine/startup/memory.py` reserves four times as much."""
+"""Limit for a layer's converted keys and values. `engine/startup/memory.py` reserves four times as much."""
 MIN_READS = 3
-"""Average reads of a block by tiles of queries from which converting pays: it reads one byte and writes two, and later
-reads take two bytes instead of one."""
+"""Minimum average number of tiles that read a block for conversion to pay: conversion reads one byte and writes two,
+and later reads are two bytes instead of one."""
 _ROWS = 32
 
 
 def converted_blocks(
     table_SM: np.ndarray, begin_S: np.ndarray, end_S: np.ndarray, tiles_S: np.ndarray, max_blocks: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Blocks to convert, and a block table over them, where sequences read the blocks begin_S to end_S of theirs with
-    tiles_S tiles of queries each. None: each tile shall convert what it reads."""
+    """Return the blocks to convert, and a block table over them; None if tiles should convert what they read.
+
+    Each sequence reads its blocks begin_S to end_S with tiles_S tiles of queries.
+    """
     index_M = np.arange(table_SM.shape[1])
     read_SM = (index_M >= begin_S[:, None]) & (index_M < end_S[:, None])
-    block_X, place = np.unique(table_SM[read_SM], return_inverse=True)
+    block_X, index = np.unique(table_SM[read_SM], return_inverse=True)
     if len(block_X) > max_blocks or (read_SM.sum(axis=1) * tiles_S).sum() < MIN_READS * len(block_X):
         return None
     converted_SM = np.zeros_like(table_SM)
-    converted_SM[read_SM] = place
+    converted_SM[read_SM] = index
     return block_X, converted_SM
 
 
@@ -59,7 +61,7 @@ def _convert(
     ROWS: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):
-    """Some of the vectors of a block."""
+    """Convert some of the vectors of a block."""
     HEADS: tl.constexpr = BLOCK * NUM_KV_HEADS
     row_R, pair_D = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, PAIRS)
     column_D = tl.arange(0, 2 * PAIRS)
@@ -81,7 +83,7 @@ def _convert(
 
 
 def convert_launch(cache: LayerCache, block_X: torch.Tensor, converted: LayerCache, target: Target) -> Launch:
-    """The blocks block_X (int32) of an FP8 cache into the first ones of `converted`."""
+    """Return the launch that converts the blocks block_X (int32) of an FP8 cache into the first of `converted`."""
     _, block_size, num_kv_heads, head_dim = cache.k_CBKD.shape
     return Launch(
         _convert,

@@ -1,26 +1,26 @@
-"""Split-KV decode attention over the paged cache: a fixed grid, equal numbers of key tiles for each program.
+"""Split-KV decode attention over the paged cache: a fixed grid, with equal numbers of key tiles per program.
 
 All query heads of a KV head, at all of a sequence's query positions, form the rows of one tile, so keys and values are
 read once. The contexts are split into tiles of 64 keys. Each KV head has `num_programs` programs, and each program
-takes an equal run of the tiles of all sequences in order, whatever their lengths. A sequence that is split between
+computes an equal run of the tiles of all sequences in order, whatever their lengths. A sequence that is split between
 programs leaves partial sums, which a second launch adds in a fixed order. If several sequences begin with the same
-blocks, an earlier launch may have read these for all of them (`cascade/`); each sequence then starts from its sums.
+blocks, an earlier launch may have read these for all of them (`cascade_kernel.py`); each sequence then starts from its
+sums.
 
-The launches depend on nothing that changes from step to step but the contents of `DecodeMetadata`'s tensors, so they
-can be captured in a CUDA graph.
+Between steps only the contents of `DecodeMetadata`'s tensors change, so a CUDA graph can capture the launches.
 
-Suffixes: those of `kernels/contract.py`, and I items, P partial sums, R rows of a tile (queries times heads).
+Suffixes: those of `kernels/contract.py`, I items, P partial sums, R rows of a tile (queries times heads).
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 import torch
 import triton
 import triton.language as tl
 
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.triton.attention.cascade_kernel import cascade_launch, take_shared
+from pipeline.kernels.triton.attention.cascade_kernel import cascade_launch, merge_shared
 from pipeline.kernels.triton.attention.decode_metadata import KEYS, DecodeMetadata, programs_and_warps
 from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, merge, stages_for
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
@@ -81,17 +81,17 @@ def _decode(
         real_R = row_R < num_queries * GROUP
         token_R = (first_token + row_R // GROUP).to(tl.int64)
         position_R = context - num_queries + row_R // GROUP
-        there_RD = real_R[:, None] & (column_D < HEAD_DIM)[None, :]
+        mask_RD = real_R[:, None] & (column_D < HEAD_DIM)[None, :]
         q_at = q_ptr + token_R[:, None] * q_stride + head_R[:, None] * HEAD_DIM + column_D[None, :]
-        q_RD = tl.load(q_at, mask=there_RD, other=0.0)
+        q_RD = tl.load(q_at, mask=mask_RD, other=0.0)
         weighted_RD = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         best_R = tl.full([ROWS], float("-inf"), dtype=tl.float32)
         sum_R = tl.zeros([ROWS], dtype=tl.float32)
         if SHARED_QUERIES:
             shared = tl.load(shared_ptr + sequence)
-            begins_behind = tl.where(shared > 0, first_tile * KEYS, -1) == shared
-            wanted_R = row_R < tl.where(begins_behind, num_queries * GROUP, 0)
-            weighted_RD, best_R, sum_R = take_shared(
+            begins_after_shared = tl.where(shared > 0, first_tile * KEYS, -1) == shared
+            wanted_R = row_R < tl.where(begins_after_shared, num_queries * GROUP, 0)
+            weighted_RD, best_R, sum_R = merge_shared(
                 *(weighted_RD, best_R, sum_R, token_R, wanted_R, row_R % GROUP, column_D, kv_head),
                 *(place_ptr, tile_ptr, shared_partial_ptr, shared_best_ptr, shared_sum_ptr),
                 *(NUM_KV_HEADS, GROUP, HEAD_DIM, SHARED_QUERIES),
@@ -108,12 +108,12 @@ def _decode(
         if partial < 0:
             out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM
             out_RD = weighted_RD / sum_R[:, None]
-            tl.store(out_at + column_D[None, :], out_RD.to(out_ptr.dtype.element_ty), mask=there_RD)
+            tl.store(out_at + column_D[None, :], out_RD.to(out_ptr.dtype.element_ty), mask=mask_RD)
         else:
             partial_R = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * KEPT_ROWS + row_R
             tl.store(best_ptr + partial_R, best_R, mask=real_R)
             tl.store(sum_ptr + partial_R, sum_R, mask=real_R)
-            tl.store(partial_ptr + partial_R[:, None] * HEAD_DIM + column_D[None, :], weighted_RD, mask=there_RD)
+            tl.store(partial_ptr + partial_R[:, None] * HEAD_DIM + column_D[None, :], weighted_RD, mask=mask_RD)
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def _combine(
     ROWS: tl.constexpr,
     KEPT_ROWS: tl.constexpr,
 ):
-    """Add up the partial sums of the sequences that were cut, in the order of their keys."""
+    """Add the partial sums of the sequences that were split, in the order of their keys."""
     kv_head = tl.program_id(0)
     row_R, column_D = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     for split in range(tl.program_id(1), tl.load(num_splits_ptr), tl.num_programs(1)):
@@ -142,7 +142,7 @@ def _combine(
         first_token = tl.load(query_start_ptr + sequence)
         num_queries = tl.load(query_start_ptr + sequence + 1) - first_token
         real_R = row_R < num_queries * GROUP
-        there_RD = real_R[:, None] & (column_D < HEAD_DIM)[None, :]
+        mask_RD = real_R[:, None] & (column_D < HEAD_DIM)[None, :]
         weighted_RD = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         best_R = tl.full([ROWS], float("-inf"), dtype=tl.float32)
         sum_R = tl.zeros([ROWS], dtype=tl.float32)
@@ -150,13 +150,13 @@ def _combine(
             partial_R = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * KEPT_ROWS + row_R
             its_best_R = tl.load(best_ptr + partial_R, mask=real_R, other=0.0)
             its_sum_R = tl.load(sum_ptr + partial_R, mask=real_R, other=1.0)
-            its_RD = tl.load(partial_ptr + partial_R[:, None] * HEAD_DIM + column_D[None, :], mask=there_RD, other=0.0)
+            its_RD = tl.load(partial_ptr + partial_R[:, None] * HEAD_DIM + column_D[None, :], mask=mask_RD, other=0.0)
             weighted_RD, best_R, sum_R = merge(weighted_RD, best_R, sum_R, its_RD, its_best_R, its_sum_R)
         token_R = (first_token + row_R // GROUP).to(tl.int64)
         head_R = kv_head * GROUP + row_R % GROUP
         out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM
         out_RD = weighted_RD / sum_R[:, None]
-        tl.store(out_at + column_D[None, :], out_RD.to(out_ptr.dtype.element_ty), mask=there_RD)
+        tl.store(out_at + column_D[None, :], out_RD.to(out_ptr.dtype.element_ty), mask=mask_RD)
 
 
 def decode_launches(
@@ -167,8 +167,8 @@ def decode_launches(
     scale: float,
     target: Target,
 ) -> tuple[Launch, ...]:
-    """Attention of the sequences in `metadata`, written to their tokens of `out_TND`: with its `cascade` the sums over
-    shared prefixes, then the sums over the rest, then what joins them."""
+    """Return the launches that compute attention for the sequences of `metadata` and write to their tokens of
+    `out_TND`: sums over shared prefixes (with a `cascade`), sums over the rest, and their combination."""
     num_heads, head_dim = q_TND.shape[1:]
     _, block_size, num_kv_heads, _ = cache.k_CBKD.shape
     group = num_heads // num_kv_heads
@@ -187,10 +187,10 @@ def decode_launches(
     is_fp8 = cache.k_CBKD.dtype == FP8
     stages = _stages(columns, cache.k_CBKD.element_size(), target)
     shared = metadata.cascade
-    of_shared = (None,) * 6
+    shared_arguments = (None,) * 6
     if shared is not None:
-        places = shared.shared_S, shared.place_T, shared.tile_W3
-        of_shared = *places, shared.partial_UKRD, shared.best_UKR, shared.sum_UKR
+        arrays = shared.shared_S, shared.place_T, shared.tile_W3
+        shared_arguments = *arrays, shared.partial_UKRD, shared.best_UKR, shared.sum_UKR
     arguments = (
         *(q_TND, *cache_arguments(cache), out_TND),
         *(
@@ -201,7 +201,7 @@ def decode_launches(
             metadata.block_table_SM,
             *partials,
         ),
-        *of_shared,
+        *shared_arguments,
         *(q_TND.stride(0), metadata.block_table_SM.stride(0), scale * LOG2_E, metadata.window or 0),
     )
     windowed = metadata.window is not None
@@ -216,19 +216,19 @@ def decode_launches(
         num_warps=programs_and_warps(target, metadata.num_rows, head_dim, is_fp8)[1],
         num_stages=stages,
     )
-    join = Launch(
+    combine = Launch(
         _combine,
         (num_kv_heads, min(metadata.num_programs, len(metadata.split_S3))),
         (out_TND, metadata.split_S3, metadata.num_splits, metadata.query_start_S1, *partials),
         shape,
     )
     if shared is None:
-        return sums, join
-    return cascade_launch(q_TND, cache, shared, metadata.block_table_SM, scale, target), sums, join
+        return sums, combine
+    return cascade_launch(q_TND, cache, shared, metadata.block_table_SM, scale, target), sums, combine
 
 
 def _stages(columns: int, element_size: int, target: Target) -> int:
-    """Three tiles in flight, or as many as leave room for a second program on a multiprocessor, with its 8 KiB of
-    scales and sums."""
+    """Return the pipeline stages for three tiles in flight, or fewer if that leaves room for a second program on a
+    multiprocessor, with its 8 KiB of scales and sums."""
     tile_bytes = 2 * KEYS * columns * element_size
     return stages_for(max(1, min(3, (target.max_shared_bytes // 2 - (8 << 10)) // tile_bytes)))

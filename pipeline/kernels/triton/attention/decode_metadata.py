@@ -1,6 +1,6 @@
-"""What the decode kernel reads of a step: which keys of which sequence each program takes. Planned on the host.
+"""Metadata of the decode kernel: the keys of each sequence that each program computes. Planned on the host.
 
-Suffixes: those of `kernels/contract.py`, and I items, P partial sums, R rows of a tile (queries times heads).
+Suffixes: those of `kernels/contract.py`, I items, P partial sums, R rows of a tile (queries times heads).
 """
 
 from collections.abc import Sequence
@@ -15,47 +15,50 @@ from pipeline.kernels.triton.attention.partition import partition
 from pipeline.kernels.triton.attention.staging import StagedArrays
 from pipeline.kernels.triton.launch import Target, power_of_two
 
-KEYS = 64  # of a tile
+KEYS = 64  # per tile
 MIN_TILES = 4
-"""Tiles of each program but the last. `_combine` adds one partial sum after the other: on an H200, 43 programs of 3
-tiles took 5 us longer than 32 of 4."""
-MAX_QUERIES = 8  # of a sequence that the decode kernel takes
+"""Minimum tiles of each program but the last. `_combine` adds partial sums one after the other: on an H200, 43 programs
+of 3 tiles took 5 us longer than 32 of 4."""
+MAX_QUERIES = 8  # per sequence of the decode kernel
 _MAX_ROWS = 64
-_FP8_PROGRAM_BYTES = 56 << 10  # of shared memory, with 16 rows and heads of 128
+_FP8_PROGRAM_BYTES = 56 << 10  # shared memory of a program with 16 rows and heads of 128
 
 
-def most_queries(group: int) -> int:
-    """Up to how many query tokens of a sequence the decode kernel takes, with `group` query heads to a KV head.
+def max_queries_of(group: int) -> int:
+    """Return the maximum query tokens per sequence in the decode kernel, for `group` query heads per KV head.
 
-    Rows are filled up to a power of two; where the group is none, 64 of them do not fit the registers.
+    Rows are padded to a power of two. If the group is not a power of two, 64 rows do not fit into registers.
     """
-    most_rows = _MAX_ROWS if group & (group - 1) == 0 else _MAX_ROWS // 2
-    return max(1, min(MAX_QUERIES, most_rows // group))
+    max_rows = _MAX_ROWS if group & (group - 1) == 0 else _MAX_ROWS // 2
+    return max(1, min(MAX_QUERIES, max_rows // group))
 
 
 def num_programs_of(
     target: Target, num_heads: int, num_kv_heads: int, head_dim: int, num_queries: int, is_fp8: bool
 ) -> int:
-    """Return the programs of one KV head: those that fit on the GPU at once, divided among the KV heads."""
+    """Return the number of programs per KV head: those that fit on the GPU at once, divided among the KV heads."""
     num_rows = power_of_two(num_heads // num_kv_heads * num_queries, 16)
     per_multiprocessor, _ = programs_and_warps(target, num_rows, head_dim, is_fp8)
     return max(1, per_multiprocessor * target.num_multiprocessors // num_kv_heads)
 
 
 def programs_and_warps(target: Target, num_rows: int, head_dim: int, is_fp8: bool) -> tuple[int, int]:
-    """Programs of a multiprocessor and warps of a program. Converting the tiles of an FP8 cache takes instructions:
-    programs of two warps wait less for each other. More than 16 rows do not fit their registers."""
+    """Return the programs per multiprocessor and the warps per program.
+
+    Converting the tiles of an FP8 cache takes instructions, and programs of two warps wait less for each other. More
+    than 16 rows do not fit into their registers.
+    """
     is_small = is_fp8 and num_rows == 16 and head_dim <= 128
     return (4, 2) if is_small and target.max_shared_bytes >= 4 * _FP8_PROGRAM_BYTES else (2, 4)
 
 
 @dataclass(frozen=True)
 class DecodeItems:
-    """Items in the order of the programs that take them, all int32.
+    """Items in the order of the programs that compute them, all int32.
 
-    item_I4: sequence, first tile, end of the tiles, and the partial sum it leaves (-1: none, the item is the whole
-    sequence). program_start: program p takes the items program_start[p] to program_start[p + 1]. split_S3: sequences
-    that were split, their first partial sum and how many they are.
+    item_I4: sequence, first tile, end of the tiles, index of its partial sum (-1: none, the item is the whole
+    sequence). program_start: program p computes the items program_start[p] to program_start[p + 1]. split_S3: sequences
+    that were split, their first partial sum and the number of them.
     """
 
     item_I4: np.ndarray
@@ -64,7 +67,7 @@ class DecodeItems:
 
 
 def decode_items(sequence_S: np.ndarray, begin_S: np.ndarray, end_S: np.ndarray, num_programs: int) -> DecodeItems:
-    """The tiles begin_S to end_S (at least one) of each sequence over `num_programs` programs: see `partition`."""
+    """Divide the tiles begin_S to end_S (at least one) of each sequence among the programs: see `partition`."""
     pieces = partition(begin_S, end_S, num_programs, MIN_TILES)
     is_cut_I = pieces.pieces_S[pieces.of_I] > 1
     partial_I = np.where(is_cut_I, np.cumsum(is_cut_I) - 1, -1)
@@ -79,12 +82,12 @@ def decode_items(sequence_S: np.ndarray, begin_S: np.ndarray, end_S: np.ndarray,
 
 @dataclass(frozen=True)
 class DecodeMetadata:
-    """Device tensors of a fixed size that hold what `numbers` says of a step; the kernels read nothing else of it.
+    """Device tensors of fixed size with a step's `numbers`, which are all that the kernels read of the step.
 
-    `num_rows`: rows of a tile, of which group * `num_queries` may stand for a query: R in the names below. `window` is
-    that of the layers it serves. `cascade` computes what sequences share at their beginning; the items are then of the
-    rest. None: there is no such part. The tensors that change from step to step are views of `staged`, which `refill`
-    fills by one copy. None: whoever made them fills them.
+    num_rows: rows of a tile; group * `num_queries` of them can be queries (R in the names below). window: that of the
+    layers it serves. cascade: computes shared prefixes, and the items cover the rest; None: no shared prefixes. The
+    tensors that change from step to step are views of `staged`, which `refill` fills in one copy; None: the owner of
+    the tensors fills them.
     """
 
     num_programs: int
@@ -99,7 +102,7 @@ class DecodeMetadata:
     query_start_S1: torch.Tensor
     context_len_S: torch.Tensor
     block_table_SM: torch.Tensor  # int32
-    partial_PKRD: torch.Tensor  # float32, as are the sums and maxima of their rows
+    partial_PKRD: torch.Tensor  # float32, like the maxima and sums of its rows
     best_PKR: torch.Tensor
     sum_PKR: torch.Tensor
     cascade: CascadeMetadata | None
@@ -121,17 +124,17 @@ class DecodeMetadata:
         cascade: CascadeShape | None = None,
         is_fp8: bool = False,
     ) -> "DecodeMetadata":
-        """For steps of at most `max_seqs` sequences of at most `max_blocks` blocks and `num_queries` query tokens, with
-        tensors of its own.
+        """Allocate tensors for steps of up to `max_seqs` sequences of up to `max_blocks` blocks and `num_queries` query
+        tokens.
 
-        Raises ValueError for more query tokens than `most_queries`.
+        Raises ValueError for more query tokens than `max_queries_of`.
         """
         num_programs = num_programs_of(target, num_heads, num_kv_heads, head_dim, num_queries, is_fp8)
         sizes = cls.sizes(max_seqs, num_programs, cascade)
         staged = StagedArrays([*sizes, max_seqs + 1, max_seqs, max_seqs * max_blocks], device)
-        *own, query_start_S1, context_len_S, table = staged.views
-        made = cls.on(
-            *(own, (query_start_S1, context_len_S, table.view(max_seqs, max_blocks))),
+        *tensors, query_start_S1, context_len_S, table = staged.views
+        made = cls.from_tensors(
+            *(tensors, (query_start_S1, context_len_S, table.view(max_seqs, max_blocks))),
             *(num_heads, num_kv_heads, head_dim),
             num_queries=num_queries,
             window=window,
@@ -141,15 +144,15 @@ class DecodeMetadata:
 
     @classmethod
     def sizes(cls, max_seqs: int, num_programs: int, cascade: CascadeShape | None) -> list[int]:
-        """Of its own tensors: item_I4, program_start, split_S3, num_splits and those of `cascade`."""
-        own = [4 * (max_seqs + num_programs), num_programs + 1, 3 * min(max_seqs, num_programs), 1]
-        return own if cascade is None else own + cascade.sizes
+        """Return the sizes of item_I4, program_start, split_S3, num_splits and the tensors of `cascade`."""
+        sizes = [4 * (max_seqs + num_programs), num_programs + 1, 3 * min(max_seqs, num_programs), 1]
+        return sizes if cascade is None else sizes + cascade.sizes
 
     @classmethod
-    def on(
+    def from_tensors(
         cls,
-        own: Sequence[torch.Tensor],
-        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        sequence_tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
@@ -158,23 +161,24 @@ class DecodeMetadata:
         window: int | None,
         cascade: CascadeShape | None,
     ) -> "DecodeMetadata":
-        """On int32 tensors of these `sizes`; places: query_start_S1, context_len_S and block_table_SM.
+        """Build the metadata on int32 tensors of these `sizes`. sequence_tensors: query_start_S1, context_len_S and
+        block_table_SM.
 
-        The partial sums take P * num_heads * num_queries * head_dim * 4 bytes, P being twice the programs. `cascade`:
-        of layers without a window, where prefixes that sequences share are to be read once for all of them.
+        The partial sums take P * num_heads * num_queries * head_dim * 4 bytes; P is twice the number of programs.
+        cascade: only for layers without a window, to read shared prefixes once.
 
-        Raises ValueError for more query tokens than `most_queries`.
+        Raises ValueError for more query tokens than `max_queries_of`.
         """
         group = num_heads // num_kv_heads
-        if num_queries > most_queries(group):
+        if num_queries > max_queries_of(group):
             raise ValueError(
-                f"{num_queries} query tokens a sequence: the decode kernel takes {most_queries(group)} at most "
-                f"where {group} query heads share a KV head"
+                f"{num_queries} query tokens per sequence: the decode kernel supports up to {max_queries_of(group)} "
+                f"with {group} query heads per KV head"
             )
         assert window is None or cascade is None
-        items, program_start, splits, num_splits, *of_cascade = own
+        items, program_start, splits, num_splits, *cascade_tensors = tensors
         num_programs = len(program_start) - 1
-        query_start_S1, context_len_S, block_table_SM = places
+        query_start_S1, context_len_S, block_table_SM = sequence_tensors
         device = items.device
         rows = 2 * num_programs, num_kv_heads, group * num_queries
         return cls(
@@ -193,39 +197,40 @@ class DecodeMetadata:
             partial_PKRD=torch.empty(*rows, head_dim, dtype=torch.float32, device=device),
             best_PKR=torch.empty(rows, dtype=torch.float32, device=device),
             sum_PKR=torch.empty(rows, dtype=torch.float32, device=device),
-            cascade=None if cascade is None else CascadeMetadata.of(cascade, of_cascade),
+            cascade=None if cascade is None else CascadeMetadata.for_steps(cascade, cascade_tensors),
         )
 
     def refill(
-        self, where: AttentionInput, sequences: np.ndarray | None = None, shared: Sequence[np.ndarray] = ()
+        self, attn_metadata: AttentionInput, sequences: np.ndarray | None = None, shared: Sequence[np.ndarray] = ()
     ) -> None:
-        """Bring its own tensors up to a step; see `numbers`. The copy is queued on the current stream and waits for
-        nothing."""
+        """Update its tensors to a step; see `numbers`. The copy is queued on the current stream, without waiting."""
         assert self.staged is not None
-        table_SM = where.block_table_SM
+        table_SM = attn_metadata.block_table_SM
         if table_SM.shape != self.block_table_SM.shape:
             table_SM = np.zeros(self.block_table_SM.shape, dtype=np.int32)
-            table_SM[: len(where.block_table_SM), : where.block_table_SM.shape[1]] = where.block_table_SM
-        places = where.query_start_S1, where.context_len_S, table_SM
-        self.staged.fill([*self.numbers(where, sequences, shared), *places])
+            table_SM[: len(attn_metadata.block_table_SM), : attn_metadata.block_table_SM.shape[1]] = (
+                attn_metadata.block_table_SM
+            )
+        arrays = attn_metadata.query_start_S1, attn_metadata.context_len_S, table_SM
+        self.staged.fill([*self.numbers(attn_metadata, sequences, shared), *arrays])
 
     def numbers(
         self,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         sequences: np.ndarray | None = None,
         shared: Sequence[np.ndarray] = (),
     ) -> list[np.ndarray]:
-        """What the tensors of `sizes` are to hold for a step: of `where`, the sequences at these indices (None: all).
-        `shared`: what groups of them read together, from `CascadeShape.numbers`, for metadata with a cascade."""
-        taken_S = np.arange(len(where.context_len_S)) if sequences is None else sequences
-        context_S = where.context_len_S[taken_S].astype(np.int64)
-        count_S = np.diff(where.query_start_S1)[taken_S]
+        """Return the contents of the tensors of `sizes` for a step: the sequences of `where` at these indices (None:
+        all). shared: from `CascadeShape.numbers`, for metadata with a cascade."""
+        index_S = np.arange(len(attn_metadata.context_len_S)) if sequences is None else sequences
+        context_S = attn_metadata.context_len_S[index_S].astype(np.int64)
+        count_S = np.diff(attn_metadata.query_start_S1)[index_S]
         assert int(count_S.max(initial=0)) <= self.num_queries
         first_seen_S = np.zeros_like(context_S)
         if self.window is not None:
             first_seen_S = np.maximum(0, context_S - count_S - self.window + 1)
         if self.cascade is not None:
-            first_seen_S = shared[-1][taken_S]
-        items = decode_items(taken_S, first_seen_S // KEYS, -(-context_S // KEYS), self.num_programs)
+            first_seen_S = shared[-1][index_S]
+        items = decode_items(index_S, first_seen_S // KEYS, -(-context_S // KEYS), self.num_programs)
         assert int(items.item_I4[:, 3].max(initial=-1)) < len(self.partial_PKRD)
         return [items.item_I4, items.program_start, items.split_S3, np.array([len(items.split_S3)]), *shared]

@@ -14,43 +14,43 @@ from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape
 from pipeline.kernels.triton.attention.converted_cache import MAX_BYTES, convert_launch
 from pipeline.kernels.triton.attention.decode import decode_launches
-from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
+from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, max_queries_of
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch, rows_of
 from pipeline.kernels.triton.launch import Target, power_of_two
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What the layers of one window need of a step; None where no sequence of the step is of that kind."""
+    """Metadata of a step for the layers of one window; None if the step has no sequences of that kind."""
 
     decode: DecodeMetadata | None
     prefill: PrefillMetadata | None
 
 
 class PagedAttention:
-    """`attention` of the contract for one device.
+    """Implements `contract.Kernels.attention` for one device.
 
-    A step's plan is worked out once for each window and kept in `AttentionInput.plans` under `plan_key(window)`.
-    Whoever captures steps in a CUDA graph allocates a `DecodeMetadata` for each window himself, refills it before each
-    step and puts it there; then a call only launches, the same kernels every time.
+    A step is planned once per window; the plan is kept in `AttentionInput.plans` under `plan_key(window)`. To capture
+    steps in a CUDA graph, the caller allocates a `DecodeMetadata` per window, refills it before each step and stores it
+    there; a call then only launches, the same kernels every time.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.target = Target.of(device)
+        self.target = Target.from_device(device)
 
     def __call__(
         self,
         q_TND: torch.Tensor,
         cache: LayerCache,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """float16, bfloat16 and float32; the cache must be contiguous, and of q's type or FP8."""
+        """Support float16, bfloat16 and float32; the cache must be contiguous, and of q's type or FP8."""
         key = plan_key(window)
-        if key not in where.plans:
-            where.plans[key] = self.plan(where, q_TND, cache, window)
-        plan: AttentionPlan = where.plans[key]
+        if key not in attn_metadata.plans:
+            attn_metadata.plans[key] = self.plan(attn_metadata, q_TND, cache, window)
+        plan: AttentionPlan = attn_metadata.plans[key]
         q_TND = q_TND.contiguous()
         out_TND = torch.empty_like(q_TND)
         tensors = q_TND, cache, out_TND
@@ -66,55 +66,57 @@ class PagedAttention:
                 launch.run()
         return out_TND
 
-    def plan(self, where: AttentionInput, q_TND: torch.Tensor, cache: LayerCache, window: int | None) -> AttentionPlan:
-        """Of a step for the layers with this window: worked out on the host."""
+    def plan(
+        self, attn_metadata: AttentionInput, q_TND: torch.Tensor, cache: LayerCache, window: int | None
+    ) -> AttentionPlan:
+        """Plan a step on the host for the layers with this window."""
         num_heads, head_dim = q_TND.shape[1:]
         num_kv_heads = cache.k_CBKD.shape[2]
         group = checked_group(num_heads, num_kv_heads, head_dim)
-        count_S = np.diff(where.query_start_S1)
-        few, many = np.flatnonzero(count_S <= most_queries(group)), np.flatnonzero(count_S > most_queries(group))
+        count_S = np.diff(attn_metadata.query_start_S1)
+        few, many = np.flatnonzero(count_S <= max_queries_of(group)), np.flatnonzero(count_S > max_queries_of(group))
         decode = prefill = None
         if len(few):
-            most = power_of_two(int(count_S[few].max()))
+            max_count = power_of_two(int(count_S[few].max()))
             cascade, shared = None, []
             if window is None:
-                shape = CascadeShape.of(int(count_S[few].sum()), num_heads, num_kv_heads, head_dim, self.target)
-                together = shape.decide(where, few).plan
-                if together is not None:
-                    most_tokens, most_tiles = int(where.query_start_S1[-1]), int(together.tiles_G.sum())
-                    cascade = replace(shape, most_tokens=most_tokens, most_tiles=most_tiles)
-                    shared = shape.numbers(where, together)
-            max_seqs, max_blocks = where.block_table_SM.shape
+                shape = CascadeShape.for_steps(int(count_S[few].sum()), num_heads, num_kv_heads, head_dim, self.target)
+                cascade_plan = shape.decide(attn_metadata, few).plan
+                if cascade_plan is not None:
+                    max_tokens, max_tiles = int(attn_metadata.query_start_S1[-1]), int(cascade_plan.tiles_G.sum())
+                    cascade = replace(shape, max_tokens=max_tokens, max_tiles=max_tiles)
+                    shared = shape.numbers(attn_metadata, cascade_plan)
+            max_seqs, max_blocks = attn_metadata.block_table_SM.shape
             decode = DecodeMetadata.allocate(
-                *(max_seqs, max_blocks, where.block_size),
+                *(max_seqs, max_blocks, attn_metadata.block_size),
                 *(num_heads, num_kv_heads, head_dim, q_TND.device, self.target),
-                num_queries=min(most, most_queries(group)),
+                num_queries=min(max_count, max_queries_of(group)),
                 window=window,
                 cascade=cascade,
                 is_fp8=cache.k_CBKD.dtype == FP8,
             )
-            decode.refill(where, few, shared)
+            decode.refill(attn_metadata, few, shared)
         if len(many):
             max_converted = 0
             if cache.k_CBKD.dtype == FP8:
                 block_bytes = 2 * cache.k_CBKD[0].numel() * q_TND.element_size()
                 max_converted = MAX_BYTES // block_bytes
             queries = rows_of(head_dim) // group
-            prefill = PrefillMetadata.of(where, many, queries, window, q_TND.device, max_converted)
+            prefill = PrefillMetadata.from_input(attn_metadata, many, queries, window, q_TND.device, max_converted)
         return AttentionPlan(decode, prefill)
 
 
 def checked_group(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-    """Query heads to a KV head. Raises ModelError where the kernels do not take as many."""
+    """Return the query heads per KV head. Raises ModelError for more than the kernels support."""
     group = num_heads // num_kv_heads
     if group > rows_of(head_dim):
         raise ModelError(
-            f"{num_heads} query heads on {num_kv_heads} KV heads of {head_dim}: the attention kernels take at most "
-            f"{rows_of(head_dim)} to a KV head"
+            f"{num_heads} query heads with {num_kv_heads} KV heads of size {head_dim}: the attention kernels support "
+            f"up to {rows_of(head_dim)} query heads per KV head"
         )
     return group
 
 
 def plan_key(window: int | None) -> tuple[str, int | None]:
-    """Where in `AttentionInput.plans` the plan of the layers with this window lies."""
+    """Return the key in `AttentionInput.plans` of the plan for the layers with this window."""
     return "triton", window

@@ -1,10 +1,10 @@
-"""FP8 codes in registers: by conversion instructions, or by their bits on GPUs before compute capability 8.9.
+"""FP8 codes in registers: by conversion instructions, or by bit operations on GPUs before compute capability 8.9.
 
 See `kernels/cache.py` for the numerics. Suffixes in kernels: L rows of a tile, D its columns.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 import triton
 import triton.language as tl
@@ -12,11 +12,11 @@ from triton import knobs
 
 from pipeline.kernels.cache import FP8_MAX, SMALLEST_SCALE
 
-_SHARE: tl.constexpr = tl.constexpr(1.0 / FP8_MAX)
+_INVERSE_FP8_MAX: tl.constexpr = tl.constexpr(1.0 / FP8_MAX)
 _SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_SCALE)
 _INTERPRETED: tl.constexpr = tl.constexpr(bool(knobs.runtime.interpret))
 
-# Two pairs at a time: those of one column of two neighbouring keys, as values reach a product's operand.
+# Two pairs at a time: those of one column of two adjacent keys, in the order in which products read their operands.
 _CONVERT: tl.constexpr = tl.constexpr("""{
     .reg .b32 ordered;
     .reg .b16 even, odd;
@@ -39,12 +39,12 @@ _MOVE: tl.constexpr = tl.constexpr("""{
 
 @triton.jit
 def halves(pair, dtype: tl.constexpr, CONVERTS: tl.constexpr):
-    """Even and odd codes of pairs of them (int16, the even one in the low byte), in float16 or float32.
+    """Split pairs of codes (int16, the even one in the low byte) into even and odd values, in float16 or float32.
 
-    They are exact where the GPU CONVERTS codes. Else sign, exponent and mantissa are moved to their places in float16,
-    which leaves them too small by 2^8.
+    The values are exact if the GPU CONVERTS codes. Else sign, exponent and mantissa are moved to their fields of
+    float16, which makes the values too small by 2^8.
     """
-    if _INTERPRETED:  # no PTX: the bits of each code by itself
+    if _INTERPRETED:  # no PTX: handle the bits of each code separately
         tl.static_assert(not CONVERTS)
         even = (((pair << 7) & 0x3F80) | ((pair << 8) & (0x8000 - 0x10000))).to(tl.float16, bitcast=True)
         odd = (((pair >> 1) & 0x3F80) | (pair & (0x8000 - 0x10000))).to(tl.float16, bitcast=True)
@@ -62,20 +62,21 @@ def halves(pair, dtype: tl.constexpr, CONVERTS: tl.constexpr):
 
 @triton.jit
 def scales_of(low_LD, high_LD):
-    """The scale of each row, whose halves are float32, and what the row is multiplied by: NaN and 0 of a broken one."""
+    """Return the scale of each row, given its float32 halves, and the factor that the row is multiplied by. A row with
+    a NaN or an infinity has the scale NaN and the factor 0."""
     low_size = low_LD.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     high_size = high_LD.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    most = tl.maximum(tl.max(low_size, axis=1), tl.max(high_size, axis=1))  # infinity and NaN have the largest bits
-    scale = tl.maximum(most.to(tl.float32, bitcast=True) * _SHARE, _SMALLEST)
-    is_sound = most < 0x7F800000
+    largest = tl.maximum(tl.max(low_size, axis=1), tl.max(high_size, axis=1))  # infinity and NaN have the largest bits
+    scale = tl.maximum(largest.to(tl.float32, bitcast=True) * _INVERSE_FP8_MAX, _SMALLEST)
+    is_sound = largest < 0x7F800000
     return tl.where(is_sound, scale, float("nan")), tl.where(is_sound, tl.div_rn(1.0, scale), 0.0)
 
 
 @triton.jit
 def codes_of(x_LD, inverse_L):
-    """Codes of x * inverse, to the nearest, ties to even; 0 where the inverse is.
+    """Return the codes of x * inverse, to the nearest, ties to even; 0 where the inverse is 0.
 
-    Adding 2^14 leaves a subnormal code as the lowest bits of the sum.
+    Adding 2^14 leaves a subnormal code in the lowest bits of the sum.
     """
     scaled = tl.where(inverse_L[:, None] > 0.0, x_LD * inverse_L[:, None], 0.0)
     bits = scaled.to(tl.int32, bitcast=True)

@@ -1,13 +1,13 @@
 """The inner loop of the attention kernels: rows of queries over tiles of keys and values found through a block table,
 with an online softmax (Milakov and Gimelshein 2018; FlashAttention-2: Dao 2023).
 
-A row is one query token of one query head; the rows of a tile share a KV head. Scores are in powers of two: the scale
-holds log2(e). Suffixes in kernels: R rows, L keys of a tile, D head size.
+A row is one query token of one query head; the rows of a tile share a KV head. Scores are exponents of two: the scale
+includes log2(e). Suffixes in kernels: R rows, L keys of a tile, D head size.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 import triton
 import triton.language as tl
@@ -18,9 +18,9 @@ LOG2_E = 1.4426950408889634
 
 
 def stages_for(buffers: int) -> int:
-    """Pipeline stages that keep this many tiles of keys and values in shared memory.
+    """Return the pipeline stages that keep this many tiles of keys and values in shared memory.
 
-    A tile's block number is loaded before the tile, and Triton divides the stages among loads that wait for loads.
+    A tile's block number is loaded before the tile, and Triton divides the stages among dependent loads.
     """
     return 2 * buffers + 1
 
@@ -55,16 +55,16 @@ def attend(
 ):
     """Add the keys at positions `begin` to `end` (`begin` a multiple of KEYS) to the running softmax of each row.
 
-    Without MASKED every row must see every key of them. k_ptr and v_ptr point at the KV head in slot 0; slots lie
-    KV_STRIDE elements apart. With IS_FP8 they hold codes, and the scale pointers point at the KV head's scales in
-    block 0. weighted_RD and sum_R are relative to 2^best_R; best_R is -inf before a row saw any key.
+    Without MASKED every row must see all of these keys. k_ptr and v_ptr point at the KV head in slot 0; the stride of
+    slots is KV_STRIDE elements. With IS_FP8 they hold codes, and the scale pointers point at the KV head's scales in
+    block 0. weighted_RD and sum_R are relative to 2^best_R; best_R is -inf until a row has seen a key.
 
     Codes are loaded in pairs of columns, as elements of 16 bits, and multiplied as even and odd columns: the
-    instruction that transposes values on their way to a product takes no elements of 8 bits, which would be read from
-    shared memory one by one. Products are in float16 (float32 if q is), where two codes are converted at once.
+    instruction that transposes operands of a product does not support elements of 8 bits, which would be read from
+    shared memory one by one. Products are in float16 (float32 if q is), to which two codes are converted at once.
     The keys' scales multiply scores, the values' scales weights, so that the products read exact codes. Rows of q are
-    divided by powers of two, and best_R is the largest of score + log2(the value's scale) - LIFT, so that neither q nor
-    weights leave float16's range.
+    divided by powers of two, and best_R is the maximum of score + log2(the value's scale) - LIFT, so that q and the
+    weights stay in float16's range.
     """
     NUM_KV_HEADS: tl.constexpr = KV_STRIDE // HEAD_DIM
     CODES: tl.constexpr = 2 if IS_FP8 else 1
@@ -83,7 +83,7 @@ def attend(
         unit_R = unit_R * (2.0**-14 * FACTOR) * scale
         q_even_RD, q_odd_RD = tl.split(q_RD.reshape(q_RD.shape[0], COLUMNS // 2, 2))
         even_RD, odd_RD = tl.split(weighted_RD.reshape(q_RD.shape[0], COLUMNS // 2, 2))
-    # Threads add up their shares of a row after the loop, where rows are few enough to keep them in registers.
+    # With few rows, threads keep their shares of a row's sum in registers and add them after the loop.
     LATE_SUM: tl.constexpr = q_RD.shape[0] <= 16
     if LATE_SUM:
         sum_RL = tl.zeros([q_RD.shape[0], KEYS], dtype=tl.float32)
@@ -97,15 +97,15 @@ def attend(
             block = tl.load(table_ptr + key // BLOCK, mask=key < context, other=0).to(tl.int64)
             slot_at = (block * BLOCK + key % BLOCK)[:, None] * STRIDE + column[None, :]
             scale_at = block * BLOCK * NUM_KV_HEADS + key % BLOCK
-        # What lies after the context may be anything, NaN too, and 0 * NaN is NaN. No code is NaN.
+        # Memory past the context may contain anything, also NaN, and 0 * NaN is NaN. No FP8 code is NaN.
         if MASKED and not (IS_FP8 and BLOCK % KEYS == 0):
-            there = (key < context)[:, None] & (column < HEAD_DIM // CODES)[None, :]
-            k_LD = tl.load(k_ptr + slot_at, mask=there, other=0)
-            v_LD = tl.load(v_ptr + slot_at, mask=there, other=0)
+            mask = (key < context)[:, None] & (column < HEAD_DIM // CODES)[None, :]
+            k_LD = tl.load(k_ptr + slot_at, mask=mask, other=0)
+            v_LD = tl.load(v_ptr + slot_at, mask=mask, other=0)
         elif COLUMNS != HEAD_DIM:
-            there = (column < HEAD_DIM // CODES)[None, :]
-            k_LD = tl.load(k_ptr + slot_at, mask=there, other=0)
-            v_LD = tl.load(v_ptr + slot_at, mask=there, other=0)
+            mask = (column < HEAD_DIM // CODES)[None, :]
+            k_LD = tl.load(k_ptr + slot_at, mask=mask, other=0)
+            v_LD = tl.load(v_ptr + slot_at, mask=mask, other=0)
         else:
             k_LD = tl.load(k_ptr + slot_at)
             v_LD = tl.load(v_ptr + slot_at)
@@ -135,7 +135,7 @@ def attend(
             new_best_R = tl.maximum(best_R, tl.max(size_RL, axis=1))
         else:
             new_best_R = tl.maximum(best_R, tl.max(score_RL, axis=1))
-        # A row that has seen nothing yet keeps -inf; 0 in its place, as -inf - -inf is NaN.
+        # A row that has seen no key keeps -inf. Its base is 0 instead, because -inf - -inf is NaN.
         base_R = tl.where(new_best_R == float("-inf"), 0.0, new_best_R)
         weight_RL = tl.exp2(score_RL - base_R[:, None])
         shrink_R = tl.exp2(best_R - base_R)
@@ -163,7 +163,7 @@ def attend(
 
 @triton.jit
 def merge(weighted_RD, best_R, sum_R, its_RD, its_best_R, its_sum_R):
-    """The running softmax of each row over the keys of both; a maximum of -inf stands for none."""
+    """Merge two running softmaxes of each row; a maximum of -inf means no keys."""
     new_best_R = tl.maximum(best_R, its_best_R)
     base_R = tl.where(new_best_R == float("-inf"), 0.0, new_best_R)
     shrink_R, its_shrink_R = tl.exp2(best_R - base_R), tl.exp2(its_best_R - base_R)

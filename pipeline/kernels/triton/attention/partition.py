@@ -1,4 +1,4 @@
-"""Partitions tiles of keys over a fixed number of programs: as many tiles for each, whatever the sequences' lengths."""
+"""Partition of key tiles among a fixed number of programs: equal numbers of tiles, whatever the sequences' lengths."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Partition:
-    """Runs of tiles, split into items I in the order of the programs that take them.
+    """Runs of tiles, split into items I in the order of the programs that compute them.
 
     Item i is the tiles begin_I[i] to end_I[i] of run of_I[i], which is split into pieces_S[of_I[i]] items; program p
-    takes the items program_start[p] to program_start[p + 1].
+    computes the items program_start[p] to program_start[p + 1].
     """
 
     of_I: np.ndarray
@@ -21,9 +21,9 @@ class Partition:
 
 
 def partition(begin_S: np.ndarray, end_S: np.ndarray, num_programs: int, min_tiles: int = 1) -> Partition:
-    """Split the tiles begin_S to end_S (at least one) of each run over `num_programs` programs.
+    """Split the tiles begin_S to end_S (at least one) of each run among `num_programs` programs.
 
-    Each program takes the same number of tiles, at least `min_tiles`; the last ones may take fewer, or none.
+    Each program computes the same number of tiles, at least `min_tiles`; the last programs may have fewer, or none.
     """
     count_S = (end_S - begin_S).astype(np.int64)
     start_S = np.cumsum(count_S) - count_S

@@ -2,13 +2,13 @@
 
 A tile's rows are adjacent query tokens with all query heads of a KV head, so a short run of queries fills a tile as
 well as a long one, and few products at the diagonal are masked. Keys and values are read through the block table, so a
-prefix in shared blocks is read like what the step wrote.
+prefix in shared blocks is read like tokens of the step.
 
-Suffixes: those of `kernels/contract.py`, and I items, R rows of a tile (queries times heads).
+Suffixes: those of `kernels/contract.py`, I items, R rows of a tile (queries times heads).
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 from dataclasses import dataclass
 
@@ -24,11 +24,11 @@ from pipeline.kernels.triton.attention.converted_cache import converted_blocks
 from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, stages_for
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
 
-MAX_KEYS = 128  # of a tile
+MAX_KEYS = 128  # per tile
 
 
 def rows_of(head_dim: int) -> int:
-    """Rows of a tile: their sums must stay in registers."""
+    """Return the rows per tile, whose sums must stay in registers."""
     return 128 if head_dim <= 128 else 64
 
 
@@ -76,9 +76,9 @@ def _prefill(
     real_R = (row_R < QUERIES * GROUP) & (query_R < num_queries)
     token_R = (first_token + query_R).to(tl.int64)
     position_R = context - num_queries + query_R
-    there_RD = real_R[:, None] & (column_D < HEAD_DIM)[None, :]
+    mask_RD = real_R[:, None] & (column_D < HEAD_DIM)[None, :]
     q_at = q_ptr + token_R[:, None] * q_stride + head_R[:, None] * HEAD_DIM + column_D[None, :]
-    q_RD = tl.load(q_at, mask=there_RD, other=0.0)
+    q_RD = tl.load(q_at, mask=mask_RD, other=0.0)
 
     first_position = context - num_queries + first_query
     end = tl.minimum(first_position + QUERIES, context)
@@ -114,13 +114,16 @@ def _prefill(
     )
     out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM + column_D[None, :]
     out_RD = weighted_RD / sum_R[:, None]
-    tl.store(out_at, out_RD.to(out_ptr.dtype.element_ty), mask=there_RD)
+    tl.store(out_at, out_RD.to(out_ptr.dtype.element_ty), mask=mask_RD)
 
 
 @dataclass(frozen=True)
 class PrefillMetadata:
-    """Device tensors, int32. item_I2: sequence and first query of it, those with the most keys first; sequence -1: no
-    tile. With block_X, the block table is of a cache that has these blocks of the FP8 cache in the type of q."""
+    """Device tensors, int32.
+
+    item_I2: sequence and first query of each tile, those with the most keys first; sequence -1: no tile. With block_X,
+    the block table refers to a cache that holds these blocks of the FP8 cache in the type of q.
+    """
 
     window: int | None
     item_I2: torch.Tensor
@@ -130,29 +133,42 @@ class PrefillMetadata:
     block_X: torch.Tensor | None = None
 
     @classmethod
-    def of(
+    def from_input(
         cls,
-        where: AttentionInput,
+        attn_metadata: AttentionInput,
         sequences: np.ndarray,
         queries: int,
         window: int | None,
         device: torch.device,
         max_converted: int = 0,
     ) -> "PrefillMetadata":
-        """For the sequences of `where` at these indices, `queries` query tokens to a tile. Where it pays, up to
-        `max_converted` blocks are converted: see `converted_cache.py`."""
-        table_SM, converted = where.block_table_SM, None
+        """Plan the sequences of `where` at these indices, with `queries` query tokens per tile.
+
+        If it pays, up to `max_converted` blocks are converted: see `converted_cache.py`.
+        """
+        table_SM, converted = attn_metadata.block_table_SM, None
         if max_converted:
-            context_S, count_S = where.context_len_S[sequences], np.diff(where.query_start_S1)[sequences]
+            context_S, count_S = (
+                attn_metadata.context_len_S[sequences],
+                np.diff(attn_metadata.query_start_S1)[sequences],
+            )
             first_seen_S = np.zeros_like(context_S) if window is None else context_S - count_S - window + 1
             converted = converted_blocks(
                 table_SM[sequences],
-                np.maximum(first_seen_S, 0) // MAX_KEYS * MAX_KEYS // where.block_size,  # where the first tile begins
-                -(-context_S // where.block_size),
+                np.maximum(first_seen_S, 0)
+                // MAX_KEYS
+                * MAX_KEYS
+                // attn_metadata.block_size,  # begin of the first tile
+                -(-context_S // attn_metadata.block_size),
                 -(-count_S // queries),
                 max_converted,
             )
-        arrays = [prefill_items(where, sequences, queries), where.query_start_S1, where.context_len_S, table_SM]
+        arrays = [
+            prefill_items(attn_metadata, sequences, queries),
+            attn_metadata.query_start_S1,
+            attn_metadata.context_len_S,
+            table_SM,
+        ]
         if converted is not None:
             block_X, own_SM = converted
             table_SM = np.zeros_like(table_SM)
@@ -161,13 +177,13 @@ class PrefillMetadata:
         return cls(window, *(on_device(np.ascontiguousarray(each, dtype=np.int32), device) for each in arrays))
 
 
-def prefill_items(where: AttentionInput, sequences: np.ndarray, queries: int) -> np.ndarray:
-    """item_I2 of `PrefillMetadata` for the sequences of `where` at these indices, `queries` query tokens to a tile."""
-    count_S = np.diff(where.query_start_S1)[sequences].astype(np.int64)
+def prefill_items(attn_metadata: AttentionInput, sequences: np.ndarray, queries: int) -> np.ndarray:
+    """Return item_I2 of `PrefillMetadata` for the sequences of `where` at these indices and `queries` per tile."""
+    count_S = np.diff(attn_metadata.query_start_S1)[sequences].astype(np.int64)
     tiles_S = -(-count_S // queries)
     of_I = np.repeat(np.arange(len(sequences)), tiles_S)
     first_query_I = (np.arange(len(of_I)) - np.repeat(np.cumsum(tiles_S) - tiles_S, tiles_S)) * queries
-    end_I = (where.context_len_S[sequences] - count_S)[of_I] + first_query_I
+    end_I = (attn_metadata.context_len_S[sequences] - count_S)[of_I] + first_query_I
     heaviest = np.argsort(-end_I, kind="stable")
     return np.stack([sequences[of_I], first_query_I], axis=1)[heaviest]
 
@@ -180,7 +196,7 @@ def prefill_launch(
     scale: float,
     target: Target,
 ) -> Launch:
-    """Attention of the sequences in `metadata`, written to their tokens of `out_TND`."""
+    """Return the launch that computes attention for the sequences of `metadata`, into their rows of out_TND."""
     num_heads, head_dim = q_TND.shape[1:]
     _, block_size, num_kv_heads, _ = cache.k_CBKD.shape
     assert q_TND.stride()[1:] == (head_dim, 1)
@@ -215,18 +231,18 @@ def prefill_launch(
 
 
 def tile_of(columns: int, element_size: int, is_fp8: bool, windowed: bool, target: Target) -> tuple[int, int]:
-    """Keys of a tile and pipeline stages: the largest that the compiler fits in 255 registers of 256 threads."""
+    """Return the keys per tile and pipeline stages: the largest that fit into 255 registers of 256 threads."""
     row_bytes = columns * element_size
     if target.has_wgmma:
         keys = MAX_KEYS if row_bytes <= 128 or (row_bytes == 256 and not windowed) else 64 if row_bytes <= 256 else 32
     else:
         keys = 64 if row_bytes <= 128 else 32
     if is_fp8:
-        keys = min(keys, 64)  # more do not fit the registers beside what is widened
-    most = 1 if keys * row_bytes > 64 * 256 else 2
+        keys = min(keys, 64)  # with the widened values, more do not fit into registers
+    max_buffers = 1 if keys * row_bytes > 64 * 256 else 2
     left = target.max_shared_bytes - rows_of(columns) * row_bytes
     stored_bytes = 2 * keys * row_bytes
-    if is_fp8:  # the widened tile lies beside the stored ones
+    if is_fp8:  # shared memory holds the widened tile too
         left -= stored_bytes
         stored_bytes = 2 * keys * columns
-    return keys, stages_for(max(1, min(most, left // stored_bytes)))
+    return keys, stages_for(max(1, min(max_buffers, left // stored_bytes)))

@@ -1,11 +1,11 @@
-"""Puts what was copied to the device for a captured step where its graph reads it, as the graph's first launch: block
-tables into their rows, and token ids that only the device knows among those of the step.
+"""First launch of a captured step's graph: moves what was copied to the device to where the graph reads it.
 
-What varies from step to step is in the copy too, in its head: `SCATTER_HEAD` numbers.
+It writes block tables to their rows, and token ids that only the device knows to those of the step. The parameters
+change from step to step, so they are part of the copy: `SCATTER_HEAD` numbers at its head.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ _SIZE, _PROGRAMS = 1024, 64
 
 
 def scatter_head(table_SM: np.ndarray, table_at: int, future: FutureNumbers | None) -> np.ndarray:
-    """table_SM is copied to `table_at` (in int32) of the copy, at whose beginning are the numbers."""
+    """Return the head of a copy that has `numbers` at its beginning and table_SM at `table_at` (in int32)."""
     at, count, address = (0, 0, 0) if future is None else (future.at, future.count, future.value_N.data_ptr())
     return np.array([*table_SM.shape, table_at, at, count, address], dtype=np.int64)
 
@@ -39,12 +39,12 @@ def _scatter(head_ptr, copy_ptr, table_ptr, table_stride, SIZE: tl.constexpr):
         block = tl.load(copied_ptr + at, mask=is_block, other=0)
         tl.store(table_ptr + at // num_blocks * table_stride + at % num_blocks, block, mask=is_block)
         is_future = at < num_future
-        place = tl.load(index_ptr + at, mask=is_future, other=0)
+        position = tl.load(index_ptr + at, mask=is_future, other=0)
         row = tl.load(index_ptr + num_future + at, mask=is_future, other=0)
-        tl.store(number_ptr + place, tl.load(value_ptr + row, mask=is_future, other=0), mask=is_future)
+        tl.store(number_ptr + position, tl.load(value_ptr + row, mask=is_future, other=0), mask=is_future)
 
 
 def scatter_launch(head: torch.Tensor, copied: torch.Tensor, table_SM: torch.Tensor) -> Launch:
-    """By `head` (`scatter_head` on the device), the block tables of the copy (int32) into the first rows and columns of
-    table_SM, and the future ones of its numbers."""
+    """Return the launch that, as `head` specifies (`scatter_head` on the device), writes the block tables of the copy
+    (int32) into the first rows and columns of table_SM, and future values into the copy's numbers."""
     return Launch(_scatter, (_PROGRAMS,), (head, copied, table_SM, table_SM.stride(0)), {"SIZE": _SIZE})

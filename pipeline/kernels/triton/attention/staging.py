@@ -1,4 +1,4 @@
-"""Copies what changes from step to step to the GPU: arrays in one tensor, filled by one copy from pinned memory."""
+"""Copies of per-step data to the GPU: arrays in one tensor, filled by one copy from pinned memory."""
 
 from collections.abc import Sequence
 
@@ -13,47 +13,46 @@ _ALIGNED = 4  # numbers of 4 bytes: see `Launch`
 
 
 class StagedArrays:
-    """Views of one int32 tensor, each aligned, which one copy fills; after them room for `beside` numbers of any
-    step's own."""
+    """Aligned views of one int32 tensor, which one copy fills, followed by `extra_size` numbers that vary per step."""
 
-    def __init__(self, sizes: Sequence[int], device: torch.device, beside: int = 0) -> None:
+    def __init__(self, sizes: Sequence[int], device: torch.device, extra_size: int = 0) -> None:
         self._padded = [_aligned(size) for size in sizes]
-        self.tensor = torch.zeros(sum(self._padded) + beside, dtype=torch.int32, device=device)
-        *parts, self.beside = self.tensor.split([*self._padded, beside])
+        self.tensor = torch.zeros(sum(self._padded) + extra_size, dtype=torch.int32, device=device)
+        *parts, self.extra = self.tensor.split([*self._padded, extra_size])
         self.views = [part[:size] for part, size in zip(parts, sizes)]
 
-    def fill(self, arrays: Sequence[np.ndarray], beside: Sequence[np.ndarray] = ()) -> None:
-        """Overwrite the beginning of each view, and of what is beside them, each array aligned there. The copy is
-        queued on the current stream and waits for nothing."""
-        size = sum(self._padded) + sum(words_of(array) for array in beside)
+    def fill(self, arrays: Sequence[np.ndarray], extra: Sequence[np.ndarray] = ()) -> None:
+        """Overwrite the beginning of each view, and of the space after them with the aligned arrays `extra`. The copy
+        is queued on the current stream, without waiting."""
+        size = sum(self._padded) + sum(words_of(array) for array in extra)
         staged = staging_buffer((size,), self.tensor.device)
         filled, offset = staged.numpy(), 0
         for array, view, padded in zip(arrays, self.views, self._padded, strict=True):
             assert array.size <= view.numel(), "more than was allocated"
             filled[offset : offset + array.size] = array.ravel()
             offset += padded
-        for array in beside:
-            own = np.ascontiguousarray(array).ravel().view(np.int32)
-            filled[offset : offset + len(own)] = own
+        for array in extra:
+            words = np.ascontiguousarray(array).ravel().view(np.int32)
+            filled[offset : offset + len(words)] = words
             offset += words_of(array)
         self.tensor[:size].copy_(staged, non_blocking=True)
 
 
 class StagedStep:
-    """All that a captured step reads of the host: arrays of fixed places, the runner's own numbers and block tables.
+    """All inputs of a captured step from the host: arrays of fixed size, the runner's numbers, and block tables.
 
-    `fill` brings them by one copy, and the graph begins with `unpack`, which puts them where the rest of it reads them.
+    `fill` sends them in one copy. The graph begins with `unpack`, which moves them to where the rest of it reads them.
     """
 
     def __init__(
         self, sizes: Sequence[int], num_numbers: int, max_seqs: int, max_blocks: int, device: torch.device
     ) -> None:
-        """sizes: of the arrays. The first view of the tensor beside them is `numbers` (int64), whatever is sent."""
+        """`sizes` are those of the arrays. `numbers` (int64) is a view of the runner's numbers, always sent first."""
         room = _aligned(2 * num_numbers) + _aligned(max_seqs * max_blocks)
         self._staged = StagedArrays([2 * SCATTER_HEAD, *sizes], device, room)
         head, *self.arrays = self._staged.views
         self._head = head.view(torch.int64)
-        self.numbers = self._staged.beside[: 2 * num_numbers].view(torch.int64)
+        self.numbers = self._staged.extra[: 2 * num_numbers].view(torch.int64)
         self.block_table_SM = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
 
     def fill(
@@ -64,11 +63,11 @@ class StagedStep:
         self._staged.fill([head.view(np.int32), *arrays], [numbers, table_SM])
 
     def unpack(self) -> None:
-        scatter_launch(self._head, self._staged.beside, self.block_table_SM).run()
+        scatter_launch(self._head, self._staged.extra, self.block_table_SM).run()
 
 
 def words_of(array: np.ndarray) -> int:
-    """Of 4 bytes, with what aligns the next array."""
+    """Return the number of 4-byte words of an array, padded for the alignment of the next one."""
     return _aligned(array.nbytes // 4)
 
 

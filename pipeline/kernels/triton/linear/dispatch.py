@@ -1,8 +1,8 @@
 """Linears on a GPU. 4-bit weights have two paths: the fused kernel for few tokens, cuBLAS on 16-bit weights for many.
 
-With few tokens a linear's time is that of reading its weight, so a quarter of the bytes is up to four times as fast.
-With many it is the multiply: cuBLAS on 16-bit weights is up to twice as fast as a product that unpacks. Both paths
-compute the same, but that cuBLAS gets weights rounded to 16 bits.
+With few tokens a linear takes as long as reading its weight, so a quarter of the bytes is up to four times as fast.
+With many the multiplication dominates: cuBLAS on 16-bit weights is up to twice as fast as a product that unpacks. Both
+paths compute the same, except that cuBLAS reads weights rounded to 16 bits.
 """
 
 import torch
@@ -16,7 +16,7 @@ from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 
 class Scratch:
-    """A workspace for one 16-bit weight, shared by all linears of a model, which use it in turn on one stream."""
+    """Workspace for one 16-bit weight, shared by all linears of a model, which use it in turn on one stream."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = torch.empty(0, dtype=dtype, device=device)
@@ -26,17 +26,17 @@ class Scratch:
         return self._buffer.numel() * self._buffer.element_size()
 
     def reserve(self, num_outputs: int, num_inputs: int) -> None:
-        """Make room for a weight of this shape. Only at load: it may move the memory, unknown to a CUDA graph."""
+        """Make room for a weight of this shape. Call it only at load: it may move the memory, which breaks graphs."""
         if num_outputs * num_inputs > self._buffer.numel():
             self._buffer = self._buffer.new_empty(num_outputs * num_inputs)
 
     def weight(self, num_outputs: int, num_inputs: int) -> torch.Tensor:
-        """(N, K), with whatever the last call left in it."""
+        """Return an (N, K) view of the workspace, with the contents of the previous call."""
         return self._buffer[: num_outputs * num_inputs].view(num_outputs, num_inputs)
 
 
 class DenseLinear:
-    """y = x @ weight.T + bias by cuBLAS."""
+    """Linear y = x @ weight.T + bias by cuBLAS."""
 
     def __init__(
         self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype, device: torch.device
@@ -49,7 +49,7 @@ class DenseLinear:
 
 
 class TwoPathLinear:
-    """A grouped 4-bit weight: fused up to `crossover` tokens, above that cuBLAS on its 16-bit form."""
+    """Linear of a grouped 4-bit weight: fused up to `crossover` tokens, above that cuBLAS on its 16-bit form."""
 
     def __init__(
         self,
@@ -59,18 +59,18 @@ class TwoPathLinear:
         scratch: Scratch | None = None,
         crossover: int | None = None,
     ) -> None:
-        """With a `scratch`, the 16-bit form is written there in each call that needs it; without, it is kept for ever.
+        """Pack `weight`. With a `scratch`, each call that needs the 16-bit form writes it there; without, it is kept.
 
-        Raises ValueError where `int4.serves` does not hold.
+        Raises ValueError unless `int4.serves(weight)`.
         """
         if not serves(weight):
             raise ValueError(
-                f"{weight.bits} bits in groups of {weight.group_size}: the fused kernels take 4 bits in groups of 32, "
-                "64 or multiples of 128"
+                f"{weight.bits} bits in groups of {weight.group_size}: the fused kernels support 4 bits in groups of "
+                "32, 64 or multiples of 128"
             )
-        self.target = Target.of(device)
+        self.target = Target.from_device(device)
         self.bias_N = None if weight.bias_N is None else weight.bias_N.to(device, dtype)
-        self.tiled = TiledInt4.of(weight, device)
+        self.tiled = TiledInt4.repack(weight, device)
         self.input_order_K = None if weight.input_order_K is None else weight.input_order_K.to(device)
         self.scratch, self.shape_NK = scratch, (weight.out_features, weight.in_features)
         num_values = weight.out_features * weight.in_features
@@ -96,12 +96,12 @@ class TwoPathLinear:
         return F.linear(x_MK, self.widened(), self.bias_N)
 
     def widened(self) -> torch.Tensor:
-        """The 16-bit form: kept, or written into the scratch now."""
+        """Return the 16-bit form: the kept copy, or written into the scratch now."""
         return self.kept_NK if self.scratch is None else self._dequantized(self.scratch.weight(*self.shape_NK))
 
-    def _dequantized(self, into_NK: torch.Tensor) -> torch.Tensor:
-        dequantize_launch(self.tiled, into_NK).run()
-        return into_NK
+    def _dequantized(self, out_NK: torch.Tensor) -> torch.Tensor:
+        dequantize_launch(self.tiled, out_NK).run()
+        return out_NK
 
 
 def prepare_linear(

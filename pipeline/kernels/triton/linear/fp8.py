@@ -1,25 +1,25 @@
-"""Products of e4m3 weights and e4m3 activations on a GPU; what they compute is defined in `kernels/activations/fp8.py`.
+"""Products of e4m3 weights and e4m3 activations on a GPU, as defined in `kernels/activations/fp8.py`.
 
-Two launches for any number of tokens: one rounds the tokens' inputs, unless the kernel that computes them does so (a
-norm or silu: `Fp8Linear`), one multiplies, folding the scales of inputs and weights in after the dot product of each
-block. The units of sm_90 add up within a dot product in fewer bits than
-float32 has (DeepSeek-V3, section 3.3.2); a block has at most 128 products, and all that follows is in float32.
-cuBLAS multiplies instead where it has the product, is faster and no order of sums is asked for: `scaled_mm.py`.
+There are two launches for any number of tokens: one rounds the tokens' inputs, unless the kernel that computes them
+does (a norm or silu: `Fp8Linear`); one multiplies, and applies the scales of inputs and weights after the dot product
+of each block. Within a dot product, sm_90 adds in fewer bits than float32 has (DeepSeek-V3, section 3.3.2); a block has
+128 products at most, and everything after it is in float32. cuBLAS multiplies instead if it has the product, is faster
+and no order of sums is required: `scaled_mm.py`.
 
 A weight's inputs are split into parts by its shape alone, not by the number of tokens. Each part is summed by itself,
-then the parts are added in order: by programs of their own with few tokens, by one program with many. So the order of
-sums, and every bit of a token's result, is the same whatever else is in the step. The outputs are the rows of a tile
-and the tokens its columns: wgmma takes at least 64 rows, and from 8 columns on.
+then the parts are added in order: by separate programs with few tokens, by one program with many. So the order of sums,
+and every bit of a token's result, does not depend on the rest of the step. The outputs are the rows of a tile and the
+tokens its columns: wgmma needs at least 64 rows, but only 8 columns.
 
-Few tokens have no path of fewer bytes, as int4 weights have without fp8: a weight is one byte, read once a step.
+Unlike int4 weights without fp8, few tokens have no separate path: a weight is one byte, read once per step.
 
-Suffixes: N outputs, K inputs (filled up to whole blocks with zeros), M tokens, B blocks of inputs, G groups of inputs
-with a scale, P parts of the inputs.
+Suffixes: N outputs, K inputs (padded to whole blocks with zeros), M tokens, B blocks of inputs, G groups of inputs with
+a scale, P parts of the inputs.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 from dataclasses import dataclass, replace
 
@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY, fp8_block, per_output
+from pipeline.kernels.activations.fp8 import MIN_CAPABILITY, fp8_block, per_output
 from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.triton import elementwise
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
@@ -45,8 +45,8 @@ def _sum_of_part(
     x_at,
     weight_scale_at,
     x_scale_at,
-    there_N,
-    there_M,
+    mask_N,
+    mask_M,
     begin,
     end,
     num_outputs,
@@ -54,13 +54,13 @@ def _sum_of_part(
     BLOCK: tl.constexpr,
     BLOCKS_PER_SCALE: tl.constexpr,
 ):
-    """The blocks from `begin` to `end`, from zero on."""
-    total_NM = tl.zeros([there_N.shape[0], there_M.shape[0]], dtype=tl.float32)
+    """Return the sum of the blocks from `begin` to `end`."""
+    total_NM = tl.zeros([mask_N.shape[0], mask_M.shape[0]], dtype=tl.float32)
     for block in range(begin, end):
-        weight_NK = tl.load(weight_at + block * BLOCK, mask=there_N[:, None], other=0.0)
-        x_KM = tl.load(x_at + block * BLOCK, mask=there_M[None, :], other=0.0)
-        weight_scale_N = tl.load(weight_scale_at + block // BLOCKS_PER_SCALE * num_outputs, mask=there_N, other=0.0)
-        x_scale_M = tl.load(x_scale_at + block * x_scale_stride, mask=there_M, other=0.0)
+        weight_NK = tl.load(weight_at + block * BLOCK, mask=mask_N[:, None], other=0.0)
+        x_KM = tl.load(x_at + block * BLOCK, mask=mask_M[None, :], other=0.0)
+        weight_scale_N = tl.load(weight_scale_at + block // BLOCKS_PER_SCALE * num_outputs, mask=mask_N, other=0.0)
+        x_scale_M = tl.load(x_scale_at + block * x_scale_stride, mask=mask_M, other=0.0)
         total_NM += tl.dot(weight_NK, x_KM) * (weight_scale_N[:, None] * x_scale_M[None, :])
     return total_NM
 
@@ -86,36 +86,36 @@ def _multiply(
     PARTS: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """Weights (N, K) times inputs (M, K) over PARTS parts of the inputs; out_ptr is (P / PARTS, M, N)."""
+    """Multiply weights (N, K) by inputs (M, K) over PARTS parts of the inputs; out_ptr is (P / PARTS, M, N)."""
     output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     token_M = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     input_K = tl.arange(0, BLOCK)
-    there_N, there_M = output_N < num_outputs, token_M < num_tokens
+    mask_N, mask_M = output_N < num_outputs, token_M < num_tokens
     weight_at = weight_ptr + output_N[:, None].to(tl.int64) * row_stride + input_K[None, :]
     x_at = x_ptr + token_M[None, :].to(tl.int64) * row_stride + input_K[:, None]
     weight_scale_at, x_scale_at = weight_scale_ptr + output_N, x_scale_ptr + token_M
     total_NM = tl.zeros([OUTPUTS, TOKENS], dtype=tl.float32)
     for part in range(PARTS):
-        # Not a counter that the loop carries: Triton 3.6 keeps its first value (`tritongpu-remove-layout-conversions`).
+        # Do not carry `begin` through the loop: Triton 3.6 keeps its first value (tritongpu-remove-layout-conversions).
         begin = (tl.program_id(1) * PARTS + part) * blocks_per_part
         total_NM += _sum_of_part(
-            *(weight_at, x_at, weight_scale_at, x_scale_at, there_N, there_M),
+            *(weight_at, x_at, weight_scale_at, x_scale_at, mask_N, mask_M),
             *(begin, tl.minimum(begin + blocks_per_part, num_blocks)),
             *(num_outputs, x_scale_stride, BLOCK, BLOCKS_PER_SCALE),
         )
     if BIASED:
-        total_NM += tl.load(bias_ptr + output_N, mask=there_N, other=0.0)[:, None]
+        total_NM += tl.load(bias_ptr + output_N, mask=mask_N, other=0.0)[:, None]
     row_M = tl.program_id(1).to(tl.int64) * num_tokens + token_M
     out_at = out_ptr + row_M[None, :] * num_outputs + output_N[:, None]
-    tl.store(out_at, total_NM.to(out_ptr.dtype.element_ty), mask=there_N[:, None] & there_M[None, :])
+    tl.store(out_at, total_NM.to(out_ptr.dtype.element_ty), mask=mask_N[:, None] & mask_M[None, :])
 
 
 @dataclass(frozen=True)
 class E4m3Weight:
-    """A weight as the product reads it: 1 byte a weight, and a scale in float32 for each group.
+    """A weight as the product reads it: one byte per weight, and a float32 scale per group.
 
-    block: inputs that share a scale of the activations; group_size: a scale of the weight, one or more blocks.
-    per_token: all inputs of a token share a scale instead; block is what is multiplied at once.
+    block: inputs that share a scale of the activations. group_size: inputs that share a scale of the weight, one or
+    more blocks. per_token: all inputs of a token share a scale instead; `block` is what is multiplied at once.
     """
 
     value_NK: torch.Tensor  # float8_e4m3fn
@@ -130,8 +130,8 @@ class E4m3Weight:
         return self.value_NK.numel() + 4 * self.scale_GN.numel()
 
     @classmethod
-    def of(cls, weight: GroupIntWeight | Fp8Weight, block: int, device: torch.device) -> "E4m3Weight":
-        """Repack on `device`; `block` is what `fp8_block` says. Inputs are in the order that the weight has them in."""
+    def repack(cls, weight: GroupIntWeight | Fp8Weight, block: int, device: torch.device) -> "E4m3Weight":
+        """Repack on `device`, in the weight's order of inputs. `block` comes from `fp8_block`."""
         num_inputs = weight.in_features
         if isinstance(weight, GroupIntWeight):
             q_NGg = weight.q_NK.to(device).unflatten(1, (-1, weight.group_size)).to(torch.float16)
@@ -147,13 +147,13 @@ class E4m3Weight:
 
     @classmethod
     def with_scales_per_token(cls, weight: LinearWeight, device: torch.device) -> "E4m3Weight | None":
-        """Round on `device` as `fp8_per_token.py` defines it; None for a weight that it does not serve."""
+        """Round on `device` as `fp8.per_output` defines it; None for an unsupported weight."""
         rounded = per_output(weight, device)
-        return None if rounded is None else replace(cls.of(rounded, BLOCK, device), per_token=True)
+        return None if rounded is None else replace(cls.repack(rounded, BLOCK, device), per_token=True)
 
     @property
     def input_block(self) -> int:
-        """Inputs of a token that share a scale."""
+        """Number of inputs of a token that share a scale."""
         return power_of_two(self.value_NK.shape[1]) if self.per_token else self.block
 
     def inputs_for(self, x_MK: torch.Tensor) -> Fp8Inputs:
@@ -163,7 +163,7 @@ class E4m3Weight:
 
 @dataclass(frozen=True)
 class Fp8Tile:
-    """outputs x tokens of a program, its warps and stages."""
+    """Tile of a program: outputs x tokens, warps and stages."""
 
     outputs: int
     tokens: int
@@ -172,19 +172,22 @@ class Fp8Tile:
 
 
 def tile_for(num_tokens: int, parts: int, block: int, target: Target) -> Fp8Tile:
-    """Of 64 tokens at most where a tile of 128 would not fit the registers: beside the sums of a block and of a part it
-    holds, of several parts, those of all. Not 64 outputs x 128 tokens by 4 warps, of which two programs would fit a
-    multiprocessor: a tile reads (outputs + tokens) / (outputs * tokens) bytes a product, half as many again."""
-    most = 128 if target.has_wgmma and parts == 1 else 64
-    tokens = min(most, power_of_two(num_tokens, 16))
+    """Return the tile of a product.
+
+    It has up to 64 tokens if a tile of 128 would not fit into registers: with several parts it holds the sums of a
+    block, of a part and of all parts. 64 outputs x 128 tokens by 4 warps would allow two programs per multiprocessor,
+    but reads (outputs + tokens) / (outputs * tokens) bytes per product, half as many again.
+    """
+    max_tokens = 128 if target.has_wgmma and parts == 1 else 64
+    tokens = min(max_tokens, power_of_two(num_tokens, 16))
     outputs, num_warps = (64, 4) if tokens <= 32 else (128, 8)
     stages = (target.max_shared_bytes - 8192) // ((outputs + tokens) * block)
     return Fp8Tile(outputs, tokens, num_warps, max(2, min(4, stages)))
 
 
 def parts_of(num_outputs: int, num_blocks: int, block: int, target: Target) -> int:
-    """Into how many parts a weight's inputs are cut: as many as give each multiprocessor two programs with few tokens,
-    but at least 512 inputs each. Not by the number of tokens, for the order of sums depends on it."""
+    """Return the number of parts of a weight's inputs: enough for two programs per multiprocessor with few tokens, but
+    at least 512 inputs each. It ignores the number of tokens, because the order of sums depends on it."""
     wanted = 2 * target.num_multiprocessors // -(-num_outputs // 64)
     per_part = -(-num_blocks // max(1, min(wanted, num_blocks * block // 512)))
     return -(-num_blocks // per_part)
@@ -198,25 +201,25 @@ def fp8_launches(
     target: Target,
     tile: Fp8Tile | None = None,
 ) -> list[Launch]:
-    """out = x @ weight.T + bias: the product, and the sum of its parts where these are apart.
+    """Return the launches of out = x @ weight.T + bias: the product, and the sum of its parts if they are separate.
 
-    bias_N in float32. tile: else `tile_for` says.
+    bias_N is float32. The default tile is `tile_for`'s.
     """
     num_tokens, block = x.num_tokens, weight.block
     num_outputs, row_stride = weight.value_NK.shape
     num_blocks = row_stride // block
     parts = parts_of(num_outputs, num_blocks, block, target)
     tile = tile or tile_for(num_tokens, parts, block, target)
-    # Parts are written and read again, 8 bytes a token and output each: small beside the weight, or not at all.
-    are_apart = 1 < parts <= row_stride // (16 * num_tokens)
-    into = out_MN
-    if are_apart:
-        into = torch.empty(parts, num_tokens, num_outputs, dtype=torch.float32, device=out_MN.device)
+    # Separate parts are written and read again, 8 bytes per token and output: only if few next to the weight.
+    is_split = 1 < parts <= row_stride // (16 * num_tokens)
+    product_MN = out_MN
+    if is_split:
+        product_MN = torch.empty(parts, num_tokens, num_outputs, dtype=torch.float32, device=out_MN.device)
     product = Launch(
         _multiply,
-        (-(-num_outputs // tile.outputs), parts if are_apart else 1, -(-num_tokens // tile.tokens)),
+        (-(-num_outputs // tile.outputs), parts if is_split else 1, -(-num_tokens // tile.tokens)),
         (
-            *(weight.value_NK, x.value_MK, weight.scale_GN, x.scale_BM, bias_N, into),
+            *(weight.value_NK, x.value_MK, weight.scale_GN, x.scale_BM, bias_N, product_MN),
             *(num_tokens, num_outputs, num_blocks, row_stride, -(-num_blocks // parts)),
             0 if weight.per_token else x.scale_BM.stride(0),
         ),
@@ -225,23 +228,23 @@ def fp8_launches(
             "BLOCKS_PER_SCALE": -(-weight.group_size // block),
             "OUTPUTS": tile.outputs,
             "TOKENS": tile.tokens,
-            "PARTS": 1 if are_apart else parts,
-            "BIASED": bias_N is not None and not are_apart,
+            "PARTS": 1 if is_split else parts,
+            "BIASED": bias_N is not None and not is_split,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return [product, *([add_parts_launch(into, bias_N, out_MN)] if are_apart else [])]
+    return [product, *([add_parts_launch(product_MN, bias_N, out_MN)] if is_split else [])]
 
 
 class Fp8Linear:
-    """y = rounded x @ weight.T + bias, by the same sums for every number of tokens.
+    """Linear y = rounded x @ weight.T + bias, with the same order of sums for every number of tokens.
 
-    cublas: sums may be taken in another order, by its products with the weights that it serves; a bias is then added to
-    outputs that were rounded before.
+    cublas: allows any order of sums, and uses its products for the weights that it supports; the bias is then added to
+    rounded outputs.
 
-    `add_rms_norm` and `silu_mul` are `Kernels.add_rms_norm` and `silu_mul` for outputs that this linear alone reads:
-    they round them for it in the same launch, to the same bits, where its inputs are whole blocks in their own order.
+    `add_rms_norm` and `silu_mul` implement `InputKernels`, for outputs that only this linear reads: if its inputs are
+    whole blocks in natural order, they round them in the same launch, to the same bits.
     """
 
     def __init__(
@@ -252,7 +255,7 @@ class Fp8Linear:
         cublas: ScaledMm | None = None,
     ) -> None:
         device = weight.value_NK.device
-        self.target = Target.of(device)
+        self.target = Target.from_device(device)
         self.weight = weight
         self.bias_N = None if bias_N is None else bias_N.to(device, torch.float32)
         self.input_order_K = None if input_order_K is None else input_order_K.to(device)
@@ -277,7 +280,7 @@ class Fp8Linear:
         return out_MN
 
     def round(self, x_MK: torch.Tensor) -> Fp8Inputs:
-        """Round inputs by a launch of its own."""
+        """Round inputs in a separate launch."""
         if self.input_order_K is not None:
             x_MK = x_MK[:, self.input_order_K]
         rounded = self.weight.inputs_for(x_MK)
@@ -304,7 +307,7 @@ class Fp8Linear:
         return rounded
 
     def _by_cublas(self, x: Fp8Inputs) -> torch.Tensor | None:
-        """None where Triton computes this product."""
+        """Return the product by cuBLAS; None if Triton must compute it."""
         cublas, weight = self.cublas, self.weight
         if cublas is None or x.num_tokens < cublas.min_tokens or not cublas.serves(weight.value_NK):
             return None
@@ -317,8 +320,8 @@ class Fp8Linear:
 
 
 def fp8_linears(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> dict[str, RoundedLinears]:
-    """As `Kernels.rounded`; none on a GPU whose units do not multiply fp8. deterministic: no product by cuBLAS."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    """Return `Kernels.rounded`; empty on a GPU that does not multiply fp8. deterministic: do not use cuBLAS."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return {}
     cublas, cublas_per_token = (None if deterministic else ScaledMm.on(device, dtype, each) for each in (False, True))
 
@@ -327,16 +330,16 @@ def fp8_linears(device: torch.device, dtype: torch.dtype, deterministic: bool = 
         if block is None or not isinstance(weight, GroupIntWeight | Fp8Weight):
             return None
         order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
-        return Fp8Linear(E4m3Weight.of(weight, block, device), weight.bias_N, order_K, cublas)
+        return Fp8Linear(E4m3Weight.repack(weight, block, device), weight.bias_N, order_K, cublas)
 
     def prepare_per_token(weight: LinearWeight) -> Linear | None:
         packed = E4m3Weight.with_scales_per_token(weight, device)
         return None if packed is None else Fp8Linear(packed, weight.bias_N, cublas=cublas_per_token)
 
-    by, by_per_token = "Triton" if cublas is None else "cuBLAS", "Triton"
+    backend, backend_per_token = "Triton" if cublas is None else "cuBLAS", "Triton"
     if cublas_per_token is not None:
-        by_per_token = "Triton for few tokens, cuBLAS for many"
+        backend_per_token = "Triton for few tokens, cuBLAS for many"
     return {
-        "fp8": RoundedLinears(prepare, f"{by}, fp8 inputs and weights"),
-        "fp8-per-token": RoundedLinears(prepare_per_token, f"{by_per_token}, fp8 inputs and weights"),
+        "fp8": RoundedLinears(prepare, f"{backend}, fp8 inputs and weights"),
+        "fp8-per-token": RoundedLinears(prepare_per_token, f"{backend_per_token}, fp8 inputs and weights"),
     }

@@ -1,23 +1,23 @@
-"""4-bit weights in groups on a GPU: a product that unpacks them in registers, and a pass that dequantizes them.
+"""Grouped 4-bit weights on a GPU: a product that unpacks them in registers, and a pass that dequantizes them.
 
-Inputs come in blocks of 128. A block of an output's weight is 16 words of 32 bits, in the order in which the left
-operand of a GPU's products lies in registers, so a thread reads its words of a row at once and nothing moves between
-threads. Of four threads that share a row, thread l has word 4 l + j of quarter j of the block: four runs r of two
-inputs. For wgmma these are inputs 8 r + 2 l of the quarter and the next (ADJACENT 2); for mma.sync Triton gives a
-thread four inputs side by side, 16 (r // 2) + 4 l + 2 (r % 2) and the next (ADJACENT 4). Bits 4 r to 4 r + 3 of a
-word's low half hold the first of the two, those of its high half the second; the other way round with ADJACENT 4, where
-ptxas then swaps fewer halves.
+Inputs are in blocks of 128. A block of an output's weight is 16 words of 32 bits, in the register order of the left
+operand of a GPU's products, so a thread reads its words of a row at once and nothing moves between threads. Of the four
+threads that share a row, thread l has word 4 l + j of quarter j of the block: four runs r of two inputs. For wgmma
+these are inputs 8 r + 2 l of the quarter and the next one (ADJACENT 2); for mma.sync Triton gives a thread four
+adjacent inputs, 16 (r // 2) + 4 l + 2 (r % 2) and the next one (ADJACENT 4). Bits 4 r to 4 r + 3 of a word's low half
+hold the first of the two inputs, those of its high half the second; with ADJACENT 4 the other way round, for which
+ptxas swaps fewer halves.
 
-One shift, one mask and one `or` give two 16-bit floats for neighbouring inputs: with a nibble at the top of the
-mantissa and 2^4 as the exponent, a half is 16 + q exactly, in float16 as in bfloat16 (after Kim et al. 2022, "Who says
-elephants can't run"). Blocks come first in memory, so a tile of outputs reads one run of it.
+One shift, one mask and one `or` give two 16-bit floats for adjacent inputs: with a nibble at the top of the mantissa
+and 2^4 as the exponent, each half is exactly 16 + q, in float16 and in bfloat16 (after Kim et al. 2022, "Who Says
+Elephants Can't Run"). Blocks are the outermost dimension, so a tile of outputs reads one run of memory.
 
 weight = (q - zero) * scale. 16 + zero is subtracted from 16 + q in registers, which is exact: both are integers of at
 most 256. For wgmma one instruction subtracts from two halves at once. The scale is applied after the dot product of
-each group, in float32. The scale and 16 + zero of a group lie side by side, and a step of the loop takes a chunk of two
-blocks, so that each thread copies at least the 4 bytes that an asynchronous copy takes. The outputs are the rows of a
-tile and the tokens its columns, as only the left operand of wgmma may come from registers, and few tokens fit its
-narrow side.
+each group, in float32. The scale and 16 + zero of a group are adjacent, and a step of the loop processes a chunk of two
+blocks, so that each thread copies the 4 bytes that an asynchronous copy needs. The outputs are the rows of a tile and
+the tokens its columns, because only the left operand of wgmma may come from registers, and few tokens fit its narrow
+side.
 
 Suffixes: N outputs, K inputs, M tokens, C chunks, B blocks, W words of a block (16), L threads (4) that share a row's
 words, Q quarters of a block, G groups of a chunk, P parts of the inputs, and J inputs of a dot product.
@@ -25,7 +25,7 @@ words, Q quarters of a block, G groups of a chunk, P parts of the inputs, and J 
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 from dataclasses import dataclass
 
@@ -40,14 +40,14 @@ from pipeline.weights.packed import GroupIntWeight
 
 BLOCK = 128
 CHUNK = 2 * BLOCK
-PROGRAMS = {16: 3, 32: 2, 64: 1}  # of a multiprocessor, by the tokens of a tile
-_INTERPRETED: tl.constexpr = tl.constexpr(bool(knobs.runtime.interpret))  # then there is no PTX
+PROGRAMS = {16: 3, 32: 2, 64: 1}  # per multiprocessor, by tokens of a tile
+_INTERPRETED: tl.constexpr = tl.constexpr(bool(knobs.runtime.interpret))  # without PTX
 
 
 @triton.jit
 def _pairs(word, RUN: tl.constexpr, dtype: tl.constexpr):
-    """16 + q of the two inputs in run RUN of each word, side by side: two 16-bit floats in 32 bits. They are float16
-    where `dtype` is not bfloat16."""
+    """Return 16 + q of the two inputs in run RUN of each word: two 16-bit floats in 32 bits. They are float16 unless
+    `dtype` is bfloat16."""
     LIFT: tl.constexpr = (3 if dtype == tl.bfloat16 else 6) - 4 * RUN
     SIXTEENS: tl.constexpr = 0x41804180 if dtype == tl.bfloat16 else 0x4C004C00
     MASK: tl.constexpr = 0x00780078 if dtype == tl.bfloat16 else 0x03C003C0
@@ -59,7 +59,7 @@ def _pairs(word, RUN: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _in_order(zero_NLQ, one_NLQ, two_NLQ, three_NLQ, ADJACENT: tl.constexpr, dtype: tl.constexpr):
-    """Pairs of the four runs -> the inputs of these quarters in their order: (outputs, inputs)."""
+    """Arrange the pairs of the four runs as the inputs of these quarters, in order: (outputs, inputs)."""
     pair_NLQ22 = tl.join(tl.join(zero_NLQ, two_NLQ), tl.join(one_NLQ, three_NLQ))
     high, low = (pair_NLQ22 >> 16).to(tl.int16), (pair_NLQ22 & 0xFFFF).to(tl.int16)
     # outputs, threads, quarters, run // 2, run % 2, halves
@@ -75,9 +75,9 @@ def _in_order(zero_NLQ, one_NLQ, two_NLQ, three_NLQ, ADJACENT: tl.constexpr, dty
 
 @triton.jit
 def _lifted(word_NLQ, ADJACENT: tl.constexpr, dtype: tl.constexpr):
-    """Words -> 16 + q of the inputs of these quarters in their order: (outputs, inputs).
+    """Convert words to 16 + q of the inputs of these quarters, in order: (outputs, inputs).
 
-    Constants and loads alone feed it: a value from elsewhere would make Triton move the weights through shared memory.
+    Only constants and loads feed it: any other value would make Triton move the weights through shared memory.
     """
     return _in_order(
         *(_pairs(word_NLQ, 0, dtype), _pairs(word_NLQ, 1, dtype), _pairs(word_NLQ, 2, dtype)),
@@ -87,7 +87,7 @@ def _lifted(word_NLQ, ADJACENT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _less(pair_NLQ, base_NLQ, dtype: tl.constexpr):
-    """The difference of two pairs of 16-bit floats."""
+    """Subtract two pairs of 16-bit floats."""
     return tl.inline_asm_elementwise(
         "sub.rn.bf16x2 $0, $1, $2;" if dtype == tl.bfloat16 else "sub.rn.f16x2 $0, $1, $2;",
         "=r,r,r",
@@ -100,7 +100,7 @@ def _less(pair_NLQ, base_NLQ, dtype: tl.constexpr):
 
 @triton.jit
 def _centred(word_NLQ, base_N, ADJACENT: tl.constexpr, dtype: tl.constexpr):
-    """Words -> q - zero of the inputs of these quarters in their order: (outputs, inputs). base_N: 16 + zero."""
+    """Convert words to q - zero of the inputs of these quarters, in order: (outputs, inputs). base_N: 16 + zero."""
     if ADJACENT == 2 and dtype != tl.float32 and not _INTERPRETED:
         bits_N = base_N.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         base_NLQ = tl.broadcast_to((bits_N | (bits_N << 16))[:, None, None], word_NLQ.shape)
@@ -118,7 +118,7 @@ def _centred(word_NLQ, base_N, ADJACENT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _scale_and_base(group_NG2, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Of one group of a chunk of GROUPS; group_NG2 has them side by side in two dimensions."""
+    """Select the scale and 16 + zero of one of GROUPS groups of a chunk; group_NG2 has both in one dimension."""
     if GROUPS == 1:
         return tl.split(group_NG2)
     else:
@@ -146,16 +146,16 @@ def _multiply(
     WHOLE: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """Tokens times weights over one part of the inputs; out_ptr is (P, M, N), float32 where there are several parts.
+    """Multiply tokens by weights over one part of the inputs; out_ptr is (P, M, N), float32 if there are several parts.
 
-    GROUP: inputs that share a scale, at most a block; num_inputs only where the last chunk is not WHOLE.
+    GROUP: inputs that share a scale, up to a block. num_inputs is read only unless the last chunk is WHOLE.
     """
     output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     token_M = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     GROUPS: tl.constexpr = 256 // GROUP
     PARTS: tl.constexpr = GROUPS // 2  # of a block
     word_W, input_J = tl.arange(0, 16), tl.arange(0, GROUP)
-    there_N, there_M = output_N < num_outputs, token_M < num_tokens
+    mask_N, mask_M = output_N < num_outputs, token_M < num_tokens
     x_at = x_ptr + token_M[None, :].to(tl.int64) * x_stride + input_J[:, None]
     group_NG2 = group_ptr + output_N[:, None] * (2 * GROUPS) + tl.arange(0, 2 * GROUPS)[None, :]
     total_NM = tl.zeros([OUTPUTS, TOKENS], dtype=tl.float32)
@@ -163,31 +163,31 @@ def _multiply(
     first = tl.program_id(1) * chunks_per_part
     for chunk in range(first, tl.minimum(first + chunks_per_part, num_chunks)):
         group_at = group_NG2 + chunk * num_outputs * (2 * GROUPS)
-        groups = tl.load(group_at, mask=there_N[:, None], other=0.0)
+        groups = tl.load(group_at, mask=mask_N[:, None], other=0.0)
         for block in tl.static_range(2):
             word_at = word_ptr + ((2 * chunk + block) * num_outputs + output_N)[:, None] * 16 + word_W[None, :]
-            word_NW = tl.load(word_at, mask=there_N[:, None], other=0)
+            word_NW = tl.load(word_at, mask=mask_N[:, None], other=0)
             for part in tl.static_range(PARTS):
                 begin = chunk * 256 + block * 128 + part * GROUP
                 if WHOLE:
-                    x_JM = tl.load(x_at + begin, mask=there_M[None, :], other=0.0)
+                    x_JM = tl.load(x_at + begin, mask=mask_M[None, :], other=0.0)
                 else:
-                    inside = (begin + input_J < num_inputs)[:, None] & there_M[None, :]
+                    inside = (begin + input_J < num_inputs)[:, None] & mask_M[None, :]
                     x_JM = tl.load(x_at + begin, mask=inside, other=0.0)
                 scale_N, base_N = _scale_and_base(groups, block * PARTS + part, GROUPS)
                 weight_NJ = _centred(_words_of(word_NW, part, PARTS), base_N, ADJACENT, dtype)
                 dot_NM = tl.dot(weight_NJ, x_JM, input_precision="ieee")
                 total_NM += scale_N.to(tl.float32)[:, None] * dot_NM
     if BIASED:
-        total_NM += tl.load(bias_ptr + output_N, mask=there_N, other=0.0).to(tl.float32)[:, None]
+        total_NM += tl.load(bias_ptr + output_N, mask=mask_N, other=0.0).to(tl.float32)[:, None]
     row_M = tl.program_id(1).to(tl.int64) * num_tokens + token_M
     out_at = out_ptr + row_M[None, :] * num_outputs + output_N[:, None]
-    tl.store(out_at, total_NM.to(out_ptr.dtype.element_ty), mask=there_N[:, None] & there_M[None, :])
+    tl.store(out_at, total_NM.to(out_ptr.dtype.element_ty), mask=mask_N[:, None] & mask_M[None, :])
 
 
 @triton.jit
 def _words_of(word_NW, PART: tl.constexpr, PARTS: tl.constexpr):
-    """The words of one of PARTS equal parts of a chunk: (outputs, 4, quarters of the part)."""
+    """Select the words of one of PARTS equal parts of a block: (outputs, 4, quarters of the part)."""
     word_NLQ = word_NW.reshape(word_NW.shape[0], 4, 4)
     if PARTS == 1:
         return word_NLQ
@@ -214,12 +214,12 @@ def _dequantize(
     GROUP: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """One block of some outputs to (N, K): (q - zero) * scale in float32, rounded once."""
+    """Write one block of some outputs to (N, K): (q - zero) * scale in float32, rounded once."""
     output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     block = tl.program_id(1).to(tl.int64)
-    there_N = (output_N < num_outputs)[:, None]
+    mask_N = (output_N < num_outputs)[:, None]
     word_at = word_ptr + (block * num_outputs + output_N)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    word_NW = tl.load(word_at, mask=there_N, other=0)
+    word_NW = tl.load(word_at, mask=mask_N, other=0)
     for quarter in tl.static_range(4):
         input_J = block * 128 + quarter * 32 + tl.arange(0, 32)
         group = (block % 2 * 128 + quarter * 32) // GROUP
@@ -229,17 +229,17 @@ def _dequantize(
         lifted_NJ = _lifted(_words_of(word_NW, quarter, 4), ADJACENT, tl.float16).to(tl.float32)
         weight_NJ = (lifted_NJ - base_N[:, None]) * scale_N[:, None]
         out_at = out_ptr + output_N[:, None].to(tl.int64) * num_inputs + input_J[None, :]
-        there_NJ = there_N & (input_J < num_inputs)[None, :]
-        tl.store(out_at, weight_NJ.to(out_ptr.dtype.element_ty), mask=there_NJ)
+        mask_NJ = mask_N & (input_J < num_inputs)[None, :]
+        tl.store(out_at, weight_NJ.to(out_ptr.dtype.element_ty), mask=mask_NJ)
 
 
 @dataclass(frozen=True)
 class TiledInt4:
-    """A `GroupIntWeight` in the order that the kernels read: see the head of the file.
+    """A `GroupIntWeight` in the order that the kernels read, described at the head of the file.
 
-    group_CNG2: the scale and 16 + zero of each group, in the narrowest type that holds the scales exactly; of a group
-    of several blocks once for each. adjacent: the order of words, as at the head of the file. Inputs are filled up to
-    whole chunks, which no product reads.
+    group_CNG2: the scale and 16 + zero of each group, in the narrowest type that represents the scales exactly. Groups
+    of several blocks are repeated for each block. adjacent: the order of words. Inputs are padded to whole chunks; no
+    product reads the padding.
     """
 
     word_BNW: torch.Tensor  # int32
@@ -264,10 +264,10 @@ class TiledInt4:
         return sum(t.numel() * t.element_size() for t in (self.word_BNW, self.group_CNG2))
 
     @classmethod
-    def of(cls, weight: GroupIntWeight, device: torch.device, adjacent: int | None = None) -> "TiledInt4":
-        """Repack on `device`, which takes 5 bytes a weight for a moment. `serves` must hold. adjacent: else what the
-        device's products take."""
-        adjacent = adjacent or adjacent_inputs(Target.of(device))
+    def repack(cls, weight: GroupIntWeight, device: torch.device, adjacent: int | None = None) -> "TiledInt4":
+        """Repack on `device`, which temporarily takes 5 bytes per weight. Requires `serves`. The default for `adjacent`
+        is that of the device's products."""
+        adjacent = adjacent or adjacent_inputs(Target.from_device(device))
         num_outputs, num_inputs = weight.q_NK.shape
         missing = -num_inputs % CHUNK
         q_NK = torch.nn.functional.pad(weight.q_NK.to(device), (0, missing)).to(torch.int32)
@@ -297,13 +297,13 @@ class TiledInt4:
 
 
 def adjacent_inputs(target: Target) -> int:
-    """Inputs that a thread has side by side in the left operand of a product: see the head of the file."""
+    """Return the number of adjacent inputs per thread in the left operand of a product: see the head of the file."""
     return 2 if target.has_wgmma else 4
 
 
 def serves(weight: GroupIntWeight) -> bool:
-    """4 bits, groups of 32, 64 or a multiple of 128 inputs, and zero points that are integers from 0 to 240: 16 more is
-    exact in bfloat16."""
+    """Return whether the kernels support a weight: 4 bits, groups of 32, 64 or a multiple of 128 inputs, and integer
+    zero points from 0 to 240, since bfloat16 represents 16 + 240 exactly."""
     size, zeros_NG = weight.group_size, weight.zeros_NG
     if weight.bits != 4:
         return False
@@ -320,7 +320,7 @@ def _narrowest(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Int4Tile:
-    """outputs x tokens of a program, its warps and stages, and into how many parts the inputs are cut."""
+    """Tile of a program: outputs x tokens, warps and stages; and the number of parts of the inputs."""
 
     outputs: int
     tokens: int
@@ -330,14 +330,17 @@ class Int4Tile:
 
 
 def tile_for(num_tokens: int, num_outputs: int, num_chunks: int, target: Target) -> Int4Tile:
-    """More outputs to a program where there are more tokens, as each reads its tokens' inputs from the second-level
-    cache: with 16 tokens as many bytes as of weights. As many parts as give each multiprocessor the programs that fit
-    its registers, but parts of two chunks at least, and no more than are small beside the weight: they are written and
-    read again, 8 bytes a token and output each."""
+    """Return the tile of a product.
+
+    With more tokens a program has more outputs, since each program reads its tokens' inputs from the L2 cache: with 16
+    tokens as many bytes as of weights. There are enough parts for the programs that fit into the registers of all
+    multiprocessors, but a part has at least two chunks, and the parts' sums, which are written and read again at 8
+    bytes per token and output, must be small compared to the weight.
+    """
     tokens = min(64, power_of_two(num_tokens, 16))
     if target.has_wgmma:
         outputs, num_warps = (64, 4) if tokens == 16 else (128, 8)
-    else:  # more outputs of as many tokens do not fit the registers
+    else:  # more outputs of the same tokens do not fit into registers
         outputs, num_warps = 64, 8 if tokens == 64 else 4
     programs = PROGRAMS[tokens] * target.num_multiprocessors
     parts = parts_for(tokens, outputs, num_outputs, num_chunks, programs)
@@ -345,10 +348,10 @@ def tile_for(num_tokens: int, num_outputs: int, num_chunks: int, target: Target)
 
 
 def parts_for(tokens: int, outputs: int, num_outputs: int, num_chunks: int, programs: int) -> int:
-    """Into how many parts the inputs are cut for about `programs` of tiles of outputs x tokens; see `tile_for`."""
+    """Return the number of parts of the inputs for about `programs` tiles of outputs x tokens; see `tile_for`."""
     wanted = programs // -(-num_outputs // outputs)
-    most = min(-(-num_chunks // 2), num_chunks * CHUNK // (16 * tokens))
-    per_part = -(-num_chunks // max(1, min(wanted, most)))
+    max_parts = min(-(-num_chunks // 2), num_chunks * CHUNK // (16 * tokens))
+    per_part = -(-num_chunks // max(1, min(wanted, max_parts)))
     return -(-num_chunks // per_part)
 
 
@@ -360,20 +363,22 @@ def int4_launches(
     target: Target,
     tile: Int4Tile | None = None,
 ) -> list[Launch]:
-    """out = x @ weight.T + bias: one launch, or one and the sum of its parts. Rows of x may lie apart. tile: else
-    `tile_for` says."""
+    """Return the launches of out = x @ weight.T + bias: the product, and the sum of its parts if there are several.
+
+    Rows of x may be strided. The default tile is `tile_for`'s.
+    """
     num_tokens, num_inputs = x_MK.shape
     num_chunks, num_outputs = weight.num_chunks, weight.num_outputs
     assert x_MK.stride(1) == 1
     tile = tile or tile_for(num_tokens, num_outputs, num_chunks, target)
-    into = out_MN
+    product_MN = out_MN
     if tile.parts > 1:
-        into = torch.empty(tile.parts, num_tokens, num_outputs, dtype=torch.float32, device=x_MK.device)
+        product_MN = torch.empty(tile.parts, num_tokens, num_outputs, dtype=torch.float32, device=x_MK.device)
     product = Launch(
         _multiply,
         (-(-num_outputs // tile.outputs), tile.parts, -(-num_tokens // tile.tokens)),
         (
-            *(x_MK, weight.word_BNW, weight.group_CNG2, bias_N, into),
+            *(x_MK, weight.word_BNW, weight.group_CNG2, bias_N, product_MN),
             *(num_tokens, num_outputs, num_inputs, num_chunks, x_MK.stride(0), -(-num_chunks // tile.parts)),
         ),
         {
@@ -387,11 +392,11 @@ def int4_launches(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return [product] if tile.parts == 1 else [product, add_parts_launch(into, bias_N, out_MN)]
+    return [product] if tile.parts == 1 else [product, add_parts_launch(product_MN, bias_N, out_MN)]
 
 
 def dequantize_launch(weight: TiledInt4, out_NK: torch.Tensor) -> Launch:
-    """The weight in `out_NK`'s type, what `GroupIntWeight.dequantize` gives. Contiguous."""
+    """Return the launch that writes the weight to the contiguous `out_NK`, like `GroupIntWeight.dequantize`."""
     assert out_NK.is_contiguous()
     outputs = 32
     return Launch(

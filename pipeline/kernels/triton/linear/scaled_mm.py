@@ -1,9 +1,9 @@
-"""cuBLAS's fp8 products with a scale for each 128 inputs of a token and of an output, or with one for all inputs.
+"""cuBLAS's fp8 products with one scale per 128 inputs of a token and of an output, or one for all inputs.
 
-`torch._scaled_mm` takes scales of blocks on compute capability 9.0 from cuBLASLt 12.9 on, others on all cards with
-products of fp8. It is no public function, its scales have changed from version to version, and cuBLASLt refuses some
-shapes, so nothing is read from version numbers: a probe runs products of each weight's shape and compares them. cuBLAS
-chooses its tiles by the number of tokens: a token's last bits depend on what else is in the step.
+`torch._scaled_mm` supports block scales on compute capability 9.0 from cuBLASLt 12.9 on, other scales on all cards with
+fp8 products. It is not public, its scales have changed from version to version, and cuBLASLt rejects some shapes, so
+version numbers are no guide: a probe runs products of each weight's shape and compares them. cuBLAS chooses its tiles
+by the number of tokens: a token's last bits depend on the rest of the step.
 """
 
 import warnings
@@ -11,28 +11,28 @@ import warnings
 import torch
 
 BLOCK = 128
-MIN_TOKENS_PER_TOKEN = 65  # of products with a scale for each token; Triton's take less time for fewer tokens
+MIN_TOKENS_PER_TOKEN = 65  # for products with one scale per token; for fewer tokens Triton's are faster
 _PROBED_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 208, 256, 400, 512, 1040)
 _PROBED_OUTPUTS = 64
-_SUMS = 2**-11  # of the largest output: four times what the units of an H200 lost in sums
-# Not their subclasses, with which torch says that memory ran out or a kernel failed.
+_SUMS = 2**-11  # relative to the largest output: four times the error of an H200's sums
+# Not their subclasses, which torch raises when memory ran out or a kernel failed.
 _REFUSALS = RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError
 
 
 def scaled_mm(
     value_MK: torch.Tensor, scale_BM: torch.Tensor, value_NK: torch.Tensor, scale_BN: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(M, N) in `dtype`: values in float8_e4m3fn, scales in float32 for blocks B of 128 inputs or, where B is 1, for
-    all of them; all contiguous.
+    """Return (M, N) in `dtype`. Values are float8_e4m3fn, scales float32 for blocks B of 128 inputs, or for all inputs
+    if B is 1; all are contiguous.
 
-    M divides by `fp8_rounding.TOKENS_MULTIPLE`.
+    M must be a multiple of `fp8_rounding.TOKENS_MULTIPLE`.
     """
     product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  # no public name before torch 2.13
     return product(value_MK, value_NK.t(), scale_a=scale_BM.t(), scale_b=scale_BN, out_dtype=dtype)
 
 
 class ScaledMm:
-    """`scaled_mm` on one device in one type, for the shapes (N, K) of weights that cuBLAS computes."""
+    """`scaled_mm` on one device in one type, for the weight shapes (N, K) that cuBLAS supports."""
 
     def __init__(self, dtype: torch.dtype, per_token: bool) -> None:
         self.dtype, self.min_tokens = dtype, MIN_TOKENS_PER_TOKEN if per_token else 1
@@ -40,7 +40,8 @@ class ScaledMm:
 
     @classmethod
     def on(cls, device: torch.device, dtype: torch.dtype, per_token: bool) -> "ScaledMm | None":
-        """None where a small product is refused or wrong, as with scales of blocks on most cards. Reads its result."""
+        """Return None if a small product is rejected or wrong, like block scales on most cards. Waits for its
+        result."""
         if device.type != "cuda" or not (per_token or torch.cuda.get_device_capability(device) == (9, 0)):
             return None
         value_NK = torch.randn(BLOCK, 2 * BLOCK, device=device).to(torch.float8_e4m3fn)
@@ -48,32 +49,32 @@ class ScaledMm:
         return cls(dtype, per_token) if agrees(value_NK, scale_BN, dtype) else None
 
     def probe(self, value_NK: torch.Tensor, scale_BN: torch.Tensor) -> None:
-        """Run the product at several numbers of tokens, once for each shape of weights. Reads the results."""
+        """Run the product with several numbers of tokens, once per shape of weights. Waits for the results."""
         if value_NK.shape not in self._serves:
             self._serves[value_NK.shape] = True
             if not agrees(value_NK, scale_BN, self.dtype):
-                self._leave(value_NK.shape, "wrong or refused when probed")
+                self._disable(value_NK.shape, "wrong or rejected when probed")
 
     def serves(self, value_NK: torch.Tensor) -> bool:
-        """Return True where a weight of this shape was probed and has not been refused since."""
+        """Return whether a weight of this shape was probed and has not been rejected since."""
         return self._serves.get(value_NK.shape, False)
 
     def __call__(
         self, value_MK: torch.Tensor, scale_BM: torch.Tensor, value_NK: torch.Tensor, scale_BN: torch.Tensor
     ) -> torch.Tensor | None:
-        """`scaled_mm`; None where cuBLAS refuses it, and then `serves` no longer holds for the weight's shape.
+        """Return `scaled_mm`; None if cuBLAS rejects it, which makes `serves` False for the weight's shape.
 
-        cuBLAS refuses a product before it launches anything, so a capture that contains the call stays intact.
+        cuBLAS rejects a product before it launches anything, so a capture that contains the call stays intact.
         """
         try:
             return scaled_mm(value_MK, scale_BM, value_NK, scale_BN, self.dtype)
         except _REFUSALS as error:
             if type(error) not in _REFUSALS:
                 raise
-            self._leave(value_NK.shape, f"refused at {len(value_MK)} tokens: {error}")
+            self._disable(value_NK.shape, f"rejected at {len(value_MK)} tokens: {error}")
             return None
 
-    def _leave(self, shape: torch.Size, reason: str) -> None:
+    def _disable(self, shape: torch.Size, reason: str) -> None:
         self._serves[shape] = False
         outputs, inputs = shape
         warnings.warn(
@@ -86,8 +87,8 @@ class ScaledMm:
 
 @torch.inference_mode()
 def agrees(value_NK: torch.Tensor, scale_BN: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True where products in `dtype` with this weight are right: with distinct scales in both directions, at all
-    tokens and at outputs from the first to the last."""
+    """Return whether products in `dtype` with this weight are correct: with distinct scales in both directions, at all
+    probed numbers of tokens, for outputs from the first to the last."""
     device, (num_outputs, num_inputs) = value_NK.device, value_NK.shape
     random = torch.Generator(device).manual_seed(0)
     output_n = torch.linspace(0, num_outputs - 1, _PROBED_OUTPUTS, device=device).long()

@@ -1,10 +1,10 @@
-"""The second launch of a product whose inputs are cut into parts (split-K): adds the parts in a fixed order.
+"""The second launch of a product whose inputs are split into parts (split-K): adds the parts in a fixed order.
 
 Suffixes: P parts, M tokens, N outputs.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 import torch
 import triton
@@ -24,7 +24,7 @@ def _add_parts(
     WIDTH: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """Sum the parts in their order, and the bias, into the output."""
+    """Add the parts in order, then the bias, and write the output."""
     element = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     inside = element < num_elements
     total = tl.zeros([WIDTH], dtype=tl.float32)
@@ -37,7 +37,7 @@ def _add_parts(
 
 
 def add_parts_launch(part_PMN: torch.Tensor, bias_N: torch.Tensor | None, out_MN: torch.Tensor) -> Launch:
-    """out = the parts one after the other, and the bias, added in float32."""
+    """Return the launch that adds the parts in order, then the bias, in float32."""
     width = 512
     return Launch(
         _add_parts,

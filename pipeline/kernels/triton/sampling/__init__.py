@@ -1,1 +1,1 @@
-"""Tokens of rows of logits, on a GPU."""
+"""Selection of tokens from rows of logits on a GPU."""

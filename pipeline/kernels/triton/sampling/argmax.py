@@ -1,10 +1,10 @@
-"""The best token of each row of logits in two launches; rows that are not finite are found in the same pass.
+"""Argmax of each row of logits in two launches, which also detect rows that are not finite.
 
 Suffixes: R rows, V vocabulary, P parts of a row.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 import torch
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from pipeline.kernels.triton.launch import Launch, power_of_two
 
-_WIDTH = 8192  # tokens of a part
+_WIDTH = 8192  # tokens per part
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -21,7 +21,7 @@ def _best_of_part(logits_ptr, value_ptr, token_ptr, stride, num_tokens, num_part
     token = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = token < num_tokens
     logit = tl.load(logits_ptr + row * stride + token, mask=inside, other=float("-inf")).to(tl.float32)
-    logit = tl.where(logit != logit, float("inf"), logit)  # a maximum may pass NaN by
+    logit = tl.where(logit != logit, float("inf"), logit)  # a maximum may ignore NaN
     best, at = tl.max(logit, axis=0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(value_ptr + row * num_parts + tl.program_id(1), best)
     tl.store(token_ptr + row * num_parts + tl.program_id(1), tl.program_id(1) * WIDTH + at)
@@ -41,7 +41,7 @@ def _best_of_parts(value_ptr, token_ptr, token_and_finite_ptr, num_parts, PARTS:
 
 
 def greedy(logits_RV: torch.Tensor) -> torch.Tensor:
-    """See `contract.Kernels`. Stays on the device; the token of a row that is not finite is 0."""
+    """Implement `contract.Kernels.greedy`. The result stays on the device; the token of a non-finite row is 0."""
     token_and_finite_2R = torch.empty(2, len(logits_RV), dtype=torch.int64, device=logits_RV.device)
     if len(logits_RV):
         for launch in greedy_launches(logits_RV, token_and_finite_2R):
@@ -50,7 +50,7 @@ def greedy(logits_RV: torch.Tensor) -> torch.Tensor:
 
 
 def greedy_launches(logits_RV: torch.Tensor, token_and_finite_2R: torch.Tensor) -> tuple[Launch, Launch]:
-    """float32, float16 or bfloat16 logits; rows may lie apart."""
+    """Return the launches for float32, float16 or bfloat16 logits; rows may be strided."""
     num_rows, num_tokens = logits_RV.shape
     assert logits_RV.stride(1) == 1
     num_parts = -(-num_tokens // _WIDTH)

@@ -1,23 +1,23 @@
 """Sample one token of each row of logits on the device, or take the best, without sorting, in two launches.
 
-The first reads the logits once, with several programs a row: of each part of 256 tokens it writes the largest logit
-and the sum of the weights exp((logit - largest) / temperature). The second has one program a row. A row without top_k,
-top_p and min_p gets its token from these sums and from the one part that holds it.
+The first launch reads the logits once, with several programs per row: for each part of 256 tokens it writes the largest
+logit and the sum of the weights exp((logit - largest) / temperature). The second has one program per row. A row without
+top_k, top_p and min_p gets its token from these sums and from the one part that contains it.
 
 The other rows need a cut: a distance below the best logit, (best - logit) / temperature, past which no token counts.
-Distances are float32 and not negative, so their bits, as integers, have the order of the numbers. min_p is a cut. top_k
-and top_p search theirs: the parts' largest logits and sums bound it from both sides. Parts past the bounds are never
-read again; the tokens of the others that lie between the bounds are listed, and bisection finds the cut among them.
-Where the list is too short, a pass over these parts first tries 8 cuts, which leaves a ninth of the range.
+Distances are float32 and not negative, so their bits, as integers, are in the order of the numbers. min_p is a cut.
+top_k and top_p search theirs: the parts' largest logits and sums bound it from both sides. Parts past the bounds are
+never read again. The tokens of the other parts between the bounds are listed, and bisection finds the cut among them.
+If the list is too short, a pass over these parts first tries 8 cuts, which leaves a ninth of the range.
 
-Sums over threads are integers, in units of 2^-44 of the best token's weight: no order of adding matters, and zero adds
-nothing. No row depends on another.
+Sums across threads are integers, in units of 2^-44 of the best token's weight: the order of additions does not matter,
+and zero adds nothing. No row depends on another.
 
 Shapes: P parts of a row, T parts read together, W tokens of a part, Q quarters of W, C listed tokens, K cuts to try.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
-# It does not see what `triton.jit` makes of a function.
+# It does not understand functions made by `triton.jit`.
 
 import torch
 import triton
@@ -26,11 +26,11 @@ import triton.language as tl
 from pipeline.kernels.triton.launch import Launch, power_of_two
 
 _PART = 256  # tokens
-_SUMMARIZED = 16  # parts, by one program of the first launch
+_SUMMARIZED = 16  # parts per program of the first launch
 _TOGETHER = 8  # parts that the second launch reads at a time
-_LISTED = 4096  # tokens that fit the list
-_STAGES = tl.constexpr(3)  # of the loops over a row: their loads are copied ahead
-_UNIT = tl.constexpr(2.0**44)  # of _MAX_TOKENS weights of 1 the sum is below 2^63
+_LISTED = 4096  # capacity of the list, in tokens
+_STAGES = tl.constexpr(3)  # of the loops over a row: their loads are prefetched
+_UNIT = tl.constexpr(2.0**44)  # the sum of _MAX_TOKENS weights of 1 stays below 2^63
 _MAX_TOKENS = (1 << 19) - 1
 _FARTHEST = tl.constexpr(0x42D00000)  # bits of 104: exp(-104) is 0 in float32, so nothing past it counts
 _NO_PART = tl.constexpr(1 << 22)
@@ -55,7 +55,7 @@ def _units(weight):
 
 @triton.jit
 def _sum(amount):
-    """Sum in units; in float32 over four neighbours, which lie in one thread."""
+    """Sum in units, after adding four adjacent values, which are in one thread, in float32."""
     return tl.sum(_units(tl.sum(tl.reshape(amount, (amount.shape[0] // 4, 4)), axis=1)), axis=0)
 
 
@@ -70,24 +70,24 @@ def _distances(row, part_T, PART: tl.constexpr):
 
 @triton.jit
 def _summarize_parts(
-    logits_ptr, how_ptr, best_ptr, sum_ptr, stride, num_tokens, num_parts, TOGETHER: tl.constexpr, PART: tl.constexpr
+    logits_ptr, params_ptr, best_ptr, sum_ptr, stride, num_tokens, num_parts, TOGETHER: tl.constexpr, PART: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     part_T = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
     token_TW = part_T[:, None] * PART + tl.arange(0, PART)[None, :]
     logit_TW = tl.load(logits_ptr + row * stride + token_TW, mask=token_TW < num_tokens, other=float("-inf"))
     logit_TW = logit_TW.to(tl.float32)
-    best_T = tl.max(tl.where(logit_TW != logit_TW, float("inf"), logit_TW), axis=1)  # a maximum may pass NaN by
+    best_T = tl.max(tl.where(logit_TW != logit_TW, float("inf"), logit_TW), axis=1)  # a maximum may ignore NaN
     from_T = tl.where(best_T > float("-inf"), best_T, 0.0)
-    weight_TW = tl.exp((logit_TW - from_T[:, None]) * _scale_of(tl.load(how_ptr + row)))
+    weight_TW = tl.exp((logit_TW - from_T[:, None]) * _scale_of(tl.load(params_ptr + row)))
     tl.store(best_ptr + row * num_parts + part_T, best_T, mask=part_T < num_parts)
     tl.store(sum_ptr + row * num_parts + part_T, tl.sum(weight_TW, axis=1), mask=part_T < num_parts)
 
 
 @triton.jit
 def _bounds(bits, amount, low, high, wanted, APART: tl.constexpr):
-    """Bisect (low, high] around the nearest cut up to which the amounts sum to `wanted`, or around `high` if none
-    does."""
+    """Bisect (low, high] around the nearest cut up to which the amounts sum to `wanted`, or around `high` if there is
+    none."""
     while high - low > APART:
         middle = low + (high - low) // 2
         is_reached = _sum(tl.where(bits <= middle, amount, 0.0)) >= wanted
@@ -120,8 +120,8 @@ def _narrow(
 
 @triton.jit
 def _list_between(row, scratch, num_near, low, high, TOGETHER: tl.constexpr, PART: tl.constexpr, LISTED: tl.constexpr):
-    """Write the distances in (low, high], ordered by part, as far as they fit the list, and for each part their number
-    and the weight up to `low`. Return their number."""
+    """Write the distances in (low, high], ordered by part, as far as the list has room, and for each part their number
+    and the weight up to `low`. Return their total number."""
     ids_ptr, sum_ptr, num_ptr, list_ptr = scratch
     num_listed = tl.full((), 0, tl.int32)
     for first in tl.range(0, num_near, TOGETHER, num_stages=_STAGES):
@@ -137,7 +137,7 @@ def _list_between(row, scratch, num_near, low, high, TOGETHER: tl.constexpr, PAR
         tl.store(num_ptr + part_T, num_T, mask=near_T < num_near)
         tl.store(sum_ptr + part_T, tl.sum(nearer_TW, axis=1), mask=near_T < num_near)
         num_listed += tl.sum(num_T, axis=0)
-    tl.debug_barrier()  # other threads read what was written
+    tl.debug_barrier()  # other threads read these values
     return num_listed
 
 
@@ -146,13 +146,13 @@ def _list_around_cut(
     row, scratch, bits_P, sum_P, cut, total, wanted, by_weight,
     TOGETHER: tl.constexpr, PART: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """List the distances around the cut. If they do not fit the list, they are all equal.
+    """List the distances around the cut. If the list overflows, they are all equal.
 
     Return their bounds, the distance up to which parts were read, the number of distances and, unless `by_weight`, the
     amount up to the lower bound.
     """
-    # The tokens up to a distance are at least the best ones of the parts that begin there, and at most, but for
-    # rounding, all tokens of these parts.
+    # The tokens up to a distance number at least the best ones of the parts that begin there, and at most (except for
+    # rounding) all tokens of these parts.
     none = tl.full((), -1, tl.int32)
     low = none
     best_amount_P = tl.where(by_weight, _weight(bits_P), 1.0)
@@ -164,8 +164,8 @@ def _list_around_cut(
     num_near = tl.sum(is_near_P.to(tl.int32), axis=0)
     at_P = tl.cumsum(is_near_P.to(tl.int32), axis=0) - 1
     tl.store(scratch[0] + at_P, tl.arange(0, bits_P.shape[0]), mask=is_near_P)
-    tl.debug_barrier()  # other threads read them
-    # Each of these tokens weighs at least what a token at this distance does, all of a part together the part's sum.
+    tl.debug_barrier()  # other threads read these values
+    # Each of these tokens weighs at least as much as a token at this distance; together they weigh the part's sum.
     num_P = tl.minimum(sum_P / tl.maximum(_weight(near), 1e-30) + 1.0, PART)
     num_listed = tl.sum(tl.where(is_near_P, num_P, 0.0), axis=0).to(tl.int32)
     to_low, to_cut = tl.full((), 0, tl.int64), tl.where(by_weight, total, row[1].to(tl.int64) << 44)
@@ -175,7 +175,7 @@ def _list_around_cut(
             low, cut, to_low, to_cut = _narrow(
                 row, scratch[0], num_near, low, cut, to_low, to_cut, wanted, by_weight, TOGETHER, PART
             )
-            # An estimate: as if each token lay in the middle.
+            # Estimate the number as if each token were in the middle.
             each = tl.where(by_weight, tl.maximum(_weight(tl.maximum(low, 0) // 2 + cut // 2), 1e-30), 1.0)
             num_listed = tl.minimum((to_cut - to_low).to(tl.float32) / _UNIT / each, 1e9).to(tl.int32)
         num_listed = _list_between(row, scratch, num_near, low, cut, TOGETHER, PART, LISTED)
@@ -194,7 +194,7 @@ def _cut_row(
     part_P, lane_C = tl.arange(0, bits_P.shape[0]), tl.arange(0, LISTED)
     by_number = (top_k < num_tokens) | (min_p > 0)
     cut = tl.full((), _FARTHEST, tl.int32)
-    if min_p > 0:  # the farthest one whose weight is at least min_p
+    if min_p > 0:  # the farthest cut whose weight is at least min_p
         low, high = tl.full((), -1, tl.int32), (0.001 - 1.001 * tl.log(min_p)).to(tl.int32, bitcast=True)
         while high - low > 1:
             middle = low + (high - low) // 2
@@ -210,7 +210,7 @@ def _cut_row(
             wanted = tl.where(by_weight, tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), top_k << 44)
             if (low >= 0) | (num_listed > LISTED):  # the list lacks tokens that count
                 if by_weight:
-                    # Tokens of less than a V-th of what top_p leaves out cannot reach what it keeps.
+                    # Tokens below 1/V of the weight that top_p leaves out cannot be among those it keeps.
                     left = (1.0 - top_p) * total.to(tl.float64) / _UNIT / num_tokens
                     far = tl.maximum(0.001 - tl.log(left.to(tl.float32)), 0.0)
                     cut = tl.minimum(cut, far.to(tl.int32, bitcast=True))
@@ -226,7 +226,7 @@ def _cut_row(
             num_kept = tl.where(num_listed > LISTED, num_listed, tl.sum((bits_C == cut).to(tl.int32), axis=0))
             num_kept = num_kept.to(tl.int64)
             at_cut = _units(_weight(cut))
-            if by_weight:  # the first ones that reach it, and at least one
+            if by_weight:  # the first tokens that reach it, at least one
                 needed = tl.cdiv(wanted - nearer, tl.maximum(at_cut, 1))
                 num_kept = tl.minimum(tl.maximum(needed, 1), num_kept)
             total = nearer + num_kept * at_cut
@@ -244,16 +244,16 @@ def _cut_row(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _sample(
-    logits_ptr, how_ptr, token_and_finite_ptr, best_ptr, sum_ptr, ids_ptr, num_ptr, list_ptr,
+    logits_ptr, params_ptr, token_and_finite_ptr, best_ptr, sum_ptr, ids_ptr, num_ptr, list_ptr,
     stride, num_tokens, num_parts, num_rows,
     PARTS: tl.constexpr, TOGETHER: tl.constexpr, PART: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(how_ptr + at)
-    top_k = tl.load(how_ptr + num_rows + at).to(tl.int64)
-    top_p = tl.load(how_ptr + 2 * num_rows + at)
-    min_p = tl.load(how_ptr + 3 * num_rows + at).to(tl.float32)
-    u = tl.load(how_ptr + 4 * num_rows + at)
+    temperature = tl.load(params_ptr + at)
+    top_k = tl.load(params_ptr + num_rows + at).to(tl.int64)
+    top_p = tl.load(params_ptr + 2 * num_rows + at)
+    min_p = tl.load(params_ptr + 3 * num_rows + at).to(tl.float32)
+    u = tl.load(params_ptr + 4 * num_rows + at)
     part_P = tl.arange(0, PARTS)
     best_ptr += at * num_parts
     sum_ptr += at * num_parts
@@ -298,22 +298,22 @@ def _sample(
     tl.store(token_and_finite_ptr + num_rows + at, is_finite.to(tl.int64))
 
 
-def sample(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> torch.Tensor:
-    """See `contract.Kernels`. Stays on the device; the token of a row that is not finite is 0."""
+def sample(logits_RV: torch.Tensor, sampling_params_5R: torch.Tensor) -> torch.Tensor:
+    """Implement `contract.Kernels.sample`. The result stays on the device; the token of a non-finite row is 0."""
     token_and_finite_2R = torch.empty(2, len(logits_RV), dtype=torch.int64, device=logits_RV.device)
     if len(logits_RV):
-        for launch in sample_launches(logits_RV, how_5R, token_and_finite_2R):
+        for launch in sample_launches(logits_RV, sampling_params_5R, token_and_finite_2R):
             launch.run()
     return token_and_finite_2R
 
 
 def sample_launches(
-    logits_RV: torch.Tensor, how_5R: torch.Tensor, token_and_finite_2R: torch.Tensor
+    logits_RV: torch.Tensor, sampling_params_5R: torch.Tensor, token_and_finite_2R: torch.Tensor
 ) -> tuple[Launch, Launch]:
-    """float32, float16 or bfloat16 logits; rows may lie apart."""
+    """Return the launches for float32, float16 or bfloat16 logits; rows may be strided."""
     num_rows, num_tokens = logits_RV.shape
     assert logits_RV.stride(1) == 1
-    assert how_5R.is_contiguous()
+    assert sampling_params_5R.is_contiguous()
     assert num_tokens <= _MAX_TOKENS
     num_parts = -(-num_tokens // _PART)
     best_RP = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits_RV.device)
@@ -323,7 +323,7 @@ def sample_launches(
     parts = Launch(
         _summarize_parts,
         (num_rows, -(-num_parts // _SUMMARIZED)),
-        (logits_RV, how_5R, best_RP, sum_RP, logits_RV.stride(0), num_tokens, num_parts),
+        (logits_RV, sampling_params_5R, best_RP, sum_RP, logits_RV.stride(0), num_tokens, num_parts),
         {"TOGETHER": _SUMMARIZED, "PART": _PART},
         num_warps=4,
     )
@@ -331,7 +331,7 @@ def sample_launches(
         _sample,
         (num_rows,),
         (
-            *(logits_RV, how_5R, token_and_finite_2R, best_RP, sum_RP, id_RP, num_RP, listed_RC),
+            *(logits_RV, sampling_params_5R, token_and_finite_2R, best_RP, sum_RP, id_RP, num_RP, listed_RC),
             *(logits_RV.stride(0), num_tokens, num_parts, num_rows),
         ),
         {"PARTS": power_of_two(num_parts, 4), "TOGETHER": _TOGETHER, "PART": _PART, "LISTED": _LISTED},

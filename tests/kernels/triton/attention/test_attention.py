@@ -161,7 +161,7 @@ def test_some_rows_of_a_step_attend_as_in_the_whole_step() -> None:
 @pytest.mark.parametrize("attention", [PagedAttention, BatchInvariantAttention])
 def test_too_many_heads_are_refused_by_name(attention: type[PagedAttention | BatchInvariantAttention]) -> None:
     step = make_step([(20, 20)], (129, 1), 16, 64, torch.float32)
-    with pytest.raises(ModelError, match="129 query heads on 1 KV heads"):
+    with pytest.raises(ModelError, match="129 query heads with 1 KV heads"):
         attention(DEVICE)(*step.tensors, step.where, 0.3, None)
 
 
@@ -194,7 +194,7 @@ def test_every_tile_is_taken_once(tiles: list[tuple[int, int]], num_programs: in
 
 def test_a_plan_that_lies_ready_is_used() -> None:
     step = make_step([(100, 1), (30, 1)], (2, 1), 16, 64, torch.float32)
-    work = DecodeMetadata.allocate(4, 4, 64, 2, 1, 16, DEVICE, Target.of(DEVICE))
+    work = DecodeMetadata.allocate(4, 4, 64, 2, 1, 16, DEVICE, Target.from_device(DEVICE))
     work.refill(step.where)
     work.context_len_S[:2] = torch.tensor([90, 20], device=DEVICE)  # tells the ready plan from one made anew
     step.where.plans[plan_key(None)] = AttentionPlan(work, None)

@@ -43,7 +43,7 @@ def kept(launches: list[Launch]) -> list[Any]:
 def test_launches_do_not_change_from_step_to_step(
     kind: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cascade_metadata, "LEAST_SAVED_BYTES", 0)
+    monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
     is_fp8, is_deterministic = kind == "fp8 cache", kind == "deterministic"
     captured: Any = (CapturedBatchInvariantAttention if is_deterministic else CapturedAttention)(SHAPE, DEVICE)
     attention = (BatchInvariantAttention if is_deterministic else PagedAttention)(DEVICE)

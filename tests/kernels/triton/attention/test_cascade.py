@@ -26,7 +26,7 @@ Shared = list[tuple[list[int], int]]
 @pytest.fixture
 def any_saving_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that the interpreter gets through are smaller than any that pays on a GPU."""
-    monkeypatch.setattr(cascade_metadata, "LEAST_SAVED_BYTES", 0)
+    monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
 
 
 def check(step: Step, groups: int) -> None:
@@ -148,7 +148,7 @@ def planned(shape: CascadeShape, groups: list[tuple[int, int]]) -> CascadePlan |
 
 def test_groups_are_read_together_where_they_pay_and_as_many_as_fit() -> None:
     """A group pays where it saves more than a launch takes."""
-    many, few = (CascadeShape.of(sequences, 32, 8, 128, H100) for sequences in (1024, 64))
+    many, few = (CascadeShape.for_steps(sequences, 32, 8, 128, H100) for sequences in (1024, 64))
     cases: list[tuple[CascadeShape, list[tuple[int, int]], list[int]]] = [
         (many, [(835, 2048)], [2048]),
         (many, [(2, 128)], []),
@@ -160,13 +160,13 @@ def test_groups_are_read_together_where_they_pay_and_as_many_as_fit() -> None:
     for shape, groups, expected in cases:
         plan = planned(shape, groups)
         assert (plan.tokens_G.tolist() if plan is not None else []) == expected, groups
-        assert plan is None or plan.tiles_G.sum() <= shape.most_tiles
+        assert plan is None or plan.tiles_G.sum() <= shape.max_tiles
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_remembered_from_step_to_step_is_what_is_found_anew(seed: int) -> None:
     rng, size, width = np.random.default_rng(seed), 64, 16
-    shape = replace(CascadeShape.of(64, 8, 2, 64, H100), least_saved_bytes=0)
+    shape = replace(CascadeShape.for_steps(64, 8, 2, 64, H100), min_saved_bytes=0)
     steps = CascadeSteps(shape)
     stems = np.arange(3 * width, dtype=np.int32).reshape(3, width)
     stems[1:, :2] = stems[0, :2]

@@ -24,8 +24,8 @@ def test_tables_and_future_numbers_come_where_they_belong(num_seqs: int, num_blo
         numbers = rng.integers(0, 1 << 40, length + 2 * num_future)
         table_SM = rng.integers(0, 1 << 30, (num_seqs, num_blocks + 2)).astype(np.int32)[:, :num_blocks]
         value_N = torch.from_numpy(rng.integers(0, 1 << 40, 1 + num_future)).to(DEVICE)
-        place_F, row_F = rng.permutation(length)[:num_future], rng.integers(0, 1 + num_future, num_future)
-        numbers[length:] = [*place_F, *row_F]
+        token_index_F, row_F = rng.permutation(length)[:num_future], rng.integers(0, 1 + num_future, num_future)
+        numbers[length:] = [*token_index_F, *row_F]
         step.fill(arrays, numbers, table_SM, FutureNumbers(length, num_future, value_N) if num_future else None)
         for launch in captured:
             launch.run()
@@ -34,6 +34,6 @@ def test_tables_and_future_numbers_come_where_they_belong(num_seqs: int, num_blo
         table_before[:num_seqs, :num_blocks] = table_SM
         np.testing.assert_array_equal(step.block_table_SM.cpu(), table_before)
         numbers_before[: len(numbers)] = numbers
-        numbers_before[place_F] = value_N.cpu().numpy()[row_F]
+        numbers_before[token_index_F] = value_N.cpu().numpy()[row_F]
         begin = len(numbers)  # behind them come the tables
         np.testing.assert_array_equal(step.numbers[:begin].cpu(), numbers_before[:begin])

@@ -23,7 +23,7 @@ from tests.kernels.activations.test_fp8 import fp8_weight
 from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT, random_weight
 
 pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE) < fp8.LEAST_CAPABILITY, reason="no fp8 units"
+    DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE) < fp8.MIN_CAPABILITY, reason="no fp8 units"
 )
 SUMS = 0.0 if DEVICE.type == "cpu" else FP8_SUMS
 
@@ -198,7 +198,7 @@ def test_a_tokens_bits_are_the_same_beside_others(bias: bool) -> None:
     """Parts of the inputs in programs of their own for few tokens, in one for many."""
     weight = random_weight(20, 2048, 128, bias)
     linear, x_MK = linear_of(weight), torch.randn(80, 2048, device=DEVICE)
-    assert parts_of(20, 16, 128, Target.of(DEVICE)) > 1
+    assert parts_of(20, 16, 128, Target.from_device(DEVICE)) > 1
     whole = linear(x_MK)
     for rows in (slice(0, 1), slice(3, 5), slice(0, 80)):
         assert torch.equal(linear(x_MK[rows]), whole[rows])
@@ -330,7 +330,7 @@ def test_a_shape_that_cublas_refuses_is_tritons_from_then_on(monkeypatch: pytest
     cublas, weights = cublas_of(), [random_weight(outputs, 384, 128) for outputs in (32, 32, 64)]
     first, second, other = (linear_of(weight, cublas=cublas) for weight in weights)
     x_MK = torch.randn(170, 384, device=DEVICE).bfloat16()
-    with pytest.warns(RuntimeWarning, match=r"32 outputs and 384 inputs was refused at 176 tokens: .*NOT_SUPPORTED"):
+    with pytest.warns(RuntimeWarning, match=r"32 outputs and 384 inputs was rejected at 176 tokens: .*NOT_SUPPORTED"):
         assert error_of(first, weights[0], x_MK) < BY_TRITON
     taken.clear()
     for linear, weight in zip((first, second), weights):
@@ -370,7 +370,7 @@ def test_a_shape_that_the_probe_finds_wrong_is_tritons(
 ) -> None:
     weight, cublas = random_weight(96, 384, 128), cublas_of()
     monkeypatch.setattr(torch, "_scaled_mm", product)
-    with pytest.warns(RuntimeWarning, match="96 outputs and 384 inputs was wrong or refused when probed"):
+    with pytest.warns(RuntimeWarning, match="96 outputs and 384 inputs was wrong or rejected when probed"):
         linear = linear_of(weight, cublas=cublas)
     assert not cublas.serves(linear.weight.value_NK)
     with warnings.catch_warnings():
@@ -386,7 +386,7 @@ def test_a_type_in_which_cublas_is_wrong_is_tritons(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "_scaled_mm", less_exact)
     weight, in_bfloat16 = random_weight(32, 384, 128), cublas_of()
     assert in_bfloat16.serves(linear_of(weight, cublas=in_bfloat16).weight.value_NK)
-    with pytest.warns(RuntimeWarning, match="wrong or refused when probed"):
+    with pytest.warns(RuntimeWarning, match="wrong or rejected when probed"):
         linear = linear_of(weight, cublas=cublas_of(dtype=torch.float16))
     assert error_of(linear, weight, torch.randn(80, 384, device=DEVICE).half()) < fp8_tolerance(torch.float16)
 
@@ -407,4 +407,4 @@ def test_deterministic_kernels_never_take_cublas(monkeypatch: pytest.MonkeyPatch
         linears = fp8_linears(DEVICE, torch.bfloat16, deterministic)["fp8"]
         linear = linears.prepare(weight)
         assert isinstance(linear, Fp8Linear)
-        assert (linear.cublas is not None) == ("cuBLAS" in linears.served_by) == (not deterministic)
+        assert (linear.cublas is not None) == ("cuBLAS" in linears.backends) == (not deterministic)

@@ -46,7 +46,9 @@ def test_the_fused_product_and_the_weight_itself(
 def test_inputs_in_parts(bias: bool, dtype: torch.dtype) -> None:
     weight = random_weight(20, 1152, 128, bias)
     linear, x_MK = TwoPathLinear(weight, dtype, DEVICE), torch.randn(2, 1152).to(DEVICE, dtype)
-    launches = int4_launches(x_MK, linear.tiled, linear.bias_N, x_MK.new_empty(2, 20), Target.of(torch.device("cpu")))
+    launches = int4_launches(
+        x_MK, linear.tiled, linear.bias_N, x_MK.new_empty(2, 20), Target.from_device(torch.device("cpu"))
+    )
     assert [launch.grid for launch in launches] == [(1, 3, 1), (1,)]
     ours = linear.fused(x_MK)
     assert relative_error(ours, weight, x_MK) < PRODUCT[dtype]
@@ -74,9 +76,12 @@ def test_what_is_no_number_stays_in_its_row() -> None:
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_the_order_of_words_changes_no_result(group: int, adjacent: int, dtype: torch.dtype) -> None:
     weight, x_MK = random_weight(20, 384, group), torch.randn(3, 384).to(DEVICE, dtype)
-    tiled, out_MN = TiledInt4.of(weight, DEVICE, adjacent), x_MK.new_empty(3, 20)
+    tiled, out_MN = TiledInt4.repack(weight, DEVICE, adjacent), x_MK.new_empty(3, 20)
     weight_NK = torch.empty(20, 384, dtype=dtype, device=DEVICE)
-    for launch in (*int4_launches(x_MK, tiled, None, out_MN, Target.of(DEVICE)), dequantize_launch(tiled, weight_NK)):
+    for launch in (
+        *int4_launches(x_MK, tiled, None, out_MN, Target.from_device(DEVICE)),
+        dequantize_launch(tiled, weight_NK),
+    ):
         launch.run()
     assert relative_error(out_MN, weight, x_MK) < PRODUCT[dtype]
     assert torch.equal(weight_NK.cpu(), weight.dequantize(dtype))
@@ -144,7 +149,7 @@ def test_what_the_kernels_do_not_serve_goes_to_cublas(change: str) -> None:
     if change == "large zeros":
         weight.zeros_NG[0, 0] = 241
     assert not serves(weight)
-    with pytest.raises(ValueError, match="the fused kernels take 4 bits"):
+    with pytest.raises(ValueError, match="the fused kernels support 4 bits"):
         TwoPathLinear(weight, torch.float32, DEVICE)
     linear = prepare_linear(weight, torch.float32, DEVICE)
     assert isinstance(linear, DenseLinear)
