@@ -190,7 +190,9 @@ class Layer:
     def decode(self, contexts: list[int], queries: int = 1, is_fp8: bool = False, shared: int = 0) -> Work:
         """Decode the last `queries` tokens of each sequence."""
         step = self._step([queries] * len(contexts), contexts, is_fp8, shared)
-        call = partial(self.kernels.attention, step.q_TND, step.cache, step.where, self.size.head_dim**-0.5, None)
+        call = partial(
+            self.kernels.attention, step.q_TND, step.cache, step.attn_metadata, self.size.head_dim**-0.5, None
+        )
         variants = {
             SERVED: call,
         }
@@ -203,7 +205,9 @@ class Layer:
     def prompts(self, counts: list[int], is_fp8: bool = False) -> Work:
         step = self._step(counts, counts, is_fp8)
         variants: dict[str, Callable[[], Any]] = {
-            SERVED: partial(self.kernels.attention, step.q_TND, step.cache, step.where, self.size.head_dim**-0.5, None),
+            SERVED: partial(
+                self.kernels.attention, step.q_TND, step.cache, step.attn_metadata, self.size.head_dim**-0.5, None
+            ),
         }
         if not is_fp8:
             variants["torch"] = self._torch_attention(len(counts), counts[0])
@@ -256,7 +260,7 @@ class Layer:
         step = self._step(counts, counts, is_fp8)
         qkv_TMD = self.normal(tokens, self.heads.num_heads + 2 * self.heads.num_kv_heads, self.heads.head_dim)
         angles = torch.rand(tokens, self.heads.head_dim // 2, device=self.device, generator=self.random)
-        to = step.cache, step.where.slot_mapping_T
+        to = step.cache, step.attn_metadata.slot_mapping_T
         variants = {SERVED: partial(self.kernels.norm_rope_write, qkv_TMD, angles, angles, None, EPS, *to)}
         num_bytes = qkv_TMD.nbytes + step.q_TND.nbytes + step.kv_bytes + 2.0 * angles.nbytes
         return Work(f"norm_rope_write{', fp8' if is_fp8 else ''}", f"{tokens:,} tokens", num_bytes, 0.0, variants)

@@ -141,7 +141,7 @@ def bench_job(
     with tempfile.TemporaryDirectory(prefix="bench-job-") as made:
         work_folder = Path(made)
         job_file = _write_job(work_folder, bench.folder, rows, dtype, output_tokens if model in NAMES else None)
-        runs: dict[str, list[_JobRun]] = {name: [] for name in ("job", "engine", *peers)}
+        runs: dict[str, list[_Run]] = {name: [] for name in ("job", "engine", *peers)}
         for number, order in enumerate(alternating(list(runs), rounds), 1):
             for name in order:
                 say(f"round {number} of {rounds}: {name}")
@@ -173,7 +173,7 @@ def bench_job(
 
 
 @dataclass(frozen=True)
-class _JobRun:
+class _Run:
     times: Times
     prompt_tokens: int
     cached_tokens: int
@@ -220,7 +220,7 @@ def _write_job(work_folder: Path, model: Path, rows: int, dtype: str, output_tok
     return path
 
 
-def _run_job(job_file: Path, output: Path) -> _JobRun:
+def _run_job(job_file: Path, output: Path) -> _Run:
     command = ["-m", "pipeline", "run", str(job_file), "--set", f"output.path={output}", "--json"]
     _, whole_s = _measured([sys.executable, *command], child_environment())
     run = load_runs(PartStore(str(output)))[0]
@@ -232,7 +232,7 @@ def _run_job(job_file: Path, output: Path) -> _JobRun:
         )
         for row in table.to_pylist()
     }
-    return _JobRun(
+    return _Run(
         _times_of(run, whole_s),
         run.input_tokens,
         run.cached_tokens,
@@ -252,7 +252,7 @@ def _times_of(run: RunRecord, whole_s: float) -> Times:
     return Times(startup_us / 1e6, load_us / 1e6, work_s, idle_s, end_s, whole_s, run.generated_tokens / work_s)
 
 
-def _run_engine(job_file: Path) -> _JobRun:
+def _run_engine(job_file: Path) -> _Run:
     threads = str(available_cores())  # the same as a job with one actor gives its engine
     result, whole_s = _measured(
         [sys.executable, "-m", "pipeline.bench.engine_alone", str(job_file)],
@@ -260,7 +260,7 @@ def _run_engine(job_file: Path) -> _JobRun:
     )
     startup_s = whole_s - result["load_s"] - result["tokenize_s"] - result["work_s"] - result["end_s"]
     rate = result["generated_tokens"] / result["work_s"]
-    return _JobRun(
+    return _Run(
         Times(startup_s, result["load_s"], result["work_s"], result["idle_s"], result["end_s"], whole_s, rate),
         result["prompt_tokens"],
         result["cached_tokens"],
@@ -270,7 +270,7 @@ def _run_engine(job_file: Path) -> _JobRun:
     )
 
 
-def _run_peer(python: str, driver: Path, job_file: Path, output: Path, ours: _JobRun) -> _JobRun:
+def _run_peer(python: str, driver: Path, job_file: Path, output: Path, ours: _Run) -> _Run:
     """Run a peer in its own environment on the job's input and in the dtype of `ours`.
 
     Raises PipelineError when it completed a different amount of work.
@@ -296,7 +296,7 @@ def _run_peer(python: str, driver: Path, job_file: Path, output: Path, ours: _Jo
         )
     startup_s, work_s = result["startup_s"], result["work_s"]
     times = Times(startup_s, None, work_s, None, max(0.0, whole_s - startup_s - work_s), whole_s, tokens / work_s)
-    return _JobRun(times, result["prompt_tokens"], 0, tokens, result["dtype"], {})
+    return _Run(times, result["prompt_tokens"], 0, tokens, result["dtype"], {})
 
 
 def _measured(command: list[str], environment: Mapping[str, str] | None = None) -> tuple[dict[str, Any], float]:

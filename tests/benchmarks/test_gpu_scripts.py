@@ -82,7 +82,9 @@ def test_a_failed_capture_says_why_and_leaves_torch_usable(monkeypatch: pytest.M
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     capture = CudaCapture()
-    with pytest.raises(PipelineError, match="CUDA graph: RuntimeError: operation not permitted when stream is capt"):
+    with pytest.raises(
+        PipelineError, match="CUDA graph capture failed: RuntimeError: operation not permitted when stream is capt"
+    ):
         capture(waits)
     assert (cuda.stream, cuda.is_captured, cuda.pools) == ("default", False, 2)
     assert capture(lambda: None)() is None

@@ -276,7 +276,7 @@ def test_compressed_lines_are_prompts_and_many_files_a_job(rows, pipe, tmp_path)
         (["--prompt", "x", "--output", "o.csv"], b"", "expected a file that ends in .jsonl or .parquet"),
         (["--prompt", "x", "--output", "no/o.jsonl"], b"", "folder no does not exist"),
         (["--prompt", "x", "--model", "./nowhere"], b"", "no such folder"),
-        (["--input", "d"], b"", "--output: such an input is a job"),
+        (["--input", "d"], b"", "--output: this input runs as a job"),
         (["--input", "d", "--output", "out", "--overwrite"], b"", "never overwritten"),
     ],
 )
