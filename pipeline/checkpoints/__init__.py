@@ -1,1 +1,1 @@
-"""A model's folder: what a user may write for it, its download, its digest, and which of its files are read."""
+"""Model folders: resolving `model.path`, downloading, hashing, and checking the files that are read."""

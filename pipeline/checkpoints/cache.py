@@ -1,9 +1,9 @@
-"""A model folder at an fsspec url: downloaded once per machine into a cache, and checked.
+"""Machine-wide cache of model folders that are downloaded from fsspec urls.
 
-An entry is named for the url and for every file's name, size and tag in the store, so a model that was replaced there
-is another entry. It appears whole or not at all: files are written below a temporary name, synced, and the folder
-renamed. Of processes that want the same model at once one downloads, the others wait for it. Its manifest has each
-file's sha256, size and mtime: a start compares the last two, `check_copy` reads the files.
+The name of an entry hashes the url and every file's name, size and tag in the store, so a model that is replaced there
+gets a new entry. An entry appears atomically: files are written under a temporary name and synced, then the folder is
+renamed. If several processes need the same model, one downloads it and the others wait. The manifest holds each file's
+sha256, size and mtime: a start compares size and mtime, `check_copy` compares the sha256.
 """
 
 import fcntl
@@ -31,15 +31,15 @@ from pipeline.stores.store_errors import SET_CREDENTIALS, Failure, failure_of
 
 MANIFEST = ".manifest.json"  # in an entry: file name -> `_Stored`
 RANGE_BYTES = 16 * 2**20
-NUM_RANGES = 8  # read at once, so that much memory
+NUM_RANGES = 8  # read concurrently; each holds RANGE_BYTES of memory
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class _Remote:
-    """A file as the store lists it."""
+    """File in the store's listing."""
 
     name: str
     path: str
@@ -49,15 +49,15 @@ class _Remote:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A file of an entry, as it was downloaded."""
+    """Downloaded file in the manifest of an entry."""
 
     size: int
     mtime_ns: int
     sha256: str
 
 
-def cache_folder(environ: Mapping[str, str] = os.environ, say: Say = lambda text: None) -> Path:
-    """Return the folder of downloaded models, below the root of all caches. Raises EnvironmentFailed."""
+def cache_folder(environ: Mapping[str, str] = os.environ, say: Log = lambda text: None) -> Path:
+    """Return the folder of downloaded models, under the root of all caches. Raises EnvironmentFailed."""
     return cache_root(environ, say) / "models"
 
 
@@ -65,44 +65,44 @@ def fetch_model(
     url: str,
     storage: Mapping[str, Any],
     cache: Path,
-    say: Say,
+    say: Log,
     retries: RetryCounts | None = None,
     key: str = "model.path",
 ) -> Path:
-    """The local folder with the model's files: from the cache where they are whole there, else downloaded.
+    """Return the local folder with the model's files: the cached copy if it is intact, else a new download.
 
-    key: of the job file, for messages. Raises ModelError when the url holds no model that can be served,
-    EnvironmentFailed when the store or the disk fails.
+    key: the job file's key, for messages. Raises ModelError if the url holds no supported model, EnvironmentFailed if
+    the store or the disk fails.
     """
     model = _opened(url, storage, retries, key)
     if isinstance(model, Path):
         return model
     files = model.files()
     entry = cache / model.entry_of(files)
-    if _whole(entry):
+    if _is_intact(entry):
         return entry
     with _disk(cache):
         cache.mkdir(parents=True, exist_ok=True)
-        with _lock(cache / f".{entry.name}.lock") as alone:
-            if not _whole(entry):  # no other process has made it while this one waited
-                if alone:
+        with _lock(cache / f".{entry.name}.lock") as is_locked:
+            if not _is_intact(entry):  # no other process downloaded it while this one waited
+                if is_locked:
                     _remove(cache, entry)
                 _download(model, files, entry, say)
     return entry
 
 
 def check_copy(url: str, storage: Mapping[str, Any], cache: Path) -> tuple[Path, bool] | None:
-    """Return the folder of the model's copy in the cache, and whether its files are as they were downloaded: all bytes
-    are read. None where there is no copy. Raises as `fetch_model`."""
+    """Return the folder of the cached copy and whether its files are unchanged since the download, or None if there is
+    no copy. Reads all bytes. Raises the same errors as `fetch_model`."""
     model = _opened(url, storage, None, "model.path")
     if isinstance(model, Path):
         return None
     entry = cache / model.entry_of(model.files())
-    return (entry, _whole(entry, read_all=True)) if entry.exists() else None
+    return (entry, _is_intact(entry, read_all=True)) if entry.exists() else None
 
 
 def _opened(url: str, storage: Mapping[str, Any], retries: RetryCounts | None, key: str) -> "_StoredModel | Path":
-    """Return the model in its store, or the folder that a url such as file:// names."""
+    """Return the model in its store, or the folder for a local url such as file://."""
     shown = shown_url(url)
     try:
         fs, root = filesystem(url, storage, retries=retries)
@@ -113,7 +113,7 @@ def _opened(url: str, storage: Mapping[str, Any], retries: RetryCounts | None, k
 
 @dataclass(frozen=True)
 class _StoredModel:
-    """The model's folder in the store. `shown`: its url, and `key`: of the job file, for messages."""
+    """Model folder in a store. `shown` (the url) and `key` (the job file's key) are for messages."""
 
     fs: RemoteFilesystem
     root: str
@@ -121,35 +121,37 @@ class _StoredModel:
     key: str
 
     def files(self) -> list[_Remote]:
-        with self.asking():
+        with self.translated_errors():
             listed = self.fs.ls(self.root)
-            there = _files_of(listed)
-            if "modules.json" in [f.name for f in there]:  # sentence-transformers': modules have folders (`pooling`)
+            found = _files_in(listed)
+            if "modules.json" in [f.name for f in found]:  # sentence-transformers: modules have folders (`pooling`)
                 for folder in [e["name"].rstrip("/") for e in listed if e["type"] == "directory"]:
                     below = folder.rpartition("/")[2]
-                    there += [f for f in _files_of(self.fs.ls(folder), f"{below}/") if f.name == f"{below}/config.json"]
-        files = sorted((f for f in there if any(fnmatch(f.name, p) for p in PATTERNS)), key=lambda f: f.name)
+                    found += [f for f in _files_in(self.fs.ls(folder), f"{below}/") if f.name == f"{below}/config.json"]
+        files = sorted((f for f in found if any(fnmatch(f.name, p) for p in PATTERNS)), key=lambda f: f.name)
         names = [f.name for f in files]
         if "config.json" not in names:
-            raise ModelError(f"{self.key} {self.shown}: has no config.json; it must be the folder of one model")
+            raise ModelError(f"{self.key} {self.shown}: has no config.json; expected the folder of one model")
         if not any(fnmatch(n, "*.safetensors") for n in names):
-            pickles = [f.name for f in there if any(fnmatch(f.name, p) for p in _PICKLES)]
-            why = f"only pickles ({pickles[0]}), which can run code and are never read" if pickles else "no weights"
-            raise ModelError(f"{self.key} {self.shown}: {why}; it needs *.safetensors files")
+            pickles = [f.name for f in found if any(fnmatch(f.name, p) for p in _PICKLES)]
+            problem = "has no weights"
+            if pickles:
+                problem = f"has only pickles ({pickles[0]}), which can run code and are never read"
+            raise ModelError(f"{self.key} {self.shown}: {problem}; expected *.safetensors files")
         return files
 
     def entry_of(self, files: list[_Remote]) -> str:
-        """Return the name of these files' folder in the cache."""
+        """Return the name of the cache entry of these files."""
         identity = [self.shown, *(f"{f.name} {f.size} {f.tag}" for f in files)]
         return hashlib.sha256("\n".join(identity).encode()).hexdigest()[:32]
 
-    def replaced(self, file: _Remote) -> EnvironmentFailed:
-        return EnvironmentFailed(f"{self.shown}/{file.name}: was replaced while it was downloaded; run again")
+    def replaced_error(self, file: _Remote) -> EnvironmentFailed:
+        return EnvironmentFailed(f"{self.shown}/{file.name}: the file was replaced during the download; run again")
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
-        """Turn what the store's library raises into errors of the model, without secrets."""
-        place = f"{self.key} {self.shown}"
+    def translated_errors(self) -> Iterator[None]:
+        """Turn errors of the store's library into ModelError and EnvironmentFailed, without secrets."""
+        model_name = f"{self.key} {self.shown}"
         try:
             yield
         except Exception as e:
@@ -157,20 +159,21 @@ class _StoredModel:
             if failure is None:
                 raise
             if failure is Failure.ABSENT:
-                raise ModelError(f"{place}: no such folder in the store") from None
-            told = self.fs.said(e)
+                raise ModelError(f"{model_name}: no such folder in the store") from None
+            message = self.fs.said(e)
             if failure is Failure.CREDENTIALS:
-                raise ModelError(f"{place}: {told}; {SET_CREDENTIALS}") from None
+                raise ModelError(f"{model_name}: {message}; {SET_CREDENTIALS}") from None
             if failure is Failure.DENIED:
-                needed = "it needs the rights to list and read below it"
-                raise ModelError(f"{place}: the store denies it ({told}); {needed}") from None
+                raise ModelError(
+                    f"{model_name}: access denied ({message}); grant the rights to list and read it"
+                ) from None
             if failure is Failure.MALFORMED:
-                raise ModelError(f"{place}: no place in a store ({told})") from None
-            raise EnvironmentFailed(f"{place}: {told}; fix it, then run again") from None
+                raise ModelError(f"{model_name}: not a valid path in a store ({message})") from None
+            raise EnvironmentFailed(f"{model_name}: {message}; fix it, then run again") from None
 
 
-def _files_of(listed: list[dict[str, Any]], below: str = "") -> list[_Remote]:
-    """The files of a listing. `below`: the listed folder as names begin with it, where it is not the model's own."""
+def _files_in(listed: list[dict[str, Any]], below: str = "") -> list[_Remote]:
+    """Return the files of a listing. below: prefix of their names, for a folder inside the model folder."""
     files = [e for e in listed if e["type"] == "file" and not e["name"].endswith("/")]
     return [_Remote(below + e["name"].rpartition("/")[2], e["name"], int(e["size"]), _tag_of(e)) for e in files]
 
@@ -182,24 +185,24 @@ def _tag_of(entry: Mapping[str, Any]) -> str:
     return ""
 
 
-def _whole(entry: Path, read_all: bool = False) -> bool:
-    """Return whether every file of the entry is as it was downloaded: by size and mtime, or with `read_all`, and of a
-    file that was touched since, by its sha256."""
+def _is_intact(entry: Path, read_all: bool = False) -> bool:
+    """Return whether every file of the entry is unchanged since the download. Compares size and mtime; also the sha256
+    if the mtime changed, or with `read_all`."""
     try:
         manifest = {name: _Stored(**stored) for name, stored in json.loads((entry / MANIFEST).read_bytes()).items()}
-        return all(_same(entry / name, stored, read_all) for name, stored in manifest.items())
+        return all(_is_unchanged(entry / name, stored, read_all) for name, stored in manifest.items())
     except (OSError, ValueError, TypeError, AttributeError):
         return False
 
 
-def _same(path: Path, stored: _Stored, read_all: bool) -> bool:
+def _is_unchanged(path: Path, stored: _Stored, read_all: bool) -> bool:
     status = path.stat()
     if status.st_size != stored.size:
         return False
     is_touched = status.st_mtime_ns != stored.mtime_ns
     if (is_touched or read_all) and _sha256(path) != stored.sha256:
         return False
-    if is_touched:  # as by a copy of the cache: its next check is by mtime again
+    if is_touched:  # the cache was copied, for example: restore the mtime, so that the next check is cheap again
         with suppress(OSError):
             os.utime(path, ns=(status.st_atime_ns, stored.mtime_ns))
     return True
@@ -210,13 +213,13 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _download(model: _StoredModel, files: list[_Remote], entry: Path, say: Say) -> None:
+def _download(model: _StoredModel, files: list[_Remote], entry: Path, say: Log) -> None:
     total = sum(f.size for f in files)
     free = shutil.disk_usage(entry.parent).free
     if total > free:
         raise EnvironmentFailed(
-            f"{entry.parent}: the model {model.shown} needs {total / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; "
-            "make room, or set PIPELINE_CACHE to a folder on a larger disk"
+            f"{entry.parent}: the model {model.shown} needs {total / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are "
+            "free; free some space, or set PIPELINE_CACHE to a folder on a larger disk"
         )
     temporary = entry.parent / f".{entry.name}.{secrets.token_hex(8)}"
     temporary.mkdir()
@@ -230,8 +233,8 @@ def _download(model: _StoredModel, files: list[_Remote], entry: Path, say: Say) 
             manifest[file.name] = asdict(_Stored(file.size, path.stat().st_mtime_ns, _sha256(path)))
             done += file.size
         now = model.files()
-        if changed := [file for file in files if file not in now]:  # so its ranges may be of two files
-            raise model.replaced(changed[0])
+        if changed := [file for file in files if file not in now]:  # the ranges may mix two versions of the file
+            raise model.replaced_error(changed[0])
         with open(temporary / MANIFEST, "w") as out:
             json.dump(manifest, out)
             out.flush()
@@ -241,7 +244,7 @@ def _download(model: _StoredModel, files: list[_Remote], entry: Path, say: Say) 
         try:
             os.rename(temporary, entry)
         except OSError:
-            if not _whole(entry):  # a disk without locks let another process make it
+            if not _is_intact(entry):  # on a disk without locks, another process may have made the entry
                 raise
         sync_folder(entry.parent)
     finally:
@@ -253,10 +256,10 @@ def _read_ranges(model: _StoredModel, file: _Remote, path: Path) -> None:
 
         def read(start: int) -> None:
             stop = min(start + RANGE_BYTES, file.size)
-            with model.asking():
+            with model.translated_errors():
                 data = model.fs.cat_file(file.path, start, stop)
             if len(data) != stop - start:
-                raise model.replaced(file)
+                raise model.replaced_error(file)
             view = memoryview(data)
             while view:
                 written = os.pwrite(out.fileno(), view, start)
@@ -268,7 +271,7 @@ def _read_ranges(model: _StoredModel, file: _Remote, path: Path) -> None:
 
 
 def _remove(cache: Path, entry: Path) -> None:
-    """Remove what is left of a damaged entry and of writers that died. The caller is alone with this entry."""
+    """Remove a damaged entry and the leftovers of dead writers. The caller must hold the entry's lock."""
     if entry.exists():
         entry.rename(cache / f".{entry.name}.{secrets.token_hex(8)}")
     for leftover in cache.glob(f".{entry.name}.*"):
@@ -278,17 +281,17 @@ def _remove(cache: Path, entry: Path) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Wait for other processes that make the same entry; the lock ends with its holder.
+    """Lock an entry against other processes; the lock is released if its holder dies.
 
-    False on a disk without locks: then two may download, and one rename wins.
+    Yields False on a disk without locks: two processes may then download, and one rename wins.
     """
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            alone = True
+            is_locked = True
         except OSError:
-            alone = False
-        yield alone
+            is_locked = False
+        yield is_locked
 
 
 @contextmanager
@@ -297,6 +300,6 @@ def _disk(cache: Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise EnvironmentFailed(
-            f"{e.filename or cache}: {e.strerror or e}; make room or fix the disk, or set PIPELINE_CACHE to another "
-            "folder, then run again"
+            f"{e.filename or cache}: {e.strerror or e}; free some space, fix the disk, or set PIPELINE_CACHE to "
+            "another folder, then run again"
         ) from e

@@ -1,4 +1,4 @@
-"""Which chat template a job's prompts go through, found without loading a tokenizer: the checkpoint's, or a file."""
+"""Chat templates of checkpoints and files, found without loading a tokenizer."""
 
 import contextlib
 import json
@@ -10,18 +10,18 @@ from pipeline.errors import ConfigError
 
 MAX_BYTES = 16 * 2**20
 ADVICE = (
-    "Use prompt.template or prompt.column instead of messages, and no prompt.chat or --chat; take the model's instruct "
-    "version; or name a file with a template as prompt.chat.template"
+    "Use prompt.template or prompt.column instead of messages, without prompt.chat or --chat; use the model's instruct "
+    "version; or set prompt.chat.template to a file with a template"
 )
 _FILES = ("chat_template.*", "tokenizer_config.json", "additional_chat_templates/*.jinja")
-_CLOCK = "strftime_now"  # the one name by which a template can ask for the date
+_CLOCK = "strftime_now"  # the only function that gives a template the date
 
 
 def read_template(path: str) -> str:
-    """The template in the file that `prompt.chat.template` names. Raises ConfigError."""
-    place, key = Path(os.path.expanduser(path)), f"prompt.chat.template {path}"
+    """Read the template file of `prompt.chat.template`. Raises ConfigError."""
+    location, key = Path(os.path.expanduser(path)), f"prompt.chat.template {path}"
     try:
-        with open(place, "rb") as file:
+        with open(location, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
         text = raw.decode("utf-8")
     except FileNotFoundError:
@@ -36,11 +36,12 @@ def read_template(path: str) -> str:
 
 
 def has_template(folder: Path) -> bool:
-    """Whether a model folder has a chat template of its own. Raises ModelError for files that are no model's."""
+    """Return whether a model folder has its own chat template. Raises ModelError for files that `checked_file`
+    refuses."""
     if any(True for _ in folder.glob("chat_template.*")):
         return True
     config = folder / "tokenizer_config.json"
-    with contextlib.suppress(ValueError, RecursionError, FileNotFoundError):  # refused by who loads it
+    with contextlib.suppress(ValueError, RecursionError, FileNotFoundError):  # loading the tokenizer reports it
         found = json.loads(checked_file(config, MAX_BYTES).read_text(errors="replace"))
         return bool(isinstance(found, dict) and found.get("chat_template"))
     return False
@@ -51,14 +52,15 @@ def asks_for_date(template: str) -> bool:
 
 
 def folder_asks_for_date(folder: Path) -> bool:
-    """Whether the model's chat template can ask for the date. Raises ModelError for files that are no model's."""
+    """Return whether the model's chat template can read the date. Raises ModelError for files that `checked_file`
+    refuses."""
     files = {file for pattern in _FILES for file in folder.glob(pattern) if file.exists()}
     return any(asks_for_date(_text_of(checked_file(file, MAX_BYTES))) for file in files)
 
 
 def _text_of(file: Path) -> str:
-    """Of JSON without its escapes, which could hide a name."""
+    """Return the file's text; JSON is decoded first, since an escape could hide the name of the clock."""
     text = file.read_text(errors="replace")
-    with contextlib.suppress(ValueError, RecursionError):  # not JSON: refused by who loads it
+    with contextlib.suppress(ValueError, RecursionError):  # not JSON: loading the tokenizer reports it
         return json.dumps(json.loads(text), ensure_ascii=False)
     return text

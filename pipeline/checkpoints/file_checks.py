@@ -1,8 +1,7 @@
-"""Which files of a model folder are read. It may be a stranger's: only regular files of that folder, of bounded size.
+"""Checks of the files in a model folder. The folder is untrusted: only its regular files of bounded size are read.
 
-A link may lead to another file of the folder. A Hugging Face cache keeps a model as links from `snapshots/<revision>/`
-into the `blobs/` next to it; these are followed too. Any other link is refused: it could name any file of the machine,
-or a device that never ends.
+Links to other files of the folder are followed, and links from `snapshots/<revision>/` into the `blobs/` of a Hugging
+Face cache. Any other link is refused: it could point to any file of the machine, or to an endless device.
 """
 
 import json
@@ -12,38 +11,38 @@ from typing import Any
 from pipeline.errors import ModelError
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # no pickles, no code
-MAX_JSON_BYTES = 16 << 20  # the index of a checkpoint of a thousand experts has 10 MB
+MAX_JSON_BYTES = 16 << 20  # the index of a checkpoint with a thousand experts has 10 MB
 
 
 def checked_file(path: Path, max_bytes: int | None = None, model: Path | None = None) -> Path:
-    """`path`, when it is a regular file of its model folder. model: that folder, where the file is in one inside it.
+    """Return `path` if it is a regular file of its model folder. model: the model folder, for a file in a subfolder.
 
-    Raises ModelError when it is not or is larger than `max_bytes`, FileNotFoundError when nothing is there.
+    Raises ModelError if it is not, or is larger than `max_bytes`; FileNotFoundError if it does not exist.
     """
     try:
         folder, real = (model or path.parent).resolve(), path.resolve(strict=True)
     except FileNotFoundError:
         raise
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+    except (OSError, RuntimeError) as error:  # RuntimeError: circular links, before Python 3.13
         raise ModelError(f"{path}: cannot be read ({error})") from None
     homes = [folder]
     if folder.parent.name == "snapshots":
         homes.append(folder.parent.parent / "blobs")
     if not any(real.is_relative_to(home) for home in homes):
         raise ModelError(
-            f"{path}: a link to {real}, outside the model folder; expected the file itself. Copy it there if you trust "
-            "the model"
+            f"{path}: links to {real}, outside the model folder; expected the file itself. If you trust the model, "
+            "copy the file there"
         )
     if not real.is_file():
         raise ModelError(f"{path}: expected a regular file")
     if max_bytes is not None and real.stat().st_size > max_bytes:
-        raise ModelError(f"{path}: {real.stat().st_size} bytes, expected at most {max_bytes} for a model's {path.name}")
+        raise ModelError(f"{path}: {real.stat().st_size} bytes, expected at most {max_bytes} for {path.name}")
     return path
 
 
 def read_json(path: Path, model: Path | None = None) -> dict[str, Any]:
-    """A JSON object from the model folder. model: as for `checked_file`. Raises ModelError when it is missing, too
-    large or not an object."""
+    """Read a JSON object from the model folder. model: see `checked_file`. Raises ModelError if the file is missing,
+    too large or not an object."""
     values = _parsed(path, model)
     if not isinstance(values, dict):
         raise ModelError(f"{path}: expected a JSON object")
@@ -51,7 +50,7 @@ def read_json(path: Path, model: Path | None = None) -> dict[str, Any]:
 
 
 def read_json_list(path: Path) -> list[dict[str, Any]]:
-    """As `read_json`, of a list of objects."""
+    """Read a JSON list of objects, with the checks of `read_json`."""
     values = _parsed(path, None)
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise ModelError(f"{path}: expected a list of JSON objects")

@@ -1,6 +1,6 @@
-"""What a user may write for a model, and the local folder that it stands for.
+"""Resolution of `model.path` to a local folder.
 
-The only place that knows: an embedded model (`demo`, `demo:...`), a folder, an fsspec url, or a Hugging Face id.
+Only this module interprets it: an embedded model (`demo`, `demo:...`), a folder, an fsspec url, or a Hugging Face id.
 """
 
 import os
@@ -23,14 +23,14 @@ EMBEDDED_MODELS = ("demo", *(f"demo:{name}" for name in NAMES))
 
 
 def model_kind(path: str) -> ModelKind:
-    """What `path` can only mean. `missing`: something that is not there, or a file."""
+    """Return the kind of model that `path` names. `missing`: a path that does not exist, or a file."""
     if path == "demo" or path.startswith("demo:"):
         return "embedded"
     if is_url(path):
         return "url"
-    place = os.path.expanduser(path)
-    if os.path.exists(place):  # False where this user may not look
-        return "folder" if os.path.isdir(place) else "missing"
+    location = os.path.expanduser(path)
+    if os.path.exists(location):  # False without the permission to look
+        return "folder" if os.path.isdir(location) else "missing"
     return "id" if path.count("/") == 1 and not path.startswith((".", "/", "~")) else "missing"
 
 
@@ -42,12 +42,12 @@ def resolve_model(
     key: str = "model.path",
     revision: str | None = None,
 ) -> Path:
-    """The local folder of a checkpoint. A url is downloaded once per machine (`cache`); a Hugging Face id is fetched
-    into its own cache, or only looked up there with HF_HUB_OFFLINE=1.
+    """Return the local folder of a checkpoint. A url is downloaded once per machine (`cache`). A Hugging Face id is
+    downloaded into the Hugging Face cache, or only looked up there with HF_HUB_OFFLINE=1.
 
-    storage: fsspec options of urls, by prefix. say: receives what is being downloaded. retries: counts requests
-    that are tried again. key: of the job file, for messages. revision: of a Hugging Face id. Raises ModelError, and
-    EnvironmentFailed when a store or the disk fails.
+    storage: fsspec options of urls, by prefix. say: called with progress messages. retries: counts retried requests.
+    key: the job file's key, for messages. revision: of a Hugging Face id. Raises ModelError, and EnvironmentFailed if a
+    store or the disk fails.
     """
     if is_url(path):
         say = say or (lambda text: None)
@@ -60,8 +60,8 @@ def resolve_model(
 
 
 def folder_here(path: str, revision: str | None = None) -> Path | None:
-    """The folder of `path` where it is on this machine already; nothing is downloaded. A url's copy counts as not
-    there: which one it is, only the store can say."""
+    """Return the folder of `path` if it is on this machine already, without downloading. Return None for urls: finding
+    the cached copy takes a listing from the store."""
     kind = model_kind(path)
     if kind in ("embedded", "folder"):
         return locate_model(path)
@@ -74,13 +74,13 @@ def folder_here(path: str, revision: str | None = None) -> Path | None:
 
 
 def locate_model(name: str, revision: str | None = None) -> Path:
-    """The folder of a model that is not at a url. A Hugging Face id is downloaded once, without pickles and code.
+    """Return the folder of a model that is not at a url. Download a Hugging Face id once, without pickles and code.
 
-    Raises ModelError saying what was tried.
+    Raises ModelError with what was tried.
     """
     kind = model_kind(name)
     if revision is not None and kind != "id":
-        raise ModelError(f"model.revision {revision}: only a Hugging Face id has revisions, and {name} is none")
+        raise ModelError(f"model.revision {revision}: only a Hugging Face id has revisions, and {name} is not one")
     if kind == "embedded":
         try:
             return demo_model(name.partition(":")[2] or "target")
@@ -94,26 +94,26 @@ def locate_model(name: str, revision: str | None = None) -> Path:
 
 
 def checkpoint_problem(name: str) -> str:
-    """What is at `name`, a local path, in the place of a checkpoint's folder; empty where it may be one."""
-    place = Path(os.path.expanduser(name))
-    if not os.path.exists(place):
+    """Return why the local path `name` is not a checkpoint folder; empty if it may be one."""
+    location = Path(os.path.expanduser(name))
+    if not os.path.exists(location):
         return "no such folder, and not a Hugging Face id (owner/name)"
-    if not place.is_dir():
-        kind = "a GGUF file" if place.suffix == ".gguf" else "a file"
-        return f"{kind}; this program reads safetensors checkpoints: give the folder of one"
+    if not location.is_dir():
+        kind = "a GGUF file" if location.suffix == ".gguf" else "a file"
+        return f"is {kind}; expected the folder of a safetensors checkpoint"
     try:
-        names = {file.name for file in place.iterdir()}
+        names = {file.name for file in location.iterdir()}
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if "config.json" in names:
         return ""
     if not names:
-        return "an empty folder, so it has no config.json; give the folder of a safetensors checkpoint"
+        return "is an empty folder; expected the folder of a safetensors checkpoint"
     if "adapter_config.json" in names:
-        return "has no config.json but an adapter_config.json: a LoRA adapter; give its base model, or both merged"
+        return "has adapter_config.json but no config.json: a LoRA adapter; name its base model, or a merged checkpoint"
     if any(found.endswith(".gguf") for found in names):
-        return "has no config.json but GGUF files; this program reads safetensors checkpoints"
-    return "has no config.json; give the folder of a safetensors checkpoint"
+        return "has GGUF files but no config.json; expected a safetensors checkpoint"
+    return "has no config.json; expected the folder of a safetensors checkpoint"
 
 
 def _download(name: str, revision: str | None) -> Path:
@@ -123,8 +123,8 @@ def _download(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS, cache_dir=hub_folder()))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = f"and Hugging Face has it not or cannot be reached: {error}"
+        reason = f"and it is not on Hugging Face, or Hugging Face cannot be reached: {error}"
         if os.environ.get("HF_HUB_OFFLINE"):
-            reason = "and not in this machine's Hugging Face cache; HF_HUB_OFFLINE is set, so that it is not downloaded"
+            reason = "and not in the local Hugging Face cache; HF_HUB_OFFLINE is set, so it was not downloaded"
         wanted = f"model {name!r}" if revision is None else f"model {name!r}, revision {revision!r}"
         raise ModelError(f"{wanted}: no such folder, {reason}") from None

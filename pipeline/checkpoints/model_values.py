@@ -1,6 +1,6 @@
-"""A model's config.json with the values that it leaves out, and its quantization options wherever they are stored.
+"""A model's config.json completed with its family's defaults, and its quantization options.
 
-A key that is missing means the value in the family's config class of transformers; a key that is null stays null.
+A missing key takes the value of the family's config class in transformers; a null stays null.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from pipeline.checkpoints.file_checks import read_json
 from pipeline.errors import ModelError
 
 CONFIG = "config.json"
-# Names of the quantizers' own files, from before config.json held their options, and the quant_method they imply.
+# The quantizers' own files, used before config.json held the options, with the quant_method that each implies.
 QUANTIZER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # AutoGPTQ, AutoAWQ
 
 _ALL = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_act": "silu",
@@ -24,31 +24,31 @@ _QWEN2 = _ALL | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_valu
                  "max_window_layers": 28}  # fmt: skip
 _QWEN3 = _QWEN2 | {"head_dim": 128, "attention_bias": False}
 DEFAULTS: dict[object, dict[str, Any]] = {"llama": _LLAMA, "mistral": _MISTRAL, "qwen2": _QWEN2, "qwen3": _QWEN3}
-"""model_type -> the values of keys that a config.json may leave out, those that are None left out."""
+"""model_type -> defaults of keys that a config.json may leave out, except defaults of None."""
 
 
 def model_values(folder: Path) -> dict[str, Any]:
-    """Return the values of `folder`/config.json, the family's own in the place of missing keys. Raises ModelError."""
+    """Return the values of `folder`/config.json, with the family's defaults for missing keys. Raises ModelError."""
     values = read_json(folder / CONFIG)
     return DEFAULTS.get(str(values.get("model_type")), {}) | values
 
 
 def quantizer_file(folder: Path, values: dict[str, Any]) -> Path | None:
-    """Return the quantizer's own file where config.json, whose values are given, has no quantization options. Raises
-    ModelError where there are two."""
+    """Return the quantizer's own file if config.json (`values`) has no quantization options. Raises ModelError if there
+    are two such files."""
     if _in_config(values) is not None:
         return None
     found = [folder / name for name in QUANTIZER_FILES if (folder / name).is_file()]
     if len(found) > 1:
         names = " and ".join(file.name for file in found)
-        raise ModelError(f"{folder}: {names} both describe the weights; keep the one that they were quantized by")
+        raise ModelError(f"{folder}: {names} both describe the weights; keep the file of the quantizer that made them")
     return found[0] if found else None
 
 
 def quantization_options(folder: Path, values: dict[str, Any]) -> tuple[dict[str, Any], Path] | None:
-    """Return the quantization options and the file that holds them, or None for weights that are not quantized.
+    """Return the quantization options and the file that holds them, or None if the weights are not quantized.
 
-    values: of config.json, which counts where a quantizer's own file is there too. Raises ModelError.
+    values: of config.json, which takes precedence over the quantizer's own file. Raises ModelError.
     """
     options, path = _in_config(values), folder / CONFIG
     if options is not None and not isinstance(options, dict):

@@ -1,7 +1,7 @@
-"""How a checkpoint's hidden states become one vector, as sentence-transformers' files beside it say.
+"""Pooling of an embedding checkpoint, read from its sentence-transformers files.
 
-`modules.json` lists the modules that a text goes through: the model, a pooling (its `config.json` says which), and
-perhaps a normalization.
+`modules.json` lists the modules in order: the model, a pooling with its own `config.json`, and optionally a
+normalization.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class StoredPooling:
 
 
 def read_pooling(folder: Path) -> StoredPooling | None:
-    """What the folder's files say; None where there are none. Raises ModelError for a pooling or a module that is not
-    served."""
+    """Return the stored pooling, or None without `modules.json`. Raises ModelError for an unsupported pooling or
+    module."""
     path = folder / "modules.json"
     if not path.exists():
         return None
@@ -39,7 +39,7 @@ def read_pooling(folder: Path) -> StoredPooling | None:
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
-            raise ModelError(f"{path}: the module {kind!r} is not served; expected Transformer, Pooling and Normalize")
+            raise ModelError(f"{path}: unsupported module {kind!r}; expected Transformer, Pooling or Normalize")
     return None if pooling is None else StoredPooling(pooling, normalize)
 
 
@@ -48,5 +48,7 @@ def _mode(folder: Path, name: str) -> Mode:
     stored = read_json(path, folder)
     on = [name for name, value in stored.items() if name.startswith("pooling_mode_") and value is True]
     if len(on) != 1 or on[0] not in _MODES:
-        raise ModelError(f"{path}: {', '.join(on) or 'no pooling mode'} is on; expected one of {', '.join(_MODES)}")
+        raise ModelError(
+            f"{path}: {', '.join(on) or 'no pooling mode'} is enabled; expected one of {', '.join(_MODES)}"
+        )
     return _MODES[on[0]]

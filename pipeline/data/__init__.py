@@ -1,5 +1,6 @@
-"""Data in and out: which rows there are, what is asked of each, and how results are committed.
+"""Data in and out: reading input rows, rendering prompts, and committing results.
 
-Follow a row: `source` reads its window, `prompts` renders it, `bucket` places it in a unit, `units` carries it,
-`output.parts` commits the finished unit, `output.result_columns` names the columns it ends up in. No torch and no Ray.
+A row passes through these modules: `source` reads its window, `prompts` renders it, `bucket` assigns it to a unit,
+`units` holds the unit, `output.parts` commits the finished unit, and `output.result_columns` names its columns. No
+torch and no Ray.
 """

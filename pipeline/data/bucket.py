@@ -1,9 +1,8 @@
-"""Which rows of a window make a unit: pure functions of the prompts' bytes and budgets, so every run cuts the
-same.
+"""Assignment of a window's rows to units, as pure functions of prompt bytes and budgets, so every run cuts the same.
 
-Two things are wanted. Rows that share a long prefix lie in one unit, since units go to different engines and
-a prefix is computed once per engine; what all rows of the window share (the template's instructions) says
-nothing and is left out of the comparison. Other rows go longest first, so that what runs last is short.
+Rows that share a long prefix go into one unit, because units go to different engines and each engine computes a prefix
+once. The prefix that all rows of the window share (the template's instructions) is ignored in the comparison. Other
+rows are ordered longest first, so that the last ones to run are short.
 """
 
 from collections import defaultdict
@@ -11,37 +10,37 @@ from collections.abc import Iterable
 
 import numpy as np
 
-BYTES_PER_TOKEN = 4  # of English text with a large vocabulary; only sizes of units depend on it
-SHARED_BYTES = 256  # a shared prefix worth keeping together: some blocks of the KV cache
-_MAX_LEVEL = 8  # how far groups are taken apart; below it, byte order
+BYTES_PER_TOKEN = 4  # for English text and a large vocabulary; affects only the sizes of units
+SHARED_BYTES = 256  # min shared prefix of a group: a few blocks of the KV cache
+_MAX_LEVEL = 8  # max recursion depth of splitting groups; deeper groups are in byte order
 
 
 def estimate_tokens(num_bytes: int) -> int:
-    """Tokens of a prompt of so many bytes, roughly; at least 1 unless there are no bytes."""
+    """Return the approximate number of tokens of `num_bytes` of prompt; at least 1 unless there are no bytes."""
     return -(-num_bytes // BYTES_PER_TOKEN)
 
 
 def cut_units(prompts_bytes: list[bytes], budgets: np.ndarray, unit_tokens: int, unit_rows: int) -> list[np.ndarray]:
-    """Row indices of each unit; every row is in exactly one.
+    """Return the row indices of each unit; every row is in exactly one.
 
-    prompts_bytes: the rendered prompts, b"" for a row that has none. budgets: the new tokens each row may
-    take. A unit has at most `unit_rows` rows and an estimated `unit_tokens` prompt and new tokens, or one row
-    that is larger. A group of rows with a shared prefix is split only when it does not fit into a unit.
+    prompts_bytes: the rendered prompts, b"" for a row without a prompt. budgets: max new tokens of each row. A unit has
+    at most `unit_rows` rows and an estimated `unit_tokens` of prompt and new tokens, or a single larger row. A group of
+    rows with a shared prefix is split only if it does not fit into one unit.
     """
     assert len(prompts_bytes) == len(budgets)
     assert min(unit_tokens, unit_rows) >= 1
     costs = [estimate_tokens(len(p)) + int(b) for p, b in zip(prompts_bytes, budgets, strict=True)]
-    asked = [i for i, p in enumerate(prompts_bytes) if p]
-    clumps = _clumps(asked, prompts_bytes, costs, unit_tokens, unit_rows)
-    clumps += [[i] for i, p in enumerate(prompts_bytes) if not p]
+    with_prompt = [i for i, p in enumerate(prompts_bytes) if p]
+    groups = _group_rows(with_prompt, prompts_bytes, costs, unit_tokens, unit_rows)
+    groups += [[i] for i, p in enumerate(prompts_bytes) if not p]
     units: list[list[int]] = []
     room_tokens = room_rows = 0
-    for clump in clumps:
-        tokens = sum(costs[i] for i in clump)
-        if len(clump) > 1 and (tokens > room_tokens or len(clump) > room_rows):
+    for group in groups:
+        tokens = sum(costs[i] for i in group)
+        if len(group) > 1 and (tokens > room_tokens or len(group) > room_rows):
             units.append([])
             room_tokens, room_rows = unit_tokens, unit_rows
-        for i in clump:
+        for i in group:
             if not units or (units[-1] and (costs[i] > room_tokens or room_rows == 0)):
                 units.append([])
                 room_tokens, room_rows = unit_tokens, unit_rows
@@ -52,18 +51,18 @@ def cut_units(prompts_bytes: list[bytes], budgets: np.ndarray, unit_tokens: int,
 
 
 def _bucket(cost: int) -> int:
-    """The cost on a logarithmic scale, four steps to a doubling, in integers: every machine agrees."""
+    """Return the cost on a logarithmic scale with four steps per doubling, in integers, so that all machines agree."""
     bits = cost.bit_length()
     return 4 * bits + ((cost << 2 >> (bits - 1)) & 3) if cost > 0 else -1
 
 
-def _clumps(
+def _group_rows(
     rows: list[int], prompts: list[bytes], costs: list[int], unit_tokens: int, unit_rows: int, level: int = 0
 ) -> list[list[int]]:
-    """`rows` in the order in which units are filled: lists of rows to keep together, then single rows.
+    """Return `rows` in the order in which units are filled: groups to keep together, then single rows.
 
-    Rows belong together when they share SHARED_BYTES beyond what all of `rows` share. A group too large for
-    one unit is arranged in the same way by what follows its own shared prefix, and stays in one stretch.
+    Rows form a group if they share SHARED_BYTES after the prefix that all of `rows` share. A group too large for one
+    unit is split recursively after its own shared prefix, and stays contiguous.
     """
     start = _common_prefix([prompts[i] for i in rows])
     by_prefix: defaultdict[bytes, list[int]] = defaultdict(list)
@@ -82,15 +81,15 @@ def _clumps(
     for group in groups:
         fits = len(group) <= unit_rows and sum(costs[i] for i in group) <= unit_tokens
         if fits or level == _MAX_LEVEL:
-            # in byte order, so that rows with a longer shared prefix lie side by side
+            # byte order puts rows with a longer shared prefix next to each other
             out.append(sorted(group, key=lambda i: (prompts[i], i)))
         else:
-            out += _clumps(group, prompts, costs, unit_tokens, unit_rows, level + 1)
+            out += _group_rows(group, prompts, costs, unit_tokens, unit_rows, level + 1)
     return out + [[i] for i in single]
 
 
 def _common_prefix(prompts: Iterable[bytes]) -> int:
-    """Length of the prefix that all share: that of the smallest and the largest in byte order."""
+    """Return the length of the prefix that all prompts share: that of the smallest and the largest in byte order."""
     low, high = min(prompts, default=b""), max(prompts, default=b"")
     n = min(len(low), len(high))
     a, b = np.frombuffer(low[:n], np.uint8), np.frombuffer(high[:n], np.uint8)

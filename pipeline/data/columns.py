@@ -1,9 +1,9 @@
-"""Arrow types of input columns: one plain type for the many ways to store the same values, the type that a kept
-column has in the output, and schemas merged over files.
+"""Arrow types of input columns: plain types for processing, types of kept columns in the output, and merged schemas.
 
-Plain: dictionaries decoded, large, view and fixed-size variants made ordinary, extension types stored as what they
-wrap, but for UUIDs. So what reads, renders and sends rows meets `string`, `binary`, `list`, `struct` and `map` only,
-and a dataset whose files differ in encoding is one. Kept columns get their own type back when their part is made.
+A plain type has dictionaries decoded, large, view and fixed-size variants replaced by the ordinary type, and extension
+types except UUIDs replaced by their storage. The code that reads and renders rows thus handles only `string`, `binary`,
+`list`, `struct` and `map`, and files of one dataset may differ in encoding. Kept columns get their original type back
+when their part is written.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from pipeline.formatting import nearest
 
 
 def plain_type(t: pa.DataType) -> pa.DataType:
-    """The plain type of `t`; values are unchanged by a cast to it. A UUID stays one, as its text is not its bytes."""
+    """Return the plain type of `t`; a cast to it keeps all values. A UUID stays a UUID: its text is not its bytes."""
     if isinstance(t, pa.UuidType):
         return t
     if isinstance(t, pa.Bool8Type):
@@ -42,14 +42,15 @@ def plain_type(t: pa.DataType) -> pa.DataType:
 
 
 def kept_type(t: pa.DataType) -> pa.DataType:
-    """The type of a kept column of `t` in the output: `t`, as far as a part can hold it.
+    """Return the output type of a kept column of type `t`: `t` itself if a part can hold it.
 
-    A dictionary is each part's own, so it has no order, and room for the rows of many files. Views are plain: Arrow
-    cannot sort or take rows of them. Nothing inside is `not null`, as the rows of a damaged row group are null.
+    Each part has its own dictionary, so dictionaries are unordered, and their indices are int32 to fit many files.
+    Views become plain types, since Arrow cannot sort or take their rows. Nested fields are nullable, since the rows of
+    a damaged row group are null.
     """
     if isinstance(t, pa.BaseExtensionType):
         return t if _can_be_cast(plain_type(t), t) else plain_type(t)
-    if pa.types.is_nested(t) and _has_nulls_alone(t):  # Arrow casts no such lists
+    if pa.types.is_nested(t) and _has_nulls_alone(t):  # Arrow cannot cast such lists
         return plain_type(t)
     if pa.types.is_dictionary(t):
         return pa.dictionary(pa.int32(), kept_type(t.value_type))
@@ -63,8 +64,8 @@ def kept_type(t: pa.DataType) -> pa.DataType:
         return pa.struct([pa.field(f.name, kept_type(f.type)) for f in t.fields])
     if pa.types.is_map(t):
         return pa.map_(kept_type(t.key_type), kept_type(t.item_type))
-    is_as_it_is = pa.types.is_large_string(t) or pa.types.is_large_binary(t) or pa.types.is_fixed_size_binary(t)
-    return t if is_as_it_is else plain_type(t)
+    is_unchanged = pa.types.is_large_string(t) or pa.types.is_large_binary(t) or pa.types.is_fixed_size_binary(t)
+    return t if is_unchanged else plain_type(t)
 
 
 def _has_nulls_alone(t: pa.DataType) -> bool:
@@ -80,24 +81,27 @@ def _can_be_cast(a: pa.DataType, b: pa.DataType) -> bool:
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """Plain types, every field nullable, no metadata (pandas' would not be true of the output)."""
+    """Return the schema with plain types, every field nullable, without metadata (pandas' would be wrong for the
+    output)."""
     return pa.schema([pa.field(f.name, plain_type(f.type)) for f in schema])
 
 
 def kept_schema(schema: pa.Schema) -> pa.Schema:
-    """As `plain_schema`, with the types that kept columns have in the output."""
+    """Return the schema with the output types of kept columns, every field nullable, without metadata."""
     return pa.schema([pa.field(f.name, kept_type(f.type)) for f in schema])
 
 
 def empty_table(schema: pa.Schema) -> pa.Table:
-    """A table of no rows; Arrow's own makes none with lists of UUIDs."""
+    """Return a table without rows; `pa.Schema.empty_table` fails for lists of UUIDs."""
     return pa.Table.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema)
 
 
 def merge_types(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
-    """The type that holds the values of both without loss, plain where they differ, or None. int32 with int64 is
-    int64; int with string is None. Of two units of time it is the finer one, which may be too short for times of the
-    other (`times_made_finer`)."""
+    """Return the type that holds the values of both without loss, or None; plain if the two differ.
+
+    int32 and int64 give int64; int and string give None. Two units of time give the finer one, which may overflow for
+    times of the coarser one (`times_made_finer`).
+    """
     if a.equals(b):
         return a
     if pa.types.is_null(a) or pa.types.is_null(b):
@@ -129,7 +133,7 @@ def _merge_nested(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
         return None if key is None or item is None else pa.map_(key, item)
     if pa.types.is_struct(a) and pa.types.is_struct(b):
         ours, theirs = ({f.name: f.type for f in t.fields} for t in (a, b))
-        if len(ours) < a.num_fields or len(theirs) < b.num_fields:  # two fields of one name
+        if len(ours) < a.num_fields or len(theirs) < b.num_fields:  # duplicate field names
             return None
         names, nothing = dict.fromkeys([*ours, *theirs]), pa.null()
         merged = {name: merge_types(ours.get(name, nothing), theirs.get(name, nothing)) for name in names}
@@ -143,7 +147,7 @@ def _merge_nested(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
 
 @dataclass(frozen=True)
 class UnifiedColumn:
-    """A column that files store in different plain types. stored: each of these as text, with its first file."""
+    """Column that files store in different plain types. stored: each type as text, with the first file that has it."""
 
     type: pa.DataType
     stored: Mapping[str, str]
@@ -155,8 +159,8 @@ class UnifiedColumn:
 
 @dataclass(frozen=True)
 class MergedSchemas:
-    """Columns of some files together. missing: columns that some file lacks, with the first such file. conflicts:
-    columns that cannot be one, with the reason."""
+    """Merged columns of several files. missing: columns that a file lacks, with the first such file. conflicts: columns
+    that cannot be merged, with the reason."""
 
     schema: pa.Schema
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -178,7 +182,7 @@ def merge_schemas(schemas: list[tuple[str, pa.Schema]]) -> MergedSchemas:
             if merged is None:
                 first = next(iter(before.values()))
                 conflicts.setdefault(
-                    f.name, f"{name} has it as {f.type}, files before it as {types[f.name]}, the first of them {first}"
+                    f.name, f"it is {f.type} in {name}, but {types[f.name]} in earlier files, the first being {first}"
                 )
             else:
                 types[f.name] = merged
@@ -207,8 +211,8 @@ _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
 def leaves(t: pa.DataType, becomes: pa.DataType | None = None) -> list[tuple[pa.DataType, pa.DataType | None]]:
-    """The types without children of a type, in the order of Parquet's columns, each with its own in the type `becomes`
-    of the same shape, which may have more fields."""
+    """Return the leaf types of `t` in the order of Parquet's columns, each with its counterpart in `becomes`, a type of
+    the same shape that may have more fields."""
     t = plain_type(t)
     becomes = becomes and plain_type(becomes)
     if pa.types.is_struct(t):
@@ -223,14 +227,15 @@ def leaves(t: pa.DataType, becomes: pa.DataType | None = None) -> list[tuple[pa.
 
 
 def times_made_finer(own: pa.DataType, becomes: pa.DataType) -> int | None:
-    """By how much a cast multiplies the numbers of a timestamp or duration; None for other types, and where not."""
+    """Return the factor by which a cast multiplies the numbers of a timestamp or duration; None if it does not, and for
+    other types."""
     if not all(pa.types.is_timestamp(t) or pa.types.is_duration(t) for t in (own, becomes)) or own.unit == becomes.unit:
         return None
     return _PER_SECOND[becomes.unit] // _PER_SECOND[own.unit]
 
 
 def decoded_bytes(array: pa.Array) -> np.ndarray:
-    """The bytes of each row's values when nothing of them is shared through a dictionary."""
+    """Return the size in bytes of each row's values, with dictionaries decoded."""
     t = array.type
     if isinstance(array, pa.ExtensionArray):
         return decoded_bytes(array.storage)
@@ -250,11 +255,10 @@ def decoded_bytes(array: pa.Array) -> np.ndarray:
 
 
 def plain_array(array: pa.Array, t: pa.DataType) -> pa.Array:
-    """The values as the plain type `t`, which holds them. Raises ArrowInvalid where it is of a finer unit of time, and
-    too short.
+    """Cast the values to the plain type `t`. Raises ArrowInvalid if `t` has a finer unit of time and a value overflows.
 
-    Lists, structs and maps are taken apart here: Arrow's own casts lose the last offset of list views, and make lists
-    of nulls that are broken.
+    Lists, structs and maps are rebuilt here: Arrow's own casts lose the last offset of list views and produce broken
+    lists of nulls.
     """
     if isinstance(array, pa.ExtensionArray) and not isinstance(t, pa.UuidType):
         return plain_array(array.storage, t)
@@ -270,11 +274,11 @@ def plain_array(array: pa.Array, t: pa.DataType) -> pa.Array:
     mask = array.is_null()
     if pa.types.is_struct(t):
         found = {f.name: i for i, f in enumerate(own.fields)}
-        same = [f.name for f in own.fields] == [f.name for f in t.fields]  # two may have one name
-        places = range(t.num_fields) if same else [found.get(f.name) for f in t.fields]
+        same = [f.name for f in own.fields] == [f.name for f in t.fields]  # names may repeat
+        indices = range(t.num_fields) if same else [found.get(f.name) for f in t.fields]
         fields = [
             pa.nulls(len(array), f.type) if i is None else plain_array(array.field(i), f.type)
-            for i, f in zip(places, t.fields, strict=True)
+            for i, f in zip(indices, t.fields, strict=True)
         ]
         return pa.StructArray.from_arrays(fields, fields=list(t), mask=mask)
     if pa.types.is_map(t):
@@ -313,15 +317,14 @@ def _spans(lists: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _ends(sizes: np.ndarray) -> np.ndarray:
-    """0, and the sum of the sizes up to each."""
+    """Return 0 followed by the cumulative sums of the sizes."""
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """ " (did you mean 'report'?)" or, where nothing is close, the names there are; for the end of a
-    message."""
+    """Return the end of a message: " (did you mean 'report'?)" or, if no name is close, the known names."""
     names: Sequence[str] = list(known)
     if close := nearest(name, names):
         return f" (did you mean {close!r}?)"
     shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
-    return f" (there are: {shown})" if names else ""
+    return f" (known: {shown})" if names else ""

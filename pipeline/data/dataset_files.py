@@ -1,7 +1,7 @@
-"""All files of an input together: their format, what planning finds in each, and the columns of the dataset.
+"""All files of an input: their format, their planning metadata, and the columns of the dataset.
 
-Columns are stored in files or in the names of folders. The files of the output's first run say which columns there are
-and of which type. Files that were appended later must fit: the existing prompts and parts were made of these types.
+Columns are stored in files or in folder names. The files of the output's first run define the columns and their types.
+Files that are appended later must match, because existing prompts and parts were made from these types.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _ADVICE = "leave it out of the new files, or choose a new output.path for all fi
 
 @dataclass(frozen=True, slots=True)
 class SkippedFile:
-    """A damaged file, left out because `input.on_corrupt` is skip."""
+    """Damaged file, skipped because of `input.on_corrupt: skip`."""
 
     relative: str
     size: int
@@ -47,50 +47,52 @@ class SkippedFile:
 
 class DatasetFiles(Protocol):
     def look(self, index: int, relative: str, size: int) -> SourceFile:
-        """What planning needs of a file. Raises DamagedFile."""
+        """Return the planning metadata of a file. Raises DamagedFile."""
         ...
 
     def columns(self, indices: Iterable[int]) -> MergedSchemas:
-        """As `merge_schemas`, of these files that were looked at, in their order."""
+        """Merge the schemas of these files, in order; `look` must have run for each."""
         ...
 
     def requests(self) -> Requests | None:
-        """What the files that were looked at are together, where they hold requests. Raises InputError where lines
+        """Return the common properties of all requests, or None if lines are not requests. Raises InputError if lines
         contradict each other."""
         ...
 
 
 def files_of(fs: Any, root: str, names: list[str], keep_bad: bool, of_requests: bool = False) -> DatasetFiles:
-    """What looks at the files, called `names` in messages, that lie below `root`. With `keep_bad` lines that are no
-    rows are rows without values. `of_requests`: whether their lines are requests. Raises InputError where files are of
-    two formats."""
+    """Return the reader of the planning metadata of files below `root`, with `names` for messages.
+
+    keep_bad: treat lines that are not valid rows as rows without values. of_requests: whether lines are requests.
+    Raises InputError if the files have two formats.
+    """
     lines = [name for name in names if json_lines.is_json_lines(name)]
     if lines and len(lines) < len(names):
         other = next(name for name in names if not json_lines.is_json_lines(name))
         raise InputError(
-            f"{lines[0]} is JSON Lines by its name, {other} is not; a job reads one format: name the files of one, "
-            "as in input.path: data/*.jsonl"
+            f"{lines[0]} is JSON Lines by its name, but {other} is not; a job reads one format: select it with a "
+            "pattern such as input.path: data/*.jsonl"
         )
     if not of_requests:
         return _Lines(fs, root, names, keep_bad) if lines else _Footers(fs, root, names)
     if not lines:
         raise InputError(
-            f"{names[0]}: input.format: {FORMAT} is of JSON Lines, and this is none by its name; expected .jsonl, "
-            "also with .gz or .zst"
+            f"{names[0]}: input.format: {FORMAT} requires JSON Lines, which this is not by its name; expected .jsonl, "
+            ".jsonl.gz or .jsonl.zst"
         )
     return _RequestLines(fs, root, names, keep_bad)
 
 
 class _Footers:
-    """Looks at Parquet files. Of their schemas the distinct ones are kept, few however many files there are."""
+    """Planning metadata of Parquet files. Only the distinct schemas are kept, which are few."""
 
     def __init__(self, fs: Any, root: str, names: list[str]) -> None:
         self._fs, self._root, self._names = fs, root, names
         self._lock = threading.Lock()
-        self._number: dict[bytes, int] = {}  # of each distinct schema, by a digest of what is stored
+        self._number: dict[bytes, int] = {}  # number of each distinct schema, by its digest
         self._kept: list[pa.Schema] = []
-        self._schema_of: dict[int, int] = {}  # file -> number
-        self._files: dict[int, tuple[str, int]] = {}  # path and size
+        self._schema_of: dict[int, int] = {}  # file -> schema number
+        self._files: dict[int, tuple[str, int]] = {}  # file -> (path, size)
 
     def look(self, index: int, relative: str, size: int) -> SourceFile:
         name, path = self._names[index], posixpath.join(self._root, relative)
@@ -108,18 +110,22 @@ class _Footers:
         return SourceFile.of(relative, size, got)
 
     def columns(self, indices: Iterable[int]) -> MergedSchemas:
-        first: dict[int, int] = {}  # file by schema
+        first: dict[int, int] = {}  # schema number -> first file
         files = sorted(indices)
         for index in files:
             first.setdefault(self._schema_of[index], index)
         merged = merge_schemas([(self._names[i], self._kept[number]) for number, i in first.items()])
-        lost = {name: why for name, column in merged.unified.items() if (why := self._lost_times(name, column, files))}
+        lost = {
+            name: conflict
+            for name, column in merged.unified.items()
+            if (conflict := self._lost_times(name, column, files))
+        }
         schema = pa.schema([f for f in merged.schema if f.name not in lost])
         return replace(merged, schema=schema, conflicts={**merged.conflicts, **lost})
 
     def _lost_times(self, name: str, column: UnifiedColumn, files: list[int]) -> str | None:
-        """The first file with times that the unit of `column` cannot hold, by its statistics."""
-        factors: dict[int, dict[int, int]] = {}  # of each schema by leaf
+        """Return the conflict of the first file whose statistics show times that the unit of `column` cannot hold."""
+        factors: dict[int, dict[int, int]] = {}  # schema number -> leaf -> factor
         for number in {self._schema_of[i] for i in files}:
             own = self._kept[number]
             if name in own.names:
@@ -136,13 +142,13 @@ class _Footers:
         own = self._kept[self._schema_of[bad]].field(name).type
         other = next(file for kind, file in column.stored.items() if kind != str(own))
         return (
-            f"{self._names[bad]} has it as {own}, with times that {column.type} cannot hold, which files such as "
-            f"{other} need; store it in one unit in all files, or leave it out of input.columns and the prompt"
+            f"it is {own} in {self._names[bad]}, with times that overflow {column.type}, the unit of files such as "
+            f"{other}; store it in one unit in all files, or leave it out of input.columns and the prompt"
         )
 
     def _fits(self, index: int, factors: dict[int, int]) -> bool:
-        """Whether the numbers of these leaves of a file stay 64-bit integers when they are multiplied. Without
-        statistics that is seen when they are read."""
+        """Return whether the values of these leaves fit 64-bit integers after multiplication, by the file's statistics.
+        Without statistics, an overflow is found on reading."""
         path, size = self._files[index]
         metadata = read_footer(self._fs, path, size, self._names[index]).metadata
         for group in range(metadata.num_row_groups):
@@ -159,7 +165,7 @@ class _Footers:
 
 
 class _Lines:
-    """Looks at JSON Lines. A key that a line, or a whole file, does not have is null there."""
+    """Planning metadata of JSON Lines. A key that is missing in a line or a file is null there."""
 
     def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool) -> None:
         self._fs, self._root, self._names, self._keep_bad = fs, root, names, keep_bad
@@ -171,7 +177,9 @@ class _Lines:
         def add(number: int, row: dict[str, Any]) -> None:
             types.add(row)
             if len(types) > MAX_KEYS:
-                raise DamagedFile(name, f"more than {MAX_KEYS:,} different keys by line {number}; are keys data here?")
+                raise DamagedFile(
+                    name, f"more than {MAX_KEYS:,} different keys by line {number}; do its keys hold data?"
+                )
 
         file = json_lines.scan(self._fs, path, relative, size, name, self._keep_bad, add)
         self._types[index] = types
@@ -188,12 +196,12 @@ class _Lines:
 
 
 class _RequestLines:
-    """Looks at JSON Lines whose lines are requests. Their columns are the API's, whatever the lines hold."""
+    """Planning metadata of JSON Lines whose lines are requests. The columns are always those of the API."""
 
     def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool) -> None:
         self._fs, self._root, self._names, self._keep_bad = fs, root, names, keep_bad
         self._notes: dict[int, FileNotes] = {}
-        self._files: dict[int, tuple[str, int]] = {}  # relative path and size
+        self._files: dict[int, tuple[str, int]] = {}  # file -> (relative path, size)
         self._found: Requests | None = None
 
     def look(self, index: int, relative: str, size: int) -> SourceFile:
@@ -226,9 +234,12 @@ class _RequestLines:
 
 @dataclass(frozen=True)
 class DatasetColumns:
-    """`kept`: all columns that all files agree on, with the types that they have in the output, those of folder names
-    last. `missing`: the first file without a column. `conflicts`: which file, and why. `unified`: those of `kept` that
-    files store in different types."""
+    """Columns of a dataset.
+
+    kept: the columns that all files agree on, with their output types; columns of folder names come last. missing:
+    column -> first file without it. conflicts: column -> file and reason. unified: columns of `kept` that files store
+    in different types.
+    """
 
     kept: pa.Schema
     missing: Mapping[str, str]
@@ -238,7 +249,7 @@ class DatasetColumns:
 
 
 def dataset_columns(dataset: DatasetFiles, batches: Sequence[Mapping[int, str]], shown: str) -> DatasetColumns:
-    """The columns of files in batches, given as path by index in `dataset`. `shown`: the root, as messages name it.
+    """Return the columns of batches of files, each given as index in `dataset` -> path. shown: the root, for messages.
 
     A column that an appended file would change is in `conflicts`.
     """
@@ -251,9 +262,9 @@ def dataset_columns(dataset: DatasetFiles, batches: Sequence[Mapping[int, str]],
     conflicts = dict(columns.conflicts)
     for name in (*every.kept.names, *every.conflicts):
         if name not in conflicts and not _fits(name, columns, every):
-            conflicts[name] = _why_not(dataset, name, columns, first, later, shown)
+            conflicts[name] = _appended_conflict(dataset, name, columns, first, later, shown)
     kept = pa.schema([f for f in columns.kept if f.name not in conflicts])
-    return DatasetColumns(kept, every.missing, conflicts, columns.partitions, _those(every.unified, kept))
+    return DatasetColumns(kept, every.missing, conflicts, columns.partitions, _restricted_to(every.unified, kept))
 
 
 def _of_files(dataset: DatasetFiles, files: Mapping[int, str], shown: str) -> DatasetColumns:
@@ -264,29 +275,29 @@ def _of_files(dataset: DatasetFiles, files: Mapping[int, str], shown: str) -> Da
         partitions.remove(column)
         if column.name in missing:
             conflicts[column.name] = (
-                f"some files hold it, {missing[column.name]} does not, and folders are named {column.name}=...; "
-                "which is meant cannot be told"
+                f"ambiguous: some files store it, {missing[column.name]} does not, and folders are named "
+                f"{column.name}=...; rename the column in the files or the folders"
             )
             schema = schema.remove(schema.get_field_index(column.name))
     missing |= {f.name: posixpath.join(shown, outside[f.name]) for f in partitions if f.name in outside}
     kept = pa.schema([*schema, *partitions])
     names = frozenset(f.name for f in partitions)
-    return DatasetColumns(kept, missing, conflicts, names, _those(merged.unified, schema))
+    return DatasetColumns(kept, missing, conflicts, names, _restricted_to(merged.unified, schema))
 
 
-def _those(unified: Mapping[str, UnifiedColumn], schema: pa.Schema) -> dict[str, UnifiedColumn]:
+def _restricted_to(unified: Mapping[str, UnifiedColumn], schema: pa.Schema) -> dict[str, UnifiedColumn]:
     return {name: column for name, column in unified.items() if name in schema.names}
 
 
 def _fits(name: str, first: DatasetColumns, every: DatasetColumns) -> bool:
-    """Whether the column stays what it was with more files. How its values are stored may differ."""
+    """Return whether the column keeps its plain type with more files. The storage of its values may differ."""
     if name not in first.kept.names or name not in every.kept.names:
         return False
     one, all_ = (columns.kept.field(name).type for columns in (first, every))
     return plain_type(one).equals(plain_type(all_)) and (name in first.partitions) == (name in every.partitions)
 
 
-def _why_not(
+def _appended_conflict(
     dataset: DatasetFiles,
     name: str,
     columns: DatasetColumns,
@@ -294,7 +305,7 @@ def _why_not(
     later: Mapping[int, str],
     shown: str,
 ) -> str:
-    """Of a column that some appended file changes: the first such file, and how."""
+    """Return the conflict of a column: the first appended file that changes it, and the difference."""
     for index, relative in sorted(later.items()):
         own = _of_files(dataset, {index: relative}, shown)
         if name not in (*own.kept.names, *own.conflicts):
@@ -302,10 +313,10 @@ def _why_not(
         if not _fits(name, columns, _of_files(dataset, {**first, index: relative}, shown)):
             file = posixpath.join(shown, relative)
             if name not in columns.kept.names:
-                return f"the appended file {file} has it, the files that the output was begun with do not; {_ADVICE}"
+                return f"it is in the appended file {file}, but not in the files of the output's first run; {_ADVICE}"
             kind = own.kept.field(name).type if name in own.kept.names else "two columns of this name"
             return (
-                f"the appended file {file} has it as {kind}, the files that the output was begun with as "
-                f"{columns.kept.field(name).type}; store it so in the new files, or choose a new output.path for all"
+                f"it is {kind} in the appended file {file}, but {columns.kept.field(name).type} in the files of the "
+                "output's first run; store it as that in the new files, or choose a new output.path for all"
             )
-    return f"the appended files give it another type together; {_ADVICE}"
+    return f"the appended files together change its type; {_ADVICE}"

@@ -1,7 +1,7 @@
-"""One message of a chat as chat templates take it: a role, a text, and what a template may read besides.
+"""Validation and normalization of chat messages for chat templates: a role, a text, and other fields for the template.
 
-Owns what is refused by name: content other than text, media beside it, tool calls that are not whole. Whether a
-template renders tool calls is the chat template's side (`tokenization/chat_messages.py`).
+Refuses content other than text, media fields and incomplete tool calls. Whether a template renders tool calls is
+checked in `tokenization/chat_messages.py`.
 """
 
 import json
@@ -12,42 +12,44 @@ import pyarrow as pa
 
 from pipeline.data.columns import is_list, is_text
 
-# Fields of a message that hold something else than text.
+# Fields of a message that hold media.
 _MEDIA = ("audio", "image", "images", "video", "videos", "file", "files")
 _CALLS = ("tool_calls", "function_call")
-_SERVED = "only text is read: content as text, or as parts of type 'text'"
+_SERVED = "only text is supported: content as text, or as parts of type 'text'"
 
 
 class MessageRefused(ValueError):
-    """Why a message cannot be served. Begins with where it is."""
+    """Message that is not supported. The text begins with its position."""
 
 
-def plain_message(message: object, where: str) -> dict[str, Any]:
-    """The message with role and content first, parts of text joined by lines (as vLLM joins them), the arguments of
-    tool calls as objects (templates expect these; the API has them as JSON text), keys that are null left out. The
-    content of an assistant's message that only calls tools is None. Raises MessageRefused."""
+def plain_message(message: object, position: str) -> dict[str, Any]:
+    """Normalize a message: role and content first, null keys dropped.
+
+    Text parts are joined by newlines, as in vLLM. Arguments of tool calls become objects, which templates expect; the
+    API has them as JSON text. The content is None if an assistant's message only calls tools. Raises MessageRefused.
+    """
     if not isinstance(message, dict):
-        raise MessageRefused(f"{where}: expected an object with role and content")
+        raise MessageRefused(f"{position}: expected an object with role and content")
     role = message.get("role")
     if not isinstance(role, str) or not role.strip():
-        raise MessageRefused(f"{where}: role is missing")
+        raise MessageRefused(f"{position}: role is missing")
     rest = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
     for name in _MEDIA:
         if rest.get(name):
-            raise MessageRefused(f"{where}: {name}; {_SERVED}")
+            raise MessageRefused(f"{position}: {name}; {_SERVED}")
     for name in _CALLS:
         if not rest.get(name):
             rest.pop(name, None)
         else:
-            rest[name] = _with_arguments(rest[name], f"{where}: {name}")
-    content = _joined(message.get("content"), where)
+            rest[name] = _with_arguments(rest[name], f"{position}: {name}")
+    content = _joined(message.get("content"), position)
     if not isinstance(content, str) and not (content is None and any(name in rest for name in _CALLS)):
-        raise MessageRefused(f"{where}: content is neither text nor parts of text")
+        raise MessageRefused(f"{position}: content is neither text nor text parts")
     return {"role": role, "content": content, **rest}
 
 
 def refusal_of_type(t: pa.DataType) -> str | None:
-    """Why no column of this type can hold chats; None where it can."""
+    """Return why a column of this type cannot hold chats; None if it can."""
     if is_text(t):
         return None
     expected = "expected a list of structs with role and content, or text that holds such a list as JSON"
@@ -67,25 +69,25 @@ def refusal_of_type(t: pa.DataType) -> str | None:
     return f"its content is {content}; {_SERVED}"
 
 
-def _joined(content: object, where: str) -> object:
-    """OpenAI's content parts as one text; anything else as it is."""
+def _joined(content: object, position: str) -> object:
+    """Join OpenAI content parts into one text; return other values unchanged."""
     if not isinstance(content, list) or not content:
         return content
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             shown = f"a part of type {kind[:40]!r}" if isinstance(kind, str) else "a part without a type"
-            raise MessageRefused(f"{where}: content[{i}] is {shown}; {_SERVED}")
+            raise MessageRefused(f"{position}: content[{i}] is {shown}; {_SERVED}")
         if not isinstance(part.get("text"), str):
-            raise MessageRefused(f"{where}: content[{i}].text is no text")
+            raise MessageRefused(f"{position}: content[{i}].text is not text")
     return "\n".join(part["text"] for part in content)
 
 
-def _with_arguments(given: Any, where: str) -> Any:
-    """Tool calls (a list), or a call of a function, with arguments that are an object."""
+def _with_arguments(given: Any, position: str) -> Any:
+    """Return a list of tool calls, or a function call, with the arguments parsed into objects."""
     if isinstance(given, list):
         return [
-            {**call, "function": _with_arguments(call["function"], f"{where}[{i}].function")}
+            {**call, "function": _with_arguments(call["function"], f"{position}[{i}].function")}
             if isinstance(call, dict) and isinstance(call.get("function"), dict)
             else call
             for i, call in enumerate(given)
@@ -97,5 +99,5 @@ def _with_arguments(given: Any, where: str) -> Any:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, Mapping):
-        raise MessageRefused(f"{where}.arguments: expected a JSON object as text")
+        raise MessageRefused(f"{position}.arguments: expected a JSON object as text")
     return {**given, "arguments": arguments}

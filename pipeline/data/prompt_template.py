@@ -1,9 +1,8 @@
-"""Prompt templates: text with `{column}`, `{column.field}`, `{column.key}` and `{column:.2f}`, and the values that
-fill it.
+"""Prompt templates: text with `{column}`, `{column.field}`, `{column.key}` and `{column:.2f}`.
 
-A name in backticks is taken to the letter; a backtick of its own is doubled, as in Spark SQL.
-A template is split once into literal text and fields. A field's value is taken from its column as Arrow holds it and
-never looked at again; nothing of a template reaches Python's attributes or indices.
+A name in backticks is literal; a backtick in it is doubled, as in Spark SQL. A template is split once into literals and
+fields. The value of a field is read from its Arrow column and never parsed again, and a template cannot reach Python
+attributes or indices.
 """
 
 import datetime
@@ -24,28 +23,28 @@ from pipeline.errors import ConfigError
 
 _HINT = (
     "; write {column}, {column.field} or {column:.2f}, {`column`} for a name with other characters, and {{ or }} for a "
-    "brace of the text"
+    "literal brace"
 )
-_MAX_HINT_CHARS = 64  # of a name that is shown in backticks
+_MAX_HINT_CHARS = 64  # max length of a name shown in backticks
 _NAME = r"`(?:[^`]|``)*`|[^`.{}:!\[][^.{}:!\[]*"  # a column or a field, in backticks or plain
-_PLAIN_NAME = r"[^`{}:!\[\"'\n]+"  # fits every form of a field
+_PLAIN_NAME = r"[^`{}:!\[\"'\n]+"  # needs no backticks
 _PIECE = re.compile(
     rf"(?P<text>[^{{}}]+)|(?P<brace>\{{\{{|\}}\}})|\{{(?P<name>(?:{_NAME})(?:\.(?:{_NAME}))*)(?::(?P<form>[^{{}}]*))?\}}"
 )
 _NO_FIELD = re.compile(r"\{(?P<inside>(?:[^{}]|\{[^{}]*\})*)\}")
-_MAX_WIDTH_DIGITS = 4  # of a format spec: more would make a row of gigabytes
+_MAX_WIDTH_DIGITS = 4  # of a format spec; a larger width could make a row of gigabytes
 
 
 @dataclass(frozen=True)
 class NoText:
-    """Stands for a value that has no text, though others of its type have: the row's error says why."""
+    """Placeholder for a value without a text form, although its type has one. `why` becomes the row's error."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One place of a template: a column, the fields to go down in it, and a format spec, or none."""
+    """Field of a template: a column, the path of nested fields, and an optional format spec."""
 
     column: str
     path: tuple[str, ...] = ()
@@ -53,11 +52,11 @@ class Field:
 
     @property
     def name(self) -> str:
-        """As `prompt.fill_null` and messages call it."""
+        """Dotted name, used in `prompt.fill_null` and messages."""
         return ".".join((self.column, *self.path))
 
     def type_in(self, schema: pa.Schema) -> pa.DataType | None:
-        """The type of its values; None for a field inside of JSON text. Raises ConfigError where there is none."""
+        """Return the type of the field's values; None inside JSON text. Raises ConfigError if it does not exist."""
         kind = schema.field(self.column).type
         for at, name in enumerate(self.path):
             if is_text(kind) and at == 0:
@@ -81,27 +80,27 @@ class Field:
         return ".".join((self.column, *self.path[:at]))
 
     def _key(self, kind: pa.DataType, at: int) -> pa.Scalar:
-        """The key of a map that the name at `at` is the text of. Raises ConfigError where no key is."""
+        """Return `path[at]` as a key of the map type `kind`. Raises ConfigError if it is not a valid key."""
         try:
             key = pa.scalar(self.path[at]).cast(kind.key_type)
             pc.call_function("map_lookup", [pa.nulls(1, kind)], pc.MapLookupOptions(key, "last"))
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
             raise ConfigError(
-                f"prompt.template: {{{self.name}}}: {self._upto(at)!r} is {kind}, of which no key is written "
+                f"prompt.template: {{{self.name}}}: {self._upto(at)!r} is {kind}, which cannot have the key "
                 f"{self.path[at]!r}"
             ) from None
         return key
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise ConfigError where the columns have no such field, or none that can be formatted so."""
+        """Raise ConfigError if the schema lacks the field, or its format spec does not apply."""
         kind = self.type_in(schema)
         if not self.form:
             return
         sample = None if kind is None else _sample(kind)
         if sample is None:
-            what = "inside of JSON text" if kind is None else f"of type {kind}"
+            found = "a value inside JSON text" if kind is None else f"a value of type {kind}"
             raise ConfigError(
-                f"prompt.template: {{{self.name}:{self.form}}}: a value {what} takes no format spec; numbers, texts, "
+                f"prompt.template: {{{self.name}:{self.form}}}: {found} takes no format spec; only numbers, texts, "
                 "dates and times do"
             )
         try:
@@ -110,12 +109,12 @@ class Field:
             raise ConfigError(f"prompt.template: {{{self.name}:{self.form}}}: {error} (it is {kind})") from None
 
     def values(self, batch: pa.RecordBatch, text_of: Callable[[pa.Array], list[Any]]) -> list[Any]:
-        """Of each row the value as UTF-8 bytes, None, or NoText; those without a format spec by `text_of`."""
+        """Return each row's value as UTF-8 bytes, None, or NoText. `text_of` converts values without a format spec."""
         column = batch.column(self.column)
         if self.path and is_text(column.type):
             return [_inside(value, self.path) for value in text_of(column)]
         for at, name in enumerate(self.path):
-            if pa.types.is_map(column.type):  # of a key that comes twice the last is its value, as Parquet has it
+            if pa.types.is_map(column.type):  # the last value of a repeated key counts, as in Parquet
                 column = pc.call_function(
                     "map_lookup", [column], pc.MapLookupOptions(self._key(column.type, at), "last")
                 )
@@ -125,24 +124,27 @@ class Field:
             return text_of(column)
         if is_text(column.type):
             return [_formatted_text(value, self.form) for value in text_of(column)]
-        if pa.types.is_timestamp(column.type) and column.type.unit == "ns":  # Python's times have none
+        if pa.types.is_timestamp(column.type) and column.type.unit == "ns":  # Python has no nanoseconds
             column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
         return [_formatted(column[i], self.form) for i in range(len(column))]
 
 
 @lru_cache(maxsize=64)
 def parse(template: str, dotted: tuple[str, ...] = ()) -> tuple[tuple[str, ...], tuple[Field, ...]]:
-    """The literals and the fields between them. `dotted`: columns whose names hold dots; the longest of them that a
-    name begins with is its column. Raises ConfigError when the template is malformed or names none."""
+    """Split a template into literals and the fields between them.
+
+    dotted: columns with dots in their names; a field refers to the longest of them that its name begins with. Raises
+    ConfigError if the template is malformed or has no field.
+    """
     try:
         template.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair
+    except UnicodeEncodeError as error:  # a lone surrogate
         raise ConfigError(f"prompt.template: {error}") from error
     literals, fields, at = [""], [], 0
     while at < len(template):
         piece = _PIECE.match(template, at)
         if piece is None:
-            raise ConfigError(f"prompt.template: {_why_no_field(template[at:])}{_HINT}")
+            raise ConfigError(f"prompt.template: {_syntax_problem(template[at:])}{_HINT}")
         if piece["name"] is None:
             literals[-1] += piece["text"] or piece["brace"][0]
         else:
@@ -155,24 +157,24 @@ def parse(template: str, dotted: tuple[str, ...] = ()) -> tuple[tuple[str, ...],
 
 
 def in_template(name: str) -> str:
-    """Return what stands for the column of this name between a template's braces."""
+    """Return the column name as it is written between a template's braces, in backticks if needed."""
     is_plain = re.fullmatch(_PLAIN_NAME, name) and all(name.split(".")) and not name.isdigit()
     return name if is_plain else "`" + name.replace("`", "``") + "`"
 
 
-def _why_no_field(rest: str) -> str:
-    """Why no piece of a template begins with `rest`."""
+def _syntax_problem(rest: str) -> str:
+    """Return why `rest` does not begin with literal text or a field."""
     if rest[0] == "}":
         return f"a single }} before {rest[1:21]!r}"
     found = _NO_FIELD.match(rest)
     if found is None:
-        return f"no }} ends {rest[:20]!r}"
+        return f"no }} closes {rest[:20]!r}"
     inside = found["inside"]
     is_name = 0 < len(inside) <= _MAX_HINT_CHARS and not any(c in inside for c in "\"'\n`")  # no JSON, no code
     if not is_name or not any(c in inside for c in "[{!"):
         return f"{found[0][:_MAX_HINT_CHARS]} names no column"
-    meant = f"a column of this name is {{{in_template(inside)}}}"
-    return f"{found[0]}: no indices, conversions or fields in format specs are taken; {meant}"
+    advice = f"write a column of this name as {{{in_template(inside)}}}"
+    return f"{found[0]}: indices, conversions and nested format specs are not supported; {advice}"
 
 
 def _field(name: str, form: str, dotted: tuple[str, ...]) -> Field:
@@ -181,17 +183,21 @@ def _field(name: str, form: str, dotted: tuple[str, ...]) -> Field:
     column = max((c for c in dotted if f"{plain}.".startswith(f"{c}.")), key=len, default=parts[0])
     names = [column, *re.findall(_NAME, name[len(column) + 1 :])]
     if column.isdigit():
-        raise ConfigError(f"prompt.template: {{{name}}} names no column; one of this name is {{`{column}`}}{_HINT}")
+        raise ConfigError(
+            f"prompt.template: {{{name}}} names no column; write a column of this name as {{`{column}`}}{_HINT}"
+        )
     if form and any(c in part for part in parts if part[0] != "`" for c in "\"'\n"):  # braces of JSON
         raise ConfigError(f"prompt.template: {{{name}}} names no column{_HINT}")
     if any(len(digits) > _MAX_WIDTH_DIGITS for digits in re.findall(r"\d+", form)):
-        raise ConfigError(f"prompt.template: {{{name}:{form}}}: a format spec of more than {_MAX_WIDTH_DIGITS} digits")
+        raise ConfigError(
+            f"prompt.template: {{{name}:{form}}}: a number in a format spec has at most {_MAX_WIDTH_DIGITS} digits"
+        )
     column, *path = (part[1:-1].replace("``", "`") if part[0] == "`" else part for part in names)
     return Field(column, tuple(path), form)
 
 
 def _sample(kind: pa.DataType) -> object:
-    """A value of the kind that `values` formats; None for kinds that it cannot."""
+    """Return a sample value of a type that can be formatted; None for other types."""
     if is_text(kind):
         return "x"
     if pa.types.is_boolean(kind):
@@ -210,7 +216,8 @@ def _sample(kind: pa.DataType) -> object:
 
 
 def _formatted(value: pa.Scalar, form: str) -> bytes | NoText | None:
-    """Dates and times outside of the years 1 to 9999, numbers that are no character: Python has no text of them."""
+    """Format a value. Return NoText if Python cannot, as for dates outside the years 1 to 9999 and invalid code
+    points."""
     if not value.is_valid:
         return None
     try:
@@ -220,7 +227,7 @@ def _formatted(value: pa.Scalar, form: str) -> bytes | NoText | None:
 
 
 def _formatted_text(value: Any, form: str) -> Any:
-    """What is no text stays what it is: the row's error says so."""
+    """Format a text. Return other values and invalid UTF-8 unchanged; they become the row's error later."""
     if not isinstance(value, bytes):
         return value
     try:
@@ -230,7 +237,7 @@ def _formatted_text(value: Any, form: str) -> Any:
 
 
 def _inside(value: Any, path: tuple[str, ...]) -> bytes | None:
-    """The field in a text that holds a JSON object; None where it is not there, or the text is none."""
+    """Return a field of a JSON object in a text; None if the field is missing or the text is not JSON."""
     try:
         found = json.loads(value.decode()) if isinstance(value, bytes) else None
     except (ValueError, RecursionError):
@@ -240,4 +247,4 @@ def _inside(value: Any, path: tuple[str, ...]) -> bytes | None:
     if found is None:
         return None
     text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "surrogatepass")  # half a surrogate pair: then the row's error says so
+    return text.encode("utf-8", "surrogatepass")  # a lone surrogate becomes the row's error later

@@ -1,8 +1,8 @@
-"""From the columns of a row to the prompt that is asked, or to the reason why there is none.
+"""Rendering of a row's columns into a prompt, or into an error.
 
-Values are values: a template is split once into literal text and fields (`prompt_template`), and a value is put between
-literals and never looked at again, so `{{ }}` or `{report}` in the data stays what it is. Turning messages
-into text is the chat template's work, in the engine.
+A template is split once into literals and fields (`prompt_template`). Values are inserted between the literals and
+never parsed, so `{{ }}` or `{report}` in the data stays unchanged. The engine turns messages into text with the chat
+template.
 """
 
 import json
@@ -21,56 +21,55 @@ from pipeline.data.prompt_template import Field, NoText, in_template, parse
 from pipeline.errors import ConfigError, RowError
 
 MAX_BYTES = 8 * 1024 * 1024
-_NOT_UTF8 = b"\xff"  # stands for a value with text that is not: no decoder takes it
-_OUT_OF_RANGE = b"<value out of range"  # what Arrow writes for dates and times that it has no text of
+_NOT_UTF8 = b"\xff"  # replaces a nested value with text that is not UTF-8; decoding it fails
+_OUT_OF_RANGE = b"<value out of range"  # Arrow's text for dates and times outside its range
 
 
 @dataclass(frozen=True)
 class PromptSpec:
-    """Where a row's prompt comes from: exactly one of a column of text, a template, a column of chat
-    messages.
+    """Source of the prompts: exactly one of a text column, a template, and a column of chat messages.
 
-    Raises ConfigError when there is not exactly one, or the template is malformed.
+    Raises ConfigError if there is not exactly one, or the template is malformed.
     """
 
     column: str | None = None
     template: str | None = None
     messages: str | None = None
     max_bytes: int = MAX_BYTES  # of the rendered prompt, in UTF-8
-    defaults: Mapping[str, str] = of_dataclass(default_factory=dict)  # texts for nulls, by what the template names
-    refused: str | None = None  # a column of text that says why a row is not asked; null where it is
-    in_pieces: bool = False  # a template is rendered as a JSON list of its literals and, between them, the values
-    dotted: tuple[str, ...] = ()  # columns of the input whose names hold dots: {a.b} may be one, or a field of {a}
+    defaults: Mapping[str, str] = of_dataclass(default_factory=dict)  # texts for nulls, by field name
+    refused: str | None = None  # text column with the reason why a row is refused, or null
+    in_pieces: bool = False  # render a template as a JSON list of literals and values, alternating
+    dotted: tuple[str, ...] = ()  # input columns with dots in their names: {a.b} may be one, or a field of {a}
 
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.column, self.template, self.messages)) != 1:
             raise ConfigError("prompt: give exactly one of template, column, messages")
         if self.in_pieces and self.template is None:
-            raise ConfigError("prompt.special_tokens: template is of prompt.template alone")
+            raise ConfigError("prompt.special_tokens: template requires prompt.template")
         if self.messages is not None and self.defaults:
-            raise ConfigError("prompt.fill_null: only template and column take texts for nulls, messages does not")
+            raise ConfigError("prompt.fill_null: only works with prompt.template or prompt.column, not with messages")
         names = [] if self.messages is not None else [field.name for field in self.parts[1]]
         for name in self.defaults:
             if name not in names:
                 raise ConfigError(f"prompt.fill_null: {name!r} is not in the prompt{did_you_mean(name, names)}")
 
     def of_input(self, columns: Iterable[str]) -> "PromptSpec":
-        """The same of an input with these columns. Raises ConfigError where the template names one of them in a form
-        that its name cannot have."""
+        """Return a copy for an input with these columns. Raises ConfigError if the template misses the backticks of a
+        column's name."""
         names = tuple(columns)
         spec = replace(self, dotted=tuple(name for name in names if "." in name))
         for field in () if self.template is None else spec.parts[1]:
-            meant = next((n for n in names if n.startswith(field.column) and in_template(n) != n), None)
-            if field.column not in names and meant is not None:
+            intended = next((n for n in names if n.startswith(field.column) and in_template(n) != n), None)
+            if field.column not in names and intended is not None:
                 raise ConfigError(
-                    f"prompt.template: the input has no column {field.column!r}; the column {meant!r} is written "
-                    f"{{{in_template(meant)}}}"
+                    f"prompt.template: the input has no column {field.column!r}; write the column {intended!r} as "
+                    f"{{{in_template(intended)}}}"
                 )
         return spec
 
     @property
     def parts(self) -> tuple[tuple[str, ...], tuple[Field, ...]]:
-        """The literals, and the fields between them, of a prompt that is text."""
+        """Literals and the fields between them, for a template or a text column."""
         if self.template is not None:
             return parse(self.template, self.dotted)
         return ("", ""), (Field(self.column or ""),)
@@ -81,21 +80,21 @@ class PromptSpec:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that rendering reads, each once."""
+        """Columns that rendering reads, each once."""
         refused = () if self.refused is None else (self.refused,)
         if self.template is not None:
             return (*dict.fromkeys(field.column for field in self.parts[1]), *refused)
         return (self.column or self.messages or "", *refused)
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise ConfigError when the columns of `schema` cannot be read as this asks."""
+        """Raise ConfigError if prompts cannot be rendered from the columns of `schema`."""
         for name in self.columns:
             if name not in schema.names:
                 raise ConfigError(f"prompt: the input has no column {name!r}{did_you_mean(name, schema.names)}")
             if not _has_text_form(schema.field(name).type):
                 raise ConfigError(f"prompt: column {name!r} is {schema.field(name).type}, which has no text form")
-        for place in () if self.template is None else self.parts[1]:
-            place.check(schema)
+        for field in () if self.template is None else self.parts[1]:
+            field.check(schema)
         if self.column is not None and not is_text(schema.field(self.column).type):
             raise ConfigError(
                 f"prompt.column {self.column!r} is {schema.field(self.column).type}, expected text; "
@@ -103,15 +102,14 @@ class PromptSpec:
             )
         if self.messages is not None:
             t = schema.field(self.messages).type
-            why = refusal_of_type(t)
-            if why is not None:
-                raise ConfigError(f"prompt.messages {self.messages!r} is {t}: {why}")
+            problem = refusal_of_type(t)
+            if problem is not None:
+                raise ConfigError(f"prompt.messages {self.messages!r} is {t}: {problem}")
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """One entry per row in each list: a prompt, or a RowError code in `errors` and a sentence in
-    `messages`."""
+    """Rendered rows. Each list has one entry per row: a prompt, or a RowError code and an error message."""
 
     prompts: list[str | None]
     errors: list[str | None]
@@ -119,7 +117,7 @@ class Rendered:
 
 
 class _Refused(Exception):
-    """Why one row has no prompt."""
+    """The row has no valid prompt."""
 
     def __init__(self, code: RowError, message: str) -> None:
         super().__init__(message)
@@ -127,24 +125,26 @@ class _Refused(Exception):
 
 
 def template_columns(template: str) -> tuple[str, ...]:
-    """The columns a template names, each once, in order. Raises ConfigError when it is malformed or names
+    """Return the columns that a template names, each once, in order. Raises ConfigError if it is malformed or names
     none."""
     return tuple(dict.fromkeys(field.column for field in parse(template)[1]))
 
 
 def render(table: pa.Table, spec: PromptSpec, max_bytes: int | None = None) -> Rendered:
-    """Render every row of `table`, or its first rows, of at most `max_bytes` of prompts or of one row. A bad row is an
-    error of its own and never an exception."""
+    """Render the rows of `table`. With `max_bytes`, stop before the prompts exceed it, but after at least one row.
+
+    A bad row becomes an error entry, never an exception.
+    """
     make_rows = _text_rows if spec.messages is None else _messages_rows
     out, num_bytes = Rendered([], [], []), 0
-    # some rows at a time, so that the columns never lie in memory as Python objects whole
+    # batches keep most of the columns out of Python objects, which take more memory
     for batch in table.to_batches(max_chunksize=1024):
         refused = repeat(None) if spec.refused is None else batch.column(spec.refused).to_pylist()
-        for make, why in zip(make_rows(batch, spec), refused):
+        for make_prompt, problem in zip(make_rows(batch, spec), refused):
             try:
-                if why is not None:
-                    raise _Refused(RowError.INVALID_REQUEST, why)
-                prompt, code, message = make(), None, None
+                if problem is not None:
+                    raise _Refused(RowError.INVALID_REQUEST, problem)
+                prompt, code, message = make_prompt(), None, None
             except _Refused as e:
                 prompt, code, message = None, str(e.code), str(e)
             if max_bytes is not None:
@@ -188,20 +188,20 @@ def _fill(
         size += len(value)
     _check_size(size, spec.max_bytes)
     for field, value in values.items():
-        assert isinstance(value, bytes)  # else the size was too large
+        assert isinstance(value, bytes)  # TooLarge fails the size check
         decoded[field] = _decode(value, field.name)
-    if not any(text.strip() for text in decoded.values()) and not _stands_alone(literals, fields, spec):
+    if not any(text.strip() for text in decoded.values()) and not _is_prompt_without_values(literals, fields, spec):
         named = ", ".join(repr(field.name) for field in decoded)
-        raise _Refused(RowError.EMPTY_PROMPT, f"nothing but whitespace in {named}")
+        raise _Refused(RowError.EMPTY_PROMPT, f"only whitespace in {named}")
     out = [literals[0]]
     for field, literal in zip(fields, literals[1:], strict=True):
         out += (decoded[field], literal)
     return json.dumps(out, ensure_ascii=False) if spec.in_pieces else "".join(out)
 
 
-def _stands_alone(literals: tuple[str, ...], fields: tuple[Field, ...], spec: PromptSpec) -> bool:
-    """Return whether the template is a prompt without any value: it has text, and a default says of each column that
-    the prompt can do without it. The model would make up the data of any other row that has none."""
+def _is_prompt_without_values(literals: tuple[str, ...], fields: tuple[Field, ...], spec: PromptSpec) -> bool:
+    """Return whether the template is a prompt without any value: it has text, and every field has a default. Otherwise
+    the model would make up the data of a row without any."""
     return all(field.name in spec.defaults for field in fields) and any(text.strip() for text in literals)
 
 
@@ -219,7 +219,7 @@ def _decode(value: bytes, name: str) -> str:
 
 @dataclass(frozen=True)
 class TooLarge:
-    """Stands for a value that alone is larger than a prompt may be, so that it is never copied."""
+    """Placeholder for a value that exceeds the max size of a prompt, so that it is never copied."""
 
     num_bytes: int
 
@@ -228,10 +228,10 @@ class TooLarge:
 
 
 def text_bytes(column: pa.Array, max_bytes: int) -> list[bytes | TooLarge | NoText | None]:
-    """A column's values as UTF-8 bytes, not checked; numbers and dates as Arrow writes them, lists, structs and maps
-    as JSON; NoText for those that neither Arrow nor Python can write.
+    """Return a column's values as unchecked UTF-8 bytes: numbers and dates in Arrow's text form, lists, structs and
+    maps as JSON, and NoText for values that neither Arrow nor Python can write.
 
-    Bytes, because one string that is not UTF-8 would make Arrow refuse the whole column.
+    They are bytes because Arrow refuses a whole column for one invalid UTF-8 string.
     """
     t = column.type
     if is_text(t):
@@ -257,8 +257,8 @@ def _small_bytes(column: pa.Array, max_bytes: int) -> list[bytes | TooLarge | No
 
 
 def _nested(column: pa.Array, i: int) -> object:
-    """One list, struct or map as Python values; `_NOT_UTF8` when a string in it is not, NoText where Python has no such
-    value: dates outside of the years 1 to 9999, a struct with two fields of one name."""
+    """Return one list, struct or map as Python values; `_NOT_UTF8` if a string in it is not UTF-8, NoText if Python
+    cannot represent it: dates outside the years 1 to 9999, a struct with duplicate field names."""
     try:
         return _with_objects(column[i].as_py(), column.type)
     except UnicodeDecodeError:
@@ -268,8 +268,8 @@ def _nested(column: pa.Array, i: int) -> object:
 
 
 def _with_objects(value: Any, t: pa.DataType) -> Any:
-    """The value with a dict for each map, whose keys are texts. Of a key that comes twice the last is its value, as
-    Parquet has it."""
+    """Return the value with each map as a dict with text keys. The last value of a repeated key counts, as in
+    Parquet."""
     if value is None or not pa.types.is_nested(t):
         return value
     if pa.types.is_map(t):
@@ -281,7 +281,7 @@ def _with_objects(value: Any, t: pa.DataType) -> Any:
 
 
 def _key_text(key: Any) -> str:
-    """As in JSON, without the quotes of a text."""
+    """Return a key in JSON form, without quotes around a text."""
     text = json.dumps(key, ensure_ascii=False, separators=(",", ":"), default=_plain)
     return json.loads(text) if text.startswith('"') else text
 
@@ -291,7 +291,7 @@ def _has_text_form(t: pa.DataType) -> bool:
         return all(_has_text_form(t.field(i).type) for i in range(t.num_fields))
     if is_text(t) or isinstance(t, pa.UuidType):
         return True
-    # Arrow looks a time zone up only where there is a value
+    # Arrow looks up a time zone only if there is a value
     sample = pa.scalar(0, t) if pa.types.is_timestamp(t) else pa.scalar(None, t)
     try:
         return sample.cast(pa.string()) is not None
@@ -307,7 +307,7 @@ def _json(value: object) -> bytes:
 
 
 def _plain(value: object) -> str:
-    """What JSON has no form for, as text. Bytes are text, as those of a column are."""
+    """Return text for a value without a JSON form. Bytes are decoded as UTF-8, like bytes columns."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
@@ -329,7 +329,7 @@ def _messages_from_json(value: bytes | TooLarge | None, name: str, max_bytes: in
     assert isinstance(value, bytes)
     text = _decode(value, name)
     if not text.strip():
-        raise _Refused(RowError.EMPTY_PROMPT, f"nothing but whitespace in {name!r}")
+        raise _Refused(RowError.EMPTY_PROMPT, f"only whitespace in {name!r}")
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -340,7 +340,7 @@ def _messages_from_json(value: bytes | TooLarge | None, name: str, max_bytes: in
 
 
 def _messages(value: object, name: str, max_bytes: int) -> str:
-    """The canonical JSON of a chat: role and content first, keys that are null left out."""
+    """Return the canonical JSON of a chat: role and content first, null keys dropped."""
     if value is None:
         raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
     if isinstance(value, bytes):
@@ -358,7 +358,7 @@ def _messages(value: object, name: str, max_bytes: int) -> str:
     try:
         text = json.dumps(messages, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain)
         size = len(text.encode())
-    except (ValueError, RecursionError) as e:  # half a surrogate pair, NaN or infinity, depth
+    except (ValueError, RecursionError) as e:  # a lone surrogate, NaN, infinity, or too deep nesting
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: {e}") from e
     _check_size(size, max_bytes)
     return text

@@ -1,7 +1,7 @@
-"""Texts that rows bring beside their prompts: a completion to be scored, or labels to choose from.
+"""Texts of a row besides its prompt: a completion to score, or labels to choose from.
 
-They travel in the unit as one column of text: a completion as it is, labels as a JSON list. A row whose texts cannot be
-used is an error row.
+A unit stores them in one text column: a completion as is, labels as a JSON list. A row with invalid texts becomes an
+error row.
 """
 
 import json
@@ -18,7 +18,8 @@ from pipeline.errors import ConfigError, RowError
 
 @dataclass(frozen=True)
 class RowTexts:
-    """Exactly one of a completion and a column of lists of texts. key: of the job file, for messages."""
+    """Source of the texts: exactly one of a completion and a column of label lists. key: the job file's key, for
+    messages."""
 
     key: str
     completion: PromptSpec | None = None
@@ -26,18 +27,18 @@ class RowTexts:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Those that are read."""
+        """Columns to read."""
         return self.completion.columns if self.completion is not None else (self.labels or "",)
 
     def of_input(self, columns: Iterable[str]) -> "RowTexts":
-        """The same of an input with these columns. Raises ConfigError as `PromptSpec.of_input`."""
+        """Return a copy for an input with these columns. Raises ConfigError as in `PromptSpec.of_input`."""
         try:
             return replace(self, completion=self.completion and self.completion.of_input(columns))
         except ConfigError as error:
             raise ConfigError(f"{self.key}: {error.problem('prompt.template')}") from None
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise ConfigError where the columns of `schema` cannot be read so."""
+        """Raise ConfigError if the texts cannot be read from the columns of `schema`."""
         for name in self.columns:
             if name not in schema.names:
                 raise ConfigError(f"{self.key}: the input has no column {name!r}{did_you_mean(name, schema.names)}")
@@ -48,7 +49,7 @@ class RowTexts:
         elif self.completion.column is not None and not is_text(kind := schema.field(self.completion.column).type):
             name = self.completion.column
             raise ConfigError(
-                f'{self.key}: column {name!r} is {kind}, expected text; as text: "{{{in_template(name)}}}"'
+                f'{self.key}: column {name!r} is {kind}, expected text; to convert it, write "{{{in_template(name)}}}"'
             )
         else:
             try:
@@ -57,23 +58,25 @@ class RowTexts:
                 raise ConfigError(f"{self.key}: {error.problem('prompt')}") from None
 
     def read(self, inputs: pa.Table, errors: list[str | None], messages: list[str | None]) -> list[str | None]:
-        """Each row's texts; None where it has an error. Rows without usable ones get an error, unless they have one."""
+        """Return each row's text, or None for error rows. Add an error to rows with invalid texts, in place."""
         if self.completion is not None:
             rendered = render(inputs, self.completion)
             texts, refused, code = rendered.prompts, rendered.messages, RowError.INVALID_COMPLETION
         else:
             lists = list(_lists(inputs.column(self.labels or "")))
-            refused = [_unsupported_reason(labels, self.labels) for labels in lists]
-            texts = [None if why else json.dumps(labels, ensure_ascii=False) for labels, why in zip(lists, refused)]
+            refused = [_label_problem(labels, self.labels) for labels in lists]
+            texts = [
+                None if problem else json.dumps(labels, ensure_ascii=False) for labels, problem in zip(lists, refused)
+            ]
             code = RowError.INVALID_LABELS
-        for i, why in enumerate(refused):
-            if why is not None and errors[i] is None:
-                errors[i], messages[i] = str(code), f"{self.key}: {why}"
+        for i, problem in enumerate(refused):
+            if problem is not None and errors[i] is None:
+                errors[i], messages[i] = str(code), f"{self.key}: {problem}"
         return [text if error is None else None for text, error in zip(texts, errors, strict=True)]
 
 
 def _lists(column: pa.ChunkedArray) -> Iterable[list[str | bytes | None] | None]:
-    """b"" stands for a list that holds text which is not UTF-8."""
+    """Yield each row's labels; [b""] for a list with text that is not UTF-8."""
     for value in column:
         try:
             labels = value.as_py()
@@ -82,7 +85,7 @@ def _lists(column: pa.ChunkedArray) -> Iterable[list[str | bytes | None] | None]
             yield [b""]
 
 
-def _unsupported_reason(labels: list[str | bytes | None] | None, name: str | None) -> str | None:
+def _label_problem(labels: list[str | bytes | None] | None, name: str | None) -> str | None:
     if labels is None:
         return f"column {name!r} is null"
     if not labels:

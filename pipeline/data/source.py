@@ -1,9 +1,8 @@
-"""The input: which files there are, how their rows are cut into windows, and the reading of one window.
+"""The input: finding its files, cutting their rows into windows, and reading a window.
 
-A window is the unit of reading: consecutive rows in (sorted path, row) order, cut at row groups of Parquet, or blocks
-of lines, where they are small enough. Windows follow from the file list and three numbers alone, so every run of a job
-cuts the same ones. What is kept of a dataset grows with its files and windows, not with its rows. Rendering and units
-are `units`'s work.
+A window is the unit of reading: consecutive rows in (sorted path, row) order, cut at Parquet row groups or blocks of
+lines if these are small enough. Windows depend only on the file list and three numbers, so every run of a job cuts the
+same ones. Memory grows with files and windows, not with rows. `units` renders prompts and makes units.
 """
 
 import json
@@ -33,9 +32,9 @@ from pipeline.stores.redaction import redacted, shown_url
 from pipeline.stores.retries import RetryCounts
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
-DAMAGED_KEY = b"pipeline.damaged"  # and its rows that could not be read, a JSON list of [start, stop, reason]
-WINDOW_BYTES = 256 * 2**20  # about the most bytes of a window
-FOOTERS_AT_ONCE = 16  # twice as many from a store, which is mostly waited for
+DAMAGED_KEY = b"pipeline.damaged"  # schema metadata: its unreadable rows, a JSON list of [start, stop, reason]
+WINDOW_BYTES = 256 * 2**20  # approximate max size of a window
+FOOTERS_AT_ONCE = 16  # doubled for stores, where latency dominates
 FILES_AT_ONCE = 8  # of a window, from a store
 
 OnCorrupt = Literal["fail", "skip"]
@@ -43,7 +42,7 @@ OnCorrupt = Literal["fail", "skip"]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Rows start <= i < stop of the dataset, counted over its files in order."""
+    """Rows start <= i < stop of the dataset, numbered across its files in order."""
 
     index: int
     start: int
@@ -56,28 +55,28 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A dataset as found at planning. Picklable; `url` and `storage` may hold secrets and are never shown."""
+    """Dataset found at planning. Picklable; `url` and `storage` may hold secrets and are never shown."""
 
-    root: str  # for people: with the protocol, where it is not local
-    url: str = field(repr=False)  # as the job names it; it may say which host, and hold a password
+    root: str  # for messages; with the protocol, unless local
+    url: str = field(repr=False)  # as in the job file; may contain a host and a password
     base: str  # the root on the url's filesystem
-    files: tuple[SourceFile, ...]  # sorted by relative path; those of appended batches after the others
-    schema: pa.Schema  # plain types, of all columns that all files agree on, those of folder names last
-    kept: pa.Schema  # the same columns, with the types that they have in the output
-    missing: Mapping[str, str] = field(default_factory=dict, repr=False)  # column: first file without it
-    conflicts: Mapping[str, str] = field(default_factory=dict, repr=False)  # column: which file, and why
+    files: tuple[SourceFile, ...]  # sorted by relative path; appended batches come last
+    schema: pa.Schema  # plain types of the columns that all files agree on; columns of folder names come last
+    kept: pa.Schema  # the same columns with their output types
+    missing: Mapping[str, str] = field(default_factory=dict, repr=False)  # column -> first file without it
+    conflicts: Mapping[str, str] = field(default_factory=dict, repr=False)  # column -> file and reason
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
     partitions: frozenset[str] = frozenset()  # the columns that come from folder names
     on_corrupt: OnCorrupt = "fail"
     skipped: tuple[SkippedFile, ...] = ()  # sorted by relative path
     passed_over: tuple[str, ...] = ()  # files of other formats, sorted
-    batches: tuple[int, ...] = ()  # indices of `files` at which an appended batch begins
-    requests: Requests | None = None  # where the lines are requests
+    batches: tuple[int, ...] = ()  # indices in `files` at which an appended batch starts
+    requests: Requests | None = None  # set if the lines are requests
     unified: Mapping[str, UnifiedColumn] = field(default_factory=dict, repr=False)  # columns stored in several types
 
     @property
     def unified_texts(self) -> list[str]:
-        """Return a text for each column that files store in several types, such as `x: int32 in a.parquet, ...`."""
+        """Descriptions of the columns that files store in several types, such as `x: int32 in a.parquet, ...`."""
         return [column.to_text(name) for name, column in self.unified.items()]
 
     @property
@@ -90,29 +89,29 @@ class Source:
 
     @property
     def every_column(self) -> tuple[str, ...]:
-        """What is kept where nothing else is said. A column that cannot be is among them, to be refused."""
+        """All columns, the default of `input.columns`. Includes conflicting columns, which are then refused."""
         return (*self.schema.names, *self.conflicts)
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Raise InputError unless every file has each of these columns, with types that fit together."""
+        """Raise InputError unless every file has each of these columns with compatible types."""
         known = [*self.schema.names]
         for name in names:
             if name in self.conflicts:
                 raise InputError(f"column {name!r}: {self.conflicts[name]}")
             if name in self.missing and name in self.partitions:
                 raise InputError(
-                    f"{self.missing[name]}: does not lie in a folder {name}=..., other files of {self.root} do; "
-                    f"move it, or leave {name!r} out of input.columns and the prompt"
+                    f"{self.missing[name]}: is not in a folder {name}=..., but other files of {self.root} are; move "
+                    f"it, or leave {name!r} out of input.columns and the prompt"
                 )
             if name in self.missing:
                 raise InputError(
-                    f"{self.missing[name]}: has no column {name!r}, other files of {self.root} have it; leave "
-                    f"{name!r} out of input.columns (all columns when left out) and the prompt, or move the file"
+                    f"{self.missing[name]}: has no column {name!r}, but other files of {self.root} have it; leave "
+                    f"{name!r} out of input.columns (default: all columns) and the prompt, or move the file"
                 )
             if name not in known:
                 first = posixpath.join(self.root, self.files[0].relative)
-                why = did_you_mean(name, known) or ", as it and all other files hold no row" * (not self.num_rows)
-                raise InputError(f"{first}: has no column {name!r}{why}")
+                hint = did_you_mean(name, known) or ": it and all other files have no rows" * (not self.num_rows)
+                raise InputError(f"{first}: has no column {name!r}{hint}")
 
 
 def open_source(
@@ -123,16 +122,18 @@ def open_source(
     is_later: Callable[[str], bool] | None = None,
     of_requests: bool = False,
 ) -> Source:
-    """Find the files of a file, folder (read whole, recursively) or glob, local or an fsspec url: JSON Lines where
-    they are called so, else Parquet. `of_requests`: whether the lines are requests.
+    """Find the files of a path: a file, a folder (recursively) or a glob, local or an fsspec url. They are JSON Lines
+    by their names, or else Parquet.
 
-    In folders and globs, names that start with `_` or `.` and files of other formats (`files/formats.py`; these are
-    `Source.passed_over`) are passed by, and folders named `column=value` below
-    the root (of a glob: below the part before its first pattern) are columns. Where every file holds a column of
-    that name, the files' own is taken. Reads every file's footer, in parallel, and every line of JSON Lines. Raises
-    InputError naming what is missing, empty, damaged or of another format; under `on_corrupt` skip such files are in
-    `Source.skipped`. `retries` counts requests to a store that are tried again. `is_later` says of a file by its
-    relative path whether it was appended to an output: it must fit the columns of the others.
+    Folders and globs skip names that start with `_` or `.`, and files of other formats (`files/formats.py`, listed in
+    `Source.passed_over`). Folders named `column=value` below the root (for a glob: below the part before its first
+    pattern) are columns, unless every file stores a column of that name. Reads every Parquet footer, in parallel, and
+    every line of JSON Lines.
+
+    retries: counts retried requests to a store. is_later: returns whether a file, by its relative path, was appended to
+    an existing output; it must then match the columns of the other files. of_requests: whether the lines are requests.
+    Raises InputError for files that are missing, empty, damaged or in another format; with `on_corrupt` "skip", such
+    files are in `Source.skipped`.
     """
     storage = dict(storage or {})
     listed = find_files(path, storage, retries)
@@ -151,7 +152,7 @@ def open_source(
             return dataset.look(index, relative, size)
         except DamagedFile as damage:
             if on_corrupt == "fail":
-                raise InputError(f"{damage}; mend or remove it, or set input.on_corrupt: skip") from damage
+                raise InputError(f"{damage}; repair or remove it, or set input.on_corrupt: skip") from damage
             return SkippedFile(relative, size, damage.reason)
 
     at_once = FOOTERS_AT_ONCE if is_local(fs) else 2 * FOOTERS_AT_ONCE
@@ -162,12 +163,12 @@ def open_source(
     if not files:
         first = skipped[0]
         raise InputError(
-            f"input.path {shown_url(path)}: none of its {len(skipped)} files can be read, so there is nothing to do; "
-            f"the first, {posixpath.join(shown, first.relative)}: {first.reason}"
+            f"input.path {shown_url(path)}: none of its {len(skipped)} files can be read; the first, "
+            f"{posixpath.join(shown, first.relative)}: {first.reason}"
         )
-    at = {i: found[i][0] for i, f in enumerate(read) if isinstance(f, SourceFile)}
-    later = {i: relative for i, relative in at.items() if is_later is not None and is_later(relative)}
-    first = {i: relative for i, relative in at.items() if i not in later}
+    paths_by_index = {i: found[i][0] for i, f in enumerate(read) if isinstance(f, SourceFile)}
+    later = {i: relative for i, relative in paths_by_index.items() if is_later is not None and is_later(relative)}
+    first = {i: relative for i, relative in paths_by_index.items() if i not in later}
     columns = dataset_columns(dataset, (first, later), shown)
     return Source(
         root=shown,
@@ -189,12 +190,11 @@ def open_source(
 
 
 def cut_windows(source: Source, max_rows: int, max_bytes: int, limit: int | None = None) -> tuple[Window, ...]:
-    """Cut the first `limit` rows (None: all) into windows of at most `max_rows` rows and about `max_bytes`
-    bytes.
+    """Cut the first `limit` rows (None: all) into windows of at most `max_rows` rows and about `max_bytes` bytes.
 
-    A window holds consecutive row groups; a row group that is larger than a window is cut into even slices. An
-    appended batch of files begins a window, so that those before it stay as they were. Where the files before the first
-    batch hold no rows, window 0 is left to the empty part that they have.
+    A window holds consecutive row groups; a row group larger than a window is cut into even slices. An appended batch
+    of files starts a new window, so that earlier windows do not change. If the files before the first batch have no
+    rows, window 0 is reserved for their empty part.
     """
     assert min(max_rows, max_bytes) >= 1
     windows: list[Window] = []
@@ -218,7 +218,7 @@ def cut_windows(source: Source, max_rows: int, max_bytes: int, limit: int | None
 
 
 def _pieces(source: Source, max_rows: int, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """Rows and bytes of row groups in order, those larger than a window in slices."""
+    """Yield (rows, bytes) of the row groups in order; those larger than a window as slices."""
     for file in source.files:
         for rows, size in zip(file.group_rows, file.group_bytes, strict=True):
             if rows == 0:
@@ -234,7 +234,7 @@ def _pieces(source: Source, max_rows: int, max_bytes: int) -> Iterator[tuple[int
 
 
 def read_window(source: Source, window: Window, columns: Iterable[str]) -> pa.Table:
-    """The window's rows as one table; else as `read_stretches`."""
+    """Read the window's rows as one table; otherwise like `read_stretches`."""
     (table,) = read_stretches(source, window, columns)
     return table
 
@@ -242,17 +242,17 @@ def read_window(source: Source, window: Window, columns: Iterable[str]) -> pa.Ta
 def read_stretches(
     source: Source, window: Window, columns: Iterable[str], max_bytes: int | None = None
 ) -> Iterator[pa.Table]:
-    """Those columns of the window's rows, in order, and then `source_file` (string) and `source_row` (int64).
+    """Yield these columns of the window's rows in order, followed by `source_file` (string) and `source_row` (int64).
 
-    In tables of at most `max_bytes` (None: all in one), or of one row: a window's values may be many times what they
-    are in the file, where rows share them.
+    Each table has at most `max_bytes` (None: one table for all), or one row. Decoded values may take many times their
+    size in the file, where rows share them.
 
-    Page checksums are verified where the file has them. Raises InputError when a file is no longer the one that
-    was planned, or is damaged; under `on_corrupt` skip damaged rows are null and told in the schema's metadata.
-    EnvironmentFailed when a file cannot be read.
+    Page checksums are verified if the file has them. Raises InputError if a file changed since planning or is damaged;
+    with `on_corrupt` "skip", damaged rows are null and listed in the schema's metadata. Raises EnvironmentFailed if a
+    file cannot be read.
     """
     schema = pa.schema([source.schema.field(name) for name in dict.fromkeys(columns)])
-    stretch = _Stretch(source, window, schema)
+    stretch = _StretchReader(source, window, schema)
     for file, piece, read in _read_files(source, window, schema):
         sizes = np.zeros(piece.num_rows, np.int64) if max_bytes is None else read.row_bytes(piece.num_rows)
         ends, start = np.concatenate([[0], np.cumsum(sizes)]), 0
@@ -263,7 +263,7 @@ def read_stretches(
                 stop = int(np.searchsorted(ends, ends[start] + room, side="right")) - 1
             if stop <= start and stretch.num_rows:
                 yield stretch.table()
-                stretch = _Stretch(source, window, schema)
+                stretch = _StretchReader(source, window, schema)
                 continue
             stop = max(stop, start + 1)
             stretch.add(file, piece, read, start, stop)
@@ -272,8 +272,8 @@ def read_stretches(
     yield stretch.table()
 
 
-class _Stretch:
-    """Consecutive rows of a window, as they are read."""
+class _StretchReader:
+    """Consecutive rows of a window, collected while reading."""
 
     def __init__(self, source: Source, window: Window, schema: pa.Schema) -> None:
         self._source, self._window, self._schema = source, window, schema
@@ -282,7 +282,7 @@ class _Stretch:
         self.num_rows = self.num_bytes = 0
 
     def add(self, file: SourceFile, piece: Slice, read: "_Read", start: int, stop: int) -> None:
-        """Rows start <= i < stop of what was read of a file."""
+        """Append rows start <= i < stop of a file's slice."""
         for first, last, reason in read.damaged:
             if max(first, start) < min(last, stop):
                 moved = self.num_rows - start
@@ -297,20 +297,20 @@ class _Stretch:
         self.num_rows += count
 
     def table(self) -> pa.Table:
-        where = [pa.chunked_array(self._files, pa.string()), pa.chunked_array(self._rows, pa.int64())]
+        positions = [pa.chunked_array(self._files, pa.string()), pa.chunked_array(self._rows, pa.int64())]
         notes = {WINDOW_KEY: str(self._window.index).encode()}
         if self._damaged:
             notes[DAMAGED_KEY] = json.dumps(self._damaged).encode()
         fields = [*self._schema, ("source_file", pa.string()), ("source_row", pa.int64())]
-        columns = [*pa.concat_tables(self._tables or [empty_table(self._schema)]).columns, *where]
+        columns = [*pa.concat_tables(self._tables or [empty_table(self._schema)]).columns, *positions]
         return pa.Table.from_arrays(columns, schema=pa.schema(fields, metadata=notes))
 
 
 def _plain(table: pa.Table, start: int, stop: int, schema: pa.Schema, name: str) -> pa.Table:
-    """Rows start <= i < stop with the columns' types in `schema`. Raises InputError naming the file `name` and the
+    """Return rows start <= i < stop, cast to the types of `schema`. Raises InputError with the file `name` and the
     column whose values do not fit."""
     batches = table.slice(start, stop - start).to_batches()
-    if stop - start < table.num_rows:  # without what other rows have in lists and dictionaries
+    if stop - start < table.num_rows:  # `take` drops the list and dictionary values of other rows
         batches = [batch.take(pa.array(range(batch.num_rows))) for batch in batches]
     columns = []
     for i, f in enumerate(table.schema):
@@ -320,16 +320,16 @@ def _plain(table: pa.Table, start: int, stop: int, schema: pa.Schema, name: str)
                 columns.append(pa.chunked_array([plain_array(batch.column(i), kind) for batch in batches], kind))
             except pa.ArrowInvalid as e:
                 raise InputError(
-                    f"{name}: column {f.name!r}: it is {f.type} here and {kind} of all files together, which does not "
-                    f"hold each of its values ({redacted(str(e))}); store it in one type in all files, or leave it out "
-                    "of input.columns and the prompt"
+                    f"{name}: column {f.name!r}: its type {f.type} was merged to {kind} across files, which cannot "
+                    f"hold all its values ({redacted(str(e))}); store it in one type in all files, or leave it out of "
+                    "input.columns and the prompt"
                 ) from e
     return pa.table(columns, names=table.schema.names)
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A slice's rows, None where there are none, and which of them are damaged: start, stop, reason."""
+    """Rows of a slice (None if unreadable), and its damaged rows as (start, stop, reason)."""
 
     table: pa.Table | None
     damaged: list[tuple[int, int, str]]
@@ -343,9 +343,10 @@ class _Read:
 
 
 def _read_files(source: Source, window: Window, schema: pa.Schema) -> Iterator[tuple[SourceFile, Slice, "_Read"]]:
-    """The window's slices in order, each with the stored columns of `schema`. Damaged rows under skip only.
+    """Yield the window's slices in order with the stored columns of `schema`. Damaged rows occur only with skip.
 
-    From a store several files at once: a window may be made of many small ones, and each is some requests.
+    Reads several files of a store concurrently, since a window may consist of many small ones, each with a few
+    requests.
     """
     fs, _ = filesystem(source.url, source.storage)
     stored = pa.schema([f for f in schema if f.name not in source.partitions])
@@ -354,16 +355,16 @@ def _read_files(source: Source, window: Window, schema: pa.Schema) -> Iterator[t
         i, start, stop = stretch
         file = source.files[i]
         slices = list(file.slices(file.first_row + start, file.first_row + stop))
-        where = (fs, source.base, source.root, file, slices, stored)
+        read_args = (fs, source.base, source.root, file, slices, stored)
         if file.blocks is not None:
             row_of = (lambda line: line) if source.requests is None else source.requests.row
-            lines = zip(slices, json_lines.read_slices(*where, row_of), strict=True)
+            lines = zip(slices, json_lines.read_slices(*read_args, row_of), strict=True)
             return [(file, piece, _Read(read.table, read.damaged)) for piece, read in lines]
         out = []
-        for piece, read in zip(slices, parquet_file.read_slices(*where), strict=True):
+        for piece, read in zip(slices, parquet_file.read_slices(*read_args), strict=True):
             if isinstance(read, DamagedFile):
                 if source.on_corrupt == "fail":
-                    advice = "mend the file, or set input.on_corrupt: skip to have these rows as error rows"
+                    advice = "repair the file, or set input.on_corrupt: skip to turn these rows into error rows"
                     raise InputError(f"{read}; {advice}") from read
                 group = f"row group {piece.group}: {read.reason}"
                 out.append((file, piece, _Read(None, [(0, piece.num_rows, group)])))
@@ -376,8 +377,10 @@ def _read_files(source: Source, window: Window, schema: pa.Schema) -> Iterator[t
 
 
 def narrowed(source: Source, windows: Iterable[Window]) -> Iterator[tuple[tuple[SourceFile, ...], Window]]:
-    """What reading each window needs of a large source: the files and row groups that it lies in, and the window as
-    counted over these. `read_window` of a source with these files gives the same table."""
+    """Yield for each window the files and row groups that contain it, and the window renumbered over these rows.
+
+    `read_window` with these files returns the same table as with the whole source.
+    """
     first = _first_rows(source)
     for window in windows:
         files, before = [], window.start
@@ -389,13 +392,13 @@ def narrowed(source: Source, windows: Iterable[Window]) -> Iterator[tuple[tuple[
 
 
 def _first_rows(source: Source) -> list[int]:
-    """Of each file, and one past the last, the row of the dataset that it begins with."""
+    """Return the dataset row at which each file starts, followed by the total number of rows."""
     return [0, *accumulate(f.num_rows for f in source.files)]
 
 
 def _stretches(first: list[int], window: Window) -> Iterator[tuple[int, int, int]]:
-    """The window's files by index, with the first row of each and the one after its last, counted over those rows
-    of the file that the source knows. `first`: of `_first_rows`."""
+    """Yield (file index, start, stop) for each file of the window, numbered over the rows of the file that the source
+    knows. first: from `_first_rows`."""
     for i in range(bisect_right(first, window.start) - 1, len(first) - 1):
         if first[i] >= window.stop:
             break

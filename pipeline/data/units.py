@@ -1,8 +1,7 @@
-"""A unit: the rows that are generated, retried and committed together, as one Arrow table that travels as one
-value.
+"""Units: rows that are generated, retried and committed together, stored as one Arrow table.
 
-`window_units` and `make_units` take a window to the units it becomes: render, per-row sampling, order, cut. A window
-whose values or prompts are more bytes than `UnitSpec.max_bytes` becomes units stretch by stretch.
+`window_units` and `make_units` turn a window into units: render, read per-row sampling values, order, cut. A window
+whose values or prompts exceed `UnitSpec.max_bytes` is processed in stretches of rows.
 """
 
 import json
@@ -18,26 +17,26 @@ from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import DAMAGED_KEY, WINDOW_KEY, Source, Window, read_stretches
 from pipeline.errors import RowError
 
-# after the kept columns, in this order; they are found by position, so an input column may have such a name
+# These follow the kept columns and are accessed by position, so input columns may have the same names.
 OWN_FIELDS = (
     pa.field("source_file", pa.string()),
     pa.field("source_row", pa.int64()),
-    pa.field("_prompt", pa.string()),  # rendered text or messages as JSON; null for an error row
+    pa.field("_prompt", pa.string()),  # rendered text, or messages as JSON; null for an error row
     pa.field("_error", pa.string()),  # a RowError code, or null
     pa.field("_error_message", pa.string()),
     pa.field("_params", pa.string()),  # per-row sampling values as a JSON object, or null
-    pa.field("_expected", pa.string()),  # the right answer, or null
-    pa.field("_texts", pa.string()),  # what `RowTexts` read, or null
+    pa.field("_expected", pa.string()),  # expected answer, or null
+    pa.field("_texts", pa.string()),  # from `RowTexts`, or null
 )
 _OWN_NAMES = [f.name for f in OWN_FIELDS]
-UNIT_TOKENS = 100_000  # about the most tokens of a unit: a minute of work
-MAX_STRETCH_BYTES = 1 << 30  # a column of text holds 2 GiB
-MAX_BUDGET = 1 << 20  # of one row's max_tokens in the estimate of a unit's size
+UNIT_TOKENS = 100_000  # approximate max tokens of a unit: a minute of work
+MAX_STRETCH_BYTES = 1 << 30  # an Arrow string column holds at most 2 GiB
+MAX_BUDGET = 1 << 20  # limit of a row's max_tokens when estimating the size of a unit
 
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """How windows become units. Picklable."""
+    """Settings that turn windows into units. Picklable."""
 
     prompt: PromptSpec
     kept: tuple[str, ...] = ()
@@ -45,19 +44,19 @@ class UnitSpec:
     default_max_tokens: int = 16
     unit_tokens: int = UNIT_TOKENS
     unit_rows: int = 512
-    expected: str | None = None  # the column of right answers
-    default_n: int = 1  # samples of a row
-    texts: RowTexts | None = None  # beside the prompts
-    max_bytes: int = MAX_STRETCH_BYTES  # of a stretch's values, and of its prompts
+    expected: str | None = None  # column of expected answers
+    default_n: int = 1  # samples per row
+    texts: RowTexts | None = None  # texts of rows besides their prompts
+    max_bytes: int = MAX_STRETCH_BYTES  # limit of a stretch's values, and of its prompts
 
     def of_input(self, columns: Iterable[str]) -> "UnitSpec":
-        """The same of an input with these columns."""
+        """Return a copy for an input with these columns."""
         texts = self.texts and self.texts.of_input(columns)
         return replace(self, prompt=self.prompt.of_input(columns), texts=texts)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns to read from the source, each once."""
+        """Columns to read from the source, each once."""
         expected = [] if self.expected is None else [self.expected]
         texts = () if self.texts is None else self.texts.columns
         return tuple(
@@ -67,7 +66,7 @@ class UnitSpec:
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit `index` of the `of` units of window `window`."""
+    """Unit `index` of the `of` units in window `window`."""
 
     window: int
     index: int
@@ -79,19 +78,19 @@ class Unit:
         return self.table.num_rows
 
     def kept(self) -> pa.Table:
-        """The kept input columns alone."""
+        """Return the kept input columns."""
         return self.table.select(list(range(self.table.num_columns - len(OWN_FIELDS))))
 
     def places(self) -> list[tuple[str, int]]:
-        """Where each row comes from: `source_file` and `source_row`."""
+        """Return the `source_file` and `source_row` of each row."""
         return list(zip(self.own("source_file").to_pylist(), self.own("source_row").to_pylist()))
 
     def of_rows(self, rows: Sequence[int]) -> "Unit":
-        """These of its rows, as a unit of the same name."""
+        """Return a unit with the same window and index, restricted to these rows."""
         return Unit(self.window, self.index, self.of, self.table.take(pa.array(rows, pa.int64())))
 
     def own(self, name: str) -> pa.ChunkedArray:
-        """A column of OWN_FIELDS, even where a kept input column has the same name."""
+        """Return a column of OWN_FIELDS, even if a kept input column has the same name."""
         return self.table.column(self.table.num_columns - len(OWN_FIELDS) + _OWN_NAMES.index(name))
 
     def to_bytes(self) -> bytes:
@@ -111,26 +110,26 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class _Stretch:
-    """Consecutive rows of a window with their prompts, and which of them make each unit."""
+class _RenderedStretch:
+    """Consecutive rows of a window with their prompts, and the row indices of each unit."""
 
     table: pa.Table
     units: list[np.ndarray]
 
 
 class Units:
-    """The units of one window, each made when it is asked for: a window's text is large, and need not lie in
-    memory twice. Where the window is several stretches, they are read and rendered again, one at a time."""
+    """Units of one window, created on access, so that the window's text is not in memory twice. If the window has
+    several stretches, each access reads and renders them again, one at a time."""
 
-    def __init__(self, window: int, num_rows: int, stretches: Callable[[], Iterable[_Stretch]]) -> None:
+    def __init__(self, window: int, num_rows: int, stretches: Callable[[], Iterable[_RenderedStretch]]) -> None:
         self._window, self._stretches = window, stretches
-        self._rows: list[list[int]] = []  # of each stretch, of each unit
-        self._only: _Stretch | None = None
+        self._rows: list[list[int]] = []  # number of rows, by stretch and unit
+        self._only: _RenderedStretch | None = None
         for stretch in stretches():
             self._rows.append([len(rows) for rows in stretch.units])
             if stretch.table.num_rows == num_rows:
                 self._only = stretch
-            del stretch  # before the next one is made
+            del stretch  # frees its memory before the next one is created
 
     def __len__(self) -> int:
         return sum(map(len, self._rows))
@@ -145,7 +144,7 @@ class Units:
         return next(self.some([range(len(self))[index]]))
 
     def some(self, indices: Iterable[int]) -> Iterator[Unit]:
-        """These units, in their order."""
+        """Yield these units in order."""
         wanted, first = set(indices), 0
         for stretch in self._stretches() if self._only is None else [self._only]:
             for i, rows in enumerate(stretch.units, first):
@@ -154,13 +153,13 @@ class Units:
             first += len(stretch.units)
             if max(wanted, default=-1) < first:
                 break
-            del stretch  # before the next one is made
+            del stretch  # frees its memory before the next one is created
 
 
 def window_units(source: Source, window: Window, spec: UnitSpec) -> Units:
-    """The units of a window of the input. Raises as `read_stretches`."""
+    """Read a window of the input and return its units. Raises the errors of `read_stretches`."""
 
-    def stretches() -> Iterator[_Stretch]:
+    def stretches() -> Iterator[_RenderedStretch]:
         for table in read_stretches(source, window, spec.columns, spec.max_bytes):
             yield from _stretches_of(table, spec)
 
@@ -168,17 +167,18 @@ def window_units(source: Source, window: Window, spec: UnitSpec) -> Units:
 
 
 def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> Units:
-    """The units of one window as `read_window` gave it, which says which window it is unless `window` does.
+    """Return the units of one window, a table from `read_window`. window: its index; default: from the table's
+    metadata.
 
-    Every row of `table` is in exactly one unit, error rows too. No rows, no units.
+    Every row of `table`, error rows included, is in exactly one unit. An empty table has no units.
     """
     if window is None:
         window = int((table.schema.metadata or {})[WINDOW_KEY])
     return Units(window, table.num_rows, lambda: _stretches_of(table, spec))
 
 
-def _stretches_of(table: pa.Table, spec: UnitSpec) -> Iterator[_Stretch]:
-    """The rows of a table in stretches whose prompts are at most `spec.max_bytes`, or one row's."""
+def _stretches_of(table: pa.Table, spec: UnitSpec) -> Iterator[_RenderedStretch]:
+    """Split a table into stretches whose prompts have at most `spec.max_bytes`, or one row."""
     damaged = json.loads((table.schema.metadata or {}).get(DAMAGED_KEY, b"[]"))
     start = 0
     while start < table.num_rows:
@@ -188,38 +188,39 @@ def _stretches_of(table: pa.Table, spec: UnitSpec) -> Iterator[_Stretch]:
         for first, stop, reason in damaged:
             for i in range(max(first - start, 0), min(stop - start, count)):
                 rendered.errors[i], rendered.messages[i] = str(RowError.CORRUPT_INPUT), reason
-        yield _stretch(rest.slice(0, count), rendered, spec)
+        yield _make_stretch(rest.slice(0, count), rendered, spec)
         start += count
 
 
-def _stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Stretch:
-    # by position: the last two are read_stretches's, whatever the input's columns are called
+def _make_stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _RenderedStretch:
+    # by position: the last two columns are from read_stretches, and input columns may have the same names
     inputs = table.select(list(range(table.num_columns - 2)))
     errors, messages = rendered.errors, rendered.messages
     params = _row_params(inputs, spec.sampling_columns, errors, messages)
     texts = [None] * table.num_rows if spec.texts is None else spec.texts.read(inputs, errors, messages)
     budgets = _budgets(params, errors, spec.default_max_tokens, spec.default_n)
     budgets += np.array([estimate_tokens(len(text.encode())) if text else 0 for text in texts], dtype=np.int64)
-    asked = _encoded(rendered.prompts, errors)
-    cut = cut_units([p or b"" for p in asked], budgets, spec.unit_tokens, spec.unit_rows)
+    encoded = _encoded(rendered.prompts, errors)
+    cut = cut_units([p or b"" for p in encoded], budgets, spec.unit_tokens, spec.unit_rows)
     own = [
         table.column(table.num_columns - 2),
         table.column(table.num_columns - 1),
-        pa.array(asked, pa.string()),
+        pa.array(encoded, pa.string()),
         pa.array(errors, pa.string()),
         pa.array(messages, pa.string()),
         pa.array([json.dumps(p) if p else None for p in params], pa.string()),
         pa.array(_expected(inputs, spec.expected), pa.string()),
         pa.array(texts, pa.string()),
     ]
-    del asked
+    del encoded
     kept = inputs.select(list(spec.kept))
     whole = pa.Table.from_arrays([*kept.columns, *own], schema=pa.schema([*kept.schema, *OWN_FIELDS])).combine_chunks()
-    return _Stretch(whole, cut)
+    return _RenderedStretch(whole, cut)
 
 
 def _encoded(prompts: list[str | None], errors: list[str | None]) -> list[bytes | None]:
-    """The prompts of the rows that have no error, as UTF-8. Empties `prompts` as it goes, to hold each once."""
+    """Encode the prompts of rows without an error as UTF-8. Sets the entries of `prompts` to None, to hold each prompt
+    once."""
     out: list[bytes | None] = []
     for i, (prompt, error) in enumerate(zip(prompts, errors, strict=True)):
         out.append(prompt.encode() if prompt is not None and error is None else None)
@@ -230,20 +231,20 @@ def _encoded(prompts: list[str | None], errors: list[str | None]) -> list[bytes 
 def _row_params(
     inputs: pa.Table, columns: Mapping[str, str], errors: list[str | None], messages: list[str | None]
 ) -> list[dict[str, object]]:
-    """Each row's own sampling values; null means the job's. A value that JSON cannot carry makes the row an
-    error."""
+    """Return each row's own sampling values; null means the job's. A value that JSON cannot represent makes the row an
+    error row (changes `errors` and `messages` in place)."""
     out: list[dict[str, object]] = [{} for _ in range(inputs.num_rows)]
     for name, column in columns.items():
         for i, value in enumerate(_values(inputs.column(column))):
             if value is None:
                 continue
             if isinstance(value, float) and value.is_integer():
-                value = int(value)  # 64.0: an integer column that pandas made float because of its nulls
+                value = int(value)  # 64.0: pandas turns integer columns with nulls into float
             if _is_plain(value):
                 out[i][name] = value
             elif errors[i] is None:
                 errors[i] = str(RowError.INVALID_SAMPLING)
-                found = f"column {column!r} holds no number, text or list of them"
+                found = f"column {column!r} does not hold a number, a text or a list of these"
                 if isinstance(value, list) and None in value:
                     found = f"a null among the values of column {column!r}"
                 messages[i] = f"sampling.{name}: {found}"
@@ -251,7 +252,7 @@ def _row_params(
 
 
 def _expected(inputs: pa.Table, column: str | None) -> list[str | None]:
-    """Each row's right answer as text; a value that is no text in UTF-8 is none."""
+    """Return each row's expected answer as text, or None."""
     if column is None:
         return [None] * inputs.num_rows
     values = (value.decode("utf-8", "replace") if isinstance(value, bytes) else value
@@ -267,7 +268,7 @@ def _values(column: pa.ChunkedArray) -> Iterable[object]:
 
 
 def _value(column: pa.ChunkedArray, i: int) -> object:
-    """b"" for text that is not UTF-8, and for dates and times that Python has no value of."""
+    """Return a value; b"" for text that is not UTF-8, and for dates and times that Python cannot represent."""
     try:
         return column[i].as_py()
     except (ValueError, OverflowError):
@@ -281,7 +282,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _budgets(params: list[dict[str, object]], errors: list[str | None], default: int, default_n: int) -> np.ndarray:
-    """The new tokens each row may take, all its samples together; none for an error row."""
+    """Return the max new tokens of each row, over all its samples; 0 for an error row."""
     out = np.zeros(len(params), dtype=np.int64)
     for i, (own, error) in enumerate(zip(params, errors, strict=True)):
         wanted, n = own.get("max_tokens", default), own.get("n", default_n)

@@ -1,1 +1,1 @@
-"""What a job will take in hours and money, before it runs."""
+"""Estimate the time and cost of a job before it runs."""

@@ -1,7 +1,7 @@
-"""How fast the cards of `hardware.yaml` would compute a job, by the cost model.
+"""Estimate a job's speed on the cards of `hardware.yaml` with the cost model.
 
-A sample of the job's requests goes through the simulated schedule of one engine, with kernels at the card's data sheet
-and at the shares of it in `roofline/shares.py`.
+A sample of the job's requests runs through the simulated schedule of one engine, once with kernels at the card's data
+sheet and once at the engine's measured share of it (`roofline/shares.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,15 +18,15 @@ from pipeline.roofline.cost_model import AWQ, DENSE, DENSE_BYTES, Ceilings, Weig
 from pipeline.roofline.job_simulation import Batching, JobSeconds, RequestTokens, simulate_job
 from pipeline.roofline.shares import BOUND, MEASURED
 
-BLOCK_SIZE = 64  # of the KV cache on a card
-LOAD_BYTES_PER_S = 1e9  # of the checkpoint's files, assumed
-STARTUP_S = 40.0  # of a process with CUDA and its kernels, assumed
+BLOCK_SIZE = 64  # tokens per KV block on a GPU
+LOAD_BYTES_PER_S = 1e9  # assumed speed of reading the checkpoint
+STARTUP_S = 40.0  # assumed start of a process with CUDA and its kernels
 
 
 @dataclass(frozen=True)
 class OnCard:
-    """best and expected: the sample of requests, with kernels at the data sheet and at the engine's shares of it; None
-    where it does not fit, as `lacks` says."""
+    """Simulation of a sample of requests on one card. best: kernels at the data sheet. expected: kernels at the
+    engine's share of it. Both are None if the job does not fit; `lacks` holds the reason."""
 
     card: str
     weights: str
@@ -40,7 +40,7 @@ class OnCard:
 
 @dataclass(frozen=True)
 class CardServing:
-    """How an engine would serve there, as a job says; None: as engines do by themselves."""
+    """Engine settings of the job on a card. None: the engine's default."""
 
     activation_dtype: str = "auto"
     kv_cache_dtype: str = "auto"
@@ -54,18 +54,17 @@ class CardServing:
 
 
 def kinds_of_weights(config: ModelConfig) -> dict[str, Weights]:
-    """By name, what the model's linears can be: its own form first."""
+    """Return the forms of the linear weights by name; the checkpoint's own form comes first."""
     own = config.weights_on_card()
     forms = {"16 bit": DENSE, "AWQ int4": AWQ, "fp8": Weights(int4=False, fp8=True)}
-    own_name = "AWQ int4" if own.int4 else "16 bit"
-    return {own_name: own, **{name: form for name, form in forms.items() if name != own_name}}
+    stored_name = "AWQ int4" if own.int4 else "16 bit"
+    return {stored_name: own, **{name: form for name, form in forms.items() if name != stored_name}}
 
 
 def limits_on(card: Card, config: ModelConfig, serving: CardServing, weights_name: str | None = None) -> BatchLimits:
-    """Rows and tokens of a step, those that the engine takes by itself where the job does not say. weights_name: see
-    `on_card`."""
+    """Return the rows and tokens of a step: the job's, else the engine's defaults. weights_name: see `on_card`."""
     forms = kinds_of_weights(config)
-    weights = forms[weights_name or _own_form(forms, serving)]
+    weights = forms[weights_name or _default_form(forms, serving)]
     packed = replace(weights, cached=False).resident_bytes(config.size)
     default = gpu_limits(card.memory_bytes, card.compute_capability, int(packed))
     seqs, tokens = serving.max_num_seqs, serving.max_num_batched_tokens
@@ -74,7 +73,7 @@ def limits_on(card: Card, config: ModelConfig, serving: CardServing, weights_nam
     return BatchLimits(seqs, max(tokens or default.max_num_batched_tokens, seqs))
 
 
-def _own_form(forms: Mapping[str, Weights], serving: CardServing) -> str:
+def _default_form(forms: Mapping[str, Weights], serving: CardServing) -> str:
     return "fp8" if serving.activation_dtype == "fp8" else next(iter(forms))
 
 
@@ -85,10 +84,10 @@ def on_card(
     requests: Sequence[RequestTokens],
     weights_name: str | None = None,
 ) -> OnCard:
-    """What the card would take for `requests` on one engine, or what it lacks. weights_name: of `kinds_of_weights`; the
-    model's own form when left out, or fp8 where activations are."""
+    """Simulate `requests` on one engine of the card, or return what it lacks. weights_name: a key of
+    `kinds_of_weights`; by default the checkpoint's own form, or fp8 if activations are fp8."""
     forms = kinds_of_weights(config)
-    name = weights_name or _own_form(forms, serving)
+    name = weights_name or _default_form(forms, serving)
     weights, size = forms[name], config.size
     limits = limits_on(card, config, serving, name)
     seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens

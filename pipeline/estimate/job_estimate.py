@@ -1,7 +1,7 @@
-"""What a job will take: its tokens, its time and money on this machine and on each known card.
+"""Estimate a job's tokens, time and cost on this machine and on each known card.
 
-The formulas are in docs/cost.md. Nothing is computed here but what a sample of prompts needs; the probe, where one is
-asked for, is a run with --sample, whose rows the job's run takes over.
+docs/cost.md has the formulas. Only a sample of prompts is tokenized. An optional probe is a run with --sample; the
+job's run reuses its rows.
 """
 
 import json
@@ -40,13 +40,13 @@ from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.tokenizer import Tokenizer
 
 CPU_BLOCK_SIZE = 16
-MAX_SIMULATED = 2048  # requests that go through the simulated schedule of a card
-MIN_BATCHES = 4  # of a card's batch, so that its beginning and end weigh little
+MAX_SIMULATED = 2048  # requests in the simulated schedule of a card
+MIN_BATCHES = 4  # full batches to simulate, so that the ramp-up and the tail have little weight
 
 
 @dataclass(frozen=True)
 class JobEstimate:
-    """estimate: on this machine, None where nothing is known of its speed."""
+    """Estimate of a job. estimate: on this machine; None if its speed is unknown."""
 
     job: str
     rows: int
@@ -82,10 +82,10 @@ def estimate_job(
     today: date | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> JobEstimate:
-    """hardware: names of cards, all known ones when left out. actors: how many engines, the job's own when left out.
+    """Estimate a job. hardware: names of cards, by default all known ones. actors: numbers of engines to compare, by
+    default the job's own. probe: number of rows to compute first; the job's run reuses them.
 
-    With a probe so many rows are computed first, and kept for the job's run. Raises what planning a run raises, and
-    ConfigError for a card that is not known.
+    Raises what planning a run raises, and ConfigError for an unknown card.
     """
     cards = [find_card(name, "--hardware") for name in hardware] or list(load_cards())
     price_list = prices or load_prices(FILE)
@@ -120,29 +120,29 @@ def estimate_job(
     computed = prompt_tokens.times(1 - shared) + Interval(*[repeated] * 3)
     work = _Work(computed, generated, computed_rows, units, computed_rows * prompts.samples_each)
     here: tuple[PoolEstimate, ...] = ()
-    made: Estimate | None = None
+    estimate: Estimate | None = None
     if speed is not None and computed_rows >= 1:
         here = tuple(_here(speed, work, n, config.cost.hourly_usd) for n in counts)
-        made = _estimate(plan, store, speed, work, lengths, prompt_tokens.expected * shared)
+        estimate = _estimate(plan, store, speed, work, lengths, prompt_tokens.expected * shared)
     elsewhere, advice = _on_cards(cards, plan, prompts, lengths, work, shared, counts, price_list)
     advice += advice_for_pool(here, work.units, config.output.rows_per_file) if here else ()
-    used = PriceList(tuple(p for p in price_list.prices if any(p.card == c.name for c in cards)), 0.0)
-    doubts = tuple(used.doubts(today or wall_time().date()))
+    compared_prices = PriceList(tuple(p for p in price_list.prices if any(p.card == c.name for c in cards)), 0.0)
+    doubts = tuple(compared_prices.doubts(today or wall_time().date()))
     return JobEstimate(
         config.name, plan.num_rows, rows_left, prompts, prompt_tokens, prompt_tokens.expected * shared, generated,
-        lengths, made, here, elsewhere, advice, doubts,
+        lengths, estimate, here, elsewhere, advice, doubts,
     )  # fmt: skip
 
 
 def save_estimate(config: JobConfig, estimate: Estimate) -> None:
-    """Keep it in the job's output, for the report of the run that follows."""
+    """Save the estimate in the job's output, for the report of the next run."""
     store = PartStore(config.output.path, storage_for(config.output.path, config.storage))
     store.folder.replace(PLAN, json.dumps(estimate.to_json(), indent=1).encode())
 
 
 @dataclass(frozen=True)
 class _Work:
-    """prompt: tokens that are computed. sequences: all samples of all rows."""
+    """Work that is left. prompt: tokens to compute, without cached ones. sequences: all samples of all rows."""
 
     prompt: Interval
     generated: Interval
@@ -151,7 +151,7 @@ class _Work:
     sequences: float
 
     def imbalance(self, actors: int) -> float:
-        """How much longer the last of so many engines takes than all of them on average, units being alike."""
+        """Return the time of the last engine over the mean of all engines, for units of equal cost."""
         each = self.units / actors
         return ceil(each) / each if actors > 1 else 1.0
 
@@ -163,8 +163,8 @@ def _rows_done(store: PartStore, plan: JobPlan) -> int:
 
 
 def _shared(sample: PromptSample, history: Sequence[Remembered]) -> float:
-    """The share of prompt tokens from cache: as earlier runs of the job had it, else as the sample shows. Of several
-    samples of a row the first one counts: the others find its blocks."""
+    """Return the share of prompt tokens that hit the prefix cache: that of earlier runs, else that of the sample. With
+    several samples per row only the first one counts, since the others share its blocks."""
     for run in (each.run for each in history if each.same_work):
         lengths = sum((run.row_stats + run.sample_row_stats).lengths.values(), LengthBucket())
         if lengths.input_tokens:
@@ -203,7 +203,8 @@ def _estimate(
     phases["decode"] = round(speed.generated_token_us * work.generated.expected)
     computing = phases["prefill"] + phases["decode"]
     phases |= {phase: round(share * computing) for phase, share in speed.beside.items()}
-    phases["idle"] += max(0, round(pool.machine_us.expected) - sum(phases.values()))  # while others end
+    # idle: engines that wait for the last one
+    phases["idle"] += max(0, round(pool.machine_us.expected) - sum(phases.values()))
     return Estimate(
         made_at=zone_time(UTC).isoformat(timespec="seconds"),
         runs_before=len(load_runs(store)) if store.folder.read(JOB) is not None else 0,
@@ -232,8 +233,8 @@ def _on_cards(
     counts: Sequence[int],
     prices: PriceList,
 ) -> tuple[tuple[PoolEstimate, ...], tuple[Advice, ...]]:
-    """Each card with each number of engines, and what is worth changing there. shared: of the prompts' tokens, those
-    from prefixes of other rows."""
+    """Estimate each card with each number of engines, and advise on settings. shared: share of prompt tokens in
+    prefixes of other rows."""
     if work.rows < 1:
         return (), ()
     model, config = read_config(plan.job.model), plan.job.config
@@ -243,15 +244,15 @@ def _on_cards(
         for again in [tail(len(r.prompt_token_ids), BLOCK_SIZE)]
         for i in range(r.params.n)
     ]
-    fewest = MIN_BATCHES * (config.engine.max_num_seqs or max_default_seqs(on_gpu=True))
-    pairs = (pairs * max(1, ceil(fewest / len(pairs))))[:MAX_SIMULATED]
-    told: list[PoolEstimate] = []
+    min_requests = MIN_BATCHES * (config.engine.max_num_seqs or max_default_seqs(on_gpu=True))
+    pairs = (pairs * max(1, ceil(min_requests / len(pairs))))[:MAX_SIMULATED]
+    pools: list[PoolEstimate] = []
     for card in cards:
         found = on_card(card, model, CardServing.of(config), pairs)
-        told += [_card_pool(found, work, len(pairs), actors, prices) for actors in counts]
-    best = next((card for card in cards if any(p.place == card.name and not p.lacks for p in told)), None)
+        pools += [_card_pool(found, work, len(pairs), actors, prices) for actors in counts]
+    best = next((card for card in cards if any(p.place == card.name and not p.lacks for p in pools)), None)
     advice = advice_for_card(best, model, CardServing.of(config), pairs) if best is not None and len(cards) == 1 else ()
-    return tuple(told), advice
+    return tuple(pools), advice
 
 
 def _card_pool(found: OnCard, work: _Work, requests: int, actors: int, prices: PriceList) -> PoolEstimate:
@@ -260,14 +261,15 @@ def _card_pool(found: OnCard, work: _Work, requests: int, actors: int, prices: P
         return PoolEstimate(found.card, actors, nothing, nothing, weights=found.weights, lacks=found.lacks)
     scale = work.sequences / requests / actors * work.imbalance(actors)
     start_s = STARTUP_S + found.load_s
-    # The low end is the data sheet's speed, which is the best there is; the high end is as much slower again.
+    # The low end assumes the data sheet's speed, an upper bound. The high end is slower than expected by the same
+    # ratio.
     tokens = work.prompt.expected + work.generated.expected
-    fewest, most = (work.prompt.low + work.generated.low) / tokens, (work.prompt.high + work.generated.high) / tokens
+    low, high = (work.prompt.low + work.generated.low) / tokens, (work.prompt.high + work.generated.high) / tokens
     slow_s = found.expected.wall_s * found.expected.wall_s / found.best.wall_s
     each = Interval(
-        (start_s + scale * found.best.wall_s * fewest) * 1e6,
+        (start_s + scale * found.best.wall_s * low) * 1e6,
         (start_s + scale * found.expected.wall_s) * 1e6,
-        (start_s + scale * slow_s * most) * 1e6,
+        (start_s + scale * slow_s * high) * 1e6,
     )
     machine, price = each.times(actors), prices.of(found.card)
     usd = spot = None

@@ -1,7 +1,7 @@
-"""How many tokens a job has: its prompts from a sample of them, its completions from runs before, or an assumption.
+"""Estimate a job's prompt lengths from a sample, and its output lengths from earlier runs or an assumption.
 
-Intervals are of 95 %: of the prompts, two standard errors of the mean over the stretches that were read, as rows that
-lie together are alike; of the completions, the same over the rows that earlier runs wrote.
+Intervals are 95% confidence intervals: two standard errors of the mean, over the stretches read for prompts (adjacent
+rows resemble each other), over the rows of earlier runs for outputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,16 @@ from pipeline.job.preview.prompt_preview import sampled
 from pipeline.report.estimate import Interval
 from pipeline.report.record.row_stats import Histogram, RowStats, length_bucket
 
-MIN_ERROR = 0.03  # of a mean: what no sample rules out
-ASSUMED = Interval(0.1, 0.5, 1.0)  # of max_tokens, where nothing is known
+MIN_ERROR = 0.03  # smallest relative error of a mean
+ASSUMED = Interval(0.1, 0.5, 1.0)  # share of max_tokens, without earlier runs
 
 
 @dataclass(frozen=True)
 class PromptSample:
-    """rows were read, of which `errors` have no prompt that can be computed. shared: of the sample's prompt tokens,
-    those in blocks that an earlier prompt of it had at its beginning. means: of prompt tokens, by stretch. repeated: of
-    the prompts of rows with several samples, tokens after the last full block, which each further sample computes.
-    reserved: tokens of the requests by which units of work are cut, those that they may generate among them."""
+    """Prompts of a sample of `rows` rows, of which `errors` have no usable prompt. shared: share of the prompt tokens
+    in blocks that begin an earlier prompt of the sample. means: mean prompt tokens of each stretch. repeated: prompt
+    tokens after the last full block, which each further sample of a row recomputes. reserved: tokens by which units are
+    cut, including those that requests may generate."""
 
     requests: tuple[Request, ...]
     rows: int
@@ -43,12 +43,12 @@ class PromptSample:
 
     @property
     def samples_each(self) -> float:
-        """Of a row that is computed."""
+        """Mean number of samples per row."""
         return fmean(request.params.n for request in self.requests) if self.requests else 1.0
 
     @property
     def tokens_each(self) -> Interval:
-        """Of a row that is computed."""
+        """Mean number of prompt tokens per row, without failed rows."""
         lengths = [len(request.prompt_token_ids) for request in self.requests]
         mean = fmean(lengths) if lengths else 0.0
         if self.rows >= self.total_rows or len(self.means) < 2:
@@ -60,19 +60,19 @@ class PromptSample:
 def sample_prompts(
     job: ResolvedJob, source: Source, tokenize: Tokenize, rows: int, block_size: int, context: int
 ) -> PromptSample:
-    """Read about so many rows, evenly spread over the input, and tokenize them. context: the most tokens of a prompt
-    and its completion. Prompts that it has no room for are errors, and requests generate no more than it leaves."""
+    """Read about `rows` rows, evenly spread over the input, and tokenize them. context: tokens that a prompt and its
+    completion may have together. Longer prompts are errors; requests generate at most what the prompt leaves."""
     limit = job.config.input.limit
     total = source.num_rows if limit is None else min(limit, source.num_rows)
     requests: list[Request] = []
     means: list[float] = []
     errors = reserved = 0
     for window in sampled(total, rows):
-        of_window = list(_requests(job, source, window, tokenize))
-        every = [request for requests, _ in of_window for request in requests]
+        requests_and_errors = list(_requests(job, source, window, tokenize))
+        every = [request for requests, _ in requests_and_errors for request in requests]
         fitting = [r for r in every if len(r.prompt_token_ids) <= context - (r.task is None)]
-        found = [_inside(request, context) for request in fitting]
-        errors += sum(failed for _, failed in of_window) + len(every) - len(found)
+        found = [_capped(request, context) for request in fitting]
+        errors += sum(failed for _, failed in requests_and_errors) + len(every) - len(found)
         reserved += sum(len(r.prompt_token_ids) + min(r.max_tokens * r.params.n, MAX_BUDGET) for r in fitting)
         requests += found
         if found:
@@ -90,8 +90,8 @@ def sample_prompts(
     )
 
 
-def _inside(request: Request, context: int) -> Request:
-    """`request`, which generates no more than the context leaves."""
+def _capped(request: Request, context: int) -> Request:
+    """Return `request` with its max_tokens capped to what the context leaves."""
     room = context - len(request.prompt_token_ids)
     if request.max_tokens <= room:
         return request
@@ -100,7 +100,7 @@ def _inside(request: Request, context: int) -> Request:
 
 
 def tail(prompt_tokens: int, block_size: int) -> int:
-    """Tokens of a prompt that a sample computes whose full blocks are there: its last one at least."""
+    """Return the number of prompt tokens that a further sample computes when all full blocks are cached, at least 1."""
     return prompt_tokens - max(0, prompt_tokens - 1) // block_size * block_size
 
 
@@ -113,8 +113,8 @@ def _requests(
 
 
 def _shared(requests: Sequence[Request], block_size: int) -> float:
-    """The share of prompt tokens that are in whole blocks which a prompt before began with; never a prompt's last
-    token, which is always computed, and none where all are read."""
+    """Return the share of prompt tokens in full blocks that begin an earlier prompt. A prompt's last token is always
+    computed; prompts with log-probabilities use no cached blocks."""
     seen: set[int] = set()
     cached = total = 0
     for request in requests:
@@ -131,8 +131,8 @@ def _shared(requests: Sequence[Request], block_size: int) -> float:
 
 @dataclass(frozen=True)
 class OutputLengths:
-    """Generated tokens: the mean of a row, all its samples together, and for each request of a sample of the job how
-    many one of its samples may have. `come_from`: for people."""
+    """Generated tokens. each: mean per row, over all samples of it together. drawn: tokens of one sample, for each
+    request of the sample of prompts. come_from: the source, as text."""
 
     each: Interval
     drawn: tuple[int, ...]
@@ -140,40 +140,44 @@ class OutputLengths:
 
 
 def output_lengths(requests: Sequence[Request], history: Sequence[Remembered]) -> OutputLengths:
-    """From runs of the same work by bucket of prompt length; else from the assumption. Rows that are asked a task have
-    none; a step that reads one computes a row of logits at most, as for one token."""
+    """Estimate generated tokens per bucket of prompt length from earlier runs of the same work, else from an
+    assumption. Tasks generate none; a step that reads a task's row computes at most one row of logits, as for one
+    token."""
     if requests and all(request.task is not None for request in requests):
         return OutputLengths(Interval(0, 0, 0), (1,) * len(requests), "a task that generates nothing")
-    most = np.array([request.params.max_tokens for request in requests] or [0])
+    max_tokens = np.array([request.params.max_tokens for request in requests] or [0])
     n = np.array([request.params.n for request in requests] or [1])
     runs = [each.run for each in history if each.same_work]
     stats = sum((run.row_stats + run.sample_row_stats for run in runs), RowStats())
     known = {bucket: histogram for bucket, histogram in stats.outputs.items() if histogram.count}
     if not known:
-        share, least = ASSUMED.times(float((most * n).mean())), float(n.mean())  # a sample has a token at least
-        each = Interval(max(least, share.low), max(least, share.expected), max(least, share.high))
-        drawn = np.maximum(1, most * ASSUMED.expected).astype(int)
-        told = f"an assumption: half of max_tokens, {most.mean():,.0f} on average" + _of_samples(float(n.mean()))
-        return OutputLengths(each, tuple(drawn.tolist()), told)
+        # every sample has at floor one token
+        share, floor = ASSUMED.times(float((max_tokens * n).mean())), float(n.mean())
+        each = Interval(max(floor, share.low), max(floor, share.expected), max(floor, share.high))
+        drawn = np.maximum(1, max_tokens * ASSUMED.expected).astype(int)
+        source = f"an assumption: half of max_tokens, {max_tokens.mean():,.0f} on average" + _per_sample(
+            float(n.mean())
+        )
+        return OutputLengths(each, tuple(drawn.tolist()), source)
     everything = sum(known.values(), Histogram())
     rng = np.random.default_rng(0)
     drawn, mean, square_error = np.zeros(len(requests), dtype=int), 0.0, 0.0
     buckets = np.array([length_bucket(len(request.prompt_token_ids)) for request in requests])
     for bucket in np.unique(buckets).tolist():
-        here = buckets == bucket
+        in_bucket = buckets == bucket
         counted = known.get(bucket, everything).values()
         values = np.repeat([value for value, _ in counted], [count for _, count in counted])
-        drawn[here] = rng.choice(values, here.sum())
-        share = here.mean()
-        mean += share * float(np.minimum(values, most.max()).mean())
+        drawn[in_bucket] = rng.choice(values, in_bucket.sum())
+        share = in_bucket.mean()
+        mean += share * float(np.minimum(values, max_tokens.max()).mean())
         square_error += (share * float(values.std()) / sqrt(len(values))) ** 2
-    drawn = np.clip(drawn, 1, most)
+    drawn = np.clip(drawn, 1, max_tokens)
     error = max(2 * sqrt(square_error), MIN_ERROR * mean)
-    what = "rows" if n.mean() == 1 else "samples"
-    told = f"{everything.count:,} {what} of {len(runs)} earlier run{'s' * (len(runs) > 1)} of this job"
+    unit_name = "rows" if n.mean() == 1 else "samples"
+    source = f"{everything.count:,} {unit_name} of {len(runs)} earlier run{'s' * (len(runs) > 1)} of this job"
     each = Interval(max(1.0, mean - error), mean, mean + error).times(float(n.mean()))
-    return OutputLengths(each, tuple(drawn.tolist()), told)
+    return OutputLengths(each, tuple(drawn.tolist()), source)
 
 
-def _of_samples(n: float) -> str:
+def _per_sample(n: float) -> str:
     return "" if n == 1 else f", of each of {n:g} samples of a row"

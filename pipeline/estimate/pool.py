@@ -1,4 +1,4 @@
-"""So many engines on a kind of machine, and what they would take."""
+"""Estimate of a pool of engines on one kind of machine."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from pipeline.report.estimate import Interval
 
 @dataclass(frozen=True)
 class PoolEstimate:
-    """So many engines. machine_us: of them all, from their start to the end of the last one. usd: None without a
+    """Estimate of a pool of engines. machine_us: of all engines together, until the last one ends. usd: None without a
     price."""
 
     place: str
@@ -16,7 +16,7 @@ class PoolEstimate:
     machine_us: Interval
     usd: Interval | None = None
     spot_usd: Interval | None = None
-    interruptions: float = 0.0  # of a spot machine, expected
+    interruptions: float = 0.0  # expected number on spot machines
     weights: str = ""
     basis: str = ""
     lacks: str = ""

@@ -1,4 +1,4 @@
-"""Prices of cards, each with its date and source. They are data of a file, never looked up on a network."""
+"""Prices of cards, each with its date and source, from a file; nothing is looked up over the network."""
 
 from dataclasses import dataclass
 from datetime import date
@@ -17,7 +17,7 @@ _KEYS = {"card", "on_demand_usd", "spot_usd", "date", "source"}
 
 @dataclass(frozen=True)
 class Price:
-    """US dollars for an hour of one card; None where it is not known."""
+    """Price of one card in US dollars per hour; None if unknown."""
 
     card: str
     on_demand_usd: float | None
@@ -38,7 +38,7 @@ class PriceList:
         return next((price for price in self.prices if price.card == card), None)
 
     def doubts(self, today: date) -> list[str]:
-        """What to say of prices that are old."""
+        """Return warnings about stale prices."""
         old = [price for price in self.prices if price.age_days(today) > STALE_DAYS]
         if not old:
             return []
@@ -47,7 +47,7 @@ class PriceList:
 
 
 def load_prices(path: Path = FILE) -> PriceList:
-    """Raises ConfigError where the file has another form."""
+    """Read a price list. Raises ConfigError for an invalid file."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -67,8 +67,8 @@ def _price(raw: dict[str, Any]) -> Price:
     if set(raw) != _KEYS:
         raise ValueError(f"{raw.get('card', raw)} has the keys {sorted(raw)}")
     if not isinstance(raw["date"], date):
-        raise ValueError(f"{raw['card']}: {raw['date']!r} is no date, such as 2026-11-24")
+        raise ValueError(f"{raw['card']}: {raw['date']!r} is not a date such as 2026-11-24")
     on_demand, spot = (None if raw[key] is None else float(raw[key]) for key in ("on_demand_usd", "spot_usd"))
     if any(usd is not None and usd <= 0 for usd in (on_demand, spot)):
-        raise ValueError(f"{raw['card']}: a price is more than 0")
+        raise ValueError(f"{raw['card']}: a price must be more than 0")
     return Price(str(raw["card"]), on_demand, spot, raw["date"], str(raw["source"]))

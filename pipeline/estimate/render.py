@@ -1,4 +1,4 @@
-"""A job's estimate as text for a terminal."""
+"""Render a job's estimate as text for a terminal."""
 
 from pipeline.estimate.job_estimate import JobEstimate
 from pipeline.estimate.pool import PoolEstimate
@@ -8,8 +8,8 @@ from pipeline.report.record.run_record import PHASES
 from pipeline.roofline.shares import source
 
 NOTHING_KNOWN = (
-    "Nothing is known of this model's speed on this machine. `--probe 64` computes so many rows and measures; the run "
-    "takes them over."
+    "The speed of this model on this machine is unknown. `--probe 64` measures it on 64 rows, which the run of the job "
+    "reuses."
 )
 
 
@@ -42,7 +42,7 @@ def text(found: JobEstimate, width: int | None = None) -> str:
         lines.append(f"    Expected: {source([pool.place for pool in found.cards])}.")
     lines += [f"    {doubt[0].upper()}{doubt[1:]}." for doubt in found.doubts]
     if found.advice:
-        lines += ["", "  Worth changing"]
+        lines += ["", "  Suggestions"]
         for each in found.advice:
             effect = "" if each.effect is None else f" ({percent(each.effect)} less time, by the cost model)"
             lines.append(f"    {each.key}{effect}: {each.why}")

@@ -1,7 +1,7 @@
-"""What a job that ran would have taken on other hardware, with another number of engines, form of weights or price.
+"""Estimate a finished job on other hardware, or with another number of engines, form of weights or price.
 
-Measured: the run's own phases. Modelled: how the time of computing would change, by the cost model of a card. Where
-the run was on no known card, the card's time is the cost model's own, at the engine's shares of its data sheet.
+Phases are measured by the run; the cost model scales the computing time from its own card to another. If the run was
+on no known card, the time is the cost model's own, at the engine's share of the card's data sheet.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ from pipeline.roofline.job_simulation import RequestTokens
 
 KEYS = ("hardware", "actors", "quantization", "price")
 QUANTIZATIONS = {"awq": "AWQ int4", "none": "16 bit", "fp8": "fp8"}
-REQUESTS = 1024  # of the simulated schedule
+REQUESTS = 1024  # in the simulated schedule
 
 
 @dataclass(frozen=True)
 class Case:
-    """Times in microseconds; usd: None without a price."""
+    """Times in microseconds; usd is None without a price."""
 
     name: str
     wall_us: float
@@ -55,13 +55,13 @@ class WhatIf:
 
 
 def what_if(report: RunReport, changes: Mapping[str, str], prices: PriceList) -> WhatIf:
-    """changes: of KEYS. Raises ConfigError for one that is none, or cannot be answered."""
+    """Estimate the job with `changes` (keys: KEYS). Raises ConfigError for an unknown key or an impossible change."""
     for key in changes:
         if key not in KEYS:
             raise ConfigError(f"--what-if {key}: expected one of {', '.join(KEYS)}")
     run = next((run for run in reversed(report.runs) if run.stat("num_steps")), None)
     if run is None or not report.rows.completed:
-        raise ConfigError("--what-if: no run of this job has computed anything that was delivered")
+        raise ConfigError("--what-if: no run of this job has delivered any rows")
     phases = report.phases_us
     engines = max(1, len([actor for actor in run.actors if actor.machine_us]))
     tail_us = sum(actor.tail_us for each in report.runs for actor in each.actors)
@@ -94,8 +94,8 @@ def what_if(report: RunReport, changes: Mapping[str, str], prices: PriceList) ->
 
 
 def with_quantization(report: RunReport) -> RunReport:
-    """The report with what quantization saved, where the job ran on a known card: elsewhere there is no model of the
-    alternative."""
+    """Return the report with the saving by quantization, if the job ran on a known card: the cost model only knows
+    cards."""
     resolved = report.runs[-1].resolved if report.runs else {}
     own = _own_card(resolved)
     if own is None or not report.lengths or any(saving.name == "quantization" for saving in report.savings):
@@ -103,7 +103,7 @@ def with_quantization(report: RunReport) -> RunReport:
     try:
         model = _model(report)
         here, dense = (_on_card(own, report, model, resolved, name) for name in (None, "16 bit"))
-    except PipelineError:  # the model is not here, or its 16-bit weights do not fit that card
+    except PipelineError:  # the model is missing, or its 16-bit weights do not fit the card
         return report
     if here.weights == dense.weights:
         return report
@@ -125,34 +125,34 @@ class _Scaled:
 def _on_hardware(
     report: RunReport, changes: Mapping[str, str], computing_us: float, resolved: Mapping[str, Any]
 ) -> _Scaled:
-    """The time of computing on a card, with a form of the weights."""
+    """Return the computing time on a card, with a form of the weights."""
     own = _own_card(resolved)
     card = find_card(changes["hardware"], "--what-if hardware") if "hardware" in changes else own
     if card is None:
         raise ConfigError(
-            "--what-if quantization: the cost model is of cards, and this job ran on none; add hardware=CARD"
+            "--what-if quantization: the cost model only covers GPUs, and this job ran on none; add hardware=CARD"
         )
     model = _model(report)
     wanted = changes.get("quantization")
     if wanted is not None and wanted not in QUANTIZATIONS:
         raise ConfigError(f"--what-if quantization={wanted}: expected one of {', '.join(QUANTIZATIONS)}")
     name = QUANTIZATIONS[wanted] if wanted is not None else None
-    there = _on_card(card, report, model, resolved, name)
+    changed = _on_card(card, report, model, resolved, name)
     if own is not None:
         here = _on_card(own, report, model, resolved, None)
-        ratio = there.expected.wall_s / here.expected.wall_s  # pyright: ignore[reportOptionalMemberAccess]
-        told = f"computing {ratio:.2f} times as long, by the cost model, against the measured time on {own.name}"
-        return _Scaled(card, computing_us * ratio, None, told)
+        ratio = changed.expected.wall_s / here.expected.wall_s  # pyright: ignore[reportOptionalMemberAccess]
+        basis = f"computing takes {ratio:.2f} times the measured time on {own.name}, by the cost model"
+        return _Scaled(card, computing_us * ratio, None, basis)
     rows = sum(bucket.completed.rows for bucket in report.lengths)
-    us = there.expected.wall_s / len(_requests(report)) * rows * 1e6  # pyright: ignore[reportOptionalMemberAccess]
-    told = f"{card.name} with {there.weights} by the cost model alone, nothing measured on a card"
-    return _Scaled(card, us, (STARTUP_S + there.load_s) * 1e6, told)
+    us = changed.expected.wall_s / len(_requests(report)) * rows * 1e6  # pyright: ignore[reportOptionalMemberAccess]
+    basis = f"{card.name} with {changed.weights} by the cost model alone, without a measurement on a card"
+    return _Scaled(card, us, (STARTUP_S + changed.load_s) * 1e6, basis)
 
 
 def _on_card(
     card: Card, report: RunReport, model: ModelConfig, resolved: Mapping[str, Any], weights: str | None
 ) -> OnCard:
-    """A schedule of requests as long as the job's. Raises ConfigError where they do not fit the card."""
+    """Simulate requests as long as the job's. Raises ConfigError if they do not fit the card."""
     serving = CardServing(kv_cache_dtype="fp8" if "fp8" in str(resolved.get("kv_cache_dtype", "")) else "auto")
     found = on_card(card, model, serving, _requests(report), weights)
     if found.expected is None:
@@ -170,19 +170,19 @@ def _model(report: RunReport) -> ModelConfig:
 
 
 def _requests(report: RunReport) -> list[RequestTokens]:
-    """As many of each bucket of prompt lengths as it has of the rows, each as long as its mean."""
+    """Return requests in proportion to the rows of each bucket of prompt lengths, each as long as the bucket's mean."""
     rows = sum(bucket.completed.rows for bucket in report.lengths)
     requests: list[RequestTokens] = []
     for bucket in report.lengths:
-        of, count = bucket.completed, max(1, round(REQUESTS * bucket.completed.rows / rows))
-        prompt = max(1, (of.input_tokens - of.cached_tokens) // of.rows)
-        requests += [RequestTokens(prompt, max(1, of.generated_tokens // of.rows))] * count
+        rows_of_bucket, count = bucket.completed, max(1, round(REQUESTS * bucket.completed.rows / rows))
+        prompt = max(1, (rows_of_bucket.input_tokens - rows_of_bucket.cached_tokens) // rows_of_bucket.rows)
+        requests += [RequestTokens(prompt, max(1, rows_of_bucket.generated_tokens // rows_of_bucket.rows))] * count
     return requests
 
 
 def _whole(key: str, text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--what-if {key}={text}: expected a whole number from 1 on")
+        raise ConfigError(f"--what-if {key}={text}: expected a whole number of at least 1")
     return int(text)
 
 
@@ -192,12 +192,13 @@ def _number(key: str, text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise ConfigError(f"--what-if {key}={text}: expected US dollars for an hour of one engine's machine")
+        raise ConfigError(f"--what-if {key}={text}: expected US dollars per hour of one engine's machine")
     return value
 
 
 def parse_changes(texts: Sequence[str]) -> dict[str, str]:
-    """KEY=VALUE of the command line; several in one text are divided by spaces or commas. Raises ConfigError."""
+    """Parse KEY=VALUE from the command line; one text may hold several, separated by spaces or commas. Raises
+    ConfigError."""
     changes: dict[str, str] = {}
     for text in (each for whole in texts for each in whole.replace(",", " ").split()):
         key, sign, value = text.partition("=")

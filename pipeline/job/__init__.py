@@ -1,1 +1,1 @@
-"""A job from its file to its finished output: planned, computed, counted, told, looked at again."""
+"""A job from its file to its finished output: planning, computing, accounting, reporting and auditing."""

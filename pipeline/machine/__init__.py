@@ -1,1 +1,1 @@
-"""This machine: its clock, cores and processor, and how processes of our own are started on it."""
+"""Clock, cores, processor, memory limits and cache folders of this machine, and the environment of child processes."""

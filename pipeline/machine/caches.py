@@ -1,8 +1,8 @@
-"""Folders that outlive a run: compiled kernels, downloaded models, figures of earlier runs.
+"""Folders that outlive a run: compiled kernels, downloaded models, measurements of earlier runs.
 
-A variable of one kind of files wins (`NUMBA_CACHE_DIR`, `TRITON_CACHE_DIR`). Everything else is below one root:
-`$PIPELINE_CACHE`, else the cache in the user's home, else, where that cannot be written, a folder of this user alone
-below the temporary one. A folder that a variable names is never replaced by another.
+The variable of one kind of files takes precedence (`NUMBA_CACHE_DIR`, `TRITON_CACHE_DIR`). Everything else is below one
+root: `$PIPELINE_CACHE`, else the cache in the user's home, else, if that is not writable, a private folder of this user
+below the temporary folder. A folder that a variable names is never replaced by another one.
 """
 
 import os
@@ -15,7 +15,7 @@ from pipeline.errors import EnvironmentFailed
 
 NAME = "parquet-batch-inference"
 _HUB_VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
-_PROBE = bytes(1 << 16)  # a full disk still takes the name of a new file
+_PROBE = bytes(1 << 16)  # on a full disk an empty file can still be created
 
 
 def _silent(text: str) -> None:
@@ -23,25 +23,25 @@ def _silent(text: str) -> None:
 
 
 def cache_root(environ: Mapping[str, str] = os.environ, say: Callable[[str], None] = _silent) -> Path:
-    """Find the root of all caches. One that `PIPELINE_CACHE` names need not exist and may refuse to be written.
+    """Return the root of all caches. A root that `PIPELINE_CACHE` names may be missing or read-only.
 
-    say: receives why the root is a temporary one. Raises EnvironmentFailed where no folder can be written.
+    say: receives the reason for a temporary root. Raises EnvironmentFailed if no folder is writable.
     """
     if named := environ.get("PIPELINE_CACHE"):
         return _absolute(named)
     home = Path(os.path.expanduser("~")) / ".cache" / NAME
-    home_problem = _why_not_in_home(home)
+    home_problem = _home_problem(home)
     if not home_problem:
         return home
-    temporary, problem = _own_temporary_folder()
+    temporary, problem = _private_temporary_folder()
     if problem:
         raise EnvironmentFailed(
-            f"No folder can be written for compiled kernels and models: neither {home} ({home_problem}) nor "
-            f"{temporary} ({problem}); set PIPELINE_CACHE to a folder that can be written"
+            f"Cannot write compiled kernels and models: neither {home} ({home_problem}) nor {temporary} ({problem}) is "
+            "writable; set PIPELINE_CACHE to a writable folder"
         )
     say(
-        f"{home} cannot be written ({home_problem}): compiled kernels and models are kept in {temporary}; set "
-        "PIPELINE_CACHE to a folder that lasts longer"
+        f"{home} is not writable ({home_problem}): compiled kernels and models are kept in {temporary}; set "
+        "PIPELINE_CACHE to a permanent folder"
     )
     return temporary
 
@@ -59,26 +59,25 @@ def gpu_kernel_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def hub_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of models from Hugging Face. None: its library's own, which programs share."""
+    """Return the folder of models from Hugging Face; None for the default of its library, which programs share."""
     own = Path(os.path.expanduser("~/.cache/huggingface/hub"))
-    if any(environ.get(name) for name in _HUB_VARIABLES) or os.path.isdir(own) or not _why_not_in_home(own):
+    if any(environ.get(name) for name in _HUB_VARIABLES) or os.path.isdir(own) or not _home_problem(own):
         return None
     return cache_root(environ) / "huggingface"
 
 
 def check_temporary_folder() -> None:
-    """Raise EnvironmentFailed where no temporary folder can be written, which libraries want when they are imported."""
+    """Raise EnvironmentFailed if no temporary folder is writable: some libraries need one when they are imported."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
         raise EnvironmentFailed(
-            f"{error.strerror}; mount one there (`docker run --tmpfs /tmp`), or set TMPDIR to a folder that can be "
-            "written"
+            f"{error.strerror}; mount one there (`docker run --tmpfs /tmp`), or set TMPDIR to a writable folder"
         ) from None
 
 
 def write_problem(folder: Path) -> str:
-    """Create the folder where it is missing and a file in it. Return the system's reason where that fails, else ""."""
+    """Create `folder` if it is missing, and a file in it. Return the system's error message if that fails, else ""."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -92,16 +91,16 @@ def _absolute(path: str) -> Path:
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
-def _why_not_in_home(folder: Path) -> str:
-    if not folder.is_absolute():  # HOME is relative, or neither it nor the system's list of users names a home
+def _home_problem(folder: Path) -> str:
+    if not folder.is_absolute():  # HOME is relative, or neither HOME nor the user database names a home
         return "no home directory"
     return write_problem(folder)
 
 
-def _own_temporary_folder() -> tuple[Path, str]:
-    """A folder below the temporary one, and why it cannot be used.
+def _private_temporary_folder() -> tuple[Path, str]:
+    """Return a folder below the temporary one, and the reason why it cannot be used ("" if it can).
 
-    Kernels are loaded from it as code, and in a shared /tmp anybody may have created a folder of this name.
+    Kernels are loaded from it as code, and in a shared /tmp any user may have created a folder of this name.
     """
     check_temporary_folder()
     folder = Path(tempfile.gettempdir()) / f"{NAME}-{os.getuid()}"

@@ -1,8 +1,8 @@
-"""Limits of the control groups that this process is in: memory and processor time, of cgroup v1 and v2.
+"""Memory and CPU limits of the control groups of this process, for cgroup v1 and v2.
 
-Each limit on the path from the process's own group up to the root holds. cgroups(7): `/proc/self/cgroup` names the
-group in every hierarchy, `/proc/self/mountinfo` where a hierarchy is mounted and which of its groups is visible there.
-In a container both may name paths that cannot be seen; then the limits of what is visible count. All functions take
+Every limit on the path from the process's own group up to the root applies. cgroups(7): `/proc/self/cgroup` names the
+group in each hierarchy, `/proc/self/mountinfo` names the mount point of a hierarchy and its visible root group.
+In a container both may name paths that are not visible; then the limits of the visible groups apply. All functions take
 the root of the file system.
 """
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
-_UNLIMITED = 1 << 60  # v1 has no word for it, but a number near 2^63
+_UNLIMITED = 1 << 60  # v1 writes a number near 2^63
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The limit that leaves the least memory. free_bytes: without the page cache that the kernel drops first, as
-    Kubernetes counts (the working set). source: the file that holds the limit."""
+    """The tightest memory limit. free_bytes: counts page cache that the kernel can reclaim at once as free, as
+    Kubernetes does (working set). source: the file that holds the limit."""
 
     limit_bytes: int
     free_bytes: int
@@ -28,14 +28,14 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class CpuQuota:
-    """The smallest quota of processor time. cpus: 0.5 is half of one. source: the file that holds it."""
+    """The smallest CPU quota. cpus: 0.5 is half a CPU. source: the file that holds the quota."""
 
     cpus: float
     source: Path
 
 
 def memory_limit(root: Path = ROOT) -> MemoryLimit | None:
-    """Find the limit of this process; None without one."""
+    """Return the memory limit of this process, or None."""
     found = []
     for group in _groups("memory", root):
         usage = _number(group / "memory.current", group / "memory.usage_in_bytes")
@@ -44,14 +44,14 @@ def memory_limit(root: Path = ROOT) -> MemoryLimit | None:
             limit = _number(group / name)
             if 0 < limit < _UNLIMITED:
                 found.append(MemoryLimit(limit, max(0, limit - used), group / name))
-        parents = _stat(group, "hierarchical_memory_limit")  # v1: also of groups that a container does not see
+        parents = _stat(group, "hierarchical_memory_limit")  # v1: includes groups outside the container
         if 0 < parents < _UNLIMITED:
             found.append(MemoryLimit(parents, max(0, parents - used), group / "memory.stat"))
     return min(found, key=lambda limit: (limit.free_bytes, limit.source.name == "memory.stat"), default=None)
 
 
 def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
-    """Find the quota of this process; None without one."""
+    """Return the CPU quota of this process, or None."""
     found = []
     for group in _groups("cpu", root):
         with suppress(OSError, ValueError):
@@ -64,8 +64,8 @@ def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """The visible folders of this process's groups, from its own up to the root, in each hierarchy that may have the
-    controller."""
+    """Yield the visible folders of this process's groups, from its own up to the root, in each hierarchy that may have
+    the controller."""
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, group = line.split(":", 2)
         if number != "0" and controller not in controllers.split(","):
@@ -73,14 +73,14 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         for visible, mount in _mounts(controller if number != "0" else None, root):
             path = Path(group)
             inside = path.relative_to(visible) if path.is_relative_to(visible) else Path()
-            if ".." in inside.parts:  # of another namespace
+            if ".." in inside.parts:  # the group is outside this namespace
                 inside = Path()
             folders = [mount / inside, *(mount / above for above in inside.parents)]
             yield from dict.fromkeys(folder for folder in folders if folder.is_dir())
 
 
 def _mounts(controller: str | None, root: Path) -> Iterator[tuple[str, Path]]:
-    """Which group is visible where: of the v1 hierarchy with the controller, or of v2 where that is None."""
+    """Yield (root group, mount point) of the v1 hierarchies with `controller`, or of v2 if it is None."""
     for line in _lines(root / "proc/self/mountinfo"):
         mounted, _, system = line.partition(" - ")
         fields, (kind, _, options) = mounted.split(), system.split(" ", 2)
@@ -100,7 +100,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(*paths: Path) -> int:
-    """The number in the first of the files that holds one; -1 where none does."""
+    """Return the number in the first file that holds one, or -1."""
     for path in paths:
         with suppress(OSError, ValueError):
             return int(path.read_text())
@@ -108,6 +108,6 @@ def _number(*paths: Path) -> int:
 
 
 def _stat(group: Path, *names: str) -> int:
-    """The first of these entries that the group's memory.stat has; 0 without."""
+    """Return the first of these entries in the group's memory.stat, or 0."""
     entries = dict(line.split(" ", 1) for line in _lines(group / "memory.stat") if " " in line)
     return next((int(entries[name]) for name in names if name in entries), 0)

@@ -1,4 +1,4 @@
-"""The device that `engine.device` names."""
+"""The device of `engine.device`."""
 
 import torch
 
@@ -6,10 +6,10 @@ from pipeline.errors import ConfigError
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device `name`: auto, cpu, cuda or cuda:N. A GPU has its index, which some calls of torch require:
-    `torch.cuda.set_device(torch.device("cuda"))` raises ValueError.
+    """Return the device `name`: auto, cpu, cuda or cuda:N. A GPU always has an index, since some torch calls require
+    it: `torch.cuda.set_device(torch.device("cuda"))` raises ValueError.
 
-    Raises ConfigError where torch does not know it or sees no such GPU.
+    Raises ConfigError if torch rejects the name or finds no such GPU.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,8 +1,8 @@
-"""How much energy an engine's device has used, by the device's own counter: NVML's of a GPU, RAPL's of processors.
+"""Energy that an engine's device has used, by its own counter: NVML for GPUs, RAPL for processors.
 
-RAPL counts processor packages whole, without memory and boards: an engine on some of the cores gets that share of it.
-Counters wrap around, so that they have to be read every few minutes. Where a machine tells nothing (virtual machines,
-RAPL without the right to read it) there is no meter.
+RAPL counts whole processor packages, without memory and boards; an engine on some of the cores is charged that share.
+Counters wrap around, so they must be read every few minutes. Without a readable counter (virtual machines, RAPL
+without permission) there is no meter.
 
 RAPL: https://www.kernel.org/doc/html/latest/power/powercap/powercap.html. NVML: `nvmlDeviceGetTotalEnergyConsumption`,
 millijoules since the driver was loaded, from Volta on.
@@ -19,8 +19,8 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """counters: each a function that gives microjoules, and where it wraps around (0: nowhere). share: of them, which
-    is the engine's. told: what is measured, for people."""
+    """Energy meter of one engine. counters: pairs of a function that returns microjoules and the value at which it
+    wraps around (0: never). share: the engine's share of them. told: what is measured, for reports."""
 
     def __init__(self, counters: list[tuple[Callable[[], int], int]], share: Fraction, told: str) -> None:
         self._counters, self._share, self.told = counters, share, told
@@ -28,7 +28,7 @@ class EnergyMeter:
         self._used_uj = 0
 
     def read_uj(self) -> int:
-        """Microjoules since the meter was made. Where a counter cannot be read any more, it stands still."""
+        """Return microjoules since the meter was created. The value stays the same once a counter cannot be read."""
         with suppress(OSError, ValueError):
             now = [read() for read, _ in self._counters]
             for i, (last, (_, wraps_at)) in enumerate(zip(self._last, self._counters)):
@@ -39,7 +39,7 @@ class EnergyMeter:
 
     @classmethod
     def of(cls, resolved: Mapping[str, str | int]) -> Self | None:
-        """Of the device of an engine that resolved to this; None where it has no counter that can be read."""
+        """Create the meter of an engine with these resolved settings; None without a readable counter."""
         device = str(resolved.get("device", "cpu"))
         with suppress(OSError, ValueError, ImportError):  # pynvml is not on every image
             if device.startswith("cuda"):
@@ -54,9 +54,9 @@ class EnergyMeter:
 
 
 def _rapl_counters(folder: Path) -> list[tuple[Callable[[], int], int]]:
-    """Of all processor packages. Raises OSError where they must not be read."""
+    """Return a counter for each processor package. Raises OSError without permission to read them."""
     found = []
-    for zone in sorted(folder.glob("intel-rapl:*")):  # AMD's too
+    for zone in sorted(folder.glob("intel-rapl:*")):  # AMD processors use this name too
         if (zone / "name").read_text().strip().startswith("package"):
             wraps_at = int((zone / "max_energy_range_uj").read_text()) + 1
             found.append((_reader(zone / "energy_uj"), wraps_at))
@@ -70,7 +70,7 @@ def _reader(path: Path) -> Callable[[], int]:
 
 
 def _nvml_counter(device: str) -> Callable[[], int] | None:
-    """Of the card that torch knows by this name; None where the driver does not count."""
+    """Return the counter of the GPU that torch knows by this name; None if the driver has none."""
     import pynvml
     import torch
 

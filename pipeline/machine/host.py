@@ -1,4 +1,4 @@
-"""This machine: its clock, cores, processor and installed packages."""
+"""Clock, cores, processor, processes and installed packages of this machine."""
 
 import math
 import os
@@ -12,33 +12,34 @@ from pathlib import Path
 
 from pipeline.machine.cgroup import cpu_quota
 
-VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # of a processor: what its matrix products can use
+VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # CPU flags that matrix products can use
 
 
 def now_us() -> int:
-    """Monotonic, in whole microseconds, the same for all processes of one machine."""
+    """Return monotonic time in whole microseconds. All processes of one machine share the clock."""
     return time.monotonic_ns() // 1000
 
 
 def wall_time() -> datetime:
-    """What a clock on the wall shows, to the second: local time, without a zone."""
+    """Return the local time without a time zone, in whole seconds."""
     return datetime.now().replace(microsecond=0)
 
 
 def zone_time(zone: tzinfo) -> datetime:
-    """What a clock on a wall of that zone shows."""
+    """Return the current time in `zone`."""
     return datetime.now(zone)
 
 
 def available_cores() -> int:
-    """Cores that this process may use at once: those of its affinity, and no more than its CPU quota, rounded up."""
+    """Return the number of cores that this process may use at once: its affinity, capped by its CPU quota (rounded
+    up)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return cores if quota is None else min(cores, math.ceil(quota.cpus))
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Of those packages that are installed."""
+    """Return the versions of those packages that are installed."""
     found = {}
     for name in names:
         with suppress(PackageNotFoundError):
@@ -47,8 +48,8 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def process_mark(pid: int) -> str:
-    """Tells a living process from every other one of this machine, also from one that has its number later: the boot,
-    the PID namespace and the moment of its start. Empty where there is no such process, or no /proc."""
+    """Return an identifier of a process that is unique on this machine, even after its PID is reused: boot id, PID
+    namespace and start time. Empty if there is no such process, or no /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink(f"/proc/{pid}/ns/pid")
@@ -59,7 +60,7 @@ def process_mark(pid: int) -> str:
 
 
 def process_age_us() -> int:
-    """How long this process is there already; 0 where the system does not tell."""
+    """Return the age of this process; 0 if the system does not provide it."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # proc(5): starttime
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -69,7 +70,7 @@ def process_age_us() -> int:
 
 
 def processor() -> tuple[str, set[str]]:
-    """The processor's name and its flags (avx2, ...), as far as the system tells."""
+    """Return the processor's name and its flags (avx2, ...), if the system provides them."""
     model, flags = platform.processor() or platform.machine(), set[str]()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

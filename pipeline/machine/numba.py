@@ -1,7 +1,4 @@
-"""Whether numba can be used here, and where it keeps what it compiles.
-
-No import of it elsewhere tells: it may be installed and refuse to be imported.
-"""
+"""Import check and cache folder of numba. An installed numba may still fail to import."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -9,7 +6,7 @@ from pathlib import Path
 
 
 def numba_unavailable_reason() -> str | None:
-    """What to read after "numba"; None where it can be imported. It refuses numpy versions that it does not know."""
+    """Return why numba cannot be used, to follow the word "numba"; None if it can. It rejects some numpy versions."""
     if find_spec("numba") is None:
         return "is not installed"
     try:
@@ -20,6 +17,6 @@ def numba_unavailable_reason() -> str | None:
 
 
 def keep_compiled_in(folder: Path) -> None:
-    """Let numba keep compiled functions in `folder`. A function takes the folder that is set when its module is
-    imported; without one, numba tries `__pycache__` next to the module, then the user's home, then raises."""
+    """Keep numba's compiled functions in `folder`. A function uses the folder that is set when its module is imported;
+    without one, numba tries `__pycache__` next to the module, then the user's home, then raises."""
     import_module("numba").config.CACHE_DIR = str(folder)

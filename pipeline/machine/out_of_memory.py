@@ -1,4 +1,4 @@
-"""How a failed allocation shows, in the host's memory or a device's. No torch: who asks may not have loaded it."""
+"""Recognize failed allocations in host or device memory, without importing torch."""
 
 _MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -8,13 +8,12 @@ _MESSAGES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed in a way after which the process is as sound as before.
+    """Return whether `error` is a failed allocation that leaves the process in a sound state.
 
-    torch's allocator for a device raises its OutOfMemoryError, which is known by name. Others have no type of their own
-    for this and raise a bare RuntimeError, so its message has to be read: torch's CPU allocator, cuBLAS, which
-    allocates a workspace with its first product of a stream, and Triton, whose kernels need memory when they are loaded
-    and for registers that were spilled. None of them has started any work then. Other device errors may leave the
-    device in an unknown state and are not among these.
+    torch's device allocator raises OutOfMemoryError, recognized by name. Others raise a bare RuntimeError, so the
+    message must be matched: torch's CPU allocator, cuBLAS (which allocates a workspace with the first product of a
+    stream), and Triton (whose kernels need memory for loading and for spilled registers). None of them has started any
+    work at that point. Other device errors may leave the device in an unknown state and do not count.
     """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True

@@ -1,1 +1,1 @@
-"""What runs leave behind: their records, what they cost, and the report for people."""
+"""Run records, cost accounting, and the job report."""

@@ -1,15 +1,15 @@
-"""Where the machine time of a job went and what it was charged to: every microsecond in one phase, money after time.
+"""Accounting of a job's machine time by phase, and of its cost by tokens. Every microsecond belongs to one phase.
 
-`faults.py` says which work was lost. Prices are declared by the job, never looked up. A job without a price is unpriced
-(None), not free.
+Prices are declared by the job, never looked up. A job without a price is unpriced (None), not free.
 
-An actor's phases say what it did. Lost work (rows of a run that was killed, of a unit whose part already existed, of
-rows that failed in the engine) is known later: the account moves its time from `prefill` and `decode` to `wasted`.
+Actors record their time by phase. Lost work (rows of a killed run, of a unit whose part already existed, of rows that
+failed in the engine) is known only later (`faults.py`): the account then moves its time from `prefill` and `decode` to
+`wasted`.
 
-Prefill is charged to prompt tokens and decode to generated tokens. All other machine time is charged to both in the
-proportion of those two, because it was spent to make them possible. The divisor is what was delivered in the output and
-had to be computed for it: prompt tokens of completed rows without those from cache, and generated ones. So lost work
-raises the cost of the delivered tokens, and a prompt that was refused or found in the cache lowers none.
+Prefill is charged to prompt tokens and decode to generated tokens. All other machine time is charged to both in
+proportion, because both depend on it. The divisors are the delivered tokens that were computed: prompt tokens of
+completed rows without cached ones, and generated tokens. Lost work thus raises the cost of delivered tokens; refused or
+cached prompts do not lower it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,10 @@ from pipeline.report.record.run_record import PHASES, RunRecord, split_exactly
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of completed rows: `cached` is the share of `input` that was served from shared KV blocks, the rest was
-    computed. `error_input` are prompt tokens of error rows: delivered in no case, whether an engine had begun them or
-    not. What engines computed for rows that failed in them is lost work (`row_failed` in `faults.py`).
+    """Tokens of completed rows. `cached` of the `input` tokens came from shared KV blocks; the others were computed.
+
+    `error_input` counts the prompt tokens of error rows, which are never delivered. Tokens computed for rows that
+    failed in an engine are lost work (`row_failed` in `faults.py`).
     """
 
     input: int
@@ -34,13 +35,13 @@ class Tokens:
 
     @property
     def computed(self) -> int:
-        """Prompt tokens that had to be computed."""
+        """Prompt tokens that were computed."""
         return self.input - self.cached
 
 
 @dataclass(frozen=True)
 class Cost:
-    """US dollars; None where there is no price, or nothing to divide by. phases_usd: empty without a price."""
+    """Cost in US dollars; None without a price or without a divisor. phases_usd: None without a price."""
 
     total_usd: float | None
     prompt_usd: float | None
@@ -49,17 +50,18 @@ class Cost:
     per_1m_generated_usd: float | None
     per_1m_blended_usd: float | None
     per_row_usd: float | None
-    per_1m_with_cached_usd: float | None  # prompt tokens, those from cache among them
+    per_1m_with_cached_usd: float | None  # prompt tokens, including cached ones
     unpriced_runs: int
     phases_usd: Mapping[str, float] | None = None
 
 
 def accounted(runs: Sequence[RunRecord], lost: Sequence[LostTime]) -> list[dict[str, int]]:
-    """Return the machine time of each run by phase, whole microseconds that sum to it exactly. lost: of each run."""
+    """Return the machine time of each run by phase, in whole microseconds with the exact sum. lost: lost time per
+    run."""
     accounts = []
-    for run, gone in zip(runs, lost, strict=True):
+    for run, lost_time in zip(runs, lost, strict=True):
         phases = {phase: run.phase_us(phase) for phase in PHASES}
-        for phase, us in (("prefill", gone.prefill_us), ("decode", gone.decode_us)):
+        for phase, us in (("prefill", lost_time.prefill_us), ("decode", lost_time.decode_us)):
             moved = min(us, phases[phase])
             phases[phase] -= moved
             phases["wasted"] += moved
@@ -69,12 +71,12 @@ def accounted(runs: Sequence[RunRecord], lost: Sequence[LostTime]) -> list[dict[
 
 
 def allocate(runs: Sequence[RunRecord], accounts: Sequence[Mapping[str, int]], tokens: Tokens, rows: int) -> Cost:
-    """The price of all machine time, and its share of prompt and generated tokens (see the head of this file).
-    accounts: of each run, as from `accounted`.
+    """Return the cost of all machine time and its division among prompt and generated tokens (see the module
+    docstring). accounts: of each run, from `accounted`.
 
-    One run without a price leaves the whole job unpriced, as a part of its machine time has no known cost.
+    A single run without a price makes the whole job unpriced, since the cost of its machine time is unknown.
     """
-    # A run that never got as far as an actor used no machine time, so that its price is not missed.
+    # A run without actors used no machine time and needs no price.
     unpriced = sum(run.hourly_usd is None and run.machine_us > 0 for run in runs)
     if unpriced or not any(run.hourly_usd is not None for run in runs):
         return Cost(None, None, None, None, None, None, None, None, unpriced_runs=unpriced)
@@ -101,8 +103,8 @@ def allocate(runs: Sequence[RunRecord], accounts: Sequence[Mapping[str, int]], t
 
 
 def shares_us(groups: Sequence[LengthBucket], machine_us: int, phases_us: Mapping[str, int]) -> list[int]:
-    """All machine time divided among groups of completed rows as the cost is among tokens, exactly: what prompts are
-    charged by the prompt tokens that were computed, the rest by the generated ones."""
+    """Divide all machine time among groups of completed rows, with an exact sum: the prompts' share by computed prompt
+    tokens, the rest by generated tokens."""
     if not groups:
         return []
     for_prompts, for_generated = split_exactly(machine_us, [phases_us["prefill"], phases_us["decode"]])

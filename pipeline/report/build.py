@@ -1,6 +1,6 @@
-"""A job's report made of what its runs left: their records, the totals of its parts, and its plan.
+"""Builds a job's report from its run records, the totals of its parts, and its estimate.
 
-`account.py` divides machine time and money, `faults.py` estimates what faults cost.
+`account.py` divides machine time and cost; `faults.py` estimates the cost of faults.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from pipeline.report.run_report import ErrorCost, LengthCost, Percentiles, Rows,
 from pipeline.report.savings import find_savings
 from pipeline.report.targets import targets_of
 
-MAX_REASONS = 10  # of engine restarts in the report
+MAX_REASONS = 10  # reasons of engine restarts in the report
 
 
 def build_report(
@@ -30,7 +30,7 @@ def build_report(
     input_rows: int,
     estimate: Estimate | None = None,
 ) -> RunReport:
-    """The report over all runs of a job, killed ones included, in the order they ran. `totals`: of the output."""
+    """Build the report over all runs of a job, including killed ones, in order. totals: of the output."""
     machine_us = sum(run.machine_us for run in runs)
     errors = {code: count for code, count in sorted(totals.error_rows.items()) if count}
     rows = Rows(input_rows, totals.rows, sum(errors.values()), errors, totals.further_samples)
@@ -46,10 +46,10 @@ def build_report(
     speculation = Speculation.from_runs(runs)
     usd_per_us = None if cost.total_usd is None else cost.total_usd / max(1, machine_us)
 
-    def priced(us: int) -> float | None:
+    def usd_of(us: int) -> float | None:
         return None if usd_per_us is None else us * usd_per_us
 
-    def charged(rows: int, generated: int) -> TokensCost | None:
+    def cost_of_tokens(rows: int, generated: int) -> TokensCost | None:
         return TokensCost.charge(
             rows,
             generated,
@@ -59,7 +59,9 @@ def build_report(
             generated_usd=cost.generated_usd,
         )
 
-    stats = sum((run.row_stats for run in reversed(runs)), RowStats())  # rows that were tried again: the last result
+    stats = sum(
+        (run.row_stats for run in reversed(runs)), RowStats()
+    )  # reversed: examples of the latest run come first
     times_us = shares_us(list(stats.lengths.values()), machine_us, phases_us)
     settings = runs[-1].settings if runs else {}
     report = RunReport(
@@ -78,12 +80,12 @@ def build_report(
         runs=tuple(runs),
         latency={f.name: Percentiles.of(getattr(stats.latency, f.name)) for f in fields(stats.latency)},
         lengths=tuple(
-            LengthCost(longest, bucket, us, priced(us))
+            LengthCost(longest, bucket, us, usd_of(us))
             for (longest, bucket), us in zip(stats.lengths.items(), times_us, strict=True)
         ),
         examples={code: stats.errors[code][:count] for code, count in errors.items() if code in stats.errors},
         faults=faults,
-        error_costs=_error_costs(runs, errors, stats, faults, priced),
+        error_costs=_error_costs(runs, errors, stats, faults, usd_of),
         energy_uj=sum(run.stat("energy_uj") for run in runs) or None,
         savings=find_savings(
             runs,
@@ -94,8 +96,8 @@ def build_report(
         ),
         speculation=speculation,
         estimate=compare(estimate, runs, accounts) if estimate is not None else None,
-        loops=charged(stats.looped.rows, stats.looped.generated_tokens),
-        reasoning=charged(stats.reasoned.rows, stats.reasoned.tokens),
+        loops=cost_of_tokens(stats.looped.rows, stats.looped.generated_tokens),
+        reasoning=cost_of_tokens(stats.reasoned.rows, stats.reasoned.tokens),
         quality=QualityReport.from_sums(
             stats.quality, sum(run.stat("quality_us") for run in runs), settings.get("quality", {})
         ),
@@ -109,7 +111,7 @@ def _error_costs(
     errors: Mapping[str, int],
     stats: RowStats,
     faults: Sequence[FaultCost],
-    priced: Callable[[int], float | None],
+    usd_of: Callable[[int], float | None],
 ) -> dict[str, ErrorCost]:
     computed = sum((run.computed for run in runs), Computed())
     prefill, decode = (sum(run.phase_us(phase) for run in runs) for phase in ("prefill", "decode"))
@@ -119,7 +121,7 @@ def _error_costs(
         lost = stats.lost.get(code, Computed())
         us = prefill * lost.prompt // max(1, computed.prompt) + decode * lost.generated // max(1, computed.generated)
         us += restarts_us if code == RowError.ENGINE_FAILURE else 0
-        found[code] = ErrorCost(count, lost, us, priced(us))
+        found[code] = ErrorCost(count, lost, us, usd_of(us))
     return found
 
 
@@ -149,7 +151,7 @@ def _work(
         preemptions=stat("num_preemptions"),
         duplicate_units=sum(run.duplicate_units for run in runs),
         units_already_written=sum(run.units_already_written for run in runs),
-        units_restarted=sum(a.units_in_progress for run in runs for a in run.actors if _is_gone(run, a, runs)),
+        units_restarted=sum(a.units_in_progress for run in runs for a in run.actors if _has_ended(run, a, runs)),
         resumed_rows=sum(actor.resumed_rows for actor in actors),
         poison_rows=sum(actor.poison_rows for actor in actors),
         engine_restarts=sum(actor.restarts for actor in actors),
@@ -169,7 +171,7 @@ def _work(
     )
 
 
-def _is_gone(run: RunRecord, actor: ActorRecord, runs: Sequence[RunRecord]) -> bool:
-    """True where nothing more will come of the actor."""
+def _has_ended(run: RunRecord, actor: ActorRecord, runs: Sequence[RunRecord]) -> bool:
+    """Return whether the actor has ended."""
     replaced = {a.replaces for a in run.actors}
     return run is not runs[-1] or run.outcome != "running" or actor.node_lost or actor.actor in replaced

@@ -1,7 +1,7 @@
-"""A job's machine time and money divided by a column of its output: by source file, by customer, by finish reason.
+"""Machine time and cost of a job by the values of an output column: source file, customer, finish reason.
 
-Rows share steps, so that none has a time of its own: time is divided as the cost is
-among tokens (`account.shares_us`). Lost work, of error rows too, is divided with the rest.
+Rows share steps, so a single row has no time of its own: time is divided by tokens, like the cost
+(`account.shares_us`). Lost work, including that of error rows, is divided with the rest.
 """
 
 from collections.abc import Iterable
@@ -21,14 +21,14 @@ from pipeline.report.run_report import RunReport
 NULL = "(null)"
 _GENERATED = "num_generated_tokens"
 _TOKENS = ("num_input_tokens", "num_cached_tokens", _GENERATED)
-_MAX_SHOWN = 60  # characters of a value in the table
-COUNTED = ("error", *_TOKENS)  # results that are needed beside the column
+_MAX_SHOWN = 60  # max characters of a value in the table
+COUNTED = ("error", *_TOKENS)  # result columns that are needed in addition to the column
 
 
 @dataclass(frozen=True)
 class Group(JsonRecord):
-    """Rows of the output with one value of the column. `completed`: those without an error, and their tokens. Where
-    samples stand as rows, a prompt's tokens are those of its first."""
+    """Output rows with one value of the column. completed: rows without an error and their tokens; if samples are rows,
+    prompt tokens count for the first sample only."""
 
     value: str
     rows: int
@@ -42,7 +42,7 @@ class Group(JsonRecord):
 
 @dataclass(frozen=True)
 class ByColumn(JsonRecord):
-    """The groups that took the most machine time, and all others together, if there are any."""
+    """Groups with the most machine time, and the sum of all others, if any."""
 
     column: str
     machine_us: int
@@ -69,7 +69,8 @@ class ByColumn(JsonRecord):
 
 
 def by_column(report: RunReport, column: str, parts: Iterable[pa.Table], max_groups: int) -> ByColumn:
-    """parts: tables of `column` and of the results `error` and the token counts. max_groups: how many to name."""
+    """Divide machine time and cost by the values of `column`. parts: tables with `column` and COUNTED. max_groups:
+    limit of the groups listed by value."""
     found: dict[str, Group] = {}
     for part in parts:
         for new in _groups(column, part):
@@ -101,7 +102,7 @@ def _groups(column: str, table: pa.Table) -> Iterable[Group]:
     completed = pc.call_function("cast", [pc.call_function("is_null", [error])], pc.CastOptions.safe(pa.int64()))
     columns: dict[str, Any] = {"value": table.column(column), "completed": completed}
     prompts = pc.call_function("multiply", [completed, is_first_sample(table).cast(pa.int64())])
-    for name in _TOKENS:  # those of completed rows
+    for name in _TOKENS:  # of completed rows only
         tokens = pc.call_function("coalesce", [result_column(table, name), pa.scalar(0, pa.int32())])
         columns[name] = pc.call_function("multiply", [tokens, completed if name == _GENERATED else prompts])
     sums = [(name, "sum") for name in ("completed", *_TOKENS)]
@@ -113,7 +114,7 @@ def _groups(column: str, table: pa.Table) -> Iterable[Group]:
 
 
 def _text(value: pa.Scalar) -> str:
-    """A value of a kept column for people: also text that is not UTF-8, and dates that Python does not have."""
+    """Return a value as text, including text that is not UTF-8 and dates outside Python's range."""
     try:
         plain = value.as_py()
     except UnicodeDecodeError:

@@ -1,7 +1,6 @@
-"""The charts of a job's report, as pieces of html: bars of CSS, and curves of SVG as wide as the page lets them be.
+"""Charts of a job's report in html: bars in CSS, and curves in scalable SVG.
 
-Colours are the page's, so that one drawing serves a dark page and a light one. Each chart is left out where there is
-nothing to show.
+Colors are defined by the page, so that charts work in dark and light mode. A chart without data is left out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,16 +15,17 @@ from pipeline.report.record.row_stats import Histogram
 from pipeline.report.record.run_record import PHASES, Moment
 from pipeline.report.run_report import RunReport
 
-MAX_ACTORS = 16  # in the chart of engines: those that took longest
-MAX_BINS = 16  # of a histogram
+MAX_ACTORS = 16  # in the chart of engines: those with the most machine time
+MAX_BINS = 16  # per histogram
 _COMPUTING = ("prefill", "decode", "wasted", "quality")
 _LATENCIES = {"first_token_us": "to first token", "row_us": "to last token"}
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 360, 200, 44, 34, 8, 8  # of a curve's picture
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 360, 200, 44, 34, 8, 8  # of an SVG chart
 
 
 @dataclass(frozen=True)
 class BarRow:
-    """parts: where each begins and how long it is, as shares of the track, in the colours of the legend."""
+    """One bar with a label and a value. parts: (start, length) of each part as shares of the track, in legend
+    colors."""
 
     label: str
     value: str
@@ -34,7 +34,7 @@ class BarRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """title: what it shows; summary: its finding in words. It has bars or a picture. unit: of bars, for all parts."""
+    """Chart with bars or an SVG picture. summary: its result in words. unit: of the bars."""
 
     name: str
     title: str
@@ -46,9 +46,9 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Rates between two moments, from_s to to_s since the job's first run began, runs one after the other. running:
-    rows in a step on average, over all engines; kv_usage: the used share of the KV cache, on average."""
+class Rates:
+    """Average rates between two moments. from_s, to_s: since the start of the first run, without pauses between runs.
+    running: rows in a step, over all engines. kv_usage: used share of the KV cache."""
 
     from_s: float
     to_s: float
@@ -58,8 +58,9 @@ class Stretch:
     kv_usage: float
 
 
-def stretches(moments: Sequence[Moment], began_s: float = 0.0) -> list[Stretch]:
-    """Return those of one run. Counters that fell, as an engine's process was replaced, count as not having moved."""
+def stretches(moments: Sequence[Moment], began_s: float = 0.0) -> list[Rates]:
+    """Return the rates between the moments of one run. A counter that fell, because an engine process was replaced,
+    counts as unchanged."""
     found = []
     for before, now in pairwise(moments):
         span_s = (now.at_us - before.at_us) / 1e6
@@ -68,7 +69,7 @@ def stretches(moments: Sequence[Moment], began_s: float = 0.0) -> list[Stretch]:
         steps = max(0, now.steps - before.steps)
         batch, kv = now.batch_sum - before.batch_sum, now.kv_used_ppm_sum - before.kv_used_ppm_sum
         found.append(
-            Stretch(
+            Rates(
                 began_s + before.at_us / 1e6,
                 began_s + now.at_us / 1e6,
                 max(0, now.prompt_tokens - before.prompt_tokens) / span_s,
@@ -103,7 +104,8 @@ def _curves(
     marks: Sequence[float] = (),
     filled: bool = False,
 ) -> Markup:
-    """Return step curves, or a histogram: value i reaches from edge i to edge i + 1. marks: dotted lines."""
+    """Draw step curves or a histogram: value i spans edge i to edge i + 1. marks: positions of dotted vertical
+    lines."""
     x0, x1 = edges[0], max(edges[-1], edges[0] + 1e-9)
     top = max(max(values) for values in series) or 1.0
 
@@ -132,7 +134,7 @@ def _curves(
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return round numbers from low to high, at most six."""
+    """Return up to six round numbers from low to high."""
     rough = (high - low) / 5
     power = 10.0 ** floor(log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
@@ -141,7 +143,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _over_time(report: RunReport) -> Iterator[Chart]:
-    spans: list[Stretch] = []
+    spans: list[Rates] = []
     starts, began_s = [], 0.0
     for run in report.runs:
         starts.append(began_s)
@@ -152,24 +154,24 @@ def _over_time(report: RunReport) -> Iterator[Chart]:
     edges = [spans[0].from_s, *(span.to_s for span in spans)]
 
     def curve(name: str, title: str, summary: str, unit: str, **series: list[float]) -> Chart:
-        x_label = "seconds since the job began"
+        x_label = "seconds since the job started"
         svg = _curves(edges, [*series.values()], x_label=x_label, y_label=unit, title=title, marks=starts[1:])
         return Chart(name=name, title=title, summary=summary, svg=svg, legend=[*series] if len(series) > 1 else ())
 
     prompt, generated = [s.prompt_per_s for s in spans], [s.generated_per_s for s in spans]
-    again = f" Dotted lines: where one of {len(report.runs)} runs began." if len(report.runs) > 1 else ""
-    summary = f"Up to {max(prompt):,.0f} prompt tokens and {max(generated):,.0f} generated tokens a second.{again}"
-    yield curve("speed", "Tokens a second", summary, "tokens/s", prompt=prompt, generated=generated)
+    again = f" Dotted lines: starts of the {len(report.runs)} runs." if len(report.runs) > 1 else ""
+    summary = f"Up to {max(prompt):,.0f} prompt tokens and {max(generated):,.0f} generated tokens per second.{again}"
+    yield curve("speed", "Tokens per second", summary, "tokens/s", prompt=prompt, generated=generated)
     busy = [span for span in spans if span.running]
     mean = sum(s.running * (s.to_s - s.from_s) for s in busy) / max(1e-9, sum(s.to_s - s.from_s for s in busy))
-    summary = f"{mean:,.1f} on average while anything ran."
-    yield curve("running", "Rows running at once", summary, "rows", rows=[s.running for s in spans])
+    summary = f"{mean:,.1f} on average while any row ran."
+    yield curve("running", "Rows running concurrently", summary, "rows", rows=[s.running for s in spans])
     kv = [100 * s.kv_usage for s in spans]
-    yield curve("kv", "KV cache in use", f"At most {percent(max(kv) / 100)} of it.", "%", kv=kv)
+    yield curve("kv", "KV cache in use", f"At most {percent(max(kv) / 100)}.", "%", kv=kv)
 
 
 def _bars(values: dict[str, tuple[float, str]], whole: float = 0.0) -> list[BarRow]:
-    """Return a bar for each label, its value and the text of that. whole: the value of a full track; 0: the longest."""
+    """Return a bar for each label -> (value, text). whole: the value of a full track; 0: the largest value."""
     whole = whole or max((value for value, _ in values.values()), default=0.0) or 1.0
     return [BarRow(label, text, ((0.0, value / whole),)) for label, (value, text) in values.items()]
 
@@ -178,9 +180,9 @@ def _phases(report: RunReport) -> Iterator[Chart]:
     shares = {phase: us / report.machine_us for phase, us in report.phases_us.items() if us}
     if shares:
         largest = max(shares, key=lambda phase: shares[phase])
-        summary = f"Most went to {largest}: {percent(shares[largest])} of {duration(report.machine_us / 1e6)}."
+        summary = f"Largest: {largest}, {percent(shares[largest])} of {duration(report.machine_us / 1e6)}."
         texts = {p: (s, f"{duration(report.phases_us[p] / 1e6)}, {percent(s)}") for p, s in shares.items()}
-        yield Chart(name="phases", title="Where the machine time went", summary=summary, bars=_bars(texts),
+        yield Chart(name="phases", title="Machine time by phase", summary=summary, bars=_bars(texts),
                     unit="machine time")  # fmt: skip
 
 
@@ -188,14 +190,14 @@ def _phase_costs(report: RunReport) -> Iterator[Chart]:
     total = report.cost.total_usd
     if not total:
         return
-    bars, begun = [], 0.0
+    bars, offset = [], 0.0
     for phase, usd in (report.cost.phases_usd or {}).items():
         if usd:
-            bars.append(BarRow(phase, money(usd), ((begun / total, usd / total),)))
-            begun += usd
+            bars.append(BarRow(phase, money(usd), ((offset / total, usd / total),)))
+            offset += usd
     bars.append(BarRow("total", money(total), ((0.0, 1.0),)))
-    summary = f"{money(total)} in all, phase by phase."
-    yield Chart(name="waterfall", title="What each phase cost", summary=summary, bars=bars, unit="US dollars")
+    summary = f"{money(total)} in total."
+    yield Chart(name="waterfall", title="Cost by phase", summary=summary, bars=bars, unit="US dollars")
 
 
 def _estimate(report: RunReport) -> Iterator[Chart]:
@@ -209,7 +211,7 @@ def _estimate(report: RunReport) -> Iterator[Chart]:
         expected = ((0.0, 0.0), (0.0, line.expected / longest))
         bars.append(BarRow("", duration(line.expected / 1e6), expected))
     ratio = report.estimate.ratio
-    summary = "" if ratio is None else f"{ratio:.2f} times the machine time of the estimate."
+    summary = "" if ratio is None else f"{ratio:.2f} times the estimated machine time."
     yield Chart(name="estimate", title="Estimate and actual", summary=summary, bars=bars, unit="machine time",
                 legend=("actual", "estimate"))  # fmt: skip
 
@@ -217,17 +219,17 @@ def _estimate(report: RunReport) -> Iterator[Chart]:
 def _prompt_lengths(report: RunReport) -> Iterator[Chart]:
     rows = {f"up to {b.max_prompt_tokens:,}": b.completed.rows for b in report.lengths}
     if rows:
-        most = max(rows, key=lambda name: rows[name])
+        largest = max(rows, key=lambda name: rows[name])
         bars = _bars({label: (count, f"{count:,}") for label, count in rows.items()})
-        yield Chart(name="prompts", title="Length of prompts", summary=f"Most rows have prompts of {most} tokens.",
-                    bars=bars, unit="completed rows, by tokens of the prompt")  # fmt: skip
+        yield Chart(name="prompts", title="Length of prompts", summary=f"Most frequent: {largest} tokens.",
+                    bars=bars, unit="completed rows, by prompt tokens")  # fmt: skip
 
 
 def _completion_lengths(report: RunReport) -> Iterator[Chart]:
     outputs = (run.row_stats.outputs.values() for run in report.runs)
     whole = sum((histogram for each in outputs for histogram in each), Histogram())
     values = whole.values()
-    if not any(value for value, _ in values):  # no rows, or none that generated
+    if not any(value for value, _ in values):  # no rows generated any tokens
         return
     shortest, longest = min(value for value, _ in values), max(value for value, _ in values)
     size = max(1, -(-(longest + 1 - shortest) // MAX_BINS))
@@ -237,11 +239,9 @@ def _completion_lengths(report: RunReport) -> Iterator[Chart]:
         bins[value // size - first] += count
     edges = [float((first + i) * size) for i in range(len(bins) + 1)]
     title = "Length of completions"
-    svg = _curves(
-        edges, [bins], x_label="generated tokens of a row", y_label="completed rows", title=title, filled=True
-    )
+    svg = _curves(edges, [bins], x_label="generated tokens per row", y_label="completed rows", title=title, filled=True)
     p50, p95 = whole.percentile(50), whole.percentile(95)
-    summary = f"Half have at most {p50:,} tokens, 95% at most {p95:,}."
+    summary = f"50% have at most {p50:,} tokens, 95% at most {p95:,}."
     yield Chart(name="completions", title=title, summary=summary, svg=svg)
 
 
@@ -256,12 +256,12 @@ def _latency(report: RunReport) -> Iterator[Chart]:
     if values:
         half = duration(list(values.values())[-3] / 1e6)
         bars = _bars({label: (us, duration(us / 1e6)) for label, us in values.items()})
-        yield Chart(name="latency", title="Latency of a row", summary=f"Half end within {half}.", bars=bars,
-                    unit="since the engine took the row in")  # fmt: skip
+        yield Chart(name="latency", title="Latency per row", summary=f"50% finish within {half}.", bars=bars,
+                    unit="since the row was added to the engine")  # fmt: skip
 
 
 def _engines(report: RunReport) -> Iterator[Chart]:
-    """The last run that used a machine."""
+    """Yield the chart of the last run with machine time."""
     run = next((run for run in reversed(report.runs) if run.machine_us), None)
     if run is None:
         return
@@ -269,13 +269,13 @@ def _engines(report: RunReport) -> Iterator[Chart]:
     end = max(actor.started_us + actor.machine_us for actor in actors)
     bars = []
     for actor in actors:
-        phases, begun, parts = actor.phases_us, actor.started_us, []
+        phases, offset, parts = actor.phases_us, actor.started_us, []
         for names in (("startup", "load"), _COMPUTING, ("idle",)):
             us = sum(phases[name] for name in names)
-            parts.append((begun / end, us / end))
-            begun += us
+            parts.append((offset / end, us / end))
+            offset += us
         bars.append(BarRow(str(actor.actor), duration(actor.machine_us / 1e6), tuple(parts)))
-    some = f" The {MAX_ACTORS} that took longest, of {len(run.actors):,}." if len(run.actors) > MAX_ACTORS else ""
+    some = f" The {MAX_ACTORS} with the most time, of {len(run.actors):,}." if len(run.actors) > MAX_ACTORS else ""
     summary = f"{percent(run.phase_us('idle') / run.machine_us)} of it idle.{some}"
-    yield Chart(name="actors", title="Time of each engine", summary=summary, bars=bars, unit="time of its last run",
+    yield Chart(name="actors", title="Time by engine", summary=summary, bars=bars, unit="time of the last run",
                 legend=("starting", "computing", "idle"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Two reports next to each other, the return on a change, and the same tokens at a hosted service's price.
+"""Comparison of two reports, the return on a change, and the price of the same tokens at a hosted service.
 
 The formulas are in docs/cost.md.
 """
@@ -18,7 +18,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "usd": money,
     "share": percent,
 }
-# what, kind, and the figure of a report; None: not known
+# (label, kind, function of the report; it returns None if the figure is unknown)
 _FIGURES: list[tuple[str, str, Callable[[RunReport], float | None]]] = [
     ("rows", "count", lambda report: report.rows.written),
     ("error rows", "count", lambda report: report.rows.errors),
@@ -38,7 +38,7 @@ _FIGURES: list[tuple[str, str, Callable[[RunReport], float | None]]] = [
 
 @dataclass(frozen=True)
 class Figure:
-    """kind: count, us (microseconds), usd or share. None: not known in that report."""
+    """Figure of two reports; None if unknown. kind: count, us (microseconds), usd or share."""
 
     what: str
     kind: str
@@ -49,8 +49,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Return:
-    """Return on a change of the cost of a row: US dollars a month, and once for the effort. payback_months: None where
-    nothing is saved."""
+    """Return on a change of the cost per row: US dollars per month, and a one-off effort. payback_months: None without
+    savings."""
 
     rows_per_month: float
     before_usd: float
@@ -68,15 +68,15 @@ class Return:
             back = f"paid back after {self.payback_months:,.1f} months"
         saved = f"{money(abs(self.savings_usd))} {'saved' if self.savings_usd >= 0 else 'more'}"
         return (
-            f"At {self.rows_per_month:,.0f} rows a month: {money(self.before_usd)} before, {money(self.after_usd)} "
-            f"after, {saved} a month; {money(self.effort_usd)} once, {back}.\n"
-            "  savings = rows a month x (cost of a row before - after); payback = one-off effort / savings"
+            f"At {self.rows_per_month:,.0f} rows per month: {money(self.before_usd)} before, {money(self.after_usd)} "
+            f"after, {saved} per month; {money(self.effort_usd)} once, {back}.\n"
+            "  savings = rows per month x (cost per row before - after); payback = one-off effort / savings"
         )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`returns`: JSON's `return`."""
+    """Comparison of two reports. `returns` is the key `return` in JSON."""
 
     names: tuple[str, str]
     figures: tuple[Figure, ...]
@@ -102,17 +102,18 @@ def compare_reports(
     rows_per_month: float | None = None,
     effort_usd: float = 0.0,
 ) -> Comparison:
-    """rows_per_month: for the return; raises ConfigError where one of the two has no cost of a row."""
+    """Compare two reports. rows_per_month: computes the return too; raises ConfigError if a report has no cost per
+    row."""
     figures = []
     for what, kind, figure in _FIGURES:
         a, b = figure(before), figure(after)
-        if a or b or not what.startswith("  "):  # phases that took no time in either are left out
+        if a or b or not what.startswith("  "):  # skip phases that took no time in either report
             figures.append(Figure(what, kind, a, b, b / a if a and b is not None else None))
     if rows_per_month is None:
         return Comparison(names, tuple(figures))
     for name, report in zip(names, (before, after)):
         if report.cost.per_row_usd is None:
-            raise ConfigError(f"--rows-per-month: {name} has no cost of a row; its job declared no cost.hourly_usd")
+            raise ConfigError(f"--rows-per-month: {name} has no cost per row; set cost.hourly_usd in its job file")
     before_usd, after_usd = ((report.cost.per_row_usd or 0.0) * rows_per_month for report in (before, after))
     savings = before_usd - after_usd
     payback = effort_usd / savings if savings > 0 else None
@@ -123,7 +124,7 @@ def compare_reports(
 
 @dataclass(frozen=True)
 class Hosted:
-    """Price of the completed rows at a hosted service, by its prices of a million tokens."""
+    """Price of the completed rows at a hosted service, by its prices per million tokens."""
 
     prompt_usd: float
     generated_usd: float
@@ -132,7 +133,7 @@ class Hosted:
 
     @classmethod
     def of(cls, report: RunReport, prompt_usd: float, generated_usd: float) -> "Hosted":
-        """Prompt tokens are charged whether a cache served them or not."""
+        """Price a report's tokens. Cached prompt tokens are charged too."""
         tokens = report.tokens
         total = (tokens.input * prompt_usd + tokens.generated * generated_usd) / 1e6
         return cls(prompt_usd, generated_usd, total, report.cost.total_usd)
@@ -141,10 +142,10 @@ class Hosted:
         return asdict(self)
 
     def to_text(self, width: int | None = None) -> str:
-        own = "this job is unpriced" if self.own_usd is None else f"this job took {money(self.own_usd)}"
+        own = "this job is unpriced" if self.own_usd is None else f"this job cost {money(self.own_usd)}"
         if self.own_usd and self.total_usd:
             own += f", {self.own_usd / self.total_usd:.2f} times that"
         return (
-            f"A hosted service at {money(self.prompt_usd)} and {money(self.generated_usd)} for 1M prompt and generated "
-            f"tokens would take {money(self.total_usd)}; {own}."
+            f"A hosted service at {money(self.prompt_usd)} and {money(self.generated_usd)} per 1M prompt and generated "
+            f"tokens would cost {money(self.total_usd)}; {own}."
         )

@@ -1,6 +1,6 @@
-"""What `pipeline.estimate` expected of a job before it ran (`_pipeline/plan.json`), next to what it took.
+"""Comparison of the estimate made before a job ran (`_pipeline/plan.json`) with the actual figures.
 
-Times are whole microseconds, money is US dollars.
+Times are in whole microseconds, money in US dollars.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pipeline.report.record.json_record import JsonRecord
 from pipeline.report.record.run_record import PHASES, RunRecord
 
-MIN_SHARE = 0.01  # of the machine time, below which a phase has no ratio
+MIN_SHARE = 0.01  # min expected share of the machine time for which a phase has a ratio
 
 
 @dataclass(frozen=True)
 class Interval:
-    """low <= expected <= high."""
+    """Range of an estimate: low <= expected <= high."""
 
     low: float
     expected: float
@@ -29,13 +29,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class Estimate(JsonRecord):
-    """Of the rows that were left when it was made, after `runs_before` runs. phases_us: machine time, expected.
-    hourly_usd: None where the job declares no price. speeds_from, lengths_from: for people."""
+    """Estimate for the rows that remained after `runs_before` runs. phases_us: expected machine time. hourly_usd: None
+    if the job declares no price. speeds_from, lengths_from: sources, for display."""
 
     made_at: str
     runs_before: int
     rows: int
-    prompt_tokens: Interval  # computed ones
+    prompt_tokens: Interval  # computed, without cached ones
     cached_tokens: float
     generated_tokens: Interval
     machine_us: Interval
@@ -45,7 +45,7 @@ class Estimate(JsonRecord):
     speeds_from: str = ""
     lengths_from: str = ""
     actors: int = 1
-    job: str = ""  # undated digest of its identity
+    job: str = ""  # digest of the job's identity without dates
 
     @property
     def usd(self) -> Interval | None:
@@ -54,7 +54,7 @@ class Estimate(JsonRecord):
 
 @dataclass(frozen=True)
 class Compared:
-    """A line: expected, actual, and the ratio of these (None where next to nothing was expected)."""
+    """Expected and actual value of one figure, and actual / expected (None if almost nothing was expected)."""
 
     what: str
     expected: float
@@ -68,7 +68,8 @@ class Compared:
 
 @dataclass(frozen=True)
 class EstimateAndActual:
-    """Of the runs since the estimate. `lines`: rows, tokens, machine time whole and by phase, wall time, money."""
+    """Estimate and the actual figures of the runs since. lines: rows, tokens, machine time in total and by phase, wall
+    time, and cost."""
 
     estimate: Estimate
     lines: tuple[Compared, ...]
@@ -82,8 +83,8 @@ class EstimateAndActual:
 def compare(
     estimate: Estimate, runs: Sequence[RunRecord], accounts: Sequence[Mapping[str, int]]
 ) -> EstimateAndActual | None:
-    """None as long as no run since the estimate has used machine time. runs: all of the job, in order, and the machine
-    time of each by phase."""
+    """Compare an estimate with the runs since; None if these used no machine time. runs, accounts: all runs of the job
+    in order, and their machine time by phase."""
     since = runs[estimate.runs_before :]
     machine_us = sum(run.machine_us for run in since)
     if not machine_us:

@@ -1,8 +1,8 @@
-"""What faults cost: work lost or done again, and the machine time for starting again. An estimate.
+"""Estimated cost of faults: lost and repeated work, and the machine time of restarts.
 
-Every run is looked at by itself: what its engines computed, less what became parts of it or was kept for the next run.
-So nothing that one run lost is hidden by what another delivered. Tokens are charged the engines' average time for a
-token; `docs/cost.md` says which tokens and which start-up time each kind of fault is charged.
+Each run is accounted separately: the tokens that its engines computed, minus those in its parts or kept for the next
+run. Deliveries of one run thus cannot hide losses of another. Tokens are charged the engines' average time per token.
+`docs/cost.md` lists the tokens and start-up times charged to each kind of fault.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ FAULTS = {
     "node_lost": "machine lost",
     "engine_restarted": "engine process restarted",
     "preempted": "sequence preempted",
-    "duplicate_unit": "unit computed whose part already existed",
+    "duplicate_unit": "unit computed twice",
     "part_removed": "parts removed after they were written",
     "row_failed": "rows that failed in the engine",
-    "storage_retried": "request to a store tried again",
+    "storage_retried": "request to a store retried",
 }
 
 _KIND_OF_END: dict[Outcome, str] = {
@@ -40,7 +40,7 @@ _KIND_OF_END: dict[Outcome, str] = {
 
 
 class LostTime(NamedTuple):
-    """Of one run: the time of prefill and of decode that went into tokens which the output does not hold."""
+    """Prefill and decode time of one run that was spent on tokens missing in the output."""
 
     prefill_us: int = 0
     decode_us: int = 0
@@ -51,9 +51,12 @@ class LostTime(NamedTuple):
 
 @dataclass
 class FaultCost(JsonRecord):
-    """Faults of one kind. tokens: computed and not delivered, or computed twice; `work_us` is the time of these,
-    `machine_us` that and the time of starting again. `usd`: None where there is no price. is_lower_bound: what happened
-    after the last record of a run that was killed is not known. nodes: lost machines."""
+    """Cost of the faults of one kind.
+
+    tokens: computed and not delivered, or computed twice. work_us: time of these tokens. machine_us: work_us plus the
+    time of restarts. usd: None without a price. is_lower_bound: work after a killed run's last record is unknown.
+    nodes: lost machines.
+    """
 
     kind: str
     title: str
@@ -67,7 +70,7 @@ class FaultCost(JsonRecord):
     nodes: list[str] = field(default_factory=list)
 
     def add(self, run: RunRecord, tokens: Computed, work_us: int, start_us: int = 0) -> None:
-        """Charge `run` with work and with starting again."""
+        """Add lost work and restart time, at the price of `run`."""
         self.tokens += tokens
         self.work_us += work_us
         self.machine_us += work_us + start_us
@@ -76,7 +79,7 @@ class FaultCost(JsonRecord):
 
 
 def unrecorded_tokens(runs: Sequence[RunRecord], delivered_generated: int) -> int:
-    """Return generated tokens of parts that are in no record: a run that was killed wrote them after its last one."""
+    """Return the generated tokens in parts that no record covers: a killed run wrote them after its last record."""
     return max(0, delivered_generated - _known_tokens(runs))
 
 
@@ -85,18 +88,18 @@ def _known_tokens(runs: Sequence[RunRecord]) -> int:
 
 
 def fault_costs(runs: Sequence[RunRecord], delivered_generated: int) -> tuple[list[FaultCost], list[LostTime]]:
-    """Return all kinds that happened, in the order of `FAULTS`, at the prices of the runs; and the time of each run
-    that went into lost tokens. `delivered_generated`: tokens that the output holds."""
+    """Return the cost of the faults that occurred, in the order of `FAULTS` and at the prices of the runs, and the lost
+    time of each run. delivered_generated: generated tokens in the output."""
     sums = {kind: FaultCost(kind, title, is_lower_bound=kind == "run_killed") for kind, title in FAULTS.items()}
     lost_times: list[LostTime] = []
     unrecorded = unrecorded_tokens(runs, delivered_generated)
-    # While a run goes on its actors may know of parts that are not counted in the output yet.
+    # During a run, its actors may know of parts that are not counted in the output yet.
     complete = bool(runs) and runs[-1].outcome == "finished"
     removed = max(0, _known_tokens(runs) - delivered_generated) if complete else 0
     for run, following in zip_longest(runs, runs[1:]):
         end = _KIND_OF_END[run.outcome]
         replaced = {actor.replaces for actor in run.actors}
-        goes_on = run.outcome == "running" and following is None
+        is_running = run.outcome == "running" and following is None
         lost_nodes = {actor.node_id: actor.node for actor in run.actors if actor.node_lost}
         lost_time = LostTime()
 
@@ -115,25 +118,25 @@ def fault_costs(runs: Sequence[RunRecord], delivered_generated: int) -> tuple[li
             removed -= gone.generated
             lost_time += lose("part_removed", actor, gone)
             sums["preempted"].count += actor.stats.get("num_preemptions", 0)
-            again = Computed(actor.stats.get("recomputed_tokens", 0))
-            sums["preempted"].add(run, again, actor.stats.get("preempted_us", 0))
+            recomputed = Computed(actor.stats.get("recomputed_tokens", 0))
+            sums["preempted"].add(run, recomputed, actor.stats.get("preempted_us", 0))
             sums["storage_retried"].count += sum(actor.storage_retries.values())
             if actor.replaces is not None:
                 kind = "node_lost" if run.actors[actor.replaces].node_lost else "actor_replaced"
                 sums[kind].count += kind == "actor_replaced"
                 sums[kind].add(run, Computed(), 0, _start_us(actor))
-            is_gone = actor.node_lost or actor.actor in replaced
-            tokens, kind = actor.open, "node_lost" if actor.node_lost else "actor_replaced" if is_gone else end
-            if kind != "row_failed":  # some of it was written after the last report
+            has_ended = actor.node_lost or actor.actor in replaced
+            tokens, kind = actor.open, "node_lost" if actor.node_lost else "actor_replaced" if has_ended else end
+            if kind != "row_failed":  # part of it was written after the last report
                 written = min(unrecorded, tokens.generated)
                 unrecorded -= written
                 tokens = _share(tokens, tokens.generated - written)
-            if is_gone or not goes_on:
+            if has_ended or not is_running:
                 lost_time += lose(kind, actor, tokens)
         lost_times.append(lost_time)
         sums["duplicate_unit"].count += run.duplicate_units
         sums["storage_retried"].count += sum(run.storage_retries.values())
-        if end != "row_failed" and not goes_on:
+        if end != "row_failed" and not is_running:
             sums[end].count += 1
             if following is not None:
                 started_us = sum(_start_us(actor) for actor in following.actors if actor.replaces is None)
@@ -146,7 +149,7 @@ def _start_us(actor: ActorRecord) -> int:
 
 
 def _share(tokens: Computed, generated: int) -> Computed:
-    """Return `generated` of the generated tokens, and as large a part of the prompts'."""
+    """Return `generated` of the generated tokens, and the same fraction of the prompt tokens."""
     if tokens.generated == 0:
         return tokens
     return Computed(tokens.prompt * generated // tokens.generated, generated)

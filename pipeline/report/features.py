@@ -1,6 +1,6 @@
-"""Results and cost of features that only some jobs use: drafts, loops and reasoning, the quality watch.
+"""Report figures of optional features: speculation, loops, reasoning, and quality monitoring.
 
-Counts are those of the engines (`EngineStats`, `SpeculationCounts`) and of the rows, summed over actors and runs.
+Counts come from engines (`EngineStats`, `SpeculationCounts`) and rows, summed over actors and runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,12 @@ from pipeline.report.record.run_record import RunRecord, split_exactly
 
 @dataclass(frozen=True)
 class Speculation:
-    """steps: all of the engines, draft_steps those of them that computed drafts. The `_by_position` are counted after
-    the known tokens, the last one all from there on. saved_us: what plain steps would have taken for the same tokens
-    less what was taken, estimated by the measured costs of steps; below 0 when it cost. batches: by the number of
-    sequences that ran at once; empty where drafts were forced.
+    """Figures of speculative decoding.
+
+    steps: all engine steps. draft_steps: steps with drafts. The `_by_position` counts start after the known tokens; the
+    last one includes all later positions. saved_us: time that plain steps would have taken for the same tokens minus
+    the actual time, estimated from measured step costs; negative for a loss. batches: figures by the number of running
+    sequences; empty if drafts were forced.
     """
 
     steps: int
@@ -31,7 +33,7 @@ class Speculation:
 
     @classmethod
     def from_runs(cls, runs: Sequence[RunRecord]) -> "Speculation | None":
-        """None where there was none."""
+        """Sum the figures of runs; None without speculation."""
         names = {name for run in runs for actor in run.actors for name in actor.stats}
         totals = {name: sum(run.stat(name) for run in runs) for name in names}
         stats, counts = EngineStats.from_flat(totals), SpeculationCounts.from_flat(totals)
@@ -55,8 +57,8 @@ class Speculation:
 
 @dataclass(frozen=True)
 class TokensCost:
-    """Some of the generated tokens of completed rows, their share of all, and the machine time and price that they are
-    charged. usd: None where the job is unpriced."""
+    """Share of the generated tokens of completed rows, with its machine time and cost. usd: None if the job is
+    unpriced."""
 
     rows: int
     tokens: int
@@ -75,7 +77,8 @@ class TokensCost:
         generated_tokens: int,
         generated_usd: float | None,
     ) -> "TokensCost | None":
-        """None without rows. generated_tokens: of all completed rows, which `generated_usd` was charged to."""
+        """Charge `tokens` their part of machine time and cost; None without rows. generated_tokens: of all completed
+        rows, the divisor of `generated_usd`."""
         if not rows:
             return None
         _, for_generated_us = split_exactly(machine_us, [phases_us["prefill"], phases_us["decode"]])
@@ -86,9 +89,12 @@ class TokensCost:
 
 @dataclass(frozen=True)
 class QualityReport:
-    """Difference between the output and a reference model (`quality.sample`). kl_nats_per_token is a mean; the
-    `_correct_share` are of the rows with an expected answer, None without any. drops: what has certainly dropped by
-    more than max_drop, and by how much. machine_us: time of the comparison, without loading the reference."""
+    """Difference between the output and a reference model (`quality.sample`).
+
+    kl_nats_per_token: a mean. The `_correct_share` fields cover rows with an expected answer; None without any. drops:
+    figures that dropped by significantly more than max_drop, with the drop. machine_us: time of the comparison, without
+    loading the reference.
+    """
 
     sums: QualityStats
     token_agreement: float | None
@@ -103,7 +109,7 @@ class QualityReport:
 
     @classmethod
     def from_sums(cls, sums: QualityStats, machine_us: int, settings: Mapping[str, Any]) -> "QualityReport | None":
-        """None where no row was to be compared. settings: the job file's section, as a run recorded it."""
+        """Compute the figures; None if no row was sampled. settings: the job file's section, from a run record."""
         if not sums.rows and not sums.unmeasured:
             return None
         max_drop, expected = settings.get("max_drop", 1.0), sums.expected_rows
@@ -121,15 +127,15 @@ class QualityReport:
         )
 
     def to_text(self) -> str:
-        """Return figures, what could not be compared, and the alarm."""
+        """Return the figures, the reasons of rows without a comparison, and alarms."""
         parts = [self.sums.to_text()] if self.sums.rows else []
         if self.sums.unmeasured:
-            why = ", ".join(f"{reason} {count:,}" for reason, count in self.sums.unmeasured.items())
-            parts.append(f"rows that could not be compared: {why}")
-        alarms = [f"ALARM: {drop_text(what, drop, self.max_drop)}" for what, drop in self.drops.items()]
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.sums.unmeasured.items())
+            parts.append(f"rows that could not be compared: {reasons}")
+        alarms = [f"ALARM: {drop_text(figure, drop, self.max_drop)}" for figure, drop in self.drops.items()]
         return "; ".join([*parts, *alarms])
 
 
-def drop_text(what: str, drop: float, max_drop: float) -> str:
-    label = {"agreement": "token agreement", "right_answers": "the share of right answers"}[what]
-    return f"{label} has dropped by {percent(drop)}, and quality.max_drop is {percent(max_drop)}"
+def drop_text(figure: str, drop: float, max_drop: float) -> str:
+    label = {"agreement": "token agreement", "right_answers": "the share of right answers"}[figure]
+    return f"{label} dropped by {percent(drop)}, more than quality.max_drop ({percent(max_drop)})"

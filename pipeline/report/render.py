@@ -1,6 +1,6 @@
-"""Renders a job's report: as text for a terminal, as Markdown (`report.md`), as one html file without scripts.
+"""Rendering of a job's report as terminal text, Markdown (`report.md`), and a single html file without scripts.
 
-Names and messages are data: in Markdown and html they are escaped, for a terminal spelled out.
+Names and messages are untrusted: they are escaped in Markdown and html, and made printable for a terminal.
 """
 
 import re
@@ -12,11 +12,11 @@ from pipeline.formatting import printable, table
 from pipeline.report.run_report import RunReport
 from pipeline.report.sections import Bar, Cell, outcome_text, sections
 
-BAR_WIDTH = 24  # characters of a whole bar
+BAR_WIDTH = 24  # characters of a full bar
 
 
 def text(report: RunReport, width: int | None = None) -> str:
-    """Return the report for a terminal of `width` characters; None folds nothing."""
+    """Return the report for a terminal of `width` characters; None: no wrapping."""
     lines = [f"{printable(report.job)}: {outcome_text(report)}"]
     for section in sections(report):
         if not section.on_terminal:
@@ -35,14 +35,14 @@ def markdown(report: RunReport) -> str:
 
 
 def html(report: RunReport) -> str:
-    """Return the report as an html page, which needs no network and nothing but itself."""
+    """Return the report as a self-contained html page."""
     from pipeline.report.charts import charts
 
     return _page(report, "report.html.jinja", autoescape=True, charts=charts(report))
 
 
 def _page(report: RunReport, template: str, autoescape: bool, **values: object) -> str:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # 40 ms, which `pipeline status` saves
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # takes 40 ms, saved in `pipeline status`
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -60,12 +60,12 @@ def _page(report: RunReport, template: str, autoescape: bool, **values: object) 
 
 
 def _bar(bar: Bar) -> str:
-    """Return a bar of text; a share of 0.05% and more shows."""
+    """Return a bar of text, at least one character for shares of 0.05% and more."""
     return "█" * max(round(bar.share * BAR_WIDTH), 1 if bar.share >= 0.0005 else 0)
 
 
 def _in_markdown(cell: Cell) -> str:
-    """Return a cell of a table, or text in a line, in which data is neither Markdown nor html."""
+    """Return a table cell or a line of text, with Markdown and html escaped."""
     if isinstance(cell, Bar):
         return f"`{_bar(cell)}`" if _bar(cell) else ""
     return re.sub(r"([\\|\[`])", r"\\\1", escape(printable(" ".join(cell.split())), quote=False))

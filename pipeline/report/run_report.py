@@ -1,6 +1,6 @@
-"""A job's report over all its runs: rows, tokens, work, time, money, and what the plan had expected.
+"""Figures of a job's report over all its runs, and their names in JSON: rows, tokens, work, time, cost, estimate.
 
-Owns the report's numbers and their names in JSON. `build.py` makes it, `sections.py` arranges it for people.
+`build.py` computes them, `sections.py` arranges them for display.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ PERCENTS = (50, 95, 99)
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of the input, and those of them in the output so far (completed + errors), with `extra_samples` where
-    samples are rows of their own."""
+    """Counts of input rows: all, and those written so far (completed + errors). extra_samples: additional output rows
+    if samples are rows."""
 
     input: int
     written: int
@@ -37,18 +37,18 @@ class Rows:
 
     @property
     def output(self) -> int:
-        """Rows as a reader of the output counts them."""
+        """Number of rows in the output."""
         return self.written + self.extra_samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the engines did over all runs, lost work included.
+    """Work of the engines over all runs, including lost work.
 
-    `wasted_*_tokens` is what engines computed and the output does not hold, summed over the runs (`faults.py`);
-    prompt tokens without those from cache. A run that was killed has not recorded its last second or two, so it is a
-    lower bound when `wasted_is_lower_bound`. `wasted_us` is the engines' time for it, on average a token.
-    `unrecorded_tokens` are generated ones of the output that are in no run's record, for the same reason.
+    `wasted_*_tokens` were computed but are missing in the output, summed over runs (`faults.py`), without cached prompt
+    tokens. A killed run has not recorded its last seconds; `wasted_is_lower_bound` is then true. `wasted_us` is their
+    time, by the engines' average time per token. `unrecorded_tokens` are generated tokens in the output that no record
+    covers, for the same reason.
     """
 
     computed_generated_tokens: int
@@ -62,29 +62,29 @@ class Work:
     rejected_draft_tokens: int
     preemptions: int
     duplicate_units: int
-    units_already_written: int  # handed out, but their part existed before any work: no work was done twice
-    units_restarted: int  # in progress at the last report of a run or an actor that is gone
-    resumed_rows: int  # finished by a run that was stopped, delivered by a later one
-    poison_rows: int  # that ended the engine's process and became error rows
+    units_already_written: int  # assigned, but their part existed before any work was done
+    units_restarted: int  # in progress at the last report of a run or an actor that ended
+    resumed_rows: int  # finished by a stopped run, delivered by a later one
+    poison_rows: int  # rows that crashed the engine process and became error rows
     engine_restarts: int
-    restart_reasons: Mapping[str, int]  # how engine processes ended, the commonest
+    restart_reasons: Mapping[str, int]  # most common reasons why engine processes ended
     actors_replaced: int
-    nodes_lost: int  # that left the cluster while the job ran on them
+    nodes_lost: int  # left the cluster while the job ran on them
     storage_retries: Mapping[str, int]
     telemetry_failures: int  # writes of status, record and report that failed
     steps: int
-    out_of_memory_steps: int  # undone, and tried again with fewer tokens
+    out_of_memory_steps: int  # rolled back and retried with fewer tokens
     mean_batch_size: float
     mean_kv_cache_usage: float
-    grammar_tokens: int  # that a grammar had to allow, those after drafts too
-    grammar_masks: int  # of these, the ones whose mask was filled; else the likeliest token was allowed
-    grammar_mask_us: int  # in which engines filled these masks
-    grammar_forced_tokens: int  # generated ones that a grammar left no choice of, which took no step
+    grammar_tokens: int  # checked against a grammar, including those after drafts
+    grammar_masks: int  # of these, tokens whose mask was filled; otherwise the most likely token was allowed
+    grammar_mask_us: int  # time of filling these masks
+    grammar_forced_tokens: int  # generated without a step, because the grammar allowed only one token
 
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Microseconds, of `rows` rows; None without rows."""
+    """Percentiles over `rows` rows, in microseconds; None without rows."""
 
     rows: int
     p50: int | None
@@ -98,8 +98,8 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class LengthCost:
-    """Completed rows whose prompts have at most `max_prompt_tokens` (and more than the bucket before), and their share
-    of the machine time and of its price."""
+    """Machine time and cost of completed rows whose prompts have at most `max_prompt_tokens`, and more than in the
+    previous bucket."""
 
     max_prompt_tokens: int
     completed: LengthBucket
@@ -109,8 +109,8 @@ class LengthCost:
 
 @dataclass(frozen=True)
 class ErrorCost:
-    """Error rows of one code: what engines computed for them, the time of that on average, and its price. For rows that
-    ended the engine's process: what it took to find them."""
+    """Cost of error rows of one code: the tokens computed for them, at the average time per token. For rows that
+    crashed the engine process, it includes the restarts that found them."""
 
     rows: int
     computed_tokens: Computed
@@ -120,7 +120,7 @@ class ErrorCost:
 
 @dataclass(frozen=True)
 class Target:
-    """A limit of the job file's section `targets`. actual: None where it is not known, which is a miss too."""
+    """Limit of the job file's section `targets`. actual: None if unknown, which counts as missed."""
 
     key: str
     limit: float
@@ -135,10 +135,10 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport(JsonRecord):
-    """The job so far. Times are whole microseconds; `phases_us` sums to `machine_us` exactly.
+    """Report of a job so far. Times are in whole microseconds; `phases_us` sums to `machine_us` exactly.
 
-    `latency`, `lengths` and `examples` are of the rows in the runs' records: all but those that a killed run wrote
-    after its last record. energy_uj: of all engines since each was loaded, None where no machine measures it.
+    `latency`, `lengths` and `examples` cover the recorded rows: all except those that a killed run wrote after its last
+    record. energy_uj: of all engines since loading; None if no machine measures it.
     """
 
     job: str
@@ -167,43 +167,43 @@ class RunReport(JsonRecord):
     loops: TokensCost | None = None
     reasoning: TokensCost | None = None
     quality: QualityReport | None = None
-    warnings: tuple[DataWarning, ...] = ()  # oddities of the data
+    warnings: tuple[DataWarning, ...] = ()  # warnings about the data
     schema_version: int = SCHEMA_VERSION
 
     @property
     def input_tokens_per_s(self) -> float:
-        """Delivered prompt tokens that were computed, per second of machine time, everything included."""
+        """Delivered, computed prompt tokens per second of total machine time."""
         return per_second(self.tokens.computed, self.machine_us)
 
     @property
     def generated_tokens_per_s(self) -> float:
-        """Delivered generated tokens per second of machine time, everything included."""
+        """Delivered generated tokens per second of total machine time."""
         return per_second(self.tokens.generated, self.machine_us)
 
     @property
     def rows_per_s(self) -> float:
-        """Completed rows per second of machine time, everything included."""
+        """Completed rows per second of total machine time."""
         return per_second(self.rows.completed, self.machine_us)
 
     @property
     def has_generated(self) -> bool:
-        """False for a job whose task generates no tokens."""
+        """True if the job's task generates tokens."""
         return self.tokens.generated > 0 or not self.rows.completed
 
     @property
     def batch_efficiency(self) -> float:
-        """The share of the machine time in which engines computed delivered tokens."""
+        """Share of the machine time that was spent on delivered tokens."""
         return (self.phases_us["prefill"] + self.phases_us["decode"]) / self.machine_us if self.machine_us else 0.0
 
     @property
     def joules_per_generated_token(self) -> float | None:
-        """Joules for a delivered token, everything included; None where the energy is not known."""
+        """Total energy per delivered generated token in joules; None if unknown."""
         known = self.energy_uj is not None and self.tokens.generated
         return self.energy_uj / 1e6 / self.tokens.generated if known else None  # pyright: ignore[reportOptionalOperand]
 
     @property
     def missed(self) -> tuple[Target, ...]:
-        """The targets that a finished job missed."""
+        """Targets missed by a finished job."""
         return tuple(t for t in self.targets if t.is_missed) if self.outcome == "finished" else ()
 
     def to_json(self) -> dict[str, Any]:

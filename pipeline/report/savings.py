@@ -1,6 +1,6 @@
-"""Machine time that features of the engine saved a job, each against the plain alternative, measured or modelled.
+"""Machine time saved by engine features, each compared with the plain alternative, measured or modelled.
 
-None of it is in the job's machine time: it is time that was not spent.
+Savings are not part of the job's machine time.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +22,8 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Saving(JsonRecord):
-    """Machine time in microseconds, below 0 where it cost; usd: None without a price. against: what would have been
-    done instead."""
+    """Machine time saved by a feature, in microseconds; negative for a loss. usd: None without a price. against: the
+    alternative."""
 
     name: str
     title: str
@@ -34,23 +34,25 @@ class Saving(JsonRecord):
 
 
 def prefix_sharing_us(cached_tokens: int, prefill_us: int, computed_prompt_tokens: int) -> int:
-    """Return the time of prompt tokens from cache, each at that of a computed one."""
+    """Return the time that the cached prompt tokens would have taken, at the average time per computed token."""
     return cached_tokens * prefill_us // computed_prompt_tokens if computed_prompt_tokens else 0
 
 
 def continuous_batching_us(outputs: Iterable[Histogram], batch: int, decode_us: int) -> int:
-    """Against static batches of as many rows, in the order in which they came: each lasts as long as its longest
-    output, and a row that has ended computes on beside it. By the lengths of the outputs alone: with random batches the
-    work grows by the factor E[longest of `batch`] / mean."""
+    """Return the modelled time saved against static batches of `batch` rows in order of arrival.
+
+    A static batch lasts as long as its longest output, and finished rows keep computing. With random batches, the work
+    grows by the factor E[longest of `batch`] / mean, which depends on the output lengths only.
+    """
     lengths = sum(outputs, Histogram())
     values = sorted(lengths.values())
-    count, total = lengths.count, sum(value * many for value, many in values)
+    count, total = lengths.count, sum(value * num_rows for value, num_rows in values)
     if not total or not decode_us:
         return 0
     batch = max(1, min(batch, count))
     longest = below = 0.0
-    for value, many in values:
-        share = below + many / count
+    for value, num_rows in values:
+        share = below + num_rows / count
         longest += value * (share**batch - below**batch)
         below = share
     return round(decode_us * max(0.0, longest * count / total - 1.0))
@@ -64,7 +66,7 @@ def find_savings(
     speculation: Speculation | None,
     usd_per_us: float | None,
 ) -> tuple[Saving, ...]:
-    """Return those that made a difference. outputs: the lengths of completions."""
+    """Return the nonzero savings. outputs: histograms of completion lengths."""
 
     def saving(name: str, us: int, basis: Literal["measured", "modelled"], against: str) -> Saving:
         return Saving(name, NAMES[name], us, None if usd_per_us is None else us * usd_per_us, basis, against)

@@ -1,4 +1,4 @@
-"""The sections of a job's report, each declared once: `render.py` shows them on a terminal, in Markdown and in html."""
+"""Sections of a job's report, declared once and rendered by `render.py` for terminals, Markdown and html."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from pipeline.report.record.run_record import PHASE_MEANING, per_second
 from pipeline.report.run_report import RunReport
 
 _LATENCIES = {
-    "first_token_us": "to the first token",
-    "per_token_us": "between two tokens",
-    "row_us": "to the last token",
+    "first_token_us": "to first token",
+    "per_token_us": "between tokens",
+    "row_us": "to last token",
 }
 _ESTIMATED = {
     "rows": "rows",
@@ -23,18 +23,18 @@ _ESTIMATED = {
 }
 _ENDED = {
     "finished": "finished",
-    "sampled": "a sample was computed; the same command without --sample does the rest",
+    "sampled": "a sample was computed; run the same command without --sample for the other rows",
     "stopped": "stopped by run.max_error_rate",
-    "interrupted": "interrupted; the same command resumes",
-    "failed": "failed; the same command resumes",
-    "killed": "killed; the same command resumes",
+    "interrupted": "interrupted; run the same command to resume",
+    "failed": "failed; run the same command to resume",
+    "killed": "killed; run the same command to resume",
     "running": "not finished",
 }
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A cell that is a bar of this share."""
+    """Table cell with a bar of this share."""
 
     share: float
 
@@ -44,8 +44,8 @@ Cell = str | Bar
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A table and notes below it. sides: `<` or `>` for each column; the last one holds for all columns after it.
-    on_terminal: False for what only the pages show."""
+    """Table with notes below. sides: alignment `<` or `>` per column; the last one applies to all further columns.
+    on_terminal: False for sections that only Markdown and html show."""
 
     title: str
     columns: Sequence[str] = ()
@@ -56,15 +56,16 @@ class Section:
 
 
 def sections(report: RunReport) -> list[Section]:
-    """All that have anything to show."""
+    """Return the sections that are not empty."""
     return [section for section in _sections(report) if section.rows]
 
 
 def outcome_text(report: RunReport) -> str:
-    """How the job's last run ended, and what to do."""
+    """Return how the job's last run ended, and what to do."""
     limit = report.runs[-1].stopped_by if report.runs else ""
     if limit and report.outcome == "interrupted":
-        return f"stopped at {limit}; the same command resumes" + " with a higher one" * (limit != "run.max_runtime")
+        raised = "raise it and " * (limit != "run.max_runtime")
+        return f"stopped at {limit}; {raised}run the same command to resume"
     return _ENDED.get(report.outcome, report.outcome)
 
 
@@ -78,13 +79,13 @@ def _sections(report: RunReport) -> Iterator[Section]:
         sides="<>><",
         rows=[
             (t.key, f"{t.limit:,.4g}", "unknown" if t.actual is None else f"{t.actual:,.4g}",
-             "missed" if t.is_missed else "kept")
+             "missed" if t.is_missed else "met")
             for t in report.targets
         ],
     )  # fmt: skip
     yield from _estimate(report)
     yield Section(
-        title="Latency of a row",
+        title="Latency per row",
         columns=("", "p50", "p95", "p99"),
         rows=[
             (label, *("n/a" if us is None else _time(us) for us in (p.p50, p.p95, p.p99)))
@@ -92,15 +93,15 @@ def _sections(report: RunReport) -> Iterator[Section]:
             if (p := report.latency.get(name)) is not None and p.rows
         ],
         notes=[
-            "From when the engine took the row in, its queue included: a batch trades it for throughput. Read from "
-            f"histograms, off by at most {percent(HISTOGRAM_ERROR)}."
+            "From when the row was added to the engine, including its time in the queue: batching trades latency for "
+            f"throughput. From histograms with an error of at most {percent(HISTOGRAM_ERROR)}."
         ],
     )
     yield _lengths(report)
     yield _speculation(report)
     yield Section(
         title="Savings",
-        columns=("by", "machine time", "USD", "against"),
+        columns=("feature", "machine time", "USD", "compared with"),
         sides="<>><",
         rows=[(s.title, _time(s.saved_us), money(s.usd), f"{s.against} ({s.basis})") for s in report.savings],
     )
@@ -125,7 +126,7 @@ def _sections(report: RunReport) -> Iterator[Section]:
     yield from _faults(report)
     runs = report.runs
     yield Section(
-        title="Damaged files, left out (input.on_corrupt: skip)",
+        title="Skipped damaged files (input.on_corrupt: skip)",
         columns=("file", "bytes", "reason"),
         sides="<><",
         rows=[(f.file, f"{f.bytes:,}", f.reason) for f in (runs[-1].skipped_files if runs else ())],
@@ -162,45 +163,45 @@ def _phases(report: RunReport) -> Section:
     work = report.work
     counts = {
         "draft tokens rejected": work.rejected_draft_tokens,
-        "tokens computed again after preemptions": work.recomputed_tokens,
+        "tokens recomputed after preemptions": work.recomputed_tokens,
         "tokens lost or computed twice": work.wasted_prompt_tokens + work.wasted_generated_tokens,
     }
-    wasted = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    wasted = ", ".join(f"{count:,} {label}" for label, count in counts.items() if count)
     meaning = PHASE_MEANING | {"wasted": wasted or PHASE_MEANING["wasted"]}
     rows: list[tuple[Cell, ...]] = []
     for phase, us in report.phases_us.items():
         if us:
             share = _share(us, report.machine_us)
             rows.append((phase, _time(us), percent(share), Bar(share), meaning[phase]))
-    rows.append(("all", _time(report.machine_us), "", "", "machine time of all engines"))
-    notes = [f"Writing results took {_time(report.write_us)}, while engines computed."] if report.write_us else []
+    rows.append(("total", _time(report.machine_us), "", "", "machine time of all engines"))
+    notes = [f"Writing results took {_time(report.write_us)}, in parallel to computing."] if report.write_us else []
     if report.driver_us:
         driver = ", ".join(f"{name.removesuffix('_us')} {_time(us)}" for name, us in report.driver_us.items())
-        notes.append(f"The driver's own time, not in the machine time: {driver}.")
+        notes.append(f"Time of the driver, not part of the machine time: {driver}.")
     columns = ("phase", "time", "share", "", "")
-    return Section(title="Where the machine time went", columns=columns, sides="<>><", rows=rows, notes=notes)
+    return Section(title="Machine time by phase", columns=columns, sides="<>><", rows=rows, notes=notes)
 
 
 def _cost(report: RunReport) -> Section:
     cost = report.cost
     if cost.total_usd is None:
         runs = f" ({cost.unpriced_runs} runs without a price)" if cost.unpriced_runs > 1 else ""
-        note = "To price it, set cost.hourly_usd: the price of one engine's machine for an hour."
+        note = "Set cost.hourly_usd, the hourly price of one engine's machine, to see the cost."
         return Section(title="Cost", rows=[("total", f"unpriced{runs}")], notes=[note])
     rows = [
         ("total", cost.total_usd),
         ("per 1M prompt tokens", cost.per_1m_prompt_usd),
-        ("  with those from cache", cost.per_1m_with_cached_usd),
+        ("  including cached ones", cost.per_1m_with_cached_usd),
     ]
     if report.has_generated:
         rows += [
             ("per 1M generated tokens", cost.per_1m_generated_usd),
-            ("per 1M tokens, both", cost.per_1m_blended_usd),
+            ("per 1M tokens of both", cost.per_1m_blended_usd),
             ("per row", cost.per_row_usd),
         ]
     else:
         rows.append(("per 1,000 rows", None if cost.per_row_usd is None else 1000 * cost.per_row_usd))
-    note = "Prefill is charged to prompt tokens, decode to generated ones, all other time to both in proportion."
+    note = "Prefill is charged to prompt tokens, decode to generated tokens, and all other time to both in proportion."
     priced = [(label, "n/a" if usd is None else money(usd)) for label, usd in rows]
     return Section(title="Cost", columns=("", "USD"), rows=priced, notes=[note])
 
@@ -224,7 +225,7 @@ def _estimate(report: RunReport) -> Iterator[Section]:
             for line in report.estimate.lines
             if line.expected or line.actual
         ],
-        notes=[f"Estimated {plan.made_at} from {plan.speeds_from}; lengths of completions: {plan.lengths_from}."],
+        notes=[f"Estimated {plan.made_at} from {plan.speeds_from}; completion lengths: {plan.lengths_from}."],
     )  # fmt: skip
 
 
@@ -236,13 +237,13 @@ def _lengths(report: RunReport) -> Section:
         share = _share(length.machine_us, report.machine_us)
         label = f"up to {length.max_prompt_tokens:,}"
         rows.append((label, *tokens, _time(length.machine_us), money(length.usd), percent(share), Bar(share)))
-    note = "Completed rows. Rows share steps, so machine time is divided as the cost is: by their tokens."
+    note = "Completed rows only. Rows share steps, so machine time is divided by tokens, like the cost."
     unrecorded = report.rows.completed - sum(length.completed.rows for length in report.lengths)
     if unrecorded > 0:
-        note += f" {unrecorded:,} rows that a killed run wrote after its last record are not among them."
+        note += f" Without {unrecorded:,} rows that a killed run wrote after its last record."
     columns = ("prompt tokens", "rows", "tokens in", "cached", "tokens out", "time", "USD", "share", "")
     sides = "<>>>>>>><"
-    return Section(title="Rows by length of prompt", columns=columns, sides=sides, rows=rows, notes=[note])
+    return Section(title="Rows by prompt length", columns=columns, sides=sides, rows=rows, notes=[note])
 
 
 def _speculation(report: RunReport) -> Section:
@@ -253,11 +254,11 @@ def _speculation(report: RunReport) -> Section:
         saved = duration(line.saved_s)
         rows.append((line.batch, f"{steps:,}", f"{line.drafted_steps:,}", tokens, saved, percent(on), Bar(on)))
     return Section(
-        title="Drafts by sequences at once",
+        title="Drafts by concurrent sequences",
         columns=("sequences", "steps", "with drafts", "tokens/step", "saved", "on", ""),
         sides="<>>>>><",
         rows=rows,
-        notes=["On: the share of steps in which drafting was on. Saved: against plain steps, by measured times."],
+        notes=["On: share of steps with drafting on. Saved: compared with plain steps, by measured times."],
     )
 
 
@@ -270,21 +271,21 @@ def _faults(report: RunReport) -> Iterator[Section]:
         rows.append((fault.title, count, *(cost if fault.machine_us or fault.tokens.all else ("", "", ""))))
     notes = [f"{fault.title}: {node}" for fault in report.faults for node in fault.nodes]
     if any(fault.is_lower_bound for fault in report.faults):
-        notes.append("≥: nothing is known of a killed run's last second or two, after its last record.")
+        notes.append("≥: lower bound, since a killed run did not record its last seconds.")
     yield Section(
         title="Faults, estimated", columns=("fault", "times", "tokens lost", "time", "USD"), rows=rows, notes=notes
     )
     yield Section(
-        title="How engine processes ended",
+        title="Exits of engine processes",
         columns=("reason", "times"),
         rows=[(reason, f"{count:,}") for reason, count in report.work.restart_reasons.items()],
-        notes=["Their output: _pipeline/logs/<run>/engine-<actor>.log."],
+        notes=["Their output is in _pipeline/logs/<run>/engine-<actor>.log."],
         on_terminal=False,
     )
 
 
 def _summary(report: RunReport) -> Iterator[tuple[str, str]]:
-    """Labels and sentences; those without anything to say are empty."""
+    """Yield (label, text); the text is empty if it does not apply."""
     rows, tokens, work = report.rows, report.tokens, report.work
     written = f"{rows.written:,} of {rows.input:,}: {rows.completed:,} completed, {rows.errors:,} errors"
     samples = f"; {rows.output:,} in the output, one for each sample" if rows.extra_samples else ""
@@ -292,7 +293,7 @@ def _summary(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "Errors", ", ".join(f"{code} {n:,}" for code, n in rows.errors_by_code.items())
     skipped = report.runs[-1].skipped_files if report.runs else ()
     if skipped:
-        yield "Left out", f"{len(skipped):,} damaged files, {sum(f.bytes for f in skipped):,} bytes"
+        yield "Skipped", f"{len(skipped):,} damaged files, {sum(f.bytes for f in skipped):,} bytes"
     for warning in report.warnings:
         yield "Warning", warning.to_text()
     if report.loops is not None:
@@ -300,7 +301,7 @@ def _summary(report: RunReport) -> Iterator[tuple[str, str]]:
         yield (
             "Loops",
             (
-                f"{loops.rows:,} rows repeated themselves and were ended (sampling.repetition_detection);"
+                f"{loops.rows:,} rows were stopped for repetition (sampling.repetition_detection);"
                 f" {loops.tokens:,} generated tokens, about {_time(loops.machine_us)}{_priced(loops.usd)}"
             ),
         )
@@ -310,37 +311,37 @@ def _summary(report: RunReport) -> Iterator[tuple[str, str]]:
             "Reasoning",
             (
                 f"{reasoning.tokens:,} generated tokens before the answers of {reasoning.rows:,} rows,"
-                f" {percent(reasoning.share)} of all; about {_time(reasoning.machine_us)}{_priced(reasoning.usd)}"
+                f" {percent(reasoning.share)} of the total; about {_time(reasoning.machine_us)}{_priced(reasoning.usd)}"
             ),
         )
-    refused = f"; {tokens.error_input:,} more in prompts of error rows, not priced" if tokens.error_input else ""
+    refused = f"; another {tokens.error_input:,} in prompts of error rows, not priced" if tokens.error_input else ""
     computed = f"{tokens.computed:,} computed, {tokens.cached:,} from cache"
     yield "Tokens", f"{tokens.input:,} in ({computed}), {tokens.generated:,} out{refused}"
     speed_in = f"{report.input_tokens_per_s:,.0f} tok/s in (computed)"
     if report.has_generated:
-        yield "Speed", f"{speed_in}, {report.generated_tokens_per_s:,.0f} tok/s out, for each engine"
+        yield "Speed", f"{speed_in}, {report.generated_tokens_per_s:,.0f} tok/s out, per engine"
     else:
-        yield "Speed", f"{report.rows_per_s:,.1f} rows/s, {speed_in}, for each engine"
+        yield "Speed", f"{report.rows_per_s:,.1f} rows/s, {speed_in}, per engine"
     yield "Drafts", _drafts(report)
     if work.steps:
         decode = per_second(work.computed_generated_tokens, report.phases_us["decode"])
         decoding = f"{decode:,.0f} tok/s while decoding; " if report.has_generated else ""
         kv = f"KV cache {percent(work.mean_kv_cache_usage)} used"
-        yield "Engine", f"{decoding}{work.mean_batch_size:.1f} sequences a step, {kv}"
+        yield "Engine", f"{decoding}{work.mean_batch_size:.1f} sequences per step, {kv}"
     if report.quality is not None:
         yield "Quality", f"{report.quality.to_text()}; {_time(report.quality.machine_us)} of machine time"
     if work.grammar_tokens or work.grammar_forced_tokens:
         masks = f"{work.grammar_masks:,} masks in {_time(work.grammar_mask_us)}"
         forced = f"{work.grammar_forced_tokens:,} forced, without a step"
-        yield "Grammars", f"{work.grammar_tokens:,} tokens allowed, {masks}; {forced}"
+        yield "Grammars", f"{work.grammar_tokens:,} tokens checked, {masks}; {forced}"
     yield "Time", f"{_time(report.wall_us)} wall, {_time(report.machine_us)} of machine time"
     yield "Energy", _energy(report)
     yield "Pool", _pool(report)
     yield (
         "Retried",
         "; ".join(
-            f"{run.rows_written:,} error rows again under "
-            + ", ".join(f"{key} {value or 'left out'}" for key, value in run.retry_limits.items())
+            f"{run.rows_written:,} error rows with "
+            + ", ".join(f"{key} {value or 'default'}" for key, value in run.retry_limits.items())
             + f" (run {run.run_id[:4]})"
             for run in report.runs
             if run.retry_limits and run.rows_written
@@ -352,7 +353,7 @@ def _summary(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "Lost work", f"{least}{lost}: about {_time(work.wasted_us)}{_priced(work.wasted_usd)}"
     yield "Faults", _fault_counts(report)
     if work.engine_restarts:
-        yield "Logs", "_pipeline/logs holds the output of the engines' processes, and how they ended"
+        yield "Logs", "_pipeline/logs holds the output of the engine processes and how they exited"
     yield "Fingerprint", report.fingerprint[:8]
 
 
@@ -371,22 +372,23 @@ def _drafts(report: RunReport) -> str:
     counts = f"{sum(accepted):,} of {sum(drafted):,} draft tokens accepted, by position {positions}"
     saved = drafts.saved_us
     effect = f"about {_time(abs(saved))} {'saved' if saved >= 0 else 'lost'} (estimated)"
-    how = effect if drafts.batches else "forced in every step"
-    return f"in {drafts.draft_steps:,} of {drafts.steps:,} steps; {counts}; {how}"
+    return f"in {drafts.draft_steps:,} of {drafts.steps:,} steps; {counts}; " + (
+        effect if drafts.batches else "forced in every step"
+    )
 
 
 def _energy(report: RunReport) -> str:
     if report.energy_uj is None:
         return ""
-    each, what = report.joules_per_generated_token, "a generated token"
+    each, unit = report.joules_per_generated_token, "generated token"
     if each is None and report.rows.completed:
-        each, what = report.energy_uj / 1e6 / report.rows.completed, "a row"
+        each, unit = report.energy_uj / 1e6 / report.rows.completed, "row"
     if each is None:
         return ""
     kwh = report.energy_uj / 3.6e12
     counted = sorted({str(run.resolved["energy"]) for run in report.runs if "energy" in run.resolved})
     whole = f"{kwh:,.3g} kWh" if kwh >= 1 else f"{kwh * 1000:,.3g} Wh"
-    return f"{whole}, {each:.3g} J {what} ({'; '.join(counted)})"
+    return f"{whole}, {each:.3g} J per {unit} ({'; '.join(counted)})"
 
 
 def _pool(report: RunReport) -> str:
@@ -402,20 +404,20 @@ def _fault_counts(report: RunReport) -> str:
     work = report.work
     counts = {
         "engine restarts": work.engine_restarts,
-        "rows that ended the engine": work.poison_rows,
+        "rows that crashed an engine": work.poison_rows,
         "machines lost": work.nodes_lost,
         "actors replaced": work.actors_replaced,
         "preemptions": work.preemptions,
-        "tokens computed again after them": work.recomputed_tokens,
-        "steps that did not fit the memory": work.out_of_memory_steps,
+        "tokens recomputed after preemptions": work.recomputed_tokens,
+        "steps that ran out of memory": work.out_of_memory_steps,
         "units restarted": work.units_restarted,
-        "units computed that were already written": work.duplicate_units,
-        "units found written before any work": work.units_already_written,
+        "units computed twice": work.duplicate_units,
+        "units already written": work.units_already_written,
         "rows resumed from a stopped run": work.resumed_rows,
-        "writes of status, record or report that failed": work.telemetry_failures,
+        "failed writes of status, record or report": work.telemetry_failures,
     }
-    found = [f"{what} {count:,}" for what, count in counts.items() if count]
+    found = [f"{label} {count:,}" for label, count in counts.items() if count]
     if work.storage_retries:
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(work.storage_retries.items()))
-        found.append(f"requests to a store tried again {sum(work.storage_retries.values()):,} ({kinds})")
+        found.append(f"retried requests to a store {sum(work.storage_retries.values()):,} ({kinds})")
     return ", ".join(found)

@@ -1,4 +1,4 @@
-"""Figures of a report that the job file's section `targets` limits."""
+"""Report figures with a limit in the job file's section `targets`."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,7 +10,7 @@ def _row_p95_s(report: RunReport) -> float | None:
     return None if p95 is None else p95 / 1e6
 
 
-# None: the figure is not known
+# A function returns None if the figure is unknown.
 FIGURES: Mapping[str, Callable[[RunReport], float | None]] = {
     "max_usd_per_1m_generated": lambda report: report.cost.per_1m_generated_usd,
     "min_generated_per_s": lambda report: report.generated_tokens_per_s,
@@ -20,6 +20,6 @@ FIGURES: Mapping[str, Callable[[RunReport], float | None]] = {
 
 
 def targets_of(report: RunReport, limits: Mapping[str, float | None]) -> tuple[Target, ...]:
-    """limits: by the keys of the section; its other keys are no limits."""
+    """Return the targets of a report. limits: the values of the section; keys that are not in FIGURES are ignored."""
     found = ((key, limits.get(key), figure) for key, figure in FIGURES.items())
     return tuple(Target(key, limit, figure(report)) for key, limit, figure in found if limit is not None)

@@ -1,1 +1,1 @@
-"""Where outputs and inputs lie: a local disk or an object store, with retries, and messages that show no secret."""
+"""Storage of inputs and outputs: local disks and object stores, with retries and messages without secrets."""

@@ -1,9 +1,9 @@
-"""Named places where a test can stop, break or kill the process; they do nothing otherwise.
+"""Failpoints: named points in the code where a test can stop, break or kill the process.
 
-`hit("part.linked")` marks the place. A test in the same process installs callbacks. A test of a run sets
-PIPELINE_FAILPOINTS="part.linked=kill@3,part.synced=enospc", which acts in its engine actors: `name=action@n` acts on
-the n-th hit (default 1) and on that one only. It is nothing without PIPELINE_ALLOW_FAILPOINTS=1, so that no variable
-that was left behind kills a real run.
+`hit("part.linked")` marks such a point and does nothing by default. A test in the same process installs callbacks. A
+test of a run sets PIPELINE_FAILPOINTS="part.linked=kill@3,part.synced=enospc", which applies to its engine actors:
+`name=action@n` acts on the n-th hit only (default 1). PIPELINE_ALLOW_FAILPOINTS=1 must be set too, so that a variable
+left behind by a test cannot kill a real run.
 """
 
 import errno
@@ -32,13 +32,13 @@ _installed: dict[str, Action] = {}
 
 
 def hit(name: str) -> None:
-    """Run what is installed at this place, if anything."""
+    """Run the action that is installed at this failpoint, if any."""
     if _installed and name in _installed:
         _installed[name]()
 
 
 def install(actions: Mapping[str, Action]) -> None:
-    """Add callbacks by name; they run at every hit, in the thread that hits."""
+    """Add callbacks by failpoint name; they run on every hit, in the thread that hits."""
     _installed.update(actions)
 
 
@@ -47,7 +47,7 @@ def clear() -> None:
 
 
 def on_hit(n: int, action: Action) -> Action:
-    """`action`, run on the n-th call only (1 is the first)."""
+    """Wrap `action` to run on the n-th call only, counted from 1."""
     lock = threading.Lock()
     hits = 0
 
@@ -63,20 +63,22 @@ def on_hit(n: int, action: Action) -> Action:
 
 
 def requested(environ: Mapping[str, str]) -> str:
-    """What PIPELINE_FAILPOINTS asks for. Nothing, with a warning, where PIPELINE_ALLOW_FAILPOINTS is not 1."""
-    asked = environ.get("PIPELINE_FAILPOINTS", "")
-    if asked and environ.get("PIPELINE_ALLOW_FAILPOINTS") != "1":
-        warnings.warn("PIPELINE_FAILPOINTS is ignored: it breaks runs, for tests that set PIPELINE_ALLOW_FAILPOINTS=1 "
-                      "too", stacklevel=2)  # fmt: skip
+    """Return PIPELINE_FAILPOINTS; empty, with a warning, unless PIPELINE_ALLOW_FAILPOINTS is 1."""
+    failpoints = environ.get("PIPELINE_FAILPOINTS", "")
+    if failpoints and environ.get("PIPELINE_ALLOW_FAILPOINTS") != "1":
+        warnings.warn("PIPELINE_FAILPOINTS is ignored: it breaks runs on purpose; tests must also set "
+                      "PIPELINE_ALLOW_FAILPOINTS=1", stacklevel=2)  # fmt: skip
         return ""
-    return asked
+    return failpoints
 
 
 def install_requested(requested: str) -> None:
-    """Install what `requested` returned, in the process that is to break. ValueError if malformed."""
+    """Install the failpoints that `requested` returned, in this process. Raises ValueError if they are malformed."""
     for entry in filter(None, requested.split(",")):
-        name, _, what = entry.partition("=")
-        action, _, n = what.partition("@")
+        name, _, action_at_n = entry.partition("=")
+        action, _, n = action_at_n.partition("@")
         if action not in ACTIONS:
-            raise ValueError(f"PIPELINE_FAILPOINTS: {entry!r}: expected name=action@n, action one of {sorted(ACTIONS)}")
+            raise ValueError(
+                f"PIPELINE_FAILPOINTS: {entry!r}: expected name=action@n with an action of {sorted(ACTIONS)}"
+            )
         install({name.strip(): on_hit(int(n or 1), ACTIONS[action])})

@@ -1,7 +1,7 @@
-"""Files behind an fsspec url: what opens them, and each request of this program with retries (`retries`).
+"""fsspec filesystems whose requests are retried (`retries`).
 
-The layers below are told to try once, so that tries do not multiply and each is counted here. Local filesystems are
-handed out as they are. No message and no repr shows storage options: they hold secrets.
+The libraries below are configured to try once, so that retries do not multiply and each one is counted here. Local
+filesystems are returned unwrapped. Storage options hold secrets: no message and no repr shows them.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 def is_url(path: str) -> bool:
-    """Whether a path that a user wrote is an fsspec url, and not a place on a local disk."""
+    """Return whether a user's path is an fsspec url and not a local path."""
     return "://" in path
 
 
 def local_path(path: str) -> str | None:
-    """The path on a local disk that a path or a `file:` url names; None for the url of a store."""
+    """Return the local path of a path or a `file:` url; None for the url of a store."""
     scheme, colon, rest = path.partition(":")
     if colon and scheme in ("file", "local"):
         return rest.removeprefix("//")
@@ -32,8 +32,8 @@ def local_path(path: str) -> str | None:
 
 
 def storage_prefix(path: str, storage: Iterable[str]) -> str | None:
-    """Return the longest of the prefixes in `storage` that `path` begins with: a protocol, or a url up to the end of a
-    name. None where there is none, and for a local path."""
+    """Return the longest prefix in `storage` of the url `path`: a protocol, or a url of whole path components. None if
+    there is none, or for a local path."""
     if not is_url(path):
         return None
     protocol = path.partition("://")[0]
@@ -42,16 +42,16 @@ def storage_prefix(path: str, storage: Iterable[str]) -> str | None:
 
 
 def storage_for(path: str, storage: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the fsspec options for `path`: a job's `storage`, by prefix."""
+    """Return the fsspec options of `path`. storage: the job's options, by url prefix."""
     prefix = storage_prefix(path, storage)
     return {} if prefix is None else dict(storage[prefix])
 
 
 def open_problem(url: str, storage: Mapping[str, Any], error: Exception) -> str:
-    """What a message says where `filesystem` raised `error`. Values of options are not shown."""
+    """Return the message for an `error` that `filesystem` raised. It shows no values of options."""
     return (
-        f"cannot be opened ({type(error).__name__}); is {url.partition('://')[0]}:// right, its library installed, and "
-        f"are these its options: {', '.join(sorted(storage)) or 'none given'}?"
+        f"cannot be opened ({type(error).__name__}); check that {url.partition('://')[0]}:// is a known protocol, that "
+        f"its library is installed, and its storage options ({', '.join(sorted(storage)) or 'none given'})"
     )
 
 
@@ -61,10 +61,10 @@ def filesystem(
     policy: RetryPolicy | None = None,
     retries: RetryCounts | None = None,
 ) -> tuple[Any, str]:
-    """The filesystem of a url and the path on it: fsspec's own where that is local, a `RemoteFilesystem` elsewhere.
+    """Return the filesystem of a url and the path on it: fsspec's own for local urls, else a `RemoteFilesystem`.
 
-    retries: counts what is tried again. No request is made. Raises ImportError, ValueError or TypeError as fsspec does:
-    no such protocol, or options it does not take.
+    retries: counts retried requests. Makes no request. Raises fsspec's ImportError, ValueError or TypeError for an
+    unknown protocol or invalid options.
     """
     import fsspec.core
 
@@ -74,10 +74,10 @@ def filesystem(
         chained = "::" in url
         try:
             fs, path = fsspec.core.url_to_fs(url, **(given if chained or not _names_s3(url) else _one_try_s3(given)))
-        except AttributeError as e:  # of filesystems inside another one, which was not given
+        except AttributeError as e:  # a nested filesystem without its inner one
             raise ValueError(str(e)) from e
         if _is_s3(fs):
-            fs.retries = 1  # its class default is 5; the loop here is the only one
+            fs.retries = 1  # the class default is 5; only our own loop may retry
             _open_session(fs)
         return fs, path
 
@@ -88,8 +88,8 @@ def filesystem(
 
 
 def _open_session(fs: Any) -> None:
-    """What the first request would do. Options that s3fs does not take are a TypeError only here; whatever else is
-    wrong (a profile that is not there, say) the first request says again, where it is told with the place."""
+    """Connect early, because s3fs raises TypeError for invalid options only here. Other errors, such as a missing
+    profile, are raised again by the first request, which reports them with the path."""
     try:
         fs.connect()
     except TypeError:
@@ -99,7 +99,7 @@ def _open_session(fs: Any) -> None:
 
 
 def secrets_in(fs: Any) -> frozenset[str]:
-    """The storage options of a filesystem that must not be shown; a local one has none."""
+    """Return the values of a filesystem's storage options that must not be shown; a local one has none."""
     return fs.secrets if isinstance(fs, RemoteFilesystem) else frozenset()
 
 
@@ -108,14 +108,14 @@ def protocols(fs: Any) -> tuple[str, ...]:
 
 
 def md5(data: bytes) -> str:
-    """What most S3 stores give as the entity tag of a file that came in one PUT."""
+    """Return the MD5 digest, which most S3 stores use as the entity tag of a file written by one PUT."""
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
 class RemoteFilesystem:
-    """The operations of an fsspec filesystem that this program uses, each with retries. Safe for threads.
+    """The fsspec operations that the pipeline uses, with retries. Thread-safe.
 
-    Anything else of fsspec is left out on purpose: it would be a request without retries.
+    Other fsspec operations are left out on purpose: their requests would not be retried.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class RemoteFilesystem:
 
     @property
     def raw(self) -> Any:
-        """fsspec's filesystem, without retries."""
+        """The wrapped fsspec filesystem, without retries."""
         return self._fs
 
     def unstrip_protocol(self, path: str) -> str:
@@ -159,8 +159,8 @@ class RemoteFilesystem:
         return self._fresh(path, lambda fs: fs.ls(path, detail=True))
 
     def pages(self, path: str) -> Iterator[list[tuple[str, int | None]]]:
-        """The names that lie directly in a folder of S3, with their bytes (None: a folder), a page at a time: fsspec's
-        own listing holds a kilobyte for each."""
+        """List the direct children of an S3 folder, page by page, as (name, size); the size of a folder is None.
+        fsspec's own listing takes a kilobyte of memory per name."""
         assert self.is_s3
         bucket, key = self._fs.split_path(path)[:2]
         prefix = f"{key.strip('/')}/" if key.strip("/") else ""
@@ -181,9 +181,9 @@ class RemoteFilesystem:
         return self._fresh(path, lambda fs: fs.glob(path, detail=detail))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
-        """The file's bytes, or those from start to end, seen to be as many as the file has there.
+        """Return the file's bytes, or those from `start` to `end`, after checking their number.
 
-        start, end: None, or counted from the beginning.
+        start, end: None, or nonnegative offsets from the beginning.
         """
         assert min(start or 0, end or 0) >= 0, (start, end)
         if start is None and end is None:
@@ -199,18 +199,18 @@ class RemoteFilesystem:
                 expected = max(0, (size if end is None else min(end, size)) - first)
                 if len(data) == size > expected:
                     raise EnvironmentFailed(
-                        f"{self._shown(path)}: the server sends the whole file where a piece of it is asked for, so "
-                        "the file cannot be read there; download it, or put it on a server that knows Range"
+                        f"{self._shown(path)}: the server ignores Range requests and sends the whole file, so the file "
+                        "cannot be read from there; download it, or move it to a server that supports Range"
                     )
                 if len(data) != expected:
-                    raise ShortRead(f"{len(data)} of {expected} bytes came")
+                    raise ShortRead(f"received {len(data)} of {expected} bytes")
             return data
 
         return self._fresh(path, read)
 
     def whole(self, path: str) -> tuple[bytes, str | None]:
-        """The file's bytes and its entity tag, where the store has one; both of the same version."""
-        alone = {"max_concurrency": 1} if self.is_s3 else {}  # one GET, so of one version
+        """Return the file's bytes and its entity tag (None if the store has none), both of the same version."""
+        alone = {"max_concurrency": 1} if self.is_s3 else {}  # a single GET reads a single version
 
         def read(fs: Any) -> tuple[bytes, str | None]:
             info = self._info(fs, path)
@@ -218,7 +218,7 @@ class RemoteFilesystem:
                 raise FileNotFoundError(path)
             data, tag = fs.cat_file(path, **alone), _tag(info)
             if len(data) != int(info["size"]):
-                raise ShortRead(f"{len(data)} of {info['size']} bytes came")
+                raise ShortRead(f"received {len(data)} of {info['size']} bytes")
             if tag is not None and tag != md5(data) and tag != _tag(fs.info(path)):
                 raise ShortRead("the file was replaced while it was read")
             return data, tag
@@ -226,7 +226,8 @@ class RemoteFilesystem:
         return self._fresh(path, read)
 
     def tail(self, path: str, length: int) -> bytes:
-        """The file's last `length` bytes, or all of a shorter one; on S3 one request where it is no shorter."""
+        """Return the file's last `length` bytes, or all of a shorter file. Takes one request on S3 unless the file is
+        shorter."""
 
         def read(fs: Any) -> bytes:
             data = fs.cat_file(path, start=-length) if self.is_s3 else b""
@@ -234,36 +235,36 @@ class RemoteFilesystem:
                 size = int(fs.info(path)["size"])
                 data = data if self.is_s3 else fs.cat_file(path, start=max(0, size - length), end=size)
                 if len(data) != min(length, size):
-                    raise ShortRead(f"{len(data)} of {min(length, size)} bytes came")
+                    raise ShortRead(f"received {len(data)} of {min(length, size)} bytes")
             return data
 
         return self._fresh(path, read)
 
     def open(self, path: str, mode: str = "rb", size: int | None = None) -> RangedFile:
-        """The file for reading, one request for each piece. size: where it is known, a request is saved."""
+        """Open the file for reading, with one request per read. size: saves a request if it is known."""
         assert mode == "rb", mode
         known = int(self.info(path)["size"]) if size is None else size
         return RangedFile(lambda start, stop: self.cat_file(path, start, stop), known, path)
 
     def pipe_file(self, path: str, data: bytes, mode: str = "overwrite", if_match: str | None = None) -> str | None:
-        """Write the file in one request; the entity tag of what was written, where the store says one.
+        """Write the file in one request. Return its entity tag, or None if the store reports none.
 
-        mode "create": FileExistsError where it is there, also when an earlier try of ours put it there and its
-        answer was lost. if_match: S3 only; PreconditionFailed unless the file has this tag.
+        mode "create": raises FileExistsError if the file exists, even if an earlier try of this call created it and the
+        response was lost. if_match: S3 only; raises PreconditionFailed unless the file has this tag.
         """
         extra: dict[str, Any] = {}
         if self.is_s3:
-            extra["chunksize"] = len(data) + 1  # above half the size s3fs sends one PUT
+            extra["chunksize"] = len(data) + 1  # makes s3fs send one PUT, not a multipart upload
         if if_match is not None:
             if not self.is_s3:
-                raise PipelineError(f"{self._shown(path)}: only S3 is known to replace conditionally")
+                raise PipelineError(f"{self._shown(path)}: conditional replacement is supported on S3 only")
             extra["IfMatch"] = if_match
 
         def write(fs: Any) -> str | None:
             try:
                 answer = fs.pipe_file(path, data, mode=mode, **extra)
             except Exception as e:
-                # s3fs knows a failed If-None-Match only where the store repeats the header's name in its answer
+                # s3fs recognizes a failed If-None-Match only if the response repeats the header's name
                 if status_of(e) == 412:
                     raise (FileExistsError(path) if mode == "create" else PreconditionFailed(path)) from e
                 raise
@@ -276,9 +277,9 @@ class RemoteFilesystem:
         self.call(path, lambda fs: fs.rm_file(path))
 
     def _info(self, fs: Any, path: str) -> dict[str, Any]:
-        """fsspec's info, also of what is not there where only some prefixes of a bucket may be listed.
+        """Return fsspec's info, also if the user may list only some prefixes of a bucket.
 
-        S3 then says 403 instead of 404 of a missing key, and of a folder, which has no key.
+        S3 then answers 403 instead of 404 for a missing key, and for a folder, which has no key.
         """
         try:
             return fs.info(path)
@@ -292,16 +293,16 @@ class RemoteFilesystem:
         return {"name": path, "type": "directory", "size": 0}
 
     def _fresh(self, path: str, operation: Callable[[Any], T]) -> T:
-        """`call`, past what fsspec remembers of earlier listings."""
+        """Run `call` after dropping fsspec's cached listings."""
 
-        def forget(fs: Any) -> T:
+        def run_uncached(fs: Any) -> T:
             fs.invalidate_cache()
             return operation(fs)
 
-        return self.call(path, forget)
+        return self.call(path, run_uncached)
 
     def call(self, path: str, operation: Callable[[Any], T]) -> T:
-        """operation(fsspec's filesystem) with retries. Raises as `with_retries`."""
+        """Run `operation` on the fsspec filesystem with retries. Raises the errors of `with_retries`."""
         used: Any = None
 
         def request() -> T:
@@ -315,7 +316,7 @@ class RemoteFilesystem:
         return with_retries(request, renew, self._policy, self.retries, lambda: self._shown(path), self.said)
 
     def _renew(self, expired: Any) -> None:
-        """Another filesystem with credentials read afresh, unless another thread has made one."""
+        """Replace the filesystem by one that reads the credentials again, unless another thread has done so."""
         with self._lock:
             if self._fs is expired:
                 type(expired).clear_instance_cache()
@@ -325,11 +326,8 @@ class RemoteFilesystem:
         return shown_url(self._fs.unstrip_protocol(path))
 
     def said(self, error: BaseException) -> str:
-        """What the store said, on one line, without what is secret."""
+        """Return the store's error message on one line, without secrets."""
         return said(client_error(error) or error, self.secrets)
-
-
-# --- how filesystems are made
 
 
 def _is_s3(fs: Any) -> bool:
@@ -341,13 +339,13 @@ def _names_s3(url: str) -> bool:
 
 
 def _one_try_s3(options: dict[str, Any]) -> dict[str, Any]:
-    """Options for s3fs: no memory of listings, and one try in botocore unless its configuration is given."""
+    """Return options for s3fs without a listings cache, and with one try in botocore unless configured."""
     config = {"retries": {"total_max_attempts": 1}, **options.get("config_kwargs", {})}
     return {"use_listings_cache": False, **options, "config_kwargs": config}
 
 
 def _first_key(fs: Any, bucket: str, prefix: str) -> str | None:
-    """The first key of the bucket, in order, that begins so."""
+    """Return the first key of the bucket with this prefix, in order, or None."""
     found = fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1).get("Contents")
     return found[0]["Key"] if found else None
 

@@ -1,7 +1,7 @@
-"""What an output folder can do, on a disk (`local_folder`) or in an object store (`object_folder`).
+"""Interface of output folders, on a disk (`local_folder`) or in an object store (`object_folder`).
 
-A file appears whole or not at all: a new one only where its name is free, a replaced one in a single step. Both are
-durable when the call returns.
+Files appear atomically. Creating a file fails if the name is taken; replacing a file is a single step. Both are durable
+when the call returns.
 """
 
 from abc import ABC, abstractmethod
@@ -14,83 +14,83 @@ TMP = "_pipeline/tmp"
 
 
 class Folder(ABC):
-    """Where an output lies. Names are relative to its root and "/"-separated. A kind of folder that lacks one of the
-    operations cannot be made.
+    """Folder of an output. Names are relative to its root and "/"-separated.
 
-    Every operation raises EnvironmentFailed when the disk or the store fails, OutputError when it refuses.
+    Every operation raises EnvironmentFailed if the disk or the store fails, OutputError if it refuses the operation.
     """
 
-    reads_at_once: int  # small reads that are worth having under way together
+    reads_at_once: int  # number of small reads to run concurrently
 
     @abstractmethod
     def shown(self, name: str = "") -> str:
-        """The place as messages name it; without a name, the root, by which it can be opened again."""
+        """Return the path of a file for messages; without a name, the root, which can be opened again."""
 
     @abstractmethod
     def names(self, folder: str = "") -> list[str]:
-        """What lies directly in the folder, sorted; one listing. No folder, no names."""
+        """Return the sorted names of the folder's direct children, with one listing; empty if it does not exist."""
 
     @abstractmethod
     def each_name(self) -> Iterator[str]:
-        """What lies directly in the root, in any order, of which only some are in memory at a time."""
+        """Iterate over the root's direct children, in any order, without holding all names in memory."""
 
     @abstractmethod
     def each_size(self) -> Iterator[tuple[str, int]]:
-        """As `each_name`, of files alone, with their bytes."""
+        """Iterate over the root's files and their sizes in bytes, like `each_name`."""
 
     @abstractmethod
     def has(self, name: str) -> bool: ...
 
     def read(self, name: str) -> bytes | None:
-        """The file's bytes, or None where there is none."""
-        there = self.read_tagged(name)
-        return there[0] if there else None
+        """Return the file's bytes, or None if it does not exist."""
+        found = self.read_tagged(name)
+        return found[0] if found else None
 
     @abstractmethod
     def open(self, name: str) -> IO[bytes]:
-        """The file for reading pieces of it. FileNotFoundError where there is none."""
+        """Open the file for random reads. Raises FileNotFoundError if it does not exist."""
 
     @abstractmethod
     def tail(self, name: str, length: int) -> bytes:
-        """The last `length` bytes of the file, or all of a shorter one. FileNotFoundError where there is none."""
+        """Return the last `length` bytes of the file, or all of a shorter one. Raises FileNotFoundError if it does not
+        exist."""
 
     @abstractmethod
     def create(self, name: str, data: bytes, point: str = "file") -> bool:
-        """Write a new file, seen to be what was meant; False, and nothing is changed, where the name is taken.
+        """Write a new file and verify its bytes. Return False, without a change, if the name is taken.
 
-        point: the first half of the names of the failpoints passed.
+        point: prefix of the names of the failpoints.
         """
 
     @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
-        """Write a file or put it in the place of the old one; a reader sees the old or the new, whole."""
+        """Write or atomically replace a file; a reader sees the old or the new one as a whole."""
 
     @abstractmethod
     def read_tagged(self, name: str) -> tuple[bytes, str] | None:
-        """The file's bytes and a tag of this version of it, for `swap`; None where there is none."""
+        """Return the file's bytes and the tag of this version, for `swap`; None if it does not exist."""
 
     @abstractmethod
     def swap(self, name: str, data: bytes, tag: str) -> bool:
-        """Replace the file if it still is the version of this tag; False, and nothing is changed, if not."""
+        """Replace the file if it still has this tag. Otherwise change nothing and return False."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file; none there is fine."""
+        """Remove a file if it exists."""
 
     @abstractmethod
     def clean_tmp(self) -> int:
-        """Remove what writers that are gone have left; how many."""
+        """Remove the leftovers of dead writers. Return their number."""
 
     @abstractmethod
     def probe(self) -> None:
-        """Make the folder and see that files can be made, are create-only and are kept."""
+        """Make the folder, and check that files can be written, read back and created exclusively."""
 
     @abstractmethod
     def probe_swap(self) -> None:
-        """See that `swap` keeps its promise here."""
+        """Check that `swap` is atomic here."""
 
 
 def check_name(name: str) -> None:
-    """Raise where a name could lead out of the folder."""
+    """Raise PipelineError if a name could lead out of the folder."""
     if {"", ".", ".."} & set(name.split("/")):
-        raise PipelineError(f"not a file's name: {name!r}")
+        raise PipelineError(f"not a valid file name: {name!r}")

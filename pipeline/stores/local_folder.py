@@ -1,8 +1,8 @@
-"""An output folder on a local disk, or on a network disk that is mounted like one.
+"""Output folder on a local disk or a mounted network disk.
 
-Bytes go to a temporary file and are synced. Then a hard link gives them their name; it fails where the name is taken,
-so of several writers one wins and the others learn it. A writer holds a lock on its temporary file; a file that nobody
-holds is a leftover. Deleting a living writer's file by accident costs it a retry, never a row.
+Bytes are written to a temporary file and synced. A hard link then gives the file its name. It fails if the name is
+taken, so exactly one of several writers wins and the others notice. A writer locks its temporary file; an unlocked file
+is a leftover. Deleting a live writer's file by accident costs it a retry, never a row.
 """
 
 import errno
@@ -19,12 +19,12 @@ from pipeline.errors import EnvironmentFailed, OutputError
 from pipeline.stores.failpoints import hit
 from pipeline.stores.folder import TMP, Folder, check_name
 
-_TRIES = 5  # how often a vanished temporary file is written again
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)  # filesystems that cannot sync a folder and need not
+_TRIES = 5  # writes of a temporary file that vanishes
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)  # from filesystems that cannot sync a folder and need not
 
 
 class LocalFolder(Folder):
-    """As `folder.Folder`."""
+    """Output folder on a disk."""
 
     reads_at_once = 8
 
@@ -39,7 +39,7 @@ class LocalFolder(Folder):
         return self.root.joinpath(*name.split("/"))
 
     def make(self) -> None:
-        """Make the root and its place for temporary files. OSError as it comes."""
+        """Make the root and its folder for temporary files. Raises OSError."""
         (self.root / TMP).mkdir(parents=True, exist_ok=True)
         sync_folder(self.root)
 
@@ -63,7 +63,7 @@ class LocalFolder(Folder):
             return
         except NotADirectoryError as e:
             file = self.root if self.root.is_file() else self.root / folder
-            raise OutputError(f"{file}: is a file, expected a folder") from e
+            raise OutputError(f"{file}: is a file; expected a folder") from e
         except OSError as e:
             raise EnvironmentFailed(f"{self.root / folder}: cannot be listed: {e.strerror}") from e
 
@@ -84,7 +84,7 @@ class LocalFolder(Folder):
             try:
                 os.link(temporary, final)
             except FileExistsError:
-                # a network disk may have linked it and lost the answer: then it is ours
+                # a network disk may have made the link and lost the response: then the file is ours
                 return os.path.samefile(temporary, final)
             return True
 
@@ -94,7 +94,7 @@ class LocalFolder(Folder):
         self._publish(name, data, "file", lambda temporary, final: os.replace(temporary, final) or True)
 
     def _publish(self, name: str, data: bytes, point: str, give_name: Callable[[Path, Path], bool]) -> bool:
-        """Write a temporary file and give it its name; what `give_name` returns."""
+        """Write a temporary file and pass it to `give_name`. Return the result of `give_name`."""
         final = self.path(name)
         for _ in range(_TRIES):
             with self._failing(final), self._temporary(name, data, point) as temporary:
@@ -102,13 +102,15 @@ class LocalFolder(Folder):
                     final.parent.mkdir(parents=True, exist_ok=True)
                     made = give_name(temporary, final)
                 except FileNotFoundError:
-                    continue  # cleaned away by mistake
+                    continue  # another process removed the temporary file
                 hit(f"{point}.linked")
-                # also when it was there: its maker may have died before this, and we are about to rely on it
+                # sync an existing file's name too: its writer may have died before this, and the caller relies on it
                 sync_folder(final.parent)
                 hit(f"{point}.dir_synced")
                 return made
-        raise EnvironmentFailed(f"{final}: temporary files in {self.root / TMP} vanish while they are written")
+        raise EnvironmentFailed(
+            f"{final}: temporary files in {self.root / TMP} disappear during writes; stop what removes them"
+        )
 
     def read_tagged(self, name: str) -> tuple[bytes, str] | None:
         try:
@@ -117,22 +119,22 @@ class LocalFolder(Folder):
         except FileNotFoundError:
             return None
         except NotADirectoryError as e:
-            raise OutputError(f"{self.root}: is a file, or lies in one, expected a folder") from e
+            raise OutputError(f"{self.root}: is a file or a path inside one; expected a folder") from e
         except OSError as e:
             raise EnvironmentFailed(f"{self.path(name)}: cannot be read: {e.strerror}") from e
 
     def swap(self, name: str, data: bytes, tag: str) -> bool:
-        """As `Folder.swap`. Swaps of one file wait for each other on the lock of the file that is there: the second
-        then sees that the name stands for another file."""
+        """Swap as in `Folder.swap`. Concurrent swaps wait for the lock of the existing file; the second one then sees
+        that the name belongs to another file."""
         final = self.path(name)
         with self._failing(final):
             try:
-                there = os.open(final, os.O_RDONLY)
+                current_fd = os.open(final, os.O_RDONLY)
             except FileNotFoundError:
                 return False
             try:
-                fcntl.flock(there, fcntl.LOCK_EX)
-                if _tag(there) != tag or not os.path.samestat(os.fstat(there), os.stat(final)):
+                fcntl.flock(current_fd, fcntl.LOCK_EX)
+                if _tag(current_fd) != tag or not os.path.samestat(os.fstat(current_fd), os.stat(final)):
                     return False
                 with self._temporary(name, data, "swap") as temporary:
                     _check(temporary, data)
@@ -141,7 +143,7 @@ class LocalFolder(Folder):
                     sync_folder(final.parent)
                 return True
             finally:
-                os.close(there)
+                os.close(current_fd)
 
     def remove(self, name: str) -> None:
         with self._failing(self.path(name)):
@@ -151,7 +153,7 @@ class LocalFolder(Folder):
         removed = 0
         for name in self.names(TMP):
             path = self.root / TMP / name
-            with self._failing(path), suppress(FileNotFoundError):  # its writer removes it too
+            with self._failing(path), suppress(FileNotFoundError):  # the writer may remove it first
                 fd = os.open(path, os.O_RDWR)
                 try:
                     if _lock(fd):
@@ -173,29 +175,29 @@ class LocalFolder(Folder):
                     pass
                 else:
                     raise OutputError(
-                        f"output.path {self.root}: this filesystem lets a second file replace the first one "
-                        "of the same name, so two runs could undo each other's work; use another disk"
+                        f"output.path {self.root}: a hard link replaced an existing file on this filesystem, so two "
+                        "runs could undo each other's work; use another disk"
                     )
                 whole = self.path(name).read_bytes() == b"probe"
                 self.path(name).unlink()
         except OSError as e:
             if e.errno in (errno.EPERM, errno.ENOTSUP, errno.EMLINK) and os.access(self.root / TMP, os.W_OK):
                 raise OutputError(
-                    f"output.path {self.root}: this filesystem has no hard links, which create-only writes "
-                    "need; use another disk"
+                    f"output.path {self.root}: this filesystem does not support hard links, which exclusive creation "
+                    "needs; use another disk"
                 ) from e
             if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE):
                 raise EnvironmentFailed(f"output.path {self.root}: {e.strerror}") from e
             raise OutputError(f"output.path {self.root}: cannot be written: {e.strerror} ({e.filename})") from e
         if not whole:
-            raise EnvironmentFailed(f"output.path {self.root}: a file just written reads back differently")
+            raise EnvironmentFailed(f"output.path {self.root}: a file that was just written reads back differently")
 
     def probe_swap(self) -> None:
-        """A disk that passes `probe` can rename, which is all that `swap` needs."""
+        """Do nothing: `swap` needs only renames, and a disk that passes `probe` supports them."""
 
     @contextmanager
     def _temporary(self, name: str, data: bytes, point: str) -> Iterator[Path]:
-        """A synced temporary file with these bytes, locked while it is in use, gone afterwards."""
+        """Write a synced temporary file. It is locked inside the context and removed afterwards."""
         path = self.root / TMP / f"{posixpath.basename(name)}.{secrets.token_hex(8)}"
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -215,30 +217,30 @@ class LocalFolder(Folder):
 
     @contextmanager
     def _failing(self, path: Path) -> Iterator[None]:
-        """Turn what the disk says into EnvironmentFailed, with the file."""
+        """Turn OSError into EnvironmentFailed with the path."""
         try:
             yield
         except OSError as e:
-            raise EnvironmentFailed(f"{path}: {e.strerror or e}; free the disk or fix it, then run again") from e
+            raise EnvironmentFailed(
+                f"{path}: {e.strerror or e}; free some space or fix the disk, then run again"
+            ) from e
 
 
 def _check(path: Path, data: bytes) -> None:
-    """See that the file on disk is what was meant before it gets its name."""
+    """Raise EnvironmentFailed unless the file on disk holds these bytes."""
     written = path.read_bytes()
     if written != data:
-        raise EnvironmentFailed(
-            f"{path}: {len(written)} of {len(data)} bytes were written, or they read back otherwise"
-        )
+        raise EnvironmentFailed(f"{path}: wrote {len(data)} bytes, but read back {len(written)} or different bytes")
 
 
 def _tag(fd: int) -> str:
-    """Tells this version of a file from any other: a file is never changed in place."""
+    """Return a tag that identifies this version of a file; files are never changed in place."""
     status = os.fstat(fd)
     return f"{status.st_dev}-{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
 
 
 def _lock(fd: int) -> bool:
-    """Take the file's lock, which ends with its owner. False: another holds it, or the disk has none."""
+    """Lock the file until it is closed. Return False if another process holds the lock or the disk has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -247,7 +249,7 @@ def _lock(fd: int) -> bool:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Sync a folder, which makes its names durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

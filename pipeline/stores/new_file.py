@@ -1,7 +1,7 @@
-"""One new file, written piece by piece, that appears whole or not at all and never takes the place of another.
+"""New file that is written in pieces, appears atomically and never replaces another.
 
-On a disk the pieces go to a hidden file beside it, which gets the name by a hard link. For an object store they are
-gathered in a temporary file of this machine and go there by one request, for which they lie in memory once.
+On a disk, the pieces go to a hidden file in the same folder, which gets its name by a hard link. For an object store,
+they go to a local temporary file, which is read into memory and uploaded by one request.
 """
 
 import os
@@ -24,25 +24,25 @@ _COMPARED_BYTES = 1 << 20
 
 
 class NewFile:
-    """A file to be at `place`, a local path or an fsspec url. Nothing is there before `publish`.
+    """New file at a local path or an fsspec url, which appears on `publish`.
 
-    Used as a context: what was not published is gone at its end. Raises EnvironmentFailed where a disk or store fails,
-    OutputError where the place cannot be used.
+    A context manager: leaving it discards an unpublished file. Raises EnvironmentFailed if a disk or store fails,
+    OutputError if the path cannot be used.
     """
 
-    def __init__(self, place: str, storage: Mapping[str, Any], what: str) -> None:
-        """what: how messages call the place, such as the option that gave it."""
-        self.shown, self._what, self._temporary = shown_url(place), what, None
+    def __init__(self, path: str, storage: Mapping[str, Any], option: str) -> None:
+        """Prepare the file. option: the option or key that gave the path, for messages."""
+        self.shown, self._option, self._temporary = shown_url(path), option, None
         self._folder: Folder
-        local = local_path(place)
+        local = local_path(path)
         if local is None:
-            parent, _, self._name = place.rstrip("/").rpartition("/")
-            self._folder = open_objects(parent, storage, what=what)
+            parent, _, self._name = path.rstrip("/").rpartition("/")
+            self._folder = open_objects(parent, storage, option=option)
         else:
-            path = Path(os.path.abspath(os.path.expanduser(local)))
-            if path.is_dir():
-                raise OutputError(f"{what} {place}: is a folder, expected the name of a file")
-            self._folder, self._name = LocalFolder(str(path.parent)), path.name
+            file_path = Path(os.path.abspath(os.path.expanduser(local)))
+            if file_path.is_dir():
+                raise OutputError(f"{option} {path}: is a folder; expected a file name")
+            self._folder, self._name = LocalFolder(str(file_path.parent)), file_path.name
         self.file: IO[bytes]
 
     def __enter__(self) -> "NewFile":
@@ -54,7 +54,7 @@ class NewFile:
             else:
                 self.file = tempfile.TemporaryFile()
         except OSError as e:
-            raise OutputError(f"{self._what} {self.shown}: cannot be written: {e.strerror} ({e.filename})") from e
+            raise OutputError(f"{self._option} {self.shown}: cannot be written: {e.strerror} ({e.filename})") from e
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,36 +67,37 @@ class NewFile:
         try:
             self.file.write(data)
         except OSError as e:
-            raise EnvironmentFailed(f"{self._what} {self.shown}: {e.strerror}") from e
+            raise EnvironmentFailed(f"{self._option} {self.shown}: {e.strerror}") from e
 
     @property
     def num_bytes(self) -> int:
         return self.file.tell()
 
     def publish(self) -> bool:
-        """Give the file its name; False where a file of the same bytes has it. Raises OutputError where another has."""
+        """Give the file its name. Return False if a file with the same bytes has it, raise OutputError if another
+        has."""
         size = self.num_bytes
         try:
             self.file.flush()
             os.fsync(self.file.fileno())
             if self._temporary is not None:
-                made = self._linked(self._temporary)
+                made = self._link(self._temporary)
             elif size > MAX_OBJECT_BYTES:
                 raise OutputError(
-                    f"{self._what} {self.shown}: {size:,} bytes, and a store takes at most {MAX_OBJECT_BYTES:,} in one "
-                    "request; write a local file"
+                    f"{self._option} {self.shown}: {size:,} bytes, expected at most {MAX_OBJECT_BYTES:,} for an upload "
+                    "in one request; write a local file instead"
                 )
             else:
                 self.file.seek(0)
-                there = self._folder.has(self._name)
-                made = not there and self._folder.create(self._name, self.file.read())
+                existing = self._folder.has(self._name)
+                made = not existing and self._folder.create(self._name, self.file.read())
         except OSError as e:
-            raise EnvironmentFailed(f"{self._what} {self.shown}: {e.strerror}") from e
-        if not made and not self._is_there():
-            raise OutputError(f"{self._what} {self.shown}: is there already, and is not replaced; give another name")
+            raise EnvironmentFailed(f"{self._option} {self.shown}: {e.strerror}") from e
+        if not made and not self._is_identical():
+            raise OutputError(f"{self._option} {self.shown}: already exists and is never replaced; choose another name")
         return made
 
-    def _linked(self, temporary: Path) -> bool:
+    def _link(self, temporary: Path) -> bool:
         final = temporary.with_name(self._name)
         try:
             os.link(temporary, final)
@@ -105,13 +106,13 @@ class NewFile:
         sync_folder(final.parent)
         return True
 
-    def _is_there(self) -> bool:
-        """Whether the file that has the name holds these bytes."""
+    def _is_identical(self) -> bool:
+        """Return whether the existing file of this name holds the same bytes."""
         self.file.seek(0)
-        with self._folder.open(self._name) as there:
+        with self._folder.open(self._name) as existing:
             while True:
                 ours = self.file.read(_COMPARED_BYTES)
-                if ours != there.read(max(1, len(ours))):
+                if ours != existing.read(max(1, len(ours))):
                     return False
                 if not ours:
                     return True

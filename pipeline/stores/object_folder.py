@@ -1,9 +1,9 @@
-"""An output folder in an object store: a file appears by one PUT, and under a new name by one that refuses to
-replace (If-None-Match on S3; whatever the store's fsspec filesystem does for mode "create" elsewhere).
+"""Output folder in an object store.
 
-Never a multipart upload: it would leave pieces behind when its writer dies. A PUT whose answer is lost is tried
-again and then finds the name taken, so "it exists" means "look what is there": the same bytes are ours.
-What was written is compared by its entity tag, or read back where the tag is not the MD5 of the bytes.
+A file is written by one PUT. Creating a file uses a PUT that refuses to replace: If-None-Match on S3, mode "create" of
+other fsspec filesystems. Multipart uploads are never used, since a dead writer would leave pieces behind. If the
+response to a PUT is lost, the retry finds the name taken: a file with the same bytes is then ours. Every write is
+verified by its entity tag, or read back if the tag is not the MD5 of the bytes.
 """
 
 import posixpath
@@ -20,30 +20,30 @@ from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts
 from pipeline.stores.store_errors import SET_CREDENTIALS, Failure, PreconditionFailed, failure_of
 
-_TRIES = 3  # how often a file is written anew that the store took and then has not, or has otherwise
+_TRIES = 3  # writes of a file that the store acknowledges, but then does not return intact
 
 
 def open_objects(
-    url: str, options: Mapping[str, Any], retries: RetryCounts | None = None, what: str = "output.path"
+    url: str, options: Mapping[str, Any], retries: RetryCounts | None = None, option: str = "output.path"
 ) -> "ObjectFolder":
-    """The folder of a url. No request is made to S3. Raises OutputError when there cannot be one, with `what`: the key
-    or option that gave the url."""
+    """Return the folder of a url, without a request to S3. Raises OutputError if it cannot be an output. option: the
+    key or option that gave the url, for messages."""
     shown = shown_url(url).rstrip("/")
     if "::" in url:
-        raise OutputError(f"{what} {shown}: a chain of filesystems cannot create files exclusively; give one url")
+        raise OutputError(f"{option} {shown}: a chain of filesystems cannot create files exclusively; use a single url")
     try:
         fs, root = filesystem(url, options, retries=retries)
     except (ImportError, ValueError, TypeError, OSError) as e:
-        raise OutputError(f"{what} {shown}: {open_problem(url, options, e)}") from None
+        raise OutputError(f"{option} {shown}: {open_problem(url, options, e)}") from None
     if "memory" in protocols(fs):
-        raise OutputError(f"{what} {shown}: lies in the memory of one process and ends with it; give a disk or a store")
+        raise OutputError(f"{option} {shown}: memory:// exists in one process only; use a disk or an object store")
     return ObjectFolder(cast(RemoteFilesystem, fs), root.rstrip("/"), shown)
 
 
 class ObjectFolder(Folder):
-    """As `folder.Folder`, over one store that can create exclusively."""
+    """Output folder in a store that supports exclusive creation."""
 
-    reads_at_once = 32  # mostly waited for
+    reads_at_once = 32  # latency dominates
 
     def __init__(self, fs: RemoteFilesystem, root: str, shown: str) -> None:
         self._fs = fs
@@ -74,7 +74,7 @@ class ObjectFolder(Folder):
         for page in self._pages() if self._fs.is_s3 else ():
             found = found or bool(page)
             yield from page
-        if not found:  # nothing below it: it may be a file
+        if not found:  # no children: the root may be a file
             yield from self._listed("")
 
     def _pages(self) -> Iterator[list[tuple[str, int | None]]]:
@@ -82,7 +82,7 @@ class ObjectFolder(Folder):
             yield from self._fs.pages(self._root)
 
     def _listed(self, folder: str) -> list[tuple[str, int | None]]:
-        """Names with their bytes; None: a folder."""
+        """Return the folder's direct children as (name, size in bytes); the size of a folder is None."""
         path = self.path(folder) if folder else self._root
         with self._reading(folder):
             try:
@@ -91,8 +91,8 @@ class ObjectFolder(Folder):
                 return []
         path = path.lstrip("/")
         if [(e["name"].lstrip("/"), e["type"]) for e in entries] == [(path, "file")]:
-            raise OutputError(f"{self.shown(folder)}: is a file, expected a folder")
-        # an empty object named like the folder, as consoles make them, is not in it
+            raise OutputError(f"{self.shown(folder)}: is a file; expected a folder")
+        # skip the empty object named like the folder, which web consoles create
         return [
             (posixpath.basename(e["name"].rstrip("/")), int(e["size"]) if e["type"] == "file" else None)
             for e in entries
@@ -126,24 +126,24 @@ class ObjectFolder(Folder):
                 try:
                     tag = self._fs.pipe_file(self.path(name), data, mode="create")
                 except FileExistsError:
-                    there = self.read(name)
-                    if there is None:
-                        continue  # removed since
-                    return there == data
+                    existing = self.read(name)
+                    if existing is None:
+                        continue  # removed in the meantime
+                    return existing == data
                 hit(f"{point}.linked")
-            if self._stands(name, data, tag):
+            if self._is_stored(name, data, tag):
                 return True
             self.remove(name)
-        raise self._broken(name)
+        raise self._lost_write(name)
 
     def replace(self, name: str, data: bytes) -> None:
         for _ in range(_TRIES):
             with self._writing(name):
                 tag = self._fs.pipe_file(self.path(name), data)
-            # another writer may have replaced it since: then ours stood, and that is enough
+            # other bytes mean that another writer has replaced the file since, after ours was complete
             if tag == md5(data) or self.read(name) is not None:
                 return
-        raise self._broken(name)
+        raise self._lost_write(name)
 
     def swap(self, name: str, data: bytes, tag: str) -> bool:
         with self._writing(name):
@@ -151,10 +151,10 @@ class ObjectFolder(Folder):
             try:
                 written = self._fs.pipe_file(self.path(name), data, if_match=tag)
             except (PreconditionFailed, FileNotFoundError):
-                return self.read(name) == data  # the answer of an earlier try may have been lost
+                return self.read(name) == data  # the response to an earlier try may have been lost
             hit("swap.replaced")
-        if not self._stands(name, data, written):
-            raise self._broken(name)
+        if not self._is_stored(name, data, written):
+            raise self._lost_write(name)
         return True
 
     def remove(self, name: str) -> None:
@@ -162,7 +162,7 @@ class ObjectFolder(Folder):
             self._fs.rm_file(self.path(name))
 
     def clean_tmp(self) -> int:
-        """Nothing: a writer that dies leaves no file and no upload."""
+        """Do nothing: a dead writer leaves no file and no upload."""
         return 0
 
     def probe(self) -> None:
@@ -186,22 +186,22 @@ class ObjectFolder(Folder):
                 self._fs.rm_file(self.path(name))
         except (NotImplementedError, TypeError, ValueError) as e:
             raise OutputError(
-                f"{refused}: it does not know how to create a file only where none is ({type(e).__name__})"
+                f"{refused}: it cannot create a file exclusively ({type(e).__name__}); use another store"
             ) from e
         if not kept:
             raise OutputError(
-                f"{refused}: it let a second file replace the first one of the same name (If-None-Match is ignored), "
-                "so two runs could undo each other's work; update it or use another store"
+                f"{refused}: it ignores If-None-Match and replaced an existing file, so two runs could undo each "
+                "other's work; update it or use another store"
             )
         if data != b"first":
-            raise EnvironmentFailed(f"{self.shown(name)}: a file just written reads back differently")
+            raise EnvironmentFailed(f"{self.shown(name)}: a file that was just written reads back differently")
 
     def probe_swap(self) -> None:
         refused = f"output.path {self._shown}: parts cannot be rewritten here"
         if not self._fs.is_s3:
             raise OutputError(
-                f"{refused}: replacing a file only if it is unchanged is known of S3 and local disks only, not of "
-                f"{protocols(self._fs)[0]}; write to a new output instead"
+                f"{refused}: only S3 and local disks support replacing a file if it is unchanged, "
+                f"{protocols(self._fs)[0]} does not; write to a new output instead"
             )
         name = f"{TMP}/probe-{secrets.token_hex(8)}"
         with self._reading(TMP):
@@ -217,62 +217,62 @@ class ObjectFolder(Folder):
             self._fs.rm_file(self.path(name))
         if not kept:
             raise OutputError(
-                f"{refused}: the store does not heed If-Match, so two runs could undo each other's work; write to a "
-                "new output instead"
+                f"{refused}: the store ignores If-Match, so two runs could undo each other's work; write to a new "
+                "output instead"
             )
 
     def _put_new(self, name: str, data: bytes) -> None:
-        """Create a file that only we can have made, also where the answer to an earlier try was lost."""
+        """Create a file with a unique name. If it exists with the same bytes, an earlier try succeeded."""
         try:
             self._fs.pipe_file(self.path(name), data, mode="create")
         except FileExistsError:
             if self._fs.whole(self.path(name))[0] != data:
                 raise
 
-    def _stands(self, name: str, data: bytes, tag: str | None) -> bool:
-        """Whether the store has what was written."""
+    def _is_stored(self, name: str, data: bytes, tag: str | None) -> bool:
+        """Return whether the store holds the written bytes."""
         return tag == md5(data) or self.read(name) == data
 
-    def _broken(self, name: str) -> EnvironmentFailed:
+    def _lost_write(self, name: str) -> EnvironmentFailed:
         return EnvironmentFailed(
-            f"{self.shown(name)}: the store said that it took the file, and has other bytes or none; see to the store, "
-            "then run again"
+            f"{self.shown(name)}: the upload was acknowledged, but reading it back returned different or no data; fix "
+            "the store, then run again"
         )
 
     def _reading(self, name: str, absent: type[Exception] = OutputError) -> AbstractContextManager[None]:
-        """Reading and probing come first: what the store does not allow is the user's to change."""
+        """Translate errors of reads and probes. These run first, so a refusal is an OutputError for the user to fix."""
         return self._failing(name, OutputError, absent)
 
     def _writing(self, name: str) -> AbstractContextManager[None]:
-        """The probe has passed: what the store does not allow any more stops the job, resumably."""
+        """Translate errors of writes. The probe has passed, so a refusal stops the job, which can be resumed."""
         return self._failing(name, EnvironmentFailed, OutputError)
 
     @contextmanager
     def _failing(self, name: str, denied: type[PipelineError], absent: type[Exception]) -> Iterator[None]:
-        """Turn what the store's library raises into errors with the place and without secrets."""
-        place = self.shown(name)
+        """Turn errors of the store's library into ours, with the path and without secrets."""
+        path = self.shown(name)
         try:
             yield
         except Exception as e:
-            failure, told = failure_of(e), self._fs.said(e)
-            if failure is None and isinstance(e, (ValueError, NotImplementedError)):  # a path that its library refuses
-                raise denied(f"{place}: {told}") from None
+            failure, message = failure_of(e), self._fs.said(e)
+            if failure is None and isinstance(e, (ValueError, NotImplementedError)):  # its library refused the path
+                raise denied(f"{path}: {message}") from None
             if failure is None:
                 raise
             if failure is Failure.ABSENT:
-                raise absent(f"{place}: no such bucket or container ({told}); make it first") from None
+                raise absent(f"{path}: no such bucket or container ({message}); create it first") from None
             if failure is Failure.CREDENTIALS:
-                raise denied(f"{place}: {told}; {SET_CREDENTIALS}") from None
+                raise denied(f"{path}: {message}; {SET_CREDENTIALS}") from None
             if failure is Failure.DENIED:
-                needed = "it needs the rights to list, read, write and delete below output.path"
-                raise denied(f"{place}: the store denies it ({told}); {needed}") from None
+                needed = "grant the rights to list, read, write and delete below output.path"
+                raise denied(f"{path}: access denied ({message}); {needed}") from None
             if failure is Failure.SYSTEM:
-                raise EnvironmentFailed(f"{place}: {told}; fix it, then run again") from None
-            raise denied(f"{place}: {told}") from None
+                raise EnvironmentFailed(f"{path}: {message}; fix it, then run again") from None
+            raise denied(f"{path}: {message}") from None
 
 
 def _looks_then_writes(fs: Any) -> bool:
-    """Whether "create" is fsspec's own: see that there is none, then write, which two writers can do at once."""
+    """Return whether mode "create" is fsspec's default: a check and then a write, which two writers can interleave."""
     from fsspec.asyn import AsyncFileSystem
     from fsspec.spec import AbstractFileSystem
 

@@ -1,4 +1,4 @@
-"""A file for reading whose bytes come piece by piece from a function: a request to a store, say."""
+"""Read-only file whose bytes are returned by a function, such as a request to a store."""
 
 import io
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from pipeline.stores.store_errors import ShortRead
 
 
 class RangedFile(io.RawIOBase):
-    """`size` bytes, each piece by one call read(start, stop), its length checked."""
+    """File of `size` bytes. Each read calls `read(start, stop)` once and checks the length of the result."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, name: str) -> None:
         super().__init__()
         self._read, self.size, self._name = read, size, name
-        self._at = 0
+        self._offset = 0
 
     def readable(self) -> bool:
         return True
@@ -22,20 +22,20 @@ class RangedFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._offset
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self.size)[whence])
-        return self._at
+        self._offset = max(0, offset + (0, self._offset, self.size)[whence])
+        return self._offset
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        stop = min(self._at + len(view), self.size)
-        if stop <= self._at:
+        stop = min(self._offset + len(view), self.size)
+        if stop <= self._offset:
             return 0
-        data = self._read(self._at, stop)
-        if len(data) != stop - self._at:
-            raise ShortRead(f"{self._name}: is shorter than it was when it was opened")
+        data = self._read(self._offset, stop)
+        if len(data) != stop - self._offset:
+            raise ShortRead(f"{self._name}: the file is shorter than when it was opened")
         view[: len(data)] = data
-        self._at = stop
+        self._offset = stop
         return len(data)

@@ -1,7 +1,7 @@
-"""Many small reads at once, a bounded number of them ahead of whoever takes the results.
+"""Concurrent small reads, with a bounded number of them ahead of the consumer.
 
-Not a ThreadPoolExecutor: its `map` asks for everything at once, and the end of the process waits for its threads. Here
-an interruption, or the end of the process, waits for no read, also not for one that hangs.
+A ThreadPoolExecutor does not fit: its `map` submits everything at once, and the process waits for its threads on exit.
+Here neither an interrupt nor the exit of the process waits for a read that hangs.
 """
 
 import queue
@@ -14,19 +14,19 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-AHEAD = 4  # reads asked for and not yet taken, for each one at work
+AHEAD = 4  # reads that are submitted and not yet consumed, per thread
 
 
 def read_ahead(read: Callable[[T], R], items: Iterable[T], at_once: int) -> Generator[tuple[T, R]]:
-    """Each item with `read(item)`, in order. `at_once` reads run, in daemon threads; 4 times as many are asked for.
+    """Yield each item with `read(item)`, in order. `at_once` daemon threads read up to AHEAD * `at_once` items ahead.
 
-    Raises what a read raised, when its turn comes. Closing it begins no further read and waits for none.
+    Raises the error of a read when its turn comes. Closing the generator starts no further read and waits for none.
     """
-    todo: queue.SimpleQueue[tuple[T, Future[R]] | None] = queue.SimpleQueue()
+    tasks: queue.SimpleQueue[tuple[T, Future[R]] | None] = queue.SimpleQueue()
 
     def work() -> None:
-        while (asked := todo.get()) is not None:
-            item, future = asked
+        while (task := tasks.get()) is not None:
+            item, future = task
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -34,21 +34,21 @@ def read_ahead(read: Callable[[T], R], items: Iterable[T], at_once: int) -> Gene
             except BaseException as error:
                 future.set_exception(error)
 
-    waiting: deque[tuple[T, Future[R]]] = deque()
+    pending: deque[tuple[T, Future[R]]] = deque()
     try:
         for _ in range(at_once):
             threading.Thread(target=work, daemon=True, name="read-ahead").start()
         for item in items:
-            waiting.append((item, Future()))
-            todo.put(waiting[-1])
-            if len(waiting) == AHEAD * at_once:
-                first, future = waiting.popleft()
+            pending.append((item, Future()))
+            tasks.put(pending[-1])
+            if len(pending) == AHEAD * at_once:
+                first, future = pending.popleft()
                 yield first, future.result()
-        while waiting:
-            first, future = waiting.popleft()
+        while pending:
+            first, future = pending.popleft()
             yield first, future.result()
     finally:
-        for _, future in waiting:
+        for _, future in pending:
             future.cancel()
         for _ in range(at_once):
-            todo.put(None)
+            tasks.put(None)

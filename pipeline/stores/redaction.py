@@ -1,37 +1,37 @@
-"""What a message may show of urls, and of what the libraries of stores and disks say: no user with a password, no
-signature of a web address, no storage option that is a secret."""
+"""Redaction of urls and of library messages: no user names and passwords, no signatures of web addresses, no secret
+storage options."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-_WHO = re.compile(r"([A-Za-z][\w+.-]*)://([^/?#\s'\"<>]*)@")
-_CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # container@account: what stands there alone is no user
+_USER = re.compile(r"([A-Za-z][\w+.-]*)://([^/?#\s'\"<>]*)@")
+_CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # container@account: the part before the @ is not a user
 _QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*", re.IGNORECASE)
 _SECRET = re.compile(r"auth|cookie|credential|key|passw|pwd|sas|secret|sign|token|connection_string", re.IGNORECASE)
 
 
 def shown_url(url: str) -> str:
-    """A path or url as it may be shown: without user and password, and without the query of a web address, which may be
-    a signature."""
-    return re.sub(r"(https?://[^?]*)\?.*", r"\1", _WHO.sub(_without_user, url), flags=re.IGNORECASE | re.DOTALL)
+    """Return a path or url without user and password, and without the query of a web address, which may be a
+    signature."""
+    return re.sub(r"(https?://[^?]*)\?.*", r"\1", _USER.sub(_without_user, url), flags=re.IGNORECASE | re.DOTALL)
 
 
 def said(error: BaseException, secrets: frozenset[str] = frozenset()) -> str:
-    """An error's class and text on one line, as it may be shown. `secrets`: of `secrets_of`."""
+    """Return an error's class and message on one line, redacted. secrets: from `secrets_of`."""
     return redacted(f"{type(error).__name__}: {error}", secrets)
 
 
 def redacted(text: str, secrets: frozenset[str] = frozenset()) -> str:
-    """A library's text on one line, as it may be shown."""
+    """Return a library's text on one line, redacted."""
     text = " ".join(text.split())
-    for secret in sorted(secrets, key=len, reverse=True):  # one may be a piece of another
+    for secret in sorted(secrets, key=len, reverse=True):  # a secret may be part of another
         text = text.replace(secret, "***")
-    return _QUERY.sub(r"\1", _WHO.sub(_without_user, text))
+    return _QUERY.sub(r"\1", _USER.sub(_without_user, text))
 
 
 def secrets_of(options: Mapping[str, Any], inside: bool = False) -> frozenset[str]:
-    """The texts among storage options that must not be shown. `inside`: of an option that is a secret."""
+    """Return the values of storage options that must not be shown. inside: `options` belong to a secret option."""
     found: set[str] = set()
     for name, value in options.items():
         secret = inside or bool(_SECRET.search(str(name)))
@@ -43,5 +43,5 @@ def secrets_of(options: Mapping[str, Any], inside: bool = False) -> frozenset[st
 
 
 def _without_user(match: re.Match[str]) -> str:
-    scheme, who = match.groups()
-    return match[0] if scheme.lower() in _CONTAINERS and ":" not in who else f"{scheme}://"
+    scheme, user = match.groups()
+    return match[0] if scheme.lower() in _CONTAINERS and ":" not in user else f"{scheme}://"

@@ -1,8 +1,8 @@
-"""Trying a request to a store again: how often, after which waits, and how many tries it took.
+"""Retries of requests to a store, with exponential backoff and counts.
 
-A request is tried again when the answer says that another try may go better (`store_errors.fault_of`): throttling, 5xx,
-timeouts, resets, bodies that come short, conflicts. What will not get better (no such file, no right, a condition not
-met) is raised at once, as the store's library says it.
+A request is retried if the error is transient (`store_errors.fault_of`): throttling, 5xx, timeouts, resets, truncated
+bodies, conflicts. Permanent errors (no such file, no permission, a failed precondition) are raised at once, as the
+store's library raised them.
 """
 
 import random
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Bounds of one request: the i-th wait is random, from 0 to min(max_wait_s, first_wait_s * 2^i)."""
+    """Retry limits of one request. The i-th wait is random, from 0 to min(max_wait_s, first_wait_s * 2^i)."""
 
     max_tries: int = 8
     first_wait_s: float = 0.5
     max_wait_s: float = 20.0
-    total_s: float = 120.0  # no try begins later than this
+    total_s: float = 120.0  # no try starts later than this
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
     random: Callable[[], float] = random.random
@@ -36,8 +36,8 @@ class RetryPolicy:
 
 
 class RetryCounts:
-    """How often requests to stores were tried again, by `Fault`. Who wants to know makes one and hands it to what opens
-    filesystems, which count into it. Safe for threads."""
+    """Number of retried requests by `Fault`. Pass it to functions that open filesystems, which count into it.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,14 +57,13 @@ def with_retries(
     renew: Callable[[], None],
     policy: RetryPolicy,
     counts: RetryCounts,
-    place: Callable[[], str],
-    said: Callable[[BaseException], str],
+    shown: Callable[[], str],
+    error_text: Callable[[BaseException], str],
 ) -> T:
-    """request(), tried within the bounds of `policy`.
+    """Return request(), retried within the limits of `policy`.
 
-    renew: reads credentials again, once, when the store says that they have expired. place and said: what is asked for,
-    and an error's text, as a message may show them. Raises what `request` raised where trying again cannot help,
-    EnvironmentFailed after the last try.
+    renew: called once to read the credentials again if they have expired. shown and error_text: return the path and an
+    error's text for messages, redacted. Raises permanent errors of `request`, and EnvironmentFailed after the last try.
     """
     began, renewed, tries = policy.clock(), False, 0
     while True:
@@ -78,9 +77,8 @@ def with_retries(
             if fault is Fault.CREDENTIALS:
                 if renewed:
                     raise EnvironmentFailed(
-                        f"{place()}: the store says that the credentials have expired or are not valid ({said(e)}), "
-                        "also after reading them afresh; renew them and run the same command again, it goes on where "
-                        "it stopped"
+                        f"{shown()}: the credentials have expired or are invalid ({error_text(e)}), even after reading "
+                        "them again; renew them and rerun the same command to resume"
                     ) from None
                 renewed = True
                 counts.add(fault)
@@ -90,8 +88,8 @@ def with_retries(
             spent = policy.clock() - began
             if tries >= policy.max_tries or spent + wait > policy.total_s:
                 raise EnvironmentFailed(
-                    f"{place()}: given up after {tries} tries in {spent:.0f} s ({fault.value}); the last answer: "
-                    f"{said(e)}. When the store answers again, run the same command"
+                    f"{shown()}: gave up after {tries} tries in {spent:.0f} s ({fault.value}); the last error: "
+                    f"{error_text(e)}. When the store is available again, rerun the same command to resume"
                 ) from None
             counts.add(fault)
         policy.sleep(wait)

@@ -1,7 +1,6 @@
-"""What the errors of object stores and of the libraries in front of them mean: whether another try may help (`Fault`),
-and what has failed once none does (`Failure`).
+"""Classification of errors of object stores and their libraries: transient (`Fault`) or permanent (`Failure`).
 
-Decided by codes, classes and numbers, never by the text of a message.
+It depends on codes, classes and numbers, never on the text of a message.
 """
 
 import errno
@@ -12,37 +11,37 @@ from pipeline.errors import PipelineError
 
 
 class Fault(StrEnum):
-    """Why a request is tried again."""
+    """Reason for a retry."""
 
     THROTTLED = "throttled"
     SERVER_ERROR = "server_error"
     TIMEOUT = "timeout"
     CONNECTION = "connection"
-    SHORT_READ = "short_read"  # a body that came short or damaged, in either direction
-    CONFLICT = "conflict"  # 409: another request on the same key is under way
-    CREDENTIALS = "credentials"  # expired: read afresh and tried once more
+    SHORT_READ = "short_read"  # a truncated or damaged body, in either direction
+    CONFLICT = "conflict"  # 409: another request on the same key is in progress
+    CREDENTIALS = "credentials"  # expired: read again, then one more try
 
 
 class Failure(StrEnum):
-    """What a request that failed for good ran into."""
+    """Reason for the permanent failure of a request."""
 
     ABSENT = "absent"
     DENIED = "denied"
-    CREDENTIALS = "credentials"  # none were found, or the store does not know them
-    SYSTEM = "system"  # an OSError: of the disk, or of a store as its library has it
-    MALFORMED = "malformed"  # never sent, because its bucket or key cannot be one
-    OTHER = "other"  # what else a store's library raises
+    CREDENTIALS = "credentials"  # none were found, or the store rejects them
+    SYSTEM = "system"  # an OSError of the disk or of a store's library
+    MALFORMED = "malformed"  # an invalid bucket or key: never sent
+    OTHER = "other"  # any other error of a store's library
 
 
 class ShortRead(OSError):
-    """Fewer bytes came than there are."""
+    """The response had fewer bytes than the file."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EIO, message)
 
 
 class PreconditionFailed(Exception):
-    """The file is not the one that was to be replaced."""
+    """The file does not have the expected tag."""
 
 
 _THROTTLED = frozenset(
@@ -81,12 +80,12 @@ _BY_ERRNO = {
 
 
 def fault_of(error: BaseException) -> Fault | None:
-    """Why another try may help; None where it cannot."""
+    """Return the reason to retry, or None for a permanent error."""
     if isinstance(error, ShortRead):
         return Fault.SHORT_READ
-    said = client_error(error)
-    if said is not None:
-        return _fault_of_answer(said)
+    response_error = client_error(error)
+    if response_error is not None:
+        return _fault_of_answer(response_error)
     if isinstance(error, (FileNotFoundError, FileExistsError, PermissionError, PreconditionFailed)):
         return None
     fault = _fault_of_class(error)
@@ -99,10 +98,10 @@ def fault_of(error: BaseException) -> Fault | None:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status of the answer that the error stands for, where there was one."""
-    said = client_error(error)
-    if said is not None:
-        return said.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    """Return the HTTP status of the response that caused the error, or None."""
+    response_error = client_error(error)
+    if response_error is not None:
+        return response_error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     for attribute in ("status", "status_code", "code"):  # aiohttp, azure, gcsfs
         status = getattr(error, attribute, None)
         if isinstance(status, int) and 100 <= status < 600:
@@ -123,7 +122,7 @@ def _fault_of_answer(error: Any) -> Fault | None:
         if code in codes:
             return fault
     if code == "400" and error.operation_name.startswith("Head"):
-        # an answer to HEAD has no body, so expired credentials have no other name there
+        # a response to HEAD has no body, so expired credentials have no code of their own there
         return Fault.CREDENTIALS
     return _BY_STATUS.get(status_of(error) or 0)
 
@@ -157,10 +156,10 @@ def _fault_of_class(error: BaseException) -> Fault | None:
 
 
 def failure_of(error: Exception) -> Failure | None:
-    """What has failed; None for an error that neither a disk nor a store raised.
+    """Return the kind of failure; None for an error that neither a disk nor a store raised.
 
-    The libraries behind fsspec have exceptions of their own without a common base. So a builtin that is no OSError is
-    a defect, and everything else is theirs.
+    The libraries behind fsspec raise their own exceptions, without a common base class. A builtin exception other than
+    OSError is therefore a bug of ours, and any other class is theirs.
     """
     if _has_unknown_credentials(error):
         return Failure.CREDENTIALS
@@ -188,9 +187,9 @@ def _has_unknown_credentials(error: BaseException) -> bool:
 
 
 def client_error(error: BaseException | None) -> Any:
-    """The answer of an S3 store that the error was made from, by s3fs or by botocore; None for others."""
+    """Return the botocore ClientError that caused the error, through s3fs or directly; None for other errors."""
     from botocore.exceptions import ClientError
 
     while error is not None and not isinstance(error, ClientError):
-        error = error.__cause__  # not __context__: that may be another answer, looked into when this one came
+        error = error.__cause__  # not __context__: it may belong to an earlier response
     return error

@@ -46,10 +46,10 @@ def test_pooling_of_a_model_in_a_store(tmp_path):
 
 
 def test_what_is_not_served_is_refused_by_name(tmp_path):
-    with pytest.raises(ModelError, match="the module 'Dense' is not served"):
+    with pytest.raises(ModelError, match="unsupported module 'Dense'"):
         read_pooling(save(tmp_path, ["Transformer", "Pooling", "Dense"]))
     both = {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}
-    with pytest.raises(ModelError, match="pooling_mode_mean_tokens, pooling_mode_max_tokens is on"):
+    with pytest.raises(ModelError, match="pooling_mode_mean_tokens, pooling_mode_max_tokens is enabled"):
         read_pooling(save(tmp_path, ["Pooling"], both))
 
 

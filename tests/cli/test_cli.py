@@ -197,7 +197,7 @@ def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, aws, monkeypatc
             (["validate"], "s3://bucket/in: 1 file, 3 rows"),
             (["validate", "--set", f"model.path={bucket.url('model')}"], "s3://bucket/model"),
             (["run"], "3 of 3: 2 completed, 1 errors"),
-            (["validate"], "s3://bucket/out: 3 rows are there"),
+            (["validate"], "s3://bucket/out: 3 rows exist"),
             (["status"], "job.yaml: finished"),
             (["report"], "3 of 3: 2 completed, 1 errors"),
             (["compact", "--output", "merged", "--order", "input"], "1 part, 3 rows (1 error row) in 1 file"),

@@ -51,7 +51,7 @@ def test_what_there_is_not(logged, pipe):
     assert "expected an engine's number" in pipe("logs", "out", "--actor", "x")[2]
     code, _, err = pipe("logs", "out", "--run", "7")
     assert code == 2
-    assert "no logs of a run 7; there are run-1" in err
+    assert "no logs of run 7; available: run-1" in err
     assert "no run has left logs" in pipe("logs", "data")[2]
 
 

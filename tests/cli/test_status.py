@@ -39,7 +39,7 @@ def test_status_of_a_run_whose_process_is_gone(work, pipe):
     code, out, _ = pipe("status", "out")
     assert code == 0
     assert "out: stale\n" in out
-    assert "`pipeline run` goes on" in out
+    assert "`pipeline run` resumes" in out
 
 
 def test_status_of_a_run_that_was_not_heard_of_for_long(work, pipe):
@@ -52,7 +52,7 @@ def test_status_of_a_run_that_was_not_heard_of_for_long(work, pipe):
         store.folder.replace("_pipeline/status.json", json.dumps(status | told).encode())
         out = pipe("status", "out")[1]
         assert f"out: {head}\n" in out
-        assert ("Nothing was heard of it for 3 h. If its process on elsewhere is gone" in out) == (head == "stale")
+        assert ("No status for 3 h. If its process on elsewhere has ended" in out) == (head == "stale")
 
 
 def test_status_of_a_run_that_ended_and_could_not_say_so(work, pipe):
@@ -64,7 +64,7 @@ def test_status_of_a_run_that_ended_and_could_not_say_so(work, pipe):
         store.folder.replace("_pipeline/status.json", json.dumps(status | {"updated_at": updated_at}).encode())
         out = pipe("status", "out")[1]
         assert f"out: {head}\n" in out
-        assert ("The run's record says failed: its last status could not be written" in out) == (head == "stale")
+        assert ("The run's record is failed; its last status could not be written" in out) == (head == "stale")
         if code:
             assert pipe("status", "out", "--watch")[0] == code
 
@@ -86,8 +86,8 @@ def test_report_is_the_folders_or_made_anew_when_a_run_was_killed(work, pipe):
 @pytest.mark.parametrize(("command", "place", "expected"), [
     ("status", "nowhere", "nowhere: no such folder"),
     ("status", "data/a.parquet", "is neither an output folder nor a job file"),
-    ("status", "data", "no run of a job has left a status here"),
-    ("report", "data", "no run of a job has left a record here"),
+    ("status", "data", "no status of a job's run here"),
+    ("report", "data", "no record of a job's run here"),
     ("report", "none.yaml", "none.yaml: no such file"),
 ])  # fmt: skip
 def test_places_without_a_job(work, pipe, command: str, place: str, expected: str):
@@ -103,7 +103,7 @@ def test_a_finished_output_without_its_parts_is_told(work, pipe):
     next(Path(store.path).glob("part-*")).unlink()
     assert "out: damaged\n" in pipe("status", "out")[1]
     for command in ("status", "report"):
-        assert "it holds 0 parts, _SUCCESS counts 1" in pipe(command, "out")[1]
+        assert "it has 0 parts, but _SUCCESS counts 1" in pipe(command, "out")[1]
         assert "0 parts" in json.loads(pipe(command, "out", "--json")[1])["stale"]
     store.folder.replace("_pipeline/status.json", b"[1]")
     code, _, err = pipe("status", "out")

@@ -56,7 +56,7 @@ def test_validate_says_what_the_job_is(work, shown, found):
         "demo: valid",
         "data: 1 file, 3 rows",
         "max_tokens 9",
-        f"  Paths     relative ones are below {work}, the working directory\n",
+        f"  Paths     relative paths are below {work}, the working directory\n",
         "First prompt (a.parquet row 0, 21 bytes, 17 tokens)",
         "| Sum up:\n    | one \\x1b[31mred\n",
     ):
@@ -89,29 +89,29 @@ def test_validate_tells_all_mistakes_of_the_data(refused):
         "did you mean 'text'?",
         "column 'text' is text, expected numbers",
         "./nowhere: no such folder",
-        "output.path: data: lies in input.path data, so the next run would read its parts",
+        "output.path: data: is inside input.path data, so the next run would read its parts",
     ):
         assert expected in err
 
 
 @pytest.mark.parametrize(("setting", "expected"), [
-    ("input.path=nowhere", "--set: input.path: nowhere: does not exist; it was looked for at /"),
+    ("input.path=nowhere", "--set: input.path: nowhere: does not exist; looked for /"),
     ("input.columns=[error]", "output.rename: {error: error_2}"),
     ("prompt.template={id}", None),
-    ("output.path=memory://test-cli/out", "--set: output.path: memory://test-cli/out: lies in the memory of one"),
-    ("output.path=data/out", "--set: output.path: data/out: lies in input.path data, so the next run would read"),
+    ("output.path=memory://test-cli/out", "--set: output.path: memory://test-cli/out: memory:// exists in one"),
+    ("output.path=data/out", "--set: output.path: data/out: is inside input.path data, so the next run would read"),
     ("output.path=data/_out", None),
     ("output.path=nothing://bucket/x", "cannot be opened (ValueError)"),
     ("model.path=memory://test-cli/model", "test-cli/model: no config.json and no tokenizer.json in this folder"),
     ("model.path=nothing://bucket/x", "nothing://bucket/x: cannot be opened (ValueError)"),
-    ("model.path=job.yaml", "job.yaml: a file; this program reads safetensors checkpoints"),
-    ("model.path=data", "data: has no config.json; give the folder of"),
+    ("model.path=job.yaml", "job.yaml: is a file; expected the folder of a safetensors"),
+    ("model.path=data", "data: has no config.json; expected the folder of"),
     ("model.path=owner/name", None),
-    ("model={path: job.yaml, revision: v1}", "job.yaml: a file; this program reads"),
+    ("model={path: job.yaml, revision: v1}", "job.yaml: is a file; expected the folder"),
     ("model={path: data, revision: v1}", "model.revision: data is a folder; only a Hugging Face id"),
     ("speculation={method: draft_model, model: ./nowhere}", "--set: speculation.model: ./nowhere: no such folder"),
-    ("speculation={method: draft_model, model: data}", "data: has no config.json; give the folder of"),
-    ("engine.max_model_len=2048", "--set: engine.max_model_len: 2048 is more than the 1,024 positions that demo"),
+    ("speculation={method: draft_model, model: data}", "data: has no config.json; expected the folder of"),
+    ("engine.max_model_len=2048", "--set: engine.max_model_len: 2048 exceeds the 1,024 positions of demo"),
     ("engine.max_model_len=1024", None),
     ("model={path: demo:target-awq, quantization: int8}", "int8, but demo:target-awq is quantized already"),
     ("storage={s3: {anon: true}}", "storage.s3: no path of this job takes these options"),
@@ -130,11 +130,11 @@ def test_validate_lists_what_is_odd_about_the_data(work, put, job, shown, found)
     job(habit)
     out = shown()
     for expected in (
-        "  Warning   2 files of another format passed over (README.md): ",
+        "  Warning   2 files of another format skipped (README.md): ",
         "  Warning   1 column stored in several types (id: int64 in ",
         "b.parquet, read as int64): ",
         "  Warning   5 rows with control tokens that the job file writes as text (<|im_start|>): ",
-        "give the chat as prompt.messages, or the turn alone with prompt.chat, or set prompt.special_tokens",
+        "use prompt.messages for chats, prompt.chat for a single turn, or set prompt.special_tokens",
         "  Warning   5 rows with texts of control tokens in the data (a.parquet row 0: <|im_end|>): ",
     ):
         assert expected in out
@@ -227,11 +227,11 @@ def test_the_models_own_sampling_is_taken_only_where_asked_and_always_told(work,
     values = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 9, "do_sample": True}
     (work / "own" / "generation_config.json").write_text(json.dumps(values))
     own, take = "model.path=own", "sampling.generation_config=model"
-    ignored = "not taken of the model's generation_config.json: temperature 0.6, top_p 0.95, top_k 20 (sampling.gen"
+    ignored = "not used from the model's generation_config.json: temperature 0.6, top_p 0.95, top_k 20 (use "
     assert ignored in shown(own)
     out = shown(own, take, "sampling.top_k=5")
-    assert "  taken of the model's generation_config.json: temperature 0.6, top_p 0.95; not taken of" in out
-    assert "top_k 20 (the job gives its own)" in out
+    assert "  used from the model's generation_config.json: temperature 0.6, top_p 0.95; not used from" in out
+    assert "top_k 20 (the job sets its own)" in out
     assert "generation_config" not in shown(), "greedy as here: nothing to tell"
     (work / "own" / "generation_config.json").write_text('{"temperature": -1}')
     assert "generation_config.json: temperature: " in refused(own, take)
@@ -271,15 +271,15 @@ def test_validate_shows_a_task_and_its_columns(of_task, shown, found):
     for expected in (
         "  Task      choice: labels {'column': 'options'}\n",
         "  Adds      label, label_probability, label_probabilities, error, ",
-        '  With it, as task.labels:\n    | ["a", "b"]\n',
-        "Error rows among them: invalid_labels 1",
+        '  Its task.labels:\n    | ["a", "b"]\n',
+        "Error rows in the sample: invalid_labels 1",
     ):
         assert expected in out
     assert "Sampling" not in out
     of_task("task: {type: score, completion: ' {number:.1f}', token_logprobs: 0}")
     out = shown()
     assert "  Task      score: completion ' {number:.1f}', token_logprobs 0\n" in out
-    assert "  With it, as task.completion:\n    |  1.0\n" in out
+    assert "  Its task.completion:\n    |  1.0\n" in out
     of_task("task: embed")
     assert found()["output_columns"]["embedding"].startswith("fixed_size_list<")
     of_task("task: classify")
@@ -290,8 +290,8 @@ def test_validate_shows_a_task_and_its_columns(of_task, shown, found):
 @pytest.mark.parametrize(("task", "expected"), [
     ("task: {type: choice, labels: {column: option}}", "no column 'option' (did you mean 'options'?)"),
     ("task: {type: choice, labels: {column: text}}", "column 'text' is string, expected lists of texts"),
-    ("task: {type: score, completion: '{answer}'}", "has no column 'answer' (there are: "),
-    ("task: {type: score, completion: {column: number}}", 'is int64, expected text; as text: "{number}"'),
+    ("task: {type: score, completion: '{answer}'}", "has no column 'answer' (known: "),
+    ("task: {type: score, completion: {column: number}}", 'is int64, expected text; to convert it, write "{number}"'),
     ("task: {type: score, completion: '{text:.2f}'}", "task.completion: "),
     ("task: {type: embed, dimensions: 5000}", "job.yaml:5: task.dimensions: 5000: the vectors of demo have "),
     ("task: classify", "job.yaml:5: task: classify: demo has no sequence classification head"),
@@ -312,8 +312,8 @@ def test_validate_refuses_files_of_different_columns_as_a_run_does(work, put, sh
     put("b.parquet", id=[4], text=["four"])
     every = ("input.columns=null", "output.rename={error: failure}")
     err = refused(*every)
-    assert f"{work}/data/b.parquet: has no column 'error', other files of {work}/data have it; " in err
-    assert "leave 'error' out of input.columns (all columns when left out) and the prompt, or move the file" in err
+    assert f"{work}/data/b.parquet: has no column 'error', but other files of {work}/data have it; " in err
+    assert "leave 'error' out of input.columns (default: all columns) and the prompt, or move the file" in err
     shown()
     put("b.parquet", id=[4], text=["four"], error=[1.5])
     assert "column 'error': " in refused(*every)
@@ -324,7 +324,7 @@ def test_validate_counts_prompts_that_the_model_has_no_room_for(of_task, put, sh
     of_task("sampling: {max_tokens: 9}")
     put(id=[1, 2], text=["a" * 1500, "word " * 3])
     assert (found()["prompt_tokens"]["too_long"], found()["prompt_tokens"]["max_model_len"]) == (1, 1024)
-    told = "Too long for 1,024 tokens (engine.max_model_len, or the model's own): 1 row of them; prompt_too_long"
+    told = "Too long for 1,024 tokens (engine.max_model_len, or the model's own): 1 row of the sample (prompt_too_long)"
     assert told in shown()
     put(id=[1, 2], text=["a" * 700, "word " * 3])
     tokens = found()["prompt_tokens"]

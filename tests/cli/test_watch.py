@@ -111,7 +111,7 @@ def test_a_run_whose_process_is_gone_is_followed_no_longer(work, pipe):
     (work / "out" / "_pipeline" / "logs" / "run-1").mkdir(parents=True)
     for command in (("status", "out", "--watch"), ("logs", "out", "--follow")):
         code, _, err = pipe(*command)
-        assert (code, "is gone" in err) == (3, True), command
+        assert (code, "is no longer running" in err) == (3, True), command
 
 
 def test_ctrl_c_leaves_a_terminal_as_it_was(work):

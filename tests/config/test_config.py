@@ -243,11 +243,11 @@ ADDED = [
 ]
 REPLACED = [
     ("column: text", "template: plain words", "names no column"),
-    ("column: text", "template: 'x {text[0]}'", "no indices, conversions"),
-    ("column: text", "template: 'x {text!r}'", "no indices, conversions"),
+    ("column: text", "template: 'x {text[0]}'", "indices, conversions and nested"),
+    ("column: text", "template: 'x {text!r}'", "indices, conversions and nested"),
     ("column: text", "template: 'x {'", "prompt.template: "),
     ("column: text", "column: text, fill_null: {txt: x}", "prompt: fill_null: 'txt' is not in the prompt"),
-    ("column: text", "messages: text, fill_null: {text: x}", "messages does not"),
+    ("column: text", "messages: text, fill_null: {text: x}", "not with messages"),
     ("column: text", "column: text, special_tokens: template", "special_tokens: template needs a prompt.template"),
     ("column: text", "messages: text, special_tokens: template", "column and messages hold data"),
     ("column: text", "template: '{text}', chat: true, special_tokens: template", "with chat the chat template"),

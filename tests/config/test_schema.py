@@ -54,7 +54,7 @@ BEYOND_A_SCHEMA = (
     "got nan",  # JSON has no such number
     "prompt.template: ",  # no template at all
     "min_tokens 300 is more than max_tokens 256", "run.max_runtime: expected more than 0", "names no column",
-    "no indices, conversions", "is not in the prompt", "messages does not", "special_tokens: template needs",
+    "indices, conversions and nested", "is not in the prompt", "not with messages", "special_tokens: template needs",
     "matches no path of this job", "column and messages hold", "with chat the chat template", "no embedded model",
     "only a Hugging Face id has revisions", "expected demo, demo:target", "cannot contain a user or",
     "without control characters", "the same new name", "at least two labels", "is listed twice",

@@ -150,10 +150,10 @@ def test_folders_are_columns_too(tmp_path):
 
 BAD = [
     (b'{"x": 1,}', "not JSON: "),
-    (b"[1, 2]", "expected an object .* a file that is one array is no JSON Lines"),
+    (b"[1, 2]", "expected an object .* JSON Lines has one object per line"),
     (b'"x"', "expected an object such as"),
-    (b'{"x": "\xff"}', "byte 8 of it is not UTF-8"),
-    (b'{"x": "\\ud83d"}', "a text with half of a surrogate pair"),
+    (b'{"x": "\xff"}', "byte 8 is not UTF-8"),
+    (b'{"x": "\\ud83d"}', "contains a lone surrogate"),
     (b"{" * 20_000, "not JSON"),
     (b'{"x": ' + b"[" * 20_000, "not JSON"),
     (b'{"x": ' + b"9" * 5000 + b"}", "not JSON: "),
@@ -164,7 +164,7 @@ BAD = [
 def test_a_bad_line_is_refused_by_file_and_line_or_an_error_row(tmp_path, line, says, monkeypatch):
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 20)
     put(tmp_path, "a.jsonl", b'{"x": "one"}\n\n' + line + b'\n{"x": "three"}\n')
-    with pytest.raises(InputError, match=rf"a\.jsonl:3: {says}.*; mend or remove it, or set input\.on_corrupt: skip"):
+    with pytest.raises(InputError, match=rf"a\.jsonl:3: {says}.*; repair or remove it, or set input\.on_corrupt: skip"):
         open_source(str(tmp_path))
     source = open_source(str(tmp_path), on_corrupt="skip")
     table = read_window(source, cut_windows(source, 9, BIG)[0], ["x"])
@@ -195,13 +195,13 @@ def test_a_damaged_file_is_refused_by_name_or_skipped(tmp_path, name, content, s
 
 def test_lines_without_a_row_have_no_column(tmp_path):
     source = open_source(put(tmp_path, "a.jsonl", []))
-    with pytest.raises(InputError, match=r"a\.jsonl: has no column 'x', as it and all other files hold no row"):
+    with pytest.raises(InputError, match=r"a\.jsonl: has no column 'x': it and all other files have no rows"):
         source.check_columns(["x"])
 
 
 def test_keys_that_are_data_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(dataset_files, "MAX_KEYS", 10)
-    with pytest.raises(InputError, match="more than 10 different keys by line 11; are keys data here"):
+    with pytest.raises(InputError, match="more than 10 different keys by line 11; do its keys hold data"):
         open_source(put(tmp_path, "a.jsonl", [{str(i): i} for i in range(11)]))
 
 

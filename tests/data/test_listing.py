@@ -59,7 +59,7 @@ def test_links_are_followed_and_broken_ones_refused(write, tmp_path):
     assert len(rows_of(source, cut_windows(source, 10, BIG))) == 6
     assert [f.relative for f in open_source(f"{folder}/b.*").files] == ["b.parquet"]
     os.symlink(folder, f"{folder}/a/round")
-    with pytest.raises(InputError, match=r"a/round: .*leads back"):
+    with pytest.raises(InputError, match=r"a/round: .*is a link to one of its parent folders"):
         open_source(folder)
     os.unlink(f"{folder}/a/round")
     os.symlink(f"{folder}/nothing", f"{folder}/x.parquet")
@@ -90,9 +90,9 @@ def test_a_missing_path_is_shown_as_it_was_looked_for(write, monkeypatch):
     monkeypatch.chdir(write("a.parquet", texts(1)))
     monkeypatch.setenv("HOME", "/nowhere")
     for path, said in {
-        "b.parquet": f"it was looked for at {os.getcwd()}/b.parquet, below the working directory",
-        "~/b.parquet": "it was looked for at /nowhere/b.parquet",
-        "a.parquet ": "the path begins or ends with white space",
+        "b.parquet": f"looked for {os.getcwd()}/b.parquet, in the working directory",
+        "~/b.parquet": "looked for /nowhere/b.parquet",
+        "a.parquet ": "the path begins or ends with whitespace",
     }.items():
         with pytest.raises(InputError, match=rf"^input\.path {path}: does not exist; {said}$"):
             open_source(path)
@@ -104,7 +104,9 @@ def test_a_name_that_is_not_utf8_is_refused(write, name):
     place = os.path.join(os.fsencode(folder), name)
     os.makedirs(os.path.dirname(place), exist_ok=True)
     os.rename(f"{folder}/b.parquet", place)
-    with pytest.raises(InputError, match=r"\\udcf[fc].*not UTF-8 cannot stand in source_file; rename it") as raised:
+    with pytest.raises(
+        InputError, match=r"\\udcf[fc].*not UTF-8, so it cannot be stored in source_file; rename it"
+    ) as raised:
         open_source(folder)
     str(raised.value).encode()
 
@@ -112,7 +114,7 @@ def test_a_name_that_is_not_utf8_is_refused(write, name):
 @pytest.mark.parametrize("path", ["nothing", "nothing.parquet", "*.parquet", "empty"])
 def test_nothing_to_read(tmp_path, path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"input\.path .*(does not exist|no files there)"):
+    with pytest.raises(InputError, match=r"input\.path .*(does not exist|contains no files)"):
         open_source(str(tmp_path / path))
     with pytest.raises(InputError, match=r"input\.path nowhere://x"):
         open_source("nowhere://x")
@@ -181,7 +183,9 @@ def test_a_column_in_the_files_and_in_the_folders(write):
     assert source.schema.field("day").type == pa.int8()  # the files' own
     assert [r["day"] for r in table_of(source)] == [1, 2]
     source = open_source(write("day=3/x.parquet", texts(1)))
-    with pytest.raises(InputError, match=r"column 'day': some files hold it, .*day=3/x\.parquet does not, and folders"):
+    with pytest.raises(
+        InputError, match=r"column 'day': ambiguous: some files store it, .*day=3/x\.parquet does not, and folders"
+    ):
         source.check_columns([*source.schema.names, "day"])
     assert len(table_of(source, ["text"])) == 3
 
@@ -189,7 +193,7 @@ def test_a_column_in_the_files_and_in_the_folders(write):
 def test_folder_names_that_say_two_things(write):
     source = open_source(write("a=b=c/=x/x=/y.parquet", texts(1)))
     assert [(r["a"], r["x"]) for r in table_of(source)] == [("b=c", "")]
-    with pytest.raises(InputError, match=r"a=1/a=2/x\.parquet: the column 'a' is in its path twice"):
+    with pytest.raises(InputError, match=r"a=1/a=2/x\.parquet: the column 'a' occurs twice in the path"):
         open_source(write("a=1/a=2/x.parquet", texts(1)))
 
 
@@ -245,7 +249,7 @@ def test_files_of_a_web_server_that_knows_no_ranges(write, tmp_path):
         for path in (f"{url}/", f"{url}/*.parquet"):
             source = open_source(path)
             assert [(f.relative, f.num_rows) for f in source.files] == [("a%20b.parquet", 2000), ("c.parquet", 3)]
-        with pytest.raises(EnvironmentFailed, match=r"a%20b\.parquet: the server sends the whole file where a piece"):
+        with pytest.raises(EnvironmentFailed, match=r"a%20b\.parquet: the server ignores Range requests"):
             table_of(source)
         server.shutdown()
 
@@ -293,7 +297,7 @@ def test_keys_are_taken_to_the_letter(store, write):
     assert read("letter") == {"b c/%20+#?ü.parquet": "row 2", "in//x.parquet": "row 1", "x.parquet": "row 0"}
     assert read("letter/../x.parquet") == {"x.parquet": "row 3"}
     for path in ("letter/in", "letter/in//x.parquet"):  # in/x.parquet would be another file
-        with pytest.raises(InputError, match=r"s3://bucket/letter/in//x\.parquet: an empty name"):
+        with pytest.raises(InputError, match=r"s3://bucket/letter/in//x\.parquet: its path has an empty component"):
             read(path)
 
 
@@ -428,7 +432,7 @@ def test_a_broken_file_of_the_wanted_format_is_an_error_next_to_others(write, na
     if name == "data/part-00000" and not bad:
         assert open_source(folder).passed_over == ("README.md", name)  # without a byte it is no Parquet
         return
-    with pytest.raises(InputError, match=rf"{name}: (not a Parquet file|no Parquet, but|the file is empty)"):
+    with pytest.raises(InputError, match=rf"{name}: (not a Parquet file|the file is empty)"):
         open_source(folder)
     assert [file.relative for file in open_source(folder, on_corrupt="skip").skipped] == [name]
 
@@ -437,13 +441,13 @@ def test_a_broken_file_of_the_wanted_format_is_an_error_next_to_others(write, na
     ({"README.md": b"#"}, r"found 1 \.md \(README\.md\)"),
     ({"a.arrow": b"ARROW1", "b.arrow": b"", "dataset_info.json": b"{}", "state.json": b"{}"},
      r"2 \.arrow \(a\.arrow, \.\.\.\), 2 \.json \(dataset_info\.json, \.\.\.\); expected \.parquet"),
-    ({"part-0": b"text", "part-1": b""}, r"2 without an ending \(part-0, \.\.\.\)"),
+    ({"part-0": b"text", "part-1": b""}, r"2 without an extension \(part-0, \.\.\.\)"),
     ({"a.csv": b"x", "_b.parquet": b""}, r"1 \.csv \(a\.csv\)"),
 ])  # fmt: skip
 def test_a_folder_without_files_of_a_format_says_what_is_there(tmp_path, files, found):
     leave(tmp_path, files)
     for place in (str(tmp_path), f"{tmp_path}/*"):
-        with pytest.raises(InputError, match=rf"input\.path .*: no Parquet or JSON Lines there; .*{found}"):
+        with pytest.raises(InputError, match=rf"input\.path .*: contains no Parquet or JSON Lines; .*{found}"):
             open_source(place)
 
 

@@ -215,9 +215,9 @@ def test_content_parts_of_text_are_joined_by_lines():
 
 @pytest.mark.parametrize(("message", "says"), [
     ({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]},
-     "content[1] is a part of type 'image_url'; only text is read"),
+     "content[1] is a part of type 'image_url'; only text is supported"),
     ({"role": "user", "content": [{"type": "file", "file": {}}]}, "content[0] is a part of type 'file'"),
-    ({"role": "user", "content": "x", "images": ["a.png"]}, "images; only text is read"),
+    ({"role": "user", "content": "x", "images": ["a.png"]}, "images; only text is supported"),
     ({"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "x"}},
      "function_call.arguments: expected a JSON object"),
 ])  # fmt: skip
@@ -244,7 +244,7 @@ def test_a_type_that_can_hold_no_text_is_refused_when_a_job_is_planned():
     check(pa.list_(pa.struct([*part, ("text", pa.string())])))
     check(pa.large_string())
     for content, says in (
-        (pa.list_(pa.struct(part)), "parts of image_url, type; only text is read"),
+        (pa.list_(pa.struct(part)), "parts of image_url, type; only text is supported"),
         (pa.int64(), "its content is int64; only text"),
         (pa.binary(), "its content is binary; only text"),
         (pa.list_(pa.string()), "its content is list"),
@@ -300,7 +300,7 @@ def test_a_column_whose_name_has_dots_goes_before_a_field():
     spec.check(pa.table(columns).schema)
     assert spec.columns == ("a.b", "a", "a.b.d")
     assert render(pa.table(columns), spec).prompts == ['dotted other 1.50 {"e":1.5}']
-    with pytest.raises(ConfigError, match="inside of JSON text takes no format spec"):
+    with pytest.raises(ConfigError, match="inside JSON text takes no format spec"):
         PromptSpec(template="{a.b.c:.2f}").of_input(columns).check(pa.table(columns).schema)
     assert prompts({"a": columns["a"]}, template="{a.b.c}") == ["field"]
 
@@ -309,7 +309,7 @@ def test_a_column_whose_name_has_dots_goes_before_a_field():
     ("{n:.2q}", "int32"),
     ("{text:.2f}", "string"),
     ("{doc:>9}", "takes no format spec"),
-    ("{json.a:>9}", "inside of JSON text takes no format spec"),
+    ("{json.a:>9}", "inside JSON text takes no format spec"),
     ("{doc.tilte}", "did you mean 'title'"),
     ("{n.x}", "'n' is int32, which has no fields"),
     ("{doc.title.x}", "'doc.title' is string, which has no fields"),
@@ -325,7 +325,7 @@ def test_texts_stand_for_nulls_where_asked():
     assert render(pa.table({"a": ["x", None]}), PromptSpec(column="a", defaults={"a": "y"})).prompts == ["x", "y"]
     with pytest.raises(ConfigError, match=r"prompt\.fill_null: 'txt' is not in the prompt .did you mean 'text'"):
         PromptSpec(template="{text}", defaults={"txt": ""})
-    with pytest.raises(ConfigError, match="messages does not"):
+    with pytest.raises(ConfigError, match="not with messages"):
         PromptSpec(messages="m", defaults={"m": ""})
 
 

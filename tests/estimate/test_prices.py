@@ -29,7 +29,7 @@ def test_a_table_of_ours_is_read_and_old_prices_are_told(tmp_path):
 
 @pytest.mark.parametrize(("old", "new", "said"), [
     ("0.5", "0", "more than 0"),
-    ("date: 2026-11-01", "date: soon", "'soon' is no date"),
+    ("date: 2026-11-01", "date: soon", "'soon' is not a date"),
     (", source: ours", "", "L4 has the keys"),
     ("prices:", "price:", "KeyError"),
     ("0.5", "cheap", "could not convert"),

@@ -105,7 +105,7 @@ def test_the_report_has_the_energy_of_a_token():
                    num_generated_tokens=300_000)  # fmt: skip
     assert built.energy_uj == 600_000 * 10**6
     for page in (text(built), markdown(built)):
-        assert "167 Wh, 2 J a generated token (NVML, the whole card)" in page
+        assert "167 Wh, 2 J per generated token (NVML, the whole card)" in page
     assert built.to_json()["joules_per_generated_token"] == 2.0
     assert report(delivering(run(decode=1))).energy_uj is None
     assert "Energy" not in text(report(delivering(run(decode=1))))

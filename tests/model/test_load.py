@@ -101,13 +101,13 @@ def test_what_stands_in_the_place_of_a_checkpoint_is_named(folder: Path, tmp_pat
             (tmp_path / name / file).write_text("{}")
     monkeypatch.chdir(tmp_path)
     for name, said in {
-        "m.gguf": "a GGUF file; this program reads safetensors checkpoints",
-        "./m.gguf": "a GGUF file",
-        "lora/adapter_config.json": "a file; this program reads",
-        "empty": "an empty folder, so it has no config.json",
-        "lora": "has no config.json but an adapter_config.json: a LoRA adapter",
-        "quants": "has no config.json but GGUF files",
-        "data": "has no config.json; give",
+        "m.gguf": "is a GGUF file; expected the folder of a safetensors",
+        "./m.gguf": "is a GGUF file",
+        "lora/adapter_config.json": "is a file; expected the folder of",
+        "empty": "is an empty folder; expected",
+        "lora": "has adapter_config.json but no config.json: a LoRA adapter",
+        "quants": "has GGUF files but no config.json",
+        "data": "has no config.json; expected",
         "none": "no such folder, and not a Hugging Face id",
     }.items():
         assert checkpoint_problem(name).startswith(said)

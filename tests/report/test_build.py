@@ -48,7 +48,7 @@ def test_tokens_that_were_refused_or_cached_make_no_token_cheaper():
     for page in (text(built), markdown(built)):
         words = " ".join(page.split())
         assert "6,000,000 in (2,000,000 computed, 4,000,000 from cache), 500,000 out" in words
-        assert "; 200,000,000 more in prompts of error rows, not priced" in words
+        assert "; another 200,000,000 in prompts of error rows, not priced" in words
     raw = json.loads(json.dumps(built.to_json()))
     assert raw["tokens"]["computed"] == 2_000_000
     assert RunReport.from_json(raw) == built
@@ -128,7 +128,7 @@ def test_what_people_read():
             assert expected in told
         assert "█" * 21 in told
         assert "killed" in told
-    assert "| all | 2 h |" in page
+    assert "| total | 2 h |" in page
     assert all(len(line) <= 80 for line in text(built, 80).splitlines()), "fits a terminal"
 
 
@@ -138,7 +138,7 @@ def test_a_section_is_declared_once_and_shown_in_every_form():
     built = report(killed, replace(with_stats(), resolved=resolved), error_rows={"null_prompt": 3})
     shown, page, web = text(built), markdown(built), html(built)
     titles = [section.title for section in sections(built)]
-    assert {"Summary", "Cost", "Latency of a row", "Error rows", "Examples of error rows", "Runs"} <= set(titles)
+    assert {"Summary", "Cost", "Latency per row", "Error rows", "Examples of error rows", "Runs"} <= set(titles)
     for section in sections(built):
         _, _, rest = page.partition(f"\n## {section.title}\n\n")
         table = rest.partition("\n\n")[0].splitlines()
@@ -222,12 +222,12 @@ def test_latency_lengths_and_examples_are_of_all_runs_and_shown():
     assert built.lengths[0].completed == LengthBucket(180, 2000, 200, 600)
     assert [len(some) for some in built.examples.values()] == [2]
     shown, page = text(built), markdown(built)
-    assert "    to the first token  1.5 ms  1.5 ms  1.5 ms" in shown
+    assert "    to first token  1.5 ms  1.5 ms  1.5 ms" in shown
     assert "a|b.parquet row 7  <b>no prompt" in shown
     assert "| null_prompt | 5 | 0 | 0 s | $0.00 |" in page
     assert page.count("| null_prompt | a\\|b.parquet row 7 | &lt;b&gt;no prompt |") == 2
-    assert "trades it for throughput" in shown
-    assert "trades it for throughput" in page
+    assert "trades latency for" in shown
+    assert "trades latency for" in page
     assert "| up to 64 | 180 | 2,000 | 200 | 600 |" in page
     short = markdown(report(with_stats(), rows=400, error_rows={}))
-    assert "230 rows that a killed run wrote after its last record are not among them." in short
+    assert "Without 230 rows that a killed run wrote after its last record." in short

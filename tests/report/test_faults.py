@@ -99,12 +99,12 @@ def test_each_fault_inside_a_run_has_its_own_figures():
     assert built.work.restart_reasons == {"signal SIGKILL": 2}
     assert (built.work.actors_replaced, built.work.poison_rows) == (1, 1)
     for page in (text(built), markdown(built)):
-        assert "engine restarts 2, rows that ended the engine 1, actors replaced 1, preemptions 5" in " ".join(
+        assert "engine restarts 2, rows that crashed an engine 1, actors replaced 1, preemptions 5" in " ".join(
             page.split()
         )
         assert "(throttled 4, timeout 1)" in page
-        assert "_pipeline/logs holds the output of the engines" in page
-        assert "unit computed whose part already existed" in page
+        assert "_pipeline/logs holds the output of the engine processes" in page
+        assert "unit computed twice" in page
     assert "| signal SIGKILL | 2 |" in markdown(built)
 
 

@@ -105,8 +105,8 @@ def test_names_and_messages_are_text(hostile):
 
 def test_each_picture_has_a_name_and_each_axis_a_label(hostile):
     pictures = [value for key, value in hostile.attributes if key == "aria-label"]
-    assert pictures == ["Tokens a second", "Rows running at once", "KV cache in use", "Length of completions"]
-    for label in ("seconds since the job began", "tokens/s", "%", "generated tokens of a row", "completed rows"):
+    assert pictures == ["Tokens per second", "Rows running concurrently", "KV cache in use", "Length of completions"]
+    for label in ("seconds since the job started", "tokens/s", "%", "generated tokens per row", "completed rows"):
         assert label in hostile.texts
 
 
@@ -123,7 +123,7 @@ def test_a_curve_fills_its_picture_and_a_bar_its_track():
 def test_it_is_small_with_any_number_of_engines():
     page = html(a_report(num_actors=300))
     assert len(page.encode()) < 2_000_000
-    assert "The 16 that took longest, of 300." in page
+    assert "The 16 with the most time, of 300." in page
 
 
 def test_what_is_not_known_is_left_out():

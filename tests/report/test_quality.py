@@ -70,7 +70,7 @@ def test_the_report_tells_figures_alarms_and_what_was_left_out():
     assert set(report.drops) == {"agreement", "right_answers"}
     told = report.to_text()
     assert "of 4,100 tokens agree with the reference model" in told
-    assert "right of 100 answers: 80%, the reference's 100%" in told
+    assert "80% of 100 answers correct, reference 100%" in told
     assert "rows that could not be compared: too_long 3" in told
     assert f"ALARM: {drop_text('agreement', report.drops['agreement'], 0.02)}" in told
     only = QualityReport.from_sums(QualityStats(unmeasured={"too_long": 1}), 0, {"max_drop": 0.02})

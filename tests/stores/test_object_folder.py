@@ -47,7 +47,7 @@ def memory(tmp_path):
 
 
 @pytest.mark.parametrize(("url", "reason"), [
-    ("memory://out", "lies in the memory of one process and ends with it"),
+    ("memory://out", "memory:// exists in one process only"),
     ("dir:///out", r"cannot be opened \(ValueError\)"),
     ("zip:///tmp", r"cannot be opened \(IsADirectoryError\)"),
     ("ftp://127.0.0.1:9/out", r"cannot be opened \(ConnectionRefusedError\)"),
@@ -112,7 +112,7 @@ def test_names_come_page_by_page(faulty, store, monkeypatch):
     assert len(pages) == 3
     assert store.list(FP).num_rows == 25
     assert list(opened(faulty, "nothing-here").folder.each_name()) == []
-    with pytest.raises(OutputError, match="is a file, expected a folder"):
+    with pytest.raises(OutputError, match="is a file; expected a folder"):
         opened(faulty, f"{store.folder._root.partition('/')[2]}/{name(0, 5)}").list()
 
 
@@ -134,7 +134,7 @@ def test_a_footer_costs_one_request(store, monkeypatch):
     assert store.totals(progress).rows == 6000
     assert asked == ["get_object"] * 3
     progress.add(name(7))
-    with pytest.raises(OutputError, match="not there any more"):
+    with pytest.raises(OutputError, match="no longer exists"):
         store.totals(progress)
 
 
@@ -175,7 +175,7 @@ def test_parts_and_small_files(request, kind):
     assert store.folder.names("_pipeline/runs") == store.folder.names("_pipeline/tmp") == []
     assert store.folder.read("_SUCCESS") == b"{}"
     assert store.folder.clean_tmp() == 0
-    with pytest.raises(PipelineError, match="not a file's name"):
+    with pytest.raises(PipelineError, match="not a valid file name"):
         store.folder.read("../secret")
 
 
@@ -188,7 +188,7 @@ def test_foreign_and_damaged_files_are_refused(faulty, store):
         with pytest.raises(OutputError, match=rf"{store.path}/.*u0001of.*this part is damaged.*remove it and run"):
             bad()
     faulty.bucket.put(f"{folder}/{name(1)}", whole[:-30] + bytes(30))
-    with pytest.raises(OutputError, match="not there any more"):
+    with pytest.raises(OutputError, match="no longer exists"):
         store.read_part(name(2))
     faulty.bucket.put(f"{folder}/thesis.docx", b"")
     with pytest.raises(OutputError, match=rf"{store.path}/thesis\.docx: not a part"):
@@ -222,14 +222,14 @@ def test_fault_14_a_store_that_denies(faulty, store, operation):
     """Reading and probing come before the model is loaded: refused. Later the job stops, resumably."""
     faulty.proxy.add("denied", store.path.rpartition("/")[2], "GET" if operation == "list" else "PUT", 100)
     expected = EnvironmentFailed if operation == "write" else OutputError
-    with pytest.raises(expected, match=rf"{store.path}.*denies it .*AccessDenied.*rights to list"):
+    with pytest.raises(expected, match=rf"{store.path}.*access denied .*AccessDenied.*rights to list"):
         {"list": store.list, "probe": store.folder.probe, "write": lambda: store.write(name(), result(50))}[operation]()
 
 
 def test_fault_14_no_bucket(faulty):
     missing = PartStore("s3://bucket-that-is-not/out", faulty.bucket.storage)
     assert missing.list().num_units == 0
-    with pytest.raises(OutputError, match=r"s3://bucket-that-is-not/out/.*no such bucket.*make it first"):
+    with pytest.raises(OutputError, match=r"s3://bucket-that-is-not/out/.*no such bucket.*create it first"):
         missing.folder.probe()
 
 
@@ -298,14 +298,14 @@ def test_fault_20_and_21_a_part_is_compared_with_what_was_written(faulty, store)
     assert store.write(name(1), result(50))
     assert times.pop(0) == 0
     assert read(store, 1).equals(result(50))
-    with pytest.raises(EnvironmentFailed, match="said that it took the file, and has other bytes"):
+    with pytest.raises(EnvironmentFailed, match="reading it back returned different or no data"):
         store.write(name(2), result(50))
     assert not store.folder.has(str(name(2)))
 
 
 def test_fault_23_a_store_that_ignores_if_none_match_is_refused(faulty, store):
     faulty.proxy.add("ignore_conditions", "probe", times=100)
-    with pytest.raises(OutputError, match=rf"{store.path}: this store cannot be an output: it let a second file"):
+    with pytest.raises(OutputError, match=rf"{store.path}: this store cannot be an output: it ignores If-None-Match"):
         store.folder.probe()
     assert store.folder.names("_pipeline/tmp") == []
 
@@ -323,7 +323,7 @@ def test_fault_23_filesystems_without_exclusive_create_are_refused(memory, monke
         raise AssertionError("not called")
 
     monkeypatch.setattr(kind, "pipe_file", no_modes)
-    with pytest.raises(OutputError, match=r"does not know how to create a file only where none is \(TypeError\)"):
+    with pytest.raises(OutputError, match=r"cannot create a file exclusively \(TypeError\)"):
         memory.folder.probe()
 
 
@@ -344,10 +344,10 @@ def test_a_part_is_rewritten_only_while_it_is_the_one_that_was_read(request, kin
     assert read(store).equals(result(50, seed=2))
     assert store.read_part(name()).metadata == {"pipeline.model": "demo"}
     assert store.totals().error_rows == {}
-    with pytest.raises(OutputError, match=r"was replaced or removed by another run"):
+    with pytest.raises(OutputError, match=r"another run replaced or removed this part"):
         store.rewrite(name(), result(50, seed=3), {}, again.tag)
     store.folder.remove(str(name()))
-    with pytest.raises(OutputError, match=r"was replaced or removed by another run"):
+    with pytest.raises(OutputError, match=r"another run replaced or removed this part"):
         store.rewrite(name(), result(50, seed=3), {}, again.tag)
     assert store.list().num_units == 0
     assert store.folder.names("_pipeline/tmp") == []
@@ -406,9 +406,9 @@ def test_fault_17_an_answer_lost_after_a_rewrite(faulty, store):
 
 def test_rewriting_is_refused_where_it_would_not_be_safe(faulty, store, memory):
     faulty.proxy.add("ignore_conditions", "probe", times=100)
-    with pytest.raises(OutputError, match="does not heed If-Match"):
+    with pytest.raises(OutputError, match="ignores If-Match"):
         store.folder.probe_swap()
-    with pytest.raises(OutputError, match="known of S3 and local disks only, not of box"):
+    with pytest.raises(OutputError, match=r"only S3 and local disks support .*, box does not"):
         memory.folder.probe_swap()
 
 

@@ -1,1 +1,1 @@
-"""The files of an input: found, checked, and read in stretches, Parquet and JSON Lines."""
+"""Input files in Parquet and JSON Lines: finding, checking and reading them."""

@@ -1,8 +1,8 @@
-"""Which files of a folder or glob are the input: those of its format. Others are passed over, and named once.
+"""Selection of the files of a folder or glob that have the input's format. Others are skipped and reported once.
 
-Hubs and Spark leave more in a folder than data: README.md, dataset_infos.json, .arrow files, markers without bytes. The
-name says what a file is; one whose name says nothing is Parquet where it begins like that, as Spark and Hive leave out
-endings. So nothing that holds rows is left out: a damaged .parquet is still an input.
+Model hubs and Spark leave other files next to the data: README.md, dataset_infos.json, .arrow files, empty markers. The
+extension decides. A file without a known extension is Parquet if it begins like Parquet, since Spark and Hive may omit
+extensions. No file with rows is skipped: a damaged .parquet is still an input.
 """
 
 import posixpath
@@ -17,21 +17,21 @@ from pipeline.errors import InputError
 from pipeline.stores.filesystem import secrets_in
 
 _PARQUET_ENDINGS = (".parquet", ".parq", ".pq")
-_CODEC_ENDINGS = (".snappy", ".gz", ".gzip", ".zst", ".zstd", ".lz4", ".br", ".bz2")  # after .parquet, as Hive has it
-_DATASETS_NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")  # of Hugging Face's datasets
+_CODEC_ENDINGS = (".snappy", ".gz", ".gzip", ".zst", ".zstd", ".lz4", ".br", ".bz2")  # after .parquet, in Hive
+_DATASETS_NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")  # metadata of Hugging Face datasets
 _DATASETS_STATE = "state.json"  # next to dataset_info.json
-_AT_ONCE = 32  # files whose first bytes are read
-_MAX_SHOWN = 6  # endings in one message
+_AT_ONCE = 32  # files whose first bytes are read concurrently
+_MAX_SHOWN = 6  # extensions in one message
 
 Files = list[tuple[str, int]]
 
 
-def of_one_format(fs: Any, root: str, found: Files, place: str, shown: Sequence[str]) -> tuple[Files, Files]:
-    """Split files below `root`, by relative path and size, into those of the input and those of other formats.
+def of_one_format(fs: Any, root: str, found: Files, name: str, shown: Sequence[str]) -> tuple[Files, Files]:
+    """Split files below `root`, given as (relative path, size), into input files and files of other formats.
 
-    `place`: what the job names, and `shown` the files' names, for messages. Files of JSON Lines next to Parquet are of
-    the input, to be refused: both hold rows. A .json next to Parquet describes it. Reads the first bytes of each file
-    whose name says nothing. Raises InputError where there is no file of a format that can be read.
+    name: the job file's key and path, and shown: the files' names, both for messages. JSON Lines next to Parquet count
+    as input, and the job is then refused, since both hold rows. A .json next to Parquet counts as metadata. Reads the
+    first bytes of files without a known extension. Raises InputError if no file has a supported format.
     """
     kinds = [_by_name(relative) for relative, _ in found]
     unknown = [i for i, kind in enumerate(kinds) if kind is None and found[i][1] > 0]
@@ -47,8 +47,8 @@ def of_one_format(fs: Any, root: str, found: Files, place: str, shown: Sequence[
     data = {kind for (relative, _), kind in zip(found, kinds) if relative not in notes} - {None}
     if not data and len(notes) < len(found):
         raise InputError(
-            f"{place}: no Parquet or JSON Lines there; found {_counted([r for r, _ in found])}; expected .parquet, or "
-            ".jsonl, .ndjson or .json, these also .gz or .zst"
+            f"{name}: contains no Parquet or JSON Lines; found {_counted([r for r, _ in found])}; expected .parquet, "
+            ".jsonl, .ndjson or .json; the last three also with .gz or .zst"
         )
     chosen, others = [], []
     for file, kind in zip(found, kinds):
@@ -67,17 +67,17 @@ def _by_name(relative: str) -> Literal["parquet", "lines", "json"] | None:
 
 
 def _datasets_notes(relatives: list[str]) -> set[str]:
-    """The files that Hugging Face's datasets keeps next to the data."""
+    """Return the metadata files of Hugging Face datasets among `relatives`."""
     notes = {relative for relative in relatives if posixpath.basename(relative) in _DATASETS_NOTES}
     folders = {posixpath.dirname(relative) for relative in notes}
     return notes | {posixpath.join(folder, _DATASETS_STATE) for folder in folders} & set(relatives)
 
 
 def _counted(relatives: list[str]) -> str:
-    """Return the number of files of each ending, with the first of each."""
+    """Return a text with the number of files of each extension and an example."""
     endings = Counter(posixpath.splitext(relative)[1].lower() for relative in relatives)
     parts = []
     for ending, count in endings.most_common(_MAX_SHOWN):
         first = next(relative for relative in relatives if posixpath.splitext(relative)[1].lower() == ending)
-        parts.append(f"{count:,} {ending or 'without an ending'} ({first}{', ...' if count > 1 else ''})")
+        parts.append(f"{count:,} {ending or 'without an extension'} ({first}{', ...' if count > 1 else ''})")
     return ", ".join(parts) + (", ..." if len(endings) > _MAX_SHOWN else "")

@@ -1,11 +1,11 @@
-"""JSON Lines files, plain or compressed: found by name, cut into blocks of whole lines, and read block by block.
+"""JSON Lines files, plain or compressed: recognized by name, and read in blocks of whole lines.
 
-Planning reads a file once from end to end. It checks each line, finds the types of the keys (`json_types`), and notes
-where blocks begin; so later a window is read by itself, and its bytes are seen to be those that were planned. Plain
-files are read at a block's place. Gzip and zstd have no places: they are decompressed from their beginning each time.
+Planning reads a file once from start to end. It checks each line, finds the types of the keys (`json_types`) and
+records the offset and checksum of each block. A window is later read on its own and verified. Plain files are read from
+the offset of a block; gzip and zstd files are decompressed from the start each time.
 
-Lines are read with the json module, not with `pyarrow.json`: that one takes texts like "2026-01-31" for times,
-refuses a whole block for one line without its number, and has no room for values of several kinds.
+Lines are parsed with the json module because `pyarrow.json` turns texts like "2026-01-31" into times, refuses a whole
+block for one bad line without its number, and cannot represent values of mixed types.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ from pipeline.data.files.listing import is_local
 from pipeline.data.files.source_file import LineBlocks, Slice, SourceFile, StoredRanges, changed
 from pipeline.stores.filesystem import secrets_in
 
-BLOCK_BYTES = 1 << 20  # windows are cut at blocks: with another number an output that was begun has other windows
+BLOCK_BYTES = 1 << 20  # windows are cut at blocks: another value changes the windows of existing outputs
 MAX_LINE_BYTES = 64 << 20
-_REQUEST_BYTES = 8 << 20  # of a plain or compressed file in a store
+_REQUEST_BYTES = 8 << 20  # per request to a store
 _ENDINGS = (".jsonl", ".ndjson", ".json")
 _COMPRESSIONS: dict[str, Literal["gzip", "zstd"]] = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _BOM = b"\xef\xbb\xbf"
@@ -40,7 +40,7 @@ def compression_of(name: str) -> Literal["gzip", "zstd"] | None:
 
 
 def is_json_lines(name: str) -> bool:
-    """Whether a file is called like one of JSON Lines: .jsonl, .ndjson, .json, each also with .gz, .zst or .zstd."""
+    """Return whether a name is of JSON Lines: .jsonl, .ndjson, .json, each optionally with .gz, .zst or .zstd."""
     name = name.lower()
     if compression_of(name) is not None:
         name = posixpath.splitext(name)[0]
@@ -48,12 +48,12 @@ def is_json_lines(name: str) -> bool:
 
 
 class BadLine(ValueError):
-    """A line that is no row; the text says why."""
+    """The line is not a valid row."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinesRead:
-    """The rows of a slice. Those that are `damaged` (start, stop, reason) are null."""
+    """Rows of a slice. The `damaged` ones (start, stop, reason) are null."""
 
     table: pa.Table
     damaged: list[tuple[int, int, str]]
@@ -68,14 +68,14 @@ def scan(
     keep_bad: bool,
     add: Callable[[int, dict[str, Any]], None],
 ) -> SourceFile:
-    """What planning has to know of a file, by reading all of it; `name` is for messages. `add` is given the number of
-    each line and its row.
+    """Read a whole file and return its planning metadata. name: for messages. add: called with each line number and
+    row.
 
-    Raises DamagedFile, naming the line, where a line is no JSON object. With `keep_bad` such a line is a row without
-    values; a file that cannot be decompressed, or has a line of more than MAX_LINE_BYTES, is damaged all the same.
+    Raises DamagedFile with the line number if a line is not a JSON object. With `keep_bad`, such a line is a row
+    without values, but a file that cannot be decompressed or has a line longer than MAX_LINE_BYTES is still damaged.
     """
     if size == 0 and compression_of(relative):
-        raise DamagedFile(name, "the file is empty (0 bytes), so it is cut off")
+        raise DamagedFile(name, "the file is empty (0 bytes), so it is truncated")
     rows, sizes, offsets, lines, checksums = (array("q") for _ in range(5))
     content = hashlib.sha256()
     offset = line = 0
@@ -106,7 +106,7 @@ def scan(
 
 
 def whole_lines(fs: Any, path: str, relative: str, size: int, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number of each line that is an object, from 1, and the object."""
+    """Yield (line number from 1, object) for each line that is a JSON object."""
     line = 0
     with reading(name, secrets_in(fs)), closing(_opened(fs, path, size, relative, name)) as file:
         for block in _blocks(file, name):
@@ -123,9 +123,9 @@ def read_slices(
     schema: pa.Schema,
     row_of: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda line: line,
 ) -> Iterator[LinesRead]:
-    """Of each slice the columns of `schema`. `row_of`: the row of a line's object.
+    """Yield the columns of `schema` for each slice. row_of: converts a line's object to a row.
 
-    Raises InputError when the file is not the one that was planned.
+    Raises InputError if the file changed since planning.
     """
     path, name = posixpath.join(root, file.relative), posixpath.join(shown, file.relative)
     blocks = file.blocks
@@ -139,7 +139,7 @@ def read_slices(
                 try:
                     opened.move_to(blocks.offsets[i])
                     block = opened.read(file.group_bytes[i])
-                except DamagedFile:  # it was whole when it was planned
+                except DamagedFile:  # it was intact at planning
                     raise changed(name) from None
                 if zlib.crc32(block) != blocks.checksums[i]:
                     raise changed(name)
@@ -170,7 +170,7 @@ def _slice(
 
 
 def _rows(block: bytes, first_line: int) -> Iterator[tuple[int, dict[str, Any] | BadLine]]:
-    """The number of each line that is not empty, from 1, and its object or why it has none."""
+    """Yield (line number from 1, object or BadLine) for each nonempty line."""
     for number, line in enumerate(block.split(b"\n"), first_line + 1):
         if number == 1:
             line = line.removeprefix(_BOM)
@@ -183,25 +183,25 @@ def _rows(block: bytes, first_line: int) -> Iterator[tuple[int, dict[str, Any] |
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """The object in a line. Raises BadLine."""
+    """Parse the JSON object of a line. Raises BadLine."""
     try:
         row = json.loads(line.decode("utf-8"))
-        if b"\\u" in line:  # half of a surrogate pair is no text
+        if b"\\u" in line:  # a lone surrogate is not valid text
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
-        raise BadLine(f"byte {error.start + 1} of it is not UTF-8") from None
+        raise BadLine(f"byte {error.start + 1} is not UTF-8") from None
     except UnicodeEncodeError:
-        raise BadLine("a text with half of a surrogate pair (\\ud800 to \\udfff)") from None
+        raise BadLine("contains a lone surrogate (\\ud800 to \\udfff)") from None
     except (ValueError, RecursionError) as error:
         raise BadLine(f"not JSON: {error}") from None
     if not isinstance(row, dict):
-        hint = "; a file that is one array is no JSON Lines: write an object a line" if isinstance(row, list) else ""
+        hint = "; JSON Lines has one object per line, not an array" if isinstance(row, list) else ""
         raise BadLine(f'expected an object such as {{"text": "..."}}{hint}')
     return row
 
 
 def _blocks(file: "_Opened", name: str) -> Iterator[bytes]:
-    """Whole lines, about BLOCK_BYTES at a time, the same ones on each run."""
+    """Yield blocks of whole lines, about BLOCK_BYTES each, the same in each run."""
     carry: list[bytes] = []
     while chunk := file.read(BLOCK_BYTES):
         end = chunk.rfind(b"\n") + 1
@@ -216,25 +216,25 @@ def _blocks(file: "_Opened", name: str) -> Iterator[bytes]:
 
 
 class _Opened:
-    """The text of a file from one place on; forwards only where it is compressed."""
+    """Decompressed bytes of a file. Compressed files can only be read forwards."""
 
     def __init__(self, read: Callable[[int], bytes], seek: Callable[[int], Any] | None, close: Callable[[], Any]):
         self._read, self._seek, self.close = read, seek, close
-        self._at = 0
+        self._offset = 0
 
     def read(self, size: int) -> bytes:
-        """So many bytes; fewer only at the end."""
+        """Read `size` bytes; fewer only at the end."""
         pieces, missing = [], size
         while missing and (piece := self._read(missing)):
             pieces.append(piece)
             missing -= len(piece)
-        self._at += size - missing
+        self._offset += size - missing
         return b"".join(pieces)
 
     def move_to(self, offset: int) -> None:
         if self._seek is not None:
             self._seek(offset)
-        while self._seek is None and self._at < offset and self.read(min(BLOCK_BYTES, offset - self._at)):
+        while self._seek is None and self._offset < offset and self.read(min(BLOCK_BYTES, offset - self._offset)):
             pass
 
 

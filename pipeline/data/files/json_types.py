@@ -1,8 +1,8 @@
-"""The columns of JSON Lines: one Arrow type for each key that holds all of its values, found by looking at every value.
+"""Column types of JSON Lines: for each key, one Arrow type that holds all its values, found by reading every value.
 
-Nothing is guessed: a text that looks like a date stays text. A key whose values have no one type (numbers and texts,
-objects with different keys) becomes text, its values that are not text as the JSON they are, so that a prompt has
-what the file has.
+Types are not guessed: a text that looks like a date stays text. A key with values of different types (numbers and
+texts, objects with different keys) becomes text, with non-text values kept as JSON, so that a prompt shows what the
+file holds.
 """
 
 import json
@@ -11,18 +11,18 @@ from typing import Any
 
 import pyarrow as pa
 
-MAX_KEYS = 10_000  # of a dataset; more are data that somebody wrote as keys
-_MAX_DEPTH = 16  # of a value that is not kept as text
-_EXACT = 2**53  # integers up to here are floats too
+MAX_KEYS = 10_000  # of a dataset; more suggest that data is stored in keys
+_MAX_DEPTH = 16  # max nesting depth; deeper values become text
+_EXACT = 2**53  # floats represent integers exactly up to here
 
-# What a key's values are: None (only nulls), one of bool, int, float and str, _LONG (integers, some no float has),
-# ("list", inner), ("object", {key: inner}), or _MIXED.
+# Kind of a key's values: None (only nulls), bool, int, float, str, _LONG (integers beyond _EXACT), ("list", inner),
+# ("object", {key: inner}), or _MIXED.
 _LONG, _MIXED = "long", "mixed"
 _Kind = Any
 
 
 class JsonTypes:
-    """What the values of each key were so far."""
+    """Kinds of the values seen so far, by key."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, _Kind] = {}
@@ -31,7 +31,7 @@ class JsonTypes:
         kinds = self._kinds
         for key, value in row.items():
             kind = type(value)
-            # most values are of the kind that is known; integers have a range
+            # skip the merge for the common case of a known kind; integers need a range check
             if key not in kinds or kind is not kinds[key] or kind is int:
                 kinds[key] = _merged(kinds.get(key), _kind_of(value, 0))
 
@@ -43,12 +43,12 @@ class JsonTypes:
         return len(self._kinds)
 
     def schema(self) -> pa.Schema:
-        """The columns, in the order in which they were met."""
+        """Return the columns in the order of their first occurrence."""
         return pa.schema([(key, _arrow_type(kind)) for key, kind in self._kinds.items()])
 
 
 def column_of(values: Iterable[Any], field: pa.Field) -> pa.Array:
-    """A column of `schema`, from its values in some rows; a row that has none has None."""
+    """Build a column of `schema` from the values of rows, None for a missing key."""
     if pa.types.is_string(field.type):
         values = [v if v is None or type(v) is str else _json(v) for v in values]
     return pa.array(values, field.type)
@@ -77,7 +77,8 @@ def _kind_of(value: Any, depth: int) -> _Kind:
 
 
 def _merged(a: _Kind, b: _Kind) -> _Kind:
-    """The kind that holds the values of both. Mixed inside is mixed as a whole, so that one column has one form."""
+    """Return the kind that holds the values of both. If a nested kind is mixed, the whole is mixed, so that a column
+    has one form."""
     if a is None or b is None or a is b:
         return b if a is None else a
     if isinstance(a, tuple) and isinstance(b, tuple) and a[0] == b[0]:
@@ -87,7 +88,7 @@ def _merged(a: _Kind, b: _Kind) -> _Kind:
         if a[1].keys() == b[1].keys():
             fields = {key: _merged(kind, b[1][key]) for key, kind in a[1].items()}
             return _MIXED if _MIXED in fields.values() else ("object", fields)
-        return _MIXED  # as a struct, rows would get keys that they do not have
+        return _MIXED  # a struct would add keys that rows do not have
     if isinstance(a, tuple) or isinstance(b, tuple):
         return _MIXED
     if {a, b} == {int, float}:
@@ -100,6 +101,6 @@ def _arrow_type(kind: _Kind) -> pa.DataType:
         shape, inner = kind
         if shape == "list":
             return pa.list_(_arrow_type(inner))
-        return pa.struct([(key, _arrow_type(of)) for key, of in inner.items()])
+        return pa.struct([(key, _arrow_type(inner_kind)) for key, inner_kind in inner.items()])
     plain = {None: pa.null(), bool: pa.bool_(), int: pa.int64(), _LONG: pa.int64(), float: pa.float64()}
     return plain.get(kind, pa.string())

@@ -1,9 +1,9 @@
-"""Rows of a Parquet file: the columns of some stretches of its row groups.
+"""Reading of slices of Parquet row groups.
 
-Texts are read as dictionaries, at every depth: a text that many rows share is held once, as in the file.
+Texts are read as dictionaries at every depth, so that a text shared by many rows is in memory once.
 
-Before rows are read the file is seen to be the one that was planned. Damage found then is told apart from a
-disk or store that fails: it is still there when the same rows are read again, through a new handle.
+The file is first checked against its planned footer. Damaged data is distinguished from a failing disk or store by
+reading the same rows again through a new handle.
 """
 
 import posixpath
@@ -19,17 +19,17 @@ from pipeline.data.files.listing import is_local
 from pipeline.data.files.source_file import Slice, SourceFile, StoredRanges, changed
 from pipeline.stores.filesystem import secrets_in
 
-_BATCH_ROWS = 4096  # of a row group too large for a window, decoded at a time
+_BATCH_ROWS = 4096  # rows per batch when decoding a row group that is larger than a window
 
 
 def read_slices(
     fs: Any, root: str, shown: str, file: SourceFile, slices: list[Slice], schema: pa.Schema
 ) -> Iterator[pa.Table | DamagedFile]:
-    """Of each slice the columns that `schema` names, or why they cannot be decoded. `shown` is the root for messages.
+    """Yield the columns of `schema` for each slice, or a DamagedFile. shown: the root, for messages.
 
-    Page checksums are verified where the file has them; without them a bit flip that still decodes cannot be
-    found. Raises InputError when the file is not the one that was planned, EnvironmentFailed when it cannot
-    be read. A slice of a large row group decodes the rows before it too, and drops them batch by batch.
+    Page checksums are verified if the file has them; otherwise a bit flip that still decodes is not detected. A slice
+    of a large row group also decodes the rows before it, and drops them batch by batch. Raises InputError if the file
+    changed since planning, EnvironmentFailed if it cannot be read.
     """
     path, name = posixpath.join(root, file.relative), posixpath.join(shown, file.relative)
     whole = all(s.num_rows == file.rows_of(s.group) for s in slices)
@@ -57,7 +57,7 @@ def _open(fs: Any, path: str, name: str, file: SourceFile, whole: bool) -> Itera
         size = int(fs.info(path)["size"])
         try:
             footer = footer_bytes(fs, path, size, name)
-        except DamagedFile:  # it was whole when it was planned
+        except DamagedFile:  # it was intact at planning
             footer = b""
         if size != file.size or digest(footer) != file.digest:
             raise changed(name)
@@ -66,11 +66,11 @@ def _open(fs: Any, path: str, name: str, file: SourceFile, whole: bool) -> Itera
                 metadata = metadata_of(footer)
                 parquet = pq.ParquetFile(
                     handle,
-                    metadata=metadata,  # not asked of a store twice
+                    metadata=metadata,  # saves a second request to a store
                     read_dictionary=_texts(metadata.schema),
-                    arrow_extensions_enabled=False,  # JSON would be no dictionary
+                    arrow_extensions_enabled=False,  # the JSON extension type cannot be read as a dictionary
                     page_checksum_verification=True,
-                    # whole row groups: fetch their ranges at once; slices: stream, never hold a huge group
+                    # whole row groups: fetch all ranges together; slices: stream, to never hold a huge group
                     pre_buffer=whole,
                     buffer_size=0 if whole else 1 << 20,
                 )
@@ -80,14 +80,14 @@ def _open(fs: Any, path: str, name: str, file: SourceFile, whole: bool) -> Itera
 def _decode(parquet: pq.ParquetFile, piece: Slice, file: SourceFile, name: str, schema: pa.Schema) -> pa.Table:
     if not schema.names:
         return pa.table([pa.nulls(piece.num_rows)], names=["none"]).select([])
-    place = f"{name}: row group {piece.group}"
-    with decoding(place):
+    group_name = f"{name}: row group {piece.group}"
+    with decoding(group_name):
         if piece.num_rows == file.rows_of(piece.group):
             read = parquet.read_row_group(piece.group, columns=schema.names, use_threads=False).select(schema.names)
         else:
             read = _decode_part(parquet, piece, schema.names)
     if read.num_rows != piece.num_rows:
-        raise DamagedFile(place, "damaged: it holds fewer rows than its footer says")
+        raise DamagedFile(group_name, "damaged: it holds fewer rows than its footer states")
     return read
 
 
@@ -104,6 +104,6 @@ def _decode_part(parquet: pq.ParquetFile, piece: Slice, names: list[str]) -> pa.
 
 
 def _texts(schema: pq.ParquetSchema) -> list[str]:
-    """The paths of columns of text or bytes, also inside of lists and structs."""
+    """Return the paths of text and bytes columns, including nested ones."""
     columns = [schema.column(i) for i in range(len(schema))]
     return [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and c.logical_type.type != "DECIMAL"]

@@ -1,7 +1,7 @@
-"""Columns that are written in the names of folders: `date=2024-01-01/site=7/x.parquet` (Hive's way).
+"""Partition columns in folder names, in Hive's style: `date=2024-01-01/site=7/x.parquet`.
 
-They are columns like others. Names and values are URL-decoded, `__HIVE_DEFAULT_PARTITION__` is null, and a
-column is int64 where all its values are integers as a program writes them, else string, over all files.
+Names and values are URL-decoded, and `__HIVE_DEFAULT_PARTITION__` is null. A column is int64 if all its values, over
+all files, are integers in canonical form, else string.
 """
 
 import posixpath
@@ -19,8 +19,8 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 def partition_values(relative: str) -> dict[str, str | None]:
-    """The column values that the folders of a file say, in order. Raises InputError when a name comes twice
-    or is not UTF-8."""
+    """Return the column values in the folder names of a file, in order. Raises InputError if a name is repeated or not
+    UTF-8."""
     found: dict[str, str | None] = {}
     for folder in posixpath.dirname(relative).split("/"):
         raw, equals, value = folder.partition("=")
@@ -29,17 +29,19 @@ def partition_values(relative: str) -> dict[str, str | None]:
         try:
             name, text = unquote(raw, errors="strict"), unquote(value, errors="strict")
         except UnicodeDecodeError as e:
-            raise InputError(f"{relative}: the folder name {folder!r} is not UTF-8 when its %xx are decoded") from e
+            raise InputError(
+                f"{relative}: the folder name {folder!r} is not UTF-8 after URL-decoding; rename it"
+            ) from e
         if name in found:
-            raise InputError(f"{relative}: the column {name!r} is in its path twice; rename one of the folders")
+            raise InputError(f"{relative}: the column {name!r} occurs twice in the path; rename one of the folders")
         found[name] = None if text == NULL else text
     return found
 
 
 def partition_columns(relatives: Iterable[str]) -> tuple[list[pa.Field], dict[str, str]]:
-    """The columns in the paths of files, and for each that some path lacks the first such file."""
+    """Return the columns in the paths of files, and column -> first file whose path lacks it."""
     values: dict[str, set[str | None]] = {}
-    folders: dict[str, str] = {}  # each once, with its first file
+    folders: dict[str, str] = {}  # folder -> its first file
     for relative in relatives:
         folders.setdefault(posixpath.dirname(relative), relative)
     found = [(relative, partition_values(relative)) for relative in folders.values()]
@@ -51,7 +53,7 @@ def partition_columns(relatives: Iterable[str]) -> tuple[list[pa.Field], dict[st
 
 
 def partition_array(relative: str, field: pa.Field, count: int) -> pa.Array:
-    """The column of `count` rows of the file."""
+    """Return the partition column of a file as an array of `count` equal values."""
     value = partition_values(relative)[field.name]
     integer = value is not None and pa.types.is_int64(field.type)
     return pa.repeat(pa.scalar(int(value) if integer and value is not None else value, field.type), count)

@@ -1,7 +1,7 @@
-"""One file of the input as planning knows it: how its rows are grouped, and where a stretch of them lies.
+"""Planning metadata of one input file: its groups of rows, and the slices of groups for a range of rows.
 
-A group is what can be read without what lies before it: a row group of Parquet, a block of whole lines of JSON Lines.
-Reading is the work of `parquet_file` and `json_lines`.
+A group can be read without the data before it: a row group of Parquet, or a block of whole lines of JSON Lines.
+`parquet_file` and `json_lines` read them.
 """
 
 from array import array
@@ -19,11 +19,11 @@ from pipeline.stores.ranged_file import RangedFile
 
 @dataclass(frozen=True, slots=True)
 class LineBlocks:
-    """Where the blocks of a file of lines begin, and what tells that one is still what it was."""
+    """Positions and checksums of the blocks of a JSON Lines file."""
 
-    offsets: "array[int]"  # bytes of the file before each block, decompressed
-    first_lines: "array[int]"  # lines before each block, empty ones too
-    checksums: "array[int]"  # CRC-32 of each block's bytes
+    offsets: "array[int]"  # decompressed bytes before each block
+    first_lines: "array[int]"  # lines before each block, including empty ones
+    checksums: "array[int]"  # CRC-32 of each block; detects changes
 
     def only(self, start: int, stop: int) -> "LineBlocks":
         return LineBlocks(self.offsets[start:stop], self.first_lines[start:stop], self.checksums[start:stop])
@@ -31,17 +31,17 @@ class LineBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """What planning knows of one file."""
+    """Planning metadata of one file."""
 
     relative: str  # to the root, "/"-separated
     size: int
     digest: str  # sha256 of the footer, or of all lines
     num_rows: int
-    group_rows: "array[int]"  # of each group; arrays, as 10^9 rows may lie in 10^6 row groups
-    group_bytes: "array[int]"  # uncompressed, of all columns
-    first_group: int = 0  # of those in the arrays, and how many of the file's rows come before it
-    first_row: int = 0
-    blocks: LineBlocks | None = None  # of a file of lines, a block a group
+    group_rows: "array[int]"  # rows of each group; an array, since 10^9 rows may be in 10^6 row groups
+    group_bytes: "array[int]"  # uncompressed size of each group, all columns
+    first_group: int = 0  # index of the first group in the arrays
+    first_row: int = 0  # number of the file's rows before that group
+    blocks: LineBlocks | None = None  # JSON Lines only, one block per group
 
     @classmethod
     def of(cls, relative: str, size: int, footer: Footer) -> "SourceFile":
@@ -58,7 +58,7 @@ class SourceFile:
         )
 
     def only(self, start: int, stop: int) -> "SourceFile":
-        """The same file, knowing only the groups that hold rows start <= i < stop of those it knows."""
+        """Return the file restricted to the groups that hold rows start <= i < stop, numbered over its known rows."""
         ends = list(accumulate(self.group_rows))
         a, b = bisect_right(ends, start), bisect_left(ends, stop) + 1
         rows = self.group_rows[a:b]
@@ -74,11 +74,11 @@ class SourceFile:
         )
 
     def rows_of(self, group: int) -> int:
-        """How many rows the file's group `group` holds."""
+        """Return the number of rows in the file's group `group`."""
         return self.group_rows[group - self.first_group]
 
     def slices(self, start: int, stop: int) -> Iterator["Slice"]:
-        """The rows start <= i < stop of the file, in order."""
+        """Yield the slices of groups that make up rows start <= i < stop of the file, in order."""
         first = self.first_row
         for group, count in enumerate(self.group_rows, self.first_group):
             a, b = max(start - first, 0), min(stop - first, count)
@@ -89,7 +89,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows start <= i < stop of one group. `first_row` is the file's row at its start."""
+    """Rows start <= i < stop of one group. first_row: index in the file of its first row."""
 
     group: int
     start: int
@@ -103,13 +103,12 @@ class Slice:
 
 def changed(name: str) -> InputError:
     return InputError(
-        f"{name}: the file has changed since the job was planned; put it back, or start anew in another output.path"
+        f"{name}: the file has changed since the job was planned; restore it, or choose a new output.path"
     )
 
 
 class StoredRanges(RangedFile):
-    """What a remote file is read through. What goes wrong in a read is one of our errors before Arrow sees it, so
-    that it is never taken for damage."""
+    """Remote file that raises our own errors for failed reads, so that Arrow never reports them as damaged data."""
 
     def __init__(self, fs: Any, path: str, name: str, size: int) -> None:
         super().__init__(lambda start, stop: fs.cat_file(path, start, stop), size, name)

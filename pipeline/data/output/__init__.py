@@ -1,1 +1,1 @@
-"""The output: parts and their columns, what a listing of them says, and merging them into larger files."""
+"""The output: parts, their columns and totals, and compaction into larger files."""

@@ -1,13 +1,12 @@
-"""A finished job's many small parts as a few large files, in the order of the input when asked.
+"""`pipeline compact`: merge the small parts of a finished job into a few large files, optionally in input order.
 
-Owns `pipeline compact`. The plan (how many files, how many rows in each) is put into the new folder first and
-follows from the parts alone, so each file's rows are known before it is written, files are created only where
-none stands, and an interrupted call is gone on with by the same command. Nothing is ever replaced, the job's
-output is only read, and `_SUCCESS` comes last, after counting. Plan and names count rows of the input, whose samples
-stay together where they are rows.
+The plan (number of files, rows per file) depends only on the parts and is written to the new folder first. The rows of
+each file are thus known in advance, files are created exclusively, and the same command resumes an interrupted call.
+Files are never replaced, the job's output is only read, and `_SUCCESS` is written last, after counting. The plan and
+the file names count input rows; samples that are rows stay with their input row.
 
-Windows of a job do not overlap in rows and follow the input, so sorting within each gives the input's order.
-Memory holds one window and one file, encoded.
+Windows do not overlap and follow the input, so sorting each window gives the input order. Memory holds one decoded
+window and one encoded file.
 """
 
 import hashlib
@@ -37,8 +36,8 @@ Order = Literal["parts", "input"]
 
 PLAN = "_pipeline/compact.json"
 FORMAT = 1
-MAX_FILE_BYTES = 4 * 2**30  # an object store takes 5 GB in one request
-_GROUP_BYTES = 64 * 2**20  # of a row group, decoded
+MAX_FILE_BYTES = 4 * 2**30  # object stores accept up to 5 GB in one request
+_GROUP_BYTES = 64 * 2**20  # decoded size of a row group
 _GROUP_ROWS = 131_072
 _NUM_SAMPLES = 16
 _NUM_READERS = 8
@@ -46,7 +45,7 @@ _NUM_READERS = 8
 
 @dataclass(frozen=True)
 class FilePlan:
-    """What the new folder is to hold. `source` is a digest of the job's `_SUCCESS`, so of its counts."""
+    """Planned files of the new folder. `source` is a digest of the job's `_SUCCESS`, and so of its counts."""
 
     format: int
     fingerprint: str
@@ -61,7 +60,7 @@ class FilePlan:
         return max(1, -(-self.rows // self.rows_per_file))
 
     def bounds(self, file: int) -> tuple[int, int]:
-        """The first row of a file, and the first one after it."""
+        """Return the first row of a file and the one after its last."""
         return file * self.rows_per_file, min((file + 1) * self.rows_per_file, self.rows)
 
     def name(self, file: int) -> str:
@@ -71,7 +70,7 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class Compacted:
-    """What is in the new folder. `files_made` of its files are this call's work."""
+    """Contents of the new folder. This call wrote `files_made` of its files."""
 
     path: str
     order: Order
@@ -80,7 +79,7 @@ class Compacted:
     files_made: int
     rows: int
     error_rows: int
-    output_rows: int  # with all samples, where they are rows
+    output_rows: int  # counts every sample if samples are rows
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -90,10 +89,10 @@ class Compacted:
         errors, files = counted(self.error_rows, "error row"), counted(self.files, "file")
         counts = f"{counted(self.parts, 'part')}, {counted(self.rows, 'row')}{samples} ({errors})"
         if not self.files_made:
-            return f"{self.path}: is complete already, nothing to do: {counts} in {files}"
+            return f"{self.path}: already complete: {counts} in {files}"
         found = self.files - self.files_made
         earlier = f", {found:,} of them from an earlier call" if found else ""
-        order = "in the order of the input" if self.order == "input" else "in the order of the parts"
+        order = "in input order" if self.order == "input" else "in the order of the parts"
         return f"{self.path}: {counts} in {files}{earlier}, {order}"
 
 
@@ -102,18 +101,20 @@ def compact(
 ) -> Compacted:
     """Merge the parts of a finished job into new files of about `target_bytes` each.
 
-    Raises OutputError when the job is not finished, its output is not what `_SUCCESS` counts, or the new folder
-    holds anything else; EnvironmentFailed when a disk or store fails.
+    Raises OutputError if the job is not finished, its output differs from `_SUCCESS`, or the new folder holds other
+    files; EnvironmentFailed if a disk or store fails.
     """
     raw = source.folder.read(SUCCESS)
     if raw is None:
-        raise OutputError(f"{source.path}: no _SUCCESS, so the job is not finished; `pipeline run` it to its end first")
+        raise OutputError(
+            f"{source.path}: no _SUCCESS, so the job is not finished; finish it with `pipeline run` first"
+        )
     _refuse_inside(source, target)
     counts = _counts(source, raw)
     parts = _parts(source, counts)
     plan = _claim(source, target, parts, counts["fingerprint"], hashlib.sha256(raw).hexdigest(), order, target_bytes)
-    there = set(target.folder.names(""))
-    if SUCCESS in there:
+    existing = set(target.folder.names(""))
+    if SUCCESS in existing:
         output_rows = counts["output_rows"]
         return Compacted(
             target.path, order, len(parts), plan.num_files, 0, plan.rows, counts["error_rows"], output_rows
@@ -122,7 +123,7 @@ def compact(
     target.folder.clean_tmp()
     windows, made = _windows(parts), 0
     for file in range(plan.num_files):
-        if plan.name(file) not in there:
+        if plan.name(file) not in existing:
             say(f"file {file + 1:,} of {plan.num_files:,}")
             made += target.folder.create(plan.name(file), _file(source, windows, plan, file))
     totals = _verify(source, target, plan, counts)
@@ -150,13 +151,13 @@ def compact(
 
 
 def _refuse_inside(source: PartStore, target: PartStore) -> None:
-    """The new files beside the parts would be rows twice to whoever reads the folder."""
+    """Raise OutputError if the new folder is inside the output, where its readers would find every row twice."""
     a, b = source.path.rstrip("/"), target.path.rstrip("/")
     if not (is_url(a) or is_url(b)):
         a, b = str(Path(a).resolve()), str(Path(b).resolve())
     if f"{b}/".startswith(f"{a}/"):
         raise OutputError(
-            f"--output {target.path}: lies in the job's output {source.path}; choose a folder outside of it"
+            f"--output {target.path}: is inside the job's output {source.path}; choose a folder outside of it"
         )
 
 
@@ -170,28 +171,28 @@ def _counts(source: PartStore, raw: bytes) -> dict[str, Any]:
         known = False
     if not known:
         raise OutputError(
-            f"{source.path}/{SUCCESS}: not what a job of this program writes; is this the output of `pipeline run`?"
+            f"{source.path}/{SUCCESS}: not written by `pipeline run` of this version; expected the output of a job"
         )
     return counts
 
 
 def _parts(source: PartStore, counts: dict[str, Any]) -> list[PartName]:
-    """All parts in the order of windows and units."""
-    source.list(counts["fingerprint"][:8])  # raises where the folder holds anything else
+    """Return all parts in the order of windows and units."""
+    source.list(counts["fingerprint"][:8])  # raises if the folder holds other files
     found = [name for name in map(PartName.parse, source.folder.names("")) if name is not None]
     rows = sum(name.rows for name in found)
     if rows != counts["completed_rows"] + counts["error_rows"]:
         raise OutputError(
-            f"{source.path}: its parts hold {rows:,} rows, _SUCCESS counts "
-            f"{counts['completed_rows'] + counts['error_rows']:,}; were parts added or removed since? "
-            "`pipeline run` checks and completes it"
+            f"{source.path}: its parts hold {rows:,} rows, but _SUCCESS counts "
+            f"{counts['completed_rows'] + counts['error_rows']:,}; parts were added or removed since. Run "
+            "`pipeline run` to check and complete it"
         )
     return sorted(found, key=lambda name: (name.window, name.unit))
 
 
 @dataclass(frozen=True)
 class _WindowParts:
-    """A window's parts, which hold rows start <= i < stop of all."""
+    """Parts of one window, which hold rows start <= i < stop of the output."""
 
     start: int
     stop: int
@@ -217,7 +218,7 @@ def _claim(
     order: Order,
     target_bytes: int,
 ) -> FilePlan:
-    """The plan in the new folder, made if there is none. Raises OutputError when it is of something else."""
+    """Read the plan in the new folder, or create it. Raises OutputError if it is for other parts or options."""
     raw = target.folder.read(PLAN)
     if raw is None:
         foreign = [name for name in target.folder.names("") if name[0] != "." and name != "_pipeline"]
@@ -230,7 +231,7 @@ def _claim(
         plan = FilePlan(FORMAT, fingerprint, digest, order, target_bytes, rows, max(1, -(-rows // num_files)))
         if target.folder.create(PLAN, json.dumps(asdict(plan), indent=1).encode()):
             return plan
-        raw = target.folder.read(PLAN)  # another call was first: then its plan is the one to agree with
+        raw = target.folder.read(PLAN)  # another call created the plan first, so this one must match it
     try:
         plan = FilePlan(**json.loads(raw or b""))
     except (ValueError, TypeError):
@@ -238,17 +239,17 @@ def _claim(
     wanted = (FORMAT, fingerprint, digest, order, target_bytes)
     if (plan.format, plan.fingerprint, plan.source, plan.order, plan.target_bytes) != wanted:
         same_job = plan.fingerprint == fingerprint and plan.source == digest
-        what = (
-            f"was begun with --order {plan.order} --target-size {plan.target_bytes}; give the same"
+        problem = (
+            f"was started with --order {plan.order} --target-size {plan.target_bytes}; pass the same, or"
             if same_job
-            else f"was begun from another state of {source.path}, or from another job"
+            else f"was started from another state of {source.path} or from another job;"
         )
-        raise OutputError(f"--output {target.path}: {what}, or choose another folder")
+        raise OutputError(f"--output {target.path}: {problem} choose another folder")
     return plan
 
 
 def _bytes_per_row(source: PartStore, parts: list[PartName]) -> float:
-    """From some parts spread over all."""
+    """Estimate the bytes per row from a sample of the parts."""
     filled = [name for name in parts if name.rows]
     some = filled[:: max(1, len(filled) // _NUM_SAMPLES)]
     if not some:
@@ -259,10 +260,10 @@ def _bytes_per_row(source: PartStore, parts: list[PartName]) -> float:
 
 
 def _file(source: PartStore, windows: list[_WindowParts], plan: FilePlan, file: int) -> bytes:
-    """The file's bytes: its rows of the sequence of all rows, in row groups of a useful size."""
+    """Encode one file, with row groups of about _GROUP_BYTES or _GROUP_ROWS."""
     first = source.read_part(windows[0].parts[0])
     sink = pa.BufferOutputStream()
-    notes, retried, places = RetriedRows().in_notes(first.metadata), RetriedRows(), set[Place]()
+    notes, retried, retried_ids = RetriedRows().in_notes(first.metadata), RetriedRows(), set[Place]()
     schema = first.table.schema.with_metadata(notes)
     totals = PartTotals()
     with pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True) as writer:
@@ -270,13 +271,13 @@ def _file(source: PartStore, windows: list[_WindowParts], plan: FilePlan, file: 
         for table in _rows(source, windows, plan.order, *plan.bounds(file), retried):
             totals += PartTotals.of_table(table)
             if retried.places:
-                places |= retried.places.intersection(places_of(table))
+                retried_ids |= retried.places.intersection(places_of(table))
             held.append(table)
             if sum(t.nbytes for t in held) >= _GROUP_BYTES or sum(t.num_rows for t in held) >= _GROUP_ROWS:
                 _write_group(source, writer, held)
                 held = []
         _write_group(source, writer, held)
-        writer.add_key_value_metadata(retried.of(places).in_notes({}))
+        writer.add_key_value_metadata(retried.of(retried_ids).in_notes({}))
         writer.add_key_value_metadata({UNIT_KEY.decode(): replace(totals, units=1).to_json()})
     return sink.getvalue().to_pybytes()
 
@@ -291,14 +292,14 @@ def _concatenated(source: PartStore, tables: list[pa.Table]) -> pa.Table:
     try:
         return pa.concat_tables(tables)
     except pa.ArrowInvalid as error:
-        raise OutputError(f"{source.path}: parts of different columns or types: {error}") from None
+        raise OutputError(f"{source.path}: parts have different columns or types: {error}") from None
 
 
 def _rows(
     source: PartStore, windows: list[_WindowParts], order: Order, start: int, stop: int, retried: RetriedRows
 ) -> Iterator[pa.Table]:
-    """Rows start <= i < stop of all, window by window; only windows that have some of them are read. `retried` takes in
-    what their parts say."""
+    """Yield rows start <= i < stop of the output, reading only the windows that contain them. Adds the retried rows of
+    their parts to `retried`."""
     first = bisect_right(windows, start, key=lambda window: window.stop)
     for window in takewhile(lambda window: window.start < stop, islice(windows, first, None)):
         with ThreadPoolExecutor(_NUM_READERS) as pool:
@@ -310,19 +311,20 @@ def _rows(
         whole = _concatenated(source, tables)
         if order == "input":
             whole = _in_order(whole)
-        edges = [*np.flatnonzero(is_first_sample(whole).to_numpy()).tolist(), whole.num_rows]  # of the input's rows
+        # offsets of the input rows in the table
+        edges = [*np.flatnonzero(is_first_sample(whole).to_numpy()).tolist(), whole.num_rows]
         if len(edges) != window.stop - window.start + 1:
             raise OutputError(
-                f"{source.path}: the parts of window {window.parts[0].window} do not hold the rows that "
-                "their names say; `pipeline verify --deep` names what is damaged"
+                f"{source.path}: the parts of window {window.parts[0].window} have other numbers of rows than their "
+                "names state; run `pipeline verify --deep` to find the damaged parts"
             )
         low, high = edges[max(start, window.start) - window.start], edges[min(stop, window.stop) - window.start]
-        for at in range(low, high, _GROUP_ROWS):
-            yield whole.slice(at, min(_GROUP_ROWS, high - at))
+        for offset in range(low, high, _GROUP_ROWS):
+            yield whole.slice(offset, min(_GROUP_ROWS, high - offset))
 
 
 def _in_order(table: pa.Table) -> pa.Table:
-    """The window's rows in the order of the input: by file, as the input is sorted, row and sample."""
+    """Sort a window's rows by file, row and sample, which is the input order."""
     keys = pa.table({name: result_column(table, name) for name in ("source_file", "source_row")})
     if (index := sample_indices(table)) is not None:
         keys = keys.append_column("sample_index", index)
@@ -331,12 +333,14 @@ def _in_order(table: pa.Table) -> pa.Table:
 
 
 def _verify(source: PartStore, target: PartStore, plan: FilePlan, counts: dict[str, Any]) -> PartTotals:
-    """The new folder's totals, from the footers of its files, which must be what the job counted."""
+    """Return the new folder's totals, from the footers of its files. Raises OutputError if they differ from the job's
+    counts."""
     expected = {plan.name(file): plan.bounds(file) for file in range(plan.num_files)}
-    there = {name for name in target.folder.names("") if name[0] not in "_."}
-    if there != expected.keys():
-        odd = sorted(there ^ expected.keys())[0]
-        raise OutputError(f"{target.path}: {odd} is {'not expected there' if odd in there else 'gone again'}")
+    existing = {name for name in target.folder.names("") if name[0] not in "_."}
+    if existing != expected.keys():
+        odd = sorted(existing ^ expected.keys())[0]
+        problem = "unexpected file" if odd in existing else "file was removed during the call"
+        raise OutputError(f"{target.path}: {odd}: {problem}; compact again")
     totals = PartTotals()
     for name, (start, stop) in sorted(expected.items()):
         with target.folder.open(name) as file:
@@ -344,7 +348,7 @@ def _verify(source: PartStore, target: PartStore, plan: FilePlan, counts: dict[s
         held = PartTotals.from_json((footer.metadata or {})[UNIT_KEY])
         if (footer.num_rows, held.rows) != (held.output_rows, stop - start):
             raise OutputError(
-                f"{target.folder.shown(name)}: holds {held.rows} rows of the input, its name says {stop - start}; "
+                f"{target.folder.shown(name)}: holds {held.rows} input rows, expected {stop - start} by its name; "
                 "remove it and compact again"
             )
         totals += held
@@ -352,8 +356,8 @@ def _verify(source: PartStore, target: PartStore, plan: FilePlan, counts: dict[s
     expected_totals = (plan.rows, counts["error_rows"], counts["num_generated_tokens"], counts["output_rows"])
     if found != expected_totals:
         raise OutputError(
-            f"{target.path}: holds (rows, error rows, generated tokens, rows with all samples) {found}, the job's "
-            f"_SUCCESS counts {expected_totals}; was {source.path} changed meanwhile? Choose another --output and "
-            "compact again"
+            f"{target.path}: holds (rows, error rows, generated tokens, output rows) {found}, but the job's _SUCCESS "
+            f"counts {expected_totals}; {source.path} may have changed meanwhile. Choose another --output and compact "
+            "again"
         )
     return totals

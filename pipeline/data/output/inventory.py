@@ -1,8 +1,7 @@
-"""The parts of a finished output as one listing shows them, without opening one: what `_SUCCESS` keeps of them, and
-what is wrong once they are not that any more.
+"""Inventory of a finished output's parts from one listing, stored in `_SUCCESS` and compared later.
 
-Finds parts that are missing, cut or replaced by others. Damage that leaves a part's size as it was is for
-`pipeline verify --deep`.
+It detects missing, truncated and replaced parts without opening them. `pipeline verify --deep` detects damage that
+keeps a part's size.
 """
 
 import hashlib
@@ -16,21 +15,21 @@ from pipeline.data.output.parts import SUCCESS, PartName, PartStore
 
 @dataclass(frozen=True)
 class Inventory:
-    """`digest` is of all names and sizes: parts whose sizes changed places are seen too."""
+    """Counts of parts and rows, and a digest of all (name, size) pairs, which detects swapped sizes too."""
 
     parts: int
-    rows: int  # as the names say
+    rows: int  # by the names
     parts_bytes: int
     parts_digest: str
 
     @classmethod
     def of(cls, store: PartStore) -> "Inventory":
-        """From one listing of the output."""
+        """Return the inventory of an output, from one listing."""
         return cls.of_sizes(store.sizes())
 
     @classmethod
     def of_sizes(cls, sizes: Iterable[tuple[PartName, int]]) -> "Inventory":
-        """In any order: the digest is a sum of each part's own, so that nothing is sorted or held."""
+        """Return the inventory of parts in any order. The digest sums the digests of the parts, in constant memory."""
         parts = rows = parts_bytes = digest = 0
         for name, size in sizes:
             parts += 1
@@ -40,21 +39,21 @@ class Inventory:
         return cls(parts, rows, parts_bytes, f"{digest % 2**64:016x}")
 
     def wrong(self, counts: Mapping[str, Any]) -> str | None:
-        """Return why this is not what `counts` of `_SUCCESS` say; None where it is."""
+        """Return the difference from the `counts` of `_SUCCESS`; None if they agree."""
         rows = counts["completed_rows"] + counts["error_rows"]
         if self.parts != counts["parts"]:
-            return f"it holds {self.parts:,} parts, _SUCCESS counts {counts['parts']:,}"
+            return f"it has {self.parts:,} parts, but _SUCCESS counts {counts['parts']:,}"
         if self.rows != rows:
-            return f"its parts hold {self.rows:,} rows, _SUCCESS counts {rows:,}"
+            return f"its parts have {self.rows:,} rows, but _SUCCESS counts {rows:,}"
         if self.parts_bytes != counts["parts_bytes"]:
-            return f"its parts have {self.parts_bytes:,} bytes, _SUCCESS counts {counts['parts_bytes']:,}"
+            return f"its parts have {self.parts_bytes:,} bytes, but _SUCCESS counts {counts['parts_bytes']:,}"
         if self.parts_digest != counts["parts_digest"]:
-            return "its parts have other names and sizes than when _SUCCESS was written"
+            return "names or sizes of its parts have changed since _SUCCESS was written"
         return None
 
 
 def read_counts(store: PartStore) -> dict[str, Any] | None:
-    """What `_SUCCESS` holds; None where there is none, or one that another program wrote."""
+    """Read `_SUCCESS`; None if it is missing or another program wrote it."""
     try:
         counts = json.loads(store.folder.read(SUCCESS) or b"null")
         whole = all(isinstance(counts[name], int) for name in ("parts", "completed_rows", "error_rows", "parts_bytes"))
@@ -65,9 +64,9 @@ def read_counts(store: PartStore) -> dict[str, Any] | None:
 
 
 def what_is_wrong(store: PartStore) -> str | None:
-    """Why the output is not what its `_SUCCESS` says, in one line: two requests and no part opened. None where it
-    is."""
+    """Return the difference between an output and its `_SUCCESS` in one line, or None. Takes two requests and opens no
+    part."""
     counts = read_counts(store)
     if counts is None:
-        return "there is no _SUCCESS that says what it should hold"
+        return "it has no _SUCCESS with its counts"
     return Inventory.of(store).wrong(counts)

@@ -1,4 +1,4 @@
-"""What a part holds in numbers, and many parts together: kept in each part's footer, and in `_SUCCESS`."""
+"""Row and token totals of parts, stored in each part's footer and in `_SUCCESS`."""
 
 import json
 from collections import Counter
@@ -13,13 +13,12 @@ from pipeline.data.output.result_columns import is_first_sample, result_column
 
 @dataclass(frozen=True)
 class PartTotals:
-    """Rows and tokens of one part, or of many together.
+    """Rows and tokens of one part, or of several.
 
-    `rows` are rows of the input. With samples as rows the output holds more: `further_samples` of them, those after
-    each row's first; `output_rows` is both together.
-    `num_input_tokens` to `num_generated_tokens` are of completed rows: of the prompts' tokens `num_cached_tokens` came
-    from shared KV blocks and the others were computed. `num_error_input_tokens` are the prompt tokens of error rows:
-    refused, or given up on by an engine, and delivered in no case.
+    `rows` counts input rows. If samples are rows, the output has `further_samples` more rows, those after each row's
+    first sample, and `output_rows` counts all. `num_input_tokens` to `num_generated_tokens` count completed rows;
+    `num_cached_tokens` of the prompt tokens came from shared KV blocks, and the others were computed.
+    `num_error_input_tokens` counts the prompt tokens of error rows, which an engine refused or failed.
     """
 
     rows: int = 0
@@ -41,7 +40,7 @@ class PartTotals:
 
     @property
     def num_computed_tokens(self) -> int:
-        """What engines had to compute for the completed rows: prompts without what came from cache, and completions."""
+        """Tokens computed for completed rows: prompt tokens that were not cached, and generated tokens."""
         return self.num_input_tokens - self.num_cached_tokens + self.num_generated_tokens
 
     def __add__(self, other: "PartTotals") -> "PartTotals":
@@ -50,18 +49,18 @@ class PartTotals:
         return PartTotals(error_rows=dict(sorted(errors.items())), **sums)
 
     def __sub__(self, other: "PartTotals") -> "PartTotals":
-        """Without what `other` counts; nothing falls below 0."""
+        """Subtract the counts of `other`, clamped at 0."""
         errors = Counter(self.error_rows) - Counter(other.error_rows)
         rest = {name: max(0, getattr(self, name) - getattr(other, name)) for name in _COUNTS}
         return PartTotals(error_rows=dict(sorted(errors.items())), **rest)
 
     @classmethod
     def of_table(cls, table: pa.Table) -> "PartTotals":
-        """The totals of one unit's output rows."""
+        """Return the totals of one unit's output rows."""
         error, first = result_column(table, "error"), is_first_sample(table)
         errors = Counter(code for code in error.filter(first).to_pylist() if code is not None)
         completed = pc.call_function("is_null", [error])
-        prompts = pc.call_function("and", [completed, first])  # each counts once, however many samples have it
+        prompts = pc.call_function("and", [completed, first])  # a prompt counts once, however many samples it has
         failed = pc.call_function("invert", [completed])
         num_rows = pc.call_function("sum", [first]).as_py() or 0
 

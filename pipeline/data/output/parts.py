@@ -1,8 +1,7 @@
-"""The output: one Parquet file per unit, created once, and what a listing of them says is done.
+"""Parts: one Parquet file per unit, created once; their listing shows which units are done.
 
-A part is the commit record of its unit: it is there, whole, or it is not. Whoever creates it first wins; a
-later writer of the same unit finds it and is done too. No lock, no clock, no log: resuming is one listing of
-names.
+A part is the commit record of its unit and appears atomically. The first writer wins; a later writer of the same unit
+finds the part and is done. There is no lock, clock or log: resuming takes one listing of names.
 """
 
 import re
@@ -27,23 +26,23 @@ from pipeline.stores.read_ahead import read_ahead
 from pipeline.stores.retries import RetryCounts
 
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
-NONCE_KEY = b"pipeline.nonce"  # file metadata: random for each write, so that equal bytes are from the same one
+NONCE_KEY = b"pipeline.nonce"  # file metadata: random per write, so that equal bytes prove the same write
 SUCCESS = "_SUCCESS"
-# Hugging Face's `load_dataset(folder)` takes files of all subfolders, and of these the kind that is there most often:
-# the JSON of `_pipeline/`. It looks into this file first. Other loaders pass names by that begin with a dot.
+# Hugging Face's `load_dataset(folder)` reads all subfolders and picks the most frequent format, which would be the JSON
+# of `_pipeline/`. This file takes precedence. Other loaders skip names that begin with a dot.
 LOADER = ".huggingface.yaml"
 _LOADER_TEXT = b'configs:\n- config_name: default\n  data_files: "*.parquet"\n'
-_TAIL_BYTES = 16 * 1024  # holds most parts' footers, so that a part costs one read
-_NOT_DONE = -1  # in place of a unit's rows
+_TAIL_BYTES = 16 * 1024  # fits most footers, so that most parts need one read
+_NOT_DONE = -1  # instead of a unit's number of rows
 
-# Padded to so many digits, longer where it must be; a unit's number also says how much `DoneUnits` holds.
+# Numbers padded to 5 or 4 digits, or longer. The limit on unit numbers bounds the arrays of `DoneUnits`.
 _FIVE, _FOUR = r"(\d{5}|[1-9]\d{5,})", r"(\d{4}|[1-9]\d{4,6})"
 _PART = re.compile(rf"part-([0-9a-f]{{8}})-w{_FIVE}-u{_FOUR}of{_FOUR}-n(0|[1-9]\d{{0,17}})\.parquet", re.ASCII)
 
 
 @dataclass(frozen=True)
 class PartName:
-    """Unit `unit` of the `of` units of window `window`, holding `rows` rows of the input, of the job `fingerprint8`."""
+    """Name of the part of unit `unit` of `of` in window `window`, with `rows` input rows, of job `fingerprint8`."""
 
     fingerprint8: str
     window: int
@@ -54,7 +53,7 @@ class PartName:
     def __post_init__(self) -> None:
         hex_digits = re.fullmatch(r"[0-9a-f]{8}", self.fingerprint8)
         if not (hex_digits and 0 <= self.unit < self.of and min(self.window, self.rows) >= 0):
-            raise PipelineError(f"{self!r} names no part")
+            raise PipelineError(f"{self!r}: not a valid part name")
 
     def __str__(self) -> str:
         unit = f"u{self.unit:04d}of{self.of:04d}"
@@ -62,32 +61,34 @@ class PartName:
 
     @classmethod
     def parse(cls, text: str) -> "PartName | None":
-        """The name that is written so, or None."""
+        """Parse a file name; None if it is not a part's."""
         match = _PART.fullmatch(text)
         if not match:
             return None
-        fingerprint8, window, unit, of, rows = match.groups()
-        if int(unit) >= int(of):
+        fingerprint8, window, unit, num_units, rows = match.groups()
+        if int(unit) >= int(num_units):
             return None
-        return cls(fingerprint8, int(window), int(unit), int(of), int(rows))
+        return cls(fingerprint8, int(window), int(unit), int(num_units), int(rows))
 
 
 class DoneUnits:
-    """Which units are done and how many rows each holds, at some 8 bytes a unit. `add` keeps it true as parts are
-    written."""
+    """Finished units and their numbers of rows, in about 8 bytes per unit. `add` records new parts."""
 
     def __init__(self) -> None:
         self._units_of: dict[int, int] = {}
-        self._rows: dict[int, array[int]] = {}  # window -> rows by unit, _NOT_DONE where its part is not there
+        self._rows: dict[int, array[int]] = {}  # window -> rows by unit, or _NOT_DONE
         self.num_rows = 0
         self.num_units = 0
-        self.fingerprint8: str | None = None  # of the parts there; None while there are none
+        self.fingerprint8: str | None = None  # of the recorded parts; None if there are none
 
     def add(self, name: PartName) -> bool:
-        """Count a part; False where its unit is counted. OutputError when it contradicts another part."""
-        of = self._units_of.setdefault(name.window, name.of)
-        if of != name.of:
-            raise OutputError(f"{name}: another part says this window has {of} units")
+        """Record a part. Return False if its unit is already recorded; raise OutputError if it contradicts another
+        part."""
+        num_units = self._units_of.setdefault(name.window, name.of)
+        if num_units != name.of:
+            raise OutputError(
+                f"{name}: contradicts the name of another part, by which the window has {num_units} units"
+            )
         if self.is_done(name.window, name.unit):
             return False
         rows = self._rows.setdefault(name.window, array("q"))
@@ -103,7 +104,7 @@ class DoneUnits:
         return unit < len(rows) and rows[unit] != _NOT_DONE
 
     def units_of(self, window: int) -> int | None:
-        """How many units the window has; None while none of its parts is there."""
+        """Return the number of units in the window; None if none of its parts exists."""
         return self._units_of.get(window)
 
     def complete(self, window: int) -> bool:
@@ -111,7 +112,7 @@ class DoneUnits:
         return rows is not None and len(rows) == self._units_of[window] and _NOT_DONE not in rows
 
     def parts(self) -> Iterator[PartName]:
-        """The names that were counted, in the order of windows and units, each made when it is asked for."""
+        """Yield the recorded part names in the order of windows and units."""
         for window in sorted(self._rows):
             assert self.fingerprint8 is not None
             for unit, rows in enumerate(self._rows[window]):
@@ -121,16 +122,15 @@ class DoneUnits:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A part as it was read. `tag` tells this version of it from others."""
+    """Contents of a part. `tag` identifies the version that was read."""
 
     table: pa.Table
-    metadata: Mapping[str, str]  # provenance, without what `write` adds
+    metadata: Mapping[str, str]  # provenance, without the keys that `write` adds
     tag: str
 
 
 class PartStore:
-    """The output folder. Safe for any number of writers, threads and processes; holds no state but the
-    place."""
+    """Parts in an output folder. Stateless; safe for concurrent threads and processes."""
 
     def __init__(
         self,
@@ -139,14 +139,17 @@ class PartStore:
         retries: RetryCounts | None = None,
         what: str = "output.path",
     ) -> None:
-        """A local path, or a url with its fsspec options in `storage`. `retries`: counts requests tried again. `what`:
-        the key or option that gave the path. Raises OutputError when it cannot be one."""
+        """Open a local path, or a url with fsspec options in `storage`.
+
+        retries: counts retried requests. what: the key or option that gave the path, for messages. Raises OutputError
+        if the path cannot be an output.
+        """
         self.folder: Folder
         local = local_path(path)
         if local is None:
             self.folder = open_objects(path, storage or {}, retries, what)
         elif storage:
-            raise OutputError(f"storage: a local folder takes no options, found {', '.join(sorted(storage))}")
+            raise OutputError(f"storage: a local folder takes no options; found {', '.join(sorted(storage))}")
         else:
             self.folder = LocalFolder(local)
 
@@ -158,10 +161,10 @@ class PartStore:
         return self.folder.shown()
 
     def list(self, fingerprint8: str | None = None) -> DoneUnits:
-        """What is done, from one listing. No folder: nothing is.
+        """Return the finished units, from one listing; empty if the folder does not exist.
 
-        Raises OutputError when the folder holds parts of another job (than `fingerprint8`, where given; than
-        each other, in any case) or files that are no parts.
+        Raises OutputError if the folder holds files that are not parts, or parts of another job than `fingerprint8` or,
+        without it, of several jobs.
         """
         progress = DoneUnits()
         for file in self.folder.each_name():
@@ -170,29 +173,28 @@ class PartStore:
             name = PartName.parse(file)
             if name is None:
                 raise OutputError(
-                    f"{self.folder.shown(file)}: not a part; output.path must be a new folder or this job's own. A "
-                    "file of yours may stay there under a name that begins with _ or a dot"
+                    f"{self.folder.shown(file)}: not a part; output.path must be a new folder or this job's own. To "
+                    "keep another file there, give it a name that begins with _ or a dot"
                 )
             expected = fingerprint8 or progress.fingerprint8
             if expected is not None and name.fingerprint8 != expected:
                 raise OutputError(
-                    f"{self.folder.shown(file)}: belongs to another job (fingerprint {name.fingerprint8}, "
-                    f"this one is {expected}); choose another output.path"
+                    f"{self.folder.shown(file)}: belongs to another job (fingerprint {name.fingerprint8}, expected "
+                    f"{expected}); choose another output.path"
                 )
             if not progress.add(name):
                 raise OutputError(f"{self.folder.shown(file)}: another part holds the same unit; remove one of them")
         return progress
 
     def name_data_files(self) -> None:
-        """Write the file that tells `load_dataset` which files are the dataset. One that is there stays as it is."""
+        """Write the file that lists the data files for `load_dataset`, unless it exists."""
         self.folder.create(LOADER, _LOADER_TEXT)
 
     def write(self, name: PartName, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
-        """Commit a unit's rows. True: we made the part. False: it was there already, with as many rows.
+        """Commit a unit's rows. Return False if the part exists already with the same number of rows.
 
-        table: of `result_columns.output_schema`. metadata: provenance, kept in the file; the part's totals are added
-        to it. Raises EnvironmentFailed when the disk fails, OutputError when the part that is there is not
-        this unit's.
+        table: with `result_columns.output_schema`. metadata: provenance, stored in the file together with the part's
+        totals. Raises EnvironmentFailed if the disk fails, OutputError if the existing part is not of this unit.
         """
         _check_rows(name, table)
         if self.folder.create(str(name), serialize(table, metadata or {}), "part"):
@@ -201,7 +203,7 @@ class PartStore:
         return False
 
     def footer(self, name: PartName) -> pq.FileMetaData:
-        """What a part says of itself. Raises OutputError when it is damaged or not there."""
+        """Read the footer of a part. Raises OutputError if it is damaged or missing."""
         file = str(name)
         try:
             tail = self.folder.tail(file, _TAIL_BYTES)
@@ -210,19 +212,19 @@ class PartStore:
                 tail = self.folder.tail(file, length)
             return metadata_of(tail[-length:])
         except FileNotFoundError as e:
-            raise OutputError(f"{self.folder.shown(file)}: this part is not there any more") from e
+            raise OutputError(f"{self.folder.shown(file)}: this part no longer exists") from e
         except (pa.ArrowException, OSError) as e:
             if isinstance(e, OSError) and e.errno is not None:
                 raise EnvironmentFailed(f"{self.folder.shown(file)}: cannot be read: {e.strerror}") from e
             raise self._damaged(file, e) from e
 
     def read_part(self, name: PartName, choose: Callable[[pa.Schema], Sequence[str]] | None = None) -> StoredPart:
-        """A part with its page checksums verified. choose: the columns to take of those that it has; None: all. Raises
-        OutputError when it is damaged or not there."""
-        there = self.folder.read_tagged(str(name))
-        if there is None:
-            raise OutputError(f"{self.folder.shown(str(name))}: this part is not there any more")
-        data, tag = there
+        """Read a part and verify its page checksums. choose: selects columns from its schema; None: all. Raises
+        OutputError if it is damaged or missing."""
+        stored = self.folder.read_tagged(str(name))
+        if stored is None:
+            raise OutputError(f"{self.folder.shown(str(name))}: this part no longer exists")
+        data, tag = stored
         try:
             columns = None if choose is None else list(choose(pq.read_schema(pa.BufferReader(data))))
             table = pq.read_table(pa.BufferReader(data), columns=columns, page_checksum_verification=True)
@@ -233,33 +235,33 @@ class PartStore:
         return StoredPart(table.replace_schema_metadata(None), kept, tag)
 
     def rewrite(self, name: PartName, table: pa.Table, metadata: Mapping[str, str], tag: str) -> None:
-        """Put these rows in the place of the part that was read with this tag: one atomic replace of the whole file.
+        """Atomically replace the part that was read with this tag.
 
-        Raises OutputError, with nothing changed, when the part is not the one that was read any more.
+        Raises OutputError, without a change, if the part has changed since it was read.
         """
         _check_rows(name, table)
         if not self.folder.swap(str(name), serialize(table, metadata), tag):
             raise OutputError(
-                f"{self.folder.shown(str(name))}: was replaced or removed by another run since it was read; it is "
-                "left as it is. Let only one run at a time rewrite an output, then run again"
+                f"{self.folder.shown(str(name))}: another run replaced or removed this part since it was read; it was "
+                "not changed. Let only one run at a time rewrite an output, then run again"
             )
 
     def tables(self, choose: Callable[[pa.Schema], Sequence[str]]) -> Generator[pa.Table]:
-        """Some columns of all parts, part by part, in the order of windows and units. Raises as `parts`."""
+        """Yield some columns of each part, in the order of windows and units. Raises the errors of `parts`."""
         read = read_ahead(lambda name: self.read_part(name, choose), self.list().parts(), self.folder.reads_at_once)
         with closing(read):
             for _, part in read:
                 yield part.table
 
     def sizes(self) -> Iterator[tuple[PartName, int]]:
-        """Each part with its bytes, from one listing, in any order; whatever is no part is left out."""
+        """Yield each part with its size in bytes, from one listing, in any order. Other files are skipped."""
         for file, size in self.folder.each_size():
             name = PartName.parse(file)
             if name is not None:
                 yield name, size
 
     def totals(self, progress: DoneUnits | None = None) -> PartTotals:
-        """Rows and tokens of these parts (None: of all that are there, by a listing). Raises as `parts`."""
+        """Return the total rows and tokens of these parts (None: list all). Raises the errors of `parts`."""
         total = PartTotals()
         with closing(self.parts(progress)) as parts:
             for _, totals in parts:
@@ -267,47 +269,47 @@ class PartStore:
         return total
 
     def parts(self, progress: DoneUnits | None = None) -> Generator[tuple[PartName, PartTotals]]:
-        """These parts (None: all that are there, by a listing) with their rows and tokens, from their footers, in
-        the order of windows and units. Raises OutputError naming one that cannot be read, and as `list`.
+        """Yield these parts (None: list all) with their rows and tokens from their footers, in the order of windows and
+        units. Raises OutputError for an unreadable part, and the errors of `list`.
 
-        What is held does not grow with their number; when the caller stops, nothing that is being read is waited for.
+        Memory does not grow with the number of parts. Closing the generator waits for no read.
         """
         names = (self.list() if progress is None else progress).parts()
         yield from read_ahead(lambda name: self.totals_in(name, self.footer(name)), names, self.folder.reads_at_once)
 
     def totals_in(self, name: PartName, footer: pq.FileMetaData) -> PartTotals:
-        """The part's rows and tokens, of its footer. Raises OutputError where it contradicts the name or itself."""
+        """Return the rows and tokens in a part's footer. Raises OutputError if it contradicts the name or itself."""
         file = str(name)
         try:
             totals = PartTotals.from_json((footer.metadata or {})[UNIT_KEY])
         except (KeyError, ValueError, TypeError):
             raise OutputError(
-                f"{self.folder.shown(file)}: has no {UNIT_KEY.decode()} metadata of this version's: not written by it"
+                f"{self.folder.shown(file)}: has no valid {UNIT_KEY.decode()} metadata, so another version or program "
+                "wrote it; choose another output.path"
             ) from None
         if (totals.output_rows, totals.rows) != (footer.num_rows, name.rows):
-            of_input = f", {totals.rows} of the input" if totals.further_samples else ""
+            of_input = f" ({totals.rows} input rows)" if totals.further_samples else ""
             raise OutputError(
-                f"{self.folder.shown(file)}: holds {footer.num_rows} rows{of_input}, its name says {name.rows} and its "
-                f"metadata {totals.output_rows}"
+                f"{self.folder.shown(file)}: holds {footer.num_rows} rows{of_input}, expected {name.rows} by its name "
+                f"and {totals.output_rows} by its metadata; remove it and run again"
             )
         return totals
 
     def _damaged(self, file: str, error: Exception) -> OutputError:
         return OutputError(
-            f"{self.folder.shown(file)}: this part is damaged: {error}; remove it and run again to make it anew"
+            f"{self.folder.shown(file)}: this part is damaged: {error}; remove it and run again to recreate it"
         )
 
 
 def _check_rows(name: PartName, table: pa.Table) -> None:
-    """Before anything is written: a part of fewer rows would pass for its whole unit."""
+    """Check the number of rows before writing: a part with missing rows would count as its whole unit."""
     rows = PartTotals.of_table(table).rows
     if rows != name.rows:
-        raise PipelineError(f"{name}: its table has {rows} rows")
+        raise PipelineError(f"{name}: the table has {rows} rows, expected {name.rows}")
 
 
 def serialize(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
-    """The part's bytes: zstd, one row group, a checksum for every page, provenance and totals in the
-    footer."""
+    """Encode a part: zstd, one row group, page checksums, and provenance and totals in the footer."""
     notes = {k.encode(): v.encode() for k, v in metadata.items()}
     notes[UNIT_KEY] = PartTotals.of_table(table).to_json().encode()
     notes[NONCE_KEY] = secrets.token_hex(8).encode()

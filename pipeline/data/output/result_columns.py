@@ -1,11 +1,10 @@
-"""The columns of the output: their names, their types, and how they sit beside the input's.
+"""Result columns of the output: names, types, and their order after the kept input columns.
 
-A row of the output is the kept input columns and then the result columns, the same for completed and for
-error rows. Each result field carries its own name in its metadata, so that sums can be taken after
-`output.rename` too.
+An output row has the kept input columns, then the result columns, for completed and error rows alike. The metadata of
+each result field holds its original name, so that it is found after `output.rename` too.
 
-One row of the input is one row here, but with samples as rows: then it is one for each of its samples, which stand one
-after the other in one part, and an error row is its sample 0. So sample 0 is there once for every row of the input.
+An input row is one output row, unless samples are rows. Then each of its samples is an output row; they are adjacent in
+one part, and an error row is sample 0. Every input row thus has exactly one sample 0.
 """
 
 from collections import Counter
@@ -22,13 +21,13 @@ from pipeline.errors import ConfigError, PipelineError
 RESULT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("generated_text", pa.string()),
     pa.field("finish_reason", pa.string()),
-    pa.field("error", pa.string()),  # a RowError code, null when fine
+    pa.field("error", pa.string()),  # a RowError code, or null
     pa.field("error_message", pa.string()),
     pa.field("num_input_tokens", pa.int32()),
     pa.field("num_cached_tokens", pa.int32()),
     pa.field("num_generated_tokens", pa.int32()),
     pa.field("source_file", pa.string()),  # relative to the input's root, "/"-separated
-    pa.field("source_row", pa.int64()),  # from 0, within the file
+    pa.field("source_row", pa.int64()),  # from 0, in the file
 )
 
 _TOKEN = [pa.field("token_id", pa.int32()), pa.field("logprob", pa.float32())]
@@ -37,9 +36,14 @@ LOGPROBS_FIELD = pa.field("logprobs", pa.list_(pa.struct([*_TOKEN, pa.field("top
 PROMPT_LOGPROBS_FIELD = pa.field("prompt_logprobs", LOGPROBS_FIELD.type)  # null for the first token, as in vLLM
 REASONING_FIELDS = (pa.field("reasoning", pa.string()), pa.field("num_reasoning_tokens", pa.int32()))
 
-SAMPLED = ("generated_text", "finish_reason", "logprobs", "reasoning")  # of each sample one, in lists; of errors null
+SAMPLED = (
+    "generated_text",
+    "finish_reason",
+    "logprobs",
+    "reasoning",
+)  # lists with one entry per sample; null for errors
 
-# How completions stand: one in each row; in lists, as rows may have several; or each in a row of its own.
+# Form of the completions: one per row; lists, if rows may have several; or each in its own row.
 SampleForm = Literal["one", "lists", "rows"]
 SAMPLE_FIELD = pa.field("sample_index", pa.int32())  # from 0, with samples as rows
 
@@ -47,16 +51,19 @@ RESULT_NAMES: tuple[str, ...] = tuple(
     f.name for f in (*RESULT_FIELDS, SAMPLE_FIELD, LOGPROBS_FIELD, PROMPT_LOGPROBS_FIELD, *REASONING_FIELDS)
 )
 
-OF_COMPLETIONS = ("generated_text", "finish_reason")  # a job with another task has its own columns in their place
+OF_COMPLETIONS = ("generated_text", "finish_reason")  # replaced by the task's own columns in other tasks
 
-_RESULT_KEY = b"pipeline.result"  # field metadata: which result field this is, whatever it was renamed to
+_RESULT_KEY = b"pipeline.result"  # field metadata: original name of the result field
 
 
 @dataclass(frozen=True)
 class ResultShape:
-    """Which result columns an output has. samples: with "lists" the columns of SAMPLED are lists, with "rows"
-    SAMPLE_FIELD is there. reasoning: whether completions are divided. task_fields: of a job that does not generate, in
-    the place of OF_COMPLETIONS; then nothing of the others."""
+    """Options that determine the result columns.
+
+    samples: "lists" makes the columns of SAMPLED lists, "rows" adds SAMPLE_FIELD. reasoning: completions are split into
+    reasoning and answer. task_fields: columns of a job that does not generate; they replace OF_COMPLETIONS and exclude
+    the other options.
+    """
 
     samples: SampleForm = "one"
     logprobs: bool = False
@@ -65,7 +72,7 @@ class ResultShape:
     task_fields: tuple[pa.Field, ...] | None = None
 
     def fields(self) -> list[pa.Field]:
-        """The result columns by their own names, in their order."""
+        """Return the result columns in order, under their original names."""
         if self.task_fields is not None:
             return [*self.task_fields, *(f for f in RESULT_FIELDS if f.name not in OF_COMPLETIONS)]
         more = {
@@ -74,17 +81,16 @@ class ResultShape:
             PROMPT_LOGPROBS_FIELD: self.prompt_logprobs,
             **dict.fromkeys(REASONING_FIELDS, self.reasoning),
         }
-        fields = [*RESULT_FIELDS, *(f for f, is_there in more.items() if is_there)]
+        fields = [*RESULT_FIELDS, *(f for f, is_included in more.items() if is_included)]
         if self.samples == "lists":
             return [f.with_type(pa.list_(f.type)) if f.name in SAMPLED else f for f in fields]
         return fields
 
 
 def output_schema(kept: pa.Schema, rename: Mapping[str, str], shape: ResultShape = ResultShape()) -> pa.Schema:
-    """The kept columns, then the result columns under the names `rename` (result name -> output name) gives
-    them.
+    """Return the kept columns followed by the result columns, renamed by `rename` (result name -> output name).
 
-    Raises ConfigError when a key of `rename` is no result column or when two columns would have one name.
+    Raises ConfigError if a key of `rename` is not a result column, or if two columns would have the same name.
     """
     fields = shape.fields()
     known = RESULT_NAMES if shape.task_fields is None else tuple(f.name for f in fields)
@@ -92,36 +98,35 @@ def output_schema(kept: pa.Schema, rename: Mapping[str, str], shape: ResultShape
         if name not in known:
             raise ConfigError(f"output.rename: {name!r} is not a result column{did_you_mean(name, known)}")
     results = [pa.field(rename.get(f.name, f.name), f.type, metadata={_RESULT_KEY: f.name.encode()}) for f in fields]
-    taken = [*kept.names, *(f.name for f in results)]
-    repeated = {name for name, n in Counter(taken).items() if n > 1}
+    used_names = [*kept.names, *(f.name for f in results)]
+    repeated = {name for name, n in Counter(used_names).items() if n > 1}
     clashes = [f.name for f, r in zip(fields, results, strict=True) if r.name in repeated]
     if clashes:
-        free = {name: _free_name(name, {*taken, *RESULT_NAMES}) for name in clashes}
+        free = {name: _free_name(name, {*used_names, *RESULT_NAMES}) for name in clashes}
         write = ", ".join(f"{a}: {b}" for a, b in {**rename, **free}.items())
         raise ConfigError(
-            f"the input has columns of the same names as result columns: {', '.join(clashes)}; "
-            f"write output.rename: {{{write}}} in the job file, "
-            "or leave those columns out of input.columns"
+            f"input columns have the same names as result columns: {', '.join(clashes)}; set "
+            f"output.rename: {{{write}}} in the job file, or leave those columns out of input.columns"
         )
     if repeated:
-        raise ConfigError(f"input.columns: named more than once: {', '.join(sorted(repeated))}")
+        raise ConfigError(f"input.columns: listed more than once: {', '.join(sorted(repeated))}")
     return pa.schema([*(pa.field(f.name, f.type) for f in kept), *results])
 
 
-def _free_name(name: str, taken: set[str]) -> str:
+def _free_name(name: str, used_names: set[str]) -> str:
     n = 2
-    while f"{name}_{n}" in taken:
+    while f"{name}_{n}" in used_names:
         n += 1
     return f"{name}_{n}"
 
 
 def result_column(table: pa.Table, name: str) -> pa.ChunkedArray:
-    """The result column `name` of a table of `output_schema`, by what it is and not by what it is called."""
+    """Return a result column of a table of `output_schema` by its original name."""
     return table.column(table.schema.get_field_index(result_field(table.schema, name).name))
 
 
 def result_field(schema: pa.Schema, name: str) -> pa.Field:
-    """The field of the result column `name`, as `result_column`."""
+    """Return the field of a result column by its original name."""
     for f in schema:
         if f.metadata and f.metadata.get(_RESULT_KEY) == name.encode():
             return f
@@ -131,19 +136,19 @@ def result_field(schema: pa.Schema, name: str) -> pa.Field:
 
 
 def result_names(schema: pa.Schema) -> dict[str, str]:
-    """Of each result column that a table of `output_schema` has, by what it is: what it is called."""
+    """Return original name -> output name of the result columns in a schema from `output_schema`."""
     kinds = {f.name: (f.metadata or {}).get(_RESULT_KEY, b"").decode() for f in schema}
     return {kind: name for name, kind in kinds.items() if kind}
 
 
 def sample_indices(table: pa.Table) -> pa.ChunkedArray | None:
-    """Which of its row's samples each row of a table is; None where no samples stand as rows."""
+    """Return each row's sample index; None unless samples are rows."""
     name = result_names(table.schema).get(SAMPLE_FIELD.name)
     return None if name is None else table.column(table.schema.get_field_index(name))
 
 
 def is_first_sample(table: pa.Table) -> pa.ChunkedArray:
-    """Of each row of a table whether it stands for its row of the input: one of them does."""
+    """Return a mask of the rows that are the first sample of their input row; there is one per input row."""
     index = sample_indices(table)
     if index is None:
         return pa.chunked_array([pa.repeat(True, table.num_rows)])
@@ -151,6 +156,6 @@ def is_first_sample(table: pa.Table) -> pa.ChunkedArray:
 
 
 def places_of(table: pa.Table) -> list[tuple[str, int]]:
-    """Where each row of a table comes from: `source_file` and `source_row`."""
+    """Return the `source_file` and `source_row` of each row of a table."""
     files, rows = result_column(table, "source_file"), result_column(table, "source_row")
     return list(zip(files.to_pylist(), rows.to_pylist()))

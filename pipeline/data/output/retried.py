@@ -1,8 +1,8 @@
-"""Which rows of a part were computed again under other limits than their job's: a note in the footer of the part.
+"""Rows of a part that were retried under other limits than their job's, recorded in the part's footer.
 
 `pipeline.retried` holds a JSON list of {"limits": {"engine.max_model_len": 8192}, "rows": [[source_file, source_row],
-...]}. A row is in one entry at most, that of its last computation; one that was computed under the job's own limits is
-in none. Most parts have no such note.
+...]}. A row is in the entry of its last computation, or in none if that used the job's own limits. Most parts lack the
+key.
 """
 
 import json
@@ -15,20 +15,20 @@ Limits = Mapping[str, Any]  # dotted keys of the job file
 
 
 class RetriedRows:
-    """The rows of one or several parts, by the limits they were computed under."""
+    """Retried rows of one or several parts, with the limits of their last computation."""
 
     def __init__(self, notes: Mapping[str, str] | None = None) -> None:
-        """`notes`: a part's metadata. Raises ValueError, KeyError or TypeError where the note is damaged."""
+        """Read a part's metadata. Raises ValueError, KeyError or TypeError if the entry is damaged."""
         self._limits: dict[Place, str] = {}
         self.take(notes or {})
 
     def take(self, notes: Mapping[str, str]) -> None:
-        """Take the rows of another part in."""
+        """Add the retried rows of another part's metadata."""
         for entry in json.loads(notes.get(KEY, "[]")):
             self.add(((file, int(row)) for file, row in entry["rows"]), entry["limits"])
 
     def add(self, places: Iterable[Place], limits: Limits) -> None:
-        """These rows were computed now; with no `limits` under the job's own."""
+        """Record that these rows were computed with `limits`; empty means the job's own, and removes the rows."""
         text = json.dumps(dict(limits), sort_keys=True)
         for place in places:
             if limits:
@@ -41,13 +41,13 @@ class RetriedRows:
         return set(self._limits)
 
     def of(self, places: Iterable[Place]) -> "RetriedRows":
-        """Those that are among these rows."""
+        """Return the retried rows among `places`."""
         some = RetriedRows()
         some._limits = {place: self._limits[place] for place in places if place in self._limits}
         return some
 
     def in_notes(self, notes: Mapping[str, str]) -> dict[str, str]:
-        """A part's metadata with these rows in the place of those it had."""
+        """Return a part's metadata with its retried rows replaced by these."""
         other = {name: text for name, text in notes.items() if name != KEY}
         entries = [
             {

@@ -1,1 +1,1 @@
-"""Lines of OpenAI's Batch API as rows: custom_id, the prompt, and each row's own sampling values."""
+"""Requests of OpenAI's Batch API as rows: custom_id, prompt, and per-row sampling values."""

@@ -1,7 +1,7 @@
-"""Agreement of all lines of an input of requests: one endpoint, one model, and an id of its own for each.
+"""Checks across all request lines of an input: one endpoint, one model, and unique ids.
 
-Of a line a hash of 8 bytes is kept. Where two are equal, their files are read again, so that what is refused is a
-duplicate with both lines named, never a collision.
+Planning keeps an 8-byte hash of each line's id. If two are equal, their files are read again, so that only true
+duplicates are refused, with both lines named.
 """
 
 import hashlib
@@ -24,29 +24,29 @@ from pipeline.data.requests.request_row import (
 )
 from pipeline.errors import InputError
 
-# A line as messages show it.
+# Example line for messages.
 EXPECTED_LINE = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}'
 
 
 @dataclass(frozen=True)
 class Requests:
-    """What an input of requests is, as planning found it. `model`: the name in the lines; None where none has one."""
+    """Common properties of an input's requests. model: the name in the lines, or None."""
 
     endpoint: Endpoint
     model: str | None = None
-    ignored: tuple[str, ...] = ()  # fields that some lines have and that change nothing here
-    samples: bool = False  # whether some lines ask for several completions
-    dimensions: int | None = None  # of embeddings, where all lines say so
-    prompt_logprobs: bool = False  # whether some lines ask for those
+    ignored: tuple[str, ...] = ()  # fields of some lines that have no effect
+    samples: bool = False  # some lines request several completions
+    dimensions: int | None = None  # of embeddings, if requested by all lines
+    prompt_logprobs: bool = False  # some lines request log-probabilities of the prompt
     place: str = field(default="", compare=False)  # file and line of the first request, for messages
 
     @property
     def url(self) -> str:
-        """Return the endpoint as lines name it."""
+        """Url of the endpoint, as in the lines."""
         return _url(self.endpoint)
 
     def row(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """A line's object as a row of `request_schema`."""
+        """Convert a line's object to a row of `request_schema`."""
         try:
             return openai_batch.request(line, self.endpoint).row(self.endpoint)
         except Refused as why:
@@ -56,19 +56,19 @@ class Requests:
 
 @dataclass
 class FileNotes:
-    """What was seen in one file. Where several lines say the same, the first one's number is kept."""
+    """Properties of one file's lines, each with the number of the first such line."""
 
     name: str  # for messages
     hashes: "array[int]" = field(default_factory=lambda: array("Q"))  # of each custom_id
     endpoints: dict[Endpoint, int] = field(default_factory=dict)
     models: dict[str, int] = field(default_factory=dict)
-    dimensions: dict[int | None, int] = field(default_factory=dict)  # of requests for embeddings
+    dimensions: dict[int | None, int] = field(default_factory=dict)  # of embedding requests
     ignored: set[str] = field(default_factory=set)
     samples: bool = False
     prompt_logprobs: bool = False
 
     def add(self, line: Mapping[str, Any], number: int) -> None:
-        """Raises InputError where the whole input is to be refused for this line."""
+        """Record a line. Raises InputError if it makes the whole input invalid."""
         try:
             found = openai_batch.heading(line)
         except NoRequest as why:
@@ -86,9 +86,9 @@ class FileNotes:
 
 
 def requests_of(notes: list[FileNotes], lines_of: Callable[[int], Iterator[tuple[int, Mapping[str, Any]]]]) -> Requests:
-    """What the files, in their order, are together. `lines_of`: the lines of a file by its index, with their numbers.
+    """Return the common properties of all files. lines_of: reads (number, line) of the file with an index.
 
-    Raises InputError where lines disagree, naming two of them, or where two have one custom_id.
+    Raises InputError with two lines that disagree or have the same custom_id.
     """
     urls = [(_url(e), f"{n.name}:{i}") for n in notes for e, i in n.endpoints.items()]
     models = [(model, f"{n.name}:{i}") for n in notes for model, i in n.models.items()]
@@ -97,7 +97,7 @@ def requests_of(notes: list[FileNotes], lines_of: Callable[[int], Iterator[tuple
         _refuse_several(key, found)
     if not urls:
         raise InputError(
-            f"{notes[0].name}: no line is a request of OpenAI's Batch API; expected lines such as {EXPECTED_LINE}"
+            f"{notes[0].name}: contains no request of OpenAI's Batch API; expected lines such as {EXPECTED_LINE}"
         )
     _refuse_duplicates(notes, lines_of)
     ignored = {name for each in notes for name in each.ignored}
@@ -113,17 +113,17 @@ def requests_of(notes: list[FileNotes], lines_of: Callable[[int], Iterator[tuple
 
 
 def _url(endpoint: Endpoint) -> str:
-    return next(url for url, of in openai_batch.ENDPOINTS.items() if of == endpoint)
+    return next(url for url, known in openai_batch.ENDPOINTS.items() if known == endpoint)
 
 
 def _refuse_several(key: str, found: Sequence[tuple[object, str]]) -> None:
-    """found: values with their places."""
-    for value, where in found:
+    """Raise InputError if the values differ. found: (value, file and line)."""
+    for value, position in found:
         if value != found[0][0]:
-            a, b = ("nothing" if each is None else shortened(each) for each in (value, found[0][0]))
+            a, b = ("missing" if each is None else shortened(each) for each in (value, found[0][0]))
             raise InputError(
-                f"{where}: {key} {a}, {found[0][1]} has {b}; a job has one: put the lines of each into a file and a "
-                "job of their own"
+                f"{position}: {key} is {a}, but {b} in {found[0][1]}; all lines of a job must agree: use a separate "
+                "file and job for each value"
             )
 
 
@@ -132,13 +132,13 @@ def _refuse_duplicates(
 ) -> None:
     hashes = [np.frombuffer(each.hashes, np.uint64) if each.hashes else np.empty(0, np.uint64) for each in notes]
     ordered = np.sort(np.concatenate(hashes))
-    twice = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    if not len(twice):
+    duplicates = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not len(duplicates):
         return
     seen: dict[str, str] = {}
-    wanted = set(twice.tolist())
+    wanted = set(duplicates.tolist())
     for index, each in enumerate(notes):
-        if not np.isin(hashes[index], twice).any():
+        if not np.isin(hashes[index], duplicates).any():
             continue
         for number, line in lines_of(index):
             custom_id = openai_batch.heading(line).custom_id
@@ -147,8 +147,8 @@ def _refuse_duplicates(
             place = f"{each.name}:{number}"
             if custom_id in seen:
                 raise InputError(
-                    f"{place}: {CUSTOM_ID} {shortened(custom_id)} is that of {seen[custom_id]} too; give "
-                    "each line one of its own, by which its answer is found"
+                    f"{place}: {CUSTOM_ID} {shortened(custom_id)} is also used by {seen[custom_id]}; give each line a "
+                    "unique one, which identifies its response"
                 )
             seen[custom_id] = place
 

@@ -1,11 +1,10 @@
-"""Answers as OpenAI's Batch API delivers them: a line for each request, with the object that its endpoint returns.
+"""Response lines of OpenAI's Batch API: one per request, with the object that its endpoint returns.
 
-Fields as in https://platform.openai.com/docs/api-reference/batch/request-output, /chat/object, /completions/object and
-/embeddings/object.
-An output holds token ids, not tokens, so log-probabilities name tokens as `token_id:17`, which is vLLM's form
-(`return_tokens_as_token_ids`), and the bytes of a token are null. The prompt's are a field of vLLM's answers:
-`prompt_logprobs` of a chat, or of each choice of a text, by token id. Reasoning is in `reasoning`, as in vLLM's
-messages; where no answer follows it, the content is null.
+The fields are those of https://platform.openai.com/docs/api-reference/batch/request-output, /chat/object,
+/completions/object and /embeddings/object. The output holds token ids, not tokens, so log-probabilities name tokens as
+`token_id:17`, vLLM's form for `return_tokens_as_token_ids`, and the bytes of a token are null. Log-probabilities of
+prompts are in vLLM's field `prompt_logprobs`, by token id: of a chat response, or of each choice of a text response.
+Reasoning is in `reasoning`, as in vLLM's messages; the content is null if no answer follows it.
 """
 
 import base64
@@ -23,10 +22,10 @@ from pipeline.data.output.result_columns import SAMPLED
 from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT, Endpoint
 from pipeline.errors import RowError
 
-# The API knows no end for repeating itself; like max_tokens, it is one that the engine set.
+# The API has no finish reason for repetition; like max_tokens, it is a limit of the engine.
 FINISH_REASONS = {"stop": "stop", "length": "length", "length_loop": "length"}
-MIN_LOGPROB = -9999.0  # what the API writes where a float is not finite
-# Errors that are not the row's own: on another machine, or with another model, it could be answered.
+MIN_LOGPROB = -9999.0  # the API's value for a nonfinite log-probability
+# Errors that the row did not cause: it might succeed on another machine or with another model.
 OF_ENGINE = (
     RowError.KV_CACHE_EXHAUSTED,
     RowError.OUT_OF_MEMORY,
@@ -34,7 +33,7 @@ OF_ENGINE = (
     RowError.NON_FINITE_LOGITS,
     RowError.ENGINE_FAILURE,
 )
-# What a row holds that lines are made of, by the names of result columns.
+# Original names of the result columns that lines are made from.
 RESULTS = ("generated_text", "finish_reason", "error", "error_message", "num_input_tokens", "num_cached_tokens",
            "num_generated_tokens", "source_file", "source_row", "logprobs", "sample_index", "prompt_logprobs",
            "embedding", "reasoning", "num_reasoning_tokens")  # fmt: skip
@@ -42,8 +41,11 @@ RESULTS = ("generated_text", "finish_reason", "error", "error_message", "num_inp
 
 @dataclass(frozen=True)
 class Answered:
-    """What the lines of a job have in common. `created`: in seconds since 1970; `fingerprint`: the job's, which with a
-    row's place makes its ids, so that they are the same each time."""
+    """Common properties of a job's response lines.
+
+    created: Unix time in seconds. fingerprint: of the job; ids are derived from it and the row's position, so that they
+    are reproducible.
+    """
 
     endpoint: Endpoint
     model: str
@@ -51,10 +53,10 @@ class Answered:
     fingerprint: str
 
     def line(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A row of the output, with result columns by their own names, as the line for it. One with an error is for the
-        error file."""
-        place = f"{self.fingerprint}\0{row['source_file']}\0{row['source_row']}"
-        key = hashlib.sha256(place.encode()).hexdigest()
+        """Return the response line of an output row (original result column -> value). Lines of error rows go to
+        the error file."""
+        row_key = f"{self.fingerprint}\0{row['source_file']}\0{row['source_row']}"
+        key = hashlib.sha256(row_key.encode()).hexdigest()
         status, body = self._refusal(row) if row["error"] is not None else (200, self._body(row, key[:24]))
         response = {"status_code": status, "request_id": f"req_{key[24:48]}", "body": body}
         return {"id": f"batch_req_{key[:24]}", "custom_id": row[CUSTOM_ID], "response": response, "error": None}
@@ -67,16 +69,16 @@ class Answered:
                 "model": self.model,
                 "usage": {"prompt_tokens": row["num_input_tokens"], "total_tokens": row["num_input_tokens"]},
             }
-        is_chat, of_prompt = self.endpoint == "chat", {}
+        is_chat, prompt_fields = self.endpoint == "chat", {}
         if row.get("prompt_logprobs") is not None:
-            of_prompt = {"prompt_logprobs": [None if t is None else _by_id(t) for t in row["prompt_logprobs"]]}
+            prompt_fields = {"prompt_logprobs": [None if t is None else _by_id(t) for t in row["prompt_logprobs"]]}
         choices = [(_chat_choice if is_chat else _text_choice)(sample) for sample in _samples(row)]
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
             "object": "chat.completion" if is_chat else "text_completion",
             "created": self.created,
             "model": self.model,
-            "choices": choices if is_chat else [{**choice, **of_prompt} for choice in choices],
+            "choices": choices if is_chat else [{**choice, **prompt_fields} for choice in choices],
             "usage": {
                 "prompt_tokens": row["num_input_tokens"],
                 "completion_tokens": row["num_generated_tokens"],
@@ -85,7 +87,7 @@ class Answered:
                 **_reasoning_usage(row),
             },
             "system_fingerprint": f"fp_{self.fingerprint[:10]}",
-            **(of_prompt if is_chat else {}),
+            **(prompt_fields if is_chat else {}),
         }
 
     def _refusal(self, row: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -96,14 +98,15 @@ class Answered:
 
 
 def _vector(row: Mapping[str, Any]) -> str | list[float]:
-    """As the line asked: base64 of little-endian float32, or the shortest decimals that lead back to these."""
+    """Return an embedding in the requested encoding: base64 of little-endian float32, or the shortest decimals that
+    round-trip."""
     if row.get(ENCODING_FORMAT) == "base64":
         return base64.b64encode(np.array(row["embedding"], "<f4").tobytes()).decode()
     return [float(text) for text in pa.array(row["embedding"], pa.float32()).cast(pa.string()).to_pylist()]
 
 
 def together(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The rows of a part, those of a row's samples as one with lists, as it is where samples stand in lists."""
+    """Yield the rows of a part, with the samples of an input row merged into one row with lists."""
     for _, group in groupby(rows, key=lambda row: (row["source_file"], row["source_row"])):
         samples = list(group)
         first = samples[0]
@@ -127,19 +130,19 @@ class _Sample:
     text: str
     finish_reason: str
     logprobs: list[dict[str, Any]] | None
-    reasoning: Mapping[str, str | None]  # nothing where the job does not divide its completions
+    reasoning: Mapping[str, str | None]  # empty if the job does not split off reasoning
 
 
 def _samples(row: Mapping[str, Any]) -> Iterator[_Sample]:
-    """One where the output has no lists."""
+    """Yield the samples of a row; one if the output has no lists."""
     texts, reasons, logprobs = row["generated_text"], row["finish_reason"], row.get("logprobs")
-    thoughts = row["reasoning"] if "num_reasoning_tokens" in row else None
+    reasoning = row["reasoning"] if "num_reasoning_tokens" in row else None
     if isinstance(texts, str):
         if "num_reasoning_tokens" in row:
-            thoughts = [thoughts]
+            reasoning = [reasoning]
         texts, reasons, logprobs = [texts], [reasons], None if logprobs is None else [logprobs]
     for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
-        own = {} if thoughts is None else {"reasoning": thoughts[index]}
+        own = {} if reasoning is None else {"reasoning": reasoning[index]}
         yield _Sample(index, text, FINISH_REASONS[reason], None if logprobs is None else logprobs[index], own)
 
 
@@ -170,7 +173,7 @@ def _token(token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_id(token: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A token of the prompt and the likeliest ones in its place. `rank` is known of those alone."""
+    """Return a prompt token and the top tokens at its position, by token id. Only the top tokens have a `rank`."""
     ranks = {top["token_id"]: rank for rank, top in enumerate(token["top"] or (), 1)}
     return {
         str(each["token_id"]): {

@@ -1,10 +1,10 @@
-"""Lines of OpenAI's Batch API: `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`.
+"""Request lines of OpenAI's Batch API: `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`.
 
-Fields as in https://platform.openai.com/docs/api-reference/batch/request-input, /chat/create, /completions/create and
-/embeddings/create, and those that vLLM's server takes besides (top_k, min_p, repetition_penalty, min_tokens,
-stop_token_ids, ignore_eos, prompt_logprobs, thinking_token_budget). Other fields of vLLM are accepted where they hold
-the value that has no effect, as in lines written from its request classes.
-A field that is not known makes its row an error row: a completion that does not do what was asked is worse than none.
+The fields are those of https://platform.openai.com/docs/api-reference/batch/request-input, /chat/create,
+/completions/create and /embeddings/create, and additional ones of vLLM's server (top_k, min_p, repetition_penalty,
+min_tokens, stop_token_ids, ignore_eos, prompt_logprobs, thinking_token_budget). Other vLLM fields are accepted if their
+value has no effect, as in lines written from vLLM's request classes. An unknown field makes its row an error row: a
+completion that ignores part of its request is worse than none.
 """
 
 import json
@@ -34,15 +34,15 @@ ENDPOINTS: Mapping[str, Endpoint] = {
 _EXPECTED_URL = ", ".join(ENDPOINTS)
 OTHER_ENDPOINTS = ("responses", "moderations", "images/generations", "images/edits", "videos")
 
-# They change no token here: how an answer is delivered, stored or billed.
+# Fields that affect how a response is delivered, stored or billed, but not its tokens.
 IGNORED = ("stream", "stream_options", "user", "metadata", "store", "service_tier", "safety_identifier",
            "prompt_cache_key", "prompt_cache_retention", "priority", "request_id", "session_id", "cache_salt",
            "stream_interval")  # fmt: skip
-# By the field's own name; the rest of the parameters have other names or forms.
+# Fields with the name and form of the sampling parameter; the other parameters are converted.
 SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
              "stop", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "n",
              "prompt_logprobs", "thinking_token_budget")  # fmt: skip
-# Fields of what is not done, with the values that ask for nothing.
+# Unsupported fields, with the values that have no effect and are accepted.
 _OF_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "tools": ([],),
@@ -79,15 +79,15 @@ UNSUPPORTED: Mapping[Endpoint, Mapping[str, tuple[Any, ...]]] = {
     "embedding": {},
 }
 _HINTS = {
-    "chat_template_kwargs": "give prompt.chat.template_kwargs in the job file, for all rows",
-    "reasoning_effort": "give prompt.chat.template_kwargs in the job file where the model's template knows it, or "
+    "chat_template_kwargs": "set prompt.chat.template_kwargs in the job file, for all rows",
+    "reasoning_effort": "set prompt.chat.template_kwargs in the job file if the model's template supports it, or use "
     "thinking_token_budget",
-    "chat_template": "give prompt.chat.template in the job file, for all rows",
-    "continue_final_message": "an assistant's last turn is continued, see prompt.chat.continue_final_message",
-    "add_generation_prompt": "it is always on for completions",
+    "chat_template": "set prompt.chat.template in the job file, for all rows",
+    "continue_final_message": "a final assistant message is continued, see prompt.chat.continue_final_message",
+    "add_generation_prompt": "it is always true for completions",
 }
 OF_LINE = ("custom_id", "method", "url", "body")
-# Besides those of IGNORED, of UNSUPPORTED and model.
+# In addition to IGNORED, UNSUPPORTED and model.
 _FIELDS: Mapping[Endpoint, frozenset[str]] = {
     "chat": frozenset(
         (*SAME_NAME, "logprobs", "messages", "max_completion_tokens", "top_logprobs", "response_format"),
@@ -99,11 +99,11 @@ _ENCODINGS = ("float", "base64")
 
 
 def heading(line: Mapping[str, Any]) -> Heading:
-    """Raises NoRequest where there is no custom_id, the url is an endpoint that is not served, or an embedding is to
-    have no number of dimensions: all lines have one length."""
+    """Return the properties of a line that all lines must agree on. Raises NoRequest for a missing custom_id, an
+    unsupported endpoint, or an invalid number of dimensions."""
     custom_id, url, body = id_of(line), line.get("url"), line.get("body")
     if isinstance(url, str) and url.removeprefix("/v1/") in OTHER_ENDPOINTS:
-        raise NoRequest(f"url {url} is not served; expected {_EXPECTED_URL}")
+        raise NoRequest(f"url {url} is not supported; expected {_EXPECTED_URL}")
     body = body if isinstance(body, dict) else {}
     model = body.get("model")
     ignored = tuple(name for name in IGNORED if body.get(name) is not None)
@@ -111,14 +111,14 @@ def heading(line: Mapping[str, Any]) -> Heading:
     samples = isinstance(n, int | float) and n > 1
     dimensions = body.get("dimensions") if _endpoint(url) == "embedding" else None
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
-        raise NoRequest(f"body.dimensions: expected a number of at least 1, got {shortened(dimensions)}")
+        raise NoRequest(f"body.dimensions: expected an integer of at least 1, got {shortened(dimensions)}")
     model = model if isinstance(model, str) else None
     of_prompt = _endpoint(url) != "embedding" and body.get("prompt_logprobs") is not None
     return Heading(custom_id, _endpoint(url), model, ignored, samples, dimensions, of_prompt)
 
 
 def request(line: Mapping[str, Any], endpoint: Endpoint) -> Request:
-    """The line's request. `endpoint`: that of the whole input. Raises Refused."""
+    """Parse the request of a line. endpoint: that of the whole input. Raises Refused."""
     return Request(line.get(CUSTOM_ID), *_read(line, endpoint))
 
 
@@ -129,7 +129,7 @@ def _endpoint(url: object) -> Endpoint | None:
 def _read(line: Mapping[str, Any], endpoint: Endpoint) -> tuple[str, dict[str, Any]]:
     for name in line:
         if name not in OF_LINE:
-            raise Refused(f"{shortened(name)}: unknown field of a line; there are {', '.join(OF_LINE)}")
+            raise Refused(f"{shortened(name)}: unknown field of a line; expected {', '.join(OF_LINE)}")
     method, url, body = line.get("method"), line.get("url"), line.get("body")
     if method != "POST":
         raise Refused(f"method: expected POST, got {shortened(method)}")
@@ -149,7 +149,7 @@ def _check_fields(body: Mapping[str, Any], endpoint: Endpoint) -> None:
         if name in UNSUPPORTED[endpoint]:
             check_unsupported(f"body.{name}", value, UNSUPPORTED[endpoint][name], hint)
         elif name not in _FIELDS[endpoint] and name not in IGNORED and name != "model":
-            raise Refused(f"body.{name[:80]}: not a field that is known for {_url(endpoint)}{hint}")
+            raise Refused(f"body.{name[:80]}: unknown field for {_url(endpoint)}{hint}")
     if "model" in body and not isinstance(body["model"], str):
         raise Refused(f"body.model: expected text, got {shortened(body['model'])}")
 
@@ -166,9 +166,9 @@ def _prompt(body: Mapping[str, Any], endpoint: Endpoint) -> str:
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
     if not isinstance(prompt, str):
-        advice = "; give each text a line of its own" if isinstance(prompt, list) else ""
+        advice = "; write one line per text" if isinstance(prompt, list) else ""
         if any(type(item) is int for item in (prompt if isinstance(prompt, list) else [prompt])):
-            advice = "; token ids are not taken, give their text"
+            advice = "; token ids are not supported, write their text"
         raise Refused(f"body.{key}: expected one text, got {shortened(prompt)}{advice}")
     return prompt
 
@@ -181,27 +181,27 @@ def _parameters(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
         return {ENCODING_FORMAT: encoding}
     own = {name: parameter(name, body[name], f"body.{name}") for name in SAME_NAME if body.get(name) is not None}
     if endpoint == "chat":
-        most = body.get("max_completion_tokens")
-        if most is not None:  # the newer name counts where both are there
-            own["max_tokens"] = parameter("max_tokens", most, "body.max_completion_tokens")
+        max_tokens = body.get("max_completion_tokens")
+        if max_tokens is not None:  # the newer name takes precedence
+            own["max_tokens"] = parameter("max_tokens", max_tokens, "body.max_completion_tokens")
         wanted, top = body.get("logprobs"), body.get("top_logprobs")
         if wanted is not None and type(wanted) is not bool:
             raise Refused(f"body.logprobs: expected true or false, got {shortened(wanted)}")
         if top is not None and not wanted and top != 0:
-            raise Refused("body.top_logprobs: needs body.logprobs: true beside it")
+            raise Refused("body.top_logprobs: requires body.logprobs: true")
         if wanted:
             own["logprobs"] = parameter("logprobs", top or 0, "body.top_logprobs")
         form = body.get("response_format")
-        if form is not None and form != {"type": "text"}:  # that asks for nothing, and leaves the job's
+        if form is not None and form != {"type": "text"}:  # that has no effect, and leaves the job's format
             own["response_format"] = json.dumps(form)
     elif body.get("logprobs") is not None:
         own["logprobs"] = parameter("logprobs", body["logprobs"], "body.logprobs")
     if own.get("seed") == -1:
-        del own["seed"]  # as vLLM has it: the row's own
+        del own["seed"]  # as in vLLM, -1 means a random seed: use the row's default
     elif "seed" in own:
-        own["seed"] &= 2**63 - 1  # the API takes negative ones
+        own["seed"] &= 2**63 - 1  # the API allows negative seeds
     return own
 
 
 def _url(endpoint: Endpoint) -> str:
-    return next(url for url, of in ENDPOINTS.items() if of == endpoint)
+    return next(url for url, known in ENDPOINTS.items() if known == endpoint)

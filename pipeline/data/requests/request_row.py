@@ -1,7 +1,7 @@
-"""A request as a row: the columns that lines of a batch API are read as.
+"""Requests of a batch API as rows, and their columns.
 
-`openai_batch` turns a line's object into a `Request`. What makes one row wrong is in its `refused` and becomes an error
-row. `Heading` is what all lines of an input must agree on; it is looked at while a job is planned.
+`openai_batch` turns a line's object into a `Request`. An invalid request has the reason in `refused` and becomes an
+error row. `Heading` holds what all lines of an input must agree on, which is checked during planning.
 """
 
 import json
@@ -14,10 +14,10 @@ import pyarrow as pa
 
 from pipeline.data.messages import MessageRefused, plain_message
 
-FORMAT = "openai"  # as input.format names it
+FORMAT = "openai"  # value of input.format
 Endpoint = Literal["chat", "text", "embedding"]
 
-# Each row's own sampling values, by SamplingParams' names; null means the job's. response_format is JSON.
+# Columns of per-row sampling values, by SamplingParams' names; null means the job's value. response_format is JSON.
 PARAMETERS: Mapping[str, pa.DataType] = {
     "max_tokens": pa.int64(),
     "min_tokens": pa.int64(),
@@ -39,8 +39,8 @@ PARAMETERS: Mapping[str, pa.DataType] = {
     "thinking_token_budget": pa.int64(),
 }
 CUSTOM_ID = "custom_id"
-ENCODING_FORMAT = "encoding_format"  # of embeddings: "float" or "base64", in which an answer has them; null means float
-REFUSED = "refused"  # why a request is not taken, else null
+ENCODING_FORMAT = "encoding_format"  # of embeddings in the response: "float" or "base64"; null means float
+REFUSED = "refused"  # why a request is refused, or null
 PROMPT_COLUMN: Mapping[Endpoint, str] = {"chat": "messages", "text": "prompt", "embedding": "input"}
 EXPECTED: Mapping[pa.DataType, str] = {
     pa.int64(): "an integer",
@@ -52,7 +52,7 @@ EXPECTED: Mapping[pa.DataType, str] = {
 
 
 def request_schema(endpoint: Endpoint) -> pa.Schema:
-    """The columns of an input of requests. `messages` holds chats as JSON."""
+    """Return the columns of an input of requests. `messages` holds chats as JSON."""
     parameters = {ENCODING_FORMAT: pa.string()} if endpoint == "embedding" else PARAMETERS
     own = [pa.field(name, kind) for name, kind in parameters.items()]
     return pa.schema([(CUSTOM_ID, pa.string()), (PROMPT_COLUMN[endpoint], pa.string()), *own, (REFUSED, pa.string())])
@@ -60,7 +60,7 @@ def request_schema(endpoint: Endpoint) -> pa.Schema:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`prompt`: a chat as JSON, or a text; None where it is refused."""
+    """Parsed request. prompt: a chat as JSON, or a text; None if the request is refused."""
 
     custom_id: str | None
     prompt: str | None = None
@@ -68,7 +68,7 @@ class Request:
     refused: str | None = None
 
     def row(self, endpoint: Endpoint) -> dict[str, Any]:
-        """By the names of `request_schema`."""
+        """Return the row's values by the column names of `request_schema`."""
         return {
             CUSTOM_ID: self.custom_id,
             PROMPT_COLUMN[endpoint]: self.prompt,
@@ -79,59 +79,61 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Of one line: what must be the same in all lines, or differ in all. `endpoint` and `model` are None where the line
-    names none that is known; such a line is refused by itself."""
+    """Properties of one line that must agree across all lines, and its custom_id, which must be unique.
+
+    `endpoint` and `model` are None if missing or unknown; such a line is refused on its own.
+    """
 
     custom_id: str
     endpoint: Endpoint | None
     model: str | None
-    ignored: tuple[str, ...] = ()  # fields that change nothing here
-    samples: bool = False  # whether it asks for several completions
-    dimensions: int | None = None  # of an embedding, where it says
-    prompt_logprobs: bool = False  # whether it asks for those
+    ignored: tuple[str, ...] = ()  # fields without an effect
+    samples: bool = False  # several completions are requested
+    dimensions: int | None = None  # requested for an embedding
+    prompt_logprobs: bool = False  # log-probabilities of the prompt are requested
 
 
 class NoRequest(ValueError):
-    """A line for which the whole input is refused; the text says why."""
+    """The line makes the whole input invalid."""
 
 
 class Refused(ValueError):
-    """A request that becomes an error row; the text names the field."""
+    """The request becomes an error row. The message names the field."""
 
 
 def id_of(line: Mapping[str, Any]) -> str:
     """Return the line's custom_id. Raises NoRequest."""
     value = line.get(CUSTOM_ID)
     if value is None or value == "":
-        raise NoRequest(f"no {CUSTOM_ID}, by which its answer is found; give each line one of its own")
+        raise NoRequest(f"no {CUSTOM_ID}; give each line a unique one, which identifies its response")
     if not isinstance(value, str):
         raise NoRequest(f"{CUSTOM_ID} is {shortened(value)}, expected text; quote it")
     return value
 
 
-def check_unsupported(where: str, value: Any, neutral: tuple[Any, ...], hint: str = "") -> None:
-    """Raise Refused, with `hint` at the end, unless the value is one of those that ask for nothing."""
-    if not any(type(value) is type(each) and value == each for each in neutral):  # True is no 1
-        taken = f"only {json.dumps(neutral[0])} is taken, " if neutral else ""
-        raise Refused(f"{where}: not supported; {taken}got {shortened(value)}{hint}")
+def check_unsupported(key: str, value: Any, neutral: tuple[Any, ...], hint: str = "") -> None:
+    """Raise Refused, with `hint` at the end, unless the value is one of the `neutral` ones, which have no effect."""
+    if not any(type(value) is type(each) and value == each for each in neutral):  # type: True == 1
+        expected = f"expected {json.dumps(neutral[0])}, " if neutral else ""
+        raise Refused(f"{key}: not supported; {expected}got {shortened(value)}{hint}")
 
 
-def chat_json(messages: object, where: str) -> str:
-    """Return a chat as JSON. What a chat template makes of roles and of tool calls in earlier turns is its own; other
-    content than text is refused here. Raises Refused."""
+def chat_json(messages: object, key: str) -> str:
+    """Return a chat as JSON. Raises Refused for content other than text. Roles and earlier tool calls are left to the
+    chat template."""
     if not isinstance(messages, list) or not messages:
-        raise Refused(f"{where}: expected a list of messages")
+        raise Refused(f"{key}: expected a list of messages")
     try:
-        chat = [plain_message(message, f"{where}[{i}]") for i, message in enumerate(messages)]
+        chat = [plain_message(message, f"{key}[{i}]") for i, message in enumerate(messages)]
         return json.dumps(chat, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except MessageRefused as why:
         raise Refused(str(why)) from None
     except ValueError:
-        raise Refused(f"{where}: holds NaN or infinity, which JSON has not") from None
+        raise Refused(f"{key}: contains NaN or infinity, which JSON does not support") from None
 
 
-def parameter(name: str, value: Any, where: str) -> Any:
-    """A value as the column `name` holds it. Raises Refused, naming the field `where`."""
+def parameter(name: str, value: Any, key: str) -> Any:
+    """Convert a value to the type of the column `name`. Raises Refused with `key`, the field's name in the request."""
     kind = PARAMETERS[name]
     is_int = type(value) is int and -(2**63) <= value < 2**63
     if kind == pa.bool_() and type(value) is bool:
@@ -154,11 +156,11 @@ def parameter(name: str, value: Any, where: str) -> Any:
         and all(type(item) is int and 0 <= item < 2**63 for item in items)
     ):
         return value
-    raise Refused(f"{where}: expected {EXPECTED[kind]}, got {shortened(value)}")
+    raise Refused(f"{key}: expected {EXPECTED[kind]}, got {shortened(value)}")
 
 
 def shortened(value: object, most: int = 80) -> str:
-    """A value of a stranger's, as a message repeats it."""
+    """Return an untrusted value for a message, shortened."""
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     text = repr(value) if not isinstance(value, str) or len(value) <= most else repr(value[:most]) + "..."

@@ -1,1 +1,1 @@
-"""What an engine actor does with a unit, from its rows to its part, without Ray."""
+"""Process a unit in an engine actor, from its rows to its part. Does not import Ray."""

@@ -1,6 +1,7 @@
-"""Texts that the job file puts into prompts, and rows whose prompts hold texts of control tokens.
+"""Texts that the job file puts into prompts, and rows whose prompts contain texts of control tokens.
 
-Text is never a control token, so the model gets those as letters; people who render chats themselves expect otherwise.
+Text is never parsed as a control token, so the model sees its letters; users who render chats themselves may expect
+otherwise.
 """
 
 import json
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AuthorTexts:
-    """The literals of `prompt.template`, and the system message of `prompt.chat`.
+    """Texts of the job file: the literals of `prompt.template`, and the system message of `prompt.chat`.
 
-    parses_control_tokens: control tokens in the literals are parsed; a unit's prompts are pieces as JSON then.
+    parses_control_tokens: control tokens in the literals are parsed; a unit's prompts are then pieces as JSON.
     """
 
     literals: tuple[str, ...] = ()
@@ -39,11 +40,11 @@ def author_texts(spec: PromptSpec, prompt: "PromptSection") -> AuthorTexts:
 
 
 class ControlTokenCounter:
-    """Counts the rows of units. Thread-safe. Prompts are searched as Arrow holds them, in a small part of the time that
-    it takes to encode them; only those with a match become Python's."""
+    """Count rows of units with texts of control tokens. Thread-safe. Prompts are searched as Arrow arrays, which takes
+    a fraction of the encoding time; only matches become Python strings."""
 
     def __init__(self, texts: Sequence[str], author: AuthorTexts) -> None:
-        """texts: of the tokenizer's control tokens."""
+        """texts: the texts of the tokenizer's control tokens."""
         self._pattern = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
         self._find = re.compile(self._pattern).findall if texts else lambda text: []
         self._in_pieces = author.parses_control_tokens
@@ -69,7 +70,7 @@ class ControlTokenCounter:
         return ControlTokenRows(in_template, len(rows), example, own)
 
     def _own(self, prompt: str) -> str:
-        """The first text of a control token that a row's own values hold; empty where there is none."""
+        """Return the first text of a control token in a row's own values, or ""."""
         if self._in_pieces:
             return next((text for value in json.loads(prompt)[1::2] for text in self._find(value)), "")
         found = self._find(prompt)

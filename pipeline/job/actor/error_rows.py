@@ -1,8 +1,8 @@
-"""`--retry-failed`: the error rows of an output computed again, and nothing else.
+"""`--retry-failed`: recompute only the error rows of an output.
 
-A unit whose part holds error rows is handed out once more. Of its rows only those are computed; the part with their
-new results replaces the old one whole, under the same name, by one atomic replace. So the output holds each row
-once at every moment, and a run that is killed in between leaves units of the old and of the new kind, both whole.
+A unit whose part has error rows is handed out again, but only these rows are computed. The part with their new results
+replaces the old one under the same name, by one atomic replace. So the output contains each row exactly once at every
+moment, and a killed run leaves a mix of old and new parts, each complete.
 """
 
 import pyarrow as pa
@@ -12,18 +12,19 @@ from pipeline.data.units import Unit
 
 
 def failed_rows(unit: Unit, part: pa.Table) -> Unit:
-    """The rows of the unit that are error rows in its part, as a unit of the same name; maybe none."""
+    """Return the unit's rows that are error rows in its part, as a unit of the same name. It may be empty."""
     errors = result_column(part, "error").to_pylist()
-    bad = {place for place, error in zip(places_of(part), errors) if error is not None}
-    rows = [i for i, place in enumerate(unit.places()) if place in bad]
+    bad = {row_id for row_id, error in zip(places_of(part), errors) if error is not None}
+    rows = [i for i, row_id in enumerate(unit.places()) if row_id in bad]
     return unit.of_rows(rows)
 
 
 def patched(part: pa.Table, rows: pa.Table) -> pa.Table:
-    """The part with `rows` in the place of its error rows of the same origin; several, where samples stand as rows."""
+    """Return the part with `rows` instead of its error rows of the same origin; one error row may become several
+    samples."""
     new: dict[tuple[str, int], list[int]] = {}
-    for i, place in enumerate(places_of(rows), part.num_rows):
-        new.setdefault(place, []).append(i)
-    both = pa.concat_tables([part, pa.Table.from_arrays(rows.columns, schema=part.schema)])
-    order = [j for i, place in enumerate(places_of(part)) for j in new.get(place, [i])]
-    return both.take(pa.array(order, pa.int64()))
+    for i, row_id in enumerate(places_of(rows), part.num_rows):
+        new.setdefault(row_id, []).append(i)
+    stacked = pa.concat_tables([part, pa.Table.from_arrays(rows.columns, schema=part.schema)])
+    order = [j for i, row_id in enumerate(places_of(part)) for j in new.get(row_id, [i])]
+    return stacked.take(pa.array(order, pa.int64()))

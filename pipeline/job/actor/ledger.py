@@ -1,7 +1,7 @@
-"""The last state that each engine actor reported, kept in a process that outlives the actors.
+"""Registry of engine actors with their last reported states, in a process that outlives them.
 
-A plain class; `dataflow/graph.py` makes it a small actor of its own. It imports next to nothing, as its process has
-to be up before anything else can start.
+A plain class; `dataflow/graph.py` runs it as a small actor. It imports little, because its process must be up before
+anything else can start.
 """
 
 from collections.abc import Collection
@@ -12,23 +12,23 @@ from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.machine.host import now_us
 from pipeline.report.record.run_record import ActorRecord, no_phases
 
-REPORT_S = 1.0  # between two reports of an actor
-SILENT_S = 5.0  # an actor of an elastic pool that has no open units and is silent for longer was given back
-MAX_REPLACED = 3  # replacements for each actor of the pool; Ray itself would replace lost ones without end
+REPORT_S = 1.0  # interval of an actor's reports
+SILENT_S = 5.0  # an elastic pool has released an actor without open units that is silent for longer
+MAX_REPLACED = 3  # replacements per actor of the pool; Ray by itself would replace lost actors forever
 
 
 class Order(IntEnum):
-    """What the driver tells its actors to do; each order includes those above it."""
+    """Order of the driver to its actors. Each order includes those above it."""
 
     GO_ON = 0
-    ADMIT_NO_MORE = 1  # finish the units that are open, take no other
+    ADMIT_NO_MORE = 1  # finish open units, accept no others
     GIVE_UP = 2  # stop computing; keep the finished rows of the open units
     LEAVE = 3  # end the process
 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """On which machine an actor's process runs, and for how long already. `node_id` is Ray's name for the machine."""
+    """Machine and age of an actor's process. `node_id` is Ray's id of the machine."""
 
     host: str = ""
     node_id: str = ""
@@ -37,66 +37,66 @@ class Whereabouts:
 
 @dataclass
 class _Entry:
-    """What the ledger knows of one actor. Times are since the run began."""
+    """Entry of one actor. Times are since the run began."""
 
     handle: bytes
-    where: Whereabouts
+    placement: Whereabouts
     started_us: int
     heard_us: int
     replaces: int | None = None
     replaced: bool = False
-    left: bool = False  # it was told to leave and has no open units
+    left: bool = False  # it was ordered to leave and has no open units
     state: ActorState | None = None
 
 
 class Ledger:
-    """The actors' last reports. All times are of this process's monotonic clock: clocks of two hosts are never
+    """Last reports of the actors. All times are on this process's monotonic clock: clocks of two hosts are never
     compared."""
 
-    def __init__(self, actors: int, most: int | None = None, drain_s: float = 0.0) -> None:
-        """`actors` run from the run's start on; an elastic pool may have up to `most` at once. Those whose
-        machine is to leave the cluster have drain_s to finish what is open."""
+    def __init__(self, actors: int, max_actors: int | None = None, drain_s: float = 0.0) -> None:
+        """`actors` start with the run; an elastic pool may have up to `max_actors`. Actors on a machine that is about
+        to leave the cluster have drain_s seconds to finish open units."""
         self._num_actors = actors
-        self._is_elastic = most is not None and most > actors
-        self._max_actors = (most or actors) * (1 + MAX_REPLACED)
+        self._is_elastic = max_actors is not None and max_actors > actors
+        self._max_actors = (max_actors or actors) * (1 + MAX_REPLACED)
         self._run_began_us: int | None = None
         self._entries: list[_Entry] = []  # by actor number
-        self._num_moved = 0  # replacements that came up on another machine
+        self._num_moved = 0  # replacements that started on another machine
         self._order = Order.GO_ON
         self._drain_s = drain_s
-        self._draining_us: dict[str, int] = {}  # when a machine was first said to leave, by its node id
+        self._draining_us: dict[str, int] = {}  # when a machine was first reported as leaving, by node id
 
     def begin(self, run_us: int) -> None:
-        """Start the clock: the run began `run_us` ago."""
+        """Start the clock. The run began `run_us` ago."""
         self._run_began_us = now_us() - run_us
 
-    def register(self, actor: bytes, where: Whereabouts = Whereabouts()) -> tuple[int, int, bool] | None:
-        """Return a new actor's number, how long its time has run already, and whether there were too many before it.
-        None before `begin`.
+    def register(self, actor: bytes, placement: Whereabouts = Whereabouts()) -> tuple[int, int, bool] | None:
+        """Return a new actor's number, its age in microseconds, and whether there were too many before it. None before
+        `begin`.
 
-        The first ones' time began with the run, a replacement's when its predecessor was last heard; on another machine
-        not before its own process: until then that machine was not this run's. Those are not counted as too many
-        either: machines may come and go for as long as they like.
+        The first actors' time starts with the run, a replacement's when its predecessor last reported. On another
+        machine it starts with the process at the earliest, because the machine did not belong to the run before. Such
+        replacements do not count as too many either: machines may come and go indefinitely.
         """
         if self._run_began_us is None:
             return None
         number, now = len(self._entries), self._now_us()
-        entry = _Entry(actor, where, started_us=0, heard_us=now)
-        silent = [
+        entry = _Entry(actor, placement, started_us=0, heard_us=now)
+        silent_actors = [
             (each.heard_us, number)
             for number, each in enumerate(self._entries)
             if not each.replaced and (each.left or now - each.heard_us > 2e6 * REPORT_S)
         ]
-        if silent:
-            _, entry.replaces = min(silent)
+        if silent_actors:
+            _, entry.replaces = min(silent_actors)
             predecessor = self._entries[entry.replaces]
             predecessor.replaced = True
             entry.started_us = predecessor.heard_us
-            if where.node_id != predecessor.where.node_id:
+            if placement.node_id != predecessor.placement.node_id:
                 self._num_moved += 1
-                entry.started_us = max(entry.started_us, now - where.age_us)
+                entry.started_us = max(entry.started_us, now - placement.age_us)
         elif number >= self._num_actors:  # the pool grows
-            entry.started_us = max(0, now - where.age_us)
+            entry.started_us = max(0, now - placement.age_us)
         self._entries.append(entry)
         return number, now - entry.started_us, number - self._num_moved >= self._max_actors
 
@@ -106,36 +106,36 @@ class Ledger:
         if entry.state is None or entry.state.told <= state.told:
             entry.state = state
         entry.heard_us = now = self._now_us()
-        since = self._draining_us.get(entry.where.node_id)
-        if since is None or self._order > Order.GO_ON:
+        drain_started_us = self._draining_us.get(entry.placement.node_id)
+        if drain_started_us is None or self._order > Order.GO_ON:
             return self._order
         if not state.record.units_in_progress:
             entry.left = True
             return Order.LEAVE
-        return Order.LEAVE if now - since > self._drain_s * 1e6 else Order.ADMIT_NO_MORE
+        return Order.LEAVE if now - drain_started_us > self._drain_s * 1e6 else Order.ADMIT_NO_MORE
 
     def give(self, order: Order) -> None:
         """Set the order for every actor that reports from now on."""
         self._order = order
 
     def drain(self, nodes: Collection[str]) -> None:
-        """Mark these machines as about to leave the cluster, and no others."""
+        """Mark these machines, and only these, as about to leave the cluster."""
         self._draining_us = {node: self._draining_us.get(node, self._now_us()) for node in nodes}
 
     def is_up(self) -> bool:
         return True
 
     def actors(self) -> list[bytes]:
-        """The packed handles that the actors registered with."""
+        """Return the pickled handles of the registered actors."""
         return [entry.handle for entry in self._entries]
 
     def states(self, end: bool = False, lost_nodes: Collection[str] = ()) -> list[ActorState]:
-        """Return all actors' last states; one that has reported nothing yet is starting up since its birth.
+        """Return all actors' last states. An actor without a report is in start-up since it was created.
 
-        With `end` the time since the last report is added, to the phase each was at rest in: an actor holds its machine
-        until the run ends, unless another took its place, the machine is one of `lost_nodes`, or the pool is elastic
-        and Ray gave the actor back. While the run goes on, those that have not even registered are starting up too, or
-        a run that is killed early would seem to have used no machine.
+        With `end` the time since the last report is added to the phase of each actor: an actor holds its machine until
+        the run ends, unless it was replaced, its machine is one of `lost_nodes`, or the pool is elastic and Ray
+        released the actor. Without `end`, actors that have not registered yet count as starting up; otherwise a run
+        that is killed early would seem to have used no machine.
         """
         now = self._now_us()
         states = [self._state(number, now, end, lost_nodes) for number in range(len(self._entries))]
@@ -146,7 +146,7 @@ class Ledger:
 
     def _state(self, number: int, now: int, end: bool, lost_nodes: Collection[str]) -> ActorState:
         entry = self._entries[number]
-        is_lost = entry.where.node_id in lost_nodes
+        is_lost = entry.placement.node_id in lost_nodes
         state = entry.state
         if state is None:
             until = entry.heard_us if is_lost or entry.replaced else now
@@ -162,8 +162,8 @@ class Ledger:
             phases_us={**state.record.phases_us, state.at_rest: state.record.phases_us[state.at_rest] + rest},
             tail_us=state.record.tail_us + (rest if state.at_rest == "idle" else 0),
             replaces=entry.replaces,
-            host=entry.where.host,
-            node_id=entry.where.node_id,
+            host=entry.placement.host,
+            node_id=entry.placement.node_id,
             node_lost=is_lost,
             started_us=entry.started_us,
             released=released,
@@ -171,6 +171,6 @@ class Ledger:
         return replace(state, record=record)
 
     def _now_us(self) -> int:
-        """Since the run began."""
+        """Return the time since the run began."""
         assert self._run_began_us is not None
         return now_us() - self._run_began_us

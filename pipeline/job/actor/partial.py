@@ -1,7 +1,6 @@
-"""Finished rows of units that are not: of a run that was stopped, or of a sample, kept in `_pipeline/partial/` for
-the next run.
+"""Finished rows of unfinished units, from a stopped run or a sample, kept in `_pipeline/partial/` for the next run.
 
-They save work and decide nothing: a unit is done when its part is there, and one that is lost is computed again.
+They save work and decide nothing: a unit is done when its part exists, and lost rows are computed again.
 """
 
 import json
@@ -18,24 +17,24 @@ FOLDER = "_pipeline/partial"
 
 
 class PartialUnits:
-    """Of one job's output. A row is known by where it comes from."""
+    """Finished rows of unfinished units in one job's output. A row is identified by its origin."""
 
     def __init__(self, store: PartStore, fingerprint: str) -> None:
         self._store = store
         self._fingerprint = fingerprint
 
     def save(self, unit: Unit, completions: Iterable[Completion]) -> None:
-        """Keep these rows of the unit, beside others that are kept of it."""
-        places = unit.places()
+        """Save these rows of the unit, in addition to those saved before."""
+        row_ids = unit.places()
         kept = {tuple(row["row_id"]): row for row in self._kept(unit)}
         for done in completions:
-            place = places[done.row_id]  # type: ignore[index]
-            kept[place] = {**asdict(done), "result": to_plain(done.result), "row_id": place}
+            row_id = row_ids[done.row_id]  # type: ignore[index]
+            kept[row_id] = {**asdict(done), "result": to_plain(done.result), "row_id": row_id}
         self._store.folder.replace(self._name(unit), json.dumps(list(kept.values())).encode())
 
     def load(self, unit: Unit) -> list[Completion]:
-        """What is kept of the unit's rows, with their indices in it as row_id."""
-        index = {place: i for i, place in enumerate(unit.places())}
+        """Return the saved rows of the unit. Their row_id is the index in the unit."""
+        index = {row_id: i for i, row_id in enumerate(unit.places())}
         found = ((row, index.get(tuple(row["row_id"]))) for row in self._kept(unit))
         return [_completion(row, i) for row, i in found if i is not None]
 
@@ -51,7 +50,7 @@ class PartialUnits:
 
 
 def remove_all(store: PartStore) -> None:
-    """Of a finished job nothing is kept."""
+    """Remove all saved rows of a finished job."""
     for name in store.folder.names(FOLDER):
         store.folder.remove(f"{FOLDER}/{name}")
 

@@ -1,4 +1,4 @@
-"""The task of a job, from its job file and its checkpoint."""
+"""Determine the task of a job from its job file and checkpoint."""
 
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,7 @@ _BY_PROBLEM_TYPE: dict[object, Activation] = {
 
 
 def plain_task(config: JobConfig) -> JobTask | None:
-    """Return the task of a job whose columns follow from its file alone; None where it generates."""
+    """Return the task of a job whose columns depend on its file alone; None if it generates text."""
     task = config.task
     if task.type == "choice":
         labels = task.labels
@@ -30,8 +30,8 @@ def plain_task(config: JobConfig) -> JobTask | None:
 
 
 def embed_task(given: TaskSection, model: Path, shown: str) -> tuple[TaskSection, EmbedTask]:
-    """Return the section with what the checkpoint's files say in place of `auto`, so that it is in the job's identity,
-    and the task. shown: the model's name. Raises ConfigError, ModelError."""
+    """Return the section with the checkpoint's values instead of `auto`, which become part of the job's identity, and
+    the task. shown: the model's name. Raises ConfigError, ModelError."""
     from pipeline.model.config import read_config
 
     pooling, normalize, hidden = given.pooling, given.normalize, read_config(model).hidden_size
@@ -44,7 +44,7 @@ def embed_task(given: TaskSection, model: Path, shown: str) -> tuple[TaskSection
     if given.dimensions is not None and given.dimensions > hidden:
         raise ConfigError(
             f"task.dimensions {given.dimensions}: the vectors of {shown} have {hidden:,} numbers (hidden_size in its "
-            "config.json); expected at most so many",
+            "config.json); expected at most that many",
             key="task.dimensions",
         )
     found = given.model_copy(update={"pooling": pooling, "normalize": normalize})
@@ -52,15 +52,15 @@ def embed_task(given: TaskSection, model: Path, shown: str) -> tuple[TaskSection
 
 
 def classify_task(activation: Activation | Literal["auto"], model: Path, shown: str) -> ClassifyTask:
-    """activation: as in the job file. shown: the model's name. Raises ConfigError where the checkpoint has no head or
-    cannot do it, ModelError where it cannot be read."""
+    """Return the task of a classification head. activation: as in the job file. shown: the model's name. Raises
+    ConfigError if the checkpoint has no suitable head, ModelError if it cannot be read."""
     from pipeline.model.config import class_names, read_config
 
     num_classes = read_config(model).num_classes
     if num_classes is None:
         raise ConfigError(
             f"task classify: {shown} has no sequence classification head (architectures in its "
-            "config.json names no ...ForSequenceClassification); task: choice asks any model for one of some labels"
+            "config.json names no ...ForSequenceClassification); use task: choice with any model"
         )
     values = read_json(model / "config.json")
     labels = class_names(values) or [f"LABEL_{number}" for number in range(num_classes)]
@@ -68,7 +68,7 @@ def classify_task(activation: Activation | Literal["auto"], model: Path, shown: 
         activation = _BY_PROBLEM_TYPE.get(values.get("problem_type"), "softmax" if num_classes > 1 else "sigmoid")
     if activation == "softmax" and num_classes == 1:
         raise ConfigError(
-            "task.activation softmax: the head has one label, of which it is always 1; sigmoid or none",
+            "task.activation softmax: with one label it is always 1; use sigmoid or none",
             key="task.activation",
         )
     return ClassifyTask(tuple(labels), activation)

@@ -1,6 +1,6 @@
-"""What a job asks of each row in place of a completion: requests, result columns, and results as plain values.
+"""Tasks that replace completions: their requests, result columns and plain values.
 
-`JobTask` is the only thing that the rest of the job knows of tasks. A job that generates has none.
+The rest of the job knows tasks only through `JobTask`. A job that generates text has none.
 """
 
 import json
@@ -29,44 +29,43 @@ from pipeline.engine.tasks import (
 from pipeline.errors import ConfigError, RowError
 from pipeline.tokenization.labels import Encodes, encode_labels
 
-Activation = Literal["softmax", "sigmoid", "none"]  # of a classification head
+Activation = Literal["softmax", "sigmoid", "none"]  # on the logits of a classification head
 
 
 class RowRefused(Exception):
-    """Why a row cannot be asked."""
+    """A row cannot be sent to the engine."""
 
     def __init__(self, code: RowError, message: str) -> None:
         super().__init__(message)
         self.code = code
 
 
-# From the token ids of a row's prompt, and what `RowTexts` read of the row, to the token ids of the request and what is
-# asked of it. Raises RowRefused.
-Ask = Callable[[list[int], str | None], tuple[list[int], Task]]
+# (token ids of a row's prompt, the row's text of `RowTexts`) -> (token ids of the request, task). Raises RowRefused.
+MakeRequest = Callable[[list[int], str | None], tuple[list[int], Task]]
 
 
 class JobTask(Protocol):
-    """Picklable: it goes to the actors."""
+    """Task of a job. Picklable, since it is sent to the actors."""
 
     @property
     def fields(self) -> tuple[pa.Field, ...]:
-        """The result columns in the place of generated_text and finish_reason."""
+        """Result columns that replace generated_text and finish_reason."""
         ...
 
-    def asker(self, tokenizer: Encodes) -> Ask:
-        """How this tokenizer's rows are asked. Thread-safe."""
+    def asker(self, tokenizer: Encodes) -> MakeRequest:
+        """Return the function that makes requests of a row with this tokenizer. Thread-safe."""
         ...
 
     def columns(self, done: Sequence[Completion], texts: Sequence[str | None]) -> list[Any]:
-        """What `fields` hold of each completion, null where it has none: lists, or Arrow arrays. texts: what `RowTexts`
-        read of each row."""
+        """Return the values of `fields` for each completion, null for failed rows: lists or Arrow arrays. texts: each
+        row's text of `RowTexts`."""
         ...
 
 
 @dataclass(frozen=True)
 class ChoiceTask:
-    """Task choice: which of some labels follows the prompt, and how likely each is. labels: of all rows; None where
-    each row brings its own."""
+    """Task choice: which of several labels follows the prompt, and the probability of each. labels: for all rows; None
+    if each row has its own."""
 
     labels: tuple[str, ...] | None
 
@@ -74,14 +73,14 @@ class ChoiceTask:
     def fields(self) -> tuple[pa.Field, ...]:
         return _label_fields("probability", "probabilities", "logprob")
 
-    def asker(self, tokenizer: Encodes) -> Ask:
-        def ask(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
+    def asker(self, tokenizer: Encodes) -> MakeRequest:
+        def make_request(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
             try:
                 return prompt, Choice(tuple(encode_labels(tokenizer, prompt, self._of(own))))
             except ConfigError as refused:
                 raise RowRefused(RowError.INVALID_LABELS, f"task.{refused}") from None
 
-        return ask
+        return make_request
 
     def columns(self, done: Sequence[Completion], texts: Sequence[str | None]) -> list[Any]:
         return _label_values([self._row(c.result, own) for c, own in zip(done, texts, strict=True)])
@@ -91,8 +90,8 @@ class ChoiceTask:
             return None
         labels, probabilities = self._of(own), result.probabilities
         each = zip(labels, probabilities, result.logprobs, strict=True)
-        told = [{"label": label, "probability": p, "logprob": logprob} for label, p, logprob in each]
-        return labels[result.best], probabilities[result.best], told
+        label_values = [{"label": label, "probability": p, "logprob": logprob} for label, p, logprob in each]
+        return labels[result.best], probabilities[result.best], label_values
 
     def _of(self, own: str | None) -> tuple[str, ...]:
         return self.labels if self.labels is not None else tuple(json.loads(own or "[]"))
@@ -100,8 +99,8 @@ class ChoiceTask:
 
 @dataclass(frozen=True)
 class ScoreTask:
-    """Task score: how likely a text is. of_completion: the row's completion is scored, after its prompt; else the
-    prompt, from its second token on. top: as `Score` has it."""
+    """Task score: the probability of a text. of_completion: score the row's completion after its prompt; else the
+    prompt from its second token on. top: see `Score`."""
 
     of_completion: bool
     top: int | None = None
@@ -115,21 +114,21 @@ class ScoreTask:
         )
         return sums if self.top is None else (*sums, pa.field("token_logprobs", LOGPROBS_FIELD.type))
 
-    def asker(self, tokenizer: Encodes) -> Ask:
-        def ask(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
+    def asker(self, tokenizer: Encodes) -> MakeRequest:
+        def make_request(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
             if not self.of_completion:
                 if len(prompt) < 2:
-                    why = f"the text has {len(prompt)} tokens; a text is scored from its second token on"
-                    raise RowRefused(RowError.EMPTY_PROMPT, why)
+                    reason = f"the text has {len(prompt)} tokens; a text is scored from its second token on"
+                    raise RowRefused(RowError.EMPTY_PROMPT, reason)
                 return prompt, Score(1, self.top)
             completion = tokenizer.continuation(prompt, own or "")
             if not completion:
-                raise RowRefused(RowError.INVALID_COMPLETION, "task.completion: it has no tokens")
+                raise RowRefused(RowError.INVALID_COMPLETION, "task.completion: the text has no tokens")
             if not prompt:
                 raise RowRefused(RowError.EMPTY_PROMPT, "the prompt has no tokens")
             return [*prompt, *completion], Score(len(prompt), self.top)
 
-        return ask
+        return make_request
 
     def columns(self, done: Sequence[Completion], texts: Sequence[str | None]) -> list[Any]:
         found = [c.result if isinstance(c.result, ScoreResult) else None for c in done]
@@ -143,7 +142,7 @@ class ScoreTask:
 
 @dataclass(frozen=True)
 class EmbedTask:
-    """Task embed: each row's prompt as a vector. length: of the vectors."""
+    """Task embed: each row's prompt as a vector. length: of each vector."""
 
     embed: Embed
     length: int
@@ -152,14 +151,14 @@ class EmbedTask:
     def fields(self) -> tuple[pa.Field, ...]:
         return (pa.field("embedding", pa.list_(pa.float32(), self.length)),)
 
-    def asker(self, tokenizer: Encodes) -> Ask:
-        def ask(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
+    def asker(self, tokenizer: Encodes) -> MakeRequest:
+        def make_request(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
             return prompt, self.embed
 
-        return ask
+        return make_request
 
     def columns(self, done: Sequence[Completion], texts: Sequence[str | None]) -> list[Any]:
-        """One Arrow array: numbers as Python objects would take many times their memory."""
+        """Return one Arrow array: Python numbers would take many times the memory."""
         values = np.zeros((len(done), self.length), dtype=np.float32)
         is_null = np.ones(len(done), dtype=bool)
         for row, completion in enumerate(done):
@@ -171,9 +170,9 @@ class EmbedTask:
 
 @dataclass(frozen=True)
 class ClassifyTask:
-    """Task classify: the classes of a checkpoint's sequence classification head. labels: of the head, in its order. A
-    head of one label gives `score`: a reranker or a regression has nothing to choose. Without an activation there are
-    logits instead of probabilities."""
+    """Task classify: the classes of a checkpoint's sequence classification head. labels: in the order of the head. A
+    head with one label, such as a reranker or a regression, yields `score`. Without an activation, logits replace
+    probabilities."""
 
     labels: tuple[str, ...]
     activation: Activation
@@ -186,11 +185,11 @@ class ClassifyTask:
             return _label_fields("logit", "logits")
         return _label_fields("probability", "probabilities", "logit")
 
-    def asker(self, tokenizer: Encodes) -> Ask:
-        def ask(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
+    def asker(self, tokenizer: Encodes) -> MakeRequest:
+        def make_request(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
             return prompt, Classify()
 
-        return ask
+        return make_request
 
     def columns(self, done: Sequence[Completion], texts: Sequence[str | None]) -> list[Any]:
         logits = [c.result.values.tolist() if isinstance(c.result, VectorResult) else None for c in done]
@@ -201,30 +200,30 @@ class ClassifyTask:
     def _row(self, logits: list[float]) -> tuple[str, float, list[dict[str, Any]]]:
         best, values = int(np.argmax(logits)), self._activated(logits)
         if self.activation == "none":
-            told = [{"label": label, "logit": logit} for label, logit in zip(self.labels, logits, strict=True)]
+            label_values = [{"label": label, "logit": logit} for label, logit in zip(self.labels, logits, strict=True)]
         else:
             each = zip(self.labels, values, logits, strict=True)
-            told = [{"label": label, "probability": p, "logit": logit} for label, p, logit in each]
-        return self.labels[best], values[best], told
+            label_values = [{"label": label, "probability": p, "logit": logit} for label, p, logit in each]
+        return self.labels[best], values[best], label_values
 
     def _activated(self, logits: list[float]) -> list[float]:
         if self.activation == "sigmoid":
             return [_sigmoid(logit) for logit in logits]
         if self.activation == "softmax":
-            most = max(logits)
-            weights = [math.exp(logit - most) for logit in logits]
+            max_logit = max(logits)
+            weights = [math.exp(logit - max_logit) for logit in logits]
             total = sum(weights)
             return [weight / total for weight in weights]
         return logits
 
 
 def _sigmoid(x: float) -> float:
-    """Without an overflow of exp."""
+    """Return the sigmoid without an overflow of exp."""
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
 def _label_fields(number: str, numbers: str, *others: str) -> tuple[pa.Field, ...]:
-    """label, label_<number> and label_<numbers>, a list of structs with `label`, `number` and the `others`."""
+    """Return label, label_<number> and label_<numbers>, a list of structs with `label`, `number` and the `others`."""
     each = [pa.field("label", pa.string()), *(pa.field(name, pa.float64()) for name in (number, *others))]
     return (
         pa.field("label", pa.string()),
@@ -234,12 +233,12 @@ def _label_fields(number: str, numbers: str, *others: str) -> tuple[pa.Field, ..
 
 
 def _label_values(rows: Sequence[tuple[object, ...] | None]) -> list[list[object]]:
-    """These columns of the rows' values in their order; null where a row has none."""
+    """Return the three columns of the rows' values, null for rows without values."""
     return [[row and row[column] for row in rows] for column in range(3)]
 
 
 def to_plain(result: TaskResult | None) -> dict[str, Any] | None:
-    """For JSON: float32 numbers become the decimals that lead back to them."""
+    """Convert a result for JSON. float32 numbers become decimals that convert back exactly."""
     match result:
         case None:
             return None
@@ -252,7 +251,7 @@ def to_plain(result: TaskResult | None) -> dict[str, Any] | None:
 
 
 def of_plain(raw: dict[str, Any] | None) -> TaskResult | None:
-    """What `to_plain` made, after it went through JSON."""
+    """Restore a result of `to_plain` after a round trip through JSON."""
     match raw:
         case None:
             return None
@@ -262,11 +261,11 @@ def of_plain(raw: dict[str, Any] | None) -> TaskResult | None:
             return ChoiceResult(tuple(logprobs))
         case {"vector": values}:
             return VectorResult(np.array(values, dtype=np.float32))
-    raise ValueError(f"no result of a task: {', '.join(raw)}")
+    raise ValueError(f"not a task result: {', '.join(raw)}")
 
 
 def plain_logprobs(tokens: Sequence[TokenLogprobs] | None) -> list[dict[str, Any]] | None:
-    """As the column `logprobs` has them."""
+    """Convert to the format of the column `logprobs`."""
     if tokens is None:
         return None
     return [

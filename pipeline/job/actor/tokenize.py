@@ -1,6 +1,7 @@
-"""From a unit's prompts to requests for the engine: chat template, tokenizer, each row's own options and seed.
+"""Turn a unit's prompts into requests for the engine: chat template, tokenizer, each row's own options and seed.
 
-A row that cannot be sent is a completion with an error. Jobs, `pipeline generate` and samples render their rows here.
+A row that cannot be sent becomes a completion with an error. Jobs, `pipeline generate` and samples all render rows
+here.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 
 class Tokenizer(Encodes, Protocol):
-    """What Tokenize needs: `pipeline.tokenization.tokenizer.Tokenizer`, or a test's fake."""
+    """Interface of the tokenizer: `pipeline.tokenization.tokenizer.Tokenizer`, or a test's fake."""
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
     def encode_template(self, pieces: list[str]) -> list[int]: ...
@@ -59,8 +60,8 @@ class Tokenizer(Encodes, Protocol):
 
 @dataclass(frozen=True)
 class Chat:
-    """How a prompt becomes a chat. With `from_messages` the unit's prompts are messages as JSON. `now`: what a template
-    that asks for the date is told."""
+    """Settings that turn a prompt into a chat. With `from_messages` the unit's prompts are messages as JSON. `now`: the
+    date for the chat template."""
 
     from_messages: bool = False
     system: str | None = None
@@ -70,12 +71,12 @@ class Chat:
     now: datetime | None = None
 
 
-# As vLLM's pooling requests: the vector and the classes are those of the chat, not of an answer that begins.
+# As in vLLM's pooling requests: vector and classes belong to the chat, without the start of an assistant message.
 _WITHOUT_ASSISTANT = ("embed", "classify")
 
 
 def chat_of(prompt: "PromptSection", task: "TaskType", now: datetime | None) -> Chat | None:
-    """How a prompt becomes a chat; None where it is sent as it is. `now`: the date, where the job file has none."""
+    """Return the chat settings, or None if prompts are sent as they are. `now`: the date, if the job file has none."""
     given = prompt.chat
     if given is None:
         return None
@@ -90,23 +91,23 @@ def chat_of(prompt: "PromptSection", task: "TaskType", now: datetime | None) -> 
 
 
 def row_seed(job_seed: int, source_file: str, source_row: int) -> int:
-    """A row's 63-bit seed: it depends on nothing but the job's seed and where the row comes from."""
+    """Return a row's 63-bit seed. It depends only on the job's seed and the row's origin."""
     return _hash_of(f"{job_seed}\0{source_file}\0{source_row}")
 
 
 def is_sampled(share: float, job_seed: int, source_file: str, source_row: int) -> bool:
-    """Whether a row is among those that are compared with a reference model: the same ones in every run, and with a
-    larger share these and others."""
+    """Return whether a row is compared with a reference model. The choice is the same in every run, and a larger share
+    adds rows without dropping any."""
     return share > 0 and _hash_of(f"quality\0{job_seed}\0{source_file}\0{source_row}") < share * 2**63
 
 
 def _hash_of(text: str) -> int:
-    """63 bits."""
+    """Return a 63-bit hash."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 class Tokenize:
-    """Turns a unit's prompts into requests. A request's row_id is the row's index in the unit."""
+    """Turn a unit's prompts into requests. A request's row_id is the row's index in the unit."""
 
     def __init__(
         self,
@@ -118,9 +119,8 @@ class Tokenize:
         task: JobTask | None = None,
         author: AuthorTexts | None = None,
     ) -> None:
-        """quality_sample: the share of rows whose completions are to be compared with a reference model. task: what is
-        asked in place of completions."""
-        self._ask = None if task is None else task.asker(tokenizer)
+        """quality_sample: share of rows to compare with a reference model. task: replaces completions."""
+        self._to_request = None if task is None else task.asker(tokenizer)
         self._tokenizer = tokenizer
         self._quality_sample = quality_sample
         self._params = params
@@ -129,12 +129,12 @@ class Tokenize:
         author = author or AuthorTexts()
         self.control_tokens = ControlTokenCounter(tokenizer.control_texts, author)
         self._in_pieces = author.parses_control_tokens
-        self._chat_lock = threading.Lock()  # the template is rendered by one process for all threads
+        self._chat_lock = threading.Lock()  # one process renders the template for all threads
 
     def __call__(self, unit: Unit) -> tuple[list[Request], list[Completion]]:
-        """The requests to make, and the completions of rows that failed already."""
+        """Return the requests, and the completions of rows that already failed."""
         failed: list[Completion] = []
-        wanted: list[tuple[int, str, SamplingParams]] = []
+        accepted: list[tuple[int, str, SamplingParams]] = []
         sampled: dict[int, QualitySample] = {}
         columns = [
             unit.own(name).to_pylist()
@@ -150,44 +150,44 @@ class Tokenize:
             except (ConfigError, TypeError) as refused:
                 failed.append(failed_row(i, RowError.INVALID_SAMPLING, str(refused)))
                 continue
-            wanted.append((i, prompt, params))
+            accepted.append((i, prompt, params))
             if is_sampled(self._quality_sample, self._seed, file, row):
                 sampled[i] = QualitySample(expected)
         if self._chat is None:
             if self._in_pieces:
-                encoded = [self._tokenizer.encode_template(json.loads(prompt)) for _, prompt, _ in wanted]
+                encoded = [self._tokenizer.encode_template(json.loads(prompt)) for _, prompt, _ in accepted]
             else:
-                encoded = self._tokenizer.encode_batch([prompt for _, prompt, _ in wanted])
-            pairs = zip(wanted, encoded, strict=True)
+                encoded = self._tokenizer.encode_batch([prompt for _, prompt, _ in accepted])
+            pairs = zip(accepted, encoded, strict=True)
             requests = [Request(i, ids, params, sampled.get(i)) for (i, _, params), ids in pairs]
-            return self._asked(unit, requests, failed)
+            return self._with_tasks(unit, requests, failed)
         requests = []
-        for i, prompt, params in wanted:
+        for i, prompt, params in accepted:
             try:
                 requests.append(Request(i, self._encode_chat(prompt, self._chat), params, sampled.get(i)))
             except ChatTemplateError as refused:
                 failed.append(failed_row(i, RowError.INVALID_MESSAGES, str(refused)))
-        return self._asked(unit, requests, failed)
+        return self._with_tasks(unit, requests, failed)
 
-    def _asked(
+    def _with_tasks(
         self, unit: Unit, requests: list[Request], failed: list[Completion]
     ) -> tuple[list[Request], list[Completion]]:
-        """The requests with what the job's task asks; rows of which it cannot be asked fail."""
-        if self._ask is None:
+        """Return the requests with the job's task; rows that the task rejects fail."""
+        if self._to_request is None:
             return requests, failed
-        texts, asked = unit.own("_texts").to_pylist(), []
+        texts, with_tasks = unit.own("_texts").to_pylist(), []
         for request in requests:
             prompt, i = request.prompt_token_ids, request.row_id
             assert isinstance(i, int)
             try:
-                ids, task = self._ask(prompt, texts[i])
-                asked.append(replace(request, prompt_token_ids=ids, task=task))
+                ids, task = self._to_request(prompt, texts[i])
+                with_tasks.append(replace(request, prompt_token_ids=ids, task=task))
             except RowRefused as refused:
                 failed.append(failed_row(i, refused.code, str(refused), len(prompt)))
-        return asked, failed
+        return with_tasks, failed
 
     def shown(self, prompt: str) -> str:
-        """A unit's prompt as the model gets it, for people. Raises ChatTemplateError."""
+        """Return a unit's prompt as the model receives it, as text. Raises ChatTemplateError."""
         if self._in_pieces:
             return "".join(json.loads(prompt))
         return prompt if self._chat is None else self._through_template(self._tokenizer.render_chat, prompt, self._chat)
@@ -209,8 +209,8 @@ class Tokenize:
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    """A row's own options, with `structured_outputs.json` and the like, or OpenAI's `response_format` as JSON, as the
-    mapping that SamplingParams takes. Raises ConfigError."""
+    """Convert a row's own options to the mapping that SamplingParams takes: `structured_outputs.json` and the like, or
+    OpenAI's `response_format` as JSON. Raises ConfigError."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         if name == "response_format":
@@ -222,7 +222,7 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def failed_row(row_id: object, error: str, message: str, num_prompt_tokens: int = 0) -> Completion:
-    """The completion of a row that never reached the engine."""
+    """Return the completion of a row that never reached the engine."""
     return Completion(
         row_id=row_id,
         token_ids=[],

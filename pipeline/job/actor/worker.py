@@ -1,9 +1,9 @@
-"""One engine actor's work on units, without Ray, and the actor's own record.
+"""Process units in one engine actor, and keep the actor's record. Does not import Ray.
 
 unit -> `tokenize` -> requests -> the engine's process (`process/supervisor`) -> completions -> `write` -> its part
 
-Several units are worked on at once, each in a thread of its own, so that the engine goes on with one unit's rows while
-another is tokenized or written.
+Several units are processed at once, each in its own thread, so that the engine computes one unit's rows while another
+is tokenized or written.
 """
 
 import threading
@@ -43,9 +43,9 @@ from pipeline.stores.retries import RetryCounts
 
 @dataclass(frozen=True)
 class Backend:
-    """What computes: `module:callable` of the engine (called in its own process, with an EngineConfig and a function
-    to say what it does while it loads) and of the tokenizer (called with the model's folder and a chat template, or
-    None for its own). Tests name fakes here."""
+    """Implementation to run: `module:callable` of the engine (called in its own process with an EngineConfig and a
+    progress function) and of the tokenizer (called with the model's folder and a chat template, or None for its own).
+    Tests name fakes here."""
 
     engine: str = "pipeline.engine.engine:Engine"
     tokenizer: str = "pipeline.tokenization.tokenizer:Tokenizer.from_folder"
@@ -53,10 +53,10 @@ class Backend:
 
 @dataclass(frozen=True)
 class WorkSpec:
-    """All that an actor needs to know of its job. Picklable; storage options may hold secrets and are never shown.
+    """Settings that an actor needs. Picklable; storage options may hold secrets and are never shown.
 
-    `engine` names the folders in which the driver found the models; `model` and `draft` are what the job file says, for
-    a machine where these folders are not there.
+    `engine` names the folders in which the driver found the models. `model` and `draft` are the job file's values, for
+    machines on which these folders do not exist.
     """
 
     backend: Backend
@@ -65,32 +65,32 @@ class WorkSpec:
     params: SamplingParams
     output: str
     fingerprint: str
-    run_id: str  # whose logs the actor writes to
+    run_id: str  # the run whose logs the actor writes
     log_level: Level = "info"
     seed: int = 0
-    results: ResultShape = field(default_factory=ResultShape)  # the columns of the output beside kept ones
+    results: ResultShape = field(default_factory=ResultShape)  # the output's columns, without the kept ones
     chat: Chat | None = None
     author: AuthorTexts = AuthorTexts()  # noqa: RUF009  # frozen
     chat_template: str | None = None  # instead of the checkpoint's own
-    revision: str | None = None  # of the model
+    revision: str | None = None  # model.revision of the job file
     draft: str | None = None
-    reference: ReferenceConfig | None = None  # of the quality watch; with the folder in which the driver found it
-    reference_model: str | None = None  # what the job file says
+    reference: ReferenceConfig | None = None  # for quality.sample, with the driver's folder of the model
+    reference_model: str | None = None  # quality.model of the job file
     quality_sample: float = 0.0
     storage: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)  # fsspec options, by url prefix
     rename: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
-    kept_types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of kept columns in a part, where not plain
+    kept_types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of kept columns in a part, if not plain
     step_timeout_s: float = 300.0
     load_timeout_s: float = 3600.0
-    sample: bool = False  # keep what is computed for a later run, and write no part
-    retry_failed: bool = False  # of a unit whose part is there, compute the error rows again
-    retried_limits: Mapping[str, Any] = field(default_factory=dict)  # that those rows get, where not the job's
+    sample: bool = False  # save rows for a later run and write no part
+    retry_failed: bool = False  # recompute the error rows of existing parts
+    retried_limits: Mapping[str, Any] = field(default_factory=dict)  # limits of those rows, if not the job's
     task: JobTask | None = None  # None: to generate
 
     def here(self, retries: RetryCounts) -> tuple[EngineConfig, ReferenceConfig | None]:
-        """`engine` and `reference`, with the folders of their models on this machine; they are downloaded where they
-        are missing."""
+        """Return `engine` and `reference` with the folders of their models on this machine. Missing models are
+        downloaded."""
 
         def folder(found: str, path: str, key: str, revision: str | None = None) -> str:
             if Path(found).is_dir():
@@ -112,22 +112,22 @@ class WorkSpec:
 
 
 class Worker:
-    """Thread-safe. `process` takes a unit all the way; the rest is for the report."""
+    """Worker of one actor. Thread-safe. `process` handles a unit completely; the other methods serve reports."""
 
     def __init__(self, spec: WorkSpec, actor: int, birth_us: int) -> None:
         self._lock = threading.Lock()
-        self._record = ActorRecord(actor)  # what the units came to; `state` adds what the supervisor knows
-        self._told = 0
-        self._retries = RetryCounts()  # of this actor, for storage
+        self._record = ActorRecord(actor)  # results of units; `state` adds the supervisor's values
+        self._num_reports = 0
+        self._retries = RetryCounts()  # this actor's retried storage requests
         store = self._store = PartStore(spec.output, storage_for(spec.output, spec.storage), self._retries)
         engine, reference = spec.here(self._retries)
         logs = self._logs = LogFolder(store, spec.run_id)
         self._log = logs.log(engine_log(actor), spec.log_level)
-        # Ray sets OMP_NUM_THREADS to its own bookkeeping of cores: say what the engine has instead.
+        # Ray sets OMP_NUM_THREADS to its own count of cores; set the engine's instead.
         threads = {f"{library}_NUM_THREADS": str(engine.num_threads) for library in ("OMP", "MKL", "NUMBA")}
         launch = Launch(spec.backend.engine, engine, spec.step_timeout_s, spec.load_timeout_s, threads, reference)
         self._supervisor = Supervisor(launch, birth_us, self._log, logs.shown(engine_log(actor)))
-        # While the engine's process starts:
+        # Load the tokenizer while the engine's process starts.
         tokenizer = load_factory(spec.backend.tokenizer)(engine.model, spec.chat_template)
         self._tokenize = Tokenize(
             tokenizer, spec.params, spec.seed, spec.chat, spec.quality_sample, spec.task, spec.author
@@ -147,9 +147,9 @@ class Worker:
         )
 
     def process(self, data: bytes) -> UnitSummary | None:
-        """Tokenize, generate, write. A failure of the system comes back in the summary, as its type and message.
+        """Tokenize, generate and write a unit. A failure of the system is returned in the summary, as type and message.
 
-        None after `interrupt`: the unit is not finished, and what is of it is kept for the next run.
+        Return None after `interrupt`: the unit is unfinished, and its finished rows are saved for the next run.
         """
         unit = Unit.from_bytes(data)
         self._add(units_in_progress=1)
@@ -169,20 +169,20 @@ class Worker:
         return summary
 
     def _add(self, **counts: Any) -> None:
-        """Add to fields of the record."""
+        """Add to counters of the record."""
         with self._lock:
             sums = {name: getattr(self._record, name) + count for name, count in counts.items()}
             self._record = replace(self._record, **sums)
 
     def _process(self, unit: Unit) -> UnitSummary | None:
-        # a task that Ray tries again may have got as far as that
+        # Ray may retry a task that already wrote the part.
         if self._store.folder.has(str(self._write.name(unit))):
-            return self._there(unit)
-        if self._retried_limits:  # or the whole unit would be computed under them
+            return self._existing(unit)
+        if self._retried_limits:  # else the whole unit would be computed under them
             name = self._store.folder.shown(str(self._write.name(unit)))
-            raise OutputError(f"{name}: was removed since the run began; run again without the change of limits first")
+            raise OutputError(f"{name}: was removed since the run began; first run again without the changed limits")
         requests, failed = self._tokenize(unit)
-        kept = self._partial.load(unit)  # of a run that was stopped
+        kept = self._partial.load(unit)  # rows of a stopped run
         done = {completion.row_id for completion in kept}
         generated = kept + self._generate([r for r in requests if r.row_id not in done])
         if self._sample or len(generated) < len(requests):
@@ -199,7 +199,7 @@ class Worker:
         return summary
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
-        """The completions of `requests` after their final check, which is made here to cost the engine nothing."""
+        """Return the completions of `requests` after their final check, which runs here to save engine time."""
         params = {request.row_id: request.params for request in requests}
         return [checked(done, params[done.row_id]) for done in self._supervisor.generate(requests)]
 
@@ -212,9 +212,9 @@ class Worker:
         self._write.sample(unit, completions, self._run_id, prompts)
         return UnitSummary(unit.window, unit.index, row_stats=row_stats(unit, completions), sampled_rows=unit.num_rows)
 
-    def _there(self, unit: Unit) -> UnitSummary | None:
-        """What becomes of a unit that has its part: nothing, or with `retry_failed` its error rows are computed again
-        and the part is replaced whole."""
+    def _existing(self, unit: Unit) -> UnitSummary | None:
+        """Handle a unit whose part exists: do nothing, or with `retry_failed` recompute its error rows and replace the
+        part."""
         name = self._write.name(unit)
         part = self._store.read_part(name)
         again = failed_rows(unit, part.table) if self._retry_failed else None
@@ -229,7 +229,7 @@ class Worker:
         return summary
 
     def _count(self, summary: UnitSummary, kept: list[Completion], generated: list[Completion]) -> None:
-        """Where the work for a unit went: `kept` is an earlier run's, `generated` this actor's."""
+        """Count the work for a unit: `kept` comes from an earlier run, `generated` from this actor."""
         if not summary.written:
             return self._add(duplicate_tokens=computed(generated))
         self._add(
@@ -239,12 +239,12 @@ class Worker:
         )
 
     def interrupt(self) -> None:
-        """Stop in the middle of what is open; `process` returns soon."""
+        """Stop open units midway; `process` returns soon."""
         self._supervisor.interrupt()
 
     def state(self) -> ActorState:
         with self._lock:
-            self._told += 1
+            self._num_reports += 1
             deaths = self._supervisor.deaths()
             record = replace(
                 self._record,
@@ -265,7 +265,7 @@ class Worker:
                 at_rest=self._supervisor.at_rest(),
                 resolved=self._supervisor.resolved,
                 loading=self._supervisor.loading,
-                told=self._told,
+                told=self._num_reports,
             )
 
     def note(self, text: str) -> None:

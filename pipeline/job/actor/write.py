@@ -1,4 +1,4 @@
-"""From a unit's completions to its part: the rows in the input's order, their counts, and a summary for the driver."""
+"""Write a unit's completions to its part: rows in input order, their counts, and a summary for the driver."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Write:
-    """Turns a unit's completions into its part. Thread-safe."""
+    """Writer of parts. Thread-safe."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Write:
         limits: Mapping[str, Any] | None = None,
         task: JobTask | None = None,
     ) -> None:
-        """kept_types: of kept columns in a part; those that are not named stay as they are in a unit. limits: of rows
-        that are computed again, where they are not the job's. task: whose columns are in the place of texts."""
+        """kept_types: types of kept columns in a part; other columns keep the unit's types. limits: of recomputed rows,
+        if they differ from the job's. task: its columns replace text and finish reason."""
         self._store = store
         self._fingerprint = fingerprint
         self._rename = dict(rename)
@@ -65,7 +65,7 @@ class Write:
         self._task = task
 
     def __call__(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
-        """Commit the unit. `completions` holds each of its rows once, in any order."""
+        """Write the unit's part. `completions` contains each of its rows once, in any order."""
         started = time.monotonic_ns()
         table = self.table(unit, completions)
         written = self._store.write(self.name(unit), table, self._metadata)
@@ -79,11 +79,11 @@ class Write:
         )
 
     def name(self, unit: Unit) -> PartName:
-        """Of the unit's part."""
+        """Return the name of the unit's part."""
         return PartName(self._fingerprint, unit.window, unit.index, unit.of, unit.num_rows)
 
     def again(self, unit: Unit, completions: list[Completion], name: PartName, part: StoredPart) -> UnitSummary:
-        """Put new results of some of its rows, which are `unit`, into a part that stands."""
+        """Replace rows of an existing part with new results. `unit` holds the recomputed rows."""
         started = time.monotonic_ns()
         renewed = self.table(unit, completions)
         table = patched(part.table, renewed)
@@ -101,21 +101,24 @@ class Write:
         )
 
     def sample(self, unit: Unit, completions: list[Completion], run_id: str, prompts: list[str | None]) -> None:
-        """Rows of a unit as its part will have them, and their prompts as the model gets them, for people to read."""
+        """Save a unit's rows as they will be in its part, with the prompts that the model received, for people to
+        read."""
         table, prompt_of = self.table(unit, completions), dict(zip(unit.places(), prompts))
-        table = table.append_column("_prompt", pa.array([prompt_of[place] for place in places_of(table)], pa.string()))
+        table = table.append_column(
+            "_prompt", pa.array([prompt_of[row_id] for row_id in places_of(table)], pa.string())
+        )
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink)
         name = f"{SAMPLES}/{run_id}/w{unit.window:05d}-u{unit.index:04d}.parquet"
         self._store.folder.replace(name, sink.getvalue().to_pybytes())
 
     def table(self, unit: Unit, completions: list[Completion]) -> pa.Table:
-        """The part's rows, in the order of the input; samples that are rows in their own order."""
+        """Return the part's rows in input order; samples that are rows keep their own order."""
         by_row = {c.row_id: c for c in completions}
         if len(completions) != unit.num_rows or by_row.keys() != set(range(unit.num_rows)):
             raise PipelineError(
                 f"window {unit.window}, unit {unit.index}: {len(completions)} completions of {len(by_row)} different "
-                f"rows came back for {unit.num_rows} rows; nothing of it is written"
+                f"rows came back for {unit.num_rows} rows; the part is not written"
             )
         order = sorted(range(unit.num_rows), key=unit.places().__getitem__)
         rows = [(i, index, one) for i in order for index, one in enumerate(self._rows_of(by_row[i]))]
@@ -129,7 +132,7 @@ class Write:
         arrays = [c if c.type.equals(f.type) else c.cast(f.type) for c, f in zip(kept.columns, fields, strict=True)]
         kept = pa.Table.from_arrays(arrays, schema=pa.schema(fields))
         columns: list[Any] = [
-            *self._answers(unit, each),
+            *self._result_columns(unit, each),
             [c.error for c in done],
             [c.error_message for c in done],
             [c.num_prompt_tokens for c in done],
@@ -155,22 +158,23 @@ class Write:
         return pa.Table.from_arrays([*kept.columns, *results], schema=schema)
 
     def _rows_of(self, completion: Completion) -> tuple[Completion, ...]:
-        """What has a row of its own in the part."""
+        """Return the completions that become rows of the part."""
         return completion.each if self._results.samples == "rows" else (completion,)
 
     def _finish_reason(self, completion: Completion) -> str | list[str] | None:
         if self._results.samples == "lists":
             return self._own(completion, lambda one: one.finish_reason)
-        return completion.finish_reason  # of an error row too
+        return completion.finish_reason  # error rows have one too
 
     def _own(self, completion: Completion, value: Callable[[Completion], T]) -> T | list[T] | None:
-        """The value of a row, or those of its samples where they stand in lists; null for an error row."""
+        """Return the value of a row, or the list of values of its samples if they are stored in lists; null for error
+        rows."""
         if completion.error is not None:
             return None
         return [value(one) for one in completion.each] if self._results.samples == "lists" else value(completion)
 
-    def _answers(self, unit: Unit, done: list[Completion]) -> list[Any]:
-        """The columns of completions, or of the task in their place."""
+    def _result_columns(self, unit: Unit, done: list[Completion]) -> list[Any]:
+        """Return the columns of completions, or those of the task instead."""
         if self._task is not None:
             return self._task.columns(done, unit.own("_texts").to_pylist())
         return [[self._own(c, lambda one: one.text) for c in done], [self._finish_reason(c) for c in done]]
@@ -181,14 +185,14 @@ def _logprobs(completion: Completion) -> list[dict[str, Any]] | None:
 
 
 def _of_prompt(completion: Completion) -> list[dict[str, Any] | None] | None:
-    """Of each of the prompt's tokens; null for the first, which nothing is before."""
+    """Return the log-probabilities of the prompt's tokens; null for the first, which has no predecessor."""
     found = plain_logprobs(completion.prompt_logprobs)
     return None if found is None else [None, *found]
 
 
 def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
-    """What the unit's rows were like; of each error code the first rows by their place in the input. Lengths and times
-    of completions are those of each sample."""
+    """Return statistics of the unit's rows, with the first rows of each error code in input order. Lengths and times of
+    completions count each sample."""
     completed = [c for c in completions if c.error is None]
     lengths: dict[int, LengthBucket] = {}
     generated: dict[int, list[int]] = {}
@@ -222,11 +226,11 @@ def _quality(row: RowQuality) -> QualityStats:
 
 
 def _examples(unit: Unit, completions: list[Completion]) -> dict[str, tuple[ErrorExample, ...]]:
-    places = unit.places()
+    row_ids = unit.places()
     found: dict[str, list[ErrorExample]] = {}
     for c in completions:
         if c.error is not None:
-            example = ErrorExample(*places[c.row_id], (c.error_message or "")[:MAX_MESSAGE])  # type: ignore[index]
+            example = ErrorExample(*row_ids[c.row_id], (c.error_message or "")[:MAX_MESSAGE])  # type: ignore[index]
             found.setdefault(c.error, []).append(example)
-    by_place = {code: sorted(some, key=lambda e: (e.source_file, e.row)) for code, some in sorted(found.items())}
-    return {code: tuple(some[:MAX_EXAMPLES]) for code, some in by_place.items()}
+    by_position = {code: sorted(some, key=lambda e: (e.source_file, e.row)) for code, some in sorted(found.items())}
+    return {code: tuple(some[:MAX_EXAMPLES]) for code, some in by_position.items()}

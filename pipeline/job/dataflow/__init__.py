@@ -1,1 +1,1 @@
-"""The graph of Ray Data that carries units to engine actors and summaries back; all that imports Ray."""
+"""Ray Data graph that carries units to engine actors and summaries back; the only code that imports Ray."""

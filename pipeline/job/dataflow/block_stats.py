@@ -1,14 +1,14 @@
-"""Keeps Ray Data from remembering every block in the driver.
+"""Keep Ray Data from storing statistics of every block in the driver.
 
-Its operators keep statistics of each block that they have put out, for a summary at the end that we do not show: about
-3 kB for each unit (Ray 2.60), so 6 GB at 2 million units. Here they are thrown away while the graph runs.
+Its operators keep statistics of each output block for a summary that we do not show: about 3 kB per unit (Ray 2.60), so
+6 GB for 2 million units. They are discarded while the graph runs.
 """
 
 from ray.data import DataContext
 
 
 def forget_blocks(context: DataContext) -> None:
-    """Have graphs under this context forget them. Nothing is changed where this Ray has no such callbacks."""
+    """Make graphs under this context discard block statistics. Does nothing if this version of Ray has no callbacks."""
     try:
         from ray.data._internal.execution.execution_callback import ExecutionCallback
     except ImportError:

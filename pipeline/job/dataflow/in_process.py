@@ -1,7 +1,7 @@
-"""The dataflow of a small job, without Ray: readers and workers are threads of the driver's own process.
+"""Dataflow of a small job, without Ray: readers and workers are threads of the driver's process.
 
-Ray starts in some seconds and brings nothing where one engine computes one window: the engine has a process of its own
-either way, and its supervisor starts it again. `graph.py` is the same flow for everything larger, with the same calls.
+Ray takes seconds to start and brings nothing if one engine computes one window: the engine has its own process either
+way, and its supervisor restarts it. `graph.py` is the same flow for larger jobs, with the same interface.
 """
 
 import queue
@@ -21,21 +21,22 @@ from pipeline.stores import failpoints
 
 
 class InProcessDataflow:
-    """One execution; made and used by the driver's main thread. Its calls are those of `graph.Dataflow`."""
+    """One execution, created and used by the driver's main thread. It has the interface of `graph.Dataflow`."""
 
-    session_logs = None  # Ray's
+    session_logs = None  # Ray's logs
 
     def __init__(self, spec: FlowSpec, run_began_us: int) -> None:
-        """`run_began_us`: of this process's clock. Raises what the model's folder or the store is refused for."""
+        """Start the workers. `run_began_us`: on this process's clock. Raises the errors of opening the model or the
+        store."""
         failpoints.install_requested(spec.failpoints)
         self._spec = spec
         self._ledger = Ledger(spec.actors)
         self._ledger.begin(now_us() - run_began_us)
         self._finished: queue.SimpleQueue[UnitSummary | PipelineError | EndOfUnits] = queue.SimpleQueue()
-        # Units that are read and wait: as many as are worked on, so that memory does not grow with the window's units.
+        # Bounded to the number of units in flight, so that memory does not grow with the units of a window.
         self._ready: queue.Queue[bytes | None] = queue.Queue(spec.actors * spec.units_in_flight)
         self._stopping = threading.Event()
-        self._has_left = False  # units that are not computed, since the run stops
+        self._has_left = False  # some units were not computed, because the run stops
         self._workers: list[Worker] = []
         for _ in range(spec.actors):
             entry = self._ledger.register(b"", Whereabouts(socket.gethostname()))
@@ -44,8 +45,8 @@ class InProcessDataflow:
         threading.Thread(target=self._run, daemon=True, name="dataflow").start()
 
     def next(self, timeout_s: float) -> UnitSummary | None:
-        """The next finished unit, or None when none came in time. Raises EndOfUnits after the last one, and what ended
-        the reading."""
+        """Return the next finished unit, or None if none finishes in time. Raises EndOfUnits after the last one, and
+        errors of reading."""
         try:
             item = self._finished.get(timeout=timeout_s)
         except queue.Empty:
@@ -55,13 +56,13 @@ class InProcessDataflow:
         raise item
 
     def actors(self, end: bool = False) -> list[ActorState]:
-        """What the workers say now."""
+        """Return the current states of the workers."""
         for worker in self._workers:
             self._ledger.report(worker.state())
         return self._ledger.states(end)
 
     def order(self, order: Order) -> None:
-        """Say to all workers."""
+        """Apply an order to all workers."""
         if order >= Order.ADMIT_NO_MORE:
             self._stopping.set()
         if order >= Order.GIVE_UP:
@@ -69,13 +70,13 @@ class InProcessDataflow:
                 worker.interrupt()
 
     def close(self) -> None:
-        """End everything that runs, finished or not."""
+        """Stop everything that runs, finished or not."""
         self._stopping.set()
         for worker in self._workers:
             worker.close()
 
     def _run(self) -> None:
-        """Read the units in this thread, and hand them to the workers' threads."""
+        """Read units in this thread and hand them to the workers' threads."""
         threads = [
             threading.Thread(target=self._work, args=(worker,), daemon=True, name="unit")
             for worker in self._workers

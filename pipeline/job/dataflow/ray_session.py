@@ -1,7 +1,7 @@
-"""Starting a Ray on this machine or joining a cluster, for the rest of this process, and asking what it has.
+"""Start Ray on this machine or join a cluster, for the rest of this process, and query its resources.
 
-What Ray reads from the environment is set here, when it is started or joined and not before; Ray hands it to the
-processes that it starts.
+Environment variables that Ray reads are set here, only when it is started or joined; Ray passes them to the processes
+that it starts.
 """
 
 import contextlib
@@ -26,19 +26,19 @@ from pipeline.machine.caches import write_problem
 from pipeline.machine.interpreter import PACKAGE_PARENT
 from pipeline.machine.ray_folder import ray_folder, ray_folder_problem
 
-START_TRIES = 3  # of a local Ray: on a busy machine or a cold disk its own patience of 30 s may not do
-HANDLERS_S = 0.01  # between two looks after the handlers of signals while Ray starts or ends
+START_TRIES = 3  # of a local Ray: on a busy machine or a cold disk its own timeout of 30 s may be too short
+HANDLERS_S = 0.01  # interval at which signal handlers are restored while Ray starts or ends
 _ENVIRONMENT = {
-    "RAY_BACKEND_LOG_LEVEL": "fatal",  # its native log would speak to the terminal
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # keep its native log off the terminal
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # keep CUDA_VISIBLE_DEVICES of actors without GPUs
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # at Ray's 15 any other program starves the engine
+    "RAY_worker_niceness": "0",  # at Ray's default of 15 any other program starves the engine
 }
 
 
 def connect(address: str | None, cores: int = 0) -> bool:
-    """Join the cluster at `address`, or start a Ray on this machine that counts `cores`. False when this process is
-    in one already. Raises EnvironmentFailed."""
+    """Join the cluster at `address`, or start Ray on this machine with `cores` CPUs. Return False if this process is
+    already connected. Raises EnvironmentFailed."""
     if ray.is_initialized():
         return False
     for name, value in _ENVIRONMENT.items():
@@ -48,53 +48,55 @@ def connect(address: str | None, cores: int = 0) -> bool:
             raise EnvironmentFailed(problem)
         if "RAY_AUTH_TOKEN_PATH" not in os.environ and not _home_keeps_token():
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    auto_init_hook.enable_auto_connect = False  # or a thread that outlives the run would start another Ray
-    where: dict[str, Any] = {"address": address}
-    if address is None:  # without "local" it would join any Ray that runs on this machine
-        where = {"address": "local", "num_cpus": cores, "include_dashboard": False}
+    auto_init_hook.enable_auto_connect = False  # else a thread that outlives the run would start another Ray
+    options: dict[str, Any] = {"address": address}
+    if address is None:  # without "local" it would join any Ray on this machine
+        options = {"address": "local", "num_cpus": cores, "include_dashboard": False}
     tries = START_TRIES if address is None else 1
     for attempt in range(1, tries + 1):
         try:
             with _quiet():
-                _beside(
-                    lambda: ray.init(**where, job_config=_SafePath(), log_to_driver=False, logging_level=logging.ERROR)
+                _call_in_thread(
+                    lambda: ray.init(
+                        **options, job_config=_SafePath(), log_to_driver=False, logging_level=logging.ERROR
+                    )
                 )
             break
-        except Exception as error:  # Ray raises bare ones, for a start that took more than its 30 s among others
+        except Exception as error:  # Ray raises bare exceptions, such as on its timeout
             ray.shutdown()
             if attempt == tries:
-                place = f"Ray at {address} cannot be joined" if address else "Ray cannot be started on this machine"
-                raise EnvironmentFailed(f"{place}: {error}") from error
+                failure = f"Ray at {address} cannot be joined" if address else "Ray cannot be started on this machine"
+                raise EnvironmentFailed(f"{failure}: {error}") from error
     return True
 
 
 def _home_keeps_token() -> bool:
-    """Whether Ray can read the token of its processes in the user's home, or create one there, as it does unasked."""
+    """Return whether Ray can read or create its authentication token in the user's home, as it does by default."""
     folder = Path(os.path.expanduser("~/.ray"))
     return os.access(folder / "auth_token", os.R_OK) or (folder.is_absolute() and not write_problem(folder))
 
 
 def disconnect() -> None:
     """End the Ray that `connect` started, or leave the cluster."""
-    _beside(ray.shutdown)
+    _call_in_thread(ray.shutdown)
 
 
 def session_logs() -> Path | None:
-    """Where the processes of a Ray that was started here write their logs; None of a cluster that was joined."""
-    node = ray._private.worker._global_node  # type: ignore[attr-defined]  # it has no public name
+    """Return the log folder of a Ray that this process started; None for a cluster that it joined."""
+    node = ray._private.worker._global_node  # type: ignore[attr-defined]  # no public API
     return Path(node.get_logs_dir_path()) if node is not None and node.is_head() else None
 
 
 def cluster_has_gpus(address: str) -> bool:
-    """Join the cluster (for the rest of the process) and ask it."""
+    """Join the cluster for the rest of the process, and return whether it has GPUs."""
     connect(address)
     return ray.cluster_resources().get("GPU", 0) > 0
 
 
 def cluster_cpus(address: str, gpus: float, reserved: int) -> float:
-    """The CPUs of one actor where the job does not say: with GPUs their share of its node's, else a whole node's;
-    of the node that has the fewest, since an actor must fit anywhere, and with `reserved` ones left beside it.
-    1 while there is no such node."""
+    """Return the CPUs of one actor if the job does not set them: with GPUs a share of its node's CPUs, else the whole
+    node. Uses the smallest node, since an actor must fit anywhere, and leaves `reserved` CPUs free on it. 1 without
+    such a node."""
     connect(address)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     each = [
@@ -106,19 +108,19 @@ def cluster_cpus(address: str, gpus: float, reserved: int) -> float:
 
 
 def dead_nodes() -> set[str]:
-    """Ray's names for the machines that have left the cluster, whether they were drained or died."""
+    """Return Ray's ids of the nodes that left the cluster, whether they were drained or died."""
     return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
 
 def draining_nodes() -> set[str]:
-    """Ray's names for the machines that are about to leave: by `ray drain-node`, an autoscaler, or SIGTERM to their
-    Ray. Ray's own libraries ask in this way; it has no public one."""
+    """Return Ray's ids of the nodes that are about to leave: by `ray drain-node`, an autoscaler, or SIGTERM to their
+    Ray. Ray's own libraries use this call; there is no public one."""
     return set(ray._private.state.state.get_draining_nodes())  # type: ignore[attr-defined]
 
 
 class _SafePath(JobConfig):
-    """Ray lets workers look for modules first where the driver was started and where its script lies: a `random.py`
-    there would be imported in the place of Python's. This sends them to this package alone."""
+    """Job configuration that restricts the workers' module path to this package. By default Ray workers first search
+    the driver's working directory and script folder, where a `random.py` would shadow Python's."""
 
     def _serialize(self) -> str:
         self._py_driver_sys_path = _source_tree()
@@ -126,15 +128,15 @@ class _SafePath(JobConfig):
 
 
 def _source_tree() -> list[str]:
-    """The folder that holds this package, where it comes before Python's own: workers would not look there by
-    themselves. Of an installed package none."""
+    """Return the folder of this package if it precedes Python's own in `sys.path`: workers would not search it by
+    default. Empty for an installed package."""
     python = os.path.dirname(os.__file__)
-    return [PACKAGE_PARENT] if PACKAGE_PARENT in takewhile(lambda place: place != python, sys.path) else []
+    return [PACKAGE_PARENT] if PACKAGE_PARENT in takewhile(lambda folder: folder != python, sys.path) else []
 
 
-def _beside(call: Callable[[], object]) -> None:
-    """Call it in another thread and wait, so that a signal need not wait for Ray, and its handler stays the run's: in
-    the main thread Ray would put one of its own for SIGTERM in its place. The thread stays too: Linux ends Ray's
+def _call_in_thread(call: Callable[[], object]) -> None:
+    """Call `call` in another thread and wait, so that signals need not wait for Ray and keep the run's handlers: in the
+    main thread Ray would install its own handler for SIGTERM. The thread stays alive, because Linux ends Ray's
     processes with the thread that started them (prctl's PR_SET_PDEATHSIG)."""
     ended: Future[object] = Future()
 
@@ -153,18 +155,18 @@ def _beside(call: Callable[[], object]) -> None:
 
 
 def _keep_handlers() -> None:
-    """Ray's native part takes signals over as it starts, and gives them back to the system as it ends, without Python's
-    knowledge; here Python takes them back."""
+    """Restore Python's signal handlers. Ray's native code replaces them as it starts and resets them as it ends,
+    unknown to Python."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             handler = signal.getsignal(number)
-            if handler is not None:  # None: it was not Python's before
+            if handler is not None:  # None: not installed by Python
                 signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what Ray's native part says about its own log level while it starts off the terminal."""
+    """Suppress the messages about its log level that Ray's native code prints as it starts."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:

@@ -1,4 +1,4 @@
-"""What a dataflow is made of: the windows that are left, and what its actors are given. No Ray."""
+"""Specification of a dataflow: the remaining windows and the settings of its actors. Does not import Ray."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,35 +7,36 @@ from pipeline.data.source import Source, Window
 from pipeline.data.units import UnitSpec
 from pipeline.job.actor.worker import WorkSpec
 
-NUM_READERS = 2  # windows read at once; one for a single actor, as each is a process to start
-# More readers for more actors. One was seen to render 16,000 rows of 2,000 characters a second (two shared cores,
-# local disk), some eight million tokens. What an engine on a GPU reads was not measured; a tenth would be much.
+NUM_READERS = 2  # windows read at once; one for a single actor, since each reader is a process to start
+# Larger pools have more readers. One rendered 16,000 rows of 2,000 characters a second (two shared cores, local disk),
+# about eight million tokens. A GPU engine's demand was not measured; a tenth of that would be high.
 ACTORS_PER_READER = 8
 
 MIN_IN_FLIGHT, MAX_IN_FLIGHT = 4, 48
-FULL_BATCHES = 4  # rows in flight, in batches: some wait, and of most units only the longest rows still run
+FULL_BATCHES = 4  # full batches of rows in flight: some rows wait, and of most units only the longest rows still run
 
 
 def units_in_flight(max_num_seqs: int, unit_rows: int, unit_tokens: int, max_tokens: int, n: int = 1) -> int:
-    """How many units an engine of `max_num_seqs` sequences at once needs open so that its batch stays full, by the most
-    rows of `n` samples that a unit can have. `python -m benchmarks.simulate pools` compares numbers of them."""
+    """Return the number of open units that keep the batch of an engine with `max_num_seqs` sequences full, from the
+    largest number of rows with `n` samples that a unit can have. `python -m benchmarks.simulate pools` compares
+    values."""
     rows = max(1, min(unit_rows, unit_tokens // max(1, max_tokens * n)))
     return min(MAX_IN_FLIGHT, max(MIN_IN_FLIGHT, -(-FULL_BATCHES * max_num_seqs // (rows * n))))
 
 
 @dataclass(frozen=True)
 class WindowTask:
-    """One window that is not complete, and the units of it that are done. Picklable: a read task."""
+    """An incomplete window and its finished units. Picklable: it is a read task."""
 
     window: Window
     done: frozenset[int]
-    units_of: int | None  # as the parts that are there say
-    sample: int | None = None  # so many of its rows only
+    units_of: int | None  # number of units according to the existing parts
+    sample: int | None = None  # compute only this number of its rows
 
 
 @dataclass(frozen=True)
 class Spot:
-    """Whom an actor asks whether its machine is to be taken away, and how long it then goes on."""
+    """Spot notices of an actor: the metadata service to poll, and the time to finish open units after a notice."""
 
     notice: Literal["off", "aws", "gcp", "azure"] = "off"
     drain_s: float = 30.0
@@ -43,8 +44,8 @@ class Spot:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowSpec:
-    """All that a dataflow is made of. `cpus` and `gpus` are what one actor is booked with; `actors` is the most that
-    there are at once, `min_actors` how many it starts with where they are fewer."""
+    """Specification of a dataflow. `cpus` and `gpus`: resources of one actor. `actors`: maximum size of the pool.
+    `min_actors`: its initial size, if smaller."""
 
     source: Source = field(repr=False)
     tasks: tuple[WindowTask, ...] = field(repr=False)
@@ -56,7 +57,7 @@ class FlowSpec:
     units_in_flight: int
     ray_address: str | None = None
     spot: Spot = Spot()
-    failpoints: str = ""  # of tests
+    failpoints: str = ""  # set by tests
     always_ray: bool = False
     min_actors: int | None = None
 
@@ -66,8 +67,8 @@ class FlowSpec:
 
     @property
     def needs_ray(self) -> bool:
-        """Where one engine on this machine computes one window, or a sample, Ray brings nothing but its seconds to
-        start."""
+        """Return whether Ray is needed. For one engine on this machine and one window, or a sample, it would only add
+        its start-up time."""
         if self.always_ray or self.ray_address is not None or self.actors > 1:
             return True
         return len(self.tasks) > 1 and any(task.sample is None for task in self.tasks)

@@ -1,8 +1,8 @@
-"""`pipeline convert`: the output of a finished job as the files that OpenAI's Batch API would deliver.
+"""`pipeline convert`: write the output of a finished job as the files of OpenAI's Batch API.
 
-A part is read, its rows become lines, the next part is read: memory holds one part. Both files appear whole, the one of
-errors first, so that where the other is, nothing is missing; each line follows from the output alone, so the same call
-after an interruption makes the same files.
+Parts are converted one at a time, so memory holds one part. Both files appear complete, the error file first, so that
+the output file's existence means that nothing is missing. Each line depends on the output alone, so the same call after
+an interruption writes the same files.
 """
 
 import json
@@ -30,7 +30,7 @@ _ROWS_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class Converted:
-    """`errors` is None where no row failed: then there is no file of errors."""
+    """Written files. `errors` is None if no row failed: then there is no error file."""
 
     output: str
     errors: str | None
@@ -46,50 +46,50 @@ class Converted:
 
 
 def errors_beside(output: str) -> str:
-    """Where error rows go when nothing is said: `answers.jsonl` -> `answers.errors.jsonl`."""
+    """Return the default path for error rows: `answers.jsonl` -> `answers.errors.jsonl`."""
     folder, slash, name = output.rpartition("/")
     stem, dot, ending = name.rpartition(".")
     return f"{folder}{slash}{stem}.errors.{ending}" if stem and dot else f"{output}.errors"
 
 
 def convert(store: PartStore, output: str, errors: str | None, storage: Mapping[str, Any]) -> Converted:
-    """Write the lines of completed rows to the file `output`, those of error rows to `errors`, which is made only where
-    there are some; None: next to `output`. `storage`: fsspec options of both files, where they are urls.
+    """Write the lines of completed rows to the file `output`, and those of error rows, if any, to `errors` (None: next
+    to `output`). `storage`: fsspec options of both files, if they are urls.
 
-    Raises OutputError when the job is not finished, its output is not what `_SUCCESS` counts, has no column of
-    custom_id, or a file is there already that holds anything else; EnvironmentFailed when a disk or store fails.
+    Raises OutputError if the job is not finished, its output does not match `_SUCCESS`, it has no column custom_id, or
+    a file with other content already exists; EnvironmentFailed if a disk or store fails.
     """
     counts = read_counts(store)
     if counts is None:
-        raise OutputError(f"{store.path}: no _SUCCESS, so the job is not finished; `pipeline run` it to its end first")
-    if (wrong := what_is_wrong(store)) is not None:
-        raise OutputError(f"{store.path}: {wrong}; `pipeline verify` names what is damaged")
+        raise OutputError(f"{store.path}: no _SUCCESS, so the job is not finished; finish it with `pipeline run` first")
+    if (damage := what_is_wrong(store)) is not None:
+        raise OutputError(f"{store.path}: {damage}; `pipeline verify` lists the damage")
     if output == errors:
-        raise OutputError(f"--errors {errors}: is --output too; give them two names")
+        raise OutputError(f"--errors {errors}: same file as --output; expected two different files")
     answered = _answered(store)
     done = failed = 0
     with ExitStack() as stack:
-        good = stack.enter_context(NewFile(output, storage, "--output"))
-        bad = stack.enter_context(NewFile(errors or errors_beside(output), storage, "--errors"))
+        completed_file = stack.enter_context(NewFile(output, storage, "--output"))
+        error_file = stack.enter_context(NewFile(errors or errors_beside(output), storage, "--errors"))
         for row in _rows(store):
             line = json.dumps(answered.line(row), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-            file = good if row["error"] is None else bad
+            file = completed_file if row["error"] is None else error_file
             file.write(line.encode() + b"\n")
             done, failed = done + (row["error"] is None), failed + (row["error"] is not None)
         if (done, failed) != (counts["completed_rows"], counts["error_rows"]):
             raise OutputError(
-                f"{store.path}: its parts hold {done:,} completed and {failed:,} error rows, _SUCCESS counts "
-                f"{counts['completed_rows']:,} and {counts['error_rows']:,}; `pipeline verify` names what is damaged"
+                f"{store.path}: its parts contain {done:,} completed and {failed:,} error rows, _SUCCESS counts "
+                f"{counts['completed_rows']:,} and {counts['error_rows']:,}; `pipeline verify` lists the damage"
             )
         if failed:
-            bad.publish()
-        good.publish()
-    return Converted(good.shown, bad.shown if failed else None, done, failed)
+            error_file.publish()
+        completed_file.publish()
+    return Converted(completed_file.shown, error_file.shown if failed else None, done, failed)
 
 
 def _answered(store: PartStore) -> Answered:
-    """Return what all lines have in common: from the job's record, and from that of the run that finished it."""
-    place = store.folder.shown(JOB)
+    """Return the values common to all lines: from the job's record and that of the run that finished it."""
+    file_name = store.folder.shown(JOB)
     try:
         job = json.loads(store.folder.read(JOB) or b"")
         task = job["identity"]["task"]["type"]
@@ -97,20 +97,22 @@ def _answered(store: PartStore) -> Answered:
         model, fingerprint = str(job["free"]["model"]["path"]), str(job["fingerprint"])
         created = int(datetime.fromisoformat(load_runs(store)[-1].started_at).timestamp())
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise OutputError(f"{place}: damaged, or a run's record is missing ({error}); was it edited?") from error
+        raise OutputError(f"{file_name}: damaged, or a run's record is missing ({error}); was it edited?") from error
     if task not in ("generate", "embed"):
-        raise OutputError(f"{store.path}: its job's task is {task}; only completions and embeddings can be converted")
+        raise OutputError(
+            f"{store.path}: the task of its job is {task}; only completions and embeddings can be converted"
+        )
     endpoint = "embedding" if task == "embed" else "chat" if is_chat else "text"
     return Answered(endpoint, model, created, fingerprint)
 
 
 def _rows(store: PartStore) -> Iterator[Mapping[str, Any]]:
-    """Of each row of the input what its line is made of, in the order of the parts."""
+    """Yield the data of each input row's line, in the order of the parts."""
 
     def choose(schema: pa.Schema) -> list[str]:
         if CUSTOM_ID not in schema.names:
             raise OutputError(
-                f"{store.path}: has no column {CUSTOM_ID}, by which an answer is found; its job keeps none "
+                f"{store.path}: has no column {CUSTOM_ID}, which identifies the requests; its job does not keep it "
                 "(input.columns)"
             )
         own = [CUSTOM_ID, *([ENCODING_FORMAT] if ENCODING_FORMAT in schema.names else [])]

@@ -1,6 +1,6 @@
-"""A run as somebody sees it who looks at its output now and then, on a disk or in a store, until it ends.
+"""Follow a run from its output, on a disk or in a store, until it ends.
 
-Owns when to look, and when the run is over: by its own word, or because its process is gone.
+Decides when to read the output again, and when the run is over: by its status, or because its process died.
 """
 
 import time
@@ -14,7 +14,7 @@ from pipeline.report.record.run_record import RunRecord
 from pipeline.stores.local_folder import LocalFolder
 
 LOOK_S = 1.0
-STORE_LOOK_S = 5.0  # in an object store, where each look is some requests
+STORE_LOOK_S = 5.0  # in an object store, where each refresh costs several requests
 _EXIT_CODES = {
     "finished": 0,
     "sampled": 0,
@@ -24,10 +24,10 @@ _EXIT_CODES = {
 
 
 class Following:
-    """What was seen last is in `status`, `run` (its record) and `doubt` (why the status is not to be believed)."""
+    """Last observed `status`, `run` (its record) and `doubt` (why the status is stale)."""
 
     def __init__(self, store: PartStore, run_id: str | None = None) -> None:
-        """`run_id`: the run to follow; whichever is the last when left out. Looks at once."""
+        """`run_id`: the run to follow; by default the last one. Reads the output at once."""
         self._store, self._run_id = store, run_id
         self._every_s = LOOK_S if isinstance(store.folder, LocalFolder) else STORE_LOOK_S
         self.look()
@@ -44,6 +44,6 @@ class Following:
             self.exit_code = EnvironmentFailed.exit_code
 
     def wait(self) -> None:
-        """Until something may have changed; then look again."""
+        """Wait until something may have changed, then read the output again."""
         time.sleep(self._every_s)
         self.look()

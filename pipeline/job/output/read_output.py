@@ -1,6 +1,6 @@
-"""What an output folder tells of its job: how far it is, whether its run is still there, what it cost.
+"""Read an output folder: the progress of its job, whether its run is alive, and its cost.
 
-Owns reading it back for people; writing it is the job's. Nothing here changes the folder.
+Reads for display only; nothing here changes the folder.
 """
 
 import json
@@ -28,13 +28,13 @@ from pipeline.report.record.run_record import RunRecord
 from pipeline.report.run_report import RunReport
 from pipeline.stores.filesystem import is_url, storage_for
 
-SILENT_S = 120.0  # a run writes its status each few seconds
-ENDED_S = 20.0  # from a run's last record to its last status, at most
+SILENT_S = 120.0  # a running job writes its status every few seconds
+ENDED_S = 20.0  # longest time between a run's last record and its last status
 
 
 def open_output(place: str, vars: Iterable[str] = ()) -> PartStore:
-    """The output at `place`, a folder or an fsspec url, or the one of the job file there with these `vars`. Raises
-    OutputError, ConfigError."""
+    """Open the output at `place`: a folder, an fsspec url, or the output of a job file with `vars`. Raises OutputError,
+    ConfigError."""
     path, storage = output_of(place, vars)
     if not is_url(path) and place == path and not Path(path).is_dir():
         problem = "is neither an output folder nor a job file (.yaml)" if Path(path).exists() else "no such folder"
@@ -43,20 +43,20 @@ def open_output(place: str, vars: Iterable[str] = ()) -> PartStore:
 
 
 def output_of(place: str, vars: Iterable[str] = ()) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
-    """Where an output is and its job's fsspec options by url prefix: `place` itself with none, or what the job file
-    says."""
+    """Return the path of an output and its job's fsspec options by url prefix: `place` itself without options, or the
+    values of the job file."""
     path = Path(place)
     if is_url(place) or path.suffix not in (".yaml", ".yml") or path.is_dir():
         if given := list(vars):
-            raise ConfigError(f"--var {given[0]}: {place} is no job file, and only a job file has variables")
+            raise ConfigError(f"--var {given[0]}: {place} is not a job file, and only job files have variables")
         return place, {}
     job = load_job(path, vars=vars)
     return job.output.path, job.storage
 
 
 def status_of(store: PartStore) -> Status:
-    """The last status that a run left."""
-    raw = _read(store, STATUS, "no run of a job has left a status here")
+    """Return the last status that a run wrote."""
+    raw = _read(store, STATUS, "no status of a job's run here")
     try:
         return Status.from_json(raw)
     except TypeError as error:
@@ -64,47 +64,46 @@ def status_of(store: PartStore) -> Status:
 
 
 def doubt_of(store: PartStore, now: Status, run: RunRecord | None) -> str | None:
-    """Why a status is not to be believed, in one line: one that says `running`, when its process on this machine is
-    gone, its record says that it has ended, or nothing was heard of it for long; one that says `finished`, when its
-    parts are not what it left. `run`: the record of the status's run."""
+    """Return why a status is stale, in one line, or None. A `running` status is stale if its process on this machine is
+    missing, its record has ended, or it was not updated for long; a `finished` one if the parts have changed. `run`:
+    the record of the status's run."""
     if now.outcome == "finished":
         return damage_of(store)
     if now.outcome != "running":
         return None
     if run is not None and run.outcome == "killed":
         pid = run.versions.get("pid", "unknown")
-        return f"Its process, {pid} on this machine, is gone. `pipeline run` goes on from what is written."
-    silent = silent_s(now)
-    if run is not None and run.outcome != "running" and silent >= ENDED_S:
+        return f"Its process, {pid} on this machine, is no longer running. `pipeline run` resumes it."
+    silent_for_s = silent_s(now)
+    if run is not None and run.outcome != "running" and silent_for_s >= ENDED_S:
         return (
-            f"The run's record says {run.outcome}: its last status could not be written, as on a full disk. "
-            "`pipeline run` goes on from what is written."
+            f"The run's record is {run.outcome}; its last status could not be written, as on a full disk. "
+            "`pipeline run` resumes it."
         )
-    if silent < SILENT_S:
+    if silent_for_s < SILENT_S:
         return None
     host = run.versions.get("host", "unknown") if run is not None else "unknown"
     return (
-        f"Nothing was heard of it for {duration(round(silent))}. If its process on {host} is gone, `pipeline run` goes "
-        "on from what is written."
+        f"No status for {duration(round(silent_for_s))}. If its process on {host} has ended, `pipeline run` resumes it."
     )
 
 
 def damage_of(store: PartStore) -> str | None:
-    """What is wrong with a finished output and what to do, from one listing; None where nothing is seen."""
-    wrong = what_is_wrong(store)
-    if wrong is None:
+    """Return how a finished output is damaged and what to do, from one listing; None if it looks intact."""
+    damage = what_is_wrong(store)
+    if damage is None:
         return None
     return (
-        f"The output is not as it was when it was finished: {wrong}. `pipeline verify` lists what is damaged; "
-        "`pipeline run` makes what is missing."
+        f"The output changed after the job finished: {damage}. `pipeline verify` lists the damage; `pipeline run` "
+        "recomputes missing parts."
     )
 
 
 def report_of(store: PartStore) -> RunReport:
-    """The report over all runs: the folder's, or a fresh one where a run goes on or was killed since."""
+    """Return the report over all runs: the folder's, or a new one if a run is in progress or was killed since."""
     runs = load_runs(store)
     if not runs:
-        raise OutputError(f"{store.path}: no run of a job has left a record here")
+        raise OutputError(f"{store.path}: no record of a job's run here")
     try:
         if store.folder.read(REPORT_JSON) is not None:
             kept = RunReport.from_json(_read(store, REPORT_JSON, ""))
@@ -119,8 +118,8 @@ def report_of(store: PartStore) -> RunReport:
 
 
 def divided_by(store: PartStore, report: RunReport, column: str, most: int) -> ByColumn:
-    """The report's machine time by a column of the output, which is read for it. Raises ConfigError for a column that
-    is not there, or whose values are lists or structs."""
+    """Divide the report's machine time by the values of a column of the output. Raises ConfigError for a missing
+    column, or one of lists or structs."""
 
     def choose(schema: pa.Schema) -> list[str]:
         if column not in schema.names:

@@ -1,6 +1,6 @@
-"""The end of a job: all rows are counted, and `_SUCCESS` says that the output is complete.
+"""Publication of a job: count all rows, and mark the output as complete with `_SUCCESS`.
 
-`verify` here is the count that every run ends with, by names and footers; `pipeline verify` is `audit.py`.
+`verify` in this file is the count at the end of every run, by names and footers; `pipeline verify` is `audit.py`.
 """
 
 import json
@@ -15,27 +15,26 @@ from pipeline.errors import Interrupted, OutputError, PipelineError
 from pipeline.job.planning.appended import num_appended
 from pipeline.job.planning.plan import JobPlan, what_is_left
 
-# As PartTotals has them.
+# Fields of PartTotals
 _TOKENS = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens", "num_error_input_tokens")
 
 
 def write_empty_part(plan: JobPlan, store: PartStore, metadata: dict[str, str]) -> None:
-    """An input of no rows has an output too: one part of no rows, with all columns."""
+    """Write the output of an input without rows: one empty part with all columns."""
     store.write(PartName(plan.fingerprint.short, 0, 0, 1, 0), empty_table(plan.schema), metadata)
 
 
 def verify(plan: JobPlan, store: PartStore, say: Callable[[int, int], None] | None = None) -> PartTotals:
-    """What the output holds, from one listing and every part's footer. Raises where it is not exactly the input's
-    rows.
+    """Count the output from one listing and every part's footer. Raises if it does not match the input's rows exactly.
 
-    `say` is called for each part with how many are read and how many there are; what it raises ends the count.
+    `say` is called for each part with the numbers of counted parts and of all parts; what it raises ends the count.
     """
     progress = store.list(plan.fingerprint.short)
     left = what_is_left(plan, progress)
     if left:
         raise PipelineError(
-            f"{store.path}: window {left[0].window.index} and {len(left) - 1} more are not complete "
-            "though all units are done; run again to do them"
+            f"{store.path}: incomplete windows: {len(left)} (the first is {left[0].window.index}), though all "
+            "units are done; run again to compute them"
         )
     totals = PartTotals()
     with closing(store.parts(progress)) as parts:
@@ -52,7 +51,7 @@ def verify(plan: JobPlan, store: PartStore, say: Callable[[int, int], None] | No
 
 
 def read_success(store: PartStore) -> PartTotals | None:
-    """What `_SUCCESS` says the output holds; None where there is none, or one that says something else."""
+    """Return the totals in `_SUCCESS`; None if it is missing or has another format."""
     counts = read_counts(store)
     if counts is None:
         return None
@@ -65,15 +64,15 @@ def read_success(store: PartStore) -> PartTotals | None:
             further_samples=counts["output_rows"] - rows,
             **{name: counts[name] for name in _TOKENS},
         )
-    except (ValueError, KeyError, TypeError):  # edited, or another program's
+    except (ValueError, KeyError, TypeError):  # edited, or from another program
         return None
 
 
 def write_success(plan: JobPlan, store: PartStore, totals: PartTotals) -> None:
-    """The last thing a job does. Raises Interrupted, and leaves no `_SUCCESS`, where files were appended meanwhile."""
+    """Publish the output. Raises Interrupted, and leaves no `_SUCCESS`, if files were appended in the meantime."""
     check_none_appended(plan, store)
     skipped = plan.source.skipped
-    there = Inventory.of(store)
+    inventory = Inventory.of(store)
     counts = {
         "job": plan.job.config.name,
         "fingerprint": plan.fingerprint.digest,
@@ -84,25 +83,25 @@ def write_success(plan: JobPlan, store: PartStore, totals: PartTotals) -> None:
         "error_rows": totals.num_error_rows,
         "errors": dict(totals.error_rows),
         "parts": totals.units,
-        "parts_bytes": there.parts_bytes,
-        "parts_digest": there.parts_digest,
+        "parts_bytes": inventory.parts_bytes,
+        "parts_digest": inventory.parts_digest,
         **{name: getattr(totals, name) for name in _TOKENS},
         "num_skipped_files": len(skipped),
         "skipped_files": [{"file": f.relative, "bytes": f.size, "reason": f.reason} for f in skipped],
     }
     store.folder.replace(SUCCESS, json.dumps(counts, indent=1).encode())
     try:
-        check_none_appended(plan, store)  # the record may have come between the look above and `_SUCCESS`
+        check_none_appended(plan, store)  # files may be appended between the check above and `_SUCCESS`
     except Interrupted:
-        if (read_counts(store) or {}).get("appended_batches") == plan.batches.count:  # not the other run's
+        if (read_counts(store) or {}).get("appended_batches") == plan.batches.count:  # not if the other run wrote it
             store.folder.remove(SUCCESS)
         raise
 
 
 def check_none_appended(plan: JobPlan, store: PartStore) -> None:
-    """Raise Interrupted where another run has appended files since this one planned: it does not count their rows."""
+    """Raise Interrupted if another run has appended files since this one was planned: their rows are not counted."""
     if num_appended(store) > plan.batches.count:
         raise Interrupted(
-            f"{store.path}: another run has appended input files while this one ran. What is written is whole; the "
-            "same command goes on with them."
+            f"{store.path}: another run has appended input files while this one ran. The written output is consistent; "
+            "run the same command to compute the new files."
         )

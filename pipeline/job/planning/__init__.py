@@ -1,1 +1,1 @@
-"""What a job is, and what its actors are given, found out before any model is loaded."""
+"""Plan a job and its actors before any model is loaded."""

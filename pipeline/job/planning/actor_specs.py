@@ -1,4 +1,4 @@
-"""What the engine actors are given: work, cores, a device, and all they need to know of the job."""
+"""Specifications of the engine actors: work, cores, devices, and the job's settings."""
 
 import json
 import os
@@ -24,12 +24,12 @@ def flow_spec(
     retry_failed: bool = False,
     log_level: Level = "info",
 ) -> FlowSpec:
-    """What each actor gets: its share of the machine's cores unless the job says so, and a GPU where it uses
-    one. `retry_failed`: of a unit whose part is there, the error rows are computed again."""
+    """Return the specification of the dataflow. Each actor gets its share of the machine's cores unless the job sets
+    it, and a GPU if it uses one. `retry_failed`: recompute the error rows of units that have a part."""
     job, config, run = plan.job, plan.job.config, plan.job.config.run
     gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
-    fewest, most = run.pool
-    cpus = run.cpus_per_actor or _cpus(most, run.cluster_address, gpus)
+    min_size, max_size = run.pool
+    cpus = run.cpus_per_actor or _cpus(max_size, run.cluster_address, gpus)
     engine = job.engine_config(max(1, int(cpus)))
     work = WorkSpec(
         backend=backend,
@@ -62,15 +62,15 @@ def flow_spec(
         task=job.task,
     )
     spot, units = Spot(run.spot_notice, run.drain_timeout), job.units
-    at_once = config.engine.max_num_seqs or max_default_seqs(plan.device.startswith("cuda"))
-    in_flight = units_in_flight(at_once, units.unit_rows, units.unit_tokens, units.default_max_tokens, units.default_n)
+    num_seqs = config.engine.max_num_seqs or max_default_seqs(plan.device.startswith("cuda"))
+    in_flight = units_in_flight(num_seqs, units.unit_rows, units.unit_tokens, units.default_max_tokens, units.default_n)
     requested = failpoints.requested(os.environ)
     return FlowSpec(
         source=plan.source,
         tasks=tasks,
         units=job.units,
         work=work,
-        actors=most,
+        actors=max_size,
         cpus=cpus,
         gpus=gpus,
         units_in_flight=in_flight,
@@ -78,7 +78,7 @@ def flow_spec(
         spot=spot,
         failpoints=requested,
         always_ray=run.ray_address == "local",
-        min_actors=fewest,
+        min_actors=min_size,
     )
 
 
@@ -91,7 +91,7 @@ def _cpus(actors: int, ray_address: str | None, gpus: float) -> float:
 
 
 def resolve_device(config: JobConfig) -> str:
-    """What `engine.device` is: `auto` is cuda where this machine (or the cluster to join) has a GPU."""
+    """Return the resolved `engine.device`: `auto` is cuda if this machine (or the cluster to join) has a GPU."""
     if config.engine.device != "auto":
         return config.engine.device
     if config.run.cluster_address is not None:
@@ -106,7 +106,7 @@ def resolve_device(config: JobConfig) -> str:
 
 
 def provenance(plan: JobPlan) -> dict[str, str]:
-    """Where a part comes from, kept in its footer."""
+    """Return the origin of a part, for its footer."""
     found = {name: v for name, v in versions().items() if name not in ("host", "pid", "process")}
     return {
         "pipeline.fingerprint": plan.fingerprint.digest,

@@ -1,9 +1,9 @@
-"""`--append`: files that an input got after its job's first run, and the order in which all files are computed.
+"""`--append`: files added to an input after its job's first run, and the order of all files.
 
-Windows are cut from the files in their order, so new files come after all others, whatever their names: first the files
-of the output's first run (`job.json` names them), then each batch that was appended, each sorted by name. A batch is a
-record, `_pipeline/appended/0001.json`, created once before any row of it is computed; from then on its files belong to
-the job, and runs need no flag to go on with them.
+Windows are cut from the files in order, so new files come after all others, regardless of their names: first the files
+of the output's first run (listed in `job.json`), then each appended batch, each sorted by name. A batch is a record,
+`_pipeline/appended/0001.json`, created before any of its rows is computed. From then on its files belong to the job,
+and runs resume with them without a flag.
 """
 
 import json
@@ -23,17 +23,17 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of an output, each with its files by name and what is known of each; `new`: one that is not on record
-    yet. `more`: whether there may be one, which is what --append asks for."""
+    """Appended batches of an output: a mapping of file name to digest for each recorded batch. `new`: a batch that is
+    not recorded yet. `more`: whether --append allows one."""
 
     appended: tuple[Mapping[str, str], ...] = ()
-    first: Mapping[str, str] | None = None  # the first run's files; None where there was no run
+    first: Mapping[str, str] | None = None  # the first run's files; None without a run
     more: bool = False
     new: Mapping[str, str] | None = None
 
     @classmethod
     def of(cls, store: PartStore, append: bool = False) -> "Batches":
-        """Return those on record. Raises OutputError where one is damaged."""
+        """Read the recorded batches. Raises OutputError if one is damaged."""
         batches = []
         for name in sorted(store.folder.names(FOLDER)):
             try:
@@ -48,15 +48,17 @@ class Batches:
         return cls(tuple(batches), first_files(store), append)
 
     def arranged(self, source: Source) -> tuple[Source, "Batches"]:
-        """`source` with its files in the order of the batches, and the batches with a new one where --append found new
-        files. Raises FingerprintError where an appended file has changed or is gone."""
+        """Return `source` with its files in the order of the batches, and the batches including a new one if --append
+        found new files. Raises FingerprintError if an appended file has changed or is missing."""
         digests = file_digests(source)
         known = {name for batch in self.appended for name in batch}
         for batch in self.appended:
             for name, digest in batch.items():
                 if digests.get(name) != digest:
-                    now = digests.get(name, "gone")
-                    raise FingerprintError(f"input.path: {name} was appended as a file of {digest}, and is now {now}")
+                    now = digests.get(name, "missing")
+                    raise FingerprintError(
+                        f"input.path: {name} was appended as {digest} and is now {now}; restore the file"
+                    )
         new = None
         if self.more and self.first is not None:
             new = {name: digest for name, digest in digests.items() if name not in known and name not in self.first}
@@ -72,40 +74,40 @@ class Batches:
 
     @property
     def count(self) -> int:
-        """With the new one."""
+        """Number of batches, including the new one."""
         return len(self.appended) + (self.new is not None)
 
     def is_later(self, name: str) -> bool:
-        """Whether a file is not of the first run, as far as is known before the files are looked at."""
+        """Return whether a file was added after the first run, as far as is known before the files are read."""
         is_new = self.more and self.first is not None and name not in self.first
         return is_new or any(name in batch for batch in self.appended)
 
     @property
     def later_files(self) -> set[str]:
-        """Those that are not of the first run."""
+        """Names of files that were added after the first run."""
         return {name for batch in (*self.appended, self.new or {}) for name in batch}
 
     def num_rows(self, source: Source) -> int:
-        """Of the new batch."""
+        """Return the number of rows of the new batch."""
         return sum(file.num_rows for file in source.files if file.relative in (self.new or {}))
 
     def record(self, store: PartStore, num_rows: int, versions: Mapping[str, str], now: datetime) -> None:
-        """Make the new batch part of the job. Raises EnvironmentFailed where another run was first."""
+        """Record the new batch as part of the job. Raises EnvironmentFailed if another run recorded one first."""
         if self.new is None:
             return
         body: dict[str, Any] = {"format": FORMAT, "files": dict(self.new), "rows": num_rows, "at": now.isoformat()}
-        place = f"{FOLDER}/{len(self.appended) + 1:04d}.json"
-        if not store.folder.create(place, json.dumps(body | {"versions": dict(versions)}, indent=1).encode()):
+        path = f"{FOLDER}/{len(self.appended) + 1:04d}.json"
+        if not store.folder.create(path, json.dumps(body | {"versions": dict(versions)}, indent=1).encode()):
             raise EnvironmentFailed(
-                f"{store.folder.shown(place)}: another run has appended files to this output just now; run again"
+                f"{store.folder.shown(path)}: another run has appended files to this output; run again"
             )
 
 
 def num_appended(store: PartStore) -> int:
-    """How many batches are on record, from one listing."""
+    """Return the number of recorded batches, from one listing."""
     return len(store.folder.names(FOLDER))
 
 
 def batch_numbers(store: PartStore) -> dict[str, int]:
-    """Of each appended file the number of its batch, from 1; the first run's files are not in it."""
+    """Return the batch number of each appended file, from 1, without the first run's files."""
     return {name: i for i, batch in enumerate(Batches.of(store).appended, 1) for name in batch}

@@ -1,7 +1,7 @@
-"""What a job takes from its checkpoint, and what its checkpoint rules out. torch is not imported here.
+"""Values that a job takes from its checkpoint, and settings that the checkpoint rules out. Does not import torch.
 
-Sampling values of generation_config.json are taken only with `sampling.generation_config: model`, and never over a
-value that the job gives. What was taken is in the job's identity, as its other values are.
+Sampling values of generation_config.json are used only with `sampling.generation_config: model`, and never override a
+value of the job. Used values are part of the job's identity, like its other values.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ from pipeline.errors import ConfigError, ModelError
 from pipeline.stores.redaction import shown_url
 
 SAMPLING_FILE = "generation_config.json"
-MODEL_FILES = ("config.json", "tokenizer.json")  # what every checkpoint has, beside its weights
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # those that vLLM takes, but max_tokens
+MODEL_FILES = ("config.json", "tokenizer.json")  # files of every checkpoint, in addition to its weights
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # as in vLLM, without max_tokens
 
 
 def exceeded_limits(config: JobConfig, model: Path) -> Iterator[ConfigError]:
-    """Yield each key that the checkpoint in the folder `model` cannot do. Raises ModelError where its config.json
-    cannot be read."""
+    """Yield an error for each key that the checkpoint in the folder `model` does not support. Raises ModelError if its
+    config.json cannot be read."""
     length, method = config.engine.max_model_len, config.model.quantization
     if length is None and method == "none":
         return
@@ -33,17 +33,17 @@ def exceeded_limits(config: JobConfig, model: Path) -> Iterator[ConfigError]:
     longest = values.get("max_position_embeddings")
     if length is not None and isinstance(longest, int) and length > longest:
         key = "engine.max_model_len"
-        why = f"{length} is more than the {longest:,} positions that {shown} was made for"
-        yield ConfigError(f"{key}: {why}", key=key)
+        problem_text = f"{length} exceeds the {longest:,} positions of {shown}"
+        yield ConfigError(f"{key}: {problem_text}", key=key)
     if method != "none" and quantization_options(model, values) is not None:
         key = "model.quantization"
-        why = f"{shown} is quantized already; leave the key out (`none`), or take the 16-bit checkpoint"
-        yield ConfigError(f"{key}: {method}, but {why}", key=key)
+        problem_text = f"{shown} is quantized already; remove the key, or use the 16-bit checkpoint"
+        yield ConfigError(f"{key}: {method}, but {problem_text}", key=key)
 
 
 def stored_sampling(model: Path) -> dict[str, Any]:
-    """Return the model's sampling values, by their names here. One that says `do_sample: false` is greedy, whatever
-    else it has. Raises ModelError."""
+    """Return the model's sampling values, by their names in the job file. With `do_sample: false` the model is greedy,
+    regardless of its other values. Raises ModelError."""
     if not (model / SAMPLING_FILE).is_file():
         return {}
     found = read_json(model / SAMPLING_FILE)
@@ -54,7 +54,7 @@ def stored_sampling(model: Path) -> dict[str, Any]:
 
 
 def with_stored_sampling(sampling: SamplingSection, values: dict[str, Any], model: Path) -> SamplingSection:
-    """`sampling` with `values` of the model's file filled in. Raises ModelError where one is out of range."""
+    """Return `sampling` with `values` of the model's file filled in. Raises ModelError if one is out of range."""
     given = {name: getattr(sampling, name) for name in sampling.model_fields_set}
     try:
         return SamplingSection.model_validate(given | values)
@@ -65,9 +65,9 @@ def with_stored_sampling(sampling: SamplingSection, values: dict[str, Any], mode
 
 
 def reasoning_markers(sampling: SamplingSection, model: Path) -> ReasoningMarkers:
-    """Return the texts around the reasoning of `sampling.reasoning`, so that they are a part of what the job is. Raises
-    ConfigError where the tokenizer lacks them, or where other options need them to be one token each, ModelError where
-    there is no tokenizer."""
+    """Return the marker texts of `sampling.reasoning`, so that they become part of the job's identity. Raises
+    ConfigError if the tokenizer lacks them or other options require single-token markers, ModelError without a
+    tokenizer."""
     from pipeline.engine.reasoning.markers import find_markers, marker_tokens
     from pipeline.engine.reasoning.tracking import text_unsupported_reason
     from pipeline.tokenization.tokenizer import Tokenizer
@@ -76,8 +76,10 @@ def reasoning_markers(sampling: SamplingSection, model: Path) -> ReasoningMarker
     tokenizer = Tokenizer.from_folder(str(model))
     found = find_markers(sampling.reasoning, tokenizer)
     has_budget, has_grammar = sampling.thinking_token_budget is not None, sampling.structured_outputs is not None
-    if marker_tokens(found, tokenizer) == found and (why := text_unsupported_reason(found, has_budget, has_grammar)):
-        raise ConfigError(why)
+    if marker_tokens(found, tokenizer) == found and (
+        problem_text := text_unsupported_reason(found, has_budget, has_grammar)
+    ):
+        raise ConfigError(problem_text)
     return found
 
 

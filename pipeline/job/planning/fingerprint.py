@@ -1,8 +1,8 @@
-"""What makes a job this job: its settings and the digests of what it reads, in three classes.
+"""Identity of a job: its settings and the digests of its inputs, in three classes.
 
-*identity*: another value gives another output; resuming with a change is refused. *numerics*: another value
-may change a token by rounding; refused unless accepted, and then kept on record. *free*: may change at any
-time. `_pipeline/job.json` holds them as the first run of the job had them.
+*identity*: another value gives another output, so a changed job cannot resume. *numerics*: another value may change
+tokens by rounding; a change is refused unless accepted, and then recorded. *free*: may change at any time.
+`_pipeline/job.json` holds the values of the job's first run.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ from pipeline.errors import FingerprintError, OutputError
 FORMAT = 1
 JOB = "_pipeline/job.json"
 ACCEPTED = "_pipeline/accepted-numerics.json"
-FILES = "_pipeline/files.json"  # of an output with more input files than JOB lists
-MAX_LISTED_FILES = 1000  # of more input files only the sum of their digests is kept
-LIMIT = "engine.max_model_len"  # the key of the identity that a run with --retry-failed may change
+FILES = "_pipeline/files.json"  # input files, if there are more than JOB lists
+MAX_LISTED_FILES = 1000  # above this, JOB holds only a digest of all files
+LIMIT = "engine.max_model_len"  # the identity key that a run with --retry-failed may change
 MAX_SHOWN = 20
 MAX_VALUE_CHARS = 100
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """`needs_date`: the chat template can ask for the date. The one that it is told is in the identity: the job file's,
-    or from `claim` on that of the output's first run."""
+    """Settings and input digests of a job. `needs_date`: the chat template can print the date. That date is part of the
+    identity: the job file's, or after `claim` that of the output's first run."""
 
     identity: dict[str, Any]
     numerics: dict[str, Any]
@@ -40,27 +40,27 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """Of the identity alone, as hex."""
+        """Digest of the identity alone, as hex."""
         return hashlib.sha256(_canonical(self.identity)).hexdigest()
 
     @property
     def undated(self) -> str:
-        """Of the identity without the date that prompts are told, which changes none of a job's cost."""
+        """Digest of the identity without the date of prompts, which does not affect the cost of the job."""
         return undated_digest(self.identity)
 
     @property
     def short(self) -> str:
-        """As in the names of parts."""
+        """First 8 digits of the digest, as in the names of parts."""
         return self.digest[:8]
 
     @property
     def date(self) -> datetime | None:
-        """What a chat template that asks is told; None where there is none, or none yet."""
+        """Date for the chat template; None if the job needs none or has none yet."""
         date = _date_in(self.identity)
         return None if date is None else datetime.fromisoformat(date)
 
     def with_date(self, date: str | None) -> "Fingerprint":
-        """The same job with this date, where it needs one and the job file has none."""
+        """Return the same job with this date, if it needs one and the job file has none."""
         if not self.needs_date or date is None or self.date is not None:
             return self
         prompt = self.identity["prompt"]
@@ -77,17 +77,17 @@ def fingerprint(
     chat_template: str | None = None,
     later_files: Collection[str] = (),
 ) -> Fingerprint:
-    """`model`: digests by file name, and whether the chat template can ask for the date; `device`: what `engine.device`
-    became, without an index; `chat_template`: the text of `prompt.chat.template`; `later_files`: names of those that
-    were appended, which are not in it."""
+    """Return the fingerprint of a job. `model`: digests by file name; `device`: the resolved `engine.device`, without
+    an index; `asks_for_date`: the chat template can print the date; `chat_template`: the text of
+    `prompt.chat.template`; `later_files`: names of appended files, which are not part of the identity."""
     files = {name: digest for name, digest in file_digests(source).items() if name not in later_files}
-    identity = _plain({**identity_of(config), "files": _files(files), "model": dict(model)})
+    identity = _from_json({**identity_of(config), "files": _files(files), "model": dict(model)})
     if chat_template is not None:
         identity["prompt"]["chat"]["template"] = hashlib.sha256(chat_template.encode()).hexdigest()[:32]
-    numerics = _plain(numerics_of(config))
+    numerics = _from_json(numerics_of(config))
     numerics["engine"]["device"] = device
     chat = config.prompt.chat
-    job = Fingerprint(identity, numerics, _plain(free_of(config)), asks_for_date and chat is not None)
+    job = Fingerprint(identity, numerics, _from_json(free_of(config)), asks_for_date and chat is not None)
     return job.with_date(chat and chat.date)
 
 
@@ -100,11 +100,11 @@ def claim(
     now: datetime,
     files: Mapping[str, str] | None = None,
 ) -> Fingerprint:
-    """Make the output folder this job's, or see that it is. Nothing is changed where it is refused. `files`: those of
-    the input, by `file_digests`.
+    """Claim the output folder for this job, or check that it belongs to it. A refused claim changes nothing. `files`:
+    the input files, as `file_digests` returns them.
 
-    Returns `ours` with the output's date: the job file's, else that of the output's first run, else `now`. Raises
-    FingerprintError when its job differs, OutputError when it holds something else.
+    Return `ours` with the output's date: the job file's, else that of the output's first run, else `now`. Raises
+    FingerprintError if the folder belongs to a different job, OutputError if it holds anything else.
     """
     raw = store.folder.read(JOB)
     is_new = raw is None
@@ -118,7 +118,7 @@ def claim(
             store.folder.replace(FILES, _canonical(files))
         if store.folder.create(JOB, json.dumps(body, indent=1, sort_keys=True).encode()):
             return first
-        raw = store.folder.read(JOB)  # another run was first: then it is the one to agree with
+        raw = store.folder.read(JOB)  # another run claimed the folder first; compare with that one
         assert raw is not None
     theirs = _parse(store, raw)
     ours = ours.with_date(theirs["date"])
@@ -130,7 +130,7 @@ def claim(
 
 
 def check_output(store: PartStore, ours: Fingerprint) -> None:
-    """Raise as `claim` would, but write nothing, and let pass what an option of `run` allows: other numerics, new
+    """Raise as `claim` would, without writing anything. Accepts what an option of `run` allows: other numerics, new
     files, other limits."""
     raw = store.folder.read(JOB)
     if raw is None:
@@ -143,17 +143,16 @@ def check_output(store: PartStore, ours: Fingerprint) -> None:
 
 
 def _check_empty(store: PartStore) -> None:
-    there = [name for name in store.folder.names("") if name[0] not in "_." or name == SUCCESS]
-    if there:
+    existing = [name for name in store.folder.names("") if name[0] not in "_." or name == SUCCESS]
+    if existing:
         raise OutputError(
-            f"output.path {store.path}: not empty ({there[0]}) and not the output of a job of this program; choose a "
-            "new folder"
+            f"output.path {store.path}: not empty ({existing[0]}) and not the output of a job; choose a new folder"
         )
 
 
 def with_limits_of(store: PartStore, ours: Fingerprint) -> tuple[Fingerprint, dict[str, Any]]:
-    """For a run of error rows: `ours` with the output's own `LIMIT`, and the limit of this run by that key where it is
-    another one. Raises OutputError."""
+    """Return `ours` with the output's own `LIMIT`, and this run's limit by that key if it differs. Used to recompute
+    error rows. Raises OutputError."""
     raw = store.folder.read(JOB)
     if raw is None:
         return ours, {}
@@ -164,22 +163,22 @@ def with_limits_of(store: PartStore, ours: Fingerprint) -> tuple[Fingerprint, di
 
 
 def differs(store: PartStore, ours: Fingerprint) -> bool:
-    """Whether the output is another job's, or was begun with other numerics. Raises OutputError."""
+    """Return whether the output belongs to a different job or was started with other numerics. Raises OutputError."""
     raw = store.folder.read(JOB)
     if raw is None:
         return False
     theirs = _parse(store, raw)
-    mine = ours.with_date(theirs["date"])
-    return theirs["identity"] != mine.identity or theirs["numerics"] != mine.numerics
+    dated = ours.with_date(theirs["date"])
+    return theirs["identity"] != dated.identity or theirs["numerics"] != dated.numerics
 
 
 def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
-    place = f"{store.path}/{JOB}"
+    file = f"{store.path}/{JOB}"
     try:
         theirs = json.loads(raw)
         if theirs["format"] != FORMAT:
             raise OutputError(
-                f"{place}: format {theirs['format']}, written by version "
+                f"{file}: format {theirs['format']}, written by version "
                 f"{theirs.get('versions', {}).get('pipeline', 'unknown')}; this one reads and writes format {FORMAT}. "
                 "Finish the job with that version, or choose a new output.path"
             )
@@ -189,17 +188,17 @@ def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
         files = dict(theirs["identity"]["files"])
         return {"identity": theirs["identity"], "numerics": theirs["numerics"], "files": files, "date": date}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OutputError(f"{place}: damaged ({error}); was it edited? Choose a new output.path") from error
+        raise OutputError(f"{file}: damaged ({error}); was it edited? Choose a new output.path") from error
 
 
 def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_numerics: bool) -> None:
     changes = difference(theirs["identity"], ours.identity)
     if changes:
         limits = " With --retry-failed its error rows are computed again under the new limit."
-        files = " With --append the new files are computed, and nothing else."
+        files = " With --append only the new files are computed."
         raise FingerprintError(
-            f"output.path {store.path} belongs to another job. What differs (there -> now):\n{shown(changes)}\n"
-            "Choose a new output.path, or change the job back to go on with this one."
+            f"output.path {store.path} was produced by a different job. Differences (recorded -> current):\n"
+            f"{shown(changes)}\nChoose a new output.path, or undo the changes to resume this job."
             + (limits if _are_limits(changes) else "")
             + (files if _are_new_files(changes) else "")
         )
@@ -209,9 +208,9 @@ def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_n
     changes = difference(theirs["numerics"], ours.numerics)
     if not accept_numerics:
         raise FingerprintError(
-            f"output.path {store.path} was begun with other numerics. What differs (there -> now):\n{shown(changes)}\n"
-            "Completions of the remaining rows may differ by rounding from what that would give. "
-            "Add --accept-numerics to go on all the same; it is kept on record."
+            f"output.path {store.path} was started with other numerics. Differences (recorded -> current):\n"
+            f"{shown(changes)}\nThe remaining completions may differ by rounding from those of the recorded numerics. "
+            "Add --accept-numerics to resume anyway; the change is recorded."
         )
 
 
@@ -224,7 +223,7 @@ def _are_limits(changes: list[tuple[str, Any, Any]]) -> bool:
 
 
 def record_numerics(store: PartStore, ours: Fingerprint) -> None:
-    """Keep on record that this run's numerics were accepted, if they are not the job's first ones."""
+    """Record that this run's numerics were accepted, unless they are the job's first ones."""
     raw = store.folder.read(JOB)
     assert raw is not None
     accepted = json.loads(store.folder.read(ACCEPTED) or b"[]")
@@ -233,7 +232,7 @@ def record_numerics(store: PartStore, ours: Fingerprint) -> None:
 
 
 def difference(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:
-    """(dotted key, old, new) of each leaf that differs. Absent is None."""
+    """Return (dotted key, old, new) of each differing leaf. None means absent."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             change
@@ -254,7 +253,7 @@ def shown(changes: list[tuple[str, Any, Any]]) -> str:
 
 
 def _differing(old: Any, new: Any) -> tuple[str, str]:
-    """Both values as text; of long ones the part around the first difference."""
+    """Return both values as text; long ones are cut to the part around the first difference."""
     a, b = ("nothing" if v is None else json.dumps(v, ensure_ascii=False) for v in (old, new))
     if max(len(a), len(b)) <= MAX_VALUE_CHARS:
         return a, b
@@ -268,13 +267,13 @@ def _differing(old: Any, new: Any) -> tuple[str, str]:
 
 
 def file_digests(source: Source) -> dict[str, str]:
-    """Of each input file what tells it from others."""
+    """Return size and digest of each input file, by its relative path."""
     digests = {f.relative: f"{f.size} bytes, {f.digest[:16]}" for f in source.files}
     return digests | {f.relative: f"{f.size} bytes, damaged, skipped" for f in source.skipped}
 
 
 def first_files(store: PartStore) -> dict[str, str] | None:
-    """Return the input files of the output's first run, as `file_digests`; None where there was none. Raises
+    """Return the input files of the output's first run, as `file_digests` does; None if there was no run. Raises
     OutputError."""
     raw = store.folder.read(JOB)
     if raw is None:
@@ -285,14 +284,14 @@ def first_files(store: PartStore) -> dict[str, str] | None:
     listed = store.folder.read(FILES) or b""
     if hashlib.sha256(listed).hexdigest() != files["digest"]:
         raise OutputError(
-            f"{store.path}/{FILES}: damaged, or missing: it lists the {files['count']:,} input files of the first run. "
+            f"{store.path}/{FILES}: damaged or missing; it lists the {files['count']:,} input files of the first run. "
             "Was it edited? Choose a new output.path"
         )
     return json.loads(listed)
 
 
 def undated_digest(identity: Mapping[str, Any]) -> str:
-    """`Fingerprint.undated` of an identity as `_pipeline/job.json` holds it."""
+    """Return `Fingerprint.undated` of an identity from `_pipeline/job.json`."""
     prompt = dict(identity["prompt"])
     if prompt.get("chat"):
         prompt["chat"] = {key: value for key, value in prompt["chat"].items() if key != "date"}
@@ -313,6 +312,6 @@ def _date_in(identity: dict[str, Any]) -> str | None:
     return (identity["prompt"].get("chat") or {}).get("date")
 
 
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    """As it comes back from JSON, so that what was written and what is now compare as equals."""
+def _from_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the value after a round trip through JSON, so that it compares equal to a stored one."""
     return json.loads(json.dumps(value, sort_keys=True))

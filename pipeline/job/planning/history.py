@@ -1,8 +1,8 @@
-"""What runs on this machine measured, kept in the user's cache for `pipeline plan`: the speed of a model here, and how
-long the completions of a job are.
+"""Measurements of earlier runs on this machine, kept in the user's cache for `pipeline plan`: the speed of a model and
+the lengths of a job's completions.
 
-Owns `$PIPELINE_CACHE/runs/<model>/<run>.json`, the newest few of each model. It is a cache: whatever is missing or
-cannot be read there makes an estimate less sure, and nothing else.
+Owns `$PIPELINE_CACHE/runs/<model>/<run>.json`, the newest few of each model. It is a cache: missing or unreadable files
+only make estimates less certain.
 """
 
 import hashlib
@@ -19,35 +19,35 @@ from pipeline.machine.caches import cache_root
 from pipeline.machine.host import available_cores, processor
 from pipeline.report.record.run_record import RunRecord
 
-MAX_KEPT = 32  # of each model
+MAX_KEPT = 32  # runs per model
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """same_work: prompt, sampling and model are the same, so that completions are as long; else only the model and the
-    machine are."""
+    """An earlier run. same_work: prompt, sampling and model are the same, so completions have similar lengths;
+    otherwise only model and machine are."""
 
     run: RunRecord
     same_work: bool
 
 
 def remember(plan: JobPlan, run: RunRecord) -> None:
-    """Keep a run in which an engine took a step."""
+    """Save a run, if any engine took a step."""
     if not run.stat("num_steps"):
         return
     with suppress(OSError, EnvironmentFailed):
         folder = _folder(plan)
         folder.mkdir(parents=True, exist_ok=True)
-        kept = {"machine": _machine(plan), "work": _work(plan), "run": run.to_json()}
+        record = {"machine": _machine(plan), "work": _work(plan), "run": run.to_json()}
         name = hashlib.sha256(f"{plan.job.config.output.path} {run.run_id}".encode()).hexdigest()[:16]
-        (folder / f".{name}").write_text(json.dumps(kept))
+        (folder / f".{name}").write_text(json.dumps(record))
         os.replace(folder / f".{name}", folder / f"{name}.json")
         for old in _newest_first(folder)[MAX_KEPT:]:
             old.unlink(missing_ok=True)
 
 
 def recall(plan: JobPlan) -> list[Remembered]:
-    """Runs of the plan's model with its numerics on such a machine, the newest first."""
+    """Return earlier runs of the plan's model and numerics on the same kind of machine, newest first."""
     found = []
     with suppress(OSError, EnvironmentFailed):
         for path in _newest_first(_folder(plan)):
@@ -67,7 +67,7 @@ def _newest_first(folder: Path) -> list[Path]:
 
 
 def _machine(plan: JobPlan) -> str:
-    """What speed follows from, as far as it is known before an engine is there."""
+    """Return a digest of the settings that determine speed and are known before an engine starts."""
     run, numerics = plan.job.config.run, plan.fingerprint.numerics
     cores = run.cpus_per_actor or max(1, available_cores() // run.pool[1])
     return _digest([numerics, plan.device, processor()[0], cores, run.cluster_address is not None])

@@ -1,6 +1,6 @@
-"""What a job is and what is left of it, found out before any model is loaded.
+"""Plan a job before any model is loaded.
 
-job file -> resolved -> windows -> fingerprint -> one listing of the output -> the windows that are left
+job file -> resolved job -> windows -> fingerprint -> one listing of the output -> remaining windows
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,16 +24,16 @@ from pipeline.stores.retries import RetryCounts
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """A resolved job over its input; of the output only the date that a chat template prints."""
+    """A resolved job and its input. It depends on the output only for the date that a chat template prints."""
 
     job: ResolvedJob
     source: Source
-    batches: Batches  # of input files that were appended
+    batches: Batches  # batches of appended input files
     windows: tuple[Window, ...]
-    schema: pa.Schema  # of the output
+    schema: pa.Schema  # schema of the output
     fingerprint: Fingerprint
     device: str  # "cpu" or "cuda", or with an index
-    retried_limits: Mapping[str, Any] = field(default_factory=dict)  # of error rows, where not the output's own
+    retried_limits: Mapping[str, Any] = field(default_factory=dict)  # limits of retried error rows, if changed
 
     @property
     def num_rows(self) -> int:
@@ -41,7 +41,7 @@ class JobPlan:
 
     @property
     def kept_types(self) -> dict[str, pa.DataType]:
-        """Of each kept column, in the output."""
+        """Type of each kept column in the output."""
         return {name: self.schema.field(i).type for i, name in enumerate(self.job.units.kept)}
 
 
@@ -53,13 +53,13 @@ def make_plan(
     retries: RetryCounts | None = None,
     append: bool = False,
 ) -> JobPlan:
-    """Read footers and model files. device: what `engine.device` became. say, retries, append: as `resolve_job` takes
-    them. Raises UserError's kinds."""
+    """Plan a job from its input's footers and the model's files. device: the resolved `engine.device`. say, retries,
+    append: see `resolve_job`. Raises subclasses of UserError."""
     return plan_of(resolve_job(config, say=say, retries=retries, append=append), device)
 
 
 def plan_of(found: Resolution, device: str) -> JobPlan:
-    """Return the plan of a job of which everything is found."""
+    """Return the plan of a completed resolution."""
     job, source, batches, run = found.resolved(), found.source, found.batches, found.config.run
     template = job.chat_template
     dated = folder_asks_for_date(job.model) if template is None else asks_for_date(template)
@@ -83,14 +83,14 @@ def plan_of(found: Resolution, device: str) -> JobPlan:
 
 
 def what_is_left(plan: JobPlan, stood: DoneUnits, again: Iterable[PartName] = ()) -> list[WindowTask]:
-    """The windows that are not complete, in order. `again`: parts that stand, and are to be made once more."""
+    """Return the incomplete windows in order. `stood`: the units that have parts. `again`: parts to compute again."""
     remade: dict[int, set[int]] = {}
     for name in again:
         remade.setdefault(name.window, set()).add(name.unit)
     tasks = []
     for window in plan.windows:
-        index, of = window.index, stood.units_of(window.index)
+        index, num_units = window.index, stood.units_of(window.index)
         if index in remade or not stood.complete(index):
-            done = {unit for unit in range(of or 0) if stood.is_done(index, unit)} - remade.get(index, set())
-            tasks.append(WindowTask(window, frozenset(done), of))
+            done = {unit for unit in range(num_units or 0) if stood.is_done(index, unit)} - remade.get(index, set())
+            tasks.append(WindowTask(window, frozenset(done), num_units))
     return tasks

@@ -1,4 +1,4 @@
-"""Which model the rows of `quality.sample` are compared with, and whether that says anything."""
+"""The model that the rows of `quality.sample` are compared with, and checks that the comparison is meaningful."""
 
 from pathlib import Path
 
@@ -21,25 +21,23 @@ _TOKEN_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "repet
 
 
 def check_own(config: JobConfig, model: Path) -> None:
-    """Raises ConfigError where the job's own checkpoint is no reference for what the job computes of it."""
+    """Raise ConfigError if the job's own checkpoint cannot serve as the reference."""
     from pipeline.model.config import read_config
 
     stored, shown = read_config(model).quantization, shown_url(config.model.path)
     if stored is not None:
         raise ConfigError(
-            f"{KEY}: missing: {shown} is quantized ({stored}), and what its weights were before is not in it; "
-            f"{_NAME_ONE}"
+            f"{KEY}: missing: {shown} is quantized ({stored}) and does not contain its original weights; {_NAME_ONE}"
         )
     if not approximates(config.engine_config("", None)):
         raise ConfigError(
-            f"{KEY}: missing: {shown} is served as it is stored (no model.quantization, engine.kv_cache_dtype or "
-            f"engine.activation_dtype), so that there is nothing to compare it with; {_NAME_ONE}"
+            f"{KEY}: missing: {shown} is served unmodified (no model.quantization, engine.kv_cache_dtype or "
+            f"engine.activation_dtype), so there is nothing to compare it with; {_NAME_ONE}"
         )
 
 
 def check_same_tokens(reference: Path, model: Path) -> None:
-    """Raises ModelError where a token of one model means another text in the other, or they have other numbers of
-    them."""
+    """Raise ModelError if the two models differ in the text of a token or in the size of the vocabulary."""
     from pipeline.model.config import read_config
     from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -47,16 +45,16 @@ def check_same_tokens(reference: Path, model: Path) -> None:
     differs = theirs.differs_from(ours)
     num_theirs, num_ours = (read_config(folder).vocab_size for folder in (reference, model))
     if differs is None and num_theirs != num_ours:
-        differs = f"it has {num_theirs:,} of them, not {num_ours:,}"
+        differs = f"it has {num_theirs:,} tokens, not {num_ours:,}"
     if differs is not None:
         raise ModelError(
-            f"{KEY} {reference}: its tokens are not those of model.path ({differs}), so their choices cannot be "
-            "compared; name the 16-bit model that the served one was made of"
+            f"{KEY} {reference}: its tokens are not those of model.path ({differs}), so their predictions cannot "
+            "be compared; name the 16-bit model that model.path was made from"
         )
 
 
 def reference_of(job: ResolvedJob, engine: EngineConfig) -> ReferenceConfig | None:
-    """The reference engine's options; None where no rows are compared. engine: the served one's."""
+    """Return the reference engine's options, or None if no rows are compared. engine: options of the served engine."""
     if job.reference is None:
         return None
     by_row = {name.partition(".")[0] for name in job.units.sampling_columns}

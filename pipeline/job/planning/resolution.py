@@ -1,7 +1,7 @@
-"""Resolves a job: everything that its file leaves open is looked up and checked here, in one order for all commands.
+"""Resolve a job: look up and check everything that its file leaves open, in one order for all commands.
 
-`run`, `plan` and `generate` raise the first failure; `validate` and `doctor` collect all. A check that needs what a
-failed one did not find is passed over, and so is, where nothing is downloaded, one of a checkpoint that is elsewhere.
+`run`, `plan` and `generate` raise the first failure; `validate` and `doctor` collect all. A check is skipped if it
+needs the result of a failed one, or a checkpoint that is not on this machine while downloads are off.
 """
 
 import posixpath
@@ -59,7 +59,7 @@ _NUMBERS = ("max_tokens", "min_tokens", "n", "temperature", "top_k", "top_p", "m
 
 Say = Callable[[str], None]
 # (key, path, storage, revision) -> the folder of a checkpoint. `storage` holds the job's fsspec options by url prefix.
-# Raises ModelError, EnvironmentFailed, and NotKnown where it is not on this machine and is not to be downloaded.
+# Raises ModelError, EnvironmentFailed, and NotKnown if it is not on this machine and must not be downloaded.
 Locate = Callable[[str, str, Mapping[str, Mapping[str, Any]], str | None], Path]
 
 
@@ -68,11 +68,11 @@ def silent(text: str) -> None:
 
 
 class NotKnown(Exception):
-    """Something that another check failed to find, or that is not on this machine."""
+    """A value is unknown: its check failed, or it needs a checkpoint that is not on this machine."""
 
 
 class Columns(Protocol):
-    """The columns of an input: of a `Source`, or of a table in memory."""
+    """Columns of an input: of a `Source`, or of an in-memory table."""
 
     @property
     def schema(self) -> pa.Schema: ...
@@ -84,8 +84,8 @@ class Columns(Protocol):
 
 
 class Resolution:
-    """A job while it is resolved. Each method is a check: it raises or yields what is wrong with the job, and keeps
-    what it found as attributes; reading one that was not found raises NotKnown."""
+    """A job during its resolution. Each method is a check: it raises or yields the job's problems, and stores its
+    results as attributes. Reading a missing attribute raises NotKnown."""
 
     def __init__(
         self,
@@ -95,13 +95,13 @@ class Resolution:
         retries: RetryCounts | None = None,
         append: bool = False,
     ) -> None:
-        """say: receives what is taken from the checkpoint, and which fields of requests change nothing. retries: counts
-        requests to stores that are tried again. append: take in input files that are new since the first run."""
+        """say: receives the values taken from the checkpoint and the request fields without effect. retries: counts
+        retried requests to stores. append: accept input files that are new since the first run."""
         self.config, self._locate, self._say = config, locate, say
         self._retries, self._append = retries, append
         self.batches = Batches()
         self.prompt, self.task_section = config.prompt, config.task
-        self.requests: Requests | None = None  # where the lines of the input are some
+        self.requests: Requests | None = None  # set if the input's lines are requests
         self.reference: Path | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -111,7 +111,7 @@ class Resolution:
         return name in vars(self)
 
     def failures(self, checks: "tuple[JobCheck, ...]") -> Iterator[PipelineError]:
-        """Run `checks` and yield what each of them finds wrong, with the job file's key."""
+        """Run `checks` and yield their failures, each with a key of the job file."""
         for check in checks:
             with suppress(NotKnown):
                 try:
@@ -127,21 +127,21 @@ class Resolution:
         return self
 
     def resolved(self) -> ResolvedJob:
-        """Return what all checks together found. Raises NotKnown where something is missing."""
+        """Return the results of all checks. Raises NotKnown if one is missing."""
         return ResolvedJob(**{field.name: getattr(self, field.name) for field in fields(ResolvedJob)})
 
     def _storage(self, path: str) -> dict[str, Any]:
         return storage_for(path, self.config.storage)
 
     def output_place(self) -> None:
-        """Refuse a place where the next run would read the parts of this one as its input. A url that cannot be opened
-        is left to the code that opens it."""
+        """Reject an output whose parts the next run would read as input. Urls that cannot be opened are left to the
+        code that opens them."""
         given, output = self.config.input.path, self.config.output.path
         with suppress(ImportError, ValueError, TypeError, OSError):
             if would_find(given, self._storage(given), output, self._storage(output)):
                 raise ConfigError(
-                    f"output.path {shown_url(output)}: lies in input.path {shown_url(given)}, so the next "
-                    "run would read its parts as input; choose a folder outside of it, or one whose name begins with _"
+                    f"output.path {shown_url(output)}: is inside input.path {shown_url(given)}, so the next run would "
+                    "read its parts as input; choose a folder outside of it, or one whose name begins with _"
                 )
 
     def appended_batches(self) -> None:
@@ -164,38 +164,38 @@ class Resolution:
         self.table: Columns = self.source
         if given.limit is not None and (self.batches.more or self.batches.later_files):
             raise ConfigError(
-                "input.limit: files cannot be appended to an output of the first rows alone; leave one out",
+                "input.limit: files cannot be appended to an output of the first rows; remove input.limit or --append",
                 key="input.limit",
             )
 
     def lines(self) -> None:
-        """Take what lines that are requests say in place of the job file: for which endpoint they are, and so what the
-        prompt is. Whether they ask for what the job does."""
+        """Apply the values of request lines, which override the job file's: their endpoint determines the prompt.
+        Reject lines that contradict the job."""
         found, written = self.table.requests, self.config.data.get("prompt")
         if found is None:
             return
         wants_chats = isinstance(written, Mapping) and written.get("chat") not in (None, False)
         if wrong := contradiction_of_lines(self.config, found, wants_chats):
-            del self.table  # its columns are another job's
+            del self.table  # its columns belong to a different job
             raise ConfigError(": ".join(wrong), key=wrong[0])
         self.requests, self.prompt = found, prompt_of(found.endpoint, self.prompt)
         if found.dimensions is not None:
             self.task_section = self.task_section.model_copy(update={"dimensions": found.dimensions})
         if found.ignored:
-            self._say(f"fields of the requests that change nothing here: {', '.join(found.ignored)}")
+            self._say(f"these fields of the requests have no effect: {', '.join(found.ignored)}")
 
     def prompt_spec(self) -> None:
-        with _about(self._prompt_key):
+        with _with_key(self._prompt_key):
             self.spec = prompt_spec(self.config, self.prompt).of_input(self.table.every_column)
 
     def row_texts(self) -> None:
-        """Find the texts that rows bring beside their prompts."""
+        """Find the texts that rows have in addition to their prompts."""
         texts = self.task_section.row_texts()
-        with _about(texts.key if texts else ""):
+        with _with_key(texts.key if texts else ""):
             self.texts = texts and texts.of_input(self.table.every_column)
 
     def columns(self) -> Iterator[PipelineError]:
-        """Every column that the job names is there, in each file, and of a kind that fits."""
+        """Check that every column that the job names exists in each file and has a suitable type."""
         table, options = self.table, sampling_columns(self.config)
         given, quality = self.config.input.columns, self.config.quality.column
         kept = table.every_column if given is None else tuple(given)
@@ -210,7 +210,7 @@ class Resolution:
         if self.config.quality.sample > 0 and quality is not None:
             named.append(("quality.column", quality))
         elsewhere = {name for _, name in named}
-        named += [("input.columns", name) for name in kept if name not in elsewhere]  # left out: all of them
+        named += [("input.columns", name) for name in kept if name not in elsewhere]  # the default: all
         failed, absent = [], set()
         for key, name in named:
             try:
@@ -226,8 +226,8 @@ class Resolution:
                     failed.append(_keyed(key, error))
         for option, name in options.items():
             key = f"sampling.{option}"
-            if name not in absent and (why := _unfit(option, name, table.schema.field(name).type)):
-                failed.append(ConfigError(f"{key}: {why}", key=key))
+            if name not in absent and (reason := _unfit(option, name, table.schema.field(name).type)):
+                failed.append(ConfigError(f"{key}: {reason}", key=key))
         if not failed:
             self.kept = kept
         yield from failed
@@ -253,7 +253,7 @@ class Resolution:
         self.draft = None if named is None else self._locate("speculation.model", named, self.config.storage, None)
 
     def reference_checkpoint(self) -> None:
-        """Find the model that the rows of `quality.sample` are compared with."""
+        """Find the model that rows of `quality.sample` are compared with."""
         config, named = self.config, self.config.quality.model
         if config.quality.sample == 0:
             return
@@ -265,17 +265,18 @@ class Resolution:
             check_same_tokens(self.reference, self.model)
 
     def sampling_values(self) -> None:
-        """The job's own values, then the model's where it asks for them, then those of the lines' API."""
+        """Combine sampling values. The job's own take precedence, then the model's if requested, then the line
+        API's."""
         sampling, is_wanted = self.config.sampling, self.config.sampling.generation_config == "model"
         self.model_sampling: dict[str, dict[str, Any]] = {"taken": {}, "not_taken": {}}
         if self.knows("model"):
             values = stored_sampling(self.model)
-            taken = {k: v for k, v in values.items() if is_wanted and k not in sampling.model_fields_set}
-            self.model_sampling = {"taken": taken, "not_taken": {k: v for k, v in values.items() if k not in taken}}
+            used = {k: v for k, v in values.items() if is_wanted and k not in sampling.model_fields_set}
+            self.model_sampling = {"taken": used, "not_taken": {k: v for k, v in values.items() if k not in used}}
             if is_wanted:
-                self._say(f"sampling by the model's {SAMPLING_FILE}: {shown_values(taken) or 'it has nothing to take'}")
-            if taken:
-                sampling = with_stored_sampling(sampling, taken, self.model)
+                self._say(f"sampling by the model's {SAMPLING_FILE}: {shown_values(used) or 'no values to use'}")
+            if used:
+                sampling = with_stored_sampling(sampling, used, self.model)
         if (lines := self.requests) is not None:
             sampling = sampling_of(lines.endpoint, sampling, lines.samples, lines.prompt_logprobs)
         self.sampling = sampling
@@ -298,7 +299,7 @@ class Resolution:
     def template(self) -> None:
         chat = self.prompt.chat
         if chat is not None and chat.template is not None:
-            with _about("prompt.chat.template"):
+            with _with_key("prompt.chat.template"):
                 self.chat_template = read_template(chat.template)
             return
         if chat is not None and not has_template(self.model):
@@ -313,7 +314,7 @@ class Resolution:
         self.units = unit_spec(self.config, self.spec, self.texts, self.params, self.kept)
 
     def result_columns(self) -> None:
-        """A task of a checkpoint that is not on this machine counts as without columns."""
+        """Determine the result columns. The task of a checkpoint that is not on this machine counts as having none."""
         task: JobTask | None = vars(self).get("task")
         of_task = None if self.config.task.type == "generate" else () if task is None else task.fields
         self.results = result_shape(self.config, self.sampling, of_task)
@@ -325,13 +326,13 @@ class Resolution:
 
 @dataclass(frozen=True)
 class JobCheck:
-    """key: of the job file, where a failure names no other."""
+    """A check of a job. key: the job file's key for failures that name no other."""
 
     key: str
     run: Callable[[Resolution], Iterator[PipelineError] | None]
 
 
-# What needs no model comes first: a mistake in the input is found before a checkpoint is downloaded.
+# Checks without a model come first, so that a mistake in the input is found before a checkpoint is downloaded.
 OF_ROWS = (
     JobCheck("input.path", Resolution.lines),
     JobCheck("prompt", Resolution.prompt_spec),
@@ -367,20 +368,21 @@ OF_JOB = (
 def resolve_job(
     config: JobConfig, *, say: Say = silent, retries: RetryCounts | None = None, append: bool = False
 ) -> Resolution:
-    """Resolve a job for a run. Checkpoints are downloaded. say: receives what is downloaded and taken from where.
-    retries, append: as `Resolution` takes them. Raises the first failure."""
+    """Resolve a job for a run, downloading checkpoints. say: receives progress and the values taken from files.
+    retries, append: see `Resolution`. Raises the first failure."""
     return Resolution(config, fetched(say, retries), say, retries, append).checked(OF_JOB)
 
 
 def resolve_rows(config: JobConfig, table: Columns, say: Say) -> ResolvedJob:
-    """Resolve what a job does with the rows of `table`, whatever its input and output are. Raises the first failure."""
+    """Resolve how a job processes the rows of `table`, independent of its input and output. Raises the first
+    failure."""
     found = Resolution(config, fetched(say, None), say)
     found.table = table
     return found.checked(OF_ROWS).resolved()
 
 
 def resolve_prompts(config: JobConfig, model: Path) -> Resolution:
-    """Resolve where a job's prompts are and how they become chats, for a model of the caller's. Raises the first
+    """Resolve the location of a job's prompts and their rendering as chats, for the caller's model. Raises the first
     failure."""
     found = Resolution(config, on_this_machine)
     found.model = model
@@ -389,15 +391,15 @@ def resolve_prompts(config: JobConfig, model: Path) -> Resolution:
 
 def fetched(say: Say, retries: RetryCounts | None) -> Locate:
     def locate(key: str, path: str, storage: Mapping[str, Mapping[str, Any]], revision: str | None) -> Path:
-        _check_place(key, path)
+        _check_kind(key, path)
         return _whole(key, path, resolve_model(path, storage, say, retries, key, revision))
 
     return locate
 
 
 def on_this_machine(key: str, path: str, storage: Mapping[str, Mapping[str, Any]], revision: str | None) -> Path:
-    """Locate a checkpoint without downloading anything; of one in a store see that it is there."""
-    _check_place(key, path)
+    """Locate a checkpoint without downloading anything. For one in a store, check that its files exist."""
+    _check_kind(key, path)
     if is_url(path):
         _check_files(key, path, missing_from_store(path, storage_for(path, storage)))
     folder = folder_here(path, revision)
@@ -407,23 +409,23 @@ def on_this_machine(key: str, path: str, storage: Mapping[str, Mapping[str, Any]
 
 
 def missing_from_store(url: str, storage: Mapping[str, Any]) -> list[str]:
-    """Return the MODEL_FILES that are missing at an fsspec url, which is opened with the options `storage`. Raises
-    ModelError, EnvironmentFailed."""
+    """Return the MODEL_FILES that are missing at an fsspec url. `storage`: its fsspec options. Raises ModelError,
+    EnvironmentFailed."""
     try:
         fs, root = filesystem(url, storage)
         return [name for name in MODEL_FILES if not fs.exists(posixpath.join(root, name))]
     except PipelineError:
         raise
     except Exception as error:
-        # each store's library has exceptions of its own, whose texts may repeat what is secret
+        # Each store's library has its own exceptions, and their texts may contain secrets.
         given = ", ".join(sorted(storage)) or "none given"
         raise ModelError(
-            f"{shown_url(url)}: cannot be opened ({type(error).__name__}); are the url, the rights to it and "
-            f"its storage ({given}) right?"
+            f"{shown_url(url)}: cannot be opened ({type(error).__name__}); check the url, its permissions and its "
+            f"storage options ({given})"
         ) from None
 
 
-def _check_place(key: str, path: str) -> None:
+def _check_kind(key: str, path: str) -> None:
     kind = model_kind(path)
     if kind == "missing" or (kind == "folder" and checkpoint_problem(path)):
         raise ModelError(f"{key} {shown_url(path)}: {checkpoint_problem(path)}")
@@ -437,7 +439,7 @@ def _whole(key: str, path: str, folder: Path) -> Path:
 def _check_files(key: str, path: str, absent: list[str]) -> None:
     if absent:
         files = " and no ".join(absent)
-        raise ModelError(f"{key} {shown_url(path)}: no {files} in this folder; give a checkpoint's folder")
+        raise ModelError(f"{key} {shown_url(path)}: no {files} in this folder; expected the folder of a checkpoint")
 
 
 def _keyed(key: str, error: PipelineError) -> PipelineError:
@@ -446,8 +448,8 @@ def _keyed(key: str, error: PipelineError) -> PipelineError:
 
 
 @contextmanager
-def _about(key: str) -> Iterator[None]:
-    """Name `key` in what fails inside."""
+def _with_key(key: str) -> Iterator[None]:
+    """Set `key` on errors raised inside."""
     try:
         yield
     except PipelineError as error:
@@ -456,7 +458,7 @@ def _about(key: str) -> Iterator[None]:
 
 
 def _unfit(option: str, name: str, kind: pa.DataType) -> str:
-    """Why a column of this kind holds no values of a sampling option; empty where it does."""
+    """Return why a column of this type cannot hold values of a sampling option, or ""."""
     if option in _NUMBERS and is_text(kind):
         return f"column {name!r} is text, expected numbers"
     if option == "structured_outputs.choice" and not (is_list(kind) and is_text(kind.value_type)):

@@ -1,6 +1,6 @@
-"""A job once everything that its file leaves open is known: what its model, its input's columns and its lines decide.
+"""A job with all values filled in: those that its model, its input's columns and its lines determine.
 
-`resolution.py` makes it, the one place that does; `run`, `plan` and `generate` read it.
+Only `resolution.py` creates it; `run`, `plan` and `generate` read it.
 """
 
 from collections.abc import Mapping
@@ -29,8 +29,8 @@ from pipeline.job.actor.tokenize import Chat, Tokenize, Tokenizer, chat_of
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedJob:
-    """`config`: the job file as written. The sections `prompt`, `sampling` and `task_section` stand in place of its
-    own, with the values of the input's lines and of the checkpoint filled in."""
+    """A resolved job. `config` is the job file as written. The sections `prompt`, `sampling` and `task_section` replace
+    its own and include the values of the input's lines and of the checkpoint."""
 
     config: JobConfig
     prompt: PromptSection
@@ -38,50 +38,51 @@ class ResolvedJob:
     task_section: TaskSection
     model: Path  # the folder of the checkpoint on this machine
     draft: Path | None
-    reference: Path | None  # of the quality watch
+    reference: Path | None  # folder of the reference model of quality.sample
     chat_template: str | None  # the text of prompt.chat.template; None: the checkpoint's own, or none
-    task: JobTask | None  # None: to generate
-    params: SamplingParams  # of rows that give no values of their own
-    units: UnitSpec  # how rows are rendered and cut into units
-    results: ResultShape  # the columns of the output beside the kept ones
+    task: JobTask | None  # None: generate text
+    params: SamplingParams  # defaults of rows without values of their own
+    units: UnitSpec  # rules for rendering rows and cutting units
+    results: ResultShape  # the output's columns, without the kept ones
 
     @property
     def keys(self) -> JobConfig:
-        """The job file with the values that were found, which decide what makes it another job."""
+        """Job file with the resolved values that determine the job's identity."""
         found = {"prompt": self.prompt, "sampling": self.sampling, "task": self.task_section}
         return self.config.model_copy(update=found)
 
     @property
     def prompt_units(self) -> UnitSpec:
-        """`units` without the columns that are only kept, to look at prompts alone."""
+        """`units` without the columns that are only kept, for reading prompts alone."""
         return replace(self.units, kept=())
 
     @property
     def author(self) -> AuthorTexts:
-        """The texts that the job file itself puts into prompts."""
+        """Texts that the job file itself puts into prompts."""
         return author_texts(self.units.prompt, self.prompt)
 
     def chat(self, now: datetime | None) -> Chat | None:
-        """How a prompt becomes a chat; None where it is sent as it is. now: the date, where the job file has none."""
+        """Return the chat settings, or None if prompts are sent as they are. now: the date, if the job file has
+        none."""
         return chat_of(self.prompt, self.task_section.type, now)
 
     def engine_config(self, num_threads: int | None = None) -> EngineConfig:
         return self.config.engine_config(str(self.model), self.draft and str(self.draft), num_threads)
 
     def tokenize(self, tokenizer: Tokenizer, now: datetime | None) -> Tokenize:
-        """Return what makes requests of a unit's rows. now: as `chat` takes it."""
+        """Return the function that turns a unit's rows into requests. now: see `chat`."""
         chat, author = self.chat(now), self.author
         return Tokenize(tokenizer, self.params, self.config.seed, chat, task=self.task, author=author)
 
 
 def sampling_params(sampling: SamplingSection) -> SamplingParams:
-    """The values that are the same for every row; those from a column are left at their defaults, but that a
-    temperature beside a constant `n` above 1 is then 1: rows whose temperature is null have it."""
+    """Return the sampling values that are the same for every row. Those from a column keep their defaults. Exception:
+    with a constant `n` above 1, rows whose temperature is null use 1."""
     constant = {name: value for name, value in sampling if not isinstance(value, FromColumn)}
     del constant["generation_config"]
     if sampling.repetition_detection is not None:
         constant["repetition_detection"] = sampling.repetition_detection.params()
-    if "max_tokens" not in constant:  # a constant min_tokens may be above max_tokens' default
+    if "max_tokens" not in constant:  # min_tokens may exceed the default of max_tokens
         constant["max_tokens"] = max(DEFAULT_MAX_TOKENS, constant.get("min_tokens", 0))
     if "temperature" not in constant and constant.get("n", 1) > 1:
         constant["temperature"] = 1.0
@@ -89,8 +90,8 @@ def sampling_params(sampling: SamplingSection) -> SamplingParams:
 
 
 def sampling_columns(config: JobConfig) -> Mapping[str, str]:
-    """The options that each row may set itself: option (`structured_outputs.json` and the like) to column. A null there
-    means the job's value."""
+    """Return the options that rows may set themselves: option (such as `structured_outputs.json`) to column. A null
+    value means the job's value."""
     if config.input.has_requests:
         return {name: name for name in PARAMETERS} if config.task.type == "generate" else {}
     return {
@@ -101,7 +102,7 @@ def sampling_columns(config: JobConfig) -> Mapping[str, str]:
 
 
 def prompt_spec(config: JobConfig, prompt: PromptSection) -> PromptSpec:
-    """How rows become prompts, or are refused as requests."""
+    """Return the rule that renders rows as prompts, or rejects them as requests."""
     spec = prompt.spec()
     return replace(spec, refused=REFUSED) if config.input.has_requests else spec
 
@@ -109,11 +110,11 @@ def prompt_spec(config: JobConfig, prompt: PromptSection) -> PromptSpec:
 def result_shape(
     config: JobConfig, sampling: SamplingSection, task_fields: tuple[pa.Field, ...] | None = None
 ) -> ResultShape:
-    """The result columns. task_fields: those of a job that does not generate."""
+    """Return the shape of the result columns. task_fields: result columns of a task; None for generation."""
     of_requests = config.input.has_requests and config.task.type == "generate"
     return ResultShape(
         "rows" if config.output.samples == "rows" else "one" if sampling.n == 1 else "lists",
-        logprobs=sampling.logprobs is not None or of_requests,  # some rows of requests may ask for theirs
+        logprobs=sampling.logprobs is not None or of_requests,  # some request rows may ask for logprobs
         prompt_logprobs=sampling.prompt_logprobs is not None,
         reasoning=sampling.reasoning is not None,
         task_fields=task_fields,
@@ -123,8 +124,8 @@ def result_shape(
 def unit_spec(
     config: JobConfig, prompt: PromptSpec, texts: RowTexts | None, params: SamplingParams, kept: tuple[str, ...]
 ) -> UnitSpec:
-    """How rows are rendered and cut into units. texts: those that rows bring beside their prompts. kept: the input
-    columns that go with them."""
+    """Return the rule that renders rows and cuts them into units. texts: additional texts of rows. kept: input columns
+    to keep."""
     return UnitSpec(
         prompt,
         kept,
@@ -134,5 +135,5 @@ def unit_spec(
         expected=config.quality.column if config.quality.sample > 0 else None,
         default_n=params.n,
         texts=texts,
-        max_bytes=min(WINDOW_BYTES * 3 // 2, MAX_STRETCH_BYTES),  # those of a full window are one stretch, mostly
+        max_bytes=min(WINDOW_BYTES * 3 // 2, MAX_STRETCH_BYTES),  # most full windows fit in one stretch
     )

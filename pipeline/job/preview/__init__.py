@@ -1,1 +1,1 @@
-"""Looks at a job and its rows without running it."""
+"""Inspect a job and its rows without running it."""

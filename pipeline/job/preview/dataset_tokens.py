@@ -1,7 +1,7 @@
-"""Rows of a dataset as token ids, rendered and encoded as a job would: the first ones, or some chosen by a seed.
+"""Rows of a dataset as token ids, rendered and encoded as in a job: the first rows, or a random sample by seed.
 
-What measures a model and what calibrates one both read their texts here. Rows that a job would answer with an error
-have no text; they are counted.
+Both the evaluation and the calibration of models read their texts here. Rows that would be error rows in a job have no
+text; they are counted.
 """
 
 from bisect import bisect_left
@@ -27,10 +27,10 @@ _WINDOW_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Samples:
-    """Texts of a dataset, in its order. `left_out` counts the other rows that were looked at, by RowError code."""
+    """Texts of a dataset, in its order. `left_out` counts the other rows that were read, by RowError code."""
 
     token_ids: list[list[int]]
-    expected: list[str | None] = field(default_factory=list)  # of each its text in the column that was asked for
+    expected: list[str | None] = field(default_factory=list)  # text of each row in the requested column
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -47,28 +47,28 @@ def read_samples(
     chosen: tuple[int, int] | None = None,
     cut: bool = False,
 ) -> Samples:
-    """The prompts of a job's rows, as `resolve_prompts` found them, as token ids. Rows of more than `max_tokens` tokens
-    are left out, or with `cut` taken as far as that.
+    """Return the prompts of a job's rows, resolved by `resolve_prompts`, as token ids. Rows of more than `max_tokens`
+    tokens are left out, or truncated with `cut`.
 
-    expected: a column to keep the text of. chosen: (number, seed), to take so many rows at random from all of them.
-    Raises InputError when no row is left, ConfigError when the prompt does not fit the columns.
+    expected: a column whose text is kept. chosen: (number, seed), to sample that many of all rows. Raises InputError if
+    no row is left, ConfigError if the prompt does not fit the columns.
     """
-    kept, source, spec = () if expected is None else (expected,), prompts.source, prompts.spec
-    source.check_columns([*kept, *spec.columns])
+    columns, source, spec = () if expected is None else (expected,), prompts.source, prompts.spec
+    source.check_columns([*columns, *spec.columns])
     spec.check(source.schema)
     chat, author = chat_of(prompts.prompt, prompts.config.task.type, wall_time()), author_texts(spec, prompts.prompt)
     tokenize = Tokenize(tokenizer, SamplingParams(), 0, chat, author=author)
-    unit_spec = UnitSpec(spec, kept)
+    unit_spec = UnitSpec(spec, columns)
     found: list[tuple[tuple[int, str, int], list[int], str | None]] = []
     left_out: Counter[str] = Counter()
     for window, rows in _wanted(source, prompts.config.input.limit, chosen):
         table = read_window(source, window, unit_spec.columns)
-        # without the notes on damaged rows, which count rows that are not taken: their prompts are null
+        # Drop the notes on damaged rows, which count rows that were not selected: their prompts are null.
         table = table.take(rows).replace_schema_metadata(None)
         for unit in make_units(table, unit_spec, window.index):
             requests, failed = tokenize(unit)
             left_out.update(str(completion.error) for completion in failed)
-            places, texts = unit.places(), _texts(unit, expected)
+            row_ids, texts = unit.places(), _texts(unit, expected)
             for request in requests:
                 token_ids = request.prompt_token_ids[:max_tokens] if cut else request.prompt_token_ids
                 if len(token_ids) > max_tokens:
@@ -77,7 +77,7 @@ def read_samples(
                     left_out[RowError.EMPTY_PROMPT] += 1
                 else:
                     row: int = request.row_id  # type: ignore[assignment]
-                    found.append(((window.index, *places[row]), token_ids, texts[row]))
+                    found.append(((window.index, *row_ids[row]), token_ids, texts[row]))
     if not found:
         reasons = ", ".join(f"{code} {count:,}" for code, count in sorted(left_out.items())) or "there are none"
         raise InputError(f"{source.root}: no row has a text of at most {max_tokens:,} tokens ({reasons})")
@@ -86,7 +86,7 @@ def read_samples(
 
 
 def _wanted(source: Source, limit: int | None, chosen: tuple[int, int] | None) -> Iterator[tuple[Window, list[int]]]:
-    """Each window that holds wanted rows, with their places in it."""
+    """Yield each window with wanted rows, and their indices in it."""
     total = source.num_rows if limit is None else min(limit, source.num_rows)
     windows = cut_windows(source, _WINDOW_ROWS, _WINDOW_BYTES, limit)
     if chosen is None or chosen[0] >= total:

@@ -1,4 +1,4 @@
-"""What was found of a job without running it, as a terminal shows it."""
+"""Describe a validated job for a terminal."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ _MAX_LINES_SHOWN = 24
 _MAX_SKIPPED_SHOWN = 5
 _MAX_GRAMMAR_SHOWN = 60
 _BAR_WIDTH = 40
-_ASKED = {"chat": "chats", "text": "texts to go on with", "embedding": "embeddings"}
+_REQUEST_KINDS = {"chat": "chats", "text": "texts to continue", "embedding": "embeddings"}
 
 
 def describe(found: Examined) -> str:
-    """The facts as a terminal shows them."""
+    """Return the facts of a job as text."""
     head = [f"{printable(found.job)}: valid", ""]
     facts = [f"  {label:<10}{printable(value)}" for label, value in _facts(found)]
     lengths = _shown_lengths(found.facts["prompt_tokens"])
@@ -40,16 +40,16 @@ def _facts(found: Examined) -> list[tuple[str, str]]:
     chat = "a chat" if job.prompt.chat is not None else "text"
     given = {"max_tokens", *job.sampling.model_fields_set} - {"generation_config"}
     sampling = [f"{key} {_option(value)}" for key, value in job.sampling if key in given]
-    there = facts["output"]["rows_there"]
+    num_existing = facts["output"]["rows_there"]
     revision = "" if config.model.revision is None else f"; revision {config.model.revision}"
     usd = config.cost.hourly_usd
     skipped = source["skipped_files"]
     more = f" and {len(skipped) - _MAX_SKIPPED_SHOWN} more" if len(skipped) > _MAX_SKIPPED_SHOWN else ""
     names = ", ".join(f"{f['file']} ({f['reason']})" for f in skipped[:_MAX_SKIPPED_SHOWN])
     return [
-        ("Paths", f"relative ones are below {facts['paths_below']}, the working directory"),
+        ("Paths", f"relative paths are below {facts['paths_below']}, the working directory"),
         ("Input", f"{shown_url(config.input.path)}: {size}; {counted(source['windows'], 'window')}"),
-        *([("", told)] if (told := _shown_requests(facts.get("requests"))) else []),
+        *([("", requests)] if (requests := _shown_requests(facts.get("requests"))) else []),
         *([("Skipped", f"{counted(len(skipped), 'damaged file')}: {names}{more}")] if skipped else []),
         ("Prompt", f"{chat} from {', '.join(columns['prompt'])}"),
         ("Keeps", ", ".join(columns["kept"]) or "no input columns"),
@@ -58,7 +58,7 @@ def _facts(found: Examined) -> list[tuple[str, str]]:
         *([("Quality", _quality(facts.get("reference model"), config))] if config.quality.sample else []),
         *([("Task", _shown_task(task))] if (task := facts.get("task")) else [("Sampling", ", ".join(sampling))]),
         *([] if task else _own_sampling(facts["model_sampling"], job.sampling)),
-        ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
+        ("Output", f"{facts['output']['path']}: {f'{num_existing:,} rows exist' if num_existing else 'empty'}"),
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
         ("Price", "not declared (cost.hourly_usd)" if usd is None else f"{money(usd)} an hour for each actor"),
     ]
@@ -66,9 +66,7 @@ def _facts(found: Examined) -> list[tuple[str, str]]:
 
 def _quality(reference: dict[str, str] | None, config: JobConfig) -> str:
     given = config.quality
-    against = (
-        f"{reference['path']} ({reference['kind']})" if reference else "the model's own weights as they are stored"
-    )
+    against = f"{reference['path']} ({reference['kind']})" if reference else "the model's stored weights"
     column = "" if given.column is None else f"; right answers from {given.column}"
     return f"{100 * given.sample:g}% of the rows against {against}{column}"
 
@@ -76,78 +74,78 @@ def _quality(reference: dict[str, str] | None, config: JobConfig) -> str:
 def _shown_task(task: dict[str, Any]) -> str:
     given = {key: value for key, value in task.items() if key not in ("type", "columns_known")}
     values = [f"{key} {value!r}" for key, value in given.items() if value is not None]
-    unknown = "" if task["columns_known"] else "; its columns follow from the checkpoint, which is not on this machine"
+    unknown = "" if task["columns_known"] else "; its columns depend on the checkpoint, which is not on this machine"
     return ": ".join(part for part in (task["type"], ", ".join(values)) if part) + unknown
 
 
 def _shown_requests(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
-    what = _ASKED[found["endpoint"]]
-    own = "" if found["endpoint"] == "embedding" else "; their own sampling values come first"
-    model = "" if found["model"] is None else f" for {found['model']!r}, answered by the job's model"
-    ignored = f"; fields that change nothing here: {', '.join(found['ignored'])}" if found["ignored"] else ""
-    return f"requests of OpenAI's Batch API: {what}{model}{own}{ignored}"
+    kind_of_requests = _REQUEST_KINDS[found["endpoint"]]
+    own = "" if found["endpoint"] == "embedding" else "; their own sampling values take precedence"
+    model = "" if found["model"] is None else f" for {found['model']!r}, computed with the job's model"
+    ignored = f"; fields without effect: {', '.join(found['ignored'])}" if found["ignored"] else ""
+    return f"requests of OpenAI's Batch API: {kind_of_requests}{model}{own}{ignored}"
 
 
 def _own_sampling(found: dict[str, dict[str, Any]], sampling: SamplingSection) -> list[tuple[str, str]]:
-    """The line of the model's own sampling values, where it has some that matter here."""
+    """Return a line about the model's own sampling values, if any of them matter."""
     wants = sampling.generation_config == "model"
     left = {k: v for k, v in found["not_taken"].items() if v != getattr(sampling, k)}
     if not wants and not left:
         return []
-    told = (
-        [f"taken of the model's generation_config.json: {shown_values(found['taken']) or 'nothing'}"] if wants else []
+    shown_parts = (
+        [f"used from the model's generation_config.json: {shown_values(found['taken']) or 'nothing'}"] if wants else []
     )
     if left:
-        advice = "the job gives its own" if wants else "sampling.generation_config: model takes them"
-        told.append(f"not taken of the model's generation_config.json: {shown_values(left)} ({advice})")
-    return [("", "; ".join(told))]
+        advice = "the job sets its own" if wants else "use them with sampling.generation_config: model"
+        shown_parts.append(f"not used from the model's generation_config.json: {shown_values(left)} ({advice})")
+    return [("", "; ".join(shown_parts))]
 
 
 def _shown_prompt(first: dict[str, Any] | None, found: Examined) -> list[str]:
     if first is None:
         return ["  No rows: the output will be one empty part."]
-    where = f"{first['source_file']} row {first['source_row']}"
+    origin = f"{first['source_file']} row {first['source_row']}"
     if first["text"] is None:
-        why = f"{first['error']}: {first['error_message']}"
-        return [printable(f"  The first row, {where}, becomes an error row: {why}")]
+        reason = f"{first['error']}: {first['error_message']}"
+        return [printable(f"  The first row, {origin}, becomes an error row: {reason}")]
     shown = first["text"].split("\n")
     size = f"{first['bytes']:,} bytes" + ("" if first["tokens"] is None else f", {counted(first['tokens'], 'token')}")
-    lines = [f"  First prompt ({printable(where)}, {size})"]
+    lines = [f"  First prompt ({printable(origin)}, {size})"]
     lines += [f"    | {printable(line)}" for line in shown[:_MAX_LINES_SHOWN]]
     if len(shown) > _MAX_LINES_SHOWN or len(first["text"]) == MAX_PROMPT_CHARS:
         lines.append("    | ...")
     if first["texts"] is not None:
         key = {"choice": "task.labels", "score": "task.completion"}[found.facts["task"]["type"]]
-        lines += ["", f"  With it, as {key}:", *(f"    | {printable(line)}" for line in first["texts"].split("\n"))]
+        lines += ["", f"  Its {key}:", *(f"    | {printable(line)}" for line in first["texts"].split("\n"))]
     if first["tokens"] is None:
         lines += [
             "",
-            "  The tokenizer is not on this machine yet: tokens are not counted, chats shown as they are.",
+            "  The tokenizer is not on this machine yet: tokens are not counted, and chats are shown unrendered.",
         ]
     return lines
 
 
 def _shown_lengths(tokens: dict[str, Any] | None) -> list[str]:
-    """A bar a line, the rows beside it."""
+    """Return a histogram with one bar and its row count per line."""
     if not tokens or not tokens["histogram"]:
         return []
-    rows, most = tokens["rows"], max(count for _, count in tokens["histogram"])
+    rows, max_count = tokens["rows"], max(count for _, count in tokens["histogram"])
     lines = [
         "",
         f"  Prompt tokens of {counted(rows, 'sampled row')}: median {tokens['median']:,}, 90% up to {tokens['p90']:,}, "
-        f"longest {tokens['longest']:,}; about {tokens['estimated_total']:,} in all",
+        f"longest {tokens['longest']:,}; about {tokens['estimated_total']:,} in total",
     ]
     for longest, count in tokens["histogram"]:
-        bar = "#" * max(count > 0, round(count / most * _BAR_WIDTH))
+        bar = "#" * max(count > 0, round(count / max_count * _BAR_WIDTH))
         lines.append(f"    up to {longest:>9,} {bar:<{_BAR_WIDTH}} {count:,}")
     if tokens["too_long"]:
         room = f"{tokens['max_model_len']:,} tokens (engine.max_model_len, or the model's own)"
-        lines.append(f"  Too long for {room}: {counted(tokens['too_long'], 'row')} of them; prompt_too_long")
+        lines.append(f"  Too long for {room}: {counted(tokens['too_long'], 'row')} of the sample (prompt_too_long)")
     if tokens["errors"]:
-        told = ", ".join(f"{code} {count:,}" for code, count in tokens["errors"].items())
-        lines.append(f"  Error rows among them: {told}")
+        errors = ", ".join(f"{code} {count:,}" for code, count in tokens["errors"].items())
+        lines.append(f"  Error rows in the sample: {errors}")
     return lines
 
 

@@ -1,7 +1,7 @@
-"""Looks at a job without running it: what is in its dataset and output, and whether its parts fit together.
+"""Inspect a job without running it: its dataset, its output, and whether its settings fit together.
 
-Owns `pipeline validate`. Reads footers, a few rows and the tokenizer; loads no model and writes nothing. Every mistake
-found is reported, with the line of the job file that leads to it.
+Implements `pipeline validate`. Reads footers, a few rows and the tokenizer; loads no model and writes nothing. Reports
+every mistake, with the line of the job file that causes it.
 """
 
 import os
@@ -29,35 +29,35 @@ _MODEL_KINDS = {
     "embedded": "embedded",
     "url": "folder in a store, copied to this machine once",
     "folder": "folder",
-    "id": "no such folder here, so a Hugging Face id, looked up when the job runs",
+    "id": "not a local folder, so a Hugging Face id, resolved when the job runs",
     "missing": "missing",
 }
 
 
 @dataclass
 class Examined:
-    """What a job is, as far as it can be told, and what is wrong with it."""
+    """Facts of a job as far as they are known, and its mistakes."""
 
     job: str
     resolution: Resolution
     facts: dict[str, Any] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)  # what could not be looked at, by no mistake of the job
+    failures: list[str] = field(default_factory=list)  # checks that failed for reasons outside the job
 
     def to_json(self) -> dict[str, Any]:
         mistakes = [vars(mistake) for mistake in self.mistakes]
         return {"valid": not self.mistakes, "job": self.job, **self.facts, "mistakes": mistakes}
 
     def note(self, key: str, error: PipelineError) -> None:
-        text, where = error.problem(key), self.resolution.config.location(key)
+        text, location = error.problem(key), self.resolution.config.location(key)
         if isinstance(error, EnvironmentFailed):
-            self.failures.append(f"{where}: {key}: {text}")
+            self.failures.append(f"{location}: {key}: {text}")
         else:
-            self.mistakes.append(Mistake(where, key, text))
+            self.mistakes.append(Mistake(location, key, text))
 
     @contextmanager
     def noting(self, key: str) -> Iterator[None]:
-        """What fails inside is a mistake of `key`, or a failure of what it names."""
+        """Record errors raised inside as mistakes of `key`, or as failures of its target."""
         try:
             yield
         except PipelineError as error:
@@ -65,7 +65,7 @@ class Examined:
 
 
 def examine(config: JobConfig) -> Examined:
-    """Look at everything that can be seen before a model is loaded."""
+    """Check everything that needs no loaded model."""
     resolution = Resolution(config, on_this_machine)
     found = Examined(config.name, resolution)
     for error in resolution.failures(OF_JOB):
@@ -132,7 +132,7 @@ def _columns(found: Resolution) -> dict[str, Any]:
 
 
 def _prompts(examined: Examined) -> None:
-    """What the model gets, where its tokenizer is on this machine."""
+    """Add the facts about prompts, if the tokenizer is on this machine."""
     found, facts, tokenize, context = examined.resolution, examined.facts, None, None
     config, chat = found.config, found.prompt.chat
     key = "model.path" if chat is None else "prompt.chat" if chat.template is None else "prompt.chat.template"
@@ -144,19 +144,19 @@ def _prompts(examined: Examined) -> None:
             chat, author = chat_of(found.prompt, config.task.type, wall_time()), author_texts(found.spec, found.prompt)
             tokenize = Tokenize(tokenizer, found.params, config.seed, chat, task=found.task, author=author)
             longest = model_values(found.model).get("max_position_embeddings")
-            context = longest if isinstance(longest, int) else None  # what is wrong with it the engine says
+            context = longest if isinstance(longest, int) else None  # the engine reports an invalid value
         first = facts["first_prompt"] = first_prompt(found.units, found.source, tokenize)
         facts["prompt_tokens"] = None
         if tokenize is not None:
             facts["prompt_tokens"], rows = prompt_tokens(config, found.units, found.source, tokenize, context)
             facts["warnings"] += map(vars, rows.warnings())
         if first and first["error"] == RowError.INVALID_LABELS and not isinstance(config.task.labels, FromColumn):
-            why = first["error_message"].removeprefix("task.labels: ")
-            examined.mistakes.append(Mistake(config.location("task.labels"), "task.labels", why))
+            problem_text = first["error_message"].removeprefix("task.labels: ")
+            examined.mistakes.append(Mistake(config.location("task.labels"), "task.labels", problem_text))
 
 
 def _output(examined: Examined) -> None:
-    """What is there, and whether it is this job's, as far as the job's identity can be known here."""
+    """Add the facts about the output, and check that it belongs to this job, as far as the job's identity is known."""
     found = examined.resolution
     facts: dict[str, Any] = {"path": shown_url(found.config.output.path)}
     examined.facts["output"] = facts

@@ -1,6 +1,6 @@
-"""What a model would be sent: the first row's prompt as it gets it, and how long a sample's prompts are in tokens.
+"""Preview of the model's input: the first row's prompt, and the token lengths of a sample of prompts.
 
-Rows are rendered, tokenized and refused as a job's are. The model itself is not loaded.
+Rows are rendered, tokenized and rejected as in a job. The model itself is not loaded.
 """
 
 from collections import Counter
@@ -14,13 +14,13 @@ from pipeline.job.actor.tokenize import Tokenize
 from pipeline.report.record.data_warnings import ControlTokenRows
 
 MAX_PROMPT_CHARS = 1500
-_STRETCHES, _STRETCH_ROWS = 4, 64  # sampled, evenly spread: few, as each costs a row group
+_STRETCHES, _STRETCH_ROWS = 4, 64  # evenly spread stretches; few, since each costs a row group
 _NUM_BARS = 8
 
 
 def first_prompt(spec: UnitSpec, source: Source, tokenize: Tokenize | None) -> dict[str, Any] | None:
-    """The first row's prompt, or why it has none; None where there are no rows. With `tokenize` as the model gets it:
-    through the chat template, and counted."""
+    """Return the first row's prompt, or why it has none; None without rows. With `tokenize` the prompt is rendered
+    through the chat template and counted, as for the model."""
     if source.num_rows == 0:
         return None
     ((unit,),) = [list(window_units(source, Window(0, 0, 1), replace(spec, kept=())))]
@@ -50,8 +50,8 @@ def first_prompt(spec: UnitSpec, source: Source, tokenize: Tokenize | None) -> d
 def prompt_tokens(
     config: JobConfig, spec: UnitSpec, source: Source, tokenize: Tokenize, context: int | None
 ) -> tuple[dict[str, Any], ControlTokenRows]:
-    """How long the prompts of a sample are, in tokens, and what they come to in all if the other rows are like them;
-    and which of them hold texts of control tokens. context: of the model, as far as that is known."""
+    """Return token lengths of a sample of prompts with the projected total, and the rows with texts of control tokens.
+    context: the model's, if known."""
     total = source.num_rows if config.input.limit is None else min(config.input.limit, source.num_rows)
     lengths: list[int] = []
     errors: Counter[str] = Counter()
@@ -63,12 +63,12 @@ def prompt_tokens(
             errors.update(str(completion.error) for completion in failed)
             control_tokens += tokenize.control_tokens(unit)
     lengths.sort()
-    rows, most = len(lengths) + sum(errors.values()), config.engine.max_model_len or context
-    room = most and most - (config.task.type == "generate")  # one generated token at least
+    rows, max_length = len(lengths) + sum(errors.values()), config.engine.max_model_len or context
+    room = max_length and max_length - (config.task.type == "generate")  # at least one generated token
     found = {
         "rows": rows,
         "errors": dict(sorted(errors.items())),
-        "max_model_len": most,
+        "max_model_len": max_length,
         "too_long": 0 if room is None else sum(length > room for length in lengths),
         **({name: _quantile(lengths, q) for name, q in (("median", 0.5), ("p90", 0.9), ("longest", 1))}),
         "histogram": _histogram(lengths),
@@ -78,7 +78,7 @@ def prompt_tokens(
 
 
 def sampled(total: int, rows: int = _STRETCHES * _STRETCH_ROWS) -> list[Window]:
-    """Stretches of the input, evenly spread, with about so many rows in all; everything where there are no more."""
+    """Return evenly spread stretches of the input with about `rows` rows in total; everything if there are no more."""
     if total <= rows:
         return [Window(i, start, min(start + _STRETCH_ROWS, total)) for i, start in _stretches(total, total)]
     return [Window(i, start, start + _STRETCH_ROWS) for i, start in _stretches(total, rows)]
@@ -96,7 +96,8 @@ def _quantile(lengths: list[int], q: float) -> int | None:
 
 
 def _histogram(lengths: list[int]) -> list[tuple[int, int]]:
-    """(longest length of a bar, rows in it), lengths from 1 on; bars of one round width, empty ones too."""
+    """Return (longest length of a bar, rows in it). Lengths start at 1; bars have one round width and include empty
+    ones."""
     if not lengths:
         return []
     width = 1

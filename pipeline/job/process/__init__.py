@@ -1,1 +1,1 @@
-"""The engine's own process and its supervisor, which outlives it and finds the row that ends it."""
+"""The engine's process, and its supervisor, which outlives it and finds rows that crash it."""

@@ -1,9 +1,9 @@
-"""The engine's own process: `python -m pipeline.job.process.main FD`, started by `supervisor.py`.
+"""The engine's process: `python -m pipeline.job.process.main FD`, started by `supervisor.py`.
 
-It owns one engine and nothing else, so that a hang, a segmentation fault, a sticky device error or an
-out-of-memory kill ends this process and never the bookkeeping. One thread steps the engine; another reads the
-socket, so that the parent never waits for a step to end before it can hand over rows. The process ends when
-its socket closes: a parent that died leaves no engine behind.
+It owns one engine and nothing else, so that a hang, a segmentation fault, a sticky device error or an out-of-memory
+kill ends this process but never the bookkeeping. One thread steps the engine; another reads the socket, so that the
+parent never waits for a step before it can hand over rows. The process ends when its socket closes: a dead parent
+leaves no engine behind.
 """
 
 import faulthandler
@@ -33,7 +33,7 @@ REPORT_US = 500_000
 
 
 class Engine(Protocol):
-    """What this process needs of an engine: `pipeline.engine.engine.Engine`, or a test's fake."""
+    """Interface of the engine: `pipeline.engine.engine.Engine`, or a test's fake."""
 
     resolved: dict[str, str | int]
 
@@ -53,9 +53,9 @@ def serve(
     meter: EnergyMeter | None = None,
     watch: "QualityWatch | None" = None,
 ) -> None:
-    """Step the engine for as long as the process lives, take in rows between steps, tell what finished. watch: compares
-    some rows with a reference model; the counter `quality_us` is the time that it takes, in steps and between them."""
-    mark = reported = now_us()
+    """Step the engine until the process ends, accept rows between steps, and report finished rows. watch: compares some
+    rows with a reference model; the counter `quality_us` is its time within and between steps."""
+    last_us = reported = now_us()
     busy_us = idle_us = quality_us = 0
     while True:
         busy = engine.has_unfinished or (watch is not None and watch.has_work)
@@ -66,39 +66,39 @@ def serve(
                     watch.expect(request)
         if not busy:
             now = now_us()
-            idle_us += now - mark
-            mark = now
+            idle_us += now - last_us
+            last_us = now
         completions: list[Completion] = []
         if engine.has_unfinished:
             completions = engine.step()
             now = now_us()
-            busy_us += now - mark
+            busy_us += now - last_us
             idle_us = 0
-            mark = now
+            last_us = now
         if watch is not None:
             completions = watch.take(completions)
             if watch.has_work:
                 completions += watch.advance()
                 now = now_us()
-                engine.paused(1000 * (now - mark))
-                quality_us += now - mark
-                busy_us += now - mark
+                engine.paused(1000 * (now - last_us))
+                quality_us += now - last_us
+                busy_us += now - last_us
                 idle_us = 0
-                mark = now
-        # Told before rows are, so that whoever takes a row finds the work for it counted.
-        if completions or mark - reported >= REPORT_US:
+                last_us = now
+        # Send counters before rows, so that the work for a received row is already counted.
+        if completions or last_us - reported >= REPORT_US:
             counters = engine.counters()
             counters["quality_us"] = counters.get("quality_us", 0) + quality_us
             if meter is not None:
                 counters["energy_uj"] = meter.read_uj()
-            send(Worked(mark, busy_us, idle_us, counters))
-            reported = mark
+            send(Worked(last_us, busy_us, idle_us, counters))
+            reported = last_us
         if completions:
             send(Finished(tuple(completions)))
 
 
 def _drain(inbox: "queue.SimpleQueue[Add]", wait_s: float | None) -> list[Add]:
-    """All that has come; with `wait_s` at least one message or that much time."""
+    """Return all queued messages. With `wait_s`, wait up to that time for the first one."""
     messages = []
     try:
         messages.append(inbox.get(timeout=wait_s) if wait_s is not None else inbox.get_nowait())
@@ -113,43 +113,44 @@ def _read(connection: Connection, inbox: "queue.SimpleQueue[Add]") -> None:
         while True:
             inbox.put(connection.recv())
     except (EOFError, OSError):
-        os._exit(0)  # the parent is gone or wants us gone: no step is worth finishing
+        os._exit(0)  # the parent died or closed us: do not finish the step
 
 
 def _no_room(model: str, error: Exception) -> str:
     return (
         f"There is not enough memory to load {model} ({type(error).__name__}: {error}). Lower "
-        "engine.kv_cache_memory_bytes or engine.max_num_seqs, or take a machine or device with more memory."
+        "engine.kv_cache_memory_bytes or engine.max_num_seqs, or use a machine or device with more memory."
     )
 
 
 def load_factory(path: str) -> Callable[..., Any]:
-    """The callable that `module:name` or `module:Class.method` means."""
+    """Return the callable of `module:name` or `module:Class.method`."""
     module, _, name = path.partition(":")
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))  # type: ignore[return-value]
 
 
 def main(fd: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the driver's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C in a terminal
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # the supervisor asks a hung engine where it is
+    faulthandler.register(signal.SIGUSR1)  # the supervisor requests the stack of a hung engine
     connection = Connection(fd)
     start = connection.recv()
     assert isinstance(start, Start)
 
-    def say(what: str) -> None:
-        connection.send(Loading(now_us(), what))
+    def report_loading(activity: str) -> None:
+        connection.send(Loading(now_us(), activity))
 
     try:
         factory, watch = load_factory(start.factory), None
-        say("opening it")
+        report_loading("opening it")
         if start.reference is None:
-            engine = factory(start.config, say)
+            engine = factory(start.config, report_loading)
         else:
             from pipeline.engine.quality.watch import QualityWatch, open_reference
 
-            reference = open_reference(start.reference, factory, say)  # first: the KV cache takes what is left
-            engine = factory(start.config, say)
+            # first, because the KV cache takes the remaining memory
+            reference = open_reference(start.reference, factory, report_loading)
+            engine = factory(start.config, report_loading)
             watch = QualityWatch(engine, reference)
         engine.warm_up()
     except PipelineError as error:
@@ -162,8 +163,8 @@ def main(fd: int) -> None:
         connection.send(StartFailed("", traceback.format_exc()))
         sys.exit(70)
     meter = EnergyMeter.of(engine.resolved)
-    told = {} if meter is None else {"energy": meter.told}
-    connection.send(Ready(now_us(), engine.resolved | told))
+    energy_source = {} if meter is None else {"energy": meter.told}
+    connection.send(Ready(now_us(), engine.resolved | energy_source))
     inbox: queue.SimpleQueue[Add] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True, name="inbox").start()
     try:

@@ -1,5 +1,4 @@
-"""What an engine's process and its supervisor tell each other: pickled frozen dataclasses over one socket
-pair.
+"""Messages between an engine's process and its supervisor: pickled frozen dataclasses over a socket pair.
 
 Times are microseconds of the machine's monotonic clock, which both processes share.
 """
@@ -14,8 +13,8 @@ from pipeline.engine.quality.reference_config import ReferenceConfig
 
 @dataclass(frozen=True)
 class Start:
-    """First message: the engine to build. `factory` is `module:callable`, called with `config` and with a function
-    that it tells what it does while it loads. reference: the model that some rows are compared with, if any."""
+    """First message: the engine to build. `factory` is `module:callable`, called with `config` and a progress function.
+    reference: the model to compare some rows with, if any."""
 
     factory: str
     config: EngineConfig
@@ -32,8 +31,8 @@ class Add:
 
 @dataclass(frozen=True)
 class Loading:
-    """The engine is being built, and what it does from now on. Sent first when imports are done and the checkpoint
-    is about to be read."""
+    """The engine is being built. `what` is its current activity. First sent after the imports, when the checkpoint is
+    about to be read."""
 
     now_us: int
     what: str
@@ -47,8 +46,8 @@ class Ready:
 
 @dataclass(frozen=True)
 class StartFailed:
-    """The engine could not be built. `kind` names a class of `pipeline.errors`, or is empty for any other
-    exception, whose traceback is then in `message`."""
+    """The engine could not be built. `kind` names a class of `pipeline.errors`, or is empty for any other exception,
+    with the traceback in `message`."""
 
     kind: str
     message: str
@@ -61,8 +60,8 @@ class Finished:
 
 @dataclass(frozen=True)
 class Worked:
-    """Sums since `Ready`: time with requests in the engine, the rest of the time was idle; the last `idle_us`
-    of it in one stretch up to now. `stats` are the engine's counters."""
+    """Sums since `Ready`. busy_us: time with requests in the engine; the rest was idle. idle_us: idle time up to now
+    since the last step. `stats`: the engine's counters."""
 
     now_us: int
     busy_us: int
@@ -72,7 +71,7 @@ class Worked:
 
 @dataclass(frozen=True)
 class Crashed:
-    """A step raised; the process ends right after."""
+    """A step raised an exception; the process ends right after."""
 
     message: str
     out_of_memory: bool = False

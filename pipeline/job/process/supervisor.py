@@ -1,8 +1,8 @@
-"""Keeps one engine process alive for an actor and hands rows to it: the bookkeeping that outlives any engine.
+"""Keep one engine process alive for an actor and hand rows to it. Its bookkeeping outlives any engine.
 
-One thread, the keeper, starts the process, reads what it says and notices its end: by itself, by a crash, or
-by our own kill when a step takes longer than allowed. `open_rows.py` says which rows go into the next one. What cannot
-be blamed on rows ends the actor with a typed error.
+One thread, the keeper, starts the process, reads its messages and notices its end: a normal exit, a crash, or our own
+kill of a step that takes too long. `open_rows.py` decides which rows the next process gets. Failures that no row can
+cause end the actor with a typed error.
 """
 
 import pickle
@@ -22,49 +22,51 @@ from pipeline.machine.host import now_us
 from pipeline.report.record.row_stats import Computed
 from pipeline.report.record.run_record import summed
 
-MAX_START_DEATHS = 3  # in a row, without a word why
-MAX_REASONS = 10  # of restarts, kept for the report
+MAX_START_DEATHS = 3  # consecutive, without a reported reason
+MAX_REASONS = 10  # restart reasons in the report
 POLL_S = 0.25
-COUNTERS_US = 10_000_000  # between two lines of the engine's counters in a log of level debug
+COUNTERS_US = 10_000_000  # interval of the engine's counters in the log, at level debug
 
 
 @dataclass(frozen=True)
 class Deaths:
-    """What the engine processes that ended have cost so far, and how the first of them ended."""
+    """Cost of the ended engine processes, and how the first of them ended."""
 
     count: int = 0
     reasons: tuple[str, ...] = ()
-    lost: Computed = field(default_factory=Computed)  # work on rows that were inside, as far as it was told
+    lost: Computed = field(default_factory=Computed)  # reported work on rows that were inside
     restart_us: int = 0
     crashed_us: int = 0
     poison_rows: int = 0
 
 
 def computed(completions: Iterable[Completion]) -> Computed:
-    """What the engine computed for these rows, all samples of them. Of an error row it is not known."""
+    """Return the computed tokens of these rows, over all samples. Error rows do not count: theirs are unknown."""
     fine = [one for c in completions if c.error is None for one in c.each]
     return Computed(sum(c.num_prompt_tokens - c.num_cached_tokens for c in fine), sum(len(c.token_ids) for c in fine))
 
 
 class Supervisor:
-    """Thread-safe. `generate` may be called from several threads, so that units overlap in the engine."""
+    """Supervisor of one actor's engine. Thread-safe. `generate` may be called from several threads, so that units
+    overlap in the engine."""
 
     def __init__(
         self, launch: Launch, birth_us: int | None = None, log: RotatedLog | None = None, log_place: str = ""
     ) -> None:
-        """`log` gets what the engine's processes print and how they end; messages name it as `log_place`."""
+        """`log`: receives the output of the engine's processes and how they end; messages refer to it as
+        `log_place`."""
         self._launch, self._log = launch, log
-        self._see_log = f"\nWhat it printed is in {log_place}" if log_place else ""
-        self._lock = threading.Lock()  # guards everything below but `_child`'s process
+        self._see_log = f"\nIts output is in {log_place}" if log_place else ""
+        self._lock = threading.Lock()  # guards everything below except `_child`'s process
         self._rows = OpenRows(self._note, self._see_log)
         self._failure: PipelineError | None = None
         self._interrupted = False
         self._closed = False
         self._counted_us = 0
         self._timeline = Timeline(now_us() if birth_us is None else birth_us)
-        self._past_stats: dict[str, int] = {}  # of processes that ended
-        self._stats: dict[str, int] = {}  # of the one that runs
-        self._given = Computed()  # of rows that the one that runs has finished
+        self._past_stats: dict[str, int] = {}  # counters of ended processes
+        self._stats: dict[str, int] = {}  # counters of the running process
+        self._given = Computed()  # for rows that the running process has finished
         self._restarts = 0
         self._reasons: list[str] = []
         self._lost = Computed()
@@ -77,9 +79,10 @@ class Supervisor:
     # -- for the actor's threads
 
     def generate(self, requests: list[Request]) -> list[Completion]:
-        """The completions of `requests`, in the order they finished; after `interrupt` those that are there.
+        """Return the completions of `requests` in the order in which they finish; after `interrupt` only the finished
+        ones.
 
-        Blocks. Raises what ended the engine for good.
+        Blocks. Raises the error that ended the engine for good.
         """
         with self._lock:
             if self._failure is not None:
@@ -94,7 +97,7 @@ class Supervisor:
         return ticket.completions
 
     def interrupt(self) -> None:
-        """Give up all open rows: calls of `generate` return with what is finished, now and from now on."""
+        """Give up all open rows: calls of `generate` return their finished rows, now and later."""
         with self._lock:
             self._interrupted = True
             self._rows.release(None)
@@ -104,28 +107,28 @@ class Supervisor:
             return self._timeline.phases(now_us())
 
     def stats(self) -> dict[str, int]:
-        """The engine's counters, summed over all processes of this actor."""
+        """Return the engine's counters, summed over all processes of this actor."""
         with self._lock:
             return summed([self._past_stats, self._stats])
 
     def deaths(self) -> Deaths:
         with self._lock:
             restart_us, crashed_us = self._timeline.restart_us(now_us()), self._timeline.crashed_us
-            convicted = self._rows.num_convicted
-            return Deaths(self._restarts, tuple(self._reasons), self._lost, restart_us, crashed_us, convicted)
+            poison_rows = self._rows.num_poison_rows
+            return Deaths(self._restarts, tuple(self._reasons), self._lost, restart_us, crashed_us, poison_rows)
 
     def tail_us(self) -> int:
-        """The idle time since the engine last computed."""
+        """Return the idle time since the engine last computed."""
         with self._lock:
             return self._timeline.tail_us
 
     def at_rest(self) -> str:
-        """The phase the actor's time goes to while nothing more is heard of it."""
+        """Return the phase of the actor's time until the next message."""
         with self._lock:
             return self._timeline.at_rest
 
     def open_rows_done(self) -> int:
-        """Rows that are finished, of calls of `generate` that are still open."""
+        """Return the number of finished rows in open calls of `generate`."""
         with self._lock:
             return self._rows.num_done
 
@@ -147,7 +150,8 @@ class Supervisor:
                 finally:
                     ended = child.bury()
                     if not self._closed:
-                        idle = "" if self._rows.any_inside else ", with no rows in it"  # so Ray ends it with the run
+                        # Ray kills processes without rows at the end of a run: no warning
+                        idle = "" if self._rows.any_inside else ", with no rows in it"
                         level: Level = "info" if idle and ended.killed else "warning"
                         self._note(f"process {child.process.pid} ended{idle}: {ended}", level)
                 if self._closed:
@@ -155,7 +159,7 @@ class Supervisor:
                 start_deaths = 0 if child.ready else start_deaths + 1
                 if start_deaths >= MAX_START_DEATHS:
                     raise EnvironmentFailed(
-                        f"The engine's process ended {start_deaths} times while it loaded "
+                        f"The engine's process ended {start_deaths} times while loading "
                         f"{self._launch.config.model} ({ended}).{ended.advice()}{self._see_log}"
                     )
                 self._after_death(ended)
@@ -175,7 +179,7 @@ class Supervisor:
             self._note(", ".join(f"{name} {count:,}" for name, count in stats.items() if count), "debug")
 
     def _attend(self, child: Child) -> None:
-        """Read what the process says until it ends."""
+        """Read the process's messages until it ends."""
         while True:
             if child.connection.poll(POLL_S):
                 try:
@@ -198,7 +202,7 @@ class Supervisor:
 
     def _hung(self, child: Child) -> str:
         if not child.ready:
-            return f"nothing heard while it loaded, for {self._launch.load_timeout_s:g} s (run.stall_timeout)"
+            return f"no message while loading for {self._launch.load_timeout_s:g} s (run.stall_timeout)"
         return f"no step for {self._launch.step_timeout_s:g} s (run.stall_timeout)"
 
     def _receive(self, child: Child, message: object) -> None:
@@ -257,5 +261,5 @@ class Supervisor:
 
 
 def _again(error: PipelineError) -> PipelineError:
-    """A fresh exception for each thread: one raised in several threads would mix their tracebacks."""
+    """Return a new exception for each thread: raising one in several threads would mix their tracebacks."""
     return type(error)(str(error))

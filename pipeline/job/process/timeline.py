@@ -1,8 +1,8 @@
-"""An actor's time, cut into the phases of `report/record/run_record.py` (PHASES) that do not overlap and leave no gap.
+"""An actor's time, split into the phases of `report/record/run_record.py` (PHASES) without overlaps or gaps.
 
-Pure bookkeeping in whole microseconds: clock values come in as arguments, so the sum of the phases equals the
-time from birth to the last covered moment exactly. The engine's own counters (`EngineStats`: STEP_TIMES) weigh how its
-busy time is divided.
+Pure bookkeeping in whole microseconds. Clock values are arguments, so the sum of the phases is exactly the time from
+birth to the last covered moment. The engine's counters (`EngineStats`: STEP_TIMES) are the weights that divide its busy
+time.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Literal
 
 from pipeline.report.record.run_record import no_phases, split_exactly
 
-# Phases of busy time and their counters. decode first: it takes busy time in which the engine counted nothing
+# Phases of busy time and their counters. decode comes first, because it gets busy time without any counted work.
 WORK = {
     "decode": ("decode_us",),
     "prefill": ("prefill_us",),
@@ -20,7 +20,7 @@ WORK = {
 
 
 class Timeline:
-    """Covers [birth_us, covered_us). Invariant: sum(phases(covered_us)) == covered_us - birth_us."""
+    """Timeline of [birth_us, covered_us). Invariant: sum(phases(covered_us)) == covered_us - birth_us."""
 
     def __init__(self, birth_us: int) -> None:
         self.birth_us = birth_us
@@ -31,18 +31,18 @@ class Timeline:
         self._work_us = dict.fromkeys(WORK, 0)
         self._restarted = False
         self._restart_us = 0
-        self.crashed_us = 0  # of `wasted`: what `lost` put there
-        self.tail_us = 0  # of `idle`: since the engine last computed
+        self.crashed_us = 0  # part of `wasted`: added by `lost`
+        self.tail_us = 0  # part of `idle`: since the engine last computed
 
     def enter(self, phase: Literal["startup", "load"] | None, now_us: int) -> None:
-        """Begin `phase`; None: the engine is up and reports by `progress`."""
+        """Begin `phase`; None: the engine is up and reports with `progress`."""
         now_us = max(now_us, self.covered_us)
         if self._open is not None:
             self._phases[self._open] += now_us - self.covered_us
             self._restart_us += now_us - self.covered_us if self._restarted else 0
             self.covered_us = now_us
         else:
-            self._rest(now_us)
+            self._add_idle(now_us)
         if phase is not None:
             self.tail_us = 0
         self._open = phase
@@ -50,7 +50,7 @@ class Timeline:
         self._work_us = dict.fromkeys(WORK, 0)
 
     def progress(self, now_us: int, busy_us: int, idle_us: int, stats: Mapping[str, int]) -> None:
-        """Count the engine's report: busy_us and stats are sums since it was ready, idle_us its idle time since its
+        """Add a report of the engine. busy_us and stats are sums since it was ready; idle_us is the idle time since its
         last step."""
         assert self._open is None
         span = max(0, now_us - self.covered_us)
@@ -66,10 +66,10 @@ class Timeline:
             self.tail_us = min(idle_us, span - busy)
             self.covered_us += span
         else:
-            self._rest(self.covered_us + span)
+            self._add_idle(self.covered_us + span)
 
     def lost(self, now_us: int, had_rows: bool) -> None:
-        """The engine's process ended. With rows in it, the time since its last report is work to do again."""
+        """Record the end of the engine's process. With rows inside, the time since its last report counts as wasted."""
         if self._open is None and had_rows:
             span = max(0, now_us - self.covered_us)
             self._phases["wasted"] += span
@@ -85,19 +85,19 @@ class Timeline:
 
     @property
     def at_rest(self) -> str:
-        """The phase that time goes to until the next report."""
+        """Phase of the time until the next report."""
         return self._open or "idle"
 
     def phases(self, now_us: int) -> dict[str, int]:
-        """Phases so far. A phase that is open (start-up, load) reaches up to now; otherwise they end with
-        what the engine last reported."""
+        """Return the phases so far. An open phase (start-up, load) extends to now; other phases end at the last
+        report."""
         phases = dict(self._phases)
         if self._open is not None:
             phases[self._open] += max(0, now_us - self.covered_us)
         return phases
 
-    def _rest(self, until_us: int) -> None:
-        """Nothing was computed up to then."""
+    def _add_idle(self, until_us: int) -> None:
+        """Count the time up to `until_us` as idle."""
         self._phases["idle"] += until_us - self.covered_us
         self.tail_us += until_us - self.covered_us
         self.covered_us = until_us

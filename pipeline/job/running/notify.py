@@ -1,6 +1,6 @@
-"""Tells somebody outside of what a run came to: `run.notify`, a url or a file.
+"""Send events of a run to `run.notify`, a url or a file.
 
-A failure to tell is a warning: no row depends on it.
+A failed notification is a warning: no row depends on it.
 """
 
 import json
@@ -15,17 +15,17 @@ from pipeline.stores.redaction import shown_url
 ANSWER_S = 10.0
 
 
-def notify(place: str | None, event: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-    """Send one event, where somebody wants it."""
-    if place is None:
+def notify(target: str | None, event: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+    """Send one event, if a target is set."""
+    if target is None:
         return
     line = json.dumps(dict(event), ensure_ascii=False)
     try:
-        if place.startswith(("http://", "https://")):
-            request = urllib.request.Request(place, line.encode(), {"Content-Type": "application/json"}, method="POST")
+        if target.startswith(("http://", "https://")):
+            request = urllib.request.Request(target, line.encode(), {"Content-Type": "application/json"}, method="POST")
             with urllib.request.urlopen(request, timeout=ANSWER_S):
                 return
-        with Path(place).open("a", encoding="utf-8") as file:
+        with Path(target).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
     except (OSError, ValueError, urllib.error.URLError) as error:
-        warn(f"run.notify {shown_url(place)}: {type(error).__name__}: {error}")
+        warn(f"run.notify {shown_url(target)}: {type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
-"""What a run tells while it goes on and at its end: status, record and report in the output, the driver's log.
+"""Reports of a run, during it and at its end: status, record and report in the output, and the driver's log.
 
-All of it is written beside the run (`telemetry/writer.py`): a disk or store that fails or hangs holds nothing up.
+All are written asynchronously (`telemetry/writer.py`), so that a failing or hanging disk or store delays nothing.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from pipeline.report.run_report import RunReport
 from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url
 
-TICK_S = 1.0  # between two looks at how far a run is
-STORE_TICK_S = 10.0  # between records in an object store, where each is a request that is paid for
-LOG_S = 10.0  # between lines of progress in the driver's log
-WRITING_SHARE = 0.05  # of the time, at most, in which a status or record is being written
+TICK_S = 1.0  # interval of progress checks
+STORE_TICK_S = 10.0  # interval of records in an object store, where each write is a paid request
+LOG_S = 10.0  # interval of progress lines in the driver's log
+WRITING_SHARE = 0.05  # largest share of the time for writing statuses and records
 
 Show = Callable[[Status], None]
 
 
 class RunReporter:
-    """Used by the driver's main thread; `note` and `warn` by any."""
+    """Reporter of one run. Used by the driver's main thread; `note` and `warn` by any thread."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class RunReporter:
         sample: int | None = None,
         metrics: str | None = None,
     ) -> None:
-        """`earlier`: the records of the job's runs before this one. `show`: called with each status. `sample`: of a run
-        with --sample, its rows. `metrics`: the address of /metrics and /healthz."""
+        """`earlier`: records of the job's earlier runs. `show`: called with each status. `sample`: number of rows of a
+        run with --sample. `metrics`: address of /metrics and /healthz."""
         self._plan, self._log, self._totals, self._earlier = plan, log, totals, earlier
         self._telemetry, self._show = telemetry, show
         self._num_rows = plan.num_rows if sample is None else min(plan.num_rows, totals.now().rows + sample)
         self.phase = "starting"
-        self.report: RunReport  # from `end` on
+        self.report: RunReport  # set by `end`
         self._warning = ""
         self._write_every_s = STORE_TICK_S if is_url(plan.job.config.output.path) else 0.0
         self._wrote_at = self._updated_at = 0.0
@@ -68,28 +68,28 @@ class RunReporter:
         self.logs.prune()
         self._driver_log = self.logs.log(DRIVER, logs.level)
         self._show_line, self._logged, self._logged_at = logs.show, "", 0.0
-        self.note(f"run {log.run_id}: {plan.num_rows} rows, {totals.now().rows} of them written before")
+        self.note(f"run {log.run_id}: {plan.num_rows} rows, {totals.now().rows} of them already written")
         self._estimate = load_estimate(store, plan.fingerprint.undated)
         if self._estimate is None and store.folder.has(PLAN):
-            self.note(f"{PLAN} estimates another job and is not compared with this run; `pipeline plan` estimates it")
+            self.note(f"{PLAN} is the estimate of another job and is ignored; `pipeline plan` estimates this one")
         self._metrics = MetricsServer.at(metrics, self.warn)
         self.progress = Progress(plan.job.config.run.progress_timeout_s)
-        self._drops: set[str] = set()  # measures of quality whose drop was reported already
+        self._drops: set[str] = set()  # measures of quality whose drop was already reported
 
     def note(self, text: str, level: Level = "info") -> None:
         """Add a line to the driver's log."""
         for line in self._driver_log.line(text, level):
             if self._show_line is not None:
-                with contextlib.suppress(OSError):  # the terminal may be gone
+                with contextlib.suppress(OSError):  # the terminal may be closed
                     self._show_line(line)
 
     def warn(self, text: str) -> None:
-        """Tell what went wrong without ending the run."""
+        """Report a problem without ending the run."""
         self._warning = text
         self.note(text, "warning")
 
     def say(self, phase: str) -> None:
-        """A phase begins, or the run has ended: show and write it at once."""
+        """Begin a phase, or end the run: show and write the status at once."""
         if phase != self.phase:
             self.note(phase)
         self.phase = phase
@@ -101,7 +101,7 @@ class RunReporter:
         self._measure(status)
 
     def update(self, phase: str) -> None:
-        """Show how far the run is in a phase; status and record are written as often as the output allows."""
+        """Show progress within a phase; status and record are written as often as the output allows."""
         self.phase, now = phase, time.monotonic()
         self._updated_at = now
         status = self.status()
@@ -114,7 +114,7 @@ class RunReporter:
         self.say(phase)
 
     def _measure(self, status: Status) -> None:
-        """Look whether anything moved, and set what Prometheus is shown."""
+        """Record progress, and update the snapshot for Prometheus."""
         log, config = self._log, self._plan.job.config
         units = log.written.units + log.lost.units
         self.progress.look((status.phase, work(status), units), log.actors)
@@ -140,7 +140,7 @@ class RunReporter:
             self.note(line)
 
     def counted(self, done: int, parts: int) -> None:
-        """`update`, about once a second, while the output is counted."""
+        """Call `update` about once a second while the output is counted."""
         if time.monotonic() >= self._updated_at + TICK_S:
             self.update(f"verifying: {done:,} of {parts:,} parts")
 
@@ -156,7 +156,7 @@ class RunReporter:
         runs, held = [*self._earlier, record], self._totals.now()
         name, digest, rows = plan.job.config.name, plan.fingerprint.digest, plan.num_rows
         self.report = make_report(self._telemetry, name, digest, runs, held, rows, finished, self._estimate)
-        self._tell_missed()
+        self._report_missed()
         self.say(log.outcome)
         close_telemetry(self._telemetry, self._show, self.status() if finished else None)
         self._driver_log.close()
@@ -164,35 +164,36 @@ class RunReporter:
         if self._metrics is not None:
             self._metrics.close()
 
-    def notify(self, event: str, **what: object) -> None:
-        """Tell whoever `run.notify` names."""
+    def notify(self, event: str, **details: object) -> None:
+        """Send an event to `run.notify`."""
         config = self._plan.job.config
-        about = {"event": event, "job": config.name, "run": self._log.run_id, "output": shown_url(config.output.path)}
-        notify(config.run.notify, {**about, **what}, self.warn)
+        common = {"event": event, "job": config.name, "run": self._log.run_id, "output": shown_url(config.output.path)}
+        notify(config.run.notify, {**common, **details}, self.warn)
 
     def look_at_quality(self) -> None:
         """Warn once for each measure of quality in which the compared rows show a drop."""
         found, max_drop = self._quality(), self._plan.job.config.quality.max_drop
-        for what, drop in found.drops(max_drop).items():
-            if what not in self._drops:
-                self._drops.add(what)
-                told = drop_text(what, drop, max_drop)
-                self.warn(f"quality: after {found.rows:,} rows of the sample {told}: {found.to_text()}")
-                self.notify("quality_drop", measure=what, drop=drop, max_drop=max_drop, rows=found.rows)
+        for details, drop in found.drops(max_drop).items():
+            if details not in self._drops:
+                self._drops.add(details)
+                drop_message = drop_text(details, drop, max_drop)
+                self.warn(f"quality: after {found.rows:,} rows of the sample {drop_message}: {found.to_text()}")
+                self.notify("quality_drop", measure=details, drop=drop, max_drop=max_drop, rows=found.rows)
 
     def _quality(self) -> QualityStats:
         """Quality of all recorded runs of the job, this one included."""
         return sum((run.row_stats.quality for run in self._earlier), self._log.row_stats.quality)
 
-    def _tell_missed(self) -> None:
+    def _report_missed(self) -> None:
         missed = [{"target": t.key, "limit": t.limit, "actual": t.actual} for t in self.report.missed]
         if missed and self._log.outcome == "finished":
             self.note(f"targets missed: {', '.join(str(each['target']) for each in missed)}", "warning")
             self.notify("targets_missed", missed=missed)
 
     def status(self) -> Status:
-        log, held, goes_on = self._log, self._totals.now(), self._log.outcome == "running"
-        finished = sum(actor.open_rows_done for actor in log.actors) if goes_on else 0  # else lost, or for the next run
+        log, held, is_running = self._log, self._totals.now(), self._log.outcome == "running"
+        # after the run, finished rows of open units are lost or saved for the next run
+        finished = sum(actor.open_rows_done for actor in log.actors) if is_running else 0
         computed = sum((actor.record.computed for actor in log.actors), Computed())
         self._pace.add(time.monotonic(), computed)
         prompt_per_s, generated_per_s = self._pace.per_s()
@@ -211,7 +212,7 @@ class RunReporter:
             generated_tokens=computed.generated,
             input_tokens_per_s=prompt_per_s,
             generated_tokens_per_s=generated_per_s,
-            eta_s=self._pace.eta_s(self._num_rows, held, self._totals.before) if goes_on else None,
+            eta_s=self._pace.eta_s(self._num_rows, held, self._totals.before) if is_running else None,
             elapsed_s=log.wall_us / 1e6,
             warning=self._warning,
             quality_rows=quality.rows,
@@ -221,28 +222,28 @@ class RunReporter:
 
 
 def close_telemetry(telemetry: Telemetry, show: Show, complete: Status | None) -> None:
-    """Wait for the files that are still being written. `complete`: the status of a finished output, None of another; it
-    is shown again with a warning where a file could not be written."""
+    """Wait for pending files. `complete`: the status of a finished output, else None; it is shown again with a warning
+    if a file could not be written."""
     written = telemetry.close()
     if complete is not None and (not written or telemetry.failures):
-        why = telemetry.last_failure or "the output takes too long to write to"
+        reason = telemetry.last_failure or "writing to the output takes too long"
         warning = (
-            f"The output is complete, but its report may be an older one: {why}. The same command writes it again."
+            f"The output is complete, but its report may be outdated: {reason}. Run the same command to write it again."
         )
         show(replace(complete, warning=warning))
 
 
 def harmless(show: Show) -> Show:
-    """`show` until it raises OSError, as when the terminal is gone; after that, nothing."""
-    gone = False
+    """Return `show` that becomes a no-op after an OSError, as when the terminal is closed."""
+    failed = False
 
     def shown(status: Status) -> None:
-        nonlocal gone
-        if gone:
+        nonlocal failed
+        if failed:
             return
         try:
             show(status)
         except OSError:
-            gone = True
+            failed = True
 
     return shown

@@ -1,7 +1,8 @@
-"""One run of a job: resume -> compute -> count -> publish -> report. The order in which anything becomes true is here.
+"""One run of a job: resume -> compute -> count -> publish -> report. This file defines the order in which state
+changes.
 
-plan (nothing written) -> the output is ours -> one listing -> the units that are left, through the dataflow (`watch`)
-  -> count -> _SUCCESS -> record, report and status say "finished" (`reporter`)
+plan (nothing written) -> claim the output -> one listing -> the remaining units, through the dataflow (`watch`)
+  -> count -> _SUCCESS -> record, report and status become "finished" (`reporter`)
 """
 
 import contextlib
@@ -68,26 +69,26 @@ def run_job(
     logs: LogOptions | None = None,
     metrics: str | None = None,
 ) -> RunReport:
-    """Run a job, or go on with it, until its output is complete; of a finished job only the report is made again.
+    """Run or resume a job until its output is complete. For a finished job only the report is rebuilt.
 
-    `retry_failed` computes the error rows of what is there again. `append` takes input files that are new since the
-    first run into the job. With `sample` only so many rows are computed and kept for the run that does the rest;
-    `sample.read_sample` reads them. `progress` is called about once a second. At `metrics`, HOST:PORT, the
-    run serves /metrics for Prometheus and /healthz.
+    `retry_failed` recomputes the error rows of the output. `append` accepts input files that are new since the first
+    run. With `sample`, only that many rows are computed and saved for the run that does the rest; `sample.read_sample`
+    reads them. `progress` is called about once a second. At `metrics`, HOST:PORT, the run serves /metrics for
+    Prometheus and /healthz.
 
-    Raises the exceptions of `pipeline.errors`; whenever one comes, what is written is whole and the same call goes on
-    from there. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are computed,
-    after `run.drain_timeout` at most or at a second signal; at any other time at once (`stop.py`).
+    Raises the exceptions of `pipeline.errors`. Whenever one is raised, written output is consistent and the same call
+    resumes the job. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are
+    computed, after at most `run.drain_timeout` or at a second signal; at any other time at once (`stop.py`).
     """
     if not isinstance(config, JobConfig):
         raise ConfigError(f"run_job({config!r:.80}): expected a job, as in run_job(load_job('my.yaml'))")
     if sample is not None and retry_failed:
-        raise ConfigError("--sample and --retry-failed: expected one of them; a sample writes no parts")
+        raise ConfigError("--sample and --retry-failed: expected only one of them, since a sample writes no parts")
     show = harmless(progress or (lambda status: None))
     with StopSignals() as stop:
         phase = "planning"
         try:
-            began, retries, logs = time.monotonic_ns(), RetryCounts(), logs or LogOptions()
+            started_ns, retries, logs = time.monotonic_ns(), RetryCounts(), logs or LogOptions()
             plan, store = _plan(config, accept_numerics, retry_failed, append, show, retries)
             left = _Left.of(plan, store, retry_failed)
             if sample is not None and left.tasks:
@@ -96,14 +97,14 @@ def run_job(
             if not left.tasks and SUCCESS in store.folder.names(""):
                 wrong = what_is_wrong(store)
                 if wrong is None:
-                    return _already_complete(plan, store, left.stood, earlier, show)
-                show(Status(phase=f"planning: all parts are counted again: {wrong}"))
+                    return _already_complete(plan, store, left.existing, earlier, show)
+                show(Status(phase=f"planning: counting all parts again: {wrong}"))
             limits = RunLimits(config.cost, config.run, earlier if left.tasks else ())
             if accept_numerics:
                 record_numerics(store, plan.fingerprint)
-            # it is of the parts as they were: some are to be made or replaced, or are damaged
+            # _SUCCESS describes the old parts: some will be written or replaced, or are damaged
             store.folder.remove(SUCCESS)
-            phase = "telling how the run ended"
+            phase = "recording the end of the run"
             telemetry = Telemetry(store.folder)
             of_sample = sample or 0
             log = RunLog(
@@ -119,7 +120,7 @@ def run_job(
             log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
             log.warnings = input_warnings(plan.source.passed_over, plan.source.unified_texts)
             totals = left.totals(store, log, earlier, plan)
-            log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
+            log.driver_us["planning"] = (time.monotonic_ns() - started_ns) // 1000
             reporter = RunReporter(
                 plan,
                 store,
@@ -153,7 +154,7 @@ def run_job(
 def _plan(
     config: JobConfig, accept_numerics: bool, retry_failed: bool, append: bool, show: Show, retries: RetryCounts
 ) -> tuple[JobPlan, PartStore]:
-    """What the job is, and its output, which is this job's from here on."""
+    """Plan the job and claim its output."""
     show(Status(phase="planning"))
 
     def say(what: str) -> None:
@@ -170,52 +171,52 @@ def _plan(
     store.name_data_files()
     if plan.batches.new is not None:
         rows = plan.batches.num_rows(plan.source)
-        say(f"{len(plan.batches.new):,} new files with {rows:,} rows are appended")
+        say(f"{len(plan.batches.new):,} new files with {rows:,} rows appended")
         plan.batches.record(store, rows, versions(), wall_time())
     return replace(plan, fingerprint=claimed), store
 
 
 @dataclass(frozen=True)
 class _Left:
-    """What a run has to do. `stood`: the parts that are there; `whole`: with --retry-failed the totals of those that
-    are not made again, else None."""
+    """Remaining work of a run. `existing`: the parts that exist. `whole`: with --retry-failed the totals of the parts
+    that are not recomputed, else None."""
 
     tasks: tuple[WindowTask, ...]
-    stood: DoneUnits
+    existing: DoneUnits
     whole: PartTotals | None = None
     has_failed: bool = False
 
     @classmethod
     def of(cls, plan: JobPlan, store: PartStore, retry_failed: bool) -> "_Left":
-        stood = store.list(plan.fingerprint.short)
+        existing = store.list(plan.fingerprint.short)
         if not retry_failed:
-            return cls(tuple(what_is_left(plan, stood)), stood)
-        if plan.retried_limits and what_is_left(plan, stood):
+            return cls(tuple(what_is_left(plan, existing)), existing)
+        if plan.retried_limits and what_is_left(plan, existing):
             raise FingerprintError(
-                f"output.path {store.path}: not all rows are computed yet, and those that are left belong to the first "
-                f"run's limits. Finish the job without the change of {', '.join(plan.retried_limits)}; then "
-                "--retry-failed computes the error rows under it."
+                f"output.path {store.path}: not all rows are computed yet, and the rest must use the limits of the "
+                f"first run. Finish the job without the change of {', '.join(plan.retried_limits)}; then use "
+                "--retry-failed to compute the error rows under the new limits."
             )
         store.folder.probe_swap()
         failed, whole = [], PartTotals()
-        for name, totals in store.parts(stood):
+        for name, totals in store.parts(existing):
             if totals.num_error_rows:
                 failed.append(name)
             else:
                 whole += totals
-        return cls(tuple(what_is_left(plan, stood, failed)), stood, whole, bool(failed))
+        return cls(tuple(what_is_left(plan, existing, failed)), existing, whole, bool(failed))
 
     def totals(self, store: PartStore, log: RunLog, earlier: list[RunRecord], plan: JobPlan) -> OutputTotals:
         if self.whole is not None:
-            before, stood = self.whole, None
+            before, existing = self.whole, None
         else:
-            before, stood = totals_so_far(store, earlier, self.stood), self.stood
-        return OutputTotals(store, log, before, stood, plan.num_rows, plan.job.config.run.max_error_rate)
+            before, existing = totals_so_far(store, earlier, self.existing), self.existing
+        return OutputTotals(store, log, before, existing, plan.num_rows, plan.job.config.run.max_error_rate)
 
 
 def _already_complete(plan: JobPlan, store: PartStore, done: DoneUnits, runs: list[RunRecord], show: Show) -> RunReport:
-    """Nothing is left to compute or to count. What tells of the job is written again: a run may have ended between
-    `_SUCCESS` and that."""
+    """Report a job without remaining work. Its report and status are written again, since a run may have ended between
+    `_SUCCESS` and these."""
     rows, run_id = plan.num_rows, runs[-1].run_id if runs else ""
     status = Status(run_id, "already complete", "finished", rows, rows, rows)
     show(status)
@@ -239,8 +240,7 @@ def _already_complete(plan: JobPlan, store: PartStore, done: DoneUnits, runs: li
 
 @contextlib.contextmanager
 def _recorded(log: RunLog, reporter: RunReporter, stop: StopSignals, outcome: Outcome) -> Iterator[None]:
-    """Around all that may fail: record, report and status say how the run ended, whatever it was. They say `outcome`
-    only where the block came to its end."""
+    """Record how the block ends, in record, report and status. They show `outcome` only if the block completes."""
     try:
         log.save()
         reporter.say("starting")
@@ -268,7 +268,7 @@ def _recorded(log: RunLog, reporter: RunReporter, stop: StopSignals, outcome: Ou
 
 
 def _publish(plan: JobPlan, store: PartStore, log: RunLog, totals: OutputTotals, reporter: RunReporter) -> None:
-    """Count every row of the output, and say that it is complete: `_SUCCESS`, and after that all else."""
+    """Count every row of the output, and publish it as complete: `_SUCCESS` first, then everything else."""
     reporter.say("verifying")
     check_none_appended(plan, store)
     started = time.monotonic_ns()
@@ -281,9 +281,9 @@ def _publish(plan: JobPlan, store: PartStore, log: RunLog, totals: OutputTotals,
     except Interrupted:
         raise
     except PipelineError as error:
-        raise type(error)(f"All {counted.rows} rows are written, but not _SUCCESS, which says so: {error}") from error
+        raise type(error)(f"All {counted.rows} rows are written, but writing _SUCCESS failed: {error}") from error
     totals.set_counted(counted)
-    with contextlib.suppress(PipelineError):  # rows kept for a next run that will not come
+    with contextlib.suppress(PipelineError):  # saved rows are no longer needed
         remove_all(store)
 
 

@@ -1,7 +1,7 @@
-"""`--sample N`: some rows of a job computed before the rest, so that people can look at them.
+"""`--sample N`: compute some rows of a job before the rest, for inspection.
 
-They are kept as the finished rows of a stopped run are (`actor/partial.py`), so the run that computes their units takes
-them over; no part is written. Beside that each unit's rows lie in `_pipeline/samples/<run id>/` for whoever reads them.
+They are saved like the finished rows of a stopped run (`actor/partial.py`), so the run that computes their units reuses
+them; no part is written. In addition, each unit's rows are written to `_pipeline/samples/<run id>/` for readers.
 """
 
 import io
@@ -21,13 +21,13 @@ from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.fingerprint import JOB, Fingerprint, differs
 from pipeline.job.telemetry.run_log import RUNS, load_runs
 
-MAX_WINDOWS = 4  # each is read whole
+MAX_WINDOWS = 4  # each one is read completely
 
 
 @dataclass(frozen=True)
 class SampleRow:
-    """A row as it will be in the output: with lists where it may have several samples, or as one of these. prompt: as
-    the model gets it; None where the row has none."""
+    """A row as in the output: with lists if it may have several samples, or as one of them. prompt: as the model
+    receives it; None for a row without one."""
 
     source_file: str
     source_row: int
@@ -38,19 +38,19 @@ class SampleRow:
     num_generated_tokens: int
     error: str | None
     error_message: str | None
-    sample_index: int = 0  # of samples that are rows
-    results: dict[str, Any] = field(default_factory=dict)  # of a task, and of reasoning, by column
+    sample_index: int = 0  # if samples are rows
+    results: dict[str, Any] = field(default_factory=dict)  # values of a task and of reasoning, by column
 
 
 def sample_tasks(tasks: tuple[WindowTask, ...], rows: int) -> tuple[WindowTask, ...]:
-    """Of the windows that are left a few, evenly spread, with so many rows of them in all."""
+    """Choose a few of the remaining windows, evenly spread, with `rows` rows in total."""
     chosen = evenly(tasks, min(MAX_WINDOWS, rows))
     counts = shares([task.window.num_rows for task in chosen], rows)
     return tuple(replace(task, sample=count) for task, count in zip(chosen, counts) if count)
 
 
 def read_sample(store: PartStore, run_id: str) -> Iterator[SampleRow]:
-    """What a run with --sample computed, in the order of its windows and units."""
+    """Yield the rows of a run with --sample, in the order of windows and units."""
     for name in sorted(store.folder.names(f"{SAMPLES}/{run_id}")):
         raw = store.folder.read(f"{SAMPLES}/{run_id}/{name}")
         if raw is not None:
@@ -65,15 +65,15 @@ def _rows_of(table: pa.Table) -> Iterator[SampleRow]:
     columns.setdefault("finish_reason", [None] * part.num_rows)
     names = [name for name in columns if name in SampleRow.__dataclass_fields__]
     own = {*RESULT_NAMES} - {f.name for f in REASONING_FIELDS}
-    of_task = [name for name in columns if name not in own and name not in names]
+    result_columns = [name for name in columns if name not in own and name not in names]
     for i, prompt in enumerate(prompts):
-        results = {name: columns[name][i] for name in of_task}
+        results = {name: columns[name][i] for name in result_columns}
         yield SampleRow(prompt=prompt, results=results, **{name: columns[name][i] for name in names})
 
 
 def forget_samples_of_another_job(store: PartStore, ours: Fingerprint) -> None:
-    """Give an output that holds nothing but samples to this job, where they are another's: so a prompt is tried and
-    changed without a new folder each time. Where anything else was computed, nothing is done."""
+    """Remove another job's samples from an output that contains nothing else, so that a prompt can be tried and changed
+    without a new folder. Does nothing if anything else was computed."""
     if not differs(store, ours):
         return
     if SUCCESS in store.folder.names("") or any(name[0] not in "_." for name in store.folder.names("")):

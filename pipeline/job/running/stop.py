@@ -1,9 +1,9 @@
-"""Signals that end a run: SIGINT, SIGTERM and SIGHUP.
+"""Handle the signals that end a run: SIGINT, SIGTERM and SIGHUP.
 
-While rows are being computed a signal asks for a drain: it is counted, and the run's loop reads the count. At any other
-time (planning, verifying, publishing) nothing that is written could be lost, so a signal ends the run at once: the
-handler raises `Stopped` in the main thread. Libraries may be slow to let that exception pass (a pool that waits for its
-requests, an import), so a timer ends the process after GRACE_S; what follows is the same as after a kill.
+While rows are computed, a signal requests a drain: it is counted, and the run's loop reads the count. At any other time
+(planning, verifying, publishing) no computed rows can be lost, so a signal ends the run at once: the handler raises
+`Stopped` in the main thread. Libraries may delay that exception (a pool that waits for its requests, an import), so a
+timer ends the process after GRACE_S; the result is the same as after a kill.
 """
 
 import math
@@ -19,19 +19,19 @@ from typing import NoReturn
 from pipeline.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ONE_STOP_S = 2.0  # nobody ends a drain that soon on purpose; Ctrl-C is SIGINT
-GRACE_S = 10.0  # from a signal that ends the run at once to the end of its process
+ONE_STOP_S = 2.0  # no user ends a drain that soon; Ctrl-C is SIGINT
+GRACE_S = 10.0  # from a signal that ends the run at once to the exit of the process
 
 
 class Stopped(BaseException):
-    """A signal came where it ends the run at once. No Exception: libraries must not catch it."""
+    """A signal arrived at a time when it ends the run at once. Not an Exception, so that libraries do not catch it."""
 
 
 class StopSignals:
-    """Handles SIGNALS between `__enter__` and `__exit__`, in the main thread; elsewhere it only counts `ask`.
+    """Handler of SIGNALS between `__enter__` and `__exit__` in the main thread; in other threads it only counts `ask`.
 
-    SIGHUP stays ignored where it was, as `nohup` asks. A SIGTERM within ONE_STOP_S of the last is the same stop:
-    Ray's job server and Slurm send one to each process of a run, and the guard passes its own on.
+    SIGHUP stays ignored if it was, as with `nohup`. A SIGTERM within ONE_STOP_S of the last one is the same stop: Ray's
+    job server and Slurm send it to each process of a run, and the guard forwards its own.
     """
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
@@ -39,16 +39,16 @@ class StopSignals:
         self._draining = False
         self._old: dict[int, object] = {}
         self._timer: threading.Timer | None = None
-        self._terminated_s = -math.inf  # when the last SIGTERM came
-        self.count = 0  # stops asked for so far
-        self.why = "a signal"  # of the first
+        self._terminated_s = -math.inf  # time of the last SIGTERM
+        self.count = 0  # number of stop requests
+        self.why = "a signal"  # reason of the first request
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                there = signal.getsignal(number)
-                if number != signal.SIGHUP or there != signal.SIG_IGN:
-                    self._old[number] = there
+                handler = signal.getsignal(number)
+                if number != signal.SIGHUP or handler != signal.SIG_IGN:
+                    self._old[number] = handler
                     signal.signal(number, self._heard)
         return self
 
@@ -61,7 +61,7 @@ class StopSignals:
 
     @contextmanager
     def draining(self) -> Iterator[None]:
-        """Inside, signals are counted and nothing is raised."""
+        """Within this context, count signals without raising."""
         self._draining = True
         try:
             yield
@@ -69,7 +69,7 @@ class StopSignals:
             self._draining = False
 
     def ask(self, why: str) -> None:
-        """Ask for a drain from any thread, as a signal does."""
+        """Request a drain from any thread, as a signal does."""
         if not self.count:
             self.why = why
         self.count += 1
@@ -83,7 +83,7 @@ class StopSignals:
         if self._draining and self.count < 2:
             return
         if self._timer is not None:
-            _leave_now(self.why)  # asked again while the first is being carried out
+            _leave_now(self.why)  # second request during the first one
         self._timer = threading.Timer(self._grace_s, _leave_now, (self.why,))
         self._timer.daemon = True
         self._timer.start()
@@ -91,8 +91,8 @@ class StopSignals:
             raise Stopped(self.why)
 
 
-def _leave_now(why: str) -> NoReturn:
-    """End the process without waiting for anything. Parts are whole or not there, so nothing is lost."""
-    with suppress(OSError, ValueError):  # nobody may read any more
-        os.write(sys.stderr.fileno(), f"Stopped by {why}. The same command goes on from here.\n".encode())
+def _leave_now(reason: str) -> NoReturn:
+    """End the process without waiting. Parts are complete or absent, so nothing is lost."""
+    with suppress(OSError, ValueError):  # stderr may be closed
+        os.write(sys.stderr.fileno(), f"Stopped by {reason}. Run the same command to resume.\n".encode())
     os._exit(Interrupted.exit_code)

@@ -1,4 +1,4 @@
-"""The driver's loop while rows are computed: takes finished units, looks at the actors, drains when it is asked to."""
+"""The driver's loop while rows are computed: count finished units, observe the actors, and drain on request."""
 
 import time
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from pipeline.job.telemetry.run_log import RunLog
 if TYPE_CHECKING:
     from pipeline.job.dataflow.graph import Dataflow
 
-NEXT_S = 0.2  # the longest wait for a finished unit before signals and actors are looked at again
+NEXT_S = 0.2  # longest wait for a finished unit between checks of signals and actors
 RUNNING = "running"
-GIVE_UP_S = 10.0  # for keeping the finished rows of open units, at the end of a drain
+GIVE_UP_S = 10.0  # for saving the finished rows of open units, at the end of a drain
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Lives in the driver's main thread."""
+    """Driver's loop of one run, in its main thread."""
 
     settings: RunSection
     log: RunLog
@@ -39,7 +39,7 @@ class Watch:
     num_rows: int
 
     def compute(self, spec: FlowSpec) -> None:
-        """Compute what is left. Returns when each unit has its part."""
+        """Compute the remaining units. Returns when each has its part."""
         flow = self._flow(spec)
         with self.stop.draining():
             self.reporter.say("loading the model")
@@ -76,13 +76,13 @@ class Watch:
         cloud = self.settings.spot_notice
         if cloud == "off":
             return None
-        asked = "a spot notice: this machine is to be taken away"
-        return SpotNotice(cloud, lambda: self.stop.ask(asked), self.reporter.warn)
+        reason = "a spot notice: the cloud is about to reclaim this machine"
+        return SpotNotice(cloud, lambda: self.stop.ask(reason), self.reporter.warn)
 
     def _consume(self, flow: "Dataflow | InProcessDataflow") -> None:
         next_look, began = 0.0, None
         while True:
-            self._take_next(flow)
+            self._count_next(flow)
             if self.stop.count:
                 return self._drain(flow)
             if time.monotonic() >= next_look:
@@ -96,8 +96,8 @@ class Watch:
                 self.reporter.progress.check(self.log.actors)
                 next_look = time.monotonic() + TICK_S
 
-    def _take_next(self, flow: "Dataflow | InProcessDataflow") -> None:
-        """Count the next unit that ends, if one does soon."""
+    def _count_next(self, flow: "Dataflow | InProcessDataflow") -> None:
+        """Count the next finished unit, if one finishes soon."""
         summary = flow.next(timeout_s=NEXT_S)
         if summary is None:
             return
@@ -111,15 +111,15 @@ class Watch:
         self.totals.check_error_rate()
 
     def _look(self, flow: "Dataflow | InProcessDataflow") -> None:
-        """Hear what the actors say; they keep their last word where the ledger does not answer."""
+        """Read the actors' states. They keep their last state if the ledger does not answer."""
         before = _lost_machines(self.log.actors)
         self.log.actors = flow.actors() or self.log.actors
         self.log.observe()
         for machine in sorted(_lost_machines(self.log.actors) - before):
-            self.reporter.warn(f"{machine} has left the cluster; the units that were open there are computed elsewhere")
+            self.reporter.warn(f"{machine} has left the cluster; its open units are computed elsewhere")
 
     def _limit_that_stops(self, running_s: float) -> Limit | None:
-        """The limit of the job that would be passed if more units were begun; says so beforehand, once."""
+        """Return the limit that further units would exceed. Warns before it is reached, once."""
         limit = self.limits.nearest(self.log.actors, self.log.wall_us / 1e6)
         if warning := self.limits.warning(limit):
             self.reporter.warn(warning)
@@ -129,9 +129,9 @@ class Watch:
         return limit
 
     def _drain_for(self, limit: Limit, flow: "Dataflow | InProcessDataflow") -> None:
-        """Drain in the time that a limit leaves; a signal on the way drains as it does at any time. Always raises:
+        """Drain within the remaining time of a limit; a signal in the meantime drains as usual. Always raises:
         LimitReached, Interrupted or EndOfUnits."""
-        self.reporter.warn(f"draining: {limit.key}, {limit.used} are used")
+        self.reporter.warn(f"draining: {limit.key}, {limit.used} used")
         self.reporter.notify("limit_reached", limit=limit.key, used=limit.used)
         self.log.stopped_by = limit.key
         self._wind_down(flow, max(0.0, limit.left_s - RESERVE_S))
@@ -139,18 +139,19 @@ class Watch:
             self.log.stopped_by = ""
             return self._drain(flow)
         so_far = f"{self.totals.now().rows} of {self.num_rows} rows written"
-        what_now = "Raise it to go on." if limit.key == BUDGET else "The next run does more."
+        advice = "Raise it to continue." if limit.key == BUDGET else "The next run continues."
         if limit.key != BUDGET and not self.log.written.rows:
-            what_now = "Raise it if the next run ends like this one, before any unit."
+            advice = "Raise it if the next run ends before any unit too."
         raise LimitReached(
-            f"{limit.key}: another unit would have passed it, so the run ended itself with {so_far}; finished "
-            f"rows of units that were open are kept beside them. {what_now}"
+            f"{limit.key} reached: another unit would have exceeded it, so the run stopped with {so_far}; finished "
+            f"rows of open units are saved. {advice}"
         )
 
     def _drain(self, flow: "Dataflow | InProcessDataflow") -> None:
-        """Take no more units, let the open ones finish within `run.drain_timeout`, keep what is finished of the rest.
+        """Accept no more units, let open ones finish within `run.drain_timeout`, and save the finished rows of the
+        rest.
 
-        A second signal ends it at once. Always raises: Interrupted, or EndOfUnits if it got to the end.
+        A second signal ends it at once. Always raises: Interrupted, or EndOfUnits if all units finished.
         """
         self.reporter.note(f"draining: {self.stop.why}")
         self._wind_down(flow, self.settings.drain_timeout)
@@ -158,23 +159,23 @@ class Watch:
         raise Interrupted(f"Stopped by {self.stop.why} with {written} of {self.num_rows} rows written.")
 
     def _wind_down(self, flow: "Dataflow | InProcessDataflow", finish_s: float) -> None:
-        """Take no more units; after finish_s stop in the middle of those that are open. A signal ends it at once."""
+        """Accept no more units; after finish_s stop midway through open ones. A signal ends it at once."""
         seen = self.stop.count
-        # heard_s: by then each actor has reported since it got the order
+        # heard_s: after that time each actor has reported since it received the order
         for order, limit_s, heard_s in (
             (Order.ADMIT_NO_MORE, finish_s, 3 * TICK_S),
             (Order.GIVE_UP, GIVE_UP_S, TICK_S),
         ):
             flow.order(order)
-            given = next_look = time.monotonic()
-            while self.stop.count == seen and time.monotonic() < given + limit_s:
-                self._take_next(flow)
+            ordered_at = next_look = time.monotonic()
+            while self.stop.count == seen and time.monotonic() < ordered_at + limit_s:
+                self._count_next(flow)
                 if time.monotonic() >= next_look:
                     self._look(flow)
                     self.reporter.update("draining")
                     next_look = time.monotonic() + TICK_S
                     working = any(actor.record.units_in_progress for actor in self.log.actors)
-                    if time.monotonic() > given + heard_s and not working:
+                    if time.monotonic() > ordered_at + heard_s and not working:
                         break
 
 
@@ -185,5 +186,5 @@ def _lost_machines(actors: list[ActorState]) -> set[str]:
 def _phase_of(actors: list[ActorState]) -> str:
     if any(actor.record.stats.get("num_steps") for actor in actors):
         return RUNNING
-    what = next((actor.loading for actor in actors if actor.loading), "")
-    return f"loading the model: {what}" if what else "loading the model"
+    activity = next((actor.loading for actor in actors if actor.loading), "")
+    return f"loading the model: {activity}" if activity else "loading the model"

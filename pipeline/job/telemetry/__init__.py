@@ -1,1 +1,1 @@
-"""What a run tells of itself: its records, status and logs, and what its actors say; no row depends on it."""
+"""Records, status, metrics and logs of a run, and the states of its actors. No row depends on them."""

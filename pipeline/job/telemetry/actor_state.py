@@ -1,4 +1,4 @@
-"""What an engine actor tells of itself each second. Imports little, as the ledger's process must start fast."""
+"""State that an engine actor reports each second. Imports little, because the ledger's process must start fast."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ from pipeline.report.record.run_record import ActorRecord
 
 @dataclass(frozen=True)
 class ActorState:
-    """What an actor tells of itself: its record, and what is open."""
+    """State of an actor: its record, and its open units."""
 
     record: ActorRecord
     open_rows_done: int = 0  # rows of open units that the engine has finished
-    at_rest: str = "startup"  # the phase its time goes to if it says nothing more
+    at_rest: str = "startup"  # the phase of its time until the next report
     resolved: Mapping[str, str | int] = field(default_factory=dict)
-    loading: str = ""  # what its engine does before it is up; empty once it is
-    told: int = 0  # how often it had told before: of two states the later one, whichever arrives last
+    loading: str = ""  # what its engine is loading; empty once it is up
+    told: int = 0  # number of the report: of two states the later one counts, whichever arrives last

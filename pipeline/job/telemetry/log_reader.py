@@ -1,6 +1,6 @@
-"""The logs of a run read back for people: all of them in the order of their times, and what was added since.
+"""Read the logs of a run: all of them in the order of their times, and new lines since the last read.
 
-Works on a disk and in a store alike. A place in a log is the name of one of its files and an offset.
+Works on a disk and in a store. A position in a log is the name of one of its files and an offset.
 """
 
 import heapq
@@ -20,13 +20,13 @@ _PIECE = re.compile(r"([^.]+)(?:\.(\d+))?\.log")
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line of `log` (`driver`, `engine-0`), with its time and level in it."""
+    """A line of `log` (`driver`, `engine-0`), including its time and level."""
 
     log: str
     text: str
 
     def to_json(self) -> dict[str, str]:
-        """Time, level and text apart; of Ray's logs there is the text alone."""
+        """Split time, level and text. Ray's logs have text only."""
         if self.log == RAY_LOG:
             return {"log": self.log, "text": self.text}
         day, time, level, text = (self.text.split(" ", 3) + [""] * 3)[:4]
@@ -34,7 +34,7 @@ class LogLine:
 
 
 def logged_run(folder: Folder, wanted: str | None = None) -> str:
-    """The run whose logs are meant: the last one, or the one of that number or name. Raises OutputError."""
+    """Return the run to read: the last one, or the one with the number or name `wanted`. Raises OutputError."""
     runs = sorted(folder.names(LOGS), key=lambda name: (run_number(name), name))
     if not runs:
         raise OutputError(f"{folder.shown()}: no run has left logs here")
@@ -42,42 +42,42 @@ def logged_run(folder: Folder, wanted: str | None = None) -> str:
         return runs[-1]
     found = [run for run in runs if run == wanted or (wanted.isdigit() and run_number(run) == int(wanted))]
     if not found:
-        raise OutputError(f"{folder.shown()}: no logs of a run {wanted}; there are {', '.join(runs)}")
+        raise OutputError(f"{folder.shown()}: no logs of run {wanted}; available: {', '.join(runs)}")
     return found[-1]
 
 
 class LogReader:
-    """Reads one run's logs. `only`: names without their ending, such as `driver`; empty: all of them."""
+    """Reader of one run's logs. `only`: names without their suffix, such as `driver`; empty: all logs."""
 
     def __init__(self, folder: Folder, run_id: str, only: Iterable[str] = ()) -> None:
-        self._folder, self._place, self._only = folder, f"{LOGS}/{run_id}", frozenset(only)
-        self._offsets: dict[str, int] = {}  # of each file
+        self._folder, self._log_folder, self._only = folder, f"{LOGS}/{run_id}", frozenset(only)
+        self._offsets: dict[str, int] = {}  # by file name
 
     def new_lines(self) -> list[LogLine]:
-        """Return the whole lines that were not returned before, in the order of their times."""
+        """Return the complete lines that were not returned before, in the order of their times."""
         pieces = [piece for piece in self._pieces() if not self._only or piece[0] in self._only]
         timed: dict[str, list[LogLine]] = {}
         for log, _, name in pieces:
             timed.setdefault(log, []).extend(LogLine(log, line) for line in self._rest(name))
-        of_ray = timed.pop(RAY_LOG, [])  # Ray's lines have no such times
-        return [*heapq.merge(*timed.values(), key=_time), *of_ray]
+        ray_lines = timed.pop(RAY_LOG, [])  # Ray's lines have other timestamps
+        return [*heapq.merge(*timed.values(), key=_time), *ray_lines]
 
     def _pieces(self) -> list[tuple[str, int, str]]:
-        """Return the files in order: log, number, name."""
-        found = [(_PIECE.fullmatch(name), name) for name in self._folder.names(self._place)]
+        """Return (log, number, file name) of each file, in order."""
+        found = [(_PIECE.fullmatch(name), name) for name in self._folder.names(self._log_folder)]
         return sorted((match[1], int(match[2] or 1), name) for match, name in found if match is not None)
 
     def _rest(self, name: str) -> list[str]:
-        """Return the lines of a file after those read before, up to the last whole one."""
+        """Return the complete lines of a file after those already read."""
         offset = self._offsets.get(name, 0)
         try:
-            with self._folder.open(f"{self._place}/{name}") as file:
+            with self._folder.open(f"{self._log_folder}/{name}") as file:
                 size = file.seek(0, SEEK_END)
                 if size <= offset:
                     return []
                 file.seek(offset)
                 data = file.read(size - offset)  # in one request
-        except FileNotFoundError:  # just being removed
+        except FileNotFoundError:  # removed in the meantime
             return []
         data = data[: data.rfind(b"\n") + 1]
         self._offsets[name] = offset + len(data)

@@ -1,9 +1,9 @@
-"""The logs of a run, `_pipeline/logs/<run id>/`: `driver.log`, `engine-<actor>.log` and, after a failure, `ray.log`.
+"""Logs of a run, `_pipeline/logs/<run id>/`: `driver.log`, `engine-<actor>.log` and, after a failure, `ray.log`.
 
-Each line carries its time and level. A log that grows continues in `driver.2.log` and so on; its first file and the
-newest ones stay, and logs of old runs are removed, so that their size is bounded. No file is renamed: a reader knows
-where it is by a name and an offset. A thread writes, so that a slow disk holds nothing up. Logs of an output in a store
-are written to a temporary folder and uploaded as they grow. `log_reader` reads them back.
+Each line has a time and a level. A long log continues in `driver.2.log` and so on. To bound the size, only its first
+file and the newest ones are kept, and logs of old runs are removed. No file is renamed, so that a reader can resume at
+a name and an offset. A thread writes, so that a slow disk delays nothing. For an output in a store, logs are written to
+a temporary folder and uploaded as they grow. `log_reader` reads them back.
 """
 
 import os
@@ -28,25 +28,25 @@ from pipeline.stores.local_folder import LocalFolder
 LOGS = "_pipeline/logs"
 DRIVER = "driver.log"
 RAY = "ray.log"
-MAX_BYTES = 5 * 2**20  # of a file on a disk
-STORE_MAX_BYTES = 2**20  # of one in a store, to which a file goes whole each time
-NUM_LAST = 2  # newest files of a log that stay, with its first
-MAX_RUNS = 20  # earlier ones whose logs are kept
-SYNC_S = 3.0  # between looks for lines that a store does not have yet
-SYNC_SHARE = 0.05  # of the time, at most, in which logs are being uploaded
-MAX_WAITING = 10_000  # lines; more are dropped and counted
+MAX_BYTES = 5 * 2**20  # per file on a disk
+STORE_MAX_BYTES = 2**20  # per file in a store, where each change uploads the whole file
+NUM_LAST = 2  # newest files of a log to keep, in addition to the first
+MAX_RUNS = 20  # earlier runs whose logs are kept
+SYNC_S = 3.0  # interval of uploads to a store
+SYNC_SHARE = 0.05  # largest share of the time for uploads
+MAX_WAITING = 10_000  # queued lines; further ones are dropped and counted
 CLOSE_S = 2.0
 RAY_TAIL_BYTES = 64 * 2**10
-LEFT_OVER_S = 3600.0  # after which a folder of a process that is gone is removed: a container may not see the process
+STALE_FOLDER_S = 3600.0  # age at which the folder of a missing process is removed; a container may not see the process
 _PREFIX = "pipeline-logs-"
 
 Level = Literal["debug", "info", "warning", "print"]
-LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "print")  # `print`: what a process printed, always kept
+LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "print")  # `print`: output of a process, always kept
 
 
 @dataclass(frozen=True)
 class LogOptions:
-    """level: lines below it are not kept. show: called with each line of the driver's log, by any thread."""
+    """level: drop lines below it. show: called with each line of the driver's log, from any thread."""
 
     level: Level = "info"
     show: Callable[[str], None] | None = None
@@ -57,7 +57,7 @@ def engine_log(actor: int) -> str:
 
 
 class LogFolder:
-    """Where one run's logs lie, for the driver and for each actor. Nothing is created before the first line."""
+    """Log folder of one run, for the driver and each actor. Nothing is created before the first line."""
 
     def __init__(self, store: PartStore, run_id: str) -> None:
         self._store, self._name = store, f"{LOGS}/{run_id}"
@@ -68,20 +68,20 @@ class LogFolder:
         if isinstance(store.folder, LocalFolder):
             self.path = store.folder.path(self._name)
         else:
-            _remove_left_over()
+            _remove_stale_folders()
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
             threading.Thread(target=self._keep_uploading, daemon=True, name="upload logs").start()
 
     def shown(self, name: str = "") -> str:
-        """A log as messages name it."""
+        """Return the path of a log for messages."""
         return self._store.folder.shown(f"{self._name}/{name}" if name else self._name)
 
     def log(self, name: str, level: Level) -> "RotatedLog":
-        """One of the run's logs, with lines of this level and above."""
+        """Return one of the run's logs, with lines of this level and above."""
         return RotatedLog(self.path / name, level, MAX_BYTES if self._is_local else STORE_MAX_BYTES)
 
     def close(self) -> None:
-        """Upload what is left, where the output is in a store, and remove the temporary folder."""
+        """Upload the rest if the output is in a store, and remove the temporary folder."""
         if self._is_local:
             return
         self._sync()
@@ -89,7 +89,8 @@ class LogFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def prune(self) -> None:
-        """Remove the logs of the oldest runs; of a store in a thread. A failure is passed by: these are only logs."""
+        """Remove the logs of the oldest runs; in a store, do it in a thread. Failures are ignored: these are only
+        logs."""
         if self._is_local:
             self._prune()
         else:
@@ -106,15 +107,15 @@ class LogFolder:
                     folder.remove(f"{LOGS}/{run}/{name}")
 
     def _keep_uploading(self) -> None:
-        took_s = 0.0
+        last_sync_s = 0.0
         while not self._closed:
-            time.sleep(max(SYNC_S, took_s / SYNC_SHARE))
+            time.sleep(max(SYNC_S, last_sync_s / SYNC_SHARE))
             began = time.monotonic()
             self._sync()
-            took_s = time.monotonic() - began
+            last_sync_s = time.monotonic() - began
 
     def _sync(self) -> None:
-        """Upload what has changed, until that fails: the next look tries again."""
+        """Upload changed files until one fails; the next call retries it."""
         with self._uploading, suppress(PipelineError, OSError):
             for file in sorted(self.path.iterdir()):
                 status = file.stat()
@@ -127,31 +128,31 @@ class LogFolder:
                 del self._uploaded[name]
 
 
-def _remove_left_over() -> None:
-    """Temporary folders of processes that were killed, as Ray ends its actors."""
+def _remove_stale_folders() -> None:
+    """Remove the temporary folders of killed processes; Ray kills its actors at the end."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
         with suppress(OSError):
-            if pid.isdigit() and not process_mark(int(pid)) and time.time() - folder.stat().st_mtime > LEFT_OVER_S:
+            if pid.isdigit() and not process_mark(int(pid)) and time.time() - folder.stat().st_mtime > STALE_FOLDER_S:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 class RotatedLog:
-    """One log. Thread-safe; `line` never blocks and never raises."""
+    """A log in one or more files. Thread-safe; `line` never blocks and never raises."""
 
     def __init__(self, path: Path, level: Level = "info", max_bytes: int = MAX_BYTES) -> None:
-        """level: lines below it are not kept. max_bytes: of a file, before the next one begins."""
-        self._path, self._least, self._max_bytes = path, LEVELS.index(level), max_bytes
+        """level: drop lines below it. max_bytes: size of a file at which the next one begins."""
+        self._path, self._min_level, self._max_bytes = path, LEVELS.index(level), max_bytes
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
         self.dropped = 0
         self._thread = threading.Thread(target=self._write, daemon=True, name=f"log {path.name}")
         self._thread.start()
 
     def keeps(self, level: Level) -> bool:
-        return LEVELS.index(level) >= self._least
+        return LEVELS.index(level) >= self._min_level
 
     def line(self, text: str, level: Level = "info") -> list[str]:
-        """Add a line, with the time of now; of a text of several lines each gets one. The lines as they are kept."""
+        """Add a text with the current time, one log line per line of it. Return the log lines."""
         if not self.keeps(level):
             return []
         now = time.time()
@@ -165,9 +166,9 @@ class RotatedLog:
         return lines
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what waits, for so long at most."""
+        """Write the queued lines, waiting for up to `timeout_s`."""
         if self.dropped:
-            self.line(f"{self.dropped} lines before this one could not be kept", "warning")
+            self.line(f"{self.dropped} earlier lines were dropped", "warning")
         try:
             self._lines.put_nowait(None)
         except queue.Full:
@@ -203,7 +204,7 @@ def piece_path(path: Path, number: int) -> Path:
 
 
 def collect_ray_logs(session_logs: Path, path: Path) -> None:
-    """Copy the ends of what Ray's processes on this machine wrote to their error files. A failure is passed by."""
+    """Copy the ends of the error files of Ray's processes on this machine. Failures are ignored."""
     try:
         ends = []
         for file in sorted(session_logs.glob("*.err")):

@@ -1,8 +1,8 @@
-"""The address at which a running job tells Prometheus its metrics and a load balancer its health.
+"""HTTP server of a running job for Prometheus metrics and a load balancer's health checks.
 
-GET /metrics: text in Prometheus' format. GET /healthz: JSON, with 200 while the run moves and 503 when it has not for
-long. It shows what the driver last set, changes nothing, and ends with the run. Nobody is asked who they are: bind it
-to an address that only those can reach who may know.
+GET /metrics: text in Prometheus' format. GET /healthz: JSON, with status 200 while the run progresses and 503 after a
+long time without progress. It shows the driver's last snapshot, changes nothing, and ends with the run. There is no
+authentication: bind it to a private interface.
 """
 
 import json
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class MetricsServer:
-    """Serves the last snapshot that was set."""
+    """Server of the last snapshot."""
 
     def __init__(self, address: str) -> None:
-        """`address`: host:port. Raises OSError where it cannot be had."""
+        """`address`: host:port. Raises OSError if it cannot be bound."""
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
         self.snapshot: Snapshot | None = None
@@ -39,8 +39,8 @@ class MetricsServer:
                     self._answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
                 elif self.path == "/healthz":
                     well = now is None or now.progress.is_well
-                    told = json.dumps({"well": well} | (now.to_json() if now else {}))
-                    self._answer(200 if well else 503, "application/json", told.encode())
+                    body_text = json.dumps({"well": well} | (now.to_json() if now else {}))
+                    self._answer(200 if well else 503, "application/json", body_text.encode())
                 else:
                     self._answer(404, "text/plain", b"/metrics or /healthz\n")
 
@@ -69,7 +69,8 @@ class MetricsServer:
 
     @classmethod
     def at(cls, address: str | None, warn: Callable[[str], None]) -> "MetricsServer | None":
-        """None where none is wanted, or the address cannot be had: a run does not depend on it."""
+        """Start the server. Return None without an address, or with a warning if it cannot be bound: no run depends on
+        it."""
         if address is None:
             return None
         try:

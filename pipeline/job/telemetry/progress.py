@@ -1,7 +1,7 @@
-"""When anything last moved in a run, and when each engine actor last reported.
+"""Track when a run last made progress, and when each engine actor last reported.
 
-One object answers all of it: whether the run has stalled for good, whether /healthz says that it is well, and how each
-actor is.
+The same object decides whether the run has stalled for good, whether /healthz reports it as well, and the health of
+each actor.
 """
 
 import time
@@ -10,27 +10,27 @@ from collections.abc import Sequence
 from pipeline.errors import EnvironmentFailed
 from pipeline.job.telemetry.actor_state import ActorState
 
-SILENT_S = 15.0  # since an actor's last report, of which there is one each second
-UNWELL_SHARE = 1 / 6  # of the limit without progress, after which a run is not well
+SILENT_S = 15.0  # since the last report of an actor, which reports each second
+UNWELL_SHARE = 1 / 6  # share of the limit without progress after which a run is unwell
 HEALTH = ("starting", "loading", "ready", "silent", "given back", "lost")
 
 
 class Progress:
-    """Used by the driver's main thread, about once a second. Times are monotonic; those that end in `_at` are Unix
-    times to show."""
+    """Progress of a run. Used by the driver's main thread, about once a second. Times are monotonic, except those
+    ending in `_at`, which are Unix times for display."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._seen: object = None
         self._moved = time.monotonic()
-        self._reports: dict[int, tuple[int, float]] = {}  # of each actor: how many, and when the last one came
+        self._reports: dict[int, tuple[int, float]] = {}  # by actor: number of the last report, and its time
         self.began_at = self.moved_at = time.time()
 
     def look(self, seen: object, actors: Sequence[ActorState]) -> None:
-        """Record what is known now. seen: differs where rows, units or phases have moved."""
+        """Record the current state. seen: changes if rows, units or phases have."""
         now = time.monotonic()
         steps = sum(actor.record.stats.get("num_steps", 0) for actor in actors)
-        # an engine that loads ends no step; its phases grow only while its actor lives
+        # A loading engine finishes no step. Its phases grow only while its actor lives.
         loading = sum(a.record.phases_us["startup"] + a.record.phases_us["load"] for a in actors)
         if (seen, steps, loading) != self._seen:
             self._seen, self._moved, self.moved_at = (seen, steps, loading), now, time.time()
@@ -41,7 +41,7 @@ class Progress:
 
     @property
     def still_s(self) -> float:
-        """Return the seconds since anything moved."""
+        """Seconds since the last progress."""
         return time.monotonic() - self._moved
 
     @property
@@ -49,16 +49,18 @@ class Progress:
         return self.still_s < UNWELL_SHARE * self._limit_s
 
     def check(self, actors: Sequence[ActorState]) -> None:
-        """Raise EnvironmentFailed once nothing has moved for the limit."""
+        """Raise EnvironmentFailed after the limit without progress."""
         if self.still_s <= self._limit_s:
             return
-        idle = f"Nothing has moved for {self._limit_s:g} s (6 times run.stall_timeout)"
+        idle = f"No progress for {self._limit_s:g} s (6 times run.stall_timeout)"
         if not actors:
             raise EnvironmentFailed(
-                f"{idle}: no engine actor could be started. Has the cluster the CPUs and GPUs that run.actors, "
-                "run.cpus_per_actor and run.gpus_per_actor ask for?"
+                f"{idle}: no engine actor could be started. Does the cluster have the CPUs and GPUs of run.actors, "
+                "run.cpus_per_actor and run.gpus_per_actor?"
             )
-        raise EnvironmentFailed(f"{idle}: {len(actors)} engine actors were seen, none works. Are their machines gone?")
+        raise EnvironmentFailed(
+            f"{idle}: {len(actors)} engine actors reported, but none is working. Did their machines fail?"
+        )
 
     def health(self, actor: ActorState) -> str:
         """Return one of HEALTH."""

@@ -1,7 +1,7 @@
-"""JSON Schemas of what a run leaves in `_pipeline/`: status.json, runs/*.json and report.json.
+"""JSON Schemas of the records in `_pipeline/`: status.json, runs/*.json and report.json.
 
-Made from the dataclasses. Keys that a schema does not name may be there too: figures derived from others, and what a
-later version adds. `schema_version` grows when a key goes or means something else.
+Generated from the dataclasses. Records may contain more keys than a schema: derived values, and additions of later
+versions. `schema_version` increases when a key is removed or changes its meaning.
 """
 
 import json
@@ -15,9 +15,9 @@ from pipeline.report.record.run_record import RunRecord
 from pipeline.report.run_report import RunReport
 
 RECORDS: dict[str, tuple[type, str]] = {
-    "status": (Status, "_pipeline/status.json: how far a job is"),
-    "run": (RunRecord, "_pipeline/runs/*.json: what one run measured about itself"),
-    "report": (RunReport, "_pipeline/report.json: what a job did and cost over all its runs"),
+    "status": (Status, "_pipeline/status.json: progress of a job"),
+    "run": (RunRecord, "_pipeline/runs/*.json: measurements of one run"),
+    "report": (RunReport, "_pipeline/report.json: results and cost of a job over all its runs"),
 }
 
 
@@ -27,7 +27,7 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 def record_schema(name: str) -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of one of RECORDS."""
+    """Return the JSON Schema (draft 2020-12) of one of RECORDS."""
     kind, title = RECORDS[name]
     head = {"$schema": GenerateJsonSchema.schema_dialect, "$id": f"{name}.schema.json"}
     schema = TypeAdapter(kind).json_schema(mode="serialization", schema_generator=_WithoutTitles)
@@ -35,5 +35,5 @@ def record_schema(name: str) -> dict[str, Any]:
 
 
 def record_schema_text(name: str) -> str:
-    """The schema as it is printed and committed, without the last line's end."""
+    """Return the schema as printed and committed, without the final newline."""
     return json.dumps(record_schema(name), indent=2, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Names of runs: `0001-20261123-120000-a1b2`. The number gives their order; the time is for people."""
+"""Names of runs: `0001-20261123-120000-a1b2`. The number orders them; the time is for readers."""
 
 import re
 import secrets
@@ -9,12 +9,12 @@ _NUMBER = re.compile(r"(\d+)-")
 
 
 def run_number(run_id: str) -> int:
-    """The run's place in the order of runs; 0 of what is no run's name."""
+    """Return the run's number; 0 for other names."""
     match = _NUMBER.match(run_id)
     return int(match[1]) if match else 0
 
 
 def next_run_id(earlier: Iterable[str], now: datetime) -> str:
-    """The name of a run after all of `earlier`."""
+    """Return the name of a run after all of `earlier`."""
     number = max(map(run_number, earlier), default=0) + 1
     return f"{number:04d}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"

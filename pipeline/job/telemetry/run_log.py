@@ -1,6 +1,6 @@
-"""A run's own record, `_pipeline/runs/<run id>.json`, and the job's report over all of them.
+"""A run's record, `_pipeline/runs/<run id>.json`, and the job's report over all runs.
 
-The record is replaced as the run goes on, so that a run that is killed has one too.
+The record is replaced while the run continues, so that a killed run has one too.
 """
 
 import json
@@ -33,7 +33,7 @@ from pipeline.report.run_report import RunReport
 from pipeline.stores.retries import RetryCounts
 
 RUNS = "_pipeline/runs"
-SKIPPED = "_pipeline/skipped"  # the damaged files that a run left out, written once: there may be many
+SKIPPED = "_pipeline/skipped"  # damaged files that a run skipped, written once since there may be many
 STATUS = "_pipeline/status.json"
 PLAN = "_pipeline/plan.json"
 REPORT_JSON = "_pipeline/report.json"
@@ -43,14 +43,14 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "ray", "triton", 
 
 
 def versions() -> dict[str, str]:
-    """What runs this, and where: enough to tell whether a run that says it runs still does."""
+    """Return versions and process of this run, which identify whether a run recorded as running still does."""
     pid = os.getpid()
     found = {"pipeline": pipeline.__version__, "python": platform.python_version()} | package_versions(_PACKAGES)
     return found | {"host": socket.gethostname(), "pid": str(pid), "process": process_mark(pid)}
 
 
 class RunLog:
-    """One run as it goes: sums what units and actors tell. Used by the driver's main thread."""
+    """State of the current run: sums the reports of units and actors. Used by the driver's main thread."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class RunLog:
         retried_limits: Mapping[str, Any] | None = None,
     ) -> None:
         self._telemetry = telemetry
-        self._retries = retries  # of this run, for storage
+        self._retries = retries  # this run's retried storage requests
         self.began_us = now_us()
-        now = datetime.now(UTC)  # for people; the order of runs is their number's
+        now = datetime.now(UTC)  # for display; runs are ordered by number
         self.run_id = next_run_id(store.folder.names(RUNS), now)
         self._begun = RunRecord(
             self.run_id,
@@ -81,20 +81,20 @@ class RunLog:
         self.outcome: Outcome = "running"
         self.driver_us: dict[str, int] = {}
         self.actors: list[ActorState] = []
-        self.written = PartTotals()  # of the parts this run made
-        self.computed = PartTotals()  # of these, without rows that stayed in parts it replaced
-        self.lost = PartTotals()  # of units whose part was there already
+        self.written = PartTotals()  # in parts that this run wrote
+        self.computed = PartTotals()  # of `written`, without rows copied from replaced parts
+        self.lost = PartTotals()  # in units whose part already existed
         self.sampled_rows = 0
-        self.found_units = 0  # of these, the ones that were found before any work
-        self.row_stats = RowStats()  # of the parts this run made
+        self.found_units = 0  # units of `lost` whose part was found before any work
+        self.row_stats = RowStats()  # of the parts that this run wrote
         self.sample_row_stats = RowStats()
         self.moments = Moments()
         self.write_us = 0
-        self.first_errors: list[str] = []  # to show when there are too many
+        self.first_errors: list[str] = []  # for the message of too many errors
         self.skipped_files: list[SkippedInput] = []
-        self.warnings: list[DataWarning] = []  # of the plan
+        self.warnings: list[DataWarning] = []  # warnings about the input
         self.stopped_by = ""
-        self._skipped_told = False
+        self._skipped_saved = False
 
     @property
     def wall_us(self) -> int:
@@ -117,7 +117,7 @@ class RunLog:
             self.found_units += unit.found
 
     def observe(self) -> None:
-        """Keep where the run stands now, for pictures of how it went."""
+        """Record the current state for plots of the run."""
         self.moments.add(self.wall_us, [actor.record for actor in self.actors])
 
     def record(self) -> RunRecord:
@@ -154,19 +154,19 @@ class RunLog:
         )
 
     def save(self) -> None:
-        """Write the record as it is now, beside the run. The list of skipped files is written once."""
+        """Write the current record asynchronously. The list of skipped files is written once."""
         raw = self.record().to_json()
         if self.skipped_files:
-            place = f"{SKIPPED}/{self.run_id}.json"
-            if not self._skipped_told:
-                self._telemetry.put(place, json.dumps(raw["skipped_files"]).encode())
-                self._skipped_told = True
-            raw |= {"skipped_files": [], "skipped_files_in": place}
+            path = f"{SKIPPED}/{self.run_id}.json"
+            if not self._skipped_saved:
+                self._telemetry.put(path, json.dumps(raw["skipped_files"]).encode())
+                self._skipped_saved = True
+            raw |= {"skipped_files": [], "skipped_files_in": path}
         self._telemetry.put(f"{RUNS}/{self.run_id}.json", json.dumps(raw, indent=1).encode())
 
 
 def load_runs(store: PartStore) -> list[RunRecord]:
-    """The records of all runs, in their order. One that says it runs and whose process is gone from this
+    """Return the records of all runs in order. A run that is recorded as running but whose process is missing on this
     machine was killed."""
     names = sorted(store.folder.names(RUNS), key=lambda name: (run_number(name), name))
     runs = (load_run(store, name.removesuffix(".json")) for name in names)
@@ -174,7 +174,7 @@ def load_runs(store: PartStore) -> list[RunRecord]:
 
 
 def load_run(store: PartStore, run_id: str) -> RunRecord | None:
-    """The record of one run, as in `load_runs`; None where there is none."""
+    """Return the record of one run, as in `load_runs`; None if it does not exist."""
     data = store.folder.read(f"{RUNS}/{run_id}.json") if run_id else None
     if data is None:
         return None
@@ -188,11 +188,11 @@ def load_run(store: PartStore, run_id: str) -> RunRecord | None:
 
 
 def totals_so_far(store: PartStore, runs: Iterable[RunRecord], done: DoneUnits) -> PartTotals:
-    """About what the parts hold, without opening one: rows and units from their names, tokens and errors as the runs
-    recorded them. Of a killed run the last second or two is missing.
+    """Estimate the totals of the parts without opening any: rows and units from their names, tokens and errors from the
+    runs' records. A killed run lacks its last second or two.
 
-    Where the runs recorded more rows than there are, parts were removed since, or --retry-failed made rows anew: then
-    from the footers of what is there.
+    If the runs recorded more rows than exist, parts were removed or --retry-failed replaced rows: then the footers are
+    read.
     """
     totals = PartTotals()
     for run in runs:
@@ -203,14 +203,14 @@ def totals_so_far(store: PartStore, runs: Iterable[RunRecord], done: DoneUnits) 
     return replace(totals, rows=done.num_rows, units=done.num_units)
 
 
-def _is_gone(where: Mapping[str, str]) -> bool:
-    """Whether the process that says it runs there does not, as far as this machine can tell. A number alone says
-    little: after a restart of a machine or container another process has it."""
-    pid = where.get("pid", "")
-    if where.get("host") != socket.gethostname() or sys.platform != "linux" or not pid.isdigit():
+def _is_gone(recorded_versions: Mapping[str, str]) -> bool:
+    """Return whether the recorded process is known to be missing on this machine. A pid alone is not enough: after a
+    restart of the machine or container another process may have it."""
+    pid = recorded_versions.get("pid", "")
+    if recorded_versions.get("host") != socket.gethostname() or sys.platform != "linux" or not pid.isdigit():
         return False
     mark = process_mark(int(pid))
-    return mark != where["process"] if where.get("process") else not mark
+    return mark != recorded_versions["process"] if recorded_versions.get("process") else not mark
 
 
 def make_report(
@@ -223,8 +223,8 @@ def make_report(
     finished: bool,
     estimate: Estimate | None = None,
 ) -> RunReport:
-    """The job's report over its runs, written beside the run. `finished`: the output is complete, in whatever way its
-    last run ended."""
+    """Build the job's report over its runs, and write it asynchronously. `finished`: the output is complete, regardless
+    of how its last run ended."""
     report = build_report(job_name, fingerprint, runs, totals, input_rows, estimate)
     if finished:
         report = replace(report, outcome="finished")
@@ -234,8 +234,8 @@ def make_report(
 
 
 def load_estimate(store: PartStore, job: str) -> Estimate | None:
-    """What `pipeline plan` expected of the job with this undated digest; None where `plan` did not run, estimated
-    another job (another input, prompt, model, limit or length), or left what cannot be read."""
+    """Return the estimate of `pipeline plan` for the job with this undated digest. None if `plan` did not run,
+    estimated another job (other input, prompt, model, limit or length), or its file is unreadable."""
     with suppress(ValueError, TypeError, KeyError):
         raw = store.folder.read(PLAN)
         estimate = None if raw is None else Estimate.from_json(json.loads(raw))
@@ -244,13 +244,14 @@ def load_estimate(store: PartStore, job: str) -> Estimate | None:
 
 
 def put_status(telemetry: Telemetry, status: Status) -> None:
-    """Write what a run shows, with the time of now for people who find it later."""
+    """Write the status, with the current time for readers who find it later."""
     dated = replace(status, updated_at=datetime.now(UTC).isoformat(timespec="seconds"))
     telemetry.put(STATUS, json.dumps(dated.to_json(), indent=1).encode())
 
 
 def silent_s(status: Status) -> float:
-    """Seconds since the run wrote this status, by wall clocks: for people only. 0 for one that was not written."""
+    """Return the seconds since the run wrote this status, by wall clocks (for display only); 0 if it was not
+    written."""
     if not status.updated_at:
         return 0.0
     return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(status.updated_at)).total_seconds())

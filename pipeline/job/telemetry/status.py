@@ -1,4 +1,4 @@
-"""What a running job shows: one small record, for the terminal and for `_pipeline/status.json`."""
+"""Status of a running job: one small record, for the terminal and for `_pipeline/status.json`."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from pipeline.report.record.json_record import SCHEMA_VERSION, JsonRecord
 
 @dataclass(frozen=True)
 class Status(JsonRecord):
-    """`rows_done` counts finished rows, while the run goes on also those of units that are not written yet;
-    `rows_written` the others. Tokens and rates are what this run computed, prompt tokens without those from cache;
-    rates are over the last half minute. `eta_s` is None while unknown and when nothing is left. `warning` is the last
-    problem that did not end the run, `updated_at` the wall time, for people. `quality_rows` to `quality_drops` are of
-    the rows compared with a reference model, in all runs of the job."""
+    """Status of a run. `rows_done` counts finished rows, during a run including those of units that are not written
+    yet; `rows_written` counts only written ones. Tokens and rates cover this run's computed tokens, without cached
+    prompt tokens; rates are over the last half minute. `eta_s` is None while unknown and when nothing is left.
+    `warning` is the last problem that did not end the run; `updated_at` is the wall time, for readers. `quality_rows`
+    to `quality_drops` cover the rows compared with a reference model in all runs of the job."""
 
     run_id: str = ""
     phase: str = "planning"
@@ -38,7 +38,7 @@ class Status(JsonRecord):
 
 
 def status_line(status: Status) -> str:
-    """A status in one line of text."""
+    """Return a status as one line of text."""
     if not any(work(status)):
         elapsed = f" ({duration(round(status.elapsed_s))})" if status.elapsed_s >= 1 else ""
         return f"{status.phase}{elapsed}"
@@ -46,12 +46,12 @@ def status_line(status: Status) -> str:
 
 
 def work(status: Status) -> tuple[int, ...]:
-    """What moves when anything does."""
+    """Return the counts that change with any progress."""
     return status.rows_done, status.error_rows, status.input_tokens, status.generated_tokens
 
 
 def counts(status: Status) -> str:
-    """Rows, and while it goes on rates and the time left."""
+    """Return rows as text, and during a run the rates and the remaining time."""
     if not any(work(status)):
         return ""
     counts = f"{status.rows_done:,}/{status.rows_total:,} rows"

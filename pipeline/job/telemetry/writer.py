@@ -1,7 +1,7 @@
-"""Small files that tell about a run (status, record, report), written by a thread of their own.
+"""Write small files about a run (status, record, report) in a thread.
 
-No row depends on them, so a disk or store that fails or hangs neither ends the run nor holds it up: failed writes are
-counted and told. Only the newest content of a file is kept waiting.
+No row depends on them, so a disk or store that fails or hangs neither ends nor delays the run: failed writes are
+counted and reported. Only the newest content of a file is queued.
 """
 
 import threading
@@ -11,9 +11,9 @@ from pipeline.stores.folder import Folder
 
 
 class Telemetry:
-    """Writes to one output. `put` returns at once."""
+    """Asynchronous writer of one output. `put` returns at once."""
 
-    FLUSH_S = 5.0  # at the end of a run, for what still waits
+    FLUSH_S = 5.0  # timeout for queued files at the end of a run
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -23,17 +23,17 @@ class Telemetry:
         self._closed = False
         self.failures = 0
         self.last_failure = ""
-        self.last_write_s = 0.0  # what the last write took
+        self.last_write_s = 0.0  # duration of the last write
         threading.Thread(target=self._run, daemon=True, name="telemetry").start()
 
     def put(self, name: str, data: bytes) -> None:
-        """Write the file soon, in the place of what it held."""
+        """Replace the content of the file soon."""
         with self._changed:
             self._waiting[name] = data
             self._changed.notify_all()
 
     def close(self) -> bool:
-        """Wait for what is to be written, FLUSH_S at most, and write nothing after it. False: it took longer."""
+        """Wait up to FLUSH_S for queued files, then write nothing more. Return False if files were left."""
         with self._changed:
             written = self._changed.wait_for(lambda: not self._waiting and not self._is_writing, self.FLUSH_S)
             self._closed = True
@@ -52,7 +52,7 @@ class Telemetry:
             began, failure = time.monotonic(), ""
             try:
                 self._folder.replace(name, data)
-            except Exception as error:  # whatever it is, it must not end the thread
+            except Exception as error:  # no failure may end the thread
                 failure = f"{type(error).__name__}: {error}"
             with self._changed:
                 self.last_write_s = time.monotonic() - began

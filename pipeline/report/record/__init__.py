@@ -1,1 +1,1 @@
-"""What runs leave about themselves: time by phase, tokens, rows, in whole numbers that add up"""
+"""Records of runs: time by phase, tokens and rows, in integers that sum exactly."""

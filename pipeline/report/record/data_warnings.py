@@ -1,6 +1,6 @@
-"""Oddities in the data of a job that are no errors: counted, with one example each.
+"""Warnings about a job's data, counted by kind with one example each.
 
-`pipeline validate`, the end of a run and report.json show the same short list.
+`pipeline validate`, the end of a run and report.json show the same list.
 """
 
 from collections.abc import Sequence
@@ -11,26 +11,27 @@ from pipeline.formatting import counted
 
 WarningKind = Literal["files_passed_over", "columns_unified", "control_tokens_in_template", "control_tokens_in_rows"]
 
-MAX_FEW_ROWS = 3  # rows with control tokens in their texts are normal up to there: `<s>` is HTML too
+MAX_FEW_ROWS = 3  # up to this many rows with texts of control tokens are not reported: `<s>` is HTML too
 _COUNTED: dict[WarningKind, tuple[str, str]] = {
-    "files_passed_over": ("file", "of another format passed over"),
+    "files_passed_over": ("file", "of another format skipped"),
     "columns_unified": ("column", "stored in several types"),
     "control_tokens_in_template": ("row", "with control tokens that the job file writes as text"),
     "control_tokens_in_rows": ("row", "with texts of control tokens in the data"),
 }
 _ADVICE: dict[WarningKind, str] = {
-    "files_passed_over": "where one holds rows, convert it to Parquet or JSON Lines",
-    "columns_unified": "values are read as one type that holds them all; in prompts they have its form",
-    "control_tokens_in_template": "the model reads them as letters; give the chat as prompt.messages, or the turn "
-    "alone with prompt.chat, or set prompt.special_tokens: template",
-    "control_tokens_in_rows": "text from data is never a control token; give chats as prompt.messages, or the text "
-    "alone with prompt.chat",
+    "files_passed_over": "convert files that hold rows to Parquet or JSON Lines",
+    "columns_unified": "values are converted to one type that holds them all, which also determines their form in "
+    "prompts",
+    "control_tokens_in_template": "the model reads them as plain text; use prompt.messages for chats, prompt.chat for "
+    "a single turn, or set prompt.special_tokens: template",
+    "control_tokens_in_rows": "text from data is never a control token; use prompt.messages for chats, or prompt.chat "
+    "for a single turn",
 }
 
 
 @dataclass(frozen=True)
 class DataWarning:
-    """One kind of oddity: how many files, columns or rows, the first of them, and what to do."""
+    """Warning of one kind: the number of files, columns or rows, the first of them, and advice."""
 
     kind: WarningKind
     count: int
@@ -38,15 +39,15 @@ class DataWarning:
     advice: str
 
     def to_text(self) -> str:
-        noun, what = _COUNTED[self.kind]
-        return f"{counted(self.count, noun)} {what} ({self.example}): {self.advice}"
+        noun, description = _COUNTED[self.kind]
+        return f"{counted(self.count, noun)} {description} ({self.example}): {self.advice}"
 
 
 @dataclass(frozen=True)
 class ControlTokenRows:
-    """Rows whose prompts hold texts of the model's control tokens, and the first example of each kind.
+    """Numbers of rows whose prompts contain texts of the model's control tokens, with the first example of each kind.
 
-    in_template: the job file writes them, as it does in every row; in_values: the row's own columns hold some.
+    in_template: texts from the job file, as in every row. in_values: texts from the row's columns.
     """
 
     in_template: int = 0
@@ -76,7 +77,7 @@ def data_warning(kind: WarningKind, count: int, example: str) -> DataWarning:
 
 
 def input_warnings(passed_over: Sequence[str], unified: Sequence[str]) -> list[DataWarning]:
-    """Return what planning finds odd about the input. passed_over: names of files of other formats; unified: a text for
-    each column that files store in several types."""
+    """Return the warnings about the input found at planning. passed_over: files of other formats. unified: descriptions
+    of columns that files store in several types."""
     found: dict[WarningKind, Sequence[str]] = {"files_passed_over": passed_over, "columns_unified": unified}
     return [data_warning(kind, len(each), each[0]) for kind, each in found.items() if each]

@@ -1,9 +1,9 @@
-"""How far what was served is from a reference model, by the rows of a sample (`quality.sample`): sums and figures.
+"""Statistics of the difference between the served model and a reference, over a sample of rows (`quality.sample`).
 
-The sums are whole numbers that add up over units, actors and runs. An alarm is raised only for a drop that is certain:
-a small sample tells of large drops alone. Tokens of one row depend on each other, so the error of the agreement is that
-of a ratio over rows (Cochran, Sampling Techniques, chapter 6), and at least that of independent tokens. Right answers
-of both models are compared row by row, so that only rows count that one of them alone has right, as in McNemar's test.
+The sums are integers that add up over units, actors and runs. An alarm is raised only for a significant drop, so a
+small sample detects only large drops. Tokens of one row depend on each other, so the error of the agreement is that of
+a ratio over rows (Cochran, Sampling Techniques, chapter 6), and at least that of independent tokens. Correct answers of
+both models are compared row by row: only rows that exactly one of them answers correctly count, as in McNemar's test.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,17 @@ from math import sqrt
 
 from pipeline.formatting import percent
 
-CERTAIN = 2.0  # standard errors that a drop has to be above the limit
+CERTAIN = 2.0  # standard errors by which a drop must exceed the limit
 
 
 @dataclass(frozen=True)
 class QualityStats:
-    """Of any number of rows. agreed: of `tokens`; same_texts: of `rows`; sums of squares and products are over rows.
-    expected_rows have a right answer; only_served and only_reference are those that one of the models alone has right.
-    unmeasured: rows of the sample without figures, by reason."""
+    """Sums over sampled rows.
+
+    agreed: agreeing tokens among `tokens`. same_texts: among `rows`. Sums of squares and products are over rows.
+    expected_rows: rows with an expected answer. only_served, only_reference: rows that only this model answered
+    correctly. unmeasured: sampled rows without figures, by reason.
+    """
 
     rows: int = 0
     tokens: int = 0
@@ -46,7 +49,7 @@ class QualityStats:
         served_right: bool | None = None,
         reference_right: bool | None = None,
     ) -> "QualityStats":
-        """served_right, reference_right: None where no right answer is known."""
+        """Return the sums of one row. served_right, reference_right: None without an expected answer."""
         served, reference = bool(served_right), bool(reference_right)
         return cls(
             rows=1,
@@ -67,17 +70,17 @@ class QualityStats:
     def __add__(self, other: "QualityStats") -> "QualityStats":
         names = [f.name for f in fields(self) if f.name != "unmeasured"]
         mine, theirs = self.unmeasured, other.unmeasured
-        unmeasured = {why: mine.get(why, 0) + theirs.get(why, 0) for why in sorted({*mine, *theirs})}
+        unmeasured = {reason: mine.get(reason, 0) + theirs.get(reason, 0) for reason in sorted({*mine, *theirs})}
         return QualityStats(**{n: getattr(self, n) + getattr(other, n) for n in names}, unmeasured=unmeasured)
 
     @property
     def agreement(self) -> float | None:
-        """The share of tokens that agree; None without any."""
+        """Share of agreeing tokens; None without tokens."""
         return self.agreed / self.tokens if self.tokens else None
 
     @property
     def agreement_error(self) -> float:
-        """Its standard error."""
+        """Standard error of `agreement`."""
         if not self.tokens:
             return 0.0
         p, n = self.agreed / self.tokens, self.tokens
@@ -87,17 +90,17 @@ class QualityStats:
 
     @property
     def right_drop(self) -> float:
-        """How many fewer answers are right than the reference's, as a share."""
+        """Share of correct answers of the reference minus that of the served model."""
         return (self.reference_right - self.served_right) / max(self.expected_rows, 1)
 
     @property
     def right_error(self) -> float:
-        """Its standard error."""
+        """Standard error of `right_drop`."""
         n, differ = max(self.expected_rows, 1), self.only_served + self.only_reference
         return sqrt(max(differ - n * self.right_drop**2, 0.0)) / n
 
     def drops(self, max_drop: float) -> dict[str, float]:
-        """What has certainly dropped by more, and by how much: `agreement`, `right_answers`."""
+        """Return the significant drops above `max_drop`, of `agreement` and `right_answers`."""
         found = {}
         if self.agreement is not None and (1 - self.agreement) - CERTAIN * self.agreement_error > max_drop:
             found["agreement"] = 1 - self.agreement
@@ -106,16 +109,16 @@ class QualityStats:
         return found
 
     def to_text(self) -> str:
-        """Return a line; empty where nothing was compared."""
+        """Return one line; empty if nothing was compared."""
         if self.agreement is None:
             return ""
         parts = [
             f"{self.agreement:.2%} (± {self.agreement_error:.2%}) of {self.tokens:,} tokens agree with "
             "the reference model",
-            f"KL {self.kl_nanonats / 1e9 / self.tokens:.3g} nats a token",
-            f"{self.same_texts:,} of {self.rows:,} texts the same",
+            f"KL {self.kl_nanonats / 1e9 / self.tokens:.3g} nats per token",
+            f"{self.same_texts:,} of {self.rows:,} texts identical",
         ]
         if self.expected_rows:
             served, reference = (percent(n / self.expected_rows) for n in (self.served_right, self.reference_right))
-            parts.append(f"right of {self.expected_rows:,} answers: {served}, the reference's {reference}")
+            parts.append(f"{served} of {self.expected_rows:,} answers correct, reference {reference}")
         return "; ".join(parts)

@@ -1,7 +1,7 @@
-"""What the delivered rows were like: how long they took, how long their prompts were, how they failed.
+"""Statistics of delivered rows: latency, prompt length, and errors.
 
-Everything here adds up: over units, actors and runs, in any order, to the same figures. Latencies are kept in
-histograms with fixed buckets for that. Does not own money or machine time (`account.py`).
+All statistics add up over units, actors and runs in any order; latencies are therefore histograms with fixed buckets.
+Cost and machine time are in `account.py`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,25 +12,25 @@ from pipeline.report.record.data_warnings import ControlTokenRows
 from pipeline.report.record.json_record import JsonRecord
 from pipeline.report.record.quality_stats import QualityStats
 
-FIRST_LENGTH = 64  # prompts up to so many tokens share a bucket; each further bucket is twice as long
-MAX_EXAMPLES = 3  # of each error code
+FIRST_LENGTH = 64  # max prompt tokens of the first bucket; each further bucket doubles the limit
+MAX_EXAMPLES = 3  # per error code
 MAX_MESSAGE = 300  # characters of an example's message
-HISTOGRAM_ERROR = 1 / 32  # of a value read back from a histogram, at most, of itself
+HISTOGRAM_ERROR = 1 / 32  # max relative error of a value read from a histogram
 
-_EXACT = 32  # values below have a bucket each
+_EXACT = 32  # each smaller value has its own bucket
 _PER_DOUBLING = 16
 
 
 @dataclass(frozen=True)
 class Computed:
-    """Tokens that an engine computed: of prompts (what shared KV blocks served is not computed), and generated."""
+    """Tokens that an engine computed: prompt tokens, without those from shared KV blocks, and generated tokens."""
 
     prompt: int = 0
     generated: int = 0
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, int]) -> "Computed":
-        """Return what an engine computed, from its EngineStats, without work done again after a preemption."""
+        """Return the computed tokens in EngineStats, without recomputation after preemptions."""
         prompt = stats.get("prompt_tokens", 0) - stats.get("cached_tokens", 0)
         return cls(max(0, prompt), stats.get("generated_tokens", 0))
 
@@ -42,14 +42,14 @@ class Computed:
         return Computed(self.prompt + other.prompt, self.generated + other.generated)
 
     def less(self, other: "Computed") -> "Computed":
-        """Subtract `other`, at least down to 0: counters that are read at different moments may cross."""
+        """Subtract `other`, clamped at 0, because counters may be read at different moments."""
         return Computed(max(0, self.prompt - other.prompt), max(0, self.generated - other.generated))
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Whole numbers counted in fixed buckets: each below 32 exactly, above that 16 buckets for every doubling,
-    so that what is read back is off by at most 1/32 (3.1 %) of itself. `counts`: bucket to how many."""
+    """Histogram of nonnegative integers with fixed buckets: exact below 32, then 16 buckets per doubling, so that
+    values have a relative error of at most 1/32 (3.1%). counts: bucket -> number of values."""
 
     counts: Mapping[int, int] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class Histogram:
         return sum(self.counts.values())
 
     def values(self) -> list[tuple[int, int]]:
-        """Each bucket's middle, and how many."""
+        """Return (middle of the bucket, number of values) for each bucket."""
         return [(_middle(bucket), count) for bucket, count in self.counts.items()]
 
     def __add__(self, other: "Histogram") -> "Histogram":
@@ -74,7 +74,7 @@ class Histogram:
         return Histogram({b: self.counts.get(b, 0) + other.counts.get(b, 0) for b in buckets})
 
     def percentile(self, percent: int) -> int | None:
-        """The smallest value that `percent` of all do not exceed; None of nothing."""
+        """Return the smallest value that `percent` of the values do not exceed; None if empty."""
         rank = max(1, ceil(self.count * percent / 100))
         for bucket in sorted(self.counts):
             rank -= self.counts[bucket]
@@ -99,8 +99,8 @@ def _middle(bucket: int) -> int:
 
 @dataclass(frozen=True)
 class Latency:
-    """Microseconds from when a row was handed to the engine that finished it, waiting in its queue included:
-    to its first token, to its last, and the mean between two tokens of rows that have two."""
+    """Latencies of rows in microseconds, from being added to the engine that finished them, including the queue: to the
+    first token, to the last token, and the mean between tokens (for rows with at least two)."""
 
     first_token_us: Histogram = field(default_factory=Histogram)
     per_token_us: Histogram = field(default_factory=Histogram)
@@ -116,7 +116,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Timing:
-    """When one row was queued, had its first token and its last: microseconds of one clock."""
+    """Times at which a row was queued and got its first and last token, in microseconds of one clock."""
 
     queued_us: int
     first_token_us: int
@@ -125,7 +125,7 @@ class Timing:
 
 
 def latency_of(rows: Iterable[Timing]) -> Latency:
-    """Rows without a first token have no latency and are left out."""
+    """Return the latencies of rows, without rows that have no first token."""
     timed = [row for row in rows if row.first_token_us]
     return Latency(
         Histogram.of(row.first_token_us - row.queued_us for row in timed),
@@ -138,7 +138,7 @@ def latency_of(rows: Iterable[Timing]) -> Latency:
 
 @dataclass(frozen=True)
 class LengthBucket:
-    """Completed rows whose prompts are about as long, and their tokens."""
+    """Completed rows with prompts of similar length, and their tokens."""
 
     rows: int = 0
     input_tokens: int = 0
@@ -151,7 +151,7 @@ class LengthBucket:
 
 @dataclass(frozen=True)
 class LoopedRows:
-    """Completed rows that were ended because they repeated themselves."""
+    """Completed rows that were stopped because of repetition."""
 
     rows: int = 0
     generated_tokens: int = 0
@@ -162,7 +162,7 @@ class LoopedRows:
 
 @dataclass(frozen=True)
 class ReasonedRows:
-    """Completed rows, or samples of them, that reasoned before they answered, and the tokens of that."""
+    """Completed rows, or samples of them, with reasoning before the answer, and their reasoning tokens."""
 
     rows: int = 0
     tokens: int = 0
@@ -172,13 +172,13 @@ class ReasonedRows:
 
 
 def length_bucket(num_tokens: int) -> int:
-    """The longest prompt of the bucket that `num_tokens` falls into: 64, 128, 256, ..."""
+    """Return the max prompt tokens of the bucket that contains `num_tokens`: 64, 128, 256, ..."""
     return max(FIRST_LENGTH, 1 << max(0, num_tokens - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class ErrorExample:
-    """An error row to show: where it comes from and what its message says (its beginning)."""
+    """Example of an error row: its position and the beginning of its message."""
 
     source_file: str
     row: int
@@ -190,8 +190,11 @@ class ErrorExample:
 
 @dataclass(frozen=True)
 class RowStats(JsonRecord):
-    """Of any number of delivered rows. `lengths` by the bucket's longest prompt, `errors` by code; `outputs`: generated
-    tokens of completed rows, by the same buckets; `lost`: what was computed for error rows, by code."""
+    """Statistics of delivered rows.
+
+    lengths: by max prompt tokens of the bucket. errors: examples by code. outputs: generated tokens of completed rows,
+    by the same buckets. lost: tokens computed for error rows, by code.
+    """
 
     latency: Latency = field(default_factory=Latency)
     lengths: Mapping[int, LengthBucket] = field(default_factory=dict)
@@ -204,7 +207,7 @@ class RowStats(JsonRecord):
     control_tokens: ControlTokenRows = field(default_factory=ControlTokenRows)
 
     def __add__(self, other: "RowStats") -> "RowStats":
-        """Of the examples, those of `self` come first."""
+        """Add up; the examples of `self` come first."""
         lengths = sorted({*self.lengths, *other.lengths})
         codes = sorted({*self.errors, *other.errors})
         return RowStats(

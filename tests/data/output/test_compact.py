@@ -153,13 +153,13 @@ def test_what_is_refused(places):
     finish_job(source)
     raw = source.folder.read("_SUCCESS") or b""
     source.folder.remove("_SUCCESS")
-    with pytest.raises(OutputError, match="not finished; `pipeline run`"):
+    with pytest.raises(OutputError, match="not finished; finish it with `pipeline run`"):
         run(source, target)
     source.folder.replace(SUCCESS, b"[]")
-    with pytest.raises(OutputError, match="not what a job of this program writes"):
+    with pytest.raises(OutputError, match="not written by `pipeline run`"):
         run(source, target)
     source.folder.replace(SUCCESS, raw.replace(b'"completed_rows": 83', b'"completed_rows": 82'))
-    with pytest.raises(OutputError, match="its parts hold 90 rows, _SUCCESS counts 89"):
+    with pytest.raises(OutputError, match="its parts hold 90 rows, but _SUCCESS counts 89"):
         run(source, target)
     source.folder.replace(SUCCESS, raw)
     target.folder.create("other.parquet", b"x")
@@ -167,10 +167,10 @@ def test_what_is_refused(places):
         run(source, target)
     target.folder.remove("other.parquet")
     for inside in (source.path, f"{source.path}/merged"):
-        with pytest.raises(OutputError, match="lies in the job's output"):
+        with pytest.raises(OutputError, match="is inside the job's output"):
             run(source, PartStore(inside))
     run(source, target)
-    with pytest.raises(OutputError, match="begun with --order input --target-size 2000; give the same"):
+    with pytest.raises(OutputError, match="started with --order input --target-size 2000; pass the same"):
         run(source, target, "parts")
     source.folder.replace(SUCCESS, raw + b" ")
     with pytest.raises(OutputError, match="from another state of"):
@@ -210,7 +210,7 @@ def test_the_command(tmp_path: Path, monkeypatch, pipe):
     assert code == 0, err
     assert json.loads(out)["rows"] == 90
     assert "file 1 of " in err
-    assert "is complete already" in pipe(*asked)[1]
+    assert "already complete" in pipe(*asked)[1]
     assert pipe("compact", "out", "--output", "m2", "--target-size", "huge")[0] == 2
     assert pipe("compact", "nowhere", "--output", "m2")[0] == 2
 
@@ -226,5 +226,5 @@ def test_files_that_changed_places_are_refused(places):
     target.folder.replace(first, b or b"")
     target.folder.replace(last, a or b"")
     target.folder.remove("_SUCCESS")
-    with pytest.raises(OutputError, match="its name says"):
+    with pytest.raises(OutputError, match="by its name"):
         run(source, target, size=20_000)

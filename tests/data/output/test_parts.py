@@ -86,9 +86,9 @@ def test_a_listing_of_many_parts_keeps_numbers_and_no_names(store):
     (str(name(fingerprint8="ffffffff")), "belongs to another job"),
     ("part-00000.parquet", "not a part"),
     ("thesis.docx", "not a part"),
-    ("notes.txt", r"notes\.txt: not a part.* may stay there under a name that begins with _ or a dot"),
+    ("notes.txt", r"notes\.txt: not a part.* give it a name that begins with _ or a dot"),
     (str(name(rows=51)), "another part holds the same unit"),
-    (str(name(1, of=41)), "another part says this window has 40 units"),
+    (str(name(1, of=41)), "contradicts the name of another part, by which the window has 40 units"),
 ])  # fmt: skip
 def test_foreign_files_are_refused(store, file, says):
     store.write(name(), result(50))
@@ -125,10 +125,10 @@ def test_a_second_writer_changes_nothing(store):
     assert not store.write(name(), result(50, seed=2))
     assert read(store, name()).equals(result(50, seed=1))
     Path(store.path, str(name(1))).write_bytes(Path(store.path, str(name())).read_bytes())
-    with pytest.raises(PipelineError, match="its table has 50 rows"):
+    with pytest.raises(PipelineError, match="the table has 50 rows"):
         store.write(name(1, rows=49), result(50))
     Path(store.path, str(name(2, rows=9))).write_bytes(Path(store.path, str(name())).read_bytes())
-    with pytest.raises(OutputError, match="holds 50 rows, its name says 9"):
+    with pytest.raises(OutputError, match="holds 50 rows, expected 9 by its name"):
         store.write(name(2, rows=9), result(9))
     Path(store.path, str(name(3, rows=9))).write_bytes(b"PAR1")
     with pytest.raises(OutputError, match="damaged"):
@@ -163,7 +163,7 @@ def test_totals(store):
     with pytest.raises(OutputError, match=r"u0002of0040-n8\.parquet: holds 9 rows"):
         store.totals()
     pq.write_table(result(8), f"{store.path}/{name(2, 8)}")
-    with pytest.raises(OutputError, match=r"u0002of0040-n8\.parquet: has no pipeline\.unit"):
+    with pytest.raises(OutputError, match=r"u0002of0040-n8\.parquet: has no valid pipeline\.unit"):
         store.totals()
 
 
@@ -187,7 +187,7 @@ def test_a_short_write_is_not_published(store):
         os.truncate(temporary, 100)
 
     failpoints.install({"part.synced": failpoints.on_hit(1, cut)})
-    with pytest.raises(EnvironmentFailed, match="100 of"):
+    with pytest.raises(EnvironmentFailed, match="read back 100"):
         store.write(name(), result(50))
     assert parts(store) == leftovers(store) == []
 
@@ -202,9 +202,9 @@ def test_probe(store, tmp_path, monkeypatch):
             PartStore(str(tmp_path / path)).folder.probe()
     with pytest.raises(OutputError, match="expected a folder"):
         PartStore(str(tmp_path / "file")).list()
-    with pytest.raises(OutputError, match=r"nope://bucket/out: cannot be opened.*is nope:// right"):
+    with pytest.raises(OutputError, match=r"nope://bucket/out: cannot be opened.*check that nope:// is"):
         PartStore("nope://bucket/out", {"key": "secret"})
-    with pytest.raises(OutputError, match="storage: a local folder takes no options, found key"):
+    with pytest.raises(OutputError, match="storage: a local folder takes no options; found key"):
         PartStore(str(tmp_path), {"key": "secret"})
     assert PartStore(f"file://{store.path}").path == store.path
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -221,7 +221,7 @@ def failing(code: int, text: str):
 
 
 @pytest.mark.parametrize(("fake", "error", "says"), [
-    (lambda a, b: Path(b).write_bytes(Path(a).read_bytes()), OutputError, "replace the first"),
+    (lambda a, b: Path(b).write_bytes(Path(a).read_bytes()), OutputError, "replaced an existing file"),
     (failing(errno.EPERM, "no"), OutputError, "hard links"),
     (failing(errno.EROFS, "no"), OutputError, "cannot be written"),
     (failing(errno.ENOSPC, "full"), EnvironmentFailed, "full"),
@@ -332,7 +332,7 @@ def test_a_temporary_file_deleted_by_mistake_costs_a_retry(store):
     assert read(store, name()).equals(result(50))
     assert store.folder.read("_pipeline/status.json") == b"{}"
     failpoints.install({"part.synced": delete})
-    with pytest.raises(EnvironmentFailed, match="vanish"):
+    with pytest.raises(EnvironmentFailed, match="disappear"):
         store.write(name(1), result(50))
     assert leftovers(store) == []
 

@@ -40,7 +40,7 @@ def test_a_collision_names_the_rename_to_write():
     # what is written takes effect, and what was renamed already stays in the advice
     with pytest.raises(ConfigError, match=r"output\.rename: \{generated_text: a, error: error_3\}"):
         output_schema(chained, {"generated_text": "a"})
-    with pytest.raises(ConfigError, match="input has columns of the same names"):
+    with pytest.raises(ConfigError, match="input columns have the same names"):
         output_schema(KEPT, {"generated_text": "id"})
     with pytest.raises(ConfigError, match="logprobs"):
         output_schema(pa.schema([("logprobs", pa.string())]), {}, ResultShape(logprobs=True))

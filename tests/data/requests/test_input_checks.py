@@ -68,23 +68,23 @@ def test_texts_to_embed_bring_their_encoding(tmp_path):
 
 
 @pytest.mark.parametrize(("files", "says"), [
-    ({"a.jsonl": [named(1), named(2), named(1)]}, r"a\.jsonl:3: custom_id '1' is that of \S+a\.jsonl:1 too"),
+    ({"a.jsonl": [named(1), named(2), named(1)]}, r"a\.jsonl:3: custom_id '1' is also used by \S+a\.jsonl:1"),
     ({"a.jsonl": [named(1), b"", named("é")], "b.jsonl": [named(3), named("é")], "c.jsonl": [named(4)]},
-     r"b\.jsonl:2: custom_id 'é' is that of \S+a\.jsonl:3 too"),
+     r"b\.jsonl:2: custom_id 'é' is also used by \S+a\.jsonl:3"),
     ({"a.jsonl": [named("x" * 100_000)], "b.jsonl.gz": [named("x" * 100_000)]},
-     r"b\.jsonl\.gz:1: custom_id 'x{80}'\.\.\. is that of \S+a\.jsonl:1 too"),
+     r"b\.jsonl\.gz:1: custom_id 'x{80}'\.\.\. is also used by \S+a\.jsonl:1"),
     ({"a.jsonl": [named(1), {"method": "POST"}]}, r"a\.jsonl:2: no custom_id.*input\.format: openai\)"),
     ({"a.jsonl": [named(1)], "b.jsonl": [named(2, model="other")]},
-     r"b\.jsonl:1: body\.model 'other', \S+a\.jsonl:1 has 'm'"),
-    ({"a.jsonl": [named(1), named(2, text)]}, r"a\.jsonl:2: url '/v1/completions', \S+a\.jsonl:1 has '/v1/chat"),
-    ({"a.jsonl": [named(1, text), named(2, embedding)]}, r"a\.jsonl:2: url '/v1/embeddings', \S+a\.jsonl:1 has"),
+     r"b\.jsonl:1: body\.model is 'other', but 'm' in \S+a\.jsonl:1"),
+    ({"a.jsonl": [named(1), named(2, text)]}, r"a\.jsonl:2: url is '/v1/completions', but '/v1/chat"),
+    ({"a.jsonl": [named(1, text), named(2, embedding)]}, r"a\.jsonl:2: url is '/v1/embeddings', but .* in \S+a\.jsonl"),
     ({"a.jsonl": [named(1, embedding, dimensions=4)], "b.jsonl": [named(2, embedding)]},
-     r"b\.jsonl:1: body\.dimensions nothing, \S+a\.jsonl:1 has 4; a job has one"),
+     r"b\.jsonl:1: body\.dimensions is missing, but 4 in \S+a\.jsonl:1; all lines"),
     ({"a.jsonl": [named(1, embedding, dimensions=0)]}, r"a\.jsonl:1: body\.dimensions: expected .* at least 1, got 0"),
-    ({"a.jsonl": [{"custom_id": "1", "url": "/v1/responses"}]}, r"a\.jsonl:1: url /v1/responses is not served"),
+    ({"a.jsonl": [{"custom_id": "1", "url": "/v1/responses"}]}, r"a\.jsonl:1: url /v1/responses is not supported"),
     ({"a.jsonl": [{"custom_id": "1"}]},
-     r"a\.jsonl: no line is a request of OpenAI's Batch API; expected lines such as"),
-    ({"a.jsonl": []}, r"no line is a request"),
+     r"a\.jsonl: contains no request of OpenAI's Batch API; expected lines such as"),
+    ({"a.jsonl": []}, r"contains no request"),
 ])  # fmt: skip
 def test_an_input_is_refused_with_its_lines_named(tmp_path, files, says):
     for name, lines in files.items():
@@ -100,7 +100,7 @@ def test_equal_hashes_of_different_ids_are_no_duplicates(tmp_path, monkeypatch):
     place = put(tmp_path, "a.jsonl", [named("aa"), named("bb"), named("c")])
     assert opened(place).num_rows == 3
     put(tmp_path, "b.jsonl", [named("bb")])
-    with pytest.raises(InputError, match=r"b\.jsonl:1: custom_id 'bb' is that of \S+a\.jsonl:2 too"):
+    with pytest.raises(InputError, match=r"b\.jsonl:1: custom_id 'bb' is also used by \S+a\.jsonl:2"):
         opened(place)
 
 
@@ -108,5 +108,5 @@ def test_another_format_is_refused_by_name(tmp_path):
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"a\.parquet: input\.format: openai is of JSON Lines"):
+    with pytest.raises(InputError, match=r"a\.parquet: input\.format: openai requires JSON Lines"):
         opened(str(tmp_path))

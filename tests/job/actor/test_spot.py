@@ -94,7 +94,7 @@ def test_fault_51_where_no_service_answers_there_is_no_notice_and_that_is_said_o
     assert not told.wait(0.3)
     watch.close()
     assert len(warnings) == 1
-    assert f"run.spot_notice {cloud}: no metadata service answers" in warnings[0]
+    assert f"run.spot_notice {cloud}: no metadata service responds" in warnings[0]
 
 
 @pytest.mark.usefixtures("one_unit_in_flight")

@@ -150,7 +150,7 @@ def test_folders_partitioned_in_part_are_refused_by_name(job):
     put(job, "day=1/x.parquet", rows(0, 2))
     put(job, "x.parquet", rows(2, 2))
     job.settings["input"].pop("columns")
-    with pytest.raises(InputError, match=r"in/x\.parquet: does not lie in a folder day="):
+    with pytest.raises(InputError, match=r"in/x\.parquet: is not in a folder day="):
         make_plan(job.config(), "cpu")
     assert make_plan(job.config(input={"columns": ["id"]}), "cpu").num_rows == 4
 

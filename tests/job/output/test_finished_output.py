@@ -67,7 +67,7 @@ def test_an_estimate_is_compared_with_runs_of_its_own_job_alone(finished):
         (finished.output / "_pipeline/report.json").unlink()
         assert [each.estimate is not None for each in (report, report_of(store))] == [compared] * 2
         logs = [path.read_text() for path in (finished.output / "_pipeline/logs").glob("*/driver.log")]
-        assert sum("plan.json estimates another job" in log for log in logs) == number - 1
+        assert sum("plan.json is the estimate of another job" in log for log in logs) == number - 1
 
 
 @pytest.mark.parametrize(("which", "removed"), [(0, False), (2, False), (0, True)])
@@ -105,7 +105,7 @@ def test_parts_that_changed_places_are_seen(finished):
     a, b = one.read_bytes(), two.read_bytes()
     one.write_bytes(b)
     two.write_bytes(a)
-    assert "names and sizes" in (doubt(finished) or "")
+    assert "names or sizes" in (doubt(finished) or "")
 
 
 def test_a_part_of_other_bytes_and_a_good_footer_is_counted_again(finished):

@@ -28,7 +28,7 @@ def test_a_success_that_cannot_be_written_is_no_finished_run(job):
         if status.phase == "verifying" and not blocked:
             blocked.append((job.output / "_SUCCESS").mkdir())
 
-    with pytest.raises(EnvironmentFailed, match=r"All 50 rows are written, but not _SUCCESS"):
+    with pytest.raises(EnvironmentFailed, match=r"All 50 rows are written, but writing _SUCCESS failed"):
         run(job, show=block)
     assert set(told(job).values()) == {"failed"}
     (job.output / "_SUCCESS").rmdir()
@@ -50,7 +50,7 @@ def test_a_report_that_cannot_be_written_is_told_and_the_next_run_writes_it(job,
     monkeypatch.setattr(LocalFolder, "replace", broken)
     report, statuses = run(job)
     assert report.outcome == "finished"
-    assert "The output is complete, but its report may be an older one" in statuses[-1].warning
+    assert "The output is complete, but its report may be outdated" in statuses[-1].warning
     assert "no space left" in statuses[-1].warning
     assert runs(job)[0]["outcome"] == "running", "the last that could be written"
     failing = False

@@ -63,7 +63,7 @@ def test_fault_54_a_foreign_folder_is_refused_and_left_alone(job):
 
 def test_a_file_in_the_place_of_the_output_is_refused_by_its_own_name(job):
     job.output.write_text("mine")
-    with pytest.raises(OutputError, match=rf"^{job.output}: is a file, expected a folder$"):
+    with pytest.raises(OutputError, match=rf"^{job.output}: is a file; expected a folder$"):
         run(job.rows(TEXTS))
     assert job.output.read_text() == "mine"
 

@@ -148,7 +148,7 @@ def test_an_output_that_a_run_would_not_take_is_a_mistake_but_not_what_an_option
     job.settings["model"] = {"path": str(job.folder / "real")}
     (mistake,) = examine(job.config()).mistakes
     assert mistake.key == "output.path"
-    assert "belongs to another job. What differs (there -> now):\n  model." in mistake.problem
+    assert "was produced by a different job. Differences (recorded -> current):\n  model." in mistake.problem
 
 
 def test_a_plan_of_an_output_with_appended_files_is_that_of_its_run(job):

@@ -193,7 +193,7 @@ def test_an_import_that_fails_is_not_taken_for_too_little_memory(start, tmp_path
 
 def test_fault_7_a_load_that_says_nothing_for_too_long_is_ended(start):
     supervisor = start(load_s=60, load_timeout_s=1.5)
-    with pytest.raises(EnvironmentFailed, match=r"nothing heard while it loaded, for 1\.5 s \(run\.stall_timeout\)"):
+    with pytest.raises(EnvironmentFailed, match=r"no message while loading for 1\.5 s \(run\.stall_timeout\)"):
         supervisor.generate(requests(["row"]))
 
 

@@ -188,15 +188,15 @@ def test_what_cannot_be_converted(batch, job, tmp_path):
     run(batch)
     store = PartStore(str(batch.output))
     (tmp_path / "taken.jsonl").write_text("mine")
-    with pytest.raises(OutputError, match=r"--output \S+taken\.jsonl: is there already, and is not replaced"):
+    with pytest.raises(OutputError, match=r"--output \S+taken\.jsonl: already exists, and is not replaced"):
         convert(store, str(tmp_path / "taken.jsonl"), str(tmp_path / "e.jsonl"), {})
     assert (tmp_path / "taken.jsonl").read_text() == "mine"
-    with pytest.raises(OutputError, match="is --output too"):
+    with pytest.raises(OutputError, match="same file as --output"):
         convert(store, str(tmp_path / "x.jsonl"), str(tmp_path / "x.jsonl"), {})
     with pytest.raises(OutputError, match="is a folder"):
         convert(store, str(tmp_path), str(tmp_path / "e2.jsonl"), {})
     batch.parts()[0].unlink()
-    with pytest.raises(OutputError, match=r"it holds .* parts, _SUCCESS counts"):
+    with pytest.raises(OutputError, match=r"it has .* parts, but _SUCCESS counts"):
         converted(batch, "more.jsonl")
     assert not list(tmp_path.glob("more*"))
 
@@ -232,7 +232,7 @@ def test_files_in_a_store_are_created_and_never_replaced(batch):
             assert bucket.get(f"deep/{name}") == (batch.folder / name).read_bytes()
         assert len(bucket.tags()) == 2
         bucket.put("deep/answers.jsonl", b"mine")
-        with pytest.raises(OutputError, match="is there already"):
+        with pytest.raises(OutputError, match="already exists"):
             convert(parts, place, errors_beside(place), dict(bucket.storage))
         assert bucket.get("deep/answers.jsonl") == b"mine"
 

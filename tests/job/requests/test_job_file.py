@@ -70,6 +70,6 @@ def test_lines_and_task_have_to_fit(embedding):
 
 def test_what_the_lines_ignore_is_said(batch):
     _, statuses = run(batch)
-    assert [s.phase for s in statuses if "change nothing here: user" in s.phase]
+    assert [s.phase for s in statuses if "have no effect: user" in s.phase]
     found = examine(batch.config())
     assert found.facts["requests"] == {"endpoint": "chat", "model": "gpt-x", "ignored": ["user"]}

@@ -177,4 +177,4 @@ def test_validate_says_what_is_compared_with_what(job):
     assert not found.mistakes
     assert "50% of the rows against demo:target (embedded); right answers from text" in describe(found)
     own = watched(job, model={"path": "demo:target", "quantization": "int8"}, quality={})
-    assert "against the model's own weights as they are stored" in describe(examine(own))
+    assert "against the model's stored weights" in describe(examine(own))

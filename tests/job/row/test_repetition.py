@@ -34,7 +34,7 @@ def test_looping_rows_end_early_and_the_report_counts_them_whoever_computed_them
     free = run_job(configured(job))
     whole = {row["id"]: row for row in job.table().to_pylist()}
     assert free.loops is None
-    assert "repeated themselves" not in text(free)
+    assert "stopped for repetition" not in text(free)
 
     job.output = job.folder / "guarded"
     settings = configured(job, "guarded", repetition_detection=LOOP)
@@ -55,7 +55,7 @@ def test_looping_rows_end_early_and_the_report_counts_them_whoever_computed_them
     assert 0 < loops.machine_us <= report.machine_us * share
     assert runs(job)[-1]["row_stats"]["looped"] == {"rows": loops.rows, "generated_tokens": tokens}
     for told in (text(report), markdown(report), html(report)):
-        assert f"{loops.rows} rows repeated themselves" in " ".join(told.split())
+        assert f"{loops.rows} rows were stopped for repetition" in " ".join(told.split())
     assert RunReport.from_json(json.loads(json.dumps(report.to_json()))) == report
 
 

@@ -185,7 +185,7 @@ def twice(table: pa.Table, row: int) -> pa.Table:
     ("change", "says"),
     [
         (lambda table: without(table, 4), "row 1: 1 samples up to 2 are missing"),
-        (lambda table: twice(table, 4), "row 1: 1 samples are there more than once"),
+        (lambda table: twice(table, 4), "row 1: 1 samples are duplicates"),
         (lambda table: without(table, 5), "output_rows: the parts hold 29, _SUCCESS counts 30"),
     ],
 )

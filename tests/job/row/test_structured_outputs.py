@@ -48,7 +48,7 @@ def test_every_row_keeps_to_its_own_schema(job, without_ray):
     (line,) = (line for line in text(report).splitlines() if line.startswith("    Grammars"))
     told = line.removeprefix("    Grammars").strip()
     work, generated = report.work, sum(row["num_generated_tokens"] for row in found.values() if not row["error"])
-    assert told.startswith(f"{work.grammar_tokens:,} tokens allowed, {work.grammar_masks:,} masks in ")
+    assert told.startswith(f"{work.grammar_tokens:,} tokens checked, {work.grammar_masks:,} masks in ")
     assert told.endswith(f"; {work.grammar_forced_tokens:,} forced, without a step")
     forced_by_schema = sum(len('{"a":') for row in range(0, 12, 3))
     assert work.grammar_forced_tokens >= forced_by_schema / 3, "the schema's names, in tokens of one character to three"

@@ -147,7 +147,7 @@ def test_a_completion_is_scored_after_its_prompt(of):
         assert told["num_input_tokens"] == len(ids)
         assert [t["token_id"] for t in told["token_logprobs"]] == list(answers[i].encode())
         assert len(told["token_logprobs"][0]["top"]) == 2
-    for i, why in {2: "column 'answer' is null", 3: "nothing but whitespace", 4: "nothing but whitespace"}.items():
+    for i, why in {2: "column 'answer' is null", 3: "only whitespace", 4: "only whitespace"}.items():
         assert (rows[i]["error"], rows[i]["logprob"]) == ("invalid_completion", None)
         assert rows[i]["error_message"].startswith("task.completion: ")
         assert why in rows[i]["error_message"]

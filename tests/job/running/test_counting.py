@@ -39,7 +39,7 @@ def test_the_count_before_success_finds_what_is_missing_or_too_much(job):
         verify(plan, store)
     wrong.unlink()
     extra.unlink()
-    with pytest.raises(PipelineError, match="window 0 and 0 more are not complete"):
+    with pytest.raises(PipelineError, match="incomplete windows: 1 \\(the first is 0\\)"):
         verify(plan, store)
 
 

@@ -33,7 +33,7 @@ def told(job, number=-1):
 def test_a_run_ends_inside_its_budget_and_a_higher_one_finishes_it_with_each_row_once(job, soon):
     job.fake(**SLOW).rows(TEXTS)
     price = {"hourly_usd": A_SECOND}
-    with pytest.raises(LimitReached, match=r"cost.budget_usd: another unit would have passed it") as error:
+    with pytest.raises(LimitReached, match=r"cost.budget_usd reached: another unit would have exceeded it") as error:
         run(job, cost=price | {"budget_usd": 6.0})
     assert error.value.exit_code == 75
     first = runs(job)[0]
@@ -56,7 +56,7 @@ def test_what_earlier_runs_spent_counts_so_that_a_scheduler_can_not_spend_again(
     with pytest.raises(LimitReached):
         run(job, cost=cost)
     started = Started.count
-    with pytest.raises(LimitReached, match="what is left does not pay for the start"):
+    with pytest.raises(LimitReached, match="rest does not cover the start"):
         run(job, cost=cost | {"budget_usd": 2.0})
     assert Started.count == started
     assert len(runs(job)) == 1
@@ -68,7 +68,7 @@ def test_what_earlier_runs_spent_counts_so_that_a_scheduler_can_not_spend_again(
 @pytest.mark.usefixtures("one_unit_in_flight")
 def test_a_run_ends_inside_its_time(job, soon):
     job.fake(**SLOW).rows(TEXTS)
-    with pytest.raises(LimitReached, match=r"run.max_runtime: another unit.*The next run does more"):
+    with pytest.raises(LimitReached, match=r"run.max_runtime reached: another unit.*The next run continues"):
         run(job, run={"max_runtime": "5 s"})
     assert runs(job)[0]["wall_us"] < 5e6
     assert runs(job)[0]["stopped_by"] == MAX_RUNTIME
@@ -79,7 +79,7 @@ def test_a_run_ends_inside_its_time(job, soon):
 def test_a_unit_that_takes_longer_than_was_thought_is_left_in_the_middle_and_its_rows_are_kept(job, soon):
     texts = TEXTS[:8]
     job.fake(step_s=0.5, max_num_seqs=2).rows(texts)
-    with pytest.raises(LimitReached, match=r"0 of 8 rows written.* Raise it if the next run ends like this one"):
+    with pytest.raises(LimitReached, match=r"0 of 8 rows written.* Raise it if the next run ends before any unit too"):
         run(job, run={"max_runtime": "4 s", "window_rows": 50}, output={"rows_per_file": 50})
     first = runs(job)[0]
     assert first["wall_us"] < 5e6
@@ -105,7 +105,7 @@ def test_a_budget_counts_every_actor_and_the_runs_before():
 def test_it_is_said_once_when_most_of_a_limit_is_used():
     limits = RunLimits(CostSection(), RunSection(max_runtime="100 s"), ())
     assert limits.warning(limits.nearest([], 79.0)) is None
-    assert "run.max_runtime: 81 s of 1 min 40 s are used" in limits.warning(limits.nearest([], 81.0))
+    assert "run.max_runtime: 81 s of 1 min 40 s used" in limits.warning(limits.nearest([], 81.0))
     assert limits.warning(limits.nearest([], 90.0)) is None
 
 

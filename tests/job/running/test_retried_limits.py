@@ -54,7 +54,7 @@ def test_error_rows_are_computed_under_the_new_limit_and_named(long):
     assert [part.name for part in long.parts()] == names
     assert noted(long) == [(3, 80), (22, 80), (45, 80)]
     assert runs(long)[-1]["retry_limits"] == {"engine.max_model_len": 80}
-    assert "3 error rows again under engine.max_model_len 80 (run 0002)" in text(report)
+    assert "3 error rows with engine.max_model_len 80 (run 0002)" in text(report)
     assert audit(store(long), deep=True, say=lambda what: None).sound
 
 

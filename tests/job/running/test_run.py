@@ -51,7 +51,7 @@ def test_what_is_odd_about_the_data_is_listed_at_the_end_and_in_the_report(job, 
     assert [(each["kind"], each["count"], each["example"]) for each in raw] == told
     for page in (text(report), markdown(report)):
         words = " ".join(page.split())
-        assert "1 file of another format passed over (README.md): " in words
+        assert "1 file of another format skipped (README.md): " in words
         assert "prompt.special_tokens: template" in words
     again, _ = run(job, prompt={"template": "<|start|>{text}"})  # of a finished job
     assert again.warnings == report.warnings

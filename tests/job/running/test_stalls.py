@@ -54,7 +54,7 @@ def test_fault_09_a_run_without_actors_ends_with_its_reason(job, monkeypatch):
 def test_fault_09_actors_that_are_gone_for_too_long_end_the_run_and_the_next_one_goes_on(job, monkeypatch):
     monkeypatch.setattr("pipeline.job.running.watch.InProcessDataflow", LostActors)
     job.rows(TEXTS)
-    with pytest.raises(EnvironmentFailed, match=r"Nothing has moved for 1.2 s.*1 engine actors were seen"):
+    with pytest.raises(EnvironmentFailed, match=r"No progress for 1.2 s.*1 engine actors reported"):
         run(job, run={**job.settings["run"], "stall_timeout": "0.2 s"})
     assert runs(job)[-1]["outcome"] == "failed"
     monkeypatch.setattr("pipeline.job.running.watch.InProcessDataflow", InProcessDataflow)

@@ -128,4 +128,4 @@ with StopSignals(grace_s={0.5 if signals == 1 else 60.0}) as stop:
         time.sleep(0.2)
     _, said = process.communicate(timeout=60)
     assert process.returncode == Interrupted.exit_code
-    assert "Stopped by SIGTERM. The same command goes on from here." in said
+    assert "Stopped by SIGTERM. Run the same command to resume." in said

@@ -94,5 +94,5 @@ def test_which_run_is_meant(tmp_path, folder):
     assert [logged_run(folder, wanted) for wanted in (None, "2", "0001", "0002-y")] == [
         "10000-z", "0002-y", "0001-x", "0002-y"
     ]  # fmt: skip
-    with pytest.raises(OutputError, match="no logs of a run 7; there are 0001-x, 0002-y, 10000-z"):
+    with pytest.raises(OutputError, match="no logs of run 7; available: 0001-x, 0002-y, 10000-z"):
         logged_run(folder, "7")

@@ -45,7 +45,7 @@ def test_what_an_engine_prints_its_stack_when_it_crashes_and_how_each_process_en
     assert "Fatal Python error: Segmentation fault" in said
     assert "in _maybe_fail" in said
     assert "ended: signal SIGSEGV" in said
-    assert "a row ended it each time, also alone" in said
+    assert "a row ended the process each time, even alone" in said
 
 
 def test_a_failure_of_the_environment_names_the_logs(job):
@@ -53,9 +53,9 @@ def test_a_failure_of_the_environment_names_the_logs(job):
         run(job.fake(die_loading=True, prints="what went wrong").rows(TEXTS))
     place = job.output / "_pipeline" / "logs" / runs(job)[0]["run_id"]
     assert f"The logs of this run: {place}" in str(raised.value)
-    assert f"What it printed is in {place}/engine-0.log" in str(raised.value)
+    assert f"Its output is in {place}/engine-0.log" in str(raised.value)
     assert "what went wrong" in log_of(job, "engine-0.log")
-    assert "ended 3 times while it loaded" in log_of(job, "driver.log")
+    assert "ended 3 times while loading" in log_of(job, "driver.log")
 
 
 def test_a_log_goes_on_in_other_files_and_its_control_characters_are_spelled_out(tmp_path):
