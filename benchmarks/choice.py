@@ -1,13 +1,13 @@
-"""Compare labels that `choice` picks with labels that are generated: the same prompts, the same engine, in turn.
+"""Compare labels chosen by task `choice` with generated labels, on the same prompts and engine, in turn.
 
     python -m benchmarks.choice
     python -m benchmarks.choice --rows 64 --own-tokens 100 --json
 
     choose                      the probability of every label, by one pass over the prompt
-    generate one of the labels  `structured_outputs.choice`, greedy: a label comes out, in whatever tokens spell it
-    generate freely             as many tokens as the longest label has and one that ends it, whatever they are
+    generate one of the labels  `structured_outputs.choice`, greedy: one of the labels, in any tokenization
+    generate freely             unconstrained tokens, one more than the longest label has
 
-Prompts begin with the same solved example, whose blocks are shared, and ask about some sentences of a report.
+All prompts share a solved example at the beginning, and ask about a few sentences of a report.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ LABELS = {
 
 
 class Prompts:
-    """The same head, then the first tokens of a report, then the question."""
+    """Prompts of a shared example, the first tokens of a report, and a question."""
 
     def __init__(self, engine: Engine, rows: int, own_tokens: int) -> None:
         self._encode, self._rows = engine.tokenizer.encode, rows
@@ -56,18 +56,16 @@ class Prompts:
 
 
 def measure(engine: Engine, prompts: Prompts, name: str, rounds: int) -> dict[str, Any]:
-    """Return the figures of one set of labels. label_tokens: of the longest. computed_tokens: of a round, by way."""
+    """Return the figures of one set of labels. label_tokens: of the longest label. computed_tokens: of a round."""
     texts = LABELS[name]
     labels = tuple(encode_labels(engine.tokenizer, prompts.round(0)[0], texts))
-    num_label_tokens = LabelTree.from_labels(
-        labels
-    ).num_computed  # of each row; the engine does not count them as a prompt's
+    num_label_tokens = LabelTree.from_labels(labels).num_computed  # per row; not counted by the engine
     longest = max(map(len, labels))
     free = SamplingParams(max_tokens=longest + 1, ignore_eos=True)
-    held = SamplingParams(max_tokens=64, structured_outputs={"choice": texts})  # type: ignore[arg-type]
+    constrained = SamplingParams(max_tokens=64, structured_outputs={"choice": texts})  # type: ignore[arg-type]
     ways: dict[str, Callable[[int, list[int]], Request]] = {
         CHOOSE: lambda row, ids: Request(row, ids, SamplingParams(), task=Choice(labels)),
-        CONSTRAINED: lambda row, ids: Request(row, ids, held),
+        CONSTRAINED: lambda row, ids: Request(row, ids, constrained),
         FREE: lambda row, ids: Request(row, ids, free),
     }
     rates: dict[str, list[float]] = {way: [] for way in ways}
@@ -79,7 +77,7 @@ def measure(engine: Engine, prompts: Prompts, name: str, rounds: int) -> dict[st
             seconds, computed[way], done = run(engine, requests)
             computed[way] += len(requests) * num_label_tokens if way == CHOOSE else 0
             if way == CONSTRAINED and any(completion.text not in texts for completion in done):
-                raise PipelineError(f"{way}: a row has no label")
+                raise PipelineError(f"{way}: a row's completion is not a label")
             rates[way].append(len(requests) / seconds)
     ratios = {way: asdict(ratio(rates[CHOOSE], rates[way])) for way in (CONSTRAINED, FREE)}
     figures = {"name": name, "label_tokens": longest, "rows_per_s": rates, "computed_tokens": computed}
@@ -87,7 +85,7 @@ def measure(engine: Engine, prompts: Prompts, name: str, rounds: int) -> dict[st
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> tuple[float, int, list[Completion]]:
-    """Run one round on an engine that remembers nothing. Returns its seconds and the tokens that it computed."""
+    """Run one round with an empty prefix cache. Returns its seconds, computed tokens and completions."""
     engine.forget()
     before, began = replace(engine.stats), perf_counter()
     done = list(engine.stream(requests))
@@ -100,15 +98,17 @@ def run(engine: Engine, requests: Sequence[Request]) -> tuple[float, int, list[C
 def bench_choice(
     model: str, rows: int, own_tokens: int, rounds: int, dtype: str, threads: int | None, folder: str | None
 ) -> dict[str, Any]:
-    """Return the figures. own_tokens: of each prompt, those after the shared beginning. Raises PipelineError when a row
-    fails, or has no label where one is to be generated."""
+    """Return the figures. own_tokens: tokens of each prompt after the shared prefix.
+
+    Raises PipelineError when a row fails, or when constrained generation returns no label.
+    """
     use_threads(threads)
-    machine, found = machine_facts(), bench_model(model, folder, progress)
-    with Engine(EngineConfig(str(found.folder), dtype=dtype, num_threads=threads), progress) as engine:
+    machine, loaded = machine_facts(), bench_model(model, folder, progress)
+    with Engine(EngineConfig(str(loaded.folder), dtype=dtype, num_threads=threads), progress) as engine:
         engine.warm_up()
         prompts = Prompts(engine, rows, own_tokens)
         return {
-            "about": found.about,
+            "about": loaded.about,
             "rows": rows,
             "prompt_tokens": sum(map(len, prompts.round(0))),
             "own_tokens": rows * own_tokens,
@@ -128,9 +128,9 @@ def to_lines(figures: dict[str, Any]) -> list[str]:
             rows.append((label, way, Spread.of(rates).to_text(0), by, each["computed_tokens"][way]))
     return [
         f"{NUM_LABELS} labels, chosen or generated: {figures['about']}, {figures['dtype']}.",
-        f"A round: {figures['rows']} rows, {figures['prompt_tokens']:,} tokens of prompts, {figures['own_tokens']:,} "
-        "not shared. Rows per second.",
-        f"Median of {figures['rounds']} rounds (lowest to highest), in alternating order, new prompts each round.",
+        f"A round: {figures['rows']} rows, {figures['prompt_tokens']:,} prompt tokens, {figures['own_tokens']:,} of "
+        "them not shared. Rows per second.",
+        f"Median of {figures['rounds']} rounds (lowest to highest), in alternating order, with new prompts each round.",
         facts_to_text(figures["machine"]),
         "",
         *table("labels <22 | way <28 | rows/s >25 | choose is faster by >25 | tokens computed >15,", rows),
@@ -140,7 +140,7 @@ def to_lines(figures: dict[str, Any]) -> list[str]:
 @script(__doc__)
 @shared_options(model="demo:target-awq", rows=256)
 @click.option("--own-tokens", type=click.IntRange(min=1), default=24, show_default=True,
-              help="Of each prompt, those after the beginning that all share.")  # fmt: skip
+              help="Tokens of each prompt after the shared prefix.")  # fmt: skip
 @shared_options(rounds=3, dtype="auto", threads=None, folder=None)
 @json_flag
 def main(as_json: bool, **options: Any) -> None:

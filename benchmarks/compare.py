@@ -4,14 +4,14 @@
     python -m benchmarks.compare ../before . --bench job --busy 0,1,3
     python -m benchmarks.compare /envs/old/bin/python /envs/new/bin/python --rounds 15 --json
 
-OLD and NEW are each a checkout, run by this Python, or the Python of an environment. Every round runs `pipeline bench`
-of OLD, NEW and OLD again, or the same backwards. NEW is compared with the mean of its two neighbours, so that a drift
-of the machine cancels; the second OLD by the first is the control: its interval should hold 1. Intervals hold the
-median ratio with 95% confidence or more (order statistics of the rounds, no assumption on their distribution).
+OLD and NEW are checkouts, run by this Python, or the Python of an environment. Every round runs `pipeline bench` of
+OLD, NEW and OLD again, or in reverse order. NEW is compared with the mean of its two neighbors, so that drift of the
+machine cancels. The ratio of the two OLD runs is the control: its interval should contain 1. Intervals contain the
+median ratio with at least 95% confidence (order statistics of the rounds, no assumptions about their distribution).
 
-Wall time is what a bench reports of its work, by the token, without loading. Processor time is that of the whole
-command and its children. With --busy, other processes take processor time meanwhile. The exit code is 1 if NEW is
-slower than OLD by more than 2%: an interval of wall time lies beyond 1.02.
+Wall time is the bench's own work time per token, without loading. CPU time is that of the whole command and its
+children. With --busy, other processes compete for the CPU. The exit code is 1 if NEW is slower than OLD by more than
+2%, that is if an interval of wall time is entirely above 1.02.
 """
 
 import json
@@ -46,7 +46,7 @@ OLD, NEW, CONTROL = "old", "new", "old again"
 
 @dataclass(frozen=True)
 class Ran:
-    """One command. seconds: wall time of a token by measure; tokens: generated ones, to compare the work done."""
+    """Result of one command. seconds: measure -> wall time per token. tokens: computed tokens, to compare the work."""
 
     seconds: dict[str, float]
     processor_s: float
@@ -61,7 +61,7 @@ class Interval:
 
     @classmethod
     def from_values(cls, values: Sequence[float]) -> "Interval":
-        """Interval of the median of what the values are a sample of."""
+        """Return a confidence interval of the median of the values' distribution."""
         ranked, cut = sorted(values), _ranks_cut(len(values))
         return cls(median(ranked), ranked[cut], ranked[-1 - cut])
 
@@ -71,7 +71,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Compared:
-    """One measure next to `busy` other processes. alone: median time by that without other processes, old and new."""
+    """One measure with `busy` other processes. alone: median time relative to no other processes, for old and new."""
 
     bench: str
     measure: str
@@ -95,8 +95,11 @@ class Compared:
 
 
 def _ranks_cut(count: int) -> int:
-    """Return how many values at each end an interval with CONFIDENCE leaves out: the median is beyond rank k with the
-    probability of k or fewer heads in `count` tosses. 0 for 8 values and fewer; 5 and fewer give less confidence."""
+    """Return the number of values that an interval with CONFIDENCE excludes at each end.
+
+    The median is beyond rank k with the probability of at most k heads in `count` tosses. Up to 8 values return 0; up
+    to 5 values give less confidence.
+    """
     cut, beyond = 0, 2 / 2**count
     while beyond + 2 * comb(count, cut + 1) / 2**count <= 1 - CONFIDENCE:
         cut += 1
@@ -105,22 +108,22 @@ def _ranks_cut(count: int) -> int:
 
 
 def run_bench(side: Path, bench: str, options: Sequence[str]) -> Ran:
-    """Run one `pipeline bench` of a checkout or an environment. Raises ClickException with its last words."""
+    """Run one `pipeline bench` of a checkout or environment. Raises ClickException with the end of its stderr."""
     python, path = (sys.executable, {"PYTHONPATH": str(side)}) if side.is_dir() else (str(side), {})
     command = [python, "-m", "pipeline", "bench", bench, *options, "--json"]
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as words:
-        # In a folder of its own: `-m` would find a package of the working directory first.
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stderr:
+        # In an empty folder, since `-m` prefers packages of the working directory.
         process = subprocess.Popen(
-            command, cwd=folder, env=os.environ | path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words
+            command, cwd=folder, env=os.environ | path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
         )
         assert process.stdout is not None
         printed = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode != 0:
-            words.seek(0)
-            last = words.read()[-2000:].decode(errors="replace")
-            raise click.ClickException(f"{' '.join(command)} ended with {process.returncode}: {last}")
+            stderr.seek(0)
+            end = stderr.read()[-2000:].decode(errors="replace")
+            raise click.ClickException(f"{' '.join(command)} exited with code {process.returncode}: {end}")
     found = json.loads(printed.splitlines()[-1])
     seconds, tokens = MEASURES[bench](found)
     return Ran(seconds, usage.ru_utime + usage.ru_stime, tokens)
@@ -130,7 +133,7 @@ def _engine(found: dict[str, Any]) -> tuple[dict[str, float], int]:
     (ours,) = (speed for speed in found["speeds"] if speed["name"] == "this engine")
     rates = {"all requests": ours["tokens_per_s"], "one request": ours["single_tokens_per_s"]}
     tokens = found.get("computed_tokens")
-    if tokens is None:  # of a version that timed phases
+    if tokens is None:  # older versions report phases instead
         tokens = sum(phase["tokens"] for phase in found["phases"] if not phase["name"].startswith(" "))
     return {name: 1 / rate["median"] for name, rate in rates.items()}, tokens
 
@@ -156,7 +159,7 @@ MEASURES = {"engine": _engine, "job": _job, "speculation": _speculation}
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Keep `count` processes busy that share the processor fairly with the benchmark."""
+    """Run `count` busy processes, which share the CPU fairly with the benchmark."""
     processes = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
     try:
         time.sleep(0.5 if processes else 0)
@@ -168,7 +171,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def compared(bench: str, busy: int, runs: dict[int, dict[str, list[Ran]]]) -> list[Compared]:
-    """Compare one bench next to `busy` processes. runs: by number of busy processes and side, a run for each round."""
+    """Compare one bench with `busy` other processes. runs: number of busy processes -> side -> a run for each round."""
 
     def values(side: str, measure: str | None, count: int) -> list[float]:
         return [ran.processor_s if measure is None else ran.seconds[measure] for ran in runs[count][side]]
@@ -185,7 +188,7 @@ def compared(bench: str, busy: int, runs: dict[int, dict[str, list[Ran]]]) -> li
         found.append(
             Compared(
                 bench,
-                "processor s" if measure is None else f"{measure}, us/token",
+                "CPU s" if measure is None else f"{measure}, us/token",
                 busy,
                 scale * median(old),
                 scale * median(new),
@@ -202,50 +205,50 @@ def same_work(bench: str, runs: dict[int, dict[str, list[Ran]]]) -> Iterator[str
     counts = {side: {ran.tokens for each in runs.values() for ran in each[side]} for side in (OLD, NEW)}
     if counts[OLD] != counts[NEW]:
         old, new = (", ".join(f"{count:,}" for count in sorted(counts[side])) for side in (OLD, NEW))
-        yield f"bench {bench}: old computed {old} tokens, new {new}; times are by the token."
+        yield f"bench {bench}: old computed {old} tokens, new {new}; times are per token."
 
 
 @script(__doc__)
 @click.argument("old", type=click.Path(exists=True, resolve_path=False, path_type=Path))
 @click.argument("new", type=click.Path(exists=True, resolve_path=False, path_type=Path))
-@click.option("--bench", "benches", type=click.Choice(list(COMMANDS)), multiple=True, help="Which; default all.")
-@click.option("--rounds", default=9, show_default=True, type=click.IntRange(min=1), help="9 or more for a verdict.")
+@click.option("--bench", "benches", type=click.Choice(list(COMMANDS)), multiple=True, help="Default: all.")
+@click.option("--rounds", default=9, show_default=True, type=click.IntRange(min=1), help="Rounds; a verdict needs 9.")
 @click.option("--busy", default="0", show_default=True, metavar="N,N", help="Numbers of other busy processes.")
-@click.option("--options", help="Options of `pipeline bench`, in place of those of one --bench.")
+@click.option("--options", help="Options of `pipeline bench`, instead of the defaults of one --bench.")
 @json_flag
 def main(
     old: Path, new: Path, benches: tuple[str, ...], rounds: int, busy: str, options: str | None, as_json: bool
 ) -> None:
     benches = benches or tuple(COMMANDS)
     if options is not None and len(benches) != 1:
-        raise click.UsageError("--options goes with one --bench")
+        raise click.UsageError("--options requires exactly one --bench")
     sides = {OLD: old.absolute(), NEW: new.absolute(), CONTROL: old.absolute()}
     counts = [int(count) for count in busy.split(",")]
     machine = machine_facts()
     found: list[Compared] = []
     notes: list[str] = []
     for bench in benches:
-        wanted = (COMMANDS[bench] if options is None else options).split()
+        arguments = (COMMANDS[bench] if options is None else options).split()
         runs: dict[int, dict[str, list[Ran]]] = {count: {side: [] for side in sides} for count in counts}
         for number in range(rounds):
             for count in counts:
                 with busy_processes(count):
                     for side in list(sides) if number % 2 == 0 else reversed(list(sides)):
                         click.echo(f"{bench}, round {number + 1} of {rounds}, {count} busy: {side}", err=True)
-                        runs[count][side].append(run_bench(sides[side], bench, wanted))
+                        runs[count][side].append(run_bench(sides[side], bench, arguments))
         found += [each for count in counts for each in compared(bench, count, runs)]
         notes += same_work(bench, runs)
-    columns = "bench <11 | time <20 | busy >4 | old >9.2f | new >9.2f | old by alone >12 | new by alone >12"
+    columns = "bench <11 | time <20 | busy >4 | old >9.2f | new >9.2f | old / alone >12 | new / alone >12"
     rows = [each.cells() for each in found]
     if rounds < 9:
-        notes.append(f"{rounds} rounds: intervals need 9 for a verdict.")
+        notes.append(f"{rounds} rounds: a verdict needs 9.")
     if any(row[-2].endswith("!") for row in rows if isinstance(row[-2], str)):
-        notes.append("!: the control's interval does not hold 1; the machine changed, or something else ran.")
-    lines = [facts_to_text(machine), *table(f"{columns} | new by old <24 | old again by old <26 |  <7", rows), *notes]
+        notes.append("!: the control's interval does not contain 1; the machine's speed changed during the run.")
+    lines = [facts_to_text(machine), *table(f"{columns} | new / old <24 | old again / old <26 |  <7", rows), *notes]
     compared_json = [asdict(each) for each in found]
     figures = {"machine": machine, "rounds": rounds, "compared": compared_json, "notes": notes}
     report("compare", figures, lines, as_json)
-    sys.exit(any(each.is_slower for each in found if each.measure != "processor s"))
+    sys.exit(any(each.is_slower for each in found if each.measure != "CPU s"))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Up to how many tokens int4 weights are multiplied faster as they are than in their bfloat16 form, on this processor.
+"""Measure the number of tokens up to which int4 linears are faster than dequantized bfloat16 ones on this CPU.
 
     python -m benchmarks.cpu_crossover
 
-It is the source of `CROSSOVER` in `pipeline/kernels/cpu/linear/selection.py`.
+The result is `CROSSOVER` in `pipeline/kernels/cpu/linear/selection.py`.
 """
 
 import time
@@ -15,7 +15,7 @@ from pipeline.weights.packed import GroupIntWeight
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SHAPES = ((1024, 256), (512, 1024), (4096, 1024), (4096, 4096))  # outputs, inputs
-WEIGHTS = 8  # of one shape in turn, so that large ones come from memory
+WEIGHTS = 8  # number of weights per shape, used in turn, so that large ones are read from memory
 ROUNDS = 15
 
 
@@ -41,7 +41,7 @@ def _weight(outputs: int, inputs: int) -> GroupIntWeight:
 
 
 def _best_s(forms: list[list[Callable[[torch.Tensor], torch.Tensor]]], x_TK: torch.Tensor) -> list[float]:
-    """The least time of a pass over all weights, of each form, in turn."""
+    """Return the shortest time of a pass over all weights in each form, with forms in turn."""
     best = [float("inf")] * len(forms)
     for _ in range(ROUNDS):
         for form, linears in enumerate(forms):

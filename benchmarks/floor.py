@@ -1,13 +1,14 @@
-"""Compare the engine's steps on a processor with a floor: the linears alone, and reading of the KV cache.
+"""Compare the engine's CPU steps with a lower bound (floor): the linears alone, and reading the KV cache.
 
     python -m benchmarks.floor
     python -m benchmarks.floor --model demo --dtype float32
 
-The linears of the loaded model are timed at numbers of tokens that the steps had (between them: linear interpolation;
-from 64 tokens on two layers represent all). After the last layer's keys and values only the rows that sample are
-needed, so the rest of that layer and the head count for those alone. Decoding also reads each sequence's keys and
-values at the memory's bandwidth. Not in the floor: attention over a prompt, norms, rotations, sampling, the scheduler.
-Each floor is the least of some passes and the steps' time is a sum, so a busy machine makes the share too low.
+The linears of the loaded model are timed at some of the steps' numbers of tokens, with linear interpolation between
+them. From 64 tokens on, two layers represent all. After the keys and values of the last layer only sampling rows are
+needed, so the rest of that layer and the head are counted for those rows only. Decoding also reads each sequence's keys
+and values at the memory's bandwidth. The floor excludes prompt attention, norms, rotary embeddings, sampling and the
+scheduler. Each floor is the minimum of several passes while the steps' time is a sum, so a busy machine lowers the
+share.
 """
 
 import time
@@ -33,7 +34,7 @@ from pipeline.model.decoder import Decoder
 
 READ_BYTES = 256 << 20  # larger than any cache
 MIN_PASSES, MIN_S = 5, 0.1
-ALL_LAYERS_BELOW = 64  # tokens; from there on a step does not wait for weights
+ALL_LAYERS_BELOW = 64  # tokens; larger steps are not bound by reading weights
 MAX_POINTS = 9
 PROMPT_TOKENS = 120
 DECODE_GROUPS = ((1, 4), (5, 16), (17, 32), (33, 64), (65, 1 << 30))
@@ -44,8 +45,11 @@ Curve = Callable[[int], float]
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step. kv_tokens: the contexts of the sequences that computed a single token, added up. wall_s is the whole
-    step, model_s the model's part of it."""
+    """Sizes and times of one step.
+
+    kv_tokens: sum of the contexts of sequences that computed a single token. wall_s: the whole step. model_s: the
+    model's part of it.
+    """
 
     num_sequences: int
     num_tokens: int
@@ -60,7 +64,7 @@ class StepTime:
 
 
 class Recorder:
-    """Records the steps of an engine by wrapping its runner's `execute`. The first step begins with this object."""
+    """Recorder of an engine's steps, which wraps its runner's `execute`. The first step begins at construction."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.steps: list[StepTime] = []
@@ -83,7 +87,7 @@ class Recorder:
 
 
 def phases(steps: Sequence[StepTime], decoder: Decoder, read_bytes_per_s: float) -> list[dict[str, Any]]:
-    """Return time and floor of `steps` by phase. Takes up to some ten seconds."""
+    """Return time and floor of `steps` by phase. Takes tens of seconds."""
     tokens, rows = _points([step.num_tokens for step in steps]), _points([step.num_logit_rows for step in steps])
     before, after = measure_layers(decoder, sorted({*tokens, *rows}))
     head = measure_head(decoder, rows)
@@ -112,7 +116,7 @@ def phases(steps: Sequence[StepTime], decoder: Decoder, read_bytes_per_s: float)
 
 @torch.inference_mode()
 def measure_layers(decoder: Decoder, tokens: Sequence[int]) -> tuple[Curve, Curve]:
-    """Time all layers' linears before attention, and those after it, one layer after the other as in a step."""
+    """Time the linears of all layers before and after attention, layer by layer as in a step."""
     c = decoder.config
     widths = (c.hidden_size, c.num_heads * c.head_dim, c.hidden_size, c.intermediate_size)
     before, after = [], []
@@ -132,15 +136,15 @@ def measure_layers(decoder: Decoder, tokens: Sequence[int]) -> tuple[Curve, Curv
                 before_s += between - start
                 after_s += time.perf_counter() - between
             passes.append((before_s, after_s))
-        least = min(passes[1:], key=sum)  # the first one warms up
-        before.append(least[0] * len(decoder.layers) / len(layers))
-        after.append(least[1] * len(decoder.layers) / len(layers))
+        fastest_pass = min(passes[1:], key=sum)  # the first pass warms up
+        before.append(fastest_pass[0] * len(decoder.layers) / len(layers))
+        after.append(fastest_pass[1] * len(decoder.layers) / len(layers))
     return _curve(tokens, before), _curve(tokens, after)
 
 
 @torch.inference_mode()
 def measure_head(decoder: Decoder, rows: Sequence[int]) -> Curve:
-    """Time the output embedding."""
+    """Time the output projection."""
     head = decoder.lm_head
     assert head is not None, "a model that generates"
     inputs = (torch.randn(num_rows, decoder.config.hidden_size).to(decoder.dtype) for num_rows in rows)
@@ -152,7 +156,7 @@ def _curve(tokens: Sequence[int], seconds: Sequence[float]) -> Curve:
 
 
 def _points(sizes: Sequence[int]) -> list[int]:
-    """Return a few of the sizes above 0, the ends among them, evenly spread over their ranks and their logarithm."""
+    """Return a few positive sizes, including both ends, evenly spread over ranks and logarithms."""
     distinct = np.unique([size for size in sizes if size])
     ranks = distinct[np.linspace(0, len(distinct) - 1, MAX_POINTS).round().astype(int)]
     spread = np.geomspace(distinct[0], distinct[-1], MAX_POINTS)
@@ -195,7 +199,7 @@ def main(
         f"{facts_to_text(machine)}. Memory read at {read_bytes_per_s / 1e9:.1f} GB/s.",
         "",
         *table(f"steps of <22 | steps >7, | tokens >9, | {parts}", [tuple(p.values()) for p in figures["phases"]]),
-        "model: part of s in the model; linears + KV: the floor; share: floor / s. Steps of prompts decode too.",
+        "model: part of s in the model; linears + KV: the floor; share: floor / s. Prompt steps include decoding rows.",
     ]
     report("floor", figures, lines, as_json)
 

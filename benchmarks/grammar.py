@@ -1,12 +1,12 @@
-"""Compare rows that keep to a grammar with the same rows without one, at equal work.
+"""Compare rows with a grammar and the same rows without one, at equal work.
 
     python -m benchmarks.grammar
     python -m benchmarks.grammar --rows 8 --rounds 5 --dtype float32
 
-All ways run on one engine with the same prompts, and a row generates as many tokens in each as its JSON has. `any text`
-has a regular expression that only forbids to end, so all that differs from `free` is the work of the grammar. `json`
-also has tokens that its schema forces, which take no step of their own. Ways alternate within a round, and all rounds
-have other rows. Free rows run twice in a round, as a control: without noise the ratio of the two is 1.
+All modes run on one engine with the same prompts, and in each mode a row generates the number of tokens of its JSON.
+`any text` uses a regular expression that forbids only the end, so it differs from `free` by the grammar's work alone.
+`json` also has tokens that its schema forces, which need no step. Modes alternate within a round, and each round has
+other rows. Free rows run twice in a round as a control: without noise their ratio is 1.
 """
 
 from collections.abc import Sequence
@@ -52,11 +52,11 @@ COUNTERS = {"tokens": "generated_tokens", "steps": "num_steps"} | {
 class Run:
     seconds: float
     lengths: list[int]
-    stats: EngineStats  # of this run alone
+    stats: EngineStats  # of this run only
 
 
 def run(engine: Engine, name: str, prompts: Sequence[list[int]], lengths: Sequence[int]) -> Run:
-    """Run one round of one way. Raises PipelineError when a row fails."""
+    """Run one round of one mode. Raises PipelineError when a row fails."""
     engine.forget()
     before, found = replace(engine.stats), [0] * len(prompts)
     for row, (prompt, length) in enumerate(zip(prompts, lengths)):
@@ -73,7 +73,7 @@ def run(engine: Engine, name: str, prompts: Sequence[list[int]], lengths: Sequen
 
 
 def bench_grammar(model: str, rows: int, rounds: int, dtype: str, threads: int | None) -> dict[str, Any]:
-    """Return the figures. Raises PipelineError when a row fails or when ways did not do equal work."""
+    """Return the figures. Raises PipelineError when a row fails or when modes did unequal work."""
     use_threads(threads)
     machine = machine_facts()
     options = EngineConfig(str(locate_model(model)), dtype=dtype, max_num_seqs=rows, num_threads=threads)
@@ -114,17 +114,17 @@ def to_lines(figures: dict[str, Any]) -> list[str]:
                 way["mask_us"] / filled if filled else None,
             )
         )
-    columns = "way <12 | tokens/s >10,.0f | by free >24 | steps >8,.0f | forced >8.1% | masks filled >14.1%"
+    columns = "mode <12 | tokens/s >10,.0f | relative to free >24 | steps >8,.0f | forced >8.1% | masks filled >14.1%"
     return [
-        f"{figures['model']}, {figures['dtype']}: {figures['rows']} rows at once, greedy, each with as many tokens in "
-        "every way as its JSON has.",
+        f"{figures['model']}, {figures['dtype']}: {figures['rows']} rows at once, greedy, each with the number of "
+        "tokens of its JSON in every mode.",
         facts_to_text(figures["machine"]),
-        f"Rounds: {rounds}, in alternating order, other rows each; medians (lowest to highest), ratios within a round.",
+        f"Rounds: {rounds}, in alternating order, with other rows; medians (lowest to highest); ratios within a round.",
         "",
         *table(f"{columns} | us a mask >11.1f", rows),
         "",
-        "by free: speed by that without a grammar. forced: share of tokens without a choice; they take no step.",
-        "masks filled: share of chosen tokens; the others were the model's best and allowed.",
+        "relative to free: speedup. forced: share of tokens that the schema determines, which need no step.",
+        "masks filled: share of sampled tokens; for the others the model's best token was allowed.",
     ]
 
 

@@ -1,22 +1,22 @@
-"""Compare ways of batching: one request at a time, static, dynamic and continuous batches, and more on top.
+"""Compare batching strategies: one request at a time, static, dynamic and continuous batching, and further features.
 
     python -m benchmarks.ladder
     python -m benchmarks.ladder --model qwen3-0.6b --requests 16 --rounds 1
 
-Every rung is this engine on the same prompts and gives the same tokens, but for the last one (other numerics). Rungs
-differ in the requests that the engine has at a time. All have the same memory for weights and KV cache, with blocks for
-`--batch` requests of the longest length:
+Every rung is this engine on the same prompts and generates the same tokens, except for the last one (other numerics).
+Rungs differ in the requests that the engine has at a time. All have the same memory for weights and KV cache, with
+blocks for `--batch` requests of the longest length:
 
-    one request at a time     the next begins when the last has ended
-    static batches            `--batch` requests, each with room for the longest; the next when all of them have ended
-    dynamic batches           sorted by length; as many as fit with room for the longest of their own batch
-    continuous batching       a request begins as soon as blocks for its expected need are free
-    + prefix sharing          the prompts' common beginning is computed and held once
-    + int4 weights            the same values in 4 bits, where served; the memory saved goes to the KV cache
-    + int8 activations        inputs of linears rounded, where the processor has products of bytes: tokens may differ
+    one request at a time     the next request begins when the last has finished
+    static batches            `--batch` requests with room for the longest; the next batch begins when all have finished
+    dynamic batches           sorted by length; batches of the size that fits, given the longest request of the batch
+    continuous batching       a request begins as soon as its expected blocks are free
+    + prefix sharing          the common prefix of prompts is computed and stored once
+    + int4 weights            the same values in 4 bits, if supported; the KV cache uses the memory saved
+    + int8 activations        rounded inputs of linears, on CPUs with int8 products: tokens may differ
 
-Static and dynamic batches pad nothing here, so the first rungs are better than an engine that pads would make them.
-Sorting is by prompt and output together, which a real job does not know: the dynamic rung is the best possible.
+Static and dynamic batches are not padded here, so the first rungs are faster than in an engine that pads. Sorting uses
+prompt and output lengths, which a real job does not know, so the dynamic rung is an upper bound.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +50,7 @@ ONE, STATIC, DYNAMIC, CONTINUOUS = (
 )  # fmt: skip
 SHARING, INT4, ROUNDED = "+ prefix sharing", "+ int4 weights", "+ int8 activations"
 BLOCK_SIZE = 16
-SLOTS_PER_BATCH = 8  # continuous batching may have this many times `batch` requests at once, if the memory does
+SLOTS_PER_BATCH = 8  # continuous batching may run this multiple of `batch` requests, if they fit the memory
 
 Drive = Callable[[Engine, list[Request]], Iterator[Completion]]
 Way = tuple[Engine, bool, Drive]  # the bool: whether prompts share prefixes
@@ -58,8 +58,11 @@ Way = tuple[Engine, bool, Drive]  # the bool: whether prompts share prefixes
 
 @dataclass(frozen=True)
 class Rung:
-    """One way, over the rounds. at_once: sequences in a step, on average. computed_tokens: of a round's prompts. equal:
-    completions that are those of the first rung, over all rounds."""
+    """Result of one rung over all rounds.
+
+    at_once: mean sequences in a step. computed_tokens: of a round's prompts. equal: completions equal to the first
+    rung's, over all rounds.
+    """
 
     name: str
     tokens_per_s: tuple[float, ...]
@@ -70,7 +73,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Run:
-    """One round of one way."""
+    """Result of one round of one rung."""
 
     tokens_per_s: float
     computed_tokens: int
@@ -79,7 +82,7 @@ class Run:
 
 
 class Prompts:
-    """Reports to summarize after the same solved example; each request generates its own number of tokens."""
+    """Reports to summarize, after a shared solved example. Each request generates its own number of tokens."""
 
     def __init__(self, folder: Path, requests: int, output_tokens: tuple[int, int]) -> None:
         self._tokenizer = Tokenizer.from_folder(str(folder))
@@ -99,13 +102,13 @@ class Prompts:
 
 
 def ways(folder: Path, dtype: str, batch: int, longest: int, threads: int | None) -> tuple[dict[str, Way], int, str]:
-    """Return the rungs that this machine serves, the tokens of the KV cache, and the data type."""
+    """Return the rungs that this machine supports, the tokens of the KV cache, and the dtype."""
     config = read_config(folder)
     resolved = resolve(EngineConfig(str(folder), dtype=dtype), config)
     name = str(resolved.dtype).removeprefix("torch.")
     kernels = select_kernels(resolved.device, resolved.dtype)
-    is_served = isinstance(config.quantization, AwqFormat) and "int4" in kernels.backends["linear"]
-    plain = dequantized(folder, resolved.dtype, progress) if is_served else folder
+    has_int4 = isinstance(config.quantization, AwqFormat) and "int4" in kernels.backends["linear"]
+    plain = dequantized(folder, resolved.dtype, progress) if has_int4 else folder
     kv_tokens = batch * _in_blocks(longest)
     kv_bytes = kv_tokens * config.kv_bytes_per_token(resolved.kv_dtype)
 
@@ -134,7 +137,7 @@ def ways(folder: Path, dtype: str, batch: int, longest: int, threads: int | None
         CONTINUOUS: (engine, False, lambda e, r: waves(e, [r])),
         SHARING: (engine, True, lambda e, r: waves(e, [r])),
     }
-    if is_served:
+    if has_int4:
         sizes = [weight_bytes(read_config(each), resolved.device, resolved.dtype) for each in (plain, folder)]
         found[INT4] = (load(folder, sizes[0] - sizes[1]), True, lambda e, r: waves(e, [r]))
         rounded = kernels.rounded.get("int8")
@@ -144,7 +147,7 @@ def ways(folder: Path, dtype: str, batch: int, longest: int, threads: int | None
 
 
 def waves(engine: Engine, each: Sequence[list[Request]]) -> Iterator[Completion]:
-    """Begin each wave when all of the one before has ended."""
+    """Begin each wave when the previous one has finished."""
     for wave in each:
         for request in wave:
             engine.add(request)
@@ -153,7 +156,7 @@ def waves(engine: Engine, each: Sequence[list[Request]]) -> Iterator[Completion]
 
 
 def by_length(requests: list[Request], kv_tokens: int) -> list[list[Request]]:
-    """Return batches, the longest requests first, each as large as its longest request lets it be."""
+    """Return batches of descending length, each as large as the memory allows for its longest request."""
     left = sorted(requests, key=_length, reverse=True)
     batches = []
     while left:
@@ -164,7 +167,7 @@ def by_length(requests: list[Request], kv_tokens: int) -> list[list[Request]]:
 
 
 def run(engine: Engine, shares: bool, drive: Drive, requests: list[Request]) -> Run:
-    """Run one round of one way on an engine that remembers nothing. Raises PipelineError when a request fails."""
+    """Run one round of one rung with an empty prefix cache. Raises PipelineError when a request fails."""
     engine.scheduler.enable_prefix_caching = shares
     engine.forget()
     before, began = replace(engine.stats), perf_counter()
@@ -201,9 +204,9 @@ def bench_ladder(
     threads: int | None,
     folder: str | None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return figures and text. With an int4 checkpoint all rungs compute the values of its weights.
+    """Return figures and text. With an int4 checkpoint, all rungs use the values of its weights.
 
-    Raises PipelineError when a rung gives other float32 tokens than the first.
+    Raises PipelineError when a rung's float32 tokens differ from the first rung's.
     """
     keep_cpu_kernels_in(cpu_kernel_folder(say=progress))
     use_threads(threads)
@@ -221,7 +224,7 @@ def bench_ladder(
     rungs = rungs_of(runs)
     for rung in rungs:
         if resolved == "float32" and rung.name != ROUNDED and rung.equal < requests * rounds:
-            raise PipelineError(f"{rung.name}: {requests * rounds - rung.equal} float32 completions are not {ONE}'s")
+            raise PipelineError(f"{rung.name}: {requests * rounds - rung.equal} float32 completions differ from {ONE}")
     figures = {
         "about": found.about,
         "requests": requests,
@@ -241,14 +244,14 @@ def bench_ladder(
         first = ratio(rung.tokens_per_s, rungs[0].tokens_per_s).median
         speed = Spread.of(rung.tokens_per_s).to_text(0)
         rows.append((rung.name, speed, step, first, rung.at_once, rung.computed_tokens, rung.equal))
-    columns = " <26 | tokens/s >25 | by rung before >25 | by first >9.2f | at once >8.1f | prompt computed >16,"
+    columns = " <26 | tokens/s >25 | / previous rung >25 | / first >9.2f | at once >8.1f | prompt computed >16,"
     lines = [
-        f"One engine, driven in {len(rungs)} ways: {found.about}, {resolved}.",
-        f"A round: {requests} requests, {figures['prompt_tokens']:,} tokens in (each begins with the same "
-        f"{prompts.num_shared}), {figures['generated_tokens']:,} out, greedy. KV memory of {kv_tokens:,} tokens: "
+        f"One engine with {len(rungs)} batching strategies: {found.about}, {resolved}.",
+        f"A round: {requests} requests, {figures['prompt_tokens']:,} prompt tokens ({prompts.num_shared} of each "
+        f"shared), {figures['generated_tokens']:,} generated, greedy. KV memory of {kv_tokens:,} tokens: "
         f"{batch} requests of the longest length.",
         f"Generated tokens per second: median of {rounds} rounds (lowest to highest), in alternating order, new "
-        f"prompts each round. equal: completions with the first rung's tokens, of {requests * rounds}.",
+        f"prompts each round. equal: completions equal to the first rung's, of {requests * rounds}.",
         facts_to_text(machine),
         "",
         *table(f"{columns} | equal >6,", rows),
@@ -267,7 +270,7 @@ def _in_blocks(tokens: int) -> int:
 
 @script(__doc__)
 @shared_options(model="demo", requests=48)
-@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Requests of a static batch.")
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Requests in a static batch.")
 @shared_options(rounds=3, output_tokens="16-128", dtype="auto", threads=None, folder=None)
 @json_flag
 def main(as_json: bool, **options: Any) -> None:

@@ -1,12 +1,12 @@
-"""Measure the time and memory that a large job costs its driver, at growing sizes.
+"""Measure the driver's time and memory for large jobs of growing sizes.
 
     python -m benchmarks.plan
     python -m benchmarks.plan --scale 1 --repeats 3 --json
 
-The dataset is real Parquet, each file with a footer of its own, whose row groups have as many rows as those of large
-files, but one value in each column: up to 10,000 files of 10^9 rows, removed again. It takes some minutes and about
-1 GB of disk. Names and footers of parts are made in memory: the time of a disk or a store is not in the figures.
-Executing is simulated: read tasks and summaries of all units, without Ray. Each figure comes from a fresh process.
+The dataset is real Parquet, with a different footer in each file and row groups of realistic size, but only one value
+in each column: up to 10,000 files with 10^9 rows, removed at the end. This takes a few minutes and about 1 GB of disk.
+Names and footers of parts are created in memory, so the figures exclude disk and store time. Execution is simulated:
+read tasks and summaries of all units, without Ray. A new process measures each figure.
 """
 
 import io
@@ -47,31 +47,31 @@ ROOT = Path(__file__).parents[1]
 ROW_GROUPS = 10
 COLUMNS = 8
 STAGES = ("plan", "resume", "execute", "verify")
-MARK = b"number-000000000000"  # in each footer, replaced so that no two are the same
+MARK = b"number-000000000000"  # in each footer, replaced so that footers differ
 
 
 class ListedParts(LocalFolder):
-    """A folder with the parts of a job. is_stopped: one unit of every tenth window is missing."""
+    """Folder with the parts of a job. is_stopped: one unit of every tenth window is missing."""
 
     def __init__(self, plan: JobPlan, parts_per_window: int, is_stopped: bool) -> None:
         super().__init__(plan.job.config.output.path)
-        self._plan, self._of, self._is_stopped = plan, parts_per_window, is_stopped
+        self._plan, self._num_units, self._is_stopped = plan, parts_per_window, is_stopped
         self._part = cache(lambda rows: serialize(_rows(plan.schema, rows), {"pipeline.job": "x" * 2000}))
 
     def each_name(self) -> Iterator[str]:
-        short, of = self._plan.fingerprint.short, self._of
+        short, num_units = self._plan.fingerprint.short, self._num_units
         for window in self._plan.windows:
-            last = str(PartName(short, window.index, of - 1, of, 0))
-            head = last.split(f"-u{of - 1:04d}")[0]
-            for unit in range(of - (self._is_stopped and window.index % 10 == 0)):
-                yield f"{head}-u{unit:04d}of{of:04d}-n{_share(window, unit, of)}.parquet"
+            last = str(PartName(short, window.index, num_units - 1, num_units, 0))
+            head = last.split(f"-u{num_units - 1:04d}")[0]
+            for unit in range(num_units - (self._is_stopped and window.index % 10 == 0)):
+                yield f"{head}-u{unit:04d}of{num_units:04d}-n{_share(window, unit, num_units)}.parquet"
 
     def tail(self, name: str, length: int) -> bytes:
         return self._part(int(name.rpartition("-n")[2].removesuffix(".parquet")))[-length:]
 
 
-def _share(window: Window, unit: int, of: int) -> int:
-    return window.num_rows // of + (unit < window.num_rows % of)
+def _share(window: Window, unit: int, num_units: int) -> int:
+    return window.num_rows // num_units + (unit < window.num_rows % num_units)
 
 
 def _rows(schema: pa.Schema, rows: int) -> pa.Table:
@@ -85,8 +85,7 @@ def resume(plan: JobPlan, store: PartStore, parts_per_window: int) -> None:
 
 
 def execute(plan: JobPlan, store: PartStore, parts_per_window: int) -> list[bytes]:
-    """Do the driver's own work while all units are computed, and hold what it holds: a read task for each window, and
-    the units' summaries."""
+    """Do the driver's work during execution: create a read task for each window, and record the units' summaries."""
     tasks = [pickle.dumps(needed) for needed in narrowed(plan.source, plan.windows)]
     log = RunLog(store, {}, None, {}, Telemetry(store.folder), RetryCounts())
     latency = latency_of([Timing(0, 100_000 + 5000 * i, 2_000_000 + 9000 * i, 100) for i in range(512)])
@@ -108,7 +107,7 @@ AFTER_PLAN = {"resume": resume, "execute": execute, "verify": verify_parts}
 
 
 def measure_stage(job: str, stage: str, parts_per_window: int) -> dict[str, Any]:
-    """Plan the job and run one stage after it, in this process. Bytes are the resident set's growth to its peak."""
+    """Plan the job and run one more stage in this process. Bytes: growth of the resident set to its peak."""
     config = load_job(job)
     began = _begin()
     plan = make_plan(config, "cpu")
@@ -122,13 +121,13 @@ def measure_stage(job: str, stage: str, parts_per_window: int) -> dict[str, Any]
 
 
 def _memory() -> dict[str, int]:
-    """Bytes of this process by their names in /proc: VmRSS now, VmHWM at the peak."""
+    """Return this process's memory in bytes by name in /proc: VmRSS is current, VmHWM the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
 
 
 def _begin() -> tuple[float, int]:
-    """Return the time and the memory held; from here the peak counts anew."""
+    """Reset the memory peak. Returns the current time and memory."""
     Path("/proc/self/clear_refs").write_text("5")
     return time.perf_counter(), _memory()["VmRSS"]
 
@@ -138,13 +137,13 @@ def _spent(began: tuple[float, int]) -> tuple[float, int]:
 
 
 def parquet_template(rows: int) -> bytes:
-    """Return a Parquet file of `rows` rows and few bytes: each column is one value, so a dictionary and a run."""
+    """Return a small Parquet file of `rows` rows. Each column has a single value, encoded as a dictionary and a run."""
     text = pa.scalar("A line of text as it may stand in a report.")
     columns: dict[str, pa.Array] = {"id": pa.repeat(pa.scalar(7, pa.int64()), rows), "text": pa.repeat(text, rows)}
     columns |= {f"number_{i}": pa.repeat(pa.scalar(i + 0.5), rows) for i in range(COLUMNS - len(columns))}
     sink = io.BytesIO()
-    made = pa.table(columns).replace_schema_metadata({"made": MARK})
-    pq.write_table(made, sink, row_group_size=-(-rows // ROW_GROUPS))
+    data = pa.table(columns).replace_schema_metadata({"made": MARK})
+    pq.write_table(data, sink, row_group_size=-(-rows // ROW_GROUPS))
     return sink.getvalue()
 
 
@@ -165,8 +164,10 @@ def write_job(folder: Path) -> Path:
 def bench_plan(
     scales: Sequence[int], files: int, rows_per_file: int, parts_per_window: int, repeats: int, folder: str | None
 ) -> dict[str, Any]:
-    """Return the figures of datasets of `files` times each scale, made under `folder` and removed again. Seconds and
-    bytes are medians. Raises PipelineError when a measuring process fails."""
+    """Return the figures of datasets of `files` times each scale, created under `folder` and removed at the end.
+
+    Seconds and bytes are medians. Raises PipelineError when a measuring process fails.
+    """
     costs, template = [], parquet_template(rows_per_file)
     environment = child_environment()
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment["PYTHONPATH"]])
@@ -206,12 +207,12 @@ def to_lines(figures: dict[str, Any]) -> list[str]:
         rows.append((f"{c['scale']}x", c["files"], c["rows"], c["windows"], c["parts"], *spent))
     columns = " | ".join(f"{stage} s >9.2f | MB >6.1f" for stage in STAGES)
     return [
-        "plan: footers read, windows cut. resume: names of parts read, remaining windows found. execute: read",
-        "tasks and units' summaries, simulated. verify: names read again, footers of all parts read and summed.",
+        "plan: read footers and cut windows. resume: list parts and find the remaining windows. execute: simulated",
+        "read tasks and summaries of units. verify: list parts again, and read and sum their footers.",
         f"Files of {figures['rows_per_file']:,} rows in {ROW_GROUPS} row groups and {COLUMNS} columns, footers of "
-        f"{figures['footer_bytes']:,} bytes, just written on a local disk (in the page cache).",
-        f"{figures['parts_per_window']} parts a window; before resuming, nine of ten windows are complete. Medians of "
-        f"{figures['repeats']} fresh processes each; memory: growth to the peak, imports left out.",
+        f"{figures['footer_bytes']:,} bytes, just written to a local disk (in the page cache).",
+        f"{figures['parts_per_window']} parts per window; before resume, nine of ten windows are complete. Medians of "
+        f"{figures['repeats']} new processes each; memory: growth to the peak, without imports.",
         facts_to_text(figures["machine"]),
         "",
         *table(f" >5 | files >7, | rows >14, | windows >8, | parts >10, | {columns}", rows),
@@ -220,13 +221,13 @@ def to_lines(figures: dict[str, Any]) -> list[str]:
 
 @script(__doc__)
 @click.option("scales", "--scale", multiple=True, type=click.IntRange(min=1), default=(1, 10, 100), show_default=True,
-              metavar="N", help="How many times --files. May be repeated.")  # fmt: skip
+              metavar="N", help="Multiple of --files. May be repeated.")  # fmt: skip
 @click.option("--files", type=click.IntRange(min=1), default=100, show_default=True, help="Files at scale 1.")
 @click.option("--rows-per-file", type=click.IntRange(min=ROW_GROUPS), default=100_000, show_default=True)
 @click.option("--parts-per-window", type=click.IntRange(min=1), default=60, show_default=True,
-              help="A million parts at scale 100; 128 are the default unit's.")  # fmt: skip
-@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Fresh processes each.")
-@click.option("--folder", metavar="DIR", help="Folder for the files; else the temporary folder.")
+              help="60 are a million parts at scale 100; the default unit size gives 128.")  # fmt: skip
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Processes per figure.")
+@click.option("--folder", metavar="DIR", help="Folder for the files; default: the temporary folder.")
 @click.option("--measure", nargs=2, metavar="JOB STAGE", hidden=True, help="Measure one stage in this process.")
 @json_flag
 def main(measure: tuple[str, str] | None, as_json: bool, **options: Any) -> None:

@@ -1,11 +1,11 @@
-"""Time the host's part of a step: planning, building input, sampling and handling, without a model.
+"""Time the host's part of a step without a model: planning, building inputs, sampling and processing outputs.
 
     OMP_NUM_THREADS=1 python -m benchmarks.scheduler
     OMP_NUM_THREADS=1 python -m benchmarks.scheduler --sequences 1024 --rounds 1
 
-The runner gives made logits, so greedy tokens are the same on every run, and its own time is taken out. Rows have
-ragged lengths: at each moment some finish, others are admitted and their prompts are computed in chunks next to those
-that generate. The tokenizer is the demonstration model's, so that text of finished rows is made as in a job.
+The runner returns fixed random logits, so that greedy tokens are the same in every run, and its time is excluded. Rows
+have ragged lengths: at any time some rows finish, and new rows are admitted, whose prompts are computed in chunks next
+to decoding rows. The tokenizer is the demonstration model's, so that finished rows are detokenized as in a job.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,19 +29,19 @@ from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.kernels import reference
 from pipeline.tokenization.tokenizer import Tokenizer
 
-HOST_VOCAB = 256  # small, so that a step's time is the host's and not that of reading logits
+HOST_VOCAB = 256  # small, so that reading logits does not dominate the host's time
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 512
 STEM_TOKENS, NUM_STEMS = 32, 8  # each prompt begins with one of a few shared stems
 PROMPT_TOKENS = (48, 240)
 OUTPUT_TOKENS = (16, 240)
-CHUNK_TOKENS = 2048  # of a step's tokens, besides one for each sequence
+CHUNK_TOKENS = 2048  # prompt tokens of a step, in addition to one token for each sequence
 PARTS = ("plan", "build", "sample", "handle", "detokenize")
 TIMES = (*PARTS, "cpu")
 
 
 class Timed:
-    """A function with the times at which it was last entered and left, and the sum of all calls."""
+    """Timed function: records when it was last entered and left, and the total time of all calls."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -56,7 +56,7 @@ class Timed:
 
 
 class NoModel:
-    """A runner that computes nothing: a row of made logits for each row that samples. All rows generate."""
+    """Runner without a model, which returns fixed logits for each sampling row. All rows generate."""
 
     is_asynchronous, has_graphs = False, False
     greedy, sample = staticmethod(reference.greedy), staticmethod(reference.sample)
@@ -67,7 +67,7 @@ class NoModel:
 
     def __init__(self, num_rows: int, ending: Sequence[int]) -> None:
         generator = torch.Generator().manual_seed(num_rows)
-        # probabilities that fall as a power of the rank, as a model's roughly do: a few tokens hold most of a row
+        # Probabilities are a power law of the rank, roughly like a model's.
         self.logits_RV = 1.5 * torch.empty(num_rows, HOST_VOCAB).exponential_(generator=generator)
         self.logits_RV[:, list(ending)] = -1.0
 
@@ -76,7 +76,7 @@ class NoModel:
 
 
 class Load:
-    """An engine that is kept full with rows of ragged lengths, and the time of the parts of its steps."""
+    """Engine kept full with rows of ragged lengths, and the times of the parts of its steps."""
 
     def __init__(self, num_running: int, tokenizer: Tokenizer) -> None:
         self.num_running = num_running
@@ -100,16 +100,16 @@ class Load:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Computed so far, without those of shared blocks."""
+        """Return the prompt tokens computed so far, without shared blocks."""
         return self.engine.stats.prompt_tokens - self.engine.stats.cached_tokens
 
     def fill(self) -> None:
-        """Step until as many rows have finished as run, so that ages are mixed."""
+        """Step until `num_running` rows have finished, so that running rows have mixed ages."""
         while self.num_finished < self.num_running:
             self.step()
 
     def step(self) -> tuple[int, ...]:
-        """Run a step with enough rows queued that no place stays empty. Returns nanoseconds of `TIMES`."""
+        """Run a step, with enough queued rows to fill the batch. Returns the nanoseconds of `TIMES`."""
         missing = self.num_running + self.num_running // 8 + 16 - self.engine.num_unfinished
         requests = [self._request() for _ in range(missing)]
         start_ns = perf_counter_ns()
@@ -141,8 +141,11 @@ class Load:
 
 
 def step_costs(sequences: Sequence[int], steps: int, rounds: int, tokenizer: Tokenizer) -> list[dict[str, float]]:
-    """Return medians over steps in microseconds, by number of running sequences. cpu_us: processor time of the same
-    steps. finished, prompt_tokens: means of a step. add_us: of one row, which is queued outside of steps."""
+    """Return medians over steps in microseconds, for each number of running sequences.
+
+    cpu_us: CPU time of the same steps. finished, prompt_tokens: means per step. add_us: time to queue a row, outside
+    of steps.
+    """
     loads = {str(n): Load(n, tokenizer) for n in sequences}
     for load in loads.values():
         progress(f"{load.num_running:,} sequences: filling")
@@ -155,8 +158,8 @@ def step_costs(sequences: Sequence[int], steps: int, rounds: int, tokenizer: Tok
         for name in order:
             parts[name] += [loads[name].step() for _ in range(steps)]
     costs = []
-    for load, taken, before in zip(loads.values(), parts.values(), prompt_tokens):
-        time_us = np.array(taken) / 1e3
+    for load, times, before in zip(loads.values(), parts.values(), prompt_tokens):
+        time_us = np.array(times) / 1e3
         step_us = time_us[:, : len(PARTS)].sum(axis=1)
         costs.append(
             {
@@ -164,8 +167,8 @@ def step_costs(sequences: Sequence[int], steps: int, rounds: int, tokenizer: Tok
                 **{f"{name}_us": us for name, us in zip(TIMES, np.median(time_us, axis=0).tolist())},
                 "step_us": float(np.median(step_us)),
                 "step_p95_us": float(np.percentile(step_us, 95)),
-                "finished": load.num_finished / len(taken),
-                "prompt_tokens": (load.num_prompt_tokens - before) / len(taken),
+                "finished": load.num_finished / len(times),
+                "prompt_tokens": (load.num_prompt_tokens - before) / len(times),
                 "add_us": load.adding_ns / max(load.num_added, 1) / 1e3,
             }
         )
@@ -174,12 +177,12 @@ def step_costs(sequences: Sequence[int], steps: int, rounds: int, tokenizer: Tok
 
 def to_lines(figures: dict[str, Any]) -> list[str]:
     lines = [
-        f"Host time of a step, without the model's; made logits over {HOST_VOCAB} tokens, all rows greedy.",
+        f"Host time of a step, without the model; fixed logits over {HOST_VOCAB} tokens, all rows greedy.",
         f"Prompts of {PROMPT_TOKENS[0]}-{PROMPT_TOKENS[1]} tokens, {STEM_TOKENS} of them shared, outputs of "
-        f"{OUTPUT_TOKENS[0]}-{OUTPUT_TOKENS[1]}; rows that finish are replaced, their prompts computed in chunks.",
+        f"{OUTPUT_TOKENS[0]}-{OUTPUT_TOKENS[1]}; finished rows are replaced, and new prompts computed in chunks.",
         f"Medians over {figures['rounds']} rounds of {figures['steps']} steps, sizes in turn; microseconds. handle: "
-        "counters, blocks made findable, ends; detokenize: text of rows that finished; add: to queue one row;",
-        "cpu: processor time of the step, which does not count what other programs take.",
+        "counters, prefix cache and finished rows; detokenize: text of finished rows; add: queue one row;",
+        "cpu: CPU time of the step, which excludes other processes.",
         facts_to_text(figures["machine"]),
         "",
     ]
@@ -195,8 +198,8 @@ def to_lines(figures: dict[str, Any]) -> list[str]:
 
 @script(__doc__)
 @click.option("sequences", "--sequences", multiple=True, type=click.IntRange(min=1), metavar="N", show_default=True,
-              default=(64, 256, 1024, 4096), help="Sequences that run at once. May be repeated.")  # fmt: skip
-@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Steps of a round.")
+              default=(64, 256, 1024, 4096), help="Sequences running at once. May be repeated.")  # fmt: skip
+@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Steps in a round.")
 @shared_options(rounds=3)
 @json_flag
 def main(sequences: tuple[int, ...], steps: int, rounds: int, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""The command line and the output of the scripts in this folder."""
+"""Command line and output of the scripts in this folder."""
 
 import json
 import re
@@ -18,17 +18,17 @@ SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_
 
 
 def help_text(doc: str | None) -> str:
-    """Return a module's docstring as help of a command; indented paragraphs keep their lines."""
+    """Return a module's docstring as a command's help text. Indented paragraphs keep their line breaks."""
     return re.sub(r"\n\n(?= {4})", "\n\n\b\n", doc or "")
 
 
 def script(doc: str | None) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a command of a function, with its module's docstring as help."""
+    """Turn a function into a command, with its module's docstring as the help text."""
     return lambda function: click.command(help=help_text(doc), context_settings=SETTINGS)(clean_errors(function))
 
 
 def clean_errors(function: Callable[..., None]) -> Callable[..., None]:
-    """Turn errors that users can mend into messages."""
+    """Show PipelineErrors as messages, without a traceback."""
 
     @wraps(function)
     def run(**options: Any) -> None:
@@ -41,8 +41,7 @@ def clean_errors(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def report(bench: str, figures: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> None:
-    """Print a text and the figures as one line of JSON, which can be kept in `benchmarks/results/`; with as_json that
-    line alone."""
+    """Print text, and the figures as one line of JSON to save in `benchmarks/results/`. as_json: print only JSON."""
     if not as_json:
         print("\n".join(lines) + "\n")
     command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])

@@ -1,12 +1,12 @@
-"""Simulate jobs on the engine's own scheduler: rules of admission, choices of the schedule, pools of machines.
+"""Simulate jobs with the engine's own scheduler: admission rules, scheduling choices, and pools of machines.
 
     python -m benchmarks.simulate admission --job generation --kv-share 0.25
     python -m benchmarks.simulate schedule --card h100 --requests generation
     python -m benchmarks.simulate pools --actors 1,8 --in-flight 4,16
 
-Nothing runs and no card is needed. Scheduler, admission, pacing, block pool and the sizes of captured steps are the
-engine's. The device takes what the cost model says of a card; the host launches a step while the device computes the
-one before, so an iteration takes the longer of the two. Each row ends at a length that the scheduler does not know.
+No model runs and no card is needed. Scheduler, admission, pacing, block pool and the sizes of captured steps are the
+engine's. The cost model gives the time of the device. The host launches a step while the device computes the previous
+one, so an iteration takes the longer of the two. The scheduler does not know the length at which a row ends.
 """
 
 import heapq
@@ -44,19 +44,19 @@ from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, Ste
 from pipeline.roofline.job_simulation import kv_room
 from pipeline.roofline.shares import MEASURED
 
-# The host's part of an iteration, by `benchmarks.scheduler`; REPLAY_S is assumed.
+# Host time of an iteration, measured by `benchmarks.scheduler`. REPLAY_S is an assumption.
 STEP_S, ROW_S, REPLAY_S = 350e-6, 1.2e-6, 60e-6
-EMPTY_S = 4e-6  # of the card, in each layer of a captured step with prompts: kernels that have nothing to do
-UNIT_TOKENS, UNIT_ROWS = 100_000, 512  # as a job cuts its units by default
+EMPTY_S = 4e-6  # idle kernels in each layer of a captured step with prompts
+UNIT_TOKENS, UNIT_ROWS = 100_000, 512  # a job's defaults
 MAX_NUM_BATCHED_TOKENS = 8192
-COLD_START_S = 60.0  # from a machine's coming to its first step
+COLD_START_S = 60.0  # from a machine's arrival to its first step
 VOCAB = 30_000
 DIGITS = {"tokens_per_s": 0, "num_steps": 0, "running": 0, "preemptions": 0, "repeated_tokens": 0, "imbalance": 4}
 
 
 @dataclass(frozen=True)
 class SimulatedRow:
-    """`output` is what it generates, `max_tokens` what it may."""
+    """Row that generates `output` tokens out of the allowed `max_tokens`."""
 
     prompt: np.ndarray  # int32
     output: int
@@ -65,7 +65,7 @@ class SimulatedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A model on a card, and the limits of its engine. Steps with prompts are captured up to mixed_tokens; 0: none."""
+    """Model on a card, and its engine's limits. mixed_tokens: max tokens of captured steps with prompts; 0: none."""
 
     size: DecoderSize
     weights: Weights
@@ -79,7 +79,7 @@ class Machine:
     def on_card(
         cls, model: str, card: str, *, max_num_seqs: int = 512, captures_mixed: bool = True, **settings: Any
     ) -> "Machine":
-        """Serve a shape or a checkpoint as the engine would, at the measured shares of the card."""
+        """Return a machine for a shape or checkpoint, with the engine's settings and measured utilization."""
         (size, weights, _), found = model_size(model), find_card(card)
         ceilings, borders = Ceilings.of_card(found, MEASURED), crossover_of(found.compute_capability)
         form = served_form(weights, size, ceilings, borders, max_num_seqs, DENSE_BYTES)
@@ -105,7 +105,7 @@ class Machine:
         return STEP_S + len(plan.slot_S) * ROW_S + launches_s
 
     def device_s(self, plan: StepPlan, spared_tokens: int) -> float:
-        """A replayed step is padded: its linears compute the tokens of its graph. spared_tokens: see `StepTokens`."""
+        """Return the device's time of a step. Replayed steps are padded. spared_tokens: see `StepTokens`."""
         tokens = StepTokens(plan.count_S, plan.start_S + plan.count_S, int(plan.samples_S.sum()), spared_tokens)
         seconds = step_seconds(tokens, self.size, self.weights, self.ceilings)
         if not self.is_replayed(plan):
@@ -118,7 +118,7 @@ class Machine:
 
 
 class SimulatedEngine:
-    """One engine without a model. `now` is its clock in seconds."""
+    """Engine without a model. now: its clock in seconds."""
 
     def __init__(
         self,
@@ -135,9 +135,9 @@ class SimulatedEngine:
         self.scheduler = Scheduler(self.table, self.pool, self.stats, MAX_NUM_BATCHED_TOKENS, True)
         self.scheduler.admission = admission(self.table, self.pool, self.stats, True)
         self.scheduler.pacing = AdmissionPacing() if machine.is_paced else None
-        self.rows: dict[int, SimulatedRow] = {}  # by order, unfinished ones
+        self.rows: dict[int, SimulatedRow] = {}  # unfinished rows by order
         self.num_added = self.num_mixed = 0
-        self.waited_s = self._before_s = 0.0  # device's time waiting for the host; of the step before
+        self.waited_s = self._before_s = 0.0  # device waiting for the host; device time of the previous step
 
     def add(self, row: SimulatedRow) -> int:
         """Queue a row and return its order."""
@@ -148,7 +148,7 @@ class SimulatedEngine:
         return order
 
     def step(self) -> list[int]:
-        """Run an iteration and return the orders of rows that ended."""
+        """Run an iteration and return the orders of finished rows."""
         plan = self.scheduler.plan()
         assert plan is not None, "rows wait and none runs"
         slot_S, is_mixed, host_s = plan.slot_S, int(plan.count_S.max()) > 1, self.machine.host_s(plan)
@@ -161,7 +161,7 @@ class SimulatedEngine:
         if self.scheduler.pacing is not None:
             self.scheduler.pacing.observe(round(seconds * 1e6), is_mixed)
         slot_S = plan.sampling_slot_S
-        self.scheduler.append(slot_S, self.table.num_known[slot_S])  # tokens that no two positions share
+        self.scheduler.append(slot_S, self.table.num_known[slot_S])  # distinct tokens at all positions
         orders = self.table.order[slot_S].tolist()
         outputs = (self.table.num_known[slot_S] - self.table.num_prompt[slot_S]).tolist()
         ended = [at for at, order in enumerate(orders) if outputs[at] >= self.rows[order].output]
@@ -172,7 +172,7 @@ class SimulatedEngine:
         return [orders[at] for at in ended]
 
     def run(self, rows: Sequence[SimulatedRow]) -> dict[str, Any]:
-        """Run all rows, in their order, up to twice a batch of them inside, and return what it took."""
+        """Run all rows in order, with up to two batches in the engine, and return the figures."""
         waiting = deque(rows)
         while waiting or self.rows:
             while waiting and len(self.rows) < 2 * self.machine.max_num_seqs:
@@ -192,7 +192,7 @@ class SimulatedEngine:
         }
 
 
-# Outputs are skewed, and rows may generate far more than most do.
+# Outputs are skewed, and max_tokens is far above most lengths.
 JOBS = {
     "summaries": RequestSet("summaries", 1, Lengths(64, 6000, median=1000), Lengths(8, 1024, median=150)),
     "generation": RequestSet("generation", 1, Lengths(32, 128), Lengths(16, 2048, median=250)),
@@ -201,7 +201,7 @@ JOBS = {
 
 
 def job_units(job: str, count: int) -> list[list[SimulatedRow]]:
-    """Return the rows of a job in units, cut and ordered as a job's are. The same at every call."""
+    """Return the rows of a job in units, cut and ordered as in a job. Every call returns the same."""
     work = replace(JOBS[job], count=count)
     requests, max_tokens = work.round("1", VOCAB), work.output.high
     texts = [np.array(request.prompt_token_ids, dtype=np.int32) for request in requests]
@@ -211,7 +211,7 @@ def job_units(job: str, count: int) -> list[list[SimulatedRow]]:
 
 
 class FreeBlocks(Admission):
-    """What is known now has to fit, as in vLLM; preemption handles the rest."""
+    """Admission that reserves only known tokens, as in vLLM, and relies on preemption."""
 
     def likely_ends(self, prompt_S: np.ndarray, known_S: np.ndarray, limit_S: np.ndarray) -> np.ndarray:
         return np.minimum(limit_S, known_S + 1)
@@ -221,7 +221,7 @@ class FreeBlocks(Admission):
 
 
 class MaxTokens(Admission):
-    """Room for all that each sequence may generate."""
+    """Admission that reserves max_tokens for each sequence."""
 
     def finished(self, slots: list[int]) -> None:
         """Learn nothing."""
@@ -231,7 +231,7 @@ RULES = {"engine": Admission, "free blocks": FreeBlocks, "max_tokens": MaxTokens
 
 
 def admission_runs(machine: Machine, job: str, kv_share: float, rows: int) -> Iterator[dict[str, Any]]:
-    """Yield a run for each rule. With "known lengths" a row may generate exactly what it does."""
+    """Yield a run for each rule. With "known lengths", max_tokens equals the row's output."""
     of_job = [row for unit in job_units(job, rows) for row in unit]
     lengths = [len(row.prompt) + row.output for row in of_job]
     max_model_len = max(len(row.prompt) + row.max_tokens for row in of_job)
@@ -255,7 +255,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def schedule_runs(model: str, card: str, name: str, smaller: int) -> Iterator[dict[str, Any]]:
-    """Yield a run for each choice; without figures where the model and a request do not fit the card."""
+    """Yield a run for each choice, without figures if the model and a request do not fit the card."""
     requests = find_set(name).smaller(smaller, 1).round("1", VOCAB)
     rows = [SimulatedRow(np.array(r.prompt_token_ids, np.int32), r.max_tokens, r.max_tokens) for r in requests]
     rows.sort(key=lambda row: -len(row.prompt))  # as in a job
@@ -268,14 +268,14 @@ def schedule_runs(model: str, card: str, name: str, smaller: int) -> Iterator[di
 
 
 class Worker:
-    """A machine with its open units: unfinished rows of each, by order in the engine. Times in seconds."""
+    """Machine with its units in progress: the orders of each unit's unfinished rows. Times in seconds."""
 
-    def __init__(self, machine: Machine, max_model_len: int, came_s: float, cold_start_s: float) -> None:
-        self.engine = SimulatedEngine(machine, max_model_len, now=came_s + cold_start_s)
-        self.came_s, self.ended_s = came_s, came_s
+    def __init__(self, machine: Machine, max_model_len: int, arrived_s: float, cold_start_s: float) -> None:
+        self.engine = SimulatedEngine(machine, max_model_len, now=arrived_s + cold_start_s)
+        self.arrived_s, self.ended_s = arrived_s, arrived_s
         self.units: list[set[int]] = []
 
-    def take(self, rows: list[SimulatedRow]) -> None:
+    def add_unit(self, rows: list[SimulatedRow]) -> None:
         self.units.append({self.engine.add(row) for row in rows})
 
     def step(self) -> None:
@@ -290,31 +290,33 @@ class Worker:
 def run_pool(
     machine: Machine, units: Sequence[list[SimulatedRow]], *, actors: int, in_flight: int, join_s: float
 ) -> dict[str, Any]:
-    """Run a job on machines that come within `join_s`, load the model and pull units.
+    """Run a job on machines that arrive within `join_s`, load the model and pull units.
 
-    imbalance: how much later than the mean the last machine ends, by the mean. machine_h: paid hours, each machine up
-    to its last unit, as in an elastic pool; static_machine_h: up to the end of the job. idle_share: of the latter.
+    imbalance: end of the last machine relative to the mean end, minus 1. machine_h: paid hours with each machine up to
+    its last unit, as in an elastic pool. static_machine_h: with all machines up to the end of the job. idle_share: of
+    static_machine_h.
     """
     queue = deque(units)
     max_model_len = max(len(row.prompt) + row.max_tokens for unit in units for row in unit)
-    workers = [Worker(machine, max_model_len, came_s, COLD_START_S) for came_s in np.linspace(0.0, join_s, actors)]
+    arrivals_s = np.linspace(0.0, join_s, actors)
+    workers = [Worker(machine, max_model_len, arrived_s, COLD_START_S) for arrived_s in arrivals_s]
     events = [(worker.engine.now, at) for at, worker in enumerate(workers)]
     heapq.heapify(events)
     while events:
         at = heapq.heappop(events)[1]
         worker = workers[at]
         while queue and len(worker.units) < in_flight:
-            worker.take(queue.popleft())
+            worker.add_unit(queue.popleft())
         if worker.units:
             worker.step()
             heapq.heappush(events, (worker.engine.now, at))
     wall_s = max(worker.ended_s for worker in workers)
-    here = [worker for worker in workers if worker.came_s < wall_s]
-    static_s = sum(wall_s - worker.came_s for worker in here)
-    idle_s = sum(wall_s - worker.ended_s for worker in here)
+    used = [worker for worker in workers if worker.arrived_s < wall_s]
+    static_s = sum(wall_s - worker.arrived_s for worker in used)
+    idle_s = sum(wall_s - worker.ended_s for worker in used)
     return {
         "wall_s": wall_s,
-        "imbalance": wall_s * len(here) / sum(worker.ended_s for worker in here) - 1,
+        "imbalance": wall_s * len(used) / sum(worker.ended_s for worker in used) - 1,
         "idle_share": idle_s / static_s,
         "machine_h": (static_s - idle_s) / 3600,
         "static_machine_h": static_s / 3600,
@@ -322,7 +324,7 @@ def run_pool(
 
 
 def show(bench: str, settings: dict[str, Any], runs: Sequence[dict[str, Any]], as_json: bool) -> None:
-    """Print all runs. ratio: the time by that of the first choice for the same job."""
+    """Print all runs. ratio: time relative to the first choice for the same job."""
     figures = list(dict.fromkeys(key for run in runs for key in run if key not in ("job", "choice")))
     first: dict[str, float | None] = {}
     rows = []
@@ -332,7 +334,7 @@ def show(bench: str, settings: dict[str, Any], runs: Sequence[dict[str, Any]], a
         ratio = seconds / base if seconds and base else None
         rows.append((run["job"], run["choice"], ratio, *(run.get(key) for key in figures)))
     formats = [f"{key.replace('_', ' ')} >6,.{DIGITS.get(key, 2)}f" for key in figures]
-    lines = [f"Simulated, nothing ran: {', '.join(f'{key} {value}' for key, value in settings.items())}.", ""]
+    lines = [f"Simulated: {', '.join(f'{key} {value}' for key, value in settings.items())}.", ""]
     lines += table(f"job <20 | choice <28 | ratio >6.3f | {' | '.join(formats)}", rows)
     report(bench, {"settings": settings, "machine": {"cpu": "none: simulated"}, "runs": list(runs)}, lines, as_json)
 
@@ -342,7 +344,7 @@ def main() -> None: ...
 
 
 MODEL = click.option("--model", default="llama-8b-awq", show_default=True, metavar="SHAPE|PATH")
-CARD = click.option("--card", default="h100", show_default=True, metavar="NAME", help="The beginning of its name.")
+CARD = click.option("--card", default="h100", show_default=True, metavar="NAME", help="Prefix of the card's name.")
 JOB = click.option("--job", type=click.Choice(list(JOBS)), default="generation", show_default=True)
 
 
@@ -351,7 +353,7 @@ JOB = click.option("--job", type=click.Choice(list(JOBS)), default="generation",
 @CARD
 @JOB
 @click.option("--kv-share", type=FiniteRange(min=0, min_open=True), default=0.25, show_default=True, metavar="X",
-              help="The KV cache, as a share of what a full batch of mean rows holds in the end.")  # fmt: skip
+              help="Size of the KV cache relative to a full batch of finished rows of mean length.")  # fmt: skip
 @click.option("--max-num-seqs", type=click.IntRange(1, 8192), default=256, show_default=True)
 @click.option("--rows", type=click.IntRange(min=1), default=2000, show_default=True)
 @json_flag
@@ -359,7 +361,7 @@ JOB = click.option("--job", type=click.Choice(list(JOBS)), default="generation",
 def compare_admission(
     model: str, card: str, job: str, kv_share: float, max_num_seqs: int, rows: int, as_json: bool
 ) -> None:
-    """Compare rules of admission on a job whose KV cache is tight."""
+    """Compare admission rules on a job with a small KV cache."""
     machine = Machine.on_card(model, card, max_num_seqs=max_num_seqs)
     settings = {"model": model, "card": card, "rows": rows, "max_num_seqs": max_num_seqs}
     show("admission", settings, list(admission_runs(machine, job, kv_share, rows)), as_json)
@@ -368,13 +370,13 @@ def compare_admission(
 @main.command("schedule")
 @MODEL
 @CARD
-@click.option("sets", "--requests", multiple=True, metavar="SET", help="As of bench roofline; else all of them.")
+@click.option("sets", "--requests", multiple=True, metavar="SET", help="Sets of `bench roofline`; default: all.")
 @click.option("--smaller", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
               help="Keep every Nth request.")  # fmt: skip
 @json_flag
 @clean_errors
 def compare_schedules(model: str, card: str, sets: Sequence[str], smaller: int, as_json: bool) -> None:
-    """Compare choices of the schedule on the fixed request sets."""
+    """Compare scheduling choices on the fixed request sets."""
     settings = {"model": model, "card": card, "smaller": smaller}
     runs = [run for name in sets or REQUEST_SETS for run in schedule_runs(model, card, name, smaller)]
     show("schedule", settings, runs, as_json)
@@ -386,17 +388,17 @@ def compare_schedules(model: str, card: str, sets: Sequence[str], smaller: int, 
 @JOB
 @click.option("--actors", metavar="N,N", default="1,4", show_default=True, callback=parse_sizes, help="Machines.")
 @click.option("--in-flight", metavar="N,N", default="4,16,43", show_default=True, callback=parse_sizes,
-              help="Units that an engine has open.")  # fmt: skip
+              help="Units in progress per engine.")  # fmt: skip
 @click.option("--join-s", type=FiniteRange(min=0), default=0.0, show_default=True,
-              help="Seconds within which machines come, one after the other.")  # fmt: skip
-@click.option("--rows", type=click.IntRange(min=1), default=2000, show_default=True, help="Of each machine.")
+              help="Seconds within which machines arrive, one after the other.")  # fmt: skip
+@click.option("--rows", type=click.IntRange(min=1), default=2000, show_default=True, help="Rows per machine.")
 @json_flag
 @clean_errors
 def compare_pools(
     model: str, card: str, job: str, actors: Sequence[int], in_flight: Sequence[int], join_s: float, rows: int,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Compare numbers of machines and of units that each has open."""
+    """Compare numbers of machines and of units in progress per machine."""
     machine = Machine.on_card(model, card)
     settings = {"model": model, "card": card, "job": job, "rows": rows, "join_s": join_s}
     runs = []

@@ -1,6 +1,6 @@
 """Offline batch inference for language models: prompts in Parquet or JSON Lines to completions in Parquet.
 
-The names outsiders rely on; imported on first use, so that `import pipeline` costs nothing.
+This is the public API. Names are imported on first use, so that `import pipeline` is cheap.
 """
 
 from importlib import import_module

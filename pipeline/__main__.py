@@ -1,7 +1,7 @@
-"""The console script, and `python -m pipeline`: signals first, then everything else.
+"""Entry point of the console script and of `python -m pipeline`. Installs signal handlers first.
 
-Importing the command line takes a quarter of a second. A SIGTERM that comes in that time leaves with 75 as at any
-other, not by the system's default.
+Importing the command line takes a quarter of a second. A SIGTERM during that time must also exit with 75, and not with
+the system's default.
 """
 
 import os
@@ -14,7 +14,8 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 def main() -> None:
-    handled = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]  # as nohup asks
+    # nohup ignores SIGHUP
+    handled = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     for number in handled:
         signal.signal(number, interrupt.leave)
     os.environ.update(bounded_spin(os.environ))  # before torch is imported

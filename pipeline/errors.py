@@ -1,16 +1,16 @@
-"""The exception tree, each branch with its exit code, and the codes of row errors.
+"""Exceptions with their exit codes, and the codes of row errors.
 
-A row's failure is data: it becomes an output row whose `error` column holds one of `RowError`'s codes.
-A system's failure is an exception of this tree; `cli/console.py` prints it and leaves with `exit_code`:
+The failure of a row is data: it becomes an output row whose `error` column holds one of `RowError`'s codes.
+The failure of a system is an exception of this tree. `cli/console.py` prints it and exits with `exit_code`:
 
-    PipelineError            70  a defect of ours when raised bare
+    PipelineError            70  a bug when raised directly
     ├── UserError             2  something the user can change
     │   ├── ConfigError          job file, flags, engine options
     │   ├── InputError           the dataset to read
     │   ├── ModelError           the checkpoint or tokenizer
     │   ├── FingerprintError     the output belongs to another job
-    │   └── OutputError          the output folder cannot be used as asked
-    ├── TooManyRowErrors      1  run.max_error_rate was passed
+    │   └── OutputError          the output folder cannot be used
+    ├── TooManyRowErrors      1  run.max_error_rate was exceeded
     ├── EnvironmentFailed     3  disk, store, actors; the job can be resumed
     └── Interrupted          75  stopped by a signal; the job can be resumed
         └── LimitReached         by cost.budget_usd or run.max_runtime
@@ -20,9 +20,11 @@ from enum import StrEnum
 
 
 class PipelineError(Exception):
-    """Base of all errors raised on purpose. The message says what happened, where, and what to do. One about a key of
-    the job file begins with it: `output.path out: ...`, `prompt.template: ...`; `key` names it where several can be
-    meant."""
+    """Base of all errors raised on purpose. The message says what happened, where, and what to do.
+
+    A message about a key of the job file begins with the key: `output.path out: ...`, `prompt.template: ...`. `key`
+    names it if the message alone is ambiguous.
+    """
 
     exit_code = 70
 
@@ -31,7 +33,7 @@ class PipelineError(Exception):
         self.key = key
 
     def problem(self, key: str) -> str:
-        """The message, for where `key` is told beside it."""
+        """Return the message without a leading `key`, for use next to the key."""
         return str(self).removeprefix(key).lstrip(":= ")
 
 
@@ -76,7 +78,7 @@ class LimitReached(Interrupted):
 
 
 def error_named(name: str, message: str) -> PipelineError:
-    """The error that another process told by its class's name; a defect where the name is none of this tree."""
+    """Return the error that another process reported by class name; PipelineError if the name is unknown."""
     kind = globals().get(name)
     return kind(message) if isinstance(kind, type) and issubclass(kind, PipelineError) else PipelineError(message)
 
@@ -87,22 +89,22 @@ class RowError(StrEnum):
     NULL_PROMPT = "null_prompt"
     EMPTY_PROMPT = "empty_prompt"
     INVALID_UTF8 = "invalid_utf8"
-    INVALID_VALUE = "invalid_value"  # of a type that has a text, but not this value: a date in the year 12000
-    PROMPT_TOO_LARGE = "prompt_too_large"  # bytes, refused before tokenizing
-    PROMPT_TOO_LONG = "prompt_too_long"  # tokens, does not fit the context
-    CORRUPT_INPUT = "corrupt_input"  # a damaged row group or line of the input, and input.on_corrupt is skip
+    INVALID_VALUE = "invalid_value"  # no text form, although its type has one: a date in the year 12000
+    PROMPT_TOO_LARGE = "prompt_too_large"  # too many bytes; rejected before tokenization
+    PROMPT_TOO_LONG = "prompt_too_long"  # too many tokens for the context
+    CORRUPT_INPUT = "corrupt_input"  # corrupt row group or line, with input.on_corrupt: skip
     INVALID_REQUEST = (
-        "invalid_request"  # a line of a batch API (input.format) asks for what is not done, or for nothing
+        "invalid_request"  # a line of a batch API (input.format) without a request, or with an unsupported one
     )
-    INVALID_MESSAGES = "invalid_messages"  # not a chat the template can take
+    INVALID_MESSAGES = "invalid_messages"  # not a chat that the template accepts
     INVALID_SAMPLING = "invalid_sampling"  # a per-row sampling value out of range
-    INVALID_LABELS = "invalid_labels"  # of task choice: none, empty ones, or two with the same tokens
-    INVALID_COMPLETION = "invalid_completion"  # of task score: null, empty or unusable
-    KV_CACHE_EXHAUSTED = "kv_cache_exhausted"  # alone in the engine and still too long for the KV cache
-    OUT_OF_MEMORY = "out_of_memory"  # one token of it, alone in a step, needs more memory than there is
-    TOKEN_OUT_OF_VOCABULARY = "token_out_of_vocabulary"  # the tokenizer knows more tokens than the model
+    INVALID_LABELS = "invalid_labels"  # task choice: no labels, empty ones, or two with the same tokens
+    INVALID_COMPLETION = "invalid_completion"  # task score: null, empty or unusable
+    KV_CACHE_EXHAUSTED = "kv_cache_exhausted"  # too long for the KV cache even when alone in the engine
+    OUT_OF_MEMORY = "out_of_memory"  # a step with a single token of the row runs out of memory
+    TOKEN_OUT_OF_VOCABULARY = "token_out_of_vocabulary"  # the tokenizer has more tokens than the model
     NON_FINITE_LOGITS = "non_finite_logits"
-    TASK_NOT_SERVED = "task_not_served"  # the model has no head for what is asked: no vocabulary, or no classes
-    # its structured_outputs cannot be compiled, come to where no token can follow, or do not hold what it has written
+    TASK_NOT_SERVED = "task_not_served"  # the model lacks the task's head: vocabulary or classes
+    # structured_outputs that cannot be compiled, reach a dead end, or do not match the row's output
     GRAMMAR_ERROR = "grammar_error"
-    ENGINE_FAILURE = "engine_failure"  # the row ended the engine's process, repeatedly
+    ENGINE_FAILURE = "engine_failure"  # the row repeatedly crashed the engine's process

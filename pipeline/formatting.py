@@ -1,8 +1,7 @@
-"""Text for people: made safe for a terminal; durations, shares, money, sizes, tables, lines of progress.
+"""Text for people: escaping for terminals, durations, percentages, money, sizes, tables and progress lines.
 
-A terminal obeys control characters: they could clear the screen, set its title or hide what was said. Bidirectional
-overrides show text in another order than it has. So text from data, file names and libraries is spelled out where it
-leaves the program; what is written as data stays what it is.
+Control characters could clear a terminal's screen, set its title or hide output, and bidirectional overrides reorder
+text. Text from data, file names and libraries is therefore escaped when it is printed. Data files keep it unchanged.
 """
 
 import re
@@ -13,30 +12,30 @@ from io import StringIO
 from math import floor, log10
 
 MIN_WIDTH, MAX_WIDTH = 40, 10_000  # of a table, in characters
-SAY_EVERY_S = 5.0  # between two lines of progress
+PROGRESS_INTERVAL_S = 5.0  # between two lines of progress
 
-# Any character that may have to be spelled out; `str.isprintable` decides.
+# Candidates for escaping; `str.isprintable` decides.
 _SUSPECT = re.compile(r"[^ -~]")
 
 
 def printable(text: str) -> str:
-    """On one line: control characters, line breaks, tabs and other characters that show nothing of themselves are
-    spelled out (`\\x1b`, `\\n`, `\\u202e`)."""
-    return _SUSPECT.sub(_spelled, text)
+    """Return `text` on one line, with control characters, line breaks, tabs and other unprintable characters escaped
+    (`\\x1b`, `\\n`, `\\u202e`)."""
+    return _SUSPECT.sub(_escape, text)
 
 
 def printable_lines(text: str) -> str:
-    """As `printable`, for a text of our own over several lines: its line breaks and tabs stay."""
-    return _SUSPECT.sub(lambda match: match[0] if match[0] in "\n\t" else _spelled(match), text)
+    """Return `text` escaped as by `printable`, except for line breaks and tabs."""
+    return _SUSPECT.sub(lambda match: match[0] if match[0] in "\n\t" else _escape(match), text)
 
 
 def printable_json(text: str) -> str:
-    """JSON without line breaks that means the same, and shows no such characters: they are JSON's own escapes."""
+    """Return equivalent JSON with unprintable characters as JSON escapes. `text` must have no line breaks."""
     return _SUSPECT.sub(lambda match: match[0] if match[0].isprintable() else _json_escape(match[0]), text)
 
 
 def duration(seconds: float) -> str:
-    """Return a time with about three digits: `850 ms`, `12.3 s`, `4 min 05 s`, `12 min`, `3 h 05 min`, `2 d 04 h`."""
+    """Return a duration, rounded: `850 ms`, `12.3 s`, `4 min 05 s`, `12 min`, `3 h 05 min`, `2 d 04 h`."""
     if seconds < 0:
         return f"-{duration(-seconds)}"
     if 0 < seconds < 0.9995:
@@ -57,12 +56,12 @@ def _two_units(small: int, in_large: int, large_unit: str, small_unit: str) -> s
 
 
 def percent(share: float) -> str:
-    """`5%`, `62.3%`."""
+    """Return a percentage: `5%`, `62.3%`."""
     return f"{share * 100:.1f}".removesuffix(".0") + "%"
 
 
 def money(usd: float | None) -> str:
-    """US dollars with three significant digits below one dollar; no price is `unpriced`, never 0."""
+    """Return US dollars, with three significant digits below one dollar. None is `unpriced`, never 0."""
     if usd is None:
         return "unpriced"
     if usd < 0:
@@ -83,10 +82,10 @@ def table(
 ) -> str:
     """Return lines of aligned columns. Cells that do not fit into `width` characters fold inside their column.
 
-    sides: `<` or `>` for each column; the last one given holds for all columns after it.
-    width: None is as wide as the cells are.
+    sides: `<` or `>` for each column; the last one also applies to all further columns.
+    width: None uses the width of the cells.
     """
-    from rich.console import Console  # takes 40 ms, which commands without a table save
+    from rich.console import Console  # takes 40 ms; commands without a table skip it
     from rich.table import Table
     from rich.text import Text
 
@@ -103,17 +102,17 @@ def table(
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 row`, `2,048 rows`."""
+    """Return a count with its noun: `1 row`, `2,048 rows`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """What somebody who wrote `name` may have meant."""
+    """Return the name most similar to `name`, for a "did you mean" hint, or None."""
     return next(iter(get_close_matches(name, list(names), n=1)), None)
 
 
 def shown_bytes(num_bytes: int) -> str:
-    """`900 bytes`, `1.2 kB`, `35.0 MB`, `1.5 GB`."""
+    """Return a size: `900 bytes`, `1.2 kB`, `35.0 MB`, `1.5 GB`."""
     scaled = float(num_bytes)
     for unit in ("bytes", "kB", "MB", "GB"):
         if scaled < 1000:
@@ -123,33 +122,33 @@ def shown_bytes(num_bytes: int) -> str:
 
 
 class Remaining:
-    """`remaining(done)` tells `say`, every few seconds: "what: 12 of 40, 30% (about 2 min left)", and `more` after it.
+    """Progress logger. `remaining(done, more)` logs "title: 12 of 40, 30% (about 2 min left), more" every few seconds.
 
-    first: how much was done before, by work that does not show how fast this is.
+    first: amount done before, which is excluded from the speed.
     """
 
     def __init__(
         self,
-        say: Callable[[str], None],
-        what: str,
+        log: Callable[[str], None],
+        title: str,
         total: int,
         first: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._say, self._what, self._total, self._first, self._clock = say, what, total, first, clock
-        self._began = self._said = clock()
+        self._log, self._title, self._total, self._first, self._clock = log, title, total, first, clock
+        self._began = self._logged = clock()
 
     def __call__(self, done: int, more: str = "") -> None:
         now = self._clock()
-        if now < self._said + SAY_EVERY_S or not self._first < done < self._total:
+        if now < self._logged + PROGRESS_INTERVAL_S or not self._first < done < self._total:
             return
-        self._said = now
+        self._logged = now
         left = duration(round((now - self._began) / (done - self._first) * (self._total - done)))
         share = f"{done:,} of {self._total:,}, {percent(done / self._total)}"
-        self._say(f"{self._what}: {share} (about {left} left){more and f', {more}'}")
+        self._log(f"{self._title}: {share} (about {left} left){more and f', {more}'}")
 
 
-def _spelled(match: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     return match[0] if match[0].isprintable() else match[0].encode("unicode_escape").decode()
 
 

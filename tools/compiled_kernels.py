@@ -1,9 +1,9 @@
-"""Writes `benchmarks/compiled-kernels.md`: what the Triton kernels compile to for each card, and limits of it.
+"""Write `benchmarks/compiled-kernels.md`: registers, memory and instructions of the Triton kernels, with limits.
 
-python -m tools.compiled_kernels              # write it; takes minutes where Triton's cache is empty
-python -m tools.compiled_kernels --check      # exit with 1 where a kernel is past its limits
+python -m tools.compiled_kernels              # write it; takes minutes with an empty Triton cache
+python -m tools.compiled_kernels --check      # exit with 1 if a kernel exceeds its limits
 
-Another version of Triton is taken with its folder in front: `pip install --target F --no-deps triton==V`, then
+To check another version of Triton, run `pip install --target F --no-deps triton==V`, then
 `PYTHONPATH=F python -m tools.compiled_kernels --check`.
 """
 
@@ -23,46 +23,46 @@ COLUMNS = (
     "kernel", "registers", "spilled", "shared", "warps", "blocks", "at least", "instructions", "at most", "shuffles",
     "barriers", "waits", "products",
 )  # fmt: skip
-MARGIN = 1.5  # versions of Triton differ by as much, most where they copy byte by byte
-ENOUGH_BLOCKS = 4  # more of them change little
+MARGIN = 1.5  # versions of Triton differ by up to this factor, mostly in byte-wise copies
+ENOUGH_BLOCKS = 4  # more blocks on a multiprocessor change little
 MAX_SPILLED = 8  # bytes
-HEAD = """# What the kernels compile to
+HEAD = """# Compiled GPU kernels
 
-Written by `python -m tools.compiled_kernels`; with Triton {triton}. Compiled without a GPU: nothing here was timed. A
-model of Llama-3-8B's shape in bfloat16, unless a kernel's name says more. The tests compile all of it for sm_80,
-sm_89 and sm_90 and fail where a kernel spills more than {spilled} bytes, has fewer blocks than "at least" or more
-instructions than "at most"; `--check` does so for sm_100 too, and with other versions of Triton.
+Written by `python -m tools.compiled_kernels` with Triton {triton}. Compiled without a GPU, so nothing here was timed.
+Sizes are those of Llama-3-8B in bfloat16, unless a kernel's name says otherwise. The tests compile all kernels for
+sm_80, sm_89 and sm_90 and fail if a kernel spills more than {spilled} bytes, has fewer blocks than "at least" or more
+instructions than "at most". `--check` does so for sm_100 too, and with other versions of Triton.
 
-- registers, spilled (bytes): of a thread. shared: bytes of a block. blocks: that fit a multiprocessor at once.
+- registers, spilled (bytes): per thread. shared: bytes per block. blocks: number that fit a multiprocessor at once.
 - instructions: of PTX, in the largest loop, as are shuffles, barriers, waits (for wgmma) and products (the kind of
-  instruction that multiplies tiles). A loop within it is counted once. The loop of int4 takes 256 inputs.
+  instruction that multiplies tiles). An inner loop is counted once. The int4 loop processes 256 inputs.
 
 Checked by hand with Triton 3.6.0, 3.7.1 and 3.9.0: see [the findings](gpu-audit.md).
 """
 
 
 def compiled(target: str, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Of each kernel a line of `tests.kernels.triton.compiling`; those that must be found wanting left out."""
+    """Return the line of `tests.kernels.triton.compiling` for each kernel, except controls that must fail."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.triton.compiling", target]
-    told = subprocess.run(command, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, text=True, check=True)
-    lines = (json.loads(line) for line in told.stdout.splitlines())
+    done = subprocess.run(command, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, text=True, check=True)
+    lines = (json.loads(line) for line in done.stdout.splitlines())
     return [line for line in lines if not line["name"].startswith("control")]
 
 
 def row_of(line: Mapping[str, Any]) -> list[str]:
     kinds = {"wgmma": "wgmma", "mma.sync": "mma", "tcgen05": "tcgen05"}
     products = {short for full, short in kinds.items() if any(product.startswith(full) for product in line["products"])}
-    most = -(-int(MARGIN * line["instructions"]) // 10) * 10
+    max_instructions = -(-int(MARGIN * line["instructions"]) // 10) * 10
     cells = (
         line["name"], line["registers"], line["spill_bytes"], line["shared_bytes"], line["warps"], line["blocks"],
-        min(line["blocks"], ENOUGH_BLOCKS), line["instructions"], most, line["shuffles"], line["barriers"],
-        line["waits"], ", ".join(sorted(products)),
+        min(line["blocks"], ENOUGH_BLOCKS), line["instructions"], max_instructions, line["shuffles"],
+        line["barriers"], line["waits"], ", ".join(sorted(products)),
     )  # fmt: skip
     return [str(cell) for cell in cells]
 
 
 def limits(page: str) -> dict[str, dict[str, tuple[int, int]]]:
-    """Target -> kernel -> blocks at least and instructions at most, as the page has them."""
+    """Return target -> kernel -> (min blocks, max instructions), as parsed from the page."""
     found: dict[str, dict[str, tuple[int, int]]] = {}
     target = ""
     for line in page.splitlines():
@@ -75,15 +75,15 @@ def limits(page: str) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def past_limits(line: Mapping[str, Any], limit: tuple[int, int]) -> list[str]:
-    """What a kernel has too much of; empty where it keeps its limits."""
+    """Return the limits that a kernel exceeds."""
     blocks, instructions = limit
     found = []
     if line["spill_bytes"] > MAX_SPILLED:
         found.append(f"{line['spill_bytes']} bytes spilled")
     if line["blocks"] < blocks:
-        found.append(f"{line['blocks']} blocks on a multiprocessor, {blocks} at least")
-    if instructions and line["instructions"] > instructions:  # 0: no loop was found
-        found.append(f"{line['instructions']} instructions in the loop, {instructions} at most")
+        found.append(f"{line['blocks']} blocks per multiprocessor, expected at least {blocks}")
+    if instructions and line["instructions"] > instructions:  # 0: no loop found
+        found.append(f"{line['instructions']} instructions in the loop, expected up to {instructions}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Generated files: `--check` names those that do not hold what they have to; without it they are written."""
+"""Write generated files, or list those that are stale with `--check`."""
 
 import sys
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def stale(files: Mapping[Path, str]) -> list[str]:
-    """The files, below the repository's root, that are missing or hold something else than they have to."""
+    """Return the paths of missing or outdated files, relative to the repository's root."""
     return [
         path.relative_to(ROOT).as_posix()
         for path, text in files.items()
@@ -17,7 +17,7 @@ def stale(files: Mapping[Path, str]) -> list[str]:
 
 
 def check_or_write(files: Mapping[Path, str], module: str) -> None:
-    """With `--check` on the command line, exit with 1 where a file is stale; without, write all of them."""
+    """Write all files. With `--check` on the command line, exit with 1 if a file is stale instead."""
     if "--check" in sys.argv[1:]:
         if found := stale(files):
             sys.exit(f"stale: {', '.join(found)}; run `python -m {module}`")

@@ -1,4 +1,4 @@
-"""`python -m tools.manifests [--check]`: writes the examples of infra/kuberay, or says which are stale."""
+"""Write the example manifests of infra/kuberay, or list stale ones: `python -m tools.manifests [--check]`."""
 
 import shlex
 import sys
@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from pipeline.cli.main import cli
 from tools.generated import ROOT, check_or_write
 
-PLACE = "infra/kuberay"
-_CPU, _NIGHTLY = f"--config {PLACE}/cluster-cpu.yaml", f"--config {PLACE}/nightly.yaml --schedule '5 2 * * *'"
+FOLDER = "infra/kuberay"
+_CPU, _NIGHTLY = f"--config {FOLDER}/cluster-cpu.yaml", f"--config {FOLDER}/nightly.yaml --schedule '5 2 * * *'"
 COMMANDS = {
     "once.k8s.yaml": f"jobs/summarize.yaml {_CPU}",
     "nightly.k8s.yaml": f"jobs/summarize.yaml {_CPU} {_NIGHTLY} --time-zone Europe/Berlin",
@@ -18,19 +18,19 @@ COMMANDS = {
 
 
 def files() -> dict[Path, str]:
-    """Every example, with what it has to hold now."""
-    made = {}
+    """Return every example with its current content."""
+    contents = {}
     for name, command in COMMANDS.items():
-        words, argv = ["manifests", *shlex.split(command), "--output", f"{PLACE}/{name}"], sys.argv
-        sys.argv = ["pipeline", *words]  # what the head of the file says
+        words, argv = ["manifests", *shlex.split(command), "--output", f"{FOLDER}/{name}"], sys.argv
+        sys.argv = ["pipeline", *words]  # the file's head shows this command
         try:
             done = CliRunner().invoke(cli, words[:-2], catch_exceptions=False)
         finally:
             sys.argv = argv
         if done.exit_code:
             raise RuntimeError(f"{command}: {done.output}")
-        made[ROOT / PLACE / name] = done.stdout
-    return made
+        contents[ROOT / FOLDER / name] = done.stdout
+    return contents
 
 
 if __name__ == "__main__":

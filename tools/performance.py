@@ -1,11 +1,11 @@
-"""Write the table of `docs/performance.md` and the plot `benchmarks/plots/engine.svg`
-from `benchmarks/results/engine/`; the plot's H200 figures are those of the page.
+"""Write the table of `docs/performance.md` and `benchmarks/plots/engine.svg` from `benchmarks/results/engine/`.
 
 python -m tools.performance            # write them
-python -m tools.performance --check    # exit with 1 when one is stale
+python -m tools.performance --check    # exit with 1 if one is stale
 
-A results file is the last line of `pipeline bench engine --json`. `what` may name the work in words. The plot is SVG
-text, the same to the byte for the same results, and follows `prefers-color-scheme`.
+A results file is the last line of `pipeline bench engine --json`, with an optional key `what` that describes the work.
+The plot takes its H200 figures from the page. It is SVG text, byte-identical for the same results, and follows
+`prefers-color-scheme`.
 """
 
 import json
@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results" / "engine"
 PLOT = ROOT / "benchmarks" / "plots" / "engine.svg"
 BEGIN, END = "<!-- table: engine -->\n", "<!-- end of table -->"
-VECTORS = {"avx512_bf16": "AVX-512", "avx2": "AVX2"}  # the best one first
+VECTORS = {"avx512_bf16": "AVX-512", "avx2": "AVX2"}  # best first
 OTHERS = ("transformers.generate", "vllm", "openvino", "llama.cpp")
 WIDTH, LEFT, BAR_PER_X = 760, 330, 130
 STYLE = """\
@@ -39,7 +39,7 @@ GPU_ROW = re.compile(r"^\| ([^|]+) \| [\d.]+ \| [\d.]+ \| ([\d.]+)x \|$", re.MUL
 
 
 def load() -> dict[str, dict[str, Any]]:
-    """Return the results by name, newest first. Raises ValueError for a file that is none."""
+    """Return the results by name, newest first. Raises ValueError for a file that is not a result."""
     found = {}
     for path in sorted(RESULTS.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -55,7 +55,7 @@ def machine(result: dict[str, Any]) -> str:
 
 
 def cautious(figure: Any) -> float:
-    """Return the median, or the lower bound where only bounds are known."""
+    """Return the median, or the lower bound if only bounds are known."""
     if not isinstance(figure, dict):
         return float(figure)
     return figure["low"] if figure.get("median") is None else figure["median"]
@@ -70,7 +70,7 @@ def in_words(figure: Any) -> str:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """Return how many times as fast this engine is as each other one, on all requests and on one alone."""
+    """Return a table of this engine's speedup over each other engine, on all requests and on one alone."""
     rows = [["work", "machine, type", "tokens/s", *OTHERS], ["---"] * (3 + len(OTHERS))]
     for name, result in results.items():
         ours, *theirs = result["speeds"]
@@ -92,7 +92,7 @@ def text(x: float, y: float, content: str, kind: str = "") -> str:
 
 
 def plot(results: dict[str, dict[str, Any]], page: str) -> str:
-    """Return bars of how many times as fast as vLLM this engine is: on the H200, from the page, and on CPUs."""
+    """Return a bar plot of this engine's speedup over vLLM, on the H200 (from the page) and on CPUs."""
     speeds = {label: results[name]["speeds"] for label, name in CPU_BARS.items()}
     on_cpu = {
         label: cautious(next(speed["faster"] for speed in each if speed["name"].startswith("vllm")))

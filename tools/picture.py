@@ -1,4 +1,4 @@
-"""Draws `docs/pictures/pipeline.svg`: the way of the rows from Parquet to Parquet, readable on light and on dark pages.
+"""Draw `docs/pictures/pipeline.svg`: the path of rows from Parquet to Parquet, for light and dark pages.
 
 python -m tools.picture
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 FILE = Path(__file__).parents[1] / "docs" / "pictures" / "pipeline.svg"
 WIDTH, HEIGHT = 924, 332
-TOP, BOTTOM = 62, 236  # of what is drawn between the headings and the notes
+TOP, BOTTOM = 62, 236  # of the area between the headings and the notes
 
 STYLE = """
 text { font: 13px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #24292f }
@@ -49,14 +49,14 @@ def arrow(x: float, to: float, y: float = (TOP + BOTTOM) / 2) -> str:
 
 
 def column(x: float, head: str, *notes: str) -> Iterator[str]:
-    """A stage's heading and the notes below it."""
+    """Draw a stage's heading and the notes below it."""
     yield text(x, 40, head, "head")
     for line, note in enumerate(notes):
         yield text(x, BOTTOM + 24 + 17 * line, note, "note")
 
 
 def files(x: float, labels: list[str]) -> Iterator[str]:
-    """Parquet files, one below the other, as tables of a few rows."""
+    """Draw Parquet files as tables of a few rows, one below the other."""
     for i, label in enumerate(labels):
         y = TOP + 6 + 58 * i
         yield box(x, y, 124, 46)
@@ -66,7 +66,7 @@ def files(x: float, labels: list[str]) -> Iterator[str]:
 
 
 def windows(x: float) -> Iterator[str]:
-    """Windows of rows, longer and shorter prompts mixed."""
+    """Draw windows of rows with prompts of mixed lengths."""
     for i in range(2):
         y = TOP + 6 + 88 * i
         yield box(x, y, 104, 74)
@@ -75,7 +75,7 @@ def windows(x: float) -> Iterator[str]:
 
 
 def units(x: float) -> Iterator[str]:
-    """Units: rows of about one length together, the longest first."""
+    """Draw units, each with rows of similar lengths, the longest first."""
     for i, width in enumerate((84, 72, 60, 36, 24)):
         y = TOP + 4 + 35 * i
         yield box(x, y, 104, 27)
@@ -104,7 +104,7 @@ def parts(x: float) -> Iterator[str]:
 
 
 def picture() -> str:
-    """The whole drawing as SVG."""
+    """Return the whole drawing as SVG."""
     drawn = [
         *column(86, "Parquet", "a disk or S3,", "any columns"),
         *files(24, ["rows", "rows", "rows"]),
@@ -115,14 +115,14 @@ def picture() -> str:
         *column(396, "units", "similar prompts together,", "one unit, one part"),
         *units(344),
         arrow(454, 486),
-        *column(580, "engines", "each in a process of its own;", "started again after a crash"),
+        *column(580, "engines", "each in its own process,", "restarted after a crash"),
         *engines(496),
         arrow(670, 702),
-        *column(806, "parts", "each written once, whole; counted,", "then _SUCCESS and what it cost"),
+        *column(806, "parts", "each written atomically, once;", "then _SUCCESS and the cost"),
         *parts(712),
         f'<path class="back" d="M806 {BOTTOM + 50} V{BOTTOM + 72} H396 V{BOTTOM + 58}"/>',
         f'<path class="tip" d="M396 {BOTTOM + 50} l-4.5 8 h9 z"/>',
-        text(601, BOTTOM + 88, "after a kill: what has a part is done, the other units are computed again", "note"),
+        text(601, BOTTOM + 88, "after an interruption, only units without a part are computed again", "note"),
     ]
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
     title = "Parquet files are read in windows, cut into units, computed by engines, and written as parts"

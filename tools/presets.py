@@ -1,4 +1,4 @@
-"""`python -m tools.presets [--check]`: copies the package's presets to configs/, or says which copies are stale."""
+"""Copy the package's presets to configs/, or list stale copies: `python -m tools.presets [--check]`."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from tools.generated import ROOT, check_or_write
 
 
 def files() -> dict[Path, str]:
-    """Every copy, with what it has to hold."""
+    """Return every copy with its current content."""
     return {ROOT / "configs" / f"{name}.yaml": (FOLDER / f"{name}.yaml").read_text(encoding="utf-8") for name in NAMES}
 
 

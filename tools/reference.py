@@ -1,9 +1,9 @@
-"""Writes the table of the job file's keys into `docs/job-file.md`, and makes the site's page of commands.
+"""Write the table of the job file's keys into `docs/job-file.md`, and create the site's page of commands.
 
 python -m tools.reference
 
-What people wrote around the two marks of the page stays as it is. The page of commands is not kept: `--help` has the
-same text, and `tools/site.py` adds the page when the site is built.
+Text outside the two markers of the page is kept. The page of commands is not in git: `--help` prints the same text, and
+`tools/site.py` adds the page when the site is built.
 """
 
 import json
@@ -23,7 +23,7 @@ WIDTH = 88  # characters of a line of help
 
 
 def keys() -> Iterator[str]:
-    """Every key of the job file: a heading for each section, with a table."""
+    """Yield a heading and a table of keys for each section of the job file."""
     schema = job_schema()
     definitions = schema["$defs"]
     yield from _table(WHOLE, schema, definitions)
@@ -33,7 +33,7 @@ def keys() -> Iterator[str]:
 
 
 def _sections(key: dict[str, Any], definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The mappings with keys of their own that a key takes, but `{column: name}`."""
+    """Yield the mappings with their own keys that a key accepts, except `{column: name}`."""
     for option in [key, *key.get("anyOf", ()), *key.get("oneOf", ())]:
         found = definitions.get(option.get("$ref", "").rpartition("/")[2], {})
         if found.get("properties", {}).keys() - {"column"}:
@@ -54,7 +54,7 @@ def _table(heading: str, section: dict[str, Any], definitions: dict[str, Any]) -
     for name, key in section["properties"].items():
         required = name in (*section.get("required", ()), *section.get("else", {}).get("required", ()))
         default = "required" if required else "" if key.get("default") in (None, "") else _code(key["default"])
-        example = _code(key["examples"][0]) if "$ref" not in key else ""  # its keys have examples of their own
+        example = _code(key["examples"][0]) if "$ref" not in key else ""  # its own keys have examples
         is_section = "$ref" in key or (heading == WHOLE and any(_sections(key, definitions)))
         anchor = name if heading == WHOLE else f"{heading}{name}"
         kind = f"[section](#{anchor})" if is_section else _kind(key, definitions)
@@ -70,13 +70,13 @@ def _code(value: object) -> str:
 
 
 def _kind(key: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """What a key takes, in a few words."""
+    """Return the kinds of values that a key accepts."""
     kinds = [_one_kind(option, definitions) for option in _options(key, definitions)]
     return " or ".join(dict.fromkeys(kind for kind in kinds if kind))
 
 
 def _options(key: dict[str, Any], definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The forms that a key may have, unions within unions taken apart."""
+    """Yield the alternatives of a key's schema, with nested unions flattened."""
     for option in key.get("anyOf") or key.get("oneOf") or [key]:
         found = definitions[option["$ref"].rpartition("/")[2]] if "$ref" in option else option
         yield from _options(found, definitions) if found.keys() & {"anyOf", "oneOf"} else [found]
@@ -101,12 +101,12 @@ def _one_kind(option: dict[str, Any], definitions: dict[str, Any]) -> str:
     if kind == "string" and "s|min|m|h|d" in option.get("pattern", ""):
         return "duration"
     if kind == "string" and option.get("pattern", "").startswith("^([oO][nN]"):
-        return ""  # on and off, beside true and false
+        return ""  # on and off are synonyms of true and false
     return {"string": "text", "boolean": "true or false"}.get(kind, kind)
 
 
 def commands(command: click.Command = cli, parent: click.Context | None = None) -> Iterator[str]:
-    """The help of every command, as `--help` prints it in a terminal of WIDTH characters."""
+    """Yield the help of every command, as `--help` prints it in a terminal of WIDTH characters."""
     settings = {**command.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
     context = click.Context(command, parent, info_name=command.name if parent else "pipeline", **settings)
     yield f"### {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n"
@@ -126,7 +126,7 @@ def command_page() -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with the keys as they are now between the two marks."""
+    """Return the page with the current keys between the two markers."""
     before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
     return f"{before}{BEGIN}\n" + "\n".join(keys()) + f"\n{END}{after}"

@@ -1,8 +1,8 @@
-"""Writes `jobs/samples/`: a few rows of input for each job of the cookbook, so that every job file validates as it is.
+"""Write `jobs/samples/`: a few input rows for each job of the cookbook, so that every job file validates unchanged.
 
 python -m tools.samples
 
-The texts are invented. Each table has the columns that its job uses and an id that the job keeps.
+The texts are fictional. Each table has the columns that its job uses, and an id that the job keeps.
 """
 
 import json
@@ -106,7 +106,7 @@ TURNS = pa.list_(pa.struct({"role": TEXT, "content": TEXT}))
 
 
 def samples() -> dict[str, pa.Table]:
-    """Every table by the name of its file."""
+    """Return every table by file name."""
     return {
         "tickets": _table(TICKETS, ticket_id=TEXT, subject=TEXT, body=TEXT),
         "documents": _table(DOCUMENTS, doc_id=TEXT, fields=TEXT, text=TEXT, budget=pa.int32()),
@@ -121,7 +121,7 @@ def samples() -> dict[str, pa.Table]:
 
 
 def requests() -> str:
-    """The text of `requests.jsonl`, a file for OpenAI's Batch API."""
+    """Return the text of `requests.jsonl`, a file for OpenAI's Batch API."""
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in REQUESTS)
 
 

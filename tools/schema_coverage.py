@@ -1,11 +1,11 @@
-"""How much of JSON Schema structured outputs keep to: schemas compiled or refused, texts allowed or ruled out, by the
-doors that the engine uses.
+"""Measure the JSON Schema coverage of structured outputs: schemas compiled or refused, and texts allowed or ruled out.
 
     python -m tools.schema_coverage FOLDER [--wrong]
 
 Reads the files of the JSON Schema Test Suite (https://github.com/json-schema-org/JSON-Schema-Test-Suite, a list of
 {schema, tests} for each keyword), of MaskBench ({schema, tests}) and of JSONSchemaBench (bare schemas), and counts by
-keyword or folder. A text is its instance without blanks, properties in the schema's order, as the engine writes them.
+keyword or folder. Texts are instances without whitespace and with properties in the schema's order, as the engine
+writes them.
 """
 
 import argparse
@@ -26,7 +26,7 @@ HEADINGS = ("", "schemas", "refused", "invalid ruled out", "invalid let through"
 
 @dataclass
 class Counts:
-    """Of schemas, and of the instances of those that were not refused."""
+    """Counts of schemas, and of the instances of accepted schemas."""
 
     schemas: int = 0
     refused: int = 0
@@ -45,8 +45,8 @@ class Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-class Doors:
-    """What the engine asks of a schema: to compile it, and which tokens may follow."""
+class GrammarChecker:
+    """Compiler and matcher of the engine's grammars, to check schemas and texts."""
 
     def __init__(self, model: str = "demo") -> None:
         self._tokenizer = Tokenizer.from_folder(str(locate_model(model)))
@@ -54,14 +54,14 @@ class Doors:
         self._ends = sorted(self._tokenizer.eos_token_ids)
 
     def compile(self, schema: Any) -> StructuredOutputs:
-        """Raises ConfigError."""
+        """Compile a schema. Raises ConfigError if it is not supported."""
         wanted = StructuredOutputs.from_config({"json": schema})
         assert wanted is not None
         self._compiler.check(wanted)
         return wanted
 
     def allows(self, wanted: StructuredOutputs, text: str) -> bool:
-        """Whether a completion may be this text."""
+        """Return whether a completion may be this text."""
         matcher, is_whole = self._compiler.matcher(wanted), False
         for token in self._tokenizer.continuation([], text):
             if not matcher.accepts(token):
@@ -71,7 +71,7 @@ class Doors:
 
 
 def cases(folder: Path) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
-    """Keyword or folder, schema, and its instances, each with `data` and `valid`."""
+    """Yield keyword or folder, schema, and its instances, each with `data` and `valid`."""
     for path in sorted(folder.rglob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, list):
@@ -83,7 +83,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
 
 
 def in_order(data: Any, schema: Any) -> Any:
-    """The instance with its properties in the schema's order, which is that of completions."""
+    """Return the instance with its properties in the schema's order, as in completions."""
     if isinstance(data, list):
         items = schema.get("items") if isinstance(schema, dict) else None
         return [in_order(each, items) for each in data]
@@ -95,22 +95,22 @@ def in_order(data: Any, schema: Any) -> Any:
     return {name: in_order(data[name], own.get(name)) for name in names}
 
 
-def measure(folder: Path, doors: Doors) -> tuple[dict[str, Counts], list[str]]:
-    """Counts by keyword, and what was told of instances that are not right."""
+def measure(folder: Path, checker: GrammarChecker) -> tuple[dict[str, Counts], list[str]]:
+    """Return counts by keyword, and a line for each refused schema and misjudged instance."""
     found: dict[str, Counts] = {}
     wrong = []
     for keyword, schema, instances in cases(folder):
         counts = found.setdefault(keyword, Counts())
         counts.schemas += 1
         try:
-            wanted = doors.compile(schema)
+            wanted = checker.compile(schema)
         except ConfigError as refused:
             counts.refused += 1
             wrong.append(f"{keyword}: refused: {json.dumps(schema)[:200]}: {refused}")
             continue
         for each in instances:
             text = json.dumps(in_order(each["data"], schema), ensure_ascii=False, separators=(",", ":"))
-            is_allowed = doors.allows(wanted, text)
+            is_allowed = checker.allows(wanted, text)
             counts.add(each["valid"], is_allowed)
             if each["valid"] != is_allowed:
                 wrong.append(
@@ -122,14 +122,12 @@ def measure(folder: Path, doors: Doors) -> tuple[dict[str, Counts], list[str]]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--wrong", action="store_true", help="also each schema and instance that is not as it should be"
-    )
-    given = parser.parse_args()
-    by_keyword, told = measure(given.folder, Doors())
+    parser.add_argument("--wrong", action="store_true", help="also list each refused schema and misjudged instance")
+    options = parser.parse_args()
+    by_keyword, problems = measure(options.folder, GrammarChecker())
     rows = [*by_keyword.items(), ("all", sum(by_keyword.values(), Counts()))]
     print("| " + " | ".join(HEADINGS) + " |\n|" + "---|" * len(HEADINGS))
     for name, counted in rows:
         print("| " + " | ".join([name, *map(str, astuple(counted))]) + " |")
-    if given.wrong:
-        print("\n".join(told))
+    if options.wrong:
+        print("\n".join(problems))

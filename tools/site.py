@@ -1,7 +1,7 @@
-"""Adds to the built site (`mkdocs.yml`) the page of commands and the files of the repository that pages link to.
+"""Add the page of commands, and files of the repository that pages link to, to the built site (`mkdocs.yml`).
 
-mkdocs calls the two functions. A page links to `../jobs/judge.yaml`, which is right in the repository; in the
-site that file lies under `files/`.
+mkdocs calls the two hooks. Pages link to files like `../jobs/judge.yaml`, which works in the repository. The site has
+these files in `files/`.
 """
 
 import posixpath
@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]  # of the extra `docs`
+from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]  # from the extra `docs`
 
 from tools.reference import command_page
 
@@ -18,7 +18,7 @@ LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
 
 
 def in_repository(page: str, link: str) -> str | None:
-    """The path of a linked file in the repository, where the link of a page leads out of `docs/` to a file."""
+    """Return the repository path of a linked file outside `docs/`, or None for other links."""
     path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
     return path if not path.startswith("docs/") and (ROOT / path).is_file() else None
 
@@ -38,7 +38,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
-    """Lead these links to where the files are in the site."""
+    """Rewrite these links to the files' paths in the site."""
 
     def moved(match: re.Match[str]) -> str:
         path = in_repository(page.file.src_uri, match[1])

@@ -3,10 +3,9 @@
     python -m benchmarks.gpu --output gpu-times --budget 600
     python -m benchmarks.gpu --output /tmp/smoke --device cpu --smoke
 
-Sections run one after another, each in a process of its own with a time limit, in the order of what is known least.
-After each, report.txt and figures.json are rewritten; traces.tar holds traces of steps, log.txt the output of all
-sections. Needs torch, triton, numpy, transformers, pyyaml and safetensors. Whether kernels are right is checked by
-`pytest -m gpu tests/gpu`.
+Sections run one after another, each in its own process with a time limit, the least known results first. After each
+section report.txt and figures.json are rewritten. traces.tar holds traces of steps, log.txt the output of all sections.
+Needs torch, triton, numpy, transformers, pyyaml and safetensors. `pytest -m gpu tests/gpu` tests the kernels.
 """
 
 import argparse
@@ -39,13 +38,13 @@ from pipeline.machine.host import package_versions
 
 MODELS, SMOKE_MODELS = ("llama3-8b-awq", "qwen3-0.6b"), ("tiny-awq", "tiny")
 MACHINE = "machine"
-MIN_S = 10.0  # a section starts where this much of the budget is left
-RESERVE_S = 8.0  # of the budget, to end the last section
+MIN_S = 10.0  # remaining budget needed to start a section
+RESERVE_S = 8.0  # part of the budget kept for ending the last section
 
 
 @dataclass(frozen=True)
 class Task:
-    """One section of one model. needs_checkpoint: its files must have been written."""
+    """One section of one model. needs_checkpoint: the checkpoint must be written first."""
 
     name: str
     section: Section
@@ -59,8 +58,9 @@ def machine(setting: Setting) -> Iterator[Found]:
     facts = machine_facts() | package_versions(("triton", "vllm"))
     if setting.device.type == "cuda":
         card = torch.cuda.get_device_properties(setting.device)
-        about = f"{card.total_memory / 1e9:.1f} GB, {card.multi_processor_count} multiprocessors"
-        facts = {"card": f"{card.name} ({about}, sm_{card.major}{card.minor})", "cuda": str(torch.version.cuda)} | facts
+        memory = f"{card.total_memory / 1e9:.1f} GB, {card.multi_processor_count} multiprocessors"
+        shown = f"{card.name} ({memory}, sm_{card.major}{card.minor})"
+        facts = {"card": shown, "cuda": str(torch.version.cuda)} | facts
     if setting.device.type == "cuda" and shutil.which("nvidia-smi"):
         query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
@@ -70,7 +70,7 @@ def machine(setting: Setting) -> Iterator[Found]:
 
 
 def checkpoints(setting: Setting, models: Sequence[str]) -> Iterator[Found]:
-    """Write checkpoints of random weights where they do not exist yet."""
+    """Write missing checkpoints of random weights."""
     began = time.monotonic()
     for model in models:
         bench_model(model, say=lambda text: print(text, flush=True))
@@ -78,7 +78,7 @@ def checkpoints(setting: Setting, models: Sequence[str]) -> Iterator[Found]:
 
 
 def plan(models: Sequence[str], is_smoke: bool) -> list[Task]:
-    """Return the sections of all kinds for the first model; for the others steps, and a job by variant."""
+    """Return all kinds of sections for the first model, and steps and one job per variant for the others."""
     large, *small = models
     tasks = [
         Task(f"kernels-{large}", kernel_times, large, 90, False),
@@ -97,7 +97,7 @@ def plan(models: Sequence[str], is_smoke: bool) -> list[Task]:
 
 
 class Session:
-    """Runs tasks in order and writes the report after each."""
+    """Run of tasks in order, which writes the report after each."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.began = options, time.monotonic()
@@ -115,7 +115,7 @@ class Session:
         )
 
     def run(self) -> int:
-        """Return the exit code: 1 where anything failed or was ended."""
+        """Run all tasks. Returns the exit code: 1 if a section failed or was ended."""
         models, wanted = self.options.model, self.options.sections
         self._run(Task(MACHINE, machine, models[0], 60))
         rates = self.found.get(MACHINE, Found()).figures.get("rates")
@@ -140,7 +140,7 @@ class Session:
             ours_s = {job["requests"]: job["wall_s"] for job in ours}
             python = dict(peer.split("=", 1) for peer in self.options.peer).get("vllm")
             if python is None and find_spec("vllm") is None:
-                return iter([Found("skipped: vLLM is not installed here, and there is no --peer vllm=PYTHON")])
+                return iter([Found("skipped: vLLM is not installed; install it or pass --peer vllm=PYTHON")])
             return peer_jobs(setting, SETS, python or sys.executable, ours_s)
 
         return Task(f"peers-{model}", run, model, 400)
@@ -154,7 +154,7 @@ class Session:
 
     def _run(self, task: Task) -> None:
         if self._left_s() < MIN_S:
-            self._record(Outcome(task.name, "not started", time.monotonic() - self.began, 0.0, "the budget is used up"))
+            self._record(Outcome(task.name, "not started", time.monotonic() - self.began, 0.0, "budget exhausted"))
         else:
             self._finish(self._start(task), task.limit_s)
 
@@ -179,7 +179,7 @@ class Session:
 
     def to_text(self) -> str:
         rows = [(each.began_s, each.seconds, each.verdict, each.name, each.why) for each in self.outcomes]
-        columns = "at s >6.0f | took s >7.1f | verdict <11 | section <34 | why <1"
+        columns = "at s >6.0f | took s >7.1f | verdict <11 | section <34 | reason <1"
         parts = [f"{self.date}. {shlex.join(sys.orig_argv)}", "\n".join(table(columns, rows))]
         for name, found in self.found.items():
             failures = [f"FAILED {failure}" for failure in found.failures]
@@ -188,13 +188,13 @@ class Session:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device with its index, as torch.cuda.set_device refuses one without, and leave the card alone."""
+    """Return the device with an index, which torch.cuda.set_device requires, without initializing the card."""
     device = torch.device(name)
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file at once."""
+    """Replace a file atomically."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(text)
     part.replace(path)
@@ -203,14 +203,14 @@ def write(path: Path, text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("gpu-times"), metavar="FOLDER", help="default: gpu-times")
-    parser.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="end within this time")
+    parser.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="stop within this time")
     parser.add_argument("--device", default="cuda", metavar="cuda[:N]|cpu")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes, to see that every section runs")
-    parser.add_argument("--model", action="append", metavar="SHAPE|PATH", help="repeatable; the first runs as a whole")
-    parser.add_argument("--sections", default="", metavar="NAME,NAME", help="only sections that begin so: steps,jobs-l")
-    parser.add_argument("--peer", action="append", default=[], metavar="vllm=PYTHON", help="an environment with vLLM")
+    parser.add_argument("--smoke", action="store_true", help="use tiny shapes, to check that every section runs")
+    parser.add_argument("--model", action="append", metavar="SHAPE|PATH", help="repeatable; first: all sections")
+    parser.add_argument("--sections", default="", metavar="NAME,NAME", help="run sections with these prefixes")
+    parser.add_argument("--peer", action="append", default=[], metavar="vllm=PYTHON", help="Python that has vLLM")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Python ends the running section at its exit
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # at exit Python ends the running section
     options.model = options.model or (SMOKE_MODELS if options.smoke else MODELS)
     options.sections = [name for name in options.sections.split(",") if name]
     return Session(options).run()

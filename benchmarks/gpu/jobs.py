@@ -1,6 +1,6 @@
-"""Whole jobs: the fixed request sets through the engine, by variant, and through vLLM on the same card.
+"""Run whole jobs: the fixed request sets with variants of the engine, and with vLLM on the same card.
 
-All requests of a set are there from the beginning, as in a job. To compare another choice of the engine, add a line to
+All requests of a set are added at the beginning, as in a job. To compare another setting of the engine, add a line to
 VARIANTS.
 """
 
@@ -24,13 +24,13 @@ from pipeline.roofline.cost_model import Ceilings
 from pipeline.roofline.job_simulation import Batching, Moment, job_bytes, job_flops, simulate_job, tail_seconds
 
 SETS = ("generation", "summaries", "classification", "shared", "single")
-SMOKE_BY = 256, 16  # requests and tokens of the sets are divided by these
+SMOKE_BY = 256, 16  # divisors of the sets' requests and tokens
 VLLM_MODES = (None, "throughput")  # None: its defaults
 
 
 @dataclass(frozen=True)
 class Variant:
-    """options: of `EngineConfig`. prepare: changes an engine that has run nothing."""
+    """Variant of the engine. options: of `EngineConfig`. prepare: changes the engine before it runs."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[Engine], object] = lambda engine: None
@@ -51,9 +51,12 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Job:
-    """One request set through the engine. bound_s: by the cost model at the measured rates, which no engine beats. mfu,
-    mbu: products and bytes of the job over its time, as shares of the measured rates. sequences, kv_used: means over
-    the steps. tail_s: the last part of the time, in which fewer than half as many requests ran as at most."""
+    """Result of one request set.
+
+    bound_s: lower bound by the cost model at the measured rates. mfu, mbu: FLOPs and bytes of the job over its time, as
+    shares of the measured rates. sequences, kv_used: means over steps. tail_s: time at the end with less than half of
+    the maximum number of running requests.
+    """
 
     requests: str
     wall_s: float
@@ -72,7 +75,7 @@ class Job:
 
 
 def jobs(setting: Setting, names: Sequence[str], variant: str) -> Iterator[Found]:
-    """Run each request set once, after a few of its requests as warm-up."""
+    """Run each request set once, after a warm-up with a few of its requests."""
     found, ran, sets = Found(), list[Job](), _sets(setting, names)
     options: dict[str, Any] = {"max_model_len": max(each.longest for each in sets), **VARIANTS[variant].options}
     folder = bench_model(setting.model).folder
@@ -154,8 +157,10 @@ def _bound_s(work: RequestSet, engine: Engine, setting: Setting) -> float:
 
 
 def peer_jobs(setting: Setting, names: Sequence[str], python: str, ours_s: Mapping[str, float]) -> Iterator[Found]:
-    """Run the sets through vLLM, in each mode. ours_s: request set -> seconds of this engine. python: of an environment
-    in which `import vllm` works."""
+    """Run the sets with vLLM in each mode.
+
+    ours_s: request set -> seconds of this engine. python: of an environment in which `import vllm` works.
+    """
     found, sets, config = Found(), _sets(setting, names), read_config(bench_model(setting.model).folder)
     folder = bench_model(setting.model).folder.resolve()
     requests = {"warm-up": [r for each in sets for r in each.smaller(64, 1).round("warm-up", config.vocab_size)]}

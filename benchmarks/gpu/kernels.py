@@ -1,8 +1,8 @@
-"""Kernels of a layer and of sampling by variant, against their floor: moving their bytes and computing their products.
+"""Time variants of a layer's and the sampler's kernels, against a floor: moving their bytes and computing their FLOPs.
 
-To time another variant of a kernel, add a line to `variants` in the function of its work below. The first variant is
-what the engine runs; the others are compared with its result. Bytes are those that have to be read or written once.
-What a kernel plans on the host once for all layers of a step is not in its time.
+To time another variant of a kernel, add a line to `variants` in the function of its work below. The engine uses the
+first variant, and the results of others are compared with it. Bytes count the memory that must be read or written once.
+Times exclude work on the host that is done once for all layers of a step.
 
 Suffixes as in `kernels/contract.py`.
 """
@@ -24,15 +24,18 @@ from pipeline.kernels.select import select_kernels
 from tests.gpu.inputs import Heads, paged_step, random_int4
 
 EPS = 1e-5
-NUM_DRAFTS = 4  # of each sequence, where drafts are checked
+NUM_DRAFTS = 4  # draft tokens of each sequence in verification steps
 SERVED, ROUNDED_APART = "served", "apart"
 FP8_FORMS = "fp8", "fp8-per-token"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """tokens: of elementwise kernels. rows: of sampling. decoding: (sequences, context). prompts: (prompts, tokens).
-    shared: (sequences, context, tokens of it that all share)."""
+    """Input sizes.
+
+    tokens: of elementwise kernels. rows: of sampling. decoding: (sequences, context). prompts: (prompts, tokens).
+    shared: (sequences, context, shared tokens of the context).
+    """
 
     tokens: tuple[int, ...]
     rows: tuple[int, ...]
@@ -53,7 +56,7 @@ SMOKE = Sizes((16,), (4,), ((4, 100),), ((2, 60),), ((4, 200, 128),))
 
 @dataclass(frozen=True)
 class Work:
-    """One kernel on inputs of one shape. variants: name -> call that returns a tensor or several."""
+    """One kernel on inputs of one shape. variants: name -> call that returns one or several tensors."""
 
     kernel: str
     shape: str
@@ -64,8 +67,11 @@ class Work:
 
 @dataclass(frozen=True)
 class KernelTime:
-    """off: largest difference to the served variant's result over its largest value, of integers the share of unequal
-    ones; None where shapes differ."""
+    """Time of one variant.
+
+    off: largest difference from the served variant's result, relative to its largest value. For integers, the share of
+    unequal values. None if shapes differ.
+    """
 
     kernel: str
     shape: str
@@ -78,7 +84,7 @@ class KernelTime:
 
 
 def kernel_times(setting: Setting) -> Iterator[Found]:
-    """Time every variant of every work; what matters most to decide comes first."""
+    """Time every variant of every work, the most important first."""
     found, times, stopwatch = Found(), list[KernelTime](), setting.stopwatch()
     for build in Layer(setting).works(SMOKE if setting.is_smoke else FULL):
         with found.case(f"{build.func.__name__}{build.args}"), torch.inference_mode():
@@ -98,7 +104,7 @@ def kernel_times(setting: Setting) -> Iterator[Found]:
 
 
 def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float | None:
-    """Return the largest of the tensors; infinite where values are not finite."""
+    """Return the largest difference of the tensors (see `KernelTime.off`), or infinity for non-finite values."""
     found = 0.0
     for a, b in zip(ours, theirs, strict=True):
         if a.shape != b.shape:
@@ -125,7 +131,7 @@ def times_to_lines(times: list[KernelTime]) -> list[str]:
 
 
 class Layer:
-    """Makes the inputs of each work, in the sizes of one model."""
+    """Builder of each work's inputs, with the sizes of one model."""
 
     def __init__(self, setting: Setting) -> None:
         self.size, self.dtype, self.device = setting.size, setting.dtype, setting.device
@@ -160,8 +166,8 @@ class Layer:
         return torch.randn(shape, device=self.device, generator=self.random).to(self.dtype)
 
     def sample(self, rows: int, top_p: float, is_peaked: bool) -> Work:
-        """Flat logits are normal with a deviation of 3; peaked ones fall with their rank, as a model's do: rank r has
-        the weight r^-1.5."""
+        """Sample from normal logits with a standard deviation of 3, or peaked ones like a model's, with weights of
+        rank^-1.5."""
         vocab = self.size.vocab
         logits_RV = 3 * torch.randn(rows, vocab, device=self.device, generator=self.random)
         if is_peaked:
@@ -182,9 +188,11 @@ class Layer:
         return Work("greedy", f"{rows:,} rows", logits_RV.nbytes, 0.0, variants)
 
     def decode(self, contexts: list[int], queries: int = 1, is_fp8: bool = False, shared: int = 0) -> Work:
-        """Each sequence computes its last `queries` tokens."""
+        """Decode the last `queries` tokens of each sequence."""
         step = self._step([queries] * len(contexts), contexts, is_fp8, shared)
-        call = partial(self.kernels.attention, step.q_TND, step.cache, step.where, self.size.head_dim**-0.5, None)
+        call = partial(
+            self.kernels.attention, step.q_TND, step.cache, step.attn_metadata, self.size.head_dim**-0.5, None
+        )
         variants = {
             SERVED: call,
         }
@@ -197,7 +205,9 @@ class Layer:
     def prompts(self, counts: list[int], is_fp8: bool = False) -> Work:
         step = self._step(counts, counts, is_fp8)
         variants: dict[str, Callable[[], Any]] = {
-            SERVED: partial(self.kernels.attention, step.q_TND, step.cache, step.where, self.size.head_dim**-0.5, None),
+            SERVED: partial(
+                self.kernels.attention, step.q_TND, step.cache, step.attn_metadata, self.size.head_dim**-0.5, None
+            ),
         }
         if not is_fp8:
             variants["torch"] = self._torch_attention(len(counts), counts[0])
@@ -215,8 +225,8 @@ class Layer:
         return Work("silu_mul", f"{tokens:,} tokens", 1.5 * gate_up.nbytes, 0.0, variants)
 
     def rounded_norm(self, tokens: int, form: str) -> Work:
-        """A norm rounded for the linear that reads it: in one launch, and in two. Each variant writes into its own
-        inputs."""
+        """Round a norm's output for the linear that reads it, in one launch and in two. Variants write into their own
+        copies of the inputs."""
         linear, width = self._fp8_linear(form, self.size.hidden), self.size.hidden
         inputs, weight_H = [self.normal(tokens, width), self.normal(tokens, width)], self.normal(width)
 
@@ -228,7 +238,7 @@ class Layer:
         return Work(f"add_rms_norm, {form}", f"{tokens:,} tokens", 3.5 * inputs[0].nbytes, 0.0, variants)
 
     def rounded_gate(self, tokens: int, form: str) -> Work:
-        """The same of silu * up."""
+        """Round silu * up for the linear that reads it, in one launch and in two."""
         linear, gate_up = (
             self._fp8_linear(form, self.size.intermediate),
             self.normal(tokens, 2 * self.size.intermediate),
@@ -241,16 +251,16 @@ class Layer:
         return Work(f"silu_mul, {form}", f"{tokens:,} tokens", 1.25 * gate_up.nbytes, 0.0, variants)
 
     def _fp8_linear(self, form: str, inputs: int) -> Any:
-        """A linear of few outputs that reads its inputs in `form`."""
+        """Return a linear with few outputs that reads inputs in `form`."""
         return self.kernels.rounded[form].prepare(random_int4(128, inputs, 128, torch.Generator().manual_seed(1)))
 
     def write(self, tokens: int, is_fp8: bool = False) -> Work:
-        """norm_rope_write without norms, on prompts of up to 512 tokens."""
+        """Run norm_rope_write without norms, on prompts of up to 512 tokens."""
         counts = [512] * (tokens // 512) + ([tokens % 512] if tokens % 512 else [])
         step = self._step(counts, counts, is_fp8)
         qkv_TMD = self.normal(tokens, self.heads.num_heads + 2 * self.heads.num_kv_heads, self.heads.head_dim)
         angles = torch.rand(tokens, self.heads.head_dim // 2, device=self.device, generator=self.random)
-        to = step.cache, step.where.slot_mapping_T
+        to = step.cache, step.attn_metadata.slot_mapping_T
         variants = {SERVED: partial(self.kernels.norm_rope_write, qkv_TMD, angles, angles, None, EPS, *to)}
         num_bytes = qkv_TMD.nbytes + step.q_TND.nbytes + step.kv_bytes + 2.0 * angles.nbytes
         return Work(f"norm_rope_write{', fp8' if is_fp8 else ''}", f"{tokens:,} tokens", num_bytes, 0.0, variants)
@@ -260,7 +270,7 @@ class Layer:
         return paged_step(counts, contexts, self.heads, self.dtype, self.device, **options)
 
     def _torch_attention(self, prompts: int, tokens: int) -> Callable[[], torch.Tensor]:
-        """scaled_dot_product_attention over contiguous tensors: FlashAttention on a GPU."""
+        """Return scaled_dot_product_attention on contiguous tensors, with FlashAttention on a GPU."""
         heads = self.heads.num_heads, self.heads.num_kv_heads, self.heads.num_kv_heads
         q, k, v = (self.normal(prompts, count, tokens, self.heads.head_dim) for count in heads)
         backend = SDPBackend.FLASH_ATTENTION if self.device.type == "cuda" else SDPBackend.MATH
@@ -273,7 +283,7 @@ class Layer:
 
 
 def _codes_and_scales(x: Any, linear: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round what is not rounded yet by the linear's own launch."""
+    """Round `x` with the linear's own launch if it is not rounded yet, and return codes and scales."""
     rounded = linear.round(x) if isinstance(x, torch.Tensor) else x
     return rounded.value_MK[: rounded.num_tokens].view(torch.uint8), rounded.scale_BM[:, : rounded.num_tokens]
 
@@ -283,6 +293,6 @@ def _bytes(step: Any) -> float:
 
 
 def _skewed(sequences: int, mean: int) -> list[int]:
-    """Return exponential contexts of `mean` on average: a few are many times as long as the others."""
+    """Return exponentially distributed contexts with the given mean, a few of which are very long."""
     shares = np.random.default_rng(5).exponential(1.0, sequences)
     return np.maximum(shares / shares.mean() * mean, 1).astype(int).tolist()

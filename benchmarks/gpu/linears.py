@@ -1,7 +1,7 @@
-"""Linears of a layer by path and number of tokens: which path is fastest where, and the crossover that follows.
+"""Time a layer's linears by path and number of tokens, to find the fastest paths and the crossover between them.
 
-To time another path, add a line to `linear_paths`. Times are summed over a layer's linears; each result is compared
-with that of the 16-bit path.
+To time another path, add a line to `linear_paths`. Times are summed over a layer's linears. Each result is compared
+with the 16-bit path's.
 
 Suffixes as in `kernels/contract.py`; N and K of a weight are its outputs and inputs, G its groups.
 """
@@ -25,21 +25,24 @@ from tests.gpu.inputs import random_int4
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 SMOKE_TOKENS = (1, 32)
 DENSE, FUSED, CACHED, SCRATCH, SERVED, TORCH_INT4 = "16 bit", "int4 fused", "cached", "scratch", "served", "torch int4"
-MAX_TOKENS = {TORCH_INT4: 64, FUSED: 1024}  # paths for few tokens; others have no limit
+MAX_TOKENS = {TORCH_INT4: 64, FUSED: 1024}  # limits of paths for few tokens; others have none
 LAYER = "layer"  # all linears together
-BEHIND = 1.05  # times the best path, above which the served one is reported
+BEHIND = 1.05  # the served path is reported if it is slower than the best by this factor
 
 Times = Mapping[str, Mapping[str, Mapping[int, float]]]
-"""Path -> linear, LAYER too -> tokens -> seconds."""
+"""Path -> linear or LAYER -> tokens -> seconds."""
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """Tokens up to which the fused int4 product is the better path, 0 for none. form: of the 16-bit weights that it is
-    compared with, cached or scratch. next_tokens: of the next measurement, None where there is none above."""
+    """Number of tokens up to which the fused int4 kernel is faster, or 0.
+
+    form: of the 16-bit weights that it is compared with, cached or scratch. tokens: by linear, and of LAYER.
+    next_tokens: the next larger measured number, or None.
+    """
 
     form: str
-    tokens: dict[str, int]  # of each linear, and of LAYER
+    tokens: dict[str, int]
     next_tokens: int | None
 
     def to_text(self) -> str:
@@ -69,7 +72,7 @@ def linear_times(setting: Setting) -> Iterator[Found]:
                     x_TK = torch.randn(tokens, in_features, device=setting.device, generator=inputs).to(setting.dtype)
                     error = difference([call(x_TK)], [dense(x_TK)])
                     off[path] = max(off.get(path, 0.0), float("inf") if error is None else error)
-                    # Where a path leaves a sum of parts to the kernel that reads its outputs, as in the engine.
+                    # Some paths leave a sum of parts to the kernel that reads their outputs, as in the engine.
                     outputs = getattr(call, "outputs", call)
                     seconds = stopwatch.seconds(partial(outputs, x_TK))
                     times.setdefault(path, {}).setdefault(linear, {})[tokens] = seconds
@@ -87,7 +90,7 @@ def linear_times(setting: Setting) -> Iterator[Found]:
 def linear_paths(
     weight: LinearWeight, kernels: Kernels, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Callable[[], Linear | None]]:
-    """Return path -> what packs the weight for it; None where it has no such form."""
+    """Return path -> a function that packs the weight for it, or returns None if unsupported."""
     paths: dict[str, Callable[[], Linear | None]] = {DENSE: lambda: prepare_linear(weight, dtype, device)}
     if device.type == "cuda":
         from pipeline.kernels.triton import batch_invariant
@@ -108,7 +111,7 @@ def linear_paths(
 
 
 def torch_int4(weight: GroupIntWeight, device: torch.device) -> Linear:
-    """torch's own product, in bfloat16: a weight is (q - 8) * scale + zero."""
+    """Return torch's own int4 linear in bfloat16, where a weight is (q - 8) * scale + zero."""
     q_NK = weight.q_NK.to(device, torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack(((q_NK[:, ::2] << 4) | q_NK[:, 1::2]).to(torch.uint8), 8)
     scales_NG = weight.scales_NG.float()
@@ -118,7 +121,7 @@ def torch_int4(weight: GroupIntWeight, device: torch.device) -> Linear:
 
 
 def find_crossovers(times: Times) -> list[Crossover]:
-    """Return one for each form of the 16-bit weights that was measured besides the fused product."""
+    """Return a crossover for each measured form of the 16-bit weights."""
     found = []
     for form in (CACHED, SCRATCH):
         if {form, FUSED} <= set(times):
@@ -130,20 +133,24 @@ def find_crossovers(times: Times) -> list[Crossover]:
 
 
 def cheapest_crossover(fused_s: Mapping[int, float], dense_s: Mapping[int, float]) -> int:
-    """Return the number of tokens, or 0, up to which taking the fused product loses least against the better path of
-    each measured number, so that one slow measurement moves it little; of equal ones the smallest."""
+    """Return the crossover with the smallest loss against the faster path of each measured number of tokens.
+
+    A single slow measurement therefore changes it little. Ties return the smallest number.
+    """
     measured = sorted(fused_s.keys() & dense_s.keys())
 
     def lost(crossover: int) -> float:
-        taken = ((fused_s if tokens <= crossover else dense_s)[tokens] for tokens in measured)
-        return sum(s / min(fused_s[tokens], dense_s[tokens]) - 1 for tokens, s in zip(measured, taken))
+        chosen = ((fused_s if tokens <= crossover else dense_s)[tokens] for tokens in measured)
+        return sum(s / min(fused_s[tokens], dense_s[tokens]) - 1 for tokens, s in zip(measured, chosen))
 
     return min((0, *measured), key=lost)
 
 
 def times_to_lines(times: Times, setting: Setting) -> list[str]:
-    """Return a table of a layer's times. floor: of the form with the fewest bytes; behind: the served path's time over
-    the best of those that compute in 16 bit."""
+    """Return a table of a layer's times.
+
+    floor: of the form with the fewest bytes. behind: the served path's time relative to the best path in 16 bit.
+    """
     layer = {path: by_linear[LAYER] for path, by_linear in times.items()}
     size, weights = setting.size, setting.weights
     parameters = size.linear_parameters / size.layers
@@ -165,10 +172,11 @@ def times_to_lines(times: Times, setting: Setting) -> list[str]:
 
 
 def with_layer(times: Times, num_linears: int) -> Times:
-    """Add LAYER: the seconds of all linears together, at the numbers of tokens at which each was measured."""
+    """Add LAYER: the seconds of all linears together, at numbers of tokens at which all were measured."""
     summed: dict[str, dict[str, Mapping[int, float]]] = {}
     for path, by_linear in times.items():
-        tokens = set.intersection(*(set(of) for of in by_linear.values())) if len(by_linear) == num_linears else set()
-        layer = {count: sum(of[count] for of in by_linear.values()) for count in sorted(tokens)}
+        is_complete = len(by_linear) == num_linears
+        tokens = set.intersection(*(set(by_tokens) for by_tokens in by_linear.values())) if is_complete else set()
+        layer = {count: sum(by_tokens[count] for by_tokens in by_linear.values()) for count in sorted(tokens)}
         summed[path] = {**by_linear, LAYER: layer}
     return summed

@@ -1,6 +1,6 @@
-"""Sections: parts of the benchmark, each in a process of its own with a time limit.
+"""Sections of the benchmark, each in its own process with a time limit.
 
-A section that fails, hangs or loses the card costs only itself, and keeps what it had found by then.
+A section that fails, hangs or loses the card does not affect other sections, and keeps its results so far.
 """
 
 import faulthandler
@@ -28,15 +28,18 @@ from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.kernels.select import default_dtype
 from pipeline.roofline.cost_model import DecoderSize, Weights
 
-BUDGET_S = 0.1  # of one timed call
+BUDGET_S = 0.1  # for the runs of one timed call
 PATIENCE_S = 5.0  # between SIGTERM and SIGKILL
-EXIT_S = 20.0  # of a process that has closed its results: a driver frees a whole card's memory
+EXIT_S = 20.0  # for a process to exit after closing its results; freeing a card's memory takes time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Model and device of a section. model: a shape of `pipeline.bench.shapes` or a checkpoint. traces: the file that
-    traces are appended to. rates: what the device reaches alone."""
+    """Model and device of a section.
+
+    model: a shape of `pipeline.bench.shapes` or a checkpoint. traces: file to append traces to. rates: measured rates
+    of the device.
+    """
 
     model: str
     device: torch.device
@@ -62,7 +65,7 @@ class Setting:
 
 @dataclass
 class Found:
-    """Result of a section so far. figures: as JSON; text: the same as tables; failures: of its cases and of itself."""
+    """Results of a section so far. text: as tables. figures: as JSON. failures: of cases and of the section."""
 
     text: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
@@ -70,10 +73,10 @@ class Found:
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Record what is raised inside as a failure of this case. The next case runs."""
+        """Record an exception as a failure of this case, so that the next case runs."""
         try:
             yield
-        except Exception as error:  # a kernel that fails on this card must not cost the other times
+        except Exception as error:  # a failing kernel must not stop the other cases
             self.failed(name, error)
 
     def failed(self, name: str, error: Exception) -> None:
@@ -82,7 +85,7 @@ class Found:
 
 
 def launch_mixed_steps(engine: Engine) -> Callable[[], None]:
-    """Launch steps with prompts kernel by kernel from now on; the returned function replays captured ones again."""
+    """Launch steps with prompts kernel by kernel. The returned function switches back to replaying captured steps."""
     assert isinstance(engine.runner, ModelRunner)
     graphs = engine.runner._graphs
     if graphs is None:
@@ -97,12 +100,12 @@ def launch_mixed_steps(engine: Engine) -> Callable[[], None]:
 
 
 Section = Callable[[Setting], Iterator[Found]]
-"""Yields its result again whenever there is more."""
+"""Yields its updated result whenever there is more."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a section ended: done, failed (its process), ended (at its time limit) or not started."""
+    """Outcome of a section. verdict: done, failed, ended (at its time limit) or not started."""
 
     name: str
     verdict: str
@@ -112,7 +115,7 @@ class Outcome:
 
 
 class RunningSection:
-    """A started section. Forked, as importing torch again takes seconds: the parent must not have touched the card."""
+    """Running section. Forked to avoid importing torch again, so the parent must not have initialized the card."""
 
     def __init__(self, name: str, section: Section, setting: Setting, log: Path) -> None:
         assert not torch.cuda.is_initialized(), "a forked process could not use the card"
@@ -124,35 +127,35 @@ class RunningSection:
         results.close()
 
     def wait(self, limit_s: float, session_began: float) -> Outcome:
-        """Return when it has ended, or end it `limit_s` seconds from now."""
+        """Wait until the section has ended, or end it after `limit_s` seconds."""
         until = time.monotonic() + limit_s
         is_over = False
         while not is_over and time.monotonic() < until:
             try:
                 if self._results.poll(min(1.0, max(until - time.monotonic(), 0.0))):
                     self.found = self._results.recv()
-            except (EOFError, OSError):  # OSError: it ended while it sent a result
+            except (EOFError, OSError):  # OSError: the process ended while sending a result
                 is_over = True
         self.end(EXIT_S if is_over else 0.0)
-        verdict, why = "done", ""
+        verdict, reason = "done", ""
         if not is_over:
-            verdict, why = "ended", f"after {limit_s:.0f} s; log: {self._last_words()}"
+            verdict, reason = "ended", f"after {limit_s:.0f} s; log: {self._log_end()}"
         elif self._process.exitcode != 0:
-            verdict, why = "failed", f"exit code {self._process.exitcode}; log: {self._last_words()}"
+            verdict, reason = "failed", f"exit code {self._process.exitcode}; log: {self._log_end()}"
         elif self.found.failures:
-            verdict, why = "failed", f"{len(self.found.failures)} failures, the first: {self.found.failures[0]}"
+            verdict, reason = "failed", f"{len(self.found.failures)} failures, the first: {self.found.failures[0]}"
         now = time.monotonic()
-        return Outcome(self.name, verdict, self._began - session_began, now - self._began, why)
+        return Outcome(self.name, verdict, self._began - session_began, now - self._began, reason)
 
     def end(self, patience_s: float) -> None:
-        """Wait `patience_s` for its end, then end it and its own processes."""
+        """Wait up to `patience_s` for its exit, then end it and its child processes."""
         self._process.join(patience_s)
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid or 0, number)
             self._process.join(PATIENCE_S)
 
-    def _last_words(self) -> str:
+    def _log_end(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
         return " | ".join(lines[-3:])[-500:]
 
@@ -164,7 +167,7 @@ def _run(name: str, section: Section, setting: Setting, log: Path, results: Conn
     for number in (1, 2):
         os.dup2(file, number)
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # `with` blocks end their own processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `with` blocks end their child processes
     faulthandler.register(signal.SIGTERM, file=2, chain=True)
     print(f"=== {name}")
     if setting.device.type == "cuda":

@@ -1,8 +1,8 @@
-"""Times of decoding steps by rows and context, in the engine's own loop.
+"""Time decoding steps by rows and context, in the engine's own loop.
 
-The most rows come first: their prompts are computed once, then rows are dropped for the next point, so that contexts
-grow by some dozen tokens from point to point. At each point some steps are timed by the clock, some are traced, and
-some get a new prompt next to the rows: as served, captured where the engine captures such steps, then kernel by kernel.
+The largest number of rows comes first. Prompts are computed once, and rows are aborted for the next point, so contexts
+grow by a few dozen tokens from point to point. At each point some steps are timed by the clock, some are traced, and
+some are mixed with a new prompt: first as served (captured if the engine captures such steps), then kernel by kernel.
 """
 
 import gzip
@@ -31,15 +31,15 @@ from pipeline.engine.params import EngineConfig, Request, SamplingParams
 ROWS, CONTEXTS = (1, 8, 32, 64, 128, 256, 512), (256, 1024)
 SMOKE_ROWS, SMOKE_CONTEXTS = (1, 2), (20,)
 PROMPT = 64  # tokens of the prompt in a mixed step
-NUM_SETTLE = 3  # steps of a point before the timed ones
+NUM_SETTLE = 3  # steps before the timed steps of a point
 NUM_TIMED, NUM_TRACED, NUM_MIXED, NUM_MIXED_TRACED = 12, 8, 6, 2
 MIXED = "mixed step"
-OUTPUT = 384  # tokens that rows may generate: more than all points together take
+OUTPUT = 384  # max tokens of a row: more than all points together generate
 SEED = 3
 
 
 def step_times(setting: Setting) -> Iterator[Found]:
-    """Time how an engine loads, and its steps at each point."""
+    """Time an engine's loading, and its steps at each point."""
     rows, contexts = (SMOKE_ROWS, SMOKE_CONTEXTS) if setting.is_smoke else (ROWS, CONTEXTS)
     found, phases, times = Found(), Phases(), list[StepTime]()
     config = EngineConfig(
@@ -63,7 +63,7 @@ def step_times(setting: Setting) -> Iterator[Found]:
 
 
 class Phases:
-    """Loading phases that an engine logs, and how long each took."""
+    """Loading phases that an engine logs, with their times."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -76,7 +76,7 @@ class Phases:
             self._phases.append((phase, time.monotonic()))
 
     def seconds(self) -> dict[str, float]:
-        """Phase -> seconds, up to now."""
+        """Return phase -> seconds, up to now."""
         ends = [*(began for _, began in self._phases[1:]), time.monotonic()]
         found: dict[str, float] = {}
         for (phase, began), end in zip(self._phases, ends):
@@ -90,9 +90,12 @@ class Phases:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Steps of `rows` rows with contexts of `context` tokens on average. wall_s: of a step, nothing traced. traced:
-    None without a card. mixed_s: wall time of a step with a prompt of PROMPT tokens next to the rows, as served;
-    by_kernel_s: the same on a card, launched kernel by kernel; mixed: those, traced."""
+    """Times of steps of `rows` rows with a mean context of `context` tokens.
+
+    wall_s: of a step without tracing. traced: None without a card. mixed_s: wall time of a step with a prompt of PROMPT
+    tokens in addition to the rows, as served. by_kernel_s: of the same step launched kernel by kernel, on a card.
+    mixed: traces of the latter.
+    """
 
     rows: int
     context: float
@@ -104,7 +107,7 @@ class StepTime:
 
 
 class StepBench:
-    """Steps of one engine without drafts, in which nothing runs. traces: the tar file that traces are appended to."""
+    """Measurement of steps of an idle engine without drafts. traces: tar file to append traces to."""
 
     def __init__(self, engine: Engine, traces: Path, name: str) -> None:
         self._engine, self._traces, self._name = engine, traces, name
@@ -113,18 +116,18 @@ class StepBench:
         self._on_card = engine.runner.decoder.device.type == "cuda"
 
     def measure(self, rows: Sequence[int], context: int) -> Iterator[StepTime]:
-        """Yield points of `rows` rows, the largest first, limited to the rows that the engine holds at that context."""
+        """Yield points of `rows` rows, the largest first, up to the rows that fit the engine at that context."""
         room = self._engine.pool.num_blocks * self._engine.pool.block_size
-        most = min(room // (context + OUTPUT + PROMPT), self._engine.table.num_slots - 1)
-        counts = sorted({min(count, most) for count in rows}, reverse=True)
+        max_rows = min(room // (context + OUTPUT + PROMPT), self._engine.table.num_slots - 1)
+        counts = sorted({min(count, max_rows) for count in rows}, reverse=True)
         if counts[0] < 1:
             return
         ids = [self._add(context, OUTPUT) for _ in range(counts[0])]
         try:
             self._until_all_decode()
             for count in counts:
-                for gone in ids[count:]:
-                    self._engine.abort(gone)
+                for row_id in ids[count:]:
+                    self._engine.abort(row_id)
                 del ids[count:]
                 yield self._point(count, context)
         finally:
@@ -185,7 +188,7 @@ class StepBench:
         return (time.perf_counter() - began) / count
 
     def _traced(self, name: str, count: int, step: Callable[[], object]) -> Trace | None:
-        """Return the trace of `count` steps; None without a card."""
+        """Return the trace of `count` steps, or None without a card."""
         if not self._on_card:
             return None
         self._wait()
@@ -210,16 +213,16 @@ class StepBench:
 
 def steps_to_text(times: Sequence[StepTime]) -> str:
     lines = [
-        "Milliseconds of a step. wall: by the clock, nothing traced. replay: a captured step from its first kernel to "
-        "its last; busy: some kernel ran; idle: none did; waits: of it, pauses of more than 5 us, which wait for the "
-        f"host. mixed: with a prompt of {PROMPT} tokens next to the rows, as served; by kernel: the same launched "
-        "kernel by kernel; of that, traced and so slower, host: until the last launch; card: busy.",
+        "Milliseconds of a step. wall: clock time without tracing. replay: first to last kernel of a captured step; "
+        "busy: a kernel ran; idle: no kernel ran; waits: part of idle in pauses of more than 5 us, which wait for the "
+        f"host. mixed: with a prompt of {PROMPT} tokens in addition to the rows, as served; by kernel: the same step "
+        "launched kernel by kernel, traced and therefore slower; host: until its last launch; card: busy.",
     ]
     rows = []
     for time_ in times:
-        of = time_.traced
-        parts = [None] * 4 if of is None else [of.replay_s, of.busy_s, of.idle_s, of.host_s]
-        # The engine is a step ahead: a window may hold the launches of a step without the prompt.
+        traced = time_.traced
+        parts = [None] * 4 if traced is None else [traced.replay_s, traced.busy_s, traced.idle_s, traced.host_s]
+        # The engine launches one step ahead, so a window may contain the launches of a step without the prompt.
         window = max(time_.mixed, key=lambda each: each.num_launches, default=None)
         mixed = [
             time_.mixed_s,

@@ -1,8 +1,8 @@
-"""Times of calls on a device, and the rates that a device reaches alone: copies and matrix products.
+"""Time calls on a device, and measure the device's rates of copies and matrix products.
 
 On a GPU a call is captured in a CUDA graph and replayed between two CUDA events, as in the engine's captured steps, so
-that launching its kernels one by one is not in its time. Before each run a buffer larger than the second-level cache is
-read: written data would still be on its way to memory during the timed call. The host runs ahead meanwhile.
+its time excludes launching kernels one by one. Before each run a buffer larger than the L2 cache is read, while the
+host runs ahead. Writing the buffer instead would still move data to memory during the timed call.
 """
 
 import time
@@ -18,7 +18,7 @@ from pipeline.bench.measure import fastest
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.errors import PipelineError
 
-FLUSH_BYTES = 256 << 20  # larger than any second-level cache
+FLUSH_BYTES = 256 << 20  # larger than any L2 cache
 NUM_WARM_UPS = 2
 MIN_RUNS, MAX_RUNS = 3, 30
 COPY_BYTES, GEMM_SIZES = 4 << 30, (4096, 8192)
@@ -28,8 +28,8 @@ SMOKE_COPY_BYTES, SMOKE_GEMM_SIZES = 1 << 20, (64,)
 class Stopwatch:
     """Median seconds of calls on one device.
 
-    budget_s: time for the runs of one call, of which there are at least MIN_RUNS. not_captured: reasons of calls that
-    could not be captured; their times include the launches.
+    budget_s: time for the runs of one call, with at least MIN_RUNS runs. not_captured: why calls could not be captured;
+    their times include launches.
     """
 
     def __init__(self, device: torch.device, budget_s: float) -> None:
@@ -55,12 +55,12 @@ class Stopwatch:
         return [f"launched kernel by kernel: {reason}" for reason in dict.fromkeys(self.not_captured)]
 
     def _captured(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Return what replays `call`, or `call` itself where it cannot be captured."""
+        """Return a function that replays `call`, or `call` itself if it cannot be captured."""
         try:
-            replay = CudaCapture()(call)  # a pool whose graphs are all gone takes no new one
+            replay = CudaCapture()(call)  # new pool: one whose graphs were all freed takes no new graph
         except PipelineError as reason:
             self.not_captured.append(str(reason))
-            torch.cuda.synchronize(self.device)  # raises where the card is lost
+            torch.cuda.synchronize(self.device)  # raises if the card is lost
             return call
         replay()
         return replay
@@ -83,25 +83,25 @@ def _clock_seconds(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Rates:
-    """copy_bytes_per_s counts bytes read and bytes written; gemm_flops_per_s is the best of some square products."""
+    """Rates of a device. copy_bytes_per_s: bytes read and written. gemm_flops_per_s: best of several square GEMMs."""
 
     copy_bytes_per_s: float
     gemm_flops_per_s: float
 
     def floor_s(self, num_bytes: float, flops: float) -> float:
-        """Return the longer of moving `num_bytes` and computing `flops`."""
+        """Return the longer of the times to move `num_bytes` and to compute `flops`."""
         return max(num_bytes / self.copy_bytes_per_s, flops / self.gemm_flops_per_s)
 
     def to_text(self) -> str:
         return (
-            f"copies {self.copy_bytes_per_s / 1e9:,.0f} GB/s (read and written), products "
+            f"copies {self.copy_bytes_per_s / 1e9:,.0f} GB/s (read and written), GEMMs "
             f"{self.gemm_flops_per_s / 1e12:,.1f} TFLOP/s"
         )
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype, is_smoke: bool) -> Rates:
-    """Time a copy of some GiB and square products, each launched on its own: a copy node in a CUDA graph is slower than
-    the kernel that torch launches."""
+    """Time a copy of several GiB and square GEMMs, launched without a CUDA graph, whose copy nodes are slower than
+    torch's copy kernel."""
     copy_bytes, sizes = (SMOKE_COPY_BYTES, SMOKE_GEMM_SIZES) if is_smoke else (COPY_BYTES, GEMM_SIZES)
     random = torch.Generator(device).manual_seed(0)
 

@@ -1,8 +1,8 @@
 """Figures of steps from a profiler's trace: time of a captured step, its kernels by name, and pauses of the card.
 
-Read from the file that `torch.profiler` exports (Chrome's trace format, times in microseconds). Profiling makes the
-host slower, so the card's waits are upper bounds. Short pauses lie between two kernels of one captured step, whatever
-the host does; long ones are waiting for the host.
+Reads the file that `torch.profiler` exports (Chrome's trace format, times in microseconds). Profiling slows down the
+host, so the card's waits are upper bounds. Short pauses occur between kernels of a captured step, independently of the
+host. Long pauses are waits for the host.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import Any
 LONG_PAUSE_US = 5.0  # kernels of a captured step start one or two microseconds apart
 ON_CARD = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_HOST = ("cuda_runtime", "cuda_driver")
-NUM_KERNELS = 12  # by name; the others are summed
+NUM_KERNELS = 12  # listed by name; others are summed
 NAME_LENGTH = 80
 OTHERS = "others"
 
@@ -22,9 +22,12 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Traced:
-    """Of some steps of one kind, in seconds a step. replay_s: from the first kernel of a captured step to its last, the
-    median; None where none was captured. busy_s: in which something ran on the card. idle_s: the rest between the first
-    kernel of all and the last; host_s: of that, in pauses longer than LONG_PAUSE_US. kernels: name -> seconds."""
+    """Figures of several steps of one kind, in seconds per step.
+
+    replay_s: median time from the first to the last kernel of a captured step; None if no step was captured. busy_s:
+    time in which the card ran something. idle_s: remaining time between the very first and last kernel. host_s: part of
+    idle_s in pauses longer than LONG_PAUSE_US. kernels: name -> seconds.
+    """
 
     num_steps: int
     replay_s: float | None
@@ -35,13 +38,13 @@ class Traced:
 
     @property
     def idle_share(self) -> float:
-        """Of the time from the first kernel to the last."""
+        """Return idle_s as a share of the time from the first kernel to the last."""
         return self.idle_s / (self.busy_s + self.idle_s)
 
 
 @dataclass(frozen=True)
 class Window:
-    """A marked stretch of the host's time: until its last launch, and what that made the card do, in seconds."""
+    """Marked interval of the host's time. launched_s: until its last launch. device_s: the card's busy time for it."""
 
     launched_s: float
     device_s: float
@@ -49,7 +52,7 @@ class Window:
 
 
 class Trace:
-    """events: of the file, or of a test."""
+    """Events of a profiler's trace, in Chrome's format."""
 
     def __init__(self, events: Sequence[dict[str, Any]]) -> None:
         whole = [event for event in events if event.get("ph") == "X"]
@@ -58,7 +61,7 @@ class Trace:
         self._marks = [event for event in whole if event.get("cat") == "user_annotation"]
 
     def steps(self, num_steps: int) -> Traced | None:
-        """Of a trace that holds `num_steps` steps and nothing else; None where nothing ran on a card."""
+        """Return the figures of a trace of exactly `num_steps` steps, or None if nothing ran on a card."""
         if not self._card:
             return None
         intervals = [_interval(event) for event in self._card]
@@ -84,7 +87,7 @@ class Trace:
         )
 
     def windows(self, mark: str) -> list[Window]:
-        """Of each stretch that was marked so."""
+        """Return each interval marked `mark`."""
         found = []
         for start, end in (_interval(event) for event in self._marks if event["name"] == mark):
             launches = [event for event in self._host if start <= event["ts"] <= end and _correlation(event)]
@@ -109,7 +112,7 @@ class Trace:
 
 
 def pauses(intervals: Sequence[Interval]) -> list[float]:
-    """How long none of the intervals ran, each time between the first beginning and the last end."""
+    """Return the length of each gap between the first start and the last end in which no interval runs."""
     found, until = list[float](), float("inf")
     for start, end in sorted(intervals):
         if start > until:
@@ -128,5 +131,5 @@ def _interval(event: dict[str, Any]) -> Interval:
 
 
 def _correlation(event: dict[str, Any]) -> int:
-    """Which launch on the host and what it ran on the card have in common; 0: none."""
+    """Return the id that a launch on the host and its work on the card share, or 0."""
     return int(event.get("args", {}).get("correlation", 0))

@@ -1,1 +1,1 @@
-"""Benchmarks of `pipeline bench`: fixed work, medians, comparison with other engines on the user's machine."""
+"""Benchmarks for `pipeline bench`: fixed workloads, medians, and comparisons with other engines on one machine."""

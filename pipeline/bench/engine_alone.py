@@ -1,9 +1,9 @@
-"""The process that `bench job` measures against the job: the same rows through the same engine, without Ray.
+"""Run a job's rows through the same engine without Ray. `bench job` compares the job with this process.
 
     python -m pipeline.bench.engine_alone JOB.yaml
 
-Reads, renders, orders and tokenizes with the job's own stages, hands all rows to the engine and steps it until none is
-left. Prints one JSON object. Writes nothing.
+Reads, renders, orders and tokenizes rows with the job's own stages, adds all of them to the engine and steps it until
+every row has finished. Prints one JSON object. Writes no files.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from pipeline.machine.host import available_cores, wall_time
 
 
 def _requests(plan: JobPlan, tokenize: Tokenize) -> Iterator[Request]:
-    """Yield every row in the order of the job's units, named by its place in the input."""
+    """Yield every row in the order of the job's units. A request's row_id is (source file, source row)."""
     for window in plan.windows:
         for unit in window_units(plan.source, window, plan.job.units):
             files, rows = unit.own("source_file").to_pylist(), unit.own("source_row").to_pylist()
@@ -40,22 +40,22 @@ def _requests(plan: JobPlan, tokenize: Tokenize) -> Iterator[Request]:
 def main(job: str) -> None:
     config = load_job(job)
     plan = make_plan(config, resolve_device(config))
-    marks = [time.perf_counter()]
+    timestamps = [time.perf_counter()]
     engine = Engine(plan.job.engine_config(available_cores()))
     engine.warm_up()
-    marks.append(time.perf_counter())
+    timestamps.append(time.perf_counter())
     requests = list(_requests(plan, plan.job.tokenize(engine.tokenizer, wall_time())))
-    marks.append(time.perf_counter())
+    timestamps.append(time.perf_counter())
     for request in requests:
         engine.add(request)
     done = []
     while engine.has_unfinished:
         done += engine.step()
-    marks.append(time.perf_counter())
-    load_s, tokenize_s, work_s = (after - before for before, after in pairwise(marks))
+    timestamps.append(time.perf_counter())
+    load_s, tokenize_s, work_s = (after - before for before, after in pairwise(timestamps))
     steps_us = engine.stats.step_us
     answers = [[*c.row_id, answer_digest(c.text, len(c.token_ids), c.finish_reason)] for c in done]
-    found = {
+    result = {
         "load_s": load_s,
         "tokenize_s": tokenize_s,
         "work_s": work_s,
@@ -65,9 +65,9 @@ def main(job: str) -> None:
         "generated_tokens": engine.stats.generated_tokens,
         "dtype": engine.resolved["dtype"],
         "answers": answers,
-        "end_s": time.perf_counter() - marks[-1],
+        "end_s": time.perf_counter() - timestamps[-1],
     }
-    print(json.dumps(found))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

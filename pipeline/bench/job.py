@@ -1,14 +1,14 @@
-"""The whole job, Parquet to Parquet through Ray, against the engine alone on the same rows.
+"""Compare a whole job, Parquet to Parquet through Ray, with the engine alone on the same rows.
 
-Both are processes of their own, started cold each round, in alternating order: `pipeline run`, and `engine_alone`,
-which reads, renders and tokenizes the same rows with the job's own stages and steps the same engine without Ray,
-without parts and without an engine process. Start-up and load are reported apart from the work. A job's work is the
-time from its engine being ready to the driver holding the last part, as its own record has it; the engine's is from
-its first request to its last completion, tokenization before it left out. So the ratio holds all that the job does to
-feed the engine, to write and to count.
+Each round starts both processes cold, in alternating order: `pipeline run`, and `engine_alone`, which reads, renders
+and tokenizes the same rows with the job's own stages and steps the same engine without Ray, parts or an engine
+process. Start-up and load time are reported separately from work time. The job's work time runs from its engine being
+ready to the driver receiving the last part, according to the job's run record. The engine's work time runs from its
+first request to its last completion and excludes tokenization. The ratio therefore includes everything that the job
+does to feed the engine, to write and to count.
 
-Rows are the demonstration's reports. A random shape never ends by itself, so each of its rows requests a number of
-tokens of its own.
+Rows are the demonstration's reports. A model with random weights does not stop at EOS, so each of its rows requests its
+own number of tokens.
 """
 
 import hashlib
@@ -37,15 +37,15 @@ from pipeline.report.record.run_record import RunRecord
 
 ROW_GROUP = 128
 NUM_FILES = 4
-MAX_MODEL_LEN = 1024  # of a peer, which may set memory apart for it; the longest report is below 700 tokens
+MAX_MODEL_LEN = 1024  # passed to a peer, which may reserve memory for it; the longest report has under 700 tokens
 PEERS = {"ray-llm": Path(__file__).parent / "peers" / "ray_llm_driver.py"}
 
 PHASES = {
     "startup_s": "start-up (Ray, processes, imports)",
     "load_s": "load and warm-up",
     "work_s": "work",
-    "idle_s": "  of it no step (no rows, last part)",
-    "end_s": "end (counting, Ray's end)",
+    "idle_s": "  no engine step (no rows, last part)",
+    "end_s": "end (counting, Ray's shutdown)",
     "whole_s": "whole process",
 }
 
@@ -54,9 +54,11 @@ Row = tuple[str, int]  # source file, source row
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one run. `whole_s` is the process from start to end; the rest of it is Python's own start and
-    end. `idle_s`: of the work, when no engine stepped. `tokens_per_s`: generated ones, during the work. None: a peer
-    does not report it."""
+    """Seconds of one run. None: the peer does not report it.
+
+    idle_s: part of work_s in which no engine stepped. whole_s: the whole process, including Python's start and exit.
+    tokens_per_s: generated tokens per second of work_s.
+    """
 
     startup_s: float
     load_s: float | None
@@ -78,12 +80,12 @@ class JobBench:
     job: tuple[Times, ...]
     engine: tuple[Times, ...]
     peers: dict[str, tuple[Times, ...]]
-    equal_rows: int  # rows whose completion was the same in every run of both
+    equal_rows: int  # rows with the same completion in every run of the job and of the engine
     machine: dict[str, str]
 
     @property
     def ratio(self) -> Spread:
-        """The job's work by the engine's, of the same round."""
+        """Return the job's work time divided by the engine's, paired by round."""
         return ratio([t.work_s for t in self.job], [t.work_s for t in self.engine])
 
     def to_json(self) -> dict[str, Any]:
@@ -95,19 +97,19 @@ class JobBench:
         runs = [self.job, self.engine, *self.peers.values()]
         lines = [
             f"The job, Parquet to Parquet, and the engine alone: {self.about}, {self.dtype}.",
-            f"{self.rows:,} rows, {self.prompt_tokens:,} tokens in ({self.cached_tokens:,} of them from the prefix "
-            f"cache of the job), {self.generated_tokens:,} out; greedy. Seconds, medians of {len(self.job)} cold runs "
-            "each, lowest and highest; alternating.",
+            f"{self.rows:,} rows, {self.prompt_tokens:,} prompt tokens ({self.cached_tokens:,} of them from the job's "
+            f"prefix cache), {self.generated_tokens:,} generated tokens; greedy. Seconds: median (lowest to highest) "
+            f"of {len(self.job)} cold runs each, in alternating order.",
             facts_to_text(self.machine),
             "",
         ]
-        rows = [(about, *(_cell([vars(t)[field] for t in times]) for times in runs)) for field, about in PHASES.items()]
+        rows = [(label, *(_cell([vars(t)[field] for t in times]) for times in runs)) for field, label in PHASES.items()]
         rates = (Spread.of([t.tokens_per_s for t in times]).to_text(0) for times in runs)
         columns = " | ".join([" <36", *(f"{name} >27" for name in names)])
-        lines += table(columns, [*rows, ("tokens/s out, during the work", *rates)])
-        lines += ["", f"Job's work by engine's: {self.ratio.to_text(3)}."]
-        lines += [f"Work of {name} by the job's: {self._by_job(name).to_text(2)}." for name in self.peers]
-        lines.append(f"Completions equal in all runs of job and engine: {self.equal_rows:,} of {self.rows:,} rows.")
+        lines += table(columns, [*rows, ("generated tokens/s, during work", *rates)])
+        lines += ["", f"Job's work time / engine's: {self.ratio.to_text(3)}."]
+        lines += [f"{name}'s work time / job's: {self._by_job(name).to_text(2)}." for name in self.peers]
+        lines.append(f"Equal completions in all runs of job and engine: {self.equal_rows:,} of {self.rows:,} rows.")
         return "\n".join(lines)
 
     def _by_job(self, peer: str) -> Spread:
@@ -126,29 +128,29 @@ def bench_job(
 ) -> JobBench:
     """Measure `model` (a shape of `shapes.NAMES`, an embedded model or a path) over `rows` reports.
 
-    `output_tokens`: bounds of what each row of a random shape asks for. `peers`: of PEERS, with the Python that runs
-    it. `folder`: where a shape's checkpoint lies. Raises PipelineError when a run fails, or when float32 completions
-    of job and engine differ.
+    output_tokens: bounds of the output tokens that each row of a random shape requests. peers: a name of PEERS -> the
+    Python that runs it. folder: holds the shapes' checkpoints. Raises PipelineError when a run fails, or when float32
+    completions of job and engine differ.
     """
     peers = dict(peers or {})
     if unknown := set(peers) - set(PEERS):
         raise ConfigError(f"--peer {min(unknown)}: expected {', '.join(PEERS)}")
     assert min(rows, rounds) >= 1
     machine = machine_facts()
-    found = bench_model(model, folder, say)
+    bench = bench_model(model, folder, say)
     with tempfile.TemporaryDirectory(prefix="bench-job-") as made:
-        place = Path(made)
-        job_file = _write_job(place, found.folder, rows, dtype, output_tokens if model in NAMES else None)
+        work_folder = Path(made)
+        job_file = _write_job(work_folder, bench.folder, rows, dtype, output_tokens if model in NAMES else None)
         runs: dict[str, list[_Run]] = {name: [] for name in ("job", "engine", *peers)}
         for number, order in enumerate(alternating(list(runs), rounds), 1):
             for name in order:
                 say(f"round {number} of {rounds}: {name}")
                 if name == "job":
-                    runs[name].append(_run_job(job_file, place / f"out-{number}"))
+                    runs[name].append(_run_job(job_file, work_folder / f"out-{number}"))
                 elif name == "engine":
                     runs[name].append(_run_engine(job_file))
                 else:
-                    output = place / f"{name}-{number}"
+                    output = work_folder / f"{name}-{number}"
                     runs[name].append(_run_peer(peers[name], PEERS[name], job_file, output, runs["job"][0]))
     first = runs["job"][0]
     ours = runs["job"] + runs["engine"]
@@ -156,7 +158,7 @@ def bench_job(
     if first.dtype == "float32" and (equal < rows or len(first.answers) != rows):
         raise PipelineError(f"{rows - equal} of {rows} float32 completions of the job and of the engine alone differ")
     return JobBench(
-        found.about,
+        bench.about,
         rows,
         first.prompt_tokens,
         first.cached_tokens,
@@ -177,7 +179,7 @@ class _Run:
     cached_tokens: int
     generated_tokens: int
     dtype: str
-    answers: Mapping[Row, str]  # a digest of each completion; empty for a peer
+    answers: Mapping[Row, str]  # digest of each completion; empty for a peer
 
 
 def _cell(seconds: list[float | None]) -> str:
@@ -186,34 +188,34 @@ def _cell(seconds: list[float | None]) -> str:
 
 
 def answer_digest(text: str, num_tokens: int, finish_reason: str) -> str:
-    """Return a digest that two completions share exactly when they are the same."""
+    """Return a digest that is equal for equal completions."""
     return hashlib.sha256(f"{num_tokens} {finish_reason} {text}".encode()).hexdigest()[:16]
 
 
-def _write_job(place: Path, model: Path, rows: int, dtype: str, budgets: tuple[int, int] | None) -> Path:
-    """Write the job's file next to its input. `budgets`: of each row, EOS ignored; None: until EOS."""
-    (place / "in").mkdir()
-    wanted = [n.output for n in workload(rows, 120, budgets or (REPORT_TOKENS, REPORT_TOKENS)).lengths()]
+def _write_job(work_folder: Path, model: Path, rows: int, dtype: str, output_tokens: tuple[int, int] | None) -> Path:
+    """Write the input and the job file. output_tokens: bounds of each row's tokens, ignoring EOS; None stops at EOS."""
+    (work_folder / "in").mkdir()
+    max_tokens = [n.output for n in workload(rows, 120, output_tokens or (REPORT_TOKENS, REPORT_TOKENS)).lengths()]
     table = pa.table(
         {
             "prompt": [make_report("job", index).prompt for index in range(rows)],
-            "max_tokens": pa.array(wanted, pa.int32()),
+            "max_tokens": pa.array(max_tokens, pa.int32()),
         }
     )
     per_file = -(-rows // NUM_FILES)
     for number, start in enumerate(range(0, rows, per_file)):
         part = table.slice(start, per_file)
-        pq.write_table(part, place / "in" / f"reports-{number:02d}.parquet", row_group_size=ROW_GROUP)
+        pq.write_table(part, work_folder / "in" / f"reports-{number:02d}.parquet", row_group_size=ROW_GROUP)
     job = {
         "name": "bench",
-        "input": {"path": str(place / "in"), "columns": []},
+        "input": {"path": str(work_folder / "in"), "columns": []},
         "prompt": {"column": "prompt"},
         "model": {"path": str(model)},
         "engine": {"dtype": dtype},
-        "sampling": {"max_tokens": {"column": "max_tokens"}, "ignore_eos": budgets is not None},
-        "output": {"path": str(place / "out")},
+        "sampling": {"max_tokens": {"column": "max_tokens"}, "ignore_eos": output_tokens is not None},
+        "output": {"path": str(work_folder / "out")},
     }
-    path = place / "job.yaml"
+    path = work_folder / "job.yaml"
     path.write_text(json.dumps(job))  # JSON is YAML too
     return path
 
@@ -241,7 +243,7 @@ def _run_job(job_file: Path, output: Path) -> _Run:
 
 
 def _times_of(run: RunRecord, whole_s: float) -> Times:
-    """A run of one actor, whose phases begin with the run and end with its graph."""
+    """Return the times of a run with one actor, whose phases begin with the run and end with its graph."""
     assert len(run.actors) == 1
     startup_us, load_us = run.phase_us("startup"), run.phase_us("load")
     work_s = (run.machine_us - startup_us - load_us) / 1e6
@@ -251,26 +253,28 @@ def _times_of(run: RunRecord, whole_s: float) -> Times:
 
 
 def _run_engine(job_file: Path) -> _Run:
-    threads = str(available_cores())  # what a job of one actor gives its engine
-    found, whole_s = _measured(
+    threads = str(available_cores())  # the same as a job with one actor gives its engine
+    result, whole_s = _measured(
         [sys.executable, "-m", "pipeline.bench.engine_alone", str(job_file)],
         child_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads, NUMBA_NUM_THREADS=threads),
     )
-    startup_s = whole_s - found["load_s"] - found["tokenize_s"] - found["work_s"] - found["end_s"]
-    rate = found["generated_tokens"] / found["work_s"]
+    startup_s = whole_s - result["load_s"] - result["tokenize_s"] - result["work_s"] - result["end_s"]
+    rate = result["generated_tokens"] / result["work_s"]
     return _Run(
-        Times(startup_s, found["load_s"], found["work_s"], found["idle_s"], found["end_s"], whole_s, rate),
-        found["prompt_tokens"],
-        found["cached_tokens"],
-        found["generated_tokens"],
-        found["dtype"],
-        {(file, row): answer for file, row, answer in found["answers"]},
+        Times(startup_s, result["load_s"], result["work_s"], result["idle_s"], result["end_s"], whole_s, rate),
+        result["prompt_tokens"],
+        result["cached_tokens"],
+        result["generated_tokens"],
+        result["dtype"],
+        {(file, row): answer for file, row, answer in result["answers"]},
     )
 
 
 def _run_peer(python: str, driver: Path, job_file: Path, output: Path, ours: _Run) -> _Run:
-    """A peer in an environment of its own, on the input and in the type of our own run. Raises PipelineError when it
-    did other work."""
+    """Run a peer in its own environment on the job's input and in the dtype of `ours`.
+
+    Raises PipelineError when it completed a different amount of work.
+    """
     job = json.loads(job_file.read_text())
     request = {
         "model": job["model"]["path"],
@@ -283,19 +287,19 @@ def _run_peer(python: str, driver: Path, job_file: Path, output: Path, ours: _Ru
     }
     request_file = output.with_suffix(".json")
     request_file.write_text(json.dumps(request))
-    found, whole_s = _measured([python, str(driver), str(request_file)])
-    tokens = found["generated_tokens"]
-    if found["rows"] != len(ours.answers) or (request["ignore_eos"] and tokens != ours.generated_tokens):
+    result, whole_s = _measured([python, str(driver), str(request_file)])
+    tokens = result["generated_tokens"]
+    if result["rows"] != len(ours.answers) or (request["ignore_eos"] and tokens != ours.generated_tokens):
         raise PipelineError(
-            f"{driver.stem} completed {found['rows']} rows with {tokens} tokens, the job {len(ours.answers)} with "
+            f"{driver.stem} completed {result['rows']} rows with {tokens} tokens, the job {len(ours.answers)} with "
             f"{ours.generated_tokens}: they cannot be compared"
         )
-    startup_s, work_s = found["startup_s"], found["work_s"]
+    startup_s, work_s = result["startup_s"], result["work_s"]
     times = Times(startup_s, None, work_s, None, max(0.0, whole_s - startup_s - work_s), whole_s, tokens / work_s)
-    return _Run(times, found["prompt_tokens"], 0, tokens, found["dtype"], {})
+    return _Run(times, result["prompt_tokens"], 0, tokens, result["dtype"], {})
 
 
 def _measured(command: list[str], environment: Mapping[str, str] | None = None) -> tuple[dict[str, Any], float]:
-    """Return the JSON of a process's last line, and its seconds."""
+    """Return the JSON of a process's last line, and the process's seconds."""
     began = time.perf_counter()
     return last_line(command, environment), time.perf_counter() - began

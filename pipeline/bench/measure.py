@@ -1,4 +1,4 @@
-"""Figures that can be compared: medians with their spread, ratios of pairs, the facts of the machine, and tables."""
+"""Medians with their spread, paired ratios, facts about the machine, and tables."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pipeline.errors import PipelineError
-from pipeline.formatting import table as drawn_table
+from pipeline.formatting import table as format_table
 from pipeline.machine.host import VECTOR_FLAGS, available_cores, package_versions, processor
 
 PACKAGES = ("torch", "transformers", "numba", "ray")
@@ -22,7 +22,7 @@ PACKAGES = ("torch", "transformers", "numba", "ray")
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and range of some repetitions."""
+    """Median and range of repeated measurements."""
 
     median: float
     low: float
@@ -35,27 +35,29 @@ class Spread:
         return cls(median(values), min(values), max(values), len(values))
 
     def to_text(self, digits: int = 2) -> str:
-        """`1.23 (1.10 to 1.31)`, without the bounds where there was one repetition."""
+        """Return `1.23 (1.10 to 1.31)`, or only `1.23` for a single repetition."""
         if self.count == 1:
             return f"{self.median:,.{digits}f}"
         return f"{self.median:,.{digits}f} ({self.low:,.{digits}f} to {self.high:,.{digits}f})"
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """ours / theirs, each pair taken in the same round: what slows the machine for a while slows both."""
+    """Return the spread of ours / theirs, paired by round, since a temporary slowdown affects both."""
     assert len(ours) == len(theirs)
     return Spread.of([a / b for a, b in zip(ours, theirs)])
 
 
 def alternating(names: Sequence[str], rounds: int) -> list[list[str]]:
-    """Return the order of each round: every other one backwards, so that none always runs on the warmer machine."""
+    """Return the order of each round. Every other round is reversed, so that none always runs on a warmer machine."""
     return [list(names) if number % 2 == 0 else list(reversed(names)) for number in range(rounds)]
 
 
 def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return a head and a line for each row. columns: `name <8 | seconds >9.2f`, the head of each column and the format
-    of its values. A column is as wide as its format says, or as its longest value. None is an empty cell; text is shown
-    unchanged."""
+    """Return a header line and one line per row.
+
+    columns: the header and the format of each column, like `name <8 | seconds >9.2f`. A column is at least as wide as
+    its format says and as its longest value. None is an empty cell. Text ignores the column's number format.
+    """
     parts = [column.rpartition(" ") for column in columns.split(" | ")]
     formats = [spec for _, _, spec in parts]
     widths = [spec[0] + re.findall(r"\d+", spec)[0] for spec in formats]
@@ -67,20 +69,22 @@ def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:
         ]
 
     head = cells([head.strip() for head, _, _ in parts])
-    return drawn_table(map(cells, rows), head=head, sides="".join(spec[0] for spec in formats)).split("\n")
+    return format_table(map(cells, rows), head=head, sides="".join(spec[0] for spec in formats)).split("\n")
 
 
 def last_line(command: list[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Run a process and return its last line, as JSON. `environment` None is this process's. Raises PipelineError with
-    the end of its standard error."""
+    """Run a process and return its last output line, parsed as JSON. `environment` defaults to this process's.
+
+    Raises PipelineError with the end of its standard error when it fails.
+    """
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
-        raise PipelineError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+        raise PipelineError(f"{' '.join(command)} exited with code {done.returncode}: {done.stderr.strip()[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def machine_facts() -> dict[str, str]:
-    """Processor, cores, load and versions, without which a figure says nothing."""
+    """Return the processor, cores, load and package versions to report with a measurement."""
     model, flags = processor()
     return {
         "cpu": f"{model} ({', '.join(flag for flag in VECTOR_FLAGS if flag in flags) or 'no AVX2'})",
@@ -92,7 +96,7 @@ def machine_facts() -> dict[str, str]:
 
 
 def use_threads(threads: int | None) -> None:
-    """Set the threads of this process, so that an engine and its contenders have the same. None: torch's choice."""
+    """Set torch's threads in this process, so that all engines use the same number. None keeps torch's default."""
     if threads is not None:
         torch.set_num_threads(min(threads, os.cpu_count() or 1))
 
@@ -102,11 +106,11 @@ def facts_to_text(facts: dict[str, str]) -> str:
 
 
 def fastest(call: Callable[[], object], passes: int, min_s: float = 0.0) -> float:
-    """Return the least seconds of some passes after one that warms up, and of more until all took `min_s`."""
+    """Return the shortest call's seconds, after a warm-up call. Makes at least `passes` calls, of `min_s` in total."""
     call()
-    taken: list[float] = []
-    while len(taken) < passes or sum(taken) < min_s:
+    seconds: list[float] = []
+    while len(seconds) < passes or sum(seconds) < min_s:
         start = time.perf_counter()
         call()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

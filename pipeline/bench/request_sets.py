@@ -1,8 +1,8 @@
 """Requests for benchmarks: sets of fixed lengths with new prompts in each round, or the demonstration job's rows.
 
-Each request of a set has its own number of output tokens and ignores EOS, so every engine does the same work. Lengths
-follow from a seed; the tokens also from the round, so that no round finds another's prompts in a prefix cache. Of a set
-with a shared prefix, all prompts of a round begin alike.
+Each request of a set has its own number of output tokens and ignores EOS, so every engine does the same work. A seed
+determines the lengths. The seed and the round determine the tokens, so that no round finds another round's prompts in
+a prefix cache. If a set has a shared prefix, all prompts of a round begin with the same tokens.
 """
 
 import zlib
@@ -18,14 +18,14 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.roofline.job_simulation import RequestTokens
 
 SEED = 7
-SIGMA = 0.5  # of the logarithm of lognormal lengths: the longest of 48 has about 3 times the median
+SIGMA = 0.5  # standard deviation of the lengths' logarithm: the longest of 48 is about 3 times the median
 REPORT_TOKENS = 96  # as in the demonstration job
-FIRST_TOKEN = 16  # below are the control tokens of usual tokenizers
+FIRST_TOKEN = 16  # usual tokenizers have control tokens below
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """Exactly `max_tokens` tokens are wanted; unless `ignore_eos` is false, when EOS ends it before."""
+    """Request for exactly `max_tokens` tokens, or up to `max_tokens` where `ignore_eos` is false."""
 
     prompt_token_ids: list[int]
     max_tokens: int
@@ -42,10 +42,10 @@ def run_requests(
     shares_prefixes: bool,
     after_step: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """Return each request's tokens, in their order; all are added at once.
+    """Add all requests at once, step the engine until they finish, and return their tokens in order.
 
-    Raises PipelineError when a request fails, does not get its tokens, or is found in the prefix cache where it must
-    not be.
+    Raises PipelineError when a request fails, ends with fewer tokens than it requires, or hits the prefix cache
+    although `shares_prefixes` is false.
     """
     token_ids: list[list[int]] = [[] for _ in requests]
     for number, request in enumerate(requests):
@@ -56,20 +56,20 @@ def run_requests(
         for completion in completions:
             number, tokens = completion.row_id, completion.token_ids
             assert isinstance(number, int)
-            why = completion.error_message
-            if why is None and requests[number].ignore_eos and len(tokens) != requests[number].max_tokens:
-                why = f"{len(tokens)} of {requests[number].max_tokens} tokens"
-            if why is not None:
-                raise PipelineError(f"request {number} failed: {why}")
+            failure = completion.error_message
+            if failure is None and requests[number].ignore_eos and len(tokens) != requests[number].max_tokens:
+                failure = f"{len(tokens)} of {requests[number].max_tokens} tokens"
+            if failure is not None:
+                raise PipelineError(f"request {number} failed: {failure}")
             if completion.num_cached_tokens and not shares_prefixes:
-                raise PipelineError(f"request {number} was found in the prefix cache: not a fresh round")
+                raise PipelineError(f"request {number} hit the prefix cache: not a fresh round")
             token_ids[number] = tokens
     return token_ids
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """From `low` to `high` tokens: uniform, or lognormal around `median` and cut off at both ends."""
+    """Distribution of lengths from `low` to `high` tokens: uniform, or lognormal around `median` and clipped."""
 
     low: int
     high: int
@@ -77,7 +77,7 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if not 1 <= self.low <= self.high:
-            raise ConfigError(f"{self.low}-{self.high} tokens: expected from 1 on, the larger number last")
+            raise ConfigError(f"{self.low}-{self.high} tokens: expected LOW-HIGH with 1 <= LOW <= HIGH")
 
     def sample(self, rng: np.random.Generator, count: int) -> np.ndarray:
         if self.median is None:
@@ -95,8 +95,11 @@ class Lengths:
 
 @dataclass(frozen=True)
 class RequestSet:
-    """`count` requests. `prompt` is what each has for itself, after the `shared_prefix` tokens that all have. seed: of
-    the lengths; else the set's name gives it."""
+    """Set of `count` requests.
+
+    prompt: lengths after the `shared_prefix` tokens that all prompts share. seed: of lengths and tokens; derived from
+    the set's name if empty.
+    """
 
     name: str
     count: int
@@ -106,13 +109,13 @@ class RequestSet:
     seed: tuple[int, ...] = ()
 
     def lengths(self) -> list[RequestTokens]:
-        """Of each whole prompt and output; the same at every call."""
+        """Return the lengths of each prompt, shared prefix included, and output. Every call returns the same."""
         rng = self._random()
         prompts = self.shared_prefix + self.prompt.sample(rng, self.count)
         return [RequestTokens(p, o) for p, o in zip(prompts.tolist(), self.output.sample(rng, self.count).tolist())]
 
     def round(self, name: str, vocab_size: int) -> list[BenchRequest]:
-        """The requests of one round; another name has other prompts of the same lengths."""
+        """Return the requests of one round. Other names give other prompts of the same lengths."""
         rng = self._random(name)
         shared = rng.integers(FIRST_TOKEN, vocab_size, self.shared_prefix).tolist()
         return [
@@ -121,12 +124,12 @@ class RequestSet:
         ]
 
     def one(self, name: str, output_tokens: int, vocab_size: int) -> BenchRequest:
-        """A request of median length that is in no round."""
+        """Return a request of median length that is in no round."""
         prompt = self.prompt.median or self.prompt.high
         return BenchRequest(self._random("one", name).integers(FIRST_TOKEN, vocab_size, prompt).tolist(), output_tokens)
 
     def smaller(self, count_by: int, tokens_by: int) -> "RequestSet":
-        """The same kind of work with fewer and shorter requests; at least one of at least one token."""
+        """Return a set with fewer and shorter requests: at least one, of at least one token."""
         return replace(
             self,
             count=max(self.count // count_by, 1),
@@ -137,20 +140,21 @@ class RequestSet:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and output."""
+        """Return the tokens of the longest request, prompt and output together."""
         return max(n.prompt + n.output for n in self.lengths())
 
     def to_text(self) -> str:
         shared = f"{self.shared_prefix:,} shared and " if self.shared_prefix else ""
         lengths = self.lengths()
         return (
-            f"{self.name}: {self.count:,} requests, {shared}{self.prompt.to_text()} tokens in, {self.output.to_text()} "
-            f"out; {sum(n.prompt for n in lengths):,} in, {sum(n.output for n in lengths):,} out together"
+            f"{self.name}: {self.count:,} requests, {shared}{self.prompt.to_text()} prompt tokens, "
+            f"{self.output.to_text()} output tokens; "
+            f"{sum(n.prompt for n in lengths):,} in, {sum(n.output for n in lengths):,} out in total"
         )
 
-    def _random(self, *of: str) -> np.random.Generator:
+    def _random(self, *names: str) -> np.random.Generator:
         seed = self.seed or (SEED, zlib.crc32(self.name.encode()))
-        return np.random.default_rng([*seed, *(zlib.crc32(name.encode()) for name in of)])
+        return np.random.default_rng([*seed, *(zlib.crc32(name.encode()) for name in names)])
 
 
 REQUEST_SETS = {
@@ -173,34 +177,34 @@ def find_set(name: str) -> RequestSet:
 
 
 def workload(requests: int, prompt_tokens: int, output_tokens: tuple[int, int]) -> RequestSet:
-    """Ragged prompts around `prompt_tokens`, and uniform numbers of output tokens."""
+    """Return a set of ragged prompts around `prompt_tokens` tokens, with uniform numbers of output tokens."""
     prompts = Lengths(min(4, prompt_tokens), 6 * prompt_tokens, prompt_tokens)
     return RequestSet("workload", requests, prompts, Lengths(*output_tokens), seed=(0, 1))
 
 
 @dataclass(frozen=True)
 class Reports:
-    """Rows of the demonstration job, which begin with the same words and end by themselves; each round has others.
+    """Rows of the demonstration job, which begin with the same words and stop at EOS. Each round has other rows.
 
-    `encode` is the tokenizer's. Only for the demonstration model: another would not end, or know the words.
+    encode: the tokenizer's method. Only the demonstration model knows the words and stops.
     """
 
     count: int
     encode: Callable[[Sequence[str]], list[list[int]]]
 
     def round(self, name: str) -> list[BenchRequest]:
-        """The rows of round `name`, a number."""
+        """Return the rows of a round. `name` is the round's number."""
         first = int(name) * self.count
         texts = [make_report("job", index).prompt for index in range(first, first + self.count)]
         return [BenchRequest(tokens, REPORT_TOKENS, ignore_eos=False) for tokens in self.encode(texts)]
 
     def one(self, name: str, output_tokens: int) -> BenchRequest:
-        """A single row that is in no round; `output_tokens` at most."""
+        """Return a row that is in no round, with up to `output_tokens` tokens."""
         tokens = self.encode([make_report("job", 1_000_000 + int(name)).prompt])[0]
         return BenchRequest(tokens, output_tokens, ignore_eos=False)
 
     def to_text(self) -> str:
         return (
-            f"{self.count} rows of the demonstration job a round, other ones each round; their shared first words "
+            f"{self.count} rows of the demonstration job, other rows in each round; their shared first words "
             f"may be cached; greedy, until EOS or {REPORT_TOKENS} tokens"
         )

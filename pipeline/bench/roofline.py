@@ -1,7 +1,7 @@
-"""Steps and jobs of a card by the cost model, for a model and the fixed request sets. Needs no card.
+"""Predict steps and jobs on a card with the cost model, for a model and the fixed request sets. Needs no card.
 
-With the shares that kernels reach, and the paths that the engine takes, figures are predictions. They are bounds where
-all shares are 1 and every linear takes its fastest path: no engine is faster.
+With the measured utilization of kernels and the engine's own paths, the figures are predictions. With a utilization of
+1 and the fastest path for every linear, they are bounds: no engine is faster.
 """
 
 from collections.abc import Sequence
@@ -36,15 +36,18 @@ from pipeline.roofline.job_simulation import Batching, JobSeconds, kv_room, simu
 from pipeline.roofline.shares import BOUND, MEASURED, source
 
 CONTEXT = 1024  # of each sequence in the table of steps
-DECODING = (1, 16, 64, 256, 1024)  # sequences that compute one token each
+DECODING = (1, 16, 64, 256, 1024)  # sequences that decode one token each
 PROMPTS = 8  # prompts of CONTEXT tokens in one step
 BLOCK_SIZE = 64  # of the KV cache on a card
 
 
 @dataclass(frozen=True)
 class Serving:
-    """How steps are served. paths: `engine`, which goes by its crossover and keeps 16-bit weights next to int4 ones by
-    its own rule, or the `fastest` of all. shared_reads: of a prefix, `once` a step or once for `each` sequence."""
+    """Settings of the engine that the cost model predicts.
+
+    paths: `engine` uses the engine's crossover and its rule for keeping 16-bit weights next to int4 ones; `fastest`
+    uses the fastest path of each linear. shared_reads: a shared prefix is read `once` a step or by `each` sequence.
+    """
 
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 8192
@@ -58,10 +61,10 @@ class Serving:
 
     def to_text(self) -> str:
         return (
-            f"Linears by the path that {'the engine takes' if self.paths == 'engine' else 'is fastest'}, activations "
-            f"{'in 16 bit' if self.activation_dtype == 'auto' else 'in fp8'}; KV cache in "
-            f"{'16 bit' if self.kv_cache_dtype == 'auto' else 'fp8'}, a prefix that sequences share is read "
-            f"{'once a step' if self.shared_reads == 'once' else 'by each of them'}."
+            f"Linears use {'the path that the engine takes' if self.paths == 'engine' else 'the fastest path'}, with "
+            f"activations in {'16 bit' if self.activation_dtype == 'auto' else 'fp8'}; the KV cache is in "
+            f"{'16 bit' if self.kv_cache_dtype == 'auto' else 'fp8'}; a shared prefix is read "
+            f"{'once a step' if self.shared_reads == 'once' else 'by each sequence'}."
         )
 
 
@@ -74,8 +77,10 @@ class StepBound:
 
 @dataclass(frozen=True)
 class JobBound:
-    """A request set on a card; `job` is None where the model or a request does not fit its memory, or `lacks` says what
-    the card has not."""
+    """Request set on a card.
+
+    job: None if the model or a request does not fit the memory, or the card lacks a feature. lacks: that feature.
+    """
 
     card: str
     requests: str
@@ -97,7 +102,7 @@ class RooflineBench:
 
     @property
     def has_choice(self) -> bool:
-        """Of paths of its linears."""
+        """Return whether linears have several paths to choose from."""
         return any(bound.weights.startswith("int4") for bound in self.jobs)
 
     @property
@@ -111,11 +116,11 @@ class RooflineBench:
     def to_text(self) -> str:
         reached = "kernels at the data sheet" if self.reached == BOUND else source([card.name for card in self.cards])
         lines = [
-            f"By the cost model, nothing was run: {self.model}.",
+            f"Predicted by the cost model; nothing was run: {self.model}.",
             self.serving.to_text(),
-            f"{reached[0].upper()}{reached[1:]}." + (" A bound: nothing is faster." if self.is_bound else ""),
+            f"{reached[0].upper()}{reached[1:]}." + (" A bound: no engine is faster." if self.is_bound else ""),
             "",
-            f"Steps, milliseconds; contexts of {CONTEXT:,} tokens. Attention counts the longer of products and KV.",
+            f"Steps in milliseconds, contexts of {CONTEXT:,} tokens. Attention is the maximum of compute and KV reads.",
         ]
         steps = [
             (b.card, b.work, *(part * 1e3 for part in (s.total_s, s.linears_s, s.attention_s, s.kv_s, s.head_s)))
@@ -127,13 +132,13 @@ class RooflineBench:
             lines += [_crossover(card) for card in self.cards]
         lines += [
             "",
-            "Whole jobs. tail: seconds in which fewer requests were left than half of the most at once.",
+            "Whole jobs. tail: seconds with fewer requests left than half of the maximum at once.",
         ]
         rows = []
         for bound in self.jobs:
             name, j = (bound.card, bound.requests, bound.weights), bound.job
             if j is None:
-                lacks = bound.lacks or f"does not fit: {bound.kv_tokens:,} tokens of room next to the weights"
+                lacks = bound.lacks or f"does not fit: the KV cache has room for {bound.kv_tokens:,} tokens"
                 rows.append((*name, lacks, *[None] * 5))
             else:
                 rates = j.output_tokens_per_s, j.tokens_per_s
@@ -146,8 +151,8 @@ class RooflineBench:
 def _crossover(card: Card) -> str:
     at = crossover_of(card.compute_capability)
     return (
-        f"{card.name}: the int4 product up to {at.cached} tokens where 16-bit weights are kept, {at.scratch} where "
-        f"they are not ({at.source})."
+        f"{card.name}: int4 kernel up to {at.cached} tokens with 16-bit weights kept, up to {at.scratch} without "
+        f"({at.source})."
     )
 
 
@@ -158,12 +163,12 @@ def bench_roofline(
     serving: Serving = Serving(),
     reached: Reached = MEASURED,
 ) -> RooflineBench:
-    """Steps and jobs of `model` (a shape's name or a checkpoint) on `cards` (beginnings of their names; else all).
+    """Predict steps and jobs of `model` (a shape's name or a checkpoint) on `cards` (prefixes of names; empty: all).
 
-    Raises ConfigError for a card or request set that is not there and for activations that the weights have no form
-    for, ModelError for the checkpoint.
+    Raises ConfigError for an unknown card or request set and for an activation dtype that the weights do not support,
+    ModelError for a checkpoint that cannot be read.
     """
-    size, weights, about = model_size(model, serving.activation_dtype)
+    size, weights, description = model_size(model, serving.activation_dtype)
     chosen = tuple(dict.fromkeys(find_card(name) for name in cards)) or load_cards()
     sets = [find_set(name) for name in requests] or list(REQUEST_SETS.values())
     steps: list[StepBound] = []
@@ -180,13 +185,13 @@ def bench_roofline(
             for work, tokens in _steps()
         ]
     texts = tuple(each.to_text() for each in sets)
-    return RooflineBench(about, serving, reached, chosen, tuple(steps), tuple(jobs), texts)
+    return RooflineBench(description, serving, reached, chosen, tuple(steps), tuple(jobs), texts)
 
 
 def model_size(name: str, activation_dtype: str = "auto") -> tuple[DecoderSize, Weights, str]:
-    """Sizes and weights of a shape, without writing it, or of a checkpoint, and what to say of it.
+    """Return sizes, weights and a description of a shape, without writing it, or of a checkpoint.
 
-    Raises ConfigError for activations that the weights have no form for.
+    Raises ConfigError for an activation dtype that the weights do not support.
     """
     if name in NAMES:
         shape = SHAPES[name.removesuffix("-awq")]
@@ -194,13 +199,13 @@ def model_size(name: str, activation_dtype: str = "auto") -> tuple[DecoderSize, 
             shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.vocab
         )
         weights = replace(AWQ, group_size=GROUP, fp8=activation_dtype == "fp8") if name.endswith("-awq") else DENSE
-        about = f"shape {name}"
+        description = f"shape {name}"
     else:
         config = read_config(locate_model(name))
-        size, weights, about = config.size, config.weights_on_card(activation_dtype), f"model {name}"
+        size, weights, description = config.size, config.weights_on_card(activation_dtype), f"model {name}"
     if activation_dtype != "auto" and not weights.fp8:
         raise no_such_weight(activation_dtype, "16- or 32-bit weights")
-    return size, weights, about
+    return size, weights, description
 
 
 def _steps() -> list[tuple[str, StepTokens]]:
@@ -214,7 +219,7 @@ def _steps() -> list[tuple[str, StepTokens]]:
 def _kinds(
     size: DecoderSize, weights: Weights, ceilings: Ceilings, serving: Serving, served: Crossover
 ) -> list[tuple[str, Weights]]:
-    """What the weights may be kept as, by name: one by the engine's rules, else all that there is to choose from."""
+    """Return names and layouts of the weights: the engine's choice, or all layouts for the `fastest` paths."""
     if weights.fp8 or not weights.int4:
         return [("fp8" if weights.fp8 else "16 bit", weights)]
     if serving.paths == "fastest":
@@ -226,12 +231,13 @@ def _kinds(
 def _job(
     work: RequestSet, size: DecoderSize, weights: Weights, ceilings: Ceilings, serving: Serving, served: Crossover
 ) -> JobBound:
-    """Of several kinds of weights the one that ends soonest."""
+    """Simulate a request set with each layout of the weights and return the fastest job."""
     if weights.fp8 and ceilings.fp8_flops_per_s is None:
         needed = ".".join(map(str, MIN_CAPABILITY))
-        return JobBound(ceilings.name, work.name, "fp8", 0, None, f"has no fp8: compute capability {needed} does")
+        lacks = f"has no fp8, which needs compute capability {needed}"
+        return JobBound(ceilings.name, work.name, "fp8", 0, None, lacks)
     value_bytes = serving.value_bytes(size)
-    found: list[JobBound] = []
+    bounds: list[JobBound] = []
     for name, kind in _kinds(size, weights, ceilings, serving, served):
         room = kv_room(size, kind, ceilings, kv_value_bytes=value_bytes)
         job = None
@@ -240,5 +246,5 @@ def _job(
             once = serving.shared_reads == "once"
             lengths = work.lengths()
             job = simulate_job(lengths, size, kind, ceilings, batching, work.shared_prefix, value_bytes, once)
-        found.append(JobBound(ceilings.name, work.name, name, room, job))
-    return min(found, key=lambda bound: float("inf") if bound.job is None else bound.job.wall_s)
+        bounds.append(JobBound(ceilings.name, work.name, name, room, job))
+    return min(bounds, key=lambda bound: float("inf") if bound.job is None else bound.job.wall_s)

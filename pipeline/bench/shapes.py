@@ -1,9 +1,9 @@
 """Checkpoints of named shapes with random weights, for benchmarks without a real model.
 
-A shape's speed does not depend on what its weights say, so random ones serve; their completions mean nothing. Written
-once into a cache folder, shard by shard (no more than one shard is in memory), from fixed seeds, and renamed into place
-when whole. The vocabulary is 32,000 tokens, less than the real models have; `llama3-8b` has the real one. The tokenizer
-is the demonstration model's, filled up with numbered words.
+A shape's speed does not depend on the values of its weights, so random weights suffice; completions are meaningless.
+A checkpoint is written once into a cache folder from fixed seeds, with up to one shard in memory, and renamed when it
+is complete. The vocabulary has 32,000 tokens, fewer than the real models', except for `llama3-8b`, which has the real
+size. The tokenizer is the demonstration model's, padded with numbered words.
 """
 
 import hashlib
@@ -34,12 +34,12 @@ from pipeline.weights.tensor_reader import StoredLinear
 SHARD_BYTES = 512 << 20
 GROUP = 128
 SEED = 20_261_121
-VERSION = 3  # another number is another cache entry: raise it when what is written changes
+VERSION = 3  # part of the cache key: increment it when the written files change
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder, and the checkpoint type that has them."""
+    """Sizes and model type of a decoder."""
 
     model_type: str
     hidden: int
@@ -55,7 +55,7 @@ class Shape:
     vocab: int = 32_000
 
     def config(self, awq: bool) -> dict[str, Any]:
-        """config.json as transformers 5 writes it."""
+        """Return config.json as transformers 5 writes it."""
         name = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[self.model_type]
         config: dict[str, Any] = {
             "architectures": [name],
@@ -90,7 +90,7 @@ class Shape:
         return config
 
     def linears(self) -> list[tuple[str, int, int]]:
-        """Name in the layer, inputs and outputs of each linear of a layer."""
+        """Return the name in the layer, inputs and outputs of each linear of a layer."""
         q, kv, h, f = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden, self.intermediate
         return [
             ("self_attn.q_proj", h, q),
@@ -114,28 +114,28 @@ NAMES = (*SHAPES, *(f"{name}-awq" for name in SHAPES))
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A folder to measure, and what to say of it."""
+    """Checkpoint folder to measure, and its description."""
 
     folder: Path
     about: str
 
 
 def bench_model(name: str, folder: str | None = None, say: Callable[[str], None] = lambda text: None) -> BenchModel:
-    """The checkpoint that `name` means: a shape of NAMES (written below `folder`, else the cache, where it is not there
-    already), `demo`, `demo:target-awq`, a path or a Hugging Face id.
+    """Return the checkpoint `name`: a shape of NAMES, `demo`, `demo:target-awq`, a path or a Hugging Face id.
 
-    Raises OutputError when the disk does not take it, ModelError for what is not there.
+    Writes a missing shape into `folder`, or into the cache by default. Raises OutputError when it cannot be written,
+    ModelError for a missing checkpoint.
     """
     if name not in NAMES:
         return BenchModel(locate_model(name), f"model {name}")
     shape, awq = SHAPES[name.removesuffix("-awq")], name.endswith("-awq")
-    about = f"shape {name}, random weights{' (AWQ int4, groups of 128)' if awq else ''}, vocabulary {shape.vocab:,}"
+    kind = f"random weights{' (AWQ int4, groups of 128)' if awq else ''}"
     root = Path(os.path.expanduser(folder)) if folder is not None else cache_root() / "bench"
-    place = root / f"{name}-{_digest(shape)}"
-    if not place.is_dir():
-        say(f"writing a random checkpoint of shape {name} to {place}")
-        _whole_or_not_at_all(place, lambda there: write_shape(there, shape, awq))
-    return BenchModel(place, about)
+    target = root / f"{name}-{_digest(shape)}"
+    if not target.is_dir():
+        say(f"writing a random checkpoint of shape {name} to {target}")
+        _write_atomically(target, lambda folder: write_shape(folder, shape, awq))
+    return BenchModel(target, f"shape {name}, {kind}, vocabulary {shape.vocab:,}")
 
 
 def write_shape(folder: Path, shape: Shape, awq: bool) -> None:
@@ -147,16 +147,16 @@ def write_shape(folder: Path, shape: Shape, awq: bool) -> None:
 
 
 def dequantized(folder: Path, dtype: torch.dtype, say: Callable[[str], None] = lambda text: None) -> Path:
-    """The folder in the cache that holds an AWQ checkpoint's weights as plain tensors of `dtype`, written once.
+    """Return the cache folder with an AWQ checkpoint's weights as plain tensors of `dtype`, written once.
 
-    A program without AWQ kernels computes the same model from it.
+    Engines without AWQ kernels compute the same model from it.
     """
     awq, name = read_config(folder).quantization, str(dtype).removeprefix("torch.")
     if not isinstance(awq, AwqFormat) or awq.version != "gemm":
-        raise ConfigError(f"{folder}: not an AWQ checkpoint of the gemm layout")
-    place = derived(folder, name)
-    if place.is_dir():
-        return place
+        raise ConfigError(f"{folder}: not an AWQ checkpoint with the gemm layout")
+    target = derived(folder, name)
+    if target.is_dir():
+        return target
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         checkpoint = Checkpoint(folder)
@@ -169,32 +169,32 @@ def dequantized(folder: Path, dtype: torch.dtype, say: Callable[[str], None] = l
             elif suffix not in SUFFIXES:
                 yield tensor, checkpoint.take(tensor).to(dtype)
 
-    def write(there: Path) -> None:
+    def write(destination: Path) -> None:
         config = read_json(folder / "config.json")
         config.pop("quantization_config", None)
-        there.joinpath("config.json").write_text(json.dumps(config | {"dtype": name}))
+        destination.joinpath("config.json").write_text(json.dumps(config | {"dtype": name}))
         replaced = ("config.json", *QUANTIZER_FILES)
         for file in folder.iterdir():
             if file.is_file() and file.name not in replaced and ".safetensors" not in file.name:
-                shutil.copy(file, there)
-        _write_shards(there, tensors())
+                shutil.copy(file, destination)
+        _write_shards(destination, tensors())
 
-    say(f"writing the weights of {folder.name} as {name} to {place}")
-    _whole_or_not_at_all(place, write)
-    return place
+    say(f"writing the weights of {folder.name} as {name} to {target}")
+    _write_atomically(target, write)
+    return target
 
 
 def derived(folder: Path, kind: str) -> Path:
-    """Where in the cache something made of a checkpoint lies, or is to be made."""
+    """Return the path in the cache of a conversion of a checkpoint, which may not exist yet."""
     tag = hashlib.sha256(f"{folder.resolve()} {VERSION}".encode()).hexdigest()[:8]
     return cache_root() / "bench" / f"{folder.name}-{tag}-{kind}"
 
 
 def _tensors(shape: Shape, awq: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a checkpoint in the order of the layers.
+    """Yield every tensor of a checkpoint in the order of the layers.
 
-    Norms are about 1; each linear keeps the size of what goes through it, so that layers outweigh the embedding and
-    completions vary instead of repeating one token: a comparison of them then says something.
+    Norms are about 1 and each linear preserves the magnitude of its inputs, so that layers outweigh the embedding.
+    Completions then vary instead of repeating one token, which makes comparing them meaningful.
     """
     random, bits = torch.Generator().manual_seed(SEED), np.random.default_rng(SEED)
 
@@ -205,7 +205,7 @@ def _tensors(shape: Shape, awq: bool) -> Iterator[tuple[str, torch.Tensor]]:
         return (torch.rand(size, generator=random) + 0.5).to(torch.bfloat16)
 
     def words(rows: int, columns: int) -> torch.Tensor:
-        """Eight values of 0 to 15 in each int32: even bits are even values, in whichever order they are packed."""
+        """Return int32 words of eight uniform values of 0 to 15. Uniform bits need no packing order."""
         return torch.from_numpy(np.frombuffer(bytearray(bits.bytes(rows * columns // 2)), dtype=np.int32)).view(
             rows, columns // 8
         )
@@ -215,7 +215,7 @@ def _tensors(shape: Shape, awq: bool) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{name}.weight", normal(outputs, inputs)
             return
         groups = inputs // GROUP
-        # values spread evenly over 0..15 have a deviation of 4.6
+        # uniform values of 0..15 have a standard deviation of 4.6
         scales_GN = (0.5 + torch.rand((groups, outputs), generator=random)) * (inputs**-0.5 / 4.6)
         yield f"{name}.qweight", words(inputs, outputs)
         yield f"{name}.qzeros", (words(groups, outputs) & 0x33333333) + 0x66666666  # 6 to 9
@@ -274,15 +274,15 @@ def _digest(shape: Shape) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _whole_or_not_at_all(place: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder under another name and rename it; another process may have done so first."""
-    there = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+def _write_atomically(target: Path, write: Callable[[Path], None]) -> None:
+    """Fill a temporary folder and rename it to `target`. Another process may create `target` first."""
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        there.mkdir(parents=True)
-        write(there)
-        there.rename(place)
+        partial.mkdir(parents=True)
+        write(partial)
+        partial.rename(target)
     except OSError as error:
-        if not place.is_dir():
-            raise OutputError(f"{place}: the checkpoint cannot be written ({error})") from None
+        if not target.is_dir():
+            raise OutputError(f"{target}: cannot write the checkpoint ({error})") from None
     finally:
-        shutil.rmtree(there, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""Speculative decoding against plain decoding: the same rows at several batch sizes, with drafts forced and by choice.
+"""Compare speculative with plain decoding on the same rows at several batch sizes, with forced and automatic drafts.
 
-All ways run on one engine, since the place of its memory changes times by a few percent; they differ in proposer and
-policy. Rows come as in a job: a batch at once, the next as soon as one has ended, and at the end a tail of ever fewer
-rows. Ways alternate within a round and all rounds have other rows; each way has proposers of its own, and prefixes are
-forgotten in between. Proposers and policy keep from round to round what they have learned, as in a long job; a round
-before the counted ones warms up. Plain steps run twice in a round, as a control: without noise the ratio of the two is
-1, and a way that is not further below 1 than that is not measurably slower.
+All modes run on one engine, since the location of its memory changes times by a few percent. They differ in proposer
+and policy. Rows are scheduled as in a job: a full batch, a new row whenever one finishes, and a shrinking tail. Modes
+alternate within a round, and each round has other rows. Each mode has its own proposers, and the prefix cache is
+cleared between modes. Proposers and policies keep their state between rounds, as in a long job. One uncounted round
+warms up. Plain decoding runs twice in each round as a control: without noise the ratio of the two is 1, and a mode
+whose ratio is no further below 1 is not measurably slower.
 """
 
 import itertools
@@ -29,14 +29,15 @@ from pipeline.errors import ConfigError, PipelineError
 PLAIN, NGRAM, DRAFT, AUTO, AGAIN = "plain", "lookup, forced", "draft model, forced", "auto", "plain again"
 TEXTS = ("reports", "extractive")
 OUTPUT_TOKENS = 96  # as in the demonstration job
-MIN_EQUAL = 0.98  # of the rows: a near-tie of two logits may go either way in a batch of another size
+MIN_EQUAL = 0.98  # share of the rows; a near-tie of two logits may resolve differently at another batch size
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way at one batch size, over the counted rounds. tail_s: from when no row waits any more.
+    """Result of one mode at one batch size, over the counted rounds.
 
-    tokens_per_step: that a sequence got in a step, on average. equal: rows whose tokens are those of plain steps.
+    tail_s: seconds after the last waiting row was scheduled. tokens_per_step: mean tokens of a sequence in a step.
+    equal: rows with the same tokens as plain decoding.
     """
 
     name: str
@@ -44,14 +45,14 @@ class Way:
     tail_s: tuple[float, ...]
     tokens: int
     tokens_per_step: float
-    draft_steps: float  # share of the steps
-    acceptance: float  # of the draft tokens
+    draft_steps: float  # share of steps with drafts
+    acceptance: float  # share of draft tokens
     equal: int
 
 
 @dataclass(frozen=True)
 class BatchSpeculation:
-    """rows: of a round."""
+    """Results of all modes at one batch size. rows: in each round."""
 
     batch: int
     rows: int
@@ -74,12 +75,12 @@ class SpeculationBench:
 
     def to_text(self) -> str:
         lines = [
-            f"{self.model} with and without drafts of up to {self.max_draft_tokens} tokens, by the draft model "
-            f"{self.draft} or by looking up; {self.dtype}.",
-            f"Rows: {_ABOUT[self.text]}; greedy, until EOS or {OUTPUT_TOKENS} tokens.",
+            f"{self.model} with and without drafts of up to {self.max_draft_tokens} tokens, from the draft model "
+            f"{self.draft} or n-gram lookup; {self.dtype}.",
+            f"Rows: {_TEXT_DESCRIPTIONS[self.text]}; greedy, until EOS or {OUTPUT_TOKENS} tokens.",
             facts_to_text(self.machine),
-            f"Rounds: {self.rounds}, in alternating order, other rows each; medians (least to most), ratios within a "
-            "round.",
+            f"Rounds: {self.rounds}, in alternating order, with other rows in each; medians (lowest to highest); "
+            "ratios within a round.",
             "",
         ]
         rows = []
@@ -91,9 +92,9 @@ class SpeculationBench:
                 drafted = (way.draft_steps, way.acceptance) if way.draft_steps else (None, None)
                 equal = f"{way.equal:,} of {batch.rows * self.rounds:,}"
                 rows.append((batch.batch, way.name, speed, *by_plain, way.tokens_per_step, *drafted, equal))
-        columns = "at once >7 | by <8 | tokens/s >8,.0f | by plain >19 | tail by plain >19 | tokens/step >11.2f"
+        columns = "at once >7 | mode <8 | tokens/s >8,.0f | speedup >19 | speedup of tail >19 | tokens/step >11.2f"
         lines += table(f"{columns} | steps drafted >13.0% | accepted >8.0% | equal >8", rows)
-        lines += ["", "by plain: how many times as fast as plain steps. tail: from when no row waits any more."]
+        lines += ["", "speedup: relative to plain decoding. tail: after the last waiting row was scheduled."]
         return "\n".join(lines)
 
 
@@ -109,14 +110,18 @@ def bench_speculation(
     threads: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> SpeculationBench:
-    """`rows`: of a round, at every batch size; else some for each, more where more run at once.
+    """Measure every mode at each batch size.
 
-    Raises PipelineError when drafts change tokens (in float32, but for near-ties).
+    rows: in each round at every batch size; None: max(32, 2 * batch size). Raises PipelineError when drafts change
+    tokens in float32, except for near-ties.
     """
     if text not in TEXTS:
         raise ConfigError(f"text {text!r}: expected one of {', '.join(TEXTS)}")
     if rounds < 1 or max_draft_tokens < 1 or min(batch_sizes, default=0) < 1:
-        raise ConfigError(f"{rounds} rounds, batches of {list(batch_sizes)}: expected at least 1 of each")
+        raise ConfigError(
+            f"{rounds} rounds, {max_draft_tokens} draft tokens, batches of {list(batch_sizes)}: "
+            "expected at least 1 of each"
+        )
     use_threads(threads)
     machine = machine_facts()
     done, resolved = [], ""
@@ -134,7 +139,7 @@ def _batch(
     batch: int,
     num_rows: int,
     rounds: int,
-    most: int,
+    max_drafts: int,
     dtype: str,
     threads: int | None,
     say: Callable[[str], None],
@@ -142,14 +147,14 @@ def _batch(
     options = EngineConfig(
         str(locate_model(model)),
         dtype=dtype,
-        speculation=SpeculationConfig("draft_model", str(locate_model(draft)), most),
+        speculation=SpeculationConfig("draft_model", str(locate_model(draft)), max_drafts),
         max_num_seqs=batch,
         num_threads=threads,
     )
     say(f"{batch} at once: loading")
     with Engine(options) as engine:
         engine.warm_up()
-        ways = _draftings(engine, most)
+        ways = _draftings(engine, max_drafts)
         strict = engine.resolved["dtype"] == "float32"
         runs: dict[str, list[_Run]] = {name: [] for name in ways}
         for number, order in enumerate(alternating(list(ways), rounds + 1)):
@@ -165,30 +170,32 @@ def _batch(
         )
 
 
-def _draftings(engine: Engine, most: int) -> dict[str, Drafting | None]:
-    """Of an engine that was built with a draft model. Lookups learn, so each way has its own; a draft model learns
-    nothing."""
+def _draftings(engine: Engine, max_drafts: int) -> dict[str, Drafting | None]:
+    """Return the drafting of each mode, for an engine with a draft model.
+
+    Each mode has its own n-gram lookup, since lookups learn. The draft model is shared, since it does not.
+    """
     assert engine.drafting is not None
     draft_model, scheduler = engine.drafting.proposer, engine.scheduler
-    forced, lookup = NgramProposer(engine.table, most), NgramProposer(engine.table, most)
+    forced, lookup = NgramProposer(engine.table, max_drafts), NgramProposer(engine.table, max_drafts)
     forced.warm_up()
     return {
         PLAIN: None,
-        AUTO: Drafting(lookup, MeasuredDrafts(most), scheduler),
+        AUTO: Drafting(lookup, MeasuredDrafts(max_drafts), scheduler),
         AGAIN: None,
         NGRAM: Drafting(forced, FixedDrafts(), scheduler),
         DRAFT: Drafting(draft_model, FixedDrafts(), scheduler),
     }
 
 
-_ABOUT = {
+_TEXT_DESCRIPTIONS = {
     "reports": "those of the demonstration job",
-    "extractive": "a report with its summary and then the same report again, so that the answer stands in the prompt",
+    "extractive": "a report with its summary, then the same report again, so that the prompt contains the answer",
 }
 
 
 def _rows(engine: Engine, text: str, number: int, num_rows: int) -> list[Request]:
-    """Of one round; each has other ones."""
+    """Return the rows of one round. Each round has other rows."""
     index = itertools.count(1000 * number * num_rows)
     params, requests = SamplingParams(max_tokens=OUTPUT_TOKENS), []
     while len(requests) < num_rows:
@@ -197,7 +204,7 @@ def _rows(engine: Engine, text: str, number: int, num_rows: int) -> list[Request
         if text == "extractive":
             prompt = f"{prompt} {report.summary}\n\n{prompt}"
         tokens = engine.tokenizer.encode(prompt)
-        if len(tokens) + OUTPUT_TOKENS <= engine.max_model_len:  # some reports are too long to be there twice
+        if len(tokens) + OUTPUT_TOKENS <= engine.max_model_len:  # some reports are too long to repeat
             requests.append(Request(len(requests), tokens, params))
     return requests
 
@@ -207,7 +214,7 @@ class _Run:
     seconds: float
     tail_s: float
     tokens: list[list[int]]
-    stats: EngineStats  # of this run alone
+    stats: EngineStats  # of this run only
 
 
 def _run(engine: Engine, requests: Sequence[Request]) -> _Run:
@@ -230,12 +237,12 @@ def _run(engine: Engine, requests: Sequence[Request]) -> _Run:
 
 
 def _way(name: str, runs: list[_Run], plain: list[_Run], strict: bool) -> Way:
-    """The first run is the warm-up, which does not count."""
+    """Combine the runs of one mode, except the first, which is the warm-up."""
     counted = runs[1:]
     pairs = [(a, b) for ours, theirs in zip(counted, plain[1:]) for a, b in zip(ours.tokens, theirs.tokens)]
     equal = sum(a == b for a, b in pairs)
     if strict and equal < MIN_EQUAL * len(pairs):
-        raise PipelineError(f"{name}: {len(pairs) - equal} of {len(pairs)} completions are not those of plain steps")
+        raise PipelineError(f"{name}: {len(pairs) - equal} of {len(pairs)} completions differ from plain decoding")
 
     def total(counter: str) -> int:
         return sum(getattr(run.stats, counter) for run in counted)

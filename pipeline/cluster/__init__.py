@@ -1,1 +1,1 @@
-"""Jobs that a cluster drives: through Ray's job server, or as Kubernetes manifests for KubeRay."""
+"""Run jobs on a cluster: through Ray's job server, or as Kubernetes manifests for KubeRay."""

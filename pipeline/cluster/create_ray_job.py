@@ -1,7 +1,7 @@
-"""`python -m pipeline.cluster.create_ray_job FILE NAME`: create the RayJob of a file under a name, from a pod.
+"""Create a file's RayJob under a name, from a pod: `python -m pipeline.cluster.create_ray_job FILE NAME`.
 
-The CronJob of `pipeline manifests --schedule` runs it in the job's own image. A RayJob of that name that exists already
-belongs to the same firing: the pod was started twice.
+The CronJob of `pipeline manifests --schedule` runs it in the job's own image. An existing RayJob of that name belongs
+to the same scheduled run, whose pod was started twice.
 """
 
 import json
@@ -20,9 +20,9 @@ TIMEOUT_S = 30
 
 
 def create(ray_job: dict[str, Any], server: str, account: Path = ACCOUNT) -> bool:
-    """Create a RayJob at the Kubernetes API of `server`, https://HOST:PORT. False where one of its name exists.
+    """Create a RayJob through the Kubernetes API of `server`, https://HOST:PORT. Returns False if its name exists.
 
-    Raises HTTPError where Kubernetes refuses it, also for a field that it does not know.
+    Raises HTTPError when Kubernetes rejects it, such as for an unknown field.
     """
     namespace = (account / "namespace").read_text().strip()
     request = Request(
@@ -50,7 +50,7 @@ def main() -> None:
     ray_job = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     ray_job["metadata"]["name"] = name
     server = f"https://{os.environ['KUBERNETES_SERVICE_HOST']}:{os.environ['KUBERNETES_SERVICE_PORT']}"
-    print(f"RayJob {name}", "was created" if create(ray_job, server) else "exists already", flush=True)
+    print(f"RayJob {name}", "was created" if create(ray_job, server) else "already exists", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A job as Kubernetes manifests: `base.yaml`, filled in from the job file and patched by `kubernetes.patch`."""
+"""Kubernetes manifests of a job: `base.yaml`, filled in from the job file and patched by `kubernetes.patch`."""
 
 import json
 import re
@@ -16,24 +16,27 @@ from pipeline.config import JobConfig
 from pipeline.errors import ConfigError
 from pipeline.stores.redaction import secrets_of
 
-RAY_VERSION = "2.60.0"  # of the image, as pyproject.toml pins it
+RAY_VERSION = "2.60.0"  # in the image; pinned in pyproject.toml
 GRACE_BEYOND_HOOK_S = 15
-MAX_NAME = 47  # of a RayJob; the names of its pods are longer
-MAX_CRON_NAME = 36  # `-` and the firing's minutes since 1970 follow
+MAX_NAME = 47  # of a RayJob; KubeRay appends to it for pod names
+MAX_CRON_NAME = 36  # a CronJob appends `-` and the scheduled time in minutes since 1970
 MAX_CONFIG_MAP = 900_000  # bytes; Kubernetes accepts 1 MiB
-# The CronJob (and a RayCronJob) ends a RayJob's name in the firing's minutes since 1970, and KubeRay names its clusters
-# by it: summarize-29400123-x7k2p -> @1764007380. So every try of one firing finds the same date.
+# A CronJob or RayCronJob appends the scheduled time in minutes since 1970 to a RayJob's name. KubeRay derives the names
+# of clusters from it: summarize-29400123-x7k2p -> @1764007380. All retries of a scheduled run thus use the same date.
 FIRED_AT = ' --logical-date "@$(( $(echo "${RAY_CLUSTER_NAME%-*}" | sed "s/.*-//") * 60 ))"'
 
 _VALUE = re.compile(r"<([a-z_]+)>")
 _CRON_NAMES = ("@yearly", "@annually", "@monthly", "@weekly", "@daily", "@midnight", "@hourly")
-_UNSHARED = {"emptyDir", "configMap", "secret", "ephemeral"}  # volumes that workers and head do not share
+_UNSHARED = {"emptyDir", "configMap", "secret", "ephemeral"}  # kinds of volumes that workers and head do not share
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Times at which a job runs. `open_vars`: parameters that each firing fills in, as `ShippedJob.of` takes them.
-    `by_kuberay`: a RayCronJob (KubeRay 1.7, feature gate RayCronJob) instead of a CronJob."""
+    """Schedule of a job.
+
+    open_vars: parameters that each scheduled run fills in, see `ShippedJob.of`. by_kuberay: use a RayCronJob (KubeRay
+    1.7, feature gate RayCronJob) instead of a CronJob.
+    """
 
     cron: str
     time_zone: str
@@ -41,7 +44,7 @@ class Schedule:
     by_kuberay: bool = False
 
     def check(self) -> None:
-        """Raises ConfigError."""
+        """Raise ConfigError for an invalid cron expression or time zone."""
         if self.cron not in _CRON_NAMES and len(self.cron.split()) != 5:
             raise ConfigError(
                 f"--schedule {self.cron!r}: expected minute, hour, day, month and day of the week, such as '0 2 * * *'"
@@ -53,16 +56,16 @@ class Schedule:
 
 
 def manifests(config: JobConfig, schedule: Schedule | None = None) -> list[dict[str, Any]]:
-    """Return all objects of a job in the order in which they are applied.
+    """Return all objects of a job in the order to apply them.
 
-    Raises ConfigError for what Kubernetes, KubeRay or the pods could not do.
+    Raises ConfigError for settings that Kubernetes, KubeRay or the pods do not support.
     """
     shipped = ShippedJob.of(config, schedule.open_vars if schedule else None)
     _check(config, shipped)
     kubernetes, (min_workers, max_workers) = config.kubernetes, config.run.pool
     options = FIRED_AT if schedule else ""
     if config.cost.budget_usd is not None or config.run.max_runtime is not None:
-        options += " --limit-exit-code 0"  # backoffLimit would spend again
+        options += " --limit-exit-code 0"  # otherwise backoffLimit would retry and spend more
     stop_wait_s = int(config.run.drain_timeout) + STOP_WAIT_BEYOND_DRAIN_S
     values: dict[str, Any] = {
         "name": _object_name(config.name, MAX_NAME if schedule is None else MAX_CRON_NAME),
@@ -106,40 +109,40 @@ def manifests(config: JobConfig, schedule: Schedule | None = None) -> list[dict[
 
 
 def to_yaml(made: list[dict[str, Any]], command: str) -> str:
-    """Return the manifests as a file whose head says how it was made and what it needs. `command`: as it was typed."""
+    """Return the manifests as YAML, with comments on how to recreate, apply and delete them. command: as typed."""
     config_map, last = made[0], made[-1]
     pods = [last, yaml.safe_load(config_map["data"].get("rayjob.yaml", ""))]
     needs = {
-        *(f"image {image}" for image in _found(pods, "image")),
-        *(f"secret {secret}" for secret in _found(pods, "secretName")),
-        *(f"secret {secret}" for secret in _found(_found(pods, "secretRef"), "name")),
-        *(f"volume claim {claim}" for claim in _found(pods, "claimName")),
-        *(f"namespace {namespace}" for namespace in _found(config_map, "namespace")),
+        *(f"image {image}" for image in _values(pods, "image")),
+        *(f"secret {secret}" for secret in _values(pods, "secretName")),
+        *(f"secret {secret}" for secret in _values(_values(pods, "secretRef"), "name")),
+        *(f"volume claim {claim}" for claim in _values(pods, "claimName")),
+        *(f"namespace {namespace}" for namespace in _values(config_map, "namespace")),
     }
     name, kind = config_map["metadata"]["name"].removesuffix("-job"), last["kind"].lower()
-    ends = "stops the schedule; delete a rayjob to drain a run" if kind == "cronjob" else "drains what runs"
+    effect = "stops the schedule; delete a rayjob to drain a run" if kind == "cronjob" else "drains the run"
     lines = [
-        f"# Made by: {' '.join(command.split())}",
-        "# Change the job file and make it again; then: kubectl apply -f THIS_FILE",
-        f"# kubectl delete {kind} {name} {ends}. Written parts stay.",
-        "# Must exist before:",
-        *(f"#   the {need}" for need in sorted(needs)),
+        f"# Created by: {' '.join(command.split())}",
+        "# To change it, edit the job file, run the command again, and run: kubectl apply -f THIS_FILE",
+        f"# kubectl delete {kind} {name} {effect}. Written parts are kept.",
+        "# Requires:",
+        *(f"#   {need}" for need in sorted(needs)),
     ]
     return "\n".join(lines) + "\n" + _dump(made)
 
 
 class _Plain(yaml.SafeDumper):
-    """YAML without anchors, and with texts of several lines as blocks."""
+    """YAML dumper without anchors, and with multi-line strings as blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Plain.add_representer(str, _text)
+_Plain.add_representer(str, _represent_text)
 
 
 def _dump(objects: list[dict[str, Any]]) -> str:
@@ -147,8 +150,10 @@ def _dump(objects: list[dict[str, Any]]) -> str:
 
 
 def _filled(node: Any, values: Mapping[str, Any]) -> Any:
-    """`node` with each `<name>` replaced, once: values are not searched for names. A text that is nothing but a name
-    becomes the value itself; a key whose value is None is left out."""
+    """Return `node` with each `<name>` replaced by its value. Names in values are not replaced.
+
+    A text that consists of one name becomes the value itself. Keys whose value is None are removed.
+    """
     if isinstance(node, dict):
         filled = {key: _filled(value, values) for key, value in node.items()}
         return {key: value for key, value in filled.items() if value is not None}
@@ -161,81 +166,81 @@ def _filled(node: Any, values: Mapping[str, Any]) -> Any:
     return _VALUE.sub(lambda found: str(values[found[1]]), node)
 
 
-def _found(value: Any, key: str) -> list[Any]:
-    """All values under `key`, at any depth."""
+def _values(value: Any, key: str) -> list[Any]:
+    """Return all values under `key`, at any depth."""
     if isinstance(value, list):
-        return [found for item in value for found in _found(item, key)]
+        return [found for item in value for found in _values(item, key)]
     if not isinstance(value, dict):
         return []
-    return ([value[key]] if key in value else []) + [found for item in value.values() for found in _found(item, key)]
+    return ([value[key]] if key in value else []) + [found for item in value.values() for found in _values(item, key)]
 
 
 def _files(config: JobConfig, shipped: ShippedJob) -> dict[str, str]:
-    """The files of the ConfigMap: the job without what only Kubernetes needs."""
+    """Return the files of the ConfigMap: the job, without its `kubernetes` section."""
     data = json.loads(shipped.files[JOB_FILE])
-    data["run"].setdefault("cpus_per_actor", config.kubernetes.cpus - 1)  # a reader takes the other one
+    data["run"].setdefault("cpus_per_actor", config.kubernetes.cpus - 1)  # one CPU is left for reading
     data["run"].setdefault("gpus_per_actor", config.kubernetes.gpus)
     data.pop("kubernetes", None)
     found = {**shipped.files, JOB_FILE: json.dumps(data, indent=1)}
     if sum(map(len, found.values())) > MAX_CONFIG_MAP:
-        raise ConfigError("the job file and its chat template are larger than a ConfigMap may be")
+        raise ConfigError(f"the job file and its chat template exceed a ConfigMap's limit of {MAX_CONFIG_MAP:,} bytes")
     return found
 
 
 def _object_name(name: str, max_length: int) -> str:
-    """The job's name as Kubernetes accepts it. Raises ConfigError where it is too long."""
+    """Return the job's name as a Kubernetes object name. Raises ConfigError if it is too long."""
     found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not found or found[0].isdigit():
         found = f"job-{found}".rstrip("-")
     if len(found) > max_length:
-        raise ConfigError(f"name {name}: Kubernetes accepts at most {max_length} characters here; give a shorter one")
+        raise ConfigError(f"name {name}: Kubernetes accepts up to {max_length} characters here; choose a shorter name")
     return found
 
 
 def _check(config: JobConfig, shipped: ShippedJob) -> None:
-    """Raises ConfigError for an image or CPUs that are missing, paths of this machine, and secrets."""
+    """Raise ConfigError for a missing image, too few CPUs, local paths, and secrets."""
     kubernetes = config.kubernetes
     if kubernetes.image is None:
         raise ConfigError(
-            "kubernetes.image: is missing. Build one from infra/docker in the repository, and give it by digest"
+            "kubernetes.image: missing. Build an image from infra/docker in the repository, and set its digest"
         )
     if (config.run.cpus_per_actor or 0) >= kubernetes.cpus:
         raise ConfigError(
-            f"run.cpus_per_actor {config.run.cpus_per_actor:g}: a worker has {kubernetes.cpus} CPUs, one of them for "
+            f"run.cpus_per_actor {config.run.cpus_per_actor:g}: a worker has {kubernetes.cpus} CPUs and needs one for "
             "reading; raise kubernetes.cpus"
         )
     for prefix, options in config.storage.items():
         if secrets_of(options):
             raise ConfigError(
-                f"storage.{prefix}: holds a secret, which a manifest must not. Put it into a Kubernetes secret as "
-                "environment variables, and name that under envFrom in kubernetes.patch"
+                f"storage.{prefix}: contains a secret, which a manifest must not. Store it in a Kubernetes secret as "
+                "environment variables, and reference that under envFrom in kubernetes.patch"
             )
     for key, path in shipped.made_absolute.items():
         raise ConfigError(
-            f"{key} {path}: is a path of this machine. Expected a url such as s3://bucket/folder, or an absolute path "
-            "of the image or of a volume in kubernetes.patch"
+            f"{key} {path}: is a relative path on this machine. Expected a url such as s3://bucket/folder, or an "
+            "absolute path in the image or on a volume of kubernetes.patch"
         )
 
 
 def _check_pods(shipped: ShippedJob, *templates: dict[str, Any]) -> None:
-    """Raises ConfigError for a patch that breaks a pod template, and where pods would write to disks of their own."""
-    place = json.loads(shipped.files[JOB_FILE])["output"]["path"]
+    """Raise ConfigError for a patch that breaks a pod template, and for an output that is not on a shared disk."""
+    output = json.loads(shipped.files[JOB_FILE])["output"]["path"]
     for template in templates:
         spec = template.get("spec")
         spec = spec if isinstance(spec, dict) else {}
         containers, volumes = spec.get("containers"), spec.get("volumes", [])
         if not (_is_list_of_objects(containers) and _is_list_of_objects(volumes)):
             raise ConfigError(
-                "kubernetes.patch: leaves a pod without a list of containers and volumes. Expected, for example, "
+                "kubernetes.patch: leaves a pod without lists of containers and volumes. Expected, for example, "
                 "pods: {spec: {containers: [{name: ray, env: [{name: NAME, value: VALUE}]}]}}"
             )
         shared = {volume.get("name") for volume in volumes if not _UNSHARED & volume.keys()}
         mounts = [mount for container in containers for mount in container.get("volumeMounts") or ()]
         folders = [str(mount.get("mountPath")).rstrip("/") for mount in mounts if mount.get("name") in shared]
-        if shipped.is_local and not any(place == folder or place.startswith(f"{folder}/") for folder in folders):
+        if shipped.is_local and not any(output == folder or output.startswith(f"{folder}/") for folder in folders):
             raise ConfigError(
-                f"output.path {place}: is on no disk that the pods share. Expected a url such as s3://bucket/folder, "
-                "or a path below a volume in kubernetes.patch.pods"
+                f"output.path {output}: is not on a disk that the pods share. Expected a url such as "
+                "s3://bucket/folder, or a path on a volume of kubernetes.patch.pods"
             )
 
 

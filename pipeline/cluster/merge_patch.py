@@ -2,12 +2,15 @@
 
 from typing import Any
 
-NAMES = ("name", "groupName")  # containers, volumes, ports, variables; worker groups
+NAMES = ("name", "groupName")  # of containers, volumes, ports and variables; of worker groups
 
 
 def merged(target: Any, patch: Any) -> Any:
-    """Return `target` with `patch` applied; neither is changed. In a list whose items all have a name, an item of the
-    patch changes the target's first item of that name, or is appended."""
+    """Return `target` with `patch` applied, without changing either.
+
+    If all items of a list have names, an item of the patch is merged into the target's first item of that name, or
+    appended.
+    """
     if isinstance(patch, dict):
         result = dict(target) if isinstance(target, dict) else {}
         for key, value in patch.items():
@@ -29,5 +32,5 @@ def merged(target: Any, patch: Any) -> Any:
 
 
 def _name_key(items: list[Any]) -> str | None:
-    """The key that names every item; None where one has no name."""
+    """Return the key that names every item, or None if an item has no name."""
     return next((key for key in NAMES if items and all(isinstance(i, dict) and i.get(key) for i in items)), None)

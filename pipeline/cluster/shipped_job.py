@@ -1,7 +1,7 @@
-"""A job as it is sent to a cluster: one file with everything filled in, in a folder of its own.
+"""A job as it is sent to a cluster: a folder with one fully resolved job file.
 
-Overlays, `--set`, parameters, the date and environment variables are those of the sender. So the cluster runs what was
-checked here, and nothing of it passes through a shell.
+The sender resolves overlays, `--set`, parameters, the date and environment variables. The cluster therefore runs the
+job that was validated here, and no setting passes through a shell.
 """
 
 import copy
@@ -19,18 +19,20 @@ from pipeline.config import JobConfig
 from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url
 
-JOB_FILE = "job.json"  # JSON is YAML in which every text is quoted
+JOB_FILE = "job.json"  # JSON is YAML with all strings quoted
 TEMPLATE_FILE = "chat_template.jinja"
-STOP_WAIT_BEYOND_DRAIN_S = 30  # from the end of run.drain_timeout to SIGKILL: the driver writes parts and records
+STOP_WAIT_BEYOND_DRAIN_S = 30  # from the end of run.drain_timeout to SIGKILL, while the driver writes parts and records
 _PATHS = (("input", "path"), ("output", "path"), ("model", "path"), ("speculation", "model"), ("quality", "model"))
 _NO_NAME = re.compile(r"[^A-Za-z0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShippedJob:
-    """`files`: name -> text of what is sent. `name`: the job's own name and a digest of its output, so that two
-    submissions into one output are recognised as one job. `made_absolute`: keys whose path was relative to the working
-    directory here -> that path."""
+    """Resolved job to send to a cluster.
+
+    name: the job's name and a digest of its output, so that submissions to the same output are recognized as the same
+    job. files: file name -> text. made_absolute: key -> path, for paths that were relative to the working directory.
+    """
 
     name: str
     output: str
@@ -40,10 +42,12 @@ class ShippedJob:
 
     @classmethod
     def of(cls, config: JobConfig, open_vars: Mapping[str, str] | None = None) -> "ShippedJob":
-        """open_vars: variables that each run fills in with its date, by the text that stands for them in `config`.
-        Raises ConfigError where the file of a chat template cannot be read."""
+        """Resolve a job. Raises ConfigError if the chat template's file cannot be read.
+
+        open_vars: variables that each run fills in with its date -> their placeholder text in `config`.
+        """
         data: dict[str, Any] = copy.deepcopy(dict(config.data))
-        declared = data.pop("vars", {})  # the others are filled in
+        declared = data.pop("vars", {})  # all other variables are already resolved
         if open_vars:
             data["vars"] = {name: declared[name] for name in open_vars}
         data.setdefault("run", {}).setdefault("ray_address", "auto")
@@ -54,7 +58,7 @@ class ShippedJob:
                 continue
             path = os.path.expanduser(path)
             if section not in ("input", "output") and not os.path.exists(path):
-                continue  # a model's name
+                continue  # a model's name, not a path
             if not os.path.isabs(path):
                 made_absolute[f"{section}.{key}"] = path
             data[section][key] = os.path.abspath(path)

@@ -1,8 +1,8 @@
-"""Ray's job server on a cluster's head: submit a job there, join its run, follow and stop it.
+"""Client of Ray's job server on a cluster's head: submit a job, join its run, follow and stop it.
 
-A submission is called `<job>-<digest of its output>-<n>`, n counting the tries. While one runs, no other of the same
-job starts: a second caller joins it. Ray accepts each name once, so of two callers at the same moment one joins the
-other.
+A submission is named `<job>-<digest of its output>-<n>`, where n counts attempts. While one runs, no other submission
+of the same job starts: a second caller joins it. Ray accepts each name only once, so of two simultaneous callers one
+joins the other's submission.
 """
 
 import asyncio
@@ -24,22 +24,25 @@ from pipeline.errors import ConfigError, EnvironmentFailed, Interrupted
 from pipeline.machine.host import wall_time
 
 POLL_S = 1.0
-HEAD_START_S = 60.0  # a head that was just started answers some seconds before it accepts jobs
-LOST_S = 300.0  # without an answer of the job server until following ends
-_ADDRESS = "RAY_API_SERVER_ADDRESS"  # the one variable that Ray prefers to its argument
+HEAD_START_S = 60.0  # a new head answers some seconds before it accepts jobs
+LOST_S = 300.0  # without an answer of the job server before `follow` gives up
+_ADDRESS = "RAY_API_SERVER_ADDRESS"  # Ray prefers this variable to its argument
 _DIGEST, _OUTPUT = "pipeline_job", "pipeline_output"
 _NOISY_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
 
 
 class JobServer:
-    """Client of a job server. Raises EnvironmentFailed where it does not answer, ConfigError where it refuses us."""
+    """Client of a job server. Raises EnvironmentFailed if it does not answer, ConfigError if it denies access."""
 
     def __init__(self, address: str | None) -> None:
-        """`address`: http://HEAD:8265; else RAY_API_SERVER_ADDRESS or RAY_ADDRESS, else this machine's Ray. Sends the
-        token where RAY_AUTH_MODE=token is set."""
+        """Connect to `address`, such as http://HEAD:8265.
+
+        None uses RAY_API_SERVER_ADDRESS or RAY_ADDRESS, or else this machine's Ray. Sends the token if
+        RAY_AUTH_MODE=token is set.
+        """
         if address is not None:
             os.environ[_ADDRESS] = address
-        self._place = os.environ.get(_ADDRESS) or os.environ.get("RAY_ADDRESS") or "this machine"
+        self._address = os.environ.get(_ADDRESS) or os.environ.get("RAY_ADDRESS") or "this machine"
         for name in _NOISY_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
         with self._errors():
@@ -53,24 +56,24 @@ class JobServer:
         return next((each for each in self._list() if each.submission_id == submission_id), None)
 
     def running(self, name: str) -> JobDetails | None:
-        """The try of the job `name` that runs or waits."""
+        """Return the running or pending submission of the job `name`, or None."""
         return next((each for each in self._tries(name) if not each.status.is_terminal()), None)
 
     def submit(self, job: ShippedJob, options: list[str], log: Callable[[str], None]) -> tuple[JobDetails, bool]:
-        """Send a job with `options` of `pipeline run`, or find its run; and whether it was sent.
+        """Submit a job with `options` of `pipeline run`, or join its run. Returns the submission and whether it is new.
 
-        Raises ConfigError where the job runs into this output with other settings.
+        Raises ConfigError if the job already runs with other settings and the same output.
         """
         deadline_s, is_first = time.monotonic() + HEAD_START_S, True
         while True:
             try:
                 return self._submit_once(job, options)
-            except EnvironmentFailed as error:  # the head has just started, or another caller took the number
+            except EnvironmentFailed as error:  # the head just started, or another caller used the number
                 if time.monotonic() > deadline_s:
                     raise
                 if is_first:
-                    tries = f"trying again for up to {HEAD_START_S:.0f} s"
-                    log(f"{self._place} has not accepted the job; {tries} ({error.__cause__!s:.200})")
+                    retries = f"retrying for up to {HEAD_START_S:.0f} s"
+                    log(f"{self._address} has not accepted the job; {retries} ({error.__cause__!s:.200})")
             is_first = False
             time.sleep(POLL_S)
 
@@ -80,8 +83,8 @@ class JobServer:
         if found is not None:
             if (found.metadata or {}).get(_DIGEST) != job.digest:
                 raise ConfigError(
-                    f"{found.submission_id} is running into {job.output}, with other settings. Wait for its end, "
-                    f"or stop it: pipeline cancel {found.submission_id}"
+                    f"{found.submission_id} is running with other settings and writes to {job.output}. Wait until it "
+                    f"ends, or stop it: pipeline cancel {found.submission_id}"
                 )
             return found, False
         number = 1 + max((int(str(each.submission_id).rpartition("-")[2]) for each in tries), default=0)
@@ -97,7 +100,7 @@ class JobServer:
         return self._details(submission_id), True
 
     def stop(self, submission_id: str) -> JobDetails:
-        """Have Ray send SIGTERM to the driver, and wait until it has drained."""
+        """Send SIGTERM to the driver through Ray, and wait until it has drained."""
         with self._errors():
             self._client.stop_job(submission_id)
         while not (details := self._details(submission_id)).status.is_terminal():
@@ -105,32 +108,34 @@ class JobServer:
         return details
 
     def follow(self, submission_id: str, write: Callable[[str], None], log: Callable[[str], None]) -> JobDetails:
-        """Pass on what the driver prints, from its beginning, until the submission ends. A broken connection is made
-        again; the run does not depend on it."""
-        printed, heard_s = 0, time.monotonic()
+        """Stream the driver's log from its beginning until the submission ends.
 
-        async def read_on() -> None:
-            nonlocal printed, heard_s
-            passed = 0  # the log comes from its beginning each time
+        Reconnects when the connection breaks, which does not affect the run.
+        """
+        printed, last_answer_s = 0, time.monotonic()
+
+        async def stream_log() -> None:
+            nonlocal printed, last_answer_s
+            passed = 0  # each connection streams the log from its beginning
             async for text in self._client.tail_job_logs(submission_id):
-                heard_s, passed = time.monotonic(), passed + len(text)
+                last_answer_s, passed = time.monotonic(), passed + len(text)
                 if passed > printed:
                     write(text[printed - passed :])
                     printed = passed
 
         while True:
             try:
-                asyncio.run(read_on())
+                asyncio.run(stream_log())
                 details = self._details(submission_id)
-                heard_s = time.monotonic()
+                last_answer_s = time.monotonic()
                 if details.status.is_terminal():
                     return details
             except (EnvironmentFailed, RuntimeError, OSError, aiohttp.ClientError) as error:
-                if time.monotonic() - heard_s > LOST_S:
+                if time.monotonic() - last_answer_s > LOST_S:
                     raise EnvironmentFailed(
-                        f"{self._place} has not answered for {LOST_S:.0f} s. {submission_id} may still run there."
+                        f"{self._address} has not answered for {LOST_S:.0f} s. {submission_id} may still be running."
                     ) from error
-                log(f"{self._place} does not answer; trying again. The job does not depend on this.")
+                log(f"{self._address} does not answer; reconnecting. The job is not affected.")
             time.sleep(POLL_S)
 
     def _details(self, submission_id: str) -> JobDetails:
@@ -151,25 +156,27 @@ class JobServer:
             yield
         except AuthenticationError as error:
             raise ConfigError(
-                f"{self._place} requires a token: {str(error).splitlines()[0]} Set RAY_AUTH_MODE=token, and "
-                "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's."
+                f"{self._address} requires a token: {str(error).splitlines()[0]} Set RAY_AUTH_MODE=token, and set "
+                "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token."
             ) from None
         except (RuntimeError, OSError) as error:
             raise EnvironmentFailed(
-                f"{self._place} did not answer as the job server of a Ray cluster: {error} Give --address "
-                "http://HEAD:8265; the head needs ray[default], and `ray start --head --include-dashboard=true`."
+                f"{self._address}: no answer from a Ray job server: {error} Pass --address http://HEAD:8265, and start "
+                "the head with ray[default] installed by `ray start --head --include-dashboard=true`."
             ) from error
 
 
 def exit_code(details: JobDetails) -> int | None:
-    """The exit code of `pipeline submit`: the driver's, 75 where it was stopped, 3 where it has none. None until the
-    submission has ended."""
+    """Return the exit code for `pipeline submit`: the driver's, 75 if it was stopped, 3 if it has none.
+
+    Returns None until the submission has ended.
+    """
     if details.status == JobStatus.STOPPED:
         return Interrupted.exit_code
     if not details.status.is_terminal():
         return None
     code = details.driver_exit_code
-    return EnvironmentFailed.exit_code if code is None or code < 0 else code  # a signal's is negative
+    return EnvironmentFailed.exit_code if code is None or code < 0 else code  # negative after a signal
 
 
 def to_json(details: JobDetails) -> dict[str, Any]:

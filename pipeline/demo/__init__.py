@@ -1,8 +1,6 @@
-"""The embedded demonstration model: where its folders lie.
+"""Paths of the embedded demonstration models. Importing this module is cheap.
 
-Owns the paths only, so importing it costs nothing. How the models were made is in the modules beside it
-(`reports`, `tokenizer`, `train`, `quantize`) and in the README; what they are worth is measured by
-`measure` and `check`.
+The README describes how `tools/demo` made the models, and their quality. `check` checks the output of a job.
 """
 
 from pathlib import Path
@@ -12,10 +10,10 @@ NAMES = ("target", "target-awq", "draft")
 
 
 def demo_model(name: str) -> Path:
-    """The folder of one shipped model: `target` (bf16), `target-awq` (int4) or `draft` (bf16, one layer).
+    """Return the folder of a shipped model: `target` (bf16), `target-awq` (int4) or `draft` (bf16, one layer).
 
-    Raises `KeyError` for any other name.
+    Raises KeyError for any other name.
     """
     if name not in NAMES:
-        raise KeyError(f"no demonstration model is called {name!r}; there are {', '.join(NAMES)}")
+        raise KeyError(f"unknown demonstration model {name!r}; expected one of {', '.join(NAMES)}")
     return MODELS / name

@@ -1,13 +1,11 @@
-"""Which facts of a report a summary states right.
-
-Owns the judgement only: the facts are read back from the report's own text by the cues of `reports`, so
-nothing but report and summary is needed. A fact is right when its place in the sentence occurs once and holds
-exactly the value.
+"""Check which facts of a report a summary states correctly.
 
     python -m pipeline.demo.check out/summarize
 
-reads the completions of the demonstration job, finds each report by its id in the job's input, and leaves
-with 1 where too few summaries are right or a report has no row.
+The facts are parsed from the report's text by the cues of `reports`, so only the report and the summary are needed. A
+fact is correct if its slot in the sentence occurs once and holds exactly the value. The command reads the completions
+of the demonstration job, finds each report by its id in the job's input, and exits with 1 if too few summaries are
+correct or a report has no row.
 """
 
 import argparse
@@ -21,7 +19,7 @@ import pyarrow.parquet as pq
 
 from pipeline.demo.reports import FACT_NAMES, FORMS, Facts
 
-# Fact -> what stands around it in a summary.
+# Fact -> the text around it in a summary.
 _SUMMARY_CUES = {
     "date": r"\bOn (?P<v>[^,]*?) at ",
     "site": r" at (?P<v>[^,]*?), ",
@@ -44,10 +42,7 @@ def _report_cue(name: str) -> re.Pattern[str]:
 
 
 def facts_of(report: str) -> Facts:
-    """The facts a report states.
-
-    Raises `ValueError` where a fact is missing or stated twice: such a text is not one of the generator's.
-    """
+    """Return the facts of a report. Raises ValueError if a fact is missing or stated twice."""
     values: dict[str, str] = {}
     for name in FACT_NAMES:
         matches = _report_cue(name).finditer(report)
@@ -59,7 +54,7 @@ def facts_of(report: str) -> Facts:
 
 
 def wrong_facts(report: str, summary: str) -> tuple[str, ...]:
-    """The names of the facts that `summary` does not state as `report` does; empty for a right summary."""
+    """Return the names of the facts that `summary` misses or states differently than `report`."""
     facts = facts_of(report)
     text = summary.strip()
     wrong = []
@@ -70,10 +65,10 @@ def wrong_facts(report: str, summary: str) -> tuple[str, ...]:
 
 
 def check_output(out: Path, data: Path, *, at_least: float, num_examples: int) -> bool:
-    """Judge the `part-*.parquet` files of `out` against the reports in `data`, and print what was found.
+    """Check the `part-*.parquet` files of `out` against the reports in `data`, and print the result.
 
-    True where every report has exactly one row and at least the share `at_least` of the rows is right in
-    every fact. A row without text counts as wrong. Raises `ValueError` for what is no output of this job.
+    Returns whether every report has exactly one row and at least the share `at_least` of rows is correct in every fact.
+    A row without text counts as wrong. Raises ValueError if `out` is not an output of this job.
     """
     inputs = _rows(data, "*.parquet", ["report_id", "report"])
     reports = {str(row["report_id"]): str(row["report"]) for row in inputs}
@@ -81,7 +76,7 @@ def check_output(out: Path, data: Path, *, at_least: float, num_examples: int) -
     seen = Counter(str(row["report_id"]) for row in rows)
     unknown = sorted(set(seen) - set(reports))
     if unknown:
-        raise ValueError(f"{out} has {len(unknown)} rows with no report in {data}, such as {unknown[:3]}")
+        raise ValueError(f"{out} has {len(unknown)} rows without a report in {data}, such as {unknown[:3]}")
     by_fact: Counter[str] = Counter()
     bad: list[str] = []
     num_errors = 0
@@ -96,24 +91,24 @@ def check_output(out: Path, data: Path, *, at_least: float, num_examples: int) -
     share = 1 - len(bad) / len(rows)
     num_missing = len(set(reports) - set(seen))
     num_doubled = sum(count > 1 for count in seen.values())
-    print(f"rows           {len(rows):,}  ({num_missing:,} reports without, {num_doubled:,} with several)")
-    print(f"right          {len(rows) - len(bad):,}  ({share:.2%} in every fact; wanted {at_least:.2%})")
+    print(f"rows           {len(rows):,}  ({num_missing:,} reports without a row, {num_doubled:,} with several)")
+    print(f"correct        {len(rows) - len(bad):,}  ({share:.2%} in every fact; required {at_least:.2%})")
     print(f"without text   {num_errors:,}")
     print(f"wrong by fact  {', '.join(f'{name} {by_fact[name]}' for name in FACT_NAMES)}")
     for example in bad[:num_examples]:
         print(example)
-    print(f"\nSome of the summaries in {out}/part-*.parquet:")
+    print(f"\nSome summaries in {out}/part-*.parquet:")
     for row in rows[:: max(1, len(rows) // 3)][:3]:
         print(f"  {row['report_id']}: {str(row['generated_text']).strip()}")
-    print(f"The report: {out}/_pipeline/report.md")
+    print(f"Report: {out}/_pipeline/report.md")
     return share >= at_least and not num_missing and not num_doubled
 
 
 def _rows(folder: Path, pattern: str, columns: list[str]) -> list[dict[str, str | None]]:
-    """The rows of the Parquet files directly in `folder`; folders in it, as `_pipeline`, are not entered."""
+    """Return the rows of the Parquet files directly in `folder`, without subfolders such as `_pipeline`."""
     paths = sorted(path for path in folder.glob(pattern) if path.is_file())
     if not paths:
-        raise ValueError(f"{folder} holds no {pattern} file")
+        raise ValueError(f"{folder} contains no {pattern} file")
     return [row for path in paths for row in pq.ParquetFile(path).read(columns=columns).to_pylist()]
 
 
@@ -121,8 +116,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Check the summaries that the demonstration job wrote.")
     parser.add_argument("out", type=Path, help="output folder of the job")
     parser.add_argument("--data", type=Path, default=Path("jobs/data"), help="input folder of the job")
-    parser.add_argument("--at-least", type=float, default=0.97, help="share of rows right in every fact")
-    parser.add_argument("--examples", type=int, default=3, help="wrong rows to print")
+    parser.add_argument("--at-least", type=float, default=0.97, help="required share of rows with every fact correct")
+    parser.add_argument("--examples", type=int, default=3, help="number of wrong rows to print")
     options = parser.parse_args()
     try:
         good = check_output(options.out, options.data, at_least=options.at_least, num_examples=options.examples)

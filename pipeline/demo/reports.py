@@ -1,8 +1,8 @@
-"""Seeded field-service reports and the one sentence that summarizes each.
+"""Seeded field-service reports, each with its one-sentence summary.
 
-Owns the wording: every fact follows a fixed cue ("Technician: Varno Delpik."), never precedes it, because a
-small model learns to copy what follows a cue in minutes and what comes before one hardly at all. The same
-forms make the reports here and are read back from them by `check`. A report's number fixes its text.
+Every fact follows a fixed cue ("Technician: Varno Delpik.") and never precedes it, since a small model learns within
+minutes to copy text after a cue, but hardly text before one. `check` parses reports with the same forms. A report's
+number determines its text.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from pipeline.demo import words
 from pipeline.demo.words import Split
 
 PROMPT_TEMPLATE = "Summarize the report in one sentence.\n{report}\nSummary:"
-HARD_FROM = 10_000_000  # training takes its reports with fillers from this number on, those without from 0
+HARD_FROM = 10_000_000  # training numbers reports with fillers from here, and those without from 0
 
 Style = Literal["terse", "labels", "prose"]
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a summary has to state, as the text that states it."""
+    """Facts that a summary must state, as text."""
 
     date: str
     site: str
@@ -36,8 +36,8 @@ class Facts:
 
 FACT_NAMES = tuple(Facts.__dataclass_fields__)
 
-# Fact -> the ways to state it, by style. A cue is unique to its fact and stands before the value.
-# The customer is no fact of the summary: its name is there to mislead.
+# Fact -> its wordings, by style. A cue is unique to its fact and precedes the value.
+# The customer is not part of the summary: its name is a distractor.
 FORMS: dict[Style, dict[str, tuple[str, ...]]] = {
     "terse": {
         "date": ("date {};",),
@@ -123,7 +123,7 @@ MISLEADING_FILLERS = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One report, the facts in it and the sentence that is its right summary."""
+    """Report with its facts and its correct summary."""
 
     report_id: str
     text: str
@@ -132,14 +132,14 @@ class Report:
 
     @property
     def prompt(self) -> str:
-        """The prompt as the demonstration job renders it."""
+        """Return the prompt as the demonstration job renders it."""
         return PROMPT_TEMPLATE.format(report=self.text)
 
 
 def make_report(split: Split, index: int, *, fillers: bool = True) -> Report:
-    """Report number `index` of `split`; without `fillers` it holds the facts alone, as training begins with.
+    """Return report number `index` of `split`. Without `fillers` it has only the facts, as at the start of training.
 
-    Deterministic: the seed is made of the three arguments.
+    The three arguments form the seed.
     """
     rng = Random(f"{split}:{index}:{fillers}")
     facts = _facts(rng, split)
@@ -165,7 +165,7 @@ def _facts(rng: Random, split: Split) -> Facts:
 
 
 def _num_fillers(rng: Random, style: Style) -> int:
-    """Most reports are short; one in twelve is a long one, which sets the spread of the prompt lengths."""
+    """Return a random number of fillers. One report in twelve is long, which spreads the prompt lengths."""
     if style == "terse":
         return 0
     if rng.random() < 1 / 12:
@@ -174,7 +174,7 @@ def _num_fillers(rng: Random, style: Style) -> int:
 
 
 def _text(rng: Random, split: Split, facts: Facts, style: Style, num_fillers: int) -> str:
-    """The facts in an order a person might write them in, with filler sentences anywhere between them."""
+    """Return the facts in a natural order, with filler sentences anywhere between them."""
     values = {name: getattr(facts, name) for name in FACT_NAMES}
     values["customer"] = words.name(rng, split)
     head = [name for name in ("date", "site", "customer", "technician") if name in FORMS[style]]

@@ -1,7 +1,7 @@
-"""The values a report is made of: closed lists, and open-ended names and codes.
+"""Values in reports: closed lists, and open-ended names and codes.
 
-Owns which open-ended values belong to which split. A value's own hash decides, so a name or a part code seen
-in training cannot occur in the held-out or the job reports, however many of either are generated.
+The hash of an open-ended value assigns it to a split. A name or part code of the training reports therefore never
+occurs in the held-out or job reports, however many are generated.
 """
 
 from hashlib import blake2b
@@ -12,7 +12,7 @@ Split = Literal["train", "heldout", "job"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 # fmt: off
-SYLLABLES = (  # each starts with a consonant, so that names are cut into the same tokens wherever they stand
+SYLLABLES = (  # each starts with a consonant, so that tokenization of names does not depend on context
     "ka", "mo", "ra", "del", "vin", "tor", "bel", "nu", "sa", "lo", "mi", "fen", "gar", "pol",
     "zi", "ta", "ren", "du", "kor", "va", "les", "ni", "pra", "ho", "jin", "ba", "tel", "ru",
     "sol", "pe", "min", "dar", "gu", "lan", "vo", "ki", "bru", "hel", "tam", "so",
@@ -42,13 +42,13 @@ ACTIONS = (
 
 
 def split_of(value: str) -> Split:
-    """The one split an open-ended value may occur in: 8 of 10 train, 1 held out, 1 for the demo job."""
+    """Return the split of an open-ended value: 8 of 10 train, 1 held out, 1 for the demonstration job."""
     bucket = blake2b(value.encode(), digest_size=4).digest()[0] % 10
     return "heldout" if bucket == 0 else "job" if bucket == 1 else "train"
 
 
 def name(rng: Random, split: Split) -> str:
-    """A capitalised name of two or three syllables that belongs to `split`."""
+    """Return a random capitalized name of two or three syllables that belongs to `split`."""
     while True:
         word = "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize()
         if split_of(word) == split:
@@ -56,7 +56,7 @@ def name(rng: Random, split: Split) -> str:
 
 
 def part_code(rng: Random, split: Split) -> str:
-    """A syllable and three digits, such as `Kel-482`, that belong to `split`."""
+    """Return a random part code of a syllable and three digits, such as `Kel-482`, that belongs to `split`."""
     while True:
         code = f"{rng.choice(SYLLABLES).capitalize()}-{rng.randint(100, 999)}"
         if split_of(code) == split:
@@ -64,5 +64,5 @@ def part_code(rng: Random, split: Split) -> str:
 
 
 def date(rng: Random) -> str:
-    """A day of the year, month first."""
+    """Return a random day of the year, month first."""
     return f"{rng.choice(MONTHS)} {rng.randint(1, 28)}"

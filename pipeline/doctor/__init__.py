@@ -1,8 +1,8 @@
-"""Whether this machine can run a job: versions, devices, memory, disks, kernels, stores, the model.
+"""Check whether this machine can run a job: versions, devices, memory, disks, kernels, stores, the model.
 
-Owns `pipeline doctor`. Each check says what it found and, where that is not well, what to do. Looking at an output
-includes the probe that a run makes there: files are created and removed. Loads no weights and downloads nothing.
-No value of a storage option or of an environment variable is shown.
+Owns `pipeline doctor`. Each check reports what it found and how to fix a problem. Checking an output includes the probe
+that a run makes, which creates and removes files. Checks load no weights, download no models, and never show values of
+storage options or environment variables.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ __all__ = ["Check", "Setup", "diagnose", "exit_code", "memory_of"]
 
 
 def diagnose(setup: Setup) -> Iterator[Check]:
-    """Every check, as it is made."""
+    """Yield the result of each check as soon as it is made."""
     checks: list[tuple[str, Callable[[Setup], Iterator[Check]]]] = [
         ("versions", machine_checks.versions),
         ("devices", machine_checks.devices),
@@ -35,13 +35,13 @@ def diagnose(setup: Setup) -> Iterator[Check]:
             yield from check(setup)
         except PipelineError as error:
             yield Check(group, group, "failed", str(error), exit_code=error.exit_code)
-        except Exception as error:  # a broken library can raise anything, and the other checks are still worth making
-            todo = "This may be a broken installation: install the package into a fresh virtual environment."
-            yield Check(group, group, "failed", f"{type(error).__name__} while looking", todo)
+        except Exception as error:  # a broken library can raise anything; the other checks still run
+            todo = "The installation may be broken: install the package into a new virtual environment."
+            yield Check(group, group, "failed", f"the check raised {type(error).__name__}", todo)
 
 
 def memory_of(setup: Setup) -> "MemoryTable | None":
-    """What its model takes and how many sequences fit, here and on known cards; None where no model is at hand."""
+    """Return the memory of the model and of its sequences, here and on known cards. None without a model."""
     config = job_checks.model_config(setup)
     if config is None:
         return None
@@ -51,5 +51,5 @@ def memory_of(setup: Setup) -> "MemoryTable | None":
 
 
 def exit_code(checks: list[Check]) -> int:
-    """0; 3 where the environment failed in something, 2 where only what the user gave is wrong."""
+    """Return 3 if a check of the environment failed, 2 if only the user's job or options failed, else 0."""
     return max((check.exit_code for check in checks if check.state == "failed"), default=0)

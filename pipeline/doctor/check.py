@@ -1,4 +1,4 @@
-"""What a check says, and what there is to be looked at."""
+"""Result of a check, and the setup that checks inspect."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +15,7 @@ State = Literal["ok", "warning", "failed"]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at. `todo` is empty where it is well; `exit_code` counts where it failed."""
+    """Result of one check. todo: how to fix it; empty if ok. exit_code: used if the check failed."""
 
     group: str
     name: str
@@ -34,7 +34,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is to be run, as far as it is known. Storage options may be secret and are never shown."""
+    """Model, input and output to check, where known. Storage options may be secret and are never shown."""
 
     model: str | None = None
     input: str | None = None
@@ -52,7 +52,7 @@ class Setup:
 
     @property
     def torch_device(self) -> "torch.device":
-        """The device that an engine would take; the CPU where torch sees no GPU, which a check of its own reports."""
+        """Return the engine's device. Falls back to the CPU if torch sees no GPU, which `devices` reports."""
         import torch
 
         from pipeline.machine.device import find_device
@@ -65,10 +65,10 @@ class Setup:
 
     @property
     def quantization(self) -> str:
-        """What is made of the model's linears while it is loaded."""
+        """Return the job's quantization of the model's linears on load."""
         return "none" if self.job is None else self.job.model.quantization
 
     def replacing(self, model: str | None, input: str | None, output: str | None) -> "Setup":
-        """With what is given in the place of the job's; the storage options stay."""
+        """Return a copy with the arguments that are not None. Keeps the storage options."""
         given = {"model": model, "input": input, "output": output}
         return replace(self, **{name: path for name, path in given.items() if path is not None})

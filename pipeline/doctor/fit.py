@@ -1,8 +1,7 @@
-"""What a model takes in memory, how many sequences of which length fit beside it, and how fast it would be: here and on
-known cards, as a job asks for it.
+"""Memory of a model, the number of sequences that fit next to it, and its speed, on this machine and on known cards.
 
-Figures come from config.json and from the engine's own rules (`engine/startup/memory.py`); no weights are read. A
-card's memory is its data sheet's (`hardware.yaml`), all of it free.
+Figures are computed from config.json with the engine's own rules (`engine/startup/memory.py`), without reading weights.
+A card's memory is the data sheet's (`hardware.yaml`), assumed to be free.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -31,16 +30,19 @@ from pipeline.roofline.cards import Card, card_of_device, load_cards
 from pipeline.roofline.shares import source
 
 LENGTHS = (512, 2_048, 8_192, 32_768)
-BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # of the KV cache, as the engine has it when nothing else is asked for
-STEP_BYTES = 2 << 30  # about what the largest step takes on a GPU; the engine measures it when it starts
-GROUP_SIZE = 128  # of the int4 weights whose size is told
+BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # of the KV cache, the engine's defaults
+STEP_BYTES = 2 << 30  # estimate of the largest step on a GPU; the engine measures it at startup
+GROUP_SIZE = 128  # of the int4 weights whose size is shown
 
 
 @dataclass(frozen=True)
-class Place:
-    """One device. kv_dtype: of the KV cache. `sequences[i]`: how many of `MemoryTable.lengths[i]` tokens have room for
-    their keys and values at once; none where the weights alone do not fit. speed: None where it is not known, or none
-    fit. lacks: what the job asks for and the device has not, which a run refuses; else empty."""
+class DeviceFit:
+    """Fit of a model on one device.
+
+    kv_dtype: of the KV cache. sequences[i]: number of sequences of `MemoryTable.lengths[i]` tokens whose keys and
+    values fit at once; 0 if the weights alone do not fit. speed: None if it is not known or no sequence fits. lacks: a
+    feature that the job requires and the device lacks, so that a run would fail; else empty.
+    """
 
     name: str
     dtype: str
@@ -55,12 +57,15 @@ class Place:
 
 @dataclass(frozen=True)
 class MemoryTable:
-    """checkpoint_bytes: files of the model by the form of its linears, the rest in 16 bit. The places' weights are of
-    the form that the engine loads there: the model's own, or what the job makes of it."""
+    """Fit of a model on several devices.
+
+    checkpoint_bytes: file size by the format of the linears, with other weights in 16 bit. The devices' weight_bytes
+    use the format that the engine loads: the model's own, or the job's quantization.
+    """
 
     checkpoint_bytes: dict[str, int]
     lengths: tuple[int, ...]
-    places: tuple[Place, ...]
+    places: tuple[DeviceFit, ...]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,8 +85,8 @@ class MemoryTable:
             [
                 "memory of the model",
                 f"  files           {files}",
-                "  sequences that fit at once, by their length in tokens; tokens a second by the cost model: of",
-                f"  prompts, and out by as many sequences of {CONTEXT} as run there at once;",
+                "  columns: sequences that fit at once, by length in tokens; prompt and output tokens per second",
+                f"  by the cost model, for prompts and for the largest batch of {CONTEXT}-token sequences;",
                 f"  {source([p.name for p in self.places])}:",
                 table(rows, head=head, sides="<>", width=width, indent=4),
                 *(f"    {p.name} cannot run this: {p.lacks}" for p in self.places if p.lacks),
@@ -90,7 +95,7 @@ class MemoryTable:
 
 
 def memory_table(config: ModelConfig, setup: Setup) -> MemoryTable:
-    """Of a model, as it is loaded, on this machine and on every known card."""
+    """Return the fit of a model, as the job loads it, on this machine and on every known card."""
     lengths = (*(length for length in LENGTHS if length < config.max_position), config.max_position)
     cards, fit = load_cards(), _Fit(config, setup, lengths)
     places = [fit.on_gpu(card.name, card.memory_bytes, card.compute_capability, card) for card in cards]
@@ -98,32 +103,32 @@ def memory_table(config: ModelConfig, setup: Setup) -> MemoryTable:
 
 
 def kv_type(setup: Setup, dtype: torch.dtype) -> torch.dtype:
-    """Of the KV cache, where the engine computes in `dtype`."""
+    """Return the KV cache's dtype for an engine that computes in `dtype`."""
     return FP8 if setup.kv_cache_dtype == "fp8" else dtype
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """A model, as `setup` loads it, on one device after another."""
+    """Model, as `setup` loads it, to fit on several devices."""
 
     config: ModelConfig
     setup: Setup
     lengths: tuple[int, ...]
 
-    def here(self) -> Place:
+    def here(self) -> DeviceFit:
         device = self.setup.torch_device
         if device.type == "cuda":
-            about = torch.cuda.get_device_properties(device)
-            known = card_of_device(about.name)
-            memory, capability = torch.cuda.mem_get_info(device)[1], (about.major, about.minor)
+            properties = torch.cuda.get_device_properties(device)
+            known = card_of_device(properties.name)
+            memory, capability = torch.cuda.mem_get_info(device)[1], (properties.major, properties.minor)
             return self.on_gpu("this machine's GPU", memory, capability, known)
         free = free_cpu_bytes()
         dtype = self._dtype(device)
         weights = weight_bytes(self.config, device, dtype, activation_dtype=self.setup.activation_dtype)
-        return self._place("this machine (free)", free, device, dtype, weights, int((free - weights) * CPU_SHARE))
+        return self._fit_of("this machine (free)", free, device, dtype, weights, int((free - weights) * CPU_SHARE))
 
-    def on_gpu(self, name: str, memory: int, capability: tuple[int, int], known: Card | None) -> Place:
-        """known: the card whose data sheet says how fast it is."""
+    def on_gpu(self, name: str, memory: int, capability: tuple[int, int], known: Card | None) -> DeviceFit:
+        """Return the fit on a GPU. known: the card whose data sheet determines the speed, if any."""
         config, gpu, activations = self.config, torch.device("cuda"), self.setup.activation_dtype
         dtype = self._dtype(gpu)
         kv_dtype = kv_type(self.setup, dtype)
@@ -134,42 +139,45 @@ class _Fit:
         keeps_dense = dense_weights_fit(config, dtype, kv_dtype, share, cached_tokens)
         weights = weight_bytes(config, gpu, dtype, keeps_dense, activations)
         kv = share - STEP_BYTES - SLACK_BYTES - weights
-        place = self._place(name, memory, gpu, dtype, weights, kv)
+        fit = self._fit_of(name, memory, gpu, dtype, weights, kv)
         if lacks := _lacking(activations, capability):
-            return replace(place, lacks=lacks)
-        if known is None or dtype.itemsize != 2:  # the cost model is of 16 bit
-            return place
+            return replace(fit, lacks=lacks)
+        if known is None or dtype.itemsize != 2:  # the cost model covers 16 bit only
+            return fit
         value_bytes = head_bytes(config.head_dim, kv_dtype) / config.head_dim
-        room = max(0, kv) // place.kv_bytes_per_token
-        return replace(place, speed=speed_on(known, config, limits, activations, value_bytes, keeps_dense, room))
+        room = max(0, kv) // fit.kv_bytes_per_token
+        return replace(fit, speed=speed_on(known, config, limits, activations, value_bytes, keeps_dense, room))
 
     def _dtype(self, device: torch.device) -> torch.dtype:
         return DTYPES.get(self.setup.dtype) or default_dtype(device, self.config.dtype)
 
-    def _place(
+    def _fit_of(
         self, name: str, memory: int, device: torch.device, dtype: torch.dtype, weights: int, kv_bytes: int
-    ) -> Place:
+    ) -> DeviceFit:
         kv_dtype = kv_type(self.setup, dtype)
         per_token, block = self.config.kv_bytes_per_token(kv_dtype), BLOCK_SIZE[device.type]
         blocks = max(0, kv_bytes) // (block * per_token)
         sequences = tuple(blocks // -(-length // block) for length in self.lengths)
         computed, kept = (str(each).removeprefix("torch.") for each in (dtype, kv_dtype))
-        return Place(name, computed, kept, memory, weights, per_token, sequences)
+        return DeviceFit(name, computed, kept, memory, weights, per_token, sequences)
 
 
 def _lacking(activation_dtype: str, capability: tuple[int, int]) -> str:
-    """What a GPU has not, which `with_rounded_activations` refuses."""
+    """Return the feature that a GPU lacks and that `with_rounded_activations` would refuse, or an empty string."""
     if activation_dtype == "int8":
-        return "engine.activation_dtype: int8 is for processors"
+        return "engine.activation_dtype: int8 runs on CPUs only"
     if activation_dtype != "auto" and capability < MIN_CAPABILITY:
         needed, has = (".".join(map(str, pair)) for pair in (MIN_CAPABILITY, capability))
-        return f"engine.activation_dtype: {activation_dtype} needs compute capability {needed}, and this card has {has}"
+        return f"engine.activation_dtype: {activation_dtype} needs compute capability {needed}, this card has {has}"
     return ""
 
 
 def _checkpoint_bytes(config: ModelConfig) -> dict[str, int]:
-    """Scales of 16 bit: one for each output of an int8 linear (about one for each `hidden_size` weights), of int4 one
-    and a zero of 4 bit for each group."""
+    """Return the file size by weight format.
+
+    Scales have 16 bits: one per output of an int8 linear (about one per `hidden_size` weights), and one per int4 group,
+    which also has a 4-bit zero.
+    """
     linears = config.num_linear_parameters()
     rest = 2 * (config.num_parameters() - linears)
     return {

@@ -1,4 +1,4 @@
-"""Checks of what is to be run: the job file, the model, the input, the output."""
+"""Checks of the job file, the model, the input and the output."""
 
 import os
 import posixpath
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 def job(setup: Setup) -> Iterator[Check]:
-    """All that `pipeline validate` finds."""
+    """Yield everything that `pipeline validate` finds."""
     if setup.job is None:
         return
     found = examine(setup.job)
     for mistake in found.mistakes:
-        where = f"{mistake.location}: {mistake.key}"
-        yield Check("job", where, "failed", mistake.problem, mistake.hint, exit_code=2)
+        name = f"{mistake.location}: {mistake.key}"
+        yield Check("job", name, "failed", mistake.problem, mistake.hint, exit_code=2)
     for failure in found.failures:
         yield Check("job", "store", "failed", failure)
     if not found.mistakes and not found.failures:
@@ -52,15 +52,15 @@ def model(setup: Setup) -> Iterator[Check]:
     if kind == "url":
         absent = missing_from_store(path, storage_for(path, setup.storage))
         if absent:
-            raise ModelError(f"{shown}: no {' and no '.join(absent)} there; expected a checkpoint's folder")
-        yield Check("model", "folder", "ok", f"{shown}: {' and '.join(MODEL_FILES)} are there")
+            raise ModelError(f"{shown}: no {' and no '.join(absent)}; expected the folder of a checkpoint")
+        yield Check("model", "folder", "ok", f"{shown}: has {' and '.join(MODEL_FILES)}")
         with _fetched_config(setup) as folder:
             yield from _architecture(folder, setup)
         yield from _copy(path, setup)
         return
     folder = _cached(path, setup) if kind == "id" else locate_model(path)
     if folder is None:
-        todo = "It is downloaded when the job runs; `HF_HUB_OFFLINE` and machines without network need it in the cache."
+        todo = "The job downloads it. With HF_HUB_OFFLINE or without a network, download it into the cache first."
         yield Check("model", "folder", "warning", f"{shown}: not in the local cache", todo)
         return
     yield Check("model", "folder", "ok", str(folder))
@@ -70,19 +70,19 @@ def model(setup: Setup) -> Iterator[Check]:
 
 
 def _copy(url: str, setup: Setup) -> Iterator[Check]:
-    """The copy of a model at a url in this machine's cache, if there is one."""
+    """Check the cached copy of a model at a url, if one exists."""
     if (copy := check_copy(url, storage_for(url, setup.storage), cache_folder())) is None:
         return
     folder, is_whole = copy
     if is_whole:
-        yield Check("model", "copy", "ok", f"{folder}: every file is as it was downloaded, by sha256")
+        yield Check("model", "copy", "ok", f"{folder}: every file has the sha256 of its download")
     else:
-        todo = "Remove the folder: the next run downloads the model again."
-        yield Check("model", "copy", "failed", f"{folder}: differs from what was downloaded", todo)
+        todo = "Remove the folder; the next run downloads the model again."
+        yield Check("model", "copy", "failed", f"{folder}: differs from the download", todo)
 
 
 def model_config(setup: Setup) -> "ModelConfig | None":
-    """Of the model, when it is at hand; None where `model` says why it is not."""
+    """Return the model's config, or None if it cannot be read, which `model` reports."""
     if setup.model is None:
         return None
     try:
@@ -97,13 +97,13 @@ def model_config(setup: Setup) -> "ModelConfig | None":
 
 
 def _as_loaded(folder: Path, setup: Setup) -> "ModelConfig":
-    """With what the job makes of it. Raises ConfigError where that cannot be, or has no form for its activations."""
+    """Return the config after the job's quantization. Raises ConfigError if that or the activations are unsupported."""
     from pipeline.engine.startup.resolve import no_such_weight, quantized_on_load
     from pipeline.model.config import read_config
     from pipeline.model.load import as_stored
 
     config = quantized_on_load(read_config(folder), setup.quantization)
-    with suppress(ModelError):  # no weights, as from a store, or broken ones, which `_weights` reports
+    with suppress(ModelError):  # weights are in a store, or broken, which `_weights` reports
         config = as_stored(config, folder)
     if setup.activation_dtype != "auto" and config.quantization is None:
         raise no_such_weight(setup.activation_dtype, "16- or 32-bit weights")
@@ -112,7 +112,7 @@ def _as_loaded(folder: Path, setup: Setup) -> "ModelConfig":
 
 @contextmanager
 def _fetched_config(setup: Setup) -> Iterator[Path]:
-    """A folder with the config.json of a model in a store, and its quantizer's own file."""
+    """Yield a temporary folder with config.json, and the quantizer's own files, of a model in a store."""
     assert setup.model is not None
     with tempfile.TemporaryDirectory() as folder:
         fs, root = filesystem(setup.model, storage_for(setup.model, setup.storage))
@@ -124,7 +124,7 @@ def _fetched_config(setup: Setup) -> Iterator[Path]:
 
 
 def _cached(name: str, setup: Setup) -> Path | None:
-    """Where a Hugging Face model lies on this machine; nothing is downloaded."""
+    """Return the cache folder of a Hugging Face model, or None. Downloads nothing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -138,7 +138,7 @@ def _cached(name: str, setup: Setup) -> Path | None:
 
 
 def _architecture(folder: Path, setup: Setup) -> Iterator[Check]:
-    """What config.json says, and whether the machine has the memory for it."""
+    """Report the architecture in config.json, and whether the machine has enough memory."""
     import torch
 
     from pipeline.doctor.fit import kv_type
@@ -148,7 +148,7 @@ def _architecture(folder: Path, setup: Setup) -> Iterator[Check]:
 
     config = _as_loaded(folder, setup)
     stored = str(config.dtype).removeprefix("torch.")
-    kind = stored if config.quantization is None else f"{config.quantization}, the rest {stored}"
+    kind = stored if config.quantization is None else f"{config.quantization}, other weights {stored}"
     size = f"{config.num_parameters() / 1e6:,.1f} million parameters"
     yield Check("model", "architecture", "ok", f"{size}, {config.num_layers} layers, {kind}")
     device = setup.torch_device
@@ -163,13 +163,14 @@ def _architecture(folder: Path, setup: Setup) -> Iterator[Check]:
         todo = "Use a smaller or quantized model, a smaller dtype, or a larger machine."
         yield Check("model", "memory", "failed", found, todo)
     elif need > 0.8 * free:
-        yield Check("model", "memory", "warning", found, "Little is left for the KV cache: lower engine.max_model_len.")
+        todo = "Little memory is left for the KV cache: lower engine.max_model_len."
+        yield Check("model", "memory", "warning", found, todo)
     else:
         yield Check("model", "memory", "ok", found)
 
 
 def _weights(folder: Path) -> Check:
-    """Every file of the index, each with a sound header and as long as it says, with every tensor of the index."""
+    """Check that every file has a valid header and length, and that every tensor of the index exists."""
     from pipeline.checkpoints.file_checks import read_json
     from pipeline.model.load import Checkpoint, checkpoint_files
 
@@ -178,7 +179,7 @@ def _weights(folder: Path) -> Check:
     listed = read_json(index)["weight_map"] if index.exists() else {}
     absent = sorted(set(listed) - set(tensors))
     if absent:
-        raise ModelError(f"{index}: {len(absent)} tensors are in none of the files: {', '.join(absent[:3])}")
+        raise ModelError(f"{index}: {len(absent)} tensors are missing from the files: {', '.join(absent[:3])}")
     size = sum(file.stat().st_size for file in files)
     return Check(
         "model", "weights", "ok", f"{len(tensors):,} tensors in {len(files):,} safetensors, {shown_bytes(size)}"
@@ -194,20 +195,20 @@ def _tokenizer(folder: Path, setup: Setup) -> Iterator[Check]:
     tokenizer = Tokenizer.from_folder(str(folder), template)
     known, rows = tokenizer.vocab_size, read_config(folder).vocab_size
     if known > rows:
-        todo = "Prompts that use the tokens above become error rows: does this tokenizer belong to the model?"
+        todo = "Prompts with the extra tokens become error rows. Check that this tokenizer belongs to the model."
         yield Check("model", "tokenizer", "warning", f"{known:,} tokens, the model has {rows:,}", todo)
     else:
-        yield Check("model", "tokenizer", "ok", f"{known:,} tokens, ends at {sorted(tokenizer.eos_token_ids)}")
+        yield Check("model", "tokenizer", "ok", f"{known:,} tokens, EOS {sorted(tokenizer.eos_token_ids)}")
     if tokenizer.has_chat_template or chat is None:
-        found = "there" if tokenizer.has_chat_template else "none: prompts can be plain text only"
+        found = "present" if tokenizer.has_chat_template else "none: prompts must be plain text"
         yield Check("model", "chat template", "ok", found)
     else:
-        todo = "Leave prompt.chat out and use prompt.template, or take the model's instruct version."
-        yield Check("model", "chat template", "failed", "none, and the job's prompts are chats", todo, exit_code=2)
+        todo = "Use prompt.template instead of prompt.chat, or use the model's instruct version."
+        yield Check("model", "chat template", "failed", "none, but the job uses prompt.chat", todo, exit_code=2)
 
 
 def input(setup: Setup) -> Iterator[Check]:
-    """Of an input alone; a job's is looked at with the job."""
+    """Check an input other than the job's, which `job` checks."""
     if setup.input is None or (setup.job is not None and setup.input == setup.job.input.path):
         return
     source = open_source(setup.input, storage_for(setup.input, setup.storage))
@@ -221,18 +222,18 @@ def output(setup: Setup) -> Iterator[Check]:
     store, name = PartStore(setup.output, storage_for(setup.output, setup.storage)), shown_url(setup.output)
     with _left_as_found(setup.output):
         store.folder.probe()
-        yield Check("output", name, "ok", "files are created, and never over another; they read back")
+        yield Check("output", name, "ok", "new files can be created without overwriting, and read back")
         try:
             store.folder.probe_swap()
         except OutputError as error:
-            yield Check("output", "--retry-failed", "warning", str(error), "Without it, runs work all the same.")
+            yield Check("output", "--retry-failed", "warning", str(error), "Runs without this option still work.")
         else:
-            yield Check("output", "--retry-failed", "ok", "a part can be replaced only where it is unchanged")
+            yield Check("output", "--retry-failed", "ok", "a part can be replaced if it is unchanged")
 
 
 @contextmanager
 def _left_as_found(output: str) -> Iterator[None]:
-    """Folders on a local disk that the probe made are removed again, if nothing else has come into them."""
+    """Remove the local folders that the probe created, if they are still empty."""
     root = Path(os.path.expanduser(local_path(output) or output)).absolute()
     made = [p for p in (root / "_pipeline" / "tmp", root / "_pipeline", root, *root.parents) if not p.exists()]
     try:

@@ -23,7 +23,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pyarro
 OPTIONAL = ("triton",)
 _POOLS = {"tbb": "tbbpool", "omp": "omppool", "workqueue": "workqueue"}  # numba's layers and their modules
 _MIN_FREE_BYTES = 2**30
-_RAY_FULL = 0.95  # of a disk: above it Ray stores nothing more
+_RAY_FULL = 0.95  # used share of a disk above which Ray stores nothing more
 _ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION",
                 "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ROLE_ARN",
                 "AWS_WEB_IDENTITY_TOKEN_FILE", "HF_HUB_OFFLINE", "PIPELINE_CACHE", "NUMBA_CACHE_DIR",
@@ -38,8 +38,8 @@ def versions(setup: Setup) -> Iterator[Check]:
             yield Check("versions", name, "ok", installed[name])
         elif name in PACKAGES:
             yield Check("versions", name, "failed", "not installed", f"pip install {name}")
-    there = [name for name in _ENVIRONMENT if name in os.environ]
-    yield Check("versions", "environment", "ok", f"set: {', '.join(there) or 'nothing that matters here'}")
+    present = [name for name in _ENVIRONMENT if name in os.environ]
+    yield Check("versions", "environment", "ok", f"set: {', '.join(present) or 'no relevant variables'}")
 
 
 def devices(setup: Setup) -> Iterator[Check]:
@@ -51,8 +51,8 @@ def devices(setup: Setup) -> Iterator[Check]:
     cores = available_cores()
     named = ", ".join(flag for flag in VECTOR_FLAGS if flag in flags) or "no AVX2"
     quota = cpu_quota()
-    limited = "" if quota is None else f" (a quota of {quota.cpus:.3g}, {quota.source})"
-    found = f"{model}; this process may use {cores} of {os.cpu_count()} cores{limited}; {named}"
+    limited = "" if quota is None else f" (quota of {quota.cpus:.3g}, {quota.source})"
+    found = f"{model}; this process can use {cores} of {os.cpu_count()} cores{limited}; {named}"
     yield Check("devices", "cpu", "ok", found)
     if "avx2" not in flags and platform.machine() in ("x86_64", "AMD64"):
         yield Check("devices", "cpu flags", "warning", "no AVX2", "Linears and attention will be slow here.")
@@ -60,16 +60,16 @@ def devices(setup: Setup) -> Iterator[Check]:
     yield Check("devices", "bfloat16 on cpu", "ok", "native" if native else "emulated, so `dtype: auto` is float32")
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
-            about, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
-            kind = f"{about.name}, compute capability {about.major}.{about.minor}"
+            properties, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
+            kind = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
             yield Check("devices", f"cuda:{i}", "ok", f"{kind}; {shown_bytes(free)} of {shown_bytes(total)} free")
     elif os.path.exists("/dev/nvidiactl") or setup.device.startswith("cuda"):
-        why = "torch is a build for CPUs" if torch.version.cuda is None else f"torch for CUDA {torch.version.cuda}"
-        todo = "Install torch's CUDA build and a driver that is new enough (nvidia-smi), or set engine.device: cpu."
+        build = "torch is a CPU build" if torch.version.cuda is None else f"torch for CUDA {torch.version.cuda}"
+        todo = "Install torch's CUDA build and a recent driver (check with nvidia-smi), or set engine.device: cpu."
         state: State = "failed" if setup.device.startswith("cuda") else "warning"
-        yield Check("devices", "cuda", state, f"no device can be used ({why})", todo)
+        yield Check("devices", "cuda", state, f"no usable device ({build})", todo)
     else:
-        yield Check("devices", "cuda", "ok", "no device; cpu is used")
+        yield Check("devices", "cuda", "ok", "no device; the engine uses the CPU")
 
 
 def memory(setup: Setup) -> Iterator[Check]:
@@ -77,13 +77,13 @@ def memory(setup: Setup) -> Iterator[Check]:
 
     free = free_cpu_bytes()
     low = free < 2 * _MIN_FREE_BYTES
-    todo = "Ray alone takes up to 1 GB: end other programs, or use a larger machine." if low else ""
+    todo = "Ray alone uses up to 1 GB: stop other processes, or use a larger machine." if low else ""
     limit = memory_limit()
-    limited = "" if limit is None else f" (a limit of {shown_bytes(limit.limit_bytes)}, {limit.source})"
+    limited = "" if limit is None else f" (limit of {shown_bytes(limit.limit_bytes)}, {limit.source})"
     yield Check("memory and disks", "memory", "warning" if low else "ok", f"{shown_bytes(free)} free{limited}", todo)
     seen: set[int] = set()
-    for name, place in _places(setup):
-        folder = next(p for p in (place, *place.parents) if p.is_dir())
+    for name, path in _folders(setup):
+        folder = next(p for p in (path, *path.parents) if p.is_dir())
         if (device := folder.stat().st_dev) in seen:
             continue
         seen.add(device)
@@ -92,19 +92,20 @@ def memory(setup: Setup) -> Iterator[Check]:
         if usage.free < _MIN_FREE_BYTES:
             yield Check("memory and disks", name, "failed", found, "Free some space, or use another disk.")
         elif name != "output" and usage.free < (1 - _RAY_FULL) * usage.total:
-            todo = "Ray stores nothing more on a disk that is over 95 % full: free some space, or set RAY_TMPDIR."
+            todo = "Ray stops storing objects on a disk that is over 95% full: free some space, or set RAY_TMPDIR."
             yield Check("memory and disks", name, "warning", found, todo)
         else:
             yield Check("memory and disks", name, "ok", found)
     if problem := ray_folder_problem(ray_folder()):
         found, _, todo = problem.partition(". ")
-        yield Check("memory and disks", "ray's folder", "warning", found, f"{todo}; a job of one engine runs without.")
+        todo += "; jobs with one engine do not need it."
+        yield Check("memory and disks", "ray's folder", "warning", found, todo)
     if os.path.isdir("/dev/shm") and (shm := shutil.disk_usage("/dev/shm").total) < _MIN_FREE_BYTES:
-        todo = "Ray falls back to slow files: in a container, start it with --shm-size=2g."
+        todo = "Ray falls back to slow files. Start containers with --shm-size=2g."
         yield Check("memory and disks", "/dev/shm", "warning", shown_bytes(shm), todo)
 
 
-def _places(setup: Setup) -> Iterator[tuple[str, Path]]:
+def _folders(setup: Setup) -> Iterator[tuple[str, Path]]:
     if setup.output is not None and not is_url(setup.output):
         yield "output", Path(os.path.expanduser(setup.output)).absolute()
     yield "temporary files", Path(tempfile.gettempdir())
@@ -142,11 +143,11 @@ def kernels(setup: Setup) -> Iterator[Check]:
     if device.type == "cpu" and numba_unavailable_reason() is None:
         module = importlib.import_module("pipeline.kernels.cpu.attention.decode_kernel")
         cache = module.paged_decode.stats.cache_path
-        yield Check("kernels", "numba cache", "ok", f"{cache}: compiled kernels are kept there")
+        yield Check("kernels", "numba cache", "ok", f"{cache}: folder of compiled kernels")
 
 
 def gpu_kernel_cache() -> Check:
-    """Where compiled GPU kernels are kept, and how many are."""
+    """Report the folder of compiled GPU kernels, and their count and size."""
     folder = gpu_kernel_folder()
     files = [file for file in folder.glob("*/*") if file.is_file()]
     count, size = sum(file.suffix == ".cubin" for file in files), sum(file.stat().st_size for file in files)
@@ -154,9 +155,9 @@ def gpu_kernel_cache() -> Check:
 
 
 def _numba_layer() -> Check:
-    """The first layer in numba's order that can be loaded is the one it takes."""
+    """Check numba's threading layer: the first in numba's order that can be loaded."""
     if (lacks := numba_unavailable_reason()) is not None:
-        todo = "Kernels on CPU are slower, and lookup of drafts is off: pip install numba, and a numpy that it takes."
+        todo = "CPU kernels are slower and n-gram drafts are off: install numba and a numpy that it supports."
         return Check("kernels", "numba threads", "warning", f"numba {lacks}", todo)
     from pipeline.kernels.cpu.compile.threads import threading_layers
 
@@ -166,7 +167,7 @@ def _numba_layer() -> Check:
         except ImportError:
             continue
         if layer == "workqueue":
-            todo = "Two threads in parallel kernels at once would abort: install libgomp or tbb."
+            todo = "The process aborts if two threads run parallel kernels at once: install libgomp or tbb."
             return Check("kernels", "numba threads", "warning", layer, todo)
         return Check("kernels", "numba threads", "ok", layer)
     return Check("kernels", "numba threads", "failed", "no threading layer", "Reinstall numba.")

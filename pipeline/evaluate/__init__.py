@@ -1,8 +1,7 @@
-"""What a model's form costs in quality: perplexity, divergence from a reference, the outputs it still gives, and what
-it takes in time and memory.
+"""Evaluate models, such as quantized ones: perplexity, divergence from a reference, equal outputs, speed and memory.
 
-`measurement.py` takes the models through the rows, `table.py` shows what was found. Logits are the engine's own
-(`engine/quality/divergence.py`), so what is measured is what a job would run, kernels included.
+`measurement.py` runs the models over the rows and `table.py` shows the results. Logits come from the engine
+(`engine/quality/divergence.py`), so the evaluation measures exactly what a job would run, including its kernels.
 """
 
 from pipeline.evaluate.measurement import ModelVariant, evaluate

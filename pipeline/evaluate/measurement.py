@@ -1,6 +1,6 @@
-"""Takes models through the rows of a dataset: first their logits on the texts, beside a reference's, then outputs.
+"""Run models over the rows of a dataset: first compare logits with a reference's, then generate outputs.
 
-At most two models are in memory, the reference and one other.
+Up to two models are in memory, the reference and one other.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,17 +28,20 @@ from pipeline.model.load import checkpoint_files
 from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.tokenizer import Tokenizer
 
-MAX_NUM_SEQS = 32  # outputs that are generated at once, unless the job says how many
-LOGIT_BYTES = 128 << 20  # of the logits of one piece, of one model
-GROUP_TOKENS = 16384  # of the texts whose hidden states are kept at once, or one text
+MAX_NUM_SEQS = 32  # outputs generated at once, unless the job sets max_num_seqs
+LOGIT_BYTES = 128 << 20  # logits of one piece, of one model
+GROUP_TOKENS = 16384  # of texts whose hidden states are in memory at once; one text may be longer
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class ModelVariant:
-    """A model to measure; `path` and `quantization` (on load) as a job's `model` takes them, `activation_dtype` and
-    `kv_cache_dtype` as its `engine` does, None being the job's own."""
+    """Model to measure.
+
+    path and quantization (on load) are settings of a job's `model` section, activation_dtype and kv_cache_dtype of its
+    `engine` section. kv_cache_dtype None uses the job's.
+    """
 
     path: str
     quantization: str = "none"
@@ -56,8 +59,8 @@ class ModelVariant:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A variant's checkpoint on this machine, and how an engine for it is built."""
+class _Model:
+    """Local checkpoint of a variant, and the config of its engine."""
 
     variant: ModelVariant
     folder: Path
@@ -67,14 +70,14 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Outputs:
-    """What a model answered to each row, and how fast."""
+    """Completions of all rows by one model, and its speed."""
 
     completions: list[Completion]
     prompt_tokens_per_s: float
     decode_tokens_per_s: float
 
     def share_equal(self, other: "_Outputs") -> float:
-        """Of rows with the same tokens in both."""
+        """Return the share of rows with equal tokens in both."""
         same = sum(a.token_ids == b.token_ids for a, b in zip(self.completions, other.completions))
         return same / len(self.completions)
 
@@ -89,28 +92,28 @@ def evaluate(
     reference: ModelVariant | None,
     params: SamplingParams,
     expected: str | None,
-    say: Say,
+    log: Log,
 ) -> Evaluation:
-    """Measure `variants`, and `reference` beside them, on the prompts that `config` names.
+    """Measure `variants` and `reference` on the prompts of `config`.
 
-    params: how outputs are generated; greedy, so that they can be compared. expected: a column with the right answers.
-    Raises ModelError when a model cannot be loaded or its tokens are not the first one's, InputError for the dataset.
+    params: must be greedy, so that outputs can be compared. expected: column with the correct answers. Raises
+    ModelError when a model cannot be loaded or its tokenizer differs from the first one's, InputError for the dataset.
     """
     every = [*([] if reference is None else [reference]), *variants]
-    found, samples = _prepare(config, every, params, expected, say)
-    rows = _Rows(samples, params, expected is not None, say)
+    found, samples = _prepare(config, every, params, expected, log)
+    evaluator = _Evaluator(samples, params, expected is not None, log)
     measured: list[Measured] = []
     device = ""
-    with nullcontext() if reference is None else _opened(found[0], say) as kept:
+    with nullcontext() if reference is None else _opened(found[0], log) as kept:
         outputs = None
         if kept is not None:
             device = str(kept.resolved["device"])
-            first, outputs = rows.measure(found.pop(0), kept, None, None)
+            first, outputs = evaluator.measure(found.pop(0), kept, None, None)
             measured.append(first)
         for each in found:
-            with _opened(each, say) as engine:
+            with _opened(each, log) as engine:
                 device = str(engine.resolved["device"])
-                measured.append(rows.measure(each, engine, kept, outputs)[0])
+                measured.append(evaluator.measure(each, engine, kept, outputs)[0])
     return Evaluation(
         data=shown_url(config.input.path),
         num_rows=len(samples.token_ids),
@@ -124,12 +127,12 @@ def evaluate(
 
 
 def _prepare(
-    config: JobConfig, every: Sequence[ModelVariant], params: SamplingParams, expected: str | None, say: Say
-) -> tuple[list[_Found], Samples]:
-    """The checkpoints, each fit to be compared with the first, and the texts."""
-    folders = [resolve_model(s.path, config.storage, say) for s in every]
+    config: JobConfig, every: Sequence[ModelVariant], params: SamplingParams, expected: str | None, log: Log
+) -> tuple[list[_Model], Samples]:
+    """Return the models, after checking that their tokenizers match the first one's, and the texts."""
+    folders = [resolve_model(s.path, config.storage, log) for s in every]
     models = [quantized_on_load(read_config(folder), s.quantization) for folder, s in zip(folders, every)]
-    say(f"reading {shown_url(config.input.path)}")
+    log(f"reading {shown_url(config.input.path)}")
     prompts = resolve_prompts(config, folders[0])
     tokenizer = Tokenizer.from_folder(str(folders[0]), prompts.chat_template)
     try:
@@ -139,14 +142,16 @@ def _prepare(
         if config.engine.max_model_len is not None:
             longest = min(longest, config.engine.max_model_len)
         if longest <= params.max_tokens:
-            raise ConfigError(f"--max-tokens {params.max_tokens}: no room beside them in a context of {longest} tokens")
+            raise ConfigError(
+                f"--max-tokens {params.max_tokens}: leaves no room for prompts in a context of {longest} tokens"
+            )
         samples = read_samples(prompts, tokenizer, longest - params.max_tokens, expected=expected)
     finally:
         tokenizer.close()
     length = max(map(len, samples.token_ids)) + params.max_tokens
     engine = replace(config.engine_config("", None), max_model_len=length, speculation="off")
     return [
-        _Found(variant, folder, model, _sized(_engine_of(variant, folder, engine), model))
+        _Model(variant, folder, model, _sized(_engine_of(variant, folder, engine), model))
         for variant, folder, model in zip(every, folders, models)
     ], samples
 
@@ -167,55 +172,56 @@ def _check_comparable(
 ) -> None:
     differs = Tokenizer.from_folder(str(folder)).differs_from(tokenizer)
     if differs is None and model.vocab_size != other_model.vocab_size:
-        differs = f"it has {other_model.vocab_size:,} of them, not {model.vocab_size:,}"
+        differs = f"a vocabulary of {other_model.vocab_size:,}, not {model.vocab_size:,}"
     if differs is not None:
         raise ModelError(
-            f"{other.name}: its tokens are not those of {first.name} ({differs}), so no likelihood of one means the "
-            "same in the other; compare models with one tokenizer"
+            f"{other.name}: its tokens differ from those of {first.name} ({differs}), so likelihoods cannot be "
+            "compared; choose models with the same tokenizer"
         )
 
 
 def _sized(given: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """With a KV cache for a few rows at once, because two engines share a device."""
-    at_once = given.max_num_seqs or MAX_NUM_SEQS
-    engine = replace(given, max_num_seqs=at_once)
+    """Return the config with a KV cache for few sequences, since two engines share a device."""
+    max_num_seqs = given.max_num_seqs or MAX_NUM_SEQS
+    engine = replace(given, max_num_seqs=max_num_seqs)
     resolved = resolve(engine, model)
-    if given.kv_cache_memory_bytes is None and resolved.device.type != "cpu":  # there the default is what is needed
-        blocks = at_once * -(-resolved.max_model_len // resolved.block_size)
+    # On a CPU the default is no larger than needed.
+    if given.kv_cache_memory_bytes is None and resolved.device.type != "cpu":
+        blocks = max_num_seqs * -(-resolved.max_model_len // resolved.block_size)
         block_bytes = resolved.block_size * model.kv_bytes_per_token(resolved.kv_dtype)
         engine = replace(engine, kv_cache_memory_bytes=blocks * block_bytes)
     return engine
 
 
-def _opened(found: _Found, say: Say) -> Engine:
-    say(f"loading {found.variant.name}")
-    engine = Engine(found.engine, say)
+def _opened(found: _Model, log: Log) -> Engine:
+    log(f"loading {found.variant.name}")
+    engine = Engine(found.engine, log)
     engine.warm_up()
     return engine
 
 
-class _Rows:
-    """The texts, and what is asked of each model about them."""
+class _Evaluator:
+    """Texts of the dataset, and the measurements of a model on them."""
 
-    def __init__(self, samples: Samples, params: SamplingParams, has_expected: bool, say: Say) -> None:
-        self._samples, self._params, self._has_expected, self._say = samples, params, has_expected, say
+    def __init__(self, samples: Samples, params: SamplingParams, has_expected: bool, log: Log) -> None:
+        self._samples, self._params, self._has_expected, self._log = samples, params, has_expected, log
 
     def measure(
-        self, found: _Found, engine: Engine, reference: Engine | None, answers: _Outputs | None
+        self, found: _Model, engine: Engine, reference: Engine | None, answers: _Outputs | None
     ) -> tuple[Measured, _Outputs]:
-        """Of one model, against the reference and what that answered."""
+        """Measure one model against the reference and its outputs (`answers`)."""
         name, resolved = found.variant.name, resolve(found.engine, found.model)
-        with engine.device_context:  # the reference is in the same one
-            likelihood, apart = self._score(name, engine, reference)
+        with engine.device_context:  # the reference uses the same device
+            likelihood, divergence = self._score(name, engine, reference)
         outputs = self._generate(name, engine)
         measured = Measured(
             name=name,
             weights=str(engine.resolved["weights"]),
             dtype=str(engine.resolved["dtype"]),
             perplexity=likelihood.perplexity,
-            kl_mean=None if apart is None else apart.mean,
-            kl_p99=None if apart is None else apart.p99,
-            top1=None if apart is None else apart.top1,
+            kl_mean=None if divergence is None else divergence.mean,
+            kl_p99=None if divergence is None else divergence.p99,
+            top1=None if divergence is None else divergence.top1,
             same_outputs=None if answers is None else outputs.share_equal(answers),
             expected=outputs.share_right(self._samples.expected) if self._has_expected else None,
             prompt_tokens_per_s=outputs.prompt_tokens_per_s,
@@ -230,8 +236,8 @@ class _Rows:
 
     def _score(self, name: str, engine: Engine, reference: Engine | None) -> tuple[Likelihood, Divergence | None]:
         max_rows = max(1, LOGIT_BYTES // (4 * engine.runner.vocab_size))
-        told = Remaining(self._say, f"{name}: tokens of the texts", self._samples.num_tokens)
-        likelihood, apart, done = Likelihood(), None if reference is None else Divergence(), 0
+        progress = Remaining(self._log, f"{name}: tokens of the texts", self._samples.num_tokens)
+        likelihood, divergence, done = Likelihood(), None if reference is None else Divergence(), 0
         for rows in _groups(self._samples.token_ids):
             ours = _states(name, engine, rows)
             theirs = {} if reference is None else _states("the reference", reference, rows)
@@ -239,24 +245,24 @@ class _Rows:
                 pieces = None if reference is None else logits_in_pieces(reference.runner, theirs[row], max_rows)
                 for first, logits_RV in logits_in_pieces(engine.runner, ours[row], max_rows):
                     if not bool(logits_RV.isfinite().all()):
-                        raise ModelError(f"{name}: logits that are no finite numbers, in row {row} of those read")
+                        raise ModelError(f"{name}: logits of sampled row {row} are not finite")
                     likelihood.add(logits_RV, token_ids[first + 1 : first + 1 + len(logits_RV)])
-                    if pieces is not None and apart is not None:
-                        apart.add(logits_RV, next(pieces)[1])
+                    if pieces is not None and divergence is not None:
+                        divergence.add(logits_RV, next(pieces)[1])
                 done += len(token_ids)
-                told(done)
-        engine.forget()  # so that rates of prompts are those of computed ones
-        return likelihood, apart
+                progress(done)
+        engine.forget()  # the prefix cache would inflate the prompt rate
+        return likelihood, divergence
 
     def _generate(self, name: str, engine: Engine) -> _Outputs:
         rows, before = self._samples.token_ids, replace(engine.stats)
-        told = Remaining(self._say, f"{name}: outputs", len(rows))
+        progress = Remaining(self._log, f"{name}: outputs", len(rows))
         done: dict[int, Completion] = {}
         for completion in engine.stream(Request(i, ids, self._params) for i, ids in enumerate(rows)):
             if completion.error is not None:
                 raise ModelError(f"{name}: row {completion.row_id} of those read: {completion.error_message}")
             done[completion.row_id] = completion  # type: ignore[index]
-            told(len(done))
+            progress(len(done))
         spent = engine.stats.since(before)
         return _Outputs(
             [done[i] for i in range(len(rows))],
@@ -266,7 +272,7 @@ class _Rows:
 
 
 def _groups(rows: Sequence[list[int]]) -> Iterator[dict[int, list[int]]]:
-    """The texts by their number, about GROUP_TOKENS tokens at a time."""
+    """Yield texts by index, in groups of about GROUP_TOKENS tokens."""
     group: dict[int, list[int]] = {}
     for row, token_ids in enumerate(rows):
         group[row] = token_ids
@@ -278,7 +284,7 @@ def _groups(rows: Sequence[list[int]]) -> Iterator[dict[int, list[int]]]:
 
 
 def _states(name: str, engine: Engine, rows: Mapping[int, list[int]]) -> dict[int, np.ndarray]:
-    """The last hidden states of each text, by its number."""
+    """Return the last hidden states of each text, by its index."""
     states: dict[int, np.ndarray] = {}
     params, task = SamplingParams(), HiddenStates()
     for completion in engine.stream(Request(row, token_ids, params, task=task) for row, token_ids in rows.items()):

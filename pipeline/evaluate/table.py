@@ -1,4 +1,4 @@
-"""What an evaluation found, as a table and as JSON."""
+"""Results of an evaluation, as a table and as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,14 +9,14 @@ from pipeline.formatting import table
 
 @dataclass(frozen=True)
 class Measured:
-    """One model in one form.
+    """Results of one model variant.
 
-    perplexity: over all tokens of the texts but the first of each. kl_mean, kl_p99 (nats) and top1 (share): at every
-    token of the texts, against the reference; same_outputs: share of rows whose greedy output is the reference's, token
-    for token; None for the reference itself. expected: share of rows whose output is the text of the expected column,
-    blanks around it aside; None without such a column. checkpoint_bytes: the files of the weights; weight_bytes: about
-    what they take once loaded. Rates are of the greedy outputs: prompt tokens in the time that went to prompts,
-    generated ones in the time that went to decoding.
+    perplexity: over all tokens of the texts except the first of each. kl_mean, kl_p99 (nats) and top1 (share): over
+    every token of the texts, against the reference. same_outputs: share of rows whose greedy tokens equal the
+    reference's. These four are None for the reference. expected: share of rows whose output equals the text of the
+    expected column, ignoring surrounding whitespace; None without such a column. checkpoint_bytes: the weight files.
+    weight_bytes: estimate of the loaded weights. Rates are those of the greedy outputs: prompt tokens by prefill time,
+    generated tokens by decoding time.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All models on the same rows. The reference, where there is one, comes first."""
+    """Results of all models on the same rows, the reference first if there is one."""
 
     data: str
     num_rows: int
@@ -56,7 +56,7 @@ class Evaluation:
         head = (
             f"{self.data}: {self.num_rows:,} rows, {self.num_tokens:,} tokens"
             + (f"; left out: {left_out}" if left_out else "")
-            + f"; outputs of at most {self.max_tokens} tokens, greedy, on {self.device}"
+            + f"; greedy outputs of up to {self.max_tokens} tokens on {self.device}"
         )
         rows = [_row(model) for model in self.models]
         shown = [i for i in range(len(_HEAD)) if any(row[i] != "" for row in rows)]
@@ -64,15 +64,15 @@ class Evaluation:
         drawn = table(
             [[row[i] for i in shown] for row in rows], head=[_HEAD[i] for i in shown], sides=sides, width=width
         )
-        notes = ["weights: files, and about what they take once loaded; KV: bytes a token"]
+        notes = ["files: size on disk; loaded: estimate of the loaded weights; KV: bytes per token"]
         if self.has_reference:
-            notes.insert(0, f"KL, top-1 and same: against {self.models[0].name}, the first line")
+            notes.insert(0, f"KL, top-1 and same are relative to the first line, {self.models[0].name}")
         return "\n".join([head, "", drawn, "", *notes])
 
 
 _HEAD = ["model", "weights", "dtype", "perplexity", "KL mean", "KL p99", "top-1", "same", "expected",
          "prompt tok/s", "decode tok/s", "files", "loaded", "KV"]  # fmt: skip
-_NUM_NAMES = 3  # columns of words, on the left
+_NUM_NAMES = 3  # left-aligned text columns
 
 
 def _row(model: Measured) -> list[str]:
@@ -94,5 +94,5 @@ def _row(model: Measured) -> list[str]:
     ]
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
+def _number(value: float | None, spec: str) -> str:
+    return "" if value is None else f"{value:{spec}}"

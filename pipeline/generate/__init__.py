@@ -1,7 +1,7 @@
-"""Generation without a job: a handful of prompts from a flag, a text or JSON Lines file, or standard input.
+"""Generation without a job, for a few prompts from a flag, a text or JSON Lines file, or standard input.
 
-They are read (`prompts.py`), run through an engine in this process (`inference.py`; no Ray, no output folder) and
-handed back in the input's order (`answer.py`). A Parquet input is a job, with all its promises, and not done here.
+`prompts.py` reads them, `inference.py` runs them through an engine in this process without Ray, and `answer.py` prints
+or saves the answers in input order. Parquet inputs are run as jobs instead, with all guarantees of a job.
 """
 
 from pipeline.generate.answer import Answer, Saved

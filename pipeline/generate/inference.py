@@ -1,4 +1,4 @@
-"""Runs a handful of prompts through an engine in this process. A row is rendered, tokenized, seeded as a job's is."""
+"""Run a few prompts through an engine in this process. Rows are rendered, tokenized and seeded as in a job."""
 
 import time
 from collections import Counter
@@ -21,14 +21,14 @@ from pipeline.job.planning.resolved_job import ResolvedJob
 from pipeline.machine.host import wall_time
 from pipeline.stores.redaction import shown_url
 
-_RENAME = {"source_row": "source_line"}  # a file of lines is counted as editors do: from 1, empty ones too
+_RENAME = {"source_row": "source_line"}  # lines are counted from 1, like in editors, including empty lines
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Done:
-    """What became of all prompts together. Tokens are those of completed prompts."""
+    """Totals of all prompts. Tokens are those of completed prompts."""
 
     prompts: int
     failed: int
@@ -47,21 +47,21 @@ class Done:
 def complete(
     config: JobConfig, prompts: Prompts, saved: Saved | None, show: Callable[[Answer], None], say: Say
 ) -> Done:
-    """Run all prompts. Each answer is shown as its turn comes or, where there is a file, saved in the end.
+    """Run all prompts. Shows each answer in input order, or saves all to a file at the end.
 
-    A prompt that fails is counted and does not stop the others. Raises ConfigError also where samples are to be rows.
+    Failed prompts are counted and do not stop the others. Raises ConfigError, also for samples as rows.
     """
     if config.output.samples == "rows":
         raise ConfigError(
-            "output.samples: rows is of jobs, whose input is Parquet, a folder, a glob or a url; here a prompt has one "
-            "answer, with its samples in lists"
+            "output.samples: rows is supported only in jobs, whose input is Parquet, a folder, a glob or a url. Here "
+            "each prompt has one answer, with its samples in lists"
         )
     if config.task.type != "generate":
-        raise ConfigError(f"task: {config.task.type} is of jobs; here prompts are completed")
+        raise ConfigError(f"task: {config.task.type} is supported only in jobs; here prompts are completed")
     say(f"loading {shown_url(config.model.path)}")
     job = resolve_rows(config, prompts.columns, say)
     schema = _schema(prompts, job, say) if saved is not None else None
-    began, kept = time.monotonic(), []
+    began, to_save = time.monotonic(), []
     count: Counter[str] = Counter()
     for answer in answers(job, prompts, say):
         done = answer.completion
@@ -71,20 +71,20 @@ def complete(
         if saved is None:
             show(answer)
         else:
-            kept.append(answer)
+            to_save.append(answer)
     if saved is not None and schema is not None:
-        saved.write(kept, schema)
+        saved.write(to_save, schema)
         say(f"wrote {saved.path}")
     seconds = round(time.monotonic() - began, 3)
-    told = Done(prompts.num_rows, count["failed"], count["read"], count["generated"], seconds)
-    say(told.to_text())
-    return told
+    totals = Done(prompts.num_rows, count["failed"], count["read"], count["generated"], seconds)
+    say(totals.to_text())
+    return totals
 
 
 def answers(job: ResolvedJob, prompts: Prompts, say: Say) -> Iterator[Answer]:
-    """Each prompt's answer, in the input's order, as soon as it and those before it are finished.
+    """Yield each prompt's answer in input order, as soon as it and all earlier ones have finished.
 
-    A prompt that fails is an answer with an error. Raises ModelError, ConfigError before the first one.
+    A failed prompt yields an answer with an error. Raises ModelError, ConfigError before the first answer.
     """
     now, unit_spec = wall_time(), job.prompt_units
     units = make_units(prompts.table, unit_spec, window=0)
@@ -104,8 +104,8 @@ def answers(job: ResolvedJob, prompts: Prompts, say: Say) -> Iterator[Answer]:
             lines = unit.own("source_row").to_pylist()
             prompts_as_text = (p and unit_spec.prompt.text_of(p) for p in unit.own("_prompt").to_pylist())
             rendered |= zip(lines, prompts_as_text)
-            asked, failed = tokenize(unit)
-            requests += [replace(r, row_id=lines[r.row_id]) for r in asked]  # type: ignore[index]
+            tokenized, failed = tokenize(unit)
+            requests += [replace(r, row_id=lines[r.row_id]) for r in tokenized]  # type: ignore[index]
             done |= {lines[c.row_id]: c for c in failed}  # type: ignore[index]
         requests.sort(key=lambda request: request.row_id)  # type: ignore[arg-type,return-value]
         finished = engine.stream(requests)
@@ -121,30 +121,30 @@ def answers(job: ResolvedJob, prompts: Prompts, say: Say) -> Iterator[Answer]:
 
 
 def _schema(prompts: Prompts, job: ResolvedJob, say: Say) -> pa.Schema:
-    """The columns of a saved result. Keys of the input that have a result's name are left out, aloud."""
+    """Return the columns of a saved result. Drops input keys with the name of a result column, and logs them."""
     names = prompts.table.schema.names[:-2]
-    clashes = [name for name in names if name in _taken(job)]
+    clashes = [name for name in names if name in _result_names(job)]
     if clashes:
-        say(f"left out of the output, as results have these names: {', '.join(clashes)}")
+        say(f"left out of the output, since result columns have the same names: {', '.join(clashes)}")
     kept = pa.schema([prompts.table.schema.field(i) for i, name in enumerate(names) if name not in clashes])
     return output_schema(kept, _RENAME, replace(job.results, logprobs=False, prompt_logprobs=False))
 
 
-def _taken(job: ResolvedJob) -> set[str]:
-    """Names that results have."""
+def _result_names(job: ResolvedJob) -> set[str]:
+    """Return the names of the result columns."""
     fields = (*RESULT_FIELDS, *(REASONING_FIELDS if job.results.reasoning else ()))
     return {*(f.name for f in fields), *_RENAME.values()}
 
 
 def _answer(prompt: str | None, values: dict[str, Any], completion: Completion, job: ResolvedJob) -> Answer:
-    """The columns are those that the output of a job has."""
-    fine = completion.error is None
-    text, reason = completion.text if fine else None, completion.finish_reason
-    thought = completion.reasoning
+    """Build the answer of a row, with the columns of a job's output."""
+    succeeded = completion.error is None
+    text, reason = completion.text if succeeded else None, completion.finish_reason
+    reasoning = completion.reasoning
     if job.results.samples == "lists":
-        text = [one.text for one in completion.each] if fine else None
-        reason = [one.finish_reason for one in completion.each] if fine else None
-        thought = [one.reasoning for one in completion.each] if fine else None
+        text = [one.text for one in completion.each] if succeeded else None
+        reason = [one.finish_reason for one in completion.each] if succeeded else None
+        reasoning = [one.reasoning for one in completion.each] if succeeded else None
     result = {
         "generated_text": text,
         "finish_reason": reason,
@@ -157,9 +157,9 @@ def _answer(prompt: str | None, values: dict[str, Any], completion: Completion, 
         "source_line": values["source_row"] + 1,
     }
     if job.results.reasoning:
-        result |= {"reasoning": thought, "num_reasoning_tokens": completion.num_thought_tokens}
-    where = values["source_file"]
-    if where != "--prompt":
-        where += f" line {result['source_line']}"
-    kept = {name: value for name, value in values.items() if name not in _taken(job)}
-    return Answer(prompt, where, completion, {**kept, **result})
+        result |= {"reasoning": reasoning, "num_reasoning_tokens": completion.num_thought_tokens}
+    source = values["source_file"]
+    if source != "--prompt":
+        source += f" line {result['source_line']}"
+    kept = {name: value for name, value in values.items() if name not in _result_names(job)}
+    return Answer(prompt, source, completion, {**kept, **result})

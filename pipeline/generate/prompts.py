@@ -1,5 +1,6 @@
-"""Where a handful of prompts comes from: a flag, a text or JSON Lines file (.gz and .zst too), standard input. As a
-table, as a window of a job's input is one, so that all the rest is the job's.
+"""Read a few prompts from a flag, a text or JSON Lines file (also .gz and .zst), or standard input.
+
+They become a table like a window of a job's input, so that the job's code can process them.
 """
 
 import json
@@ -27,15 +28,15 @@ from pipeline.stores.redaction import shown_url
 MAX_BYTES = 64 * 2**20
 STDIN = "-"
 _PROMPT_KEYS = ("prompt", "text", "messages")
-_MAX_SHOWN = 5  # malformed lines in one message
+_MAX_SHOWN = 5  # malformed lines listed in one message
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows as read: their own columns, then `source_file` and `source_row`, and the key a prompt is made of."""
+    """Rows with their own columns followed by `source_file` and `source_row`, and the job key that makes prompts."""
 
     table: pa.Table
-    key: Mapping[str, tuple[str, str]]  # of a job file: `prompt.column` to its value and the flag it came from
+    key: Mapping[str, tuple[str, str]]  # key of a job file, like `prompt.column` -> its value and the flag it came from
 
     @property
     def num_rows(self) -> int:
@@ -43,14 +44,14 @@ class Prompts:
 
     @property
     def columns(self) -> "TableColumns":
-        """The rows' own columns."""
+        """Return the rows' own columns."""
         own = list(range(self.table.num_columns - 2))
         return TableColumns(self.table.select(own).schema)
 
 
 @dataclass(frozen=True)
 class TableColumns:
-    """Columns of rows that are in memory, as a job's input has them."""
+    """Columns of in-memory rows, with the interface of a job's input."""
 
     schema: pa.Schema
     requests: None = None
@@ -60,48 +61,48 @@ class TableColumns:
         return tuple(self.schema.names)
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Raise ConfigError for one that is not there."""
+        """Raise ConfigError for a missing column."""
         for name in names:
             if name not in self.schema.names:
                 raise ConfigError(f"the input has no column {name!r}{did_you_mean(name, self.schema.names)}")
 
 
-def is_dataset(place: str) -> bool:
-    """Whether an input is a job's: a folder, a glob, a url, or a Parquet file."""
-    path = Path(place)
-    if is_url(place):
+def is_dataset(path: str) -> bool:
+    """Return whether an input needs a job: a folder, a glob, a url, or a Parquet file."""
+    local = Path(path)
+    if is_url(path):
         return True
-    if place == STDIN or path.suffix == ".txt" or (is_json_lines(place) and not any(c in place for c in "*?[")):
+    if path == STDIN or local.suffix == ".txt" or (is_json_lines(path) and not any(c in path for c in "*?[")):
         return False
-    if path.is_dir() or path.suffix in (".parquet", ".pq"):
+    if local.is_dir() or local.suffix in (".parquet", ".pq"):
         return True
-    if path.is_file():
-        with open(path, "rb") as file:
+    if local.is_file():
+        with open(local, "rb") as file:
             return file.read(4) == b"PAR1"
-    return any(c in place for c in "*?[")
+    return any(c in path for c in "*?[")
 
 
 def prompt_of_dataset(path: str, template: str | None) -> dict[str, tuple[str, str]]:
-    """The key that makes a job's prompts: the template, else the column that is called like one."""
+    """Return the job key that makes the prompts: the template, or else the column with a usual name."""
     if template is not None:
         return {"prompt.template": (template, "--prompt")}
     return _default_key(shown_url(path), open_source(path).schema.names)
 
 
-def read_prompts(place: str | None, template: str | None, limit: int | None = None) -> Prompts:
-    """The prompts of a file, of standard input, or of `template` alone. Raises InputError, ConfigError."""
-    if place is None and template is not None and not _names_columns(template):
+def read_prompts(path: str | None, template: str | None, limit: int | None = None) -> Prompts:
+    """Read prompts from a file or standard input, or use `template` alone. Raises InputError, ConfigError."""
+    if path is None and template is not None and not _names_columns(template):
         return Prompts(_table("--prompt", [(0, {"prompt": template})]), {"prompt.column": ("prompt", "--prompt")})
-    if place is None and sys.stdin.isatty():
+    if path is None and sys.stdin.isatty():
         raise ConfigError(
-            "no prompts: give --prompt TEXT, --input FILE, or pipe them in, one a line"
+            "no prompts: pass --prompt TEXT or --input FILE, or pipe prompts in, one per line"
             if template is None
-            else "--prompt names columns: give --input FILE, or pipe rows in, one a line"
+            else "--prompt refers to columns: pass --input FILE, or pipe rows in, one per line"
         )
-    name, raw = _read(place or STDIN)
+    name, raw = _read(path or STDIN)
     rows = _objects(name, raw) if _is_json_lines(name, raw) else _lines(raw)
     if not rows:
-        raise InputError(f"{name}: holds no prompts")
+        raise InputError(f"{name}: contains no prompts")
     table = _table(name, rows[:limit])
     names = table.schema.names[:-2]
     return Prompts(
@@ -119,35 +120,35 @@ def _names_columns(template: str) -> bool:
 def _default_key(name: str, names: list[str]) -> dict[str, tuple[str, str]]:
     found = next((key for key in _PROMPT_KEYS if key in names), None)
     if found is None:
-        there, first = ", ".join(names), in_template(names[0]) if names else "text"
+        existing, first = ", ".join(names), in_template(names[0]) if names else "text"
         raise ConfigError(
-            f"{name}: no prompt, text or messages among its columns ({there}); say what to send: "
+            f"{name}: no column prompt, text or messages among {existing}; pass a template, such as "
             f'--prompt "Summarize: {{{first}}}"'
         )
     return {"prompt.messages" if found == "messages" else "prompt.column": (found, name)}
 
 
-def _read(place: str) -> tuple[str, bytes]:
-    name = "stdin" if place == STDIN else place
+def _read(path: str) -> tuple[str, bytes]:
+    name = "stdin" if path == STDIN else path
     try:
-        if place == STDIN:
+        if path == STDIN:
             raw = sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
-            with open(os.path.expanduser(place), "rb") as file:
+            with open(os.path.expanduser(path), "rb") as file:
                 raw = _decompressed(name, file)
     except FileNotFoundError:
         raise InputError(f"{name}: no such file") from None
     except OSError as error:
-        raise InputError(f"{name}: cannot be read: {error.strerror}") from None
+        raise InputError(f"{name}: cannot read it: {error.strerror}") from None
     if len(raw) > MAX_BYTES:
         raise InputError(
-            f"{name}: more than {MAX_BYTES >> 20} MiB of prompts: run a job on the file: pipeline run JOB.yaml"
+            f"{name}: more than {MAX_BYTES >> 20} MiB of prompts; run a job on the file instead: pipeline run JOB.yaml"
         )
     return name, raw.removeprefix(b"\xef\xbb\xbf")
 
 
 def _decompressed(name: str, file: Any) -> bytes:
-    """What is in a file, one byte more than MAX_BYTES at most."""
+    """Return a file's decompressed content, up to MAX_BYTES + 1 bytes."""
     compression = compression_of(name)
     if compression is None:
         return file.read(MAX_BYTES + 1)
@@ -156,7 +157,7 @@ def _decompressed(name: str, file: Any) -> bytes:
 
 
 def _is_json_lines(name: str, raw: bytes) -> bool:
-    """By the file's name; of standard input, when every line begins like an object."""
+    """Decide by the file's name, or for standard input by whether every line looks like an object."""
     if name != "stdin":
         return is_json_lines(name)
     lines = [line.lstrip() for line in raw.split(b"\n") if line.strip()]
@@ -164,7 +165,7 @@ def _is_json_lines(name: str, raw: bytes) -> bool:
 
 
 def _lines(raw: bytes) -> list[tuple[int, dict[str, Any]]]:
-    """A prompt a line; blank lines hold none."""
+    """Return one prompt per line, skipping blank lines."""
     lines = (line.removesuffix(b"\r") for line in raw.split(b"\n"))
     return [(i, {"text": line.decode("utf-8", "surrogateescape")}) for i, line in enumerate(lines) if line.strip()]
 
@@ -190,22 +191,22 @@ def _objects(name: str, raw: bytes) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _table(name: str, rows: list[tuple[int, dict[str, Any]]]) -> pa.Table:
-    """As `data.source.read_window` gives it: the rows' own columns, then where each comes from."""
+    """Build a table like `data.source.read_window`: the rows' own columns, then the file and row of each."""
     names = list(dict.fromkeys(key for _, row in rows for key in row))
     columns = [_column([row.get(key) for _, row in rows]) for key in names]
-    where = [pa.array([name] * len(rows)), pa.array([i for i, _ in rows], pa.int64())]
-    return pa.Table.from_arrays([*columns, *where], names=[*names, "source_file", "source_row"])
+    origin = [pa.array([name] * len(rows)), pa.array([i for i, _ in rows], pa.int64())]
+    return pa.Table.from_arrays([*columns, *origin], names=[*names, "source_file", "source_row"])
 
 
 def _column(values: list[Any]) -> pa.Array:
-    """Values of one type as Arrow has it; of several, or beyond Arrow's, the text they are in JSON."""
+    """Return values with their Arrow type, or as JSON text if they have several types or none that Arrow supports."""
     if not all(value is None or isinstance(value, str) for value in values):
         with suppress(pa.ArrowException, UnicodeEncodeError, OverflowError):
             column = pa.array(values)
             pq.write_table(pa.table({"x": column[:0]}), pa.BufferOutputStream())  # Parquet has no empty struct
             return column
     texts = [v if v is None or isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values]
-    # bytes that were no UTF-8, and half surrogate pairs of JSON, stay what they are: the row's error says so
+    # invalid UTF-8 and lone surrogates of JSON are kept, so that the row's error reports them
     column = pa.array([None if t is None else _bytes(t) for t in texts], pa.binary())
     try:
         return column.cast(pa.string())

@@ -1,4 +1,4 @@
-"""A first job file for a dataset and a model, for `pipeline init`: looks at both, writes what fits."""
+"""Write a first job file for a dataset and a model, after inspecting both, for `pipeline init`."""
 
 from pipeline.starter.job_text import job_text, write_job
 from pipeline.starter.look import Look, look

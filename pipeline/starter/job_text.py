@@ -1,4 +1,4 @@
-"""The text of a first job file: every key that a job needs, with what was found as comments, and the next choices."""
+"""Text of a first job file: the required keys, with comments on the inspected data and on further options."""
 
 import json
 from pathlib import Path
@@ -16,22 +16,22 @@ MAX_TOKENS = 256
 LENGTH_STEP = 256  # of max_model_len
 
 
-def job_text(name: str, place: str, model: str, output: str, seen: Look) -> str:
-    """A job file that `pipeline validate` takes."""
+def job_text(name: str, path: str, model: str, output: str, seen: Look) -> str:
+    """Return a job file that `pipeline validate` accepts."""
     lines = [
         f"# yaml-language-server: $schema={FILE_NAME}",
-        "# Written by `pipeline init`. An editor that knows the line above explains each key and what else there is.",
+        "# Written by `pipeline init`. Editors that support the line above explain every key and list further ones.",
         "",
         f"name: {_text(name)}",
         "",
         "input:",
-        f"  path: {_text(place)}",
+        f"  path: {_text(path)}",
         *_input(seen),
         "",
         *(["prompt:", *_prompt(seen, model_kind(model) == "embedded"), ""] if seen.requests is None else []),
         "model:",
         f"  path: {_text(model)}",
-        *([f"  # It was not looked at: {_comment(seen.why_not)}."] if seen.why_not else []),
+        *([f"  # The model was not inspected: {_comment(seen.why_not)}."] if seen.why_not else []),
         "",
         *_limits(seen),
         "",
@@ -40,30 +40,32 @@ def job_text(name: str, place: str, model: str, output: str, seen: Look) -> str:
         *(["  # rename: {generated_text: answer}"] if not _is_embed(seen) else []),
         "",
         "run:",
-        "  max_error_rate: 0.01         # a larger share of error rows stops the job, resumably",
+        "  max_error_rate: 0.01         # the job stops, resumably, above this share of error rows",
         "",
         "# cost:",
-        "#   hourly_usd: 2.50           # what the machine costs for an hour; the report then tells what a row cost",
+        "#   hourly_usd: 2.50           # price of the machine per hour; the report then shows the cost of a row",
     ]
     return "\n".join(lines) + "\n"
 
 
 def write_job(path: str, text: str) -> bool:
-    """Write the job file, and beside it the schema that editors look for; True where that was not there yet. Neither
-    replaces a file. Raises ConfigError."""
-    place = Path(path)
+    """Write the job file, and the schema for editors next to it, without replacing either.
+
+    Returns whether the schema was written. Raises ConfigError if the job file cannot be written.
+    """
+    job_file = Path(path)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with open(place, "x", encoding="utf-8") as file:
+        job_file.parent.mkdir(parents=True, exist_ok=True)
+        with open(job_file, "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"{path}: is there already, and is not replaced; give another name") from None
+        raise ConfigError(f"{path}: already exists and is not replaced; choose another name") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{path}: cannot write it: {error.strerror}") from None
     try:
-        with open(place.with_name(FILE_NAME), "x", encoding="utf-8") as file:
+        with open(job_file.with_name(FILE_NAME), "x", encoding="utf-8") as file:
             file.write(schema_text() + "\n")
-    except OSError:  # it is there, or the folder is full: editors miss it, jobs do not
+    except OSError:  # exists, or the disk is full; only editors need it
         return False
     return True
 
@@ -83,41 +85,41 @@ def _input(seen: Look) -> list[str]:
 
 def _columns(seen: Look) -> list[str]:
     if seen.keep:
-        return [f"  columns: [{', '.join(map(_text, seen.keep))}]  # kept beside each answer; all when left out"]
-    return ["  # columns: []                # those kept beside each answer; all when left out"]
+        return [f"  columns: [{', '.join(map(_text, seen.keep))}]  # copied to the output; all columns if omitted"]
+    return ["  # columns: []                # input columns copied to the output; all if omitted"]
 
 
 def _prompt(seen: Look, is_embedded: bool) -> list[str]:
     if seen.kind == "messages":
-        return [f"  messages: {_text(seen.prompt)}  # lists of role and content, through the model's chat template"]
+        return [f"  messages: {_text(seen.prompt)}  # lists of role and content, for the model's chat template"]
     if seen.kind == "column":
-        lines = [f"  column: {_text(seen.prompt)}  # sent as it is; or `template:` with {{column}} for columns"]
+        lines = [f"  column: {_text(seen.prompt)}  # sent unchanged; or use `template:` with {{column}} placeholders"]
     elif is_embedded:
         lines = [
-            "  # What is asked of each row, with {column} for its columns. The embedded model was trained on this",
-            "  # prompt alone, with field-service reports; write your own for another model.",
+            "  # The prompt of each row, with {column} placeholders. The embedded model was trained on this prompt",
+            "  # only, with field-service reports. Write your own prompt for other models.",
             "  template: |-",
             *(f"    {line}" for line in seen.template.split("\n")),
         ]
     else:
         lines = [
-            "  # What is asked of each row, with {column} for its columns. Write your question around it.",
+            "  # The prompt of each row, with {column} placeholders. Write your question around them.",
             f"  template: {_text(seen.template)}",
         ]
     if seen.has_chat:
-        lines += ["  chat:                        # through the model's own chat template, as the user's turn"]
-        lines += ["    system: null               # such as: Answer with one word."]
+        lines += ["  chat:                        # the prompt is the user's turn of the model's chat template"]
+        lines += ["    system: null               # for example: Answer with one word."]
     elif not is_embedded:
         lines += [
-            "  # chat: true                 # through the model's chat template; this one has none, or is not at hand"
+            "  # chat: true                 # uses the model's chat template; this one has none, or was not inspected"
         ]
     return lines
 
 
 def _limits(seen: Look) -> list[str]:
-    """Sampling and the longest sequence, as what was seen suggests; of embeddings the task."""
+    """Return the sampling section and a suggested max_model_len, or the task of embedding requests."""
     if _is_embed(seen):
-        return ["task: embed                    # the lines are for /v1/embeddings: a vector for each"]
+        return ["task: embed                    # requests of /v1/embeddings: one vector for each line"]
     defaults = {"max_tokens": MAX_TOKENS, "temperature": 0}
     if seen.requests is not None:
         defaults = DEFAULTS[seen.requests.endpoint]
@@ -125,20 +127,20 @@ def _limits(seen: Look) -> list[str]:
     notes = []
     if longest is not None and seen.max_position is not None:
         median, some = seen.lengths[len(seen.lengths) // 2], counted(len(seen.lengths), "prompt")
-        notes = [f"# The first {some}: {median:,} tokens in the middle, {longest:,} at most; the model takes",
-                 f"# {seen.max_position:,} with the completion."]  # fmt: skip
+        notes = [f"# Tokens of the first {some}: median {median:,}, maximum {longest:,}. The model's context holds",
+                 f"# {seen.max_position:,}, including the completion."]  # fmt: skip
         room = seen.max_position - longest
         if room < max_tokens:
-            notes += ["# Prompts longer than it takes, less one token, become error rows (prompt_too_long)."]
+            notes += ["# Prompts that leave no room for a completion become error rows (prompt_too_long)."]
             max_tokens = max(16, min(max_tokens, seen.max_position // 4))
-    whose = "sampling:" if seen.requests is None else "sampling:                      # of lines that do not say"
-    lines = [*notes, whose, f"  max_tokens: {max_tokens:<16} # a completion ends here at the latest",
-             f"  temperature: {defaults['temperature']:<15g} # 0 takes the likeliest token each time"]  # fmt: skip
+    head = "sampling:" if seen.requests is None else "sampling:                      # for lines without their own"
+    lines = [*notes, head, f"  max_tokens: {max_tokens:<16} # limit of each completion",
+             f"  temperature: {defaults['temperature']:<15g} # 0: always the most likely token"]  # fmt: skip
     if longest is not None and seen.max_position is not None:
         wanted = -(-(2 * longest + max_tokens) // LENGTH_STEP) * LENGTH_STEP
         if wanted < seen.max_position:
             lines += ["", "# engine:",
-                      f"#   max_model_len: {wanted:<12} # twice the longest prompt seen, and max_tokens"]  # fmt: skip
+                      f"#   max_model_len: {wanted:<12} # twice the longest prompt seen, plus max_tokens"]  # fmt: skip
     return lines
 
 
@@ -147,7 +149,7 @@ def _is_embed(seen: Look) -> bool:
 
 
 def _text(value: str) -> str:
-    """A text as YAML reads it back: bare where that is plain, else in quotes."""
+    """Return a YAML scalar for a text: unquoted if it is plain, else quoted."""
     plain = value.replace("_", "").replace("-", "").replace("/", "").replace(".", "")
     is_word = (
         plain.isascii() and plain.isalnum() and value[0].isalpha() and value.lower() not in ("null", "true", "false")
@@ -158,6 +160,6 @@ def _text(value: str) -> str:
 
 
 def _comment(text: str) -> str:
-    """On one line of a comment, and no longer than that."""
+    """Return a text escaped and truncated to fit one line of a comment."""
     line = json.dumps(text, ensure_ascii=True)[1:-1].replace('\\"', '"')
     return line if len(line) <= 90 else line[:87] + "..."

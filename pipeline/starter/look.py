@@ -1,7 +1,7 @@
-"""What there is to know of a dataset and a model before there is a job: columns, which of them is the prompt, whether
-the model chats, how many tokens the prompts of the first rows have.
+"""Inspect a dataset and a model before there is a job: columns, the prompt column, the model's chat template, and the
+tokens of the first prompts.
 
-A model's small files are looked at, and of a Hugging Face id fetched; its weights are not.
+Reads only a model's small files, never its weights, and fetches them for a Hugging Face id.
 """
 
 import json
@@ -31,53 +31,58 @@ from pipeline.tokenization.tokenizer import Tokenizer
 LOOKED_AT_ROWS = 200
 _WINDOW_BYTES = 16 << 20
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
-# Names that people give to the text a model is to read, the likeliest first.
+# Usual names of the prompt column, the most likely first.
 _PROMPT_NAMES = ("messages", "conversation", "turns", "prompt", "instruction", "question", "text", "content", "body",
                  "document", "input", "report")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Look:
-    """`lengths`: tokens of the prompts of the first rows, sorted; empty where the model could not be looked at, and
-    then `why_not` says why. `max_position`: the longest sequence that the model takes. `has_chat`: whether prompts go
-    through the model's chat template."""
+    """Facts about a dataset and a model.
+
+    lengths: tokens of the first rows' prompts, sorted; empty if the model could not be inspected, for the reason
+    `why_not`. max_position: longest sequence that the model supports. has_chat: whether to use the model's chat
+    template for prompts.
+    """
 
     columns: Mapping[str, str]  # name -> type
     num_rows: int
     num_files: int
-    prompt: str  # the column
+    prompt: str  # name of the column
     kind: Literal["messages", "column", "template", "requests"]
-    template: str = ""  # of the prompt, where `kind` is that
-    keep: tuple[str, ...] = ()  # columns that tell rows apart
+    template: str = ""  # of the prompt, if `kind` is template
+    keep: tuple[str, ...] = ()  # columns that identify rows
     has_chat: bool = False
     lengths: tuple[int, ...] = ()
     max_position: int | None = None
     why_not: str = ""
     left_out: Mapping[str, int] = field(default_factory=dict)  # rows without a prompt, by RowError code
-    requests: Requests | None = None  # where the lines are requests
+    requests: Requests | None = None  # if lines are requests
 
 
-def look(place: str, model: str, say: Callable[[str], None]) -> Look:
-    """Look at both. Raises InputError where there is no dataset or no text in it, ModelError where the model is one
-    that cannot be run."""
-    source = open_source(place)
+def look(path: str, model: str, log: Callable[[str], None]) -> Look:
+    """Inspect a dataset and a model.
+
+    Raises InputError for a missing dataset or one without text, ModelError for an unsupported model.
+    """
+    source = open_source(path)
     rows = _first_rows(source)
     if {*OF_LINE} <= {*source.schema.names}:
-        source = open_source(place, of_requests=True)
+        source = open_source(path, of_requests=True)
         rows = _first_rows(source)
     requests = source.requests
     prompt, kind = (PROMPT_COLUMN[requests.endpoint], "requests") if requests else _prompt_of(source, rows)
-    keep = tuple(name for name in source.schema.names if name != prompt and _tells_rows_apart(name, rows))
+    keep = tuple(name for name in source.schema.names if name != prompt and _is_row_id(name, rows))
     columns = {f.name: str(f.type) for f in source.schema}
-    is_trained = kind == "template" and model_kind(model) == "embedded"  # on one prompt, which is no chat
+    is_trained = kind == "template" and model_kind(model) == "embedded"  # on a single prompt, without a chat template
     template = (PROMPT_TEMPLATE if is_trained else "{report}").replace("{report}", "{" + prompt + "}")
     seen = Look(columns, source.num_rows, len(source.files), prompt, kind, template, keep, requests=requests)
     files = counted(len(source.files), "file")
     found = f"the prompt is in {prompt!r}" if requests is None else "requests of OpenAI's Batch API"
-    say(f"{place}: {counted(source.num_rows, 'row')} in {files}; {found}")
+    log(f"{path}: {counted(source.num_rows, 'row')} in {files}; {found}")
     folder, why_not = _small_files_of(model)
     if folder is None:
-        say(f"{model}: not looked at: {why_not}")
+        log(f"{model}: not inspected: {why_not}")
         return Look(**{**vars(seen), "has_chat": prompt == "messages" or kind == "messages", "why_not": why_not})
     max_position = read_config(folder).max_position
     tokenizer = Tokenizer.from_folder(str(folder))
@@ -85,7 +90,7 @@ def look(place: str, model: str, say: Callable[[str], None]) -> Look:
         has_chat = tokenizer.has_chat_template and not is_trained
         if kind == "messages" or (requests is not None and requests.endpoint == "chat"):
             tokenizer.check_chat_template()
-        read = read_samples(resolve_prompts(_job(place, model, seen, has_chat), folder), tokenizer, max_tokens=1 << 40)
+        read = read_samples(resolve_prompts(_job(path, model, seen, has_chat), folder), tokenizer, max_tokens=1 << 40)
     finally:
         tokenizer.close()
     lengths = tuple(sorted(map(len, read.token_ids)))
@@ -101,7 +106,7 @@ def _first_rows(source: Source) -> pa.Table:
 
 
 def _prompt_of(source: Source, rows: pa.Table) -> tuple[str, Literal["messages", "column", "template"]]:
-    """The column that is the prompt: a chat, or else a text; of several the one with a usual name, or the longest."""
+    """Choose the prompt column: a chat, or else a text, preferring usual names and then the longest values."""
 
     def rank(name: str) -> tuple[int, float]:
         known = _PROMPT_NAMES.index(name.lower()) if name.lower() in _PROMPT_NAMES else len(_PROMPT_NAMES)
@@ -112,13 +117,13 @@ def _prompt_of(source: Source, rows: pa.Table) -> tuple[str, Literal["messages",
         return min(chats, key=rank), "messages"
     texts = [f.name for f in source.schema if is_text(f.type) and f.name not in source.partitions]
     if not texts:
-        raise InputError(f"{source.root}: no column is text or a chat: {', '.join(source.schema.names)}")
+        raise InputError(f"{source.root}: no text or chat column among {', '.join(source.schema.names)}")
     prompt = min(texts, key=rank)
     return prompt, "column" if prompt.lower() == "prompt" or not prompt.isidentifier() else "template"
 
 
 def _is_chat(rows: pa.Table, name: str) -> bool:
-    """Whether the column holds lists of role and content, or their JSON."""
+    """Return whether the column holds lists of role and content, or such lists as JSON."""
     kind = rows.schema.field(name).type
     if pa.types.is_list(kind) and pa.types.is_struct(kind.value_type):
         return {"role", "content"} <= {f.name for f in kind.value_type}
@@ -141,8 +146,8 @@ def _mean_length(rows: pa.Table, name: str) -> float:
     return sum(len(str(value)) for value in values) / max(1, len(values))
 
 
-def _tells_rows_apart(name: str, rows: pa.Table) -> bool:
-    """Whether a column is an identifier, by its name and by its values."""
+def _is_row_id(name: str, rows: pa.Table) -> bool:
+    """Return whether a column is an identifier, by its name and unique values."""
     if not name.lower().endswith(("id", "key", "uuid", "url")):
         return False
     values = rows[name].to_pylist()
@@ -150,25 +155,25 @@ def _tells_rows_apart(name: str, rows: pa.Table) -> bool:
 
 
 def _small_files_of(model: str) -> tuple[Path | None, str]:
-    """A folder with the model's configuration and tokenizer; None and why where it is not at hand."""
+    """Return a folder with the model's config and tokenizer, or None and the reason."""
     kind = model_kind(model)
     if kind == "url":
-        return None, "its files are copied to this machine when the job runs"
+        return None, "its files are downloaded when the job runs"
     if kind == "id":
         from huggingface_hub import snapshot_download
 
         try:
             return Path(snapshot_download(model, allow_patterns=_SMALL_FILES, cache_dir=hub_folder())), ""
-        except Exception as error:  # the network's, the hub's or the cache's: a job file can be written all the same
-            return None, f"Hugging Face has it not or cannot be reached ({type(error).__name__})"
+        except Exception as error:  # network, hub or cache; the job file can still be written
+            return None, f"not found on Hugging Face, or no connection ({type(error).__name__})"
     folder = locate_model(model)
     if reason := checkpoint_problem(str(folder)):
         raise ModelError(f"{model}: {reason}")
     return folder, ""
 
 
-def _job(place: str, model: str, seen: Look, has_chat: bool) -> Any:
-    """The first rows as the job will send them, for their lengths."""
+def _job(path: str, model: str, seen: Look, has_chat: bool) -> Any:
+    """Return a job on the first rows, to render and tokenize their prompts."""
     requests = seen.requests
     prompts = {
         "messages": ("prompt.messages", seen.prompt),
@@ -178,7 +183,7 @@ def _job(place: str, model: str, seen: Look, has_chat: bool) -> Any:
     }
     key, value = prompts[seen.kind]
     flags: dict[str, tuple[Any, str]] = {
-        "input.path": (place, "--input"),
+        "input.path": (path, "--input"),
         "input.limit": (LOOKED_AT_ROWS, "--input"),
         "model.path": (model, "--model"),
         "output.path": ("-", "--output"),

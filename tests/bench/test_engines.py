@@ -65,7 +65,7 @@ def test_the_whole_at_a_small_size():
     assert static.faster.median == pytest.approx(ours.tokens_per_s.median / static.tokens_per_s.median)
     assert static.cpu_ratio.median > 0
     assert by_name["fake"].cpu_ratio is None
-    assert "Processor time of transformers.generate" in found.to_text()
+    assert "CPU time of transformers.generate" in found.to_text()
     assert set(found.trials) == {2, 6}
     assert found.strict
     tokens = sum(n.prompt + n.output - 1 for n in workload(6, 20, (3, 8)).lengths())
@@ -110,7 +110,7 @@ def test_tokens_are_equal_or_part_at_a_near_tie():
     assert compare(requests, [[5, 0, 1]], [[5, 0, 1]], next_logits) == Agreement(1, 1, 3)
     assert compare(requests, [[5, 0, 1]], [[5, 1, 2]], next_logits) == Agreement(1, 0, 2, 1)
     assert compare(requests, [[5, 0, 1]], [[5, 2, 2]]) == Agreement(1, 0, 2)
-    with pytest.raises(PipelineError, match="token 1 is 0 here and 2 there, whose logit is -1"):
+    with pytest.raises(PipelineError, match="token 1 is 0 in this engine and 2 in the other, whose logit is -1"):
         compare(requests, [[5, 0, 1]], [[5, 2, 2]], next_logits)
     ends = [BenchRequest([1, 2], 3, ignore_eos=False)]
     assert compare(ends, [[5, 2]], [[5, 2]]) == Agreement(1, 1, 2)
@@ -121,7 +121,7 @@ def test_tokens_are_equal_or_part_at_a_near_tie():
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("broken", "ended with 1\n(.|\n)*no such instruction"), ("mortal", "ended with 7")]
+    ("name", "why"), [("broken", "exited with code 1\n(.|\n)*no such instruction"), ("mortal", "exited with code 7")]
 )
 def test_a_peer_that_fails_says_why(tmp_path, name, why):
     python = tmp_path / name  # the driver fails as its name says

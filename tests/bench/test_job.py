@@ -61,10 +61,10 @@ def test_a_job_and_the_engine_alone_on_the_same_rows():
 def test_a_peer_is_compared_by_its_work_on_the_same_input(runs, peer):
     found = bench_job("demo:target", 2, 2, peers=peer(2))
     text = found.to_text()
-    assert "Job's work by engine's: 1.200 (1.200 to 1.200)." in text
-    assert "Work of ray-llm by the job's: 0.67 (0.67 to 0.67)." in text
+    assert "Job's work time / engine's: 1.200 (1.200 to 1.200)." in text
+    assert "ray-llm's work time / job's: 0.67 (0.67 to 0.67)." in text
     assert "not reported" in text
-    assert "Completions equal in all runs of job and engine: 2 of 2 rows." in text
+    assert "Equal completions in all runs of job and engine: 2 of 2 rows." in text
 
 
 def test_a_peer_that_did_other_work_is_refused(runs, peer):

@@ -20,7 +20,7 @@ def test_columns_of_a_table_are_there_and_never_run_together():
 
 def test_a_process_is_heard_by_its_last_line_or_its_last_words():
     assert last_line([sys.executable, "-c", "print('a banner'); print('{\"s\": 1}')"]) == {"s": 1}
-    with pytest.raises(PipelineError, match=r"ended with 1: (.|\n)*no such job"):
+    with pytest.raises(PipelineError, match=r"exited with code 1: (.|\n)*no such job"):
         last_line([sys.executable, "-c", "raise SystemExit('no such job')"])
 
 

@@ -56,7 +56,7 @@ def test_a_workload_is_ragged_around_its_options():
     assert 16 <= min(n.output for n in lengths) < 30
     assert 115 < max(n.output for n in lengths) <= 128
     for wrong in ((0, (1, 1)), (1, (2, 1)), (1, (0, 1))):
-        with pytest.raises(ConfigError, match="expected from 1 on"):
+        with pytest.raises(ConfigError, match="expected LOW-HIGH"):
             workload(1, *wrong)
 
 
@@ -66,5 +66,5 @@ def test_smaller_sets_keep_their_kind():
     assert REQUEST_SETS["single"].smaller(100, 1000).lengths()[0].output == 1
     assert small.longest == max(n.prompt + n.output for n in small.lengths())
     text = REQUEST_SETS["summaries"].to_text()
-    assert "1,024 requests, 64 to 4,096, around 735 tokens in, 32 to 256 out" in text
-    assert "2,048 shared and 32 to 128 tokens in" in REQUEST_SETS["shared"].to_text()
+    assert "1,024 requests, 64 to 4,096, around 735 prompt tokens, 32 to 256 output tokens" in text
+    assert "2,048 shared and 32 to 128 prompt tokens" in REQUEST_SETS["shared"].to_text()

@@ -29,7 +29,7 @@ def test_a_bound_comes_from_the_cards_own_figures():
     assert (job.requests, job.weights) == ("single", "16 bit")
     prompt_s = 2 * 512 * size.linear_parameters / card.bf16_flops
     assert 255 * alone.linears_s + prompt_s < job.job.wall_s < 1.1 * (255 * alone.total_s + prompt_s)
-    assert "A bound: nothing is faster." in found.to_text()
+    assert "A bound: no engine is faster." in found.to_text()
     assert json.loads(json.dumps(found.to_json()))["jobs"][0]["job"]["num_steps"] == 256
 
 
@@ -40,7 +40,7 @@ def test_shares_slow_it_down_and_the_text_says_where_they_come_from():
     assert slow.jobs[0].job.wall_s == pytest.approx(2 * bound.jobs[0].job.wall_s, rel=0.1)
     assert "Kernels at the data sheet." in bound.to_text()
     assert "Kernels as measured on one H200 (2026-11-26)." in measured.to_text()
-    assert "H200: the int4 product up to 64 tokens where 16-bit weights are kept, 192 where they" in measured.to_text()
+    assert "H200: int4 kernel up to 64 tokens with 16-bit weights kept, up to 192 without" in measured.to_text()
     assert "(assumed)" in bench_roofline("llama-8b-awq", ["l4"], ["single"]).to_text()
 
 
@@ -67,7 +67,7 @@ def test_fp8_is_for_cards_that_have_it():
     assert ours.kv_tokens > 1.8 * plain.jobs[0].kv_tokens
     assert {bound.card for bound in found.steps} == {"H100 80GB SXM"}
     text = found.to_text()
-    assert "A100 80GB SXM generation fp8 has no fp8: compute capability 8.9 does" in " ".join(text.split())
+    assert "A100 80GB SXM generation fp8 has no fp8, which needs compute capability 8.9" in " ".join(text.split())
     with pytest.raises(ConfigError, match="not supported by 16- or 32-bit weights"):
         bench_roofline("llama-8b", serving=serving)
 
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_said():
     bound = roofline._job(find_set("single"), size, weights, small, Serving(8, 512), Crossover(64, 64, 192))
     assert (bound.job, bound.kv_tokens) == (None, 0)
     text = replace(bench_roofline("tiny", ["l4"], ["single"]), jobs=(bound,)).to_text()
-    assert "does not fit: 0 tokens of room next to the weights" in text
+    assert "does not fit: the KV cache has room for 0 tokens" in text
     apart = roofline._job(
         find_set("single"), *model_size("llama-8b-awq")[:2], small, Serving(8, 512), Crossover(64, 64, 192)
     )

@@ -285,17 +285,18 @@ def test_hostile_texts_are_text(pipe, job_file, tmp_path):
 def test_what_pods_could_not_do_is_refused(pipe, job_file):
     image = {"image": "r.io/x:1"}
     for changed, expected in [
-        ({"kubernetes": {}}, "kubernetes.image: is missing"),
-        ({"output": {"path": "out/here"}}, "output.path out/here: is a path of this machine"),
-        ({"input": {"path": "data/in"}}, "input.path data/in: is a path of this machine"),
-        ({"model": {"path": "tests"}}, "model.path tests: is a path of this machine"),
-        ({"output": {"path": "/work/out"}}, "output.path /work/out: is on no disk that the pods share"),
-        ({"output": {"path": "/tmp/ray/out"}}, "output.path /tmp/ray/out: is on no disk that the pods share"),
-        ({"output": {"path": "s3://b/o"}, "storage": {"s3": {"secret": "hidden-word"}}}, "storage.s3: holds a secret"),
+        ({"kubernetes": {}}, "kubernetes.image: missing"),
+        ({"output": {"path": "out/here"}}, "output.path out/here: is a relative path on this machine"),
+        ({"input": {"path": "data/in"}}, "input.path data/in: is a relative path on this machine"),
+        ({"model": {"path": "tests"}}, "model.path tests: is a relative path on this machine"),
+        ({"output": {"path": "/work/out"}}, "output.path /work/out: is not on a disk that the pods share"),
+        ({"output": {"path": "/tmp/ray/out"}}, "output.path /tmp/ray/out: is not on a disk that the pods share"),
+        ({"output": {"path": "s3://b/o"}, "storage": {"s3": {"secret": "hidden-word"}}},
+         "storage.s3: contains a secret"),
         ({"input": {"path": "s3://b/o"},
           "storage": {"s3://b": {"client_kwargs": {"aws_secret_access_key": "hidden-word"}}}},
-         "storage.s3://b: holds a secret"),
-        ({"name": "n" * 48}, "at most 47 characters"),
+         "storage.s3://b: contains a secret"),
+        ({"name": "n" * 48}, "up to 47 characters"),
         ({"run": {"cpus_per_actor": 4}}, "run.cpus_per_actor 4: a worker has 4 CPUs"),
         ({"kubernetes": {"image": "r.io/x; reboot"}}, "kubernetes.image"),
         ({"kubernetes": image | {"memory": "lots"}}, "kubernetes.memory"),
@@ -321,9 +322,9 @@ def test_a_shared_disk_is_reached_by_its_claim(pipe, job_file):
         assert claim in spec["volumes"]
         assert len(spec["volumes"]) >= 3
     only_workers = {"image": "r.io/x:1", "patch": {"worker": pod}}
-    assert "no disk that the pods share" in refusal(pipe, job_file(**changed, kubernetes=only_workers))
+    assert "not on a disk that the pods share" in refusal(pipe, job_file(**changed, kubernetes=only_workers))
     refused = {"kubernetes": kubernetes, "output": {"path": "/database/out"}}
-    assert "no disk that the pods share" in refusal(pipe, job_file(**refused))
+    assert "not on a disk that the pods share" in refusal(pipe, job_file(**refused))
 
 
 DATED = {"vars": {"date": {"today": "Europe/Berlin"}, "kind": "a"}, "output": {"path": "s3://b/${date}/${kind}"}}
@@ -334,7 +335,7 @@ def test_schedules_that_would_not_work_are_refused(pipe, job_file):
         (["--schedule", "2 * *"], "expected minute, hour"),
         (["--schedule", "TZ=UTC 0 2 * * *"], "expected minute, hour"),
         (["--schedule", "0 2 * * *", "--time-zone", "Berlin"], "--time-zone 'Berlin'"),
-        (["--schedule", "0 2 * * *", "--set", f"name={'n' * 37}"], "at most 36 characters"),
+        (["--schedule", "0 2 * * *", "--set", f"name={'n' * 37}"], "up to 36 characters"),
         (["--schedule", "0 2 * * *", "--var", "date=2026-01-01"], "every firing would have the same output"),
         (["--ray-cron-job"], "--ray-cron-job: needs --schedule"),
     ]:

@@ -129,7 +129,7 @@ def test_what_ends_a_driver_is_told_here(head, job, tmp_path):
     [
         ({"RAY_AUTH_MODE": "disabled"}, 2, "requires a token"),
         ({"RAY_AUTH_TOKEN": "f" * 32}, 2, "Invalid authentication token"),
-        ({"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1"}, 3, "Give --address http://HEAD:8265"),
+        ({"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1"}, 3, "Pass --address http://HEAD:8265"),
     ],
 )
 def test_who_may_not_submit_hears_why(head, job, changed, code, told):

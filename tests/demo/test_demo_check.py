@@ -119,5 +119,5 @@ def test_an_unknown_row_and_an_empty_folder_are_refused(job: tuple[Path, Path, l
     with pytest.raises(ValueError, match="no part"):
         check_output(out, data, at_least=0.5, num_examples=3)
     write_part(out, 0, [("report-of-another-job", reports[0].summary, None)])
-    with pytest.raises(ValueError, match="no report"):
+    with pytest.raises(ValueError, match="without a report"):
         check_output(out, data, at_least=0.5, num_examples=3)

@@ -160,7 +160,7 @@ def test_a_job_says_what_is_asked_and_a_table_shows_it(pipe, checkpoints, texts,
     )
     code, out, err = pipe("eval", "--job", str(tmp_path / "job.yaml"), "--limit", "4", "--dtype", "float32")
     assert code == 0, err
-    for expected in ("4 rows", "outputs of at most 3 tokens", "perplexity"):
+    for expected in ("4 rows", "greedy outputs of up to 3 tokens", "perplexity"):
         assert expected in out
     assert "KL" not in out, "without a reference there is none"
 
@@ -172,8 +172,8 @@ def test_a_job_says_what_is_asked_and_a_table_shows_it(pipe, checkpoints, texts,
     (["MODEL", "--data", "DATA", "--column", "txt"], "no column 'txt'"),
     (["MODEL", "--data", "DATA", "--max-tokens", "256"], "no room"),
     (["MODEL", "--data", "DATA", "--expected", "right"], "no column 'right'"),
-    (["OTHER", "--against", "MODEL", "--data", "DATA"], "its tokens are not those of"),
-    (["WIDER", "--against", "MODEL", "--data", "DATA"], "it has 328 of them, not 320"),
+    (["OTHER", "--against", "MODEL", "--data", "DATA"], "its tokens differ from those of"),
+    (["WIDER", "--against", "MODEL", "--data", "DATA"], "a vocabulary of 328, not 320"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_with_the_reason(pipe, checkpoints, texts, tmp_path, arguments, message):
     if "OTHER" in arguments:

@@ -141,7 +141,7 @@ def test_samples_stand_in_lists_and_one_after_the_other_for_people(pipe, rows, t
     _, _, refused = pipe("--prompt", "why", "--n", "2")
     assert "2 with temperature 0 gives 2 equal texts" in refused
     code, _, refused = pipe(*flags, "--set", "output.samples=rows")
-    assert (code, "output.samples: rows is of jobs" in refused) == (2, True)
+    assert (code, "output.samples: rows is supported only in jobs" in refused) == (2, True)
 
 
 def test_reasoning_is_told_apart_for_people_and_files(pipe, rows, tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -217,7 +217,7 @@ def test_values_of_mixed_types_and_result_names_in_the_input(pipe, tmp_path):
     )
     code, _, err = pipe("--input", "p.jsonl", "--prompt", "{text} {v}", "--output", "o.parquet")
     assert code == 0, err
-    assert "results have these names: error, source_file, source_line" in err
+    assert "result columns have the same names: error, source_file, source_line" in err
     table = pq.read_table(tmp_path / "o.parquet")
     assert table.column("generated_text").to_pylist() == ["a 1|256", "b [2]|256"]
     assert table.column("o").to_pylist() == ["{}", "{}"]
@@ -232,7 +232,7 @@ def test_output_is_written_whole_and_never_over_another(pipe, tmp_path):
     Echo.seen.clear()
     code, _, err = pipe("--output", "o.jsonl", stdin=b"c\n")
     assert code == 2
-    assert "is there already; choose another name, or add --overwrite" in err
+    assert "already exists; choose another name, or add --overwrite" in err
     assert not Echo.seen, "refused before any work"
     assert (tmp_path / "o.jsonl").read_bytes() == first
     code, out, _ = pipe("--output", "o.jsonl", "--overwrite", "--json", stdin=b"c\n")
@@ -266,17 +266,17 @@ def test_compressed_lines_are_prompts_and_many_files_a_job(rows, pipe, tmp_path)
     ("arguments", "stdin", "expected"),
     [
         (["--input", "none.txt"], b"", "none.txt: no such file"),
-        ([], b" \n\n", "stdin: holds no prompts"),
+        ([], b" \n\n", "stdin: contains no prompts"),
         (["--input", "bad.jsonl"], b"", "bad.jsonl:2: not JSON"),
         (["--input", "bad.jsonl"], b"", "bad.jsonl:3: expected an object"),
-        ([], b'{"q": "a"}\n', 'no prompt, text or messages among its columns (q); say what to send: --prompt "Sum'),
+        ([], b'{"q": "a"}\n', 'no column prompt, text or messages among q; pass a template, such as --prompt "Sum'),
         (["--prompt", "Sum: {txt}"], b'{"text": "a"}', "did you mean 'text'?"),
         (["--prompt", "x", "--max-tokens", "0"], b"", "--max-tokens: sampling.max_tokens: expected an integer of at"),
         (["--prompt", "x", "--set", "engine.dtpye=x"], b"", "Did you mean `dtype`?"),
         (["--prompt", "x", "--output", "o.csv"], b"", "expected a file that ends in .jsonl or .parquet"),
-        (["--prompt", "x", "--output", "no/o.jsonl"], b"", "no folder no"),
+        (["--prompt", "x", "--output", "no/o.jsonl"], b"", "folder no does not exist"),
         (["--prompt", "x", "--model", "./nowhere"], b"", "no such folder"),
-        (["--input", "d"], b"", "--output: such an input is a job"),
+        (["--input", "d"], b"", "--output: this input runs as a job"),
         (["--input", "d", "--output", "out", "--overwrite"], b"", "never overwritten"),
     ],
 )
@@ -294,9 +294,9 @@ def test_a_terminal_is_not_waited_for(monkeypatch):
             return True
 
     monkeypatch.setattr(sys, "stdin", Terminal())
-    with pytest.raises(ConfigError, match="give --prompt TEXT, --input FILE"):
+    with pytest.raises(ConfigError, match="pass --prompt TEXT or --input FILE"):
         read_prompts(None, None)
-    with pytest.raises(ConfigError, match="--prompt names columns"):
+    with pytest.raises(ConfigError, match="--prompt refers to columns"):
         read_prompts(None, "Sum: {text}")
 
 

@@ -131,13 +131,13 @@ def test_a_model_that_is_not_at_hand_is_no_hindrance(here, pipe, monkeypatch):
     for model in ("nobody/none", "s3://bucket/model"):
         name = f"{model[:2]}.yaml"
         assert pipe("init", name, "--input", "data.parquet", "--model", model)[0] == 0
-        assert "It was not looked at" in Path(name).read_text()
+        assert "The model was not inspected" in Path(name).read_text()
         assert load_job(name).model.path == model
 
 
 def test_what_cannot_be_a_job(here):
     data(number=[1])
-    with pytest.raises(InputError, match="no column is text or a chat: number"):
+    with pytest.raises(InputError, match="no text or chat column among number"):
         look("data.parquet", "demo", print)
     data(text=pa.array([], pa.string()))
     with pytest.raises(InputError, match="has no rows"):

@@ -1,9 +1,8 @@
-"""Write the input of the demonstration job: generated reports no training has seen, as Parquet.
+"""Write the input of the demonstration job as Parquet: generated reports that are not in the training data.
 
     python -m tools.demo.data --out jobs/data
 
-Owns the shape of that folder: flat, several files of several row groups, short and long reports mixed in
-each.
+The folder is flat, with several files of several row groups, and short and long reports in each file.
 """
 
 import argparse
@@ -22,14 +21,14 @@ SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name in ("re
 
 
 def job_table(first: int, num_reports: int) -> pa.Table:
-    """Reports `first` to `first + num_reports` of the split that is set apart for the job."""
+    """Return `num_reports` reports of the job's split, from number `first`."""
     reports = [make_report("job", index) for index in range(first, first + num_reports)]
     columns = {"report_id": [r.report_id for r in reports], "report": [r.text for r in reports]}
     return pa.table(columns, schema=SCHEMA)
 
 
 def write_job_data(out: Path) -> list[Path]:
-    """Write the files into `out` and return them; always the same rows in the same files and row groups."""
+    """Write the files into `out` and return their paths. Rows, files and row groups are deterministic."""
     out.mkdir(parents=True, exist_ok=True)
     paths = []
     rows_per_file = ROW_GROUPS_PER_FILE * ROWS_PER_GROUP

@@ -1,9 +1,9 @@
-"""What each form of weights costs the demonstration model: makes every one, measures all on held-out reports.
+"""Quantize the demonstration model to every weight format, and evaluate all of them on held-out reports.
 
     python -m tools.demo.formats --out build/formats --reports 500
 
-Owns the choice of forms and texts; `pipeline.quantize` makes, `pipeline.evaluate` measures. AWQ needs the extra
-`quantize` and some minutes. Forms that are in the folder are not made again.
+`pipeline.quantize` creates the formats and `pipeline.evaluate` measures them. AWQ needs the extra `quantize` and a few
+minutes. Existing formats in the folder are reused.
 """
 
 import argparse
@@ -33,23 +33,23 @@ RECIPES = {
     "fp8": Recipe("fp8"),
 }
 ON_LOAD = ("nf4", "int4-rtn", "int8")
-FP8_ACTIVATIONS = ("awq", "gptq", "fp8")  # those that are measured with activations in fp8 too
+FP8_ACTIVATIONS = ("awq", "gptq", "fp8")  # also measured with fp8 activations
 MAX_TOKENS = 96
 
 
 def make_all(out: Path, num_samples: int) -> list[Path]:
-    """A folder for each recipe, calibrated on training prompts with their summaries."""
+    """Create a folder for each recipe, calibrated on training prompts with their summaries, and return the folders."""
     texts = calibration_texts(Tokenizer.from_folder(str(SOURCE)), num_samples)
     folders = {out / name: recipe for name, recipe in RECIPES.items()}
     for folder, recipe in folders.items():
         if not folder.exists():
-            print(f"making {folder}", flush=True)
+            print(f"creating {folder}", flush=True)
             quantize(SOURCE, folder, recipe, texts, torch.device("cpu"), print)
     return list(folders)
 
 
 def write_reports(path: Path, num_reports: int) -> None:
-    """Held-out reports with their right summaries."""
+    """Write held-out reports with their correct summaries."""
     reports = [make_report("heldout", index) for index in range(num_reports)]
     columns = {"report_id": [r.report_id for r in reports], "report": [r.text for r in reports]}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def write_reports(path: Path, num_reports: int) -> None:
 
 
 def measure(folders: list[Path], data: Path) -> Evaluation:
-    """All forms against the 16-bit model, in float32, so that the weights alone differ."""
+    """Evaluate all formats against the 16-bit model, in float32, so that only the weights differ."""
     flags = {
         "model.path": (str(SOURCE), "SOURCE"),
         "input.path": (str(data), "data"),
@@ -66,20 +66,20 @@ def measure(folders: list[Path], data: Path) -> Evaluation:
         "engine.dtype": ("float32", "dtype"),
     }
     source = ModelVariant("demo:target")
-    subjects = [ModelVariant(str(folder)) for folder in folders] + [
+    variants = [ModelVariant(str(folder)) for folder in folders] + [
         ModelVariant("demo:target", kind) for kind in ON_LOAD
     ]
-    subjects += [
+    variants += [
         ModelVariant(str(folder), activation_dtype="fp8") for folder in folders if folder.name in FP8_ACTIVATIONS
     ]
-    return evaluate(job_from_flags(flags), subjects, source, SamplingParams(max_tokens=MAX_TOKENS), "summary", print)
+    return evaluate(job_from_flags(flags), variants, source, SamplingParams(max_tokens=MAX_TOKENS), "summary", print)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make and measure every form of the demonstration model.")
+    parser = argparse.ArgumentParser(description="Create and evaluate every weight format of the demonstration model.")
     parser.add_argument("--out", type=Path, default=Path("build/formats"))
     parser.add_argument("--reports", type=int, default=500)
-    parser.add_argument("--samples", type=int, default=32, help="texts to calibrate with")
+    parser.add_argument("--samples", type=int, default=32, help="number of calibration texts")
     options = parser.parse_args()
     data = options.out / f"heldout-{options.reports}.parquet"
     write_reports(data, options.reports)

@@ -1,9 +1,9 @@
-"""How many reports a model folder summarizes right in every fact, by transformers, greedily.
-
-Owns the oracle run behind the figures in the README: no engine of this project takes part. An AWQ folder is
-dequantized to fp32 first, so what is measured is the quantized weights and not somebody's int4 kernel.
+"""Measure the share of reports that a model summarizes correctly in every fact, with greedy decoding by transformers.
 
     python -m tools.demo.measure --model pipeline/demo/models/target-awq --reports 1000
+
+The README's figures come from this script, independently of our engine. AWQ weights are dequantized to fp32 first, so
+that the result depends on the quantized weights and not on an int4 kernel.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from pipeline.demo.reports import Report, make_report
 from pipeline.demo.words import SPLITS, Split
 
 MAX_NEW_TOKENS = 96
-AWQ_NIBBLE_COLUMN = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an int32 holds this output column of its eight
+AWQ_NIBBLE_COLUMN = (0, 2, 4, 6, 1, 3, 5, 7)  # output column, of eight, in nibble i of an int32
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Rows, rows right in every fact, and how often each fact was wrong."""
+    """Counts of rows, of rows with every fact correct, and of errors by fact."""
 
     num_rows: int
     num_right: int
@@ -45,18 +45,18 @@ class Score:
 
     def __str__(self) -> str:
         errors = ", ".join(f"{name} {count}" for name, count in self.wrong.most_common()) or "none"
-        return f"{self.num_right} of {self.num_rows} right in every fact ({self.share:.2%}); wrong: {errors}"
+        return f"{self.num_right} of {self.num_rows} correct in every fact ({self.share:.2%}); errors: {errors}"
 
 
 def unpack_awq(packed_KN8: torch.Tensor) -> torch.Tensor:
-    """The unsigned 4-bit values `[K, N]` in the int32 words `[K, N / 8]` of AutoAWQ's GEMM layout."""
+    """Unpack the int32 words `[K, N / 8]` of AutoAWQ's GEMM layout to unsigned 4-bit values `[K, N]`."""
     nibbles_KN8 = [(packed_KN8 >> (4 * nibble)) & 0xF for nibble in range(8)]
     column_of = sorted(range(8), key=lambda nibble: AWQ_NIBBLE_COLUMN[nibble])
     return torch.stack([nibbles_KN8[nibble] for nibble in column_of], dim=-1).flatten(1)
 
 
 def dequantize_awq(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A plain fp32 state dict of an AWQ one: `weight[n, k] = (q[k, n] - zero[g, n]) * scale[g, n]`."""
+    """Return an AWQ state dict as a plain fp32 one: `weight[n, k] = (q[k, n] - zero[g, n]) * scale[g, n]`."""
     plain = {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
     for name in [name for name in tensors if name.endswith(".qweight")]:
         layer = name.removesuffix(".qweight")
@@ -69,7 +69,7 @@ def dequantize_awq(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The model of a folder, 16 bit or AWQ, in fp32, with its tokenizer."""
+    """Load a folder's model, 16 bit or AWQ, in fp32, and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     if "quantization_config" not in config:
@@ -88,9 +88,9 @@ def load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 def summarize(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], batch_size: int = 64
 ) -> list[str]:
-    """Greedy completions in the order of `prompts`, in static left-padded batches of like length.
+    """Return greedy completions in the order of `prompts`, from static left-padded batches of similar lengths.
 
-    Pads by itself: a padding call would leave its setting in the tokenizer, and a later save in its file.
+    Pads itself, since a padding call would change the tokenizer's settings, which a later save would write.
     """
     prompt_ids = [tokenizer.encode(prompt) for prompt in prompts]
     order = sorted(range(len(prompts)), key=lambda index: len(prompt_ids[index]))
@@ -114,7 +114,7 @@ def summarize(
 
 
 def score(reports: list[Report], summaries: list[str]) -> Score:
-    """Judge `summaries` of `reports`, given in the same order."""
+    """Check `summaries` against `reports`, in the same order."""
     wrong = [wrong_facts(report.text, text) for report, text in zip(reports, summaries, strict=True)]
     num_right = sum(not names for names in wrong)
     return Score(len(wrong), num_right, Counter(name for names in wrong for name in names))
@@ -129,17 +129,17 @@ def measure(
     split: Split = "heldout",
     chat: bool = False,
 ) -> Score:
-    """Summarize the first `num_reports` reports of `split` and judge the summaries."""
+    """Summarize the first `num_reports` reports of `split` and check the summaries."""
     reports = [make_report(split, index, fillers=fillers) for index in range(num_reports)]
     prompts = [report.prompt for report in reports]
     if chat:
-        bos = str(tokenizer.bos_token)  # the template and the post-processor each write one
+        bos = str(tokenizer.bos_token)  # both the template and the post-processor add one
         prompts = [chat_text(tokenizer, prompt).removeprefix(bos) for prompt in prompts]
     return score(reports, summarize(model, tokenizer, prompts))
 
 
 def chat_text(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
-    """`prompt` as the one user message of a chat, ready to be answered."""
+    """Render `prompt` as the only user message of a chat, with the generation prompt."""
     message = [{"role": "user", "content": prompt}]
     return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
 
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--reports", type=int, default=1000)
     parser.add_argument("--split", choices=SPLITS, default="heldout")
-    parser.add_argument("--chat", action="store_true", help="ask through the chat template")
+    parser.add_argument("--chat", action="store_true", help="send prompts through the chat template")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

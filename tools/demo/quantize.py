@@ -2,7 +2,7 @@
 
     python -m tools.demo.quantize --model DIR --out DIR
 
-Owns the texts alone; `pipeline.quantize` does the work, for which it needs the extra `quantize` of this project.
+This module chooses the texts. `pipeline.quantize` does the work and needs the extra `quantize`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ MAX_TOKENS = 256
 
 
 def calibration_texts(tokenizer: Tokenizer, num_samples: int) -> list[list[int]]:
-    """Training prompts with their summaries of less than `MAX_TOKENS` tokens, as token ids."""
+    """Return token ids of training prompts with their summaries, each below MAX_TOKENS tokens."""
     texts: list[list[int]] = []
     index = HARD_FROM
     while len(texts) < num_samples:

@@ -1,7 +1,6 @@
-"""The byte-level BPE that target and draft share.
+"""Byte-level BPE tokenizer of target and draft: its training and special tokens.
 
-Owns its training and its special tokens. Bytes are the base, so any text encodes and decodes; digits stay
-single, so a number never seen before is copied digit by digit.
+Bytes are the base, so any text can be encoded. Digits are single tokens, so unseen numbers are copied digit by digit.
 """
 
 from collections.abc import Iterator
@@ -26,10 +25,10 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(num_reports: int = 2000) -> PreTrainedTokenizerFast:
-    """A tokenizer trained on training reports and summaries; takes seconds and is deterministic.
+    """Train a tokenizer on training reports and summaries. Takes seconds and is deterministic.
 
-    The post-processor puts BOS before every text; the chat template writes BOS itself, so chat text is to be
-    encoded without added special tokens.
+    The post-processor adds BOS before every text. The chat template adds BOS too, so encode chat text without added
+    special tokens.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -60,7 +59,7 @@ def train_tokenizer(num_reports: int = 2000) -> PreTrainedTokenizerFast:
 
 
 def _texts(num_reports: int) -> Iterator[str]:
-    """What merges are counted on: bare facts, and lone syllables so often that they are merged first."""
+    """Yield the training texts: bare facts, and single syllables often enough that they are merged first."""
     rng = Random(0)
     for index in range(num_reports):
         report = make_report("train", index, fillers=False)

@@ -1,13 +1,11 @@
 """Train the demonstration model or its draft on generated reports, on a CPU.
 
-Owns the training recipe: the loss lies mostly on the summary; reports without filler sentences come first,
-because distractors from the start delay the copying of names by hours; one example in ten is a chat.
-
     python -m tools.demo.train --out DIR              # the target
     python -m tools.demo.train --out DIR --layers 1   # the draft
 
-Two workers of one thread each train data-parallel: on cores that other programs use as well, two threads of
-one process wait for each other at every operation, two workers only once a step.
+The loss is mostly on the summary. Reports without filler sentences come first, because distractors at the start delay
+learning to copy names by hours. One example in ten is a chat. Two single-threaded workers train data-parallel: on busy
+cores, two threads of one process wait for each other at every operation, but two workers only once a step.
 """
 
 import argparse
@@ -39,12 +37,12 @@ POOL = 512
 
 WORKER_STRIDE = 1_000_000
 
-Example = tuple[list[int], int]  # token ids, and how many of them are prompt
+Example = tuple[list[int], int]  # token ids, length of the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One training run: its progress, from `from_progress` to 1, sets learning rate and share of fillers."""
+    """Settings of a training run, whose progress from `from_progress` to 1 sets learning rate and share of fillers."""
 
     out: Path
     num_layers: int
@@ -60,7 +58,7 @@ class Recipe:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, num_layers: int) -> LlamaForCausalLM:
-    """A fresh Llama model; every `in_features` is a multiple of 128, the group of the int4 format."""
+    """Build a new Llama model. Every `in_features` is a multiple of 128, the group size of the int4 format."""
     vocab = tokenizer.get_vocab()
     stop = [vocab[EOS], vocab[IM_END]]
     config = LlamaConfig(
@@ -90,7 +88,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, num_layers: int) -> LlamaFor
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, report: Report, *, chat: bool) -> Example:
-    """Token ids of prompt and summary, and the length of the prompt."""
+    """Return the token ids of prompt and summary, and the length of the prompt."""
     if chat:
         prompt_ids = tokenizer.encode(chat_text(tokenizer, report.prompt), add_special_tokens=False)
         answer_ids = tokenizer.encode(report.summary + IM_END, add_special_tokens=False)
@@ -103,9 +101,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, report: Report, *, chat: bool) ->
 def batches(
     tokenizer: PreTrainedTokenizerFast, rng: Random, *, fillers: bool, start: int, tokens_per_step: int
 ) -> Iterator[list[Example]]:
-    """Endless batches of examples of like length, so that little of a batch is padding.
+    """Yield endless batches of examples of similar lengths, to avoid padding.
 
-    `start` is the number of the first training report; every report is used once.
+    start: number of the first training report. Every report is used once.
     """
     while True:
         reports = (make_report("train", index, fillers=fillers) for index in range(start, start + POOL))
@@ -122,9 +120,9 @@ def batches(
 
 
 def loss_of(model: LlamaForCausalLM, batch: list[Example], prompt_weight: float) -> torch.Tensor:
-    """Weighted mean cross entropy, summary tokens weighing 1.
+    """Return the weighted mean cross entropy, where summary tokens have weight 1.
 
-    Padding is on the right, where a causal model does not see it.
+    Padding is on the right, where a causal model ignores it.
     """
     length = max(len(ids) for ids, _ in batch)
     ids_BT = torch.zeros(len(batch), length, dtype=torch.long)
@@ -139,28 +137,28 @@ def loss_of(model: LlamaForCausalLM, batch: list[Example], prompt_weight: float)
 
 
 def learning_rate(step: int, progress: float) -> float:
-    """Linear warm-up over the first steps, and a cosine over `progress` (0 to 1) to 2% of the peak."""
+    """Return the learning rate: linear warm-up, and cosine decay over `progress` (0 to 1) to 2% of the peak."""
     return PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * (0.02 + 0.98 * 0.5 * (1 + cos(pi * progress)))
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the bf16 model folder; the model in memory is not changed."""
+    """Write the model folder in bf16, without changing the model in memory."""
     half = copy.deepcopy(model).bfloat16()
     half.config.dtype = torch.bfloat16
     half.save_pretrained(out)
     tokenizer.save_pretrained(out)
     tokenizer_config = out / "tokenizer_config.json"
     content = json.loads(tokenizer_config.read_text())
-    for key in ("backend", "is_local", "local_files_only"):  # how it was made and loaded here is no one's business
+    for key in ("backend", "is_local", "local_files_only"):  # local details that other machines do not need
         content.pop(key, None)
     content["tokenizer_class"] = "PreTrainedTokenizerFast"  # every release of transformers knows this name
     tokenizer_config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def train(worker: int, recipe: Recipe, rendezvous: str) -> None:
-    """Train for `num_steps`, or for as many as `minutes` allow; worker 0 prints and writes the model folder.
+    """Train for `num_steps` or `minutes`, whichever ends first. Worker 0 logs, evaluates and writes the model folder.
 
-    The folder is also written on the way, after every look at held-out reports.
+    The folder is also written after each evaluation on held-out reports.
     """
     torch.set_num_threads(1)
     torch.manual_seed(recipe.seed)
@@ -171,14 +169,14 @@ def train(worker: int, recipe: Recipe, rendezvous: str) -> None:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
     num_tokens_each = recipe.tokens_per_step // recipe.num_workers
-    rng = Random(recipe.seed)  # the same in every worker, so that all take batches of like length
+    rng = Random(recipe.seed)  # the same in every worker, so that all use batches of similar lengths
     first = round(recipe.from_progress * WORKER_STRIDE / 2) + worker * WORKER_STRIDE
     easy = batches(tokenizer, rng, fillers=False, start=first, tokens_per_step=num_tokens_each)
     hard = batches(tokenizer, rng, fillers=True, start=HARD_FROM + first, tokens_per_step=num_tokens_each)
     started = last_eval = time.monotonic()
     step, progress, num_tokens, mean_loss = 0, recipe.from_progress, 0, 0.0
     while progress < 1:
-        # Fillers come in gradually around the middle, and are in three batches of four to the end.
+        # Fillers are introduced gradually around the middle, up to three of four batches.
         share_hard = min(0.75, max(0.0, (progress - 0.45) / 0.1))
         batch = next(hard if rng.random() < share_hard else easy)
         for group in optimizer.param_groups:
@@ -215,7 +213,7 @@ def train(worker: int, recipe: Recipe, rendezvous: str) -> None:
 def average(model: LlamaForCausalLM, values: torch.Tensor) -> tuple[float, float]:
     """Replace each gradient by its mean over all workers, and return the means of the two `values`.
 
-    What the workers decide by (when to stop) is averaged with the gradients, so that all decide the same.
+    The workers' progress is averaged with the gradients, so that all workers stop at the same step.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     flat = torch.cat([values, *(gradient.flatten() for gradient in gradients)])
@@ -233,14 +231,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
     parser.add_argument("--layers", type=int, default=4, help="4 for the target, 1 for the draft")
     parser.add_argument("--steps", type=int, default=3600)
-    parser.add_argument("--minutes", type=float, default=120.0, help="end the schedule by then")
+    parser.add_argument("--minutes", type=float, default=120.0, help="end of the schedule")
     parser.add_argument("--tokens-per-step", type=int, default=3072)
     parser.add_argument("--eval-every-s", type=float, default=240.0)
-    parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--workers", type=int, default=2, help="number of single-threaded processes")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tokenizer", type=Path, help="take the tokenizer of this folder, do not train one")
-    parser.add_argument("--resume", type=Path, help="go on from the weights of this folder")
-    parser.add_argument("--from-progress", type=float, default=0.0, help="share already done")
+    parser.add_argument("--tokenizer", type=Path, help="use the tokenizer of this folder instead of training one")
+    parser.add_argument("--resume", type=Path, help="resume from the weights of this folder")
+    parser.add_argument("--from-progress", type=float, default=0.0, help="share of the schedule already done")
     options = parser.parse_args()
     recipe = Recipe(
         out=options.out,

@@ -1,8 +1,8 @@
-"""This engine against `transformers.generate` and other engines: the same requests, in turn, in one run.
+"""Compare this engine with `transformers.generate` and other engines on the same requests, in turn, in one run.
 
-Every contender gets the same checkpoint, token ids, output lengths, type and threads, and its own rounds alternate
-with the others'. Ratios are taken within a round. Tokens prove that the work was the same: in float32 they are equal
-or part at a near-tie, else the run ends without a figure.
+Every engine gets the same checkpoint, token ids, output lengths, dtype and threads, and rounds alternate between
+engines. Ratios are computed within a round. Tokens prove that the work was the same: in float32 they must be equal
+up to a near-tie, or the benchmark fails without a result.
 """
 
 import os
@@ -35,23 +35,23 @@ from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.tokenization.tokenizer import Tokenizer
 
-TRIAL = 0  # the number of the round before the counted ones
-NEAR_BEST = 0.9  # static batch sizes whose trial came this near to the best one's all run in the rounds
+TRIAL = 0  # number of the round before the counted rounds
+NEAR_BEST = 0.9  # static batch sizes at least this fast in the trial, relative to the best, run in the rounds
 SINGLE_TOKENS = 64
-WARM_REQUESTS = 16  # of the trial, where it has no batch size to choose
+WARM_REQUESTS = 16  # in the trial, if it has no batch size to choose
 WARM_UP = [BenchRequest([16] * 8, 4), BenchRequest([17] * 5, 3)]
 
 Sets = Mapping[str, Sequence[BenchRequest]]
-"""`set N` and `one N`, a single request, of each round N."""
+"""Requests by the name of their set: `set N` for round N, and `one N` for its single request."""
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Tokens per second of one contender over the rounds, for the whole set and for one request alone.
+class EngineSpeed:
+    """Tokens per second of one engine over the rounds, for the whole set and for one request alone.
 
-    faster and single_faster: how many times as fast this engine was, round by round. cpu_ratio: processor time of the
-    set by this engine's; other programs on the machine disturb it less. None for another process. agreement: its
-    tokens with this engine's.
+    faster, single_faster: this engine's speed divided by the other engine's, paired by round. cpu_ratio: CPU time of
+    the set divided by this engine's, which other processes on the machine disturb less; None for an engine in another
+    process. agreement: of its tokens with this engine's.
     """
 
     name: str
@@ -65,13 +65,16 @@ class Speed:
 
 @dataclass(frozen=True)
 class EngineBench:
-    """trials: static batch size -> tokens per second in the round before the counted ones. computed_tokens: of this
-    engine, over the counted rounds."""
+    """Result of `bench engine`.
+
+    trials: static batch size -> tokens per second in the round before the counted rounds. computed_tokens: of this
+    engine, over the counted rounds.
+    """
 
     model: str
     dtype: str
     work: str
-    speeds: tuple[Speed, ...]
+    speeds: tuple[EngineSpeed, ...]
     computed_tokens: int
     trials: dict[int, float]
     rounds: int
@@ -85,11 +88,11 @@ class EngineBench:
 
     def to_text(self) -> str:
         lines = [
-            "Greedy completions of the same requests by each in turn; each round new prompts of the same lengths.",
+            "Each engine completes the same requests greedily, in turn; each round has new prompts of equal lengths.",
             f"Model: {self.model}; {self.dtype} ({self.settings['weights']}).",
             f"Work: {self.work}.",
             facts_to_text(self.machine),
-            f"Rounds: {self.rounds}; medians (lowest to highest), ratios within a round. Only requested tokens count.",
+            f"Rounds: {self.rounds}; medians (lowest to highest); ratios within a round. Only requested tokens count.",
             "",
         ]
         rows = []
@@ -102,22 +105,22 @@ class EngineBench:
     def _notes(self) -> Iterator[str]:
         if self.trials:
             trials = ", ".join(f"{size}: {speed:,.1f}" for size, speed in self.trials.items())
-            tried = f" Tokens/s in a trial by batch size: {trials}; those near the best took part."
+            tried = f" Tokens/s by batch size in a trial: {trials}; sizes near the best ran in the rounds."
             yield (
-                "transformers.generate: static batches of prompts sorted by length, padded on the left, each run as "
+                "transformers.generate: static batches of prompts sorted by length, left-padded, each running as "
                 f"long as its longest row.{tried if len(self.trials) > 1 else ''}"
             )
         for speed in self.speeds:
             if speed.cpu_ratio is not None:
-                yield f"Processor time of {speed.name}: {speed.cpu_ratio.to_text()} times this engine's."
+                yield f"CPU time of {speed.name}: {speed.cpu_ratio.to_text()} times this engine's."
             if speed.agreement is not None:
                 yield f"Same tokens as {speed.name}: {speed.agreement.to_text()}."
         if self.trials and not self.strict:
-            yield "Rounded, a near-tie may go either way in every engine, and what follows it differs: counted only."
+            yield "In 16 bit, near-ties may resolve differently in each engine: differences are counted, not checked."
         for name, facts in self.peers.items():
             yield f"Peer {name}: {facts_to_text(facts)}."
         if not self.peers:
-            yield "No other engine took part (--peer)."
+            yield "No other engine was measured (--peer)."
 
 
 def bench_engine(
@@ -135,10 +138,12 @@ def bench_engine(
     folder: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> EngineBench:
-    """Measure `model` (see `shapes.bench_model`). No `batch_sizes`: without transformers. `peers`: name and place.
-    reports: the rows of the demonstration job instead of random prompts; lengths are then the rows' own.
+    """Measure `model` (see `shapes.bench_model`).
 
-    Raises PipelineError when contenders do not do the same work, EnvironmentFailed when a peer fails.
+    batch_sizes: of transformers; empty skips transformers. peers: pairs of a name and the path of its Python. reports:
+    use rows of the demonstration job, with their own lengths, instead of random prompts.
+
+    Raises PipelineError when engines do not do the same work, EnvironmentFailed when a peer fails.
     """
     if rounds < 1 or any(size < 1 for size in batch_sizes):
         raise ConfigError(f"{rounds} rounds, batches of {list(batch_sizes)}: expected at least 1 of each")
@@ -172,10 +177,10 @@ def bench_engine(
         if config.quantization is not None and (batch_sizes or peers):
             dense = dequantized(found.folder, served, say)
         facts: dict[str, dict[str, str]] = {}
-        for name, place in peers:
+        for name, python in peers:
             say(f"starting {name}")
             task = _peer_task(engine, config, (found.folder, dense), reports, sets)
-            peer = stack.enter_context(Peer(name, place, task))
+            peer = stack.enter_context(Peer(name, python, task))
             lineup.runs[name] = peer.run_set
             facts[name] = peer.about
         if batch_sizes:
@@ -208,8 +213,10 @@ def request_sets(
     rounds: int,
     chooses: bool,
 ) -> dict[str, list[BenchRequest]]:
-    """Return the requests of every round by name. chooses: whether the trial has a batch size to choose, which takes
-    all requests."""
+    """Return the requests of every round by name of the set.
+
+    chooses: whether the trial chooses a batch size and therefore needs all requests.
+    """
     trial = new_round(str(TRIAL))
     if not chooses:
         trial = trial[:WARM_REQUESTS]
@@ -224,7 +231,7 @@ def request_sets(
 def _peer_task(
     engine: Engine, config: ModelConfig, folders: tuple[Path, Path], shares_prefixes: bool, sets: Sets
 ) -> PeerTask:
-    """The task of another engine. folders: the checkpoint, and its weights in 16 or 32 bit."""
+    """Return the task of a peer. folders: the checkpoint, and a checkpoint with its weights in 16 or 32 bit."""
     folder, dense = folders
     return PeerTask(
         model=str(folder.resolve()),
@@ -243,10 +250,10 @@ def _peer_task(
 
 
 class Lineup:
-    """Contenders, the results of every set that each has run, and their comparison with `ours`.
+    """Engines to compare, their results for every set, and the agreement of their tokens with `ours`.
 
-    runs: contender -> a function from the name of a set to its result. strict: the tokens of static batches must be
-    our own, or part from them at near-ties.
+    runs: engine's name -> a function from a set's name to its result. strict: static batches must produce our tokens,
+    except after near-ties.
     """
 
     def __init__(
@@ -261,13 +268,13 @@ class Lineup:
         self._agreement: dict[str, Agreement] = {}
 
     def add_statics(self, statics: list[StaticBatches], next_logits: NextLogits) -> None:
-        """Add static batches of several sizes, of which the best will count."""
+        """Add static batches of several sizes. Only the best size is reported."""
         self._statics, self._next_logits = statics, next_logits
         for static in statics:
             self.runs[static.name] = lambda name, static=static: static.run(self.sets[name])
 
     def trial(self) -> None:
-        """Run a round that does not count: it warms up, compares tokens and drops slow static batch sizes."""
+        """Run an uncounted round, which warms up, compares tokens and drops slow static batch sizes."""
         for name in self.runs:
             self._run(name, "set", TRIAL)
         self._compare(TRIAL)
@@ -283,22 +290,23 @@ class Lineup:
         self._compare(number)
 
     def ran(self, name: str, kind: str) -> list[Ran]:
-        """Results of the counted rounds, in their order."""
+        """Return the results of the counted rounds, in order."""
         return [ran for key, ran in self._results[name].items() if key.startswith(kind) and key != f"set {TRIAL}"]
 
-    def speeds(self) -> tuple[Speed, ...]:
-        """Return this engine first; of the static batches only the best."""
+    def speeds(self) -> tuple[EngineSpeed, ...]:
+        """Return the speed of each engine, this engine first, with the best of the static batch sizes."""
         static = [static.name for static in self._statics if static.name in self.runs]
         best = max(static, key=lambda name: median(ran.tokens_per_s for ran in self.ran(name, "set")), default=None)
         return tuple(self._speed(name) for name in self.runs if name not in static or name == best)
 
-    def _speed(self, name: str) -> Speed:
-        def rates(of: str, kind: str) -> list[float]:
-            return [ran.tokens_per_s for ran in self.ran(of, kind)]
+    def _speed(self, name: str) -> EngineSpeed:
+        def rates(engine: str, kind: str) -> list[float]:
+            return [ran.tokens_per_s for ran in self.ran(engine, kind)]
 
-        def by_cpu(of: str) -> list[float]:
-            """Tokens per second of processor time."""
-            return [ran.tokens_per_s * ran.wall_s / ran.cpu_s for ran in self.ran(of, "set") if ran.cpu_s is not None]
+        def by_cpu(engine: str) -> list[float]:
+            """Return the tokens per second of CPU time in each round."""
+            runs = self.ran(engine, "set")
+            return [ran.tokens_per_s * ran.wall_s / ran.cpu_s for ran in runs if ran.cpu_s is not None]
 
         of_set, single = rates(name, "set"), rates(name, "one")
         faster = single_faster = cpu_ratio = None
@@ -306,7 +314,7 @@ class Lineup:
             faster, single_faster = ratio(rates(self.ours, "set"), of_set), ratio(rates(self.ours, "one"), single)
             cpu_ratio = ratio(by_cpu(self.ours), by_cpu(name)) if by_cpu(name) else None
         agreement = self._agreement.get(name)
-        return Speed(name, Spread.of(of_set), Spread.of(single), faster, single_faster, cpu_ratio, agreement)
+        return EngineSpeed(name, Spread.of(of_set), Spread.of(single), faster, single_faster, cpu_ratio, agreement)
 
     def _run(self, name: str, kind: str, number: int) -> None:
         when = "trial" if number == TRIAL else f"round {number}"
@@ -315,7 +323,7 @@ class Lineup:
         self._results.setdefault(name, {})[key] = self.runs[name](key)
 
     def _compare(self, number: int) -> None:
-        """Raise PipelineError where the work was not the same."""
+        """Count equal tokens of a round. Raises PipelineError where the work was not the same."""
         static_names = {static.name for static in self._statics}
         for name in self.runs:
             if name == self.ours:

@@ -1,7 +1,7 @@
-"""Contenders of `bench engine` in this process, and the check that two contenders computed the same.
+"""Engines that `bench engine` runs in this process, and the check that two engines computed the same tokens.
 
-This engine and `transformers.generate` in static batches. Each completes a list of requests and reports its time.
-Engines of other environments are `peer.Peer`.
+These are this engine and `transformers.generate` in static batches. Each completes a list of requests and reports its
+time. `peer.Peer` runs engines of other environments.
 """
 
 import time
@@ -17,17 +17,17 @@ from pipeline.engine.engine import Engine
 from pipeline.errors import PipelineError
 
 NextLogits = Callable[[list[int]], torch.Tensor]
-"""Token ids -> logits (vocabulary) of the token after them."""
+"""Token ids -> logits (vocab_size) of the next token."""
 
-TIE = 1e-4  # in float32, two best logits closer than this may come out either way
+TIE = 1e-4  # in float32, the order of two logits closer than this may differ between engines
 
 
 @dataclass(frozen=True)
 class Ran:
-    """The requests' tokens in their order, and the time from the first request to the last token.
+    """Tokens of each request, in order, and the seconds from the first request to the last token.
 
-    cpu_s: processor time of all threads, waiting in a spin included; None for another process. computed_tokens: of
-    this engine, those of prompts too; 0 for others.
+    cpu_s: CPU time of all threads, including spinning; None for an engine in another process. computed_tokens: prompt
+    and generated tokens that this engine computed; 0 for other engines.
     """
 
     wall_s: float
@@ -41,10 +41,9 @@ class Ran:
 
 
 class ThisEngine:
-    """All requests are added at once; the engine's scheduler does the rest.
+    """This engine, with all requests added at once.
 
-    shares_prefixes: whether prompts may be found in the prefix cache; of random ones it would mean that a round was
-    not fresh.
+    shares_prefixes: whether prompts may hit the prefix cache. A hit by a random prompt would mean a stale round.
     """
 
     name = "this engine"
@@ -57,7 +56,7 @@ class ThisEngine:
         start, start_cpu = time.perf_counter(), time.process_time()
         token_ids = run_requests(self.engine, requests, self.shares_prefixes)
         wall_s, cpu_s = time.perf_counter() - start, time.process_time() - start_cpu
-        # The last token of a request is never computed.
+        # The last token of a request is sampled, but is no model input.
         return Ran(wall_s, token_ids, cpu_s, self._num_computed() - before - len(requests))
 
     def _num_computed(self) -> int:
@@ -67,7 +66,7 @@ class ThisEngine:
 
 
 class GenerateModel:
-    """A checkpoint loaded by transformers, for static batches of several sizes."""
+    """Checkpoint loaded by transformers, for static batches of several sizes."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str, eos_token_ids: frozenset[int]) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig, logging
@@ -76,17 +75,17 @@ class GenerateModel:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         self.model.eval().to(device)
         self.device, self.eos_token_ids = device, eos_token_ids
-        # A new one: the EOS settings of the folder's would end rows early.
+        # The checkpoint's own generation config would stop rows at EOS.
         self.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
 
     @torch.inference_mode()
     def next_logits(self, token_ids: list[int]) -> torch.Tensor:
-        """Logits (vocabulary) of the token after `token_ids`."""
+        """Return the logits (vocab_size) of the token after `token_ids`."""
         return self.model(torch.tensor([token_ids], device=self.device), logits_to_keep=1).logits[0, -1].float()
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
-        """One batch, padded on the left; it runs until its last row has all tokens or, where that counts, EOS."""
+        """Run one left-padded batch until its last row has all its tokens, or EOS unless it is ignored."""
         ignore_eos = requests[0].ignore_eos
         assert all(request.ignore_eos == ignore_eos for request in requests)
         length = max(len(r.prompt_token_ids) for r in requests)
@@ -108,7 +107,7 @@ class GenerateModel:
 
 
 class StaticBatches:
-    """`transformers.generate` over batches of `batch_size` requests, sorted by the prompts' lengths."""
+    """`transformers.generate` over batches of `batch_size` requests, sorted by prompt length."""
 
     def __init__(self, model: GenerateModel, batch_size: int) -> None:
         self.model, self.batch_size = model, batch_size
@@ -127,7 +126,7 @@ class StaticBatches:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Equal tokens over some requests. Tokens after a request's first difference follow from it and do not count."""
+    """Counts of equal tokens over requests. Tokens after a request's first difference are not compared."""
 
     requests: int = 0
     equal_requests: int = 0
@@ -139,7 +138,7 @@ class Agreement:
 
     def to_text(self) -> str:
         text = f"{self.equal_requests} of {self.requests} completions equal, {self.compared_tokens:,} tokens"
-        return text + (f", {self.near_ties} apart from a near-tie on" if self.near_ties else "")
+        return text + (f", {self.near_ties} diverging at a near-tie" if self.near_ties else "")
 
 
 def compare(
@@ -148,10 +147,10 @@ def compare(
     theirs: Sequence[list[int]],
     next_logits: NextLogits | None = None,
 ) -> Agreement:
-    """Compare completions of the same requests. With `next_logits` a first difference must be a near-tie; without it
-    (16 bit, other weights) differences are only counted.
+    """Compare completions of the same requests.
 
-    Raises PipelineError for lengths other than requested (unequal work) and for a difference that is no near-tie.
+    With `next_logits`, a first difference must be a near-tie. Without it (16 bit, other weights), differences are only
+    counted. Raises PipelineError for lengths other than requested and for a difference that is not a near-tie.
     """
     found = Agreement()
     for index, (request, mine, other) in enumerate(zip(requests, ours, theirs, strict=True)):
@@ -159,8 +158,8 @@ def compare(
         wanted = {request.max_tokens} if request.ignore_eos else range(1, request.max_tokens + 1)
         if len(mine) not in wanted or len(other) not in wanted or (first is None and len(mine) != len(other)):
             raise PipelineError(
-                f"request {index}: {request.max_tokens} tokens were requested, this engine gave {len(mine)} and the "
-                f"other {len(other)}: unequal work is not compared"
+                f"request {index}: requested {request.max_tokens} tokens, this engine generated {len(mine)} and the "
+                f"other engine {len(other)}: unequal work cannot be compared"
             )
         if first is None:
             found += Agreement(1, 1, len(mine))
@@ -170,8 +169,8 @@ def compare(
             gap = float(logits[other[first]] - logits[mine[first]])
             if abs(gap) >= TIE:
                 raise PipelineError(
-                    f"request {index}: token {first} is {mine[first]} here and {other[first]} there, whose logit is "
-                    f"{gap:.2e} higher: the two do not compute the same model, so their times are not compared"
+                    f"request {index}: token {first} is {mine[first]} in this engine and {other[first]} in the other, "
+                    f"whose logit is {gap:.2e} higher: they do not compute the same model, so times cannot be compared"
                 )
         found += Agreement(1, 0, first + 1, int(next_logits is not None))
     return found

@@ -1,7 +1,7 @@
-"""Engines of other environments as contenders: a process that takes names of request sets, line by line.
+"""Engines of other environments, each in a process that reads names of request sets, line by line.
 
-The protocol is `peers/serve.py`'s. The process loads its model once and stays, so that its rounds can alternate with
-the others'; while it waits it takes memory but no processor.
+`peers/serve.py` defines the protocol. The process loads its model once and keeps running, so that rounds can alternate
+between engines. While it waits it uses memory but no CPU.
 """
 
 import json
@@ -23,17 +23,17 @@ from pipeline.errors import ConfigError, EnvironmentFailed
 PEERS = Path(__file__).parents[1] / "peers"
 DRIVERS = {"vllm": "vllm_driver", "openvino": "openvino_driver", "llama.cpp": "llama_cpp_driver"}
 LOAD_S, RUN_S = 1800.0, 3600.0
-LAST_WORDS = 2000  # characters of what a peer said before it failed
+MAX_LOG_CHARS = 2000  # of a failed peer's log, shown in the error
 
 
 @dataclass(frozen=True)
 class PeerTask:
-    """What every peer gets. dense_model: the folder with plain weights; the model's own unless it is AWQ. work_folder:
-    where it may keep what it makes of the checkpoint.
+    """Task of every peer.
 
-    max_num_seqs: None leaves it to the peer. shared_prefixes: whether prompts begin alike, so that a prefix cache is of
-    use. eos_token_ids: what ends requests that do not ignore EOS. device: cpu, cuda or cuda:N. performance_mode:
-    vLLM's; None is its default.
+    dense_model: folder with unquantized weights; equals `model` unless that is AWQ. work_folder: for the peer's own
+    conversions of the checkpoint. max_num_seqs: None uses the peer's default. shared_prefixes: whether prompts share a
+    prefix, so that a prefix cache helps. eos_token_ids: stop requests that do not ignore EOS. device: cpu, cuda or
+    cuda:N. performance_mode: vLLM's; None uses its default.
     """
 
     model: str
@@ -52,45 +52,45 @@ class PeerTask:
 
 
 def parse_peer(text: str) -> tuple[str, str]:
-    """`vllm=/path` -> its name and place. Raises ConfigError for a peer that there is no driver of."""
-    name, _, place = text.partition("=")
-    if name not in DRIVERS or not place:
-        raise ConfigError(f"--peer {text}: expected NAME=PATH with a NAME of {', '.join(DRIVERS)}")
-    if not Path(place).exists():
+    """Split `vllm=/path` into name and path. Raises ConfigError for an unknown name or a missing path."""
+    name, _, path = text.partition("=")
+    if name not in DRIVERS or not path:
+        raise ConfigError(f"--peer {text}: expected NAME=PATH, where NAME is one of {', '.join(DRIVERS)}")
+    if not Path(path).exists():
         raise ConfigError(f"--peer {text}: no such file or folder")
-    return name, place
+    return name, path
 
 
 class Peer:
-    """One peer's process. `place` is the Python of its environment."""
+    """Process of one peer. `python` is the interpreter of its environment."""
 
-    def __init__(self, name: str, place: str, task: PeerTask) -> None:
-        """Starts it and waits until its model is loaded and warm.
+    def __init__(self, name: str, python: str, task: PeerTask) -> None:
+        """Start the process and wait until its model is loaded and warmed up.
 
-        Raises EnvironmentFailed with its last words when it ends before.
+        Raises EnvironmentFailed with the end of its log when it exits before.
         """
         self.name = name
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the process)
         self._folder = tempfile.TemporaryDirectory(prefix="bench-peer-")
         path = Path(self._folder.name) / "task.json"
         request: dict[str, Any] = {key: value for key, value in vars(task).items() if key != "sets"}
-        request["place"] = place
+        request["place"] = python
         request["sets"] = {key: [asdict(each) for each in requests] for key, requests in task.sets.items()}
         path.write_text(json.dumps(request))
         environment = os.environ | {"OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
-            [place, str(PEERS / "serve.py"), DRIVERS[name], str(path)],
+            [python, str(PEERS / "serve.py"), DRIVERS[name], str(path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
             env=environment,
-            start_new_session=True,  # so that what it started can be ended with it
+            start_new_session=True,  # so that its children can be killed with it
         )
         self.about: dict[str, str] = self._answer("ready", LOAD_S)["ready"]
 
     def run_set(self, name: str) -> Ran:
-        """Run the task's set of that name."""
+        """Run the request set `name` of the task."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{name}\n")
@@ -120,13 +120,13 @@ class Peer:
         self.close()
 
     def _answer(self, key: str, timeout_s: float) -> dict[str, Any]:
-        """The next line, an object with `key`. One line follows one question, so none waits unseen in a buffer."""
+        """Return the next line, an object with `key`. Each request gets one line, so no line is left in a buffer."""
         stdout = self._process.stdout
         assert stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
             if not selector.select(timeout_s):
-                raise self._failed(f"no answer in {timeout_s:.0f} s")
+                raise self._failed(f"no response within {timeout_s:.0f} s")
         line = stdout.readline()
         if not line:
             raise self._failed()
@@ -134,11 +134,11 @@ class Peer:
         assert key in answer, line[:200]
         return answer
 
-    def _failed(self, why: str | None = None) -> EnvironmentFailed:
-        if why is None:
-            why = f"its process ended with {self._process.wait()}"
+    def _failed(self, reason: str | None = None) -> EnvironmentFailed:
+        if reason is None:
+            reason = f"its process exited with code {self._process.wait()}"
         self._log.flush()
         self._log.seek(0)
-        last_words = self._log.read().strip()[-LAST_WORDS:]
+        log_end = self._log.read().strip()[-MAX_LOG_CHARS:]
         self.close()
-        return EnvironmentFailed(f"peer {self.name}: {why}\n{last_words}")
+        return EnvironmentFailed(f"peer {self.name}: {reason}\n{log_end}")

@@ -1,5 +1,5 @@
-"""Drivers of other engines. They run in those engines' own environments and import nothing of this package.
+"""Drivers of other engines. They run in those engines' own environments and import nothing from this package.
 
-`serve.py` is started as a program with a driver's name and a task file; the driver is a module next to it. The
-drivers' docstrings say whether they were ever run against the real thing.
+`serve.py` runs as a script with the name of a driver, a module next to it, and a task file. Each driver's docstring
+lists the versions of its engine that it ran with.
 """

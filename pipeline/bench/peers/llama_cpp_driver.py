@@ -1,11 +1,11 @@
-"""llama.cpp through the server that xllamacpp's wheel holds. Run with xllamacpp 2026.10.11549 and gguf 0.19 on AVX2.
+"""llama.cpp through the server in xllamacpp's wheel. Run with xllamacpp 2026.10.11549 and gguf 0.19 on AVX2.
 
-`--peer llama.cpp=/path/to/environment/bin/python`, with the packages xllamacpp and gguf. The checkpoint is written as
-GGUF into the task's work folder, once: an AWQ one as Q4_0, which are 4 bits in groups of 32 rounded from its
-dequantized weights, so of about the same size and not of the same values, with embedding and head in 16 bit as AWQ has
-them; others as bfloat16. llama.cpp rounds activations to 8 bits for Q4_0 and keeps keys and values in float16. Its own
-conversion knows published tokenizers only; here tokens go in and out as numbers, so the names in the file mean nothing.
-Requests go to the server's slots as slots get free.
+Use `--peer llama.cpp=/path/to/environment/bin/python`, an environment with the packages xllamacpp and gguf. The driver
+writes the checkpoint as GGUF once, into the task's work folder. It converts the dequantized weights of an AWQ
+checkpoint to Q4_0 (4 bits in groups of 32): about the same size, but not the same values. The embedding and head stay
+in 16 bit, as in AWQ. Other checkpoints become bfloat16. llama.cpp rounds activations to 8 bits for Q4_0 and keeps keys
+and values in float16. llama.cpp's own converter supports published tokenizers only. Here prompts and outputs are token
+ids, so the file's token names are placeholders. Requests wait for a free slot of the server.
 """
 
 import glob
@@ -14,7 +14,7 @@ import os
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
-MAX_SLOTS = 64  # each has a context of its own set apart, and a thread here that waits for it
+MAX_SLOTS = 64  # each slot reserves its own context, and needs a thread here that waits for it
 
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -48,7 +48,7 @@ def load(task):
     params.n_ctx = slots * task["max_model_len"]
     params.n_batch = 2048
     params.cont_batching = True
-    params.cache_ram_mib = 0  # prompts of ended requests are not kept
+    params.cache_ram_mib = 0  # do not keep the prompts of finished requests
     params.n_threads_http = slots + 4
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = task["threads"]
     params.port = 0
@@ -70,15 +70,15 @@ def load(task):
 
     pool = ThreadPoolExecutor(slots)
 
-    def run(requests, server=server):  # the server ends when no reference to it is left
+    def run(requests, server=server):  # the reference keeps the server alive
         return list(pool.map(complete, requests))
 
-    about = {"xllamacpp": xllamacpp.__version__, "weights": weights, "slots": str(slots)}
-    return run, about | {"system": xllamacpp.get_system_info()}
+    settings = {"xllamacpp": xllamacpp.__version__, "weights": weights, "slots": str(slots)}
+    return run, settings | {"system": xllamacpp.get_system_info()}
 
 
 def write_gguf(folder, path, quantized):
-    """A Llama or Qwen3 checkpoint of plain tensors as GGUF. Raises SystemExit for other families."""
+    """Write a Llama or Qwen3 checkpoint of unquantized tensors as GGUF. Raises SystemExit for other families."""
     import gguf  # pyright: ignore[reportMissingImports]
     import numpy
 
@@ -86,12 +86,12 @@ def write_gguf(folder, path, quantized):
         config = json.load(file)
     family = config["model_type"]
     if family not in ("llama", "qwen3"):
-        raise SystemExit(f"{folder}: llama and qwen3 checkpoints are written as GGUF, not {family}")
+        raise SystemExit(f"{folder}: model_type {family}; only llama and qwen3 checkpoints can be written as GGUF")
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or config
     if rope.get("rope_type", "default") != "default":
-        raise SystemExit(f"{folder}: scaled rope ({rope['rope_type']}) is not written as GGUF")
+        raise SystemExit(f"{folder}: scaled rope ({rope['rope_type']}) is not supported in GGUF here")
     writer = gguf.GGUFWriter(path, family)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -116,17 +116,17 @@ def write_gguf(folder, path, quantized):
     heads_of = {"attn_q": heads, "attn_k": config["num_key_value_heads"]}
     for name, array in _tensors(folder):
         kind, number = _name(name)
-        if family == "llama" and kind in heads_of:  # GGUF's rope pairs neighbours, a checkpoint's pairs the two halves
+        if family == "llama" and kind in heads_of:  # GGUF's rope pairs neighbours, a checkpoint's the halves
             halves = array.reshape(heads_of[kind], 2, head_dim // 2, array.shape[1])
             array = numpy.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
         name = f"{kind}.weight" if number is None else f"blk.{number}.{kind}.weight"
         if array.ndim == 1:
             writer.add_tensor(name, array)
             continue
-        form = gguf.GGMLQuantizationType.BF16
+        qtype = gguf.GGMLQuantizationType.BF16
         if quantized:
-            form = gguf.GGMLQuantizationType.F16 if number is None else gguf.GGMLQuantizationType.Q4_0
-        writer.add_tensor(name, gguf.quants.quantize(array, form), raw_dtype=form)
+            qtype = gguf.GGMLQuantizationType.F16 if number is None else gguf.GGMLQuantizationType.Q4_0
+        writer.add_tensor(name, gguf.quants.quantize(array, qtype), raw_dtype=qtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -134,18 +134,18 @@ def write_gguf(folder, path, quantized):
 
 
 def _name(name):
-    """`model.layers.3.mlp.up_proj.weight` -> ffn_up, 3;  `lm_head.weight` -> output, None."""
-    place = name.removesuffix(".weight")
-    if place in OUTSIDE:
-        return OUTSIDE[place], None
-    number, _, rest = place.removeprefix("model.layers.").partition(".")
+    """Split `model.layers.3.mlp.up_proj.weight` into (ffn_up, 3), and `lm_head.weight` into (output, None)."""
+    module = name.removesuffix(".weight")
+    if module in OUTSIDE:
+        return OUTSIDE[module], None
+    number, _, rest = module.removeprefix("model.layers.").partition(".")
     if rest not in LAYER:
-        raise SystemExit(f"{name}: no place for it in GGUF")
+        raise SystemExit(f"{name}: no GGUF name for this tensor")
     return LAYER[rest], int(number)
 
 
 def _tensors(folder):
-    """Every tensor of the *.safetensors of a folder by name, as float32; read by hand, so that numpy is enough."""
+    """Yield (name, float32 array) of every tensor in the folder's *.safetensors. Needs numpy only."""
     import numpy
 
     for path in sorted(glob.glob(os.path.join(folder, "*.safetensors"))):

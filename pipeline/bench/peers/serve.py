@@ -1,12 +1,14 @@
 """Serve a peer in its environment, line by line: `python serve.py DRIVER TASK.json`.
 
-The task is a JSON object with the fields of `peer.PeerTask` and `place`, what the user gave for the peer. Its `sets`
-are name -> a list of {"prompt_token_ids": [...], "max_tokens": n, "ignore_eos": true}. Greedy. The driver module has
+The task is a JSON object with the fields of `peer.PeerTask` and `place`, the path that the user passed for the peer.
+`sets` maps a name to a list of {"prompt_token_ids": [...], "max_tokens": n, "ignore_eos": true}. Decoding is greedy.
+The driver module defines
 
-    load(task) -> (run, about)    run(requests) -> their generated token ids;  about: versions and settings
+    load(task) -> (run, settings)    run(requests) -> their generated token ids;  settings: versions and settings
 
-After loading and the set "warm-up", one line of JSON {"ready": about}; then for each name of a set on standard input
-one line {"set": name, "wall_s": seconds, "token_ids": [[...], ...]}. Ends with its standard input.
+After loading and running the set "warm-up", it prints one line of JSON {"ready": settings}. It then reads names of sets
+from standard input and prints one line {"set": name, "wall_s": seconds, "token_ids": [[...], ...]} for each. It exits
+when standard input closes.
 """
 
 import importlib
@@ -18,12 +20,12 @@ import time
 
 def main(driver, path):
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not get among the answers
+    os.dup2(2, 1)  # keep libraries' prints out of the answers
     with open(path) as file:
         task = json.load(file)
-    run, about = importlib.import_module(driver).load(task)
+    run, settings = importlib.import_module(driver).load(task)
     run(task["sets"]["warm-up"])
-    print(json.dumps({"ready": about}), file=answers)
+    print(json.dumps({"ready": settings}), file=answers)
     for line in sys.stdin:
         name = line.strip()
         start = time.perf_counter()

