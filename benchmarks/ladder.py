@@ -208,7 +208,7 @@ def bench_ladder(
 
     Raises PipelineError when a rung's float32 tokens differ from the first rung's.
     """
-    keep_cpu_kernels_in(cpu_kernel_folder(say=progress))
+    keep_cpu_kernels_in(cpu_kernel_folder(log=progress))
     use_threads(threads)
     machine = machine_facts()
     name = {"demo": "demo:target-awq"}.get(model, f"{model}-awq" if model in SHAPES else model)

@@ -32,9 +32,9 @@ from pipeline.cli.console import json_flag
 from pipeline.config import load_job
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, serialize
-from pipeline.data.source import Window, narrowed
+from pipeline.data.source import InputWindow, narrowed
 from pipeline.job.output.success import verify
-from pipeline.job.planning.plan import JobPlan, make_plan, what_is_left
+from pipeline.job.planning.plan import JobPlan, make_plan, remaining_windows
 from pipeline.job.telemetry.run_log import RunLog
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry
@@ -70,7 +70,7 @@ class ListedParts(LocalFolder):
         return self._part(int(name.rpartition("-n")[2].removesuffix(".parquet")))[-length:]
 
 
-def _share(window: Window, unit: int, num_units: int) -> int:
+def _share(window: InputWindow, unit: int, num_units: int) -> int:
     return window.num_rows // num_units + (unit < window.num_rows % num_units)
 
 
@@ -80,7 +80,7 @@ def _rows(schema: pa.Schema, rows: int) -> pa.Table:
 
 def resume(plan: JobPlan, store: PartStore, parts_per_window: int) -> None:
     store.folder = ListedParts(plan, parts_per_window, is_stopped=True)
-    tasks = what_is_left(plan, store.list(plan.fingerprint.short))
+    tasks = remaining_windows(plan, store.list(plan.fingerprint.short))
     assert len(tasks) == -(-len(plan.windows) // 10), "every tenth window is left"
 
 

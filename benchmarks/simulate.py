@@ -40,7 +40,7 @@ from pipeline.engine.startup.mixed_tokens import LAUNCH_S, host_bound_tokens
 from pipeline.engine.stats import EngineStats
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.roofline.cards import find_card
-from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, StepTokens, Weights, step_seconds
+from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, StepLoad, Weights, step_seconds
 from pipeline.roofline.job_simulation import kv_room
 from pipeline.roofline.shares import MEASURED
 
@@ -106,14 +106,14 @@ class Machine:
 
     def device_s(self, plan: StepPlan, spared_tokens: int) -> float:
         """Return the device's time of a step. Replayed steps are padded. spared_tokens: see `StepTokens`."""
-        tokens = StepTokens(plan.count_S, plan.start_S + plan.count_S, int(plan.samples_S.sum()), spared_tokens)
+        tokens = StepLoad(plan.count_S, plan.start_S + plan.count_S, int(plan.samples_S.sum()), spared_tokens)
         seconds = step_seconds(tokens, self.size, self.weights, self.ceilings)
         if not self.is_replayed(plan):
             return seconds.total_s
         is_mixed = int(plan.count_S.max()) > 1
         sizes = np.array(mixed_sizes(self.mixed_tokens) if is_mixed else graph_sizes(self.max_num_seqs))
         ones = np.ones(int(sizes[np.searchsorted(sizes, plan.num_tokens)]), dtype=np.int64)
-        padded = step_seconds(StepTokens(ones, ones, 0), self.size, self.weights, self.ceilings)
+        padded = step_seconds(StepLoad(ones, ones, 0), self.size, self.weights, self.ceilings)
         return replace(seconds, linears_s=padded.linears_s).total_s + is_mixed * self.size.layers * EMPTY_S
 
 

@@ -66,7 +66,7 @@ class GrammarChecker:
         for token in self._tokenizer.continuation([], text):
             if not matcher.accepts(token):
                 return False
-            is_whole = matcher.take(token)
+            is_whole = matcher.advance(token)
         return is_whole or any(matcher.accepts(token) for token in self._ends)
 
 

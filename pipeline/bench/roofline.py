@@ -27,8 +27,8 @@ from pipeline.roofline.cost_model import (
     Ceilings,
     DecoderSize,
     Reached,
+    StepLoad,
     StepSeconds,
-    StepTokens,
     Weights,
     step_seconds,
 )
@@ -208,9 +208,9 @@ def model_size(name: str, activation_dtype: str = "auto") -> tuple[DecoderSize, 
     return size, weights, description
 
 
-def _steps() -> list[tuple[str, StepTokens]]:
-    def tokens(sequences: int, count: int) -> StepTokens:
-        return StepTokens(np.full(sequences, count), np.full(sequences, CONTEXT), sequences)
+def _steps() -> list[tuple[str, StepLoad]]:
+    def tokens(sequences: int, count: int) -> StepLoad:
+        return StepLoad(np.full(sequences, count), np.full(sequences, CONTEXT), sequences)
 
     decoding = [(f"decoding, {n:,} at once", tokens(n, 1)) for n in DECODING]
     return [*decoding, (f"{PROMPTS} prompts of {CONTEXT:,}", tokens(PROMPTS, CONTEXT))]

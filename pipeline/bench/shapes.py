@@ -163,15 +163,15 @@ def dequantized(folder: Path, dtype: torch.dtype, say: Callable[[str], None] = l
         for tensor in sorted(checkpoint.home):
             prefix, _, suffix = tensor.rpartition(".")
             if suffix == "qweight":
-                packed = checkpoint.take(tensor)
+                packed = checkpoint.read(tensor)
                 stored = StoredLinear(prefix, (packed.shape[1] * 8, packed.shape[0]), checkpoint)
                 yield f"{prefix}.weight", awq.read_linear(stored).dequantize(dtype)
             elif suffix not in SUFFIXES:
-                yield tensor, checkpoint.take(tensor).to(dtype)
+                yield tensor, checkpoint.read(tensor).to(dtype)
 
     def write(destination: Path) -> None:
         config = read_json(folder / "config.json")
-        config.pop("quantization_config", None)
+        config.read("quantization_config", None)
         destination.joinpath("config.json").write_text(json.dumps(config | {"dtype": name}))
         replaced = ("config.json", *QUANTIZER_FILES)
         for file in folder.iterdir():

@@ -56,16 +56,16 @@ class _Stored:
     sha256: str
 
 
-def cache_folder(environ: Mapping[str, str] = os.environ, say: Log = lambda text: None) -> Path:
+def cache_folder(environ: Mapping[str, str] = os.environ, log: Log = lambda text: None) -> Path:
     """Return the folder of downloaded models, under the root of all caches. Raises EnvironmentFailed."""
-    return cache_root(environ, say) / "models"
+    return cache_root(environ, log) / "models"
 
 
 def fetch_model(
     url: str,
     storage: Mapping[str, Any],
     cache: Path,
-    say: Log,
+    log: Log,
     retries: RetryCounts | None = None,
     key: str = "model.path",
 ) -> Path:
@@ -87,7 +87,7 @@ def fetch_model(
             if not _is_intact(entry):  # no other process downloaded it while this one waited
                 if is_locked:
                     _remove(cache, entry)
-                _download(model, files, entry, say)
+                _download(model, files, entry, log)
     return entry
 
 
@@ -160,7 +160,7 @@ class _StoredModel:
                 raise
             if failure is Failure.ABSENT:
                 raise ModelError(f"{model_name}: no such folder in the store") from None
-            message = self.fs.said(e)
+            message = self.fs.error_text(e)
             if failure is Failure.CREDENTIALS:
                 raise ModelError(f"{model_name}: {message}; {SET_CREDENTIALS}") from None
             if failure is Failure.DENIED:
@@ -213,7 +213,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _download(model: _StoredModel, files: list[_Remote], entry: Path, say: Log) -> None:
+def _download(model: _StoredModel, files: list[_Remote], entry: Path, log: Log) -> None:
     total = sum(f.size for f in files)
     free = shutil.disk_usage(entry.parent).free
     if total > free:
@@ -227,7 +227,7 @@ def _download(model: _StoredModel, files: list[_Remote], entry: Path, say: Log) 
         done, manifest = 0, {}
         for file in files:
             (temporary / file.name).parent.mkdir(exist_ok=True)
-            say(f"downloading the model: {file.name}, {done / 1e9:.2f} of {total / 1e9:.2f} GB")
+            log(f"downloading the model: {file.name}, {done / 1e9:.2f} of {total / 1e9:.2f} GB")
             path = temporary / file.name
             _read_ranges(model, file, path)
             manifest[file.name] = asdict(_Stored(file.size, path.stat().st_mtime_ns, _sha256(path)))

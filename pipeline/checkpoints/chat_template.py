@@ -47,15 +47,15 @@ def has_template(folder: Path) -> bool:
     return False
 
 
-def asks_for_date(template: str) -> bool:
+def reads_date(template: str) -> bool:
     return _CLOCK in template
 
 
-def folder_asks_for_date(folder: Path) -> bool:
+def folder_reads_date(folder: Path) -> bool:
     """Return whether the model's chat template can read the date. Raises ModelError for files that `checked_file`
     refuses."""
     files = {file for pattern in _FILES for file in folder.glob(pattern) if file.exists()}
-    return any(asks_for_date(_text_of(checked_file(file, MAX_BYTES))) for file in files)
+    return any(reads_date(_text_of(checked_file(file, MAX_BYTES))) for file in files)
 
 
 def _text_of(file: Path) -> str:

@@ -37,7 +37,7 @@ def model_kind(path: str) -> ModelKind:
 def resolve_model(
     path: str,
     storage: Mapping[str, Mapping[str, Any]] | None = None,
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
     retries: RetryCounts | None = None,
     key: str = "model.path",
     revision: str | None = None,
@@ -50,8 +50,8 @@ def resolve_model(
     store or the disk fails.
     """
     if is_url(path):
-        say = say or (lambda text: None)
-        folder = fetch_model(path, storage_for(path, storage or {}), cache_folder(say=say), say, retries, key)
+        log = log or (lambda text: None)
+        folder = fetch_model(path, storage_for(path, storage or {}), cache_folder(log=log), log, retries, key)
     else:
         folder = locate_model(path, revision)
     if reason := checkpoint_problem(str(folder)):

@@ -96,11 +96,11 @@ def contradiction_of_lines(job: JobKeys, found: "Requests", wants_chats: bool) -
     task, dimensions = job.task.type, job.task.dimensions
     if (task == "embed") != (found.endpoint == "embedding"):
         use = "generate" if task == "embed" else "embed"
-        return "task.type", f"{task}, but {found.place} is for {found.url}; use task: {use}"
+        return "task.type", f"{task}, but {found.first_line} is for {found.url}; use task: {use}"
     if wants_chats and found.endpoint != "chat":
         return "prompt.chat", f"the lines are for {found.url}, which has no chats; remove it"
     if None not in (dimensions, found.dimensions) and dimensions != found.dimensions:
-        return "task.dimensions", f"{dimensions}, but {found.place} has body.dimensions {found.dimensions}"
+        return "task.dimensions", f"{dimensions}, but {found.first_line} has body.dimensions {found.dimensions}"
     return None
 
 

@@ -17,7 +17,7 @@ from pipeline.config.sections.run import RunSection
 from pipeline.config.sections.sampling import SamplingSection
 from pipeline.config.sections.speculation import BareMethod, SpeculationSection
 from pipeline.config.sections.task import BareTask, TaskSection
-from pipeline.config.values import HIDDEN, ModelPlace, Section, or_word
+from pipeline.config.values import HIDDEN, ConfigSection, ModelPath, or_word
 from pipeline.config.variables import TodaySection
 
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -29,7 +29,7 @@ WORDS = {
 }  # sections that may be a bare word, and the key that it sets
 
 
-class JobKeys(Section):
+class JobKeys(ConfigSection):
     """Keys of a job file, with each section checked on its own."""
 
     name: str = Field(
@@ -59,7 +59,7 @@ class JobKeys(Section):
         description="Source of a row's prompt: one of template, column and messages.",
         examples=[{"template": "Summarize: {text}"}, {"column": "text"}],
     )
-    model: Annotated[ModelSection, or_word(WORDS["model"], ModelSection, ModelPlace)] = Field(
+    model: Annotated[ModelSection, or_word(WORDS["model"], ModelSection, ModelPath)] = Field(
         description="Checkpoint. A bare word is its path: `model: Qwen/Qwen3-4B`.",
         examples=["Qwen/Qwen3-4B", {"path": "Qwen/Qwen3-4B"}],
     )

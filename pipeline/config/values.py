@@ -37,13 +37,13 @@ NUMERICS: Any = {"resume": "numerics"}  # may change tokens by rounding: refused
 HIDDEN: Any = {"resume": "hidden"}  # free, and not recorded, since it may contain a secret
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """Mapping in a job file: frozen, refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
 
-class FromColumn(Section):
+class FromColumn(ConfigSection):
     """A value per row, from a column of the input."""
 
     column: str = Field(min_length=1, description="Name of the column.", examples=["budget"])
@@ -185,8 +185,8 @@ Duration = Annotated[float, BeforeValidator(_duration), Field(ge=0, le=31_536_00
 # A local wall time in ISO form.
 Moment = Annotated[str, BeforeValidator(_moment), WithJsonSchema({"type": "string", "pattern": _MOMENT_PATTERN})]
 # A path or an fsspec url
-Place = Annotated[str, Field(min_length=1), AfterValidator(_on_one_line), AfterValidator(_no_login)]
-ModelPlace = Annotated[Place, AfterValidator(_embedded_exists)]  # or a Hugging Face id, or an embedded model
+PathOrUrl = Annotated[str, Field(min_length=1), AfterValidator(_on_one_line), AfterValidator(_no_login)]
+ModelPath = Annotated[PathOrUrl, AfterValidator(_embedded_exists)]  # or a Hugging Face id, or an embedded model
 Column = Annotated[str, Field(min_length=1)]
 Columns = Annotated[
     tuple[Column, ...], BeforeValidator(_listed), AfterValidator(_distinct), WithJsonSchema(_COLUMNS_SCHEMA)

@@ -12,7 +12,7 @@ from zoneinfo import ZoneInfo
 from pydantic import Field
 
 from pipeline.config.jobfile import Document, JobFileError, Mistake
-from pipeline.config.values import Section
+from pipeline.config.values import ConfigSection
 from pipeline.machine.host import zone_time
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -21,7 +21,7 @@ _VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+@-]{0,199}")
 Now = Callable[[ZoneInfo], datetime]
 
 
-class TodaySection(Section):
+class TodaySection(ConfigSection):
     """Variable with the date on which the run starts."""
 
     today: str = Field(description="Time zone of the date.", examples=["Europe/Berlin"])

@@ -107,7 +107,7 @@ class _Footers:
                     raise DamagedFile(name, "the Parquet footer is damaged: a column's name is not UTF-8") from e
                 self._number[key] = len(self._kept) - 1
             self._schema_of[index] = self._number[key]
-        return SourceFile.of(relative, size, got)
+        return SourceFile.from_footer(relative, size, got)
 
     def columns(self, indices: Iterable[int]) -> MergedSchemas:
         first: dict[int, int] = {}  # schema number -> first file

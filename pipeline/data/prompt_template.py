@@ -39,7 +39,7 @@ _MAX_WIDTH_DIGITS = 4  # of a format spec; a larger width could make a row of gi
 class NoText:
     """Placeholder for a value without a text form, although its type has one. `why` becomes the row's error."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

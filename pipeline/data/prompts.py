@@ -184,7 +184,7 @@ def _fill(
         if value is None:
             raise _Refused(RowError.NULL_PROMPT, f"column {field.name!r} is null")
         if isinstance(value, NoText):
-            raise _Refused(RowError.INVALID_VALUE, f"column {field.name!r}: {value.why}")
+            raise _Refused(RowError.INVALID_VALUE, f"column {field.name!r}: {value.reason}")
         size += len(value)
     _check_size(size, spec.max_bytes)
     for field, value in values.items():
@@ -346,7 +346,7 @@ def _messages(value: object, name: str, max_bytes: int) -> str:
     if isinstance(value, bytes):
         raise _Refused(RowError.INVALID_UTF8, f"column {name!r} holds bytes that are not UTF-8")
     if isinstance(value, NoText):
-        raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: {value.why}")
+        raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: {value.reason}")
     if not isinstance(value, list):
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: expected a list of messages")
     try:

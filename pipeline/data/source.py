@@ -41,7 +41,7 @@ OnCorrupt = Literal["fail", "skip"]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class InputWindow:
     """Rows start <= i < stop of the dataset, numbered across its files in order."""
 
     index: int
@@ -189,7 +189,7 @@ def open_source(
     )
 
 
-def cut_windows(source: Source, max_rows: int, max_bytes: int, limit: int | None = None) -> tuple[Window, ...]:
+def cut_windows(source: Source, max_rows: int, max_bytes: int, limit: int | None = None) -> tuple[InputWindow, ...]:
     """Cut the first `limit` rows (None: all) into windows of at most `max_rows` rows and about `max_bytes` bytes.
 
     A window holds consecutive row groups; a row group larger than a window is cut into even slices. An appended batch
@@ -197,7 +197,7 @@ def cut_windows(source: Source, max_rows: int, max_bytes: int, limit: int | None
     rows, window 0 is reserved for their empty part.
     """
     assert min(max_rows, max_bytes) >= 1
-    windows: list[Window] = []
+    windows: list[InputWindow] = []
     start = stop = num_bytes = 0
     first = _first_rows(source)
     ends_of_batches = {first[i] for i in source.batches}
@@ -208,12 +208,12 @@ def cut_windows(source: Source, max_rows: int, max_bytes: int, limit: int | None
             break
         is_full = stop + rows - start > max_rows or num_bytes + size > max_bytes
         if stop > start and (is_full or stop in ends_of_batches):
-            windows.append(Window(index + len(windows), start, stop))
+            windows.append(InputWindow(index + len(windows), start, stop))
             start, num_bytes = stop, 0
         stop = min(stop + rows, end)
         num_bytes += size
     if stop > start:
-        windows.append(Window(index + len(windows), start, stop))
+        windows.append(InputWindow(index + len(windows), start, stop))
     return tuple(windows)
 
 
@@ -233,14 +233,14 @@ def _pieces(source: Source, max_rows: int, max_bytes: int) -> Iterator[tuple[int
                 yield count, size * count // rows
 
 
-def read_window(source: Source, window: Window, columns: Iterable[str]) -> pa.Table:
+def read_window(source: Source, window: InputWindow, columns: Iterable[str]) -> pa.Table:
     """Read the window's rows as one table; otherwise like `read_stretches`."""
     (table,) = read_stretches(source, window, columns)
     return table
 
 
 def read_stretches(
-    source: Source, window: Window, columns: Iterable[str], max_bytes: int | None = None
+    source: Source, window: InputWindow, columns: Iterable[str], max_bytes: int | None = None
 ) -> Iterator[pa.Table]:
     """Yield these columns of the window's rows in order, followed by `source_file` (string) and `source_row` (int64).
 
@@ -275,7 +275,7 @@ def read_stretches(
 class _StretchReader:
     """Consecutive rows of a window, collected while reading."""
 
-    def __init__(self, source: Source, window: Window, schema: pa.Schema) -> None:
+    def __init__(self, source: Source, window: InputWindow, schema: pa.Schema) -> None:
         self._source, self._window, self._schema = source, window, schema
         self._tables, self._files, self._rows = [], [], []
         self._damaged: list[tuple[int, int, str]] = []
@@ -342,7 +342,7 @@ class _Read:
         return sizes
 
 
-def _read_files(source: Source, window: Window, schema: pa.Schema) -> Iterator[tuple[SourceFile, Slice, "_Read"]]:
+def _read_files(source: Source, window: InputWindow, schema: pa.Schema) -> Iterator[tuple[SourceFile, Slice, "_Read"]]:
     """Yield the window's slices in order with the stored columns of `schema`. Damaged rows occur only with skip.
 
     Reads several files of a store concurrently, since a window may consist of many small ones, each with a few
@@ -376,7 +376,7 @@ def _read_files(source: Source, window: Window, schema: pa.Schema) -> Iterator[t
         yield from chain.from_iterable(pool.map(read_file, _stretches(_first_rows(source), window)))
 
 
-def narrowed(source: Source, windows: Iterable[Window]) -> Iterator[tuple[tuple[SourceFile, ...], Window]]:
+def narrowed(source: Source, windows: Iterable[InputWindow]) -> Iterator[tuple[tuple[SourceFile, ...], InputWindow]]:
     """Yield for each window the files and row groups that contain it, and the window renumbered over these rows.
 
     `read_window` with these files returns the same table as with the whole source.
@@ -388,7 +388,7 @@ def narrowed(source: Source, windows: Iterable[Window]) -> Iterator[tuple[tuple[
             files.append(source.files[i].only(start, stop))
             if len(files) == 1:
                 before = first[i] + files[0].first_row - source.files[i].first_row
-        yield tuple(files), Window(window.index, window.start - before, window.stop - before)
+        yield tuple(files), InputWindow(window.index, window.start - before, window.stop - before)
 
 
 def _first_rows(source: Source) -> list[int]:
@@ -396,7 +396,7 @@ def _first_rows(source: Source) -> list[int]:
     return [0, *accumulate(f.num_rows for f in source.files)]
 
 
-def _stretches(first: list[int], window: Window) -> Iterator[tuple[int, int, int]]:
+def _stretches(first: list[int], window: InputWindow) -> Iterator[tuple[int, int, int]]:
     """Yield (file index, start, stop) for each file of the window, numbered over the rows of the file that the source
     knows. first: from `_first_rows`."""
     for i in range(bisect_right(first, window.start) - 1, len(first) - 1):

@@ -14,7 +14,7 @@ import pyarrow as pa
 from pipeline.data.bucket import cut_units, estimate_tokens
 from pipeline.data.prompts import PromptSpec, Rendered, render
 from pipeline.data.row_texts import RowTexts
-from pipeline.data.source import DAMAGED_KEY, WINDOW_KEY, Source, Window, read_stretches
+from pipeline.data.source import DAMAGED_KEY, WINDOW_KEY, InputWindow, Source, read_stretches
 from pipeline.errors import RowError
 
 # These follow the kept columns and are accessed by position, so input columns may have the same names.
@@ -70,7 +70,7 @@ class Unit:
 
     window: int
     index: int
-    of: int
+    num_units: int
     table: pa.Table
 
     @property
@@ -81,20 +81,20 @@ class Unit:
         """Return the kept input columns."""
         return self.table.select(list(range(self.table.num_columns - len(OWN_FIELDS))))
 
-    def places(self) -> list[tuple[str, int]]:
+    def row_ids(self) -> list[tuple[str, int]]:
         """Return the `source_file` and `source_row` of each row."""
         return list(zip(self.own("source_file").to_pylist(), self.own("source_row").to_pylist()))
 
     def of_rows(self, rows: Sequence[int]) -> "Unit":
         """Return a unit with the same window and index, restricted to these rows."""
-        return Unit(self.window, self.index, self.of, self.table.take(pa.array(rows, pa.int64())))
+        return Unit(self.window, self.index, self.num_units, self.table.take(pa.array(rows, pa.int64())))
 
     def own(self, name: str) -> pa.ChunkedArray:
         """Return a column of OWN_FIELDS, even if a kept input column has the same name."""
         return self.table.column(self.table.num_columns - len(OWN_FIELDS) + _OWN_NAMES.index(name))
 
     def to_bytes(self) -> bytes:
-        head = {b"window": str(self.window), b"index": str(self.index), b"of": str(self.of)}
+        head = {b"window": str(self.window), b"index": str(self.index), b"of": str(self.num_units)}
         table = self.table.replace_schema_metadata(head)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -156,7 +156,7 @@ class Units:
             del stretch  # frees its memory before the next one is created
 
 
-def window_units(source: Source, window: Window, spec: UnitSpec) -> Units:
+def window_units(source: Source, window: InputWindow, spec: UnitSpec) -> Units:
     """Read a window of the input and return its units. Raises the errors of `read_stretches`."""
 
     def stretches() -> Iterator[_RenderedStretch]:

@@ -124,7 +124,7 @@ def kernels(setup: Setup) -> Iterator[Check]:
     yield _numba_layer()
     device = setup.torch_device
     notes: list[str] = []
-    keep_cpu_kernels_in(cpu_kernel_folder(say=notes.append))
+    keep_cpu_kernels_in(cpu_kernel_folder(log=notes.append))
     for note in notes:
         yield Check("kernels", "cache", "warning", note)
     if device.type == "cuda":

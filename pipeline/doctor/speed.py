@@ -11,7 +11,7 @@ from pipeline.engine.startup.batch_limits import BatchLimits
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card
-from pipeline.roofline.cost_model import Ceilings, StepTokens, step_seconds
+from pipeline.roofline.cost_model import Ceilings, StepLoad, step_seconds
 from pipeline.roofline.shares import MEASURED
 
 CONTEXT = 512  # tokens of each sequence, limited by the model's context
@@ -50,7 +50,7 @@ def speed_on(
     size, ceilings = config.size, Ceilings.of_card(card, MEASURED)
 
     def tokens_per_s(sequences: int, count: int) -> float:
-        step = StepTokens(np.full(sequences, count), np.full(sequences, context), sequences)
+        step = StepLoad(np.full(sequences, count), np.full(sequences, context), sequences)
         return step.num_tokens / step_seconds(step, size, weights, ceilings, kv_value_bytes).total_s
 
     prompts = max(limits.max_num_batched_tokens // context, 1)

@@ -50,7 +50,7 @@ Text = str | list[int]
 class Engine:
     """`Engine(EngineConfig(model="path")).generate(["prompt", ...], SamplingParams(max_tokens=64))`."""
 
-    def __init__(self, config: EngineConfig, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, config: EngineConfig, log: Callable[[str], None] | None = None) -> None:
         """Load the model. `say` receives messages about slow operations, here and in `warm_up`.
 
         Raises ModelError for a bad checkpoint, ConfigError for options that it cannot run with.
@@ -59,8 +59,8 @@ class Engine:
             raise ConfigError(
                 f"Engine({config!r:.80}): expected an EngineConfig, as in Engine(EngineConfig(model=...))"
             )
-        self._say = say or (lambda text: None)
-        built = build(config, self._say)
+        self._log = log or (lambda text: None)
+        built = build(config, self._log)
         resolved = built.resolved
         self._assemble(
             built.runner,
@@ -76,7 +76,7 @@ class Engine:
         )
         with self.device_context:
             self.draft_as(
-                make_drafting(resolved, self.scheduler, built.draft_runner, self.runner.vocab_size, self._say)
+                make_drafting(resolved, self.scheduler, built.draft_runner, self.runner.vocab_size, self._log)
             )
         self.resolved: dict[str, str | int] = built.settings
 
@@ -85,7 +85,7 @@ class Engine:
         """Build an engine around an existing runner. sizes: see `_assemble`."""
         engine = cls.__new__(cls)
         engine.resolved = {}
-        engine._say = lambda text: None
+        engine._log = lambda text: None
         engine._assemble(runner, tokenizer, DeviceContext(None, torch.device("cpu")), **sizes)
         return engine
 
@@ -270,7 +270,7 @@ class Engine:
         """
         with self._turn:
             self._step()
-            return self._added.take()
+            return self._added.drain()
 
     def _step(self) -> None:
         self._check_open()
@@ -340,7 +340,7 @@ class Engine:
                         return
                     if not call.ended:  # steps of other threads may have completed some
                         self._step()
-                    ended = call.take()
+                    ended = call.drain()
                 yield from ended
         finally:
             with self._turn:
@@ -415,7 +415,7 @@ class Engine:
         self._check_open()
         if self._num_inside:
             raise ConfigError(f"warm_up: {self._num_inside} sequences are waiting or running; call it first")
-        self._say("warming up (kernels are compiled the first time on a machine)")
+        self._log("warming up (kernels are compiled the first time on a machine)")
         counted, drafting = vars(self.stats).copy(), self.drafting
         self.draft_as(None)
         prompt = [min(self.runner.vocab_size - 1, 1)] * min(self.pool.block_size, self.max_model_len - 2)

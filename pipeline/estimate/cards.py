@@ -48,7 +48,7 @@ class CardServing:
     max_num_batched_tokens: int | None = None
 
     @classmethod
-    def of(cls, job: JobConfig) -> "CardServing":
+    def from_job(cls, job: JobConfig) -> "CardServing":
         engine = job.engine
         return cls(engine.activation_dtype, engine.kv_cache_dtype, engine.max_num_seqs, engine.max_num_batched_tokens)
 

@@ -80,7 +80,7 @@ def estimate_job(
     actors: Sequence[int] = (),
     prices: PriceList | None = None,
     today: date | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> JobEstimate:
     """Estimate a job. hardware: names of cards, by default all known ones. actors: numbers of engines to compare, by
     default the job's own. probe: number of rows to compute first; the job's run reuses them.
@@ -90,9 +90,9 @@ def estimate_job(
     cards = [find_card(name, "--hardware") for name in hardware] or list(load_cards())
     price_list = prices or load_prices(FILE)
     if probe:
-        say(f"computing a probe of {probe:,} rows")
+        log(f"computing a probe of {probe:,} rows")
         run_job(config, sample=probe)
-    plan = make_plan(config, resolve_device(config), say=say)
+    plan = make_plan(config, resolve_device(config), log=log)
     job = plan.job
     store = PartStore(config.output.path, storage_for(config.output.path, config.storage))
     history = recall(plan)
@@ -101,7 +101,7 @@ def estimate_job(
     block = BLOCK_SIZE if plan.device.startswith("cuda") else CPU_BLOCK_SIZE
     if not plan.num_rows:
         raise ConfigError(f"input.path {shown_url(config.input.path)}: has no rows, so there is nothing to plan")
-    say(f"reading a sample of {min(sample, plan.num_rows):,} rows")
+    log(f"reading a sample of {min(sample, plan.num_rows):,} rows")
     context = config.engine.max_model_len or read_config(job.model).max_position
     prompts = sample_prompts(job, plan.source, tokenize, sample, block, context)
     if not prompts.requests:
@@ -202,7 +202,7 @@ def _estimate(
     phases["prefill"] = round(speed.prompt_token_us * work.prompt.expected)
     phases["decode"] = round(speed.generated_token_us * work.generated.expected)
     computing = phases["prefill"] + phases["decode"]
-    phases |= {phase: round(share * computing) for phase, share in speed.beside.items()}
+    phases |= {phase: round(share * computing) for phase, share in speed.overhead.items()}
     # idle: engines that wait for the last one
     phases["idle"] += max(0, round(pool.machine_us.expected) - sum(phases.values()))
     return Estimate(
@@ -248,10 +248,14 @@ def _on_cards(
     pairs = (pairs * max(1, ceil(min_requests / len(pairs))))[:MAX_SIMULATED]
     pools: list[PoolEstimate] = []
     for card in cards:
-        found = on_card(card, model, CardServing.of(config), pairs)
+        found = on_card(card, model, CardServing.from_job(config), pairs)
         pools += [_card_pool(found, work, len(pairs), actors, prices) for actors in counts]
-    best = next((card for card in cards if any(p.place == card.name and not p.lacks for p in pools)), None)
-    advice = advice_for_card(best, model, CardServing.of(config), pairs) if best is not None and len(cards) == 1 else ()
+    best = next((card for card in cards if any(p.machine == card.name and not p.lacks for p in pools)), None)
+    advice = (
+        advice_for_card(best, model, CardServing.from_job(config), pairs)
+        if best is not None and len(cards) == 1
+        else ()
+    )
     return tuple(pools), advice
 
 
@@ -271,7 +275,7 @@ def _card_pool(found: OnCard, work: _Work, requests: int, actors: int, prices: P
         (start_s + scale * found.expected.wall_s) * 1e6,
         (start_s + scale * slow_s * high) * 1e6,
     )
-    machine, price = each.times(actors), prices.of(found.card)
+    machine, price = each.times(actors), prices.price_of(found.card)
     usd = spot = None
     interruptions = prices.spot_interruptions_per_hour * machine.expected / 3.6e9
     if price is not None and price.on_demand_usd is not None:

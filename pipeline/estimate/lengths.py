@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from pipeline.data.source import Source, Window
+from pipeline.data.source import InputWindow, Source
 from pipeline.data.units import MAX_BUDGET, window_units
 from pipeline.engine.params import Request
 from pipeline.job.actor.tokenize import Tokenize
@@ -105,7 +105,7 @@ def tail(prompt_tokens: int, block_size: int) -> int:
 
 
 def _requests(
-    job: ResolvedJob, source: Source, window: Window, tokenize: Tokenize
+    job: ResolvedJob, source: Source, window: InputWindow, tokenize: Tokenize
 ) -> Iterator[tuple[list[Request], int]]:
     for unit in window_units(source, window, job.prompt_units):
         requests, failed = tokenize(unit)

@@ -33,7 +33,7 @@ class Speed:
     load_us: float
     prompt_token_us: float
     generated_token_us: float
-    beside: Mapping[str, float]
+    overhead: Mapping[str, float]
     driver_us: float
     fastest: float
     slowest: float
@@ -41,7 +41,7 @@ class Speed:
 
     def compute_us(self, prompt_tokens: float, generated_tokens: float) -> float:
         busy_us = self.prompt_token_us * prompt_tokens + self.generated_token_us * generated_tokens
-        return busy_us * (1 + sum(self.beside.values()))
+        return busy_us * (1 + sum(self.overhead.values()))
 
 
 def measured_speed(
@@ -75,7 +75,7 @@ def measured_speed(
         load_us=sum(actor.phases_us["load"] for actor in actors) / len(actors),
         prompt_token_us=prompt_us,
         generated_token_us=_generated_us(chosen, generated_us, rows) if computed.generated else 0.0,
-        beside=overhead,
+        overhead=overhead,
         driver_us=max(0, last.wall_us - max(actor.machine_us for actor in last.actors)),
         fastest=min(min(times), 1 / (1 + MIN_SPREAD)),
         slowest=max(max(times), 1 + MIN_SPREAD),

@@ -10,7 +10,7 @@ class PoolEstimate:
     """Estimate of a pool of engines. machine_us: of all engines together, until the last one ends. usd: None without a
     price."""
 
-    place: str
+    machine: str
     actors: int
     wall_us: Interval
     machine_us: Interval

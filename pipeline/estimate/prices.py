@@ -34,7 +34,7 @@ class PriceList:
     prices: tuple[Price, ...]
     spot_interruptions_per_hour: float
 
-    def of(self, card: str) -> Price | None:
+    def price_of(self, card: str) -> Price | None:
         return next((price for price in self.prices if price.card == card), None)
 
     def doubts(self, today: date) -> list[str]:

@@ -24,7 +24,7 @@ class Advice:
     None if the advice is not about time."""
 
     key: str
-    why: str
+    reason: str
     effect: float | None = None
 
 
@@ -44,12 +44,12 @@ def advice_for_card(
     by_tokens = {n: on_card(card, model, replace(serving, max_num_batched_tokens=n), requests) for n in TOKENS}
     for tokens, _, gain in _best(now, by_tokens, current.max_num_batched_tokens):
         fuller = tokens > current.max_num_batched_tokens
-        why = "prompts are computed in fewer, fuller steps" if fuller else "steps are shorter"
-        advice.append(Advice(f"engine.max_num_batched_tokens: {tokens}", why, gain))
+        reason = "prompts are computed in fewer, fuller steps" if fuller else "steps are shorter"
+        advice.append(Advice(f"engine.max_num_batched_tokens: {tokens}", reason, gain))
     forms = {name: on_card(card, model, serving, requests, name) for name in kinds_of_weights(model)}
     for name, _, gain in _best(now, forms, now.weights):
-        why = "a checkpoint in that form, or model.quantization, computes the same requests faster on this card"
-        advice.append(Advice(f"weights: {name}", why, gain))
+        reason = "a checkpoint in that form, or model.quantization, computes the same requests faster on this card"
+        advice.append(Advice(f"weights: {name}", reason, gain))
     return tuple(advice)
 
 
@@ -79,8 +79,8 @@ def advice_for_pool(pools: Sequence[PoolEstimate], units: float, unit_rows: int)
     for pool in pools:
         if pool.actors > 1 and units < MIN_UNITS_PER_ENGINE * pool.actors:
             rows = max(1, int(unit_rows * units / (MIN_UNITS_PER_ENGINE * pool.actors)))
-            why = f"{units:.0f} units are too few for {pool.actors} engines: some would wait for the last units"
-            advice.append(Advice(f"output.rows_per_file: {rows}", why))
+            reason = f"{units:.0f} units are too few for {pool.actors} engines: some would wait for the last units"
+            advice.append(Advice(f"output.rows_per_file: {rows}", reason))
     if len(pools) > 1:
         cheapest = min(pools, key=lambda pool: pool.machine_us.expected)
         fits = [
@@ -88,6 +88,6 @@ def advice_for_pool(pools: Sequence[PoolEstimate], units: float, unit_rows: int)
         ]
         largest = max(fits, key=lambda pool: pool.actors)
         if largest.actors != 1:
-            why = f"start-up and tail stay within {MAX_START_SHARE:.0%} of the machine time; more engines cost more"
-            advice.append(Advice(f"run.actors: {largest.actors}", why))
+            reason = f"start-up and tail stay within {MAX_START_SHARE:.0%} of the machine time; more engines cost more"
+            advice.append(Advice(f"run.actors: {largest.actors}", reason))
     return tuple(advice)

@@ -38,14 +38,14 @@ def text(found: JobEstimate, width: int | None = None) -> str:
     if found.cards:
         lines += ["", "  On cards, by the cost model; low, expected and high"]
         lines.append(_table(_card_rows(found.cards), width))
-        lines += [f"    {pool.place}: {pool.lacks}" for pool in found.cards if pool.lacks]
-        lines.append(f"    Expected: {source([pool.place for pool in found.cards])}.")
+        lines += [f"    {pool.machine}: {pool.lacks}" for pool in found.cards if pool.lacks]
+        lines.append(f"    Expected: {source([pool.machine for pool in found.cards])}.")
     lines += [f"    {doubt[0].upper()}{doubt[1:]}." for doubt in found.doubts]
     if found.advice:
         lines += ["", "  Suggestions"]
         for each in found.advice:
             effect = "" if each.effect is None else f" ({percent(each.effect)} less time, by the cost model)"
-            lines.append(f"    {each.key}{effect}: {each.why}")
+            lines.append(f"    {each.key}{effect}: {each.reason}")
     return "\n".join(lines)
 
 
@@ -77,5 +77,5 @@ def _card_rows(pools: tuple[PoolEstimate, ...]) -> list[list[str]]:
         times = (duration(us / 1e6) for us in (p.wall_us.expected, p.wall_us.low, p.wall_us.high))
         usd = ["", "", ""] if p.usd is None else [money(v) for v in (p.usd.expected, p.usd.low, p.usd.high)]
         spot = "" if p.spot_usd is None else money(p.spot_usd.expected)
-        rows.append([p.place, p.weights, f"{p.actors:,}", *times, f"{p.interruptions:.1f}", spot, *usd])
+        rows.append([p.machine, p.weights, f"{p.actors:,}", *times, f"{p.interruptions:.1f}", spot, *usd])
     return rows

@@ -77,7 +77,7 @@ def what_if(report: RunReport, changes: Mapping[str, str], prices: PriceList) ->
         scaled = _on_hardware(report, changes, computing, run.resolved)
         computing, basis = scaled.computing_us, [scaled.basis]
         start_us = scaled.start_us if scaled.start_us is not None else start_us
-        price = prices.of(scaled.card.name)
+        price = prices.price_of(scaled.card.name)
         if "price" not in changes and "hardware" in changes:
             hourly_usd = price.on_demand_usd if price is not None else None
             basis.append(f"priced as of {price.listed}, {price.source}" if price else "no price is known")

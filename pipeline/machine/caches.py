@@ -22,7 +22,7 @@ def _silent(text: str) -> None:
     pass
 
 
-def cache_root(environ: Mapping[str, str] = os.environ, say: Callable[[str], None] = _silent) -> Path:
+def cache_root(environ: Mapping[str, str] = os.environ, log: Callable[[str], None] = _silent) -> Path:
     """Return the root of all caches. A root that `PIPELINE_CACHE` names may be missing or read-only.
 
     say: receives the reason for a temporary root. Raises EnvironmentFailed if no folder is writable.
@@ -39,17 +39,17 @@ def cache_root(environ: Mapping[str, str] = os.environ, say: Callable[[str], Non
             f"Cannot write compiled kernels and models: neither {home} ({home_problem}) nor {temporary} ({problem}) is "
             "writable; set PIPELINE_CACHE to a writable folder"
         )
-    say(
+    log(
         f"{home} is not writable ({home_problem}): compiled kernels and models are kept in {temporary}; set "
         "PIPELINE_CACHE to a permanent folder"
     )
     return temporary
 
 
-def cpu_kernel_folder(environ: Mapping[str, str] = os.environ, say: Callable[[str], None] = _silent) -> Path:
+def cpu_kernel_folder(environ: Mapping[str, str] = os.environ, log: Callable[[str], None] = _silent) -> Path:
     """Return the folder of compiled CPU kernels: `$NUMBA_CACHE_DIR`, numba's own variable, else below the root."""
     own = environ.get("NUMBA_CACHE_DIR")
-    return _absolute(own) if own else cache_root(environ, say) / "numba"
+    return _absolute(own) if own else cache_root(environ, log) / "numba"
 
 
 def gpu_kernel_folder(environ: Mapping[str, str] = os.environ) -> Path:

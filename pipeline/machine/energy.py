@@ -22,8 +22,8 @@ class EnergyMeter:
     """Energy meter of one engine. counters: pairs of a function that returns microjoules and the value at which it
     wraps around (0: never). share: the engine's share of them. told: what is measured, for reports."""
 
-    def __init__(self, counters: list[tuple[Callable[[], int], int]], share: Fraction, told: str) -> None:
-        self._counters, self._share, self.told = counters, share, told
+    def __init__(self, counters: list[tuple[Callable[[], int], int]], share: Fraction, source: str) -> None:
+        self._counters, self._share, self.source = counters, share, source
         self._last = [read() for read, _ in counters]
         self._used_uj = 0
 
@@ -38,7 +38,7 @@ class EnergyMeter:
         return int(self._used_uj * self._share)
 
     @classmethod
-    def of(cls, resolved: Mapping[str, str | int]) -> Self | None:
+    def from_resolved(cls, resolved: Mapping[str, str | int]) -> Self | None:
         """Create the meter of an engine with these resolved settings; None without a readable counter."""
         device = str(resolved.get("device", "cpu"))
         with suppress(OSError, ValueError, ImportError):  # pynvml is not on every image

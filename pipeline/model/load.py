@@ -94,7 +94,7 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.home
 
-    def take(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
         """Return the tensor as stored, on the device. Raises ModelError if it is missing."""
         if name not in self.home:
             raise ModelError(f"{self.folder}: tensor {name} is missing from the checkpoint{self._quantized_as(name)}")
@@ -127,7 +127,7 @@ class Checkpoint:
         return one.dtype == two.dtype and torch.equal(one, two)
 
     def read_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self.take(name)
+        tensor = self.read(name)
         if tuple(tensor.shape) != shape or tensor.dtype not in FLOATS:
             raise ModelError(
                 f"{self.home[name]}: tensor {name} is {tuple(tensor.shape)} {tensor.dtype}, expected {shape} in a "

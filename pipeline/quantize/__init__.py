@@ -31,7 +31,7 @@ def quantize(
     recipe: Recipe,
     texts: Sequence[Sequence[int]],
     device: torch.device,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Write the checkpoint in `source`, quantized by `recipe`, into the new folder `out`.
 
@@ -44,9 +44,9 @@ def quantize(
     if recipe.method == "awq":
         from pipeline.quantize.awq import quantize_by_autoawq
 
-        quantization = quantize_by_autoawq(source, output.partial, recipe.group_size, texts, say)
+        quantization = quantize_by_autoawq(source, output.partial, recipe.group_size, texts, log)
     else:
-        LayerWriter(source, config, recipe, output, say).run(texts, device)
+        LayerWriter(source, config, recipe, output, log).run(texts, device)
         quantization = recipe.quantization_config()
     if not config.tie_embeddings:
         values = values | {"tie_word_embeddings": False}  # other engines read only this key

@@ -20,7 +20,7 @@ def check_installed() -> None:
 
 
 def quantize_by_autoawq(
-    source: Path, partial: Path, group_size: int, texts: Sequence[Sequence[int]], say: Callable[[str], None]
+    source: Path, partial: Path, group_size: int, texts: Sequence[Sequence[int]], log: Callable[[str], None]
 ) -> dict[str, Any]:
     """Write the weights into `partial` and return their description for config.json.
 
@@ -33,7 +33,7 @@ def quantize_by_autoawq(
     from awq import AutoAWQForCausalLM
     from transformers import AutoTokenizer
 
-    say(f"quantizing by autoawq with {len(texts):,} texts")
+    log(f"quantizing by autoawq with {len(texts):,} texts")
     try:
         model = AutoAWQForCausalLM.from_pretrained(str(source), device_map="cpu", safetensors=True)
     except TypeError as error:  # "... isn't supported yet."

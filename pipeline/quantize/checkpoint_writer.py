@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from pipeline.checkpoints.digest import BESIDE_WEIGHTS
+from pipeline.checkpoints.digest import AUXILIARY_FILES
 from pipeline.errors import EnvironmentFailed, OutputError
 
 RECIPE = "recipe.json"  # recipe of a partial folder
@@ -62,7 +62,7 @@ class CheckpointWriter:
     def finish(self, source: Path, config: Mapping[str, Any]) -> None:
         """Copy the files other than weights from `source`, write this config.json, and rename the folder to `out`."""
         try:
-            for file in sorted({file for pattern in BESIDE_WEIGHTS for file in source.glob(pattern)}):
+            for file in sorted({file for pattern in AUXILIARY_FILES for file in source.glob(pattern)}):
                 shutil.copyfile(file, self.partial / file.name)
             _write_text(self.partial / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
             for file in self.partial.glob("*.safetensors"):

@@ -33,10 +33,10 @@ class LayerWriter:
     """Writes one safetensors file per layer, in order, then one with all other tensors, and the index."""
 
     def __init__(
-        self, source: Path, config: ModelConfig, recipe: Recipe, output: CheckpointWriter, say: Callable[[str], None]
+        self, source: Path, config: ModelConfig, recipe: Recipe, output: CheckpointWriter, log: Callable[[str], None]
     ) -> None:
         self._reader, self._config = WeightReader(source, config), config
-        self._recipe, self._output, self._say = recipe, output, say
+        self._recipe, self._output, self._log = recipe, output, log
         num_files = config.num_layers + 1
         self._files = [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -50,12 +50,12 @@ class LayerWriter:
     def run(self, texts: Sequence[Sequence[int]], device: torch.device) -> None:
         done = sum(self._output.has(name) for name in self._files[:-1])
         if done:
-            self._say(f"{done} of {self._config.num_layers} layers were written by an earlier run")
-        progress = Remaining(self._say, "layers", self._config.num_layers, first=done)
+            self._log(f"{done} of {self._config.num_layers} layers were written by an earlier run")
+        progress = Remaining(self._log, "layers", self._config.num_layers, first=done)
         embedding_VH = self._reader.embedding()
         calibration = None
         if self._recipe.method == "gptq":
-            keep_cpu_kernels_in(cpu_kernel_folder(say=self._say))
+            keep_cpu_kernels_in(cpu_kernel_folder(log=self._log))
             calibration = Calibration(self._config, embedding_VH, texts, device)
         for index, weights in enumerate(self._reader.layers()):
             linears = self._layer(index, weights, calibration, device)
@@ -76,7 +76,7 @@ class LayerWriter:
         prefix = f"{self._reader.prefix}layers.{index}."
         replaced = {f"{prefix}{name}.weight" for names in FUSED.values() for name in names}
         kept = [n for n in self._reader.checkpoint.home if n.startswith(prefix) and n not in replaced]
-        tensors = {name: self._reader.checkpoint.take(name) for name in kept if not name.endswith(DERIVED)}
+        tensors = {name: self._reader.checkpoint.read(name) for name in kept if not name.endswith(DERIVED)}
         values: dict[str, torch.Tensor] = {}
         for field, names in FUSED.items():
             weight = getattr(weights, field)
@@ -112,7 +112,7 @@ class LayerWriter:
         for field, names in FUSED.items():
             shapes = [(rows, getattr(weights, field).in_features) for rows in self._rows[field]]
             prefixes = [f"{self._reader.prefix}layers.{index}.{name}" for name in names]
-            biases = [written.take(f"{p}.bias") if f"{p}.bias" in written else None for p in prefixes]
+            biases = [written.read(f"{p}.bias") if f"{p}.bias" in written else None for p in prefixes]
             stored = [StoredLinear(p, shape, written, bias) for p, shape, bias in zip(prefixes, shapes, biases)]
             read = [form.read_linear(linear) for linear in stored]
             values[field] = torch.cat([linear.dequantize(torch.float32) for linear in read])
@@ -130,7 +130,7 @@ class LayerWriter:
         dropped = (*DERIVED, HEAD) if has_copy else DERIVED
         layers = f"{self._reader.prefix}layers."
         names = [n for n in checkpoint.home if not n.startswith(layers) and not n.endswith(dropped)]
-        self._output.write(self._files[-1], {name: checkpoint.take(name) for name in names})
+        self._output.write(self._files[-1], {name: checkpoint.read(name) for name in names})
 
     def _index(self) -> None:
         weight_map, size = {}, 0
@@ -154,7 +154,7 @@ class _Written:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def take(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
     def read_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

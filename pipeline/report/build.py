@@ -78,7 +78,7 @@ def build_report(
         phases_us=phases_us,
         driver_us=summed([run.driver_us for run in runs]),
         runs=tuple(runs),
-        latency={f.name: Percentiles.of(getattr(stats.latency, f.name)) for f in fields(stats.latency)},
+        latency={f.name: Percentiles.from_histogram(getattr(stats.latency, f.name)) for f in fields(stats.latency)},
         lengths=tuple(
             LengthCost(longest, bucket, us, usd_of(us))
             for (longest, bucket), us in zip(stats.lengths.items(), times_us, strict=True)

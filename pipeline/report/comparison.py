@@ -132,7 +132,7 @@ class Hosted:
     own_usd: float | None
 
     @classmethod
-    def of(cls, report: RunReport, prompt_usd: float, generated_usd: float) -> "Hosted":
+    def from_report(cls, report: RunReport, prompt_usd: float, generated_usd: float) -> "Hosted":
         """Price a report's tokens. Cached prompt tokens are charged too."""
         tokens = report.tokens
         total = (tokens.input * prompt_usd + tokens.generated * generated_usd) / 1e6

@@ -62,7 +62,7 @@ class Compared:
     ratio: float | None
 
     @classmethod
-    def of(cls, what: str, expected: float, actual: float, min_expected: float = 1e-12) -> "Compared":
+    def from_values(cls, what: str, expected: float, actual: float, min_expected: float = 1e-12) -> "Compared":
         return cls(what, expected, actual, actual / expected if expected >= min_expected else None)
 
 
@@ -90,13 +90,15 @@ def compare(
     if not machine_us:
         return None
     lines = [
-        Compared.of("rows", estimate.rows, sum(run.rows_written for run in since)),
-        Compared.of(
+        Compared.from_values("rows", estimate.rows, sum(run.rows_written for run in since)),
+        Compared.from_values(
             "prompt_tokens", estimate.prompt_tokens.expected, sum(run.input_tokens - run.cached_tokens for run in since)
         ),
-        Compared.of("generated_tokens", estimate.generated_tokens.expected, sum(run.generated_tokens for run in since)),
+        Compared.from_values(
+            "generated_tokens", estimate.generated_tokens.expected, sum(run.generated_tokens for run in since)
+        ),
         *(
-            Compared.of(
+            Compared.from_values(
                 phase,
                 estimate.phases_us.get(phase, 0),
                 sum(account[phase] for account in accounts[estimate.runs_before :]),
@@ -104,9 +106,9 @@ def compare(
             )
             for phase in PHASES
         ),
-        Compared.of("machine_us", estimate.machine_us.expected, machine_us),
-        Compared.of("wall_us", estimate.wall_us.expected, sum(run.wall_us for run in since)),
+        Compared.from_values("machine_us", estimate.machine_us.expected, machine_us),
+        Compared.from_values("wall_us", estimate.wall_us.expected, sum(run.wall_us for run in since)),
     ]
     if estimate.usd is not None:
-        lines.append(Compared.of("usd", estimate.usd.expected, sum(run.usd(run.machine_us) for run in since)))
+        lines.append(Compared.from_values("usd", estimate.usd.expected, sum(run.usd(run.machine_us) for run in since)))
     return EstimateAndActual(estimate, tuple(lines))

@@ -92,7 +92,7 @@ class Percentiles:
     p99: int | None
 
     @classmethod
-    def of(cls, histogram: Histogram) -> "Percentiles":
+    def from_histogram(cls, histogram: Histogram) -> "Percentiles":
         return cls(histogram.count, *(histogram.percentile(percent) for percent in PERCENTS))
 
 

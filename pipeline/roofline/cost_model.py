@@ -144,7 +144,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class StepTokens:
+class StepLoad:
     """Tokens of a step: sequence s computes the last count_S[s] tokens of its context of context_S[s].
 
     num_rows: tokens that need logits. spared_tokens: context tokens, over all sequences, whose keys and values are not
@@ -211,7 +211,7 @@ def linear_seconds(num_tokens: int, inputs: int, outputs: int, weights: Weights,
 
 
 def step_seconds(
-    step: StepTokens, size: DecoderSize, weights: Weights, card: Ceilings, kv_value_bytes: float = DENSE_BYTES
+    step: StepLoad, size: DecoderSize, weights: Weights, card: Ceilings, kv_value_bytes: float = DENSE_BYTES
 ) -> StepSeconds:
     """Return the minimum time of a step on a card. kv_value_bytes: bytes of one number in the KV cache (1 in fp8).
 

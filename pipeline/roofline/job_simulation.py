@@ -16,8 +16,8 @@ from pipeline.roofline.cost_model import (
     DENSE_BYTES,
     Ceilings,
     DecoderSize,
+    StepLoad,
     StepSeconds,
-    StepTokens,
     Weights,
     step_seconds,
 )
@@ -78,7 +78,7 @@ def kv_room(
 
 
 @dataclass(frozen=True)
-class Moment:
+class SimulatedMoment:
     """Progress of a run: seconds since its start, unfinished requests, sequences in the previous step."""
 
     at_s: float
@@ -86,7 +86,7 @@ class Moment:
     sequences: int
 
 
-def tail_seconds(moments: Sequence[Moment]) -> float:
+def tail_seconds(moments: Sequence[SimulatedMoment]) -> float:
     """Return the time after the last moment at which unfinished requests were at least half of the peak batch size."""
     half = max(moment.sequences for moment in moments) / 2
     full = [moment.at_s for moment in moments if moment.unfinished >= half]
@@ -156,7 +156,7 @@ class _Job:
         peaks = (tokens + np.arange(1, len(order) + 1) * (left[order] + size / 2)) / size
         return float(self.blocks[~decodes].sum()) + float(peaks.max(initial=0.0))
 
-    def step(self) -> StepTokens:
+    def step(self) -> StepLoad:
         """Plan and run one step; finished requests leave. Shared tokens are read once for all sequences."""
         wanted = np.where(self.computed < self.prompt, self.prompt - self.computed, 1)
         decodes = self.computed >= self.prompt
@@ -168,7 +168,7 @@ class _Job:
         self.computed = self.computed + count
         rows = int((is_scheduled & (self.computed >= self.prompt)).sum())
         spared = max(num_sharing - 1, 0) * self.shared_tokens
-        tokens = StepTokens(count[is_scheduled], self.computed[is_scheduled], rows, spared)
+        tokens = StepLoad(count[is_scheduled], self.computed[is_scheduled], rows, spared)
         self.has_prefix = self.has_prefix or bool((self.computed >= self.prompt).any())
         stays = self.computed < self.end
         self.computed, self.prompt, self.end, self.blocks = (
@@ -198,7 +198,7 @@ def simulate_job(
     assert shared_prefix < min(request.prompt for request in requests), "each request computes some of its prompt"
     job = _Job(requests, batching, shared_prefix)
     parts, wall_s, kv_s, sequence_s, prompt_tokens = StepSeconds(), 0.0, 0.0, 0.0, 0
-    moments: list[Moment] = []
+    moments: list[SimulatedMoment] = []
     while job.waiting or len(job.computed):
         job.admit()
         held, running = min(job.held_blocks, job.num_blocks), len(job.computed)
@@ -210,7 +210,7 @@ def simulate_job(
         kv_s += held / job.num_blocks * seconds.total_s
         sequence_s += running * seconds.total_s
         prompt_tokens += tokens.num_tokens
-        moments.append(Moment(wall_s, len(job.waiting) + len(job.computed), running))
+        moments.append(SimulatedMoment(wall_s, len(job.waiting) + len(job.computed), running))
     output_tokens = sum(request.output for request in requests)
     prompt_tokens -= output_tokens - len(requests)  # the last token of each request is not computed
     return JobSeconds(

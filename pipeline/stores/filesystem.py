@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pipeline.errors import EnvironmentFailed, PipelineError
 from pipeline.stores.ranged_file import RangedFile
-from pipeline.stores.redaction import said, secrets_of, shown_url
+from pipeline.stores.redaction import error_text, secrets_of, shown_url
 from pipeline.stores.retries import RetryCounts, RetryPolicy, with_retries
 from pipeline.stores.store_errors import PreconditionFailed, ShortRead, client_error, status_of
 
@@ -313,7 +313,7 @@ class RemoteFilesystem:
         def renew() -> None:
             self._renew(used)
 
-        return with_retries(request, renew, self._policy, self.retries, lambda: self._shown(path), self.said)
+        return with_retries(request, renew, self._policy, self.retries, lambda: self._shown(path), self.error_text)
 
     def _renew(self, expired: Any) -> None:
         """Replace the filesystem by one that reads the credentials again, unless another thread has done so."""
@@ -325,9 +325,9 @@ class RemoteFilesystem:
     def _shown(self, path: str) -> str:
         return shown_url(self._fs.unstrip_protocol(path))
 
-    def said(self, error: BaseException) -> str:
+    def error_text(self, error: BaseException) -> str:
         """Return the store's error message on one line, without secrets."""
-        return said(client_error(error) or error, self.secrets)
+        return error_text(client_error(error) or error, self.secrets)
 
 
 def _is_s3(fs: Any) -> bool:

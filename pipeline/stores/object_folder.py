@@ -254,7 +254,7 @@ class ObjectFolder(Folder):
         try:
             yield
         except Exception as e:
-            failure, message = failure_of(e), self._fs.said(e)
+            failure, message = failure_of(e), self._fs.error_text(e)
             if failure is None and isinstance(e, (ValueError, NotImplementedError)):  # its library refused the path
                 raise denied(f"{path}: {message}") from None
             if failure is None:

@@ -17,7 +17,7 @@ def shown_url(url: str) -> str:
     return re.sub(r"(https?://[^?]*)\?.*", r"\1", _USER.sub(_without_user, url), flags=re.IGNORECASE | re.DOTALL)
 
 
-def said(error: BaseException, secrets: frozenset[str] = frozenset()) -> str:
+def error_text(error: BaseException, secrets: frozenset[str] = frozenset()) -> str:
     """Return an error's class and message on one line, redacted. secrets: from `secrets_of`."""
     return redacted(f"{type(error).__name__}: {error}", secrets)
 

@@ -17,7 +17,7 @@ _SLIDE = 8  # tokens in the window before it moves; the cost of moving is shared
 _GIVE_UP = 32  # tokens of a window without a clean end: the bytes are invalid, since no character is that long
 
 
-class Decoder(Protocol):
+class IncrementalDetokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
@@ -29,7 +29,7 @@ class StreamDetokenizer:
     must not be at that start.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: IncrementalDetokenizer) -> None:
         self._decoder = decoder
         self.token_ids: list[int] = []
         self._start = 0
@@ -79,7 +79,7 @@ class StopChecker:
     earlier text are ignored for good.
     """
 
-    def __init__(self, decoder: Decoder, stop: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(self, decoder: IncrementalDetokenizer, stop: Sequence[str], min_tokens: int = 0) -> None:
         assert stop
         assert all(stop)
         self._decoder = decoder

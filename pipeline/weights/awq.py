@@ -80,11 +80,11 @@ class AwqFormat:
 
 def _read_gemm(linear: StoredLinear, size: int, has_zeros: bool) -> Parts:
     n, k = linear.shape_NK
-    q_NK = unpack_words_transposed(linear.take("qweight", [(k, n // 8)]), ORDER)
+    q_NK = unpack_words_transposed(linear.read("qweight", [(k, n // 8)]), ORDER)
     scales_GN = linear.scales("scales", [(k // size, n)])
     zeros_NG = None
     if has_zeros:
-        zeros_NG = unpack_words_transposed(linear.take("qzeros", [(k // size, n // 8)]), ORDER)
+        zeros_NG = unpack_words_transposed(linear.read("qzeros", [(k // size, n // 8)]), ORDER)
     return q_NK, scales_GN.t(), zeros_NG
 
 
@@ -92,7 +92,7 @@ def _read_gemv(linear: StoredLinear, size: int, has_zeros: bool) -> Parts:
     n, k = linear.shape_NK
     groups, multiple = k // size, max(1, 128 // size)
     words = -(-groups // (8 * multiple)) * multiple
-    q_NK = unpack_words(linear.take("qweight", [(n, k // 8)]), 4)
+    q_NK = unpack_words(linear.read("qweight", [(n, k // 8)]), 4)
     scales_NG = linear.scales("scales", [(n, 8 * words)])[:, :groups]
-    zeros_NG = unpack_words(linear.take("qzeros", [(n, words)]), 4)[:, :groups] if has_zeros else None
+    zeros_NG = unpack_words(linear.read("qzeros", [(n, words)]), 4)[:, :groups] if has_zeros else None
     return q_NK, scales_NG, zeros_NG

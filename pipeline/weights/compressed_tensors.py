@@ -120,7 +120,7 @@ class CompressedFormat:
         if scheme.format == PACKED:
             q_NK = _packed(linear, scheme.bits)
         else:
-            q_NK = _to_unsigned(linear.take("weight", [linear.shape_NK], [torch.int8]), half)
+            q_NK = _to_unsigned(linear.read("weight", [linear.shape_NK], [torch.int8]), half)
         shapes = _group_shapes(linear, size)
         scales_NG = _by_group(linear.scales("weight_scale", shapes), shapes[0])
         zeros_NG = torch.full_like(scales_NG, half)
@@ -128,7 +128,7 @@ class CompressedFormat:
             zeros_NG = _zeros(linear, shapes, scheme)
         order_K = None
         if "weight_g_idx" in linear:
-            group_K = linear.take("weight_g_idx", [linear.shape_NK[1:]], [torch.int32, torch.int64])
+            group_K = linear.read("weight_g_idx", [linear.shape_NK[1:]], [torch.int32, torch.int64])
             if not bool((group_K == -1).all()):  # -1: never set
                 order_K = input_order(group_K, size, f"{linear.prefix}.weight_g_idx")
             q_NK = q_NK if order_K is None else q_NK[:, order_K].contiguous()
@@ -173,10 +173,10 @@ def _scheme_text(scheme: Scheme) -> str:
 
 def _packed(linear: StoredLinear, bits: int) -> torch.Tensor:
     (n, k), parts = linear.shape_NK, 32 // bits
-    stored = linear.take("weight_shape", [(2,)], [torch.int64, torch.int32]).tolist()
+    stored = linear.read("weight_shape", [(2,)], [torch.int64, torch.int32]).tolist()
     if tuple(stored) != linear.shape_NK:
         raise linear.refuse("weight_shape", f"is {tuple(stored)}, expected {linear.shape_NK}")
-    return unpack_words(linear.take("weight_packed", [(n, -(-k // parts))]), bits)[:, :k].contiguous()
+    return unpack_words(linear.read("weight_packed", [(n, -(-k // parts))]), bits)[:, :k].contiguous()
 
 
 def _to_unsigned(signed: torch.Tensor, half: int) -> torch.Tensor:
@@ -197,7 +197,7 @@ def _zeros(linear: StoredLinear, shapes: list[tuple[int, ...]], scheme: Scheme) 
     """Read the zeros (N, G) as float32, unsigned like the weights. Older files store int8, even if symmetric."""
     (n, groups), half = shapes[0], 1 << (scheme.bits - 1)
     packed = (-(-n * scheme.bits // 32), groups)
-    zeros = linear.tensors.take(f"{linear.prefix}.weight_zero_point")
+    zeros = linear.tensors.read(f"{linear.prefix}.weight_zero_point")
     if zeros.dtype == torch.int32 and tuple(zeros.shape) == packed:
         zeros_NG = unpack_words(zeros.t(), scheme.bits)[:, :n].t()
     elif zeros.dtype == torch.int8 and tuple(zeros.shape) in shapes:

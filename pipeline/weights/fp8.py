@@ -76,7 +76,7 @@ def block_of(options: Fields, name: str) -> tuple[int, int] | None:
 def read_float8(linear: StoredLinear, scale: str, block: tuple[int, int] | None) -> Fp8Weight:
     """Read one linear with its scales in `prefix`.<scale>; `block` as in `Fp8Format`."""
     n, k = linear.shape_NK
-    value_NK = linear.take("weight", [(n, k)], [torch.float8_e4m3fn])
+    value_NK = linear.read("weight", [(n, k)], [torch.float8_e4m3fn])
     if bool(((value_NK.view(torch.uint8) & 0x7F) == 0x7F).any()):
         raise linear.refuse("weight", "contains NaN")
     shapes = [(), (1,), (1, 1), (n,), (n, 1)] if block is None else [(-(-n // block[0]), -(-k // block[1]))]

@@ -84,16 +84,16 @@ class GptqFormat:
         size = linear.group_size(group_size)
         if n % parts or k % parts:
             raise ModelError(f"{linear.prefix}: {n} outputs and {k} inputs: expected multiples of {parts}")
-        qweight = linear.take("qweight", [(k // parts, n)])
-        qzeros = linear.take("qzeros", [(k // size, n // parts)])
+        qweight = linear.read("qweight", [(k // parts, n)])
+        qzeros = linear.read("qzeros", [(k // size, n // parts)])
         scales_GN = linear.scales("scales", [(k // size, n)])
         if self.checkpoint_format == "gptq":
             qzeros = qzeros + ONE_PER_VALUE[bits]  # in int32, a carry out of the word is lost
         q_NK = unpack_words(qweight.t(), bits)
         order_K = None
         if self.desc_act or "g_idx" in linear:
-            order_K = input_order(linear.take("g_idx", [(k,)]), size, f"{linear.prefix}.g_idx")
-        if linear.bias_N is None and "bias" in linear and bool(linear.tensors.take(f"{linear.prefix}.bias").any()):
+            order_K = input_order(linear.read("g_idx", [(k,)]), size, f"{linear.prefix}.g_idx")
+        if linear.bias_N is None and "bias" in linear and bool(linear.tensors.read(f"{linear.prefix}.bias").any()):
             raise linear.refuse("bias", "not zero, but this architecture has no bias")  # AutoGPTQ adds one of zeros
         return GroupIntWeight(
             q_NK if order_K is None else q_NK[:, order_K].contiguous(),

@@ -22,7 +22,7 @@ class Tensors(Protocol):
     """
 
     def __contains__(self, name: str) -> bool: ...
-    def take(self, name: str) -> torch.Tensor: ...
+    def read(self, name: str) -> torch.Tensor: ...
     def read_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
 
 
@@ -42,11 +42,11 @@ class StoredLinear:
         """Read a linear that is not quantized."""
         return DenseWeight(self.tensors.read_float(f"{self.prefix}.weight", self.shape_NK), self.bias_N)
 
-    def take(
+    def read(
         self, suffix: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype] = (torch.int32,)
     ) -> torch.Tensor:
         """Return a tensor. Raises ModelError if its shape or type is not one of those given."""
-        tensor = self.tensors.take(f"{self.prefix}.{suffix}")
+        tensor = self.tensors.read(f"{self.prefix}.{suffix}")
         if tuple(tensor.shape) not in shapes or tensor.dtype not in dtypes:
             raise self.refuse(
                 suffix,
@@ -59,7 +59,7 @@ class StoredLinear:
         self, suffix: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype] = FLOATS
     ) -> torch.Tensor:
         """Return scales in float32. Raises ModelError like `take`, and for infinities and NaN."""
-        scales = self.take(suffix, shapes, dtypes).to(torch.float32)
+        scales = self.read(suffix, shapes, dtypes).to(torch.float32)
         if not bool(torch.isfinite(scales).all()):
             raise self.refuse(suffix, "contains infinities or NaN, expected finite scales")
         return scales

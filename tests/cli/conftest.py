@@ -90,6 +90,6 @@ def leave_output(root: Path, run: RunRecord, outcome: str, rows: int = 2) -> Par
 
 def success_of(store: PartStore) -> bytes:
     """What `_SUCCESS` of an output without error rows has to count."""
-    there = Inventory.of(store)
+    there = Inventory.from_store(store)
     counts = {"parts": there.parts, "completed_rows": there.rows, "error_rows": 0}
     return json.dumps(counts | {"parts_bytes": there.parts_bytes, "parts_digest": there.parts_digest}).encode()

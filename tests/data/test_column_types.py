@@ -102,7 +102,7 @@ def outcome(folder: str, template: str, kept: list[str]) -> tuple[list[str], pa.
             unit = Unit.from_bytes(unit.to_bytes())
             prompts, errors = (unit.own(name).to_pylist() for name in ("_prompt", "_error"))
             texts = [p if e is None else e for p, e in zip(prompts, errors, strict=True)]
-            rows += [(*place, text) for place, text in zip(unit.places(), texts, strict=True)]
+            rows += [(*place, text) for place, text in zip(unit.row_ids(), texts, strict=True)]
             columns = zip(unit.kept().columns, (source.kept.field(name).type for name in kept), strict=True)
             tables.append(pa.table([c if c.type.equals(t) else c.cast(t) for c, t in columns], names=kept))
     sink = pa.BufferOutputStream()

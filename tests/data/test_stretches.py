@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data.prompts import PromptSpec
-from pipeline.data.source import DAMAGED_KEY, Window, cut_windows, open_source, read_stretches, read_window
+from pipeline.data.source import DAMAGED_KEY, InputWindow, cut_windows, open_source, read_stretches, read_window
 from pipeline.data.units import UnitSpec, make_units, window_units
 
 MIB = 1 << 20
@@ -96,9 +96,9 @@ def test_a_stretch_knows_which_of_its_rows_are_damaged(write):
     source = open_source(folder, on_corrupt="skip")
     spec = UnitSpec(PromptSpec(column="text"), max_bytes=300)
     found = {}
-    for unit in window_units(source, Window(0, 0, 40), spec):
-        found |= {row: error for (_, row), error in zip(unit.places(), unit.own("_error").to_pylist(), strict=True)}
+    for unit in window_units(source, InputWindow(0, 0, 40), spec):
+        found |= {row: error for (_, row), error in zip(unit.row_ids(), unit.own("_error").to_pylist(), strict=True)}
     assert found == {i: "corrupt_input" if 10 <= i < 20 else None for i in range(40)}
-    tables = list(read_stretches(source, Window(0, 0, 40), ["text"], 300))
+    tables = list(read_stretches(source, InputWindow(0, 0, 40), ["text"], 300))
     assert len(tables) > 4
     assert sum(DAMAGED_KEY in table.schema.metadata for table in tables) >= 1

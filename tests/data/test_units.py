@@ -40,7 +40,7 @@ def test_every_row_is_in_one_unit(texts, unit_tokens, unit_rows):
     s = spec(unit_tokens=unit_tokens, unit_rows=unit_rows)
     units = make_units(table, s)
     assert [u.to_bytes() for u in make_units(table, pickle.loads(pickle.dumps(s)))] == [u.to_bytes() for u in units]
-    assert [(u.window, u.index, u.of) for u in units] == [(3, i, len(units)) for i in range(len(units))]
+    assert [(u.window, u.index, u.num_units) for u in units] == [(3, i, len(units)) for i in range(len(units))]
     rows = by_row(units)
     assert list(rows) == list(range(len(texts)))
     for i, text in enumerate(texts):

@@ -15,7 +15,7 @@ from pipeline.engine.startup.batch_limits import SMALL_GPU_LIMITS
 from pipeline.kernels.cpu.linear import linear_bf16
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import load_cards
-from pipeline.roofline.cost_model import Ceilings, StepTokens, step_seconds
+from pipeline.roofline.cost_model import Ceilings, StepLoad, step_seconds
 from pipeline.roofline.shares import MEASURED
 
 # The demonstration model: 4 layers of 2 key-value heads of 64, 2,623,744 parameters of which 2,304 are norms.
@@ -159,7 +159,7 @@ def test_speed_is_the_cost_models_at_the_shares_of_the_data_sheet(tmp_path):
     place = memory_of(Setup(model="demo:target")).places[-3]
     assert place.speed.sequences == 512
     config = read_config(demo_model("target"))
-    tokens = StepTokens(np.ones(512, dtype=np.int64), np.full(512, 512), 512)
+    tokens = StepLoad(np.ones(512, dtype=np.int64), np.full(512, 512), 512)
     step = step_seconds(tokens, config.size, config.weights_on_card(), Ceilings.of_card(l40s, MEASURED))
     assert place.speed.output_tokens_per_s == pytest.approx(512 / step.total_s)
     small = replace(l40s, memory_bytes=3 * 2**30)

@@ -43,7 +43,7 @@ def replayed(function: Callable[[], None]) -> Callable[[], None]:
 def capture(engine: Engine, function: Callable = replayed, is_asynchronous: bool = False, **sizes: int) -> Any:
     """Capture the engine's steps of these sizes; return its runner."""
     runner: Any = engine.runner
-    runner.capture_steps(function, say=lambda done, total: None, **sizes)
+    runner.capture_steps(function, log=lambda done, total: None, **sizes)
     runner.is_asynchronous = is_asynchronous
     engine.runner = runner  # with the loop for its kind
     return runner
@@ -126,7 +126,7 @@ def test_drafts_checked_in_captured_steps_give_the_reference_tokens(int4_folder:
     proposer: Any = engine.drafting.proposer
     for runner, queries in ((engine.runner, 3), (proposer.runner, 2)):
         size: Any = {"max_num_seqs": 3, "max_queries": queries, "max_tokens": 6}
-        runner.capture_steps(replayed, **size, say=lambda done, total: None)  # type: ignore[attr-defined]
+        runner.capture_steps(replayed, **size, log=lambda done, total: None)  # type: ignore[attr-defined]
         runner.is_asynchronous = True
     engine.runner = engine.runner  # with the loop for its kind
     execute, passes = proposer.runner.execute, []

@@ -27,7 +27,7 @@ from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import resolve
 from pipeline.kernels.triton.attention import cascade_metadata
-from pipeline.kernels.triton.launch import H100, Launch, Target
+from pipeline.kernels.triton.launch import H100, CompileTarget, Launch
 from pipeline.model import decoder
 from pipeline.model.config import read_config
 from pipeline.model.decoder import DecoderLayer
@@ -179,7 +179,7 @@ def test_launches_are_those_of_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Tiles are an H100's, and prefixes are read together however short they are.
-    monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: H100))
+    monkeypatch.setattr(CompileTarget, "of", classmethod(lambda cls, device: H100))
     monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
     with Counting().watched() as counting:
         runner = runner_of(folders[weights], **options)

@@ -22,5 +22,5 @@ def remembered(
     actor = ActorRecord(0, phases, {"num_steps": 1, "prompt_tokens": prompt, "generated_tokens": generated, **stats})
     run = RunRecord("0001", "2026-11-24T00:00:00", actors=[actor], wall_us=wall_us or actor.machine_us,
                     resolved={"max_num_seqs": 64})  # fmt: skip
-    histograms = {bucket: Histogram.of(values) for bucket, values in (outputs or {}).items()}
+    histograms = {bucket: Histogram.from_values(values) for bucket, values in (outputs or {}).items()}
     return Remembered(replace(run, row_stats=RowStats(outputs=histograms)), same_work)

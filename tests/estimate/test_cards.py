@@ -23,7 +23,7 @@ REQUESTS = [RequestTokens(500, 100)] * 300
 
 @pytest.fixture(scope="module")
 def job():
-    return CardServing.of(load_job("jobs/summarize.yaml"))
+    return CardServing.from_job(load_job("jobs/summarize.yaml"))
 
 
 def test_a_data_sheet_is_faster_than_what_is_assumed_and_a_faster_card_than_a_slower_one(job):

@@ -80,8 +80,8 @@ def test_rows_that_are_compared_take_what_they_took_or_two_rows_each():
     plain, new = measured_speed([remembered()], 10**6), measured_speed([remembered()], 10**6, compared=0.01)
     assert new.compute_us(800, 500) == pytest.approx(1.02 * plain.compute_us(800, 500))
     found = measured_speed([watched(1680)], 10**6, compared=0.05)  # 420 us a row, where 7,000 computed 50
-    assert found.beside["quality"] == pytest.approx(0.05 * 3)
-    assert measured_speed([watched(1680)], 10**6).beside["quality"] == 0  # this job compares none
+    assert found.overhead["quality"] == pytest.approx(0.05 * 3)
+    assert measured_speed([watched(1680)], 10**6).overhead["quality"] == 0  # this job compares none
 
 
 def test_nothing_is_known_without_a_run_that_generated():

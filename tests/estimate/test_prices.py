@@ -22,7 +22,11 @@ def test_a_table_of_ours_is_read_and_old_prices_are_told(tmp_path):
     path = tmp_path / "ours.yaml"
     path.write_text(GOOD)
     found = load_prices(path)
-    assert (found.of("L4").on_demand_usd, found.of("L4").spot_usd, found.of("H200")) == (0.5, None, None)
+    assert (found.price_of("L4").on_demand_usd, found.price_of("L4").spot_usd, found.price_of("H200")) == (
+        0.5,
+        None,
+        None,
+    )
     assert found.doubts(date(2026, 11, 24)) == []
     assert found.doubts(date(2027, 2, 24)) == ["prices of 1 card are stale: from 2026-11-01, 115 days ago"]
 

@@ -72,7 +72,7 @@ def test_the_worked_example_of_a_comparison_is_what_the_program_computes():
     assert worth.after_usd == pytest.approx(told("a month after"))
     assert worth.savings_usd == pytest.approx(told("savings a month"))
     assert worth.payback_months == pytest.approx(told("payback"))
-    assert Hosted.of(before, 0.15, 0.60).total_usd == pytest.approx(told("hosted, at 0.15 and 0.60"))
+    assert Hosted.from_report(before, 0.15, 0.60).total_usd == pytest.approx(told("hosted, at 0.15 and 0.60"))
     four = what_if(before, {"actors": "4"}, load_prices()).then
     assert four.wall_us / 1e6 == pytest.approx(told("what if on 4 engines: time"), abs=0.5)
     assert four.machine_us / 1e6 == pytest.approx(told("what if on 4 engines: machine time"), abs=2)
@@ -94,7 +94,7 @@ def test_on_a_card_the_measured_time_is_scaled_and_elsewhere_the_model_speaks_al
     assert "1.00 times the measured time on L4, by the cost model" in same.basis
     assert same.machine_us == pytest.approx(5280e6)
     assert faster.machine_us < same.machine_us
-    assert same.usd == pytest.approx(5280 / 3600 * load_prices().of("L4").on_demand_usd)
+    assert same.usd == pytest.approx(5280 / 3600 * load_prices().price_of("L4").on_demand_usd)
     packed = what_if(on_l4, {"quantization": "awq"}, load_prices()).then
     assert packed.machine_us != same.machine_us
     assert packed.usd == pytest.approx(packed.machine_us * 2.5 / 3.6e9)  # the same machine costs the same

@@ -38,7 +38,7 @@ def use(zones: Path, **uj: int) -> None:
 
 
 def meter_of(**resolved: str | int) -> EnergyMeter:
-    found = EnergyMeter.of(resolved)
+    found = EnergyMeter.from_resolved(resolved)
     assert found is not None
     return found
 
@@ -49,7 +49,7 @@ def test_processors_are_counted_by_package_through_a_wrap(zones: Path, monkeypat
     assert meter.read_uj() == 0
     use(zones, z0=600, z1=300)
     assert (meter.read_uj(), quarter.read_uj()) == (700, 700 // 4)
-    assert quarter.told == "RAPL, 2 of 8 cores' share of the processors"
+    assert quarter.source == "RAPL, 2 of 8 cores' share of the processors"
     use(zones, z0=50, z1=300)  # wrapped around
     assert meter.read_uj() == 700 + WRAPS_AT - 550
     (zones / "intel-rapl:1" / "energy_uj").unlink()
@@ -59,9 +59,9 @@ def test_processors_are_counted_by_package_through_a_wrap(zones: Path, monkeypat
 def test_a_machine_without_counters_has_no_meter(tmp_path: Path, zones: Path, monkeypatch):
     with monkeypatch.context() as changed:
         changed.setattr(Path, "read_text", Mock(side_effect=PermissionError))  # RAPL is root's to read on most machines
-        assert EnergyMeter.of({"device": "cpu", "num_threads": 2}) is None
+        assert EnergyMeter.from_resolved({"device": "cpu", "num_threads": 2}) is None
     monkeypatch.setattr(energy, "POWERCAP", tmp_path / "nowhere")
-    assert EnergyMeter.of({"device": "cpu", "num_threads": 2}) is None
+    assert EnergyMeter.from_resolved({"device": "cpu", "num_threads": 2}) is None
 
 
 class NVMLError(Exception):
@@ -80,7 +80,7 @@ def test_a_card_is_counted_whole_where_its_driver_counts(monkeypatch):
     assert meter.read_uj() == 750_000
     consumption.side_effect = NVMLError("not supported")
     assert meter.read_uj() == 750_000
-    assert EnergyMeter.of({"device": "cuda:0"}) is None
+    assert EnergyMeter.from_resolved({"device": "cuda:0"}) is None
 
 
 def test_an_engine_process_sends_its_energy_with_its_counters(zones: Path, monkeypatch):

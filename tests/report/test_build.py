@@ -186,7 +186,9 @@ def test_a_long_message_is_wrapped_and_not_cut():
 
 def with_stats() -> RunRecord:
     stats = RowStats(
-        Latency(Histogram.of([1_500] * 10), Histogram.of([20_000]), Histogram.of([4_000_000])),
+        Latency(
+            Histogram.from_values([1_500] * 10), Histogram.from_values([20_000]), Histogram.from_values([4_000_000])
+        ),
         {64: LengthBucket(90, 1000, 100, 300), 128: LengthBucket(80, 9000, 0, 100)},
         {"null_prompt": (ErrorExample("a|b.parquet", 7, "<b>no\nprompt"),)},
     )

@@ -22,12 +22,12 @@ CHARTS = {"speed", "running", "kv", "phases", "waterfall", "estimate", "prompts"
 
 
 def a_report(name: str = "summaries", num_actors: int = 2, hourly_usd: float | None = 2.5) -> RunReport:
-    latency = Histogram.of(range(1000, 100_000, 500))
+    latency = Histogram.from_values(range(1000, 100_000, 500))
     stats = RowStats(
         Latency(latency, latency, latency),
         {64: LengthBucket(90, 4000, 10, 900), 4096: LengthBucket(10, 20_000, 0, 100)},
         {HOSTILE[:60]: (ErrorExample(HOSTILE, 3, HOSTILE),)},
-        {64: Histogram.of(range(100))},
+        {64: Histogram.from_values(range(100))},
     )
     phases = {phase: 1_000_000 * (i + 1) for i, phase in enumerate(PHASES)}
     work = {"num_steps": 50, "batch_sum": 900, "generated_tokens": 1000, "prompt_tokens": 24_000}

@@ -26,16 +26,16 @@ VALUES = st.lists(BORDERS | st.integers(0, 10**13), min_size=1, max_size=60)
 @given(VALUES, st.sampled_from([1, 50, 95, 99, 100]))
 def test_a_percentile_is_the_exact_one_within_the_documented_error(values: list[int], percent: int):
     exact = sorted(values)[max(1, ceil(len(values) * percent / 100)) - 1]
-    told = Histogram.of(values).percentile(percent)
+    told = Histogram.from_values(values).percentile(percent)
     assert abs(told - exact) <= exact * HISTOGRAM_ERROR
     assert Histogram().percentile(percent) is None
 
 
 @given(VALUES, VALUES)
 def test_histograms_of_two_parts_add_up_to_that_of_all(a: list[int], b: list[int]):
-    both = Histogram.of(a) + Histogram.of(b)
-    assert both == Histogram.of(b) + Histogram.of(a)
-    assert dict(both.counts) == dict(Histogram.of(a + b).counts)
+    both = Histogram.from_values(a) + Histogram.from_values(b)
+    assert both == Histogram.from_values(b) + Histogram.from_values(a)
+    assert dict(both.counts) == dict(Histogram.from_values(a + b).counts)
     assert both.count == len(a) + len(b)
 
 
@@ -43,9 +43,9 @@ def test_latency_by_hand():
     """Queued at 10, first token at 25, last of 4 at 31; a row of one token has no time between tokens, a row without
     one no latency."""
     latency = latency_of([Timing(10, 25, 31, 4), Timing(10, 14, 14, 1), Timing(5, 0, 0, 0)])
-    assert latency.first_token_us == Histogram.of([15, 4])
-    assert latency.per_token_us == Histogram.of([2])
-    assert latency.row_us == Histogram.of([21, 4])
+    assert latency.first_token_us == Histogram.from_values([15, 4])
+    assert latency.per_token_us == Histogram.from_values([2])
+    assert latency.row_us == Histogram.from_values([21, 4])
 
 
 def test_length_buckets_are_powers_of_two():
@@ -54,7 +54,7 @@ def test_length_buckets_are_powers_of_two():
 
 def stats(code: str, first_row: int, n: int = 2) -> RowStats:
     return RowStats(
-        Latency(row_us=Histogram.of([first_row, 10_000])),
+        Latency(row_us=Histogram.from_values([first_row, 10_000])),
         {64: LengthBucket(1, 50, 10, 5), first_row * 128: LengthBucket(2, 200, 0, 7)},
         {code: tuple(ErrorExample("a.parquet", first_row + i, "why") for i in range(n))},
     )

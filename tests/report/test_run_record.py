@@ -26,8 +26,10 @@ def test_records_come_back_from_json():
         3, no_phases() | {"decode": 5}, {"num_steps": 2}, units=1, rows=4, error_rows=1, restarts=1,
         restart_reasons=["exit code 1"], delivered_tokens=Computed(1, 2), crashed_tokens=Computed(3, 4), replaces=2,
     )  # fmt: skip
-    stats = RowStats(Latency(Histogram.of([5])), {64: LengthBucket(1, 2, 3, 4)}, {"x": (ErrorExample("a", 1, "m"),)},
-                     control_tokens=ControlTokenRows(2, 1, "<s>", "a"))  # fmt: skip
+    stats = RowStats(
+        Latency(Histogram.from_values([5])), {64: LengthBucket(1, 2, 3, 4)}, {"x": (ErrorExample("a", 1, "m"),)},
+        control_tokens=ControlTokenRows(2, 1, "<s>", "a"),
+    )  # fmt: skip
     run = RunRecord(
         "run-1", "2026-01-01T00:00:00+00:00", "finished", wall_us=9, driver_us={"planning_us": 1}, actors=[actor],
         versions={"torch": "2"}, settings={"run": {"actors": 1}}, hourly_usd=0.5, resolved={"device": "cpu"},

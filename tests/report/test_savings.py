@@ -26,15 +26,15 @@ def test_static_batches_take_as_long_as_their_longest_rows(batch: int):
     lengths = [draw.choice([3, 7, 20, 31]) for _ in range(10_000)]
     static = sum(batch * max(lengths[i : i + batch]) for i in range(0, len(lengths), batch))
     continuous = sum(lengths)
-    outputs = [Histogram.of(lengths[:5000]), Histogram.of(lengths[5000:])]
+    outputs = [Histogram.from_values(lengths[:5000]), Histogram.from_values(lengths[5000:])]
     found = continuous_batching_us(outputs, batch, decode_us=10**6)
     assert found / 10**6 == pytest.approx(static / continuous - 1, abs=0.02)
 
 
 def test_outputs_of_one_length_gain_nothing_from_continuous_batching():
-    assert continuous_batching_us([Histogram.of([9] * 50)], 8, 10**6) == 0
+    assert continuous_batching_us([Histogram.from_values([9] * 50)], 8, 10**6) == 0
     assert continuous_batching_us([], 8, 10**6) == 0
-    few = [Histogram.of([1, 31])]  # a batch holds no more rows than there are
+    few = [Histogram.from_values([1, 31])]  # a batch holds no more rows than there are
     assert continuous_batching_us(few, 64, 10**6) == continuous_batching_us(few, 2, 10**6) > 0
 
 
@@ -43,7 +43,7 @@ def test_each_saving_has_its_price_and_what_saved_nothing_is_left_out():
     ran = replace(run(), actors=[replace(run().actors[0], stats=stats)], resolved={"max_num_seqs": 4})
     phases = no_phases() | {"prefill": 1000, "decode": 4000}
     slow = Speculation(10, 5, (), (), -250)
-    outputs = [Histogram.of([8, 8])]
+    outputs = [Histogram.from_values([8, 8])]
     found = find_savings([ran], outputs=outputs, phases_us=phases, speculation=slow, usd_per_us=0.01)
     assert [(s.name, s.saved_us, s.usd, s.basis) for s in found] == [
         ("prefix_sharing", 500, 5.0, "measured"),
@@ -55,7 +55,7 @@ def test_each_saving_has_its_price_and_what_saved_nothing_is_left_out():
 def test_the_report_shows_them():
     record = replace(
         delivering(run(prefill=10**6, decode=3 * 10**6)),
-        row_stats=RowStats(outputs={64: Histogram.of([1] * 9 + [20])}),
+        row_stats=RowStats(outputs={64: Histogram.from_values([1] * 9 + [20])}),
         resolved={"max_num_seqs": 10},
     )
     built = report(record, num_generated_tokens=300_000)

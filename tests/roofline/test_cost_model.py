@@ -15,7 +15,7 @@ from pipeline.roofline.cost_model import (
     Ceilings,
     DecoderSize,
     Reached,
-    StepTokens,
+    StepLoad,
     Weights,
     linear_seconds,
     step_seconds,
@@ -28,7 +28,7 @@ SCRATCH = Weights(int4=True, cached=False)
 
 
 def step(counts, contexts, rows):
-    return StepTokens(np.array(counts), np.array(contexts), rows)
+    return StepLoad(np.array(counts), np.array(contexts), rows)
 
 
 def test_sizes_are_those_of_the_model():

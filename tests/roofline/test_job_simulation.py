@@ -5,11 +5,11 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.roofline import job_simulation as job_module
-from pipeline.roofline.cost_model import AWQ, DENSE, Ceilings, DecoderSize, StepTokens, Weights, step_seconds
+from pipeline.roofline.cost_model import AWQ, DENSE, Ceilings, DecoderSize, StepLoad, Weights, step_seconds
 from pipeline.roofline.job_simulation import (
     Batching,
-    Moment,
     RequestTokens,
+    SimulatedMoment,
     job_bytes,
     job_flops,
     kv_room,
@@ -23,9 +23,9 @@ RAGGED = [RequestTokens(int(p), int(o)) for p, o in np.random.default_rng(3).int
 
 
 @pytest.fixture
-def steps(monkeypatch) -> list[StepTokens]:
+def steps(monkeypatch) -> list[StepLoad]:
     """Steps that are simulated in a test."""
-    seen: list[StepTokens] = []
+    seen: list[StepLoad] = []
     monkeypatch.setattr(
         job_module, "step_seconds", lambda tokens, *others: seen.append(tokens) or step_seconds(tokens, *others)
     )
@@ -35,7 +35,7 @@ def steps(monkeypatch) -> list[StepTokens]:
 def test_one_request_is_the_sum_of_its_steps():
     found = simulate_job([RequestTokens(100, 3)], SIZE, DENSE, CARD, Batching(8, 64, 1024, 16))
     lengths = [(64, 64, 0), (36, 100, 1), (1, 101, 1), (1, 102, 1)]  # the third token is drawn and not computed
-    steps = [step_seconds(StepTokens(np.array([n]), np.array([c]), rows), SIZE, DENSE, CARD) for n, c, rows in lengths]
+    steps = [step_seconds(StepLoad(np.array([n]), np.array([c]), rows), SIZE, DENSE, CARD) for n, c, rows in lengths]
     assert found.wall_s == pytest.approx(sum(step.total_s for step in steps))
     assert found.parts.linears_s == pytest.approx(sum(step.linears_s for step in steps))
     assert (found.num_steps, found.prompt_tokens, found.output_tokens) == (4, 100, 3)
@@ -107,9 +107,15 @@ def test_room_is_what_the_weights_leave():
 
 
 def test_the_tail_is_when_fewer_than_half_are_left():
-    moments = [Moment(1.0, 9, 4), Moment(2.0, 5, 4), Moment(4.0, 2, 4), Moment(7.0, 1, 2), Moment(9.0, 0, 1)]
+    moments = [
+        SimulatedMoment(1.0, 9, 4),
+        SimulatedMoment(2.0, 5, 4),
+        SimulatedMoment(4.0, 2, 4),
+        SimulatedMoment(7.0, 1, 2),
+        SimulatedMoment(9.0, 0, 1),
+    ]
     assert tail_seconds(moments) == 5.0
-    assert tail_seconds([Moment(2.0, 0, 1)]) == 2.0
+    assert tail_seconds([SimulatedMoment(2.0, 0, 1)]) == 2.0
 
 
 def test_a_jobs_work_is_its_steps_work():

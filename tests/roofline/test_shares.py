@@ -8,7 +8,7 @@ import pytest
 from pipeline.bench.request_sets import REQUEST_SETS
 from pipeline.bench.roofline import model_size
 from pipeline.roofline.cards import find_card
-from pipeline.roofline.cost_model import Ceilings, DecoderSize, StepTokens, Weights, step_seconds
+from pipeline.roofline.cost_model import Ceilings, DecoderSize, StepLoad, Weights, step_seconds
 from pipeline.roofline.job_simulation import Batching, simulate_job
 from pipeline.roofline.shares import BOUND, MEASURED, MEASURED_ON, source
 
@@ -43,7 +43,7 @@ def test_a_job_takes_as_long_as_on_the_card_that_was_measured(job: str) -> None:
 @pytest.mark.parametrize("step", STEPS_MS)
 def test_a_step_takes_as_long_as_on_the_card_that_was_measured(step: tuple[int, int]) -> None:
     rows, context = step
-    tokens = StepTokens(np.ones(rows, dtype=np.int64), np.full(rows, context), rows)
+    tokens = StepLoad(np.ones(rows, dtype=np.int64), np.full(rows, context), rows)
     small, dense, _ = model_size("qwen3-0.6b")
     models = (replace(small, vocab=32_000), dense), llama()
     for (size, weights), measured_ms in zip(models, STEPS_MS[step]):

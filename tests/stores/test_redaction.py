@@ -11,7 +11,7 @@ from pipeline.config import JobConfig
 from pipeline.config.identity import free_of
 from pipeline.data.source import cut_windows, open_source, read_window
 from pipeline.errors import InputError, PipelineError
-from pipeline.stores.redaction import said, secrets_of, shown_url
+from pipeline.stores.redaction import error_text, secrets_of, shown_url
 from tests.data.conftest import StoreSaidNo, in_memory
 
 SECRET = "hunter2-hunter2"
@@ -34,13 +34,13 @@ OPTIONS = {"client_kwargs": {"headers": {"Authorization": f"Bearer {SECRET}"}}, 
 def test_a_url_as_it_may_be_shown(url, shown):
     assert shown_url(url) == shown
     if "?" not in url:
-        assert said(OSError(f"cannot open '{url}'\nnow")) == f"OSError: cannot open '{shown}' now"
+        assert error_text(OSError(f"cannot open '{url}'\nnow")) == f"OSError: cannot open '{shown}' now"
 
 
 def test_secrets_are_options_by_name_however_deep():
     assert secrets_of(OPTIONS) == {SECRET, f"Bearer {SECRET}"}
     error = ValueError(f"sent Bearer {SECRET}\n to https://u:{SECRET}@host/x?sig=1 in eu-1")
-    assert said(error, secrets_of(OPTIONS)) == "ValueError: sent *** to https://host/x in eu-1"
+    assert error_text(error, secrets_of(OPTIONS)) == "ValueError: sent *** to https://host/x in eu-1"
 
 
 def test_what_is_kept_of_a_job_shows_no_password():

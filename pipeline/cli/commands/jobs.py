@@ -282,7 +282,7 @@ def compact(
     if size is None or not 0 < size <= MAX_FILE_BYTES:
         raise ConfigError(f"--target-size {target_size}: expected a size of at most 4 GiB, such as 256MB")
     storage = storage_for(output, output_of(target, vars)[1])
-    done = merge(open_output(target, vars), PartStore(output, storage, what="--output"), order, size, print_message)
+    done = merge(open_output(target, vars), PartStore(output, storage, option="--output"), order, size, print_message)
     print_answer(done, as_json)
 
 

@@ -63,7 +63,7 @@ def plan(
         hardware=hardware,
         actors=_counts(actors),
         prices=load_prices(Path(prices) if prices else FILE),
-        say=print_message,
+        log=print_message,
     )
     if found.estimate is not None:
         save_estimate(config, found.estimate)

@@ -129,7 +129,7 @@ def _hosted(run: "RunReport", prices: str, as_json: bool) -> None:
         prompt_usd = generated_usd = -1.0
     if not (0 <= prompt_usd < 1e6 and 0 <= generated_usd < 1e6):
         raise ConfigError(f"--hosted {prices}: expected two prices in US dollars, such as 0.15,0.60")
-    print_tables(Hosted.of(run, prompt_usd, generated_usd), as_json)
+    print_tables(Hosted.from_report(run, prompt_usd, generated_usd), as_json)
 
 
 def _write_page(run: "RunReport", page: str) -> None:

@@ -4,13 +4,13 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.config.values import IDENTITY, Columns, Place, Section
+from pipeline.config.values import IDENTITY, Columns, ConfigSection, PathOrUrl
 
 
-class InputSection(Section):
+class InputSection(ConfigSection):
     """Input data. `columns` None keeps every column in the output, an empty list keeps none."""
 
-    path: Place = Field(
+    path: PathOrUrl = Field(
         description="Parquet or JSON Lines (.jsonl, .ndjson, .json; also .gz, .zst), one format per job: a file, a "
         "folder (with subfolders) or a glob, local or an fsspec url. Relative paths start at the working directory; "
         "paths may contain ${NAME} and ${NAME:-default} for environment variables.",
@@ -50,10 +50,10 @@ class InputSection(Section):
         return self.format == "openai"
 
 
-class OutputSection(Section):
+class OutputSection(ConfigSection):
     """Folder, parts and columns of the output."""
 
-    path: Place = Field(
+    path: PathOrUrl = Field(
         description="Folder for results, local or an fsspec url: part-*.parquet, _SUCCESS and _pipeline/.",
         examples=["out/summarize", "s3://bucket/labels"],
     )

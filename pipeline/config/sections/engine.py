@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.config.values import IDENTITY, NUMERICS, Bytes, Section, Switch
+from pipeline.config.values import IDENTITY, NUMERICS, Bytes, ConfigSection, Switch
 
 
-class EngineSection(Section):
+class EngineSection(ConfigSection):
     """Engine settings; `auto` and null are resolved from the checkpoint and the machine."""
 
     device: str = Field(

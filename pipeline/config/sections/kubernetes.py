@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
-from pipeline.config.values import Section
+from pipeline.config.values import ConfigSection
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
@@ -36,7 +36,7 @@ FORMER_KEYS = {
 }
 
 
-class PatchSection(Section):
+class PatchSection(ConfigSection):
     """JSON merge patches (RFC 7386) for the manifests of `pipeline manifests`. Lists of objects with a `name` (worker
     groups: `groupName`) merge by it. `null` removes a key."""
 
@@ -67,7 +67,7 @@ class PatchSection(Section):
     )
 
 
-class KubernetesSection(Section):
+class KubernetesSection(ConfigSection):
     """A dedicated Ray cluster for the job, one worker pod per engine."""
 
     image: Image | None = Field(

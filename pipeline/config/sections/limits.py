@@ -4,13 +4,13 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from pipeline.config.values import Column, Duration, ModelPlace, Section
+from pipeline.config.values import Column, ConfigSection, Duration, ModelPath
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class CostSection(Section):
+class CostSection(ConfigSection):
     """Prices in US dollars; without `hourly_usd` a job is unpriced."""
 
     hourly_usd: _Positive | None = Field(
@@ -32,7 +32,7 @@ class CostSection(Section):
         return self
 
 
-class QualitySection(Section):
+class QualitySection(ConfigSection):
     """Comparison of some rows with a reference model. Without `model` it is the job's own checkpoint in 16 bit."""
 
     sample: _Share = Field(
@@ -40,7 +40,7 @@ class QualitySection(Section):
         description="Fraction of rows to compare with a reference model while the job runs, from 0 (off) to 1.",
         examples=[0.001],
     )
-    model: ModelPlace | None = Field(
+    model: ModelPath | None = Field(
         default=None,
         description="Reference model: a checkpoint with the same tokens, in 16 bit. Default: the job's own as stored, "
         "which requires model.quantization, engine.kv_cache_dtype or engine.activation_dtype.",
@@ -60,7 +60,7 @@ class QualitySection(Section):
     )
 
 
-class TargetsSection(Section):
+class TargetsSection(ConfigSection):
     """Targets of a finished job, over all its runs."""
 
     max_usd_per_1m_generated: _Positive | None = Field(

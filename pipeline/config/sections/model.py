@@ -5,14 +5,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from pipeline.checkpoints.locate import EMBEDDED_MODELS
-from pipeline.config.values import NUMERICS, ModelPlace, Section
+from pipeline.config.values import NUMERICS, ConfigSection, ModelPath
 from pipeline.stores.filesystem import is_url
 
 
-class ModelSection(Section):
+class ModelSection(ConfigSection):
     """Checkpoint and its quantization on load, which does not affect a draft model."""
 
-    path: ModelPlace = Field(
+    path: ModelPath = Field(
         description="Checkpoint: a folder, an fsspec url, a Hugging Face id, or an embedded one: demo:target-awq.",
         examples=["Qwen/Qwen3-4B", "models/Llama-3.1-8B-Instruct"],
     )

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.values import IDENTITY, Column, Moment, Section, Switch
+from pipeline.config.values import IDENTITY, Column, ConfigSection, Moment, Switch
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SOURCES = ("template", "column", "messages")
 
 
-class ChatSection(Section):
+class ChatSection(ConfigSection):
     """How to render a prompt with the chat template."""
 
     system: str | None = Field(
@@ -49,7 +49,7 @@ class ChatSection(Section):
     )
 
 
-class PromptSection(Section):
+class PromptSection(ConfigSection):
     """Source of a row's prompt: exactly one of `template`, `column` and `messages`, except for requests, which bring
     their own (`requests.py`).
 

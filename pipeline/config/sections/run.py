@@ -9,9 +9,9 @@ from pipeline.config.values import (
     IDENTITY,
     OPTIONS,
     WORD,
+    ConfigSection,
     Duration,
-    Place,
-    Section,
+    PathOrUrl,
     by_form,
     false_is_off,
 )
@@ -24,7 +24,7 @@ PROGRESS_TIMEOUTS = 6
 SpotNotice = Literal["off", "aws", "gcp", "azure"]
 
 
-class PoolSection(Section):
+class PoolSection(ConfigSection):
     """Size of an elastic pool of engines."""
 
     min: int = Field(ge=1, le=100_000, description="Engines at the start of the run.", examples=[1])
@@ -37,7 +37,7 @@ class PoolSection(Section):
         return self
 
 
-class RunSection(Section):
+class RunSection(ConfigSection):
     """How the work is run."""
 
     actors: Annotated[
@@ -106,7 +106,7 @@ class RunSection(Section):
         "this machine. Default: Ray is started here only if needed; one engine with one window runs without it.",
         examples=["auto"],
     )
-    notify: Place | None = Field(
+    notify: PathOrUrl | None = Field(
         default=None,
         description="Where to send an event when a target is missed, quality drops, or cost.budget_usd or "
         "run.max_runtime is near or reached: an http(s) url that accepts a POST of JSON, or a file to append JSON "

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.sections.reasoning import Reasoning
 from pipeline.config.sections.structured import StructuredOrColumn
-from pipeline.config.values import IDENTITY, FromColumn, PerRow, Section, Switch, Texts, TokenIds
+from pipeline.config.values import IDENTITY, ConfigSection, FromColumn, PerRow, Switch, Texts, TokenIds
 from pipeline.engine.params import (
     MAX_PATTERN_SIZE,
     MAX_SAMPLES,
@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError
 DEFAULT_MAX_TOKENS = 256
 
 
-class RepetitionSection(Section):
+class RepetitionSection(ConfigSection):
     """Fields of RepetitionDetectionParams."""
 
     max_pattern_size: int = Field(
@@ -40,7 +40,7 @@ class RepetitionSection(Section):
         return RepetitionDetectionParams(**self.model_dump())
 
 
-class SamplingSection(Section):
+class SamplingSection(ConfigSection):
     """Fields of SamplingParams; all but `seed`, `repetition_detection` and `reasoning` may be `{column: name}`, for a
     value per row."""
 

@@ -4,13 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.values import ModelPlace, Section, false_is_off
+from pipeline.config.values import ConfigSection, ModelPath, false_is_off
 from pipeline.engine.params import MAX_SPECULATIVE_TOKENS, SpeculationConfig, SpeculationMethod, model_contradiction
 
 BareMethod = Literal["auto", "off", "lookup", False]  # methods that need no other key
 
 
-class SpeculationSection(Section):
+class SpeculationSection(ConfigSection):
     """How draft tokens are proposed."""
 
     method: Annotated[SpeculationMethod, false_is_off(SpeculationMethod)] = Field(
@@ -19,7 +19,7 @@ class SpeculationSection(Section):
         "outputs. draft_model: a smaller model drafts. auto is lookup. Drafts are used only while they are faster.",
         examples=["off", "draft_model"],
     )
-    model: ModelPlace | None = Field(
+    model: ModelPath | None = Field(
         default=None,
         description="With method draft_model: the draft model, with the same tokens.",
         examples=["models/Qwen3-0.6B"],

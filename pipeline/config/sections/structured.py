@@ -15,7 +15,7 @@ from pipeline.config.values import FromColumn
 from pipeline.engine.grammar.structured_outputs import MAX_BYTES, StructuredOutputs
 from pipeline.errors import ConfigError
 
-PLACE = ("sampling", "structured_outputs")
+KEY_PATH = ("sampling", "structured_outputs")
 _COLUMN_KINDS = ("json", "regex", "choice", "grammar")
 
 
@@ -45,7 +45,7 @@ def _structured(value: Any) -> Any:
         outputs = StructuredOutputs.from_config(value)
         check_grammar(outputs)
     except ConfigError as error:
-        raise ValueError(error.problem(".".join(PLACE)).lstrip(".")) from None
+        raise ValueError(error.problem(".".join(KEY_PATH)).lstrip(".")) from None
     return outputs
 
 
@@ -61,34 +61,34 @@ def with_schema_file(document: Document) -> Document:
     given = sampling.get("structured_outputs") if isinstance(sampling, dict) else None
     if not isinstance(sampling, dict) or not isinstance(given, dict) or given.get("json_file") is None:
         return document
-    place = (*PLACE, "json_file")
+    key_path = (*KEY_PATH, "json_file")
     if given.get("json") is not None:
-        raise _mistake(document, place, "json and json_file are both set", "Keep one of the two.")
-    schema = _read_schema(document, place, given["json_file"])
+        raise _mistake(document, key_path, "json and json_file are both set", "Keep one of the two.")
+    schema = _read_schema(document, key_path, given["json_file"])
     rest: dict[str, Value] = {key: value for key, value in given.items() if key != "json_file"}
     data: dict[str, Value] = dict(document.data)
     data["sampling"] = {**sampling, "structured_outputs": {**rest, "json": schema}}
-    return Document(data, document.origins | {(*PLACE, "json"): document.location(place)})
+    return Document(data, document.origins | {(*KEY_PATH, "json"): document.location(key_path)})
 
 
-def _read_schema(document: Document, place: KeyPath, path: object) -> Value:
+def _read_schema(document: Document, key_path: KeyPath, path: object) -> Value:
     if not isinstance(path, str):
-        raise _mistake(document, place, "expected the path of a file that holds a JSON Schema")
+        raise _mistake(document, key_path, "expected the path of a file that holds a JSON Schema")
     try:
         with open(os.path.expanduser(path), "rb") as file:
             raw = file.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
-            raise _mistake(document, place, f"{path}: larger than {MAX_BYTES} bytes: not a schema")
+            raise _mistake(document, key_path, f"{path}: larger than {MAX_BYTES} bytes: not a schema")
         return json.loads(raw.decode("utf-8"))
     except OSError as error:
         hint = "Relative paths start at the working directory."
-        raise _mistake(document, place, f"{path}: cannot be read: {error.strerror}", hint) from None
+        raise _mistake(document, key_path, f"{path}: cannot be read: {error.strerror}", hint) from None
     except (ValueError, RecursionError) as error:
-        raise _mistake(document, place, f"{path}: not JSON: {error}") from None
+        raise _mistake(document, key_path, f"{path}: not JSON: {error}") from None
 
 
-def _mistake(document: Document, place: KeyPath, problem: str, hint: str = "") -> JobFileError:
-    return JobFileError([Mistake(document.location(place), ".".join(map(str, place)), problem, hint)])
+def _mistake(document: Document, key_path: KeyPath, problem: str, hint: str = "") -> JobFileError:
+    return JobFileError([Mistake(document.location(key_path), ".".join(map(str, key_path)), problem, hint)])
 
 
 _COLUMN = FromColumn.model_json_schema()

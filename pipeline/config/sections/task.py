@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from pipeline.config.values import IDENTITY, AutoOrSwitch, FromColumn, PerRow, Section, Text, Texts
+from pipeline.config.values import IDENTITY, AutoOrSwitch, ConfigSection, FromColumn, PerRow, Text, Texts
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def _keys_for_editors(schema: dict[str, Any]) -> None:
     schema["allOf"].append({"if": is_choice, "then": {"required": ["labels"]}})
 
 
-class TaskSection(Section):
+class TaskSection(ConfigSection):
     """Task of a job. A bare word is a type with default keys: `task: embed`."""
 
     model_config = ConfigDict(json_schema_extra=_keys_for_editors)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from pipeline.errors import EnvironmentFailed, InputError
 from pipeline.stores.filesystem import secrets_in
 from pipeline.stores.ranged_file import RangedFile
-from pipeline.stores.redaction import redacted, said
+from pipeline.stores.redaction import error_text, redacted
 from pipeline.stores.store_errors import SET_CREDENTIALS, Failure, client_error, failure_of
 
 _TAIL_BYTES = 64 * 1024  # fits most footers, so that most files need one read
@@ -126,7 +126,7 @@ def reading(name: str, secrets: frozenset[str] = frozenset()) -> Iterator[None]:
             raise
         if failure is Failure.ABSENT:
             raise InputError(f"{name}: does not exist or was removed") from None
-        message = said(client_error(e) or e, secrets)
+        message = error_text(client_error(e) or e, secrets)
         if failure is Failure.CREDENTIALS:
             raise InputError(f"{name}: {message}; {SET_CREDENTIALS}") from None
         if failure is Failure.DENIED:

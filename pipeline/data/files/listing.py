@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.data.files.footer import reading
 from pipeline.errors import InputError
 from pipeline.stores.filesystem import filesystem, protocols
-from pipeline.stores.redaction import said, secrets_of, shown_url
+from pipeline.stores.redaction import error_text, secrets_of, shown_url
 from pipeline.stores.retries import RetryCounts
 
 _MAGIC = "*?["  # glob characters
@@ -58,7 +58,7 @@ def find_files(path: str, storage: dict[str, Any], retries: RetryCounts | None =
             fs, full = filesystem(path, storage, retries=retries)
             root, sizes = _local(full, path, name) if is_local(fs) else _remote(fs, full, name, path.endswith("/"))
     except (ImportError, ValueError, TypeError) as e:  # unknown protocol or invalid options
-        raise InputError(f"{name}: cannot be opened with these storage options: {said(e, secrets)}") from None
+        raise InputError(f"{name}: cannot be opened with these storage options: {error_text(e, secrets)}") from None
     if [posixpath.join(root, f) for f in sizes] == [full]:
         return Found(fs, root, list(sizes.items()), is_named=True)  # any name is allowed
     found = sorted((f, n) for f, n in sizes.items() if not is_passed_by(f))

@@ -44,7 +44,7 @@ class SourceFile:
     blocks: LineBlocks | None = None  # JSON Lines only, one block per group
 
     @classmethod
-    def of(cls, relative: str, size: int, footer: Footer) -> "SourceFile":
+    def from_footer(cls, relative: str, size: int, footer: Footer) -> "SourceFile":
         metadata = footer.metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         rows = array("q", (g.num_rows for g in groups))

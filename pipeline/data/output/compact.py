@@ -26,8 +26,8 @@ import pyarrow.parquet as pq
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, UNIT_KEY, PartName, PartStore
-from pipeline.data.output.result_columns import is_first_sample, places_of, result_column, sample_indices
-from pipeline.data.output.retried import Place, RetriedRows
+from pipeline.data.output.result_columns import is_first_sample, result_column, row_ids_of, sample_indices
+from pipeline.data.output.retried import RetriedRows, RowId
 from pipeline.errors import OutputError
 from pipeline.formatting import counted
 from pipeline.stores.filesystem import is_url
@@ -97,7 +97,7 @@ class Compacted:
 
 
 def compact(
-    source: PartStore, target: PartStore, order: Order, target_bytes: int, say: Callable[[str], None]
+    source: PartStore, target: PartStore, order: Order, target_bytes: int, log: Callable[[str], None]
 ) -> Compacted:
     """Merge the parts of a finished job into new files of about `target_bytes` each.
 
@@ -124,7 +124,7 @@ def compact(
     windows, made = _windows(parts), 0
     for file in range(plan.num_files):
         if plan.name(file) not in existing:
-            say(f"file {file + 1:,} of {plan.num_files:,}")
+            log(f"file {file + 1:,} of {plan.num_files:,}")
             made += target.folder.create(plan.name(file), _file(source, windows, plan, file))
     totals = _verify(source, target, plan, counts)
     done = {
@@ -263,21 +263,21 @@ def _file(source: PartStore, windows: list[_WindowParts], plan: FilePlan, file: 
     """Encode one file, with row groups of about _GROUP_BYTES or _GROUP_ROWS."""
     first = source.read_part(windows[0].parts[0])
     sink = pa.BufferOutputStream()
-    notes, retried, retried_ids = RetriedRows().in_notes(first.metadata), RetriedRows(), set[Place]()
+    notes, retried, retried_ids = RetriedRows().in_notes(first.metadata), RetriedRows(), set[RowId]()
     schema = first.table.schema.with_metadata(notes)
     totals = PartTotals()
     with pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True) as writer:
         held: list[pa.Table] = []
         for table in _rows(source, windows, plan.order, *plan.bounds(file), retried):
             totals += PartTotals.of_table(table)
-            if retried.places:
-                retried_ids |= retried.places.intersection(places_of(table))
+            if retried.row_ids:
+                retried_ids |= retried.row_ids.intersection(row_ids_of(table))
             held.append(table)
             if sum(t.nbytes for t in held) >= _GROUP_BYTES or sum(t.num_rows for t in held) >= _GROUP_ROWS:
                 _write_group(source, writer, held)
                 held = []
         _write_group(source, writer, held)
-        writer.add_key_value_metadata(retried.of(retried_ids).in_notes({}))
+        writer.add_key_value_metadata(retried.restricted_to(retried_ids).in_notes({}))
         writer.add_key_value_metadata({UNIT_KEY.decode(): replace(totals, units=1).to_json()})
     return sink.getvalue().to_pybytes()
 
@@ -305,7 +305,7 @@ def _rows(
         with ThreadPoolExecutor(_NUM_READERS) as pool:
             parts = list(pool.map(source.read_part, window.parts))
         for part in parts:
-            retried.take(part.metadata)
+            retried.add_notes(part.metadata)
         tables = [part.table for part in parts]
         del parts
         whole = _concatenated(source, tables)

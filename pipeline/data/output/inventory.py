@@ -23,7 +23,7 @@ class Inventory:
     parts_digest: str
 
     @classmethod
-    def of(cls, store: PartStore) -> "Inventory":
+    def from_store(cls, store: PartStore) -> "Inventory":
         """Return the inventory of an output, from one listing."""
         return cls.of_sizes(store.sizes())
 
@@ -63,10 +63,10 @@ def read_counts(store: PartStore) -> dict[str, Any] | None:
     return counts if whole else None
 
 
-def what_is_wrong(store: PartStore) -> str | None:
+def output_problem(store: PartStore) -> str | None:
     """Return the difference between an output and its `_SUCCESS` in one line, or None. Takes two requests and opens no
     part."""
     counts = read_counts(store)
     if counts is None:
         return "it has no _SUCCESS with its counts"
-    return Inventory.of(store).wrong(counts)
+    return Inventory.from_store(store).wrong(counts)

@@ -47,16 +47,16 @@ class PartName:
     fingerprint8: str
     window: int
     unit: int
-    of: int
+    num_units: int
     rows: int
 
     def __post_init__(self) -> None:
         hex_digits = re.fullmatch(r"[0-9a-f]{8}", self.fingerprint8)
-        if not (hex_digits and 0 <= self.unit < self.of and min(self.window, self.rows) >= 0):
+        if not (hex_digits and 0 <= self.unit < self.num_units and min(self.window, self.rows) >= 0):
             raise PipelineError(f"{self!r}: not a valid part name")
 
     def __str__(self) -> str:
-        unit = f"u{self.unit:04d}of{self.of:04d}"
+        unit = f"u{self.unit:04d}of{self.num_units:04d}"
         return f"part-{self.fingerprint8}-w{self.window:05d}-{unit}-n{self.rows}.parquet"
 
     @classmethod
@@ -84,8 +84,8 @@ class DoneUnits:
     def add(self, name: PartName) -> bool:
         """Record a part. Return False if its unit is already recorded; raise OutputError if it contradicts another
         part."""
-        num_units = self._units_of.setdefault(name.window, name.of)
-        if num_units != name.of:
+        num_units = self._units_of.setdefault(name.window, name.num_units)
+        if num_units != name.num_units:
             raise OutputError(
                 f"{name}: contradicts the name of another part, by which the window has {num_units} units"
             )
@@ -137,7 +137,7 @@ class PartStore:
         path: str,
         storage: Mapping[str, Any] | None = None,
         retries: RetryCounts | None = None,
-        what: str = "output.path",
+        option: str = "output.path",
     ) -> None:
         """Open a local path, or a url with fsspec options in `storage`.
 
@@ -147,7 +147,7 @@ class PartStore:
         self.folder: Folder
         local = local_path(path)
         if local is None:
-            self.folder = open_objects(path, storage or {}, retries, what)
+            self.folder = open_objects(path, storage or {}, retries, option)
         elif storage:
             raise OutputError(f"storage: a local folder takes no options; found {', '.join(sorted(storage))}")
         else:

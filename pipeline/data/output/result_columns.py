@@ -155,7 +155,7 @@ def is_first_sample(table: pa.Table) -> pa.ChunkedArray:
     return pc.call_function("equal", [index, pa.scalar(0, index.type)])
 
 
-def places_of(table: pa.Table) -> list[tuple[str, int]]:
+def row_ids_of(table: pa.Table) -> list[tuple[str, int]]:
     """Return the `source_file` and `source_row` of each row of a table."""
     files, rows = result_column(table, "source_file"), result_column(table, "source_row")
     return list(zip(files.to_pylist(), rows.to_pylist()))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 KEY = "pipeline.retried"
-Place = tuple[str, int]  # source_file and source_row
+RowId = tuple[str, int]  # source_file and source_row
 Limits = Mapping[str, Any]  # dotted keys of the job file
 
 
@@ -19,31 +19,31 @@ class RetriedRows:
 
     def __init__(self, notes: Mapping[str, str] | None = None) -> None:
         """Read a part's metadata. Raises ValueError, KeyError or TypeError if the entry is damaged."""
-        self._limits: dict[Place, str] = {}
-        self.take(notes or {})
+        self._limits: dict[RowId, str] = {}
+        self.add_notes(notes or {})
 
-    def take(self, notes: Mapping[str, str]) -> None:
+    def add_notes(self, notes: Mapping[str, str]) -> None:
         """Add the retried rows of another part's metadata."""
         for entry in json.loads(notes.get(KEY, "[]")):
             self.add(((file, int(row)) for file, row in entry["rows"]), entry["limits"])
 
-    def add(self, places: Iterable[Place], limits: Limits) -> None:
+    def add(self, row_ids: Iterable[RowId], limits: Limits) -> None:
         """Record that these rows were computed with `limits`; empty means the job's own, and removes the rows."""
         text = json.dumps(dict(limits), sort_keys=True)
-        for place in places:
+        for row_id in row_ids:
             if limits:
-                self._limits[place] = text
+                self._limits[row_id] = text
             else:
-                self._limits.pop(place, None)
+                self._limits.pop(row_id, None)
 
     @property
-    def places(self) -> set[Place]:
+    def row_ids(self) -> set[RowId]:
         return set(self._limits)
 
-    def of(self, places: Iterable[Place]) -> "RetriedRows":
+    def restricted_to(self, row_ids: Iterable[RowId]) -> "RetriedRows":
         """Return the retried rows among `places`."""
         some = RetriedRows()
-        some._limits = {place: self._limits[place] for place in places if place in self._limits}
+        some._limits = {row_id: self._limits[row_id] for row_id in row_ids if row_id in self._limits}
         return some
 
     def in_notes(self, notes: Mapping[str, str]) -> dict[str, str]:

@@ -16,10 +16,10 @@ from pipeline.data.requests import openai_batch
 from pipeline.data.requests.request_row import (
     CUSTOM_ID,
     FORMAT,
+    BatchRequest,
     Endpoint,
     NoRequest,
     Refused,
-    Request,
     shortened,
 )
 from pipeline.errors import InputError
@@ -38,7 +38,7 @@ class Requests:
     samples: bool = False  # some lines request several completions
     dimensions: int | None = None  # of embeddings, if requested by all lines
     prompt_logprobs: bool = False  # some lines request log-probabilities of the prompt
-    place: str = field(default="", compare=False)  # file and line of the first request, for messages
+    first_line: str = field(default="", compare=False)  # file and line of the first request, for messages
 
     @property
     def url(self) -> str:
@@ -51,7 +51,7 @@ class Requests:
             return openai_batch.request(line, self.endpoint).row(self.endpoint)
         except Refused as why:
             name = line.get(CUSTOM_ID)
-            return Request(name if isinstance(name, str) else None, refused=str(why)).row(self.endpoint)
+            return BatchRequest(name if isinstance(name, str) else None, refused=str(why)).row(self.endpoint)
 
 
 @dataclass
@@ -108,7 +108,7 @@ def requests_of(notes: list[FileNotes], lines_of: Callable[[int], Iterator[tuple
         samples=any(each.samples for each in notes),
         dimensions=dimensions[0][0] if dimensions else None,
         prompt_logprobs=any(each.prompt_logprobs for each in notes),
-        place=urls[0][1],
+        first_line=urls[0][1],
     )
 
 
@@ -144,13 +144,13 @@ def _refuse_duplicates(
             custom_id = openai_batch.heading(line).custom_id
             if _hash(custom_id) not in wanted:
                 continue
-            place = f"{each.name}:{number}"
+            first_line = f"{each.name}:{number}"
             if custom_id in seen:
                 raise InputError(
-                    f"{place}: {CUSTOM_ID} {shortened(custom_id)} is also used by {seen[custom_id]}; give each line a "
-                    "unique one, which identifies its response"
+                    f"{first_line}: {CUSTOM_ID} {shortened(custom_id)} is also used by {seen[custom_id]}; each line "
+                    "needs a unique one, which identifies its response"
                 )
-            seen[custom_id] = place
+            seen[custom_id] = first_line
 
 
 def _hash(custom_id: str) -> int:

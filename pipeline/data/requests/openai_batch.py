@@ -14,11 +14,11 @@ from typing import Any
 from pipeline.data.requests.request_row import (
     CUSTOM_ID,
     ENCODING_FORMAT,
+    BatchRequest,
     Endpoint,
     Heading,
     NoRequest,
     Refused,
-    Request,
     chat_json,
     check_unsupported,
     id_of,
@@ -117,9 +117,9 @@ def heading(line: Mapping[str, Any]) -> Heading:
     return Heading(custom_id, _endpoint(url), model, ignored, samples, dimensions, of_prompt)
 
 
-def request(line: Mapping[str, Any], endpoint: Endpoint) -> Request:
+def request(line: Mapping[str, Any], endpoint: Endpoint) -> BatchRequest:
     """Parse the request of a line. endpoint: that of the whole input. Raises Refused."""
-    return Request(line.get(CUSTOM_ID), *_read(line, endpoint))
+    return BatchRequest(line.get(CUSTOM_ID), *_read(line, endpoint))
 
 
 def _endpoint(url: object) -> Endpoint | None:

@@ -59,7 +59,7 @@ def request_schema(endpoint: Endpoint) -> pa.Schema:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BatchRequest:
     """Parsed request. prompt: a chat as JSON, or a text; None if the request is refused."""
 
     custom_id: str | None

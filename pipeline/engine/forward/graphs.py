@@ -113,7 +113,7 @@ class StepGraphs:
         max_queries: int,
         max_tokens: int,
         max_mixed_tokens: int,
-        say: SayProgress,
+        log: SayProgress,
     ) -> None:
         """Capture steps of up to `max_tokens` tokens: at most `max_num_seqs` sequences of at most `max_blocks` blocks,
         each with at most `max_queries` tokens, or the maximum of the kernels if that is less. Also capture mixed steps
@@ -146,7 +146,7 @@ class StepGraphs:
         self._hidden_PH = torch.empty(sizes[-1], config.hidden_size, dtype=decoder.dtype, device=self._device)
         self._graphs: dict[int, _Graph] = {}
         for done, size in enumerate(reversed(sizes)):  # the largest first: the others fit in its memory
-            say(done, len(sizes))
+            log(done, len(sizes))
             self._graphs[size] = self._capture_size(size, block_size, forward, capture)
 
     def _capture_size(self, size: int, block_size: int, forward: Forward, capture: Capture) -> _Graph:

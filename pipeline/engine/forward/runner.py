@@ -107,7 +107,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_queries: int,
         max_tokens: int,
-        say: SayProgress,
+        log: SayProgress,
         max_mixed_tokens: int = 0,
     ) -> None:
         """Capture steps in which each sequence computes at most `max_queries` tokens, and mixed steps of up to
@@ -127,7 +127,7 @@ class ModelRunner:
             max_queries=max_queries,
             max_tokens=max_tokens,
             max_mixed_tokens=max_mixed_tokens,
-            say=say,
+            log=log,
         )
 
     @property

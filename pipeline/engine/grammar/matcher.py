@@ -21,7 +21,7 @@ class RowMatcher:
         self.is_open = False
         self.look()
 
-    def take(self, token_id: int) -> bool:
+    def advance(self, token_id: int) -> bool:
         """Advance by a token that the mask allowed. Return whether the completion is complete: nothing can follow."""
         self.is_open = False
         self.parser.consume_token(token_id)

@@ -43,7 +43,7 @@ MAX_PIECE_TOKENS = 256
 TOO_LONG, OUT_OF_MEMORY, NOT_FINITE, FAILED = "too_long", "out_of_memory", "not_finite", "reference_failed"
 
 
-def open_reference(config: ReferenceConfig, factory: Callable[..., Any], say: Callable[[str], None]) -> Engine:
+def open_reference(config: ReferenceConfig, factory: Callable[..., Any], log: Callable[[str], None]) -> Engine:
     """Load the reference, with a KV cache of the fixed size. Raises as `Engine` does."""
     given = config.engine
     model = read_config(locate_model(given.model))
@@ -55,8 +55,8 @@ def open_reference(config: ReferenceConfig, factory: Callable[..., Any], say: Ca
         max_model_len=length,
         kv_cache_memory_bytes=num_blocks * resolved.block_size * model.kv_bytes_per_token(resolved.kv_dtype),
     )
-    say("reading the reference model's weights")
-    engine = factory(sized, lambda text: say(f"the reference model: {text}"))
+    log("reading the reference model's weights")
+    engine = factory(sized, lambda text: log(f"the reference model: {text}"))
     engine.warm_up()
     return engine
 
@@ -94,7 +94,7 @@ class QualityWatch:
         if request.quality is not None:
             self._expected[request.row_id] = request
 
-    def take(self, completions: Iterable[Completion]) -> list[Completion]:
+    def add_finished(self, completions: Iterable[Completion]) -> list[Completion]:
         """Return the completions that are not compared; `advance` returns the others."""
         passed = []
         for completion in completions:

@@ -57,7 +57,7 @@ class StepReading:
         start_S, stop_S = start_S[read], stop_S[read]
         return cls(ranges(row_S[read], stop_S - start_S), plan.slot_S[read], start_S, stop_S)
 
-    def take(self, hidden_NH: torch.Tensor, model: OutputEmbedding, table: SlotTable) -> None:
+    def read_outputs(self, hidden_NH: torch.Tensor, model: OutputEmbedding, table: SlotTable) -> None:
         """Pass the step's hidden states to the readers: to all of them, or to none if memory runs out."""
         updates = self._logprobs(hidden_NH, model, table) + self._vectors(hidden_NH, table)
         updates += self._states(hidden_NH, table)
@@ -127,12 +127,12 @@ class StepReading:
 
 @torch.inference_mode()
 def token_logprobs(
-    hidden_NH: torch.Tensor, model: OutputEmbedding, place_P: np.ndarray, token_P: np.ndarray, num_top: int = 0
+    hidden_NH: torch.Tensor, model: OutputEmbedding, index_P: np.ndarray, token_P: np.ndarray, num_top: int = 0
 ) -> tuple[np.ndarray, list[tuple[tuple[int, float], ...]]]:
     """Return the log-probability of token_P[p] after the hidden state with index place_P[p] (ascending), and, with
     num_top, the most likely tokens there; in float32, of the raw logits. NaN where logits are not finite."""
-    row_U, pair_P = np.unique(place_P, return_inverse=True)
-    logprob_P, top_U = np.zeros(len(place_P)), []
+    row_U, pair_P = np.unique(index_P, return_inverse=True)
+    logprob_P, top_U = np.zeros(len(index_P)), []
     num_top = min(num_top, model.vocab_size)
     size = max(LOGIT_VALUES // model.vocab_size, 1)
     for begin in range(0, len(row_U), size):

@@ -135,7 +135,7 @@ class Call:
         self.num_open -= 1
         self.ended.append(completion if params.structured_outputs is None else self.check(completion, params))
 
-    def take(self) -> list[Completion]:
+    def drain(self) -> list[Completion]:
         """Return the completions since the last call."""
         ended, self.ended = self.ended, []
         return ended

@@ -13,7 +13,7 @@ forgiven. So
 
 from math import hypot
 
-from pipeline.engine.speculation.step_time import Rate, Window
+from pipeline.engine.speculation.step_time import Rate, StepWindow
 
 # The account, in plain steps, except the share
 GRANT_STEPS = 8.0
@@ -83,7 +83,7 @@ class Contest:
         self.lost_steps = 0.0  # time that drafts lost since they were last faster, in plain steps
         self.decided_at = -1 if last is None else last.decided_at  # number of the step, counted over all sizes
         self._max_lost_steps = MAX_LOST_STEPS
-        self._windows = (Window(), Window())  # off, on
+        self._windows = (StepWindow(), StepWindow())  # off, on
         self._due = 0 if self.decided_at < 0 else INHERITED
         self._pause = 0
         self._begun_at = self._num_at_begin = 0
@@ -102,7 +102,7 @@ class Contest:
         """True if the next step should have drafts."""
         return self.is_on != (self.is_running and self._between is None)
 
-    def window(self, is_on: bool) -> Window:
+    def window(self, is_on: bool) -> StepWindow:
         return self._windows[is_on]
 
     def rate(self, is_on: bool, prefill_s: float) -> Rate | None:

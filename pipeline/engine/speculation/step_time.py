@@ -30,7 +30,7 @@ class PrefillCost:
         self._xx = self._xy = 0.0
         self.token_s = 0.0
 
-    def add(self, window: "Window", seconds: float, num_prefill: int, num_sequences: int) -> None:
+    def add(self, window: "StepWindow", seconds: float, num_prefill: int, num_sequences: int) -> None:
         """Record a step of the same kind as those in the window."""
         if not num_prefill and not window.sum_prefill:
             return
@@ -79,7 +79,7 @@ class Rate(NamedTuple):
         return max(draft_s, 0.0) * self.tokens / self.step_s
 
 
-class Window:
+class StepWindow:
     """Last steps with drafts, or last plain ones, at one batch size."""
 
     def __init__(self) -> None:

@@ -43,19 +43,19 @@ class Built:
     settings: dict[str, str | int]
 
 
-def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
+def build(config: EngineConfig, log: Callable[[str], None]) -> Built:
     """Load the model that `config` names. `say` receives messages about slow operations.
 
     Raises ModelError for a bad checkpoint, ConfigError for options that it cannot run with, EnvironmentFailed if
     compiled kernels cannot be stored.
     """
-    keep_cpu_kernels_in(cpu_kernel_folder(say=say))  # also on a GPU: lookup is compiled for the CPU
+    keep_cpu_kernels_in(cpu_kernel_folder(log=log))  # also on a GPU: lookup is compiled for the CPU
     folder = locate_model(config.model)
     model = quantized_on_load(as_stored(read_config(folder), folder), config.quantization)
     resolved = resolve(config, model)
     device_context = DeviceContext(_num_threads(config.num_threads), resolved.device)
     with device_context:
-        return _build_on_device(config, folder, model, resolved, device_context, say)
+        return _build_on_device(config, folder, model, resolved, device_context, log)
 
 
 def _num_threads(requested: int | None) -> int | None:
@@ -71,18 +71,18 @@ def _build_on_device(
     model: ModelConfig,
     resolved: Resolved,
     device_context: DeviceContext,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Built:
     tokenizer = Tokenizer.from_folder(str(folder))
     if resolved.device.type == "cuda":
         keep_gpu_kernels_in(gpu_kernel_folder())
-    say("reading weights")
+    log("reading weights")
     target = LoadedModel.load(folder, model, resolved)
     if target.decoder.lm_head is None:  # it does not generate
         resolved = replace(resolved, speculation=SpeculationConfig("off"))
     draft = None
     if resolved.speculation.model is not None:
-        say("reading the draft model's weights")
+        log("reading the draft model's weights")
         draft = LoadedModel.load_draft(resolved.speculation.model, tokenizer, resolved)
     return_freed_bytes()
     loaded = [target] if draft is None else [target, draft]
@@ -90,7 +90,7 @@ def _build_on_device(
     shapes = captured_shapes(resolved, _max_mixed_tokens(model, resolved))
     if resolved.device.type == "cuda":
         for each, shape in zip(loaded, shapes):
-            each.compile_kernels(resolved, shape, device_context.num_threads, say)
+            each.compile_kernels(resolved, shape, device_context.num_threads, log)
         step_bytes = max(each.step_bytes(resolved) for each in loaded)
         step_bytes += sum(each.captured_bytes(resolved, shape.largest) for each, shape in zip(loaded, shapes))
     num_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded), step_bytes)
@@ -98,7 +98,7 @@ def _build_on_device(
     runner = target.runner(num_blocks, resolved.block_size, max_model_len)
     draft_runner = draft.runner(num_blocks, resolved.block_size, max_model_len) if draft is not None else None
     if resolved.device.type == "cuda":
-        _capture_steps(runner, draft_runner, resolved, shapes, say)
+        _capture_steps(runner, draft_runner, resolved, shapes, log)
     settings: dict[str, str | int] = {
         "device": str(resolved.device),
         **({"device_name": torch.cuda.get_device_name(resolved.device)} if resolved.device.type == "cuda" else {}),
@@ -160,7 +160,7 @@ def _capture_steps(
     draft: ModelRunner | None,
     resolved: Resolved,
     shapes: list[CapturedShape],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Capture the target's plain decoding, draft verification and small mixed steps, and the draft model's passes."""
     for each, shape in zip((runner, draft), shapes):
@@ -170,7 +170,7 @@ def _capture_steps(
             CudaCapture(),
             max_num_seqs=resolved.max_num_seqs,
             **shape._asdict(),
-            say=lambda done, total: say(f"capturing steps, {done} of {total}"),
+            log=lambda done, total: log(f"capturing steps, {done} of {total}"),
         )
 
 

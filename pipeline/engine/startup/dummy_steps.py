@@ -144,7 +144,7 @@ def compute_step_kinds(runner: ModelRunner, resolved: Resolved, captured: Captur
             lambda function: (function(), function)[1],
             max_num_seqs=resolved.max_num_seqs,
             **captured._asdict(),
-            say=lambda done, total: None,
+            log=lambda done, total: None,
         )
 
 

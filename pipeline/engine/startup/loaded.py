@@ -87,13 +87,13 @@ class LoadedModel:
         return kind
 
     def compile_kernels(
-        self, resolved: Resolved, captured: CapturedShape, num_threads: int, say: Callable[[str], None]
+        self, resolved: Resolved, captured: CapturedShape, num_threads: int, log: Callable[[str], None]
     ) -> None:
         """Compile all kernels that steps may launch; see `compute_step_kinds`. Nothing is run."""
         if self.kernels.compile_ahead is None:
             return
         runner = self._small_runner(resolved)
-        self.kernels.compile_ahead(lambda: compute_step_kinds(runner, resolved, captured), say, num_threads)
+        self.kernels.compile_ahead(lambda: compute_step_kinds(runner, resolved, captured), log, num_threads)
 
     def step_bytes(self, resolved: Resolved) -> int:
         """Return the memory of the largest step on a GPU besides weights and KV cache."""

@@ -13,7 +13,7 @@ from pipeline.engine.startup.resolve import Resolved
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card
-from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, StepTokens, Weights, step_seconds
+from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, StepLoad, Weights, step_seconds
 from pipeline.roofline.shares import MEASURED
 
 LAUNCH_S = 250e-6
@@ -40,7 +40,7 @@ def host_bound_tokens(size: DecoderSize, weights: Weights, ceilings: Ceilings, m
     max_tokens = 0
     for num_tokens in mixed_sizes(max_num_batched_tokens):
         prompt = np.array([num_tokens])
-        device_s = step_seconds(StepTokens(prompt, prompt, 1), size, weights, ceilings).total_s
+        device_s = step_seconds(StepLoad(prompt, prompt, 1), size, weights, ceilings).total_s
         if device_s > size.layers * LAUNCH_S:
             break
         max_tokens = num_tokens

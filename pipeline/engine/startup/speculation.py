@@ -13,7 +13,7 @@ from pipeline.engine.startup.resolve import Resolved
 
 
 def make_drafting(
-    resolved: Resolved, scheduler: Scheduler, draft: Runner | None, vocab_size: int, say: Callable[[str], None]
+    resolved: Resolved, scheduler: Scheduler, draft: Runner | None, vocab_size: int, log: Callable[[str], None]
 ) -> Drafting | None:
     """Return the drafting of an engine; None if speculation is off. draft: runner of the draft model, if there is one.
     vocab_size: the target's. say: receives a message before slow operations."""
@@ -26,7 +26,7 @@ def make_drafting(
         from pipeline.engine.drafts.lookup.ngram import NgramProposer  # imports numba, which may be missing
 
         proposer = NgramProposer(table, max_drafts)
-        say("warming up lookup (it is compiled the first time on a machine)")
+        log("warming up lookup (it is compiled the first time on a machine)")
         proposer.warm_up()
     else:
         assert draft is not None

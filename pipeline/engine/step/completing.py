@@ -52,7 +52,7 @@ class Completing:
         self._tokenizer, self._masks, self._clean = tokenizer, masks, clean
         self.is_eos = np.isin(np.arange(vocab_size), sorted(tokenizer.eos_token_ids))
 
-    def take(self, slot_S: np.ndarray, output: SamplerOutput | Verified) -> int:
+    def append_tokens(self, slot_S: np.ndarray, output: SamplerOutput | Verified) -> int:
         """Append the next tokens of each sequence and return their total number."""
         before, now_us = self._stats.generated_tokens, monotonic_ns() // 1000
         if isinstance(output, Verified):
@@ -142,7 +142,7 @@ class Completing:
         if table.thinking[slot_R].any():
             continues_R &= ~update_thinking(table, slot_R, token_R)
         if table.has_grammar[slot_R].any():
-            completes_R = self._masks.take(slot_R, token_R, continues_R)
+            completes_R = self._masks.advance(slot_R, token_R, continues_R)
         ends: list[_End] = []
         for r in np.flatnonzero(stop_R | completes_R | length_R | loop_R | table.has_stops[slot_R]).tolist():
             slot, text = int(slot_R[r]), None

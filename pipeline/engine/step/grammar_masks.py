@@ -88,13 +88,13 @@ class GrammarMasks:
         matchers = self._matchers(slot_S[constrained[answers]])
         return self._filler.mask_with_drafts(matchers, [drafts[index] for index in answers.tolist()], first[answers])
 
-    def take(self, slot_S: np.ndarray, token_S: np.ndarray, continues_S: np.ndarray) -> np.ndarray:
+    def advance(self, slot_S: np.ndarray, token_S: np.ndarray, continues_S: np.ndarray) -> np.ndarray:
         """Advance the matchers by these tokens. Return which of the continuing sequences are complete with them."""
         is_whole_S = np.zeros(len(slot_S), dtype=bool)
         constrained = np.flatnonzero(self._table.has_grammar[slot_S] & continues_S)
         if len(constrained):
             pairs = zip(self._matchers(slot_S[constrained]), token_S[constrained].tolist())
-            is_whole_S[constrained] = [matcher.take(token) for matcher, token in pairs]
+            is_whole_S[constrained] = [matcher.advance(token) for matcher, token in pairs]
         return is_whole_S
 
     def advance_forced(self, slot_S: np.ndarray) -> Iterator[tuple[int, list[int], bool]]:

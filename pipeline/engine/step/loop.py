@@ -65,7 +65,9 @@ class StepLoop:
         else:
             logits_RV, hidden_NH = self.runner.execute_and_read(step, reading.row_N)
             output = self._sample(plan, logits_RV)
-            reading.take(hidden_NH, self.runner, self.table)  # last, so that an undone step is not recorded twice
+            reading.read_outputs(
+                hidden_NH, self.runner, self.table
+            )  # last, so that an undone step is not recorded twice
         self.computing = None
         tokens = self.scheduler.commit(plan)
         self._append(plan.sampling_slot_S, output)
@@ -112,7 +114,7 @@ class StepLoop:
 
     def _append(self, slot_S: np.ndarray, output: SamplerOutput | Verified) -> None:
         """Append these sequences' tokens and record the drafts' results."""
-        num_generated = self.completing.take(slot_S, output)
+        num_generated = self.completing.append_tokens(slot_S, output)
         if self.drafting is not None:
             self.drafting.done(self.stats, self.drafting.pop_step(), output, num_generated)
 

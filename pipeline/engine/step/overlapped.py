@@ -81,7 +81,7 @@ class OverlappedLoop(StepLoop):
             return
         output = in_flight.output()  # if this is interrupted, the step is still in flight
         self.in_flight = None
-        num_generated = self.completing.take(in_flight.slot_K, output)
+        num_generated = self.completing.append_tokens(in_flight.slot_K, output)
         if self.drafting is not None and self._selected is not None:
             self.drafting.done(self.stats, self._selected, output, num_generated)
 

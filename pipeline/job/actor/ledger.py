@@ -103,7 +103,7 @@ class Ledger:
     def report(self, state: ActorState) -> Order:
         """Record an actor's state and return the run's order."""
         entry = self._entries[state.record.actor]
-        if entry.state is None or entry.state.told <= state.told:
+        if entry.state is None or entry.state.report_number <= state.report_number:
             entry.state = state
         entry.heard_us = now = self._now_us()
         drain_started_us = self._draining_us.get(entry.placement.node_id)

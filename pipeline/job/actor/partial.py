@@ -25,7 +25,7 @@ class PartialUnits:
 
     def save(self, unit: Unit, completions: Iterable[Completion]) -> None:
         """Save these rows of the unit, in addition to those saved before."""
-        row_ids = unit.places()
+        row_ids = unit.row_ids()
         kept = {tuple(row["row_id"]): row for row in self._kept(unit)}
         for done in completions:
             row_id = row_ids[done.row_id]  # type: ignore[index]
@@ -34,7 +34,7 @@ class PartialUnits:
 
     def load(self, unit: Unit) -> list[Completion]:
         """Return the saved rows of the unit. Their row_id is the index in the unit."""
-        index = {row_id: i for i, row_id in enumerate(unit.places())}
+        index = {row_id: i for i, row_id in enumerate(unit.row_ids())}
         found = ((row, index.get(tuple(row["row_id"]))) for row in self._kept(unit))
         return [_completion(row, i) for row, i in found if i is not None]
 
@@ -46,7 +46,7 @@ class PartialUnits:
         self._store.folder.remove(self._name(unit))
 
     def _name(self, unit: Unit) -> str:
-        return f"{FOLDER}/{self._fingerprint}-w{unit.window:05d}-u{unit.index:04d}of{unit.of:04d}.json"
+        return f"{FOLDER}/{self._fingerprint}-w{unit.window:05d}-u{unit.index:04d}of{unit.num_units:04d}.json"
 
 
 def remove_all(store: PartStore) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Tokenizer(Encodes, Protocol):
+class RowTokenizer(Encodes, Protocol):
     """Interface of the tokenizer: `pipeline.tokenization.tokenizer.Tokenizer`, or a test's fake."""
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
@@ -111,7 +111,7 @@ class Tokenize:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: RowTokenizer,
         params: SamplingParams,
         seed: int,
         chat: Chat | None,

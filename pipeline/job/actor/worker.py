@@ -32,7 +32,7 @@ from pipeline.job.actor.tasks import JobTask
 from pipeline.job.actor.tokenize import Chat, Tokenize
 from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process.main import load_factory
-from pipeline.job.process.supervisor import Launch, Supervisor, computed
+from pipeline.job.process.supervisor import ChildSpec, Supervisor, computed
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.logs import Level, LogFolder, engine_log
 from pipeline.job.telemetry.unit_summary import UnitSummary
@@ -125,7 +125,7 @@ class Worker:
         self._log = logs.log(engine_log(actor), spec.log_level)
         # Ray sets OMP_NUM_THREADS to its own count of cores; set the engine's instead.
         threads = {f"{library}_NUM_THREADS": str(engine.num_threads) for library in ("OMP", "MKL", "NUMBA")}
-        launch = Launch(spec.backend.engine, engine, spec.step_timeout_s, spec.load_timeout_s, threads, reference)
+        launch = ChildSpec(spec.backend.engine, engine, spec.step_timeout_s, spec.load_timeout_s, threads, reference)
         self._supervisor = Supervisor(launch, birth_us, self._log, logs.shown(engine_log(actor)))
         # Load the tokenizer while the engine's process starts.
         tokenizer = load_factory(spec.backend.tokenizer)(engine.model, spec.chat_template)
@@ -265,7 +265,7 @@ class Worker:
                 at_rest=self._supervisor.at_rest(),
                 resolved=self._supervisor.resolved,
                 loading=self._supervisor.loading,
-                told=self._num_reports,
+                report_number=self._num_reports,
             )
 
     def note(self, text: str) -> None:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, StoredPart
-from pipeline.data.output.result_columns import ResultShape, output_schema, places_of
+from pipeline.data.output.result_columns import ResultShape, output_schema, row_ids_of
 from pipeline.data.output.retried import RetriedRows
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, RowQuality
@@ -80,7 +80,7 @@ class Write:
 
     def name(self, unit: Unit) -> PartName:
         """Return the name of the unit's part."""
-        return PartName(self._fingerprint, unit.window, unit.index, unit.of, unit.num_rows)
+        return PartName(self._fingerprint, unit.window, unit.index, unit.num_units, unit.num_rows)
 
     def again(self, unit: Unit, completions: list[Completion], name: PartName, part: StoredPart) -> UnitSummary:
         """Replace rows of an existing part with new results. `unit` holds the recomputed rows."""
@@ -88,7 +88,7 @@ class Write:
         renewed = self.table(unit, completions)
         table = patched(part.table, renewed)
         retried = RetriedRows(part.metadata)
-        retried.add(unit.places(), self._limits)
+        retried.add(unit.row_ids(), self._limits)
         self._store.rewrite(name, table, retried.in_notes(part.metadata), part.tag)
         return UnitSummary(
             unit.window,
@@ -103,9 +103,9 @@ class Write:
     def sample(self, unit: Unit, completions: list[Completion], run_id: str, prompts: list[str | None]) -> None:
         """Save a unit's rows as they will be in its part, with the prompts that the model received, for people to
         read."""
-        table, prompt_of = self.table(unit, completions), dict(zip(unit.places(), prompts))
+        table, prompt_of = self.table(unit, completions), dict(zip(unit.row_ids(), prompts))
         table = table.append_column(
-            "_prompt", pa.array([prompt_of[row_id] for row_id in places_of(table)], pa.string())
+            "_prompt", pa.array([prompt_of[row_id] for row_id in row_ids_of(table)], pa.string())
         )
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink)
@@ -120,7 +120,7 @@ class Write:
                 f"window {unit.window}, unit {unit.index}: {len(completions)} completions of {len(by_row)} different "
                 f"rows came back for {unit.num_rows} rows; the part is not written"
             )
-        order = sorted(range(unit.num_rows), key=unit.places().__getitem__)
+        order = sorted(range(unit.num_rows), key=unit.row_ids().__getitem__)
         rows = [(i, index, one) for i in order for index, one in enumerate(self._rows_of(by_row[i]))]
         unit, done, each = (
             unit.of_rows([i for i, _, _ in rows]),
@@ -203,7 +203,7 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
         generated.setdefault(bucket, []).extend(len(one.token_ids) for one in c.each)
     samples = [one for c in completed for one in c.each]
     timings = [Timing(one.queued_us, one.first_token_us, one.last_token_us, len(one.token_ids)) for one in samples]
-    outputs = {bucket: Histogram.of(counts) for bucket, counts in sorted(generated.items())}
+    outputs = {bucket: Histogram.from_values(counts) for bucket, counts in sorted(generated.items())}
     lost: dict[str, Computed] = {}
     for c in completions:
         if c.num_lost_prompt_tokens or c.num_lost_generated_tokens:
@@ -226,7 +226,7 @@ def _quality(row: RowQuality) -> QualityStats:
 
 
 def _examples(unit: Unit, completions: list[Completion]) -> dict[str, tuple[ErrorExample, ...]]:
-    row_ids = unit.places()
+    row_ids = unit.row_ids()
     found: dict[str, list[ErrorExample]] = {}
     for c in completions:
         if c.error is not None:

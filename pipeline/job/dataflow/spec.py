@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.data.source import Source, Window
+from pipeline.data.source import InputWindow, Source
 from pipeline.data.units import UnitSpec
 from pipeline.job.actor.worker import WorkSpec
 
@@ -28,7 +28,7 @@ def units_in_flight(max_num_seqs: int, unit_rows: int, unit_tokens: int, max_tok
 class WindowTask:
     """An incomplete window and its finished units. Picklable: it is a read task."""
 
-    window: Window
+    window: InputWindow
     done: frozenset[int]
     units_of: int | None  # number of units according to the existing parts
     sample: int | None = None  # compute only this number of its rows

@@ -86,10 +86,10 @@ class _Part:
     problem: str | None = None
 
 
-def audit(store: PartStore, deep: bool, say: Callable[[str], None]) -> Audit:
+def audit(store: PartStore, deep: bool, log: Callable[[str], None]) -> Audit:
     """Audit an output. Raises OutputError if it is not the output of a job, EnvironmentFailed if a disk or store
     fails."""
-    return _Auditor(store, deep, _fingerprint(store)).run(say)
+    return _Auditor(store, deep, _fingerprint(store)).run(log)
 
 
 def _fingerprint(store: PartStore) -> str:
@@ -115,7 +115,7 @@ class _Auditor:
         self._windows = 0  # according to names
         self._schema: tuple[PartName, pa.Schema] | None = None  # of the first part
 
-    def run(self, say: Callable[[str], None]) -> Audit:
+    def run(self, log: Callable[[str], None]) -> Audit:
         progress = DoneUnits()
         inventory = Inventory.of_sizes(self._listed(progress))
         self._count_units(progress)
@@ -124,7 +124,7 @@ class _Auditor:
             self._add(NOT_FINISHED)
         elif wrong := inventory.wrong(counts):
             self._add(wrong)
-        totals = self._read(progress, Remaining(say, "verifying parts", progress.num_units))
+        totals = self._read(progress, Remaining(log, "verifying parts", progress.num_units))
         if counts is not None and not self._num_problems:  # else the sums differ because of a reported problem
             self._compare(totals, counts)
         return Audit(
@@ -156,7 +156,7 @@ class _Auditor:
                 self._add(f"{file}: not a part")
             elif name.fingerprint8 != self._fingerprint[:8]:
                 self._add(f"{file}: a part of another job (this job's parts begin with part-{self._fingerprint[:8]})")
-            elif progress.units_of(name.window) not in (None, name.of):
+            elif progress.units_of(name.window) not in (None, name.num_units):
                 self._add(f"{file}: other parts name {progress.units_of(name.window)} units for this window")
             elif not progress.add(name):
                 self._add(f"{file}: another part contains the same unit; remove one of them")
@@ -177,7 +177,7 @@ class _Auditor:
     # -- footers and rows
 
     def _read(self, progress: DoneUnits, remaining: Callable[[int], None]) -> PartTotals:
-        totals, done, rows = PartTotals(), 0, _Rows(self._add, batch_numbers(self._store))
+        totals, done, rows = PartTotals(), 0, _RowChecker(self._add, batch_numbers(self._store))
         with closing(read_ahead(self._check_part, progress.parts(), self._store.folder.reads_at_once)) as parts:
             for name, part in parts:
                 done += 1
@@ -261,7 +261,7 @@ def _sample_problem(name: PartName, positions: pa.Table) -> str | None:
     return None
 
 
-class _Rows:
+class _RowChecker:
     """Check of rows in the order of windows, which is the input's: each row exactly once."""
 
     def __init__(self, add: Callable[[str], None], batches: Mapping[str, int]) -> None:
@@ -326,6 +326,6 @@ def _retried_rows_exist(notes: Mapping[str, str], positions: pa.Table) -> bool:
     if RETRIED not in notes:
         return True
     try:
-        return RetriedRows(notes).places <= set(zip(positions["file"].to_pylist(), positions["row"].to_pylist()))
+        return RetriedRows(notes).row_ids <= set(zip(positions["file"].to_pylist(), positions["row"].to_pylist()))
     except (ValueError, KeyError, TypeError):
         return False

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.data.output.inventory import read_counts, what_is_wrong
+from pipeline.data.output.inventory import output_problem, read_counts
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import result_names
 from pipeline.data.requests.openai_answers import RESULTS, Answered, together
@@ -45,7 +45,7 @@ class Converted:
         return f"{self.output}: {counted(self.completed_rows, 'completed row')}{failed}"
 
 
-def errors_beside(output: str) -> str:
+def default_errors_path(output: str) -> str:
     """Return the default path for error rows: `answers.jsonl` -> `answers.errors.jsonl`."""
     folder, slash, name = output.rpartition("/")
     stem, dot, ending = name.rpartition(".")
@@ -62,7 +62,7 @@ def convert(store: PartStore, output: str, errors: str | None, storage: Mapping[
     counts = read_counts(store)
     if counts is None:
         raise OutputError(f"{store.path}: no _SUCCESS, so the job is not finished; finish it with `pipeline run` first")
-    if (damage := what_is_wrong(store)) is not None:
+    if (damage := output_problem(store)) is not None:
         raise OutputError(f"{store.path}: {damage}; `pipeline verify` lists the damage")
     if output == errors:
         raise OutputError(f"--errors {errors}: same file as --output; expected two different files")
@@ -70,7 +70,7 @@ def convert(store: PartStore, output: str, errors: str | None, storage: Mapping[
     done = failed = 0
     with ExitStack() as stack:
         completed_file = stack.enter_context(NewFile(output, storage, "--output"))
-        error_file = stack.enter_context(NewFile(errors or errors_beside(output), storage, "--errors"))
+        error_file = stack.enter_context(NewFile(errors or default_errors_path(output), storage, "--errors"))
         for row in _rows(store):
             line = json.dumps(answered.line(row), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
             file = completed_file if row["error"] is None else error_file

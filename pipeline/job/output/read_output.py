@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from pipeline.config import load_job
 from pipeline.data.columns import did_you_mean
-from pipeline.data.output.inventory import what_is_wrong
+from pipeline.data.output.inventory import output_problem
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import SAMPLE_FIELD, result_field, result_names
 from pipeline.errors import ConfigError, OutputError
@@ -32,24 +32,24 @@ SILENT_S = 120.0  # a running job writes its status every few seconds
 ENDED_S = 20.0  # longest time between a run's last record and its last status
 
 
-def open_output(place: str, vars: Iterable[str] = ()) -> PartStore:
+def open_output(target: str, vars: Iterable[str] = ()) -> PartStore:
     """Open the output at `place`: a folder, an fsspec url, or the output of a job file with `vars`. Raises OutputError,
     ConfigError."""
-    path, storage = output_of(place, vars)
-    if not is_url(path) and place == path and not Path(path).is_dir():
+    path, storage = output_of(target, vars)
+    if not is_url(path) and target == path and not Path(path).is_dir():
         problem = "is neither an output folder nor a job file (.yaml)" if Path(path).exists() else "no such folder"
-        raise OutputError(f"{place}: {problem}")
+        raise OutputError(f"{target}: {problem}")
     return PartStore(path, storage_for(path, storage))
 
 
-def output_of(place: str, vars: Iterable[str] = ()) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
+def output_of(target: str, vars: Iterable[str] = ()) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
     """Return the path of an output and its job's fsspec options by url prefix: `place` itself without options, or the
     values of the job file."""
-    path = Path(place)
-    if is_url(place) or path.suffix not in (".yaml", ".yml") or path.is_dir():
+    path = Path(target)
+    if is_url(target) or path.suffix not in (".yaml", ".yml") or path.is_dir():
         if given := list(vars):
-            raise ConfigError(f"--var {given[0]}: {place} is not a job file, and only job files have variables")
-        return place, {}
+            raise ConfigError(f"--var {given[0]}: {target} is not a job file, and only job files have variables")
+        return target, {}
     job = load_job(path, vars=vars)
     return job.output.path, job.storage
 
@@ -90,7 +90,7 @@ def doubt_of(store: PartStore, now: Status, run: RunRecord | None) -> str | None
 
 def damage_of(store: PartStore) -> str | None:
     """Return how a finished output is damaged and what to do, from one listing; None if it looks intact."""
-    damage = what_is_wrong(store)
+    damage = output_problem(store)
     if damage is None:
         return None
     return (

@@ -13,7 +13,7 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, PartName, PartStore
 from pipeline.errors import Interrupted, OutputError, PipelineError
 from pipeline.job.planning.appended import num_appended
-from pipeline.job.planning.plan import JobPlan, what_is_left
+from pipeline.job.planning.plan import JobPlan, remaining_windows
 
 # Fields of PartTotals
 _TOKENS = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens", "num_error_input_tokens")
@@ -24,13 +24,13 @@ def write_empty_part(plan: JobPlan, store: PartStore, metadata: dict[str, str]) 
     store.write(PartName(plan.fingerprint.short, 0, 0, 1, 0), empty_table(plan.schema), metadata)
 
 
-def verify(plan: JobPlan, store: PartStore, say: Callable[[int, int], None] | None = None) -> PartTotals:
+def verify(plan: JobPlan, store: PartStore, log: Callable[[int, int], None] | None = None) -> PartTotals:
     """Count the output from one listing and every part's footer. Raises if it does not match the input's rows exactly.
 
     `say` is called for each part with the numbers of counted parts and of all parts; what it raises ends the count.
     """
     progress = store.list(plan.fingerprint.short)
-    left = what_is_left(plan, progress)
+    left = remaining_windows(plan, progress)
     if left:
         raise PipelineError(
             f"{store.path}: incomplete windows: {len(left)} (the first is {left[0].window.index}), though all "
@@ -40,8 +40,8 @@ def verify(plan: JobPlan, store: PartStore, say: Callable[[int, int], None] | No
     with closing(store.parts(progress)) as parts:
         for _, part in parts:
             totals += part
-            if say is not None:
-                say(totals.units, progress.num_units)
+            if log is not None:
+                log(totals.units, progress.num_units)
     if totals.rows != plan.num_rows or progress.num_rows != plan.num_rows:
         raise OutputError(
             f"{store.path}: the parts hold {totals.rows} rows by their footers and {progress.num_rows} by "
@@ -72,7 +72,7 @@ def write_success(plan: JobPlan, store: PartStore, totals: PartTotals) -> None:
     """Publish the output. Raises Interrupted, and leaves no `_SUCCESS`, if files were appended in the meantime."""
     check_none_appended(plan, store)
     skipped = plan.source.skipped
-    inventory = Inventory.of(store)
+    inventory = Inventory.from_store(store)
     counts = {
         "job": plan.job.config.name,
         "fingerprint": plan.fingerprint.digest,

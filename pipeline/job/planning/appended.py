@@ -32,7 +32,7 @@ class Batches:
     new: Mapping[str, str] | None = None
 
     @classmethod
-    def of(cls, store: PartStore, append: bool = False) -> "Batches":
+    def load(cls, store: PartStore, append: bool = False) -> "Batches":
         """Read the recorded batches. Raises OutputError if one is damaged."""
         batches = []
         for name in sorted(store.folder.names(FOLDER)):
@@ -110,4 +110,4 @@ def num_appended(store: PartStore) -> int:
 
 def batch_numbers(store: PartStore) -> dict[str, int]:
     """Return the batch number of each appended file, from 1, without the first run's files."""
-    return {name: i for i, batch in enumerate(Batches.of(store).appended, 1) for name in batch}
+    return {name: i for i, batch in enumerate(Batches.load(store).appended, 1) for name in batch}

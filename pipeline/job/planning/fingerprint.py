@@ -73,7 +73,7 @@ def fingerprint(
     source: Source,
     model: Mapping[str, str],
     device: str,
-    asks_for_date: bool = False,
+    reads_date: bool = False,
     chat_template: str | None = None,
     later_files: Collection[str] = (),
 ) -> Fingerprint:
@@ -87,7 +87,7 @@ def fingerprint(
     numerics = _from_json(numerics_of(config))
     numerics["engine"]["device"] = device
     chat = config.prompt.chat
-    job = Fingerprint(identity, numerics, _from_json(free_of(config)), asks_for_date and chat is not None)
+    job = Fingerprint(identity, numerics, _from_json(free_of(config)), reads_date and chat is not None)
     return job.with_date(chat and chat.date)
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.checkpoints.chat_template import asks_for_date, folder_asks_for_date
+from pipeline.checkpoints.chat_template import folder_reads_date, reads_date
 from pipeline.checkpoints.digest import model_digest
 from pipeline.config import JobConfig
 from pipeline.data.output.parts import DoneUnits, PartName
-from pipeline.data.source import WINDOW_BYTES, Source, Window, cut_windows
+from pipeline.data.source import WINDOW_BYTES, InputWindow, Source, cut_windows
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.appended import Batches
 from pipeline.job.planning.fingerprint import Fingerprint, fingerprint
-from pipeline.job.planning.resolution import Resolution, Say, resolve_job, silent
+from pipeline.job.planning.resolution import Log, Resolution, resolve_job, silent
 from pipeline.job.planning.resolved_job import ResolvedJob
 from pipeline.stores.retries import RetryCounts
 
@@ -29,7 +29,7 @@ class JobPlan:
     job: ResolvedJob
     source: Source
     batches: Batches  # batches of appended input files
-    windows: tuple[Window, ...]
+    windows: tuple[InputWindow, ...]
     schema: pa.Schema  # schema of the output
     fingerprint: Fingerprint
     device: str  # "cpu" or "cuda", or with an index
@@ -49,20 +49,20 @@ def make_plan(
     config: JobConfig,
     device: str,
     *,
-    say: Say = silent,
+    log: Log = silent,
     retries: RetryCounts | None = None,
     append: bool = False,
 ) -> JobPlan:
     """Plan a job from its input's footers and the model's files. device: the resolved `engine.device`. say, retries,
     append: see `resolve_job`. Raises subclasses of UserError."""
-    return plan_of(resolve_job(config, say=say, retries=retries, append=append), device)
+    return plan_of(resolve_job(config, log=log, retries=retries, append=append), device)
 
 
 def plan_of(found: Resolution, device: str) -> JobPlan:
     """Return the plan of a completed resolution."""
     job, source, batches, run = found.resolved(), found.source, found.batches, found.config.run
     template = job.chat_template
-    dated = folder_asks_for_date(job.model) if template is None else asks_for_date(template)
+    dated = folder_reads_date(job.model) if template is None else reads_date(template)
     return JobPlan(
         job=job,
         source=source,
@@ -74,7 +74,7 @@ def plan_of(found: Resolution, device: str) -> JobPlan:
             source,
             model_digest(job.model),
             device.partition(":")[0],
-            asks_for_date=dated,
+            reads_date=dated,
             chat_template=template,
             later_files=batches.later_files,
         ),
@@ -82,15 +82,15 @@ def plan_of(found: Resolution, device: str) -> JobPlan:
     )
 
 
-def what_is_left(plan: JobPlan, stood: DoneUnits, again: Iterable[PartName] = ()) -> list[WindowTask]:
+def remaining_windows(plan: JobPlan, existing: DoneUnits, again: Iterable[PartName] = ()) -> list[WindowTask]:
     """Return the incomplete windows in order. `stood`: the units that have parts. `again`: parts to compute again."""
     remade: dict[int, set[int]] = {}
     for name in again:
         remade.setdefault(name.window, set()).add(name.unit)
     tasks = []
     for window in plan.windows:
-        index, num_units = window.index, stood.units_of(window.index)
-        if index in remade or not stood.complete(index):
-            done = {unit for unit in range(num_units or 0) if stood.is_done(index, unit)} - remade.get(index, set())
+        index, num_units = window.index, existing.units_of(window.index)
+        if index in remade or not existing.complete(index):
+            done = {unit for unit in range(num_units or 0) if existing.is_done(index, unit)} - remade.get(index, set())
             tasks.append(WindowTask(window, frozenset(done), num_units))
     return tasks

@@ -57,7 +57,7 @@ _NUMBERS = ("max_tokens", "min_tokens", "n", "temperature", "top_k", "top_p", "m
             "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs",
             "thinking_token_budget")  # fmt: skip
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 # (key, path, storage, revision) -> the folder of a checkpoint. `storage` holds the job's fsspec options by url prefix.
 # Raises ModelError, EnvironmentFailed, and NotKnown if it is not on this machine and must not be downloaded.
 Locate = Callable[[str, str, Mapping[str, Mapping[str, Any]], str | None], Path]
@@ -91,13 +91,13 @@ class Resolution:
         self,
         config: JobConfig,
         locate: Locate,
-        say: Say = silent,
+        log: Log = silent,
         retries: RetryCounts | None = None,
         append: bool = False,
     ) -> None:
         """say: receives the values taken from the checkpoint and the request fields without effect. retries: counts
         retried requests to stores. append: accept input files that are new since the first run."""
-        self.config, self._locate, self._say = config, locate, say
+        self.config, self._locate, self._log = config, locate, log
         self._retries, self._append = retries, append
         self.batches = Batches()
         self.prompt, self.task_section = config.prompt, config.task
@@ -133,7 +133,7 @@ class Resolution:
     def _storage(self, path: str) -> dict[str, Any]:
         return storage_for(path, self.config.storage)
 
-    def output_place(self) -> None:
+    def output_path(self) -> None:
         """Reject an output whose parts the next run would read as input. Urls that cannot be opened are left to the
         code that opens them."""
         given, output = self.config.input.path, self.config.output.path
@@ -147,7 +147,7 @@ class Resolution:
     def appended_batches(self) -> None:
         output = self.config.output.path
         store = PartStore(output, self._storage(output), self._retries)
-        self.batches = Batches.of(store, self._append)
+        self.batches = Batches.load(store, self._append)
         self.store = store
 
     def input_files(self) -> None:
@@ -182,7 +182,7 @@ class Resolution:
         if found.dimensions is not None:
             self.task_section = self.task_section.model_copy(update={"dimensions": found.dimensions})
         if found.ignored:
-            self._say(f"these fields of the requests have no effect: {', '.join(found.ignored)}")
+            self._log(f"these fields of the requests have no effect: {', '.join(found.ignored)}")
 
     def prompt_spec(self) -> None:
         with _with_key(self._prompt_key):
@@ -274,7 +274,7 @@ class Resolution:
             used = {k: v for k, v in values.items() if is_wanted and k not in sampling.model_fields_set}
             self.model_sampling = {"taken": used, "not_taken": {k: v for k, v in values.items() if k not in used}}
             if is_wanted:
-                self._say(f"sampling by the model's {SAMPLING_FILE}: {shown_values(used) or 'no values to use'}")
+                self._log(f"sampling by the model's {SAMPLING_FILE}: {shown_values(used) or 'no values to use'}")
             if used:
                 sampling = with_stored_sampling(sampling, used, self.model)
         if (lines := self.requests) is not None:
@@ -356,7 +356,7 @@ OF_PROMPTS = (
     JobCheck("prompt.chat", Resolution.template),
 )
 OF_JOB = (
-    JobCheck("output.path", Resolution.output_place),
+    JobCheck("output.path", Resolution.output_path),
     JobCheck("output.path", Resolution.appended_batches),
     JobCheck("input.path", Resolution.input_files),
     *OF_ROWS,
@@ -366,17 +366,17 @@ OF_JOB = (
 
 
 def resolve_job(
-    config: JobConfig, *, say: Say = silent, retries: RetryCounts | None = None, append: bool = False
+    config: JobConfig, *, log: Log = silent, retries: RetryCounts | None = None, append: bool = False
 ) -> Resolution:
     """Resolve a job for a run, downloading checkpoints. say: receives progress and the values taken from files.
     retries, append: see `Resolution`. Raises the first failure."""
-    return Resolution(config, fetched(say, retries), say, retries, append).checked(OF_JOB)
+    return Resolution(config, fetched(log, retries), log, retries, append).checked(OF_JOB)
 
 
-def resolve_rows(config: JobConfig, table: Columns, say: Say) -> ResolvedJob:
+def resolve_rows(config: JobConfig, table: Columns, log: Log) -> ResolvedJob:
     """Resolve how a job processes the rows of `table`, independent of its input and output. Raises the first
     failure."""
-    found = Resolution(config, fetched(say, None), say)
+    found = Resolution(config, fetched(log, None), log)
     found.table = table
     return found.checked(OF_ROWS).resolved()
 
@@ -389,10 +389,10 @@ def resolve_prompts(config: JobConfig, model: Path) -> Resolution:
     return found.checked(OF_PROMPTS)
 
 
-def fetched(say: Say, retries: RetryCounts | None) -> Locate:
+def fetched(log: Log, retries: RetryCounts | None) -> Locate:
     def locate(key: str, path: str, storage: Mapping[str, Mapping[str, Any]], revision: str | None) -> Path:
         _check_kind(key, path)
-        return _whole(key, path, resolve_model(path, storage, say, retries, key, revision))
+        return _whole(key, path, resolve_model(path, storage, log, retries, key, revision))
 
     return locate
 

@@ -24,7 +24,7 @@ from pipeline.data.units import MAX_STRETCH_BYTES, UnitSpec
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.job.actor.control_tokens import AuthorTexts, author_texts
 from pipeline.job.actor.tasks import JobTask
-from pipeline.job.actor.tokenize import Chat, Tokenize, Tokenizer, chat_of
+from pipeline.job.actor.tokenize import Chat, RowTokenizer, Tokenize, chat_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class ResolvedJob:
     def engine_config(self, num_threads: int | None = None) -> EngineConfig:
         return self.config.engine_config(str(self.model), self.draft and str(self.draft), num_threads)
 
-    def tokenize(self, tokenizer: Tokenizer, now: datetime | None) -> Tokenize:
+    def tokenize(self, tokenizer: RowTokenizer, now: datetime | None) -> Tokenize:
         """Return the function that turns a unit's rows into requests. now: see `chat`."""
         chat, author = self.chat(now), self.author
         return Tokenize(tokenizer, self.params, self.config.seed, chat, task=self.task, author=author)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
-from pipeline.data.source import Source, Window, cut_windows, read_window
+from pipeline.data.source import InputWindow, Source, cut_windows, read_window
 from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.params import SamplingParams
 from pipeline.errors import InputError, RowError
@@ -68,7 +68,7 @@ def read_samples(
         for unit in make_units(table, unit_spec, window.index):
             requests, failed = tokenize(unit)
             left_out.update(str(completion.error) for completion in failed)
-            row_ids, texts = unit.places(), _texts(unit, expected)
+            row_ids, texts = unit.row_ids(), _texts(unit, expected)
             for request in requests:
                 token_ids = request.prompt_token_ids[:max_tokens] if cut else request.prompt_token_ids
                 if len(token_ids) > max_tokens:
@@ -85,7 +85,9 @@ def read_samples(
     return Samples([ids for _, ids, _ in found], [text for _, _, text in found], dict(sorted(left_out.items())))
 
 
-def _wanted(source: Source, limit: int | None, chosen: tuple[int, int] | None) -> Iterator[tuple[Window, list[int]]]:
+def _wanted(
+    source: Source, limit: int | None, chosen: tuple[int, int] | None
+) -> Iterator[tuple[InputWindow, list[int]]]:
     """Yield each window with wanted rows, and their indices in it."""
     total = source.num_rows if limit is None else min(limit, source.num_rows)
     windows = cut_windows(source, _WINDOW_ROWS, _WINDOW_BYTES, limit)

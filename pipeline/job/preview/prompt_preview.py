@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.config import JobConfig
-from pipeline.data.source import Source, Window
+from pipeline.data.source import InputWindow, Source
 from pipeline.data.units import UnitSpec, window_units
 from pipeline.job.actor.tokenize import Tokenize
 from pipeline.report.record.data_warnings import ControlTokenRows
@@ -23,7 +23,7 @@ def first_prompt(spec: UnitSpec, source: Source, tokenize: Tokenize | None) -> d
     through the chat template and counted, as for the model."""
     if source.num_rows == 0:
         return None
-    ((unit,),) = [list(window_units(source, Window(0, 0, 1), replace(spec, kept=())))]
+    ((unit,),) = [list(window_units(source, InputWindow(0, 0, 1), replace(spec, kept=())))]
     names = ("_prompt", "_error", "_error_message", "source_file", "source_row", "_texts")
     prompt, error, message, file, row, texts = (unit.own(name)[0].as_py() for name in names)
     tokens = None
@@ -77,11 +77,11 @@ def prompt_tokens(
     return found, control_tokens
 
 
-def sampled(total: int, rows: int = _STRETCHES * _STRETCH_ROWS) -> list[Window]:
+def sampled(total: int, rows: int = _STRETCHES * _STRETCH_ROWS) -> list[InputWindow]:
     """Return evenly spread stretches of the input with about `rows` rows in total; everything if there are no more."""
     if total <= rows:
-        return [Window(i, start, min(start + _STRETCH_ROWS, total)) for i, start in _stretches(total, total)]
-    return [Window(i, start, start + _STRETCH_ROWS) for i, start in _stretches(total, rows)]
+        return [InputWindow(i, start, min(start + _STRETCH_ROWS, total)) for i, start in _stretches(total, total)]
+    return [InputWindow(i, start, start + _STRETCH_ROWS) for i, start in _stretches(total, rows)]
 
 
 def _stretches(total: int, rows: int) -> list[tuple[int, int]]:

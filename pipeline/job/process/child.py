@@ -28,7 +28,7 @@ _NO_MEMORY = re.compile(r"^(MemoryError|[\w.]*OutOfMemoryError|std::bad_alloc)\b
 
 
 @dataclass(frozen=True)
-class Launch:
+class ChildSpec:
     """Specification of an engine's process. `factory` is `module:callable`, called in the process with `config` and a
     progress function."""
 
@@ -44,12 +44,12 @@ class Launch:
 class Ended:
     """End of a process: how it ended, and its final output. `killed`: by the kernel or another process, not by us."""
 
-    how: str
+    exit_description: str
     words: str
     killed: bool = False
 
     def __str__(self) -> str:
-        return f"{self.how}{': ' + self.words if self.words else ''}"
+        return f"{self.exit_description}{': ' + self.words if self.words else ''}"
 
     def short(self) -> str:
         """Return one line for reports: the innermost call of a stack, or the last line."""
@@ -58,7 +58,7 @@ class Ended:
         # faulthandler's "Current thread" is the one that received the signal
         current = [i for i in heads if lines[i].startswith("Current thread")]
         line = lines[(current or heads)[0] + 1] if heads else lines[-1] if lines else ""
-        return f"{self.how}{': ' + line if line else ''}"[:SHORT_CHARS]
+        return f"{self.exit_description}{': ' + line if line else ''}"[:SHORT_CHARS]
 
     def advice(self) -> str:
         """Return a hint for the user: check the memory, or the exception and its location. Begins with a space unless
@@ -99,7 +99,7 @@ class _Output:
 class Child:
     """One engine process and the socket to it."""
 
-    def __init__(self, launch: Launch, log: RotatedLog | None = None) -> None:
+    def __init__(self, launch: ChildSpec, log: RotatedLog | None = None) -> None:
         ours, theirs = socket.socketpair()
         self._output = _Output(log)
         with theirs, open(self._output.writing, "wb") as printed:
@@ -148,11 +148,11 @@ class Child:
         return Ended(self._describe_exit(code), words.strip()[-OUTPUT_TAIL_BYTES:], killed)
 
     def _describe_exit(self, code: int) -> str:
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        exit_description = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if self._kill_reason is not None:
-            return f"{how}, by us: {self._kill_reason}"
+            return f"{exit_description}, by us: {self._kill_reason}"
         if self.crash is not None and self.crash.out_of_memory:
-            return f"{how}: out of memory"
+            return f"{exit_description}: out of memory"
         if code == -signal.SIGKILL:
-            return f"{how} from outside, as by the kernel when memory runs out"
-        return how
+            return f"{exit_description} from outside, as by the kernel when memory runs out"
+        return exit_description

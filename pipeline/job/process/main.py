@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 REPORT_US = 500_000
 
 
-class Engine(Protocol):
+class EngineProtocol(Protocol):
     """Interface of the engine: `pipeline.engine.engine.Engine`, or a test's fake."""
 
     resolved: dict[str, str | int]
@@ -47,7 +47,7 @@ class Engine(Protocol):
 
 
 def serve(
-    engine: Engine,
+    engine: EngineProtocol,
     inbox: "queue.SimpleQueue[Add]",
     send: Callable[[FromEngine], None],
     meter: EnergyMeter | None = None,
@@ -76,7 +76,7 @@ def serve(
             idle_us = 0
             last_us = now
         if watch is not None:
-            completions = watch.take(completions)
+            completions = watch.add_finished(completions)
             if watch.has_work:
                 completions += watch.advance()
                 now = now_us()
@@ -162,8 +162,8 @@ def main(fd: int) -> None:
             sys.exit(EnvironmentFailed.exit_code)
         connection.send(StartFailed("", traceback.format_exc()))
         sys.exit(70)
-    meter = EnergyMeter.of(engine.resolved)
-    energy_source = {} if meter is None else {"energy": meter.told}
+    meter = EnergyMeter.from_resolved(engine.resolved)
+    energy_source = {} if meter is None else {"energy": meter.source}
     connection.send(Ready(now_us(), engine.resolved | energy_source))
     inbox: queue.SimpleQueue[Add] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True, name="inbox").start()

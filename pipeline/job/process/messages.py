@@ -35,7 +35,7 @@ class Loading:
     about to be read."""
 
     now_us: int
-    what: str
+    activity: str
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import EnvironmentFailed, PipelineError, error_named
-from pipeline.job.process.child import Child, Ended, Launch
+from pipeline.job.process.child import Child, ChildSpec, Ended
 from pipeline.job.process.messages import Add, Crashed, Finished, Loading, Ready, StartFailed, Worked
 from pipeline.job.process.open_rows import OpenRows
 from pipeline.job.process.timeline import Timeline
@@ -51,12 +51,12 @@ class Supervisor:
     overlap in the engine."""
 
     def __init__(
-        self, launch: Launch, birth_us: int | None = None, log: RotatedLog | None = None, log_place: str = ""
+        self, launch: ChildSpec, birth_us: int | None = None, log: RotatedLog | None = None, log_path: str = ""
     ) -> None:
         """`log`: receives the output of the engine's processes and how they end; messages refer to it as
         `log_place`."""
         self._launch, self._log = launch, log
-        self._see_log = f"\nIts output is in {log_place}" if log_place else ""
+        self._see_log = f"\nIts output is in {log_path}" if log_path else ""
         self._lock = threading.Lock()  # guards everything below except `_child`'s process
         self._rows = OpenRows(self._note, self._see_log)
         self._failure: PipelineError | None = None
@@ -208,7 +208,7 @@ class Supervisor:
     def _receive(self, child: Child, message: object) -> None:
         with self._lock:
             match message:
-                case Loading(now_us=now, what=what):
+                case Loading(now_us=now, activity=what):
                     self._timeline.enter("load", now)
                     if what != self.loading:
                         self._note(f"loading: {what}")

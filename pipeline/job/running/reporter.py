@@ -88,7 +88,7 @@ class RunReporter:
         self._warning = text
         self.note(text, "warning")
 
-    def say(self, phase: str) -> None:
+    def begin_phase(self, phase: str) -> None:
         """Begin a phase, or end the run: show and write the status at once."""
         if phase != self.phase:
             self.note(phase)
@@ -111,7 +111,7 @@ class RunReporter:
             return self._show(status)
         self._wrote_at = now
         self._log.save()
-        self.say(phase)
+        self.begin_phase(phase)
 
     def _measure(self, status: Status) -> None:
         """Record progress, and update the snapshot for Prometheus."""
@@ -157,7 +157,7 @@ class RunReporter:
         name, digest, rows = plan.job.config.name, plan.fingerprint.digest, plan.num_rows
         self.report = make_report(self._telemetry, name, digest, runs, held, rows, finished, self._estimate)
         self._report_missed()
-        self.say(log.outcome)
+        self.begin_phase(log.outcome)
         close_telemetry(self._telemetry, self._show, self.status() if finished else None)
         self._driver_log.close()
         self.logs.close()

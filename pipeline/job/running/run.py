@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.config import JobConfig
 from pipeline.config.identity import free_of
-from pipeline.data.output.inventory import what_is_wrong
+from pipeline.data.output.inventory import output_problem
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, DoneUnits, PartStore
 from pipeline.errors import (
@@ -30,7 +30,7 @@ from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.output.success import check_none_appended, read_success, verify, write_empty_part, write_success
 from pipeline.job.planning.actor_specs import flow_spec, provenance, resolve_device
 from pipeline.job.planning.fingerprint import claim, file_digests, record_numerics, with_limits_of
-from pipeline.job.planning.plan import JobPlan, make_plan, what_is_left
+from pipeline.job.planning.plan import JobPlan, make_plan, remaining_windows
 from pipeline.job.running.limits import RunLimits
 from pipeline.job.running.reporter import RunReporter, Show, close_telemetry, harmless
 from pipeline.job.running.sample import forget_samples_of_another_job, sample_tasks
@@ -90,12 +90,12 @@ def run_job(
         try:
             started_ns, retries, logs = time.monotonic_ns(), RetryCounts(), logs or LogOptions()
             plan, store = _plan(config, accept_numerics, retry_failed, append, show, retries)
-            left = _Left.of(plan, store, retry_failed)
+            left = _Left.from_plan(plan, store, retry_failed)
             if sample is not None and left.tasks:
                 left = replace(left, tasks=sample_tasks(left.tasks, sample))
             earlier = load_runs(store)
             if not left.tasks and SUCCESS in store.folder.names(""):
-                wrong = what_is_wrong(store)
+                wrong = output_problem(store)
                 if wrong is None:
                     return _already_complete(plan, store, left.existing, earlier, show)
                 show(Status(phase=f"planning: counting all parts again: {wrong}"))
@@ -157,10 +157,10 @@ def _plan(
     """Plan the job and claim its output."""
     show(Status(phase="planning"))
 
-    def say(what: str) -> None:
-        show(Status(phase=f"planning: {what}"))
+    def log(activity: str) -> None:
+        show(Status(phase=f"planning: {activity}"))
 
-    plan = make_plan(config, resolve_device(config), say=say, retries=retries, append=append)
+    plan = make_plan(config, resolve_device(config), log=log, retries=retries, append=append)
     store = PartStore(config.output.path, storage_for(config.output.path, config.storage), retries)
     forget_samples_of_another_job(store, plan.fingerprint)
     if retry_failed:
@@ -171,7 +171,7 @@ def _plan(
     store.name_data_files()
     if plan.batches.new is not None:
         rows = plan.batches.num_rows(plan.source)
-        say(f"{len(plan.batches.new):,} new files with {rows:,} rows appended")
+        log(f"{len(plan.batches.new):,} new files with {rows:,} rows appended")
         plan.batches.record(store, rows, versions(), wall_time())
     return replace(plan, fingerprint=claimed), store
 
@@ -187,11 +187,11 @@ class _Left:
     has_failed: bool = False
 
     @classmethod
-    def of(cls, plan: JobPlan, store: PartStore, retry_failed: bool) -> "_Left":
+    def from_plan(cls, plan: JobPlan, store: PartStore, retry_failed: bool) -> "_Left":
         existing = store.list(plan.fingerprint.short)
         if not retry_failed:
-            return cls(tuple(what_is_left(plan, existing)), existing)
-        if plan.retried_limits and what_is_left(plan, existing):
+            return cls(tuple(remaining_windows(plan, existing)), existing)
+        if plan.retried_limits and remaining_windows(plan, existing):
             raise FingerprintError(
                 f"output.path {store.path}: not all rows are computed yet, and the rest must use the limits of the "
                 f"first run. Finish the job without the change of {', '.join(plan.retried_limits)}; then use "
@@ -204,7 +204,7 @@ class _Left:
                 failed.append(name)
             else:
                 whole += totals
-        return cls(tuple(what_is_left(plan, existing, failed)), existing, whole, bool(failed))
+        return cls(tuple(remaining_windows(plan, existing, failed)), existing, whole, bool(failed))
 
     def totals(self, store: PartStore, log: RunLog, earlier: list[RunRecord], plan: JobPlan) -> OutputTotals:
         if self.whole is not None:
@@ -243,7 +243,7 @@ def _recorded(log: RunLog, reporter: RunReporter, stop: StopSignals, outcome: Ou
     """Record how the block ends, in record, report and status. They show `outcome` only if the block completes."""
     try:
         log.save()
-        reporter.say("starting")
+        reporter.begin_phase("starting")
         yield
         log.outcome = outcome
     except TooManyRowErrors:
@@ -269,13 +269,13 @@ def _recorded(log: RunLog, reporter: RunReporter, stop: StopSignals, outcome: Ou
 
 def _publish(plan: JobPlan, store: PartStore, log: RunLog, totals: OutputTotals, reporter: RunReporter) -> None:
     """Count every row of the output, and publish it as complete: `_SUCCESS` first, then everything else."""
-    reporter.say("verifying")
+    reporter.begin_phase("verifying")
     check_none_appended(plan, store)
     started = time.monotonic_ns()
     counted = verify(plan, store, reporter.counted)
     totals.check_error_rate(counted)
     log.driver_us["verify"] = (time.monotonic_ns() - started) // 1000
-    reporter.say("publishing")
+    reporter.begin_phase("publishing")
     try:
         write_success(plan, store, counted)
     except Interrupted:
@@ -288,4 +288,4 @@ def _publish(plan: JobPlan, store: PartStore, log: RunLog, totals: OutputTotals,
 
 
 def _interrupted(stop: StopSignals, phase: str) -> Interrupted:
-    return Interrupted(f"Stopped by {stop.why} while {phase}.")
+    return Interrupted(f"Stopped by {stop.reason} while {phase}.")

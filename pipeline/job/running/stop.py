@@ -41,7 +41,7 @@ class StopSignals:
         self._timer: threading.Timer | None = None
         self._terminated_s = -math.inf  # time of the last SIGTERM
         self.count = 0  # number of stop requests
-        self.why = "a signal"  # reason of the first request
+        self.reason = "a signal"  # reason of the first request
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
@@ -68,10 +68,10 @@ class StopSignals:
         finally:
             self._draining = False
 
-    def ask(self, why: str) -> None:
+    def request(self, reason: str) -> None:
         """Request a drain from any thread, as a signal does."""
         if not self.count:
-            self.why = why
+            self.reason = reason
         self.count += 1
 
     def _heard(self, number: int, frame: object) -> None:
@@ -79,16 +79,16 @@ class StopSignals:
             last, self._terminated_s = self._terminated_s, time.monotonic()
             if self._terminated_s < last + ONE_STOP_S:
                 return
-        self.ask(signal.Signals(number).name)
+        self.request(signal.Signals(number).name)
         if self._draining and self.count < 2:
             return
         if self._timer is not None:
-            _leave_now(self.why)  # second request during the first one
-        self._timer = threading.Timer(self._grace_s, _leave_now, (self.why,))
+            _leave_now(self.reason)  # second request during the first one
+        self._timer = threading.Timer(self._grace_s, _leave_now, (self.reason,))
         self._timer.daemon = True
         self._timer.start()
         if not self._draining:
-            raise Stopped(self.why)
+            raise Stopped(self.reason)
 
 
 def _leave_now(reason: str) -> NoReturn:

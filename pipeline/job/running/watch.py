@@ -42,7 +42,7 @@ class Watch:
         """Compute the remaining units. Returns when each has its part."""
         flow = self._flow(spec)
         with self.stop.draining():
-            self.reporter.say("loading the model")
+            self.reporter.begin_phase("loading the model")
             notice = self._spot_notice()
             try:
                 self._consume(flow)
@@ -66,7 +66,7 @@ class Watch:
             return InProcessDataflow(spec, self.log.began_us)
         from pipeline.job.dataflow.graph import Dataflow
 
-        self.reporter.say("starting Ray")
+        self.reporter.begin_phase("starting Ray")
         started = time.monotonic_ns()
         flow = Dataflow(spec, self.log.began_us)
         self.log.driver_us["ray_start"] = (time.monotonic_ns() - started) // 1000
@@ -77,7 +77,7 @@ class Watch:
         if cloud == "off":
             return None
         reason = "a spot notice: the cloud is about to reclaim this machine"
-        return SpotNotice(cloud, lambda: self.stop.ask(reason), self.reporter.warn)
+        return SpotNotice(cloud, lambda: self.stop.request(reason), self.reporter.warn)
 
     def _consume(self, flow: "Dataflow | InProcessDataflow") -> None:
         next_look, began = 0.0, None
@@ -153,10 +153,10 @@ class Watch:
 
         A second signal ends it at once. Always raises: Interrupted, or EndOfUnits if all units finished.
         """
-        self.reporter.note(f"draining: {self.stop.why}")
+        self.reporter.note(f"draining: {self.stop.reason}")
         self._wind_down(flow, self.settings.drain_timeout)
         written = self.totals.now().rows
-        raise Interrupted(f"Stopped by {self.stop.why} with {written} of {self.num_rows} rows written.")
+        raise Interrupted(f"Stopped by {self.stop.reason} with {written} of {self.num_rows} rows written.")
 
     def _wind_down(self, flow: "Dataflow | InProcessDataflow", finish_s: float) -> None:
         """Accept no more units; after finish_s stop midway through open ones. A signal ends it at once."""

@@ -36,8 +36,8 @@ class Progress:
             self._seen, self._moved, self.moved_at = (seen, steps, loading), now, time.time()
         for actor in actors:
             number = actor.record.actor
-            if self._reports.get(number, (-1, now))[0] != actor.told:
-                self._reports[number] = actor.told, now
+            if self._reports.get(number, (-1, now))[0] != actor.report_number:
+                self._reports[number] = actor.report_number, now
 
     @property
     def still_s(self) -> float:

@@ -22,8 +22,8 @@ from pipeline.kernels.memory import on_device
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, checked_group, plan_key
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
 from pipeline.kernels.triton.attention.staging import StagedStep
-from pipeline.kernels.triton.launch import Target
-from pipeline.kernels.triton.linear.dispatch import DenseLinear, Scratch, TwoPathLinear
+from pipeline.kernels.triton.launch import CompileTarget
+from pipeline.kernels.triton.linear.dispatch import Scratch, TorchLinear, TwoPathLinear
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
 from pipeline.kernels.triton.linear.int4 import serves
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
@@ -33,12 +33,12 @@ _NO_WINDOW = 1 << 30
 queries see, which may round differently; with a window there is a single loop."""
 
 
-class FixedLinear(DenseLinear):
+class FixedLinear(TorchLinear):
     """Linear y = x @ weight.T + bias, the weight in x's type."""
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype, device: torch.device):
         super().__init__(weight_NK.contiguous(), bias_N, dtype, device)
-        self.target = Target.from_device(device)
+        self.target = CompileTarget.from_device(device)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         return fixed_product(x_MK, self.weight_NK, self.bias_N, self.target)
@@ -55,7 +55,7 @@ class WidenedInt4Linear(TwoPathLinear):
 
 
 def fixed_product(
-    x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, target: Target
+    x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, target: CompileTarget
 ) -> torch.Tensor:
     """Return x @ weight.T + bias in x's type."""
     out_MN = x_MK.new_empty(len(x_MK), len(weight_NK))

@@ -30,7 +30,7 @@ _TYPES = {
 }
 
 
-def compile_ahead(steps: Callable[[], None], say: Callable[[str], None], num_threads: int) -> None:
+def compile_ahead(steps: Callable[[], None], log: Callable[[str], None], num_threads: int) -> None:
     """Implement `contract.Kernels.compile_ahead`. Reports a kernel that fails to compile; steps that need it raise."""
     launches = DistinctLaunches()
     with recording(launches.add):
@@ -38,10 +38,10 @@ def compile_ahead(steps: Callable[[], None], say: Callable[[str], None], num_thr
     failed = compile_launches(
         launches.of_variant.values(),
         num_threads,
-        lambda done, total: say(f"compiling GPU kernels, {done} of {total}"),
+        lambda done, total: log(f"compiling GPU kernels, {done} of {total}"),
     )
     for kernel, error in failed.items():
-        say(f"GPU kernel {kernel} failed to compile; steps that need it will fail: {error}")
+        log(f"GPU kernel {kernel} failed to compile; steps that need it will fail: {error}")
 
 
 class DistinctLaunches:
@@ -71,7 +71,7 @@ class DistinctLaunches:
 
 
 def compile_launches(
-    launches: Iterable[Launch], num_threads: int, say: Callable[[int, int], None]
+    launches: Iterable[Launch], num_threads: int, log: Callable[[int, int], None]
 ) -> dict[str, BaseException]:
     """Compile launches of distinct variants for the current device in parallel, unless Triton's cache has them.
 
@@ -86,7 +86,7 @@ def compile_launches(
             launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
             names |= dict.fromkeys(mode.raw_futures[submitted:], launch.kernel.__name__.lstrip("_"))
         for done, future in enumerate(as_completed(mode.raw_futures), start=1):
-            say(done, len(mode.raw_futures))
+            log(done, len(mode.raw_futures))
             if (error := future.exception()) is not None:
                 failed[names[future]] = error
     return failed

@@ -14,7 +14,7 @@ _KIB = 1024
 
 
 @dataclass(frozen=True)
-class Target:
+class CompileTarget:
     """Properties of a device that tile sizes and grids depend on."""
 
     capability: tuple[int, int]
@@ -22,7 +22,7 @@ class Target:
     max_shared_bytes: int  # per block
 
     @classmethod
-    def from_device(cls, device: torch.device) -> "Target":
+    def from_device(cls, device: torch.device) -> "CompileTarget":
         """Return the target of `device`; for a CPU, where kernels run in Triton's interpreter, that of a small GPU."""
         if device.type != "cuda":
             return cls((8, 0), 4, shared_bytes_of((8, 0)))
@@ -46,8 +46,8 @@ def shared_bytes_of(capability: tuple[int, int]) -> int:
     return {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(capability, 99) * _KIB
 
 
-A100 = Target((8, 0), 108, shared_bytes_of((8, 0)))
-H100 = Target((9, 0), 132, shared_bytes_of((9, 0)))
+A100 = CompileTarget((8, 0), 108, shared_bytes_of((8, 0)))
+H100 = CompileTarget((9, 0), 132, shared_bytes_of((9, 0)))
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Histogram:
     counts: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, values: Iterable[int]) -> "Histogram":
+    def from_values(cls, values: Iterable[int]) -> "Histogram":
         counts: dict[int, int] = {}
         for value in values:
             bucket = _bucket(max(0, value))
@@ -128,11 +128,11 @@ def latency_of(rows: Iterable[Timing]) -> Latency:
     """Return the latencies of rows, without rows that have no first token."""
     timed = [row for row in rows if row.first_token_us]
     return Latency(
-        Histogram.of(row.first_token_us - row.queued_us for row in timed),
-        Histogram.of(
+        Histogram.from_values(row.first_token_us - row.queued_us for row in timed),
+        Histogram.from_values(
             (row.last_token_us - row.first_token_us) // (row.num_tokens - 1) for row in timed if row.num_tokens > 1
         ),
-        Histogram.of(row.last_token_us - row.queued_us for row in timed),
+        Histogram.from_values(row.last_token_us - row.queued_us for row in timed),
     )
 
 

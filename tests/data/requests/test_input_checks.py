@@ -62,7 +62,7 @@ def test_texts_to_embed_bring_their_encoding(tmp_path):
     found = source.requests
     assert source.schema.equals(request_schema("embedding"))
     assert found == input_checks.Requests("embedding", "m", ("user",), dimensions=4)
-    assert (found.place, found.url) == (str(tmp_path / "a.jsonl:1"), "/v1/embeddings")
+    assert (found.first_line, found.url) == (str(tmp_path / "a.jsonl:1"), "/v1/embeddings")
     rows = read_window(source, cut_windows(source, 9, 1 << 20)[0], ["input", "encoding_format"]).to_pydict()
     assert (rows["input"], rows["encoding_format"]) == (["Once", "Once", "Twice"], [None, "base64", None])
 

@@ -108,7 +108,7 @@ def random_text(
         allowed = [token for token in allowed if token not in ends]
         near = [token for token in allowed if token in closing] if rng.random() < 0.3 + number / 200 else []
         tokens.append(rng.choice(near or allowed))
-        if matcher.take(tokens[-1]):
+        if matcher.advance(tokens[-1]):
             return tokenizer.decode(tokens)
     return None
 

@@ -56,7 +56,7 @@ def test_a_mask_is_what_brute_force_finds(name: str, tokenizer, compiler: Gramma
     for tokens in states:
         matcher = compiler.matcher(wanted)
         text = "".join(spelled[token] for token in tokens)
-        ended = [matcher.take(token) for token in tokens]
+        ended = [matcher.advance(token) for token in tokens]
         goes_on = {word[len(text)] for word in words if word.startswith(text) and word != text}
         assert not any(ended[:-1])
         assert (ended or [False])[-1] == (not goes_on)

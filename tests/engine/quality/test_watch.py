@@ -77,7 +77,7 @@ def served_with(
         watch.expect(request)
     done: dict[Any, Completion] = {}
     while engine.has_unfinished or watch.has_work:
-        completions = watch.take(engine.step() if engine.has_unfinished else []) + watch.advance()
+        completions = watch.add_finished(engine.step() if engine.has_unfinished else []) + watch.advance()
         assert done or not completions or not is_waiting or engine.scheduler.waiting
         for completion in completions:
             assert completion.row_id not in done
@@ -240,11 +240,11 @@ def test_logits_that_are_no_numbers_and_rows_that_fail_are_not_compared() -> Non
     engine = hash_engine(20, bad_token=7)
     watch = QualityWatch(engine, hash_engine(20))
     watch.expect(row)
-    assert watch.take([error]) == [error]
+    assert watch.add_finished([error]) == [error]
     watch.expect(row)
-    found = watch.take([Completion(0, [3, 7, 9], "", "length", 2)])
+    found = watch.add_finished([Completion(0, [3, 7, 9], "", "length", 2)])
     while watch.has_work:
-        found += watch.take(engine.step()) + watch.advance()
+        found += watch.add_finished(engine.step()) + watch.advance()
     assert [c.quality for c in found] == [RowQuality(reason="not_finite")]
 
 

@@ -288,8 +288,8 @@ def test_what_the_rows_were_like():
     assert sum(b.cached_tokens for b in stats.lengths.values()) == 1 + 2 + 3
     assert sum(b.generated_tokens for b in stats.lengths.values()) == 2 * 3
     assert stats.latency.first_token_us.counts == {10: 3}
-    assert stats.latency.per_token_us == Histogram.of([20, 40, 60])
-    assert stats.latency.row_us == Histogram.of([30, 50, 70])
+    assert stats.latency.per_token_us == Histogram.from_values([20, 40, 60])
+    assert stats.latency.row_us == Histogram.from_values([30, 50, 70])
     assert [e.row for e in stats.errors["null_prompt"]] == [4, 5, 6]
     assert [len(e.message) for e in stats.errors["non_finite_logits"]] == [MAX_MESSAGE]
 

@@ -26,7 +26,7 @@ from pipeline.job.dataflow.graph import Windows, _connect, block_of, units_of
 from pipeline.job.dataflow.reading import read_units
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.actor_specs import flow_spec
-from pipeline.job.planning.plan import make_plan, what_is_left
+from pipeline.job.planning.plan import make_plan, remaining_windows
 from pipeline.job.running.run import run_job
 from pipeline.machine.host import available_cores
 from tests.job.conftest import FAKES
@@ -73,7 +73,7 @@ def test_windows_units_and_actors_give_each_row_once(job, local_ray):
 def test_every_unit_that_is_left_is_a_row_and_a_block_of_its_own(job, local_ray):
     job.rows(TEXTS)
     plan = make_plan(job.config(), "cpu")
-    first, *others = what_is_left(plan, DoneUnits())
+    first, *others = remaining_windows(plan, DoneUnits())
     half_done = WindowTask(first.window, frozenset({1}), 3)
     units = units_of(flow_spec(plan, (half_done, *others), FAKES, "0001-run"))
     blocks = [ray.get(ref) for bundle in units.iter_internal_ref_bundles() for ref in bundle.block_refs]
@@ -87,7 +87,7 @@ def test_every_unit_that_is_left_is_a_row_and_a_block_of_its_own(job, local_ray)
 def test_a_read_task_carries_its_windows_files_alone(job, local_ray):
     job.rows([f"text {i}" for i in range(1000)], per_file=10)  # 100 files, two a window
     plan = make_plan(job.config(), "cpu")
-    left = what_is_left(plan, DoneUnits())
+    left = remaining_windows(plan, DoneUnits())
     tasks = Windows(flow_spec(plan, tuple(left), FAKES, "0001-run")).get_read_tasks(1)
     assert len(tasks) == 50
     sizes = set()
@@ -104,7 +104,7 @@ def test_a_read_task_carries_its_windows_files_alone(job, local_ray):
 def test_what_ray_keeps_in_the_driver_does_not_grow_with_the_units(job, local_ray):
     job.rows([f"text {i}" for i in range(300)])
     plan = make_plan(job.config(output={"rows_per_file": 1}), "cpu")
-    units = units_of(flow_spec(plan, tuple(what_is_left(plan, DoneUnits())), FAKES, "0001-run"))
+    units = units_of(flow_spec(plan, tuple(remaining_windows(plan, DoneUnits())), FAKES, "0001-run"))
     seen, kept = 0, []
     for batch in units.iter_batches(batch_size=None, prefetch_batches=0, batch_format="pyarrow"):
         seen += batch.num_rows
@@ -119,7 +119,7 @@ def test_a_local_ray_has_cores_for_the_readers_and_a_cluster_room_for_few(job, m
     monkeypatch.setattr("pipeline.job.dataflow.graph.connect", lambda address, cores_: cores.append(cores_))
     job.rows([f"text {i}" for i in range(1000)], per_file=10)
     plan = make_plan(job.config(run={"actors": 40, "cpus_per_actor": 1}), "cpu")
-    spec = flow_spec(plan, tuple(what_is_left(plan, DoneUnits())), FAKES, "0001-run")
+    spec = flow_spec(plan, tuple(remaining_windows(plan, DoneUnits())), FAKES, "0001-run")
     _connect(spec)
     assert cores == [max(available_cores(), 40 + 5 + 1)]
     nodes = [{"Alive": True, "Resources": {"CPU": 16.0}}, {"Alive": True, "Resources": {}}, {"Alive": False}]

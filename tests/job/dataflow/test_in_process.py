@@ -14,7 +14,7 @@ from pipeline.job.dataflow import in_process
 from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.dataflow.spec import EndOfUnits
 from pipeline.job.planning.actor_specs import flow_spec
-from pipeline.job.planning.plan import make_plan, what_is_left
+from pipeline.job.planning.plan import make_plan, remaining_windows
 from pipeline.machine.host import now_us
 from tests.job.conftest import FAKES, TEXTS, run
 
@@ -22,7 +22,7 @@ from tests.job.conftest import FAKES, TEXTS, run
 def spec_of(job, rows_per_file=8, **run):
     config = job.config(run={"window_rows": 1000, **run}, output={"rows_per_file": rows_per_file})
     plan = make_plan(config, "cpu")
-    return flow_spec(plan, tuple(what_is_left(plan, DoneUnits())), FAKES, "0001-run")
+    return flow_spec(plan, tuple(remaining_windows(plan, DoneUnits())), FAKES, "0001-run")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pipeline.cli.main import cli
 from pipeline.data.output.inventory import Inventory
 from pipeline.data.output.parts import PartName, PartStore
 from pipeline.errors import OutputError
-from pipeline.job.output.audit import MAX_SHOWN, Audit, _Rows, audit
+from pipeline.job.output.audit import MAX_SHOWN, Audit, _RowChecker, audit
 from tests.faults.store import FaultyStore
 from tests.job.conftest import TEXTS, run, success
 
@@ -52,7 +52,7 @@ def with_column(table: pa.Table, name: str, values: list) -> pa.Table:
 
 def keep_success(job) -> None:
     """Let _SUCCESS know the sizes as they are now, so that only what is inside is wrong."""
-    there = Inventory.of(PartStore(str(job.output)))
+    there = Inventory.from_store(PartStore(str(job.output)))
     counts = {**success(job), "parts_bytes": there.parts_bytes, "parts_digest": there.parts_digest}
     (job.output / "_SUCCESS").write_text(json.dumps(counts))
 
@@ -177,7 +177,7 @@ def places(*rows: tuple[str, int]) -> pa.Table:
 )
 def test_rows_follow_each_other(windows, told):
     found: list[str] = []
-    rows = _Rows(found.append, {})
+    rows = _RowChecker(found.append, {})
     for window, some in enumerate(windows):
         rows.add(window, None if some is None else places(*some), True)
     rows.end()
@@ -213,12 +213,12 @@ def test_an_output_in_a_store(finished):
 def test_a_part_that_was_cut_otherwise_is_named(finished):
     name = PartName.parse(finished.parts()[0].name)
     assert name is not None
-    odd = PartName(name.fingerprint8, name.window, name.unit, name.of + 1, name.rows)
+    odd = PartName(name.fingerprint8, name.window, name.unit, name.num_units + 1, name.rows)
     shutil.copy(finished.parts()[0], finished.output / str(odd))
     assert any(
         f"other parts name {of} units for this window" in found
         for found in verify(finished, deep=False).problems
-        for of in (name.of, odd.of)
+        for of in (name.num_units, odd.num_units)
     )
 
 

@@ -44,7 +44,7 @@ def texts_by_id(job) -> dict[int, str]:
 
 
 def sound(job) -> bool:
-    found = audit(PartStore(str(job.output)), deep=True, say=lambda what: None)
+    found = audit(PartStore(str(job.output)), deep=True, log=lambda what: None)
     assert found.sound, found.to_text()
     return True
 
@@ -91,7 +91,7 @@ def test_batches_follow_each_other_and_plain_runs_go_on(begun):
     assert success(begun)["completed_rows"] == 69
     assert sound(begun)
     run(begun, append=True)
-    assert len(Batches.of(PartStore(str(begun.output))).appended) == 2, "nothing was new"
+    assert len(Batches.load(PartStore(str(begun.output))).appended) == 2, "nothing was new"
 
 
 def test_an_unfinished_job_gets_its_own_rows_and_the_new_ones(job):
@@ -259,7 +259,7 @@ def test_a_run_whose_output_was_appended_to_meanwhile_does_not_say_that_it_is_co
 
 
 def test_a_success_that_comes_after_the_record_of_a_batch_is_taken_back(job, monkeypatch):
-    of = success_module.Inventory.of
+    of = success_module.Inventory.from_store
 
     def record_first(store):
         place = store.folder

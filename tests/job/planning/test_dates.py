@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 
-from pipeline.checkpoints.chat_template import folder_asks_for_date
+from pipeline.checkpoints.chat_template import folder_reads_date
 from pipeline.errors import FingerprintError
 from pipeline.job.actor.worker import Backend
 from pipeline.job.planning.plan import make_plan
@@ -113,7 +113,7 @@ def test_jobs_without_a_date_in_their_prompts_stay_the_jobs_they_were(job):
 
 
 def test_where_a_template_may_stand(tmp_path):
-    assert not folder_asks_for_date(tmp_path)
+    assert not folder_reads_date(tmp_path)
     escaped = "\\u0073trftime_now('%Y')"
     for name, text, asks in (
         ("tokenizer_config.json", json.dumps({"chat_template": DATED}), True),
@@ -127,7 +127,7 @@ def test_where_a_template_may_stand(tmp_path):
         ("README.md", DATED, False),
     ):
         (tmp_path / name).write_text(text)
-        assert folder_asks_for_date(tmp_path) == asks, (name, text)
+        assert folder_reads_date(tmp_path) == asks, (name, text)
         (tmp_path / name).unlink()
 
 

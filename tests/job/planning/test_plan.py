@@ -11,7 +11,7 @@ from pipeline.errors import OutputError
 from pipeline.job.dataflow.reading import check_units
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.fingerprint import difference, shown
-from pipeline.job.planning.plan import make_plan, what_is_left
+from pipeline.job.planning.plan import make_plan, remaining_windows
 from pipeline.job.telemetry.run_log import RunLog, load_runs
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.stores.retries import RetryCounts
@@ -63,7 +63,7 @@ def test_what_is_left_of_each_window(job):
     progress = DoneUnits()
     for window, unit, of in ((0, 0, 2), (0, 1, 2), (1, 2, 3)):
         progress.add(PartName(plan.fingerprint.short, window, unit, of, 5))
-    left = what_is_left(plan, progress)
+    left = remaining_windows(plan, progress)
     assert [(task.window.index, task.done, task.units_of) for task in left] == [
         (1, frozenset({2}), 3),
         (2, frozenset(), None),

@@ -26,7 +26,7 @@ def planned(job):
 
     def plan(**sampling):
         told = []
-        found = make_plan(job.config(sampling=sampling), "cpu", say=told.append)
+        found = make_plan(job.config(sampling=sampling), "cpu", log=told.append)
         return found.job.params, found.fingerprint, "".join(told)
 
     return plan

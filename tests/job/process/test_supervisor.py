@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.engine.params import EngineConfig, Request, SamplingParams
 from pipeline.errors import EnvironmentFailed
-from pipeline.job.process.child import Ended, Launch
+from pipeline.job.process.child import ChildSpec, Ended
 from pipeline.job.process.messages import Ready, Start
 from pipeline.job.process.supervisor import Supervisor, computed
 from pipeline.report.record.row_stats import Computed
@@ -29,7 +29,7 @@ def start(tmp_path):
     def start(step_timeout_s: float = 60.0, load_timeout_s: float = 60.0, **fake) -> Supervisor:
         (tmp_path / "config.json").write_text(json.dumps({"fake": fake}))
         config = EngineConfig(model=str(tmp_path))
-        launch = Launch("tests.job.fake_engine:FakeEngine", config, step_timeout_s, load_timeout_s)
+        launch = ChildSpec("tests.job.fake_engine:FakeEngine", config, step_timeout_s, load_timeout_s)
         started.append(Supervisor(launch))
         return started[-1]
 

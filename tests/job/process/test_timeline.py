@@ -227,8 +227,8 @@ def test_of_two_states_of_an_actor_the_later_one_counts_whichever_arrives_last(c
     """Two of its threads tell at once, each of the unit that it has just written."""
     ledger = begun(1)
     ledger.register(b"")
-    ledger.report(ActorState(ActorRecord(0, units=18), told=6))
-    ledger.report(ActorState(ActorRecord(0, units=17), told=5))
+    ledger.report(ActorState(ActorRecord(0, units=18), report_number=6))
+    ledger.report(ActorState(ActorRecord(0, units=17), report_number=5))
     assert ledger.states()[0].record.units == 18
 
 
@@ -238,7 +238,7 @@ def test_an_actor_whose_machine_is_drained_leaves_and_is_not_paid_for_after_that
 
     def word(told, open_units):
         record = ActorRecord(number, {**no_phases(), "decode": clock[0]}, units_in_progress=open_units)
-        return ledger.report(ActorState(record, told=told))
+        return ledger.report(ActorState(record, report_number=told))
 
     assert word(1, 2) == Order.GO_ON
     ledger.drain({"node-a"})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipeline.data.output.parts import PartStore
 from pipeline.job.actor.tokenize import row_seed
-from pipeline.job.output.convert import convert, errors_beside
+from pipeline.job.output.convert import convert, default_errors_path
 from tests.job.fake_engine import answer
 
 CHAT, TEXT, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -33,7 +33,7 @@ def tokens_of(i: int, most: int = 6, seed: int | None = None) -> list[int]:
 
 def converted(job, name: str = "answers.jsonl") -> tuple[list[dict], list[dict]]:
     place = str(job.folder / name)
-    convert(PartStore(str(job.output)), place, errors_beside(place), {})
-    there = [Path(p) for p in (place, errors_beside(place))]
+    convert(PartStore(str(job.output)), place, default_errors_path(place), {})
+    there = [Path(p) for p in (place, default_errors_path(place))]
     good, bad = ([json.loads(line) for line in p.read_text().splitlines()] if p.exists() else [] for p in there)
     return good, bad

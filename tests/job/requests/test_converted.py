@@ -13,7 +13,7 @@ from pipeline.engine.samples import sample_seed
 from pipeline.engine.tasks import Embed, VectorResult
 from pipeline.errors import InputError, OutputError
 from pipeline.job.actor.tokenize import row_seed
-from pipeline.job.output.convert import convert, errors_beside
+from pipeline.job.output.convert import convert, default_errors_path
 from tests.faults.store import FaultyStore
 from tests.job.conftest import Job, run
 from tests.job.fake_engine import answer, result_of, text_of
@@ -226,17 +226,17 @@ def test_files_in_a_store_are_created_and_never_replaced(batch):
     with FaultyStore() as store:
         bucket, place = store.bucket, store.bucket.url("deep/answers.jsonl")
         for _ in range(2):
-            done = convert(parts, place, errors_beside(place), dict(bucket.storage))
+            done = convert(parts, place, default_errors_path(place), dict(bucket.storage))
             assert (done.completed_rows, done.error_rows) == (37, 3)
         for name in bucket.tags("deep/"):
             assert bucket.get(f"deep/{name}") == (batch.folder / name).read_bytes()
         assert len(bucket.tags()) == 2
         bucket.put("deep/answers.jsonl", b"mine")
         with pytest.raises(OutputError, match="already exists"):
-            convert(parts, place, errors_beside(place), dict(bucket.storage))
+            convert(parts, place, default_errors_path(place), dict(bucket.storage))
         assert bucket.get("deep/answers.jsonl") == b"mine"
 
 
 def test_names_beside():
-    assert errors_beside("s3://b.c/answers.jsonl") == "s3://b.c/answers.errors.jsonl"
-    assert errors_beside("a.b/answers") == "a.b/answers.errors"
+    assert default_errors_path("s3://b.c/answers.jsonl") == "s3://b.c/answers.errors.jsonl"
+    assert default_errors_path("a.b/answers") == "a.b/answers.errors"

@@ -94,7 +94,7 @@ def test_lists_and_rows_hold_the_same_and_are_counted_verified_divided_and_compa
     assert "in the output" not in text(reports["lists"])
     assert report_of(stores["rows"]).rows == report.rows
 
-    seen = audit(stores["rows"], deep=True, say=print)
+    seen = audit(stores["rows"], deep=True, log=print)
     assert seen.sound
     assert "30 rows as 88 samples (1 error row)" in seen.to_text()
     groups = divided_by(stores["rows"], report, "sample_index", 5).groups
@@ -200,11 +200,11 @@ def test_a_sample_that_is_lost_or_doubled_is_found(rows, change, says):
     there = store.read_part(name)
     assert PartTotals.of_table(there.table).output_rows == 30
     store.rewrite(name, change(there.table), there.metadata, there.tag)
-    now, counts = Inventory.of(store), success(rows)
+    now, counts = Inventory.from_store(store), success(rows)
     tokens = store.totals().num_generated_tokens
     sizes = {"parts_bytes": now.parts_bytes, "parts_digest": now.parts_digest, "num_generated_tokens": tokens}
     store.folder.replace("_SUCCESS", json.dumps(counts | sizes).encode())
-    found = audit(store, deep=True, say=print)
+    found = audit(store, deep=True, log=print)
     assert len(found.problems) == 1
     assert says in found.problems[0]
 
@@ -218,7 +218,7 @@ def test_a_kept_column_may_not_be_called_as_the_samples_are(rows):
     report, _ = run(rows, output={"samples": "lists"}, **kept)
     assert rows.table()["sample_index"].to_pylist() == [7]
     assert report.rows.output == 1
-    assert audit(PartStore(str(rows.output)), deep=True, say=print).sound
+    assert audit(PartStore(str(rows.output)), deep=True, log=print).sound
 
 
 def test_a_task_without_samples_has_no_form_of_them(rows):

@@ -72,7 +72,7 @@ def test_an_output_of_samples_is_verified_divided_and_gone_on_with(job):
     job.rows(texts)
     report, _ = run(job, sampling=SAMPLING)
     store = PartStore(str(job.output))
-    assert audit(store, deep=True, say=lambda text: None).sound
+    assert audit(store, deep=True, log=lambda text: None).sound
     (all_rows,) = divided_by(store, report, "error", 5).groups
     assert (all_rows.rows, all_rows.completed.generated_tokens) == (24, report.tokens.generated)
     with pytest.raises(ConfigError, match="finish_reason: is list<"):

@@ -302,7 +302,7 @@ def test_units_are_cut_by_prompts_and_completions_alone(of):
 def test_a_plan_expects_no_generated_tokens(of, monkeypatch):
     monkeypatch.setattr("pipeline.tokenization.tokenizer.Tokenizer.from_folder", lambda *given: FakeTokenizer())
     job = of("embed").rows(TEXTS)
-    found = estimate_job(job.config(), sample=50, hardware=("h100",), say=lambda said: None, today=date(2026, 11, 25))
+    found = estimate_job(job.config(), sample=50, hardware=("h100",), log=lambda said: None, today=date(2026, 11, 25))
     assert found.generated.expected == 0
     assert found.cards
     assert "a task that generates nothing" in estimate_text(found)

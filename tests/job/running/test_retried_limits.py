@@ -55,7 +55,7 @@ def test_error_rows_are_computed_under_the_new_limit_and_named(long):
     assert noted(long) == [(3, 80), (22, 80), (45, 80)]
     assert runs(long)[-1]["retry_limits"] == {"engine.max_model_len": 80}
     assert "3 error rows with engine.max_model_len 80 (run 0002)" in text(report)
-    assert audit(store(long), deep=True, say=lambda what: None).sound
+    assert audit(store(long), deep=True, log=lambda what: None).sound
 
 
 def test_the_newest_limit_of_a_row_counts_and_the_jobs_own_needs_no_note(long):
@@ -135,7 +135,7 @@ def test_merged_files_name_their_own_rows(long, tmp_path):
     named = 0
     for file in files:
         table = pq.read_table(file)
-        places = RetriedRows({KEY: pq.read_metadata(file).metadata.get(KEY.encode(), b"[]").decode()}).places
+        places = RetriedRows({KEY: pq.read_metadata(file).metadata.get(KEY.encode(), b"[]").decode()}).row_ids
         assert places <= set(zip(table["source_file"].to_pylist(), table["source_row"].to_pylist()))
         named += len(places)
     assert named == 3
@@ -147,6 +147,6 @@ def test_a_wrong_note_is_found(long, note):
     name, _ = next(part.parts())
     read = part.read_part(name)
     part.rewrite(name, read.table, {**read.metadata, KEY: note}, read.tag)
-    found = audit(part, deep=True, say=lambda what: None)
+    found = audit(part, deep=True, log=lambda what: None)
     assert not found.sound
     assert KEY in str(found.to_json())

@@ -80,7 +80,7 @@ def test_signals_are_counted_while_draining_and_raise_elsewhere():
     with StopSignals() as stop, stop.draining():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
-        assert (stop.count, stop.why) == (2, "SIGTERM")
+        assert (stop.count, stop.reason) == (2, "SIGTERM")
     with StopSignals() as stop, stop.draining():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -32,7 +32,7 @@ STATS = {"num_steps": 4, "prompt_tokens": 90, "cached_tokens": 10, "generated_to
 
 def actor(number=0, told=1, **record):
     given = {"stats": STATS, "phases_us": {**no_phases(), "decode": 3_600_000_000}} | record
-    return ActorState(ActorRecord(number, **given), told=told)
+    return ActorState(ActorRecord(number, **given), report_number=told)
 
 
 def snapshot(**changed):

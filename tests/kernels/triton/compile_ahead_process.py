@@ -23,7 +23,7 @@ from pipeline.engine.startup.build import captured_shapes
 from pipeline.engine.startup.resolve import Resolved, resolve
 from pipeline.kernels.select import keep_gpu_kernels_in
 from pipeline.kernels.triton.kernel_set import triton_kernels
-from pipeline.kernels.triton.launch import H100, Target
+from pipeline.kernels.triton.launch import H100, CompileTarget
 from pipeline.model.config import read_config
 
 META = torch.device("meta")
@@ -45,7 +45,7 @@ def main(model: str, cache: str) -> None:
         )
     )
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[assignment,method-assign]
-    Target.from_device = classmethod(lambda cls, device: H100)  # type: ignore[assignment,method-assign]
+    CompileTarget.from_device = classmethod(lambda cls, device: H100)  # type: ignore[assignment,method-assign]
     kernels = triton_kernels(torch.bfloat16, META)
     loaded.select_kernels = lambda *_: kernels  # type: ignore[assignment]
     loaded.dense_weights_fit = lambda *_: True  # type: ignore[assignment]

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pipeline.kernels.triton.compile_ahead import argument_types
-from pipeline.kernels.triton.launch import A100, H100, Launch, Target, shared_bytes_of
+from pipeline.kernels.triton.launch import A100, H100, CompileTarget, Launch, shared_bytes_of
 from tests.kernels.triton.model_launches import ModelShape, fp8_launches_of, launches_of
 
 MAX_REGISTERS = 255  # of a thread
@@ -71,7 +71,7 @@ class Compiled:
                     found = lines[begins[branch[1]] :]
         return found
 
-    def blocks(self, target: Target) -> int:
+    def blocks(self, target: CompileTarget) -> int:
         """Blocks that a multiprocessor has room for at once (CUDA C++ Programming Guide, compute capabilities)."""
         shared, warps = _MULTIPROCESSOR.get(target.capability[0], _SMALL_MULTIPROCESSOR)
         if target.capability in ((8, 6), (8, 9)):
@@ -80,7 +80,7 @@ class Compiled:
         of_shared = shared * 1024 // (self.shared_bytes + _RESERVED_BYTES)
         return min(65536 // of_warp // self.num_warps, warps // self.num_warps, of_shared, 32)
 
-    def problems(self, target: Target) -> list[str]:
+    def problems(self, target: CompileTarget) -> list[str]:
         """Why this cannot run well on `target`; empty where it can."""
         found = []
         if self.drops_counters:
@@ -94,7 +94,7 @@ class Compiled:
         return found
 
 
-def compile_for(launch: Launch, target: Target) -> Compiled:
+def compile_for(launch: Launch, target: CompileTarget) -> Compiled:
     """Compile for `target`'s capability; takes seconds, or none where Triton's cache on disk has it."""
     assert isinstance(launch.kernel, triton.JITFunction), "interpreted kernels are not compiled: unset TRITON_INTERPRET"
     major, minor = target.capability
@@ -154,9 +154,9 @@ FIXED = "fixed product, few tokens", "fixed product, many tokens", "fixed produc
 CASCADE = "cascade", "decode behind a cascade, 1 queries", "decode behind a cascade, 8 queries"
 TARGETS = {
     "sm_80": A100,
-    "sm_89": Target((8, 9), 58, shared_bytes_of((8, 9))),
+    "sm_89": CompileTarget((8, 9), 58, shared_bytes_of((8, 9))),
     "sm_90": H100,
-    "sm_100": Target((10, 0), 148, shared_bytes_of((10, 0))),
+    "sm_100": CompileTarget((10, 0), 148, shared_bytes_of((10, 0))),
 }
 LLAMA_8B = ModelShape(4096, 14336, 32, 8, 128, 128256)
 GROUPS_OF_5 = ModelShape(5120, 13824, 40, 8, 128, 152064)  # not a power of two: more registers

@@ -13,7 +13,7 @@ from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_l
 from pipeline.kernels.triton.attention.scatter import scatter_launch
 from pipeline.kernels.triton.elementwise import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
-from pipeline.kernels.triton.launch import Launch, Target, power_of_two
+from pipeline.kernels.triton.launch import CompileTarget, Launch, power_of_two
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
 from pipeline.kernels.triton.linear.fp8 import MIN_CAPABILITY, E4m3Weight, fp8_launches
 from pipeline.kernels.triton.linear.int4 import (
@@ -48,7 +48,7 @@ class ModelShape:
 def launches_of(
     shape: ModelShape,
     dtype: torch.dtype,
-    target: Target,
+    target: CompileTarget,
     window: int | None = None,
     num_tokens: int = 512,
     with_fp8_cache: bool = False,
@@ -89,7 +89,7 @@ def launches_of(
 
 
 def _attention(
-    shape: ModelShape, q_TND: torch.Tensor, cache: LayerCache, target: Target, window: int | None
+    shape: ModelShape, q_TND: torch.Tensor, cache: LayerCache, target: CompileTarget, window: int | None
 ) -> dict[str, Launch]:
     found = {}
     for num_queries in sorted({1, max_queries_of(shape.num_heads // shape.num_kv_heads)}):
@@ -114,7 +114,7 @@ def _attention(
     return found | {"prefill": prefill_launch(q_TND, cache, q_TND, work, 0.1, target)}
 
 
-def _int4(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, Launch]:
+def _int4(shape: ModelShape, dtype: torch.dtype, target: CompileTarget) -> dict[str, Launch]:
     num_outputs, num_inputs, group = shape.hidden_size, shape.intermediate_size, shape.group_size
     chunks = -(-num_inputs // CHUNK)
     tiled = TiledInt4(
@@ -133,7 +133,7 @@ def _int4(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, La
     return found
 
 
-def fp8_launches_of(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, Launch]:
+def fp8_launches_of(shape: ModelShape, dtype: torch.dtype, target: CompileTarget) -> dict[str, Launch]:
     """Of a narrow linear, whose inputs are cut into parts, and of a wide one; none where there are no such products."""
     if target.capability < MIN_CAPABILITY:
         return {}
@@ -175,7 +175,7 @@ def _rounding_ahead(shape: ModelShape, dtype: torch.dtype, num_tokens: int = 512
     return found
 
 
-def _fixed(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, Launch]:
+def _fixed(shape: ModelShape, dtype: torch.dtype, target: CompileTarget) -> dict[str, Launch]:
     """Products of fixed tiles: with inputs in parts, which are programs of their own or taken in turn, and whole."""
     found = {}
     for name, num_inputs, num_outputs, num_tokens in (

@@ -42,9 +42,9 @@ class CopyPatterns:
         self._symbol_BW[slot, 0] = BORDER
         self._state_B4[slot] = 0, 1, -1, 0
 
-    def learn(self, tokens: np.ndarray, num_prompt: int, place: int) -> None:
+    def learn(self, tokens: np.ndarray, num_prompt: int, position: int) -> None:
         """Learn from an ended row: its prompt and its output, which is at index `place` of `finished`."""
-        compiled_copies.learn(tokens, num_prompt, place, self._symbol_N, self._copy_N4, self._end_E, self._known_TQ4)
+        compiled_copies.learn(tokens, num_prompt, position, self._symbol_N, self._copy_N4, self._end_E, self._known_TQ4)
 
     def exchange(self, offer: Offer, known_S: np.ndarray, max_new: int) -> None:
         """Replace the drafts of sequences whose last symbols have a match no shorter than that of their last tokens.

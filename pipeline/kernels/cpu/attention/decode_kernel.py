@@ -31,7 +31,7 @@ def nothing_read(num_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
 @kernel()
 def paged_decode(
     q_SND, k_CBKD, v_CBKD, k_scale_CKB, v_scale_CKB, table_SM, context_S, window, scale, parts,
-    read_S, place_S, part_PND, log_sum_PN, out_SND, begin, end
+    read_S, part_index_S, part_PND, log_sum_PN, out_SND, begin, end
 ):  # fmt: skip
     """Attend with one query per sequence over the paged cache; blocks are read in place.
 
@@ -64,7 +64,7 @@ def paged_decode(
         acc = np.zeros((span * group, head_dim), np.float32)
         flat_acc = acc.reshape(-1)
         _add_values(acc, flat_acc, score, flat_score, v_CBKD, v_flat, v_scale_CKB, table_SM[s], keys, heads)
-        _write_rows(out_SND, s, kv * group, acc, best, total, read_S[s] > 0, part_PND, log_sum_PN, place_S[s])
+        _write_rows(out_SND, s, kv * group, acc, best, total, read_S[s] > 0, part_PND, log_sum_PN, part_index_S[s])
 
 
 @njit(inline="always")

@@ -43,7 +43,7 @@ def _transpose(typing_context, out, out_at, out_row, q, q_at, start_R, first):
 
     def lower(context, builder, signature, arguments):
         code = VectorCode(context, builder, signature, arguments)
-        out, q, start = code.place(0, 1), code.place(3, 4), code.place(5, 6)
+        out, q, start = code.element_address(0, 1), code.element_address(3, 4), code.element_address(5, 6)
         dtype, out_row = signature.args[3].dtype, arguments[2]
         some = []
         for r in range(WIDTH):
@@ -136,7 +136,7 @@ def dot_products(typing_context, out, out_at, q, q_at, k, k_at, k_row, depth, sc
 
     def lower(context, builder, signature, arguments):
         code = VectorCode(context, builder, signature, arguments)
-        out, q, k = code.place(0, 1), code.place(2, 3), code.place(4, 5)
+        out, q, k = code.element_address(0, 1), code.element_address(2, 3), code.element_address(4, 5)
         k_row, depth, scale, ahead = arguments[6:]
         q_dtype, k_dtype = signature.args[2].dtype, signature.args[4].dtype
         are_pairs = q_dtype == types.uint32

@@ -47,7 +47,7 @@ class SharedReading:
     """
 
     read_S: np.ndarray
-    place_S: np.ndarray
+    part_index_S: np.ndarray
     member_P: np.ndarray
     item_I3: np.ndarray
     position_P: np.ndarray
@@ -79,11 +79,11 @@ class SharedReading:
             return None
         member_P, keys_G = groups.sequence_I, groups.blocks_G * block_size
         keys_P = keys_G[groups.group_I]
-        read_S, place_S = np.zeros((2, len(context_len_S)), np.int64)
-        read_S[member_P], place_S[member_P] = keys_P, np.arange(len(member_P))
+        read_S, part_index_S = np.zeros((2, len(context_len_S)), np.int64)
+        read_S[member_P], part_index_S[member_P] = keys_P, np.arange(len(member_P))
         _, first_I, count_I = pieces(groups.start_G1, groups.size_G, max(1, ROWS // group))
         item_I3 = np.stack([member_P[first_I], first_I, count_I], axis=1)
-        return cls(read_S, place_S, member_P, item_I3, keys_P - 1)
+        return cls(read_S, part_index_S, member_P, item_I3, keys_P - 1)
 
     def read(
         self, q_SND: np.ndarray, arrays: CacheArrays, table_SM: np.ndarray, scale: np.float32
@@ -94,4 +94,4 @@ class SharedReading:
         log_sum_PN = np.empty(q_PND.shape[:2], np.float32)
         shape = table_SM, self.item_I3, self.position_P, UNBOUNDED, scale
         paged_prefill(q_PND, *arrays, *shape, part_PND, log_sum_PN, q_PND, *WHOLE)  # writes nothing to q_PND
-        return self.read_S, self.place_S, part_PND, log_sum_PN
+        return self.read_S, self.part_index_S, part_PND, log_sum_PN

@@ -40,7 +40,7 @@ def tile_product(
 
     def lower(context, builder, signature, arguments):
         code = VectorCode(context, builder, signature, arguments)
-        out, a, b = code.place(0, 1), code.place(3, 4), code.place(7, 8)
+        out, a, b = code.element_address(0, 1), code.element_address(3, 4), code.element_address(7, 8)
         _, _, out_row, _, _, a_row, a_step, _, _, b_row, depth, ahead = arguments[:12]
         a_dtype, b_dtype = signature.args[3].dtype, signature.args[7].dtype
         are_pairs = b_dtype == types.uint32

@@ -34,7 +34,7 @@ class VectorCode:
     def __init__(self, context, builder, signature, arguments) -> None:
         self.context, self.builder, self.kinds, self.arguments = context, builder, signature.args, arguments
 
-    def place(self, array: int, at: int):
+    def element_address(self, array: int, at: int):
         """Return the address of an element; `array` and `at` are indices of arguments."""
         return self.after(self.element(self.kinds[array], self.arguments[array]), self.arguments[at])
 

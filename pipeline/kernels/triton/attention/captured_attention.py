@@ -14,7 +14,7 @@ from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, ma
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, checked_group, plan_key
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
 from pipeline.kernels.triton.attention.staging import StagedStep
-from pipeline.kernels.triton.launch import Target
+from pipeline.kernels.triton.launch import CompileTarget
 
 
 class CapturedAttention:
@@ -26,7 +26,7 @@ class CapturedAttention:
 
     def __init__(self, shape: GraphShape, device: torch.device) -> None:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        target, group = Target.from_device(device), checked_group(*heads)
+        target, group = CompileTarget.from_device(device), checked_group(*heads)
         self.max_queries = min(shape.max_queries, max_queries_of(group))
         self.max_mixed_tokens = shape.max_mixed_tokens
         self._queries = rows_of(shape.head_dim) // group  # per tile of the prefill kernel

@@ -20,7 +20,7 @@ from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.triton.attention.cascade_metadata import UNIT, CascadeMetadata
 from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, merge
 from pipeline.kernels.triton.attention.prefill import rows_of, tile_of
-from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
+from pipeline.kernels.triton.launch import CompileTarget, Launch, cache_arguments, power_of_two
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -99,7 +99,7 @@ def merge_shared(
     head_R,
     column_D,
     kv_head,
-    place_ptr,
+    index_ptr,
     tile_ptr,
     partial_ptr,
     best_ptr,
@@ -111,13 +111,13 @@ def merge_shared(
 ):
     """Merge the partial sums that `_cascade` wrote for a token (and the KV head's query head `head_R`) into the running
     softmax of each wanted row."""
-    place_R = tl.load(place_ptr + token_R, mask=wanted_R, other=0)
-    item_R = tl.load(tile_ptr + place_R // QUERIES * 3 + 1, mask=wanted_R, other=0)
-    pieces_R = tl.load(tile_ptr + place_R // QUERIES * 3 + 2, mask=wanted_R, other=0)
+    index_R = tl.load(index_ptr + token_R, mask=wanted_R, other=0)
+    item_R = tl.load(tile_ptr + index_R // QUERIES * 3 + 1, mask=wanted_R, other=0)
+    pieces_R = tl.load(tile_ptr + index_R // QUERIES * 3 + 2, mask=wanted_R, other=0)
     for piece in range(0, tl.max(pieces_R, axis=0)):
         here_R = piece < pieces_R
         kept_R = ((item_R + piece) * NUM_KV_HEADS + kv_head).to(tl.int64) * (QUERIES * GROUP)
-        kept_R += place_R % QUERIES * GROUP + head_R
+        kept_R += index_R % QUERIES * GROUP + head_R
         here_RD = here_R[:, None] & (column_D < HEAD_DIM)[None, :]
         weighted_RD, best_R, sum_R = merge(
             weighted_RD,
@@ -136,7 +136,7 @@ def cascade_launch(
     metadata: CascadeMetadata,
     table_SM: torch.Tensor,
     scale: float,
-    target: Target,
+    target: CompileTarget,
 ) -> Launch:
     """Return the launch that computes the partial sums of every tile of `metadata` over its shared prefix."""
     head_dim = q_TND.shape[2]

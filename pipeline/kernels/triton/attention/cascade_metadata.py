@@ -20,7 +20,7 @@ from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.shared_prefix import PrefixGroups, prefix_groups
 from pipeline.kernels.triton.attention.partition import partition
 from pipeline.kernels.triton.attention.prefill import rows_of
-from pipeline.kernels.triton.launch import Target
+from pipeline.kernels.triton.launch import CompileTarget
 
 UNIT = 128
 """Number of keys. A shared prefix is a multiple of it; the key tiles of all kernels divide it."""
@@ -69,7 +69,7 @@ class CascadeShape:
 
     @classmethod
     def for_steps(
-        cls, max_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, target: Target
+        cls, max_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, target: CompileTarget
     ) -> "CascadeShape":
         """Return the shape for steps of up to `max_tokens` tokens: twice the tiles that they fill, if their sums fit
         into `MAX_SUM_BYTES`."""
@@ -149,27 +149,27 @@ class CascadeShape:
 
     def numbers(self, attn_metadata: AttentionInput, plan: CascadePlan | None) -> list[np.ndarray]:
         """Return the contents of the tensors of `CascadeMetadata` for a step, in the order of `sizes`."""
-        place_T = np.full(int(attn_metadata.query_start_S1[-1]), -1)
+        list_index_T = np.full(int(attn_metadata.query_start_S1[-1]), -1)
         shared_S = np.zeros(len(attn_metadata.context_len_S), dtype=np.int64)
         nothing = np.zeros(0, dtype=np.int64)
         if plan is None:
-            return [nothing, np.zeros(self.num_programs + 1, np.int64), nothing, nothing, place_T, shared_S]
+            return [nothing, np.zeros(self.num_programs + 1, np.int64), nothing, nothing, list_index_T, shared_S]
         sequence_I, group_I, start_G = plan.groups.sequence_I, plan.groups.group_I, plan.groups.start_G1[:-1]
         shared_S[sequence_I] = plan.tokens_G[group_I]
         first_I = attn_metadata.query_start_S1[sequence_I].astype(np.int64)
         count_I = attn_metadata.query_start_S1[sequence_I + 1] - first_I
         token_Q = np.repeat(first_I - np.cumsum(count_I) + count_I, count_I) + np.arange(int(count_I.sum()))
         padding_G = plan.tiles_G * self.num_queries - np.add.reduceat(count_I, start_G)
-        place_Q = np.arange(len(token_Q)) + np.repeat((np.cumsum(padding_G) - padding_G)[group_I], count_I)
-        place_T[token_Q] = place_Q
+        index_Q = np.arange(len(token_Q)) + np.repeat((np.cumsum(padding_G) - padding_G)[group_I], count_I)
+        list_index_T[token_Q] = index_Q
         token_P = np.full(int(plan.tiles_G.sum()) * self.num_queries, -1)
-        token_P[place_Q] = token_Q
+        token_P[index_Q] = token_Q
         units_W = np.repeat(plan.tokens_G // UNIT, plan.tiles_G)
         items = partition(np.zeros_like(units_W), units_W, self.num_programs)
         first_item_W = np.cumsum(items.pieces_S) - items.pieces_S
         item_U3 = np.stack([items.of_I, items.begin_I, items.end_I], axis=1)
         tile_W3 = np.stack([np.repeat(sequence_I[start_G], plan.tiles_G), first_item_W, items.pieces_S], axis=1)
-        return [item_U3, items.program_start, tile_W3, token_P, place_T, shared_S]
+        return [item_U3, items.program_start, tile_W3, token_P, list_index_T, shared_S]
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class CascadeMetadata:
     program_start: torch.Tensor
     tile_W3: torch.Tensor
     token_P: torch.Tensor
-    place_T: torch.Tensor
+    list_index_T: torch.Tensor
     shared_S: torch.Tensor
     partial_UKRD: torch.Tensor  # float32, like the maxima and sums of its rows
     best_UKR: torch.Tensor
@@ -196,14 +196,14 @@ class CascadeMetadata:
     @classmethod
     def for_steps(cls, shape: CascadeShape, numbers: list[torch.Tensor]) -> "CascadeMetadata":
         """Build the metadata on tensors of the shape's `sizes`."""
-        item_U3, program_start, tile_W3, token_P, place_T, shared_S = numbers
+        item_U3, program_start, tile_W3, token_P, list_index_T, shared_S = numbers
         rows = shape.max_tiles + shape.num_programs, shape.num_kv_heads, shape.num_queries * shape.group
         partial_UKRD, best_UKR, sum_UKR = (
             torch.empty(*rows, *columns, dtype=torch.float32, device=item_U3.device)
             for columns in ((shape.head_dim,), (), ())
         )
         return cls(
-            *(shape, item_U3.view(-1, 3), program_start, tile_W3.view(-1, 3), token_P, place_T, shared_S),
+            *(shape, item_U3.view(-1, 3), program_start, tile_W3.view(-1, 3), token_P, list_index_T, shared_S),
             *(partial_UKRD, best_UKR, sum_UKR),
         )
 

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.triton.attention.fp8_cache import halves
-from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
+from pipeline.kernels.triton.launch import CompileTarget, Launch, cache_arguments, power_of_two
 
 MAX_BYTES = 1 << 27
 """Limit for a layer's converted keys and values. `engine/startup/memory.py` reserves four times as much."""
@@ -82,7 +82,7 @@ def _convert(
         tl.store(to_ptr + out_RD, x_RD.to(to_ptr.dtype.element_ty), mask=is_out_RD)
 
 
-def convert_launch(cache: LayerCache, block_X: torch.Tensor, converted: LayerCache, target: Target) -> Launch:
+def convert_launch(cache: LayerCache, block_X: torch.Tensor, converted: LayerCache, target: CompileTarget) -> Launch:
     """Return the launch that converts the blocks block_X (int32) of an FP8 cache into the first of `converted`."""
     _, block_size, num_kv_heads, head_dim = cache.k_CBKD.shape
     return Launch(

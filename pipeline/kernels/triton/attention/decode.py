@@ -23,7 +23,7 @@ from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.triton.attention.cascade_kernel import cascade_launch, merge_shared
 from pipeline.kernels.triton.attention.decode_metadata import KEYS, DecodeMetadata, programs_and_warps
 from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, merge, stages_for
-from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
+from pipeline.kernels.triton.launch import CompileTarget, Launch, cache_arguments, power_of_two
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
@@ -43,7 +43,7 @@ def _decode(
     best_ptr,
     sum_ptr,
     shared_ptr,
-    place_ptr,
+    index_ptr,
     tile_ptr,
     shared_partial_ptr,
     shared_best_ptr,
@@ -93,7 +93,7 @@ def _decode(
             wanted_R = row_R < tl.where(begins_after_shared, num_queries * GROUP, 0)
             weighted_RD, best_R, sum_R = merge_shared(
                 *(weighted_RD, best_R, sum_R, token_R, wanted_R, row_R % GROUP, column_D, kv_head),
-                *(place_ptr, tile_ptr, shared_partial_ptr, shared_best_ptr, shared_sum_ptr),
+                *(index_ptr, tile_ptr, shared_partial_ptr, shared_best_ptr, shared_sum_ptr),
                 *(NUM_KV_HEADS, GROUP, HEAD_DIM, SHARED_QUERIES),
             )
         weighted_RD, best_R, sum_R = attend(
@@ -165,7 +165,7 @@ def decode_launches(
     out_TND: torch.Tensor,
     metadata: DecodeMetadata,
     scale: float,
-    target: Target,
+    target: CompileTarget,
 ) -> tuple[Launch, ...]:
     """Return the launches that compute attention for the sequences of `metadata` and write to their tokens of
     `out_TND`: sums over shared prefixes (with a `cascade`), sums over the rest, and their combination."""
@@ -189,7 +189,7 @@ def decode_launches(
     shared = metadata.cascade
     shared_arguments = (None,) * 6
     if shared is not None:
-        arrays = shared.shared_S, shared.place_T, shared.tile_W3
+        arrays = shared.shared_S, shared.list_index_T, shared.tile_W3
         shared_arguments = *arrays, shared.partial_UKRD, shared.best_UKR, shared.sum_UKR
     arguments = (
         *(q_TND, *cache_arguments(cache), out_TND),
@@ -227,7 +227,7 @@ def decode_launches(
     return cascade_launch(q_TND, cache, shared, metadata.block_table_SM, scale, target), sums, combine
 
 
-def _stages(columns: int, element_size: int, target: Target) -> int:
+def _stages(columns: int, element_size: int, target: CompileTarget) -> int:
     """Return the pipeline stages for three tiles in flight, or fewer if that leaves room for a second program on a
     multiprocessor, with its 8 KiB of scales and sums."""
     tile_bytes = 2 * KEYS * columns * element_size

@@ -13,7 +13,7 @@ from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeShape
 from pipeline.kernels.triton.attention.partition import partition
 from pipeline.kernels.triton.attention.staging import StagedArrays
-from pipeline.kernels.triton.launch import Target, power_of_two
+from pipeline.kernels.triton.launch import CompileTarget, power_of_two
 
 KEYS = 64  # per tile
 MIN_TILES = 4
@@ -34,7 +34,7 @@ def max_queries_of(group: int) -> int:
 
 
 def num_programs_of(
-    target: Target, num_heads: int, num_kv_heads: int, head_dim: int, num_queries: int, is_fp8: bool
+    target: CompileTarget, num_heads: int, num_kv_heads: int, head_dim: int, num_queries: int, is_fp8: bool
 ) -> int:
     """Return the number of programs per KV head: those that fit on the GPU at once, divided among the KV heads."""
     num_rows = power_of_two(num_heads // num_kv_heads * num_queries, 16)
@@ -42,7 +42,7 @@ def num_programs_of(
     return max(1, per_multiprocessor * target.num_multiprocessors // num_kv_heads)
 
 
-def programs_and_warps(target: Target, num_rows: int, head_dim: int, is_fp8: bool) -> tuple[int, int]:
+def programs_and_warps(target: CompileTarget, num_rows: int, head_dim: int, is_fp8: bool) -> tuple[int, int]:
     """Return the programs per multiprocessor and the warps per program.
 
     Converting the tiles of an FP8 cache takes instructions, and programs of two warps wait less for each other. More
@@ -117,7 +117,7 @@ class DecodeMetadata:
         num_kv_heads: int,
         head_dim: int,
         device: torch.device,
-        target: Target,
+        target: CompileTarget,
         *,
         num_queries: int = 1,
         window: int | None = None,

@@ -16,7 +16,7 @@ from pipeline.kernels.triton.attention.converted_cache import MAX_BYTES, convert
 from pipeline.kernels.triton.attention.decode import decode_launches
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, max_queries_of
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch, rows_of
-from pipeline.kernels.triton.launch import Target, power_of_two
+from pipeline.kernels.triton.launch import CompileTarget, power_of_two
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PagedAttention:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.target = Target.from_device(device)
+        self.target = CompileTarget.from_device(device)
 
     def __call__(
         self,

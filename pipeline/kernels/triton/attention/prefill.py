@@ -22,7 +22,7 @@ from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.memory import on_device
 from pipeline.kernels.triton.attention.converted_cache import converted_blocks
 from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, stages_for
-from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
+from pipeline.kernels.triton.launch import CompileTarget, Launch, cache_arguments, power_of_two
 
 MAX_KEYS = 128  # per tile
 
@@ -194,7 +194,7 @@ def prefill_launch(
     out_TND: torch.Tensor,
     metadata: PrefillMetadata,
     scale: float,
-    target: Target,
+    target: CompileTarget,
 ) -> Launch:
     """Return the launch that computes attention for the sequences of `metadata`, into their rows of out_TND."""
     num_heads, head_dim = q_TND.shape[1:]
@@ -230,7 +230,7 @@ def prefill_launch(
     )
 
 
-def tile_of(columns: int, element_size: int, is_fp8: bool, windowed: bool, target: Target) -> tuple[int, int]:
+def tile_of(columns: int, element_size: int, is_fp8: bool, windowed: bool, target: CompileTarget) -> tuple[int, int]:
     """Return the keys per tile and pipeline stages: the largest that fit into 255 registers of 256 threads."""
     row_bytes = columns * element_size
     if target.has_wgmma:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.contract import Linear
-from pipeline.kernels.triton.launch import Target
+from pipeline.kernels.triton.launch import CompileTarget
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.kernels.triton.linear.int4 import TiledInt4, dequantize_launch, int4_launches, serves
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
@@ -35,7 +35,7 @@ class Scratch:
         return self._buffer[: num_outputs * num_inputs].view(num_outputs, num_inputs)
 
 
-class DenseLinear:
+class TorchLinear:
     """Linear y = x @ weight.T + bias by cuBLAS."""
 
     def __init__(
@@ -68,7 +68,7 @@ class TwoPathLinear:
                 f"{weight.bits} bits in groups of {weight.group_size}: the fused kernels support 4 bits in groups of "
                 "32, 64 or multiples of 128"
             )
-        self.target = Target.from_device(device)
+        self.target = CompileTarget.from_device(device)
         self.bias_N = None if weight.bias_N is None else weight.bias_N.to(device, dtype)
         self.tiled = TiledInt4.repack(weight, device)
         self.input_order_K = None if weight.input_order_K is None else weight.input_order_K.to(device)
@@ -110,4 +110,4 @@ def prepare_linear(
     """Pack one weight for a GPU. The caller can drop its own copy."""
     if isinstance(weight, GroupIntWeight) and serves(weight):
         return TwoPathLinear(weight, dtype, device, scratch)
-    return DenseLinear(weight.dequantize(dtype), weight.bias_N, dtype, device)
+    return TorchLinear(weight.dequantize(dtype), weight.bias_N, dtype, device)

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeline.kernels.triton.launch import Launch, Target
+from pipeline.kernels.triton.launch import CompileTarget, Launch
 from pipeline.kernels.triton.linear.split_k import add_parts_launch
 
 _PROGRAMS = 256  # wanted with a single row of tiles: about two per multiprocessor
@@ -91,7 +91,7 @@ class FixedTile:
     num_stages: int
 
 
-def tile_for(dtype: torch.dtype, target: Target) -> FixedTile:
+def tile_for(dtype: torch.dtype, target: CompileTarget) -> FixedTile:
     """Return the tile for a type and card: the one that fits into registers, and uses wgmma for 16 bits."""
     if dtype.itemsize > 2:
         return FixedTile(64, 64, 32, 8, 2)
@@ -107,7 +107,11 @@ def part_inputs(num_outputs: int, num_inputs: int, tile: FixedTile) -> int:
 
 
 def fixed_launches(
-    x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, out_MN: torch.Tensor, target: Target
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    target: CompileTarget,
 ) -> list[Launch]:
     """Return the launches of out = x @ weight.T + bias, x and weight of one type: the product, and the sum of its parts
     if there are several. Rows of x may be strided."""

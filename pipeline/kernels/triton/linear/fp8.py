@@ -31,7 +31,7 @@ from pipeline.kernels.activations.fp8 import MIN_CAPABILITY, fp8_block, per_outp
 from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.triton import elementwise
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
-from pipeline.kernels.triton.launch import Launch, Target, power_of_two
+from pipeline.kernels.triton.launch import CompileTarget, Launch, power_of_two
 from pipeline.kernels.triton.linear.scaled_mm import BLOCK, ScaledMm
 from pipeline.kernels.triton.linear.split_k import add_parts_launch
 from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
@@ -171,7 +171,7 @@ class Fp8Tile:
     num_stages: int
 
 
-def tile_for(num_tokens: int, parts: int, block: int, target: Target) -> Fp8Tile:
+def tile_for(num_tokens: int, parts: int, block: int, target: CompileTarget) -> Fp8Tile:
     """Return the tile of a product.
 
     It has up to 64 tokens if a tile of 128 would not fit into registers: with several parts it holds the sums of a
@@ -185,7 +185,7 @@ def tile_for(num_tokens: int, parts: int, block: int, target: Target) -> Fp8Tile
     return Fp8Tile(outputs, tokens, num_warps, max(2, min(4, stages)))
 
 
-def parts_of(num_outputs: int, num_blocks: int, block: int, target: Target) -> int:
+def parts_of(num_outputs: int, num_blocks: int, block: int, target: CompileTarget) -> int:
     """Return the number of parts of a weight's inputs: enough for two programs per multiprocessor with few tokens, but
     at least 512 inputs each. It ignores the number of tokens, because the order of sums depends on it."""
     wanted = 2 * target.num_multiprocessors // -(-num_outputs // 64)
@@ -198,7 +198,7 @@ def fp8_launches(
     weight: E4m3Weight,
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
-    target: Target,
+    target: CompileTarget,
     tile: Fp8Tile | None = None,
 ) -> list[Launch]:
     """Return the launches of out = x @ weight.T + bias: the product, and the sum of its parts if they are separate.
@@ -255,7 +255,7 @@ class Fp8Linear:
         cublas: ScaledMm | None = None,
     ) -> None:
         device = weight.value_NK.device
-        self.target = Target.from_device(device)
+        self.target = CompileTarget.from_device(device)
         self.weight = weight
         self.bias_N = None if bias_N is None else bias_N.to(device, torch.float32)
         self.input_order_K = None if input_order_K is None else input_order_K.to(device)

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from pipeline.kernels.triton.launch import Launch, Target, power_of_two
+from pipeline.kernels.triton.launch import CompileTarget, Launch, power_of_two
 from pipeline.kernels.triton.linear.split_k import add_parts_launch
 from pipeline.weights.packed import GroupIntWeight
 
@@ -267,7 +267,7 @@ class TiledInt4:
     def repack(cls, weight: GroupIntWeight, device: torch.device, adjacent: int | None = None) -> "TiledInt4":
         """Repack on `device`, which temporarily takes 5 bytes per weight. Requires `serves`. The default for `adjacent`
         is that of the device's products."""
-        adjacent = adjacent or adjacent_inputs(Target.from_device(device))
+        adjacent = adjacent or adjacent_inputs(CompileTarget.from_device(device))
         num_outputs, num_inputs = weight.q_NK.shape
         missing = -num_inputs % CHUNK
         q_NK = torch.nn.functional.pad(weight.q_NK.to(device), (0, missing)).to(torch.int32)
@@ -296,7 +296,7 @@ class TiledInt4:
         )
 
 
-def adjacent_inputs(target: Target) -> int:
+def adjacent_inputs(target: CompileTarget) -> int:
     """Return the number of adjacent inputs per thread in the left operand of a product: see the head of the file."""
     return 2 if target.has_wgmma else 4
 
@@ -329,7 +329,7 @@ class Int4Tile:
     parts: int
 
 
-def tile_for(num_tokens: int, num_outputs: int, num_chunks: int, target: Target) -> Int4Tile:
+def tile_for(num_tokens: int, num_outputs: int, num_chunks: int, target: CompileTarget) -> Int4Tile:
     """Return the tile of a product.
 
     With more tokens a program has more outputs, since each program reads its tokens' inputs from the L2 cache: with 16
@@ -360,7 +360,7 @@ def int4_launches(
     weight: TiledInt4,
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
-    target: Target,
+    target: CompileTarget,
     tile: Int4Tile | None = None,
 ) -> list[Launch]:
     """Return the launches of out = x @ weight.T + bias: the product, and the sum of its parts if there are several.

@@ -14,7 +14,7 @@ from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton.attention.decode_metadata import MIN_TILES, DecodeMetadata, decode_items
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, plan_key
 from pipeline.kernels.triton.batch_invariant import BatchInvariantAttention
-from pipeline.kernels.triton.launch import H100, Target
+from pipeline.kernels.triton.launch import H100, CompileTarget
 from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, TYPES, Step, make_step, sharing
 
 # numpy's, of rows that stand for no query: 0 / 0 in the interpreter
@@ -194,7 +194,7 @@ def test_every_tile_is_taken_once(tiles: list[tuple[int, int]], num_programs: in
 
 def test_a_plan_that_lies_ready_is_used() -> None:
     step = make_step([(100, 1), (30, 1)], (2, 1), 16, 64, torch.float32)
-    work = DecodeMetadata.allocate(4, 4, 64, 2, 1, 16, DEVICE, Target.from_device(DEVICE))
+    work = DecodeMetadata.allocate(4, 4, 64, 2, 1, 16, DEVICE, CompileTarget.from_device(DEVICE))
     work.refill(step.where)
     work.context_len_S[:2] = torch.tensor([90, 20], device=DEVICE)  # tells the ready plan from one made anew
     step.where.plans[plan_key(None)] = AttentionPlan(work, None)

@@ -13,7 +13,7 @@ from pipeline.kernels.activations.fp8 import rounded
 from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.triton import elementwise
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
-from pipeline.kernels.triton.launch import A100, H100, Target
+from pipeline.kernels.triton.launch import A100, H100, CompileTarget
 from pipeline.kernels.triton.linear import fp8
 from pipeline.kernels.triton.linear.fp8 import Fp8Linear, fp8_linears, parts_of, tile_for
 from pipeline.kernels.triton.linear.scaled_mm import ScaledMm
@@ -198,7 +198,7 @@ def test_a_tokens_bits_are_the_same_beside_others(bias: bool) -> None:
     """Parts of the inputs in programs of their own for few tokens, in one for many."""
     weight = random_weight(20, 2048, 128, bias)
     linear, x_MK = linear_of(weight), torch.randn(80, 2048, device=DEVICE)
-    assert parts_of(20, 16, 128, Target.from_device(DEVICE)) > 1
+    assert parts_of(20, 16, 128, CompileTarget.from_device(DEVICE)) > 1
     whole = linear(x_MK)
     for rows in (slice(0, 1), slice(3, 5), slice(0, 80)):
         assert torch.equal(linear(x_MK[rows]), whole[rows])

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from pipeline.kernels.triton.launch import A100, H100, Target
+from pipeline.kernels.triton.launch import A100, H100, CompileTarget
 from pipeline.kernels.triton.linear.crossover import CROSSOVERS, crossover_of
 from pipeline.kernels.triton.linear.dispatch import (
-    DenseLinear,
     Scratch,
+    TorchLinear,
     TwoPathLinear,
     prepare_linear,
 )
@@ -47,7 +47,7 @@ def test_inputs_in_parts(bias: bool, dtype: torch.dtype) -> None:
     weight = random_weight(20, 1152, 128, bias)
     linear, x_MK = TwoPathLinear(weight, dtype, DEVICE), torch.randn(2, 1152).to(DEVICE, dtype)
     launches = int4_launches(
-        x_MK, linear.tiled, linear.bias_N, x_MK.new_empty(2, 20), Target.from_device(torch.device("cpu"))
+        x_MK, linear.tiled, linear.bias_N, x_MK.new_empty(2, 20), CompileTarget.from_device(torch.device("cpu"))
     )
     assert [launch.grid for launch in launches] == [(1, 3, 1), (1,)]
     ours = linear.fused(x_MK)
@@ -79,7 +79,7 @@ def test_the_order_of_words_changes_no_result(group: int, adjacent: int, dtype: 
     tiled, out_MN = TiledInt4.repack(weight, DEVICE, adjacent), x_MK.new_empty(3, 20)
     weight_NK = torch.empty(20, 384, dtype=dtype, device=DEVICE)
     for launch in (
-        *int4_launches(x_MK, tiled, None, out_MN, Target.from_device(DEVICE)),
+        *int4_launches(x_MK, tiled, None, out_MN, CompileTarget.from_device(DEVICE)),
         dequantize_launch(tiled, weight_NK),
     ):
         launch.run()
@@ -152,7 +152,7 @@ def test_what_the_kernels_do_not_serve_goes_to_cublas(change: str) -> None:
     with pytest.raises(ValueError, match="the fused kernels support 4 bits"):
         TwoPathLinear(weight, torch.float32, DEVICE)
     linear = prepare_linear(weight, torch.float32, DEVICE)
-    assert isinstance(linear, DenseLinear)
+    assert isinstance(linear, TorchLinear)
     x_MK = torch.randn(2, 96, device=DEVICE)
     assert relative_error(linear(x_MK), weight, x_MK) < PRODUCT[torch.float32]
 
