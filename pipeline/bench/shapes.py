@@ -171,7 +171,7 @@ def dequantized(folder: Path, dtype: torch.dtype, say: Callable[[str], None] = l
 
     def write(destination: Path) -> None:
         config = read_json(folder / "config.json")
-        config.read("quantization_config", None)
+        config.pop("quantization_config", None)
         destination.joinpath("config.json").write_text(json.dumps(config | {"dtype": name}))
         replaced = ("config.json", *QUANTIZER_FILES)
         for file in folder.iterdir():
