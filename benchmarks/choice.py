@@ -125,7 +125,7 @@ def to_lines(figures: dict[str, Any]) -> list[str]:
         for way, rates in each["rows_per_s"].items():
             by = None if way == CHOOSE else ratio(each["rows_per_s"][CHOOSE], rates).to_text()
             label = f"{each['name']}, {each['label_tokens']} tokens"
-            rows.append((label, way, Spread.of(rates).to_text(0), by, each["computed_tokens"][way]))
+            rows.append((label, way, Spread.from_values(rates).to_text(0), by, each["computed_tokens"][way]))
     return [
         f"{NUM_LABELS} labels, chosen or generated: {figures['about']}, {figures['dtype']}.",
         f"A round: {figures['rows']} rows, {figures['prompt_tokens']:,} prompt tokens, {figures['own_tokens']:,} of "

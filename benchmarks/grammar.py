@@ -106,7 +106,7 @@ def to_lines(figures: dict[str, Any]) -> list[str]:
         rows.append(
             (
                 way["name"],
-                Spread.of([way["tokens"] / rounds / s for s in way["seconds"]]).median,
+                Spread.from_values([way["tokens"] / rounds / s for s in way["seconds"]]).median,
                 ratio(free["seconds"], way["seconds"]).to_text(3),
                 way["steps"] / rounds,
                 way["forced_tokens"] / way["tokens"],

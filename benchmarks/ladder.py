@@ -242,7 +242,7 @@ def bench_ladder(
     for before, rung in zip((None, *rungs), rungs):
         step = None if before is None else ratio(rung.tokens_per_s, before.tokens_per_s).to_text()
         first = ratio(rung.tokens_per_s, rungs[0].tokens_per_s).median
-        speed = Spread.of(rung.tokens_per_s).to_text(0)
+        speed = Spread.from_values(rung.tokens_per_s).to_text(0)
         rows.append((rung.name, speed, step, first, rung.at_once, rung.computed_tokens, rung.equal))
     columns = " <26 | tokens/s >25 | / previous rung >25 | / first >9.2f | at once >8.1f | prompt computed >16,"
     lines = [

@@ -111,13 +111,13 @@ def load_reference(folder: Path) -> Any:
 class Named(dict[str, torch.Tensor]):
     """Tensors by name, as readers take them from a checkpoint."""
 
-    def take(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
         if name not in self:
             raise ModelError(f"tensor {name} is missing from the checkpoint")
         return self[name]
 
     def read_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self.take(name)
+        tensor = self.read(name)
         if tuple(tensor.shape) != shape or not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ModelError(f"tensor {name} is {tuple(tensor.shape)} {tensor.dtype}")
         return tensor

@@ -73,7 +73,7 @@ def checkpoints(setting: Setting, models: Sequence[str]) -> Iterator[Found]:
     """Write missing checkpoints of random weights."""
     began = time.monotonic()
     for model in models:
-        bench_model(model, say=lambda text: print(text, flush=True))
+        bench_model(model, log=lambda text: print(text, flush=True))
     yield Found(f"{', '.join(models)}: {time.monotonic() - began:.1f} s")
 
 

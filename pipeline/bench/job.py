@@ -104,7 +104,7 @@ class JobBench:
             "",
         ]
         rows = [(label, *(_cell([vars(t)[field] for t in times]) for times in runs)) for field, label in PHASES.items()]
-        rates = (Spread.of([t.tokens_per_s for t in times]).to_text(0) for times in runs)
+        rates = (Spread.from_values([t.tokens_per_s for t in times]).to_text(0) for times in runs)
         columns = " | ".join([" <36", *(f"{name} >27" for name in names)])
         lines += table(columns, [*rows, ("generated tokens/s, during work", *rates)])
         lines += ["", f"Job's work time / engine's: {self.ratio.to_text(3)}."]
@@ -124,7 +124,7 @@ def bench_job(
     output_tokens: tuple[int, int] = (16, 128),
     peers: Mapping[str, str] | None = None,
     folder: str | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> JobBench:
     """Measure `model` (a shape of `shapes.NAMES`, an embedded model or a path) over `rows` reports.
 
@@ -137,14 +137,14 @@ def bench_job(
         raise ConfigError(f"--peer {min(unknown)}: expected {', '.join(PEERS)}")
     assert min(rows, rounds) >= 1
     machine = machine_facts()
-    bench = bench_model(model, folder, say)
+    bench = bench_model(model, folder, log)
     with tempfile.TemporaryDirectory(prefix="bench-job-") as made:
         work_folder = Path(made)
         job_file = _write_job(work_folder, bench.folder, rows, dtype, output_tokens if model in NAMES else None)
         runs: dict[str, list[_Run]] = {name: [] for name in ("job", "engine", *peers)}
         for number, order in enumerate(alternating(list(runs), rounds), 1):
             for name in order:
-                say(f"round {number} of {rounds}: {name}")
+                log(f"round {number} of {rounds}: {name}")
                 if name == "job":
                     runs[name].append(_run_job(job_file, work_folder / f"out-{number}"))
                 elif name == "engine":
@@ -184,7 +184,7 @@ class _Run:
 
 def _cell(seconds: list[float | None]) -> str:
     known = [value for value in seconds if value is not None]
-    return Spread.of(known).to_text() if known else "not reported"
+    return Spread.from_values(known).to_text() if known else "not reported"
 
 
 def answer_digest(text: str, num_tokens: int, finish_reason: str) -> str:

@@ -30,7 +30,7 @@ class Spread:
     count: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
+    def from_values(cls, values: Sequence[float]) -> "Spread":
         assert len(values) > 0
         return cls(median(values), min(values), max(values), len(values))
 
@@ -44,7 +44,7 @@ class Spread:
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     """Return the spread of ours / theirs, paired by round, since a temporary slowdown affects both."""
     assert len(ours) == len(theirs)
-    return Spread.of([a / b for a, b in zip(ours, theirs)])
+    return Spread.from_values([a / b for a, b in zip(ours, theirs)])
 
 
 def alternating(names: Sequence[str], rounds: int) -> list[list[str]]:

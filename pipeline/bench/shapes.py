@@ -120,7 +120,7 @@ class BenchModel:
     about: str
 
 
-def bench_model(name: str, folder: str | None = None, say: Callable[[str], None] = lambda text: None) -> BenchModel:
+def bench_model(name: str, folder: str | None = None, log: Callable[[str], None] = lambda text: None) -> BenchModel:
     """Return the checkpoint `name`: a shape of NAMES, `demo`, `demo:target-awq`, a path or a Hugging Face id.
 
     Writes a missing shape into `folder`, or into the cache by default. Raises OutputError when it cannot be written,
@@ -133,7 +133,7 @@ def bench_model(name: str, folder: str | None = None, say: Callable[[str], None]
     root = Path(os.path.expanduser(folder)) if folder is not None else cache_root() / "bench"
     target = root / f"{name}-{_digest(shape)}"
     if not target.is_dir():
-        say(f"writing a random checkpoint of shape {name} to {target}")
+        log(f"writing a random checkpoint of shape {name} to {target}")
         _write_atomically(target, lambda folder: write_shape(folder, shape, awq))
     return BenchModel(target, f"shape {name}, {kind}, vocabulary {shape.vocab:,}")
 
@@ -146,7 +146,7 @@ def write_shape(folder: Path, shape: Shape, awq: bool) -> None:
     _write_shards(folder, _tensors(shape, awq))
 
 
-def dequantized(folder: Path, dtype: torch.dtype, say: Callable[[str], None] = lambda text: None) -> Path:
+def dequantized(folder: Path, dtype: torch.dtype, log: Callable[[str], None] = lambda text: None) -> Path:
     """Return the cache folder with an AWQ checkpoint's weights as plain tensors of `dtype`, written once.
 
     Engines without AWQ kernels compute the same model from it.
@@ -179,7 +179,7 @@ def dequantized(folder: Path, dtype: torch.dtype, say: Callable[[str], None] = l
                 shutil.copy(file, destination)
         _write_shards(destination, tensors())
 
-    say(f"writing the weights of {folder.name} as {name} to {target}")
+    log(f"writing the weights of {folder.name} as {name} to {target}")
     _write_atomically(target, write)
     return target
 

@@ -87,7 +87,7 @@ class SpeculationBench:
         for batch in self.batches:
             plain = batch.ways[0]
             for way in batch.ways:
-                speed = Spread.of([way.tokens / len(way.seconds) / s for s in way.seconds]).median
+                speed = Spread.from_values([way.tokens / len(way.seconds) / s for s in way.seconds]).median
                 by_plain = ratio(plain.seconds, way.seconds).to_text(), ratio(plain.tail_s, way.tail_s).to_text()
                 drafted = (way.draft_steps, way.acceptance) if way.draft_steps else (None, None)
                 equal = f"{way.equal:,} of {batch.rows * self.rounds:,}"
@@ -108,7 +108,7 @@ def bench_speculation(
     max_draft_tokens: int = 6,
     dtype: str = "auto",
     threads: int | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> SpeculationBench:
     """Measure every mode at each batch size.
 
@@ -127,7 +127,7 @@ def bench_speculation(
     done, resolved = [], ""
     for batch in batch_sizes:
         num_rows = rows if rows is not None else max(32, 2 * batch)
-        found, resolved = _batch(model, draft, text, batch, num_rows, rounds, max_draft_tokens, dtype, threads, say)
+        found, resolved = _batch(model, draft, text, batch, num_rows, rounds, max_draft_tokens, dtype, threads, log)
         done.append(found)
     return SpeculationBench(model, draft, text, resolved, max_draft_tokens, rounds, tuple(done), machine)
 
@@ -142,7 +142,7 @@ def _batch(
     max_drafts: int,
     dtype: str,
     threads: int | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> tuple[BatchSpeculation, str]:
     options = EngineConfig(
         str(locate_model(model)),
@@ -151,16 +151,16 @@ def _batch(
         max_num_seqs=batch,
         num_threads=threads,
     )
-    say(f"{batch} at once: loading")
+    log(f"{batch} at once: loading")
     with Engine(options) as engine:
         engine.warm_up()
         ways = _draftings(engine, max_drafts)
         strict = engine.resolved["dtype"] == "float32"
-        runs: dict[str, list[_Run]] = {name: [] for name in ways}
+        runs: dict[str, list[_SpeculationRun]] = {name: [] for name in ways}
         for number, order in enumerate(alternating(list(ways), rounds + 1)):
             requests = _rows(engine, text, number, num_rows)
             for name in order:
-                say(f"{batch} at once: {'warm-up' if number == 0 else f'round {number} of {rounds}'}, {name}")
+                log(f"{batch} at once: {'warm-up' if number == 0 else f'round {number} of {rounds}'}, {name}")
                 engine.forget()
                 engine.draft_as(ways[name])
                 runs[name].append(_run(engine, requests))
@@ -210,14 +210,14 @@ def _rows(engine: Engine, text: str, number: int, num_rows: int) -> list[Request
 
 
 @dataclass(frozen=True)
-class _Run:
+class _SpeculationRun:
     seconds: float
     tail_s: float
     tokens: list[list[int]]
     stats: EngineStats  # of this run only
 
 
-def _run(engine: Engine, requests: Sequence[Request]) -> _Run:
+def _run(engine: Engine, requests: Sequence[Request]) -> _SpeculationRun:
     before = replace(engine.stats)
     tokens: list[list[int]] = [[] for _ in requests]
     for request in requests:
@@ -233,10 +233,10 @@ def _run(engine: Engine, requests: Sequence[Request]) -> _Run:
         if tail_from is None and not engine.scheduler.waiting:
             tail_from = perf_counter()
     ended = perf_counter()
-    return _Run(ended - begun, ended - (tail_from or begun), tokens, engine.stats.since(before))
+    return _SpeculationRun(ended - begun, ended - (tail_from or begun), tokens, engine.stats.since(before))
 
 
-def _way(name: str, runs: list[_Run], plain: list[_Run], strict: bool) -> Way:
+def _way(name: str, runs: list[_SpeculationRun], plain: list[_SpeculationRun], strict: bool) -> Way:
     """Combine the runs of one mode, except the first, which is the warm-up."""
     counted = runs[1:]
     pairs = [(a, b) for ours, theirs in zip(counted, plain[1:]) for a, b in zip(ours.tokens, theirs.tokens)]

@@ -60,7 +60,7 @@ def manifests(config: JobConfig, schedule: Schedule | None = None) -> list[dict[
 
     Raises ConfigError for settings that Kubernetes, KubeRay or the pods do not support.
     """
-    shipped = ShippedJob.of(config, schedule.open_vars if schedule else None)
+    shipped = ShippedJob.from_config(config, schedule.open_vars if schedule else None)
     _check(config, shipped)
     kubernetes, (min_workers, max_workers) = config.kubernetes, config.run.pool
     options = FIRED_AT if schedule else ""

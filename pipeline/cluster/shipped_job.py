@@ -41,7 +41,7 @@ class ShippedJob:
     drain_s: float
 
     @classmethod
-    def of(cls, config: JobConfig, open_vars: Mapping[str, str] | None = None) -> "ShippedJob":
+    def from_config(cls, config: JobConfig, open_vars: Mapping[str, str] | None = None) -> "ShippedJob":
         """Resolve a job. Raises ConfigError if the chat template's file cannot be read.
 
         open_vars: variables that each run fills in with its date -> their placeholder text in `config`.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pipeline.doctor.check import Setup
-from pipeline.doctor.speed import CONTEXT, Speed, speed_on
+from pipeline.doctor.speed import CONTEXT, PredictedSpeed, speed_on
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.startup.batch_limits import gpu_limits
 from pipeline.engine.startup.memory import (
@@ -51,7 +51,7 @@ class DeviceFit:
     weight_bytes: int
     kv_bytes_per_token: int
     sequences: tuple[int, ...]
-    speed: Speed | None = None
+    speed: PredictedSpeed | None = None
     lacks: str = ""
 
 

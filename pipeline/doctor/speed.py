@@ -1,4 +1,4 @@
-"""Speed of a model on a card by the cost model.
+"""PredictedSpeed of a model on a card by the cost model.
 
 Kernels reach the utilization in `roofline/shares.py`. Int4 linears use the engine's path.
 """
@@ -18,7 +18,7 @@ CONTEXT = 512  # tokens of each sequence, limited by the model's context
 
 
 @dataclass(frozen=True)
-class Speed:
+class PredictedSpeed:
     """Tokens per second of CONTEXT-token prompts alone, and of decoding `sequences` at once at such contexts."""
 
     prompt_tokens_per_s: float
@@ -34,7 +34,7 @@ def speed_on(
     kv_value_bytes: float,
     keeps_dense: bool,
     room: int,
-) -> Speed | None:
+) -> PredictedSpeed | None:
     """Return the predicted speed, or None if no sequence fits or the card lacks fp8.
 
     limits: of a step on the card. room: capacity of the KV cache in tokens.
@@ -54,4 +54,4 @@ def speed_on(
         return step.num_tokens / step_seconds(step, size, weights, ceilings, kv_value_bytes).total_s
 
     prompts = max(limits.max_num_batched_tokens // context, 1)
-    return Speed(tokens_per_s(prompts, context), tokens_per_s(sequences, 1), sequences)
+    return PredictedSpeed(tokens_per_s(prompts, context), tokens_per_s(sequences, 1), sequences)

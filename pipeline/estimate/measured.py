@@ -25,7 +25,7 @@ FULL_BATCH_SHARE = 0.8  # mean share of the batch from which on a run counts as 
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of one engine in microseconds. startup, load: once per actor. driver: once per run. beside: time other
+    """Speed of one engine in microseconds. startup, load: once per actor. driver: once per run. overhead: time other
     than computing by phase, as a share of computing. fastest, slowest: time of the fastest and the slowest run over the
     time that this speed predicts for it."""
 

@@ -28,7 +28,7 @@ class Answer:
     """Result of one prompt. row: the output row, the input's own keys followed by the result's."""
 
     prompt: str | None  # as rendered; a chat's messages as JSON; None if there was nothing to send
-    where: str
+    source: str
     completion: Completion
     row: Mapping[str, Any]
 
@@ -37,7 +37,7 @@ class Answer:
 
     def to_text(self) -> str:
         """Return the quoted, truncated prompt and the whole completion, escaped for terminals."""
-        done, source = self.completion, printable(self.where)
+        done, source = self.completion, printable(self.source)
         prompt = [] if self.prompt is None else self.prompt.split("\n")
         quoted = [f"> {printable(line[:_MAX_WIDTH])}{'...' * (len(line) > _MAX_WIDTH)}" for line in prompt]
         if len(quoted) > _MAX_LINES:

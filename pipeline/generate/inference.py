@@ -23,7 +23,7 @@ from pipeline.stores.redaction import shown_url
 
 _RENAME = {"source_row": "source_line"}  # lines are counted from 1, like in editors, including empty lines
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Done:
 
 
 def complete(
-    config: JobConfig, prompts: Prompts, saved: Saved | None, show: Callable[[Answer], None], say: Say
+    config: JobConfig, prompts: Prompts, saved: Saved | None, show: Callable[[Answer], None], log: Log
 ) -> Done:
     """Run all prompts. Shows each answer in input order, or saves all to a file at the end.
 
@@ -58,12 +58,12 @@ def complete(
         )
     if config.task.type != "generate":
         raise ConfigError(f"task: {config.task.type} is supported only in jobs; here prompts are completed")
-    say(f"loading {shown_url(config.model.path)}")
-    job = resolve_rows(config, prompts.columns, say)
-    schema = _schema(prompts, job, say) if saved is not None else None
+    log(f"loading {shown_url(config.model.path)}")
+    job = resolve_rows(config, prompts.columns, log)
+    schema = _schema(prompts, job, log) if saved is not None else None
     began, to_save = time.monotonic(), []
     count: Counter[str] = Counter()
-    for answer in answers(job, prompts, say):
+    for answer in answers(job, prompts, log):
         done = answer.completion
         completed = done.error is None
         read = done.num_prompt_tokens if completed else 0
@@ -74,14 +74,14 @@ def complete(
             to_save.append(answer)
     if saved is not None and schema is not None:
         saved.write(to_save, schema)
-        say(f"wrote {saved.path}")
+        log(f"wrote {saved.path}")
     seconds = round(time.monotonic() - began, 3)
     totals = Done(prompts.num_rows, count["failed"], count["read"], count["generated"], seconds)
-    say(totals.to_text())
+    log(totals.to_text())
     return totals
 
 
-def answers(job: ResolvedJob, prompts: Prompts, say: Say) -> Iterator[Answer]:
+def answers(job: ResolvedJob, prompts: Prompts, log: Log) -> Iterator[Answer]:
     """Yield each prompt's answer in input order, as soon as it and all earlier ones have finished.
 
     A failed prompt yields an answer with an error. Raises ModelError, ConfigError before the first answer.
@@ -90,7 +90,7 @@ def answers(job: ResolvedJob, prompts: Prompts, say: Say) -> Iterator[Answer]:
     units = make_units(prompts.table, unit_spec, window=0)
     from pipeline.engine.engine import Engine
 
-    with Engine(job.engine_config(), say) as engine:
+    with Engine(job.engine_config(), log) as engine:
         tokenizer = engine.tokenizer
         if job.chat_template is not None:
             from pipeline.tokenization.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ def answers(job: ResolvedJob, prompts: Prompts, say: Say) -> Iterator[Answer]:
             done |= {lines[c.row_id]: c for c in failed}  # type: ignore[index]
         requests.sort(key=lambda request: request.row_id)  # type: ignore[arg-type,return-value]
         finished = engine.stream(requests)
-        remaining, began, num_done, num_tokens = Remaining(say, "prompts", prompts.num_rows), time.monotonic(), 0, 0
+        remaining, began, num_done, num_tokens = Remaining(log, "prompts", prompts.num_rows), time.monotonic(), 0, 0
         for values in prompts.table.to_pylist():
             line = values["source_row"]
             while line not in done:
@@ -120,12 +120,12 @@ def answers(job: ResolvedJob, prompts: Prompts, say: Say) -> Iterator[Answer]:
             yield _answer(rendered[line], values, done.pop(line), job)
 
 
-def _schema(prompts: Prompts, job: ResolvedJob, say: Say) -> pa.Schema:
+def _schema(prompts: Prompts, job: ResolvedJob, log: Log) -> pa.Schema:
     """Return the columns of a saved result. Drops input keys with the name of a result column, and logs them."""
     names = prompts.table.schema.names[:-2]
     clashes = [name for name in names if name in _result_names(job)]
     if clashes:
-        say(f"left out of the output, since result columns have the same names: {', '.join(clashes)}")
+        log(f"left out of the output, since result columns have the same names: {', '.join(clashes)}")
     kept = pa.schema([prompts.table.schema.field(i) for i, name in enumerate(names) if name not in clashes])
     return output_schema(kept, _RENAME, replace(job.results, logprobs=False, prompt_logprobs=False))
 

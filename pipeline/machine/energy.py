@@ -20,7 +20,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 class EnergyMeter:
     """Energy meter of one engine. counters: pairs of a function that returns microjoules and the value at which it
-    wraps around (0: never). share: the engine's share of them. told: what is measured, for reports."""
+    wraps around (0: never). share: the engine's share of them. source: name of the counter, for reports."""
 
     def __init__(self, counters: list[tuple[Callable[[], int], int]], share: Fraction, source: str) -> None:
         self._counters, self._share, self.source = counters, share, source

@@ -31,7 +31,7 @@ def job_text(name: str, path: str, model: str, output: str, seen: Look) -> str:
         *(["prompt:", *_prompt(seen, model_kind(model) == "embedded"), ""] if seen.requests is None else []),
         "model:",
         f"  path: {_text(model)}",
-        *([f"  # The model was not inspected: {_comment(seen.why_not)}."] if seen.why_not else []),
+        *([f"  # The model was not inspected: {_comment(seen.skip_reason)}."] if seen.skip_reason else []),
         "",
         *_limits(seen),
         "",

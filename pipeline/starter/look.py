@@ -41,7 +41,7 @@ class Look:
     """Facts about a dataset and a model.
 
     lengths: tokens of the first rows' prompts, sorted; empty if the model could not be inspected, for the reason
-    `why_not`. max_position: longest sequence that the model supports. has_chat: whether to use the model's chat
+    `skip_reason`. max_position: longest sequence that the model supports. has_chat: whether to use the model's chat
     template for prompts.
     """
 
@@ -55,7 +55,7 @@ class Look:
     has_chat: bool = False
     lengths: tuple[int, ...] = ()
     max_position: int | None = None
-    why_not: str = ""
+    skip_reason: str = ""
     left_out: Mapping[str, int] = field(default_factory=dict)  # rows without a prompt, by RowError code
     requests: Requests | None = None  # if lines are requests
 
@@ -80,10 +80,16 @@ def look(path: str, model: str, log: Callable[[str], None]) -> Look:
     files = counted(len(source.files), "file")
     found = f"the prompt is in {prompt!r}" if requests is None else "requests of OpenAI's Batch API"
     log(f"{path}: {counted(source.num_rows, 'row')} in {files}; {found}")
-    folder, why_not = _small_files_of(model)
+    folder, skip_reason = _small_files_of(model)
     if folder is None:
-        log(f"{model}: not inspected: {why_not}")
-        return Look(**{**vars(seen), "has_chat": prompt == "messages" or kind == "messages", "why_not": why_not})
+        log(f"{model}: not inspected: {skip_reason}")
+        return Look(
+            **{
+                **vars(seen),
+                "has_chat": prompt == "messages" or kind == "messages",
+                "skip_reason": skip_reason,
+            }
+        )
     max_position = read_config(folder).max_position
     tokenizer = Tokenizer.from_folder(str(folder))
     try:

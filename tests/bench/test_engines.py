@@ -51,7 +51,7 @@ def test_the_whole_at_a_small_size():
         batch_sizes=(2, 6),
         dtype="float32",
         peers=[("fake", sys.executable)],
-        say=said.append,
+        log=said.append,
     )
     ours, *others = found.speeds
     assert ours.name == "this engine"

@@ -26,7 +26,7 @@ def test_a_process_is_heard_by_its_last_line_or_its_last_words():
 
 def test_figures():
     assert ratio([2.0, 6.0, 4.0], [1.0, 2.0, 4.0]) == Spread(2.0, 1.0, 3.0, 3)
-    assert Spread.of([3.0, 1.0]).to_text(1) == "2.0 (1.0 to 3.0)"
-    assert Spread.of([1234.5]).to_text(1) == "1,234.5"
+    assert Spread.from_values([3.0, 1.0]).to_text(1) == "2.0 (1.0 to 3.0)"
+    assert Spread.from_values([1234.5]).to_text(1) == "1,234.5"
     assert alternating(["a", "b"], 3) == [["a", "b"], ["b", "a"], ["a", "b"]]
     assert "torch" in facts_to_text(machine_facts())

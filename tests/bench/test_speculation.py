@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from pipeline.bench.speculation import AGAIN, AUTO, DRAFT, NGRAM, PLAIN, _Run, _way, bench_speculation
+from pipeline.bench.speculation import AGAIN, AUTO, DRAFT, NGRAM, PLAIN, _SpeculationRun, _way, bench_speculation
 from pipeline.cli.main import cli
 from pipeline.engine.stats import EngineStats
 from pipeline.errors import ConfigError, PipelineError
@@ -36,8 +36,8 @@ def test_the_command_prints_a_table_and_json() -> None:
 
 
 def test_other_tokens_than_plain_ones_end_it_in_float32() -> None:
-    def run(*tokens: list[int]) -> _Run:
-        return _Run(1.0, 0.5, list(tokens), EngineStats(generated_tokens=3, batch_sum=3, num_steps=3))
+    def run(*tokens: list[int]) -> _SpeculationRun:
+        return _SpeculationRun(1.0, 0.5, list(tokens), EngineStats(generated_tokens=3, batch_sum=3, num_steps=3))
 
     plain, other = [run([1, 2], [3])] * 2, [run([1, 2], [3]), run([1, 2], [4])]
     assert _way("x", plain, plain, strict=True).equal == 2

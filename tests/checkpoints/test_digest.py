@@ -61,7 +61,7 @@ def test_a_model_is_downloaded_once(store, cache):
         store.proxy.add(fault, "model.safetensors", "GET")
     store.bucket.put("model/README.md", b"not of the model")
     store.bucket.put("model/onnx/model.safetensors", b"nor this")
-    folder = resolve(store, say=said.append)
+    folder = resolve(store, log=said.append)
     local = demo_model("draft")
     assert folder.parent == cache
     assert sorted(p.name for p in folder.iterdir()) == sorted([MANIFEST, *(p.name for p in local.iterdir())])
@@ -70,7 +70,7 @@ def test_a_model_is_downloaded_once(store, cache):
     assert any("model.safetensors" in text and "GB" in text for text in said)
     before = gets(store)
     assert before > 5
-    assert resolve(store, say=said.append) == folder
+    assert resolve(store, log=said.append) == folder
     assert gets(store) == before
     text = (folder / MANIFEST).read_text()
     assert SECRET not in text

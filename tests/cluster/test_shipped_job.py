@@ -27,7 +27,7 @@ def job_file(tmp_path, monkeypatch):
 
 
 def shipped(job_file, *sets, vars=()):
-    return ShippedJob.of(load_job(job_file, sets, vars=vars))
+    return ShippedJob.from_config(load_job(job_file, sets, vars=vars))
 
 
 def test_a_job_means_the_same_in_another_folder(job_file, tmp_path, monkeypatch):

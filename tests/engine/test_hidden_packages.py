@@ -39,7 +39,7 @@ for drafts in ("off", speculation):
         done = engine.generate([[5, 6, 7, 5, 6, 7, 5, 6]], SamplingParams(max_tokens=12, ignore_eos=True))
         found.append((done[0].token_ids, engine.resolved, engine.stats.num_draft_steps))
         try:
-            engine.generate([[5]], SamplingParams(structured_outputs=StructuredOutputs.of({{"regex": "a"}})))
+            engine.generate([[5]], SamplingParams(structured_outputs=StructuredOutputs.from_config({{"regex": "a"}})))
         except EnvironmentFailed as error:
             refused = str(error)
 print(json.dumps((found, refused)))

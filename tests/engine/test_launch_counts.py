@@ -179,7 +179,7 @@ def test_launches_are_those_of_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Tiles are an H100's, and prefixes are read together however short they are.
-    monkeypatch.setattr(CompileTarget, "of", classmethod(lambda cls, device: H100))
+    monkeypatch.setattr(CompileTarget, "from_device", classmethod(lambda cls, device: H100))
     monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
     with Counting().watched() as counting:
         runner = runner_of(folders[weights], **options)
@@ -189,7 +189,7 @@ def test_launches_are_those_of_the_table(
 
         found = [counted(step) for step in STEPS.values()]
         sizes: Any = {"max_num_seqs": ROWS + 1, "max_queries": 1, "max_tokens": ROWS}
-        sizes |= {"max_mixed_tokens": ROWS + CONTEXT, "say": lambda done, total: None}
+        sizes |= {"max_mixed_tokens": ROWS + CONTEXT, "log": lambda done, total: None}
         counting.count(lambda: runner.capture_steps(counting.capture, **sizes))
         future = FutureTokens(np.arange(ROWS), np.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64))
         found += [counted(STEPS[DECODING]), counted(STEPS[DECODING], future), counted(STEPS[MIXED])]

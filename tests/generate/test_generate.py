@@ -31,7 +31,7 @@ class Echo:
 
     seen: list[EngineConfig] = []  # noqa: RUF012
 
-    def __init__(self, config: EngineConfig, say) -> None:
+    def __init__(self, config: EngineConfig, log) -> None:
         Echo.seen.append(config)
         self.tokenizer = FakeTokenizer()
 

@@ -48,7 +48,7 @@ def test_weights_are_unpacked_where_they_are_stored(name: str, tmp_path: Path, m
     expected = list(WeightReader(folder, config).layers())
     reader = WeightReader(folder, config)
     stored = {key: reader.checkpoint.pop(key) for key in reader.checkpoint.home}
-    monkeypatch.setattr(reader.checkpoint, "take", stored.__getitem__)
+    monkeypatch.setattr(reader.checkpoint, "read", stored.__getitem__)
     with META, NothingLeaves():
         found = list(reader.layers())
         dense = [getattr(layer, linear).dequantize(torch.float32) for layer in found for linear in LINEARS]

@@ -136,7 +136,7 @@ def bench_engine(
     reports: bool = False,
     peers: Sequence[tuple[str, str]] = (),
     folder: str | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> EngineBench:
     """Measure `model` (see `shapes.bench_model`).
 
@@ -148,7 +148,7 @@ def bench_engine(
     if rounds < 1 or any(size < 1 for size in batch_sizes):
         raise ConfigError(f"{rounds} rounds, batches of {list(batch_sizes)}: expected at least 1 of each")
     use_threads(threads)
-    found = bench_model(model, folder, say)
+    found = bench_model(model, folder, log)
     config = read_config(found.folder)
     if reports:
         rows = Reports(requests, Tokenizer.from_folder(str(found.folder)).encode_batch)
@@ -166,25 +166,25 @@ def bench_engine(
             num_threads=threads,
             max_model_len=max(len(r.prompt_token_ids) + r.max_tokens for each in sets.values() for r in each),
         )
-        engine = stack.enter_context(Engine(options, say))
+        engine = stack.enter_context(Engine(options, log))
         engine.warm_up()
         machine = machine_facts()
         served = getattr(torch, str(engine.resolved["dtype"]))
         ours = ThisEngine(engine, shares_prefixes=reports)
         strict = served == torch.float32 and activation_dtype == "auto"
-        lineup = Lineup(sets, ours.name, lambda name: ours.run(sets[name]), strict, say)
+        lineup = Lineup(sets, ours.name, lambda name: ours.run(sets[name]), strict, log)
         dense = found.folder
         if config.quantization is not None and (batch_sizes or peers):
-            dense = dequantized(found.folder, served, say)
+            dense = dequantized(found.folder, served, log)
         facts: dict[str, dict[str, str]] = {}
         for name, python in peers:
-            say(f"starting {name}")
+            log(f"starting {name}")
             task = _peer_task(engine, config, (found.folder, dense), reports, sets)
             peer = stack.enter_context(Peer(name, python, task))
             lineup.runs[name] = peer.run_set
             facts[name] = peer.about
         if batch_sizes:
-            say("loading the model with transformers")
+            log("loading the model with transformers")
             device = str(engine.resolved["device"])
             generate = GenerateModel(dense, served, device, engine.tokenizer.eos_token_ids)
             lineup.add_statics([StaticBatches(generate, size) for size in batch_sizes], generate.next_logits)
@@ -257,9 +257,9 @@ class Lineup:
     """
 
     def __init__(
-        self, sets: Sets, ours: str, run: Callable[[str], Ran], strict: bool, say: Callable[[str], None]
+        self, sets: Sets, ours: str, run: Callable[[str], Ran], strict: bool, log: Callable[[str], None]
     ) -> None:
-        self.sets, self.ours, self.strict, self.say = sets, ours, strict, say
+        self.sets, self.ours, self.strict, self.log = sets, ours, strict, log
         self.runs = {ours: run}
         self.trials: dict[int, float] = {}
         self._statics: list[StaticBatches] = []
@@ -314,11 +314,13 @@ class Lineup:
             faster, single_faster = ratio(rates(self.ours, "set"), of_set), ratio(rates(self.ours, "one"), single)
             cpu_ratio = ratio(by_cpu(self.ours), by_cpu(name)) if by_cpu(name) else None
         agreement = self._agreement.get(name)
-        return EngineSpeed(name, Spread.of(of_set), Spread.of(single), faster, single_faster, cpu_ratio, agreement)
+        return EngineSpeed(
+            name, Spread.from_values(of_set), Spread.from_values(single), faster, single_faster, cpu_ratio, agreement
+        )
 
     def _run(self, name: str, kind: str, number: int) -> None:
         when = "trial" if number == TRIAL else f"round {number}"
-        self.say(f"{when}, {'all requests' if kind == 'set' else 'one request'}: {name}")
+        self.log(f"{when}, {'all requests' if kind == 'set' else 'one request'}: {name}")
         key = f"{kind} {number}"
         self._results.setdefault(name, {})[key] = self.runs[name](key)
 

@@ -114,7 +114,7 @@ def engine_against_others(peers: tuple[str, ...], as_json: bool, **options: Any)
     from pipeline.bench.engines.comparison import bench_engine
     from pipeline.bench.engines.peer import parse_peer
 
-    print_bench(bench_engine(peers=[parse_peer(peer) for peer in peers], say=print_message, **options), as_json)
+    print_bench(bench_engine(peers=[parse_peer(peer) for peer in peers], log=print_message, **options), as_json)
 
 
 @bench.command("job")
@@ -138,7 +138,7 @@ def job_against_the_engine(peers: tuple[str, ...], as_json: bool, **options: Any
     if unnamed := [peer for peer in peers if "=" not in peer]:
         raise ConfigError(f"--peer {unnamed[0]}: expected NAME=PATH")
     named = dict(peer.split("=", 1) for peer in peers)
-    print_bench(bench_job(peers=named, say=print_message, **options), as_json)
+    print_bench(bench_job(peers=named, log=print_message, **options), as_json)
 
 
 @bench.command("speculation")
@@ -170,7 +170,7 @@ def plain_against_drafted(as_json: bool, **options: Any) -> None:
     """
     from pipeline.bench.speculation import bench_speculation
 
-    print_bench(bench_speculation(say=print_message, **options), as_json)
+    print_bench(bench_speculation(log=print_message, **options), as_json)
 
 
 @bench.command("roofline")

@@ -65,7 +65,7 @@ def submit(
     from pipeline.cluster.submission import JobServer, exit_code
     from pipeline.config import load_job
 
-    shipped = ShippedJob.of(load_job(job, **overlays))
+    shipped = ShippedJob.from_config(load_job(job, **overlays))
     flags = {"--append": append, "--retry-failed": retry_failed, "--accept-numerics": accept_numerics}
     server = JobServer(address)
     found, is_new = server.submit(shipped, [flag for flag, given in flags.items() if given], print_message)
@@ -116,7 +116,7 @@ def cancel(target: str, address: str | None, as_json: bool, **overlays: Any) -> 
     from pipeline.config import load_job
 
     is_file = target.endswith((".yaml", ".yml"))
-    name = ShippedJob.of(load_job(target, **overlays)).name if is_file else target
+    name = ShippedJob.from_config(load_job(target, **overlays)).name if is_file else target
     if not is_file and any(overlays.values()):
         raise ConfigError(f"{target}: is a submission; --set, --config, --var and --limit are for a job file")
     server = JobServer(address)
@@ -136,6 +136,6 @@ def _print(details: "JobDetails", as_json: bool) -> None:
     if as_json:
         return print_json(found)
     ended = details.status.is_terminal()
-    took = f" after {duration(found['seconds'])}" if ended and found["seconds"] is not None else ""
+    elapsed = f" after {duration(found['seconds'])}" if ended and found["seconds"] is not None else ""
     code = f", exit code {found['exit_code']}" if ended else ""
-    print_result(f"{found['submission_id']}: {found['state'].lower()}{took}{code}\n  Results     {found['output']}")
+    print_result(f"{found['submission_id']}: {found['state'].lower()}{elapsed}{code}\n  Results     {found['output']}")

@@ -136,7 +136,7 @@ def generate(
         prompts,
         saved,
         show=lambda answer: print_json(answer.to_json()) if as_json else print_result(answer.to_text()),
-        say=print_message,
+        log=print_message,
     )
     if as_json and saved is not None:
         print_json({**vars(done), "output": output})

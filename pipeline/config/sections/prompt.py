@@ -15,7 +15,7 @@ SOURCES = ("template", "column", "messages")
 
 
 class ChatSection(ConfigSection):
-    """How to render a prompt with the chat template."""
+    """Options of the chat template."""
 
     system: str | None = Field(
         default=None,

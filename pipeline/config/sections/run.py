@@ -38,7 +38,7 @@ class PoolSection(ConfigSection):
 
 
 class RunSection(ConfigSection):
-    """How the work is run."""
+    """Number of engines and limits of a run."""
 
     actors: Annotated[
         Annotated[int, Field(ge=1, le=100_000), Tag(WORD)] | Annotated[PoolSection, Tag(OPTIONS)],

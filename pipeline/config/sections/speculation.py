@@ -11,7 +11,7 @@ BareMethod = Literal["auto", "off", "lookup", False]  # methods that need no oth
 
 
 class SpeculationSection(ConfigSection):
-    """How draft tokens are proposed."""
+    """Method that proposes draft tokens."""
 
     method: Annotated[SpeculationMethod, false_is_off(SpeculationMethod)] = Field(
         default="auto",

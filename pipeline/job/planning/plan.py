@@ -83,7 +83,7 @@ def plan_of(found: Resolution, device: str) -> JobPlan:
 
 
 def remaining_windows(plan: JobPlan, existing: DoneUnits, again: Iterable[PartName] = ()) -> list[WindowTask]:
-    """Return the incomplete windows in order. `stood`: the units that have parts. `again`: parts to compute again."""
+    """Return the incomplete windows in order. existing: the units that have parts. again: parts to compute again."""
     remade: dict[int, set[int]] = {}
     for name in again:
         remade.setdefault(name.window, set()).add(name.unit)

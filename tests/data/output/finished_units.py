@@ -23,4 +23,4 @@ def result(rows: int, seed: int = 0, errors: int = 0) -> pa.Table:
 
 
 def name(unit: int = 0, rows: int = 50, **changes) -> PartName:
-    return PartName(**{"fingerprint8": FP, "window": 1, "unit": unit, "of": 40, "rows": rows, **changes})
+    return PartName(**{"fingerprint8": FP, "window": 1, "unit": unit, "num_units": 40, "rows": rows, **changes})

@@ -71,7 +71,7 @@ def test_names_as_people_see_them():
 def test_a_listing_of_many_parts_keeps_numbers_and_no_names(store):
     class Many(LocalFolder):
         def each_name(self):
-            return (str(name(i % 100, window=i // 100, of=100)) for i in range(20_000))
+            return (str(name(i % 100, window=i // 100, num_units=100)) for i in range(20_000))
 
     store.folder = Many(store.path)
     tracemalloc.start()
@@ -88,7 +88,7 @@ def test_a_listing_of_many_parts_keeps_numbers_and_no_names(store):
     ("thesis.docx", "not a part"),
     ("notes.txt", r"notes\.txt: not a part.* give it a name that begins with _ or a dot"),
     (str(name(rows=51)), "another part holds the same unit"),
-    (str(name(1, of=41)), "contradicts the name of another part, by which the window has 40 units"),
+    (str(name(1, num_units=41)), "contradicts the name of another part, by which the window has 40 units"),
 ])  # fmt: skip
 def test_foreign_files_are_refused(store, file, says):
     store.write(name(), result(50))

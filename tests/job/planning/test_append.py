@@ -267,7 +267,7 @@ def test_a_success_that_comes_after_the_record_of_a_batch_is_taken_back(job, mon
         return of(store)
 
     job.rows(TEXTS[:8])
-    monkeypatch.setattr(success_module.Inventory, "of", record_first)
+    monkeypatch.setattr(success_module.Inventory, "from_store", record_first)
     with pytest.raises(Interrupted, match="has appended input files"):
         run(job)
     assert not (job.output / "_SUCCESS").exists()

@@ -132,14 +132,14 @@ def test_the_ledger_gives_each_actor_its_time_from_the_runs_start_to_its_end(clo
     assert ledger.register(b"a") == (0, 3_000_000, False)
     clock[0] += 500_000
     assert ledger.register(b"b") == (1, 3_500_000, False)
-    assert not ledger.report(replace(state(0, 3_000_000), told=2))
+    assert not ledger.report(replace(state(0, 3_000_000), report_number=2))
     assert not ledger.report(state(1, 3_400_000, at_rest="load"))
     clock[0] += 500_000
     ends = ledger.states(end=True)
     assert [s.record.machine_us for s in ends] == [4_000_000, 4_000_000]
     assert (ends[0].record.phases_us["idle"], ends[1].record.phases_us["load"]) == (1_000_000, 600_000)
     assert [s.record.tail_us for s in ends] == [1_000_000, 0]
-    ledger.report(replace(state(0, 2_000_000), told=1))  # a late word changes nothing
+    ledger.report(replace(state(0, 2_000_000), report_number=1))  # a late word changes nothing
     assert ledger.states()[0].record.machine_us == 3_000_000
     ledger.give(Order.ADMIT_NO_MORE)
     assert ledger.report(state(0, 3_000_000)) == Order.ADMIT_NO_MORE
