@@ -174,7 +174,7 @@ def test_what_is_resolved_leaves_the_job_file_as_it_is_written_and_can_be_sent(t
 
 def test_generate_completes_prompts_and_does_nothing_else(there):
     config = broken(there, {"task": "score", "sampling": None})
-    with pytest.raises(ConfigError, match=r"task: score is of jobs"):
+    with pytest.raises(ConfigError, match=r"task: score is supported only in jobs"):
         complete(config, read_prompts(None, "hi"), None, lambda answer: None, lambda text: None)
     config = broken(there, {"input": {"columns": None}, "sampling": {"max_tokens": {"column": "id"}}})
     (there.folder / "rows.jsonl").write_text('{"text": "hi"}')

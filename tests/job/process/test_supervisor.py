@@ -226,7 +226,7 @@ def test_the_process_ends_when_its_parent_is_gone(tmp_path):
         )
     connection = Connection(ours.detach())
     connection.send(Start("tests.job.fake_engine:FakeEngine", EngineConfig(model=str(tmp_path))))
-    assert [connection.recv().what for _ in range(3)] == ["opening it", "reading weights", "warming up"]
+    assert [connection.recv().activity for _ in range(3)] == ["opening it", "reading weights", "warming up"]
     assert isinstance(connection.recv(), Ready)
     connection.close()
     assert process.wait(timeout=60) == 0

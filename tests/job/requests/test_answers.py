@@ -62,5 +62,5 @@ def test_appended_requests_and_a_repeated_id(batch):
     run(batch, append=True)
     assert len(converted(batch)[0]) == 38
     put(batch, "d.jsonl", [request(3)])
-    with pytest.raises(InputError, match=r"d\.jsonl:1: custom_id 'id-3' is that of \S+a\.jsonl:4 too"):
+    with pytest.raises(InputError, match=r"d\.jsonl:1: custom_id 'id-3' is also used by \S+a\.jsonl:4"):
         run(batch, append=True)

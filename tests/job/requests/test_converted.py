@@ -188,7 +188,7 @@ def test_what_cannot_be_converted(batch, job, tmp_path):
     run(batch)
     store = PartStore(str(batch.output))
     (tmp_path / "taken.jsonl").write_text("mine")
-    with pytest.raises(OutputError, match=r"--output \S+taken\.jsonl: already exists, and is not replaced"):
+    with pytest.raises(OutputError, match=r"--output \S+taken\.jsonl: already exists and is never replaced"):
         convert(store, str(tmp_path / "taken.jsonl"), str(tmp_path / "e.jsonl"), {})
     assert (tmp_path / "taken.jsonl").read_text() == "mine"
     with pytest.raises(OutputError, match="same file as --output"):

@@ -36,9 +36,9 @@ def test_a_job_file_that_says_what_lines_say_is_refused(batch):
     prompt = {"column": "x"}
     for sections, says in [
         ({"prompt": prompt}, r"job\.yaml:\d+: prompt\.column: the lines of input\.format openai are"),
-        ({"sampling": {"max_tokens": prompt}}, r"sampling\.max_tokens: the lines of .* give their own values"),
+        ({"sampling": {"max_tokens": prompt}}, r"sampling\.max_tokens: the lines of .* set their own values"),
         # all that is wrong, at once
-        ({"prompt": prompt, "input": {"columns": []}}, r"(?s)input\.columns: expected custom_id.*prompt\.column: "),
+        ({"prompt": prompt, "input": {"columns": []}}, r"(?s)input\.columns: must include custom_id.*prompt\.column: "),
         ({"input": {"format": "openai-batch"}}, r"input\.format: expected one of rows, openai; got"),
     ]:
         with pytest.raises(ConfigError, match=says):

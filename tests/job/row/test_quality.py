@@ -86,7 +86,7 @@ def test_a_stopped_job_compares_the_same_rows_and_tells_record_report_status_and
     log = (job.output / "_pipeline" / "logs" / report.runs[-1].run_id / "driver.log").read_text()
     assert log.count("warning quality: after") == 1
     for shown in (text(report), markdown(report), html(report)):
-        assert "ALARM: token agreement has dropped by" in " ".join(shown.split())
+        assert "ALARM: token agreement dropped by" in " ".join(shown.split())
 
     job.output = job.folder / "unwatched"
     run_job(watched(job, "unwatched", quality={"sample": 0}))

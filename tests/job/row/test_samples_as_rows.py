@@ -186,7 +186,7 @@ def twice(table: pa.Table, row: int) -> pa.Table:
     [
         (lambda table: without(table, 4), "row 1: 1 samples up to 2 are missing"),
         (lambda table: twice(table, 4), "row 1: 1 samples are duplicates"),
-        (lambda table: without(table, 5), "output_rows: the parts hold 29, _SUCCESS counts 30"),
+        (lambda table: without(table, 5), "output_rows: the parts contain 29, _SUCCESS counts 30"),
     ],
 )
 def test_a_sample_that_is_lost_or_doubled_is_found(rows, change, says):

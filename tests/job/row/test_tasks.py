@@ -246,7 +246,7 @@ def test_a_finished_job_is_reported_verified_divided_and_compacted_without_gener
         assert sum(group.machine_us for group in divided.groups) == report.machine_us
         assert divided.to_text()
     assert what_if(report, {"actors": "2"}, load_prices()).then.machine_us > 0
-    with pytest.raises(OutputError, match="no column custom_id" if task == "embed" else f"task is {task}"):
+    with pytest.raises(OutputError, match="no column custom_id" if task == "embed" else f"task of its job is {task}"):
         convert(store, str(tmp_path / "answers.jsonl"), str(tmp_path / "errors.jsonl"), {})
     target = tmp_path / f"compact-{task}"
     compact(store, PartStore(str(target)), "input", 2**20, lambda said: None)
