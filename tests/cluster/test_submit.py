@@ -64,6 +64,7 @@ input: {{path: {tmp_path}/in.parquet}}
 prompt: {{column: text}}
 model: {{path: demo:target-awq}}
 engine: {{max_num_seqs: 4}}
+speculation: off
 sampling: {{max_tokens: 200, ignore_eos: true}}
 output: {{path: "{tmp_path}/out-${{date}}", rows_per_file: 8}}
 run: {{cpus_per_actor: 1, drain_timeout: 1 s}}
