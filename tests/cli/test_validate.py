@@ -114,7 +114,7 @@ def test_validate_tells_all_mistakes_of_the_data(refused):
     ("engine.max_model_len=2048", "--set: engine.max_model_len: 2048 exceeds the 1,024 positions of demo"),
     ("engine.max_model_len=1024", None),
     ("model={path: demo:target-awq, quantization: int8}", "int8, but demo:target-awq is quantized already"),
-    ("storage={s3: {anon: true}}", "storage.s3: no path of this job takes these options"),
+    ("storage={s3: {anon: true}}", "storage.s3: matches no path of this job"),
 ])  # fmt: skip
 def test_validate_looks_at_data_model_and_output(pipe, work, setting: str, expected: str | None):
     assert (expected or "") in validated(pipe, 2 if expected else 0, setting)
@@ -184,7 +184,7 @@ def test_validate_shows_a_chat_through_the_template(work, shown, found):
     mine = ("prompt.chat.template=mine.jinja", "prompt.chat.template_kwargs={tone: kind}")
     assert found(*mine)["first_prompt"]["text"].endswith("kind")
     (work / "mine.jinja").write_text("{{ raise_exception('no such role') }}")
-    assert "becomes an error row: invalid_messages: the chat template refused" in shown(*mine)
+    assert "becomes an error row: invalid_messages: the chat template rejected" in shown(*mine)
 
 
 def test_validate_shows_how_long_the_prompts_of_a_sample_are(put, shown, found):

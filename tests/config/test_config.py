@@ -305,10 +305,10 @@ def test_settings_overlays_and_limit_in_this_order(job, tmp_path, mistakes):
     config = job(overlays=[overlay], sets=["run.actors=3", "prompt.column=null", "prompt.template={a}: b"], limit=7)
     assert (config.engine.max_num_seqs, config.run.actors, config.input.limit) == (8, 3, 7)
     assert config.prompt.template == "{a}: b", "a text key takes what follows the = as it stands"
-    assert config.where("engine.max_num_seqs") == f"{overlay}:1"
-    assert config.where("run.actors") == "--set"
-    assert config.where("input.limit") == "--limit"
-    assert config.where("input.path").endswith("job.yaml:1")
+    assert config.location("engine.max_num_seqs") == f"{overlay}:1"
+    assert config.location("run.actors") == "--set"
+    assert config.location("input.limit") == "--limit"
+    assert config.location("input.path").endswith("job.yaml:1")
     assert sampling_columns(job(sets=["sampling.max_tokens={column: b}"])) == {"max_tokens": "b"}
     assert "--set: run.actors: expected an integer; got 'x'" in mistakes(sets=["run.actors=x"])[0]
     assert "Did you mean `actors`?" in mistakes(sets=["run.actor=2"])[0]
@@ -321,7 +321,7 @@ def test_a_job_survives_pickling_with_its_lines(job):
     config = job()
     copy = pickle.loads(pickle.dumps(config))
     assert copy == config
-    assert copy.where("prompt.column") == config.where("prompt.column")
+    assert copy.location("prompt.column") == config.location("prompt.column")
     with pytest.raises(Exception, match="frozen"):
         copy.name = "x"
 
@@ -403,7 +403,7 @@ def test_a_bare_word_is_a_section_that_overlays_merge_with(job, tmp_path):
     )
     assert (config.model.path, config.model.quantization) == ("demo", "int8")
     assert (config.task.type, config.task.pooling) == ("embed", "mean")
-    assert config.where("model.path").endswith("job.yaml:3")
+    assert config.location("model.path").endswith("job.yaml:3")
     assert job(sets=["model=other/model"], overlays=[overlay]).model.quantization == "none", "a word replaces the whole"
 
 

@@ -30,8 +30,8 @@ def test_paths_take_variables_and_texts_do_not(job):
     assert (found.prompt.template, found.sampling.stop) == ("${DATA} {text}", ("${DATA}",))
     found = job({"DAY": "1", "DATA": "s3://b", "MODEL": ""}, sets=["output.path=${OUT:-x}"])
     assert (found.input.path, found.model.path, found.output.path) == ("s3://b/1", "demo", "x")
-    assert found.where("input.path").endswith("job.yaml:1")
-    assert found.where("output.path") == "--set"
+    assert found.location("input.path").endswith("job.yaml:1")
+    assert found.location("output.path") == "--set"
     assert job({"DAY": "1", "MODEL": "s3://m"}).quality.model == "s3://m-16bit"
 
 
