@@ -47,7 +47,7 @@ def test_a_plan_is_set_beside_what_the_run_took(tmp_path):
     assert found["lengths"]["come_from"] == "96 rows of 1 earlier run of this job"
     assert found["generated"]["expected"] == pytest.approx(alone["tokens"]["generated"], rel=1 / 32)
     assert [pool["actors"] for pool in found["here"]] == [1, 2]
-    assert [(pool["place"], pool["lacks"]) for pool in found["cards"]] == [("L4", "")] * 2
+    assert [(pool["machine"], pool["lacks"]) for pool in found["cards"]] == [("L4", "")] * 2
     assert found["cards"][0]["usd"]["low"] < found["cards"][0]["usd"]["expected"] < found["cards"][0]["usd"]["high"]
     expected = found["estimate"]["machine_us"]["expected"]
     assert sum(found["estimate"]["phases_us"].values()) == pytest.approx(expected, abs=10)

@@ -185,7 +185,7 @@ def test_the_command_answers(output, args, said):
 
 @pytest.mark.parametrize(("args", "said"), [
     (["{}", "{}"], "expected one output, or two"),
-    (["{}", "--html", "x.html"], "of one output, not of two"),
+    (["{}", "--html", "x.html"], "expected one output, got two"),
     (["--rows-per-month", "5"], "expected two outputs"),
     (["--hosted", "cheap"], "expected two prices"),
     (["--html", "/nowhere/x.html"], "--html /nowhere/x.html"),

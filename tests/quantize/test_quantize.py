@@ -213,7 +213,7 @@ def test_layers_see_what_transformers_layers_see(tmp_path, name):
     ("arguments", "message"),
     [
         (["BASE", "--output", "OUT", "--method", "gptq"], "give either --calibration PATH"),
-        (["BASE", "--output", "OUT", "--method", "rtn", "--job", "j.yaml"], "looks at no texts"),
+        (["BASE", "--output", "OUT", "--method", "rtn", "--job", "j.yaml"], "needs no texts"),
         (["BASE", "--output", "OUT", "--method", "rtn", "--act-order"], "only works with gptq"),
         (["BASE", "--output", "OUT", "--method", "rtn"], "= 64 is not a multiple of --group-size 128; --group-size 64"),
         (["BASE", "--output", "OUT", "--group-size", "32", "--calibration", "DATA"], "of 64, as awq requires"),
