@@ -47,7 +47,7 @@ def test_weights_are_unpacked_where_they_are_stored(name: str, tmp_path: Path, m
         config = quantized_on_load(read_config(folder), name)
     expected = list(WeightReader(folder, config).layers())
     reader = WeightReader(folder, config)
-    stored = {key: reader.checkpoint.pop(key) for key in reader.checkpoint.home}
+    stored = {key: reader.checkpoint.read(key) for key in reader.checkpoint.home}
     monkeypatch.setattr(reader.checkpoint, "read", stored.__getitem__)
     with META, NothingLeaves():
         found = list(reader.layers())
@@ -64,7 +64,7 @@ def test_a_checkpoint_hands_its_tensors_out_on_the_device(tmp_path: Path) -> Non
     quantization, pack, _ = WHOLE["awq gemm"]
     packed, _ = write_pair(tmp_path, quantization, lambda stem: pack)
     checkpoint = Checkpoint(packed, device=META)
-    taken = {name: checkpoint.pop(name) for name in checkpoint.home}
+    taken = {name: checkpoint.read(name) for name in checkpoint.home}
     assert {tensor.device.type for tensor in taken.values()} == {"meta"}
     assert any(tensor.dtype == torch.int32 for tensor in taken.values()), "words, as they are stored"
     reader = WeightReader(packed, read_config(packed), META)

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.engine.grammar.validity import invalid_reason
 from pipeline.errors import ConfigError
-from tools.schema_coverage import Doors, measure
+from tools.schema_coverage import GrammarChecker, measure
 
 S, I = {"type": "string"}, {"type": "integer"}  # noqa: E741
 # A schema, a valid instance, one that is not.
@@ -91,11 +91,11 @@ PAGE = Path(__file__).parents[3] / "docs" / "json-schema.md"
 
 
 @pytest.fixture(scope="module")
-def doors() -> Doors:
-    return Doors()
+def doors() -> GrammarChecker:
+    return GrammarChecker()
 
 
-def check(doors: Doors, schema: dict[str, Any], valid: Any, invalid: Any) -> None:
+def check(doors: GrammarChecker, schema: dict[str, Any], valid: Any, invalid: Any) -> None:
     wanted = doors.compile(schema)
     for instance, is_valid in ((valid, True), (invalid, False)):
         oracle = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
@@ -106,7 +106,7 @@ def check(doors: Doors, schema: dict[str, Any], valid: Any, invalid: Any) -> Non
 
 
 @pytest.mark.parametrize("keyword", [*KEPT, *IN_PART])
-def test_a_keyword_that_is_kept_to(keyword: str, doors: Doors) -> None:
+def test_a_keyword_that_is_kept_to(keyword: str, doors: GrammarChecker) -> None:
     if keyword in KEPT:
         check(doors, *KEPT[keyword])
         return
@@ -117,13 +117,13 @@ def test_a_keyword_that_is_kept_to(keyword: str, doors: Doors) -> None:
 
 
 @pytest.mark.parametrize("keyword", REFUSED)
-def test_a_keyword_that_is_refused_by_its_name(keyword: str, doors: Doors) -> None:
+def test_a_keyword_that_is_refused_by_its_name(keyword: str, doors: GrammarChecker) -> None:
     with pytest.raises(ConfigError, match=re.escape(f'"{keyword}"')):
         doors.compile(REFUSED[keyword])
 
 
 @pytest.mark.parametrize("keyword", CHECKED)
-def test_a_keyword_that_is_checked_once_a_row_has_finished(keyword: str, doors: Doors) -> None:
+def test_a_keyword_that_is_checked_once_a_row_has_finished(keyword: str, doors: GrammarChecker) -> None:
     schema, valid, invalid = CHECKED[keyword]
     wanted = doors.compile(schema)
     for text in (valid, invalid):
@@ -132,7 +132,7 @@ def test_a_keyword_that_is_checked_once_a_row_has_finished(keyword: str, doors: 
     assert invalid_reason(wanted, invalid) is not None
 
 
-def test_keywords_that_say_nothing_of_the_text(doors: Doors) -> None:
+def test_keywords_that_say_nothing_of_the_text(doors: GrammarChecker) -> None:
     check(doors, {**I, **ANNOTATIONS}, 5, "5")
 
 
@@ -145,7 +145,7 @@ def test_the_page_names_these_keywords() -> None:
                     "no matter of the text": sorted(ANNOTATIONS)}  # fmt: skip
 
 
-def test_what_is_counted(tmp_path: Path, doors: Doors) -> None:
+def test_what_is_counted(tmp_path: Path, doors: GrammarChecker) -> None:
     """Files as the JSON Schema Test Suite, MaskBench and JSONSchemaBench have them."""
     ordered = {"type": "object", "properties": {"a": I, "b": I}}
     tests = [{"data": {"b": 1, "a": 2}, "valid": True}, {"data": {"a": "x"}, "valid": False}]
