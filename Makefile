@@ -25,11 +25,12 @@ demo: $(VENV)/.installed
 	$(BIN)/pipeline run jobs/summarize.yaml
 	$(BIN)/python -m pipeline.demo.check out/summarize
 
-# pyright takes a core for a minute. It runs beside pytest, in the time that tests leave, and tells what it found last.
+# pyright takes a core for a minute. It runs in parallel with pytest, at low priority, and prints its result last.
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tools.english
 	@nice -n 19 $(BIN)/pyright --pythonpath $(BIN)/python > $(VENV)/pyright.log 2>&1 & pyright=$$!; \
 	$(BIN)/python -m pytest -n $(WORKERS) -rfEs; tests=$$?; \
 	wait $$pyright; types=$$?; cat $(VENV)/pyright.log; exit $$((tests | types))
