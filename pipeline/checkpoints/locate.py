@@ -45,7 +45,7 @@ def resolve_model(
     """Return the local folder of a checkpoint. A url is downloaded once per machine (`cache`). A Hugging Face id is
     downloaded into the Hugging Face cache, or only looked up there with HF_HUB_OFFLINE=1.
 
-    storage: fsspec options of urls, by prefix. say: called with progress messages. retries: counts retried requests.
+    storage: fsspec options of urls, by prefix. log: called with progress messages. retries: counts retried requests.
     key: the job file's key, for messages. revision: of a Hugging Face id. Raises ModelError, and EnvironmentFailed if a
     store or the disk fails.
     """

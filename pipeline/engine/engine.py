@@ -51,7 +51,7 @@ class Engine:
     """`Engine(EngineConfig(model="path")).generate(["prompt", ...], SamplingParams(max_tokens=64))`."""
 
     def __init__(self, config: EngineConfig, log: Callable[[str], None] | None = None) -> None:
-        """Load the model. `say` receives messages about slow operations, here and in `warm_up`.
+        """Load the model. `log` receives messages about slow operations, here and in `warm_up`.
 
         Raises ModelError for a bad checkpoint, ConfigError for options that it cannot run with.
         """

@@ -219,7 +219,7 @@ class Kernels:
       kernels do not support it.
     rounded: linears on rounded activations, by `engine.activation_dtype`; used only on request.
     compile_ahead(steps, say, num_threads): calls `steps` without running any kernel, so its results are meaningless,
-      then compiles every kernel that it would have run, on `num_threads` threads. `say` receives progress messages.
+      then compiles every kernel that it would have run, on `num_threads` threads. `log` receives progress messages.
       None: there is nothing to compile.
     """
 

@@ -25,7 +25,7 @@ def _silent(text: str) -> None:
 def cache_root(environ: Mapping[str, str] = os.environ, log: Callable[[str], None] = _silent) -> Path:
     """Return the root of all caches. A root that `PIPELINE_CACHE` names may be missing or read-only.
 
-    say: receives the reason for a temporary root. Raises EnvironmentFailed if no folder is writable.
+    log: receives the reason for a temporary root. Raises EnvironmentFailed if no folder is writable.
     """
     if named := environ.get("PIPELINE_CACHE"):
         return _absolute(named)

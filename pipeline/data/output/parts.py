@@ -141,7 +141,7 @@ class PartStore:
     ) -> None:
         """Open a local path, or a url with fsspec options in `storage`.
 
-        retries: counts retried requests. what: the key or option that gave the path, for messages. Raises OutputError
+        retries: counts retried requests. option: the key or option that gave the path, for messages. Raises OutputError
         if the path cannot be an output.
         """
         self.folder: Folder

@@ -52,7 +52,7 @@ class StructuredOutputs:
         return cls(kind, text, _whitespace(kind, given.get("whitespace_pattern")))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the mapping that `of` accepts."""
+        """Return the mapping that `from_config` accepts."""
         value = json.loads(self.text) if self.kind in ("json", "choice") else self.text or True
         blanks = {} if self.whitespace_pattern is None else {"whitespace_pattern": self.whitespace_pattern}
         return {self.kind: value} | blanks

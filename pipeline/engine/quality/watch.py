@@ -1,7 +1,7 @@
 """Compares sampled rows with a reference model while the engine continues with others.
 
-    take: finished rows of the sample are held back -> advance: both models read the row, as requests of their engines,
-    and a piece of the results is compared between two steps -> the row is returned with its quality
+    add_finished: finished rows of the sample are held back -> advance: both models read the row, as requests of
+    their engines, and a piece of the results is compared between two steps -> the row is returned with its quality
 
 Both models read a row's text, which needs no generation: the reference's choice at each token and the divergence of the
 distributions follow from the same prompt and previous tokens. If all choices equal the tokens of a greedy row, the

@@ -19,8 +19,8 @@ from pipeline.engine.tasks import ChoiceResult
 @dataclass(frozen=True)
 class LabelTree:
     """continuations: the tokens after the prompt in each turn. kept: how many of their first tokens remain from the
-    previous turn. asked: for each turn the pairs (number of continuation tokens before it, next token) in order; each
-    pair is in one turn only."""
+    previous turn. requested: for each turn the pairs (number of continuation tokens before it, next token) in order;
+    each pair is in one turn only."""
 
     labels: tuple[tuple[int, ...], ...]
     continuations: tuple[tuple[int, ...], ...]

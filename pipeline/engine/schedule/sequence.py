@@ -366,17 +366,16 @@ class SlotTable:
         if sequence.generates:
             self._leave_unread(slot)
 
-    def read_next(self, slot: int, sample_index: int, token_ids: tuple[int, ...]) -> None:
-        """Restart reading of this slot's sequence with these tokens from position `place` on."""
+    def read_next(self, slot: int, first_position: int, token_ids: tuple[int, ...]) -> None:
+        """Restart reading of this slot's sequence with these tokens from position `first_position` on."""
         sequence = self.at(slot)
         assert sequence.reader is not None
         sequence.has_been_read = False
-        end = sample_index + len(token_ids)
-        self.token_ids[slot, sample_index:end] = token_ids
-        del sequence.hashes[
-            sample_index // self.block_size :
-        ]  # after a preemption they belong to the overwritten tokens
-        self.num_known[slot], self.num_computed[slot] = end, sample_index
+        end = first_position + len(token_ids)
+        self.token_ids[slot, first_position:end] = token_ids
+        # After a preemption these hashes belong to the overwritten tokens.
+        del sequence.hashes[first_position // self.block_size :]
+        self.num_known[slot], self.num_computed[slot] = end, first_position
         self.read_from[slot], self.read_to[slot] = sequence.reader.first, sequence.reader.stop
 
     def _leave_unread(self, slot: int) -> None:

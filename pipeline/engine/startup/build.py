@@ -31,7 +31,7 @@ PASS_QUERIES = 2  # tokens of a sequence in a captured draft pass
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """Parts of an engine. num_blocks: of the KV cache; the draft model's has as many. about: the resolved settings."""
+    """Parts of an engine. num_blocks: of the KV cache; the draft model's has as many. settings: as resolved."""
 
     resolved: Resolved
     device_context: DeviceContext
@@ -44,7 +44,7 @@ class Built:
 
 
 def build(config: EngineConfig, log: Callable[[str], None]) -> Built:
-    """Load the model that `config` names. `say` receives messages about slow operations.
+    """Load the model that `config` names. `log` receives messages about slow operations.
 
     Raises ModelError for a bad checkpoint, ConfigError for options that it cannot run with, EnvironmentFailed if
     compiled kernels cannot be stored.

@@ -16,7 +16,7 @@ def make_drafting(
     resolved: Resolved, scheduler: Scheduler, draft: Runner | None, vocab_size: int, log: Callable[[str], None]
 ) -> Drafting | None:
     """Return the drafting of an engine; None if speculation is off. draft: runner of the draft model, if there is one.
-    vocab_size: the target's. say: receives a message before slow operations."""
+    vocab_size: the target's. log: receives a message before slow operations."""
     speculation, table = resolved.speculation, scheduler.table
     max_drafts = speculation.num_speculative_tokens
     if speculation.method == "off":

@@ -33,8 +33,8 @@ ENDED_S = 20.0  # longest time between a run's last record and its last status
 
 
 def open_output(target: str, vars: Iterable[str] = ()) -> PartStore:
-    """Open the output at `place`: a folder, an fsspec url, or the output of a job file with `vars`. Raises OutputError,
-    ConfigError."""
+    """Open the output at `target`: a folder, an fsspec url, or the output of a job file with `vars`. Raises
+    OutputError, ConfigError."""
     path, storage = output_of(target, vars)
     if not is_url(path) and target == path and not Path(path).is_dir():
         problem = "is neither an output folder nor a job file (.yaml)" if Path(path).exists() else "no such folder"
@@ -43,7 +43,7 @@ def open_output(target: str, vars: Iterable[str] = ()) -> PartStore:
 
 
 def output_of(target: str, vars: Iterable[str] = ()) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
-    """Return the path of an output and its job's fsspec options by url prefix: `place` itself without options, or the
+    """Return the path of an output and its job's fsspec options by url prefix: `target` itself without options, or the
     values of the job file."""
     path = Path(target)
     if is_url(target) or path.suffix not in (".yaml", ".yml") or path.is_dir():

@@ -27,7 +27,7 @@ def write_empty_part(plan: JobPlan, store: PartStore, metadata: dict[str, str]) 
 def verify(plan: JobPlan, store: PartStore, log: Callable[[int, int], None] | None = None) -> PartTotals:
     """Count the output from one listing and every part's footer. Raises if it does not match the input's rows exactly.
 
-    `say` is called for each part with the numbers of counted parts and of all parts; what it raises ends the count.
+    `log` is called for each part with the numbers of counted parts and of all parts; what it raises ends the count.
     """
     progress = store.list(plan.fingerprint.short)
     left = remaining_windows(plan, progress)

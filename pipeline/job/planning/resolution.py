@@ -95,7 +95,7 @@ class Resolution:
         retries: RetryCounts | None = None,
         append: bool = False,
     ) -> None:
-        """say: receives the values taken from the checkpoint and the request fields without effect. retries: counts
+        """log: receives the values taken from the checkpoint and the request fields without effect. retries: counts
         retried requests to stores. append: accept input files that are new since the first run."""
         self.config, self._locate, self._log = config, locate, log
         self._retries, self._append = retries, append
@@ -368,7 +368,7 @@ OF_JOB = (
 def resolve_job(
     config: JobConfig, *, log: Log = silent, retries: RetryCounts | None = None, append: bool = False
 ) -> Resolution:
-    """Resolve a job for a run, downloading checkpoints. say: receives progress and the values taken from files.
+    """Resolve a job for a run, downloading checkpoints. log: receives progress and the values taken from files.
     retries, append: see `Resolution`. Raises the first failure."""
     return Resolution(config, fetched(log, retries), log, retries, append).checked(OF_JOB)
 

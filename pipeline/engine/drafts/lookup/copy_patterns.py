@@ -43,7 +43,7 @@ class CopyPatterns:
         self._state_B4[slot] = 0, 1, -1, 0
 
     def learn(self, tokens: np.ndarray, num_prompt: int, position: int) -> None:
-        """Learn from an ended row: its prompt and its output, which is at index `place` of `finished`."""
+        """Learn from an ended row: its prompt and its output, which is at index `position` of `finished`."""
         compiled_copies.learn(tokens, num_prompt, position, self._symbol_N, self._copy_N4, self._end_E, self._known_TQ4)
 
     def exchange(self, offer: Offer, known_S: np.ndarray, max_new: int) -> None:

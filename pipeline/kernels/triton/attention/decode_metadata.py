@@ -220,8 +220,8 @@ class DecodeMetadata:
         sequences: np.ndarray | None = None,
         shared: Sequence[np.ndarray] = (),
     ) -> list[np.ndarray]:
-        """Return the contents of the tensors of `sizes` for a step: the sequences of `where` at these indices (None:
-        all). shared: from `CascadeShape.numbers`, for metadata with a cascade."""
+        """Return the contents of the tensors of `sizes` for a step: the sequences of `attn_metadata` at these indices
+        (None: all). shared: from `CascadeShape.numbers`, for metadata with a cascade."""
         index_S = np.arange(len(attn_metadata.context_len_S)) if sequences is None else sequences
         context_S = attn_metadata.context_len_S[index_S].astype(np.int64)
         count_S = np.diff(attn_metadata.query_start_S1)[index_S]
