@@ -35,7 +35,7 @@ from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence as Row
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.schedule.step_plan import StepPlan
-from pipeline.engine.startup.memory import served_form
+from pipeline.engine.startup.memory import weight_layout
 from pipeline.engine.startup.mixed_tokens import LAUNCH_S, host_bound_tokens
 from pipeline.engine.stats import EngineStats
 from pipeline.kernels.triton.linear.crossover import crossover_of
@@ -82,7 +82,7 @@ class Machine:
         """Return a machine for a shape or checkpoint, with the engine's settings and measured utilization."""
         (size, weights, _), found = model_size(model), find_card(card)
         ceilings, borders = Ceilings.of_card(found, MEASURED), crossover_of(found.compute_capability)
-        form = served_form(weights, size, ceilings, borders, max_num_seqs, DENSE_BYTES)
+        form = weight_layout(weights, size, ceilings, borders, max_num_seqs, DENSE_BYTES)
         mixed_tokens = host_bound_tokens(size, form, ceilings, MAX_NUM_BATCHED_TOKENS) if captures_mixed else 0
         return cls(
             size=size,

@@ -41,8 +41,8 @@ def files_of_a_token(ahead: bool = False, **options: object) -> set[str]:
     report = "The pump was replaced on Monday. The pump was replaced on Monday. The pump was"
     with Engine(EngineConfig("demo", max_num_seqs=2, num_threads=1, **options)) as engine:  # type: ignore[arg-type]
         engine.warm_up()
-        if engine.drafting is not None:
-            engine.drafting.policy = MeasuredDrafts(6, clock=lambda: 10**6 * engine.stats.num_steps)
+        if engine.spec_decoder is not None:
+            engine.spec_decoder.policy = MeasuredDrafts(6, clock=lambda: 10**6 * engine.stats.num_steps)
             engine.generate([report] * 3, SamplingParams(max_tokens=96, ignore_eos=True))
             assert engine.stats.num_draft_steps > 10
         if ahead:

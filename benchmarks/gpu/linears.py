@@ -94,7 +94,7 @@ def linear_paths(
     paths: dict[str, Callable[[], Linear | None]] = {DENSE: lambda: prepare_linear(weight, dtype, device)}
     if device.type == "cuda":
         from pipeline.kernels.triton import batch_invariant
-        from pipeline.kernels.triton.linear.dispatch import Scratch, TwoPathLinear
+        from pipeline.kernels.triton.linear.dispatch import DequantBuffer, TwoPathLinear
 
         paths["deterministic"] = lambda: batch_invariant.prepare_linear(weight, dtype, device)
         if isinstance(weight, GroupIntWeight):
@@ -102,7 +102,7 @@ def linear_paths(
             paths |= {
                 FUSED: lambda: int4(crossover=max(TOKENS)),
                 CACHED: lambda: int4(crossover=0),
-                SCRATCH: lambda: int4(Scratch(dtype, device), crossover=0),
+                SCRATCH: lambda: int4(DequantBuffer(dtype, device), crossover=0),
                 TORCH_INT4: lambda: torch_int4(weight, device),
             }
     if isinstance(weight, GroupIntWeight):

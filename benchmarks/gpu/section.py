@@ -90,12 +90,12 @@ def launch_mixed_steps(engine: Engine) -> Callable[[], None]:
     graphs = engine.runner._graphs
     if graphs is None:
         return lambda: None
-    serves = graphs.serves
+    serves = graphs.supports
 
     def serves_decoding(step: StepInput) -> bool:
         return int(np.diff(step.query_start_S1).max()) <= graphs._attention.max_queries and serves(step)
 
-    graphs.serves = serves_decoding  # pyright: ignore[reportAttributeAccessIssue]
+    graphs.supports = serves_decoding  # pyright: ignore[reportAttributeAccessIssue]
     return lambda: setattr(graphs, "serves", serves)
 
 

@@ -14,7 +14,7 @@ from pipeline.bench.measure import table
 from pipeline.bench.request_sets import REQUEST_SETS, RequestSet, find_set
 from pipeline.bench.shapes import GROUP, NAMES, SHAPES
 from pipeline.checkpoints.locate import locate_model
-from pipeline.engine.startup.memory import served_form
+from pipeline.engine.startup.memory import weight_layout
 from pipeline.engine.startup.resolve import no_such_weight
 from pipeline.kernels.activations.fp8 import MIN_CAPABILITY
 from pipeline.kernels.triton.linear.crossover import Crossover, crossover_of
@@ -224,7 +224,7 @@ def _kinds(
         return [("fp8" if weights.fp8 else "16 bit", weights)]
     if serving.paths == "fastest":
         return [("int4", replace(weights, cached=False)), ("int4 + 16 bit", replace(weights, cached=True))]
-    form = served_form(weights, size, ceilings, served, serving.max_num_seqs, serving.value_bytes(size))
+    form = weight_layout(weights, size, ceilings, served, serving.max_num_seqs, serving.value_bytes(size))
     return [("int4 + 16 bit" if form.cached else "int4", form)]
 
 

@@ -17,9 +17,9 @@ from typing import Any
 from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
 from pipeline.checkpoints.locate import locate_model
 from pipeline.demo.reports import make_report
-from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts
+from pipeline.engine.drafts.spec_decoder import SpecDecoder
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig, Request, SamplingParams, SpeculationConfig
 from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
@@ -170,21 +170,21 @@ def _batch(
         )
 
 
-def _draftings(engine: Engine, max_drafts: int) -> dict[str, Drafting | None]:
-    """Return the drafting of each mode, for an engine with a draft model.
+def _draftings(engine: Engine, max_drafts: int) -> dict[str, SpecDecoder | None]:
+    """Return the drafts of each mode, for an engine with a draft model.
 
     Each mode has its own n-gram lookup, since lookups learn. The draft model is shared, since it does not.
     """
-    assert engine.drafting is not None
-    draft_model, scheduler = engine.drafting.proposer, engine.scheduler
+    assert engine.spec_decoder is not None
+    draft_model, scheduler = engine.spec_decoder.proposer, engine.scheduler
     forced, lookup = NgramProposer(engine.table, max_drafts), NgramProposer(engine.table, max_drafts)
     forced.warm_up()
     return {
         PLAIN: None,
-        AUTO: Drafting(lookup, MeasuredDrafts(max_drafts), scheduler),
+        AUTO: SpecDecoder(lookup, MeasuredDrafts(max_drafts), scheduler),
         AGAIN: None,
-        NGRAM: Drafting(forced, FixedDrafts(), scheduler),
-        DRAFT: Drafting(draft_model, FixedDrafts(), scheduler),
+        NGRAM: SpecDecoder(forced, FixedDrafts(), scheduler),
+        DRAFT: SpecDecoder(draft_model, FixedDrafts(), scheduler),
     }
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pipeline.cli.progress import PlainProgress
 from pipeline.formatting import counted, duration, percent, printable
-from pipeline.job.output.following import Following
+from pipeline.job.output.run_watcher import RunWatcher
 from pipeline.job.telemetry.pace import Pace
 from pipeline.report.record.run_record import ActorRecord, RunRecord
 
@@ -55,7 +55,7 @@ class ActorRates:
         return self._doing.get(actor.actor, ""), *(pace.per_s() if pace else (0.0, 0.0))
 
 
-def watch_live(seen: Following, target: str, stream: TextIO) -> None:
+def watch_live(seen: RunWatcher, target: str, stream: TextIO) -> None:
     """Redraw a table until the run is over; its last state stays visible."""
     console, rates = Console(file=stream, highlight=False), ActorRates()
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
@@ -68,35 +68,37 @@ def watch_live(seen: Following, target: str, stream: TextIO) -> None:
             seen.wait()
 
 
-def watch_lines(seen: Following, stream: TextIO) -> None:
+def watch_lines(seen: RunWatcher, stream: TextIO) -> None:
     """Print a line every few seconds while rows or tokens advance, until the run is over."""
     with PlainProgress(stream) as progress:
         _until_over(seen, progress)
 
 
-def watch_json(seen: Following, show: Callable[["Status", str | None], None]) -> None:
+def watch_json(seen: RunWatcher, show: Callable[["Status", str | None], None]) -> None:
     """Call `show` for each status that differs from the previous one, until the run is over."""
     last: list[object] = []
 
     def changed(status: "Status") -> None:
-        if last != [status, seen.doubt]:
-            last[:] = [status, seen.doubt]
-            show(status, seen.doubt)
+        if last != [status, seen.staleness]:
+            last[:] = [status, seen.staleness]
+            show(status, seen.staleness)
 
     _until_over(seen, changed)
 
 
-def _until_over(seen: Following, show: Callable[["Status"], None]) -> None:
+def _until_over(seen: RunWatcher, show: Callable[["Status"], None]) -> None:
     show(seen.status)
     while not seen.is_over:
         seen.wait()
         show(seen.status)
 
 
-def drawing(seen: Following, target: str, rates: ActorRates, height: int) -> Group:
+def drawing(seen: RunWatcher, target: str, rates: ActorRates, height: int) -> Group:
     """Return the drawing, at most `height` lines."""
     status, run = seen.status, seen.run
-    head = Text(f"{printable(target)}: {printable(status.outcome if seen.doubt is None else 'stale')}", style="bold")
+    head = Text(
+        f"{printable(target)}: {printable(status.outcome if seen.staleness is None else 'stale')}", style="bold"
+    )
     phase = "" if status.phase == status.outcome else f"{printable(status.phase)}, "
     head.append(f"  {phase}{duration(round(status.elapsed_s))}", style="not bold")
     bar = Table.grid(padding=(0, 2))
@@ -113,7 +115,7 @@ def drawing(seen: Following, target: str, rates: ActorRates, height: int) -> Gro
         lines.append(_actors(run, rates, max_actors, not seen.is_over))
         if len(run.actors) > max_actors:
             lines.append(Text(f"and {len(run.actors) - max_actors:,} more actors", style="dim"))
-    for note in (status.warning, seen.doubt):
+    for note in (status.warning, seen.staleness):
         if note:
             lines.append(Text(printable(note), style="yellow"))
     return Group(*lines)

@@ -163,7 +163,7 @@ class _Fit:
 
 
 def _lacking(activation_dtype: str, capability: tuple[int, int]) -> str:
-    """Return the feature that a GPU lacks and that `with_rounded_activations` would refuse, or an empty string."""
+    """Return the feature that a GPU lacks and that `with_act_quant` would refuse, or an empty string."""
     if activation_dtype == "int8":
         return "engine.activation_dtype: int8 runs on CPUs only"
     if activation_dtype != "auto" and capability < MIN_CAPABILITY:

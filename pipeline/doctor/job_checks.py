@@ -19,7 +19,7 @@ from pipeline.errors import ModelError, OutputError, PipelineError
 from pipeline.formatting import counted, shown_bytes
 from pipeline.job.planning.checkpoint_values import MODEL_FILES
 from pipeline.job.planning.resolution import missing_from_store
-from pipeline.job.preview.examine import examine
+from pipeline.job.preview.validation import validate_job
 from pipeline.machine.caches import hub_folder
 from pipeline.stores.filesystem import filesystem, local_path, storage_for
 from pipeline.stores.redaction import shown_url
@@ -32,7 +32,7 @@ def job(setup: Setup) -> Iterator[Check]:
     """Yield everything that `pipeline validate` finds."""
     if setup.job is None:
         return
-    found = examine(setup.job)
+    found = validate_job(setup.job)
     for mistake in found.mistakes:
         name = f"{mistake.location}: {mistake.key}"
         yield Check("job", name, "failed", mistake.problem, mistake.hint, exit_code=2)

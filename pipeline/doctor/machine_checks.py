@@ -117,7 +117,7 @@ def kernels(setup: Setup) -> Iterator[Check]:
     import torch
 
     from pipeline.errors import ConfigError
-    from pipeline.kernels.activations.rounded_linears import with_rounded_activations
+    from pipeline.kernels.activations.act_quant import with_act_quant
     from pipeline.kernels.select import default_dtype, keep_cpu_kernels_in, keep_gpu_kernels_in, select_kernels
     from pipeline.model.config import DTYPES
 
@@ -133,7 +133,7 @@ def kernels(setup: Setup) -> Iterator[Check]:
     kernels = select_kernels(device, dtype)
     if setup.activation_dtype != "auto":
         try:
-            kernels = with_rounded_activations(kernels, setup.activation_dtype, device)
+            kernels = with_act_quant(kernels, setup.activation_dtype, device)
         except ConfigError as error:
             yield Check("kernels", f"activations in {setup.activation_dtype}", "failed", str(error), exit_code=2)
     for operation, origin in sorted(kernels.backends.items()):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.engine.drafts.drafting import Drafting
+from pipeline.engine.drafts.spec_decoder import SpecDecoder
 from pipeline.engine.final_check import checked, is_checked
 from pipeline.engine.forward.runner import DeviceContext, Runner
 from pipeline.engine.grammar.validity import import_jsonschema
@@ -28,14 +28,14 @@ from pipeline.engine.samples import ParentRequest, sample_seed
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.sequence import Call, Sequence, SlotTable, given_ids, token_array
+from pipeline.engine.schedule.sequence import RequestStream, Sequence, SlotTable, given_ids, token_array
 from pipeline.engine.startup.build import build
-from pipeline.engine.startup.speculation import make_drafting
+from pipeline.engine.startup.speculation import make_spec_decoder
 from pipeline.engine.stats import EngineStats
-from pipeline.engine.step.completing import Completing
 from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.loop import StepLoop
 from pipeline.engine.step.out_of_memory import MemoryRecovery
+from pipeline.engine.step.output_processor import OutputProcessor
 from pipeline.engine.step.overlapped import OverlappedLoop
 from pipeline.engine.tasks import Choice, Classify, Embed, Pooling, Score, Task
 from pipeline.errors import ConfigError, RowError
@@ -76,7 +76,7 @@ class Engine:
         )
         with self.device_context:
             self.draft_as(
-                make_drafting(resolved, self.scheduler, built.draft_runner, self.runner.vocab_size, self._log)
+                make_spec_decoder(resolved, self.scheduler, built.draft_runner, self.runner.vocab_size, self._log)
             )
         self.resolved: dict[str, str | int] = built.settings
 
@@ -111,11 +111,11 @@ class Engine:
         self.table = SlotTable(max_num_seqs, max_model_len, block_size)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
         self._masks = GrammarMasks(tokenizer, runner.vocab_size, self.table, self.stats, device_context.num_threads)
-        self._completing = Completing(self.scheduler, tokenizer, self._masks, runner.vocab_size, self._clean)
+        self._output_processor = OutputProcessor(self.scheduler, tokenizer, self._masks, runner.vocab_size, self._clean)
         self._reasoning = RequestReasoning(tokenizer)
         self._make_loop(runner, None)
-        self._added = Call()  # of requests that are passed to `add`
-        self._abandoned: list[Call] = []  # whose requests must still be aborted
+        self._added = RequestStream()  # of requests that are passed to `add`
+        self._abandoned: list[RequestStream] = []  # whose requests must still be aborted
         self._is_stepping = False
         self._order = 0
         self._closed = False
@@ -130,29 +130,29 @@ class Engine:
         with self._turn:
             self._add(request, self._added)
 
-    def _add(self, request: Request, call: Call) -> None:
+    def _add(self, request: Request, call: RequestStream) -> None:
         self._check_open()
         params, no_reasoning = request.params, None
         if params.reasoning is not None:  # raises before anything is counted
             no_reasoning = self._reasoning.unsupported_reason(
                 params.reasoning, params.thinking_token_budget is not None, params.structured_outputs is not None
             )
-        seed = params.seed if params.seed is not None else self.seed + call.num_given
+        seed = params.seed if params.seed is not None else self.seed + call.num_submitted
         refused = None
         if request.task is not None or not self.runner.has_vocabulary_head:
             refused = unsupported_reason(request, self.runner)
         if refused is None and no_reasoning is not None and request.task is None:
             refused = RowError.INVALID_SAMPLING, no_reasoning
         sequences = [] if refused is not None else self._sequences(request, seed, call)  # raises for invalid ids
-        call.num_given += 1
-        call.num_open += 1
+        call.num_submitted += 1
+        call.num_unfinished += 1
         if refused is not None:
             nothing = np.zeros(len(request.prompt_token_ids), dtype=np.int32)
             return Sequence(request, nothing, self._order, call=call).fail(*refused)
         for sequence in sequences:
             self._queue(sequence)
 
-    def _sequences(self, request: Request, seed: int, call: Call) -> list[Sequence]:
+    def _sequences(self, request: Request, seed: int, call: RequestStream) -> list[Sequence]:
         """Return the request's sequences: one, or `n` that share the blocks of its prompt."""
         first, n, queued_us = self._order, request.params.n, time.monotonic_ns() // 1000
         if request.task is not None:
@@ -221,7 +221,7 @@ class Engine:
             aborted = self._recovery.abort(matches)
             # A request of several samples counts once.
             for call in {id(sequence.group or sequence): sequence.call for sequence in aborted}.values():
-                call.num_open -= 1
+                call.num_unfinished -= 1
         return bool(aborted)
 
     @property
@@ -232,11 +232,11 @@ class Engine:
     @runner.setter
     def runner(self, runner: Runner) -> None:
         assert not len(self.scheduler.running), "steps of the old runner may be in flight"
-        self._make_loop(runner, self.drafting)
+        self._make_loop(runner, self.spec_decoder)
 
-    def _make_loop(self, runner: Runner, drafting: Drafting | None) -> None:
+    def _make_loop(self, runner: Runner, spec_decoder: SpecDecoder | None) -> None:
         kind = OverlappedLoop if runner.is_asynchronous else StepLoop
-        self.loop: StepLoop = kind(self.scheduler, runner, self._completing, self._masks, drafting)
+        self.loop: StepLoop = kind(self.scheduler, runner, self._output_processor, self._masks, spec_decoder)
         is_captured = runner.is_asynchronous and runner.has_graphs
         self.scheduler.pacing = AdmissionPacing() if is_captured else None
         self._recovery = MemoryRecovery(self.loop)
@@ -245,9 +245,9 @@ class Engine:
         self.runner.zero_blocks(blocks)
 
     @property
-    def drafting(self) -> Drafting | None:
+    def spec_decoder(self) -> SpecDecoder | None:
         """Speculative decoding state of this engine; None: off."""
-        return self.loop.drafting
+        return self.loop.spec_decoder
 
     @property
     def num_unfinished(self) -> int:
@@ -324,19 +324,19 @@ class Engine:
         Completions of other requests are not yielded here: `step` returns those of added requests, and each stream
         yields its own, although any step computes all. A closed, collected or interrupted stream aborts its requests.
         """
-        source, call, exhausted = iter(requests), Call(checked), False
+        source, call, exhausted = iter(requests), RequestStream(checked), False
         max_open = 2 * self.table.num_slots
         try:
             while True:
                 pulled: list[Request] = []
-                if not exhausted and call.num_open < max_open:
-                    num_wanted = max_open - call.num_open
+                if not exhausted and call.num_unfinished < max_open:
+                    num_wanted = max_open - call.num_unfinished
                     pulled = list(islice(source, num_wanted))
                     exhausted = len(pulled) < num_wanted
                 with self._turn:
                     for request in pulled:
                         self._add(request, call)
-                    if not call.num_open and not call.ended:
+                    if not call.num_unfinished and not call.ended:
                         return
                     if not call.ended:  # steps of other threads may have completed some
                         self._step()
@@ -351,7 +351,7 @@ class Engine:
         """Abort the requests of closed streams, but not during a step, where garbage collection may close a stream."""
         calls = list(self._abandoned)
         if calls and not self._is_stepping:
-            if any(call.num_open for call in calls):
+            if any(call.num_unfinished for call in calls):
                 self._abort(lambda sequence: sequence.call in calls)
             del self._abandoned[: len(calls)]  # only now: after a second Ctrl-C the next step still finds them
 
@@ -403,8 +403,8 @@ class Engine:
 
     def paused(self, ns: int) -> None:
         """Exclude `ns`, which the caller spent elsewhere since the last step, from the next step's measured time."""
-        if self.drafting is not None:
-            self.drafting.policy.paused(ns)
+        if self.spec_decoder is not None:
+            self.spec_decoder.policy.paused(ns)
 
     def warm_up(self) -> None:
         """Run one short request without drafts, so that the first real one does not pay for lazy initialisation.
@@ -416,7 +416,7 @@ class Engine:
         if self._num_inside:
             raise ConfigError(f"warm_up: {self._num_inside} sequences are waiting or running; call it first")
         self._log("warming up (kernels are compiled the first time on a machine)")
-        counted, drafting = vars(self.stats).copy(), self.drafting
+        counted, spec_decoder = vars(self.stats).copy(), self.spec_decoder
         self.draft_as(None)
         prompt = [min(self.runner.vocab_size - 1, 1)] * min(self.pool.block_size, self.max_model_len - 2)
         try:
@@ -424,22 +424,22 @@ class Engine:
         finally:
             self.forget()
             vars(self.stats).update(counted)
-            self.draft_as(drafting)
+            self.draft_as(spec_decoder)
 
     def forget(self) -> None:
         """Clear the prefix cache and the output-length history. Nothing may be running."""
         self.pool.forget(range(self.pool.num_blocks))
         self.scheduler.admission.forget_lengths()
 
-    def draft_as(self, drafting: Drafting | None) -> None:
-        """Draft with `drafting`, made for this engine's scheduler, from now on; None: no drafts. Nothing may be
+    def draft_as(self, spec_decoder: SpecDecoder | None) -> None:
+        """Draft with `spec_decoder`, made for this engine's scheduler, from now on; None: no drafts. Nothing may be
         running."""
         assert not len(self.scheduler.running), "the proposers do not know sequences that are already running"
-        self.loop.drafting = self.table.watcher = drafting
+        self.loop.spec_decoder = self.table.watcher = spec_decoder
 
     def counters(self) -> dict[str, int]:
         """Return `stats` and the draft policy's counters by name. They can be summed over engines."""
-        return self.stats.flat() | (self.drafting.policy.counters() if self.drafting is not None else {})
+        return self.stats.flat() | (self.spec_decoder.policy.counters() if self.spec_decoder is not None else {})
 
     def close(self) -> None:
         """Free the weights and the KV cache. Every later call raises ConfigError."""

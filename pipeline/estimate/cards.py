@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.config import JobConfig
 from pipeline.engine.startup.batch_limits import BatchLimits, gpu_limits
-from pipeline.engine.startup.memory import served_form, usable_kv_room
+from pipeline.engine.startup.memory import usable_kv_room, weight_layout
 from pipeline.errors import ConfigError
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
@@ -96,7 +96,7 @@ def on_card(
     if weights.fp8 and card.fp8_flops is None:
         return replace(base, lacks="has no fp8 products")
     ceilings = Ceilings.of_card(card, BOUND)
-    form = served_form(weights, size, ceilings, crossover_of(card.compute_capability), seqs, value_bytes)
+    form = weight_layout(weights, size, ceilings, crossover_of(card.compute_capability), seqs, value_bytes)
     room = usable_kv_room(size, form, ceilings, value_bytes)
     longest = max(request.prompt + request.output for request in requests)
     if room < longest + BLOCK_SIZE:

@@ -112,7 +112,7 @@ class GraphAttention(Protocol):
     """Attention metadata of a step, in device tensors with fixed addresses.
 
     With one of its `plans` in an `AttentionInput`, `Kernels.attention` launches the same work for every step, so a
-    graph can capture it once, after `unpack`, and replay it after each `refill`. The first plan is for a single
+    graph can capture it once, after `unpack`, and replay it after each `prepare_replay`. The first plan is for a single
     sequence of any length; the others are for steps with other kinds of work and several sequences.
     """
 
@@ -129,13 +129,15 @@ class GraphAttention(Protocol):
         """Return whether `mixed_plans(num_tokens)` can compute a step whose sequences compute count_S tokens each."""
         ...
 
-    def refill_mixed(
+    def prepare_mixed_replay(
         self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
     ) -> None:
-        """Do the same as `refill` for a step that `mixed_plans` computes."""
+        """Do the same as `prepare_replay` for a step that `mixed_plans` computes."""
         ...
 
-    def refill(self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
+    def prepare_replay(
+        self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
+    ) -> int:
         """Copy a step's metadata to the device in one copy, without waiting for it. Return the index in `plans` of the
         plan for the step. numbers (int64): the runner's numbers, starting with the first."""
         ...
@@ -158,13 +160,13 @@ class LayerParts(Protocol):
     window: int | None
 
 
-class DecodeSteps(Protocol):
+class FusedLayerLoop(Protocol):
     """Loop over all layers, for steps in which each sequence computes one token or, with drafts, a few tokens.
 
     The results are the same as layer by layer: it runs the same kernels in the same order.
     """
 
-    def serves(self, attn_metadata: AttentionInput, caches: Sequence[LayerCache]) -> bool:
+    def supports(self, attn_metadata: AttentionInput, caches: Sequence[LayerCache]) -> bool:
         """Return whether it supports this step. The step must need the outputs of every token."""
         ...
 
@@ -215,10 +217,10 @@ class Kernels:
       which the running sum of what is kept, in order of token ids, exceeds u times its total. Parameters are rounded to
       float32 first.
     graph_attention(shape, device) -> GraphAttention; None: steps with this attention cannot be captured.
-    decode_steps(layers, head_dim, eps) -> DecodeSteps for layers made with `prepare_linear`; None: these layers or
-      kernels do not support it.
+    fused_layer_loop(layers, head_dim, eps) -> FusedLayerLoop for layers made with `prepare_linear`; None: these layers
+      or kernels do not support it.
     rounded: linears on rounded activations, by `engine.activation_dtype`; used only on request.
-    compile_ahead(steps, say, num_threads): calls `steps` without running any kernel, so its results are meaningless,
+    compile_ahead(steps, log, num_threads): calls `steps` without running any kernel, so its results are meaningless,
       then compiles every kernel that it would have run, on `num_threads` threads. `log` receives progress messages.
       None: there is nothing to compile.
     """
@@ -243,6 +245,6 @@ class Kernels:
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     backends: dict[str, str]
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None
-    decode_steps: Callable[[Sequence[LayerParts], int, float], DecodeSteps | None] | None = None
+    fused_layer_loop: Callable[[Sequence[LayerParts], int, float], FusedLayerLoop | None] | None = None
     rounded: Mapping[str, RoundedLinears] = field(default_factory=dict)
     compile_ahead: Callable[[Callable[[], None], Callable[[str], None], int], None] | None = None

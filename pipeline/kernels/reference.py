@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.activations.rounded_linears import rounded_linears
+from pipeline.kernels.activations.act_quant import act_quant_oracles
 from pipeline.kernels.cache import FP8, FP8_MAX, SMALLEST_SCALE, LayerCache
 from pipeline.kernels.contract import AttentionInput, Kernels, Linear
 from pipeline.weights.packed import LinearWeight
@@ -162,7 +162,7 @@ def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
             ("linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy", "sample"),
             "torch (reference)",
         ),
-        rounded=rounded_linears(
+        rounded=act_quant_oracles(
             lambda weight: prepare_linear(weight, torch.float32, device), "torch (reference), float32"
         ),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pipeline.errors import ConfigError, EnvironmentFailed
-from pipeline.kernels.activations.rounded_linears import rounded_linears
+from pipeline.kernels.activations.act_quant import act_quant_oracles
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.reference import reference_kernels
 from pipeline.machine.caches import write_problem
@@ -58,14 +58,14 @@ def _triton_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool, 
     if find_spec("triton") is None:
         raise ConfigError("engine.kernels = 'triton': the package triton is not installed; pip install triton")
     from pipeline.kernels.triton.kernel_set import is_interpreted, triton_kernels
-    from pipeline.kernels.triton.linear.dispatch import Scratch
+    from pipeline.kernels.triton.linear.dispatch import DequantBuffer
 
     if device.type == "cpu" and not is_interpreted():
         raise ConfigError(
             "engine.kernels = 'triton': these kernels are for NVIDIA GPUs. On a CPU only Triton's interpreter runs "
             "them, very slowly, with TRITON_INTERPRET=1 in the environment; use auto"
         )
-    scratch = None if keep_dense else Scratch(dtype, device)
+    scratch = None if keep_dense else DequantBuffer(dtype, device)
     return triton_kernels(dtype, device, scratch=scratch, deterministic=deterministic)
 
 
@@ -118,24 +118,24 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         linear += "; int4 weights: int4pack for few tokens"
     else:
         linear = "torch (BLAS)"
-    rounded = rounded_linears(lambda weight: prepare_linear(weight, torch.float32), "the linears of float32")
+    rounded = act_quant_oracles(lambda weight: prepare_linear(weight, torch.float32), "the linears of float32")
     kernels = replace(kernels, prepare_linear=lambda weight: prepare_linear(weight, dtype), rounded=rounded)
     if (lacks := numba_unavailable_reason()) is not None:
         slow = dict.fromkeys(kernels.backends, f"torch (reference): numba {lacks}, this is slower")
         return replace(kernels, backends=slow | {"linear": linear})
     from pipeline.kernels.cpu.attention.attention import attention
-    from pipeline.kernels.cpu.compile.threads import own_threads
+    from pipeline.kernels.cpu.compile.threads import init_thread_pool
     from pipeline.kernels.cpu.elementwise import add_rms_norm, norm_rope_write, silu_mul
-    from pipeline.kernels.cpu.layer_loop import decode_steps
-    from pipeline.kernels.cpu.linear.linear_bf16 import multiplies_pairs
-    from pipeline.kernels.cpu.linear.linear_int8 import int8_linears, multiplies_bytes
+    from pipeline.kernels.cpu.layer_loop import fused_layer_loop
+    from pipeline.kernels.cpu.linear.linear_bf16 import use_avx512_bf16
+    from pipeline.kernels.cpu.linear.linear_int8 import has_vnni, int8_linears
 
-    own_threads()
-    if multiplies_bytes():
+    init_thread_pool()
+    if has_vnni():
         rounded["int8"] = int8_linears()
     if dtype == torch.float32:
         linear = "numba on bfloat16, 8-bit and int4 weights; torch (BLAS) on float32 weights"
-    elif dtype == torch.bfloat16 and multiplies_pairs():
+    elif dtype == torch.bfloat16 and use_avx512_bf16():
         linear = "numba on bfloat16 and int4 weights, products of pairs (AVX-512 BF16)"
     return replace(
         kernels,
@@ -143,7 +143,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         norm_rope_write=norm_rope_write,
         attention=attention,
         silu_mul=silu_mul,
-        decode_steps=decode_steps,
+        fused_layer_loop=fused_layer_loop,
         backends={
             "linear": linear,
             "add_rms_norm": "numba, one pass",
@@ -156,13 +156,13 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
     )
 
 
-def serves_int4_alone(dtype: torch.dtype) -> bool:
+def supports_int4_alone(dtype: torch.dtype) -> bool:
     """Return whether 4-bit weights on CPU serve any number of tokens without an additional dense form."""
     if numba_unavailable_reason() is not None:
         return False
-    from pipeline.kernels.cpu.linear.linear_bf16 import multiplies_pairs
+    from pipeline.kernels.cpu.linear.linear_bf16 import use_avx512_bf16
 
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_pairs())
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and use_avx512_bf16())
 
 
 def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
@@ -186,7 +186,7 @@ def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
         kernels,
         prepare_linear=prepare_linear,
         attention=attention,
-        decode_steps=None,
+        fused_layer_loop=None,
         backends=kernels.backends | own,
     )
 

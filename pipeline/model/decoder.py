@@ -160,8 +160,8 @@ class Decoder:
         self.class_head_CH = None if classes is None else classes.float().cpu().numpy()
         reader.finish()
         self._decode_steps = None
-        if kernels.decode_steps is not None:
-            self._decode_steps = kernels.decode_steps(self.layers, config.head_dim, config.norm_eps)
+        if kernels.fused_layer_loop is not None:
+            self._decode_steps = kernels.fused_layer_loop(self.layers, config.head_dim, config.norm_eps)
         self.num_widened = len(reader.widened)
 
     def forward(
@@ -183,7 +183,7 @@ class Decoder:
         x_TH = F.embedding(token_ids_T, self.embedding_VH).to(self.dtype)
         residual_TH = torch.zeros_like(x_TH)
         fused_loop = self._decode_steps
-        if fused_loop is not None and len(row_R) == len(x_TH) and fused_loop.serves(attn_metadata, kv.layers):
+        if fused_loop is not None and len(row_R) == len(x_TH) and fused_loop.supports(attn_metadata, kv.layers):
             fused_loop.run(x_TH, residual_TH, cos, sin, attn_metadata, kv.layers)
         else:
             for layer in self.layers:

@@ -276,7 +276,7 @@ def test_activations_in_fp8(work, monkeypatch):
     def refuse(*_):
         raise ConfigError("needs compute capability 8.9 or newer")
 
-    monkeypatch.setattr("pipeline.kernels.activations.rounded_linears.with_rounded_activations", refuse)
+    monkeypatch.setattr("pipeline.kernels.activations.act_quant.with_act_quant", refuse)
     (failed,) = (check for check in diagnose(Setup.of_job(job)) if check.name == "activations in fp8")
     assert (failed.state, failed.exit_code) == ("failed", 2)
 

@@ -128,7 +128,7 @@ def test_what_the_job_makes_of_the_model_is_what_is_counted(tmp_path, monkeypatc
     widened = memory_of(of_job(tmp_path, quantization="nf4", device="cpu", dtype="bfloat16")).places[0]
     assert widened.weight_bytes == 2 * NUM_LINEAR + 2 * 2 * 1024 * 256
     for alone, per_weight in ((True, 0.5 + 3 / 128), (False, 2.5 + 8 / 128)):  # products of pairs, and oneDNN's
-        monkeypatch.setattr(linear_bf16, "multiplies_pairs", lambda alone=alone: alone)
+        monkeypatch.setattr(linear_bf16, "use_avx512_bf16", lambda alone=alone: alone)
         here = memory_of(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="bfloat16")).places[0]
         assert here.weight_bytes == int(NUM_LINEAR * per_weight) + 2 * 2 * 1024 * 256
 

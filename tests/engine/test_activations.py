@@ -12,7 +12,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.params import SamplingParams
 from pipeline.engine.startup import memory
 from pipeline.engine.startup.memory import weight_bytes
-from pipeline.kernels.cpu.linear.linear_int8 import multiplies_bytes
+from pipeline.kernels.cpu.linear.linear_int8 import has_vnni
 from pipeline.kernels.cpu.tiles.int8_tile import forms_here
 from pipeline.model.config import read_config
 from tests.engine.test_gpu_kernels import engine_of
@@ -52,7 +52,7 @@ def oracles(int4_folder: Path) -> dict[str, tuple[list[list[int]], np.ndarray]]:
 
 
 def skip_without_products_of_bytes(form: str) -> None:
-    if form == "int8" and not multiplies_bytes():
+    if form == "int8" and not has_vnni():
         pytest.skip("this processor has no AVX2")
 
 
@@ -105,7 +105,7 @@ def test_memory_is_planned_with_a_byte_a_weight(int4_folder: Path, monkeypatch: 
     assert planned < weight_bytes(config, gpu, torch.bfloat16)
     cpu, embeddings = torch.device("cpu"), 2 * config.vocab_size * config.hidden_size * torch.bfloat16.itemsize
     for alone, per_weight in ((False, 2 + 0.5 + 8 / 64), (True, 0.5 + 3 / 64)):  # with a dense form beside, or without
-        monkeypatch.setattr(memory, "serves_int4_alone", lambda dtype, alone=alone: alone)
+        monkeypatch.setattr(memory, "supports_int4_alone", lambda dtype, alone=alone: alone)
         rounded, plain = (weight_bytes(config, cpu, torch.bfloat16, activation_dtype=each) for each in ("fp8", "auto"))
         assert rounded == pytest.approx(embeddings + linears * (0.5 + 8 / 64), abs=1)
         assert plain == pytest.approx(embeddings + linears * per_weight, abs=1)

@@ -277,7 +277,7 @@ def test_an_interrupted_warm_up_leaves_the_engine_as_it_was() -> None:
         with pytest.raises(KeyboardInterrupt):
             engine.warm_up()
     check_empty(engine)
-    assert engine.drafting is not None
+    assert engine.spec_decoder is not None
     assert engine.stats.num_steps == 0
 
 

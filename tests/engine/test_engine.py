@@ -38,7 +38,7 @@ def test_eos_ends_a_sequence_and_is_the_last_token_but_not_text(folder: Path) ->
     with float32_engine(folder) as engine:
         prompt = prompts_of(1)[0]
         free = engine.generate([prompt], greedy(30))[0].token_ids
-        engine.loop.completing.is_eos[:] = np.arange(len(engine.loop.completing.is_eos)) == free[9]
+        engine.loop.output_processor.is_eos[:] = np.arange(len(engine.loop.output_processor.is_eos)) == free[9]
         first = free.index(free[9])
         ended = engine.generate([prompt], SamplingParams(max_tokens=30))[0]
         assert (ended.finish_reason, ended.token_ids) == ("stop", free[: first + 1])
@@ -202,7 +202,7 @@ def test_fault_49_a_row_of_nan_logits_is_an_error_row_and_its_mates_are_unchange
 
 def test_fault_48_a_model_that_never_ends_is_ended_by_its_budget_or_the_context(folder: Path) -> None:
     with float32_engine(folder, max_model_len=64) as engine:
-        engine.loop.completing.is_eos[:] = False  # no token of this model ends anything
+        engine.loop.output_processor.is_eos[:] = False  # no token of this model ends anything
         budget, context = engine.generate(
             [[1, 2, 3], [4] * 10], [SamplingParams(max_tokens=9), SamplingParams(max_tokens=10**9)]
         )

@@ -91,7 +91,7 @@ def test_greedy_tokens_are_those_of_the_reference(folder: Path, expected: list[l
             assert engine.stats.accepted_by_position[0] > 0
         if way == "its own draft model":  # accepted: its keys are neither stale nor others'
             assert engine.stats.accepted_by_position[0] > 0.9 * engine.stats.drafted_by_position[0]
-            assert engine.drafting.proposer.runner.kv.layers[0].v_CBKD.dtype == FP8
+            assert engine.spec_decoder.proposer.runner.kv.layers[0].v_CBKD.dtype == FP8
         assert all(layer.k_CBKD.dtype == FP8 for layer in engine.runner.kv.layers)
     compare(folder, first, expected)
     compare(folder, again, expected)

@@ -18,7 +18,7 @@ from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape, Decided
 from pipeline.kernels.triton.kernel_set import triton_kernels
 from pipeline.kernels.triton.linear.crossover import Crossover
-from pipeline.kernels.triton.linear.dispatch import Scratch
+from pipeline.kernels.triton.linear.dispatch import DequantBuffer
 from tests.kernels.triton.problems import DEVICE, recorded_launches
 from tests.model_folders import small_config
 
@@ -101,7 +101,7 @@ def test_captured_steps_give_the_reference_tokens(
     speculation = {"method": "lookup", "num_speculative_tokens": 2, "forced": True} if with_drafts else "off"
     if not with_drafts:
         monkeypatch.setattr("pipeline.kernels.triton.linear.dispatch.crossover_of", lambda _: Crossover(4, 4, 4))
-        kernels = triton_kernels(torch.float32, DEVICE, scratch=Scratch(torch.float32, DEVICE))
+        kernels = triton_kernels(torch.float32, DEVICE, scratch=DequantBuffer(torch.float32, DEVICE))
         monkeypatch.setattr("pipeline.engine.startup.loaded.select_kernels", lambda *_: kernels)
     engine = engine_of(int4_folder, "triton", speculation=speculation, kv_cache_dtype=kv_cache_dtype)
     runner = capture(engine, is_asynchronous=not with_drafts, max_num_seqs=3, max_queries=3, max_tokens=6)
@@ -122,8 +122,8 @@ def test_drafts_checked_in_captured_steps_give_the_reference_tokens(int4_folder:
         expected = [completion.token_ids for completion in engine.generate(prompts, params)]
     speculation = {"method": "draft_model", "model": str(int4_folder), "num_speculative_tokens": 2, "forced": True}
     engine = engine_of(int4_folder, "triton", speculation=speculation, deterministic=deterministic)
-    assert engine.drafting is not None
-    proposer: Any = engine.drafting.proposer
+    assert engine.spec_decoder is not None
+    proposer: Any = engine.spec_decoder.proposer
     for runner, queries in ((engine.runner, 3), (proposer.runner, 2)):
         size: Any = {"max_num_seqs": 3, "max_queries": queries, "max_tokens": 6}
         runner.capture_steps(replayed, **size, log=lambda done, total: None)  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from pipeline.engine.forward.graphs import graph_sizes, mixed_sizes
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.build import _max_mixed_tokens
-from pipeline.engine.startup.memory import served_form
+from pipeline.engine.startup.memory import weight_layout
 from pipeline.engine.startup.mixed_tokens import host_bound_tokens, max_mixed_tokens
 from pipeline.engine.startup.resolve import resolve
 from pipeline.kernels.triton.attention import cascade_metadata
@@ -142,7 +142,7 @@ def test_sizes_of_captured_steps_waste_little() -> None:
 def test_mixed_steps_are_captured_where_launching_takes_longer_than_computing(card: str, model: str, most: int) -> None:
     known, (size, weights, _) = find_card(card), model_size(model)
     ceilings = Ceilings.of_card(known, MEASURED)
-    weights = served_form(weights, size, ceilings, crossover_of(known.compute_capability), 512, DENSE_BYTES)
+    weights = weight_layout(weights, size, ceilings, crossover_of(known.compute_capability), 512, DENSE_BYTES)
     assert host_bound_tokens(size, weights, ceilings, 8192) == most
     assert host_bound_tokens(size, weights, ceilings, 512) == min(most, 512), "no step has more"
 

@@ -24,7 +24,7 @@ from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.params import Completion, EngineConfig, SamplingParams, SpeculationConfig
 from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.loaded import LoadedModel
-from pipeline.kernels.activations.rounded_linears import with_rounded_activations
+from pipeline.kernels.activations.act_quant import with_act_quant
 from pipeline.kernels.reference import reference_kernels
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder
@@ -126,7 +126,7 @@ def prompts_of(count: int, vocab_size: int, longest: int = LONGEST - OUTPUT - SH
 def reference_runner(folder: Path, device: torch.device, activation_dtype: str = "auto") -> ModelRunner:
     kernels, config = reference_kernels(torch.float32, device), read_config(folder)
     if activation_dtype != "auto":
-        kernels = with_rounded_activations(kernels, activation_dtype, device)
+        kernels = with_act_quant(kernels, activation_dtype, device)
     decoder = Decoder(folder, config, kernels, torch.float32, device)
     return LoadedModel(config, decoder, kernels, decoder.dtype).runner(-(-LONGEST // BLOCK_SIZE), BLOCK_SIZE, LONGEST)
 

@@ -57,13 +57,13 @@ def paths_of(weight: LinearWeight, place: Place) -> dict[str, tuple[Prepare, Pre
     ours: dict[str, Prepare] = {"served": lambda: kernels.prepare_linear(weight)}
     if place.device.type == "cuda":
         from pipeline.kernels.triton import batch_invariant
-        from pipeline.kernels.triton.linear.dispatch import Scratch, TwoPathLinear
+        from pipeline.kernels.triton.linear.dispatch import DequantBuffer, TwoPathLinear
 
         ours["deterministic"] = lambda: batch_invariant.prepare_linear(weight, place.dtype, place.device)
         if isinstance(weight, GroupIntWeight):
             make = partial(TwoPathLinear, weight, place.dtype, place.device)
             ours["fused"], ours["cached"] = lambda: make(crossover=1 << 20), lambda: make(crossover=0)
-            ours["scratch"] = lambda: make(Scratch(place.dtype, place.device), crossover=0)
+            ours["scratch"] = lambda: make(DequantBuffer(place.dtype, place.device), crossover=0)
     found: dict[str, tuple[Prepare, Prepare]] = {}
     for path, prepare in ours.items():
         found[path] = prepare, lambda: exact.prepare_linear(weight)

@@ -16,7 +16,7 @@ from pipeline.demo import demo_model
 from pipeline.demo.reports import PROMPT_TEMPLATE
 from pipeline.errors import InputError, ModelError
 from pipeline.job.preview.describe import describe
-from pipeline.job.preview.examine import examine
+from pipeline.job.preview.validation import validate_job
 from pipeline.starter import look
 
 CHAT = [{"role": "user", "content": "Why?"}]
@@ -77,7 +77,7 @@ def test_what_is_written_is_a_job_that_fits_the_dataset(here, pipe, named):
     assert all(line.isprintable() and len(line) <= 120 for line in text.splitlines())
     Draft202012Validator(job_schema()).validate(yaml.safe_load(text))
     config = load_job("jobs/my.yaml")
-    assert examine(config).mistakes == []
+    assert validate_job(config).mistakes == []
     assert config.prompt.spec().columns == (prompt,)
     assert (config.output.path, config.name) == ("out/x", "my")
     assert config.prompt.chat is not None
@@ -86,7 +86,7 @@ def test_what_is_written_is_a_job_that_fits_the_dataset(here, pipe, named):
 def test_the_embedded_model_is_sent_the_prompt_that_it_was_trained_on(here, pipe):
     data(report=["The pump was repaired."])
     assert pipe("init", "my.yaml", "--input", "data.parquet")[0] == 0
-    config, told = load_job("my.yaml"), examine(load_job("my.yaml"))
+    config, told = load_job("my.yaml"), validate_job(load_job("my.yaml"))
     assert config.prompt.template == PROMPT_TEMPLATE
     assert config.prompt.chat is None
     assert told.facts["first_prompt"]["text"] == PROMPT_TEMPLATE.format(report="The pump was repaired.")
@@ -167,7 +167,7 @@ def test_a_file_of_requests_is_a_job_without_a_prompt(here, pipe, url, body, max
     assert written.get("sampling") == (max_tokens and {"max_tokens": max_tokens, "temperature": 1})
     assert written.get("task") == (None if max_tokens else "embed")
     Draft202012Validator(job_schema()).validate(written)
-    found = examine(load_job("my.yaml"))
+    found = validate_job(load_job("my.yaml"))
     assert (found.mistakes, found.failures) == ([], [])
     assert "requests of OpenAI's Batch API: " in describe(found)
     assert found.facts["columns"]["kept"] == (["custom_id"] if max_tokens else ["custom_id", "encoding_format"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.kernels.cpu.linear.selection import serves_int4
+from pipeline.kernels.cpu.linear.selection import supports_int4
 from pipeline.weights.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight, concatenate
 from pipeline.weights.round_to_nearest import NF4
 
@@ -85,7 +85,7 @@ def test_an_order_of_inputs_is_undone_when_dequantized() -> None:
 
 
 def test_torchs_int4_product_takes_what_it_has_kernels_for() -> None:
-    assert serves_int4(grouped(64), torch.bfloat16)
+    assert supports_int4(grouped(64), torch.bfloat16)
     for weight in (grouped(64, 8), grouped(60), grouped(64, 4, 16), coded(64), float8(64, 64, K)):
-        assert not serves_int4(weight, torch.bfloat16)
-    assert not serves_int4(grouped(64), torch.float32)
+        assert not supports_int4(weight, torch.bfloat16)
+    assert not supports_int4(grouped(64), torch.float32)

@@ -176,9 +176,9 @@ def validate(job: str, as_json: bool, **overlays: Any) -> None:
     """
     from pipeline.config import JobFileError, load_job
     from pipeline.job.preview.describe import describe
-    from pipeline.job.preview.examine import examine
+    from pipeline.job.preview.validation import validate_job
 
-    found = examine(load_job(job, **overlays))
+    found = validate_job(load_job(job, **overlays))
     if found.mistakes:
         raise JobFileError(found.mistakes)
     if found.failures:
@@ -212,12 +212,12 @@ def status(target: str, vars: tuple[str, ...], watch: bool, as_json: bool) -> No
     On a terminal --watch draws a live table of rows, tokens and engines; elsewhere it prints lines. It exits with the
     run's exit code.
     """
-    from pipeline.job.output.following import Following
     from pipeline.job.output.read_output import open_output
+    from pipeline.job.output.run_watcher import RunWatcher
     from pipeline.job.telemetry.status import status_line
 
-    seen = Following(store := open_output(target, vars))
-    now, doubt = seen.status, seen.doubt
+    seen = RunWatcher(store := open_output(target, vars))
+    now, doubt = seen.status, seen.staleness
 
     def as_object(status: "Status", doubt: str | None) -> None:
         print_json({**status.to_json(), "output": store.path, "stale": doubt})
@@ -232,8 +232,8 @@ def status(target: str, vars: tuple[str, ...], watch: bool, as_json: bool) -> No
             watch_live(seen, target, stream)
         else:
             watch_lines(seen, stream)
-            if seen.doubt:
-                print_message(seen.doubt)
+            if seen.staleness:
+                print_message(seen.staleness)
         sys.exit(seen.exit_code)
     if as_json:
         return as_object(now, doubt)

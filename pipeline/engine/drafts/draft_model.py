@@ -12,14 +12,14 @@ sampling can accept most of them; a greedy request gets the draft model's best t
 drafts, the distribution is not exposed, and drafts are sampled with the same random number that the target will use:
 then they are accepted if they equal its sample.
 
-Shapes: S sequences of the offer, A of them drafting, K maximum drafts of one, V the target's vocabulary, B blocks.
+Shapes: S sequences of the proposal, A of them drafting, K maximum drafts of one, V the target's vocabulary, B blocks.
 """
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pipeline.engine.drafts.policy import Offer
+from pipeline.engine.drafts.policy import Proposal
 from pipeline.engine.drafts.proposer import Drafts
 from pipeline.engine.forward.runner import Runner
 from pipeline.engine.sampling.batch import SamplingBatch
@@ -66,11 +66,11 @@ class DraftModelProposer:
         self._num_marked[slot] = filled
         self._num_computed[slot] = filled * self.table.block_size
 
-    def left(self, slot: int, finished: bool) -> None:
+    def on_evicted(self, slot: int, finished: bool) -> None:
         pass
 
-    def offer(self, slot_S: np.ndarray) -> Offer:
-        """Return an offer. Sequences that are far behind catch up first, and offer nothing until they are near."""
+    def propose(self, slot_S: np.ndarray) -> Proposal:
+        """Return a proposal. Sequences that are far behind catch up first, and get no drafts until then."""
         computed_S = self._num_computed[slot_S]
         behind_S = self.table.num_known[slot_S] - 1 - computed_S  # without the last token, which gives the logits
         if behind_S.max(initial=0) > NEAR:
@@ -81,14 +81,14 @@ class DraftModelProposer:
             behind_S = behind_S - count_S
         self._mark_filled(slot_S)
         count_S = np.where(behind_S <= NEAR, self.max_draft_tokens, 0)
-        return Offer(slot_S, count_S, np.zeros_like(count_S), np.zeros((len(slot_S), 0), dtype=np.int64))
+        return Proposal(slot_S, count_S, np.zeros_like(count_S), np.zeros((len(slot_S), 0), dtype=np.int64))
 
-    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
+    def draft(self, proposal: Proposal, count_S: np.ndarray) -> Drafts:
         table = self.table
         token_id_SK = np.zeros((len(count_S), int(count_S.max())), dtype=np.int64)
         q_SKV: torch.Tensor | None = None
         drafting = np.flatnonzero(count_S)
-        slot_A = offer.slot_S[drafting]
+        slot_A = proposal.slot_S[drafting]
         known_A, start_A = table.num_known[slot_A], self._num_computed[slot_A]
         plan = _pass(slot_A, start_A, known_A - start_A)
         for k in range(token_id_SK.shape[1]):
@@ -104,12 +104,12 @@ class DraftModelProposer:
             plan = _pass(slot_A, known_A + k, np.ones_like(slot_A))
         return Drafts(token_id_SK, q_SKV)
 
-    def settled(self, slot_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
+    def on_verified(self, slot_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
         """Update the computed counts, only now: undone steps free blocks, and other tokens follow rejected drafts."""
         known_S = self.table.num_computed[slot_S] - accepted_S  # before the step; forced tokens may have come since
         self._num_computed[slot_S] = known_S + np.minimum(accepted_S, drafted_S - 1)  # the last draft is not computed
 
-    def undone(self, slot_S: np.ndarray) -> None:
+    def on_rollback(self, slot_S: np.ndarray) -> None:
         computed_S = np.minimum(self._num_computed[slot_S], self.table.num_computed[slot_S])
         self._num_computed[slot_S] = computed_S
         self._num_marked[slot_S] = np.minimum(self._num_marked[slot_S], computed_S // self.table.block_size)

@@ -1,11 +1,11 @@
 """Draft policies: whether a step has drafts, and how many tokens for each sequence. No torch.
 
-    select -> (the proposer makes its offer) -> lengths -> (the step is computed) -> observe
+    select -> (the proposer makes its proposal) -> lengths -> (the step is computed) -> observe
 
 If steps overlap, the next step is selected before the one in flight is observed. Steps are observed in the order in
 which they were selected; an undone step is never observed.
 
-Shapes: S sequences of an offer, K maximum drafts of one, D those of them that have drafts in the step.
+Shapes: S sequences of a proposal, K maximum drafts of one, D those of them that have drafts in the step.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Offer:
+class Proposal:
     """Available drafts: up to count_S[s] tokens for sequence slot_S[s].
 
     token_id_SK: the tokens, if they are already known, as with lookup; otherwise it has no columns.
@@ -40,7 +40,7 @@ class StepFacts(NamedTuple):
     room: int
 
 
-class Verdict(NamedTuple):
+class AcceptanceCounts(NamedTuple):
     """Verification result of a step's drafts. drafted_D is 1 or more; it may be less than was chosen, if blocks were
     short. accepted_D also counts drafts after the end of a sequence that ended among them."""
 
@@ -50,12 +50,12 @@ class Verdict(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """Result of a computed step. num_generated: tokens of all its sequences. verdict: None without drafts. is_last: no
-    sequence is left, so the time until the next step does not belong to this one."""
+    """Result of a computed step. num_generated: tokens of all its sequences. acceptance: None without drafts.
+    is_last: no sequence is left, so the time until the next step does not belong to this one."""
 
     facts: StepFacts
     num_generated: int
-    verdict: Verdict | None
+    acceptance: AcceptanceCounts | None
     is_last: bool = False
 
 
@@ -64,8 +64,8 @@ class DraftPolicy(Protocol):
         """Return whether this step should have drafts. Must be cheap: it is called in every step."""
         ...
 
-    def lengths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
-        """Return how many tokens (int64, S) to draft for each sequence; values above the offer mean all of it."""
+    def lengths(self, facts: StepFacts, proposal: Proposal) -> np.ndarray:
+        """Return how many tokens (int64, S) to draft for each sequence; values above the proposal mean all of it."""
         ...
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -91,8 +91,8 @@ class FixedDrafts:
     def select(self, facts: StepFacts) -> bool:
         return facts.room > 0
 
-    def lengths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
-        return offer.count_S
+    def lengths(self, facts: StepFacts, proposal: Proposal) -> np.ndarray:
+        return proposal.count_S
 
     def observe(self, outcome: StepOutcome) -> None:
         pass

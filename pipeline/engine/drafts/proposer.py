@@ -1,8 +1,8 @@
 """Interface of draft proposers.
 
-A step calls a proposer twice, because a policy decides the number of drafts (see policy.py): `offer` returns how many
+A step calls a proposer twice, because a policy decides the number of drafts (see policy.py): `propose` returns how many
 tokens each sequence could have, `draft` returns the chosen ones. In between, KV blocks for them are allocated (see
-drafting.py).
+spec_decoder.py).
 
 Drafts change only the speed of generation, never the tokens.
 
@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pipeline.engine.drafts.policy import Offer
+from pipeline.engine.drafts.policy import Proposal
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,23 @@ class Proposer(Protocol):
         """Start with a new sequence in this slot, whose known tokens are in the table."""
         ...
 
-    def left(self, slot: int, finished: bool) -> None:
+    def on_evicted(self, slot: int, finished: bool) -> None:
         """End with the sequence in this slot, whose tokens are still in the table. finished: it was completed."""
         ...
 
-    def offer(self, slot_S: np.ndarray) -> Offer:
+    def propose(self, slot_S: np.ndarray) -> Proposal:
         """Return the available drafts of these sequences, whose next token is computed in this step."""
         ...
 
-    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
-        """Draft count_S[s] tokens for each sequence of the offer, at most its offered count."""
+    def draft(self, proposal: Proposal, count_S: np.ndarray) -> Drafts:
+        """Draft count_S[s] tokens for each sequence of the proposal, at most its offered count."""
         ...
 
-    def settled(self, slot_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
+    def on_verified(self, slot_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
         """Record that accepted_S of the drafted_S tokens of the last `draft` were accepted; they are in the table,
         except those of ended sequences. Not called if the step was undone."""
         ...
 
-    def undone(self, slot_S: np.ndarray) -> None:
+    def on_rollback(self, slot_S: np.ndarray) -> None:
         """Record that the step of these sequences was undone: blocks after their computed tokens were released."""
         ...

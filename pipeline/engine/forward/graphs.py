@@ -152,7 +152,9 @@ class StepGraphs:
     def _capture_size(self, size: int, block_size: int, forward: Forward, capture: Capture) -> _Graph:
         numbers_3P, hidden_PH = self._attention.numbers[: 3 * size].view(3, size), self._hidden_PH[:size]
         padding_3P = np.repeat([0, 0, self._padding_slot], size)
-        self._attention.refill(AttentionInput.one_sequence(1, block_size), padding_3P)  # a dummy input for the capture
+        self._attention.prepare_replay(
+            AttentionInput.one_sequence(1, block_size), padding_3P
+        )  # a dummy input for the capture
 
         def captured(plans: dict[Hashable, Any]) -> Callable[[], None]:
             attn_metadata = AttentionInput(
@@ -174,7 +176,7 @@ class StepGraphs:
         mixed = captured(self._attention.mixed_plans(size)) if size in self._mixed_sizes else None
         return _Graph(tuple(captured(plans) for plans in kinds), mixed)
 
-    def serves(self, step: StepInput) -> bool:
+    def supports(self, step: StepInput) -> bool:
         num_tokens, num_seqs = len(step.token_id_T), len(step.context_len_S)
         if num_seqs > self.max_num_seqs:
             return False
@@ -214,10 +216,10 @@ class StepGraphs:
         )
         if is_mixed:
             assert graph.mixed is not None
-            self._attention.refill_mixed(attn_metadata, staged, future_numbers)
+            self._attention.prepare_mixed_replay(attn_metadata, staged, future_numbers)
             replay = graph.mixed
         else:
-            replay = graph.of_kind[self._attention.refill(attn_metadata, staged, future_numbers)]
+            replay = graph.of_kind[self._attention.prepare_replay(attn_metadata, staged, future_numbers)]
         replay()
         if wants_all:
             return self._hidden_PH[:num_tokens]

@@ -64,7 +64,7 @@ class ModelRunner:
         """Compute the logits (R, vocabulary), in the model's dtype, of the rows `step.logit_row_R`. future: tokens for
         which the step has placeholders."""
         sequences = step.query_start_S1, step.context_len_S, step.block_table_SM
-        if self._graphs is not None and self._graphs.serves(step):
+        if self._graphs is not None and self._graphs.supports(step):
             attn_metadata = AttentionInput(*sequences, torch.from_numpy(step.slot_mapping_T), self.block_size)
             return self.decoder.logits(self._graphs.run(step, attn_metadata, future))
         numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)

@@ -8,14 +8,14 @@ import numpy as np
 from pipeline.engine.params import Request
 from pipeline.engine.reading.label_tree import LabelReader, LabelTree
 from pipeline.engine.reading.readers import LogprobReader, PoolingReader, StatesReader
-from pipeline.engine.schedule.sequence import Call, Sequence, token_array
+from pipeline.engine.schedule.sequence import RequestStream, Sequence, token_array
 from pipeline.engine.tasks import Choice, Classify, Embed, HiddenStates, Score
 from pipeline.errors import RowError
 
 _tree_of = lru_cache(maxsize=256)(LabelTree.from_labels)  # usually all rows of a job have the same labels
 
 
-class Heads(Protocol):
+class ModelOutputs(Protocol):
     """Heads and sizes of a model: a `Runner`."""
 
     vocab_size: int
@@ -24,7 +24,7 @@ class Heads(Protocol):
     class_head_CH: np.ndarray | None
 
 
-def unsupported_reason(request: Request, model: Heads) -> tuple[RowError, str] | None:
+def unsupported_reason(request: Request, model: ModelOutputs) -> tuple[RowError, str] | None:
     """Return why the model cannot compute the request, or the request is empty; None if it can be computed."""
     task, num_tokens = request.task, len(request.prompt_token_ids)
     if isinstance(task, Embed | Classify):
@@ -50,7 +50,7 @@ def unsupported_reason(request: Request, model: Heads) -> tuple[RowError, str] |
     return None
 
 
-def sequence_of(request: Request, order: int, call: Call, queued_us: int, model: Heads) -> Sequence:
+def sequence_of(request: Request, order: int, call: RequestStream, queued_us: int, model: ModelOutputs) -> Sequence:
     """Build the sequence of a supported request with a task."""
     ids, task = request.prompt_token_ids, request.task
     tree = _tree_of(task.labels) if isinstance(task, Choice) else None

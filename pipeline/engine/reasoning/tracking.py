@@ -61,7 +61,7 @@ class RowReasoning:
         has_begun = self.is_open or generated[0] == self.markers.start_id
         return Thinking.YES if has_begun and not (generated == self.markers.end_id).any() else Thinking.NO
 
-    def latest_end(self, num_prompt: int) -> int | None:
+    def thinking_deadline(self, num_prompt: int) -> int | None:
         """Return the number of known tokens at which the row's budget is used up; None without a budget."""
         return None if self.budget is None else num_prompt + (not self.is_open) + self.budget
 

@@ -142,7 +142,7 @@ class Admission:
         known_S, held_S = table.num_known[slot_S], table.num_blocks[slot_S]
         end_S = self.likely_ends(table.num_prompt[slot_S], known_S, table.limit[slot_S])
         return BlockDemand.from_sequences(
-            known_S, end_S, held_S, held_S - table.num_found[slot_S], self._pool.block_size
+            known_S, end_S, held_S, held_S - table.num_shared_blocks[slot_S], self._pool.block_size
         )
 
     def _likely_end(self, sequence: Sequence) -> int:

@@ -165,7 +165,7 @@ class Scheduler:
         generates_S = compared_S = None
         if table.num_readers:
             generates_S, compared_S = table.generates[plan.slot_S], table.is_compared[plan.slot_S]
-        tokens = StepTokens.from_plan(plan, prompt_S, table.repeat_until[plan.slot_S], generates_S, compared_S)
+        tokens = StepTokens.from_plan(plan, prompt_S, table.recompute_until[plan.slot_S], generates_S, compared_S)
         stats.num_steps += 1
         stats.prompt_tokens += tokens.prefill
         stats.recomputed_tokens += tokens.repeated
@@ -273,7 +273,7 @@ class Scheduler:
         victim = int(slot_S[1:][np.argmin(self.table.num_computed[slot_S[1:]])])
         computed = int(self.table.num_computed[victim])
         sequence = self.drop(victim)
-        sequence.high_water = max(sequence.high_water, computed)
+        sequence.num_computed_before_preemption = max(sequence.num_computed_before_preemption, computed)
         self.stats.num_preemptions += 1
         self.admission.put_back(sequence)
 

@@ -121,18 +121,18 @@ def token_array(ids: Iterable[int]) -> np.ndarray:
 
 
 @dataclass(eq=False)
-class Call:
+class RequestStream:
     """Requests of one caller: of one call of `Engine.stream`, or of all calls of `Engine.add`. Compared by identity:
     callers may use the same row ids. check: the final check of completions with structured outputs."""
 
     check: Callable[[Completion, SamplingParams], Completion] = lambda completion, params: completion
-    num_given: int = 0  # requests so far, and so the index of the next one
-    num_open: int = 0  # requests in the engine that have not ended
+    num_submitted: int = 0  # requests so far, and so the index of the next one
+    num_unfinished: int = 0  # requests in the engine that have not ended
     ended: list[Completion] = field(default_factory=list)  # not returned yet
 
     def end(self, completion: Completion, params: SamplingParams) -> None:
         """Record the end of one of its requests, which has these parameters."""
-        self.num_open -= 1
+        self.num_unfinished -= 1
         self.ended.append(completion if params.structured_outputs is None else self.check(completion, params))
 
     def drain(self) -> list[Completion]:
@@ -150,7 +150,7 @@ class Sequence:
     token_ids: np.ndarray  # int32
     order: int  # of arrival; older sequences are served first
     seed: int = 0  # of its random numbers, together with the position
-    call: Call = field(default_factory=Call)  # receives its completion
+    call: RequestStream = field(default_factory=RequestStream)  # receives its completion
     group: ParentRequest | None = None  # of a request with several samples
     sample_index: int = 0  # index in the group
     queued_us: int = 0  # when it was added, on the machine's monotonic clock
@@ -159,7 +159,9 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)  # chain hashes of its leading full blocks, extended on demand
     num_prompt: int = 0
     num_cached: int = -1  # prompt tokens found in shared blocks at the first admission; -1: not admitted yet
-    high_water: int = 0  # tokens computed before a preemption; computing them again counts as repeated work
+    num_computed_before_preemption: int = (
+        0  # tokens computed before a preemption; computing them again counts as repeated work
+    )
     logprobs: list[TokenLogprobs] | None = None
     stop_checker: StopChecker | None = None
     matcher: RowMatcher | None = None  # with structured_outputs, created by the first mask; advanced with its tokens
@@ -230,7 +232,7 @@ class SlotWatcher(Protocol):
     """Observer of sequences that enter and leave slots: see `Proposer`."""
 
     def admitted(self, slot: int) -> None: ...
-    def left(self, slot: int, finished: bool) -> None: ...
+    def on_evicted(self, slot: int, finished: bool) -> None: ...
 
 
 class SlotTable:
@@ -242,13 +244,13 @@ class SlotTable:
         self.token_ids = np.zeros((num_slots, max_model_len), dtype=np.int32)
         self.block_table = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(num_slots, dtype=np.int64)
-        self.num_found = np.zeros(num_slots, dtype=np.int64)  # leading blocks that came from the prefix cache
+        self.num_shared_blocks = np.zeros(num_slots, dtype=np.int64)  # leading blocks that came from the prefix cache
         self.num_known = np.zeros(num_slots, dtype=np.int64)
         self.num_computed = np.zeros(num_slots, dtype=np.int64)
         self.num_prompt = np.zeros(num_slots, dtype=np.int64)
         self.limit = np.zeros(num_slots, dtype=np.int64)  # maximum tokens: prompt + max_tokens, or the context length
         self.order = np.zeros(num_slots, dtype=np.int64)
-        self.repeat_until = np.zeros(num_slots, dtype=np.int64)
+        self.recompute_until = np.zeros(num_slots, dtype=np.int64)
         self.stops_at_eos = np.zeros(num_slots, dtype=bool)
         self.min_known = np.zeros(num_slots, dtype=np.int64)  # no stop condition before this many known tokens
         self.max_pattern = np.zeros(num_slots, dtype=np.int64)  # repetition detection; 0: off
@@ -256,7 +258,9 @@ class SlotTable:
         self.min_repeats = np.zeros(num_slots, dtype=np.int64)
         self.has_grammar = np.zeros(num_slots, dtype=bool)  # structured_outputs
         self.thinking = np.zeros(num_slots, dtype=np.int8)  # of `Thinking`
-        self.latest_end = np.full(num_slots, _LARGEST)  # number of known tokens at which the thinking budget ends
+        self.thinking_deadline = np.full(
+            num_slots, _LARGEST
+        )  # number of known tokens at which the thinking budget ends
         self.start_id = np.zeros(num_slots, dtype=np.int64)  # reasoning markers of the rows that may reason
         self.end_id = np.zeros(num_slots, dtype=np.int64)
         self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or ids: checked row by row
@@ -286,12 +290,12 @@ class SlotTable:
         self.token_ids[slot, :known] = sequence.token_ids
         self.num_known[slot], self.num_computed[slot] = known, num_computed
         self.num_blocks[slot] = len(blocks)
-        self.num_found[slot] = num_computed // self.block_size
+        self.num_shared_blocks[slot] = num_computed // self.block_size
         self.block_table[slot, : len(blocks)] = blocks
         self.num_prompt[slot] = sequence.num_prompt
         self.limit[slot] = self.limit_of(sequence)
         self.order[slot] = sequence.order
-        self.repeat_until[slot] = sequence.high_water
+        self.recompute_until[slot] = sequence.num_computed_before_preemption
         self.stops_at_eos[slot] = not params.ignore_eos
         self.min_known[slot] = min(sequence.num_prompt + params.min_tokens, _LARGEST)
         repetition = params.repetition_detection
@@ -318,11 +322,11 @@ class SlotTable:
 
     def _set_thinking(self, slot: int, sequence: Sequence) -> None:
         reasoning, num_prompt = sequence.reasoning, sequence.num_prompt
-        self.thinking[slot], self.latest_end[slot] = 0, _LARGEST
+        self.thinking[slot], self.thinking_deadline[slot] = 0, _LARGEST
         if isinstance(reasoning, RowReasoning):
             self.thinking[slot] = reasoning.thinking(sequence.token_ids[num_prompt:])
-            latest = reasoning.latest_end(num_prompt)
-            self.latest_end[slot] = _LARGEST if latest is None else min(latest, _LARGEST)
+            latest = reasoning.thinking_deadline(num_prompt)
+            self.thinking_deadline[slot] = _LARGEST if latest is None else min(latest, _LARGEST)
             self.start_id[slot], self.end_id[slot] = reasoning.markers.start_id, reasoning.markers.end_id
 
     def limit_of(self, sequence: Sequence) -> int:
@@ -351,7 +355,7 @@ class SlotTable:
         """Free the slot and copy the known tokens back to the sequence. The caller releases its blocks."""
         sequence = self.at(slot)
         if self.watcher is not None and sequence.generates:
-            self.watcher.left(slot, finished)
+            self.watcher.on_evicted(slot, finished)
         self._leave_unread(slot)
         sequence.token_ids = self.token_ids[slot, : self.num_known[slot]].copy()
         sequence.slot = -1

@@ -19,16 +19,16 @@ def update_thinking(table: SlotTable, slot_R: np.ndarray, token_R: np.ndarray) -
     return thought_R
 
 
-def has_spent(table: SlotTable, slot_R: np.ndarray) -> np.ndarray:
+def budget_exhausted(table: SlotTable, slot_R: np.ndarray) -> np.ndarray:
     """Return which sequences have used up their thinking budget, so that the end marker is next. Tokens in flight
     count."""
     known_R = table.num_known[slot_R]
-    return (table.thinking[slot_R] != Thinking.NO) & (known_R >= table.latest_end[slot_R])
+    return (table.thinking[slot_R] != Thinking.NO) & (known_R >= table.thinking_deadline[slot_R])
 
 
 def end_of_drafts(table: SlotTable, slot_S: np.ndarray) -> np.ndarray:
     """Return the number of known tokens at which drafting stops because of reasoning: drafts do not cross the end of a
     budget, and a first token that may begin reasoning gets none, because the tokens after it depend on it."""
     state_S = table.thinking[slot_S]
-    end_S = np.where(state_S == Thinking.YES, table.latest_end[slot_S], np.iinfo(np.int64).max)
+    end_S = np.where(state_S == Thinking.YES, table.thinking_deadline[slot_S], np.iinfo(np.int64).max)
     return np.where(state_S == Thinking.MAY_BEGIN, 0, end_S)

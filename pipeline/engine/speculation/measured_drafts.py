@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome
+from pipeline.engine.drafts.policy import Proposal, StepFacts, StepOutcome
 from pipeline.engine.speculation.contest import Account, Contest, size_of
 from pipeline.engine.speculation.counts import SpeculationCounts
 from pipeline.engine.speculation.row_lengths import RowLengths
@@ -51,8 +51,8 @@ class MeasuredDrafts:
         self._steps.append((facts, wants))
         return bool(wants)
 
-    def lengths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
-        return np.minimum(offer.count_S, self._rows.lengths(offer.slot_S))
+    def lengths(self, facts: StepFacts, proposal: Proposal) -> np.ndarray:
+        return np.minimum(proposal.count_S, self._rows.lengths(proposal.slot_S))
 
     def admitted(self, slot: int) -> None:
         self._rows.admitted(slot)
@@ -102,12 +102,12 @@ class MeasuredDrafts:
 
     def _examine(self, contest: Contest, has_drafts: bool, outcome: StepOutcome, seconds: float, own_s: float) -> None:
         """Learn from a step. own_s: its time without its prompts."""
-        facts, verdict, prefill_s = outcome.facts, outcome.verdict, self._prefill.token_s
+        facts, acceptance, prefill_s = outcome.facts, outcome.acceptance, self._prefill.token_s
         num, window = facts.num_sequences, contest.window(has_drafts)
         rate, off_s = contest.rate(has_drafts, prefill_s), contest.off_s(prefill_s)
-        if verdict is not None:
-            self._rows.observe(verdict, UNKNOWN_COST if rate is None else rate.draft_cost(off_s))
-        tokens, drafts = outcome.num_generated / num, 0 if verdict is None else int(verdict.drafted_D.sum())
+        if acceptance is not None:
+            self._rows.observe(acceptance, UNKNOWN_COST if rate is None else rate.draft_cost(off_s))
+        tokens, drafts = outcome.num_generated / num, 0 if acceptance is None else int(acceptance.drafted_D.sum())
         if self._num_alike >= WARM_UP:
             if len(window):
                 self._prefill.add(window, seconds, facts.num_prefill, num)
@@ -141,10 +141,10 @@ class MeasuredDrafts:
 
     def _count(self, contest: Contest, outcome: StepOutcome, own_s: float) -> None:
         """Count a step for the report. own_s: its time without its prompts."""
-        num, verdict, counts = outcome.facts.num_sequences, outcome.verdict, self._counts
+        num, acceptance, counts = outcome.facts.num_sequences, outcome.acceptance, self._counts
         b = counts.bucket_of(num)
         counts.on_steps[b] += contest.is_on
-        if verdict is None:
+        if acceptance is None:
             counts.plain_steps[b] += 1
             return
         # A plain step at the machine's current speed. If that changed during the contest, a plain step may seem to take
@@ -155,7 +155,7 @@ class MeasuredDrafts:
         counts.probe_steps[b] += not contest.is_on
         counts.drafted_sequences[b] += num
         counts.drafted_step_tokens[b] += outcome.num_generated
-        counts.draft_tokens[b] += int(verdict.drafted_D.sum())
-        counts.accepted_tokens[b] += int(verdict.accepted_D.sum())
+        counts.draft_tokens[b] += int(acceptance.drafted_D.sum())
+        counts.accepted_tokens[b] += int(acceptance.accepted_D.sum())
         counts.spent_us[b] += round(own_s * 1e6)
         counts.plain_us[b] += round(same_tokens_s * 1e6)

@@ -9,7 +9,7 @@ from math import log
 
 import numpy as np
 
-from pipeline.engine.drafts.policy import Verdict
+from pipeline.engine.drafts.policy import AcceptanceCounts
 
 REST = 8  # steps without drafts of a sequence whose drafts do not pay, before it tries one
 OWN, ALL = 0.7, 0.97  # decay per step of a sequence's own counts, and of the counts over all sequences
@@ -47,9 +47,9 @@ class RowLengths:
         self._rest_B[slot_S] = np.maximum(rest_S - 1, 0)
         return np.where(rest_S > 0, 0, np.maximum(length_S, 1))
 
-    def observe(self, verdict: Verdict, cost: float) -> None:
+    def observe(self, acceptance: AcceptanceCounts, cost: float) -> None:
         """Update the lengths from verified drafts. cost: of a draft, in tokens."""
-        slot_D, drafted_D, accepted_D = verdict
+        slot_D, drafted_D, accepted_D = acceptance
         rejected_D = accepted_D < drafted_D
         self._right = ALL * self._right + int(accepted_D.sum())
         self._wrong = ALL * self._wrong + int(np.count_nonzero(rejected_D))

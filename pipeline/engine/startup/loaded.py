@@ -18,7 +18,7 @@ from pipeline.engine.startup.dummy_steps import (
 from pipeline.engine.startup.memory import cache_before_dense, dense_weights_fit, gpu_share_bytes
 from pipeline.engine.startup.resolve import Resolved, no_such_weight
 from pipeline.errors import ModelError
-from pipeline.kernels.activations.rounded_linears import RoundedWherePossible, with_rounded_activations
+from pipeline.kernels.activations.act_quant import ActQuantLinears, with_act_quant
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig, read_config
@@ -49,9 +49,9 @@ class LoadedModel:
         )
         kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense, resolved.deterministic)
         if resolved.activation_dtype != "auto":
-            kernels = with_rounded_activations(kernels, resolved.activation_dtype, resolved.device)
+            kernels = with_act_quant(kernels, resolved.activation_dtype, resolved.device)
         decoder = Decoder(folder, config, kernels, resolved.dtype, resolved.device)
-        if isinstance(kernels.prepare_linear, RoundedWherePossible) and kernels.prepare_linear.num_rounded == 0:
+        if isinstance(kernels.prepare_linear, ActQuantLinears) and kernels.prepare_linear.num_rounded == 0:
             raise no_such_weight(resolved.activation_dtype, f"the model's weights ({config.quantization})")
         return cls(config, decoder, kernels, resolved.kv_dtype)
 
@@ -78,11 +78,11 @@ class LoadedModel:
         stored = self.config.quantization
         kind = "dense" if stored is None else str(stored)
         widened, linears = self.decoder.num_widened, self.kernels.prepare_linear
-        if stored is not None and stored.has_activations and not isinstance(linears, RoundedWherePossible):
+        if stored is not None and stored.has_activations and not isinstance(linears, ActQuantLinears):
             kind += ", activations not in 8 bits"
         if widened:
             kind += f"; {widened} fused linears of several formats dequantized"
-        if isinstance(linears, RoundedWherePossible):
+        if isinstance(linears, ActQuantLinears):
             kind += f"; inputs of {linears.num_rounded} of {linears.num_all} linears in {linears.activation_dtype}"
         return kind
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.select import serves_int4_alone
+from pipeline.kernels.select import supports_int4_alone
 from pipeline.kernels.triton.linear.crossover import Crossover
 from pipeline.machine.cgroup import memory_limit
 from pipeline.model.config import ModelConfig
@@ -70,7 +70,7 @@ def weight_bytes(
     packed = bits / 8 + (8 / group_size if group_size is not None else 0)  # a float32 scale and zero point per group
     if dtype != torch.float32 and activation_dtype == "auto":  # quantized activations use the float32 form
         # The dense form for many tokens; formats other than 4-bit integers use it for few tokens too.
-        if is_int4(config.quantization) and serves_int4_alone(dtype):
+        if is_int4(config.quantization) and supports_int4_alone(dtype):
             packed = 0.5 + (3 / group_size if group_size is not None else 0)  # a float16 scale and a byte
         else:
             packed = dtype.itemsize + (packed if is_int4(config.quantization) else 0)
@@ -136,7 +136,7 @@ def kv_budget_bytes(
     return min(need, budget)
 
 
-def served_form(
+def weight_layout(
     weights: Weights, size: DecoderSize, card: Ceilings, borders: Crossover, max_num_seqs: int, kv_value_bytes: float
 ) -> Weights:
     """Return 4-bit weights with `cached` set if 16-bit copies fit in addition to the KV cache, and with `fused_tokens`,

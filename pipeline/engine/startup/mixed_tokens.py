@@ -8,7 +8,7 @@ because it has the least work besides its linears; with more sequences the devic
 import numpy as np
 
 from pipeline.engine.forward.graphs import mixed_sizes
-from pipeline.engine.startup.memory import served_form
+from pipeline.engine.startup.memory import weight_layout
 from pipeline.engine.startup.resolve import Resolved
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
@@ -31,7 +31,7 @@ def max_mixed_tokens(model: ModelConfig, resolved: Resolved, card: Card | None) 
     if weights.fp8 and ceilings.fp8_flops_per_s is None:
         return 0
     borders = crossover_of(card.compute_capability)
-    weights = served_form(weights, size, ceilings, borders, resolved.max_num_seqs, DENSE_BYTES)
+    weights = weight_layout(weights, size, ceilings, borders, resolved.max_num_seqs, DENSE_BYTES)
     return host_bound_tokens(size, weights, ceilings, resolved.max_num_batched_tokens)
 
 

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipeline.engine.drafts.drafting import MAX_CHECKED_TOKENS
+from pipeline.engine.drafts.spec_decoder import MAX_CHECKED_TOKENS
 from pipeline.engine.params import EngineConfig, SpeculationConfig
 from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, gpu_limits
 from pipeline.engine.startup.memory import weight_bytes
 from pipeline.errors import ConfigError
-from pipeline.kernels.activations.rounded_linears import ROUNDINGS
+from pipeline.kernels.activations.act_quant import ACT_QUANT_SCHEMES
 from pipeline.kernels.cache import FP8
 from pipeline.kernels.select import default_dtype
 from pipeline.machine.device import find_device
@@ -137,9 +137,9 @@ def _speculation(requested: SpeculationConfig) -> SpeculationConfig:
 
 
 def _activation_dtype(config: EngineConfig, model: ModelConfig) -> str:
-    if config.activation_dtype not in ("auto", *ROUNDINGS):
+    if config.activation_dtype not in ("auto", *ACT_QUANT_SCHEMES):
         raise ConfigError(
-            f"engine.activation_dtype = {config.activation_dtype!r}: expected auto, {', '.join(ROUNDINGS)}"
+            f"engine.activation_dtype = {config.activation_dtype!r}: expected auto, {', '.join(ACT_QUANT_SCHEMES)}"
         )
     if config.activation_dtype != "auto" and model.quantization is None:
         raise no_such_weight(config.activation_dtype, "16- or 32-bit weights")

@@ -3,20 +3,22 @@
 from collections.abc import Callable
 
 from pipeline.engine.drafts.draft_model import DraftModelProposer
-from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.policy import DraftPolicy, FixedDrafts
 from pipeline.engine.drafts.proposer import Proposer
+from pipeline.engine.drafts.spec_decoder import SpecDecoder
 from pipeline.engine.forward.runner import Runner
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
 from pipeline.engine.startup.resolve import Resolved
 
 
-def make_drafting(
+def make_spec_decoder(
     resolved: Resolved, scheduler: Scheduler, draft: Runner | None, vocab_size: int, log: Callable[[str], None]
-) -> Drafting | None:
-    """Return the drafting of an engine; None if speculation is off. draft: runner of the draft model, if there is one.
-    vocab_size: the target's. log: receives a message before slow operations."""
+) -> SpecDecoder | None:
+    """Return the `SpecDecoder` of an engine; None if speculation is off.
+
+    draft: runner of the draft model, if there is one. vocab_size: the target's. log: receives a message before slow
+    operations."""
     speculation, table = resolved.speculation, scheduler.table
     max_drafts = speculation.num_speculative_tokens
     if speculation.method == "off":
@@ -35,4 +37,4 @@ def make_drafting(
             draft, table, scheduler.pool, max_drafts, vocab_size, exposes_draft_probs=not resolved.deterministic
         )
     policy: DraftPolicy = FixedDrafts() if speculation.forced else MeasuredDrafts(max_drafts)
-    return Drafting(proposer, policy, scheduler)
+    return SpecDecoder(proposer, policy, scheduler)

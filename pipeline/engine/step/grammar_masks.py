@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipeline.engine.drafts.drafting import Drafting
+from pipeline.engine.drafts.spec_decoder import SpecDecoder
 from pipeline.engine.grammar.compiler import GrammarCompiler
 from pipeline.engine.grammar.matcher import NOTHING_FITS, RowMatcher
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
@@ -19,7 +19,7 @@ from pipeline.engine.grammar.token_mask import MaskFiller, TokenMask
 from pipeline.engine.reasoning.tracking import Thinking
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.schedule.step_plan import StepPlan
-from pipeline.engine.schedule.thinking import has_spent
+from pipeline.engine.schedule.thinking import budget_exhausted
 from pipeline.engine.stats import EngineStats
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -38,7 +38,7 @@ class GrammarMasks:
         """Raise ConfigError if the grammar cannot be compiled."""
         self._compiler.check(wanted)
 
-    def of_plan(self, plan: StepPlan, drafting: Drafting | None) -> TokenMask | None:
+    def of_plan(self, plan: StepPlan, spec_decoder: SpecDecoder | None) -> TokenMask | None:
         """Return the masks of a plan's rows of logits, or None if no row needs one. All its known tokens must have been
         sampled.
 
@@ -48,15 +48,15 @@ class GrammarMasks:
         """
         table, slot_S = self._table, plan.sampling_slot_S
         has_grammar_S, may_think = table.has_grammar[slot_S], bool(table.thinking[slot_S].any())
-        exhausted = np.flatnonzero(has_spent(table, slot_S)) if may_think else np.arange(0)
+        exhausted = np.flatnonzero(budget_exhausted(table, slot_S)) if may_think else np.arange(0)
         if not len(exhausted) and not has_grammar_S.any():
             return None
         first_S, drafts = np.arange(len(slot_S)), None
         if plan.draft_S is not None:
             count_S = plan.draft_S[plan.samples_S] + 1
             first_S = np.cumsum(count_S) - count_S
-            assert drafting is not None
-            drafts = drafting.draft_ids(np.flatnonzero(has_grammar_S))
+            assert spec_decoder is not None
+            drafts = spec_decoder.draft_ids(np.flatnonzero(has_grammar_S))
         mask = self._of_grammars(slot_S, has_grammar_S, first_S, drafts)
         self._stats.masked_tokens += len(mask.row_M)
         if may_think:

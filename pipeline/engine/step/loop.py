@@ -3,7 +3,7 @@
     plan -> drafts -> input -> model -> sample, read -> commit -> append tokens
 
 `overlapped.py` does the same one step ahead of the tokens, for a device that works asynchronously. `out_of_memory.py`
-wraps either loop and undoes steps that run out of memory. `Drafting` adds drafts to a plan and verifies them.
+wraps either loop and undoes steps that run out of memory. `SpecDecoder` adds drafts to a plan and verifies them.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from time import perf_counter_ns
 import numpy as np
 import torch
 
-from pipeline.engine.drafts.drafting import Drafting
+from pipeline.engine.drafts.spec_decoder import SpecDecoder
 from pipeline.engine.forward.runner import Runner
 from pipeline.engine.grammar.token_mask import TokenMask
 from pipeline.engine.reading.step_reading import StepReading
@@ -23,8 +23,8 @@ from pipeline.engine.sampling.verify import Verified
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.schedule.step_plan import StepPlan, build_input
-from pipeline.engine.step.completing import Completing
 from pipeline.engine.step.grammar_masks import GrammarMasks
+from pipeline.engine.step.output_processor import OutputProcessor
 
 
 class StepLoop:
@@ -35,12 +35,17 @@ class StepLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        completing: Completing,
+        output_processor: OutputProcessor,
         masks: GrammarMasks,
-        drafting: Drafting | None = None,
+        spec_decoder: SpecDecoder | None = None,
     ) -> None:
         self.scheduler, self.table, self.stats = scheduler, scheduler.table, scheduler.stats
-        self.runner, self.completing, self.masks, self.drafting = runner, completing, masks, drafting
+        self.runner, self.output_processor, self.masks, self.spec_decoder = (
+            runner,
+            output_processor,
+            masks,
+            spec_decoder,
+        )
         self.computing: StepPlan | None = None  # planned but not computed yet
 
     def step(self) -> None:
@@ -49,10 +54,10 @@ class StepLoop:
         plan = self.scheduler.plan()
         if plan is None:
             return
-        if self.drafting is not None:
+        if self.spec_decoder is not None:
             self.computing = plan  # a draft model may run out of memory too
-            if self.drafting.select(plan):
-                plan = self.drafting.extend(plan)
+            if self.spec_decoder.select(plan):
+                plan = self.spec_decoder.extend(plan)
         self._compute(plan, begun_ns, rejected)
 
     def _compute(self, plan: StepPlan, begun_ns: int, rejected: int) -> None:
@@ -71,7 +76,7 @@ class StepLoop:
         self.computing = None
         tokens = self.scheduler.commit(plan)
         self._append(plan.sampling_slot_S, output)
-        self.completing.finish_read(plan.slot_S)
+        self.output_processor.finish_read(plan.slot_S)
         step_us, rejected = (perf_counter_ns() - begun_ns) // 1000, self.stats.rejected_drafts - rejected
         only_samples = plan.draft_S is None and reading is None and plan.num_tokens == len(plan.slot_S)
         tokens.add_time(self.stats, step_us, only_samples, rejected)
@@ -81,8 +86,8 @@ class StepLoop:
         output = self._chosen(plan, logits_RV)
         if plan.draft_S is None:
             return output
-        assert self.drafting is not None
-        return self.drafting.verify(output)
+        assert self.spec_decoder is not None
+        return self.spec_decoder.verify(output)
 
     def _chosen(self, plan: StepPlan, logits_RV: torch.Tensor) -> SamplerOutput:
         """Return the token of each row of logits."""
@@ -94,8 +99,8 @@ class StepLoop:
     def _proposal(self, plan: StepPlan) -> ProposalDistribution | None:
         if plan.draft_S is None:
             return None
-        assert self.drafting is not None
-        return self.drafting.proposal()
+        assert self.spec_decoder is not None
+        return self.spec_decoder.proposal()
 
     def batch_of(self, plan: StepPlan) -> SamplingBatch | None:
         """Return the sampler inputs of the step's rows; None if all are greedy without other options."""
@@ -110,30 +115,30 @@ class StepLoop:
         """Return whether all rows are greedy without other options, and their mask."""
         table, slot_S = self.table, plan.sampling_slot_S
         is_unmasked = not (table.has_grammar[slot_S].any() or table.thinking[slot_S].any())
-        return bool(table.is_plain[slot_S].all()), None if is_unmasked else self.masks.of_plan(plan, self.drafting)
+        return bool(table.is_plain[slot_S].all()), None if is_unmasked else self.masks.of_plan(plan, self.spec_decoder)
 
     def _append(self, slot_S: np.ndarray, output: SamplerOutput | Verified) -> None:
         """Append these sequences' tokens and record the drafts' results."""
-        num_generated = self.completing.append_tokens(slot_S, output)
-        if self.drafting is not None:
-            self.drafting.done(self.stats, self.drafting.pop_step(), output, num_generated)
+        num_generated = self.output_processor.append_tokens(slot_S, output)
+        if self.spec_decoder is not None:
+            self.spec_decoder.done(self.stats, self.spec_decoder.pop_step(), output, num_generated)
 
     def undo(self, plan: StepPlan) -> None:
         """Undo a step that was planned but not computed."""
         self.scheduler.undo(plan)
-        if self.drafting is not None:
-            self.drafting.undone(plan)
+        if self.spec_decoder is not None:
+            self.spec_decoder.on_rollback(plan)
 
-    def land(self) -> None:
+    def sync(self) -> None:
         """Append all tokens in flight: none here."""
 
     def abort(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
         """Remove the matching sequences, waiting or running, and return them. Sequences that end with a token in flight
         count as ended."""
-        self.land()
+        self.sync()
         return self.scheduler.abort(matches)
 
     def close(self) -> None:
         """Release the model and everything in flight."""
-        self.drafting = self.table.watcher = None
+        self.spec_decoder = self.table.watcher = None
         del self.runner

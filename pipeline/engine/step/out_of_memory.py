@@ -41,7 +41,7 @@ class MemoryRecovery:
         finally:
             self._loop.computing = None
         # The exception has been dropped here, and with it the frames that held the step's tensors.
-        self._loop.land()
+        self._loop.sync()
         self._undo(plan)
         self._loop.stats.retried_us += (perf_counter_ns() - begun_ns) // 1000
 
@@ -56,7 +56,7 @@ class MemoryRecovery:
         release_cached_memory()
         self._loop.stats.num_out_of_memory += 1
         # Limited steps have no drafts; in other steps the draft model may be what did not fit.
-        was_alone = self._loop.drafting is None or self._scheduler.step_tokens == 1
+        was_alone = self._loop.spec_decoder is None or self._scheduler.step_tokens == 1
         self._loop.undo(plan)
         if plan.num_tokens == 1 and was_alone and plan.slot_S[0] in self._scheduler.running:
             self._suspects.append(self._scheduler.drop(int(plan.slot_S[0])))

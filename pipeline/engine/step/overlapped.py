@@ -15,17 +15,17 @@ from time import perf_counter_ns
 
 import torch
 
-from pipeline.engine.drafts.drafting import DraftedStep, Drafting
+from pipeline.engine.drafts.spec_decoder import DraftedStep, SpecDecoder
 from pipeline.engine.forward.in_flight import Placeholders, StepInFlight
 from pipeline.engine.forward.runner import Runner
 from pipeline.engine.sampling.batch import SamplerOutput
 from pipeline.engine.sampling.on_device import PendingOutput, sample_on_device
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.step_plan import StepPlan, build_input
-from pipeline.engine.schedule.thinking import has_spent
-from pipeline.engine.step.completing import Completing
+from pipeline.engine.schedule.thinking import budget_exhausted
 from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.loop import StepLoop
+from pipeline.engine.step.output_processor import OutputProcessor
 
 
 class OverlappedLoop(StepLoop):
@@ -35,11 +35,11 @@ class OverlappedLoop(StepLoop):
         self,
         scheduler: Scheduler,
         runner: Runner,
-        completing: Completing,
+        output_processor: OutputProcessor,
         masks: GrammarMasks,
-        drafting: Drafting | None = None,
+        spec_decoder: SpecDecoder | None = None,
     ) -> None:
-        super().__init__(scheduler, runner, completing, masks, drafting)
+        super().__init__(scheduler, runner, output_processor, masks, spec_decoder)
         self.in_flight: StepInFlight | None = None
         self._selected: DraftedStep | None = None  # of the step in flight
         self._placeholders = Placeholders(self.table, None)
@@ -51,7 +51,7 @@ class OverlappedLoop(StepLoop):
         try:
             plan = self._plan()
             if plan is None:
-                self.land()
+                self.sync()
                 return
             if self.table.num_readers or plan.draft_S is not None:
                 return self._compute(plan, begun_ns, rejected)
@@ -60,8 +60,8 @@ class OverlappedLoop(StepLoop):
         finally:
             self._placeholders.withdraw()
         self.computing = None
-        selected = None if self.drafting is None else self.drafting.pop_step()
-        self.land()
+        selected = None if self.spec_decoder is None else self.spec_decoder.pop_step()
+        self.sync()
         slot_S, plan = plan.sampling_slot_S, self._placeholders.rebase(plan, self.scheduler.running)
         tokens = self.scheduler.commit(plan)
         in_flight = StepInFlight.from_pending(slot_S, pending, self.scheduler.running)
@@ -73,7 +73,7 @@ class OverlappedLoop(StepLoop):
         if self.scheduler.pacing is not None:
             self.scheduler.pacing.observe(step_us, is_mixed=tokens.prefill + tokens.repeated > 0)
 
-    def land(self) -> None:
+    def sync(self) -> None:
         """Wait for the step in flight and append its tokens."""
         self._placeholders.withdraw()
         in_flight = self.in_flight
@@ -81,9 +81,9 @@ class OverlappedLoop(StepLoop):
             return
         output = in_flight.output()  # if this is interrupted, the step is still in flight
         self.in_flight = None
-        num_generated = self.completing.append_tokens(in_flight.slot_K, output)
-        if self.drafting is not None and self._selected is not None:
-            self.drafting.done(self.stats, self._selected, output, num_generated)
+        num_generated = self.output_processor.append_tokens(in_flight.slot_K, output)
+        if self.spec_decoder is not None and self._selected is not None:
+            self.spec_decoder.done(self.stats, self._selected, output, num_generated)
 
     def close(self) -> None:
         self.in_flight = None
@@ -92,26 +92,26 @@ class OverlappedLoop(StepLoop):
     def _plan(self) -> StepPlan | None:
         """Plan the next step with its drafts, waiting for the tokens in flight if it depends on them."""
         if self.in_flight is not None and (self.scheduler.would_preempt() or self._has_masks()):
-            self.land()  # a preempted sequence keeps all its tokens; a mask depends on all tokens before it
+            self.sync()  # a preempted sequence keeps all its tokens; a mask depends on all tokens before it
             self._placeholders = Placeholders(self.table, None)
         plan = self.scheduler.plan()
         if plan is None or not len(plan.slot_S):
             return None
         # The host reads the results of steps with readers at once, and the next plan depends on them.
-        has_drafts = self.drafting is not None and self.drafting.select(plan)
+        has_drafts = self.spec_decoder is not None and self.spec_decoder.select(plan)
         if self.in_flight is not None and (has_drafts or self.table.num_readers):
-            self.land()
+            self.sync()
             plan = self._placeholders.rebase(plan, self.scheduler.running)
         if has_drafts and len(plan.slot_S):
-            assert self.drafting is not None
+            assert self.spec_decoder is not None
             self.computing = plan
-            plan = self.drafting.extend(plan)
+            plan = self.spec_decoder.extend(plan)
         return plan if len(plan.slot_S) else None
 
     def _has_masks(self) -> bool:
         """Return whether a mask of a row's next token may depend on the tokens in flight."""
         slot_S = self.scheduler.running
-        return bool(self.table.has_grammar[slot_S].any() or has_spent(self.table, slot_S).any())
+        return bool(self.table.has_grammar[slot_S].any() or budget_exhausted(self.table, slot_S).any())
 
     def _launch(self, plan: StepPlan) -> PendingOutput:
         """Queue the step and the sampling of its tokens without waiting."""

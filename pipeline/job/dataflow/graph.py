@@ -7,7 +7,7 @@ most one byte, and a block of one row is never cut. Actors take units as they ha
 concurrent calls, each in its own thread), so the engine does not drain between units and a slow actor delays no other.
 The graph's object store limit bounds the bytes that wait between reading and computing.
 
-The ledger is a small actor next to the graph. Engine actors report to it each second, and the driver reads it for
+The registry is a small actor next to the graph. Engine actors report to it each second, and the driver reads it for
 progress and for the run's record, so killed runs have a record too.
 """
 
@@ -40,7 +40,7 @@ from pipeline.data.files.source_file import SourceFile
 from pipeline.data.source import narrowed
 from pipeline.data.units import Unit
 from pipeline.errors import EnvironmentFailed, PipelineError
-from pipeline.job.actor.ledger import REPORT_S, Ledger, Order, Whereabouts
+from pipeline.job.actor.actor_registry import REPORT_S, ActorRegistry, Order, Placement
 from pipeline.job.actor.spot import SpotNotice
 from pipeline.job.actor.worker import Worker, WorkSpec
 from pipeline.job.dataflow.block_stats import forget_blocks
@@ -94,18 +94,18 @@ def block_of(unit: Unit) -> pa.Table:
 
 
 class EngineActor:
-    """Ray actor that hands units to a `Worker` and reports to the ledger. Called from several threads."""
+    """Ray actor that hands units to a `Worker` and reports to the registry. Called from several threads."""
 
-    def __init__(self, spec: WorkSpec, ledger: Any, spot: Spot, requested: str) -> None:
+    def __init__(self, spec: WorkSpec, registry: Any, spot: Spot, requested: str) -> None:
         failpoints.install_requested(requested)
-        # As bytes: unpickling the handle would load all of Ray Data in the ledger's process and delay all actors.
+        # As bytes: unpickling the handle would load all of Ray Data in the registry's process and delay all actors.
         handle = pickle.dumps(ray.get_runtime_context().current_actor)
-        placement = Whereabouts(socket.gethostname(), ray.get_runtime_context().get_node_id(), process_age_us())
-        while (entry := ray.get(ledger.register.remote(handle, placement))) is None:
-            time.sleep(0.05)  # the driver has not called `begin` on the ledger yet
+        placement = Placement(socket.gethostname(), ray.get_runtime_context().get_node_id(), process_age_us())
+        while (entry := ray.get(registry.register.remote(handle, placement))) is None:
+            time.sleep(0.05)  # the driver has not called `begin` on the registry yet
         number, age_us, too_many = entry
         self._failure: PipelineError | None = None
-        self._ledger = ledger
+        self._registry = registry
         self._stopping = threading.Event()
         try:
             if too_many:
@@ -135,9 +135,9 @@ class EngineActor:
         summary = self._worker.process(data)
         while summary is None:  # interrupted; the driver ends this process
             time.sleep(1.0)
-        # Report before the summary, so that the driver's final read of the ledger includes this unit's work.
+        # Report before the summary, so that the driver's final read of the registry includes this unit's work.
         with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(self._ledger.report.remote(self._worker.state()))
+            ray.get(self._registry.report.remote(self._worker.state()))
         return summary
 
     def _leave(self, drain_s: float) -> None:
@@ -154,7 +154,7 @@ class EngineActor:
         assert self._worker is not None
         while True:
             try:
-                order: Any = ray.get(self._ledger.report.remote(self._worker.state()))
+                order: Any = ray.get(self._registry.report.remote(self._worker.state()))
                 if order >= Order.ADMIT_NO_MORE:
                     self._stopping.set()
                 if order >= Order.GIVE_UP:
@@ -162,7 +162,7 @@ class EngineActor:
                 if order == Order.LEAVE and not self._worker.state().record.units_in_progress:
                     os._exit(0)  # Ray starts a replacement elsewhere, with the open units
             except ray.exceptions.RayError:
-                return  # the ledger ends with the run
+                return  # the registry ends with the run
             time.sleep(REPORT_S)
 
 
@@ -177,16 +177,16 @@ class Dataflow:
         self.session_logs = session_logs()
         # On the driver's node: losing any other node of the cluster would lose what its actors reported.
         on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        ledger: Any = ray.remote(num_cpus=0)(Ledger)
+        registry: Any = ray.remote(num_cpus=0)(ActorRegistry)
         pool = spec.min_actors or spec.actors, spec.actors
-        self._ledger: Any = ledger.options(scheduling_strategy=on_this_node).remote(*pool, spec.spot.drain_s)
+        self._registry: Any = registry.options(scheduling_strategy=on_this_node).remote(*pool, spec.spot.drain_s)
         self._lost_nodes: set[str] = set()
         self._next_look_at_nodes = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True, name="dataflow")
         self._thread.start()
         try:
-            ray.get(self._ledger.is_up.remote())  # wait for it: the duration below must not age
-            ray.get(self._ledger.begin.remote(now_us() - run_began_us))
+            ray.get(self._registry.is_up.remote())  # wait for it: the duration below must not age
+            ray.get(self._registry.begin.remote(now_us() - run_began_us))
         except ray.exceptions.RayError as error:
             raise _typed(error) from error
 
@@ -204,19 +204,19 @@ class Dataflow:
         return item
 
     def actors(self, end: bool = False) -> list[ActorState] | None:
-        """Return the last states of the actors; None if the ledger does not answer."""
+        """Return the last states of the actors; None if the registry does not answer."""
         try:
             if self._spec.ray_address is not None and (end or time.monotonic() >= self._next_look_at_nodes):
                 self._lost_nodes = dead_nodes()
-                self._ledger.drain.remote(draining_nodes() - self._lost_nodes)
+                self._registry.drain.remote(draining_nodes() - self._lost_nodes)
                 self._next_look_at_nodes = time.monotonic() + NODES_S
-            return ray.get(self._ledger.states.remote(end, self._lost_nodes), timeout=5.0)
+            return ray.get(self._registry.states.remote(end, self._lost_nodes), timeout=5.0)
         except (ray.exceptions.RayError, TimeoutError):
             return None
 
     def order(self, order: Order) -> None:
         """Give all actors an order, which they receive with their next report."""
-        self._ledger.give.remote(order)
+        self._registry.give.remote(order)
 
     def close(self) -> None:
         """Stop everything that runs, finished or not."""
@@ -224,15 +224,15 @@ class Dataflow:
             disconnect()
             return
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-            for actor in ray.get(self._ledger.actors.remote(), timeout=5.0):
+            for actor in ray.get(self._registry.actors.remote(), timeout=5.0):
                 ray.kill(pickle.loads(actor))
-        ray.kill(self._ledger)
+        ray.kill(self._registry)
         self._thread.join(timeout=10.0)
 
     def _run(self) -> None:
         try:
             batch: Any
-            for batch in _graph(self._spec, self._ledger).iter_batches(
+            for batch in _graph(self._spec, self._registry).iter_batches(
                 batch_size=None, prefetch_batches=0, batch_format="pyarrow"
             ):
                 for text in batch["summary"].to_pylist() if batch.num_rows else ():
@@ -245,7 +245,7 @@ class Dataflow:
 
 def _connect(spec: FlowSpec) -> bool:
     """Start a local Ray or join the cluster; return False if the process is already connected."""
-    # A local Ray's cores are bookkeeping: enough that readers and the ledger never wait for the engines' share.
+    # A local Ray's cores are bookkeeping: enough that readers and the registry never wait for the engines' share.
     cores = max(4, available_cores(), int(spec.actors * spec.cpus) + num_readers(spec) + 1)
     return connect(spec.ray_address, cores)
 
@@ -287,7 +287,7 @@ def units_of(spec: FlowSpec) -> ray.data.Dataset:
         )
 
 
-def _graph(spec: FlowSpec, ledger: Any) -> ray.data.Dataset:
+def _graph(spec: FlowSpec, registry: Any) -> ray.data.Dataset:
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # failures arrive as exceptions
     warnings.filterwarnings("ignore", module=r"ray\.data\.", category=UserWarning)  # such as fewer units than actors
     with DataContext.current(_context(spec)):
@@ -295,7 +295,7 @@ def _graph(spec: FlowSpec, ledger: Any) -> ray.data.Dataset:
             EngineActor,
             batch_size=1,
             batch_format="pyarrow",
-            fn_constructor_args=(spec.work, ledger, spec.spot, spec.failpoints),
+            fn_constructor_args=(spec.work, registry, spec.spot, spec.failpoints),
             num_cpus=spec.cpus,
             num_gpus=spec.gpus or None,
             compute=ActorPoolStrategy(

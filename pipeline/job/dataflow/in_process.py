@@ -10,7 +10,7 @@ import threading
 import traceback
 
 from pipeline.errors import PipelineError
-from pipeline.job.actor.ledger import Ledger, Order, Whereabouts
+from pipeline.job.actor.actor_registry import ActorRegistry, Order, Placement
 from pipeline.job.actor.worker import Worker
 from pipeline.job.dataflow.reading import read_units
 from pipeline.job.dataflow.spec import EndOfUnits, FlowSpec
@@ -30,8 +30,8 @@ class InProcessDataflow:
         store."""
         failpoints.install_requested(spec.failpoints)
         self._spec = spec
-        self._ledger = Ledger(spec.actors)
-        self._ledger.begin(now_us() - run_began_us)
+        self._registry = ActorRegistry(spec.actors)
+        self._registry.begin(now_us() - run_began_us)
         self._finished: queue.SimpleQueue[UnitSummary | PipelineError | EndOfUnits] = queue.SimpleQueue()
         # Bounded to the number of units in flight, so that memory does not grow with the units of a window.
         self._ready: queue.Queue[bytes | None] = queue.Queue(spec.actors * spec.units_in_flight)
@@ -39,7 +39,7 @@ class InProcessDataflow:
         self._has_left = False  # some units were not computed, because the run stops
         self._workers: list[Worker] = []
         for _ in range(spec.actors):
-            entry = self._ledger.register(b"", Whereabouts(socket.gethostname()))
+            entry = self._registry.register(b"", Placement(socket.gethostname()))
             assert entry is not None
             self._workers.append(Worker(spec.work, entry[0], now_us() - entry[1]))
         threading.Thread(target=self._run, daemon=True, name="dataflow").start()
@@ -58,8 +58,8 @@ class InProcessDataflow:
     def actors(self, end: bool = False) -> list[ActorState]:
         """Return the current states of the workers."""
         for worker in self._workers:
-            self._ledger.report(worker.state())
-        return self._ledger.states(end)
+            self._registry.report(worker.state())
+        return self._registry.states(end)
 
     def order(self, order: Order) -> None:
         """Apply an order to all workers."""

@@ -63,7 +63,7 @@ def status_of(store: PartStore) -> Status:
         raise OutputError(f"{store.path}/{STATUS}: not written by this version ({error})") from None
 
 
-def doubt_of(store: PartStore, now: Status, run: RunRecord | None) -> str | None:
+def staleness(store: PartStore, now: Status, run: RunRecord | None) -> str | None:
     """Return why a status is stale, in one line, or None. A `running` status is stale if its process on this machine is
     missing, its record has ended, or it was not updated for long; a `finished` one if the parts have changed. `run`:
     the record of the status's run."""

@@ -8,8 +8,8 @@ from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.reasoning.markers import ReasoningMarkers
 from pipeline.formatting import counted, money, printable, shown_bytes
 from pipeline.job.planning.checkpoint_values import shown_values
-from pipeline.job.preview.examine import Examined
 from pipeline.job.preview.prompt_preview import MAX_PROMPT_CHARS
+from pipeline.job.preview.validation import ValidationResult
 from pipeline.report.record.data_warnings import DataWarning
 from pipeline.stores.redaction import shown_url
 
@@ -20,7 +20,7 @@ _BAR_WIDTH = 40
 _REQUEST_KINDS = {"chat": "chats", "text": "texts to continue", "embedding": "embeddings"}
 
 
-def describe(found: Examined) -> str:
+def describe(found: ValidationResult) -> str:
     """Return the facts of a job as text."""
     head = [f"{printable(found.job)}: valid", ""]
     facts = [f"  {label:<10}{printable(value)}" for label, value in _facts(found)]
@@ -30,7 +30,7 @@ def describe(found: Examined) -> str:
     return "\n".join([*head, *facts, "", *prompt, *lengths, *([""] if warnings else []), *warnings])
 
 
-def _facts(found: Examined) -> list[tuple[str, str]]:
+def _facts(found: ValidationResult) -> list[tuple[str, str]]:
     facts, job, config = found.facts, found.resolution, found.resolution.config
     source, columns = facts["input"], facts["columns"]
     rows = counted(source["rows"], "row")
@@ -103,7 +103,7 @@ def _own_sampling(found: dict[str, dict[str, Any]], sampling: SamplingSection) -
     return [("", "; ".join(shown_parts))]
 
 
-def _shown_prompt(first: dict[str, Any] | None, found: Examined) -> list[str]:
+def _shown_prompt(first: dict[str, Any] | None, found: ValidationResult) -> list[str]:
     if first is None:
         return ["  No rows: the output will be one empty part."]
     origin = f"{first['source_file']} row {first['source_row']}"

@@ -129,13 +129,13 @@ class Child:
             self.process.kill()
 
     def dump_stack(self) -> None:
-        """Make a hung process write its stack to its output, and so into the result of `bury`."""
+        """Make a hung process write its stack to its output, and so into the result of `reap`."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=0.3)
 
-    def bury(self) -> Ended:
+    def reap(self) -> Ended:
         """Wait for the process to end. Return how it ended and its final output."""
         try:
             code = self.process.wait(timeout=EXIT_GRACE_S)

@@ -29,7 +29,7 @@ COUNTERS_US = 10_000_000  # interval of the engine's counters in the log, at lev
 
 
 @dataclass(frozen=True)
-class Deaths:
+class Crashes:
     """Cost of the ended engine processes, and how the first of them ended."""
 
     count: int = 0
@@ -111,11 +111,11 @@ class Supervisor:
         with self._lock:
             return summed([self._past_stats, self._stats])
 
-    def deaths(self) -> Deaths:
+    def deaths(self) -> Crashes:
         with self._lock:
             restart_us, crashed_us = self._timeline.restart_us(now_us()), self._timeline.crashed_us
             poison_rows = self._rows.num_poison_rows
-            return Deaths(self._restarts, tuple(self._reasons), self._lost, restart_us, crashed_us, poison_rows)
+            return Crashes(self._restarts, tuple(self._reasons), self._lost, restart_us, crashed_us, poison_rows)
 
     def tail_us(self) -> int:
         """Return the idle time since the engine last computed."""
@@ -148,7 +148,7 @@ class Supervisor:
                 try:
                     self._attend(child)
                 finally:
-                    ended = child.bury()
+                    ended = child.reap()
                     if not self._closed:
                         # Ray kills processes without rows at the end of a run: no warning
                         idle = "" if self._rows.any_inside else ", with no rows in it"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.sections.run import RunSection
 from pipeline.errors import Interrupted, LimitReached, PipelineError, error_named
-from pipeline.job.actor.ledger import Order
+from pipeline.job.actor.actor_registry import Order
 from pipeline.job.actor.spot import SpotNotice
 from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.dataflow.spec import EndOfUnits, FlowSpec
@@ -111,7 +111,7 @@ class Watch:
         self.totals.check_error_rate()
 
     def _look(self, flow: "Dataflow | InProcessDataflow") -> None:
-        """Read the actors' states. They keep their last state if the ledger does not answer."""
+        """Read the actors' states. They keep their last state if the registry does not answer."""
         before = _lost_machines(self.log.actors)
         self.log.actors = flow.actors() or self.log.actors
         self.log.observe()

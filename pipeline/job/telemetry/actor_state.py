@@ -1,4 +1,4 @@
-"""State that an engine actor reports each second. Imports little, because the ledger's process must start fast."""
+"""State that an engine actor reports each second. Imports little, because the registry's process must start fast."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

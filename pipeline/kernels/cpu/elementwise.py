@@ -23,7 +23,7 @@ from pipeline.kernels.cpu.compile.numerics import (
     float_of_bits,
     wide,
 )
-from pipeline.kernels.cpu.compile.threads import PARALLEL_ELEMENTS, WHOLE, kernel, share_out, use_threads
+from pipeline.kernels.cpu.compile.threads import ALL_ITEMS, PARALLEL_ELEMENTS, kernel, parallel_for, use_threads
 
 _INVERSE_FP8_MAX, _SMALLEST_SCALE = np.float32(1.0 / FP8_MAX), np.float32(SMALLEST_SCALE)
 _INFINITY_BITS = np.uint32(0xFF << 23)
@@ -34,7 +34,7 @@ def add_rms_norm_kernel(x_TH, residual_TH, weight_H, eps, begin, end):
     """Add x to residual; set x to the norm of the residual after its rounding."""
     num_tokens, hidden = x_TH.shape
     if end < 0:
-        return share_out(num_tokens)
+        return parallel_for(num_tokens)
     for t in range(begin, end):
         x, residual = x_TH[t], residual_TH[t]
         total = np.float32(0.0)
@@ -58,7 +58,7 @@ def norm_rope_write_kernel(
     block_size, num_kv_heads = k_CBKD.shape[1], k_CBKD.shape[2]
     half = head_dim // 2
     if end < 0:
-        return share_out(num_tokens)
+        return parallel_for(num_tokens)
     for t in range(begin, end):
         block, offset = slot_T[t] // block_size, slot_T[t] % block_size
         cos, sin = cos_TD2[t], sin_TD2[t]
@@ -90,7 +90,7 @@ def write_fp8_kernel(x_TKD, slot_T, code_CBKD, scale_CKB, begin, end):
     num_tokens, num_heads, head_dim = x_TKD.shape
     block_size = code_CBKD.shape[1]
     if end < 0:
-        return share_out(num_tokens)
+        return parallel_for(num_tokens)
     for t in range(begin, end):
         block, offset = slot_T[t] // block_size, slot_T[t] % block_size
         for h in range(num_heads):
@@ -110,7 +110,7 @@ def write_fp8_kernel(x_TKD, slot_T, code_CBKD, scale_CKB, begin, end):
 def silu_mul_kernel(gate_up_T2F, out_TF, begin, end):
     num_tokens, width = out_TF.shape
     if end < 0:
-        return share_out(num_tokens)
+        return parallel_for(num_tokens)
     for t in range(begin, end):
         gate, up, out = gate_up_T2F[t, :width], gate_up_T2F[t, width:], out_TF[t]
         for i in range(width):
@@ -123,7 +123,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Set `x_TH` to the norm and `residual_TH` to the sum, in place."""
     use_threads(x_TH.numel() >= PARALLEL_ELEMENTS)
-    add_rms_norm_kernel(bits(x_TH), bits(residual_TH), bits(weight_H), np.float32(eps), *WHOLE)
+    add_rms_norm_kernel(bits(x_TH), bits(residual_TH), bits(weight_H), np.float32(eps), *ALL_ITEMS)
     return x_TH, residual_TH
 
 
@@ -158,17 +158,17 @@ def norm_rope_write(
         bits(keys),
         bits(values),
         bits(q_TND),
-        *WHOLE,
+        *ALL_ITEMS,
     )
     if is_fp8:
         code_k, code_v, scale_k, scale_v = arrays_of(cache)
-        write_fp8_kernel(bits(keys.squeeze(1)), slot_mapping_T.numpy(), code_k, scale_k, *WHOLE)
-        write_fp8_kernel(bits(values.squeeze(1)), slot_mapping_T.numpy(), code_v, scale_v, *WHOLE)
+        write_fp8_kernel(bits(keys.squeeze(1)), slot_mapping_T.numpy(), code_k, scale_k, *ALL_ITEMS)
+        write_fp8_kernel(bits(values.squeeze(1)), slot_mapping_T.numpy(), code_v, scale_v, *ALL_ITEMS)
     return q_TND
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     out_TF = gate_up_T2F.new_empty(gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2)
     use_threads(out_TF.numel() >= PARALLEL_ELEMENTS)
-    silu_mul_kernel(bits(gate_up_T2F), bits(out_TF), *WHOLE)
+    silu_mul_kernel(bits(gate_up_T2F), bits(out_TF), *ALL_ITEMS)
     return out_TF

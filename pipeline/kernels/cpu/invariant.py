@@ -15,7 +15,7 @@ from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, Linear
 from pipeline.kernels.cpu.attention.decode_kernel import UNBOUNDED, nothing_read, paged_decode
 from pipeline.kernels.cpu.compile.numerics import arrays_of, bits
-from pipeline.kernels.cpu.compile.threads import PARALLEL_ELEMENTS, WHOLE, use_threads
+from pipeline.kernels.cpu.compile.threads import ALL_ITEMS, PARALLEL_ELEMENTS, use_threads
 from pipeline.kernels.cpu.linear.linear_kernel import TILE_TOKENS
 from pipeline.kernels.cpu.linear.linear_widened import float32_linear, widened_linear
 from pipeline.kernels.cpu.linear.selection import ReorderedLinear
@@ -74,6 +74,6 @@ def attention(
         num_kv_heads,  # parts, the same in every step
         *plan.alone,
         bits(out_TND),
-        *WHOLE,
+        *ALL_ITEMS,
     )
     return out_TND

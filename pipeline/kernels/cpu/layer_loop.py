@@ -17,7 +17,7 @@ from pipeline.kernels.contract import AttentionInput, LayerParts
 from pipeline.kernels.cpu.attention.attention import attend, plan_of
 from pipeline.kernels.cpu.attention.decode_kernel import UNBOUNDED
 from pipeline.kernels.cpu.compile.numerics import CacheArrays, arrays_of, bits
-from pipeline.kernels.cpu.compile.threads import WHOLE
+from pipeline.kernels.cpu.compile.threads import ALL_ITEMS
 from pipeline.kernels.cpu.elementwise import add_rms_norm_kernel, norm_rope_write_kernel, silu_mul_kernel
 from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
 
@@ -82,8 +82,8 @@ class _Buffers:
         self.q_TND = np.empty_like(self.out_TND)
 
 
-class CompiledDecodeSteps:
-    """Implements `contract.DecodeSteps` in float32 or bfloat16, on a cache of the same type."""
+class CompiledLayerLoop:
+    """Implements `contract.FusedLayerLoop` in float32 or bfloat16, on a cache of the same type."""
 
     def __init__(self, layers: list[_Layer], head_dim: int, eps: float) -> None:
         self._layers, self._head_dim, self._eps = layers, head_dim, np.float32(eps)
@@ -91,7 +91,7 @@ class CompiledDecodeSteps:
         self._caches: Sequence[LayerCache] = ()
         self._arrays: list[CacheArrays] = []
 
-    def serves(self, attn_metadata: AttentionInput, caches: Sequence[LayerCache]) -> bool:
+    def supports(self, attn_metadata: AttentionInput, caches: Sequence[LayerCache]) -> bool:
         num_sequences, num_tokens = len(attn_metadata.context_len_S), int(attn_metadata.query_start_S1[-1])
         return caches[0].k_CBKD.dtype != FP8 and num_tokens <= max(MAX_TOKENS, num_sequences)
 
@@ -118,22 +118,22 @@ class CompiledDecodeSteps:
         )
         plan = plan_of(attn_metadata, num_heads, num_kv_heads, self._head_dim, self._layers[0].is_parallel(num_tokens))
         for layer, cache in zip(self._layers, self._arrays):
-            add_rms_norm_kernel(x, residual, layer.input_norm_H, eps, *WHOLE)
+            add_rms_norm_kernel(x, residual, layer.input_norm_H, eps, *ALL_ITEMS)
             layer.qkv.write(x, buffers.qkv_TK)
             norms = layer.with_norm, layer.q_norm_D, layer.k_norm_D
             norm_rope_write_kernel(
-                buffers.qkv_TMD, cos, sin, *norms, eps, slot_T, cache[0], cache[1], buffers.q_TND, *WHOLE
+                buffers.qkv_TMD, cos, sin, *norms, eps, slot_T, cache[0], cache[1], buffers.q_TND, *ALL_ITEMS
             )
             attend(buffers.q_TND, cache, plan, layer.window, scale, buffers.out_TND)
             layer.o.write(buffers.out_TK, x)
-            add_rms_norm_kernel(x, residual, layer.post_norm_H, eps, *WHOLE)
+            add_rms_norm_kernel(x, residual, layer.post_norm_H, eps, *ALL_ITEMS)
             layer.gate_up.write(x, buffers.gate_up_T2F)
-            silu_mul_kernel(buffers.gate_up_T2F, buffers.product_TF, *WHOLE)
+            silu_mul_kernel(buffers.gate_up_T2F, buffers.product_TF, *ALL_ITEMS)
             layer.down.write(buffers.product_TF, x)
 
 
-def decode_steps(layers: Sequence[LayerParts], head_dim: int, eps: float) -> CompiledDecodeSteps | None:
-    """Implement `Kernels.decode_steps`."""
+def fused_layer_loop(layers: Sequence[LayerParts], head_dim: int, eps: float) -> CompiledLayerLoop | None:
+    """Implement `Kernels.fused_layer_loop`."""
     all_layers = [_Layer.from_parts(parts, head_dim) for parts in layers]
     supported = [layer for layer in all_layers if layer is not None]
-    return CompiledDecodeSteps(supported, head_dim, eps) if len(supported) == len(all_layers) else None
+    return CompiledLayerLoop(supported, head_dim, eps) if len(supported) == len(all_layers) else None

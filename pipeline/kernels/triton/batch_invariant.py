@@ -23,9 +23,9 @@ from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAtten
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
 from pipeline.kernels.triton.attention.staging import StagedStep
 from pipeline.kernels.triton.launch import CompileTarget
-from pipeline.kernels.triton.linear.dispatch import Scratch, TorchLinear, TwoPathLinear
+from pipeline.kernels.triton.linear.dispatch import DequantBuffer, TorchLinear, TwoPathLinear
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
-from pipeline.kernels.triton.linear.int4 import serves
+from pipeline.kernels.triton.linear.int4 import supports
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 _NO_WINDOW = 1 << 30
@@ -47,7 +47,9 @@ class FixedLinear(TorchLinear):
 class WidenedInt4Linear(TwoPathLinear):
     """Linear of a grouped 4-bit weight that is dequantized in each call, into a workspace that all linears share."""
 
-    def __init__(self, weight: GroupIntWeight, dtype: torch.dtype, device: torch.device, scratch: Scratch) -> None:
+    def __init__(
+        self, weight: GroupIntWeight, dtype: torch.dtype, device: torch.device, scratch: DequantBuffer
+    ) -> None:
         super().__init__(weight, dtype, device, scratch, crossover=0)
 
     def dense(self, x_MK: torch.Tensor) -> torch.Tensor:
@@ -66,10 +68,10 @@ def fixed_product(
 
 
 def prepare_linear(
-    weight: LinearWeight, dtype: torch.dtype, device: torch.device, scratch: Scratch | None = None
+    weight: LinearWeight, dtype: torch.dtype, device: torch.device, scratch: DequantBuffer | None = None
 ) -> Linear:
     """Pack one weight. With a `scratch`, 4-bit weights stay packed; others are dequantized once, here."""
-    if scratch is not None and isinstance(weight, GroupIntWeight) and serves(weight):
+    if scratch is not None and isinstance(weight, GroupIntWeight) and supports(weight):
         return WidenedInt4Linear(weight, dtype, device, scratch)
     return FixedLinear(weight.dequantize(dtype), weight.bias_N, dtype, device)
 
@@ -111,7 +113,7 @@ class CapturedBatchInvariantAttention:
     def fits_mixed(self, count_S: np.ndarray, num_tokens: int) -> bool:
         return True
 
-    def refill_mixed(
+    def prepare_mixed_replay(
         self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
     ) -> None:
         items = prefill_items(attn_metadata, np.arange(len(attn_metadata.context_len_S)), self._queries)
@@ -131,7 +133,9 @@ class CapturedBatchInvariantAttention:
             plans[plan_key(window)] = AttentionPlan(None, metadata)
         return plans
 
-    def refill(self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
+    def prepare_replay(
+        self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
+    ) -> int:
         self._fill(attn_metadata, self._no_tiles_I2, numbers, future)
         return 0
 

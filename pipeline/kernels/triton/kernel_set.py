@@ -11,14 +11,14 @@ from pipeline.kernels.triton.attention.captured_attention import CapturedAttenti
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
 from pipeline.kernels.triton.compile_ahead import compile_ahead
 from pipeline.kernels.triton.elementwise import add_rms_norm, norm_rope_write, silu_mul
-from pipeline.kernels.triton.linear.dispatch import Scratch, prepare_linear
+from pipeline.kernels.triton.linear.dispatch import DequantBuffer, prepare_linear
 from pipeline.kernels.triton.linear.fp8 import fp8_linears
 from pipeline.kernels.triton.sampling.argmax import greedy
 from pipeline.kernels.triton.sampling.sample import sample
 
 
 def triton_kernels(
-    dtype: torch.dtype, device: torch.device, *, scratch: Scratch | None = None, deterministic: bool = False
+    dtype: torch.dtype, device: torch.device, *, scratch: DequantBuffer | None = None, deterministic: bool = False
 ) -> Kernels:
     """Return the kernels for an NVIDIA GPU, or for a CPU with Triton's interpreter (TRITON_INTERPRET=1, for tests).
 

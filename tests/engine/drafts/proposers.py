@@ -4,17 +4,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.drafts.policy import DraftPolicy, FixedDrafts, Offer
+from pipeline.engine.drafts.policy import DraftPolicy, FixedDrafts, Proposal
 from pipeline.engine.drafts.proposer import Drafts, Proposer
+from pipeline.engine.drafts.spec_decoder import SpecDecoder
 from pipeline.engine.engine import Engine
 from pipeline.engine.schedule.sequence import SlotTable
 
 
 def draft_with(engine: Engine, proposer: Proposer, policy: DraftPolicy | None = None) -> Engine:
     """Make the engine draft in every step, or by `policy`."""
-    engine.draft_as(Drafting(proposer, policy or FixedDrafts(), engine.scheduler))
+    engine.draft_as(SpecDecoder(proposer, policy or FixedDrafts(), engine.scheduler))
     return engine
 
 
@@ -46,11 +46,11 @@ class Recorded:
         assert slot not in self.order_of
         self.order_of[slot] = self.table.at(slot).order
 
-    def left(self, slot: int, finished: bool) -> None:
+    def on_evicted(self, slot: int, finished: bool) -> None:
         assert self.order_of.pop(slot) == self.table.at(slot).order
         self.num_finished += finished
 
-    def offer(self, slot_S: np.ndarray) -> Offer:
+    def propose(self, slot_S: np.ndarray) -> Proposal:
         token_SK = np.full((len(slot_S), self.most), -1, dtype=np.int64)
         count_S = np.zeros(len(slot_S), dtype=np.int64)
         for s, slot in enumerate(slot_S.tolist()):
@@ -63,26 +63,26 @@ class Recorded:
             count_S[s] = self.rng.integers(0, self.most + 1)
             drafts = np.where(wrong, self.rng.integers(0, self.vocab_size, self.most), rest)
             token_SK[s, : count_S[s]] = drafts[: count_S[s]]
-        return Offer(slot_S, count_S, np.zeros_like(count_S), token_SK)
+        return Proposal(slot_S, count_S, np.zeros_like(count_S), token_SK)
 
-    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
-        assert (count_S <= offer.count_S).all()
-        return Drafts(offer.token_id_SK)
+    def draft(self, proposal: Proposal, count_S: np.ndarray) -> Drafts:
+        assert (count_S <= proposal.count_S).all()
+        return Drafts(proposal.token_id_SK)
 
-    def undone(self, slot_S: np.ndarray) -> None:
+    def on_rollback(self, slot_S: np.ndarray) -> None:
         pass
 
-    def settled(self, slot_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
+    def on_verified(self, slot_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
         pass
 
 
 class Certain(Recorded):
     """As many drafts as there can be, exactly those given."""
 
-    def offer(self, slot_S: np.ndarray) -> Offer:
+    def propose(self, slot_S: np.ndarray) -> Proposal:
         token_SK = np.zeros((len(slot_S), self.most), dtype=np.int64)
         for s, sequence in enumerate(map(self.table.at, slot_S.tolist())):
             at = int(self.table.num_known[sequence.slot]) - sequence.num_prompt
             drafts = self.outputs[sequence.request.row_id][at : at + self.most]
             token_SK[s, : len(drafts)] = drafts
-        return Offer(slot_S, np.full(len(slot_S), self.most), np.zeros(len(slot_S), dtype=np.int64), token_SK)
+        return Proposal(slot_S, np.full(len(slot_S), self.most), np.zeros(len(slot_S), dtype=np.int64), token_SK)

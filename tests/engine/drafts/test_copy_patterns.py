@@ -40,11 +40,11 @@ class Rows:
 
     def finished(self, prompt: list[int], output: list[int]) -> None:
         leave(self.table, self.proposer, self.begin(prompt, output), finished=True)
-        self.proposer.offer(np.array([], dtype=np.int64))
+        self.proposer.propose(np.array([], dtype=np.int64))
 
     def drafts(self, slot: int) -> list[int]:
-        offer = self.proposer.offer(np.array([slot]))
-        return offer.token_id_SK[0, : offer.count_S[0]].tolist()
+        proposal = self.proposer.propose(np.array([slot]))
+        return proposal.token_id_SK[0, : proposal.count_S[0]].tolist()
 
     def asked(self, prompt: list[int], output: list[int]) -> list[int]:
         """The drafts of a row that stays no longer."""
@@ -219,10 +219,10 @@ def test_drafts_are_those_of_a_plain_search(seed: int) -> None:
             text = [*prompt, *output[:at]]
             literal = rows.proposer._matches(np.array([slot]), rows.table.num_known[[slot]], 1000)
             drafts, match = plain.drafts(text, len(prompt), rows.proposer.max_draft_tokens)
-            offer = rows.proposer.offer(np.array([slot]))
-            found = offer.token_id_SK[0, : offer.count_S[0]].tolist()
+            proposal = rows.proposer.propose(np.array([slot]))
+            found = proposal.token_id_SK[0, : proposal.count_S[0]].tolist()
             if drafts and match >= literal.match_len_S[0]:
-                assert (found, offer.match_len_S[0]) == (drafts, match)
+                assert (found, proposal.match_len_S[0]) == (drafts, match)
                 num_exchanged += 1
                 num_copied += any(token < 12 for token in drafts)
             else:
@@ -232,7 +232,7 @@ def test_drafts_are_those_of_a_plain_search(seed: int) -> None:
             at += more
         plain.learn([*prompt, *output], len(prompt))
         leave(rows.table, rows.proposer, slot, finished=True)
-        rows.proposer.offer(np.array([], dtype=np.int64))
+        rows.proposer.propose(np.array([], dtype=np.int64))
     assert num_exchanged > 100
     assert num_copied > 50
 
@@ -246,8 +246,8 @@ def test_tables_that_are_far_too_small_forget_and_never_fail(seed: int) -> None:
         prompt = rng.integers(0, 8, int(rng.choice([1, 2, 3, 30, 150]))).tolist()
         output = (prompt[: rng.integers(0, 60)] + rng.integers(0, 8, int(rng.integers(1, 60))).tolist())[:200]
         slot = rows.begin(prompt, output[:-1])
-        offer = rows.proposer.offer(np.array([slot]))
-        drafts = offer.token_id_SK[0, : offer.count_S[0]]
+        proposal = rows.proposer.propose(np.array([slot]))
+        drafts = proposal.token_id_SK[0, : proposal.count_S[0]]
         num_offered += len(drafts)
         assert ((drafts >= 0) & (drafts < 8)).all()
         leave(rows.table, rows.proposer, slot, finished=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.engine.drafts.draft_model import NEAR, DraftModelProposer
-from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts
+from pipeline.engine.drafts.policy import FixedDrafts, Proposal, StepFacts
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.params import Request, SamplingParams, SpeculationConfig
@@ -48,8 +48,8 @@ class Fitful(FixedDrafts):
         self.steps_left -= 1
         return self.on
 
-    def lengths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
-        return self.rng.integers(0, self.most + 1, len(offer.slot_S))
+    def lengths(self, facts: StepFacts, proposal: Proposal) -> np.ndarray:
+        return self.rng.integers(0, self.most + 1, len(proposal.slot_S))
 
 
 def draft_with_itself(engine: Engine, most: int, catch_up: int = 512, memory: int | None = None) -> DraftModelProposer:
@@ -245,8 +245,8 @@ def test_sampled_tokens_have_the_distribution_of_the_target(renormalised: bool) 
     if not renormalised:
         draft = proposer.draft
 
-        def draft_and_lie(offer: Offer, count_S: np.ndarray):
-            drafts = draft(offer, count_S)
+        def draft_and_lie(proposal: Proposal, count_S: np.ndarray):
+            drafts = draft(proposal, count_S)
             drafts.q_SKV.copy_(torch.full_like(drafts.q_SKV, 0.25))  # type: ignore[union-attr]
             return drafts
 

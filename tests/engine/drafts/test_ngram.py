@@ -5,7 +5,7 @@ import pytest
 
 from pipeline.engine.drafts.lookup.compiled_lookup import MAX_MATCH, MIN_MATCH, new_table
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.drafts.policy import Offer
+from pipeline.engine.drafts.policy import Proposal
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.sequence import Sequence, SlotTable
 
@@ -15,7 +15,7 @@ NONE = np.array([], dtype=np.int64)
 class Literal(NgramProposer):
     """Without copy patterns, which have tests of their own."""
 
-    def offer(self, slot_S: np.ndarray) -> Offer:
+    def propose(self, slot_S: np.ndarray) -> Proposal:
         self._learn()
         return self._matches(slot_S, self.table.num_known[slot_S], 8192)
 
@@ -34,7 +34,7 @@ def append(table: SlotTable, slot: int, tokens: list[int]) -> None:
 
 
 def leave(table: SlotTable, proposer: NgramProposer, slot: int, finished: bool) -> None:
-    proposer.left(slot, finished)
+    proposer.on_evicted(slot, finished)
     table.vacate(slot)
 
 
@@ -75,10 +75,10 @@ def test_drafts_are_what_followed_the_longest_match_the_last_time(seed: int) -> 
             slots[admit(table, proposer, order, rng.integers(0, alphabet, int(rng.integers(1, 40))).tolist())] = order
             order += 1
         looked_up = np.array([s for s in slots if rng.random() < 0.8], dtype=np.int64)
-        offer = proposer.offer(looked_up)
+        proposal = proposer.propose(looked_up)
         for s, slot in enumerate(looked_up.tolist()):
             text = table.token_ids[slot, : table.num_known[slot]].tolist()
-            found = int(offer.match_len_S[s]), offer.token_id_SK[s, : offer.count_S[s]].tolist()
+            found = int(proposal.match_len_S[s]), proposal.token_id_SK[s, : proposal.count_S[s]].tolist()
             expected = expected_drafts(text, outputs, most)
             num_looked_up += 1
             if found != expected:  # another run fell on its entry
@@ -92,7 +92,7 @@ def test_drafts_are_what_followed_the_longest_match_the_last_time(seed: int) -> 
                 output = table.token_ids[slot, table.num_prompt[slot] : table.num_known[slot]].tolist()
                 is_finished = rng.random() < 0.7
                 leave(table, proposer, slot, finished=is_finished)
-                proposer.offer(NONE)
+                proposer.propose(NONE)
                 outputs += [output] if is_finished and len(output) > MIN_MATCH else []
                 del slots[slot]
     assert num_own > 50
@@ -114,9 +114,9 @@ def test_finished_outputs_are_bounded_and_never_run_together(seed: int) -> None:
         outputs = [*outputs[-30:], output[-61:]]
         text = rng.permutation(np.arange(100, 109)).tolist() + rng.integers(0, 3, int(rng.integers(2, 5))).tolist()
         slot = admit(table, proposer, 2 * order + 1, text)
-        offer = proposer.offer(np.array([slot]))
+        proposal = proposer.propose(np.array([slot]))
         leave(table, proposer, slot, finished=False)
-        length, drafts = int(offer.match_len_S[0]), offer.token_id_SK[0, : offer.count_S[0]].tolist()
+        length, drafts = int(proposal.match_len_S[0]), proposal.token_id_SK[0, : proposal.count_S[0]].tolist()
         said = [*text[-length:], *drafts]
         if length and longest_match(text, text)[0] < length:
             assert any(said == o[i : i + len(said)] for o in outputs for i in range(len(o)))
@@ -132,12 +132,12 @@ def test_a_table_that_is_far_too_small_forgets_and_never_errs() -> None:
     slots = np.array([admit(table, proposer, n, rng.integers(0, 3, 150).tolist()) for n in range(4)])
     matches = 0
     for _ in range(30):
-        offer = proposer.offer(slots)
+        proposal = proposer.propose(slots)
         for s, slot in enumerate(slots.tolist()):
             text = table.token_ids[slot, : table.num_known[slot]].tolist()
-            length = int(offer.match_len_S[s])
+            length = int(proposal.match_len_S[s])
             matches += length > 0
-            said = text[len(text) - length :] + offer.token_id_SK[s, : offer.count_S[s]].tolist()
+            said = text[len(text) - length :] + proposal.token_id_SK[s, : proposal.count_S[s]].tolist()
             assert length == 0 or any(said[: length + 1] == text[i : i + length + 1] for i in range(len(text)))
             append(table, slot, rng.integers(0, 3, 1).tolist())
     assert matches > 0
@@ -150,6 +150,6 @@ def test_a_batch_that_was_not_looked_up_before_is_known_at_once() -> None:
     proposer = Literal(table, 3)
     texts = [rng.permutation(90).tolist() for _ in range(num)]
     slots = np.array([admit(table, proposer, n, [*text, *text[40:50]]) for n, text in enumerate(texts)])
-    offer = proposer.offer(slots)
-    assert (offer.match_len_S >= 4).all()
-    assert offer.token_id_SK.tolist() == [text[50:53] for text in texts]
+    proposal = proposer.propose(slots)
+    assert (proposal.match_len_S >= 4).all()
+    assert proposal.token_id_SK.tolist() == [text[50:53] for text in texts]

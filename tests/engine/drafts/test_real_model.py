@@ -11,7 +11,7 @@ import torch
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError
-from pipeline.kernels.cpu.layer_loop import CompiledDecodeSteps
+from pipeline.kernels.cpu.layer_loop import CompiledLayerLoop
 from tests.engine.drafts.proposers import Recorded, draft_with
 from tests.engine.drafts.random_rows import same
 from tests.model_folders import Family, make_family
@@ -69,14 +69,14 @@ def test_steps_with_drafts_run_through_all_layers_at_once(folder: Path, monkeypa
     prompts = [([7, 8, 9, 7] * 6)[:length] for length in (5, 18, 23)]
     params = SamplingParams(max_tokens=90, ignore_eos=True)
     drafted: list[int] = []
-    run = CompiledDecodeSteps.run
+    run = CompiledLayerLoop.run
 
-    def seen(self: CompiledDecodeSteps, x_TH: torch.Tensor, *others: Any) -> None:
+    def seen(self: CompiledLayerLoop, x_TH: torch.Tensor, *others: Any) -> None:
         where = others[3]
         drafted.append(len(x_TH) - len(where.context_len_S))
         run(self, x_TH, *others)
 
-    monkeypatch.setattr(CompiledDecodeSteps, "run", seen)
+    monkeypatch.setattr(CompiledLayerLoop, "run", seen)
     with float32_engine(folder, quantization="int4-rtn", speculation="off") as engine:
         plain = engine.generate(prompts, params)
         assert drafted
@@ -93,7 +93,7 @@ def test_steps_with_drafts_run_through_all_layers_at_once(folder: Path, monkeypa
 def test_lookup_is_the_default(folder: Path, speculation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no numba, it is off and the engine says so."""
     with float32_engine(folder, speculation=speculation) as engine:
-        assert isinstance(engine.drafting and engine.drafting.proposer, NgramProposer)
+        assert isinstance(engine.spec_decoder and engine.spec_decoder.proposer, NgramProposer)
         assert engine.resolved["speculation"] == "lookup, up to 6 tokens, where it pays"
     assert EngineConfig("x").speculation_config.method == "auto"
     for module in ("resolve", "build"):
@@ -104,7 +104,7 @@ def test_lookup_is_the_default(folder: Path, speculation: str, monkeypatch: pyte
         (False, "off"),
     ):
         with float32_engine(folder, speculation=given) as engine:
-            assert engine.drafting is None
+            assert engine.spec_decoder is None
             assert engine.resolved["speculation"] == resolved
 
 

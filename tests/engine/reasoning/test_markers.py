@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from pipeline.engine.params import Completion
 from pipeline.engine.reasoning.markers import MarkerTokens, ReasoningMarkers, find_markers, marker_tokens
 from pipeline.engine.reasoning.tracking import RowReasoning, TextReasoning
-from pipeline.engine.step.completing import divided
+from pipeline.engine.step.output_processor import split_reasoning
 from pipeline.errors import ConfigError
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -44,7 +44,7 @@ def test_auto_takes_the_tokenizers_own_and_chats_say_whether_a_row_is_within_rea
             for kwargs, is_open in (({"thinks": True}, True), ({"thinks": False}, False), ({}, False)):
                 ids = tokenizer.encode_chat([{"role": "user", "content": content}], template_kwargs=kwargs)
                 row = RowReasoning.after(np.array(ids), markers, 5, False)
-                assert (row.is_open, row.latest_end(len(ids))) == (is_open, len(ids) + 5 + (not is_open))
+                assert (row.is_open, row.thinking_deadline(len(ids))) == (is_open, len(ids) + 5 + (not is_open))
     finally:
         tokenizer.close()
 
@@ -77,7 +77,7 @@ def test_a_completion_is_divided_at_its_markers(
     whole = Completion(0, ids, shown[: len(shown) - cut], "stop", 1)
     markers = marker_tokens("auto", tokenizer)
     assert isinstance(markers, MarkerTokens)
-    found = divided(whole, RowReasoning(markers, is_open), tokenizer.decode)
+    found = split_reasoning(whole, RowReasoning(markers, is_open), tokenizer.decode)
     assert (found.reasoning, found.text, found.num_reasoning_tokens) == (reasoning, answer, num_tokens)
     assert found.token_ids == ids
     if is_special:
@@ -86,7 +86,7 @@ def test_a_completion_is_divided_at_its_markers(
     texts = ReasoningMarkers("<think>", "</think>")
     assert marker_tokens(texts, without) == texts
     whole = replace(whole, token_ids=without.encode(text))
-    found = divided(whole, TextReasoning(texts, is_open), without.decode)
+    found = split_reasoning(whole, TextReasoning(texts, is_open), without.decode)
     num_tokens -= cut if not answer and reasoning else 0  # the tokens of a stop string are no reasoning here
     assert (found.reasoning, found.text, found.num_reasoning_tokens) == (reasoning, answer, num_tokens)
 
@@ -110,7 +110,7 @@ def test_a_stop_string_that_reaches_into_a_marker(
     markers = marker_tokens("auto", tokenizer)
     assert isinstance(markers, MarkerTokens)
     whole = Completion(0, ids, shown.removesuffix(stop), "stop", 1)
-    found = divided(whole, RowReasoning(markers, False), tokenizer.decode)
+    found = split_reasoning(whole, RowReasoning(markers, False), tokenizer.decode)
     assert (found.reasoning, found.text) == (reasoning, "")
 
 

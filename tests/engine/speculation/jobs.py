@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome, Verdict
+from pipeline.engine.drafts.policy import AcceptanceCounts, Proposal, StepFacts, StepOutcome
 from pipeline.engine.speculation.counts import SpeculationCounts
 from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
 
@@ -62,16 +62,16 @@ class Job:
         facts, slot_S = StepFacts(num, num_prompt, room), np.arange(num)
         drafted_S = np.zeros(num, dtype=np.int64)
         if self.forced or (self.policy is not None and self.policy.select(facts)):
-            offer = Offer(slot_S, np.full(num, MOST), slot_S, np.zeros((num, 0), dtype=np.int64))
-            drafted_S = offer.count_S if self.policy is None else self.policy.lengths(facts, offer)
+            proposal = Proposal(slot_S, np.full(num, MOST), slot_S, np.zeros((num, 0), dtype=np.int64))
+            drafted_S = proposal.count_S if self.policy is None else self.policy.lengths(facts, proposal)
         chance_S1 = np.broadcast_to(self.chance(self.steps, num), num)[:, None]
         right_SK = (self.rng.random((num, MOST)) < chance_S1).cumprod(axis=1)
         accepted_S = np.minimum(right_SK.sum(axis=1), drafted_S)
         (some,) = drafted_S.nonzero()
-        verdict = Verdict(slot_S[some], drafted_S[some], accepted_S[some]) if len(some) else None
+        acceptance = AcceptanceCounts(slot_S[some], drafted_S[some], accepted_S[some]) if len(some) else None
         true_s = self.machine.seconds(num + int(drafted_S.sum()), num_prompt, len(some) > 0)
         took_s = true_s * float(np.exp(self.machine.noise * self.rng.standard_normal())) + stall_s
-        outcome = StepOutcome(facts, num + int(accepted_S.sum()), verdict)
+        outcome = StepOutcome(facts, num + int(accepted_S.sum()), acceptance)
         self.waiting.append((outcome, took_s))
         while len(self.waiting) > self.in_flight:
             observed, seconds = self.waiting.pop(0)

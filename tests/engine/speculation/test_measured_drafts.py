@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.drafts.policy import StepFacts, Verdict
+from pipeline.engine.drafts.policy import AcceptanceCounts, StepFacts
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
 from pipeline.engine.speculation.row_lengths import RowLengths
@@ -247,7 +247,7 @@ def lengths_after(rows: RowLengths, accepted: list[int], cost: float, slot: int 
         (length,) = rows.lengths(slot_S).tolist()
         seen.append(length)
         if length:
-            rows.observe(Verdict(slot_S, np.array([length]), np.array([min(each, length)])), cost)
+            rows.observe(AcceptanceCounts(slot_S, np.array([length]), np.array([min(each, length)])), cost)
     return seen
 
 

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.engine.drafts.draft_model import DraftModelProposer
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts
+from pipeline.engine.drafts.policy import FixedDrafts, Proposal, StepFacts
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.params import Request, SamplingParams
@@ -26,10 +26,10 @@ from tests.engine.schedule.test_scheduler import random_requests, run
 class KnownTokens(NgramProposer):
     """Fails where a token that is asked about is only promised."""
 
-    def offer(self, slot_S: np.ndarray) -> Offer:
+    def propose(self, slot_S: np.ndarray) -> Proposal:
         for slot in slot_S.tolist():
             assert PLACEHOLDER_TOKEN not in self.table.token_ids[slot, : self.table.num_known[slot]]
-        return super().offer(slot_S)
+        return super().propose(slot_S)
 
 
 class Chosen(FixedDrafts):

@@ -9,7 +9,7 @@ import pytest
 from pipeline.errors import FingerprintError, InputError
 from pipeline.job.actor.tokenize import row_seed
 from pipeline.job.planning.plan import make_plan
-from pipeline.job.preview.examine import examine
+from pipeline.job.preview.validation import validate_job
 from pipeline.report.render import text
 from tests.job.conftest import Job, Started, success
 from tests.job.conftest import run as run_told
@@ -158,7 +158,7 @@ def test_folders_partitioned_in_part_are_refused_by_name(job):
 def test_a_column_whose_name_has_a_dot_is_sent(job):
     put(job, "a.parquet", pa.table({"id": [0], "author.name": ["Ann"], "was": [{"born": 7}]}))
     template = "{author.name} is {was.born}"
-    found = examine(job.config(prompt={"template": template}, model={"path": "owner/not-here"}))
+    found = validate_job(job.config(prompt={"template": template}, model={"path": "owner/not-here"}))
     assert not found.mistakes
     assert found.facts["first_prompt"]["text"] == "Ann is 7"
     run(job, prompt={"template": template})

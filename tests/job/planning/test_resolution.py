@@ -15,7 +15,7 @@ from pipeline.generate import complete, read_prompts
 from pipeline.job.planning.fingerprint import FORMAT, file_digests
 from pipeline.job.planning.plan import make_plan
 from pipeline.job.planning.resolution import resolve_job, resolve_prompts
-from pipeline.job.preview.examine import examine
+from pipeline.job.preview.validation import validate_job
 from pipeline.job.running.run import run_job
 from tests.job.conftest import TEXTS, Started, run
 from tests.job.requests.lines import CHAT, TEXT, put, request
@@ -123,7 +123,7 @@ def broken(job, sections):
 def test_a_run_raises_what_validate_lists(there):
     for sections, keys in BROKEN:
         config = broken(there, sections)
-        found = examine(config)
+        found = validate_job(config)
         assert [mistake.key for mistake in found.mistakes] == keys, (sections, found.mistakes)
         assert not found.failures
         first = found.mistakes[0]
@@ -138,15 +138,15 @@ def test_a_run_raises_what_validate_lists(there):
                 make_plan(config, "cpu")
         assert sorted(there.folder.rglob("*")) == before, "nothing is written"
     assert Started.count == 0
-    assert not examine(broken(there, {})).mistakes, "and what they share is no mistake"
+    assert not validate_job(broken(there, {})).mistakes, "and what they share is no mistake"
 
 
 def test_an_output_that_a_run_would_not_take_is_a_mistake_but_not_what_an_option_allows(job):
     run(job.rows(TEXTS[:3]))
-    assert not [m for m in examine(job.config()).mistakes if m.key == "output.path"]
+    assert not [m for m in validate_job(job.config()).mistakes if m.key == "output.path"]
     shutil.copytree(demo_model("target"), job.folder / "real")
     job.settings["model"] = {"path": str(job.folder / "real")}
-    (mistake,) = examine(job.config()).mistakes
+    (mistake,) = validate_job(job.config()).mistakes
     assert mistake.key == "output.path"
     assert "was produced by a different job. Differences (recorded -> current):\n  model." in mistake.problem
 

@@ -1,4 +1,4 @@
-"""Phases: no gap, no overlap, exact sums; and the ledger that extends them to the run's end."""
+"""Phases: no gap, no overlap, exact sums; and the registry that extends them to the run's end."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.job.actor.ledger import MAX_REPLACED, Ledger, Order, Whereabouts
+from pipeline.job.actor.actor_registry import MAX_REPLACED, ActorRegistry, Order, Placement
 from pipeline.job.process.timeline import Timeline
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.report.record.run_record import ActorRecord, no_phases
@@ -108,101 +108,101 @@ def test_phases_always_sum_to_the_time(events):
 
 @pytest.fixture
 def clock(monkeypatch) -> list[int]:
-    """Time of the ledger in microseconds, as a list of one number."""
+    """Time of the registry in microseconds, as a list of one number."""
     now = [0]
-    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now[0])
+    monkeypatch.setattr("pipeline.job.actor.actor_registry.now_us", lambda: now[0])
     return now
 
 
-def begun(actors: int, most: int | None = None, run_us: int = 0, **options) -> Ledger:
-    ledger = Ledger(actors, most, **options)
-    ledger.begin(run_us)
-    return ledger
+def begun(actors: int, most: int | None = None, run_us: int = 0, **options) -> ActorRegistry:
+    registry = ActorRegistry(actors, most, **options)
+    registry.begin(run_us)
+    return registry
 
 
 def state(actor: int, us: int, at_rest: str = "idle") -> ActorState:
     return ActorState(ActorRecord(actor, {**no_phases(), "decode": us}), at_rest=at_rest)
 
 
-def test_the_ledger_gives_each_actor_its_time_from_the_runs_start_to_its_end(clock):
+def test_the_registry_gives_each_actor_its_time_from_the_runs_start_to_its_end(clock):
     clock[0] = 1_000_000_000
-    ledger = Ledger(actors=2)
-    assert ledger.register(b"") is None
-    ledger.begin(run_us=3_000_000)
-    assert ledger.register(b"a") == (0, 3_000_000, False)
+    registry = ActorRegistry(actors=2)
+    assert registry.register(b"") is None
+    registry.begin(run_us=3_000_000)
+    assert registry.register(b"a") == (0, 3_000_000, False)
     clock[0] += 500_000
-    assert ledger.register(b"b") == (1, 3_500_000, False)
-    assert not ledger.report(replace(state(0, 3_000_000), report_number=2))
-    assert not ledger.report(state(1, 3_400_000, at_rest="load"))
+    assert registry.register(b"b") == (1, 3_500_000, False)
+    assert not registry.report(replace(state(0, 3_000_000), report_number=2))
+    assert not registry.report(state(1, 3_400_000, at_rest="load"))
     clock[0] += 500_000
-    ends = ledger.states(end=True)
+    ends = registry.states(end=True)
     assert [s.record.machine_us for s in ends] == [4_000_000, 4_000_000]
     assert (ends[0].record.phases_us["idle"], ends[1].record.phases_us["load"]) == (1_000_000, 600_000)
     assert [s.record.tail_us for s in ends] == [1_000_000, 0]
-    ledger.report(replace(state(0, 2_000_000), report_number=1))  # a late word changes nothing
-    assert ledger.states()[0].record.machine_us == 3_000_000
-    ledger.give(Order.ADMIT_NO_MORE)
-    assert ledger.report(state(0, 3_000_000)) == Order.ADMIT_NO_MORE
-    assert ledger.actors() == [b"a", b"b"]
+    registry.report(replace(state(0, 2_000_000), report_number=1))  # a late word changes nothing
+    assert registry.states()[0].record.machine_us == 3_000_000
+    registry.give(Order.ADMIT_NO_MORE)
+    assert registry.report(state(0, 3_000_000)) == Order.ADMIT_NO_MORE
+    assert registry.actors() == [b"a", b"b"]
 
 
 def test_a_replacement_takes_over_where_its_predecessor_was_last_heard(clock):
-    ledger = begun(2)
-    ledger.register(b"a")
-    ledger.register(b"b")
+    registry = begun(2)
+    registry.register(b"a")
+    registry.register(b"b")
     clock[0] = 10_000_000
-    ledger.report(state(0, 10_000_000))
+    registry.report(state(0, 10_000_000))
     clock[0] = 14_000_000
-    ledger.report(state(1, 14_000_000))
+    registry.report(state(1, 14_000_000))
     clock[0] = 15_000_000
-    assert ledger.register(b"c") == (2, 5_000_000, False)
-    ledger.report(state(2, 5_000_000))
+    assert registry.register(b"c") == (2, 5_000_000, False)
+    registry.report(state(2, 5_000_000))
     clock[0] = 20_000_000
-    ends = ledger.states(end=True)
+    ends = registry.states(end=True)
     assert [s.record.machine_us for s in ends] == [10_000_000, 20_000_000, 10_000_000]
     assert [s.record.replaces for s in ends] == [None, None, 0]
 
 
 def test_on_another_machine_a_replacement_begins_with_its_own_process(clock):
-    ledger = begun(1)
-    ledger.register(b"a", Whereabouts("host", "one", 1_000_000))
+    registry = begun(1)
+    registry.register(b"a", Placement("host", "one", 1_000_000))
     clock[0] = 10_000_000
-    ledger.report(state(0, 10_000_000))
+    registry.report(state(0, 10_000_000))
     clock[0] = 60_000_000
-    assert ledger.register(b"b", Whereabouts("host", "two", 4_000_000)) == (1, 4_000_000, False)
+    assert registry.register(b"b", Placement("host", "two", 4_000_000)) == (1, 4_000_000, False)
     clock[0] = 90_000_000
-    ledger.report(state(1, 34_000_000))
+    registry.report(state(1, 34_000_000))
     clock[0] = 95_000_000
-    assert ledger.register(b"c", Whereabouts("host", "three", 9_000_000)) == (2, 5_000_000, False), "none held both"
+    assert registry.register(b"c", Placement("host", "three", 9_000_000)) == (2, 5_000_000, False), "none held both"
     clock[0] = 100_000_000
-    ends = ledger.states(end=True, lost_nodes={"two", "three"})
+    ends = registry.states(end=True, lost_nodes={"two", "three"})
     assert [s.record.machine_us for s in ends] == [10_000_000, 34_000_000, 5_000_000]
     assert [s.record.node_lost for s in ends] == [False, True, True]
     assert [(s.record.host, s.record.node_id) for s in ends] == [("host", "one"), ("host", "two"), ("host", "three")]
-    assert [s.record.machine_us for s in ledger.states(end=True, lost_nodes={"two"})][2] == 10_000_000
+    assert [s.record.machine_us for s in registry.states(end=True, lost_nodes={"two"})][2] == 10_000_000
 
 
 def test_machines_may_come_and_go_for_as_long_as_they_like(clock):
-    ledger = begun(1)
+    registry = begun(1)
     for number in range(20):
-        assert ledger.register(b"", Whereabouts("host", str(number))) == (number, 0, False)
+        assert registry.register(b"", Placement("host", str(number))) == (number, 0, False)
         clock[0] += 10_000_000
-    entries = [ledger.register(b"", Whereabouts("host", "19")) for _ in range(1 + MAX_REPLACED)]
+    entries = [registry.register(b"", Placement("host", "19")) for _ in range(1 + MAX_REPLACED)]
     assert [entry[2] for entry in entries if entry] == [False] * MAX_REPLACED + [True]
 
 
 def test_of_an_elastic_pool_time_begins_with_a_process_and_ends_when_it_is_given_back(clock):
-    ledger = begun(1, 3)
-    assert ledger.register(b"a", Whereabouts("host", "one", 1_000_000)) == (0, 0, False)
+    registry = begun(1, 3)
+    assert registry.register(b"a", Placement("host", "one", 1_000_000)) == (0, 0, False)
     clock[0] = 1_500_000
-    assert ledger.register(b"b", Whereabouts("host", "two", 1_000_000)) == (1, 1_000_000, False)
+    assert registry.register(b"b", Placement("host", "two", 1_000_000)) == (1, 1_000_000, False)
     clock[0] = 20_000_000
-    ledger.report(state(1, 19_500_000))
+    registry.report(state(1, 19_500_000))
     clock[0] = 24_000_000
-    ledger.report(state(0, 24_000_000))
-    assert not any(s.record.released for s in ledger.states())
+    registry.report(state(0, 24_000_000))
+    assert not any(s.record.released for s in registry.states())
     clock[0] = 26_000_000
-    ends = ledger.states(end=True)
+    ends = registry.states(end=True)
     assert [s.record.released for s in ends] == [False, True]
     assert [s.record.started_us for s in ends] == [0, 500_000]
     assert [s.record.machine_us for s in ends] == [26_000_000, 19_500_000]
@@ -210,47 +210,47 @@ def test_of_an_elastic_pool_time_begins_with_a_process_and_ends_when_it_is_given
 
 def test_actors_that_have_said_nothing_are_starting_up(clock):
     """Else a run that is killed while its engines load would seem to have used no machine."""
-    ledger = begun(2, run_us=5_000_000)
-    assert [s.record.phases_us["startup"] for s in ledger.states()] == [5_000_000, 5_000_000]
-    assert ledger.states(end=True) == []  # none has come: no machine was held
-    ledger.register(b"a")
+    registry = begun(2, run_us=5_000_000)
+    assert [s.record.phases_us["startup"] for s in registry.states()] == [5_000_000, 5_000_000]
+    assert registry.states(end=True) == []  # none has come: no machine was held
+    registry.register(b"a")
     clock[0] = 2_000_000
-    assert [s.record.phases_us["startup"] for s in ledger.states()] == [7_000_000, 7_000_000]
-    assert [s.record.machine_us for s in ledger.states(end=True)] == [7_000_000]
+    assert [s.record.phases_us["startup"] for s in registry.states()] == [7_000_000, 7_000_000]
+    assert [s.record.machine_us for s in registry.states(end=True)] == [7_000_000]
     clock[0] = 9_000_000
-    ledger.register(b"b")  # in the place of the first, which is silent
+    registry.register(b"b")  # in the place of the first, which is silent
     clock[0] = 10_000_000
-    assert [s.record.machine_us for s in ledger.states(end=True)] == [5_000_000, 10_000_000]
+    assert [s.record.machine_us for s in registry.states(end=True)] == [5_000_000, 10_000_000]
 
 
 def test_of_two_states_of_an_actor_the_later_one_counts_whichever_arrives_last(clock):
     """Two of its threads tell at once, each of the unit that it has just written."""
-    ledger = begun(1)
-    ledger.register(b"")
-    ledger.report(ActorState(ActorRecord(0, units=18), report_number=6))
-    ledger.report(ActorState(ActorRecord(0, units=17), report_number=5))
-    assert ledger.states()[0].record.units == 18
+    registry = begun(1)
+    registry.register(b"")
+    registry.report(ActorState(ActorRecord(0, units=18), report_number=6))
+    registry.report(ActorState(ActorRecord(0, units=17), report_number=5))
+    assert registry.states()[0].record.units == 18
 
 
 def test_an_actor_whose_machine_is_drained_leaves_and_is_not_paid_for_after_that(clock):
-    ledger = begun(1, drain_s=30.0)
-    number, _, _ = ledger.register(b"a", Whereabouts("host", "node-a"))
+    registry = begun(1, drain_s=30.0)
+    number, _, _ = registry.register(b"a", Placement("host", "node-a"))
 
     def word(told, open_units):
         record = ActorRecord(number, {**no_phases(), "decode": clock[0]}, units_in_progress=open_units)
-        return ledger.report(ActorState(record, report_number=told))
+        return registry.report(ActorState(record, report_number=told))
 
     assert word(1, 2) == Order.GO_ON
-    ledger.drain({"node-a"})
+    registry.drain({"node-a"})
     assert word(2, 2) == Order.ADMIT_NO_MORE
     clock[0] = 31_000_000
     assert word(3, 1) == Order.LEAVE  # the time is over
-    ledger.drain({"node-b"})  # it was called off
+    registry.drain({"node-b"})  # it was called off
     assert word(4, 1) == Order.GO_ON
-    ledger.drain({"node-a"})
+    registry.drain({"node-a"})
     assert word(5, 0) == Order.LEAVE  # there is nothing left to do
     clock[0] = 31_500_000
-    assert ledger.register(b"b", Whereabouts("host", "node-b", 100_000))[:2] == (1, 100_000)
+    assert registry.register(b"b", Placement("host", "node-b", 100_000))[:2] == (1, 100_000)
     clock[0] = 60_000_000
-    left, joined = ledger.states(end=True)
+    left, joined = registry.states(end=True)
     assert (left.record.machine_us, joined.record.replaces) == (31_000_000, number)

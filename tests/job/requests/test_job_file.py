@@ -7,7 +7,7 @@ import pytest
 from pipeline.config.identity import identity_of
 from pipeline.errors import ConfigError
 from pipeline.job.planning.resolution import resolve_job
-from pipeline.job.preview.examine import examine
+from pipeline.job.preview.validation import validate_job
 from tests.job.conftest import run
 from tests.job.requests.lines import CHAT, EMBEDDINGS, TEXT, put, request
 
@@ -62,7 +62,7 @@ def test_lines_and_task_have_to_fit(embedding):
         put(embedding, "a.jsonl", [request(0, url, **({"dimensions": 4} if url == EMBEDDINGS else {}))])
         with pytest.raises(ConfigError, match=says):
             run(embedding, **section)
-        told = [f"{mistake.key}: {mistake.problem}" for mistake in examine(embedding.config(**section)).mistakes]
+        told = [f"{mistake.key}: {mistake.problem}" for mistake in validate_job(embedding.config(**section)).mistakes]
         assert [text for text in told if re.search(says, text)], told
     with pytest.raises(ConfigError, match=r"input\.format: the lines of format openai are requests for completions or"):
         embedding.config(task={"type": "score"})
@@ -71,5 +71,5 @@ def test_lines_and_task_have_to_fit(embedding):
 def test_what_the_lines_ignore_is_said(batch):
     _, statuses = run(batch)
     assert [s.phase for s in statuses if "have no effect: user" in s.phase]
-    found = examine(batch.config())
+    found = validate_job(batch.config())
     assert found.facts["requests"] == {"endpoint": "chat", "model": "gpt-x", "ignored": ["user"]}

@@ -11,7 +11,7 @@ from pipeline.job.actor.worker import Backend
 from pipeline.job.planning.actor_specs import flow_spec
 from pipeline.job.planning.plan import make_plan
 from pipeline.job.preview.describe import describe
-from pipeline.job.preview.examine import examine
+from pipeline.job.preview.validation import validate_job
 from pipeline.job.process.child import Ended
 from pipeline.job.process.open_rows import OpenRows
 from pipeline.job.running.run import run_job
@@ -141,7 +141,7 @@ def test_it_is_no_part_of_what_a_job_is(job):
 def refused(job, key: str, **sections) -> str:
     """By `validate` as a mistake of that key, and by `run` before anything is written."""
     config = watched(job, **sections)
-    (mistake,) = examine(config).mistakes
+    (mistake,) = validate_job(config).mistakes
     assert mistake.key == key
     assert mistake.location.startswith(str(job.folder / "job.yaml"))
     with pytest.raises((ConfigError, InputError, ModelError)) as raised:
@@ -173,8 +173,8 @@ def test_mistakes_in_the_job_file_are_told_with_their_key(job):
 
 def test_validate_says_what_is_compared_with_what(job):
     config = watched(job.rows(PROMPTS), quality={"model": "demo:target", "column": "text"})
-    found = examine(config)
+    found = validate_job(config)
     assert not found.mistakes
     assert "50% of the rows against demo:target (embedded); right answers from text" in describe(found)
     own = watched(job, model={"path": "demo:target", "quantization": "int8"}, quality={})
-    assert "against the model's stored weights" in describe(examine(own))
+    assert "against the model's stored weights" in describe(validate_job(own))

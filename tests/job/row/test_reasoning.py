@@ -12,7 +12,7 @@ from pipeline.data.output.parts import PartStore
 from pipeline.errors import ConfigError
 from pipeline.job.planning.plan import make_plan
 from pipeline.job.preview.describe import describe
-from pipeline.job.preview.examine import examine
+from pipeline.job.preview.validation import validate_job
 from pipeline.job.running.run import run_job
 from pipeline.job.running.sample import read_sample
 from pipeline.report.render import html, markdown, text
@@ -92,7 +92,7 @@ def test_its_markers_are_the_checkpoints_and_part_of_what_the_job_is(job):
         settings = configured(job, reasoning=reasoning)
         with pytest.raises(ConfigError, match=rf"sampling\.reasoning.*{told}"):
             make_plan(settings, "cpu")
-        (mistake,) = examine(settings).mistakes
+        (mistake,) = validate_job(settings).mistakes
         assert (mistake.key, mistake.location.endswith("job.yaml:0")) == ("sampling.reasoning", False)
         assert told in mistake.problem
     several = {"start": ":", "end": "two words"}
@@ -100,7 +100,7 @@ def test_its_markers_are_the_checkpoints_and_part_of_what_the_job_is(job):
     with pytest.raises(ConfigError, match=r"sampling\.thinking_token_budget: needs markers that are one token each"):
         make_plan(configured(job, reasoning=several, thinking_token_budget={"column": "id"}), "cpu")
     settings = configured(job, reasoning=MARKERS, thinking_token_budget=7)
-    found = examine(settings)
+    found = validate_job(settings)
     assert not found.mistakes
     assert "reasoning between ':' and ','" in describe(found)
     assert list(found.facts["output_columns"])[-2:] == ["reasoning", "num_reasoning_tokens"]

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations import int8 as int8_activations
+from pipeline.kernels.activations.act_quant import ActQuantLinears, with_act_quant
 from pipeline.kernels.activations.fp8 import fp8_block, per_output, rounded
-from pipeline.kernels.activations.rounded_linears import RoundedWherePossible, with_rounded_activations
 from pipeline.kernels.reference import prepare_linear, reference_kernels
 from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
@@ -134,9 +134,9 @@ def test_a_linear_is_that_of_rounded_inputs(kernels: str, dtype: torch.dtype) ->
 
 
 def test_what_has_no_such_form_is_served_as_before_and_counted() -> None:
-    kernels = with_rounded_activations(reference_kernels(torch.float32, CPU), "fp8", CPU)
+    kernels = with_act_quant(reference_kernels(torch.float32, CPU), "fp8", CPU)
     prepare, x_MK = kernels.prepare_linear, torch.randn(2, 64)
-    assert isinstance(prepare, RoundedWherePossible)
+    assert isinstance(prepare, ActQuantLinears)
     dense, narrow = DenseWeight(torch.randn(3, 64)), random_weight(3, 64, 32)
     assert torch.equal(prepare(dense)(x_MK), x_MK @ dense.weight_NK.T)
     assert torch.allclose(prepare(narrow)(x_MK), rounded(x_MK, 32) @ narrow.dequantize(torch.float32).T, atol=1e-5)
@@ -149,7 +149,7 @@ def test_a_card_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     kernels = replace(reference_kernels(torch.float32, CPU), rounded={})
     with pytest.raises(ConfigError, match=r"needs compute capability 8.9 or newer .*, and A100 has 8\.0"):
-        with_rounded_activations(kernels, "fp8", torch.device("cuda"))
+        with_act_quant(kernels, "fp8", torch.device("cuda"))
 
 
 # -- a scale for each token and for each output

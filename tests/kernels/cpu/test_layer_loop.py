@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.engine.startup.resolve import quantized_on_load
-from pipeline.kernels.activations.rounded_linears import with_rounded_activations
+from pipeline.kernels.activations.act_quant import with_act_quant
 from pipeline.kernels.cache import FP8
 from pipeline.kernels.contract import AttentionInput, Kernels
 from pipeline.kernels.cpu import layer_loop
 from pipeline.kernels.cpu.attention.attention import Plan, plan_of
-from pipeline.kernels.cpu.linear.linear_bf16 import multiplies_pairs
+from pipeline.kernels.cpu.linear.linear_bf16 import use_avx512_bf16
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder, KVCache
@@ -97,7 +97,7 @@ def threaded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 DTYPES = [
     torch.float32,
-    pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not multiplies_pairs(), reason="no products of pairs")),
+    pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not use_avx512_bf16(), reason="no products of pairs")),
 ]
 
 
@@ -110,8 +110,8 @@ def test_bits_are_those_of_layer_by_layer(
     folder = make_family(tmp_path, next(family for family in FAMILIES if family.name == name), seed=3)
     kernels = select_kernels(CPU, dtype)
     if activation_dtype != "auto":
-        kernels = with_rounded_activations(kernels, activation_dtype, CPU)
-    wanted, wanted_kv = run(decoder_of(folder, replace(kernels, decode_steps=None), weights, dtype))
+        kernels = with_act_quant(kernels, activation_dtype, CPU)
+    wanted, wanted_kv = run(decoder_of(folder, replace(kernels, fused_layer_loop=None), weights, dtype))
     assert not threaded
     decoder = decoder_of(folder, kernels, weights, dtype)
     for _ in range(2):  # the second time on another cache
@@ -128,4 +128,4 @@ def test_other_layers_and_caches_are_computed_layer_by_layer(tmp_path: Path, thr
     run(decoder_of(folder, kernels), FP8)
     run(Decoder(folder, read_config(folder), kernels, torch.float32, CPU))  # weights in float32, for BLAS
     assert not threaded
-    assert select_kernels(CPU, torch.float32, deterministic=True).decode_steps is None
+    assert select_kernels(CPU, torch.float32, deterministic=True).fused_layer_loop is None

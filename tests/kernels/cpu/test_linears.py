@@ -9,10 +9,10 @@ import torch
 
 from pipeline.kernels import reference
 from pipeline.kernels.activations.int8 import int8_block, rounded
-from pipeline.kernels.cpu.compile.processor import MULTIPLIES_PAIRS
-from pipeline.kernels.cpu.compile.threads import WHOLE, use_threads
-from pipeline.kernels.cpu.linear.linear_bf16 import bf16_linear, multiplies_pairs
-from pipeline.kernels.cpu.linear.linear_int8 import Int8Linear, multiplies_bytes
+from pipeline.kernels.cpu.compile.processor import HAS_AVX512_BF16
+from pipeline.kernels.cpu.compile.threads import ALL_ITEMS, use_threads
+from pipeline.kernels.cpu.linear.linear_bf16 import bf16_linear, use_avx512_bf16
+from pipeline.kernels.cpu.linear.linear_int8 import Int8Linear, has_vnni
 from pipeline.kernels.cpu.linear.linear_kernel import BF16_DEPTH
 from pipeline.kernels.cpu.linear.linear_widened import FLOAT8_SCALE_LIMIT, float32_linear, widened_linear
 from pipeline.kernels.cpu.linear.round_int8 import round_to_int8
@@ -24,8 +24,8 @@ from pipeline.weights.packed import CodebookWeight, DenseWeight, Fp8Weight, Grou
 from pipeline.weights.round_to_nearest import NF4
 
 WIDENED = ["float32", "bfloat16", "int4", "int8", "float8", "codebook4"]
-PAIRS = ["bf16", "bf16_int4"] if MULTIPLIES_PAIRS else []
-BYTES = ["int8 by int4", "int8 by int8"] if multiplies_bytes() else []
+PAIRS = ["bf16", "bf16_int4"] if HAS_AVX512_BF16 else []
+BYTES = ["int8 by int4", "int8 by int8"] if has_vnni() else []
 KINDS = [*WIDENED, *PAIRS, *BYTES]
 SHAPES = [(1, 8), (31, 64), (32, 128), (100, 256), (257, 384), (1024, 1152), (192, 2 * BF16_DEPTH + 128)]
 ROUNDING = 2.0**-8  # of a result in bfloat16, the only thing that is rounded there
@@ -203,7 +203,7 @@ def test_a_weight_stays_as_narrow_as_it_was_stored() -> None:
         assert kind_of(linear) == kind
         x_MK = torch.randn(2, weight.in_features)
         assert is_product(linear(x_MK), "float32", weight, x_MK), kind
-        if multiplies_pairs():
+        if use_avx512_bf16():
             assert kind_of(prepare_linear(weight, torch.bfloat16)) == in_bfloat16
 
 
@@ -287,7 +287,7 @@ def test_rounding_is_the_definitions() -> None:
     byte_MK, scale_MB = np.empty((9, 384), np.int8), np.empty((9, 3), np.float32)
     sum_MB = np.empty((9, 3), np.int32)
     use_threads(False)
-    round_to_int8(x_MK.numpy(), 128, byte_MK, scale_MB, sum_MB, *WHOLE)
+    round_to_int8(x_MK.numpy(), 128, byte_MK, scale_MB, sum_MB, *ALL_ITEMS)
     byte_MBk = torch.from_numpy(byte_MK).unflatten(1, (3, 128))
     found_MK = (byte_MBk.float() * torch.from_numpy(scale_MB)[..., None]).flatten(1)
     assert torch.equal(found_MK[:, :300], rounded(x_MK, 128))

@@ -8,7 +8,7 @@ from pipeline.kernels.cpu.linear.selection import (
     Int4Linear,
     padded_tokens,
     prepare_linear,
-    serves_int4,
+    supports_int4,
 )
 from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight, GroupIntWeight
@@ -33,7 +33,7 @@ def test_int4_and_dense_paths_agree_to_bfloat16_rounding() -> None:
     torch.manual_seed(0)
     q_NK, zeros_NG = torch.randint(0, 16, (192, 256), dtype=torch.uint8), torch.randint(0, 16, (192, 2)).float()
     weight = GroupIntWeight(q_NK, torch.rand(192, 2) * 0.05 + 0.01, zeros_NG, 128, torch.randn(192))
-    assert serves_int4(weight, torch.bfloat16)
+    assert supports_int4(weight, torch.bfloat16)
     linear, x_TK = Int4Linear(weight), torch.randn(5, 256, dtype=torch.bfloat16)
     exact = x_TK.float() @ weight.dequantize(torch.float32).T + weight.bias_N
     for path in (linear.int4, linear.dense):

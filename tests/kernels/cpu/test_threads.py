@@ -11,7 +11,7 @@ from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu import elementwise
 from pipeline.kernels.cpu.attention.attention import attention
-from pipeline.kernels.cpu.compile.threads import WHOLE, kernel, own_threads, share_out, use_threads
+from pipeline.kernels.cpu.compile.threads import ALL_ITEMS, init_thread_pool, kernel, parallel_for, use_threads
 from pipeline.kernels.cpu.linear.linear_widened import widened_linear
 from pipeline.weights.packed import DenseWeight
 
@@ -22,7 +22,7 @@ MOST = config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
 def note(part_I, count_I, factor, begin, end):
     """By item: which run it was in, numbered by its first item, and how often it was computed."""
     if end < 0:
-        return share_out(len(part_I))
+        return parallel_for(len(part_I))
     for i in range(begin, end):
         part_I[i] = begin * factor
         count_I[i] += 1
@@ -32,7 +32,7 @@ def note(part_I, count_I, factor, begin, end):
 def threads() -> Iterator[None]:
     """Tests may set torch's number of threads."""
     before = torch.get_num_threads()
-    own_threads()
+    init_thread_pool()
     yield
     torch.set_num_threads(before)
     use_threads(True)
@@ -44,7 +44,7 @@ def test_each_item_is_computed_once_in_equal_runs(threads: None, num_items: int)
         torch.set_num_threads(num_threads)
         assert use_threads(True) == num_threads
         part_I, count_I = np.full(num_items, -1), np.zeros(num_items, np.int64)
-        note(part_I, count_I, 7, *WHOLE)
+        note(part_I, count_I, 7, *ALL_ITEMS)
         assert (count_I == 1).all()
         begins, sizes = np.unique(part_I, return_counts=True)
         ends = np.append(begins[1:] // 7, num_items)

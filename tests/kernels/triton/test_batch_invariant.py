@@ -15,7 +15,7 @@ from pipeline.kernels.triton.batch_invariant import (
     prepare_linear,
 )
 from pipeline.kernels.triton.launch import A100, H100
-from pipeline.kernels.triton.linear.dispatch import Scratch, TwoPathLinear
+from pipeline.kernels.triton.linear.dispatch import DequantBuffer, TwoPathLinear
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches, part_inputs, tile_for
 from pipeline.weights.packed import DenseWeight
 from tests.kernels.triton import problems
@@ -70,7 +70,7 @@ def test_4_bit_weights_take_one_way(with_scratch: bool, ordered: bool) -> None:
     """Widened once or in each call: the same bits, which are not those of the fused product."""
     order_K = None if ordered else torch.randperm(512, generator=torch.Generator().manual_seed(2))
     weight = replace(random_weight(40, 512, 64, bias=True), input_order_K=order_K)
-    scratch = Scratch(torch.float32, DEVICE) if with_scratch else None
+    scratch = DequantBuffer(torch.float32, DEVICE) if with_scratch else None
     linear = prepare_linear(weight, torch.float32, DEVICE, scratch)
     x_MK = normal(130, 512).to(DEVICE)
     assert weight.bias_N is not None

@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.engine.drafts.lookup import compiled_copies
 from pipeline.engine.drafts.lookup.compiled_lookup import BORDER, new_table
 from pipeline.engine.drafts.lookup.finished_outputs import FinishedOutputs
-from pipeline.engine.drafts.policy import Offer
+from pipeline.engine.drafts.policy import Proposal
 from pipeline.engine.schedule.sequence import SlotTable
 
 MAX_CONTEXTS = 1 << 13  # of copies
@@ -42,17 +42,17 @@ class CopyPatterns:
         self._symbol_BW[slot, 0] = BORDER
         self._state_B4[slot] = 0, 1, -1, 0
 
-    def learn(self, tokens: np.ndarray, num_prompt: int, position: int) -> None:
+    def index_finished(self, tokens: np.ndarray, num_prompt: int, position: int) -> None:
         """Learn from an ended row: its prompt and its output, which is at index `position` of `finished`."""
         compiled_copies.learn(tokens, num_prompt, position, self._symbol_N, self._copy_N4, self._end_E, self._known_TQ4)
 
-    def exchange(self, offer: Offer, known_S: np.ndarray, max_new: int) -> None:
+    def apply_patterns(self, proposal: Proposal, known_S: np.ndarray, max_new: int) -> None:
         """Replace the drafts of sequences whose last symbols have a match no shorter than that of their last tokens.
         known_S: their known tokens. At most max_new tokens of each are parsed in one call; the rest waits."""
-        table, slot_S = self._table, offer.slot_S
+        table, slot_S = self._table, proposal.slot_S
         compiled_copies.draft(
             *(self._tokens, slot_S, slot_S * table.max_model_len, table.num_prompt[slot_S], known_S),
             *(max_new, self._symbol_BW, self._state_B4),
             *(self._symbol_N, self._copy_N4, self._end_E, self._known_TQ4),
-            *(offer.token_id_SK, offer.count_S, offer.match_len_S),
+            *(proposal.token_id_SK, proposal.count_S, proposal.match_len_S),
         )

@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.engine.drafts.lookup.compiled_lookup import MIN_MATCH, look_up, new_table
 from pipeline.engine.drafts.lookup.copy_patterns import CopyPatterns
 from pipeline.engine.drafts.lookup.finished_outputs import FinishedOutputs
-from pipeline.engine.drafts.policy import Offer
+from pipeline.engine.drafts.policy import Proposal
 from pipeline.engine.drafts.proposer import Drafts
 from pipeline.engine.schedule.sequence import SlotTable
 
@@ -54,13 +54,13 @@ class NgramProposer:
         """Load or compile the numba code before the first step, with dummy tables."""
         other = NgramProposer(SlotTable(1, 16, 4), self.max_draft_tokens, 16, 16)
         other._unlearnt.append((np.zeros(8, dtype=np.int32), 4))
-        other.offer(np.zeros(0, dtype=np.int64))
+        other.propose(np.zeros(0, dtype=np.int64))
 
     def admitted(self, slot: int) -> None:
         self._num_indexed[slot] = MIN_MATCH - 1
         self._patterns.admitted(slot)
 
-    def left(self, slot: int, finished: bool) -> None:
+    def on_evicted(self, slot: int, finished: bool) -> None:
         if finished:
             table = self.table
             num_prompt, tokens = int(table.num_prompt[slot]), table.token_ids[slot, : table.num_known[slot]]
@@ -69,21 +69,21 @@ class NgramProposer:
                 num_prompt = LEARNT_TOKENS
             self._unlearnt.append((tokens.copy(), num_prompt))
 
-    def offer(self, slot_S: np.ndarray) -> Offer:
+    def propose(self, slot_S: np.ndarray) -> Proposal:
         self._learn()
         known_S = self.table.num_known[slot_S]
         max_new = max(INDEXED_PER_CALL // max(len(slot_S), 1), 2 * (self.max_draft_tokens + 1))
-        offer = self._matches(slot_S, known_S, max_new)
-        self._patterns.exchange(offer, known_S, max_new)
-        return offer
+        proposal = self._matches(slot_S, known_S, max_new)
+        self._patterns.apply_patterns(proposal, known_S, max_new)
+        return proposal
 
-    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
-        return Drafts(offer.token_id_SK)
+    def draft(self, proposal: Proposal, count_S: np.ndarray) -> Drafts:
+        return Drafts(proposal.token_id_SK)
 
-    def undone(self, slot_S: np.ndarray) -> None:
+    def on_rollback(self, slot_S: np.ndarray) -> None:
         pass
 
-    def settled(self, slot_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
+    def on_verified(self, slot_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
         pass
 
     def _learn(self) -> None:
@@ -94,9 +94,9 @@ class NgramProposer:
             output = tokens[num_prompt:]
             begin = self._finished.add(output)
             if begin and len(output) <= self._finished.max_tokens:
-                self._patterns.learn(tokens, num_prompt, begin)
+                self._patterns.index_finished(tokens, num_prompt, begin)
 
-    def _matches(self, slot_S: np.ndarray, known_S: np.ndarray, max_new: int) -> Offer:
+    def _matches(self, slot_S: np.ndarray, known_S: np.ndarray, max_new: int) -> Proposal:
         """Return the tokens that followed the last occurrence of the longest matching run."""
         count_S, match_S = np.empty_like(slot_S), np.empty_like(slot_S)
         token_SK = np.empty((len(slot_S), self.max_draft_tokens), dtype=np.int64)
@@ -107,4 +107,4 @@ class NgramProposer:
             *(token_SK, count_S, match_S),
         )
         self._num_indexed[slot_S] = np.minimum(np.maximum(known_S - 1, indexed_S), indexed_S + max_new)
-        return Offer(slot_S, count_S, match_S, token_SK)
+        return Proposal(slot_S, count_S, match_S, token_SK)

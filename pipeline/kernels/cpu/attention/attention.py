@@ -12,7 +12,7 @@ from pipeline.kernels.cpu.attention.prefill_kernel import NO_PART, ROWS, paged_p
 from pipeline.kernels.cpu.attention.shared_prefix import SharedReading, pieces
 from pipeline.kernels.cpu.compile.numerics import CacheArrays, arrays_of, bits
 from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS
-from pipeline.kernels.cpu.compile.threads import WHOLE, use_threads
+from pipeline.kernels.cpu.compile.threads import ALL_ITEMS, use_threads
 
 PARALLEL_KEYS = 1 << 19 if HAS_WIDE_VECTORS else 1 << 17
 """Single queries with fewer key elements than this stay on one thread: waking another one costs more than it saves."""
@@ -83,12 +83,12 @@ def attend(
         if decode.shared is not None and window >= decode.longest:
             before = decode.shared.read(q_SND, arrays, table_SM, scale)
         options = window, scale, decode.parts
-        paged_decode(q_SND, *arrays, table_SM, decode.context_len_S, *options, *before, out_SND, *WHOLE)
+        paged_decode(q_SND, *arrays, table_SM, decode.context_len_S, *options, *before, out_SND, *ALL_ITEMS)
         if token_S is not None:
             out_TND[token_S] = out_SND
     if prefill is not None:
         items = prefill.block_table_SM, prefill.item_I3, prefill.position_T
-        paged_prefill(q_TND, *arrays, *items, window, scale, *NO_PART, out_TND, *WHOLE)
+        paged_prefill(q_TND, *arrays, *items, window, scale, *NO_PART, out_TND, *ALL_ITEMS)
 
 
 def plan_of(

@@ -14,7 +14,7 @@ from numba import njit
 from pipeline.kernels.cpu.attention.key_products import KEYS, WIDTH, dot_products, in_pairs, product, query_rows
 from pipeline.kernels.cpu.compile.numerics import as_in, exp, larger, scale_at, wide
 from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS
-from pipeline.kernels.cpu.compile.threads import kernel, share_out
+from pipeline.kernels.cpu.compile.threads import kernel, parallel_for
 from pipeline.kernels.cpu.tiles.tile_product import tile_product
 
 UNBOUNDED = np.iinfo(np.int64).max // 2
@@ -44,7 +44,7 @@ def paged_decode(
     """
     num_sequences, num_heads, head_dim = q_SND.shape
     if end < 0:
-        return share_out(num_sequences * parts)
+        return parallel_for(num_sequences * parts)
     block_size, num_kv_heads = k_CBKD.shape[1], k_CBKD.shape[2]
     group, span = num_heads // num_kv_heads, num_kv_heads // parts
     q_words, k_words = in_pairs(q_SND, k_CBKD), in_pairs(k_CBKD, q_SND)

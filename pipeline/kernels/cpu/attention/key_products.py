@@ -15,7 +15,7 @@ from numba.extending import intrinsic, overload
 
 from pipeline.kernels.cpu.compile.numerics import float_of_bits, wide
 from pipeline.kernels.cpu.compile.prefetch import prefetch
-from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS, MULTIPLIES_PAIRS
+from pipeline.kernels.cpu.compile.processor import HAS_AVX512_BF16, HAS_WIDE_VECTORS
 from pipeline.kernels.cpu.tiles.vector_code import FLOAT, INT64, REORDER, STORED, VectorCode
 
 KEYS = 8
@@ -32,7 +32,7 @@ def in_pairs(array, other):
 @overload(in_pairs, inline="always")
 def _words_or_elements(array, other):
     """Return queries or keys in the form in which they are multiplied: words of pairs if possible, else unchanged."""
-    if MULTIPLIES_PAIRS and array.dtype == other.dtype == types.uint16:
+    if HAS_AVX512_BF16 and array.dtype == other.dtype == types.uint16:
         return lambda array, other: array.view(np.uint32)
     return lambda array, other: array
 

@@ -15,7 +15,7 @@ from pipeline.kernels.cpu.attention.key_products import in_pairs, query_lanes
 from pipeline.kernels.cpu.compile.numerics import as_in, exp, larger, scale_at, wide
 from pipeline.kernels.cpu.compile.prefetch import prefetch_row
 from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS
-from pipeline.kernels.cpu.compile.threads import kernel, share_out
+from pipeline.kernels.cpu.compile.threads import kernel, parallel_for
 from pipeline.kernels.cpu.tiles.tile_product import tile_product
 
 ROWS = 64
@@ -46,7 +46,7 @@ def paged_prefill(
     num_heads, head_dim = q_TND.shape[1:]
     block_size, num_kv_heads = k_CBKD.shape[1], k_CBKD.shape[2]
     if end < 0:
-        return share_out(len(item_I3) * num_kv_heads)
+        return parallel_for(len(item_I3) * num_kv_heads)
     group = num_heads // num_kv_heads
     q_words, k_words = in_pairs(q_TND, k_CBKD), in_pairs(k_CBKD, q_TND)
     depth, q_flat, k_flat, v_flat = q_words.shape[2], q_words.reshape(-1), k_words.reshape(-1), v_CBKD.reshape(-1)

@@ -13,7 +13,7 @@ import numpy as np
 from pipeline.kernels.cpu.attention.decode_kernel import UNBOUNDED
 from pipeline.kernels.cpu.attention.prefill_kernel import ROWS, paged_prefill
 from pipeline.kernels.cpu.compile.numerics import CacheArrays
-from pipeline.kernels.cpu.compile.threads import WHOLE
+from pipeline.kernels.cpu.compile.threads import ALL_ITEMS
 from pipeline.kernels.shared_prefix import PrefixGroups, prefix_groups
 
 _LANES = 16
@@ -93,5 +93,5 @@ class SharedReading:
         part_PND = np.empty(q_PND.shape, np.float32)
         log_sum_PN = np.empty(q_PND.shape[:2], np.float32)
         shape = table_SM, self.item_I3, self.position_P, UNBOUNDED, scale
-        paged_prefill(q_PND, *arrays, *shape, part_PND, log_sum_PN, q_PND, *WHOLE)  # writes nothing to q_PND
+        paged_prefill(q_PND, *arrays, *shape, part_PND, log_sum_PN, q_PND, *ALL_ITEMS)  # writes nothing to q_PND
         return self.read_S, self.part_index_S, part_PND, log_sum_PN

@@ -14,7 +14,7 @@ def has(*names: str) -> bool:
 
 HAS_WIDE_VECTORS = has("avx512f")
 """Vectors of 512 bits, 32 of them: twice the products per instruction, and no slower on any processor with them."""
-MULTIPLIES_PAIRS = has("avx512bf16")
+HAS_AVX512_BF16 = has("avx512bf16")
 """VDPBF16PS, on vectors of 512 bits: see `tiles/bf16_tile.py`."""
-MULTIPLIES_TILES = has("amx-bf16")
+HAS_AMX = has("amx-bf16")
 """Units that multiply whole tiles of bfloat16, which oneDNN uses."""

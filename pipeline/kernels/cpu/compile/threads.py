@@ -1,12 +1,12 @@
 """Compilation of kernels, and the partition of their work among threads.
 
-The last arguments of a kernel are `begin` and `end`, the range of items of one thread. Callers pass WHOLE. The kernel
-then only passes its number of items to `share_out`, which calls the same kernel again on each thread:
+The last arguments of a kernel are `begin` and `end`, the range of items of one thread. Callers pass ALL_ITEMS. The
+kernel then only passes its number of items to `parallel_for`, which calls the same kernel again on each thread:
 
     @kernel()
     def double(x_TH, begin, end):
         if end < 0:
-            return share_out(len(x_TH))
+            return parallel_for(len(x_TH))
         for t in range(begin, end):
             ...
 
@@ -33,7 +33,7 @@ from pipeline.machine.threads import is_spin_bounded, load_tbb
 
 PARALLEL_ELEMENTS = 1 << 15
 """Elementwise work below this stays on one thread: waking another one costs more than it saves."""
-WHOLE = 0, -1
+ALL_ITEMS = 0, -1
 """`begin` and `end` from a kernel's caller: all items, partitioned among the threads that `use_threads` set."""
 
 # Sums may be reordered, as in any vectorised sum; NaN and infinity keep their meaning.
@@ -58,7 +58,7 @@ def kernel(**changed: Any) -> Callable[[Callable[..., None]], Dispatcher]:
 
 
 @intrinsic
-def share_out(typing_context, num_items):
+def parallel_for(typing_context, num_items):
     """Partition items 0 to num_items - 1 among the threads, in equal runs.
 
     Each run is a call of the kernel that calls this function, with its other arguments unchanged. The kernel must do
@@ -113,7 +113,7 @@ def share_out(typing_context, num_items):
     return types.none(types.int64), lower
 
 
-def own_threads() -> None:
+def init_thread_pool() -> None:
     """Start numba's threads, on oneTBB if torch's threads do not spin (`machine.threads`).
 
     Keeps torch's number of threads: libgomp runs the threads of both, and starting numba's sets its number to all

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from pipeline.kernels.cpu.compile.processor import MULTIPLIES_PAIRS, MULTIPLIES_TILES
+from pipeline.kernels.cpu.compile.processor import HAS_AMX, HAS_AVX512_BF16
 from pipeline.kernels.cpu.linear.tiled_linear import Scratch, TiledLinear
 from pipeline.kernels.cpu.tiles.weight_tiles import bf16_tiles, narrow_scales, tiles, word_tiles
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
@@ -46,6 +46,6 @@ def bf16_linear(weight: LinearWeight) -> TiledLinear | None:
     return TiledLinear("bf16", shape_NK, weight.bias_N, bf16_tiles(weight.dequantize(torch.bfloat16)))
 
 
-def multiplies_pairs() -> bool:
+def use_avx512_bf16() -> bool:
     """Return whether this processor multiplies pairs of bfloat16 but not whole tiles (AMX), where oneDNN is faster."""
-    return MULTIPLIES_PAIRS and not MULTIPLIES_TILES
+    return HAS_AVX512_BF16 and not HAS_AMX

@@ -8,7 +8,7 @@ import torch
 
 from pipeline.kernels.activations.int8 import int8_block
 from pipeline.kernels.contract import Linear, RoundedLinears
-from pipeline.kernels.cpu.compile.threads import WHOLE
+from pipeline.kernels.cpu.compile.threads import ALL_ITEMS
 from pipeline.kernels.cpu.linear.linear_kernel import int8_kind
 from pipeline.kernels.cpu.linear.round_int8 import FEW, round_to_int8
 from pipeline.kernels.cpu.linear.selection import ReorderedLinear
@@ -49,12 +49,12 @@ class Int8Linear(TiledLinear):
         if num_tokens < FEW:
             self._small_buffers = rounded
         else:
-            round_to_int8(x_MK, self.block, *rounded, *WHOLE)
+            round_to_int8(x_MK, self.block, *rounded, *ALL_ITEMS)
         return rounded
 
 
 def int8_linears() -> RoundedLinears:
-    """Return the int8 entry of `Kernels.rounded`. Requires `multiplies_bytes`."""
+    """Return the int8 entry of `Kernels.rounded`. Requires `has_vnni`."""
     form = forms_here()[0]
 
     def prepare(weight: LinearWeight) -> Linear | None:
@@ -67,6 +67,6 @@ def int8_linears() -> RoundedLinears:
     return RoundedLinears(prepare, f"numba, products of bytes ({form.name})")
 
 
-def multiplies_bytes() -> bool:
+def has_vnni() -> bool:
     """Return whether this processor has the instructions."""
     return bool(forms_here())

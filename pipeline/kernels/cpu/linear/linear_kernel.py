@@ -22,7 +22,7 @@ from numba.core.dispatcher import Dispatcher
 
 from pipeline.kernels.cpu.compile.numerics import as_in, wide
 from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS
-from pipeline.kernels.cpu.compile.threads import kernel, share_out
+from pipeline.kernels.cpu.compile.threads import kernel, parallel_for
 from pipeline.kernels.cpu.linear.round_int8 import FEW, round_token
 from pipeline.kernels.cpu.linear.widening import WIDENINGS
 from pipeline.kernels.cpu.tiles.bf16_tile import add_bf16_int4_products, add_bf16_products
@@ -75,7 +75,7 @@ def _multiply(x_MK, out_MN, byte_MK, scale_MB, sum_MB, words_TWL, scales_TBL, ze
     num_tokens, num_tiles = len(x_MK), len(words_TWL)
     if end < 0:
         _prepare(x_MK, byte_MK, scale_MB, sum_MB, block)
-        return share_out(num_tiles * ((num_tokens + TOKENS - 1) // TOKENS))
+        return parallel_for(num_tiles * ((num_tokens + TOKENS - 1) // TOKENS))
     for item in range(begin, end):
         t, first = item % num_tiles, item // num_tiles * TOKENS
         sum_ML = np.empty((min(TOKENS, num_tokens - first), LANES), np.float32)

@@ -7,7 +7,7 @@ import numpy as np
 from numba import njit
 
 from pipeline.kernels.cpu.compile.numerics import bits_of_float, float_of_bits, wide
-from pipeline.kernels.cpu.compile.threads import kernel, share_out
+from pipeline.kernels.cpu.compile.threads import kernel, parallel_for
 
 FEW = 16  # below this many tokens the linear's kernel rounds them on one thread: a separate call takes longer
 _LARGEST, _ZERO = np.float32(127.0), np.float32(0.0)
@@ -43,6 +43,6 @@ def round_token(x_K, block, byte_K, scale_B, sum_B):
 def round_to_int8(x_MK, block, byte_MK, scale_MB, sum_MB, begin, end):
     """Apply `round_token` to all tokens."""
     if end < 0:
-        return share_out(len(x_MK))
+        return parallel_for(len(x_MK))
     for m in range(begin, end):
         round_token(x_MK[m], block, byte_MK[m], scale_MB[m], sum_MB[m])

@@ -99,7 +99,7 @@ class ReorderedLinear:
         return self.linear(x_TK.index_select(1, self.input_order_K))
 
 
-def serves_int4(weight: LinearWeight, dtype: torch.dtype) -> TypeGuard[GroupIntWeight]:
+def supports_int4(weight: LinearWeight, dtype: torch.dtype) -> TypeGuard[GroupIntWeight]:
     """Return whether torch's int4 product supports this weight."""
     if not isinstance(weight, GroupIntWeight) or weight.bits != 4 or dtype != torch.bfloat16:
         return False
@@ -109,7 +109,7 @@ def serves_int4(weight: LinearWeight, dtype: torch.dtype) -> TypeGuard[GroupIntW
 def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
     """Pack one weight for CPU. The caller can drop its own copy."""
     linear: Linear | None = _compiled(weight, dtype) if numba_unavailable_reason() is None else None
-    if linear is None and serves_int4(weight, dtype):
+    if linear is None and supports_int4(weight, dtype):
         linear = Int4Linear(weight)
     if linear is None:
         return DenseLinear(weight.dequantize(dtype), weight.bias_N, dtype)
@@ -122,6 +122,6 @@ def _compiled(weight: LinearWeight, dtype: torch.dtype) -> Linear | None:
         from pipeline.kernels.cpu.linear.linear_widened import widened_linear
 
         return widened_linear(weight)
-    from pipeline.kernels.cpu.linear.linear_bf16 import bf16_linear, multiplies_pairs
+    from pipeline.kernels.cpu.linear.linear_bf16 import bf16_linear, use_avx512_bf16
 
-    return bf16_linear(weight) if dtype == torch.bfloat16 and multiplies_pairs() else None
+    return bf16_linear(weight) if dtype == torch.bfloat16 and use_avx512_bf16() else None

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from pipeline.kernels.cpu.compile.numerics import bits
-from pipeline.kernels.cpu.compile.threads import WHOLE, use_threads
+from pipeline.kernels.cpu.compile.threads import ALL_ITEMS, use_threads
 from pipeline.kernels.cpu.linear.linear_kernel import linear_kernel
 from pipeline.kernels.cpu.tiles.weight_tiles import tiles
 
@@ -33,7 +33,7 @@ class TiledLinear:
         self.kind, self.shape_NK, self.block, self.scales_TBL = kind, shape_NK, block, scales_TBL
         bias_N = torch.zeros(shape_NK[0]) if bias_N is None else bias_N.to(torch.float32)
         bias_TL = tiles(bias_N.numpy()[:, None])[:, 0]
-        self._weight = words_TWL, scales_TBL, zeros_TBL, block, bias_TL, *WHOLE
+        self._weight = words_TWL, scales_TBL, zeros_TBL, block, bias_TL, *ALL_ITEMS
         self._multiply = linear_kernel(kind)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ class CapturedAttention:
         """
         return max(self._tiles_at_once, 2 * -(-num_tokens // self._queries))
 
-    def refill_mixed(
+    def prepare_mixed_replay(
         self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
     ) -> None:
         is_prompt_S = np.diff(attn_metadata.query_start_S1) > self.max_queries
@@ -95,7 +95,9 @@ class CapturedAttention:
         arrays = [each.numbers(attn_metadata, decoding, shared if each.cascade else ()) for each in self._metadata]
         self._fill(attn_metadata, item_I2, arrays, numbers, future)
 
-    def refill(self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None) -> int:
+    def prepare_replay(
+        self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
+    ) -> int:
         shared = self._cascade.numbers(attn_metadata) if len(self.plans) > 1 else []
         arrays = [each.numbers(attn_metadata, shared=shared if each.cascade else ()) for each in self._metadata]
         self._fill(attn_metadata, self._no_tiles_I2, arrays, numbers, future)

@@ -86,8 +86,8 @@ class DecodeMetadata:
 
     num_rows: rows of a tile; group * `num_queries` of them can be queries (R in the names below). window: that of the
     layers it serves. cascade: computes shared prefixes, and the items cover the rest; None: no shared prefixes. The
-    tensors that change from step to step are views of `staged`, which `refill` fills in one copy; None: the owner of
-    the tensors fills them.
+    tensors that change from step to step are views of `staged`, which `prepare_replay` fills in one copy; None: the
+    owner of the tensors fills them.
     """
 
     num_programs: int
@@ -200,7 +200,7 @@ class DecodeMetadata:
             cascade=None if cascade is None else CascadeMetadata.for_steps(cascade, cascade_tensors),
         )
 
-    def refill(
+    def prepare_replay(
         self, attn_metadata: AttentionInput, sequences: np.ndarray | None = None, shared: Sequence[np.ndarray] = ()
     ) -> None:
         """Update its tensors to a step; see `numbers`. The copy is queued on the current stream, without waiting."""

@@ -95,7 +95,7 @@ class PagedAttention:
                 cascade=cascade,
                 is_fp8=cache.k_CBKD.dtype == FP8,
             )
-            decode.refill(attn_metadata, few, shared)
+            decode.prepare_replay(attn_metadata, few, shared)
         if len(many):
             max_converted = 0
             if cache.k_CBKD.dtype == FP8:

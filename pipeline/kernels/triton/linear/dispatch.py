@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from pipeline.kernels.contract import Linear
 from pipeline.kernels.triton.launch import CompileTarget
 from pipeline.kernels.triton.linear.crossover import crossover_of
-from pipeline.kernels.triton.linear.int4 import TiledInt4, dequantize_launch, int4_launches, serves
+from pipeline.kernels.triton.linear.int4 import TiledInt4, dequantize_launch, int4_launches, supports
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 
-class Scratch:
+class DequantBuffer:
     """Workspace for one 16-bit weight, shared by all linears of a model, which use it in turn on one stream."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -56,14 +56,14 @@ class TwoPathLinear:
         weight: GroupIntWeight,
         dtype: torch.dtype,
         device: torch.device,
-        scratch: Scratch | None = None,
+        scratch: DequantBuffer | None = None,
         crossover: int | None = None,
     ) -> None:
         """Pack `weight`. With a `scratch`, each call that needs the 16-bit form writes it there; without, it is kept.
 
         Raises ValueError unless `int4.serves(weight)`.
         """
-        if not serves(weight):
+        if not supports(weight):
             raise ValueError(
                 f"{weight.bits} bits in groups of {weight.group_size}: the fused kernels support 4 bits in groups of "
                 "32, 64 or multiples of 128"
@@ -105,9 +105,9 @@ class TwoPathLinear:
 
 
 def prepare_linear(
-    weight: LinearWeight, dtype: torch.dtype, device: torch.device, scratch: Scratch | None = None
+    weight: LinearWeight, dtype: torch.dtype, device: torch.device, scratch: DequantBuffer | None = None
 ) -> Linear:
     """Pack one weight for a GPU. The caller can drop its own copy."""
-    if isinstance(weight, GroupIntWeight) and serves(weight):
+    if isinstance(weight, GroupIntWeight) and supports(weight):
         return TwoPathLinear(weight, dtype, device, scratch)
     return TorchLinear(weight.dequantize(dtype), weight.bias_N, dtype, device)

@@ -309,7 +309,7 @@ class Fp8Linear:
     def _by_cublas(self, x: Fp8Inputs) -> torch.Tensor | None:
         """Return the product by cuBLAS; None if Triton must compute it."""
         cublas, weight = self.cublas, self.weight
-        if cublas is None or x.num_tokens < cublas.min_tokens or not cublas.serves(weight.value_NK):
+        if cublas is None or x.num_tokens < cublas.min_tokens or not cublas.supports(weight.value_NK):
             return None
         assert x.dtype == cublas.dtype
         y_MN = cublas(x.value_MK, x.scale_BM, weight.value_NK, weight.scale_GN)

@@ -301,7 +301,7 @@ def adjacent_inputs(target: CompileTarget) -> int:
     return 2 if target.has_wgmma else 4
 
 
-def serves(weight: GroupIntWeight) -> bool:
+def supports(weight: GroupIntWeight) -> bool:
     """Return whether the kernels support a weight: 4 bits, groups of 32, 64 or a multiple of 128 inputs, and integer
     zero points from 0 to 240, since bfloat16 represents 16 + 240 exactly."""
     size, zeros_NG = weight.group_size, weight.zeros_NG

@@ -55,7 +55,7 @@ class ScaledMm:
             if not agrees(value_NK, scale_BN, self.dtype):
                 self._disable(value_NK.shape, "wrong or rejected when probed")
 
-    def serves(self, value_NK: torch.Tensor) -> bool:
+    def supports(self, value_NK: torch.Tensor) -> bool:
         """Return whether a weight of this shape was probed and has not been rejected since."""
         return self._serves.get(value_NK.shape, False)
 

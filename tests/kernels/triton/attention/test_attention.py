@@ -195,7 +195,7 @@ def test_every_tile_is_taken_once(tiles: list[tuple[int, int]], num_programs: in
 def test_a_plan_that_lies_ready_is_used() -> None:
     step = make_step([(100, 1), (30, 1)], (2, 1), 16, 64, torch.float32)
     work = DecodeMetadata.allocate(4, 4, 64, 2, 1, 16, DEVICE, CompileTarget.from_device(DEVICE))
-    work.refill(step.where)
+    work.prepare_replay(step.where)
     work.context_len_S[:2] = torch.tensor([90, 20], device=DEVICE)  # tells the ready plan from one made anew
     step.where.plans[plan_key(None)] = AttentionPlan(work, None)
     ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)

@@ -56,7 +56,7 @@ def test_launches_do_not_change_from_step_to_step(
         step = sharing(make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=is_fp8), groups)
         count_S, num_tokens = np.diff(step.where.query_start_S1), len(step.q_TND)
         assert captured.fits_mixed(count_S, PADDED)
-        captured.refill_mixed(step.where, np.zeros(0, dtype=np.int64))
+        captured.prepare_mixed_replay(step.where, np.zeros(0, dtype=np.int64))
         captured.unpack()
         cache.fill(list(range(BLOCKS)), float("nan"))
         for tensor, its in zip(cache.tensors, step.cache.tensors):

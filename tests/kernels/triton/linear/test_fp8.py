@@ -372,7 +372,7 @@ def test_a_shape_that_the_probe_finds_wrong_is_tritons(
     monkeypatch.setattr(torch, "_scaled_mm", product)
     with pytest.warns(RuntimeWarning, match="96 outputs and 384 inputs was wrong or rejected when probed"):
         linear = linear_of(weight, cublas=cublas)
-    assert not cublas.serves(linear.weight.value_NK)
+    assert not cublas.supports(linear.weight.value_NK)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = linear_of(weight, cublas=cublas)
@@ -385,7 +385,7 @@ def test_a_type_in_which_cublas_is_wrong_is_tritons(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch, "_scaled_mm", less_exact)
     weight, in_bfloat16 = random_weight(32, 384, 128), cublas_of()
-    assert in_bfloat16.serves(linear_of(weight, cublas=in_bfloat16).weight.value_NK)
+    assert in_bfloat16.supports(linear_of(weight, cublas=in_bfloat16).weight.value_NK)
     with pytest.warns(RuntimeWarning, match="wrong or rejected when probed"):
         linear = linear_of(weight, cublas=cublas_of(dtype=torch.float16))
     assert error_of(linear, weight, torch.randn(80, 384, device=DEVICE).half()) < fp8_tolerance(torch.float16)

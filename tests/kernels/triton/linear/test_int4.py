@@ -6,12 +6,12 @@ import torch
 from pipeline.kernels.triton.launch import A100, H100, CompileTarget
 from pipeline.kernels.triton.linear.crossover import CROSSOVERS, crossover_of
 from pipeline.kernels.triton.linear.dispatch import (
-    Scratch,
+    DequantBuffer,
     TorchLinear,
     TwoPathLinear,
     prepare_linear,
 )
-from pipeline.kernels.triton.linear.int4 import CHUNK, TiledInt4, dequantize_launch, int4_launches, serves, tile_for
+from pipeline.kernels.triton.linear.int4 import CHUNK, TiledInt4, dequantize_launch, int4_launches, supports, tile_for
 from pipeline.weights.packed import DenseWeight, GroupIntWeight
 from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT, random_weight
 
@@ -109,7 +109,7 @@ def test_scales_are_exact_whatever_type_holds_them(scale: float) -> None:
 
 @pytest.mark.parametrize("with_scratch", [False, True])
 def test_the_crossover_parts_the_ways(with_scratch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    scratch = Scratch(torch.float32, DEVICE) if with_scratch else None
+    scratch = DequantBuffer(torch.float32, DEVICE) if with_scratch else None
     weight = random_weight(40, 128, 64, bias=True)
     linear = TwoPathLinear(weight, torch.float32, DEVICE, scratch, crossover=3)
     taken = []
@@ -131,7 +131,7 @@ def test_cards_without_an_entry_take_the_crossover_of_the_next_older_one() -> No
 
 
 def test_linears_share_a_scratch() -> None:
-    scratch = Scratch(torch.float16, DEVICE)
+    scratch = DequantBuffer(torch.float16, DEVICE)
     weights = [random_weight(8, 64, 64, seed=1), random_weight(40, 128, 64, seed=2), random_weight(16, 32, 32, seed=3)]
     linears = [TwoPathLinear(weight, torch.float16, DEVICE, scratch, crossover=0) for weight in weights]
     assert scratch.num_bytes == 2 * 40 * 128
@@ -148,7 +148,7 @@ def test_what_the_kernels_do_not_serve_goes_to_cublas(change: str) -> None:
         weight.zeros_NG[0, 0] = 7.5
     if change == "large zeros":
         weight.zeros_NG[0, 0] = 241
-    assert not serves(weight)
+    assert not supports(weight)
     with pytest.raises(ValueError, match="the fused kernels support 4 bits"):
         TwoPathLinear(weight, torch.float32, DEVICE)
     linear = prepare_linear(weight, torch.float32, DEVICE)

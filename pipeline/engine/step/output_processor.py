@@ -36,7 +36,7 @@ class _End(NamedTuple):
     text: str | None = None
 
 
-class Completing:
+class OutputProcessor:
     """Output processor of one engine. A sequence that ends passes its completion to its group or its call. `clean`
     zeroes KV blocks whose content is not valid."""
 
@@ -185,7 +185,9 @@ class Completing:
             # Without a stop string, "stop" means that the last token is EOS or a stop token id, which is not text.
             text = self._tokenizer.decode(token_ids[:-1] if end.reason == "stop" else token_ids)
         whole = self._build(sequence, end.reason, token_ids, text, now_us)
-        return whole if sequence.reasoning is None else divided(whole, sequence.reasoning, self._tokenizer.decode)
+        return (
+            whole if sequence.reasoning is None else split_reasoning(whole, sequence.reasoning, self._tokenizer.decode)
+        )
 
     def _build(
         self, sequence: Sequence, reason: FinishReason, token_ids: list[int], text: str, now_us: int
@@ -259,7 +261,7 @@ class Completing:
         return continues_S
 
 
-def divided(whole: Completion, reasoning: RowReasoning | TextReasoning, decode: Decode) -> Completion:
+def split_reasoning(whole: Completion, reasoning: RowReasoning | TextReasoning, decode: Decode) -> Completion:
     """Return `whole`, whose text covers all tokens, with its text reduced to the answer and the rest as reasoning.
     Models write empty lines at the border, so the reasoning is stripped and the answer left-stripped."""
     thought, answer, num_tokens = reasoning.split(whole.token_ids, whole.text, decode)

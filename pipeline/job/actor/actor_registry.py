@@ -27,7 +27,7 @@ class Order(IntEnum):
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class Placement:
     """Machine and age of an actor's process. `node_id` is Ray's id of the machine."""
 
     host: str = ""
@@ -40,7 +40,7 @@ class _Entry:
     """Entry of one actor. Times are since the run began."""
 
     handle: bytes
-    placement: Whereabouts
+    placement: Placement
     started_us: int
     heard_us: int
     replaces: int | None = None
@@ -49,7 +49,7 @@ class _Entry:
     state: ActorState | None = None
 
 
-class Ledger:
+class ActorRegistry:
     """Last reports of the actors. All times are on this process's monotonic clock: clocks of two hosts are never
     compared."""
 
@@ -70,7 +70,7 @@ class Ledger:
         """Start the clock. The run began `run_us` ago."""
         self._run_began_us = now_us() - run_us
 
-    def register(self, actor: bytes, placement: Whereabouts = Whereabouts()) -> tuple[int, int, bool] | None:
+    def register(self, actor: bytes, placement: Placement = Placement()) -> tuple[int, int, bool] | None:
         """Return a new actor's number, its age in microseconds, and whether there were too many before it. None before
         `begin`.
 

@@ -7,7 +7,7 @@ import time
 
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import EnvironmentFailed, Interrupted, OutputError, TooManyRowErrors
-from pipeline.job.output.read_output import doubt_of, status_of
+from pipeline.job.output.read_output import staleness, status_of
 from pipeline.job.telemetry.run_log import load_run
 from pipeline.job.telemetry.status import Status
 from pipeline.report.record.run_record import RunRecord
@@ -23,7 +23,7 @@ _EXIT_CODES = {
 }
 
 
-class Following:
+class RunWatcher:
     """Last observed `status`, `run` (its record) and `doubt` (why the status is stale)."""
 
     def __init__(self, store: PartStore, run_id: str | None = None) -> None:
@@ -36,11 +36,13 @@ class Following:
         self.status: Status = status_of(self._store)
         self.run: RunRecord | None = load_run(self._store, self._run_id or self.status.run_id)
         is_last = self._run_id in (None, self.status.run_id)
-        self.doubt: str | None = doubt_of(self._store, self.status, self.run) if is_last else None
+        self.staleness: str | None = staleness(self._store, self.status, self.run) if is_last else None
         outcome = self.status.outcome if is_last or self.run is None else self.run.outcome
-        self.is_over = outcome != "running" or not is_last or self.doubt is not None
-        self.exit_code = OutputError.exit_code if self.doubt else _EXIT_CODES.get(outcome, EnvironmentFailed.exit_code)
-        if self.doubt and outcome == "running":
+        self.is_over = outcome != "running" or not is_last or self.staleness is not None
+        self.exit_code = (
+            OutputError.exit_code if self.staleness else _EXIT_CODES.get(outcome, EnvironmentFailed.exit_code)
+        )
+        if self.staleness and outcome == "running":
             self.exit_code = EnvironmentFailed.exit_code
 
     def wait(self) -> None:

@@ -35,7 +35,7 @@ _MODEL_KINDS = {
 
 
 @dataclass
-class Examined:
+class ValidationResult:
     """Facts of a job as far as they are known, and its mistakes."""
 
     job: str
@@ -64,10 +64,10 @@ class Examined:
             self.note(error.key or key, error)
 
 
-def examine(config: JobConfig) -> Examined:
+def validate_job(config: JobConfig) -> ValidationResult:
     """Check everything that needs no loaded model."""
     resolution = Resolution(config, on_this_machine)
-    found = Examined(config.name, resolution)
+    found = ValidationResult(config.name, resolution)
     for error in resolution.failures(OF_JOB):
         found.note(error.key, error)
     found.facts = {"paths_below": os.getcwd(), **_checkpoints(resolution)}
@@ -131,7 +131,7 @@ def _columns(found: Resolution) -> dict[str, Any]:
     return {"columns": columns, "output_columns": {f.name: str(f.type) for f in found.schema}}
 
 
-def _prompts(examined: Examined) -> None:
+def _prompts(examined: ValidationResult) -> None:
     """Add the facts about prompts, if the tokenizer is on this machine."""
     found, facts, tokenize, context = examined.resolution, examined.facts, None, None
     config, chat = found.config, found.prompt.chat
@@ -155,7 +155,7 @@ def _prompts(examined: Examined) -> None:
             examined.mistakes.append(Mistake(config.location("task.labels"), "task.labels", problem_text))
 
 
-def _output(examined: Examined) -> None:
+def _output(examined: ValidationResult) -> None:
     """Add the facts about the output, and check that it belongs to this job, as far as the job's identity is known."""
     found = examined.resolution
     facts: dict[str, Any] = {"path": shown_url(found.config.output.path)}

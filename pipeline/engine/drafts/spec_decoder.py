@@ -1,6 +1,6 @@
 """Speculative decoding in a step: whether and how much to draft, and verification.
 
-StepPlan -> policy: draft? -> proposer: offer -> policy: lengths -> room -> proposer: drafts
+StepPlan -> policy: draft? -> proposer: proposal -> policy: lengths -> room -> proposer: drafts
 -> one step computes known tokens and drafts -> `verify` -> tokens, the same as from plain steps
 -> proposer and policy record the accepted drafts
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.engine.drafts.policy import DraftPolicy, Offer, StepFacts, StepOutcome, Verdict
+from pipeline.engine.drafts.policy import AcceptanceCounts, DraftPolicy, Proposal, StepFacts, StepOutcome
 from pipeline.engine.drafts.proposer import Drafts, Proposer
 from pipeline.engine.sampling.batch import SamplerOutput
 from pipeline.engine.sampling.rejection import ProposalDistribution
@@ -36,7 +36,7 @@ class DraftedStep(NamedTuple):
     drafts: Drafts | None = None
 
 
-class DraftRoom:
+class DraftBudget:
     """Room for drafts in a planned step: tokens, context positions, and KV blocks. Call `grant`, then make the drafts,
     then call `write`, before anything else is planned.
 
@@ -61,7 +61,7 @@ class DraftRoom:
             end_S = np.minimum(end_S, end_of_drafts(table, slot_S))
         return end_S - table.num_known[slot_S] - 1
 
-    def grant(self, plan: StepPlan, slot_S: np.ndarray, count_S: np.ndarray) -> np.ndarray:
+    def allocate(self, plan: StepPlan, slot_S: np.ndarray, count_S: np.ndarray) -> np.ndarray:
         """Allocate blocks for drafts of these sequences, all of which sample in the plan. Return how many of the
         requested count_S (at most `max_useful`) each may have; older sequences come first."""
         scheduler = self._scheduler
@@ -93,23 +93,23 @@ class DraftRoom:
         return StepPlan(plan.slot_S, plan.start_S, plan.count_S + draft_S, plan.samples_S, draft_S)
 
 
-class Drafting:
+class SpecDecoder:
     """Proposer and policy of one engine. Holds the drafts of the step that is being launched."""
 
     def __init__(self, proposer: Proposer, policy: DraftPolicy, scheduler: Scheduler) -> None:
         self.proposer, self.policy, self._scheduler = proposer, policy, scheduler
-        self._room = DraftRoom(scheduler)
+        self._room = DraftBudget(scheduler)
         self._step: DraftedStep | None = None
 
     def admitted(self, slot: int) -> None:
         self.policy.admitted(slot)
         self.proposer.admitted(slot)
 
-    def left(self, slot: int, finished: bool) -> None:
-        self.proposer.left(slot, finished)
+    def on_evicted(self, slot: int, finished: bool) -> None:
+        self.proposer.on_evicted(slot, finished)
 
-    def undone(self, plan: StepPlan) -> None:
-        self.proposer.undone(plan.slot_S)
+    def on_rollback(self, plan: StepPlan) -> None:
+        self.proposer.on_rollback(plan.slot_S)
 
     def select(self, plan: StepPlan) -> bool:
         """Return whether this step should have drafts.
@@ -128,14 +128,14 @@ class Drafting:
         assert self._step is not None
         facts, sampling = self._step.facts, np.flatnonzero(plan.samples_S)
         slot_S = plan.slot_S[sampling]
-        offer = self.proposer.offer(slot_S)
+        proposal = self.proposer.propose(slot_S)
         max_S = np.maximum(self._room.max_useful(slot_S), 0)
-        offer = Offer(slot_S, np.minimum(offer.count_S, max_S), offer.match_len_S, offer.token_id_SK)
-        count_S = np.maximum(np.minimum(self.policy.lengths(facts, offer), offer.count_S), 0)
+        proposal = Proposal(slot_S, np.minimum(proposal.count_S, max_S), proposal.match_len_S, proposal.token_id_SK)
+        count_S = np.maximum(np.minimum(self.policy.lengths(facts, proposal), proposal.count_S), 0)
         if count_S.any():
-            count_S = self._room.grant(plan, slot_S, count_S)
+            count_S = self._room.allocate(plan, slot_S, count_S)
         if count_S.any():
-            drafts = self.proposer.draft(offer, count_S)
+            drafts = self.proposer.draft(proposal, count_S)
             plan = self._room.write(plan, sampling, drafts.token_id_SK, count_S)
             self._step = DraftedStep(facts, slot_S, count_S, drafts)
         return plan
@@ -183,12 +183,12 @@ class Drafting:
 
     def done(self, stats: EngineStats, step: DraftedStep, output: SamplerOutput | Verified, num_generated: int) -> None:
         """Record a step that has been computed and whose tokens are in the table, and pass it to the policy."""
-        verdict = None
+        acceptance = None
         if step.drafts is not None:
             assert isinstance(output, Verified)
             (drafted,) = np.nonzero(step.drafted_S)
-            verdict = Verdict(step.slot_S[drafted], step.drafted_S[drafted], output.num_accepted_S[drafted])
-            stats.add_drafts(verdict.drafted_D, verdict.accepted_D)
-            self.proposer.settled(*verdict)
+            acceptance = AcceptanceCounts(step.slot_S[drafted], step.drafted_S[drafted], output.num_accepted_S[drafted])
+            stats.add_drafts(acceptance.drafted_D, acceptance.accepted_D)
+            self.proposer.on_verified(*acceptance)
         is_last = not len(self._scheduler.running) and not len(self._scheduler.waiting)
-        self.policy.observe(StepOutcome(step.facts, num_generated, verdict, is_last))
+        self.policy.observe(StepOutcome(step.facts, num_generated, acceptance, is_last))

@@ -16,7 +16,7 @@ from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 
 @dataclass(frozen=True)
-class Rounding:
+class ActQuantScheme:
     """One way to round the inputs of linears.
 
     block(weight): inputs per block for this weight; None if unsupported.
@@ -31,10 +31,10 @@ class Rounding:
     weight: Callable[[LinearWeight], LinearWeight | None] = lambda weight: weight
 
 
-ROUNDINGS = {
-    "fp8": Rounding(fp8.fp8_block, fp8.rounded, "4-bit and fp8 weights"),
-    "fp8-per-token": Rounding(lambda weight: weight.in_features, fp8.rounded, "quantized weights", per_output),
-    "int8": Rounding(int8.int8_block, int8.rounded, "4- and 8-bit weights"),
+ACT_QUANT_SCHEMES = {
+    "fp8": ActQuantScheme(fp8.fp8_block, fp8.rounded, "4-bit and fp8 weights"),
+    "fp8-per-token": ActQuantScheme(lambda weight: weight.in_features, fp8.rounded, "quantized weights", per_output),
+    "int8": ActQuantScheme(int8.int8_block, int8.rounded, "4- and 8-bit weights"),
 }
 """Keys are values of `engine.activation_dtype`."""
 
@@ -49,11 +49,11 @@ _UNSUPPORTED = {
 }
 
 
-class RoundedLinear:
+class ActQuantLinear:
     """The oracle: the weight's linear in float32, on rounded inputs."""
 
     def __init__(
-        self, weight: LinearWeight, rounding: Rounding, block: int, prepare: Callable[[LinearWeight], Linear]
+        self, weight: LinearWeight, rounding: ActQuantScheme, block: int, prepare: Callable[[LinearWeight], Linear]
     ) -> None:
         self.rounding, self.block, self.input_order_K = rounding, block, None
         if isinstance(weight, GroupIntWeight):
@@ -66,21 +66,21 @@ class RoundedLinear:
         return self.linear(self.rounding.rounded(in_order, self.block)).to(x_MK.dtype)
 
 
-def rounded_linears(prepare: Callable[[LinearWeight], Linear], backends: str) -> dict[str, RoundedLinears]:
+def act_quant_oracles(prepare: Callable[[LinearWeight], Linear], backends: str) -> dict[str, RoundedLinears]:
     """Return the oracle of each rounding, built on the float32 linears that `prepare` makes."""
 
-    def rounded_linear(dtype: str, rounding: Rounding) -> RoundedLinears:
+    def rounded_linear(dtype: str, rounding: ActQuantScheme) -> RoundedLinears:
         def prepare_rounded(weight: LinearWeight) -> Linear | None:
             block, served = rounding.block(weight), rounding.weight(weight)
-            return None if block is None or served is None else RoundedLinear(served, rounding, block, prepare)
+            return None if block is None or served is None else ActQuantLinear(served, rounding, block, prepare)
 
         description = f"{backends}, inputs rounded to {dtype} first: measures quality, not faster"
         return RoundedLinears(prepare_rounded, description)
 
-    return {dtype: rounded_linear(dtype, rounding) for dtype, rounding in ROUNDINGS.items()}
+    return {dtype: rounded_linear(dtype, rounding) for dtype, rounding in ACT_QUANT_SCHEMES.items()}
 
 
-class RoundedWherePossible:
+class ActQuantLinears:
     """`Kernels.prepare_linear` that rounds activations for the weights that support it, and counts both kinds."""
 
     def __init__(self, activation_dtype: str, linears: RoundedLinears, other: Callable[[LinearWeight], Linear]) -> None:
@@ -96,8 +96,8 @@ class RoundedWherePossible:
         return linear
 
 
-def with_rounded_activations(kernels: Kernels, activation_dtype: str, device: torch.device) -> Kernels:
-    """Return the kernels with linears on activations in a type of ROUNDINGS, for the weights that support it.
+def with_act_quant(kernels: Kernels, activation_dtype: str, device: torch.device) -> Kernels:
+    """Return the kernels with linears on activations in a type of ACT_QUANT_SCHEMES, for the weights that support it.
 
     Raises ConfigError if the device does not support the type.
     """
@@ -106,7 +106,7 @@ def with_rounded_activations(kernels: Kernels, activation_dtype: str, device: to
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         reason = _UNSUPPORTED[activation_dtype].format(name=torch.cuda.get_device_name(device), capability=capability)
         raise ConfigError(f"engine.activation_dtype = {activation_dtype!r}: {reason}")
-    prepare = RoundedWherePossible(activation_dtype, linears, kernels.prepare_linear)
-    weights = ROUNDINGS[activation_dtype].weights
+    prepare = ActQuantLinears(activation_dtype, linears, kernels.prepare_linear)
+    weights = ACT_QUANT_SCHEMES[activation_dtype].weights
     linear = f"{weights}: {linears.backends}; others: {kernels.backends['linear']}"
     return replace(kernels, prepare_linear=prepare, backends=kernels.backends | {"linear": linear})
