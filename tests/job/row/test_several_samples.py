@@ -67,7 +67,7 @@ def test_each_row_has_its_samples_in_lists_and_all_counts_are_of_all_samples(job
     assert sum(sum(h["counts"].values()) for h in stats["outputs"].values()) == 3 * 29, "lengths are those of samples"
 
 
-def test_an_output_of_samples_is_verified_divided_and_gone_on_with(job):
+def test_an_output_of_samples_is_verified_divided_and_resumed(job):
     texts = TEXTS[:24]
     job.rows(texts)
     report, _ = run(job, sampling=SAMPLING)
