@@ -1,4 +1,4 @@
-"""A short campaign of kills, over a store that fails: see `campaign`. The long one is run by hand."""
+"""A short campaign of kills on a failing store: see `campaign`. The long one is run by hand."""
 
 import pytest
 

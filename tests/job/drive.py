@@ -1,4 +1,7 @@
-"""A driver in its own process for a job of fakes, for tests that kill it: `python -m tests.job.drive JOB.yaml`."""
+"""A driver in its own process for a job of fakes, for tests that kill it.
+
+Run it as `python -m tests.job.drive JOB.yaml [--append]`.
+"""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Jobs that need no Ray: their runs read only as much as they compute, and end on every failure."""
+"""Jobs that need no Ray: their runs read no more than they compute, and end on every failure."""
 
 import subprocess
 import sys

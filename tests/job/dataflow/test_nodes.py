@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine: one dies in mid-job, another joins late, and each row comes once.
+"""A Ray cluster of several nodes on this machine: one dies mid-job, another joins late, and each row is written once.
 An elastic pool grows and shrinks."""
 
 import json

@@ -1,4 +1,4 @@
-"""Starting and joining Ray, its folder and its token; no effect at import and on the handlers of signals."""
+"""Starting and joining Ray, its folder and its token; no effect at import or on the handlers of signals."""
 
 import os
 import subprocess

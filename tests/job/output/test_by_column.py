@@ -1,4 +1,4 @@
-"""`pipeline report --by`: machine time by a column of the output, all of it once, from the parts that a job wrote."""
+"""`pipeline report --by`: machine time by a column of the output, from the parts; all time is counted once."""
 
 import json
 from collections import Counter

@@ -22,7 +22,7 @@ from tests.job.fake_engine import answer
 
 @pytest.fixture
 def start(tmp_path):
-    """start(fake=..., step_timeout_s=...) -> Supervisor over a fake engine."""
+    """Return `start(step_timeout_s=..., **fake)`, which returns a Supervisor over a fake engine."""
     started = []
 
     def start(step_timeout_s: float = 60.0, load_timeout_s: float = 60.0, **fake) -> Supervisor:
@@ -53,7 +53,7 @@ def check(requested: list[Request], completions, failed: set[int] = frozenset())
             assert completion.token_ids == answer(request.prompt_token_ids, request.params.seed, 6)
 
 
-def test_rows_of_several_threads_come_back_to_their_callers(start):
+def test_rows_of_several_threads_return_to_their_callers(start):
     supervisor = start()
     requested = [requests([f"thread {t} row {i}" for i in range(20)]) for t in range(4)]
     with ThreadPoolExecutor() as pool:
@@ -168,7 +168,7 @@ def test_an_engine_that_always_dies_is_not_taken_for_bad_rows(start):
         supervisor.generate(requests([f"row {i}" for i in range(8)]))
 
 
-def test_memory_is_advised_only_where_it_may_be_short():
+def test_more_memory_is_advised_only_if_it_may_be_short():
     for ended, is_short in [
         (Ended("signal SIGKILL", "", killed=True), True),
         (Ended("signal SIGKILL, by us: not loaded within 5 s", ""), False),

@@ -34,7 +34,7 @@ def test_a_plain_life():
     assert timeline.tail_us == 0
 
 
-def test_time_that_the_engine_did_not_count_goes_where_its_work_was():
+def test_time_that_the_engine_did_not_count_is_divided_like_its_work():
     timeline = Timeline(0)
     timeline.enter(None, 0)
     timeline.progress(1000, 1000, 0, stats(300, 600))

@@ -81,7 +81,7 @@ def test_a_line_gets_the_log_probabilities_of_its_own_prompt(batch, url, form):
                        for t, token in zip(each["prompt_logprobs"][1:], ids[1:]))  # fmt: skip
 
 
-def test_what_comes_out_is_what_the_clients_of_the_api_read(batch):
+def test_the_clients_of_the_api_can_read_the_converted_output(batch):
     run(batch)
     good, bad = converted(batch)
     assert {line["custom_id"] for line in good} | {line["custom_id"] for line in bad} == {f"id-{i}" for i in range(40)}

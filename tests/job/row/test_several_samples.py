@@ -101,7 +101,7 @@ def test_n_from_a_column_and_rows_whose_samples_would_be_equal(job):
     assert rows == {0: None, 1: None, 2: None, 3: "invalid_sampling"}
 
 
-def test_a_job_file_that_asks_for_equal_samples_is_refused(job):
+def test_a_job_file_that_requests_equal_samples_is_refused(job):
     for sampling, message in [
         ({"n": 8}, "8 with temperature 0 gives 8 equal texts; set sampling.temperature above 0"),
         ({"n": 8, "temperature": 0}, "8 with temperature 0 gives 8 equal texts"),

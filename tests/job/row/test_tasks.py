@@ -118,7 +118,7 @@ def test_each_row_may_have_its_own_labels_and_bad_ones_are_error_rows_by_name(ma
     job = make_job("choice", labels={"column": "options"}).columns(text=["hello"] * 7, options=options)
     run(job, run={"max_error_rate": 1.0})
     rows = job.by_id()
-    ends = [*(tuple(b"no\0"), tuple(b"not sure\0"))]  # each with its end: else the longer could never win
+    ends = [*(tuple(b"no\0"), tuple(b"not sure\0"))]  # each with its end, without which the longer one could never win
     for i, tokens in ((0, [tuple(b"yes"), tuple(b"no")]), (1, ends)):
         expected = result_of(prompt_of("hello"), Choice(tuple(tokens)))
         assert [each["label"] for each in rows[i]["label_probabilities"]] == options[i]

@@ -49,6 +49,6 @@ def test_a_child_gets_the_modules_of_this_process_without_the_working_directory(
     monkeypatch.setenv("PYTHONPATH", f":{ROOT}")
     assert str(tmp_path) not in given(), "an empty entry is dropped"
     monkeypatch.setattr(interpreter, "PACKAGE_PARENT", str(tmp_path))
-    assert given()[0] == str(tmp_path), "this package is there"
+    assert given()[0] == str(tmp_path), "the package's own folder is kept"
     monkeypatch.setattr(sys, "path", ["/usr/lib/python"])
     assert given() == ["/usr/lib/python", str(tmp_path)]

@@ -34,7 +34,7 @@ def retry(job, max_model_len, **sections):
 
 
 def noted(job) -> list[tuple[int, int]]:
-    """(source_row, limit) of all rows that the parts' footers name."""
+    """Return (source_row, limit) of all rows that the parts' footers name."""
     found = []
     for part in job.parts():
         for entry in json.loads((pq.read_metadata(part).metadata or {}).get(KEY.encode(), b"[]")):
