@@ -179,7 +179,7 @@ HELD = {
 
 @pytest.mark.parametrize("name", HELD)
 def test_a_model_agrees_with_itself(pair: Pair, folders: Folders, name: str) -> None:
-    """Rows with tokens that are not allowed agree too."""
+    """They agree too if the likeliest tokens are not allowed."""
     served, reference = pair(folders[1])
     (start,) = served.tokenizer.encode("a")
     requests = [

@@ -1,4 +1,4 @@
-"""Known texts with rows that generate, if steps are launched before the tokens of the previous one are known."""
+"""Known texts are read while other rows generate, even if steps are launched before the previous tokens are known."""
 
 import numpy as np
 import pytest
