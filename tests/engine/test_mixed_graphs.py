@@ -105,14 +105,14 @@ def test_captured_mixed_steps_give_the_reference_tokens(
     runner = capture(engine, replayed_and_compared, is_ahead, **sizes, max_mixed_tokens=MAX_MIXED)
     assert runner._graphs._mixed_sizes.tolist() == [16, 24, 32, 40]
     engine.scheduler.admission.expected_output = 1 if is_ahead else None
-    steps, serves, launched = watch_replays(runner), runner._graphs.serves, []
+    steps, supports, launched = watch_replays(runner), runner._graphs.supports, []
 
-    def serves_or_noted(step: StepInput, *rest: Any) -> bool:
-        if not serves(step, *rest):
+    def supports_or_recorded(step: StepInput, *rest: Any) -> bool:
+        if not supports(step, *rest):
             launched.append(len(step.token_id_T))
-        return serves(step, *rest)
+        return supports(step, *rest)
 
-    runner._graphs.serves = serves_or_noted
+    runner._graphs.supports = supports_or_recorded
     assert tokens_of(engine) == expected
     mixed = [step for step in steps if np.diff(step.query_start_S1).max() > runner._graphs._attention.max_queries]
     assert len(mixed) >= 3, "prompts are replayed"
