@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, written by transformers, and a byte-level tokenizer to go with them."""
+"""Tiny random checkpoints of every family, written by transformers, and a byte-level tokenizer for them."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +47,7 @@ FAMILIES = [
 
 
 def small_config(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
-    """Of a model with the tokenizer of `write_tokenizer`."""
+    """Return the config of a model with the tokenizer of `write_tokenizer`."""
     return {
         "vocab_size": VOCAB,
         "hidden_size": hidden,
@@ -63,7 +63,7 @@ def small_config(hidden: int, intermediate: int, layers: int, heads: int, kv_hea
 
 
 def draw_config(family: Family, rng: np.random.Generator) -> dict[str, Any]:
-    """Random small shapes for a family. Weights are wide (initializer_range), so that attention decides tokens."""
+    """Draw random small shapes for a family. Weights are wide (initializer_range), so that attention decides tokens."""
     kv_heads = int(rng.choice([1, 2, 4]))
     heads = kv_heads * int(rng.choice([1, 2, 3]))
     if family.options.get("num_key_value_heads"):
@@ -75,7 +75,7 @@ def draw_config(family: Family, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def write_checkpoint(folder: Path, family: Family, config: dict[str, Any], seed: int) -> Path:
-    """A sharded float32 checkpoint with tokenizer; norms and biases are random too."""
+    """Write a sharded float32 checkpoint with tokenizer; norms and biases are random too."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **config), dtype=torch.float32)
     with torch.no_grad():

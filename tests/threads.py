@@ -1,4 +1,4 @@
-"""Work done in several threads at once."""
+"""Concurrent calls in several threads."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def at_once(count: int, work: Callable[[int], T]) -> list[T]:
-    """What work(0) to work(count - 1) returned, in the order in which they ended."""
+    """Return the results of work(0) to work(count - 1), in the order in which they ended."""
     done: list[T] = []
     threads = [threading.Thread(target=lambda i=i: done.append(work(i))) for i in range(count)]
     for thread in threads:

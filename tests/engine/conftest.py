@@ -1,4 +1,4 @@
-"""Checkpoints that several files of tests read."""
+"""Checkpoints of several test files."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from tests.weights.packers import quantize_randomly
 
 @pytest.fixture(scope="session")
 def int4_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4-bit weights, norms on queries and keys, a window on the second layer; next to it, "plain", the same in
-    float32."""
+    """Write a checkpoint with 4-bit weights, norms on queries and keys, and a window on the second layer; next to it,
+    "plain", the same in float32."""
     path = tmp_path_factory.mktemp("int4")
     write_checkpoint(path / "plain", Family("qwen3", "qwen3"), QWEN3, seed=4)
     return quantize_randomly(path / "plain", path / "int4", group_size=64, zero_point=True, seed=5)

@@ -42,7 +42,7 @@ def expected_tokens(
 class HashRunner:
     """The runner protocol over an integer cache; `bad_token` makes the logits of every context that holds it NaN.
 
-    With a `memory` the next token depends on so many last ones alone, so that texts repeat themselves.
+    The next token depends on the last `memory` tokens only, if given, so that texts repeat themselves.
     """
 
     vocab_size = hidden_size = VOCAB
@@ -62,7 +62,7 @@ class HashRunner:
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         if future is not None:
             step = _with(step, future)
-        assert (step.token_id_T >= 0).all(), "a promised token was taken for a known one"
+        assert (step.token_id_T >= 0).all(), "a placeholder was computed as a known token"
         self.tokens_per_step.append(len(step.token_id_T))
         self.cache.reshape(-1)[step.slot_mapping_T] = step.token_id_T
         logits = torch.zeros(len(step.logit_row_R), VOCAB)
@@ -71,7 +71,7 @@ class HashRunner:
             length = int(step.context_len_S[s]) - (int(step.query_start_S1[s + 1]) - 1 - row)
             blocks = step.block_table_SM[s, : -(-length // self.block_size)]
             context = self.cache[blocks].reshape(-1)[:length].tolist()
-            assert _STALE not in context, "read a slot that nobody wrote since the block was handed out"
+            assert _STALE not in context, "read a slot that was not written since the block was allocated"
             if self.bad_token is not None and self.bad_token in context:
                 logits[r] = float("nan")
             else:
@@ -79,7 +79,7 @@ class HashRunner:
         return logits
 
     def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states are the logits."""
+        """Return logits and hidden states, which are the logits too."""
         both = np.union1d(step.logit_row_R, row_N)
         logits = self.execute(replace(step, logit_row_R=both))
         of_both = (torch.from_numpy(np.searchsorted(both, rows)) for rows in (step.logit_row_R, row_N))
@@ -95,7 +95,7 @@ class HashRunner:
 
 
 def _with(step: StepInput, future: FutureTokens) -> StepInput:
-    """The step as the device has it."""
+    """Return the step with the tokens that the device has."""
     token_id_T = torch.from_numpy(step.token_id_T.copy())
     future.put_into(token_id_T, torch.from_numpy(future.index_2F))
     return replace(step, token_id_T=token_id_T.numpy())
@@ -113,7 +113,7 @@ def before_each_step(engine: Any, hook: Callable[[StepInput, FutureTokens | None
 
 
 def watched(engine: Engine) -> list[tuple[int, int]]:
-    """(tokens, future tokens among them) of each step, as they come."""
+    """Return a list that receives (tokens, future tokens among them) of each step."""
     seen: list[tuple[int, int]] = []
     before_each_step(
         engine,
@@ -125,7 +125,7 @@ def watched(engine: Engine) -> list[tuple[int, int]]:
 def check_tokens(
     done: Mapping[Any, Completion], requests: Iterable[Request], max_len: int = 64, memory: int | None = None
 ) -> None:
-    """Every request has the tokens that the model gives it alone."""
+    """Assert that every request has the tokens that the model gives it alone."""
     for request in requests:
         eos, prompt = not request.params.ignore_eos, request.prompt_token_ids
         expected = expected_tokens(prompt, request.params.max_tokens, max_len, eos, memory)
@@ -133,7 +133,7 @@ def check_tokens(
 
 
 class PlainTokenizer:
-    """What the engine needs of a tokenizer, for token ids that mean nothing."""
+    """Tokenizer of token ids without meaning: a text is the list of their numbers."""
 
     eos_token_ids = frozenset({EOS})
     vocab_size = VOCAB
@@ -157,7 +157,7 @@ def hash_engine(
     tokenizer: Any = None,
     **options: int,
 ) -> Engine:
-    """An engine on a HashRunner whose blocks turn stale whenever they are handed out anew."""
+    """Build an engine on a HashRunner whose blocks turn stale whenever they are allocated."""
     runner = HashRunner(num_blocks, block_size, bad_token, memory)
     runner.is_asynchronous = is_asynchronous
     settings = {"max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 16} | options
@@ -165,7 +165,7 @@ def hash_engine(
         runner, tokenizer or PlainTokenizer(), num_blocks=num_blocks, block_size=block_size, **settings
     )
     assert (engine.scheduler.pacing is not None) == is_asynchronous
-    engine.scheduler.pacing = None  # it goes by the clock, and a test's steps must be the same each time
+    engine.scheduler.pacing = None  # it measures time, and a test's steps must be reproducible
     allocate = engine.pool.allocate
 
     def allocate_stale(count: int) -> list[int]:
@@ -178,7 +178,7 @@ def hash_engine(
 
 
 def tight_engine(rng: np.random.Generator, max_len: int = 64, **options: Any) -> Engine:
-    """An engine of random sizes, whose cache holds one long sequence at least and some more at most."""
+    """Build an engine of random sizes, whose cache holds from one to about four long sequences."""
     size = int(rng.choice([1, 3, 4, 8]))
     return hash_engine(
         -(-max_len // size) + int(rng.integers(0, 3 * max_len // size)),

@@ -35,7 +35,7 @@ SERVED: list[tuple[str, str, dict[str, int]]] = [
 
 
 def completed(engine: Engine) -> tuple[list[list[int]], np.ndarray]:
-    """Greedy tokens of ragged prompts, two of which begin alike, and their log-probabilities."""
+    """Return greedy tokens of ragged prompts, two of which begin alike, and their log-probabilities."""
     rng = np.random.default_rng(3)
     stem = rng.integers(0, 255, 16).tolist()
     prompts = [(stem if n < 2 else []) + rng.integers(0, 255, length).tolist() for n, length in enumerate((10, 1, 5))]
@@ -67,9 +67,9 @@ def test_tokens_are_the_oracles(
 
 
 def test_each_form_gives_other_logits(oracles: dict[str, Any]) -> None:
-    """One scale a token rounds weights too."""
+    """Forms with one scale a token round weights too."""
     for one, other, least in (("auto", "fp8", 1e-2), ("fp8", "fp8-per-token", 1e-3), ("auto", "int8", 1e-3)):
-        assert np.median(abs(oracles[one][1] - oracles[other][1])) > least, "rounding would not be seen"
+        assert np.median(abs(oracles[one][1] - oracles[other][1])) > least, "rounding would not be detected"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_each_form_gives_other_logits(oracles: dict[str, Any]) -> None:
         ("int8", "cpu", rf"4- and 8-bit weights: numba, products of bytes \({forms_here()[0].name}\); others"),
     ],
 )
-def test_it_says_what_is_in_8_bits(form: str, kernels: str, linear: str, int4_folder: Path) -> None:
+def test_the_resolved_settings_name_what_is_in_8_bits(form: str, kernels: str, linear: str, int4_folder: Path) -> None:
     skip_without_products_of_bytes(form)
     with engine_of(int4_folder, kernels, activation_dtype=form) as engine:
         assert engine.resolved["weights"] == f"AWQ int4, groups of 64; inputs of 8 of 9 linears in {form}"
@@ -89,7 +89,7 @@ def test_it_says_what_is_in_8_bits(form: str, kernels: str, linear: str, int4_fo
         assert form not in f"{engine.resolved['weights']} {engine.resolved['kernel.linear']}"
 
 
-def test_a_draft_model_keeps_its_own(int4_folder: Path) -> None:
+def test_a_draft_model_keeps_its_own_activations(int4_folder: Path) -> None:
     plain = str(int4_folder.with_name("plain"))
     speculation: Any = {"method": "draft_model", "model": plain, "num_speculative_tokens": 2, "forced": True}
     with engine_of(int4_folder, "cpu", activation_dtype="fp8", speculation=speculation) as engine:
@@ -104,7 +104,7 @@ def test_memory_is_planned_with_a_byte_a_weight(int4_folder: Path, monkeypatch: 
     assert planned == pytest.approx(rest + linears * (1 + 4 / 64), abs=1)
     assert planned < weight_bytes(config, gpu, torch.bfloat16)
     cpu, embeddings = torch.device("cpu"), 2 * config.vocab_size * config.hidden_size * torch.bfloat16.itemsize
-    for alone, per_weight in ((False, 2 + 0.5 + 8 / 64), (True, 0.5 + 3 / 64)):  # with a dense form beside, or without
+    for alone, per_weight in ((False, 2 + 0.5 + 8 / 64), (True, 0.5 + 3 / 64)):  # with a dense form too, or without
         monkeypatch.setattr(memory, "supports_int4_alone", lambda dtype, alone=alone: alone)
         rounded, plain = (weight_bytes(config, cpu, torch.bfloat16, activation_dtype=each) for each in ("fp8", "auto"))
         assert rounded == pytest.approx(embeddings + linears * (0.5 + 8 / 64), abs=1)

@@ -1,4 +1,4 @@
-"""Several calls on one engine: each gets the completions of its own requests, and leaves nothing behind."""
+"""Several calls on one engine: each gets the completions of its own requests, and frees all that it held."""
 
 import gc
 import sys
@@ -20,7 +20,7 @@ from tests.engine.hash_runner import VOCAB, before_each_step, check_tokens, hash
 from tests.engine.schedule.test_scheduler import run
 from tests.engine.step.test_in_flight_drafts import drafting_engine
 
-MEMORY = 2  # tokens that the next one depends on, where texts are to repeat themselves
+MEMORY = 2  # tokens that the next one depends on, so that texts repeat themselves
 
 
 def row(row_id: object, first: int, num_tokens: int) -> Request:
@@ -49,7 +49,7 @@ def generated(engine: Engine, requests: list[Request]) -> list[Completion]:
 
 @pytest.mark.parametrize("num_seqs", [2, 4, 16])
 @pytest.mark.parametrize("is_asynchronous", [False, True])
-def test_an_abandoned_stream_costs_nothing_more_and_none_of_it_comes_elsewhere(
+def test_an_abandoned_stream_is_aborted_and_no_other_call_gets_its_completions(
     num_seqs: int, is_asynchronous: bool
 ) -> None:
     engine = hash_engine(200, 4, max_num_seqs=num_seqs, is_asynchronous=is_asynchronous)
@@ -64,7 +64,7 @@ def test_an_abandoned_stream_costs_nothing_more_and_none_of_it_comes_elsewhere(
     check_empty(engine)
 
 
-def test_a_stream_is_over_when_nobody_holds_it_any_more() -> None:
+def test_a_stream_ends_when_its_last_reference_is_dropped() -> None:
     engine = hash_engine(200, 4)
     next(engine.stream([row(0, 1, 2), *rows(10, 20, 40)[1:]]))
     check_empty(engine)
@@ -84,7 +84,7 @@ def test_a_stream_that_the_garbage_collector_ends_in_the_middle_of_a_step_is_abo
     del held
 
     def collect(step: StepInput, future: FutureTokens | None) -> None:
-        assert engine.scheduler.running.size, "what a step computes is there"
+        assert engine.scheduler.running.size, "the step has running sequences"
         gc.collect()
 
     before_each_step(engine, collect)
@@ -92,8 +92,8 @@ def test_a_stream_that_the_garbage_collector_ends_in_the_middle_of_a_step_is_abo
     check_empty(engine)
 
 
-def test_what_ends_while_an_abandoned_stream_is_cleared_away_is_dropped_with_it() -> None:
-    """One that is rejected, and, with a step in flight, one whose last token is there already."""
+def test_requests_that_end_while_an_abandoned_stream_is_closed_are_dropped_with_it() -> None:
+    """These are a rejected one and, with a step in flight, one whose last token has been read already."""
     engine = hash_engine(200, 4, is_asynchronous=True)
     source = iter([row("first", 1, 1), row("next", 2, 2), row("empty", 3, 2)])
     stream = engine.stream(source)
@@ -124,14 +124,14 @@ def test_streams_and_added_requests_with_equal_ids_get_their_own(is_asynchronous
                 done[name].append(completion)
     check(done["first"], first)
     check(done["second"], second)
-    asked = rows(80, 3, 4)
-    check(generated(engine, asked), asked)
-    assert engine.num_unfinished == len(added), "they are still to be handed over"
+    requests = rows(80, 3, 4)
+    check(generated(engine, requests), requests)
+    assert engine.num_unfinished == len(added), "they are still to be returned"
     check(list(run(engine, []).values()), added)
     check_empty(engine)
 
 
-def test_steps_of_others_lose_nothing_of_a_stream_that_waits() -> None:
+def test_steps_of_other_calls_lose_no_completion_of_a_waiting_stream() -> None:
     engine = hash_engine(200, 4)
     ours = rows(20, 8, 7)
     stream = engine.stream(ours)
@@ -142,10 +142,10 @@ def test_steps_of_others_lose_nothing_of_a_stream_that_waits() -> None:
     check(generated(engine, other), other)
     num_steps = engine.stats.num_steps
     check([*done, *stream], ours)
-    assert engine.stats.num_steps == num_steps, "all were there"
+    assert engine.stats.num_steps == num_steps, "all were complete"
 
 
-def test_more_completions_that_nobody_fetches_than_a_stream_keeps_ahead_do_not_stop_it() -> None:
+def test_unfetched_completions_beyond_the_streams_lookahead_do_not_stop_it() -> None:
     engine = hash_engine(200, 4, max_num_seqs=2)
     added, ours = rows(1, 20, 2), rows(30, 10, 3)
     for each in added:
@@ -161,10 +161,10 @@ def test_an_added_request_is_aborted_by_its_id_and_one_of_a_stream_too() -> None
     stream = engine.stream(rows(20, 8, 7))
     engine.add(row("added", 1, 20))
     done = [next(stream)]
-    gone = next(n for n in range(8) if n != done[0].row_id and n in {c.request.row_id for c in _running(engine)})
+    aborted = next(n for n in range(8) if n != done[0].row_id and n in {c.request.row_id for c in _running(engine)})
     assert engine.abort("added")
-    assert engine.abort(gone)
-    check([*done, *stream], [each for each in rows(20, 8, 7) if each.row_id != gone])
+    assert engine.abort(aborted)
+    check([*done, *stream], [each for each in rows(20, 8, 7) if each.row_id != aborted])
     check_empty(engine)
 
 
@@ -181,33 +181,33 @@ def test_a_rejected_request_has_ended_and_is_not_aborted() -> None:
     check_empty(engine)
 
 
-def test_a_source_that_fails_leaves_nothing_behind() -> None:
+def test_a_failing_source_frees_all_sequences() -> None:
     engine = hash_engine(200, 4)
 
     def source():
         yield from rows(1, 14, 9)
-        raise OSError("the file is gone")
+        raise OSError("the file is missing")
 
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(OSError, match="is missing"):
         list(engine.stream(source()))
     check_empty(engine)
 
 
 class _Interrupt:
-    """KeyboardInterrupt out of one of the calls of a function, before it did its work or after."""
+    """Wrapper of a function that raises KeyboardInterrupt in one of its calls, before or after its work."""
 
     def __init__(self, function: Callable, at: int, before: bool) -> None:
         self._function, self._at, self._before = function, at, before
-        self.has_come = False
+        self.has_raised = False
 
     def __call__(self, *arguments, **named):
         self._at -= 1
         if self._at == 0 and self._before:
-            self.has_come = True
+            self.has_raised = True
             raise KeyboardInterrupt
         result = self._function(*arguments, **named)
         if self._at == 0:
-            self.has_come = True
+            self.has_raised = True
             raise KeyboardInterrupt
         return result
 
@@ -227,29 +227,29 @@ ENGINES: dict[str, tuple[Callable[[], Engine], int | None]] = {
 
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("before", [False, True])
-def test_after_an_interrupted_call_the_next_one_and_added_requests_come_out_right(kind: str, before: bool) -> None:
-    """A Ctrl-C in a notebook comes out of a model's step, or while a device is waited for."""
+def test_after_an_interrupted_call_the_next_one_and_added_requests_are_correct(kind: str, before: bool) -> None:
+    """A Ctrl-C in a notebook may interrupt a model's step, or the wait for a device."""
     make, memory = ENGINES[kind]
     interrupted = 0
     for at in range(1, 12):
-        for where in ("execute", "output"):
+        for function in ("execute", "output"):
             engine = make()
-            added, asked, ours = rows(1, 3, 12), rows(40, 9, 30), rows(60, 3, 6)
+            added, requests, ours = rows(1, 3, 12), rows(40, 9, 30), rows(60, 3, 6)
             for each in added:
                 engine.add(each)
             engine.add(Request("empty", [], SamplingParams()))
             with pytest.MonkeyPatch.context() as patch:
-                if where == "execute":
+                if function == "execute":
                     interrupt = _Interrupt(engine.runner.execute, at, before)
                     patch.setattr(engine.runner, "execute", interrupt)
                 else:
                     interrupt = _Interrupt(StepInFlight.output, at, before)
                     patch.setattr(StepInFlight, "output", lambda flight, interrupt=interrupt: interrupt(flight))
                 try:
-                    generated(engine, asked)
+                    generated(engine, requests)
                 except KeyboardInterrupt:
                     assert engine.num_unfinished == len(added) + 1
-            interrupted += interrupt.has_come
+            interrupted += interrupt.has_raised
             check(generated(engine, ours), ours, memory)
             done = run(engine, [])
             assert done.pop("empty").error == "empty_prompt"  # type: ignore[call-overload]
@@ -258,7 +258,7 @@ def test_after_an_interrupted_call_the_next_one_and_added_requests_come_out_righ
     assert interrupted >= 11
 
 
-def test_a_warm_up_beside_requests_is_refused_and_loses_none() -> None:
+def test_a_warm_up_while_requests_run_is_refused_and_loses_none() -> None:
     engine = hash_engine(200, 4)
     added = rows(1, 3, 4)
     for each in added:
@@ -282,14 +282,14 @@ def test_an_interrupted_warm_up_leaves_the_engine_as_it_was() -> None:
 
 
 def drawing_engine() -> Engine:
-    """All tokens are as likely, so that a row's tokens are those of its seed."""
+    """Build an engine with equal logits, so that a row's tokens depend on its seed only."""
     engine = hash_engine(200, 4)
     engine.runner.execute = lambda step, future=None: torch.zeros(len(step.logit_row_R), VOCAB)  # type: ignore[method-assign]
     return engine
 
 
 def test_without_a_seed_the_position_in_the_call_decides() -> None:
-    """Of requests that are added one by one, the number of those before; one that is refused moves no seed."""
+    """The position of requests added one by one is their number so far; a refused one does not count."""
     engine, params = drawing_engine(), SamplingParams(max_tokens=9, temperature=1.0, ignore_eos=True)
     prompts, added = [[1, 2]] * 4, [Request(row, [1, 2], params) for row in range(2)]
     seeded = [replace(params, seed=engine.seed + n) for n in range(4)]
@@ -342,7 +342,7 @@ def test_prompts_and_params_come_from_any_iterable() -> None:
 def test_threads_take_turns_and_each_gets_its_own_completions() -> None:
     engine, wrong = hash_engine(60, 4, max_num_seqs=4), []
 
-    def ask(thread: int) -> None:
+    def generate_rows(thread: int) -> None:
         try:
             for turn in range(4):
                 ours = rows(24 * thread + 6 * turn, 6, 12)
@@ -353,7 +353,7 @@ def test_threads_take_turns_and_each_gets_its_own_completions() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # seconds: switched in the middle of nearly every step
     try:
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+        threads = [threading.Thread(target=generate_rows, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -1,7 +1,7 @@
-"""Kernels are compiled before a job: whatever the engine launches, in steps of any kind, was among what it compiled.
+"""Kernels are compiled before a job: all that the engine launches, in steps of any kind, was compiled ahead.
 
-The engine runs on the kernels for NVIDIA GPUs in Triton's interpreter, which compiles nothing; what would be compiled
-is told by `variant`.
+The engine runs on the kernels for NVIDIA GPUs in Triton's interpreter, which compiles nothing; `variant` identifies
+what would be compiled.
 """
 
 import gc
@@ -45,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> dict[Hashable, str]:
-    """The variants that were run, with the names of their kernels."""
+    """Return a dict that receives the variants that were run, with the names of their kernels."""
     found: dict[Hashable, str] = {}
     run = Launch.run
 
@@ -70,7 +70,7 @@ def loaded(config: EngineConfig) -> tuple[LoadedModel, Resolved]:
 def compile_into(launches: DistinctLaunches, model: LoadedModel, resolved: Resolved) -> None:
     """Record what an engine compiles ahead, captured steps included, without compiling it."""
 
-    def record(steps: Callable[[], None], say: Any, num_threads: int) -> None:
+    def record(steps: Callable[[], None], log: Any, num_threads: int) -> None:
         with recording(launches.add):
             steps()
 

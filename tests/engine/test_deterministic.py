@@ -156,7 +156,7 @@ def test_on_gpu_kernels_captured_or_not(folder: Path, monkeypatch: pytest.Monkey
         with engine_of(deterministic, max_num_batched_tokens=20) as engine:
             replays = watch_replays(capture(engine, max_num_seqs=2, max_queries=3, max_tokens=6))
             outputs = {n: tokens for n, (tokens, _) in enumerate(expected)}
-            proposer = Recorded(engine.table, outputs, np.random.default_rng(2), most=2, vocab_size=250)
+            proposer = Recorded(engine.table, outputs, np.random.default_rng(2), max_drafts=2, vocab_size=250)
             draft_with(engine, proposer)
             found = likelihoods_of(engine.generate(two, own))
             assert len(replays) >= 2, "steps were replayed"

@@ -234,11 +234,11 @@ def test_what_is_forgotten_is_computed_again(folder: Path) -> None:
 
 
 def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     config = EngineConfig(model=str(folder), device="cpu", dtype="float32", max_model_len=128)
-    with Engine(config, said.append) as engine:
+    with Engine(config, messages.append) as engine:
         engine.warm_up()
-        assert [message.split()[0] for message in said] == ["reading", "warming", "warming"]
+        assert [message.split()[0] for message in messages] == ["reading", "warming", "warming"]
         assert engine.stats.num_steps == 0
         engine.generate(prompts_of(10), greedy(8))
         stats = engine.stats
@@ -249,7 +249,7 @@ def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"max_num_batched_tokens": 4}, "max_num_batched_tokens"),
         ({"max_model_len": 100_000}, "at most 512 positions"),
@@ -269,9 +269,9 @@ def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> N
         *([] if torch.cuda.is_available() else [({"device": "cuda"}, "no CUDA device")]),
     ],
 )
-def test_options_that_cannot_be_met_are_refused(folder: Path, options: dict, said: str) -> None:
+def test_options_that_cannot_be_met_are_refused(folder: Path, options: dict, message: str) -> None:
     settings = {"device": "cpu", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8} | options
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         Engine(EngineConfig(str(folder), **settings))
 
 
@@ -316,8 +316,8 @@ def test_options_of_another_type_or_out_of_range_are_refused_by_name(folder: Pat
         for value in values:
             with pytest.raises(ConfigError, match=rf"sampling.{name} = .*: expected "):
                 SamplingParams(**{name: value})
-    for said, options in REPETITION_OPTIONS.items():
-        with pytest.raises(ConfigError, match=rf"sampling.repetition_detection.{said}: expected "):
+    for message, options in REPETITION_OPTIONS.items():
+        with pytest.raises(ConfigError, match=rf"sampling.repetition_detection.{message}: expected "):
             RepetitionDetectionParams(**{"max_pattern_size": 4, "min_count": 2} | options)
     with pytest.raises(ConfigError, match=r"Engine\('demo'\): expected an EngineConfig"):
         Engine("demo")  # type: ignore[arg-type]

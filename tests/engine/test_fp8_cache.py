@@ -1,5 +1,5 @@
 """The engine with `kv_cache_dtype: fp8`: the reference kernels with the same numerics give its tokens, however rows are
-batched, cut, preempted, shared or drafted for; broken rows are found; and the cache takes the memory it says."""
+batched, cut, preempted, shared or drafted for; broken rows are detected; and the cache has its reported size."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def fp8_engine(folder: Path, **options: Any) -> Engine:
 
 
 def drawn_prompts() -> list[list[int]]:
-    """Around the borders of blocks of 8; half of them begin alike."""
+    """Draw prompts with lengths around multiples of 8; half of them begin alike."""
     rng = np.random.default_rng(5)
     stem = rng.integers(0, 255, 19).tolist()
     lengths = (1, 7, 8, 9, 16, 33, 50, 64)
@@ -39,13 +39,13 @@ def drawn_prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
-    """Of the reference kernels, one row at a time, nothing shared."""
+    """Generate tokens with the reference kernels, one row at a time, nothing shared."""
     with fp8_engine(folder, kernels="reference", max_num_seqs=1, enable_prefix_caching=False) as engine:
         return [c.token_ids for c in engine.generate(drawn_prompts(), greedy(NUM_TOKENS))]
 
 
 def compare(folder: Path, ours: list[Completion], expected: list[list[int]]) -> None:
-    """Equal tokens, or a first difference at a near-tie of the reference; of at most one row."""
+    """Assert equal tokens, or a first difference of at most one row at a near-tie of the reference."""
     apart = 0
     for prompt, completion, theirs in zip(drawn_prompts(), ours, expected, strict=True):
         differing = [n for n, (a, b) in enumerate(zip(completion.token_ids, theirs, strict=True)) if a != b]
@@ -55,7 +55,7 @@ def compare(folder: Path, ours: list[Completion], expected: list[list[int]]) -> 
         with fp8_engine(folder, kernels="reference") as engine:
             logits_V = our_logits(engine, prompt + theirs[:first])[-1]
         gap = float(logits_V[theirs[first]] - logits_V[completion.token_ids[first]])
-        assert gap < TIE, f"token {first}: a logit {gap:.1e} behind the best was taken"
+        assert gap < TIE, f"token {first}: a logit {gap:.1e} behind the best was chosen"
     assert apart <= 1
 
 
@@ -105,7 +105,7 @@ def test_it_changes_logits_a_little_and_no_more(folder: Path) -> None:
     assert 1e-4 < change < 0.1
 
 
-def test_the_cache_takes_the_memory_it_says(folder: Path) -> None:
+def test_the_cache_has_its_reported_size(folder: Path) -> None:
     memory = 1 << 20
     with float32_engine(folder, kv_cache_memory_bytes=memory) as plain:
         wide, config = int(plain.resolved["num_kv_blocks"]), plain.runner.decoder.config
@@ -113,10 +113,10 @@ def test_the_cache_takes_the_memory_it_says(folder: Path) -> None:
     with fp8_engine(folder, kv_cache_memory_bytes=memory) as engine:
         narrow = int(engine.resolved["num_kv_blocks"])
         assert engine.resolved["kv_cache_dtype"] == "float8_e4m3fn"
-        taken = sum(tensor.nbytes for layer in engine.runner.kv.layers for tensor in layer.tensors)
+        num_bytes = sum(tensor.nbytes for layer in engine.runner.kv.layers for tensor in layer.tensors)
     block_bytes = 2 * config.num_layers * config.num_kv_heads * (config.head_dim + 4) * 8
     assert narrow == memory // block_bytes
-    assert taken == narrow * block_bytes
+    assert num_bytes == narrow * block_bytes
     assert narrow > 2.5 * wide
 
 
@@ -128,7 +128,7 @@ NAN_TOKEN = 300  # the tokenizer never makes it; its embedding is poisoned
 def test_fault_49_a_broken_row_is_an_error_row_and_its_mates_are_unchanged(
     folder: Path, kernels: str, poison: float
 ) -> None:
-    """Its keys and values are marked by their scales alone."""
+    """Only the scales of its keys and values are NaN."""
     prompts = drawn_prompts()
     bad = [*prompts[1][:19], *[9] * 5, NAN_TOKEN, *[9] * 12]
     with fp8_engine(folder, kernels=kernels) as engine:

@@ -33,8 +33,8 @@ QWEN3 = small_config(64, 128, 2, 4, 2, head_dim=16, **WINDOWED, **WIDE)
 
 
 def replayed(function: Callable[[], None]) -> Callable[[], None]:
-    """What a CUDA graph does: no kernel runs while it is captured, and a replay is the same work on the same tensors,
-    whatever the arguments of the step were."""
+    """Simulate a CUDA graph: no kernel runs during capture, and a replay repeats the work on the same tensors, whatever
+    the arguments of the step were."""
     with recorded_launches():
         function()
     return function
@@ -50,7 +50,7 @@ def capture(engine: Engine, function: Callable = replayed, is_asynchronous: bool
 
 
 def watch_replays(runner: Any) -> list[StepInput]:
-    """Return the steps that are replayed, as they come, each of which writes where its own tokens are."""
+    """Return a list that receives replayed steps; assert that each writes only its own slots."""
     run, ran = runner._graphs.run, list[StepInput]()
 
     def run_and_watch(step: StepInput, *rest: Any) -> torch.Tensor:
@@ -58,7 +58,7 @@ def watch_replays(runner: Any) -> list[StepInput]:
         before = keys_CBKD.clone()
         hidden_RH = run(step, *rest)
         written = (keys_CBKD.float() != before.float()).flatten(2).any(-1)[:-1].flatten().nonzero().flatten()
-        assert set(written.tolist()) <= set(step.slot_mapping_T.tolist()), "padding wrote where sequences are"
+        assert set(written.tolist()) <= set(step.slot_mapping_T.tolist()), "padding wrote into slots of sequences"
         ran.append(step)
         return hidden_RH
 
@@ -79,7 +79,7 @@ DRAWN = (
 
 
 def tokens_of(engine: Engine, is_drawn: bool) -> tuple[list[list[int]], int]:
-    """Completions of prompts that share a beginning, one computed in two chunks, and how many steps they took."""
+    """Return completions of prompts that share a beginning, one computed in two chunks, and the number of steps."""
     rng = np.random.default_rng(3)
     stem = rng.integers(0, 255, 16).tolist()
     prompts = [(stem if n < 2 else []) + rng.integers(0, 255, length).tolist() for n, length in enumerate((10, 1, 5))]
@@ -93,8 +93,8 @@ def tokens_of(engine: Engine, is_drawn: bool) -> tuple[list[list[int]], int]:
 def test_captured_steps_give_the_reference_tokens(
     int4_folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without drafts as on a GPU: the next step is launched before the tokens of one are known, and wide forms of the
-    weights are written into a shared scratch."""
+    """Without drafts the engine runs as on a GPU: it launches the next step before the tokens of one are known, and
+    writes wide forms of the weights into a shared scratch."""
     with_drafts, is_drawn = kind.startswith("drafts"), kind.startswith("drawn")
     kv_cache_dtype = "fp8" if "fp8" in kind else "auto"
     expected, _ = tokens_of(engine_of(int4_folder, "reference", kv_cache_dtype=kv_cache_dtype), is_drawn)
@@ -142,7 +142,7 @@ def test_drafts_checked_in_captured_steps_give_the_reference_tokens(int4_folder:
     assert 0 < sum(engine.stats.accepted_by_position) < sum(engine.stats.drafted_by_position)
 
 
-def test_graphs_go_as_far_as_the_kernels_take_queries(int4_folder: Path) -> None:
+def test_graphs_have_up_to_the_kernels_max_queries(int4_folder: Path) -> None:
     with engine_of(int4_folder, "triton") as engine:
         runner = capture(engine, lambda function: function, max_num_seqs=3, max_queries=33, max_tokens=99)
         assert runner._graphs._attention.max_queries == 8
@@ -152,7 +152,7 @@ def test_graphs_go_as_far_as_the_kernels_take_queries(int4_folder: Path) -> None
 def test_rows_behind_a_long_prefix_give_the_reference_tokens(
     int4_folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they share is read once for all of them, in captured steps too."""
+    """The shared prefix is read once for all rows, in captured steps too."""
     monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
     decide, plans = CascadeShape.decide, []
 
@@ -184,7 +184,7 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
     assert max(len(plan.groups.sequence_I) for plan in found) == 3
 
 
-def test_known_texts_read_beside_captured_steps_have_the_reference_numbers(int4_folder: Path) -> None:
+def test_known_texts_read_with_captured_steps_have_the_reference_numbers(int4_folder: Path) -> None:
     rng = np.random.default_rng(5)
     texts = [rng.integers(0, 255, length).tolist() for length in (30, 7)]
     prompt, greedy = rng.integers(0, 255, 5).tolist(), SamplingParams(max_tokens=5, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The engine on a machine that lacks what only jobs need, and whose numba refuses its numpy: it runs, and says so."""
+"""The engine without packages of jobs, and with a numba that refuses its numpy: it runs, and reports that."""
 
 import json
 import subprocess
@@ -46,16 +46,18 @@ print(json.dumps((found, refused)))
 """
 
 
-def test_the_engine_runs_and_says_what_is_slower_or_refused() -> None:
+def test_the_engine_runs_and_reports_what_is_slower_or_refused() -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stderr[-3000:]
-    ((plain, about, _), (drafted, about_drafts, num_draft_steps)), refused = json.loads(process.stdout.splitlines()[-1])
+    ((plain, resolved, _), (drafted, resolved_drafts, num_draft_steps)), refused = json.loads(
+        process.stdout.splitlines()[-1]
+    )
     assert plain == drafted
     assert num_draft_steps == 0
-    assert about["kernel.attention"] == f"torch (reference): numba cannot be imported ({REFUSED}), this is slower"
-    assert about["speculation"] == "off"
-    assert about_drafts["speculation"] == f"off: lookup needs numba, which cannot be imported ({REFUSED})"
+    assert resolved["kernel.attention"] == f"torch (reference): numba cannot be imported ({REFUSED}), this is slower"
+    assert resolved["speculation"] == "off"
+    assert resolved_drafts["speculation"] == f"off: lookup needs numba, which cannot be imported ({REFUSED})"
     assert "sampling.structured_outputs: needs the package llguidance" in refused
     assert "pip install llguidance" in refused
 

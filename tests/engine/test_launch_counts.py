@@ -1,8 +1,8 @@
-"""How often the host launches for a layer and for a step on a GPU. A launch more in a layer is some microseconds of
-each layer of each step that is not replayed.
+"""Number of launches for a layer and for a step on a GPU. One more launch in a layer costs some microseconds of each
+layer of each step that is not replayed.
 
-Steps of a small model are computed by the engine's own runner on the kernels for NVIDIA GPUs, whose launches are noted
-and not run. Operations of torch are noted as they are dispatched.
+The engine's own runner computes steps of a small model on the kernels for NVIDIA GPUs, whose launches are recorded and
+not run. Operations of torch are recorded as they are dispatched.
 """
 
 from collections import Counter
@@ -35,17 +35,19 @@ from tests.kernels.triton.problems import DEVICE, recorded_launches
 from tests.model_folders import Family, small_config, write_checkpoint
 from tests.weights.packers import quantize_randomly
 
-pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="what is noted is not run, and the CPU has no graphs")
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="recorded launches are not run, and the CPU has no graphs"
+)
 
 LAYERS = 3
 SHAPE = small_config(512, 1024, LAYERS, 4, 2, head_dim=64, max_position_embeddings=2048)
 BLOCK, ROWS, CONTEXT = 16, 8, 320
-# torch's operations for which no kernel runs, beside views.
+# torch's operations without a kernel, except views.
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty"}
 
 
 class _Dispatched(TorchDispatchMode):
-    """Puts the names of torch's operations that would launch a kernel into a list."""
+    """Mode that appends the names of torch's operations that would launch a kernel to a list."""
 
     def __init__(self, into: list[Any]) -> None:
         super().__init__()
@@ -61,26 +63,26 @@ class _Dispatched(TorchDispatchMode):
 
 
 Counts = tuple[Counter[str], Counter[str], Counter[str]]
-"""Launches by name: of a layer in the middle, of the last, which computes sampled rows alone, and of a step around its
-layers, which includes what only the first layer launches to plan attention."""
+"""Launches by name: of a layer in the middle, of the last, which computes only sampled rows, and of a step outside its
+layers, which includes launches that plan attention in the first layer."""
 
 
 def counts_of(events: Sequence[Any]) -> Counts:
-    """events: launches and names, between the index of a layer and None where it ends."""
-    by_place: dict[int | None, Counter[str]] = {place: Counter() for place in (None, *range(LAYERS))}
-    place = None
+    """Count events: launches and names, between the index of a layer and None at its end."""
+    by_layer: dict[int | None, Counter[str]] = {layer: Counter() for layer in (None, *range(LAYERS))}
+    layer = None
     for event in events:
         if event is None or isinstance(event, int):
-            place = event
+            layer = event
         else:
-            by_place[place][event.kernel.__name__ if isinstance(event, Launch) else event] += 1
-    first, second, last = by_place[0], by_place[1], by_place[LAYERS - 1]
+            by_layer[layer][event.kernel.__name__ if isinstance(event, Launch) else event] += 1
+    first, second, last = by_layer[0], by_layer[1], by_layer[LAYERS - 1]
     assert second <= first
-    return second, last, by_place[None] + first - second
+    return second, last, by_layer[None] + first - second
 
 
 class Counting:
-    """Inside `watched`, layers mark where they begin and end in the list of what is launched."""
+    """Counter of launches. Inside `watched`, layers mark their beginning and end in the list of launches."""
 
     def __init__(self) -> None:
         self._events: list[Any] = []
@@ -109,7 +111,7 @@ class Counting:
         return tensor
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """For `capture_steps`: a replay is one launch."""
+        """Return a replay for `capture_steps` that counts as one launch."""
         function()
         return lambda: self._events.append("replay")
 
@@ -121,8 +123,8 @@ class Counting:
 
 
 def step_of(counts: Sequence[int], contexts: Sequence[int], *, shared: bool = False) -> StepInput:
-    """Of sequences that compute the last `counts` of so many tokens; they begin with the same blocks, or each has its
-    own."""
+    """Build a step of sequences that compute the last `counts` tokens of `contexts`; shared: all begin with the same
+    blocks."""
     blocks = -(-max(contexts) // BLOCK)
     table_SM = np.tile(np.arange(blocks, dtype=np.int32), (len(counts), 1))
     if not shared:
@@ -133,7 +135,7 @@ def step_of(counts: Sequence[int], contexts: Sequence[int], *, shared: bool = Fa
     )
 
 
-DECODING, MIXED = "decoding", "a prompt beside decoding"
+DECODING, MIXED = "decoding", "a prompt with decoding"
 STEPS: dict[str, StepInput] = {
     DECODING: step_of([1] * ROWS, [CONTEXT] * ROWS),
     "decoding after a shared prefix": step_of([1] * ROWS, [CONTEXT] * ROWS, shared=True),
@@ -156,12 +158,12 @@ MODELS: list[tuple[str, dict[str, Any], list[tuple[int, int, int]]]] = [
     ("AWQ", {}, [(11, 11, 12), (12, 12, 12), (11, 17, 12)]),
     ("AWQ", {"activation_dtype": "fp8"}, [(12, 12, 12), (13, 13, 12), (12, 18, 12)]),
 ]
-"""Weights, options, and launches of a layer, of the last one and around them: of STEPS, launched kernel by kernel."""
+"""Weights, options, and launches of a layer, of the last one and outside them, for STEPS launched kernel by kernel."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of SHAPE, by the kind of weights."""
+    """Write checkpoints of SHAPE, by the kind of weights."""
     folder = tmp_path_factory.mktemp("launches")
     plain = write_checkpoint(folder / "plain", Family("qwen3", "qwen3"), SHAPE, seed=4)
     return {
@@ -178,7 +180,7 @@ def test_launches_are_those_of_the_table(
     folders: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Tiles are an H100's, and prefixes are read together however short they are.
+    # Use an H100's tiles, and read prefixes of any length together.
     monkeypatch.setattr(CompileTarget, "from_device", classmethod(lambda cls, device: H100))
     monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
     with Counting().watched() as counting:

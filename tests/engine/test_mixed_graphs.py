@@ -1,6 +1,6 @@
-"""Captured steps with prompts: the engine's tokens are the reference's, and what is launched never changes.
+"""Captured steps with prompts: the engine's tokens are the reference's, and launches never change.
 
-Here in Triton's interpreter, as in `test_gpu_kernels.py`. No card has run them.
+They run in Triton's interpreter, as in `test_gpu_kernels.py`.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 BLOCK_BYTES = 2 * 2 * 8 * 2 * 16 * 4  # of 8 tokens of QWEN3, in both layers
-MOST_MIXED = 40
+MAX_MIXED = 40
 SIZES: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 48, "block_size": 16}
 DRAFTS = {"method": "lookup", "num_speculative_tokens": 2, "forced": True}
 KINDS: dict[str, dict[str, Any]] = {
@@ -52,12 +52,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A window on the second layer."""
+    """Write a checkpoint with a window on the second layer."""
     return write_checkpoint(tmp_path_factory.mktemp("mixed"), Family("qwen3", "qwen3"), QWEN3, seed=4)
 
 
-def told(launches: list[Launch]) -> list[Any]:
-    """What a graph would keep of launches, but for the tensors that the step itself allocates."""
+def captured_parts(launches: list[Launch]) -> list[Any]:
+    """Return what a graph keeps of launches, except tensors that the step allocates."""
     return [
         (each.kernel.__name__, each.grid, each.options, [a for a in each.arguments if not isinstance(a, torch.Tensor)])
         for each in launches
@@ -65,7 +65,7 @@ def told(launches: list[Launch]) -> list[Any]:
 
 
 def replayed_and_compared(function: Callable[[], None]) -> Callable[[], None]:
-    """As a CUDA graph: the launches of a replay are those that were captured."""
+    """Simulate a CUDA graph: assert that the launches of a replay are the captured ones."""
     with recorded_launches() as captured:
         function()
 
@@ -73,14 +73,14 @@ def replayed_and_compared(function: Callable[[], None]) -> Callable[[], None]:
         again, run = [], Launch.run
         with patch.object(Launch, "run", lambda launch: again.append(launch) or run(launch)):
             function()
-        assert told(again) == told(captured), "what is launched depends on the step"
+        assert captured_parts(again) == captured_parts(captured), "launches depend on the step"
 
     return replay
 
 
 def tokens_of(engine: Engine) -> list[list[int]]:
-    """Completions of a prompt in several chunks, of some that begin like it and so are partly cached, long enough to be
-    read together, and of short ones; more than run at once."""
+    """Return completions of a prompt in several chunks, of prompts that share its beginning, long enough to be read
+    together, and of short ones; more than run at once."""
     rng = np.random.default_rng(3)
     stem = rng.integers(0, 255, 133).tolist()
     prompts = [stem + rng.integers(0, 255, 3).tolist()]
@@ -102,17 +102,17 @@ def test_captured_mixed_steps_give_the_reference_tokens(
     engine = engine_of(folder, "triton", **options)
     is_ahead = "one step ahead" in kind
     sizes = {"max_num_seqs": 4, "max_queries": 3 if "drafts" in kind else 1, "max_tokens": 4}
-    runner = capture(engine, replayed_and_compared, is_ahead, **sizes, max_mixed_tokens=MOST_MIXED)
+    runner = capture(engine, replayed_and_compared, is_ahead, **sizes, max_mixed_tokens=MAX_MIXED)
     assert runner._graphs._mixed_sizes.tolist() == [16, 24, 32, 40]
     engine.scheduler.admission.expected_output = 1 if is_ahead else None
-    steps, serves, launched = watch_replays(runner), runner._graphs.serves, []
+    steps, supports, launched = watch_replays(runner), runner._graphs.supports, []
 
-    def serves_or_noted(step: StepInput, *rest: Any) -> bool:
-        if not serves(step, *rest):
+    def supports_or_recorded(step: StepInput, *rest: Any) -> bool:
+        if not supports(step, *rest):
             launched.append(len(step.token_id_T))
-        return serves(step, *rest)
+        return supports(step, *rest)
 
-    runner._graphs.serves = serves_or_noted
+    runner._graphs.supports = supports_or_recorded
     assert tokens_of(engine) == expected
     mixed = [step for step in steps if np.diff(step.query_start_S1).max() > runner._graphs._attention.max_queries]
     assert len(mixed) >= 3, "prompts are replayed"
@@ -120,7 +120,7 @@ def test_captured_mixed_steps_give_the_reference_tokens(
     assert any(len(step.context_len_S) > 1 for step in mixed), "next to decoding"
     before = [step.context_len_S.max() - np.diff(step.query_start_S1).max() for step in mixed]
     assert max(before) > 0, "after a chunk or a cached beginning"
-    assert all(size > MOST_MIXED for size in launched), "only larger steps are launched kernel by kernel"
+    assert all(size > MAX_MIXED for size in launched), "only larger steps are launched kernel by kernel"
     assert launched
     assert engine.stats.num_preemptions > 0 or "preempted" not in kind
 
@@ -128,37 +128,42 @@ def test_captured_mixed_steps_give_the_reference_tokens(
 def test_sizes_of_captured_steps_waste_little() -> None:
     assert graph_sizes(6) == [1, 2, 4, 6]
     assert (mixed_sizes(0), mixed_sizes(9), mixed_sizes(40)) == ([], [9], [16, 24, 32, 40])
-    for sizes, most in ((graph_sizes(512), 512), (graph_sizes(3584), 3584), (mixed_sizes(2304), 2304)):
-        assert sizes[-1] == most
+    for sizes, max_size in ((graph_sizes(512), 512), (graph_sizes(3584), 3584), (mixed_sizes(2304), 2304)):
+        assert sizes[-1] == max_size
         assert all(high <= low * 1.125 for low, high in pairwise(sizes) if low >= 64)
         assert len(sizes) < 100
     assert set(mixed_sizes(2304)) <= {*graph_sizes(2304)}, "a size that decoding has too is captured with it"
 
 
 @pytest.mark.parametrize(
-    ("card", "model", "most"),
+    ("card", "model", "expected"),
     [("h200", "qwen3-0.6b", 2048), ("l4", "qwen3-0.6b", 416), ("h200", "llama3-8b", 288), ("l4", "llama3-8b-awq", 0)],
 )
-def test_mixed_steps_are_captured_where_launching_takes_longer_than_computing(card: str, model: str, most: int) -> None:
+def test_mixed_steps_are_captured_where_launching_takes_longer_than_computing(
+    card: str, model: str, expected: int
+) -> None:
     known, (size, weights, _) = find_card(card), model_size(model)
     ceilings = Ceilings.of_card(known, MEASURED)
     weights = weight_layout(weights, size, ceilings, crossover_of(known.compute_capability), 512, DENSE_BYTES)
-    assert host_bound_tokens(size, weights, ceilings, 8192) == most
-    assert host_bound_tokens(size, weights, ceilings, 512) == min(most, 512), "no step has more"
+    assert host_bound_tokens(size, weights, ceilings, 8192) == expected
+    assert host_bound_tokens(size, weights, ceilings, 512) == min(expected, 512), "no step has more"
 
 
-def test_an_engine_asks_its_own_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shape of its checkpoint, its limits and CUDA's name of the card decide; on an unknown one nothing is."""
+def test_an_engine_reads_the_properties_of_its_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint's shape, the limits and CUDA's name of the card decide; on an unknown card nothing is captured."""
     config = EngineConfig(str(folder), device="cpu", max_num_seqs=512, max_num_batched_tokens=8192)
     resolved, h100, a100 = resolve(config, read_config(folder)), find_card("h100"), find_card("a100 80")
-    most = max_mixed_tokens(read_config(folder), resolved, h100)
-    assert max_mixed_tokens(read_config(folder), replace(resolved, max_num_batched_tokens=most // 2), h100) == most // 2
+    expected = max_mixed_tokens(read_config(folder), resolved, h100)
+    assert (
+        max_mixed_tokens(read_config(folder), replace(resolved, max_num_batched_tokens=expected // 2), h100)
+        == expected // 2
+    )
     awq = replace(read_config(folder), quantization=AwqFormat(128, True, "gemm"))
     rounded = replace(resolved, activation_dtype="fp8")
     assert max_mixed_tokens(awq, rounded, h100) > 0
-    assert max_mixed_tokens(awq, rounded, a100) == 0, "it has no such products; the reference serves them uncaptured"
+    assert max_mixed_tokens(awq, rounded, a100) == 0, "it has no such products; the reference computes them uncaptured"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
     names = [h100.device, a100.device, "another"]
     devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 2), torch.device("cpu")]
     on_card = [_max_mixed_tokens(read_config(folder), replace(resolved, device=device)) for device in devices]
-    assert on_card == [most, max_mixed_tokens(read_config(folder), resolved, a100), 0, 0]
+    assert on_card == [expected, max_mixed_tokens(read_config(folder), resolved, a100), 0, 0]

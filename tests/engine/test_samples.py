@@ -1,4 +1,4 @@
-"""Several samples of a row: they are those of as many rows with their seeds, and end as one completion."""
+"""Several samples of a row: they equal separate rows with their seeds, and end as one completion."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tests.engine.drafts.random_rows import odd_requests
 from tests.engine.grammar.small_vocabulary import text_engine
 from tests.engine.hash_runner import VOCAB, hash_engine
 from tests.engine.schedule.test_scheduler import run
-from tests.engine.step.test_out_of_memory import context_of, fail_where
+from tests.engine.step.test_out_of_memory import context_of, fail_if
 
 
 def requests_of(seed: int, count: int = 20) -> list[Request]:
@@ -25,7 +25,7 @@ def requests_of(seed: int, count: int = 20) -> list[Request]:
 
 
 def apart(requests: Iterable[Request]) -> list[Request]:
-    """Each sample as a request of its own; row_id: row and sample."""
+    """Return each sample as a separate request; row_id: row and sample."""
     return [
         replace(
             request,
@@ -37,24 +37,24 @@ def apart(requests: Iterable[Request]) -> list[Request]:
     ]
 
 
-def told(completion: Completion) -> tuple:
+def result_of(completion: Completion) -> tuple:
     return completion.token_ids, completion.text, completion.finish_reason, completion.error, completion.logprobs
 
 
 def check_samples(done: dict[int, Completion], requests: list[Request], memory: int | None = None) -> None:
-    """Equal to separate requests of an engine that has room for all."""
+    """Assert that samples equal separate requests of an engine that has room for all."""
     expected = run(hash_engine(400, 4, memory=memory), apart(requests))
     for request in requests:
         completion, n = done[request.row_id], request.params.n  # type: ignore[index]
         assert len(completion.samples) == (n if n > 1 else 0)
-        assert [told(one) for one in completion.each] == [told(expected[request.row_id, i]) for i in range(n)]  # type: ignore[index]
-        assert told(completion) == told(completion.each[0])
+        assert [result_of(one) for one in completion.each] == [result_of(expected[request.row_id, i]) for i in range(n)]  # type: ignore[index]
+        assert result_of(completion) == result_of(completion.each[0])
         assert completion.num_generated_tokens == sum(len(one.token_ids) for one in completion.each)
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_samples_are_those_of_as_many_rows_with_their_seeds(seed: int, is_asynchronous: bool) -> None:
+def test_samples_are_those_of_separate_rows_with_their_seeds(seed: int, is_asynchronous: bool) -> None:
     requests = requests_of(seed)
     engine = hash_engine(120, 4, is_asynchronous=is_asynchronous, max_num_batched_tokens=8)
     done = run(engine, requests, arrivals=np.random.default_rng(seed))
@@ -68,7 +68,7 @@ def test_samples_survive_preemptions_and_steps_that_do_not_fit_the_memory() -> N
     requests = requests_of(5)
     engine = hash_engine(20, 4, max_num_seqs=8, max_num_batched_tokens=16)
     engine.scheduler.admission.expected_output, engine.scheduler.admission.min_history = 1, 1000
-    failed = fail_where(engine, lambda step: len(step.token_id_T) > 2 and rng.random() < 0.1)
+    failed = fail_if(engine, lambda step: len(step.token_id_T) > 2 and rng.random() < 0.1)
     check_samples(run(engine, requests), requests)
     assert engine.stats.num_preemptions > 2
     assert len(failed) > 2
@@ -152,7 +152,7 @@ def test_a_row_whose_samples_never_fit_the_memory_is_one_error_row_and_ends_nobo
     def holds_row_1(step: object) -> bool:
         return any(context_of(engine, step, s)[0] == 1 for s in range(len(step.context_len_S)))  # type: ignore[arg-type, attr-defined]
 
-    fail_where(engine, holds_row_1)
+    fail_if(engine, holds_row_1)
     done = run(engine, requests)
     assert (done[1].error, done[1].samples) == ("out_of_memory", ())
     check_samples({row: done[row] for row in (0, 2)}, [requests[0], requests[2]])

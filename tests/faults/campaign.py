@@ -1,12 +1,12 @@
-"""A real job killed at random moments, run again and checked: `python -m tests.faults.campaign --kills 100 --store s3`.
+"""Kill a real job at random moments, rerun and check it: `python -m tests.faults.campaign --kills 100 --store s3`.
 
-Every few seconds something of the running job gets SIGKILL: the driver, an engine's process, one of Ray's workers, now
-and then Ray's own node process; or the driver gets SIGTERM, SIGHUP or SIGINT. Each run is with Ray or without it, by
-chance. It comes in any phase; the short ones (planning, starting, verifying, publishing) are waited for. With `--store
-s3` input, output and model lie in an object store behind a proxy that loses answers, says 503, cuts bodies and resets
-connections. Whenever the driver is gone the same command is given again; when the job is finished its rows are compared
-with those of a run that nobody disturbed, and a new output is begun, until the kills have been done. It ends with an
-assertion at the first row that is lost, doubled or different, and at an exit code that is not the documented one.
+Every few seconds a process of the running job gets SIGKILL: the driver, an engine's process, a Ray worker, or rarely
+Ray's own node process; or the driver gets SIGTERM, SIGHUP or SIGINT. Each run uses Ray or not, at random. A kill can
+hit any phase; the campaign waits for the short ones (planning, starting, verifying, publishing). With `--store s3` the
+input, output and model are in an object store behind a proxy that loses answers, returns 503, cuts bodies and resets
+connections. When the driver exits, the campaign repeats the same command. When the job is finished, it compares the
+rows with those of an undisturbed run and starts a new output, until it has done all kills. It fails at the first row
+that is lost, doubled or different, and at an exit code that is not documented.
 """
 
 import argparse
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 WEIGHTS = {"driver": 50, "engine": 25, "worker": 20, "node": 5}
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 STOPPED = 0.7  # share of the driver's kills that are one of these instead of SIGKILL
-RESUMABLE = (3, 75)  # exit codes after which the same command goes on
+RESUMABLE = (3, 75)  # exit codes after which the same command resumes
 LONGEST_RUN_S = 900.0
 SOON_AFTER_A_PART, IN_A_PHASE = 0.4, 0.4  # of the kills
 PHASES = ("planning", "starting", "loading", "verifying", "publishing")
@@ -47,32 +47,32 @@ BUSY = {"lost_put": 0.05, "slow_down": 0.05, "server_error": 0.02, "conflict": 0
 
 @dataclass
 class Campaign:
-    """What happened so far."""
+    """Counts of one campaign."""
 
     kills: Counter[str] = field(default_factory=Counter)
-    phases: Counter[str] = field(default_factory=Counter)  # in which it was killed
+    phases: Counter[str] = field(default_factory=Counter)  # phases at the kills
     parts_at_kill: list[int] = field(default_factory=list)
     rounds: int = 0
-    rows: int = 0  # of all rounds, each seen once and equal
+    rows: int = 0  # of all rounds, each found once and equal
     runs: int = 0
     ended: Counter[int] = field(default_factory=Counter)  # exit codes of the runs
     wasted_tokens: int = 0
     restarts: int = 0
 
-    def told(self) -> str:
+    def summary(self) -> str:
         kinds = ", ".join(f"{n} of {kind}" for kind, n in sorted(self.kills.items()))
-        there = sorted(self.parts_at_kill) or [0]
+        num_parts = sorted(self.parts_at_kill) or [0]
         return (
             f"{self.kills.total()} kills ({kinds}) in {self.runs} runs of {self.rounds} jobs, while "
-            f"{', '.join(f'{phase} {n}' for phase, n in self.phases.most_common())}; parts that stood at a "
-            f"kill: {there[0]} to {there[-1]}, median {there[len(there) // 2]}; {self.rows} rows: 0 lost, 0 doubled, "
-            f"0 different; exit codes {dict(self.ended)}; {self.restarts} engine restarts, at least "
+            f"{', '.join(f'{phase} {n}' for phase, n in self.phases.most_common())}; parts that existed at a "
+            f"kill: {num_parts[0]} to {num_parts[-1]}, median {num_parts[len(num_parts) // 2]}; {self.rows} rows: "
+            f"0 lost, 0 doubled, 0 different; exit codes {dict(self.ended)}; {self.restarts} engine restarts, at least "
             f"{self.wasted_tokens} generated tokens computed in vain"
         )
 
 
-class Place:
-    """Where the job's input, model and outputs lie: a folder, or a bucket behind a faulty store."""
+class JobStorage:
+    """Storage of the job's input, model and outputs: a folder, or a bucket behind a faulty store."""
 
     def __init__(self, folder: Path, bucket: Bucket | None, rows: int) -> None:
         self.folder = folder
@@ -88,7 +88,7 @@ class Place:
         return f"s3://{self.bucket.name}/{name}" if self.bucket is not None else str(self.folder / name)
 
     def job(self, output: str, on_disk: bool = False) -> Path:
-        """The job file, written; with `on_disk` the same job from local folders."""
+        """Write the job file and return its path; `on_disk` uses local folders for the same job."""
         job = yaml.safe_load((ROOT / "jobs" / "summarize.yaml").read_text())
         if on_disk or self.bucket is None:
             job["input"]["path"] = str(ROOT / "jobs" / "data")
@@ -98,15 +98,15 @@ class Place:
             for section, name in (("input", "in"), ("model", "model"), ("output", output)):
                 job[section] |= {"path": self.url(name)}
         job["engine"] = {"dtype": "float32"}
-        # one thread: on a machine that others use too, two wait for each other at every step
+        # one thread: on a busy machine two would wait for each other at every step
         job["output"]["rows_per_file"] = 16
         job["run"] = {"window_rows": 256, "cpus_per_actor": 1, "drain_timeout": "5 s"}
         path = self.folder / f"{output}.yaml"
-        path.write_text(json.dumps(job))  # which is YAML; its own writer would write what is there twice by reference
+        path.write_text(json.dumps(job))  # JSON is YAML; yaml.dump would write repeated objects as references
         return path
 
     def parts(self, output: str) -> dict[str, str]:
-        """Name -> what tells one writing of it from another, of every part that stands."""
+        """Return each part's name -> its version: an entity tag, or its inode and modification time."""
         if self.bucket is not None:
             return {n: tag for n, tag in self.bucket.tags(f"{output}/").items() if n.startswith("part-")}
         found = (self.folder / output).glob("part-*.parquet")
@@ -122,11 +122,11 @@ class Place:
 
 
 def rows_of(table: pa.Table) -> dict[tuple[str, int], tuple]:
-    """(file, row) -> what was generated for it. Asserts that each is there once."""
+    """Return (file, row) -> the row's results. Assert that each row exists once."""
     names = ("generated_text", "finish_reason", "error", "num_input_tokens", "num_generated_tokens")
     keys = list(zip(table["source_file"].to_pylist(), table["source_row"].to_pylist(), strict=True))
     doubled = [key for key, n in Counter(keys).items() if n > 1]
-    assert not doubled, f"rows that are there more than once: {doubled[:5]}"
+    assert not doubled, f"duplicate rows: {doubled[:5]}"
     return dict(zip(keys, zip(*(table[name].to_pylist() for name in names), strict=True), strict=True))
 
 
@@ -143,7 +143,7 @@ def command(job: Path, rows: int, with_ray: bool = False) -> list[str]:
 
 
 def family(driver: int) -> dict[str, list[int]]:
-    """The processes below the driver that may be killed, by what they are."""
+    """Return the processes of the driver's tree that may be killed, by kind."""
     parent: dict[int, int] = {}
     words: dict[int, str] = {}
     for entry in os.listdir("/proc"):
@@ -156,7 +156,7 @@ def family(driver: int) -> dict[str, list[int]]:
         except OSError:
             continue  # it has just ended
         parent[int(entry)] = int(stat.rpartition(")")[2].split()[1])
-    # the guard, and the fork in which the run is
+    # the guard, and its fork, which runs the job
     found: dict[str, list[int]] = {"driver": [driver, *(p for p in parent if parent[p] == driver)]}
     for pid, line in words.items():
         above = pid
@@ -174,10 +174,10 @@ def family(driver: int) -> dict[str, list[int]]:
 
 
 def strike(driver: int, draw: random.Random) -> str | None:
-    """Kill one process of the job, or stop it; what it was. None: there was nothing to kill any more."""
-    there = family(driver)
-    kind = draw.choices(list(there), [WEIGHTS[kind] for kind in there])[0]
-    pid, number = draw.choice(there[kind]), signal.SIGKILL
+    """Kill or stop one process of the job; return its kind or the signal, or None if it had already ended."""
+    processes = family(driver)
+    kind = draw.choices(list(processes), [WEIGHTS[kind] for kind in processes])[0]
+    pid, number = draw.choice(processes[kind]), signal.SIGKILL
     if kind == "driver" and draw.random() < STOPPED:
         pid, number = driver, draw.choice(STOPS)
     try:
@@ -188,75 +188,82 @@ def strike(driver: int, draw: random.Random) -> str | None:
 
 
 def run_campaign(
-    place: Place, environment: Mapping[str, str], kills: int, seed: int, longest_s: float, say=lambda text: None
+    storage: JobStorage, environment: Mapping[str, str], kills: int, seed: int, longest_s: float, log=lambda text: None
 ) -> Campaign:
-    """Kill `kills` times, at most `longest_s` seconds apart, and check every finished job, one at least."""
-    draw, happened = random.Random(seed), Campaign()
-    say("an undisturbed run, to compare with")
-    job = command(place.job("undisturbed", on_disk=True), place.rows)
+    """Kill `kills` times, up to `longest_s` seconds apart, and check every finished job, at least one."""
+    draw, campaign = random.Random(seed), Campaign()
+    log("an undisturbed run, to compare with")
+    job = command(storage.job("undisturbed", on_disk=True), storage.rows)
     undisturbed = subprocess.run(job, cwd=ROOT, capture_output=True, text=True, check=False)
     assert undisturbed.returncode == 0, undisturbed.stderr[-3000:]
-    expected = rows_of(place.table("undisturbed", on_disk=True))
-    assert len(expected) == place.rows
-    while happened.rounds == 0 or happened.kills.total() < kills:
-        output = f"out-{happened.rounds}"
-        report = _one_job(place, output, environment, kills, draw, longest_s, happened, say)
-        compare(expected, rows_of(place.table(output)))
+    expected = rows_of(storage.table("undisturbed", on_disk=True))
+    assert len(expected) == storage.rows
+    while campaign.rounds == 0 or campaign.kills.total() < kills:
+        output = f"out-{campaign.rounds}"
+        report = _one_job(storage, output, environment, kills, draw, longest_s, campaign, log)
+        compare(expected, rows_of(storage.table(output)))
         assert sum(report["phases_us"].values()) == report["machine_us"]
-        assert report["rows"]["written"] == report["rows"]["input"] == place.rows
-        happened.rounds += 1
-        happened.rows += len(expected)
-        happened.restarts += report["work"]["engine_restarts"]
-        happened.wasted_tokens += report["work"]["wasted_generated_tokens"]
-        say(f"job {happened.rounds} is finished and equal; {happened.kills.total()} kills so far")
-    return happened
+        assert report["rows"]["written"] == report["rows"]["input"] == storage.rows
+        campaign.rounds += 1
+        campaign.rows += len(expected)
+        campaign.restarts += report["work"]["engine_restarts"]
+        campaign.wasted_tokens += report["work"]["wasted_generated_tokens"]
+        log(f"job {campaign.rounds} is finished and equal; {campaign.kills.total()} kills so far")
+    return campaign
 
 
 def _one_job(
-    place: Place, output: str, env: Mapping, kills: int, draw: random.Random, longest_s: float, happened: Campaign, say
+    storage: JobStorage,
+    output: str,
+    env: Mapping,
+    kills: int,
+    draw: random.Random,
+    longest_s: float,
+    campaign: Campaign,
+    log,
 ) -> dict:
-    """Run one job to its end through whatever comes; its report."""
-    job = place.job(output)
-    standing: dict[str, str] = {}
+    """Run one job to its end through all kills; return its report."""
+    job = storage.job(output)
+    existing: dict[str, str] = {}
     while True:
-        with tempfile.TemporaryFile("w+") as told, tempfile.NamedTemporaryFile("w+") as complaints:
+        with tempfile.TemporaryFile("w+") as stdout, tempfile.NamedTemporaryFile("w+") as stderr:
             driver = subprocess.Popen(
-                command(job, place.rows, draw.choice((False, True))),
+                command(job, storage.rows, draw.choice((False, True))),
                 cwd=ROOT,
-                stdout=told,
-                stderr=complaints,
+                stdout=stdout,
+                stderr=stderr,
                 env={**os.environ, **env},
             )
-            happened.runs += 1
+            campaign.runs += 1
             began, struck = time.monotonic(), []
             while driver.poll() is None:
-                assert time.monotonic() - began < LONGEST_RUN_S, f"a run hangs; {_words(complaints)}"
-                if happened.kills.total() >= kills:
+                assert time.monotonic() - began < LONGEST_RUN_S, f"a run hangs; {_tail(stderr)}"
+                if campaign.kills.total() >= kills:
                     _wait(driver, 5.0)
-                elif _wait_for_moment(driver, place, output, draw, longest_s, complaints):
-                    phase, kind = _phase(complaints), strike(driver.pid, draw)
+                elif _wait_for_moment(driver, storage, output, draw, longest_s, stderr):
+                    phase, kind = _phase(stderr), strike(driver.pid, draw)
                     if kind is not None:
                         struck.append(kind)
-                        happened.kills[kind] += 1
-                        happened.phases[phase] += 1
-                        happened.parts_at_kill.append(len(place.parts(output)))
-                        say(f"{time.monotonic() - began:6.1f} s, {phase}: {kind}; {happened.parts_at_kill[-1]} parts")
-            happened.ended[driver.returncode] += 1
-            now = place.parts(output)
-            assert standing.items() <= now.items(), "a part that stood was written again or removed"
-            standing = now
+                        campaign.kills[kind] += 1
+                        campaign.phases[phase] += 1
+                        campaign.parts_at_kill.append(len(storage.parts(output)))
+                        log(f"{time.monotonic() - began:6.1f} s, {phase}: {kind}; {campaign.parts_at_kill[-1]} parts")
+            campaign.ended[driver.returncode] += 1
+            now = storage.parts(output)
+            assert existing.items() <= now.items(), "an existing part was rewritten or removed"
+            existing = now
             if len(struck) == 1 and struck[0] in {number.name for number in STOPS}:
-                assert driver.returncode in (0, 75), f"{struck} gave {driver.returncode}: {_words(complaints)}"
+                assert driver.returncode in (0, 75), f"{struck} gave {driver.returncode}: {_tail(stderr)}"
             if driver.returncode == 0:
-                told.seek(0)
-                return json.loads(told.read())
-            assert driver.returncode in (-signal.SIGKILL, *RESUMABLE), f"{driver.returncode}: {_words(complaints)}"
+                stdout.seek(0)
+                return json.loads(stdout.read())
+            assert driver.returncode in (-signal.SIGKILL, *RESUMABLE), f"{driver.returncode}: {_tail(stderr)}"
             if driver.returncode != -signal.SIGKILL:
-                say(f"a run ended with {driver.returncode}: {_reason(_words(complaints))}")
+                log(f"a run ended with {driver.returncode}: {_reason(_tail(stderr))}")
 
 
 def _wait(driver: subprocess.Popen, seconds: float) -> bool:
-    """Whether the driver still runs after so long."""
+    """Wait up to `seconds`; return True if the driver still runs."""
     try:
         driver.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -265,34 +272,34 @@ def _wait(driver: subprocess.Popen, seconds: float) -> bool:
 
 
 def _wait_for_moment(
-    driver: subprocess.Popen, place: Place, output: str, draw: random.Random, longest_s: float, complaints
+    driver: subprocess.Popen, storage: JobStorage, output: str, draw: random.Random, longest_s: float, stderr
 ) -> bool:
-    """Wait for the next kill: soon after a new part stands, as a phase begins, or at any time. Without the first kind a
-    slow machine would never get as far as a part. False: the driver has ended."""
+    """Wait for the next kill: soon after a new part is written, when a phase begins, or at any time. Without the first
+    kind, a slow machine would never get as far as a part. Return False if the driver has ended."""
     when = draw.random()
     if when < IN_A_PHASE:
         phase = draw.choice(PHASES)
-        while _phase(complaints) != phase:
+        while _phase(stderr) != phase:
             if not _wait(driver, 0.02):
                 return False
         return _wait(driver, draw.uniform(0.0, 0.5))
     if when < IN_A_PHASE + SOON_AFTER_A_PART:
-        stood, deadline = len(place.parts(output)), time.monotonic() + PATIENCE_S
-        while len(place.parts(output)) == stood and time.monotonic() < deadline:
+        num_parts, deadline = len(storage.parts(output)), time.monotonic() + PATIENCE_S
+        while len(storage.parts(output)) == num_parts and time.monotonic() < deadline:
             if not _wait(driver, 0.5):
                 return False
         return _wait(driver, draw.uniform(0.0, longest_s / 5))
     return _wait(driver, draw.uniform(0.0, longest_s))
 
 
-def _phase(complaints) -> str:
-    """The first word of what the driver last said on its way; "start" before that."""
-    with open(complaints.name) as said:
-        lines = [line for line in said.read().splitlines() if line.strip()]
+def _phase(stderr) -> str:
+    """Return the first word of the driver's last progress line, or "start" if there is none."""
+    with open(stderr.name) as file:
+        lines = [line for line in file.read().splitlines() if line.strip()]
     return re.split(r"[ :]", lines[-1])[0] if lines else "start"
 
 
-def _words(file) -> str:
+def _tail(file) -> str:
     file.seek(0)
     return file.read()[-3000:]
 
@@ -306,26 +313,26 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--rows", type=int, default=2048)
-    parser.add_argument("--longest-s", type=float, default=30.0, help="between two kills")
+    parser.add_argument("--longest-s", type=float, default=30.0, help="maximum time between two kills")
     parser.add_argument("--store", choices=("disk", "s3"), default="disk")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="campaign-"))
     began = time.monotonic()
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(f"[{time.monotonic() - began:7.1f} s] {text}", flush=True)
 
-    say(f"seed {options.seed}, in {folder}")
+    log(f"seed {options.seed}, in {folder}")
     if options.store == "disk":
-        place = Place(folder, None, options.rows)
-        happened = run_campaign(place, {}, options.kills, options.seed, options.longest_s, say)
+        storage = JobStorage(folder, None, options.rows)
+        campaign = run_campaign(storage, {}, options.kills, options.seed, options.longest_s, log)
     else:
         with FaultyStore(seed=options.seed, chances=BUSY) as store:
-            place = Place(folder, store.bucket, options.rows)
+            storage = JobStorage(folder, store.bucket, options.rows)
             environment = {"PIPELINE_CACHE": str(folder / "cache")}
-            happened = run_campaign(place, environment, options.kills, options.seed, options.longest_s, say)
-            print(f"the store's faults: {store.told()}")
-    print(happened.told())
+            campaign = run_campaign(storage, environment, options.kills, options.seed, options.longest_s, log)
+            print(f"the store's faults: {store.fault_counts()}")
+    print(campaign.summary())
     shutil.rmtree(folder)
 
 

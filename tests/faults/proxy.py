@@ -1,8 +1,8 @@
-"""An HTTP proxy that stands before an object store and does to requests what networks and stores do.
+"""An HTTP proxy in front of an object store that injects the faults of networks and stores.
 
-A fault strikes the requests that a rule names, the first so many of them, or every request with a seeded chance.
-What was done is counted. Each connection has its thread; requests and answers are passed on whole, and a connection
-is kept open unless the fault is that it breaks.
+A fault strikes up to `n` requests that a rule matches, or each request with a seeded probability. The proxy counts
+faults. Each connection has its own thread; requests and answers are forwarded whole, and a connection stays open unless
+the fault breaks it.
 """
 
 import random
@@ -32,7 +32,7 @@ ANSWERS = {
     "expired": (400, "ExpiredToken"),
     "bad_digest": (400, "BadDigest"),
 }
-# the methods that the other faults make sense for
+# methods that a fault applies to
 METHODS = {
     "lost_put": "PUT",  # done, and the connection breaks before the answer
     "conflict": "PUT",
@@ -40,7 +40,7 @@ METHODS = {
     "error_body": "GET|PUT",
     "truncated": "GET",  # half of the body, then the connection breaks
     "slow": "GET",  # the body in ten pieces
-    "ignore_conditions": "PUT",  # passed on without If-Match and If-None-Match
+    "ignore_conditions": "PUT",  # forwarded without If-Match and If-None-Match
 }
 # for any method: "reset" breaks the connection, "swallowed" never answers; neither reaches the store
 
@@ -56,7 +56,7 @@ class Rule:
 
 
 class FaultProxy:
-    """Between clients and the store at 127.0.0.1:`upstream`; a context manager."""
+    """Proxy between clients and the store at 127.0.0.1:`upstream`; a context manager."""
 
     def __init__(self, upstream: int, seed: int = 0, chances: Mapping[str, float] | None = None) -> None:
         self.upstream = upstream
@@ -67,7 +67,7 @@ class FaultProxy:
         self._random = random.Random(seed)
         self._rules: list[Rule] = []
         self._lock = threading.Lock()
-        # moto looks whether a key is there and then writes it, which is not atomic in its threads; real stores are
+        # moto checks that a key is free and then writes it; unlike real stores, it does not do so atomically
         self._keys = [threading.Lock() for _ in range(64)]
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
@@ -87,18 +87,18 @@ class FaultProxy:
         self._server.server_close()
 
     def add(self, fault: str, path: str = "", method: str = "", times: int = 1) -> None:
-        """`fault` for the next `times` requests with this in their path, of this method or those it is meant for."""
+        """Inject `fault` into the next `times` requests that match `path` and `method` (default: the fault's own)."""
         with self._lock:
             self._rules.append(Rule(fault, path, method or METHODS.get(fault, ".*"), times))
 
     def calm(self) -> None:
-        """No more faults."""
+        """Stop all faults."""
         with self._lock:
             self._rules.clear()
             self._chances.clear()
 
     def choose(self, method: str, path: str) -> str | None:
-        """The fault for this request, counted."""
+        """Choose and count the fault of this request."""
         with self._lock:
             self.requests.append(f"{method} {path}")
             chosen = None
@@ -122,7 +122,7 @@ class FaultProxy:
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """Nothing: a client or the store has gone, at the end of a test also in the middle of a request."""
+        """Ignore it: a client or the store disconnected, at the end of a test even in the middle of a request."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
                 if pieces > 1:
                     time.sleep(0.02)
         except OSError:
-            self.close_connection = True  # the client has gone
+            self.close_connection = True  # the client disconnected
 
     def _break(self) -> None:
         """Close with a reset instead of a proper end."""
@@ -199,4 +199,4 @@ class _Handler(BaseHTTPRequestHandler):
             super().finish()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: `done` and `requests` tell."""
+        """Log nothing: `done` and `requests` are the record."""

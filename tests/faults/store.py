@@ -1,4 +1,4 @@
-"""An object store on this machine with a bucket, behind a proxy that makes faults. Needs no pytest."""
+"""A local object store with a bucket, behind a proxy that injects faults. Needs no pytest."""
 
 import logging
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from moto.server import ThreadedMotoServer
 
 from tests.faults.proxy import FaultProxy
 
-KEY, SECRET = "AKIATESTKEY", "the-secret-nobody-may-see"
+KEY, SECRET = "AKIATESTKEY", "the-secret-that-must-not-leak"
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket of the store; `storage` are the fsspec options by which a job reaches it, through the proxy."""
+    """A bucket of the store; `storage` holds the fsspec options by which a job reaches it, through the proxy."""
 
     name: str
     storage: Mapping[str, Any]
-    client: Any = field(repr=False)  # boto3's, past the proxy: what it sees is what is there
+    client: Any = field(repr=False)  # boto3 client that bypasses the proxy
 
     def url(self, key: str) -> str:
         return f"s3://{self.name}/{key}"
@@ -36,7 +36,7 @@ class Bucket:
         return self.client.get_object(Bucket=self.name, Key=key)["Body"].read()
 
     def tags(self, prefix: str = "") -> dict[str, str]:
-        """Key, without the prefix -> entity tag."""
+        """Return each key without the prefix -> its entity tag."""
         found = {}
         for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix):
             for entry in page.get("Contents", []):
@@ -53,7 +53,7 @@ class Bucket:
 class FaultyStore:
     """moto, the proxy and a bucket; a context manager.
 
-    `chances`: how likely each fault of `proxy` strikes a request it makes sense for.
+    `chances`: probability of each fault of `proxy` for a request that it applies to.
     """
 
     def __init__(self, seed: int = 0, chances: Mapping[str, float] | None = None) -> None:
@@ -65,7 +65,7 @@ class FaultyStore:
     def __enter__(self) -> "FaultyStore":
         self._server.start()
         host, port = self._server.get_host_and_port()
-        # moto keeps one state for all servers of a process: begin without what an earlier one was given
+        # moto keeps one state for all servers of a process: clear that of earlier ones
         urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST"), timeout=30).close()
         self.proxy = FaultProxy(port, self._seed, self._chances).__enter__()
         client = boto3.client(
@@ -84,6 +84,6 @@ class FaultyStore:
         self.proxy.__exit__()
         self._server.stop()
 
-    def told(self) -> str:
-        """What the proxy did."""
+    def fault_counts(self) -> str:
+        """Return the counts of injected faults as text."""
         return ", ".join(f"{n} {fault}" for fault, n in sorted(self.proxy.done.items())) or "none"

@@ -1,4 +1,4 @@
-"""A whole job, over a fake engine, whose input, output and model lie in a store that fails all the time."""
+"""A whole job, over a fake engine, whose input, output and model are in a store that fails all the time."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +21,7 @@ def store():
 
 @pytest.fixture
 def job(tmp_path, store, monkeypatch) -> Job:
-    """The job of `tests.job`, with its files in the store under the test's own name."""
+    """A job of `tests.job` whose files go into the store under the test's own name."""
     quick = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01)
     monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: quick)
     monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path / "cache"))
@@ -51,17 +51,17 @@ def test_faults_15_to_21_a_job_through_all_of_them_gives_the_rows_of_one_on_disk
     job.check(TEXTS)
     expected = {r["id"]: r["generated_text"] for r in job.table().to_pylist()}
     upload(job, store)
-    for fault in CHANCES:  # each strikes once at least, whatever the chances do
+    for fault in CHANCES:  # each strikes at least once, whatever the chances
         store.proxy.add(fault, f"{job.folder.name}/out/")
     report, _ = run(job)
     assert {r["id"]: r["generated_text"] for r in table(job, store).to_pylist()} == expected
     assert table(job, store).num_rows == len(TEXTS)
-    # a connection that breaks may be retried below, by aiohttp, where no retry is counted
+    # aiohttp may retry a broken connection itself, and counts no retry
     assert {"throttled", "server_error", "conflict", "short_read"} <= report.work.storage_retries.keys()
-    assert all(store.proxy.done[fault] > 0 for fault in CHANCES), store.told()
+    assert all(store.proxy.done[fault] > 0 for fault in CHANCES), store.fault_counts()
 
 
-def test_rows_of_an_interrupted_run_are_taken_over_from_the_store(job, store):
+def test_rows_of_an_interrupted_run_are_reused_from_the_store(job, store):
     job.fake(step_s=0.05, max_num_seqs=3).rows(TEXTS[:16])
     upload(job, store)
     done = stop_in_a_unit(job)
@@ -73,13 +73,19 @@ def test_rows_of_an_interrupted_run_are_taken_over_from_the_store(job, store):
     assert not store.bucket.tags(f"{job.folder.name}/out/_pipeline/partial/")
 
 
-def test_fault_46_nothing_a_job_leaves_holds_its_storage_options(job, store, caplog, capfd):
+def test_fault_46_no_file_or_log_of_a_job_holds_its_storage_options(job, store, caplog, capfd):
     job.rows(TEXTS[:10])
     upload(job, store)
     report, statuses = run(job)
-    there = [store.bucket.get(f"{job.folder.name}/out/{key}") for key in store.bucket.tags(f"{job.folder.name}/out/")]
-    shown = [repr(report), *map(repr, statuses), caplog.text, *capfd.readouterr(), *(d.decode("latin1") for d in there)]
-    assert len(there) > 4
+    objects = [store.bucket.get(f"{job.folder.name}/out/{key}") for key in store.bucket.tags(f"{job.folder.name}/out/")]
+    shown = [
+        repr(report),
+        *map(repr, statuses),
+        caplog.text,
+        *capfd.readouterr(),
+        *(d.decode("latin1") for d in objects),
+    ]
+    assert len(objects) > 4
     for text in shown:
         assert SECRET not in text
         assert KEY not in text

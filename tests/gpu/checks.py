@@ -9,8 +9,8 @@ FP8_SUMS = 2**-12  # what the units that multiply FP8 lose in a sum, over the la
 
 
 def fp8_tolerance(dtype: torch.dtype) -> float:
-    """Return the error allowed of a linear on FP8 inputs, which kernels and reference round to the same bits: of its
-    sums, and of rounding the largest output to `dtype`."""
+    """Return the error allowed of a linear on FP8 inputs, which kernels and reference round to the same bits: error of
+    its sums, and of rounding the largest output to `dtype`."""
     return FP8_SUMS + torch.finfo(dtype).eps / 2
 
 

@@ -1,4 +1,4 @@
-"""Random inputs for single kernels: a step over a paged cache whose blocks lie in any order, and an int4 weight.
+"""Random inputs for single kernels: a step over a paged cache with blocks in random order, and an int4 weight.
 
 Suffixes as in `kernels/contract.py`; N and K of a weight are its outputs and inputs.
 """
@@ -26,7 +26,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class PagedStep:
-    """The queries of a step, their cache, and where everything lies. shared: tokens that all contexts begin with."""
+    """Queries of a step, their cache and attention metadata. shared: tokens that all contexts begin with."""
 
     q_TND: torch.Tensor
     cache: LayerCache
@@ -35,14 +35,14 @@ class PagedStep:
 
     @property
     def kv_bytes(self) -> float:
-        """Of one layer: the contexts' keys and values; those that are shared count once."""
+        """Bytes of one layer's keys and values in the contexts; shared ones count once."""
         num_kv_heads, head_dim = self.cache.k_CBKD.shape[2:]
         token_bytes = 2.0 * num_kv_heads * head_bytes(head_dim, self.cache.k_CBKD.dtype)
         return token_bytes * float((self.attn_metadata.context_len_S - self.shared).sum() + self.shared)
 
     @property
     def flops(self) -> float:
-        """Of one layer: products of queries with the keys they see, and of weights with values."""
+        """Operations of one layer: products of queries with the keys they see, and of weights with values."""
         count_S = np.diff(self.attn_metadata.query_start_S1).astype(np.float64)
         seen = (count_S * self.attn_metadata.context_len_S - count_S * (count_S - 1) / 2).sum()
         return 4.0 * self.q_TND.shape[1] * self.q_TND.shape[2] * float(seen)
@@ -59,8 +59,8 @@ def paged_step(
     with_fp8_cache: bool = False,
     shared: int = 0,
 ) -> PagedStep:
-    """Sequence s computes the last counts[s] tokens of its context of contexts[s]. Values are normal, from `seed`; the
-    cache is in `dtype` or in FP8. All contexts begin with the same `shared` tokens, which are whole blocks."""
+    """Build a step in which sequence s computes the last counts[s] tokens of its contexts[s]. Values are normal, from
+    `seed`; the cache is in `dtype` or in FP8. All contexts begin with the same `shared` tokens, in whole blocks."""
     assert shared % block_size == 0
     assert min(context - count for context, count in zip(contexts, counts)) >= shared
     rng, random = np.random.default_rng(seed), torch.Generator(device).manual_seed(seed)
@@ -101,14 +101,14 @@ def paged_step(
 
 
 def widened(cache: LayerCache) -> LayerCache:
-    """What it holds in float32, in tensors of its own."""
+    """Return a copy of the cache in float32."""
     everywhere = torch.arange(len(cache.k_CBKD), device=cache.k_CBKD.device)
     stored = (cache.k_CBKD, cache.k_scale_CKB), (cache.v_CBKD, cache.v_scale_CKB)
     return LayerCache(*(read_kv(values, scale, everywhere).to(torch.float32, copy=True) for values, scale in stored))
 
 
 def random_int4(n: int, k: int, group: int, random: torch.Generator) -> GroupIntWeight:
-    """An int4 weight on the host, whose outputs have about the size of its inputs."""
+    """Return an int4 weight on the host whose outputs have about the magnitude of its inputs."""
     return GroupIntWeight(
         torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=random),
         (0.5 + torch.rand(n, k // group, generator=random)) * (k**-0.5 / 4.6),

@@ -3,9 +3,9 @@ same alone and together; tokens are sampled, penalised and drafted as their para
 600 rows, and in steps that do not fit the memory.
 
 Prompts are ragged and half of them begin alike, and steps are small, so that chunks, decoding, shared prefixes and
-captured steps take part. The reference computes the logits of every generated token in float32. Measured is how far a
-chosen token's logit is below what was allowed: the best one, or of a row sampled with top_k the k-th best, in
-deviations of the logits. What a wrong step leads to is several.
+captured steps take part. The reference computes the logits of every generated token in float32. A chosen token's logit
+may be below the lowest allowed one (the best, or the k-th best of a row sampled with top_k) by a fraction of the
+logits' deviation. A wrong step leads to several deviations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,24 +28,24 @@ from pipeline.kernels.activations.act_quant import with_act_quant
 from pipeline.kernels.reference import reference_kernels
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder
-from tests.gpu.places import PLACES, Place
+from tests.gpu.targets import TARGETS, Target
 
 VOCAB = 2048  # of the tiny shapes
 BEHIND = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 BEHIND_FP8 = 1.0
 """With activations or a cache in fp8, of 3 bits of fraction: where the last bit of a value decides how it is rounded,
-it moves by up to an eighth, so two right engines with other orders of sums are apart about as fp8 is from 16 bit."""
+it moves by up to an eighth, so two correct engines with other orders of sums differ about as much as fp8 and 16 bit."""
 OUTPUT, LONGEST, BLOCK_SIZE, SHARED = 6, 320, 64, 70
 FIRST_TOKEN = 16
-COMPARED = 24  # rows of a case that are held against the reference
+COMPARED = 24  # rows of a case that are compared with the reference
 TOO_LARGE = 1 << 55  # bytes that no memory has
 FITS = 40  # tokens of a step that fits, in the case that runs out of memory
 
 
 @dataclass(frozen=True)
 class EngineCase:
-    """prompts: their number; longest: tokens at most, next to those that begin alike. is_fp8: whether something is
-    rounded to fp8. prepare: changes the engine before it runs; after: what must hold of it afterwards."""
+    """prompts: their number; longest: maximal tokens after a shared beginning. is_fp8: whether values round to fp8.
+    prepare: changes the engine before it runs; after: must be true of it afterwards."""
 
     name: str
     params: SamplingParams
@@ -95,27 +95,27 @@ def engine_cases() -> list[EngineCase]:
     ]  # fmt: skip
 
 
-def behind_of(case: EngineCase, place: Place) -> float:
-    """Run a case on the demonstration model and return `max_behind` of some of its rows. Raises AssertionError where
-    the engine did not do what the case is for."""
+def behind_of(case: EngineCase, target: Target) -> float:
+    """Run a case on the demonstration model and return `max_behind` of some of its rows. Raises AssertionError if the
+    engine did not do what the case is for."""
     folder = Path(demo_model("target"))
     prompts = prompts_of(case.prompts, read_config(folder).vocab_size, case.longest)
-    with engine_of(folder, place, **case.options) as engine:
+    with engine_of(folder, target, **case.options) as engine:
         case.prepare(engine)
         done = engine.generate(prompts, case.params)
         assert case.after(engine), "the engine did not do what this case is for"
     some = [*range(COMPARED // 2), *range(len(prompts) - COMPARED // 2, len(prompts))]
-    reference = reference_runner(folder, place.device)
+    reference = reference_runner(folder, target.device)
     return max_behind(reference, [prompts[n] for n in some], [done[n] for n in some], case.params)
 
 
-def engine_of(folder: Path, place: Place, **options: Any) -> Engine:
+def engine_of(folder: Path, target: Target, **options: Any) -> Engine:
     settings: dict[str, Any] = {"max_model_len": LONGEST, "max_num_seqs": 16, "max_num_batched_tokens": 128} | options
-    return Engine(EngineConfig(str(folder), device=str(place.device), dtype=place.type_name, **settings))
+    return Engine(EngineConfig(str(folder), device=str(target.device), dtype=target.type_name, **settings))
 
 
 def prompts_of(count: int, vocab_size: int, longest: int = LONGEST - OUTPUT - SHARED) -> list[list[int]]:
-    """Of up to `longest` tokens; half of them have SHARED more before those, all the same, more than a block."""
+    """Draw prompts of up to `longest` tokens; half of them begin with the same SHARED tokens, more than a block."""
     rng = np.random.default_rng(11)
     shared = rng.integers(FIRST_TOKEN, vocab_size, SHARED).tolist()
     lengths = rng.integers(1, longest, count)
@@ -134,9 +134,9 @@ def reference_runner(folder: Path, device: torch.device, activation_dtype: str =
 def max_behind(
     reference: ModelRunner, prompts: Sequence[list[int]], completions: Sequence[Completion], params: SamplingParams
 ) -> float:
-    """Of all tokens that came, the farthest behind what was allowed; of log-probabilities that came, the farthest off,
-    in deviations of the logits too. Raises AssertionError where a row failed."""
-    most = 0.0
+    """Return the largest error in deviations of the logits: how far a generated token's logit is below the lowest
+    allowed one, or a reported log-probability is off. Raises AssertionError if a row failed."""
+    worst = 0.0
     for prompt, completion in zip(prompts, completions, strict=True):
         assert completion.error is None, completion.error_message
         logits_RV = _logits(reference, prompt, completion.token_ids)
@@ -144,18 +144,18 @@ def max_behind(
         deviation_R = logits_RV.std(1)
         allowed_RV = _penalised(logits_RV, prompt, completion.token_ids, params)
         num_allowed = max(params.top_k, 1) if params.temperature > 0 else 1
-        least_R = allowed_RV.topk(num_allowed, dim=1).values[:, -1]
-        behind_R = (least_R - allowed_RV.gather(1, chosen_R).squeeze(1)) / deviation_R
-        most = max(most, float(behind_R.max()))
+        lowest_R = allowed_RV.topk(num_allowed, dim=1).values[:, -1]
+        behind_R = (lowest_R - allowed_RV.gather(1, chosen_R).squeeze(1)) / deviation_R
+        worst = max(worst, float(behind_R.max()))
         if completion.logprobs is not None:
             exact_R = logits_RV.log_softmax(1).gather(1, chosen_R).squeeze(1)
-            told_R = torch.tensor([each.logprob for each in completion.logprobs], device=exact_R.device)
-            most = max(most, float(((exact_R - told_R).abs() / deviation_R).max()))
-    return most
+            reported_R = torch.tensor([each.logprob for each in completion.logprobs], device=exact_R.device)
+            worst = max(worst, float(((exact_R - reported_R).abs() / deviation_R).max()))
+    return worst
 
 
 def _logits(reference: ModelRunner, prompt: list[int], generated: list[int]) -> torch.Tensor:
-    """(generated, vocabulary), before each generated token."""
+    """Return logits (generated, vocabulary) before each generated token."""
     tokens = np.array(prompt + generated[:-1], dtype=np.int64)
     length_S = np.array([len(tokens)])
     step = dummy_step(
@@ -171,7 +171,7 @@ def _logits(reference: ModelRunner, prompt: list[int], generated: list[int]) -> 
 def _penalised(
     logits_RV: torch.Tensor, prompt: list[int], generated: list[int], params: SamplingParams
 ) -> torch.Tensor:
-    """As vLLM defines it: a repetition penalty of prompt and output, the others of the output alone."""
+    """Apply penalties as vLLM defines them: repetition in prompt and output, the others in the output only."""
     found_RV = logits_RV.clone()
     for row in range(len(generated)):
         seen = torch.tensor(sorted({*prompt, *generated[:row]}), device=found_RV.device)
@@ -191,29 +191,29 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: bench_model(name, made).folder for name in ("tiny", "tiny-awq")}
 
 
-@PLACES
+@TARGETS
 @pytest.mark.parametrize(("name", "activations"), [("tiny", "auto"), ("tiny-awq", "auto"), ("tiny-awq", "fp8")])
 def test_greedy_tokens_are_the_references_best(
-    folders: dict[str, Path], place: Place, name: str, activations: str
+    folders: dict[str, Path], target: Target, name: str, activations: str
 ) -> None:
-    if activations not in ("auto", *place.kernels().rounded):
+    if activations not in ("auto", *target.kernels().rounded):
         pytest.skip("this card has no products of fp8")
     prompts, params = prompts_of(24, VOCAB), SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
-    with engine_of(folders[name], place, activation_dtype=activations) as engine:
+    with engine_of(folders[name], target, activation_dtype=activations) as engine:
         done = engine.generate(prompts, params)
-    runner = reference_runner(folders[name], place.device, activations)
+    runner = reference_runner(folders[name], target.device, activations)
     assert max_behind(runner, prompts, done, params) <= (
-        BEHIND_FP8 if activations == "fp8" else BEHIND[place.type_name]
+        BEHIND_FP8 if activations == "fp8" else BEHIND[target.type_name]
     )
     done[3].token_ids[1] = (done[3].token_ids[1] + 1) % 2048
     assert max_behind(runner, prompts[3:4], done[3:4], params) > 0.5, "a wrong token would be found"
 
 
-@PLACES
-def test_deterministic_rows_are_the_same_alone_and_together(folders: dict[str, Path], place: Place) -> None:
+@TARGETS
+def test_deterministic_rows_are_the_same_alone_and_together(folders: dict[str, Path], target: Target) -> None:
     prompts, params = prompts_of(8, VOCAB), SamplingParams(max_tokens=OUTPUT, ignore_eos=True, logprobs=1)
     for folder in folders.values():
-        with engine_of(folder, place, deterministic=True, max_num_seqs=8, max_num_batched_tokens=96) as engine:
+        with engine_of(folder, target, deterministic=True, max_num_seqs=8, max_num_batched_tokens=96) as engine:
             alone = []
             for prompt in prompts:
                 alone += engine.generate([prompt], params)
@@ -223,8 +223,8 @@ def test_deterministic_rows_are_the_same_alone_and_together(folders: dict[str, P
         assert [(one.token_ids, one.logprobs) for one in alone] == [(one.token_ids, one.logprobs) for one in together]
 
 
-@PLACES
+@TARGETS
 @pytest.mark.parametrize("case", engine_cases(), ids=lambda case: case.name)
-def test_tokens_are_chosen_as_parameters_say(place: Place, case: EngineCase) -> None:
-    tolerance = BEHIND_FP8 if case.is_fp8 else BEHIND[place.type_name]
-    assert behind_of(case, place) <= tolerance
+def test_tokens_are_chosen_as_parameters_say(target: Target, case: EngineCase) -> None:
+    tolerance = BEHIND_FP8 if case.is_fp8 else BEHIND[target.type_name]
+    assert behind_of(case, target) <= tolerance

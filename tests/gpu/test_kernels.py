@@ -10,7 +10,7 @@ from pipeline.kernels.reference import reference_kernels
 from pipeline.weights.packed import DenseWeight, LinearWeight
 from tests.gpu.checks import FP8_CODE, TOLERANCES, fp8_tolerance, relative_error
 from tests.gpu.inputs import paged_step, random_int4, widened
-from tests.gpu.places import PLACES, Place
+from tests.gpu.targets import TARGETS, Target
 
 EPS = 1e-5
 STEPS = {  # tokens that each sequence computes, its context, and tokens that all contexts begin with
@@ -18,7 +18,7 @@ STEPS = {  # tokens that each sequence computes, its context, and tokens that al
     "decode, one long": ((1,) * 5, (4000, 3, 70, 1, 129), 0),
     "drafts": ((4, 1, 7, 2), (200, 64, 71, 2), 0),
     "prompts": ((1, 17, 64, 130, 700), (1, 17, 64, 130, 700), 0),
-    "chunks beside decoding": ((40, 1, 65, 1), (300, 90, 65, 1025), 0),
+    "chunks with decoding": ((40, 1, 65, 1), (300, 90, 65, 1025), 0),
     "decode, shared prefix": ((1,) * 40, tuple(1025 + 7 * s for s in range(40)), 1024),
     "drafts, shared prefix": ((4, 1, 7, 2) * 11, tuple(1032 + 3 * s for s in range(44)), 1024),
 }
@@ -32,103 +32,103 @@ DRAWS = (  # temperature, top_k, top_p, min_p
 )
 
 
-def close(place: Place, *pairs: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    return all(relative_error(ours, exact) <= TOLERANCES[place.dtype] for ours, exact in pairs)
+def close(target: Target, *pairs: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    return all(relative_error(ours, exact) <= TOLERANCES[target.dtype] for ours, exact in pairs)
 
 
-def weights_of(place: Place) -> dict[str, LinearWeight]:
+def weights_of(target: Target) -> dict[str, LinearWeight]:
     random, found = torch.Generator().manual_seed(0), dict[str, LinearWeight]()
-    for n, k in place.linears_NK:
-        dense = DenseWeight((torch.randn(n, k, generator=random) * k**-0.5).to(place.dtype))
-        bias_N = torch.randn(n, generator=random).to(place.dtype)
+    for n, k in target.linears_NK:
+        dense = DenseWeight((torch.randn(n, k, generator=random) * k**-0.5).to(target.dtype))
+        bias_N = torch.randn(n, generator=random).to(target.dtype)
         found |= {f"dense {n} {k}": dense, f"dense {n} {k}, bias": replace(dense, bias_N=bias_N)}
         found |= {f"int4 {n} {k}, groups of {group}": random_int4(n, k, group, random) for group in (128, 64, 32)}
     return found
 
 
-@PLACES
+@TARGETS
 @torch.inference_mode()
-def test_linears(place: Place) -> None:
-    kernels, exact = place.kernels(), reference_kernels(torch.float32, place.device)
-    for name, weight in weights_of(place).items():
+def test_linears(target: Target) -> None:
+    kernels, exact = target.kernels(), reference_kernels(torch.float32, target.device)
+    for name, weight in weights_of(target).items():
         ours, its = kernels.prepare_linear(weight), exact.prepare_linear(weight)
-        for tokens in place.tokens:
-            x_TK = place.normal(tokens, weight.in_features)
-            assert close(place, (ours(x_TK), its(x_TK.float()))), (name, tokens)
+        for tokens in target.tokens:
+            x_TK = target.normal(tokens, weight.in_features)
+            assert close(target, (ours(x_TK), its(x_TK.float()))), (name, tokens)
 
 
-@PLACES
+@TARGETS
 @pytest.mark.parametrize("rounded", ["fp8", "fp8-per-token"])
 @torch.inference_mode()
-def test_linears_on_fp8(place: Place, rounded: str) -> None:
-    kernels, exact = place.kernels(), reference_kernels(torch.float32, place.device)
+def test_linears_on_fp8(target: Target, rounded: str) -> None:
+    kernels, exact = target.kernels(), reference_kernels(torch.float32, target.device)
     if rounded not in kernels.rounded:
         pytest.skip("this card has no products of FP8")
     num_served = 0
-    for name, weight in weights_of(place).items():
+    for name, weight in weights_of(target).items():
         ours, its = (each.rounded[rounded].prepare(weight) for each in (kernels, exact))
         assert (ours is None) == (its is None)
         if ours is None or its is None:
             continue
         num_served += 1
-        for tokens in place.tokens:
-            x_TK = place.normal(tokens, weight.in_features)
+        for tokens in target.tokens:
+            x_TK = target.normal(tokens, weight.in_features)
             error = relative_error(ours(x_TK), its(x_TK.float()))
-            assert error <= fp8_tolerance(place.dtype), (name, tokens)
+            assert error <= fp8_tolerance(target.dtype), (name, tokens)
     assert num_served > 0
 
 
-@PLACES
+@TARGETS
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 4096), (37, 896), (300, 4096)])
 @torch.inference_mode()
-def test_elementwise(place: Place, tokens: int, hidden: int) -> None:
-    kernels, exact = place.kernels(), reference_kernels(torch.float32, place.device)
-    residual_TH = place.normal(tokens, hidden + 1)[:, 1:].contiguous()
-    inputs = place.normal(tokens, hidden), residual_TH, place.normal(hidden)
+def test_elementwise(target: Target, tokens: int, hidden: int) -> None:
+    kernels, exact = target.kernels(), reference_kernels(torch.float32, target.device)
+    residual_TH = target.normal(tokens, hidden + 1)[:, 1:].contiguous()
+    inputs = target.normal(tokens, hidden), residual_TH, target.normal(hidden)
     expected = exact.add_rms_norm(*(tensor.float() for tensor in inputs), EPS)  # the kernel may write into its inputs
-    assert close(place, *zip(kernels.add_rms_norm(*inputs, EPS), expected))
-    gate_up = place.normal(tokens, 2 * hidden)
-    assert close(place, (kernels.silu_mul(gate_up), exact.silu_mul(gate_up.float())))
+    assert close(target, *zip(kernels.add_rms_norm(*inputs, EPS), expected))
+    gate_up = target.normal(tokens, 2 * hidden)
+    assert close(target, (kernels.silu_mul(gate_up), exact.silu_mul(gate_up.float())))
 
 
-@PLACES
+@TARGETS
 @pytest.mark.parametrize("rounded", ["fp8", "fp8-per-token"])
 @pytest.mark.parametrize(("tokens", "inputs"), [(1, 4096), (37, 896), (300, 1408), (64, 14336)])
 @torch.inference_mode()
-def test_norms_and_silu_round_for_fp8_to_the_same_bits(place: Place, rounded: str, tokens: int, inputs: int) -> None:
-    kernels, weight = place.kernels(), random_int4(384, inputs, 128, torch.Generator().manual_seed(0))
+def test_norms_and_silu_round_for_fp8_to_the_same_bits(target: Target, rounded: str, tokens: int, inputs: int) -> None:
+    kernels, weight = target.kernels(), random_int4(384, inputs, 128, torch.Generator().manual_seed(0))
     linear = kernels.rounded[rounded].prepare(weight) if rounded in kernels.rounded else None
     before = linear
     if linear is None or not isinstance(before, InputKernels):
         pytest.skip("no kernel of this set rounds for the next linear")
-    x_TH, weight_H = place.normal(tokens, inputs), place.normal(inputs)
+    x_TH, weight_H = target.normal(tokens, inputs), target.normal(inputs)
     ours, apart = (each.add_rms_norm(x_TH.clone(), x_TH.clone(), weight_H, EPS) for each in (before, kernels))
     assert torch.equal(ours[1], apart[1])
     assert torch.equal(linear(ours[0]), linear(apart[0]))
-    gate_up_T2F = place.normal(tokens, 2 * inputs)
+    gate_up_T2F = target.normal(tokens, 2 * inputs)
     rounded_TF = before.silu_mul(gate_up_T2F)
     assert not isinstance(rounded_TF, torch.Tensor)
     assert torch.equal(linear(rounded_TF), linear(kernels.silu_mul(gate_up_T2F)))
 
 
-@PLACES
+@TARGETS
 @pytest.mark.parametrize("rows", [1, 37, 300])
 @torch.inference_mode()
-def test_sampling(place: Place, rows: int) -> None:
-    """Of equal logits the first counts; rows with NaN or infinity are told."""
-    kernels, exact = place.kernels(), reference_kernels(torch.float32, torch.device("cpu"))
-    logits_RV = place.normal(rows, 32_011).float().round(decimals=1)
+def test_sampling(target: Target, rows: int) -> None:
+    """The first of equal logits wins; rows with NaN or infinity are reported."""
+    kernels, exact = target.kernels(), reference_kernels(torch.float32, torch.device("cpu"))
+    logits_RV = target.normal(rows, 32_011).float().round(decimals=1)
     logits_RV[:: rows + 1, 7] = float("inf")
     logits_RV[1::5, -1] = float("nan")
     options_R4 = torch.tensor(DRAWS).repeat(-(-rows // len(DRAWS)), 1)[:rows].double()
     u_R1 = torch.rand(rows, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
     sampling_params_5R = torch.cat([options_R4, u_R1], dim=1).T.contiguous()
-    noise_RV = 3 * place.normal(rows, 32_012)[:, 1:].float()
+    noise_RV = 3 * target.normal(rows, 32_012)[:, 1:].float()
     noise_RV[1::7, -1] = float("nan")
     for ours, its in (
         (kernels.greedy(logits_RV), exact.greedy(logits_RV.cpu())),
         (
-            kernels.sample(noise_RV, sampling_params_5R.to(place.device)),
+            kernels.sample(noise_RV, sampling_params_5R.to(target.device)),
             exact.sample(noise_RV.cpu(), sampling_params_5R),
         ),
     ):
@@ -137,41 +137,43 @@ def test_sampling(place: Place, rows: int) -> None:
         assert torch.equal(ours[0].cpu()[finite_R], its[0][finite_R])
 
 
-@PLACES
+@TARGETS
 @pytest.mark.parametrize("with_fp8", [False, True], ids=["", "fp8 cache"])
 @pytest.mark.parametrize("name", STEPS)
 @torch.inference_mode()
-def test_attention(place: Place, name: str, with_fp8: bool) -> None:
-    kernels, exact = place.kernels(), reference_kernels(torch.float32, place.device)
+def test_attention(target: Target, name: str, with_fp8: bool) -> None:
+    kernels, exact = target.kernels(), reference_kernels(torch.float32, target.device)
     counts, contexts, shared = STEPS[name]
-    for heads in place.heads:
-        step = paged_step(counts, contexts, heads, place.dtype, place.device, with_fp8_cache=with_fp8, shared=shared)
+    for heads in target.heads:
+        step = paged_step(counts, contexts, heads, target.dtype, target.device, with_fp8_cache=with_fp8, shared=shared)
         for window in (None, 48):
-            how = replace(step.attn_metadata, plans={}), heads.head_dim**-0.5, window
-            ours = kernels.attention(step.q_TND, step.cache, *how)
-            expected = exact.attention(step.q_TND.float(), step.cache, replace(how[0], plans={}), *how[1:])
-            assert close(place, (ours, expected)), (heads, window)
+            params = replace(step.attn_metadata, plans={}), heads.head_dim**-0.5, window
+            ours = kernels.attention(step.q_TND, step.cache, *params)
+            expected = exact.attention(step.q_TND.float(), step.cache, replace(params[0], plans={}), *params[1:])
+            assert close(target, (ours, expected)), (heads, window)
 
 
-@PLACES
+@TARGETS
 @pytest.mark.parametrize("with_fp8", [False, True], ids=["", "fp8 cache"])
 @pytest.mark.parametrize("with_norm", [False, True], ids=["", "norms"])
 @torch.inference_mode()
-def test_keys_and_values_are_written(place: Place, with_norm: bool, with_fp8: bool) -> None:
-    kernels, exact = place.kernels(), reference_kernels(torch.float32, place.device)
-    counts, contexts, _ = STEPS["chunks beside decoding"]
-    for heads in place.heads:
-        step = paged_step(counts, contexts, heads, place.dtype, place.device, with_fp8_cache=with_fp8)
+def test_keys_and_values_are_written(target: Target, with_norm: bool, with_fp8: bool) -> None:
+    kernels, exact = target.kernels(), reference_kernels(torch.float32, target.device)
+    counts, contexts, _ = STEPS["chunks with decoding"]
+    for heads in target.heads:
+        step = paged_step(counts, contexts, heads, target.dtype, target.device, with_fp8_cache=with_fp8)
         slots, wide = step.attn_metadata.slot_mapping_T, widened(step.cache)
-        qkv_TMD = place.normal(len(slots), heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
-        angle_TD2 = place.normal(len(slots), heads.head_dim // 2).float()
+        qkv_TMD = target.normal(len(slots), heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
+        angle_TD2 = target.normal(len(slots), heads.head_dim // 2).float()
         angles = angle_TD2.cos(), angle_TD2.sin()
-        norms = (place.normal(heads.head_dim), place.normal(heads.head_dim + 1)[1:].contiguous()) if with_norm else None
+        norms = (
+            (target.normal(heads.head_dim), target.normal(heads.head_dim + 1)[1:].contiguous()) if with_norm else None
+        )
         wide_norms = None if norms is None else (norms[0].float(), norms[1].float())
         q_TND = kernels.norm_rope_write(qkv_TMD.clone(), *angles, norms, EPS, step.cache, slots)
         expected = exact.norm_rope_write(qkv_TMD.float(), *angles, wide_norms, EPS, wide, slots)
-        assert close(place, (q_TND, expected))
-        tolerance = FP8_CODE if with_fp8 else TOLERANCES[place.dtype]
+        assert close(target, (q_TND, expected))
+        tolerance = FP8_CODE if with_fp8 else TOLERANCES[target.dtype]
         for ours, its in zip(widened(step.cache).tensors, wide.tensors):
             assert relative_error(ours, its) <= tolerance, heads
 

@@ -28,8 +28,7 @@ TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 13) for i in range(50)]
 
 
 class Job:
-    """A job file, its input and its model in one folder. `config(...)` writes and loads it with changes laid
-    on top."""
+    """A job file, its input and its model in one folder. `config(...)` writes and loads the file with changes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -79,25 +78,25 @@ class Job:
         return pa.concat_tables([pq.read_table(part) for part in self.parts()])
 
     def check(self, texts: list[str | None], per_file: int = 1000, seed: int = 0) -> None:
-        """The output holds each input row once, with the answer that an undisturbed run gives."""
+        """Assert that the output holds each input row once, with the answer of an undisturbed run."""
         from pipeline.job.actor.tokenize import row_seed
 
         rows = {row["id"]: row for row in self.table().to_pylist()}
         assert self.table().num_rows == len(texts) == len(rows)
         for i, text in enumerate(texts):
             row = rows[i]
-            where = (f"f{i // per_file}.parquet", i % per_file)
-            assert (row["source_file"], row["source_row"]) == where
+            location = (f"f{i // per_file}.parquet", i % per_file)
+            assert (row["source_file"], row["source_row"]) == location
             if text is None:
                 assert (row["error"], row["generated_text"], row["finish_reason"]) == ("null_prompt", None, "error")
                 continue
             if row["error"] is not None:
                 continue
-            assert row["generated_text"] == text_of(answer(list(f"Say {text}".encode()), row_seed(seed, *where), 6))
+            assert row["generated_text"] == text_of(answer(list(f"Say {text}".encode()), row_seed(seed, *location), 6))
 
 
 def units_as_written(config: JobConfig) -> UnitSpec:
-    """How a job's rows become units where neither its model nor its input's lines say more."""
+    """Return the unit spec of a job whose model and input lines add no settings to the job file."""
     prompt, params = prompt_spec(config, config.prompt), sampling_params(config.sampling)
     return unit_spec(config, prompt, config.task.row_texts(), params, kept=())
 
@@ -119,14 +118,14 @@ def local_ray():
 
 
 class Started:
-    """How many dataflows were made: a finished job makes none."""
+    """Number of dataflows that were started: a finished job starts none."""
 
     count = 0
 
 
 @pytest.fixture
 def without_ray(monkeypatch):
-    """Units go through workers in threads of this process, however many windows and actors there are."""
+    """Run units in worker threads of this process, whatever the number of windows and actors."""
     begin = InProcessDataflow.__init__
 
     def counted(self, spec, run_began_us):
@@ -141,12 +140,12 @@ def without_ray(monkeypatch):
 
 @pytest.fixture
 def one_unit_in_flight(monkeypatch):
-    """Engines work on one unit at a time, so that a run that is stopped leaves some of a small job undone."""
+    """Limit engines to one unit at a time, so that a stopped run leaves units of a small job undone."""
     monkeypatch.setattr("pipeline.job.planning.actor_specs.units_in_flight", lambda *_: 1)
 
 
 def run(job, signals=(), **sections):
-    """Run the job with these sections changed. `signals`: (when, number), sent once each as `when(status)` holds."""
+    """Run the job with changed sections. `signals`: (when, number), each sent once, when `when(status)` is true."""
     statuses, to_send, seen = [], list(signals), sections.pop("show", lambda status: None)
 
     def show(status):

@@ -1,5 +1,7 @@
-"""A driver of its own process over a job of fakes, for tests that kill it: `python -m tests.job.drive
-JOB.yaml [--append]`."""
+"""A driver in its own process for a job of fakes, for tests that kill it.
+
+Run it as `python -m tests.job.drive JOB.yaml [--append]`.
+"""
 
 import os
 import signal
@@ -18,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def drive_and_kill(job_file: Path, parts: Callable[[], list]) -> None:
-    """A driver that is killed when there are two parts."""
+    """Start a driver and kill it once two parts are written."""
     command = [sys.executable, "-m", "tests.job.drive", str(job_file)]
     driver = subprocess.Popen(command, cwd=ROOT, env=os.environ, start_new_session=True)
     while len(parts()) < 2:

@@ -1,11 +1,11 @@
 """An engine and a tokenizer without a model: tokens follow from the prompt and the row's seed alone.
 
-How it behaves is written in the config.json of the model folder under "fake": step_s, max_num_seqs, load_s, prints (a
-text), slow (a text) and slow_s (how long steps with it take; with slow_until only until so many engines have been
-loaded, by the files that each leaves in the folder loaded_in), max_model_len (longer prompts are refused), cached
-(tokens at the head of every prompt but the first, from cache), fail_load (a kind of `pipeline.errors`, or a built-in
-one), and texts that, met in a running prompt, end the process (kill, segfault), hang it (hang) or raise (crash,
-out_of_memory). A `once` file path limits the fault to the first time.
+The section "fake" in the model folder's config.json configures the engine: step_s, max_num_seqs, load_s, prints (a
+text), slow (a text) and slow_s (duration of steps with that text; with slow_until only until that number of engines
+has loaded, by the files that they leave in the folder loaded_in), max_model_len (longer prompts are refused), cached
+(tokens at the head of every prompt but the first, from cache), fail_load (a class of `pipeline.errors`, or a built-in
+one), and texts that, in a running prompt, end the process (kill, segfault), hang it (hang) or raise (crash,
+out_of_memory). A `once` file path limits the fault to the first time; a file at `cured_by` ends it.
 """
 
 import builtins
@@ -70,8 +70,8 @@ def answer(prompt_token_ids: list[int], seed: int | None, max_tokens: int) -> li
 
 
 def result_of(prompt_token_ids: list[int], task: Task) -> TaskResult:
-    """What a task comes to: numbers that follow from the request alone, exact in float32. A vector has as many of them
-    as hidden_size or the labels of `classify`, of which there are three."""
+    """Return the task's result: numbers that follow from the request alone, exact in float32. A vector has `dimensions`
+    or HIDDEN_SIZE of them, or one for each of the three labels of `classify`."""
     digest = hashlib.sha256(f"{prompt_token_ids} {task}".encode()).digest()
     match task:
         case Score(first=first, top=top):
@@ -99,9 +99,9 @@ def _each(token_ids: list[int], top: int) -> list[TokenLogprobs]:
 
 
 class FakeEngine:
-    def __init__(self, config: EngineConfig, say: Callable[[str], None]) -> None:
-        self.say = say
-        say("reading weights")
+    def __init__(self, config: EngineConfig, log: Callable[[str], None]) -> None:
+        self.log = log
+        log("reading weights")
         fake = json.loads((Path(config.model) / "config.json").read_text()).get("fake", {})
         self.fake = fake
         if "prints" in fake:
@@ -122,10 +122,10 @@ class FakeEngine:
         self.cached: dict[object, int] = {}
         self.queued_us: dict[object, int] = {}
         self.first_token_us: dict[object, int] = {}
-        self.groups: dict[object, tuple[ParentRequest, object, int]] = {}  # by the key of a sample: whose, and which
+        self.groups: dict[object, tuple[ParentRequest, object, int]] = {}  # sample key -> parent, row, index
 
     def warm_up(self) -> None:
-        self.say("warming up")
+        self.log("warming up")
 
     def counters(self) -> dict[str, int]:
         return self.stats.flat()
@@ -146,7 +146,7 @@ class FakeEngine:
             self.queued_us[sample.row_id] = time.monotonic_ns() // 1000
 
     def _whole(self, completions: list[Completion]) -> list[Completion]:
-        """With those of requests of several samples that are whole now."""
+        """Return completions of whole requests: those of several samples once all their samples have finished."""
         whole: list[Completion | None] = []
         for completion in completions:
             if completion.row_id not in self.groups:
@@ -173,7 +173,9 @@ class FakeEngine:
         prefilled = time.monotonic_ns() // 1000
         step_s = self.fake.get("step_s", 0.0)
         for request, _, _ in self.running.values():
-            text = bytes(token for token in request.prompt_token_ids if token < 256)  # of a real tokenizer's ids: some
+            text = bytes(
+                token for token in request.prompt_token_ids if token < 256
+            )  # of a real tokenizer: only the first ids
             self._maybe_fail(text.decode(errors="replace"))
             if self.fake.get("slow", "\0") in text.decode(errors="replace") and self._is_slow():
                 step_s = self.fake["slow_s"]

@@ -9,7 +9,7 @@ from pipeline.kernels.reference import write_kv
 
 CPU = torch.device("cpu")
 Lengths = list[tuple[int, int]]
-"""Of each sequence its context, and how many of its last tokens are queries."""
+"""Context of each sequence, and the number of its last tokens that are queries."""
 
 
 def paged_step(
@@ -21,8 +21,8 @@ def paged_step(
     rng: np.random.Generator,
     with_fp8: bool = False,
 ) -> tuple[AttentionInput, LayerCache]:
-    """Sequences in scattered blocks of a cache on the CPU whose unused slots are NaN. With FP8, heads of values differ
-    in size a thousandfold."""
+    """Build a step of sequences in scattered blocks of a CPU cache whose unused slots are NaN. With FP8, heads of
+    values differ in size a thousandfold."""
     context_S, count_S = np.array(lengths, dtype=np.int32).T.copy()
     blocks_S = -(-context_S // block_size)
     num_blocks = int(blocks_S.sum()) + 3
@@ -51,8 +51,8 @@ def widened(cache: LayerCache) -> LayerCache:
 
 
 def hostile_vectors(count: int, head_dim: int) -> torch.Tensor:
-    """(count, head_dim) float32: of sizes from 1e-6 to 1e4, some with few values that are not small, of zeros, of
-    halfway cases, and with NaN or infinity in them."""
+    """Return (count, head_dim) float32 vectors of sizes from 1e-6 to 1e4: some with few large values, some of zeros, of
+    halfway cases, and with NaN or infinity."""
     torch.manual_seed(count)
     vectors = torch.randn(count, head_dim) * 10 ** (10 * torch.rand(count, 1) - 6)
     vectors[1::9] *= 10 ** (-6 * torch.rand(len(vectors[1::9]), head_dim))  # down to subnormal codes and below

@@ -48,7 +48,7 @@ def test_add_rms_norm(hidden: int, on: Served) -> None:
 
 
 def written(cache: LayerCache) -> torch.Tensor:
-    """(tensors, slots): whether anything but 0 is in a slot."""
+    """Return (tensors, slots): whether a slot holds anything but 0."""
     codes, scales = cache.tensors[:2], (scale.transpose(1, 2).contiguous() for scale in cache.tensors[2:])
     return torch.stack([t.cpu().float().flatten(2).flatten(0, 1).ne(0).any(1) for t in (*codes, *scales)])
 
@@ -80,7 +80,7 @@ def test_norm_rope_write(heads: int, kv_heads: int, head_dim: int, with_norm: bo
 
 
 def fp8_caches(qkv: torch.Tensor, kv_heads: int, slots: torch.Tensor, on: Served) -> tuple[LayerCache, LayerCache]:
-    """What a kernel and the reference write of vectors that are not rotated."""
+    """Return the caches that a kernel and the reference write from unrotated vectors."""
     zero = torch.zeros(len(qkv), qkv.shape[2] // 2)
     ours, oracle = (LayerCache.allocate(103, 7, kv_heads, qkv.shape[2], FP8, device) for device in (on.device, CPU))
     inputs = (t.to(on.device) for t in (qkv, zero.cos(), zero))
@@ -94,7 +94,7 @@ def fp8_caches(qkv: torch.Tensor, kv_heads: int, slots: torch.Tensor, on: Served
 def test_an_fp8_cache_is_written_as_the_reference_writes_it(
     heads: int, kv_heads: int, head_dim: int, on: Served
 ) -> None:
-    """To the bit: of sound vectors, zeros, vectors of one tiny value, and broken ones."""
+    """Bits are equal for sound vectors, zeros, vectors of one tiny value, and broken ones."""
     tokens, vectors = max(9, *on.tokens), heads + 2 * kv_heads
     qkv = hostile_vectors(tokens * vectors, head_dim).view(tokens, vectors, head_dim).to(on.dtype)
     slots = torch.randperm(103 * 7)[:tokens]
@@ -117,8 +117,8 @@ def test_codes_are_those_of_torch_at_and_around_every_halfway_case(on: Served) -
     assert torch.equal(found, vectors.to(FP8).view(torch.uint8))
 
 
-def test_what_is_stored_in_8_bits_is_near_what_was_given() -> None:
-    """Of half a unit in the last of 3 bits of mantissa, or of the smallest code; broken vectors are NaN throughout."""
+def test_values_stored_in_8_bits_are_near_the_given_ones() -> None:
+    """The error is up to half a unit of the last mantissa bit, or of the smallest code; broken vectors become NaN."""
     x_TKD = hostile_vectors(90, 16)[:, None]
     code_TKD, scale_TK = reference.to_fp8(x_TKD)
     stored_TKD = code_TKD.float() * scale_TK[..., None]
@@ -133,7 +133,7 @@ def test_what_is_stored_in_8_bits_is_near_what_was_given() -> None:
 
 @pytest.mark.parametrize("kind", [torch.float32, FP8], ids=str)
 def test_a_token_without_a_slot_writes_nothing(kind: torch.dtype) -> None:
-    """What fills up a captured step to its size must not touch the cache."""
+    """Padding of a captured step must not change the cache."""
     qkv, angle = torch.randn(3, 4, 16, device=DEVICE), torch.rand(3, 8, device=DEVICE)
     cache = LayerCache.allocate(2, 4, 1, 16, kind, DEVICE)
     fused.norm_rope_write(qkv, angle, angle, None, 1e-6, cache, torch.tensor([5, -1, -1], device=DEVICE))
@@ -155,8 +155,8 @@ def test_silu_mul(on: Served) -> None:
 
 
 @EACH
-def test_what_is_no_number_stays_so_in_its_row_and_no_row_is_no_error(on: Served) -> None:
-    """Where a row was broken, the logits must show it."""
+def test_nan_stays_in_its_row_and_zero_rows_are_no_error(on: Served) -> None:
+    """A broken row must have broken logits."""
     for broken in (math.nan, math.inf):
         x = torch.ones(3, 16, dtype=on.dtype)
         x[1, 3] = broken

@@ -1,4 +1,4 @@
-"""Where caches are kept, tried as a user without rights: homes, temporary folders and variables of many kinds."""
+"""Cache folders for a user without rights: homes, temporary folders and variables of many kinds."""
 
 import importlib.util
 import os
@@ -24,11 +24,11 @@ NAME = "parquet-batch-inference"
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def shared_folder() -> Iterator[Path]:
     """A folder that other users may enter, unlike pytest's own."""
-    with tempfile.TemporaryDirectory() as made:
-        os.chmod(made, 0o755)
-        yield Path(made)
+    with tempfile.TemporaryDirectory() as created:
+        os.chmod(created, 0o755)
+        yield Path(created)
 
 
 def folder(path: Path, mode: int = 0o755, owner: int = OTHER) -> Path:
@@ -40,7 +40,7 @@ def folder(path: Path, mode: int = 0o755, owner: int = OTHER) -> Path:
 
 
 def as_other_user(call: Callable[[], Any]) -> Any:
-    """What `call` returns or raises in a fork that has no rights but those of `OTHER`."""
+    """Return or raise what `call` does in a fork with the rights of `OTHER` only."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
         try:
@@ -94,14 +94,14 @@ def linked(at: Path) -> Path:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_where_caches_are_kept(place, monkeypatch, named):
-    """Every home with every temporary folder; `PIPELINE_CACHE` wins over both."""
+def test_where_caches_are_kept(shared_folder, monkeypatch, named):
+    """All pairs of homes and temporary folders; `PIPELINE_CACHE` wins over both."""
     seen = set()
     for home_kind, make_home in HOMES.items():
         for kind, make_temporary in TEMPORARY.items():
             if not IS_ROOT and {home_kind, kind} & NEEDS_ROOT:
                 continue
-            at = folder(place / f"{home_kind}, {kind}")
+            at = folder(shared_folder / f"{home_kind}, {kind}")
             home, temporary = make_home(at / "home"), make_temporary(at / "tmp")
             monkeypatch.delenv("HOME", raising=False)
             if home is not None:
@@ -116,13 +116,13 @@ def test_where_caches_are_kept(place, monkeypatch, named):
                 assert named or write_problem(found[1]) == ""
                 return found
 
-            what = f"{home_kind}, {kind}"
+            case = f"{home_kind}, {kind}"
             if named:
                 root, *_, notes = as_other_user(find)
-                assert (root, notes) == (at / "named", []), what
+                assert (root, notes) == (at / "named", []), case
                 seen.add("named")
             elif home_kind == "writable":
-                assert as_other_user(find) == (home / ".cache" / NAME, home / ".cache" / NAME / "numba", None, []), what
+                assert as_other_user(find) == (home / ".cache" / NAME, home / ".cache" / NAME / "numba", None, []), case
                 seen.add("home")
             elif kind in HOSTILE:
                 with pytest.raises(EnvironmentFailed, match=r"Cannot write compiled kernels .* set PIPELINE_CACHE to"):
@@ -131,8 +131,8 @@ def test_where_caches_are_kept(place, monkeypatch, named):
             else:
                 own = temporary / f"{NAME}-{OTHER}"
                 root, kernels, hub, notes = as_other_user(find)
-                assert (root, kernels, hub) == (own, own / "numba", own / "huggingface"), what
-                assert own.stat().st_mode & 0o777 == 0o700, what
+                assert (root, kernels, hub) == (own, own / "numba", own / "huggingface"), case
+                assert own.stat().st_mode & 0o777 == 0o700, case
                 (note,) = notes
                 assert str(own) in note
                 assert "set PIPELINE_CACHE" in note
@@ -147,7 +147,7 @@ def test_a_variable_of_one_kind_of_files_wins(monkeypatch):
     assert cpu_kernel_folder(given) == Path("/own/numba")
     assert gpu_kernel_folder(given) == Path("own").absolute()
     assert hub_folder(given) is None
-    assert cpu_kernel_folder({"PIPELINE_CACHE": "~nobody-here/x"}).name == "numba", "no error of Python's own"
+    assert cpu_kernel_folder({"PIPELINE_CACHE": "~no-such-user/x"}).name == "numba", "no error of Python's own"
 
 
 def test_a_full_disk_is_not_writable(tmp_path, monkeypatch):
@@ -170,10 +170,10 @@ def test_kernels_that_cannot_be_kept_are_the_environment_s_failure(tmp_path, mon
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="needs a folder of another user")
-def test_a_kernel_folder_in_which_another_user_compiled(place):
-    folder(folder(place / "numba", 0o777, 0) / "attention_0123", 0o755, 0)
+def test_a_kernel_folder_in_which_another_user_compiled(shared_folder):
+    folder(folder(shared_folder / "numba", 0o777, 0) / "attention_0123", 0o755, 0)
     with pytest.raises(EnvironmentFailed, match="attention_0123 in it is not writable"):
-        as_other_user(lambda: keep_cpu_kernels_in(place / "numba"))
+        as_other_user(lambda: keep_cpu_kernels_in(shared_folder / "numba"))
 
 
 def test_numba_keeps_kernels_in_the_folder_that_was_chosen(tmp_path, monkeypatch):
@@ -190,14 +190,14 @@ def test_numba_keeps_kernels_in_the_folder_that_was_chosen(tmp_path, monkeypatch
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="needs a folder of another user")
-def test_a_model_in_a_folder_that_this_user_may_not_enter(place):
-    folder(place / "closed" / "model", 0o755, 0)
-    folder(place / "closed", 0o700, 0)
-    assert as_other_user(lambda: model_kind(str(place / "closed" / "model"))) == "missing"
+def test_a_model_in_a_folder_that_this_user_may_not_enter(shared_folder):
+    folder(shared_folder / "closed" / "model", 0o755, 0)
+    folder(shared_folder / "closed", 0o700, 0)
+    assert as_other_user(lambda: model_kind(str(shared_folder / "closed" / "model"))) == "missing"
 
 
-def test_without_a_temporary_folder_a_command_says_what_to_set(monkeypatch, pipe):
-    """As in `docker run --read-only`; libraries raise when they are imported."""
+def test_without_a_temporary_folder_a_command_names_the_variable_to_set(monkeypatch, pipe):
+    """Simulate `docker run --read-only`, where libraries raise when they are imported."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
     code, _, err = pipe("doctor")

@@ -17,16 +17,16 @@ from tests.model_folders import Family, make_family
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """torch.cuda of a machine with two GPUs, of which the second is current; the list has what `set_device` took.
+    """Fake torch.cuda with two GPUs, the second current; return the list of indices that `set_device` selects.
 
-    It looks up the index as torch does: a device without one is refused.
+    The fake looks up the index as torch does: a device without one is refused.
     """
-    taken: list[int] = []
+    selected: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append(_get_device_index(device)))
-    return taken
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: selected.append(_get_device_index(device)))
+    return selected
 
 
 @pytest.mark.parametrize(("name", "index"), [("cuda", 1), ("auto", 1), ("cuda:0", 0)])

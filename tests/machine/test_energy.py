@@ -53,7 +53,7 @@ def test_processors_are_counted_by_package_through_a_wrap(zones: Path, monkeypat
     use(zones, z0=50, z1=300)  # wrapped around
     assert meter.read_uj() == 700 + WRAPS_AT - 550
     (zones / "intel-rapl:1" / "energy_uj").unlink()
-    assert meter.read_uj() == 700 + WRAPS_AT - 550  # stands still, and nothing fails
+    assert meter.read_uj() == 700 + WRAPS_AT - 550  # unchanged, and nothing fails
 
 
 def test_a_machine_without_counters_has_no_meter(tmp_path: Path, zones: Path, monkeypatch):

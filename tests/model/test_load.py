@@ -31,7 +31,7 @@ def load(folder: Path) -> Decoder:
 
 
 def rewrite(folder: Path, change) -> None:
-    """One unsharded file with `change` applied to its tensors."""
+    """Write one unsharded file with `change` applied to its tensors."""
     tensors: dict[str, torch.Tensor] = {}
     for shard in folder.glob("*.safetensors"):
         tensors |= load_file(shard)
@@ -54,7 +54,7 @@ def test_sharded_and_single_files_load(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "intermediate_size", "said"),
+    ("change", "intermediate_size", "message"),
     [
         (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"), 24, r"1\.mlp\.up_proj\.weight is missing"),
         (lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(16)}), 24,
@@ -63,15 +63,15 @@ def test_sharded_and_single_files_load(folder: Path) -> None:
     ],
     ids=["missing", "left over", "of another shape"],
 )  # fmt: skip
-def test_a_wrong_tensor_is_named(folder: Path, change, intermediate_size: int, said: str) -> None:
+def test_a_wrong_tensor_is_named(folder: Path, change, intermediate_size: int, message: str) -> None:
     rewrite(folder, change)
     edit_config(folder, intermediate_size=intermediate_size)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         load(folder)
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"model_type": "gpt2"}, "model_type = 'gpt2'"),
         ({"hidden_act": "gelu"}, "hidden_act"),
@@ -87,20 +87,20 @@ def test_a_wrong_tensor_is_named(folder: Path, change, intermediate_size: int, s
         ({"text_config": {"hidden_size": 8}, "model_type": "llava"}, "model_type = 'llava'"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(folder: Path, values: dict, said: str) -> None:
+def test_what_is_not_served_is_refused_by_name(folder: Path, values: dict, message: str) -> None:
     edit_config(folder, **values)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         read_config(folder)
 
 
-def test_what_stands_in_the_place_of_a_checkpoint_is_named(folder: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_path_that_is_no_checkpoint_is_described(folder: Path, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     for name, file in (("empty", None), ("lora", "adapter_config.json"), ("quants", "q4.gguf"), ("data", "a.txt")):
         (tmp_path / name).mkdir()
         if file is not None:
             (tmp_path / name / file).write_text("{}")
     monkeypatch.chdir(tmp_path)
-    for name, said in {
+    for name, message in {
         "m.gguf": "is a GGUF file; expected the folder of a safetensors",
         "./m.gguf": "is a GGUF file",
         "lora/adapter_config.json": "is a file; expected the folder of",
@@ -110,8 +110,8 @@ def test_what_stands_in_the_place_of_a_checkpoint_is_named(folder: Path, tmp_pat
         "data": "has no config.json; expected",
         "none": "no such folder, and not a Hugging Face id",
     }.items():
-        assert checkpoint_problem(name).startswith(said)
-        with pytest.raises(ModelError, match=re.escape(said)):
+        assert checkpoint_problem(name).startswith(message)
+        with pytest.raises(ModelError, match=re.escape(message)):
             resolve_model(name)
     assert checkpoint_problem(str(folder)) == ""
 
@@ -120,7 +120,7 @@ def test_a_model_that_is_not_in_the_cache_names_the_offline_variable_once(monkey
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(ModelError, match="Hugging Face") as raised:
-        locate_model("nobody/nothing")
+        locate_model("no-such-owner/nothing")
     assert str(raised.value).count("HF_HUB_OFFLINE") == 1
     assert len(str(raised.value)) < 200
 
@@ -128,12 +128,12 @@ def test_a_model_that_is_not_in_the_cache_names_the_offline_variable_once(monkey
 def test_names_of_models_are_resolved_or_refused(folder: Path) -> None:
     assert locate_model(str(folder)) == folder
     assert (locate_model("demo") / "config.json").parts[-2] == "target"
-    for name, said in (("./nothing/here", "no such folder"), ("demo:nothing", "demo")):
-        with pytest.raises(ModelError, match=said):
+    for name, message in (("./nothing/here", "no such folder"), ("demo:nothing", "demo")):
+        with pytest.raises(ModelError, match=message):
             locate_model(name)
 
 
-def test_a_revision_is_of_a_hugging_face_id(monkeypatch):
+def test_only_a_hugging_face_id_has_revisions(monkeypatch):
     import huggingface_hub
 
     from pipeline.checkpoints.locate import folder_here

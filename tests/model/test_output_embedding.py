@@ -1,4 +1,4 @@
-"""Which tensor the output embedding is: its own where the checkpoint holds another than the input embedding."""
+"""Choice of the output embedding: its own tensor if the checkpoint's differs from the input embedding."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -28,7 +28,7 @@ from tests.parity.harness import (
 
 
 def check_family(folder: Path, rng: np.random.Generator, seen: Agreement) -> str:
-    """One drawn checkpoint under drawn limits; returns a line about it."""
+    """Compare one drawn checkpoint under drawn limits; return a line about it."""
     model = load_reference(folder)
     stem = rng.integers(0, VOCAB, int(rng.integers(1, 60))).tolist()
     prompts = []

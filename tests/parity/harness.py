@@ -16,7 +16,7 @@ TIE = 1e-4  # two best logits closer than this may come out either way
 
 @dataclass
 class Agreement:
-    """How many tokens were compared, and where a near-tie went the other way."""
+    """Number of compared tokens, and of near-ties that were decided differently."""
 
     compared: int = 0
     near_ties: int = 0
@@ -42,7 +42,7 @@ def greedy_reference(model: Any, prompt: list[int], num_tokens: int) -> list[int
 
 
 def compare_greedy(model: Any, prompt: list[int], ours: list[int], expected: list[int], seen: Agreement) -> None:
-    """Equal tokens, or a first difference at a near-tie of the reference, which is counted."""
+    """Assert that tokens are equal, or first differ at a near-tie of the reference, which is counted."""
     for position, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
         seen.compared += 1
         if mine == theirs:
@@ -56,7 +56,7 @@ def compare_greedy(model: Any, prompt: list[int], ours: list[int], expected: lis
 
 
 def our_logits(engine: Engine, token_ids: list[int]) -> torch.Tensor:
-    """Logits at every position, computed by the engine's own runner as one chunk in blocks taken out of order."""
+    """Return the logits at every position; the engine's runner computes them as one chunk in unordered blocks."""
     size, length_S = engine.pool.block_size, np.array([len(token_ids)])
     blocks = np.arange(-(-len(token_ids) // size))[::-1].astype(np.int32) + 1
     step = dummy_step(

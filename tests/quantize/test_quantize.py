@@ -1,4 +1,4 @@
-"""`pipeline quantize` end to end: what is written, that it loads and answers, that it goes on where it was stopped."""
+"""`pipeline quantize` end to end: what is written, that it loads and answers, and that a stopped run resumes."""
 
 import hashlib
 import json

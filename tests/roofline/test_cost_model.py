@@ -66,8 +66,8 @@ def test_int4_weights_take_the_path_that_is_faster():
     assert few == pytest.approx({"int4": packed * 2**20 / 0.5e9, "dense": 2 * 2**20 / 1e9})
     assert many["int4"] == pytest.approx(2 * many["dense"])
     tokens = step([1] * 2000, [1] * 2000, 0)
-    taken = step_seconds(tokens, SIZE, AWQ, slow_int4).linears_s
-    assert taken == pytest.approx(step_seconds(tokens, SIZE, DENSE, slow_int4).linears_s)
+    linears_s = step_seconds(tokens, SIZE, AWQ, slow_int4).linears_s
+    assert linears_s == pytest.approx(step_seconds(tokens, SIZE, DENSE, slow_int4).linears_s)
     made = linear_seconds(100, 1024, 1024, SCRATCH, slow_int4)
     assert made["scratch"] == pytest.approx(
         linear_seconds(100, 1024, 1024, DENSE, slow_int4)["dense"] + (packed + 2) * 2**20 / 1e9
@@ -116,10 +116,10 @@ def test_no_step_beats_its_bytes_or_its_products(sequences, weights, shares):
     counts, contexts = (list(each) for each in zip(*((n, n + before) for n, before in sequences)))
     tokens = step(counts, contexts, len(counts))
     bound = step_seconds(tokens, SIZE, weights, CARD)
-    fewest = 2 if weights is DENSE else weights.packed_bytes
-    least_bytes = SIZE.linear_parameters * fewest + SIZE.head_parameters * 2
-    least_bytes += SIZE.kv_bytes_per_token() * sum(contexts)
-    assert bound.total_s >= least_bytes / CARD.bytes_per_s
+    min_weight_bytes = 2 if weights is DENSE else weights.packed_bytes
+    min_bytes = SIZE.linear_parameters * min_weight_bytes + SIZE.head_parameters * 2
+    min_bytes += SIZE.kv_bytes_per_token() * sum(contexts)
+    assert bound.total_s >= min_bytes / CARD.bytes_per_s
     flops = 2 * SIZE.linear_parameters * sum(counts) + 2 * SIZE.head_parameters * len(counts)
     assert bound.total_s >= flops / CARD.flops_per_s
     predicted = step_seconds(tokens, SIZE, weights, replace(CARD, reached=Reached(*shares, step_s=1e-4, layer_s=1e-5)))

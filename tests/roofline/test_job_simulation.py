@@ -76,13 +76,13 @@ def test_a_shared_prefix_is_computed_and_held_once():
 
 def test_a_shared_prefix_is_read_once_a_step_by_all_that_have_it(steps):
     requests = [RequestTokens(200 + n, 4) for n in range(10)]
-    how = SIZE, DENSE, CARD, Batching(16, 4096, 4096, 16), 180, 2.0
-    once = simulate_job(requests, *how)
+    params = SIZE, DENSE, CARD, Batching(16, 4096, 4096, 16), 180, 2.0
+    once = simulate_job(requests, *params)
     whole = 180 // 16 * 16
     # the first one computes the prefix alone; the others join it, and each ends after 4 tokens
     assert [step.spared_tokens // whole for step in steps] == [0, 9, 9, 9, 8]
     steps.clear()
-    each = simulate_job(requests, *how, reads_shared_once=False)
+    each = simulate_job(requests, *params, reads_shared_once=False)
     assert all(step.spared_tokens == 0 for step in steps)
     saved = (9 + 9 + 9 + 8) * whole * SIZE.kv_bytes_per_token() / CARD.bytes_per_s
     assert each.parts.kv_s - once.parts.kv_s == pytest.approx(saved)

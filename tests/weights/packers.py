@@ -1,5 +1,5 @@
 """Quantized linears with random values, packed value by value apart from the product's own unpacking, each with its
-exact float32 weight; and whole checkpoints of them beside their dense twins."""
+exact float32 weight; and whole checkpoints of them with their dense twins."""
 
 import json
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from tests.model_folders import Family, Named, small_config, write_checkpoint, w
 
 Packed = tuple[dict[str, torch.Tensor], np.ndarray]
 Pack = Callable[[np.random.Generator, tuple[int, int]], Packed]
-"""Of a shape (N, K): tensors by the last part of their name, and the weight (N, K) in float32."""
+"""Map a shape (N, K) to tensors by the last part of their name, and the weight (N, K) in float32."""
 
 CONFIG = small_config(128, 192, 2, 4, 2, initializer_range=0.2, rms_norm_eps=1e-5)
 
 
 def words(values: np.ndarray, bits: int) -> torch.Tensor:
-    """(R, C) -> (R, C * bits / 32) int32, the first value in the lowest bits; a last word is filled up with zeros."""
+    """Pack (R, C) into (R, C * bits / 32) int32, the first value in the lowest bits; pad the last word with zeros."""
     rows, columns = values.shape
     parts = 32 // bits
     packed = np.zeros((rows, -(-columns // parts)), dtype=np.uint32)
@@ -33,7 +33,7 @@ def words(values: np.ndarray, bits: int) -> torch.Tensor:
 def drawn(
     rng: np.random.Generator, shape: tuple[int, int], groups: int, bits: int, symmetric: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Integers (N, K), zeros and float16 scales (N, G). Zeros go from end to end, as lying ones would."""
+    """Draw integers (N, K), zeros and float16 scales (N, G). Zeros cover their whole range."""
     n, k = shape
     q = rng.integers(0, 1 << bits, (n, k))
     zeros = np.full((n, groups), 1 << (bits - 1)) if symmetric else rng.integers(0, 1 << bits, (n, groups))
@@ -90,7 +90,7 @@ def awq_gemm(group_size: int, zero_point: bool) -> Pack:
 
 
 def awq_gemv(group_size: int) -> Pack:
-    """Filled up to as many words of groups as AutoAWQ's CUDA kernel reads at a time."""
+    """Pad zeros and scales to the number of group words that AutoAWQ's CUDA kernel reads at a time."""
 
     def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
         k = shape[1]
@@ -164,7 +164,7 @@ def fp8(block: tuple[int, int] | None, scale_name: str, per_output: bool = False
 
 
 def _e4m3(code: int) -> float:
-    """By the OCP 8-bit floating point specification: bias 7, no infinities."""
+    """Decode e4m3 as the OCP 8-bit floating point specification defines it: bias 7, no infinities."""
     sign, exponent, fraction = (-1) ** (code >> 7), code >> 3 & 15, code & 7
     return sign * (fraction / 8 * 2.0**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7))
 
@@ -176,7 +176,7 @@ def named(prefix: str, packed: dict[str, torch.Tensor]) -> Named:
 def write_pair(
     root: Path, quantization: dict[str, Any], pack: Callable[[str], Pack | None], options: dict[str, Any] | None = None
 ) -> tuple[Path, Path]:
-    """A quantized checkpoint and its dense float32 twin. `pack`: how a linear of that name is packed; None: not."""
+    """Write a quantized checkpoint and its dense float32 twin. `pack` returns the packer of a linear or None."""
     plain = write_checkpoint(root / "plain", Family("llama", "llama"), CONFIG | (options or {}), seed=4)
     return pack_pair(plain, root / "quantized", quantization, pack, seed=len(json.dumps(quantization)))
 
@@ -184,7 +184,7 @@ def write_pair(
 def pack_pair(
     plain: Path, folder: Path, quantization: dict[str, Any], pack: Callable[[str], Pack | None], seed: int
 ) -> tuple[Path, Path]:
-    """`folder` and `folder`-dense: what `pack` makes of the linears of `plain`, with random values."""
+    """Write `folder` and `folder`-dense: the linears of `plain` with random values, as `pack` packs them."""
     rng = np.random.default_rng(seed)
     tensors: dict[str, torch.Tensor] = {}
     for shard in sorted(plain.glob("*.safetensors")):
@@ -200,19 +200,19 @@ def pack_pair(
         packed |= named(stem, found)
         dense[name] = torch.from_numpy(weight)
     config = json.loads((plain / "config.json").read_text())
-    places = folder, folder.with_name(f"{folder.name}-dense")
-    for place, content, extra in zip(places, (packed, dense), ({"quantization_config": quantization}, {})):
-        place.mkdir()
-        save_file({key: tensor.contiguous() for key, tensor in content.items()}, place / "model.safetensors")
-        (place / "config.json").write_text(json.dumps(config | extra))
-        write_tokenizer(place)
-    return places
+    folders = folder, folder.with_name(f"{folder.name}-dense")
+    for path, content, extra in zip(folders, (packed, dense), ({"quantization_config": quantization}, {})):
+        path.mkdir()
+        save_file({key: tensor.contiguous() for key, tensor in content.items()}, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps(config | extra))
+        write_tokenizer(path)
+    return folders
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "modules_to_not_convert": None}
 
 
 def quantize_randomly(plain: Path, folder: Path, group_size: int, zero_point: bool, seed: int) -> Path:
-    """`folder`, of AWQ int4 linears with random values, beside its twin `folder`-dense."""
+    """Write `folder` with AWQ int4 linears of random values, and its dense twin `folder`-dense."""
     quantization = AWQ | {"group_size": group_size, "zero_point": zero_point}
     return pack_pair(plain, folder, quantization, lambda stem: awq_gemm(group_size, zero_point), seed)[0]

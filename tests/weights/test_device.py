@@ -1,7 +1,7 @@
-"""Quantized weights are unpacked where they are to lie: what is stored goes to the device, and nothing comes back.
+"""Quantized weights are unpacked on their device: stored tensors go to the device, and nothing comes back.
 
-There is no GPU here. The CPU stands for the device and `meta` for the host: whatever a reader makes without saying
-where would lie on `meta`, and could not be put together with the checkpoint's tensors.
+There is no GPU here. The CPU represents the device and `meta` the host: a tensor that a reader creates without a device
+is on `meta`, and cannot be combined with the checkpoint's tensors.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ META = torch.device("meta")
 
 
 class NothingLeaves(TorchFunctionMode):
-    """No tensor is copied to the host as a whole; single numbers and short lists may be looked at."""
+    """Assert that no whole tensor is copied to the host; single numbers and short lists may be."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -64,8 +64,8 @@ def test_a_checkpoint_hands_its_tensors_out_on_the_device(tmp_path: Path) -> Non
     quantization, pack, _ = WHOLE["awq gemm"]
     packed, _ = write_pair(tmp_path, quantization, lambda stem: pack)
     checkpoint = Checkpoint(packed, device=META)
-    taken = {name: checkpoint.read(name) for name in checkpoint.home}
-    assert {tensor.device.type for tensor in taken.values()} == {"meta"}
-    assert any(tensor.dtype == torch.int32 for tensor in taken.values()), "words, as they are stored"
+    tensors = {name: checkpoint.read(name) for name in checkpoint.home}
+    assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
+    assert any(tensor.dtype == torch.int32 for tensor in tensors.values()), "words, as they are stored"
     reader = WeightReader(packed, read_config(packed), META)
     assert reader.embedding().device == reader.checkpoint.device == META

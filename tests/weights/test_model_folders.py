@@ -116,9 +116,9 @@ def test_modules_not_converted_and_mixed_ones_are_fused_as_they_are(tmp_path: Pa
             return None
         return pack_quantized(8, None, False) if "v_proj" in stem else pack_quantized(4, 32, True)
 
-    places = write_pair(tmp_path, quantization, pack, {"tie_word_embeddings": True})
+    folders = write_pair(tmp_path, quantization, pack, {"tie_word_embeddings": True})
     kinds = "compressed-tensors int4, groups of 32 and int8, a scale for each output"
-    check(*places, f"{kinds}; 3 fused linears of several formats dequantized")
+    check(*folders, f"{kinds}; 3 fused linears of several formats dequantized")
 
 
 def test_overrides_of_gptqmodel(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_overrides_of_gptqmodel(tmp_path: Path) -> None:
             return gptq(8, 64, False, False, 1)
         return gptq(4, 32 if "o_proj" in stem else -1, False, False, 1)
 
-    places = write_pair(tmp_path, GPTQ | {"dynamic": dynamic}, pack)
-    check(*places, "GPTQ int4, groups of 32, some linears otherwise")
+    folders = write_pair(tmp_path, GPTQ | {"dynamic": dynamic}, pack)
+    check(*folders, "GPTQ int4, groups of 32, some linears otherwise")
 
 
 def test_a_checkpoint_quantized_on_load_computes_what_its_weights_say(tmp_path: Path) -> None:
@@ -159,9 +159,9 @@ def test_in_bfloat16_the_same_checkpoints_are_served(tmp_path: Path) -> None:
     prompt = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
     for name in ("awq gemm", "gptq in order of activation", "gptq int8 in order of activation", "fp8, blocks"):
         quantization, pack, _ = WHOLE[name]
-        place = tmp_path / name.replace(" ", "-")
-        place.mkdir()
-        quantized, dense = write_pair(place, quantization, lambda stem, pack=pack: pack)
+        folder = tmp_path / name.replace(" ", "-")
+        folder.mkdir()
+        quantized, dense = write_pair(folder, quantization, lambda stem, pack=pack: pack)
         options = {"model": str(quantized), "device": "cpu", "max_model_len": 64, "max_num_seqs": 2, "block_size": 8}
         with Engine(EngineConfig(**options, dtype="bfloat16")) as engine:
             ours = our_logits(engine, prompt)
@@ -174,9 +174,9 @@ def test_what_is_known_of_a_format_without_its_weights(tmp_path: Path) -> None:
 
     sizes = {}
     for name in ("gptq", "gptq v2, int8, one group", "fp8, blocks"):
-        place = tmp_path / name.replace(" ", "-")
-        place.mkdir()
-        quantized, _ = write_pair(place, WHOLE[name][0], lambda stem: None)
+        folder = tmp_path / name.replace(" ", "-")
+        folder.mkdir()
+        quantized, _ = write_pair(folder, WHOLE[name][0], lambda stem: None)
         config = read_config(quantized)
         embeddings = 2 * config.vocab_size * config.hidden_size * 4
         linears = weight_bytes(config, torch.device("cpu"), torch.float32) - embeddings

@@ -1,4 +1,4 @@
-"""Configs and tensors that lie: a ModelError that names the key or the tensor, never a crash, never other weights."""
+"""Wrong configs and tensors raise a ModelError that names the key or the tensor: never a crash, never other weights."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def weights(**change: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({}, r"quant_method = None is not supported; expected one of awq, gptq, compressed-tensors, fp8, or a 16-"),
         (AWQ | {"bits": True}, "bits = True"),
@@ -66,10 +66,10 @@ def weights(**change: Any) -> dict[str, Any]:
         (FP8 | {"modules_to_not_convert": [1]}, "modules_to_not_convert"),
     ],
 )
-def test_what_is_not_served_is_refused_by_its_name(config: dict[str, Any], said: str) -> None:
+def test_what_is_not_served_is_refused_by_its_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=r"^config\.json: quantization_config") as caught:
         read_format(config, PATH)
-    assert caught.match(said)
+    assert caught.match(message)
     assert len(str(caught.value)) < 1000
 
 
@@ -94,8 +94,8 @@ def read(form: Any, tensors: Named, shape: tuple[int, int] = SHAPE) -> LinearWei
     return form.read_linear(StoredLinear("a.q_proj", shape, tensors))
 
 
-def check_refused(form: Any, tensors: Named, said: str = "", shape: tuple[int, int] = SHAPE) -> None:
-    with pytest.raises(ModelError, match=rf"a\.q_proj{said}"):
+def check_refused(form: Any, tensors: Named, message: str = "", shape: tuple[int, int] = SHAPE) -> None:
+    with pytest.raises(ModelError, match=rf"a\.q_proj{message}"):
         read(form, tensors, shape)
 
 
@@ -105,11 +105,17 @@ def test_sound_tensors_are_read_and_all_others_refused_by_name(name: str) -> Non
     assert torch.equal(read(form, tensors).dequantize(torch.float32), dense)
     for key, tensor in tensors.items():
         check_refused(form, Named({other: tensors[other] for other in tensors if other != key}), r"\.\w+")
-        lies = [tensor.flatten()[:-1], tensor.unsqueeze(0), torch.zeros(0), tensor.to(torch.float64), tensor.bool()]
+        wrong_tensors = [
+            tensor.flatten()[:-1],
+            tensor.unsqueeze(0),
+            torch.zeros(0),
+            tensor.to(torch.float64),
+            tensor.bool(),
+        ]
         if tensor.dim() == 2 and tensor.shape[0] != tensor.shape[1]:
-            lies += [tensor.t(), tensor[:-1], tensor[:, :-1]]
-        for lie in lies:
-            check_refused(form, Named(tensors | {key: lie}), r"\.")
+            wrong_tensors += [tensor.t(), tensor[:-1], tensor[:, :-1]]
+        for wrong in wrong_tensors:
+            check_refused(form, Named(tensors | {key: wrong}), r"\.")
     if name in ("awq", "awq gemm", "gptq", "gptq 8", "int4"):
         check_refused(form, tensors, ": 72 inputs are not a multiple of the group size 32", (48, 72))
     for shape in ((48, 72), (47, 64), (48, 96), (1 << 40, 64), (48, 1 << 40)):
@@ -134,9 +140,9 @@ def test_groups_of_inputs_are_of_one_size() -> None:
     order = input_order(torch.tensor([1, 0, 1, 0], dtype=torch.int32), 2, "g")
     assert order is not None
     assert order.tolist() == [1, 3, 0, 2]
-    for lie in ([0, 0, 0, 1], [0, 0, 1, 2], [0, 0, -1, 1], [0, 0, 0, 0], [2**31 - 1] * 4, [-(2**31)] * 4):
+    for wrong in ([0, 0, 0, 1], [0, 0, 1, 2], [0, 0, -1, 1], [0, 0, 0, 0], [2**31 - 1] * 4, [-(2**31)] * 4):
         with pytest.raises(ModelError, match="g: expected 2 inputs in each of the groups 0 to 1"):
-            input_order(torch.tensor(lie, dtype=torch.int32), 2, "g")
+            input_order(torch.tensor(wrong, dtype=torch.int32), 2, "g")
 
 
 def test_float8_values_that_are_no_numbers_are_refused() -> None:
@@ -153,10 +159,10 @@ def test_a_linear_that_the_config_leaves_out_is_not_stored_quantized() -> None:
         check_refused(form, tensors, ": stored quantized, but quantization_config has no scheme")
 
 
-def test_the_shape_that_a_packed_weight_says_is_the_models() -> None:
+def test_the_stored_shape_of_a_packed_weight_must_be_the_models() -> None:
     form, tensors, _ = packed("int4")
-    for lie in ([64, 48], [48, 65], [-48, 64]):
-        tensors["a.q_proj.weight_shape"] = torch.tensor(lie)
+    for wrong in ([64, 48], [48, 65], [-48, 64]):
+        tensors["a.q_proj.weight_shape"] = torch.tensor(wrong)
         check_refused(form, tensors, r"\.weight_shape: is .*, expected \(48, 64\)")
 
 
@@ -192,13 +198,13 @@ def test_mutated_configs_are_read_or_refused() -> None:
     refused = 0
     for _ in range(600):
         config = json.loads(json.dumps(sound[int(rng.integers(len(sound)))]))
-        where: Any = config
+        section: Any = config
         while rng.random() < 0.7:
-            inner = [value for value in where.values() if isinstance(value, dict) and value]
+            inner = [value for value in section.values() if isinstance(value, dict) and value]
             if not inner:
                 break
-            where = inner[int(rng.integers(len(inner)))]
-        where[str(rng.choice(sorted(where)))] = ODD[int(rng.integers(len(ODD)))]
+            section = inner[int(rng.integers(len(inner)))]
+        section[str(rng.choice(sorted(section)))] = ODD[int(rng.integers(len(ODD)))]
         try:
             form = read_format(config, PATH)
         except ModelError:

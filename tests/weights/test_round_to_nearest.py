@@ -19,7 +19,7 @@ from tests.weights.packers import write_pair
 
 
 def rounded_rows(weight: np.ndarray, method: str) -> np.ndarray:
-    """What `method` makes of a weight (N, K), a group at a time."""
+    """Round a weight (N, K) with `method`, a group at a time."""
     out = np.empty_like(weight)
     n, k = weight.shape
     size = {"int8": k, "int4-rtn": next(g for g in (128, 64, 32, k) if k % g == 0)}.get(
@@ -48,7 +48,7 @@ def rounded_rows(weight: np.ndarray, method: str) -> np.ndarray:
 
 
 def rounded(plain: Path, folder: Path, method: str) -> Path:
-    """A dense checkpoint of what `method` makes of the one in `plain`."""
+    """Write a dense checkpoint with the weights of `plain` rounded by `method`."""
     folder.mkdir()
     tensors = load_file(plain / "model.safetensors")
     for name, tensor in tensors.items():

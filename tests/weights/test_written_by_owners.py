@@ -1,5 +1,5 @@
 """Checkpoints written by the libraries that own their formats load whole, and each weight is the one that the library
-itself dequantizes. `fixtures/make.py` made them and says with which versions."""
+itself dequantizes. `fixtures/make.py` made them and lists the versions."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ CONFIG = small_config(64, 96, 1, 4, 2, model_type="llama", tie_word_embeddings=F
 
 
 def read(file: Path) -> tuple[Named, dict[str, torch.Tensor], dict[str, Any]]:
-    """The checkpoint's tensors, the weights as the library dequantizes them, the quantization_config."""
+    """Return the checkpoint's tensors, the weights as the library dequantizes them, the quantization_config."""
     with safe_open(file, framework="pt") as opened:
         config = json.loads(opened.metadata()["quantization_config"])
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -32,7 +32,7 @@ def read(file: Path) -> tuple[Named, dict[str, torch.Tensor], dict[str, Any]]:
 @pytest.mark.parametrize("file", FIXTURES, ids=lambda file: file.stem)
 def test_weights_are_those_that_the_library_dequantizes(file: Path, tmp_path: Path) -> None:
     tensors, shown, config = read(file)
-    norms = ("model.norm", *(f"model.layers.0.{place}_layernorm" for place in ("input", "post_attention")))
+    norms = ("model.norm", *(f"model.layers.0.{kind}_layernorm" for kind in ("input", "post_attention")))
     rest = {f"{name}.weight": torch.ones(64) for name in norms}
     rest |= {f"{name}.weight": torch.zeros(320, 64) for name in ("lm_head", "model.embed_tokens")}
     save_file({**tensors, **rest}, tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Proposers whose drafts are right as often as a test wants."""
+"""Proposers whose drafts are right at a rate that a test chooses."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,9 +23,9 @@ def looking_up(engine: Engine) -> Engine:
 
 
 class Recorded:
-    """Drafts what a run without drafts gave, by row id, with errors; ragged, and sometimes nothing.
+    """Proposer of a run's recorded outputs, by row id, with errors; drafts are ragged and sometimes empty.
 
-    Fails when it is told of sequences in another order than they come and go.
+    Fails if sequences are admitted and evicted in another order than their own.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Recorded:
         table: SlotTable,
         outputs: Mapping[object, Sequence[int]],
         rng: np.random.Generator,
-        most: int = 5,
+        max_drafts: int = 5,
         error_rate: float = 0.2,
         vocab_size: int = 97,
     ) -> None:
         self.table, self.outputs, self.rng = table, outputs, rng
-        self.most, self.error_rate, self.vocab_size = most, error_rate, vocab_size
+        self.max_drafts, self.error_rate, self.vocab_size = max_drafts, error_rate, vocab_size
         self.order_of: dict[int, int] = {}
         self.num_finished = 0
 
@@ -51,17 +51,17 @@ class Recorded:
         self.num_finished += finished
 
     def propose(self, slot_S: np.ndarray) -> Proposal:
-        token_SK = np.full((len(slot_S), self.most), -1, dtype=np.int64)
+        token_SK = np.full((len(slot_S), self.max_drafts), -1, dtype=np.int64)
         count_S = np.zeros(len(slot_S), dtype=np.int64)
         for s, slot in enumerate(slot_S.tolist()):
             sequence = self.table.at(slot)
             assert self.order_of[slot] == sequence.order
             at = int(self.table.num_known[slot]) - sequence.num_prompt
-            rest = list(self.outputs[sequence.request.row_id][at : at + self.most])
-            rest += self.rng.integers(0, self.vocab_size, self.most - len(rest)).tolist()
-            wrong = self.rng.random(self.most) < self.error_rate
-            count_S[s] = self.rng.integers(0, self.most + 1)
-            drafts = np.where(wrong, self.rng.integers(0, self.vocab_size, self.most), rest)
+            rest = list(self.outputs[sequence.request.row_id][at : at + self.max_drafts])
+            rest += self.rng.integers(0, self.vocab_size, self.max_drafts - len(rest)).tolist()
+            wrong = self.rng.random(self.max_drafts) < self.error_rate
+            count_S[s] = self.rng.integers(0, self.max_drafts + 1)
+            drafts = np.where(wrong, self.rng.integers(0, self.vocab_size, self.max_drafts), rest)
             token_SK[s, : count_S[s]] = drafts[: count_S[s]]
         return Proposal(slot_S, count_S, np.zeros_like(count_S), token_SK)
 
@@ -77,12 +77,12 @@ class Recorded:
 
 
 class Certain(Recorded):
-    """As many drafts as there can be, exactly those given."""
+    """Proposer of the maximal number of drafts, exactly the given ones."""
 
     def propose(self, slot_S: np.ndarray) -> Proposal:
-        token_SK = np.zeros((len(slot_S), self.most), dtype=np.int64)
+        token_SK = np.zeros((len(slot_S), self.max_drafts), dtype=np.int64)
         for s, sequence in enumerate(map(self.table.at, slot_S.tolist())):
             at = int(self.table.num_known[sequence.slot]) - sequence.num_prompt
-            drafts = self.outputs[sequence.request.row_id][at : at + self.most]
+            drafts = self.outputs[sequence.request.row_id][at : at + self.max_drafts]
             token_SK[s, : len(drafts)] = drafts
-        return Proposal(slot_S, np.full(len(slot_S), self.most), np.zeros(len(slot_S), dtype=np.int64), token_SK)
+        return Proposal(slot_S, np.full(len(slot_S), self.max_drafts), np.zeros(len(slot_S), dtype=np.int64), token_SK)

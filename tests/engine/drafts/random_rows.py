@@ -1,4 +1,4 @@
-"""Rows with every kind of option, engines for them, and when two runs of them are the same."""
+"""Rows with every kind of option, engines for them, and the comparison of two runs."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tests.engine.schedule.test_scheduler import random_requests
 
 
 def odd_requests(rng: np.random.Generator, count: int, max_len: int) -> list[Request]:
-    """Requests with every kind of option, and stop strings that their texts come to."""
+    """Build requests with every kind of option, and stop strings that occur in their texts."""
     kinds = [
         {},
         {},
@@ -39,7 +39,7 @@ def odd_requests(rng: np.random.Generator, count: int, max_len: int) -> list[Req
 
 
 def same(ours: Mapping[object, Completion], plain: Mapping[object, Completion]) -> bool:
-    """Equal but for times and shared prefixes; log-probabilities to rounding."""
+    """Compare completions except for times and shared prefixes; log-probabilities up to rounding."""
     assert ours.keys() == plain.keys()
     for row, expected in plain.items():
         mine = ours[row]

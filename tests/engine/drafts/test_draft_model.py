@@ -1,6 +1,6 @@
-"""A draft model's KV cache follows the target's blocks; what it drafts changes nothing but the number of steps.
+"""A draft model's KV cache follows the target's blocks; its drafts change only the number of steps.
 
-Most tests draft with the target's own hash model: then every draft must be accepted, and one that is not shows that a
+Most tests draft with the target's own hash model: then every draft must be accepted, and a rejected one shows that a
 draft key was missing, stale or another sequence's.
 """
 
@@ -37,10 +37,10 @@ from tests.parity.harness import float32_engine
 
 
 class Fitful(FixedDrafts):
-    """Drafts in some steps in a row, then not in some; how many is left to chance."""
+    """Policy that drafts in a random number of steps, then in none for a random number."""
 
-    def __init__(self, most: int, rng: np.random.Generator) -> None:
-        self.most, self.rng, self.steps_left, self.on = most, rng, 0, False
+    def __init__(self, max_drafts: int, rng: np.random.Generator) -> None:
+        self.max_drafts, self.rng, self.steps_left, self.on = max_drafts, rng, 0, False
 
     def select(self, facts: StepFacts) -> bool:
         if self.steps_left == 0:
@@ -49,11 +49,13 @@ class Fitful(FixedDrafts):
         return self.on
 
     def lengths(self, facts: StepFacts, proposal: Proposal) -> np.ndarray:
-        return self.rng.integers(0, self.most + 1, len(proposal.slot_S))
+        return self.rng.integers(0, self.max_drafts + 1, len(proposal.slot_S))
 
 
-def draft_with_itself(engine: Engine, most: int, catch_up: int = 512, memory: int | None = None) -> DraftModelProposer:
-    """The target's model as its own draft, with a cache that turns stale with the target's."""
+def draft_with_itself(
+    engine: Engine, max_drafts: int, catch_up: int = 512, memory: int | None = None
+) -> DraftModelProposer:
+    """Draft with the target's own model, with a cache that turns stale with the target's."""
     runner = HashRunner(engine.pool.num_blocks, engine.pool.block_size, memory=memory)
     allocate = engine.pool.allocate
 
@@ -63,13 +65,13 @@ def draft_with_itself(engine: Engine, most: int, catch_up: int = 512, memory: in
         return blocks
 
     engine.pool.allocate = allocate_stale  # type: ignore[method-assign]
-    return DraftModelProposer(runner, engine.table, engine.pool, most, VOCAB, catch_up)
+    return DraftModelProposer(runner, engine.table, engine.pool, max_drafts, VOCAB, catch_up)
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(7))
 def test_a_draft_that_is_the_target_is_always_accepted(seed: int, is_asynchronous: bool) -> None:
-    """Sharing, chunks, preemption, catching up over several steps, drafting now and then."""
+    """Rows share blocks, are cut and preempted, catch up over several steps and draft in some of them."""
     rng = np.random.default_rng(seed)
     max_len = int(rng.choice([40, 64]))
     engine = tight_engine(rng, max_len, is_asynchronous=is_asynchronous)
@@ -99,7 +101,7 @@ def test_a_shared_prefix_is_computed_once_by_the_draft_too() -> None:
 
 
 def test_rejected_drafts_cost_the_draft_no_token_more() -> None:
-    """Its first pass of a step computes the token that the target gave, and the last draft where all were accepted."""
+    """The first pass of a step computes the target's token, and the last draft if all were accepted."""
     engine, seen = hash_engine(64, 4, max_num_seqs=2), []
     proposer = draft_with_itself(engine, 5, memory=1)  # not the target's, which depends on all tokens
 
@@ -116,7 +118,7 @@ def test_rejected_drafts_cost_the_draft_no_token_more() -> None:
 
 
 def test_catching_up_is_bounded_in_each_step() -> None:
-    """Nothing is drafted for a sequence before the draft model has come near it."""
+    """Nothing is drafted for a sequence before the draft model has almost caught up."""
     engine = hash_engine(100, 4, max_model_len=200, max_num_seqs=3, max_num_batched_tokens=300)
     proposer = draft_with_itself(engine, 3, catch_up=20)
     draft_with(engine, proposer)
@@ -143,7 +145,7 @@ def test_fault_03_04_passes_of_the_draft_model_that_do_not_fit_cost_no_row(
     failed, drafted = [], []
 
     def fail_sometimes(step: StepInput, future: FutureTokens | None) -> None:
-        assert engine.scheduler.step_tokens == 16, "asked in a step that is limited"
+        assert engine.scheduler.step_tokens == 16, "called in a limited step"
         if engine.stats.num_steps and rng.random() < 0.3:  # from the first step of one token on
             failed.append(engine.stats.num_steps)
             raise MemoryError
@@ -156,12 +158,12 @@ def test_fault_03_04_passes_of_the_draft_model_that_do_not_fit_cost_no_row(
     done = run(engine, requests[:num_rows]) | run(engine, requests[num_rows:])
     check_tokens(done, requests)
     assert engine.stats.num_out_of_memory == len(failed) > 0
-    assert max(drafted) > min(failed), "drafts come back"
+    assert max(drafted) > min(failed), "drafting resumes"
     assert engine.stats.accepted_by_position == engine.stats.drafted_by_position
 
 
-def test_fault_03_04_a_draft_model_that_never_fits_is_not_asked_in_steps_of_one_token() -> None:
-    """Where every step is so, no row is taken for what did not fit."""
+def test_fault_03_04_a_draft_model_that_never_fits_is_not_called_in_steps_of_one_token() -> None:
+    """If every step has one token, no row is blamed for a failed pass."""
     engine = hash_engine(120, 4, max_num_seqs=1, max_num_batched_tokens=1)
     proposer = draft_with_itself(engine, 3)
 
@@ -225,8 +227,8 @@ class NoText:
 
 @pytest.mark.parametrize("renormalised", [True, False])
 def test_sampled_tokens_have_the_distribution_of_the_target(renormalised: bool) -> None:
-    """The joint distribution of three tokens, drafts included, by chi-square against exact enumeration; and a draft
-    whose distribution is told wrongly must be seen to fail."""
+    """The joint distribution of three tokens, drafts included, by chi-square against exact enumeration; a draft
+    with a wrong reported distribution must fail."""
     torch.manual_seed(3)
     target_VV, draft_VV = 1.5 * torch.randn(4, 4), 1.5 * torch.randn(4, 4)
     count, temperature = 20_000, 0.8
@@ -245,12 +247,12 @@ def test_sampled_tokens_have_the_distribution_of_the_target(renormalised: bool) 
     if not renormalised:
         draft = proposer.draft
 
-        def draft_and_lie(proposal: Proposal, count_S: np.ndarray):
+        def draft_with_wrong_q(proposal: Proposal, count_S: np.ndarray):
             drafts = draft(proposal, count_S)
             drafts.q_SKV.copy_(torch.full_like(drafts.q_SKV, 0.25))  # type: ignore[union-attr]
             return drafts
 
-        proposer.draft = draft_and_lie  # type: ignore[method-assign]
+        proposer.draft = draft_with_wrong_q  # type: ignore[method-assign]
     draft_with(engine, proposer)
     params = SamplingParams(max_tokens=3, temperature=temperature)
     texts = np.array([c.token_ids for c in engine.stream(Request(row, [1], params) for row in range(count))])

@@ -13,7 +13,7 @@ NONE = np.array([], dtype=np.int64)
 
 
 class Literal(NgramProposer):
-    """Without copy patterns, which have tests of their own."""
+    """Proposer without copy patterns, which have their own tests."""
 
     def propose(self, slot_S: np.ndarray) -> Proposal:
         self._learn()
@@ -39,8 +39,8 @@ def leave(table: SlotTable, proposer: NgramProposer, slot: int, finished: bool) 
 
 
 def longest_match(text: list[int], tail: list[int]) -> tuple[int, int]:
-    """The longest run of at most MAX_MATCH tokens that ends `tail` and is in `text` with a token after it: its length
-    and where it ends last."""
+    """Return the length and the last end of the longest run of at most MAX_MATCH tokens that ends `tail` and occurs in
+    `text` with a token after it."""
     for length in range(min(MAX_MATCH, len(tail)), MIN_MATCH - 1, -1):
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == tail[-length:]:
@@ -48,24 +48,24 @@ def longest_match(text: list[int], tail: list[int]) -> tuple[int, int]:
     return 0, 0
 
 
-def expected_drafts(text: list[int], outputs: list[list[int]], most: int) -> tuple[int, list[int]]:
-    """The length of the match, and what followed it: in the text, or in a finished output that matches better."""
+def expected_drafts(text: list[int], outputs: list[list[int]], max_drafts: int) -> tuple[int, list[int]]:
+    """Return the match length and the tokens after it, in the text or in a finished output that matches better."""
     length, end = longest_match(text, text)
-    drafts = (text[end:] * most)[:most] if length else []
+    drafts = (text[end:] * max_drafts)[:max_drafts] if length else []
     for output in outputs[::-1]:
         other, end = longest_match(output, text)
         if other > length:
-            length, drafts = other, output[end : end + most]
+            length, drafts = other, output[end : end + max_drafts]
     return length, drafts
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_drafts_are_what_followed_the_longest_match_the_last_time(seed: int) -> None:
-    """Many sequences that come, grow at their own pace, finish or go and come back elsewhere; small alphabets match a
-    lot."""
+    """Sequences arrive, grow at their own pace, finish or are evicted and resume in other slots; small alphabets match
+    often."""
     rng = np.random.default_rng(seed)
-    table, most = SlotTable(9, 150, 4), int(rng.integers(1, 9))
-    proposer = Literal(table, most)
+    table, max_drafts = SlotTable(9, 150, 4), int(rng.integers(1, 9))
+    proposer = Literal(table, max_drafts)
     alphabet = int(rng.choice([2, 4, 12]))
     order = num_looked_up = num_forgotten = num_own = num_others = 0
     slots: dict[int, int] = {}
@@ -79,9 +79,9 @@ def test_drafts_are_what_followed_the_longest_match_the_last_time(seed: int) -> 
         for s, slot in enumerate(looked_up.tolist()):
             text = table.token_ids[slot, : table.num_known[slot]].tolist()
             found = int(proposal.match_len_S[s]), proposal.token_id_SK[s, : proposal.count_S[s]].tolist()
-            expected = expected_drafts(text, outputs, most)
+            expected = expected_drafts(text, outputs, max_drafts)
             num_looked_up += 1
-            if found != expected:  # another run fell on its entry
+            if found != expected:  # another run overwrote its entry
                 assert found[0] <= expected[0]
                 num_forgotten += 1
             num_own += expected[0] > 0
@@ -102,7 +102,7 @@ def test_drafts_are_what_followed_the_longest_match_the_last_time(seed: int) -> 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_finished_outputs_are_bounded_and_never_run_together(seed: int) -> None:
-    """What is found was said after that very run, in one output, not long ago."""
+    """Drafts followed that very run in one recent output."""
     rng = np.random.default_rng(seed)
     table = SlotTable(2, 140, 4)
     proposer, outputs, num_found = Literal(table, 4, corpus_tokens=64), list[list[int]](), 0
@@ -117,14 +117,14 @@ def test_finished_outputs_are_bounded_and_never_run_together(seed: int) -> None:
         proposal = proposer.propose(np.array([slot]))
         leave(table, proposer, slot, finished=False)
         length, drafts = int(proposal.match_len_S[0]), proposal.token_id_SK[0, : proposal.count_S[0]].tolist()
-        said = [*text[-length:], *drafts]
+        found = [*text[-length:], *drafts]
         if length and longest_match(text, text)[0] < length:
-            assert any(said == o[i : i + len(said)] for o in outputs for i in range(len(o)))
+            assert any(found == o[i : i + len(found)] for o in outputs for i in range(len(o)))
             num_found += 1
     assert num_found > 100
 
 
-def test_a_table_that_is_far_too_small_forgets_and_never_errs() -> None:
+def test_a_table_that_is_far_too_small_forgets_and_never_fails() -> None:
     rng = np.random.default_rng(0)
     table = SlotTable(4, 200, 4)
     proposer = Literal(table, 3, max_entries=16, corpus_tokens=16)
@@ -137,14 +137,14 @@ def test_a_table_that_is_far_too_small_forgets_and_never_errs() -> None:
             text = table.token_ids[slot, : table.num_known[slot]].tolist()
             length = int(proposal.match_len_S[s])
             matches += length > 0
-            said = text[len(text) - length :] + proposal.token_id_SK[s, : proposal.count_S[s]].tolist()
-            assert length == 0 or any(said[: length + 1] == text[i : i + length + 1] for i in range(len(text)))
+            found = text[len(text) - length :] + proposal.token_id_SK[s, : proposal.count_S[s]].tolist()
+            assert length == 0 or any(found[: length + 1] == text[i : i + length + 1] for i in range(len(text)))
             append(table, slot, rng.integers(0, 3, 1).tolist())
     assert matches > 0
 
 
 def test_a_batch_that_was_not_looked_up_before_is_known_at_once() -> None:
-    """Drafts from half of a text are worse than none, and go on being so for as many steps as it takes to know it."""
+    """Drafts from half of a text are worse than none until the rest is indexed."""
     rng, num = np.random.default_rng(0), 64
     table = SlotTable(num, 200, 4)
     proposer = Literal(table, 3)

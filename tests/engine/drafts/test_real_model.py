@@ -1,4 +1,4 @@
-"""Drafts with a real model, and the options of an engine that ask for them."""
+"""Drafts with a real model, and the options of an engine that configure them."""
 
 import re
 from pathlib import Path
@@ -65,15 +65,15 @@ def test_the_real_model_gives_the_same_tokens(folder: Path) -> None:
 
 
 def test_steps_with_drafts_run_through_all_layers_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But those that compute prompts as well, of whose tokens the last layer computes only some."""
+    """Steps that also compute prompts do not, since their last layer computes only some tokens."""
     prompts = [([7, 8, 9, 7] * 6)[:length] for length in (5, 18, 23)]
     params = SamplingParams(max_tokens=90, ignore_eos=True)
     drafted: list[int] = []
     run = CompiledLayerLoop.run
 
     def seen(self: CompiledLayerLoop, x_TH: torch.Tensor, *others: Any) -> None:
-        where = others[3]
-        drafted.append(len(x_TH) - len(where.context_len_S))
+        attn_metadata = others[3]
+        drafted.append(len(x_TH) - len(attn_metadata.context_len_S))
         run(self, x_TH, *others)
 
     monkeypatch.setattr(CompiledLayerLoop, "run", seen)
@@ -91,7 +91,7 @@ def test_steps_with_drafts_run_through_all_layers_at_once(folder: Path, monkeypa
 
 @pytest.mark.parametrize("speculation", ["auto", "lookup", {"method": "lookup"}])
 def test_lookup_is_the_default(folder: Path, speculation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no numba, it is off and the engine says so."""
+    """Without numba it is off, and the engine reports that."""
     with float32_engine(folder, speculation=speculation) as engine:
         assert isinstance(engine.spec_decoder and engine.spec_decoder.proposer, NgramProposer)
         assert engine.resolved["speculation"] == "lookup, up to 6 tokens, where it pays"
@@ -109,7 +109,7 @@ def test_lookup_is_the_default(folder: Path, speculation: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("speculation", "said"),
+    ("speculation", "message"),
     [
         ("on", "speculation.method = 'on': expected one of auto, off, lookup, draft_model"),
         (True, "expected auto, off, lookup, draft_model, or a mapping"),
@@ -122,6 +122,6 @@ def test_lookup_is_the_default(folder: Path, speculation: str, monkeypatch: pyte
         ({"method": "lookup", "num_speculative_tokens": True}, "from 1 to 32"),
     ],
 )
-def test_speculation_that_is_not_known_is_refused(speculation: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_speculation_that_is_not_known_is_refused(speculation: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         EngineConfig("x", speculation=speculation)

@@ -1,4 +1,4 @@
-"""Drafts change how fast tokens come and nothing else: see hash_runner for the model that gives away every mistake."""
+"""Drafts change the speed of generation only: the model of hash_runner exposes every mistake."""
 
 from dataclasses import replace
 
@@ -18,8 +18,8 @@ from tests.engine.schedule.test_scheduler import random_requests, run
 
 
 def check_blocks(engine: Engine, texts: list[list[int]]) -> None:
-    """Every block that can be found holds what its hash stands for, and that is part of a text that is known for sure;
-    every block of a sequence holds its confirmed tokens."""
+    """Assert that findable blocks hold the tokens of their hash, which are part of a known text, and that blocks of a
+    sequence hold its confirmed tokens."""
     size, cache = engine.pool.block_size, engine.runner.cache  # type: ignore[attr-defined]
     sound = {}
     for text in texts:
@@ -35,7 +35,7 @@ def check_blocks(engine: Engine, texts: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_tokens_of_any_mix_are_those_of_plain_steps(seed: int) -> None:
-    """Sharing, chunks, preemption, tiny caches, all options, drafts that are right, wrong and both."""
+    """Rows share blocks, are cut and preempted in tiny caches, with all options; drafts are right, wrong or mixed."""
     rng = np.random.default_rng(seed)
     max_len = int(rng.choice([40, 64]))
     requests = odd_requests(rng, 40, max_len)
@@ -65,7 +65,7 @@ def test_the_tokens_of_any_mix_are_those_of_plain_steps(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(13))
 def test_greedy_tokens_with_the_ngram_proposer_are_those_of_plain_steps(seed: int) -> None:
-    """40 prompts each; the model's memory is short, so that the proposer finds something."""
+    """The model's memory is short, so that the proposer finds matches."""
     rng = np.random.default_rng(100 + seed)
     max_len = int(rng.choice([40, 64]))
     memory = int(rng.choice([1, 2]))
@@ -76,7 +76,7 @@ def test_greedy_tokens_with_the_ngram_proposer_are_those_of_plain_steps(seed: in
     assert sum(engine.stats.accepted_by_position) > 0
 
 
-def test_accepted_drafts_save_steps_and_are_counted_by_place() -> None:
+def test_accepted_drafts_save_steps_and_are_counted_by_position() -> None:
     prompts = [[row, 5, 6] for row in range(4)]
     outputs = {row: expected_tokens(prompt, 30, 64, False) for row, prompt in enumerate(prompts)}
     engine = hash_engine(100, 4, max_num_seqs=4, max_num_batched_tokens=64)
@@ -90,17 +90,17 @@ def test_accepted_drafts_save_steps_and_are_counted_by_place() -> None:
     assert sum(engine.runner.tokens_per_step) == 4 * 3 + 4 * 7 + 32 + 28 + 28  # type: ignore[attr-defined]
 
 
-def test_nobody_is_preempted_or_kept_waiting_for_drafts() -> None:
-    """Wrong drafts in a cache that is too small anyway: the same steps as without."""
+def test_drafts_neither_preempt_nor_delay_a_row() -> None:
+    """Wrong drafts in a cache that is too small cause the same steps as no drafts."""
     wrong = {row: [(t + 1) % VOCAB for t in expected_tokens([row, 5, 6], 30, 64, False)] for row in range(12)}
 
-    def run_with(most: int) -> Engine:
+    def run_with(max_drafts: int) -> Engine:
         engine = hash_engine(
             24, 4, max_num_seqs=6, max_num_batched_tokens=30, max_model_len=64, enable_prefix_caching=False
         )
         engine.scheduler.admission.expected_output = 1
-        if most:
-            draft_with(engine, Certain(engine.table, wrong, np.random.default_rng(1), most))
+        if max_drafts:
+            draft_with(engine, Certain(engine.table, wrong, np.random.default_rng(1), max_drafts))
         requests = [Request(r, [r, 5, 6], SamplingParams(max_tokens=30, ignore_eos=True)) for r in range(12)]
         done = run(engine, requests)
         assert all(done[r].token_ids == expected_tokens([r, 5, 6], 30, 64, False) for r in range(12))
@@ -108,8 +108,8 @@ def test_nobody_is_preempted_or_kept_waiting_for_drafts() -> None:
 
     plain = run_with(0).stats
     assert plain.num_preemptions > 0
-    for most in (1, 5):
-        stats = run_with(most).stats
+    for max_drafts in (1, 5):
+        stats = run_with(max_drafts).stats
         assert stats.accepted_by_position == [0] * 8
         assert stats.drafted_by_position[0] > 100
         assert (stats.num_steps, stats.num_preemptions) == (plain.num_steps, plain.num_preemptions)
@@ -119,10 +119,10 @@ def test_nobody_is_preempted_or_kept_waiting_for_drafts() -> None:
 # -- drafts that are known beforehand
 
 
-def certain_run(drafts: list[int], params: SamplingParams, most: int, bad_token: int | None = None):
-    """The completion of the prompt [3, 1, 4], and its engine."""
+def certain_run(drafts: list[int], params: SamplingParams, max_drafts: int, bad_token: int | None = None):
+    """Return the completion of the prompt [3, 1, 4], and its engine."""
     engine = hash_engine(64, 4, bad_token=bad_token, max_num_batched_tokens=64)
-    draft_with(engine, Certain(engine.table, {0: drafts}, np.random.default_rng(0), most))
+    draft_with(engine, Certain(engine.table, {0: drafts}, np.random.default_rng(0), max_drafts))
     return run(engine, [Request(0, [3, 1, 4], params)])[0], engine
 
 
@@ -143,34 +143,36 @@ def test_a_sequence_ends_where_plain_steps_would_end_it(options: dict, reason: s
     plain = run(hash_engine(64, 4), [Request(0, [3, 1, 4], params)])[0]
     length = len(plain.token_ids)
     assert 6 <= length <= 21
-    for most in range(1, 12):
-        done, engine = certain_run(FREE, params, most)
+    for max_drafts in range(1, 12):
+        done, engine = certain_run(FREE, params, max_drafts)
         assert (done.token_ids, done.finish_reason, done.text) == (FREE[:length], reason, plain.text)
         assert engine.stats.generated_tokens == length
-        assert engine.stats.num_steps == -(-length // (most + 1))
+        assert engine.stats.num_steps == -(-length // (max_drafts + 1))
         again = run(engine, [Request(0, [3, 1, 4, *FREE[:20]], SamplingParams(max_tokens=1))])[0]
-        assert again.num_cached_tokens == 0, "neither what it generated nor what lies behind its end is findable"
+        assert again.num_cached_tokens == 0, "neither generated tokens nor drafts after the end are findable"
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 9])
-def test_non_finite_logits_end_a_row_only_where_it_would_have_come_to_them(most: int) -> None:
+@pytest.mark.parametrize("max_drafts", [1, 2, 3, 5, 9])
+def test_non_finite_logits_end_a_row_only_where_plain_steps_would_compute_them(max_drafts: int) -> None:
     """Broken logits after a wrong draft, or after the end of a sequence, end no row."""
     plain = SamplingParams(max_tokens=20, ignore_eos=True)
     absent = next(token for token in range(VOCAB) if token not in FREE[:20])
-    misled, engine = certain_run([absent if i % 5 == 4 else token for i, token in enumerate(FREE)], plain, most, absent)
+    misled, engine = certain_run(
+        [absent if i % 5 == 4 else token for i, token in enumerate(FREE)], plain, max_drafts, absent
+    )
     assert (misled.error, misled.token_ids) == (None, FREE[:20])
     assert sum(engine.stats.accepted_by_position) < sum(engine.stats.drafted_by_position)
     first = FREE.index(FREE[6])
-    broken, engine = certain_run(FREE, plain, most, FREE[6])
+    broken, engine = certain_run(FREE, plain, max_drafts, FREE[6])
     assert (broken.error, broken.token_ids) == ("non_finite_logits", [])
     assert f"after {first + 1} generated tokens" in (broken.error_message or "")
     engine.pool.check()
-    stopped, _ = certain_run(FREE, replace(plain, stop_token_ids=(FREE[6],)), most, FREE[6])
+    stopped, _ = certain_run(FREE, replace(plain, stop_token_ids=(FREE[6],)), max_drafts, FREE[6])
     assert (stopped.error, stopped.token_ids) == (None, FREE[: first + 1])
 
 
-def test_totals_by_place_travel_by_name_and_come_back() -> None:
-    """Places from the eighth on are counted together."""
+def test_totals_by_position_are_restored_from_flat_names() -> None:
+    """Positions from the eighth on are counted together."""
     _, engine = certain_run(FREE, SamplingParams(max_tokens=11, ignore_eos=True), 10)
     assert engine.stats.drafted_by_position == engine.stats.accepted_by_position == [1, 1, 1, 1, 1, 1, 1, 3]
     before = replace(engine.stats)

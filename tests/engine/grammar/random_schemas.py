@@ -1,4 +1,4 @@
-"""Random JSON Schemas, and random texts that the masks of a schema allow: a model whose every token is a guess."""
+"""Random JSON Schemas, and random texts that the masks of a schema allow: a model with random tokens."""
 
 import json
 import random
@@ -11,14 +11,14 @@ from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.tokenization.tokenizer import Tokenizer
 
 NAMES = ("a", "b", "ab", "x1", "y")
-# Where Python's classes, by which jsonschema searches, are those of the masks for texts of printable ASCII.
+# For printable ASCII, Python's character classes (used by jsonschema) and those of the masks agree here.
 PATTERNS = ("^[ab]+$", "^[A-C]{2}-\\d{1,3}$", "z", "^(yes|no)$", "^\\w{1,4}$", "[0-9]$", "^a.b")
 BOUNDS = (-7, 0, 1, 3.5, 100, 2**53, 2**53 + 1, -(2**53) - 3, 0.125)
 CONSTANTS: tuple[Any, ...] = ('a"b', 7, -0.5, None, True, [], {"x": [1, None]}, "", 2**53, 1.0)
 
 
 class RandomSchemas:
-    """Schemas of a seed. Some cannot be compiled, some have no value, and some ask more than masks hold."""
+    """Random schemas of a seed. Some cannot be compiled, some have no value, some require more than masks ensure."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -96,7 +96,7 @@ class RandomSchemas:
 def random_text(
     compiler: GrammarCompiler, tokenizer: Tokenizer, wanted: StructuredOutputs, rng: random.Random
 ) -> str | None:
-    """Return a text that the masks of `wanted` allow, token by token, whole by them; None if it becomes too long."""
+    """Return a text that the masks of `wanted` allow, token by token, and as complete; None if it becomes too long."""
     matcher, tokens = compiler.matcher(wanted), []
     closing, ends = tokenizer.encode('"}],'), tokenizer.eos_token_ids
     for number in range(250):
@@ -114,7 +114,7 @@ def random_text(
 
 
 def is_valid(text: str, schema: dict[str, Any]) -> bool:
-    """By jsonschema as it is, and no object has a name twice."""
+    """Return whether unmodified jsonschema accepts the text and no object repeats a name."""
     doubled: list[bool] = []
 
     def plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

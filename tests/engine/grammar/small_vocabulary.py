@@ -18,7 +18,7 @@ _TABLE = torch.from_numpy(np.random.default_rng(11).normal(0, 2, (VOCAB, VOCAB))
 
 
 def small_tokenizer() -> Tokenizer:
-    """Printable ASCII without four of its characters, four pairs, a special token, EOS."""
+    """Build a tokenizer of printable ASCII without four characters, four pairs, a special token and EOS."""
     letters = [chr(code) for code in range(0x21, 0x7F) if chr(code) not in "~^|`"] + ["\u0120"]  # byte-level's blank
     pieces = letters + [left + right for left, right in MERGES]
     backend = tokenizers.Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=MERGES))
@@ -30,7 +30,7 @@ def small_tokenizer() -> Tokenizer:
 
 
 def text_engine(num_blocks: int = 1200, is_asynchronous: bool = False, **options: Any) -> Engine:
-    """Every token of it may come, more or less likely by a hash of all tokens before it."""
+    """Build an engine whose logits depend on a hash of all earlier tokens; every token is possible."""
     options = {"max_model_len": 400, "max_num_seqs": 8, "max_num_batched_tokens": 64} | options
     engine = hash_engine(num_blocks, is_asynchronous=is_asynchronous, tokenizer=small_tokenizer(), **options)
     add_noise(engine.runner)
@@ -38,7 +38,7 @@ def text_engine(num_blocks: int = 1200, is_asynchronous: bool = False, **options
 
 
 def add_noise(runner: Any) -> None:
-    """Make its logits a row of a table that the hash chooses."""
+    """Replace the runner's logits by a row of a table that the hash selects."""
     execute = runner.execute
 
     def with_noise(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
@@ -47,8 +47,8 @@ def add_noise(runner: Any) -> None:
     runner.execute = with_noise
 
 
-def job_engine(config: object, say: object) -> Engine:
-    """For a job's backend."""
+def job_engine(config: object, log: object) -> Engine:
+    """Build the engine of a job's backend."""
     return text_engine()
 
 

@@ -1,4 +1,4 @@
-"""Rows with a grammar in the engine: their outputs keep to it, however they are cut, preempted, drafted and batched."""
+"""Rows with a grammar in the engine: their outputs conform, however they are cut, preempted, drafted and batched."""
 
 import json
 import re
@@ -31,7 +31,7 @@ PARAMS = ({}, {}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "top_
 
 
 def random_schema(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
-    """Of bounded texts, so that every row ends."""
+    """Draw a schema of bounded texts, so that every row ends."""
     kinds: list[Callable[[], dict[str, Any]]] = [
         lambda: {"type": "integer", "minimum": int(rng.integers(-50, 1)), "maximum": int(rng.integers(1, 900))},
         lambda: {"type": "string", "minLength": int(rng.integers(0, 3)), "maxLength": int(rng.integers(3, 7))},
@@ -98,7 +98,7 @@ def test_every_output_parses_and_is_valid(schemas, plain: dict[int, Completion])
 
 
 def own_drafts(engine: Engine, exposes: bool) -> Engine:
-    """Of the model itself, without a grammar: many are refused."""
+    """Draft with the model itself without a grammar: many drafts are refused."""
     proposer = draft_with_itself(engine, 3)
     proposer.exposes_draft_probs = exposes
     add_noise(proposer.runner)
@@ -106,7 +106,7 @@ def own_drafts(engine: Engine, exposes: bool) -> Engine:
 
 
 def mask_by_mask(engine: Engine) -> Engine:
-    """The plain way: a filled mask and a step for each token."""
+    """Make the engine fill a mask and run a step for each token."""
     matcher = engine._masks._compiler.matcher
 
     def blind(wanted: StructuredOutputs, can_force: bool) -> RowMatcher:
@@ -158,7 +158,7 @@ def test_no_token_changes(name: str, schemas, plain: dict[int, Completion]) -> N
 def test_a_draft_model_that_knows_no_grammar_changes_no_token(
     exposes: bool, is_asynchronous: bool, schemas, plain: dict[int, Completion]
 ) -> None:
-    """Where sampled drafts are accepted by their probability, sampled rows become others, but keep to their grammar."""
+    """If sampled drafts are accepted by probability, sampled rows change, but conform to their grammar."""
     engine = own_drafts(text_engine(is_asynchronous=is_asynchronous, max_num_batched_tokens=200), exposes)
     done = run(engine, some(schemas), check=False)
     greedy = [row for row in done if schemas[row][1].params.temperature == 0.0 or not exposes]
@@ -170,7 +170,7 @@ def test_a_draft_model_that_knows_no_grammar_changes_no_token(
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
-def test_a_step_that_is_undone_leaves_the_grammars_where_they_were(
+def test_a_step_that_is_undone_does_not_advance_grammars(
     is_asynchronous: bool, schemas, plain: dict[int, Completion]
 ) -> None:
     engine = text_engine(is_asynchronous=is_asynchronous)
@@ -232,12 +232,12 @@ def test_a_dead_end_and_a_wrong_grammar_are_errors_of_their_rows_alone(drafting:
         Request(name, [7, 7, 7, 7, 7, 7], replace(params, structured_outputs=given)) for name, given in wanted.items()
     ] + [Request("free", [7, 8], params)]
     done = run(engine, requests)
-    told = {name: (done[name].error, done[name].error_message) for name in wanted}
+    errors = {name: (done[name].error, done[name].error_message) for name in wanted}
     nothing = "generated tokens its grammar allows no token of the vocabulary"
-    assert told["at once"] == ("grammar_error", f"sampling.structured_outputs: after 0 {nothing}")
-    assert told["later"] == ("grammar_error", f"sampling.structured_outputs: after 2 {nothing}")
-    assert told["malformed"][0] == "grammar_error"
-    assert "uniqueItems" in told["malformed"][1]
+    assert errors["at once"] == ("grammar_error", f"sampling.structured_outputs: after 0 {nothing}")
+    assert errors["later"] == ("grammar_error", f"sampling.structured_outputs: after 2 {nothing}")
+    assert errors["malformed"][0] == "grammar_error"
+    assert "uniqueItems" in errors["malformed"][1]
     assert (done["fine"].text, done["fine"].error, done["free"].error) == ("aa", None, None)
     assert (engine.num_unfinished, engine.pool.num_held) == (0, 0)
 
@@ -248,7 +248,7 @@ TWICE = {"type": "object", "patternProperties": {"^[ab]$": {"const": 1}}, "addit
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 def test_a_finished_row_that_is_not_valid_is_an_error(is_asynchronous: bool) -> None:
-    """Each sample is checked, and of a row that reasons the answer alone; a row that is cut is not."""
+    """Each sample is checked, only the answer if a row reasons; a truncated row is not checked."""
     engine = text_engine(is_asynchronous=is_asynchronous)
     params = SamplingParams(max_tokens=30, temperature=1.0, structured_outputs={"json": TWICE})  # type: ignore[arg-type]
     done = engine.generate([[row] for row in range(12)], params)

@@ -1,5 +1,5 @@
 """JSON Schema keyword by keyword: a text that is valid and one that is not, or the name by which it is refused; and the
-page that says so."""
+page that documents it."""
 
 import json
 import re
@@ -43,7 +43,7 @@ KEPT: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "required": ({"type": "object", "properties": {"a": I}, "required": ["a"]}, {"a": 1}, {}),
     "type": ({"type": ["boolean", "null"]}, True, "true"),
 }  # fmt: skip
-# The same, and what is refused besides, by which words.
+# The same, with a schema that is refused and the words of its message.
 IN_PART: dict[str, tuple[dict[str, Any], Any, Any, dict[str, Any], str]] = {
     "format": ({"type": "string", "format": "date"}, "2026-11-25", "25.11.2026",
                {"type": "string", "format": "regex"}, "Unknown format: regex"),
@@ -56,7 +56,7 @@ IN_PART: dict[str, tuple[dict[str, Any], Any, Any, dict[str, Any], str]] = {
                           {"n1": 1, "s": "x"}, {"n1": "x"},
                           {"type": "object", "patternProperties": {"a": I, "b": S}}, "patternProperty regexes"),
 }  # fmt: skip
-# What the masks allow and the check of finished rows finds: a schema, a valid text, one that is not.
+# Schemas that masks allow and the check of finished rows enforces: a schema, a valid text, one that is not.
 CHECKED: dict[str, tuple[dict[str, Any], str, str]] = {
     "exclusiveMaximum": ({"type": "number", "exclusiveMaximum": 0.3}, "0.2", "0.29999999999999999999"),
     "exclusiveMinimum": ({"type": "integer", "exclusiveMinimum": 2**53 + 1}, "9007199254740994", "9007199254740993"),
@@ -91,62 +91,62 @@ PAGE = Path(__file__).parents[3] / "docs" / "json-schema.md"
 
 
 @pytest.fixture(scope="module")
-def doors() -> GrammarChecker:
+def checker() -> GrammarChecker:
     return GrammarChecker()
 
 
-def check(doors: GrammarChecker, schema: dict[str, Any], valid: Any, invalid: Any) -> None:
-    wanted = doors.compile(schema)
+def check(checker: GrammarChecker, schema: dict[str, Any], valid: Any, invalid: Any) -> None:
+    wanted = checker.compile(schema)
     for instance, is_valid in ((valid, True), (invalid, False)):
         oracle = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
         assert oracle.is_valid(instance) == is_valid
         text = json.dumps(instance, ensure_ascii=False, separators=(",", ":"))
-        assert doors.allows(wanted, text) == is_valid, text
-        assert not doors.allows(wanted, text[:-1] or " "), "cut short"
+        assert checker.allows(wanted, text) == is_valid, text
+        assert not checker.allows(wanted, text[:-1] or " "), "cut short"
 
 
 @pytest.mark.parametrize("keyword", [*KEPT, *IN_PART])
-def test_a_keyword_that_is_kept_to(keyword: str, doors: GrammarChecker) -> None:
+def test_a_keyword_that_is_kept_to(keyword: str, checker: GrammarChecker) -> None:
     if keyword in KEPT:
-        check(doors, *KEPT[keyword])
+        check(checker, *KEPT[keyword])
         return
     schema, valid, invalid, other, words = IN_PART[keyword]
-    check(doors, schema, valid, invalid)
+    check(checker, schema, valid, invalid)
     with pytest.raises(ConfigError, match=words):
-        doors.compile(other)
+        checker.compile(other)
 
 
 @pytest.mark.parametrize("keyword", REFUSED)
-def test_a_keyword_that_is_refused_by_its_name(keyword: str, doors: GrammarChecker) -> None:
+def test_a_keyword_that_is_refused_by_its_name(keyword: str, checker: GrammarChecker) -> None:
     with pytest.raises(ConfigError, match=re.escape(f'"{keyword}"')):
-        doors.compile(REFUSED[keyword])
+        checker.compile(REFUSED[keyword])
 
 
 @pytest.mark.parametrize("keyword", CHECKED)
-def test_a_keyword_that_is_checked_once_a_row_has_finished(keyword: str, doors: GrammarChecker) -> None:
+def test_a_keyword_that_is_checked_once_a_row_has_finished(keyword: str, checker: GrammarChecker) -> None:
     schema, valid, invalid = CHECKED[keyword]
-    wanted = doors.compile(schema)
+    wanted = checker.compile(schema)
     for text in (valid, invalid):
-        assert doors.allows(wanted, text), text
+        assert checker.allows(wanted, text), text
     assert invalid_reason(wanted, valid) is None
     assert invalid_reason(wanted, invalid) is not None
 
 
-def test_keywords_that_say_nothing_of_the_text(doors: GrammarChecker) -> None:
-    check(doors, {**I, **ANNOTATIONS}, 5, "5")
+def test_annotations_do_not_change_the_text(checker: GrammarChecker) -> None:
+    check(checker, {**I, **ANNOTATIONS}, 5, "5")
 
 
 def test_the_page_names_these_keywords() -> None:
-    kinds = "kept to|in part|checked at the end|refused by name|no matter of the text"
+    kinds = "enforced|enforced in part|also checked at the end|refused by name|accepted, no effect"
     rows = dict(re.findall(rf"^\| ({kinds}) \| (.*?) \|", PAGE.read_text(), re.M))
-    told = {name: re.findall(r"`([^`]+)`", keywords) for name, keywords in rows.items()}
-    assert told == {"kept to": sorted(KEPT), "in part": sorted(IN_PART),
-                    "checked at the end": sorted(CHECKED), "refused by name": sorted(REFUSED),
-                    "no matter of the text": sorted(ANNOTATIONS)}  # fmt: skip
+    documented = {name: re.findall(r"`([^`]+)`", keywords) for name, keywords in rows.items()}
+    assert documented == {"enforced": sorted(KEPT), "enforced in part": sorted(IN_PART),
+                          "also checked at the end": sorted(CHECKED), "refused by name": sorted(REFUSED),
+                          "accepted, no effect": sorted(ANNOTATIONS)}  # fmt: skip
 
 
-def test_what_is_counted(tmp_path: Path, doors: GrammarChecker) -> None:
-    """Files as the JSON Schema Test Suite, MaskBench and JSONSchemaBench have them."""
+def test_what_is_counted(tmp_path: Path, checker: GrammarChecker) -> None:
+    """Files have the layouts of the JSON Schema Test Suite, MaskBench and JSONSchemaBench."""
     ordered = {"type": "object", "properties": {"a": I, "b": I}}
     tests = [{"data": {"b": 1, "a": 2}, "valid": True}, {"data": {"a": "x"}, "valid": False}]
     (tmp_path / "bench").mkdir()
@@ -156,7 +156,7 @@ def test_what_is_counted(tmp_path: Path, doors: GrammarChecker) -> None:
         "bench/b.json": {"not": I},
     }.items():
         (tmp_path / name).write_text(json.dumps(content))
-    found, wrong = measure(tmp_path, doors)
+    found, wrong = measure(tmp_path, checker)
     assert vars(found["type"]) == {"schemas": 2, "refused": 0, "invalid_ruled_out": 1, "invalid_let_through": 0,
                                    "valid_allowed": 1, "valid_ruled_out": 1}  # fmt: skip
     assert vars(found["bench"]) == {"schemas": 2, "refused": 1, "invalid_ruled_out": 0, "invalid_let_through": 1,

@@ -1,4 +1,4 @@
-"""What may be asked for, in which form, and what is refused by name."""
+"""Forms of structured outputs that are accepted, and those that are refused by name."""
 
 import json
 from typing import Any
@@ -121,8 +121,8 @@ def test_a_schema_whose_values_never_end_is_refused_where_it_begins(
          "readOnly": True},
     ],
 )  # fmt: skip
-def test_a_keyword_without_an_effect_is_taken(without_effect: dict) -> None:
-    """At the root, and where a schema is nested; in data and as a name it stays what it is."""
+def test_a_keyword_without_an_effect_is_accepted(without_effect: dict) -> None:
+    """It is ignored at the root and in nested schemas; data and property names are unchanged."""
     compiler, tokenizer = GrammarCompiler(small_tokenizer(), VOCAB), small_tokenizer()
     data = {"const": {"uniqueItems": False, "not": False}}
     for schema, text in (
@@ -175,13 +175,13 @@ def test_blanks_of_a_whitespace_pattern_are_those_of_json() -> None:
 
 
 def allows(wanted: StructuredOutputs, text: str) -> bool:
-    """Whether the masks allow this text, byte by byte, and its end."""
+    """Return whether the masks allow this text, byte by byte, and its end."""
     source, limits = compiler_module._source(wanted), llguidance.LLParserLimits(verbose_errors=False)
     matcher, ids = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, limits=limits), list(text.encode())
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def test_a_text_and_a_mapping_are_one_specification_and_come_back() -> None:
+def test_a_text_and_a_mapping_are_one_specification_and_round_trip() -> None:
     text, mapping = ({"json": schema} for schema in ('{"b": 1, "a": "é"}', {"b": 1, "a": "é"}))
     assert (
         StructuredOutputs.from_config(text)
@@ -209,7 +209,7 @@ def test_openais_response_format_is_the_same_by_other_names() -> None:
             of_response_format(wrong)
 
 
-def test_min_tokens_does_not_go_with_a_grammar() -> None:
+def test_min_tokens_is_refused_with_a_grammar() -> None:
     with pytest.raises(ConfigError, match="min_tokens"):
         SamplingParams(min_tokens=1, structured_outputs={"regex": "a"})  # type: ignore[arg-type]
 

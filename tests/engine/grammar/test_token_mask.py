@@ -1,4 +1,4 @@
-"""Masks against brute force: which of all tokens go on with some text of the language."""
+"""Masks against brute force: the tokens that continue some text of the language."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def filler(compiler: GrammarCompiler) -> MaskFiller:
 
 
 def allowed(mask: TokenMask) -> list[set[int]]:
-    """By laying it on logits."""
+    """Return the tokens that stay finite when the mask is applied to logits."""
     z_RV = torch.zeros(len(mask.row_M), VOCAB)
     mask.apply(z_RV, mask.row_M)
     return [set(torch.isfinite(z_V).nonzero()[:, 0].tolist()) for z_V in z_RV]
@@ -48,7 +48,7 @@ def allowed(mask: TokenMask) -> list[set[int]]:
 
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_a_mask_is_what_brute_force_finds(name: str, tokenizer, compiler: GrammarCompiler, filler: MaskFiller) -> None:
-    """Of text that is forced llguidance allows one token, the one that encoding it gives."""
+    """If text is forced, llguidance allows one token, the one that encoding gives."""
     given, words = LANGUAGES[name]
     spelled = [tokenizer.decode([token]) for token in range(VOCAB)]
     wanted, states = StructuredOutputs.from_config(given), [()]
@@ -57,15 +57,15 @@ def test_a_mask_is_what_brute_force_finds(name: str, tokenizer, compiler: Gramma
         matcher = compiler.matcher(wanted)
         text = "".join(spelled[token] for token in tokens)
         ended = [matcher.advance(token) for token in tokens]
-        goes_on = {word[len(text)] for word in words if word.startswith(text) and word != text}
+        next_characters = {word[len(text)] for word in words if word.startswith(text) and word != text}
         assert not any(ended[:-1])
-        assert (ended or [False])[-1] == (not goes_on)
-        if not goes_on:
+        assert (ended or [False])[-1] == (not next_characters)
+        if not next_characters:
             continue
         possible = {t for t in range(VOCAB) if spelled[t] and any(w.startswith(text + spelled[t]) for w in words)}
         possible |= {EOS} if text in words else set()
         (found,) = allowed(filler.mask([matcher], np.zeros(1, dtype=np.int64)))
-        if len(goes_on) + (text in words) > 1:
+        if len(next_characters) + (text in words) > 1:
             num_free += 1
             assert found == possible, text
         else:

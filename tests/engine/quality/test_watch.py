@@ -1,4 +1,4 @@
-"""Rows that are compared with a reference model: every figure against transformers, and nothing else changes."""
+"""Rows that are compared with a reference model: every figure equals that of transformers, and no row changes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,7 +26,7 @@ Pair = Callable[..., tuple[Engine, Engine]]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A small model, and the same with noise on its weights."""
+    """Write a small model, and the same with noise on its weights."""
     base, noisy = (tmp_path_factory.mktemp(name) / "model" for name in ("base", "noisy"))
     config = small_config(64, 96, 2, 4, 2, initializer_range=0.08)
     for folder in (base, noisy):
@@ -45,7 +45,7 @@ def options(folder: Path, **more: Any) -> EngineConfig:
 
 @pytest.fixture
 def pair(folders: Folders) -> Iterator[Pair]:
-    """The noisy model as it is served, and the base one (or another) as its reference."""
+    """Open the noisy model as the served one, and the base one (or another) as its reference."""
     opened: list[Engine] = []
 
     def open_both(reference: Path = folders[0], generates: bool = True, **more: Any) -> tuple[Engine, Engine]:
@@ -61,7 +61,7 @@ def pair(folders: Folders) -> Iterator[Pair]:
 
 
 def requests_of(count: int, params: SamplingParams = GREEDY, expected: str | None = None) -> list[Request]:
-    """Every second one is compared."""
+    """Build requests of which every second one is compared."""
     rng = np.random.default_rng(7)
     prompts = [rng.integers(0, 250, int(rng.integers(1, 40))).tolist() for _ in range(count)]
     samples = [QualitySample(expected) if i % 2 else None for i in range(count)]
@@ -71,7 +71,7 @@ def requests_of(count: int, params: SamplingParams = GREEDY, expected: str | Non
 def served_with(
     watch: QualityWatch, engine: Engine, requests: list[Request], is_waiting: bool = False
 ) -> dict[Any, Completion]:
-    """As the engine's process does it (`job/process/main.py`). is_waiting: the first ends while others still wait."""
+    """Run requests like an engine's process (`job/process/main.py`). is_waiting: the first ends while others wait."""
     for request in requests:
         engine.add(request)
         watch.expect(request)
@@ -116,7 +116,7 @@ def test_the_figures_are_those_of_transformers_logits(
         assert found.same_text == (agreed == 12)
         assert (found.served_right, found.reference_right) == (None, None)
         apart += 12 - agreed
-    assert apart > 0, "the noise is too small to tell one model from the other"
+    assert apart > 0, "the noise is too small to distinguish the models"
     assert reference.stats.generated_tokens == 0, "its own text follows from what it reads"
     counted = sum(len(r.prompt_token_ids) for r in requests)
     assert (served.stats.prompt_tokens, served.stats.generated_tokens) == (counted, 8 * 12), "only the job's rows"
@@ -127,7 +127,7 @@ def test_no_row_changes_by_being_compared_and_no_room_is_lost(pair: Pair) -> Non
     requests = requests_of(14, replace(GREEDY, max_tokens=40, logprobs=0))
     served, reference = pair(kv_cache_memory_bytes=26 * 8 * 2 * 2 * 2 * 16 * 4)  # 26 blocks: rows are preempted
     alone = [plain(c) for c in served.generate([r.prompt_token_ids for r in requests], [r.params for r in requests])]
-    # So that rows are admitted that do not fit in the end.
+    # Admit more rows than fit in the end.
     served.scheduler.admission.expected_output, served.scheduler.admission.min_history = 1, 10**9
     done = served_with(QualityWatch(served, reference), served, requests)
     assert served.stats.num_preemptions > 0
@@ -138,7 +138,7 @@ def test_no_row_changes_by_being_compared_and_no_room_is_lost(pair: Pair) -> Non
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_right_answers_and_sampled_rows_take_a_completion_of_the_references_own(
+def test_right_answers_and_sampled_rows_use_a_completion_of_the_reference(
     pair: Pair, folders: Folders, temperature: float
 ) -> None:
     params = replace(GREEDY, temperature=temperature)
@@ -179,7 +179,7 @@ HELD = {
 
 @pytest.mark.parametrize("name", HELD)
 def test_a_model_agrees_with_itself(pair: Pair, folders: Folders, name: str) -> None:
-    """Also where its likeliest tokens are not allowed."""
+    """They agree too if the likeliest tokens are not allowed."""
     served, reference = pair(folders[1])
     (start,) = served.tokenizer.encode("a")
     requests = [
@@ -195,14 +195,14 @@ def test_a_model_agrees_with_itself(pair: Pair, folders: Folders, name: str) -> 
             assert (found.tokens, abs(found.kl_nanonats) < 1000) == (12, True)
 
 
-def test_what_cannot_be_compared_is_delivered_and_says_why(
+def test_what_cannot_be_compared_is_delivered_with_the_reason(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     served, reference = pair(generates=False)
     watch, requests = QualityWatch(served, reference), requests_of(6)
     alone = [plain(c) for c in served.generate([r.prompt_token_ids for r in requests], GREEDY)]
 
-    def why_not() -> list[str]:
+    def reasons() -> list[str]:
         done = served_with(watch, served, requests)
         assert [plain(done[i]) for i in range(6)] == alone
         return [q.reason for q in (done[i].quality for i in (1, 3, 5)) if q is not None]
@@ -210,12 +210,12 @@ def test_what_cannot_be_compared_is_delivered_and_says_why(
     lengths = sorted(len(r.prompt_token_ids) + 12 for r in requests[1::2])
     assert lengths[0] < lengths[1]
     watch._max_tokens = lengths[0]
-    assert sorted(why_not()) == ["", "too_long", "too_long"]
+    assert sorted(reasons()) == ["", "too_long", "too_long"]
     watch._max_tokens = lengths[-1]
     logits = reference.runner.logits
 
     def fail_once(error: Exception) -> Callable[..., Any]:
-        """While the second piece of a row is compared."""
+        """Return a `logits` that fails for the second piece of a row."""
         left = [None, error]
 
         def failing(hidden_RH: torch.Tensor) -> torch.Tensor:
@@ -227,9 +227,9 @@ def test_what_cannot_be_compared_is_delivered_and_says_why(
 
     watch._piece_tokens = 5
     monkeypatch.setattr(reference.runner, "logits", fail_once(MemoryError()))
-    assert sorted(why_not()) == ["", "", "out_of_memory"]
+    assert sorted(reasons()) == ["", "", "out_of_memory"]
     monkeypatch.setattr(reference.runner, "logits", fail_once(ValueError("broken")))
-    assert why_not() == ["reference_failed"] * 3, "nothing is asked of a reference that failed"
+    assert reasons() == ["reference_failed"] * 3, "a reference that failed is not called again"
     assert "ValueError: broken" in capsys.readouterr().err
     assert not served.has_unfinished
     assert not reference.has_unfinished
@@ -250,7 +250,7 @@ def test_logits_that_are_no_numbers_and_rows_that_fail_are_not_compared() -> Non
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 def test_rows_are_read_before_those_that_wait_and_change_none(is_asynchronous: bool) -> None:
-    """Also where the next step is launched before its tokens are known."""
+    """The same holds if the next step is launched before its tokens are known."""
     options = {"is_asynchronous": is_asynchronous, "max_num_seqs": 3}
     served, reference = hash_engine(30, 4, **options), hash_engine(30, 4)  # type: ignore[arg-type]
     rng = np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""Known texts beside rows that generate, where steps are launched before the tokens of the one before are known."""
+"""Known texts are read while other rows generate, even if steps are launched before the previous tokens are known."""
 
 import numpy as np
 import pytest
@@ -38,15 +38,15 @@ def test_texts_are_read_between_steps_in_flight(is_asynchronous: bool, num_block
     check_tokens({row: done[row] for row in range(12)}, rows)
     whole = float(np.log(np.e + VOCAB - 1))  # of one logit of 1 and zeros
     for number, text in enumerate(texts):
-        told = [token.logprob for token in done["score", number].result.tokens]
-        hits = [next_token(text[:place]) == text[place] for place in range(1, len(text))]
-        assert told == pytest.approx([hit - whole for hit in hits], abs=1e-5)
+        logprobs = [token.logprob for token in done["score", number].result.tokens]
+        hits = [next_token(text[:i]) == text[i] for i in range(1, len(text))]
+        assert logprobs == pytest.approx([hit - whole for hit in hits], abs=1e-5)
         if number % 3 == 0:
             expected = []
             for label in labels:
                 longer = [*text, *label]
-                places = range(len(text), len(longer))
-                expected.append(sum((next_token(longer[:p]) == longer[p]) - whole for p in places))
+                positions = range(len(text), len(longer))
+                expected.append(sum((next_token(longer[:p]) == longer[p]) - whole for p in positions))
             assert done["choice", number].result.logprobs == pytest.approx(expected, abs=1e-5)
     assert engine.pool.num_held == 0
     assert engine.table.num_readers == 0
@@ -54,7 +54,7 @@ def test_texts_are_read_between_steps_in_flight(is_asynchronous: bool, num_block
 
 
 def test_labels_of_a_row_that_was_preempted_are_written_into_blocks_of_its_own() -> None:
-    """What one turn left findable stays what it was when a later turn writes another label in its place."""
+    """Findable blocks of one turn keep their content when a later turn writes another label."""
     engine = hash_engine(40, 4)
     prompt, shared = [1, 2, 3, 4], (2, 2, 2, 2)
     labels = ((*shared, 3, 4), (*shared, 5, 6), (9, 1))
@@ -68,7 +68,7 @@ def test_labels_of_a_row_that_was_preempted_are_written_into_blocks_of_its_own()
     check_tokens(done, [request])
 
 
-def test_logits_that_are_no_numbers_are_an_error_row_and_leave_no_block_behind() -> None:
+def test_logits_that_are_no_numbers_are_an_error_row_and_leak_no_block() -> None:
     engine = hash_engine(200, 4, bad_token=90)
     text, fine = [90, *range(12)], list(range(10))
     for row, each in enumerate((text, fine)):

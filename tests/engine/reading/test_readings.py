@@ -1,4 +1,4 @@
-"""What is read off known texts against transformers in float32, however steps cut and preempt them."""
+"""Scores, choices, embeddings and classes of known texts against transformers in float32, even if cut or preempted."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -37,7 +37,7 @@ def texts_of(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
     return [shared + text if row % 3 == 0 else text for row, text in enumerate(texts)]
 
 
-def asked(engine: Engine, texts: list[list[int]], tasks: list) -> list[Completion]:
+def completions_of(engine: Engine, texts: list[list[int]], tasks: list) -> list[Completion]:
     requests = [Request(row, text, PARAMS, task=task) for row, (text, task) in enumerate(zip(texts, tasks))]
     done = {completion.row_id: completion for completion in engine.stream(requests)}
     return [done[row] for row in range(len(texts))]
@@ -58,19 +58,19 @@ def test_scores_are_those_of_transformers(folder: Path, options: dict) -> None:
     texts = texts_of(18)
     firsts = [1 + row % (len(text) - 1) for row, text in enumerate(texts)]
     with float32_engine(folder, **options) as engine:
-        done = asked(engine, texts, [Score(first, top=3) for first in firsts])
+        done = completions_of(engine, texts, [Score(first, top=3) for first in firsts])
         assert engine.stats.generated_tokens == 0
         assert engine.pool.num_held == 0
     for text, first, completion in zip(texts, firsts, done):
         expected = reference_logprobs(folder, text)
         result = completion.result
-        each = [float(expected[place - 1, text[place]]) for place in range(first, len(text))]
+        each = [float(expected[i - 1, text[i]]) for i in range(first, len(text))]
         assert result.num_tokens == len(text) - first
         assert [token.logprob for token in result.tokens] == pytest.approx(each, abs=2e-4)
         assert result.logprob == pytest.approx(sum(each), abs=1e-3)
         assert result.perplexity == pytest.approx(np.exp(-sum(each) / len(each)), rel=1e-3)
-        for place, token in zip(range(first, len(text)), result.tokens):
-            best = expected[place - 1].topk(3)
+        for i, token in zip(range(first, len(text)), result.tokens):
+            best = expected[i - 1].topk(3)
             assert [value for _, value in token.top] == pytest.approx(best.values.tolist(), abs=2e-4)
         assert (completion.finish_reason, completion.text, completion.token_ids) == ("stop", "", [])
         assert completion.num_prompt_tokens == len(text)
@@ -80,7 +80,7 @@ def test_preempted_texts_are_read_anew(folder: Path) -> None:
     texts = [text * 3 for text in texts_of(3, seed=5, longest=20)]
     tasks = [Embed("mean"), Score(), Embed("last")]
     with float32_engine(folder, **TIGHT) as engine:
-        expected = asked(engine, texts, tasks)
+        expected = completions_of(engine, texts, tasks)
     with float32_engine(folder, **TIGHT, enable_prefix_caching=False) as engine:
         for row, (text, task) in enumerate(zip(texts, tasks)):
             engine.add(Request(row, text, PARAMS, task=task))
@@ -105,7 +105,7 @@ LABELS = [
 def test_choices_are_the_products_of_their_tokens(folder: Path, labels: tuple, options: dict) -> None:
     prompts = texts_of(7, seed=6, longest=40)
     with float32_engine(folder, **options) as engine:
-        done = asked(engine, prompts, [Choice(labels)] * 7)
+        done = completions_of(engine, prompts, [Choice(labels)] * 7)
         steps, tokens = engine.stats.num_steps, engine.stats.prompt_tokens
         assert engine.pool.num_held == 0
     for prompt, completion in zip(prompts, done):
@@ -127,7 +127,7 @@ def test_labels_of_several_tokens_are_computed_after_one_prompt(folder: Path) ->
     labels = ((1, 2), (3, 4), (3, 5, 6), (3, 5, 7), (9,))
     tree = LabelTree.from_labels(labels)
     with float32_engine(folder, block_size=8) as engine:
-        asked(engine, [prompt], [Choice(labels)])
+        completions_of(engine, [prompt], [Choice(labels)])
         assert engine.stats.prompt_tokens == len(prompt)
         assert (engine.stats.cached_tokens, engine.stats.generated_tokens, engine.stats.plain_steps) == (0, 0, 0)
         assert engine.stats.num_steps == 2, "one for each beginning that labels share"
@@ -148,11 +148,11 @@ PREEMPTED = {
 
 @pytest.mark.parametrize("name", PREEMPTED)
 def test_labels_have_the_same_numbers_whenever_their_row_is_preempted(folder: Path, name: str) -> None:
-    """What is in a block in one turn is not taken for what is there in a later one."""
+    """A block's content of one turn is not reused as that of a later one."""
     length, labels, times = PREEMPTED[name]
     prompt = texts_of(1, seed=14)[0][:length]
     with float32_engine(folder, **TIGHT) as engine:
-        expected = asked(engine, [prompt], [Choice(labels)])[0].result
+        expected = completions_of(engine, [prompt], [Choice(labels)])[0].result
         num_steps = engine.stats.num_steps
         assert num_steps > 2
         for steps in combinations(range(1, num_steps + times - 1), times):
@@ -215,7 +215,7 @@ def test_a_classification_head_gives_the_logits_of_transformers(tmp_path: Path, 
 
 
 def test_a_bare_decoder_embeds_and_generates_nothing(tmp_path: Path) -> None:
-    """As checkpoints that were made for embeddings are stored."""
+    """Checkpoints made for embeddings are stored like this."""
     folder = make_family(tmp_path, Family("qwen3", "qwen3", {"head_dim": 32}), seed=8)
     texts = texts_of(3, seed=12)
     with float32_engine(folder) as engine:
@@ -249,7 +249,7 @@ def test_what_cannot_be_read_is_an_error_row(folder: Path) -> None:
             (list(range(33)), Score(), "prompt_too_long", "at most 32 fit"),
             (list(range(32)), Choice(((1, 2), (3, 4))), "prompt_too_long", "with its longest label 33 tokens"),
         ]
-        done = asked(engine, [text for text, *_ in cases], [task for _, task, *_ in cases])
+        done = completions_of(engine, [text for text, *_ in cases], [task for _, task, *_ in cases])
         whole = engine.score([list(range(32))])[0]
     for (_, _, error, message), completion in zip(cases, done):
         assert completion.error == error
@@ -262,7 +262,7 @@ def test_what_cannot_be_read_is_an_error_row(folder: Path) -> None:
 
 
 class HiddenLogits:
-    """A model whose hidden states are its logits."""
+    """Model whose hidden states are its logits."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -276,13 +276,13 @@ def logits_of(num: int, vocab_size: int) -> torch.Tensor:
 
 
 def test_a_token_s_log_probability_is_the_same_bits_whatever_else_is_read() -> None:
-    """A sum over one large row is divided among threads, those of several rows are not."""
+    """A sum over one large row is split among threads, sums over several rows are not."""
     model, logits_NV = HiddenLogits(40_000), logits_of(96, 40_000)
-    places, tokens, before = np.arange(96), np.arange(96) * 7, torch.get_num_threads()
+    rows, tokens, before = np.arange(96), np.arange(96) * 7, torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        together = token_logprobs(logits_NV, model, places, tokens, num_top=2)
-        alone = [token_logprobs(logits_NV, model, places[n : n + 1], tokens[n : n + 1], 2) for n in range(96)]
+        together = token_logprobs(logits_NV, model, rows, tokens, num_top=2)
+        alone = [token_logprobs(logits_NV, model, rows[n : n + 1], tokens[n : n + 1], 2) for n in range(96)]
     finally:
         torch.set_num_threads(before)
     assert [(float(logprob[0]), top[0]) for logprob, top in alone] == list(zip(*(together[0].tolist(), together[1])))
@@ -298,9 +298,9 @@ def test_log_probabilities_are_float32_s_whatever_the_model_s_type() -> None:
 
 
 def test_the_time_of_labels_is_that_of_reading(folder: Path) -> None:
-    """Though their tokens stand where generated ones would."""
+    """Their tokens count as read, although they follow the prompt."""
     with float32_engine(folder, **TIGHT) as engine:
-        asked(engine, texts_of(6), [Choice(((1, 2), (3, 4, 5, 6, 7), (1, 8, 9)))] * 6)
+        completions_of(engine, texts_of(6), [Choice(((1, 2), (3, 4, 5, 6, 7), (1, 8, 9)))] * 6)
         assert engine.stats.prefill_us > 0
         assert (engine.stats.decode_us, engine.stats.drafts_us) == (0, 0)
 
@@ -318,7 +318,7 @@ def test_labels_by_text(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {**TIGHT, "kv_cache_memory_bytes": 1 << 17}], ids=["", "tight"])
-def test_log_probabilities_of_prompts_beside_their_completions(folder: Path, options: dict) -> None:
+def test_log_probabilities_of_prompts_with_their_completions(folder: Path, options: dict) -> None:
     prompts = [*texts_of(10, seed=13), [7]]
     plain = greedy(6)
     with float32_engine(folder, **options) as engine:
@@ -334,13 +334,13 @@ def test_log_probabilities_of_prompts_beside_their_completions(folder: Path, opt
             assert completion.prompt_logprobs is None
             continue
         logprobs = reference_logprobs(folder, prompt)
-        each = [float(logprobs[place - 1, prompt[place]]) for place in range(1, len(prompt))]
+        each = [float(logprobs[i - 1, prompt[i]]) for i in range(1, len(prompt))]
         assert [token.logprob for token in completion.prompt_logprobs] == pytest.approx(each, abs=2e-4)
         assert [len(token.top) for token in completion.prompt_logprobs] == [2] * (len(prompt) - 1)
     assert [t.logprob for t in twice.prompt_logprobs] == pytest.approx([t.logprob for t in done[0].prompt_logprobs])
 
 
-def test_a_read_prompt_no_longer_holds_up_steps_in_flight(folder: Path) -> None:
+def test_a_read_prompt_no_longer_delays_steps_in_flight(folder: Path) -> None:
     with float32_engine(folder) as engine:
         engine.add(Request(0, list(range(20)), replace(greedy(30), prompt_logprobs=0)))
         engine.step()
@@ -355,7 +355,7 @@ def test_a_read_prompt_no_longer_holds_up_steps_in_flight(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["sampling", "hidden states of other texts"])
 def test_a_step_that_is_undone_after_its_texts_were_read_is_read_once(folder: Path, monkeypatch, name: str) -> None:
-    """Memory may run out in what follows in the step."""
+    """Memory may run out later in the step."""
     texts, failed = [list(range(30)), list(range(60, 100))], list[int]()
     with float32_engine(folder, **TIGHT) as engine:
         expected = [completion.result.values for completion in engine.embed(texts, pooling="mean")]

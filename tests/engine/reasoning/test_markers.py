@@ -1,4 +1,4 @@
-"""Markers that a checkpoint's tokenizer has, prompts that open reasoning, and texts that are divided."""
+"""Markers of a checkpoint's tokenizer, prompts that open reasoning, and the division of texts."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ TEMPLATE = (
 
 
 def tokenizer_with(*added: str, is_special: bool = False) -> Tokenizer:
-    """Of single characters, and these added tokens."""
+    """Build a tokenizer of single characters and these added tokens."""
     pieces = [chr(code) for code in range(0x21, 0x7F)] + ["\u0120", "\u010a"]  # byte-level's blank and line feed
     backend = tokenizers.Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -31,7 +31,7 @@ def tokenizer_with(*added: str, is_special: bool = False) -> Tokenizer:
 
 
 @pytest.mark.parametrize("is_special", [False, True])
-def test_auto_takes_the_tokenizers_own_and_chats_say_whether_a_row_is_within_reasoning(is_special: bool) -> None:
+def test_auto_finds_the_tokenizers_markers_and_prompts_decide_whether_a_row_begins_reasoning(is_special: bool) -> None:
     tokenizer = tokenizer_with("[THINK]", "<think>", "</think>", is_special=is_special)
     assert find_markers("auto", tokenizer) == ReasoningMarkers("<think>", "</think>")
     magistral = tokenizer_with("[THINK]", "[/THINK]", "<think>")
@@ -60,7 +60,7 @@ def test_auto_takes_the_tokenizers_own_and_chats_say_whether_a_row_is_within_rea
         (True, "so long", 0, "so long", "", 7),
         (False, "<think>so long", 0, "so long", "", 7),
         (False, " yes <think> no", 0, None, " yes <think> no", 0),
-        (False, "so</think>yes", 0, "so", "yes", 2),  # opened in words that are not known here
+        (False, "so</think>yes", 0, "so", "yes", 2),  # opened by unknown words
         (True, "so</think>yes</think>no", 0, "so", "yes</think>no", 2),
         (True, "so</think>\nyes!!", 2, "so", "yes", 2),  # a stop string
         (True, "so long!!", 2, "so long", "", 9),
@@ -82,7 +82,7 @@ def test_a_completion_is_divided_at_its_markers(
     assert found.token_ids == ids
     if is_special:
         return
-    without = tokenizer_with()  # there a marker is as many tokens as it has characters
+    without = tokenizer_with()  # here each character of a marker is a token
     texts = ReasoningMarkers("<think>", "</think>")
     assert marker_tokens(texts, without) == texts
     whole = replace(whole, token_ids=without.encode(text))

@@ -75,7 +75,7 @@ def plain() -> dict[int, Completion]:
 
 
 def by_hand(engine: Engine, request: Request) -> list[int]:
-    """The definition: runs that know nothing of reasoning, put together at the markers."""
+    """Compute a row by definition: runs without reasoning, joined at the markers."""
     params, prompt = request.params, request.prompt_token_ids
     free = replace(params, reasoning=None, thinking_token_budget=None, structured_outputs=None)
     held = replace(free, structured_outputs=params.structured_outputs)
@@ -105,7 +105,7 @@ def by_hand(engine: Engine, request: Request) -> list[int]:
     return known + tokens(known, held)
 
 
-def test_greedy_rows_are_what_the_definition_says(plain: dict[int, Completion]) -> None:
+def test_greedy_rows_follow_the_definition(plain: dict[int, Completion]) -> None:
     engine, kinds = text_engine(), set()
     tokenizer = small_tokenizer()
     for request in requests()[:NUM_GREEDY]:
@@ -159,7 +159,7 @@ def test_no_token_changes(name: str, plain: dict[int, Completion]) -> None:
 
 @pytest.mark.parametrize("name", ["lookup", "drafts", "overlapped", "overlapped, drafts"])
 def test_budgets_alone_hold_where_no_other_row_needs_a_mask(name: str, plain: dict[int, Completion]) -> None:
-    """Steps of greedy rows alone are not waited for, but where a budget may be spent."""
+    """Steps of greedy rows only are not awaited, except where a budget may end."""
     engine = ENGINES[name]()
     wanted = [r for r in requests()[:NUM_GREEDY] if r.params.structured_outputs is None]
     done = run(engine, wanted, check=False)
@@ -186,16 +186,16 @@ def test_markers_that_are_no_tokens_are_refused_before_anything_runs() -> None:
 
 
 def test_markers_of_several_tokens_divide_the_text_and_change_no_token() -> None:
-    """With drafts, in any batch, of several samples; what depends on markers while a row runs is refused by name."""
+    """Drafts, batches and several samples work; options that need markers while a row runs are refused by name."""
     given = [replace(r, params=replace(r.params, reasoning=None, thinking_token_budget=None, structured_outputs=None))
              for r in requests()]  # fmt: skip
     whole = run(text_engine(), given, check=False)
     pairs = Counter(text[i : i + 2] for done in whole.values() for text in [done.text] for i in range(len(text)))
     found = [pair for pair, _ in pairs.most_common() if len(pair) == 2 and small_tokenizer().token_id(pair) is None]
     markers = {"start": found[1], "end": found[0]}
-    asked = [replace(r, params=replace(r.params, reasoning=markers)) for r in given]
+    divided_requests = [replace(r, params=replace(r.params, reasoning=markers)) for r in given]
     engine = looking_up(text_engine(**TIGHT))
-    done, num_divided = run(engine, asked, check=False), 0
+    done, num_divided = run(engine, divided_requests, check=False), 0
     assert sum(engine.stats.accepted_by_position) > 0
     for row, completion in done.items():
         for one, plain_one in zip(completion.each, whole[row].each, strict=True):

@@ -1,4 +1,4 @@
-"""Rows to sample from: what the engine hands over for given options, and a plain implementation to compare with."""
+"""Rows to sample from: the batch that the engine passes for given options, and a plain implementation."""
 
 import math
 
@@ -35,7 +35,7 @@ OUTPUT, PROMPT = np.array([2, 6, 2, 1], dtype=np.int32), np.array([4, 5, 5], dty
 
 
 def batch_of(params, *, seeds=None, positions=None, output=None, prompt=None, eos=EOS):
-    """What the engine hands over for rows with these options; their known tokens lie in a table in reversed order."""
+    """Build the batch that the engine passes for rows with these options; their table slots are in reversed order."""
     count = len(params)
     output = output or [np.empty(0, dtype=np.int32)] * count
     prompt = prompt or [np.empty(0, dtype=np.int32)] * count
@@ -62,7 +62,7 @@ def batch_of(params, *, seeds=None, positions=None, output=None, prompt=None, eo
 
 
 def plain_distribution(logits, params, output=(), prompt=(), position=0, eos=EOS):
-    """One row, in float64 and by the book; None where the answer hangs on the last bit."""
+    """Return the distribution of one row in float64; None if it depends on rounding."""
     z = [float(np.float32(x)) for x in logits]
     if position < params.min_tokens:
         for token in {*params.stop_token_ids, *(() if params.ignore_eos else eos)}:
@@ -118,7 +118,7 @@ class _Kernels:
 
 
 def on_device(logits, batch, future=None, proposal=None):
-    """What `on_host.sample` gives, as a device computes it: by the reference kernels."""
+    """Return the result of `on_host.sample` as a device computes it, with the reference kernels."""
     return sample_on_device(_Kernels(), logits, batch, future, proposal).output()
 
 
@@ -129,8 +129,8 @@ def rows_of(logits, batch, rows):
 
 
 def p_value(texts: np.ndarray, expected: np.ndarray) -> float:
-    """Of chi-square (Wilson and Hilferty's normal approximation); 0 when something impossible came out. Cells of less
-    than five expected runs are one cell."""
+    """Return the p-value of chi-square (Wilson and Hilferty's normal approximation); 0 if an impossible text occurred.
+    Cells of less than five expected runs are one cell."""
     counts = np.bincount(np.ravel_multi_index(tuple(texts.T), expected.shape), minlength=expected.size).astype(float)
     mean = expected.ravel() * len(texts)
     if counts[mean == 0].any():

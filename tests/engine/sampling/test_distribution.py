@@ -46,7 +46,7 @@ def test_distribution_and_draws_of_each_option(name, device):
 
 @settings(max_examples=300, deadline=None)
 @given(
-    # steps of 1/64: two that differ by less than float32's exp can tell are a tie, whose order is nobody's promise
+    # steps of 1/64: logits that differ by less than float32's exp resolves are a tie, whose order is not defined
     st.lists(st.integers(-512, 512).map(lambda n: n / 64), min_size=3, max_size=24, unique=True),
     st.builds(
         SamplingParams,
@@ -99,7 +99,7 @@ def test_draws_over_a_vocabulary_of_many_blocks(device):
 # -- what top_k and top_p keep
 
 
-def test_top_k_keeps_ties_and_top_p_the_fewest(device):
+def test_top_k_keeps_ties_and_top_p_the_smallest_set(device):
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0]], device=device)
     batch = batch_of([SamplingParams(temperature=1.0, top_k=2), SamplingParams(temperature=1.0, top_p=0.5)])
     kept = distribution(logits, batch).cpu() > 0
@@ -107,8 +107,8 @@ def test_top_k_keeps_ties_and_top_p_the_fewest(device):
 
 
 @pytest.mark.parametrize("num_tokens", [3, 64, 65, 255, 256, 700, 5000])
-def test_the_fewest_best_tokens_that_reach_top_p_are_kept(num_tokens, device):
-    """Rows of every flatness, with equal values, with few values above 0, and all sorts of them in one batch."""
+def test_the_smallest_set_of_best_tokens_that_reaches_top_p_is_kept(num_tokens, device):
+    """One batch has rows of every flatness, with equal values, and with few values above 0."""
     rng = np.random.default_rng(num_tokens)
     spread = np.array([0.0, 0.1, 1.0, 3.0, 10.0, 80.0])
     z = rng.normal(0, 1, (60, num_tokens)) * np.tile(spread, 10)[:, None]
@@ -151,7 +151,7 @@ def test_uniforms_never_change():
 
 
 def test_only_tokens_of_positive_weight_are_drawn(device):
-    """Whatever the uniform number and the rounding: u is 0, near 1, and on every border between tokens."""
+    """The uniform number is 0, near 1, and on borders between tokens."""
     rng = np.random.default_rng(3)
     for num_tokens in (3, 512, 1500):
         weights = rng.random((400, num_tokens)).astype(np.float32) * (rng.random((400, num_tokens)) < 0.02)

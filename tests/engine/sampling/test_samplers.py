@@ -1,4 +1,4 @@
-"""The samplers of the host and of a device: a row gets its token in any batch, and none that its options forbid."""
+"""The samplers of the host and of a device: a row's token is the same in any batch, and one that its options allow."""
 
 from dataclasses import replace
 
@@ -45,12 +45,12 @@ def test_another_seed_or_position_draws_anew():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [7, 1000, 40_000])
-def test_greedy_takes_the_lowest_of_equal_ids(dtype, num_tokens, device):
+def test_greedy_chooses_the_lowest_of_equal_ids(dtype, num_tokens, device):
     logits = torch.zeros(3, num_tokens, dtype=dtype, device=device)
     first = num_tokens // 3
     logits[:, [first, num_tokens // 2, num_tokens - 1]] = 1.5
     plain = SamplingParams()
-    penalised = SamplingParams(presence_penalty=0.5)  # takes the other path
+    penalised = SamplingParams(presence_penalty=0.5)  # uses the other path
     ignores = SamplingParams(top_k=3, top_p=0.1, min_p=0.9)
     out = sample(logits, batch_of([plain, penalised, ignores]))
     assert out.token_ids.tolist() == [first] * 3
@@ -60,7 +60,7 @@ def test_greedy_takes_the_lowest_of_equal_ids(dtype, num_tokens, device):
 
 
 @pytest.mark.parametrize("sampler", [sample, on_device])
-def test_rows_that_are_not_finite_are_flagged_and_touch_nobody(sampler, device):
+def test_rows_that_are_not_finite_are_flagged_and_change_no_other_row(sampler, device):
     logits, batch = mixed_rows(60, 50)
     logits = logits.to(device)
     before, clean = logits.clone(), sampler(logits, batch)
@@ -79,16 +79,16 @@ def test_rows_that_are_not_finite_are_flagged_and_touch_nobody(sampler, device):
     for plain in (sampler(broken[rows], batch_of([SamplingParams()] * 5)), sampler(broken[rows], None)):
         assert plain.finite.tolist() == [False, False, False, False, True]
         assert plain.token_ids.tolist() == [0, 0, 0, 0, int(logits[0].argmax())]
-    hidden = [0.0, 1.0, float("inf")]  # where the mask of min_tokens would hide it
+    hidden = [0.0, 1.0, float("inf")]  # the mask of min_tokens would hide it
     nothing_left = [float("-inf"), float("-inf"), 1.0]
-    capped = [0.0, float("inf"), 2.0]  # which a penalty would make finite
+    capped = [0.0, float("inf"), 2.0]  # a penalty would make it finite
     masked = ({"min_tokens": 1}, {"min_tokens": 1, "temperature": 1.0})
     for row, options in [(row, each) for row in (hidden, nothing_left) for each in masked] + [
         (capped, {"repetition_penalty": 2.0})
     ]:
         penalised = batch_of([SamplingParams(**options)], output=[[1]])
         assert not sampler(torch.tensor([row], device=device), penalised).finite.any(), options
-    # a -inf here and there is no fault
+    # single -inf are valid
     some = logits.clone()
     some[:, 5] = float("-inf")
     assert sampler(some, batch).finite.all()
@@ -190,7 +190,7 @@ def test_rows_that_all_want_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_token_that_the_host_does_not_know_yet_is_counted(seed: int) -> None:
-    """Of most rows the last token is late: tokens that the row had before, once or more, and others."""
+    """The last token of most rows is unknown to the host: repeated tokens and new ones."""
     rng = np.random.default_rng(seed)
     penalties = {
         "repetition_penalty": (1.0, 1.8), "presence_penalty": (0.0, 0.7, -0.4), "frequency_penalty": (0.0, 0.9),

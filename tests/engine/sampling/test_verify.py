@@ -1,4 +1,4 @@
-"""The distribution of tokens that went through verification: exact on small vocabularies, by chi-square of many runs.
+"""The distribution of verified tokens: exact on small vocabularies, by chi-square of many runs.
 
 The model of these tests is a table: logits of the next token by the two tokens before it. Whatever is drafted, the
 first tokens of a run must have the joint distribution that plain steps give them.
@@ -25,7 +25,7 @@ from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, ranges, sampling
 from tests.engine.sampling import sampled_rows
 from tests.engine.sampling.sampled_rows import p_value
 
-V, LENGTH, MOST = 4, 3, 3  # tokens of the vocabulary, tokens whose joint distribution is looked at, drafts of a step
+V, LENGTH, MAX_DRAFTS = 4, 3, 3  # tokens of the vocabulary, tokens with a tested joint distribution, drafts of a step
 NUM_RUNS = 7_000
 FALSE_ALARM = 1e-4  # of all chi-square tests here together
 
@@ -47,7 +47,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table_of(seed: int, scale: float = 1.2) -> torch.Tensor:
-    """Logits (V + 1, V + 1, V) of the next token, by the one before the last and the last; V: none yet."""
+    """Return logits (V + 1, V + 1, V) of the next token, by the two last ones; V: none yet."""
     return torch.from_numpy(np.random.default_rng(seed).normal(0, scale, (V + 1, V + 1, V)).astype(np.float32))
 
 
@@ -73,7 +73,7 @@ def logits_behind(table: torch.Tensor, token_ids: np.ndarray, slots: np.ndarray,
 
 
 def joint_distribution(table: torch.Tensor, options: dict) -> np.ndarray:
-    """Of the first LENGTH tokens, by enumeration of the plain sampler's own distributions."""
+    """Return the distribution of the first LENGTH tokens, by enumeration of the plain sampler's distributions."""
     joint = np.ones((V,) * LENGTH)
     for tokens in itertools.product(range(V), repeat=LENGTH):
         text, slots = np.array([tokens], dtype=np.int32), np.zeros(LENGTH, dtype=np.int64)
@@ -87,7 +87,7 @@ def joint_distribution(table: torch.Tensor, options: dict) -> np.ndarray:
 
 @dataclass
 class Draft:
-    """Samples drafts from `table` under `options`; without a table, drafts what `guess` says, without one."""
+    """Sampler of drafts from `table` under `options`; without a table, `guess` drafts without a distribution."""
 
     table: torch.Tensor | None = None
     options: dict = field(default_factory=dict)
@@ -104,30 +104,30 @@ class Draft:
 
 
 def runs_of(table: torch.Tensor, options: dict, draft: Draft, seed: int) -> tuple[np.ndarray, int]:
-    """The first LENGTH tokens of NUM_RUNS runs, and how many drafts were accepted. Some steps draft fewer tokens."""
+    """Return the first LENGTH tokens of NUM_RUNS runs and the number of accepted drafts. Some steps draft less."""
     rng = np.random.default_rng(seed)
     seeds = rng.integers(0, 2**63, NUM_RUNS).astype(np.uint64)
-    text = np.zeros((NUM_RUNS, LENGTH + MOST + 1), dtype=np.int32)
+    text = np.zeros((NUM_RUNS, LENGTH + MAX_DRAFTS + 1), dtype=np.int32)
     known = np.zeros(NUM_RUNS, dtype=np.int64)
     num_accepted = 0
     while (known < LENGTH).any():
         slots = np.flatnonzero(known < LENGTH)
-        count_S = rng.choice([MOST, MOST, 1, 0], len(slots))
-        q_SKV = torch.zeros(len(slots), MOST, V)
-        for place in range(MOST):
-            drafting = np.flatnonzero(count_S > place)
-            tokens, q = draft.next(text, slots[drafting], known[slots[drafting]] + place, seeds)
-            text[slots[drafting], known[slots[drafting]] + place] = tokens
+        count_S = rng.choice([MAX_DRAFTS, MAX_DRAFTS, 1, 0], len(slots))
+        q_SKV = torch.zeros(len(slots), MAX_DRAFTS, V)
+        for position in range(MAX_DRAFTS):
+            drafting = np.flatnonzero(count_S > position)
+            tokens, q = draft.next(text, slots[drafting], known[slots[drafting]] + position, seeds)
+            text[slots[drafting], known[slots[drafting]] + position] = tokens
             if q is not None:
-                q_SKV[torch.from_numpy(drafting), place] = q
-        row_slot, place_R = np.repeat(slots, count_S + 1), ranges(np.zeros_like(count_S), count_S + 1)
-        known_R = known[row_slot] + place_R
-        is_draft_R = place_R < np.repeat(count_S, count_S + 1)
+                q_SKV[torch.from_numpy(drafting), position] = q
+        row_slot, position_R = np.repeat(slots, count_S + 1), ranges(np.zeros_like(count_S), count_S + 1)
+        known_R = known[row_slot] + position_R
+        is_draft_R = position_R < np.repeat(count_S, count_S + 1)
         draft_R = np.where(is_draft_R, text[row_slot, known_R], -1).astype(np.int64)
         proposal = None
         if draft.table is not None:
             sequence_R = np.repeat(np.arange(len(slots)), count_S + 1)
-            q_DV = q_SKV[torch.from_numpy(sequence_R[is_draft_R]), torch.from_numpy(place_R[is_draft_R])]
+            q_DV = q_SKV[torch.from_numpy(sequence_R[is_draft_R]), torch.from_numpy(position_R[is_draft_R])]
             proposal = ProposalDistribution(np.flatnonzero(is_draft_R), draft_R[is_draft_R], q_DV)
         batch = batch_of(options, text, row_slot, known_R, seeds)
         verified = verify(sample(logits_behind(table, text, row_slot, known_R), batch, proposal), draft_R)
@@ -152,8 +152,8 @@ DRAFTS = {
     "the target itself": lambda options: Draft(TARGET, options),
     "another model": lambda options: Draft(table_of(2), options),
     "another model without the target's options": lambda options: Draft(table_of(2)),
-    "one-hot, distribution told": lambda options: Draft(TARGET, {"temperature": 0.0}),
-    "one-hot, distribution not told": lambda options: likeliest(TARGET),
+    "one-hot, distribution known": lambda options: Draft(TARGET, {"temperature": 0.0}),
+    "one-hot, distribution unknown": lambda options: likeliest(TARGET),
     "always the same": lambda options: Draft(guess=lambda text, slots, known: np.full(len(slots), 2)),
 }
 CASES = [(name, draft) for name in OPTIONS for draft in DRAFTS if name in ("plain", "top_p") or "hot" not in draft]
@@ -161,7 +161,7 @@ CASES = [*CASES, ("top_k", "disjoint supports")]
 
 
 @pytest.mark.parametrize(("name", "draft"), CASES)
-def test_the_joint_law_of_the_first_tokens_is_that_of_plain_steps(name: str, draft: str) -> None:
+def test_the_joint_distribution_of_the_first_tokens_is_that_of_plain_steps(name: str, draft: str) -> None:
     options = OPTIONS[name]
     drafts = Draft(DISJOINT) if draft == "disjoint supports" else DRAFTS[draft](options)
     texts, num_accepted = runs_of(TARGET, options, drafts, seed=CASES.index((name, draft)))
@@ -181,7 +181,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_negative_control(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The same test tells each of these mistakes."""
+    """The same test detects each of these mistakes."""
     options = OPTIONS["top_p"]
     expected = joint_distribution(TARGET, options)
     monkeypatch.setattr(*MISTAKES[name])
@@ -189,8 +189,8 @@ def test_negative_control(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert p_value(texts, expected) < FALSE_ALARM / len(CASES)
 
 
-def test_without_a_law_tokens_are_those_of_plain_steps_one_by_one() -> None:
-    """Not only in distribution: the same seed gives the same tokens, whatever was drafted."""
+def test_without_a_distribution_tokens_are_those_of_plain_steps_one_by_one() -> None:
+    """The same seed gives the same tokens, whatever was drafted."""
     for options in OPTIONS.values():
         texts = []
         for draft in (likeliest(TARGET), Draft(guess=lambda text, slots, known: known % V)):
@@ -198,10 +198,10 @@ def test_without_a_law_tokens_are_those_of_plain_steps_one_by_one() -> None:
         seeds = np.random.default_rng(5).integers(0, 2**63, NUM_RUNS).astype(np.uint64)
         plain = np.zeros((NUM_RUNS, LENGTH), dtype=np.int32)
         slots = np.arange(NUM_RUNS)
-        for place in range(LENGTH):
-            known = np.full(NUM_RUNS, place)
+        for position in range(LENGTH):
+            known = np.full(NUM_RUNS, position)
             batch = batch_of(options, plain, slots, known, seeds)
-            plain[:, place] = sample(logits_behind(TARGET, plain, slots, known), batch).token_ids
+            plain[:, position] = sample(logits_behind(TARGET, plain, slots, known), batch).token_ids
         assert (texts[0] == plain).all()
         assert (texts[1] == plain).all()
 
@@ -223,7 +223,7 @@ def test_ragged_drafts_are_accepted_as_far_as_they_are_the_models(temperature: f
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("temperature", [None, 0.0, 1.0])
 def test_rows_that_are_not_finite_accept_nothing(value: float, temperature: float | None) -> None:
-    """A draft of token 0 is what the output of such a row looks like."""
+    """The output of such a row is token 0, as its draft."""
     batch = None if temperature is None else sampled_rows.batch_of([SamplingParams(temperature=temperature)] * 4)
     logits = torch.full((4, 8), -50.0)
     logits[:, 0] = 50.0
@@ -236,7 +236,7 @@ def test_rows_that_are_not_finite_accept_nothing(value: float, temperature: floa
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), 0.0])
-def test_a_distribution_that_cannot_have_given_the_draft_is_passed_over(broken: float) -> None:
+def test_a_distribution_that_cannot_have_given_the_draft_is_ignored(broken: float) -> None:
     logits = TARGET[0, 0].expand(400, -1)
     batch = sampled_rows.batch_of([SamplingParams(temperature=1.0)] * 400)
     q_DV = torch.full((200, V), 0.25)

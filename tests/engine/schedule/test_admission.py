@@ -1,4 +1,4 @@
-"""Which waiting rows run, by what finished ones generated: on a scheduler without a model."""
+"""Admission of waiting rows by the lengths of finished ones, on a scheduler without a model."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ SIZE = 4
 
 
 class Job:
-    """Rows of given prompts and outputs, all queued at the beginning. shared: prompt tokens that all have."""
+    """Rows of given prompts and outputs, all queued at the beginning. shared: common prompt tokens."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Job:
         return len(self.scheduler.running)
 
 
-def test_until_some_have_finished_each_row_has_room_for_all_that_it_may_generate() -> None:
+def test_until_some_have_finished_each_row_has_room_for_its_max_tokens() -> None:
     job = Job([8] * 80, [8] * 80, max_tokens=32, num_blocks=33)
     job.step()
     assert job.running() == 3  # of 10 blocks each, and half an empty one, in the end
@@ -69,18 +69,18 @@ def test_until_some_have_finished_each_row_has_room_for_all_that_it_may_generate
 def test_rows_that_end_at_other_times_use_the_same_blocks() -> None:
     """Their ends together need 5 blocks each; but when one has 5, another has 2."""
     job = Job([4] * 200, [12, 16, 14, 10] * 50, max_tokens=16, num_blocks=50)
-    most = 0
+    max_running = 0
     while len(job.ended) < 150:
         job.step()
         if len(job.ended) > 60:
-            most = max(most, job.running())
-    assert most * 5 > 55
+            max_running = max(max_running, job.running())
+    assert max_running * 5 > 55
     assert job.stats.num_preemptions <= 2
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_row_ends_once_whatever_was_expected(seed: int) -> None:
-    """Rows are conserved and none starves; the oldest one always advances; nobody computes what was not lost."""
+    """Rows are conserved and none starves; the oldest one always advances; only lost tokens are recomputed."""
     rng = np.random.default_rng(seed)
     count = 120
     prompts = rng.integers(1, 40, count)
@@ -109,7 +109,7 @@ def test_every_row_ends_once_whatever_was_expected(seed: int) -> None:
 
 
 def test_found_blocks_are_counted_once() -> None:
-    """40 of 44 prompt tokens are everybody's: 10 blocks once, beside some of each row's own."""
+    """All rows share 40 of 44 prompt tokens: 10 blocks once, and some of each row's own."""
     job = Job([44] * 30, [8] * 30, max_tokens=8, num_blocks=43, shared=40)
     job.step()
     assert job.running() == 1  # the others wait for the prefix that it computes
@@ -118,7 +118,7 @@ def test_found_blocks_are_counted_once() -> None:
     assert job.running() == 1 + (43 - 12 - 1.5) // (1.5 + 7 / 4) == 10
 
 
-def test_blocks_that_are_needed_at_once_are_there() -> None:
+def test_blocks_that_are_needed_at_once_are_free() -> None:
     """17 tokens need 2 blocks of 16 and are forecast to hold 1.6 on average, so 12 of them in 20 blocks."""
     job = Job([17] * 30, [1] * 30, max_tokens=1, num_blocks=20, size=16)
     job.step()
@@ -129,15 +129,15 @@ def test_blocks_that_are_needed_at_once_are_there() -> None:
 
 
 def counted_peak(known_S, end_S, held_S, freed_S, size: int) -> float:
-    """Step by step: each that runs holds its tokens' blocks and half a one, one that has ended gave back its own."""
-    most = -np.inf
+    """Count step by step: a running sequence holds its tokens' blocks and half a block; an ended one freed its own."""
+    peak = -np.inf
     for steps in range(1, int((end_S - known_S).max(initial=1)) + 1):
         runs_S = np.maximum(end_S - known_S, 1) >= steps
-        most = max(most, np.where(runs_S, (known_S + steps) / size + 0.5 - held_S, -freed_S).sum())
-    return float(most)
+        peak = max(peak, np.where(runs_S, (known_S + steps) / size + 0.5 - held_S, -freed_S).sum())
+    return float(peak)
 
 
-def some(rng: np.random.Generator, count: int, size: int):
+def draw_sequences(rng: np.random.Generator, count: int, size: int):
     known_S = rng.integers(1, 60, count)
     end_S = known_S + 2 + rng.permutation(80)[:count]  # each at another step
     end_S[:1] = known_S[:1] - 3  # has passed
@@ -146,30 +146,31 @@ def some(rng: np.random.Generator, count: int, size: int):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_is_the_most_of_any_step(seed: int) -> None:
+def test_the_peak_is_the_maximum_over_steps(seed: int) -> None:
     rng = np.random.default_rng(seed)
     size = int(rng.choice([1, 4, 16]))
-    of = some(rng, int(rng.integers(1, 12)), size)
-    assert BlockDemand.from_sequences(*of, size).peak == pytest.approx(counted_peak(*of, size))
+    sequences = draw_sequences(rng, int(rng.integers(1, 12)), size)
+    assert BlockDemand.from_sequences(*sequences, size).peak == pytest.approx(counted_peak(*sequences, size))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_sequences_added_count_as_if_they_had_been_there(seed: int) -> None:
+def test_added_sequences_count_like_initial_ones(seed: int) -> None:
     rng = np.random.default_rng(seed)
     size, count = int(rng.choice([1, 4, 16])), int(rng.integers(0, 6))
-    known_S, end_S, held_S, freed_S = some(rng, count + 4, size)
-    held_S[count:], freed_S[count:] = rng.integers(0, held_S[count:] + 1), 0  # of others, so not free after its end
+    known_S, end_S, held_S, freed_S = draw_sequences(rng, count + 4, size)
+    held_S[count:], freed_S[count:] = rng.integers(0, held_S[count:] + 1), 0  # shared, so not free after its end
     demand = BlockDemand.from_sequences(known_S[:count], end_S[:count], held_S[:count], freed_S[:count], size)
     for s in range(count, count + 4):
         demand = demand.add(int(known_S[s]), int(end_S[s]), int(held_S[s]))
-        of = (known_S[: s + 1], end_S[: s + 1], held_S[: s + 1], freed_S[: s + 1], size)
-        assert demand.peak == pytest.approx(BlockDemand.from_sequences(*of).peak) == pytest.approx(counted_peak(*of))
+        sequences = (known_S[: s + 1], end_S[: s + 1], held_S[: s + 1], freed_S[: s + 1], size)
+        whole = BlockDemand.from_sequences(*sequences)
+        assert demand.peak == pytest.approx(whole.peak) == pytest.approx(counted_peak(*sequences))
 
 
-def test_where_several_end_at_once_it_is_no_less_and_hardly_more() -> None:
+def test_if_several_end_at_once_the_peak_is_no_less_and_hardly_more() -> None:
     rng = np.random.default_rng(7)
     for _ in range(50):
-        known_S, end_S, held_S, freed_S = some(rng, 8, 16)
+        known_S, end_S, held_S, freed_S = draw_sequences(rng, 8, 16)
         end_S = known_S + rng.integers(1, 4, 8)
         found = BlockDemand.from_sequences(known_S, end_S, held_S, freed_S, 16).peak
         counted = counted_peak(known_S, end_S, held_S, freed_S, 16)

@@ -1,4 +1,4 @@
-"""When waiting rows are admitted where the host is slower than the device: by what costs least, and no row starves."""
+"""Times of admissions if the host is slower than the device: those of minimal cost, and no row starves."""
 
 import random
 
@@ -13,10 +13,10 @@ from tests.engine.schedule.test_scheduler import run
 
 
 def seen(plain_us: int, mixed_us: int) -> AdmissionPacing:
-    """A pacing that saw such iterations for long."""
+    """Return a pacing that has observed many such iterations."""
     pacing = AdmissionPacing()
     for _ in range(100):
-        pacing.observe(7, is_mixed=False)  # after a step with prompts: says nothing
+        pacing.observe(7, is_mixed=False)  # after a step with prompts: ignored
         for _ in range(3):
             pacing.observe(plain_us, is_mixed=False)
         pacing.observe(mixed_us, is_mixed=True)
@@ -25,8 +25,8 @@ def seen(plain_us: int, mixed_us: int) -> AdmissionPacing:
 
 @pytest.mark.parametrize("outputs", [20, 200, 1000])
 @pytest.mark.parametrize("extra", [0.2, 1.0, 3.0])
-def test_steps_between_admissions_are_those_of_least_cost(outputs: int, extra: float) -> None:
-    """A step costs, in steps: prompts in each n-th one, and slots that are empty for half of that time."""
+def test_steps_between_admissions_have_minimal_cost(outputs: int, extra: float) -> None:
+    """The cost per step is that of prompts in each n-th one, and of slots that are empty for half of that time."""
 
     def cost(num_steps: int) -> float:
         return extra / num_steps + num_steps / (2 * outputs)
@@ -36,7 +36,7 @@ def test_steps_between_admissions_are_those_of_least_cost(outputs: int, extra: f
 
 
 def test_where_the_host_is_hidden_each_step_may_admit() -> None:
-    assert AdmissionPacing().steps(500) == 1  # nothing was seen yet
+    assert AdmissionPacing().steps(500) == 1  # nothing observed yet
     assert seen(1000, 1050).steps(500) == 1
     assert seen(1000, 900).steps(500) == 1
 
@@ -46,7 +46,7 @@ def test_many_free_slots_are_filled_at_once_and_an_admission_begins_anew() -> No
     assert pacing.steps(100) == 20
     for _ in range(2):
         assert [pacing.is_time(64, 100) for _ in range(20)] == [False] * 19 + [True]
-        assert pacing.is_time(64, 100)  # nobody fitted: the next step tries again
+        assert pacing.is_time(64, 100)  # no row fitted: the next step tries again
         pacing.admitted()
     pacing.ended(int(64 * ENDED_SHARE) - 1)
     assert not pacing.is_time(64, 100)
@@ -55,7 +55,7 @@ def test_many_free_slots_are_filled_at_once_and_an_admission_begins_anew() -> No
 
 
 def test_rows_are_admitted_together_and_all_of_them_end() -> None:
-    """Steps with prompts are far fewer; prompts that are computed anyway take others with them."""
+    """Far fewer steps have prompts, because prompts are admitted together."""
 
     def steps_with_prompts(pacing: AdmissionPacing | None) -> int:
         rng = random.Random(4)
@@ -72,7 +72,7 @@ def test_rows_are_admitted_together_and_all_of_them_end() -> None:
 
 
 class Moody(AdmissionPacing):
-    """Says yes and no as it likes."""
+    """Pacing with random decisions."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The scheduler on a model whose tokens give away every mistake: see hash_runner."""
+"""The scheduler on a model whose tokens expose every mistake: see hash_runner."""
 
 import time
 
@@ -12,7 +12,7 @@ from tests.engine.hash_runner import VOCAB, check_tokens, expected_tokens, hash_
 
 
 def random_requests(rng: np.random.Generator, count: int, max_len: int) -> list[Request]:
-    """Prompts that often share a prefix, of any length, with ragged budgets."""
+    """Draw requests of any length that often share a prefix, with ragged budgets."""
     stems = [rng.integers(0, VOCAB - 1, int(rng.integers(1, 30))).tolist() for _ in range(3)]
     requests = []
     for row in range(count):
@@ -27,7 +27,7 @@ def random_requests(rng: np.random.Generator, count: int, max_len: int) -> list[
 def run(
     engine, requests: list[Request], check: bool = True, arrivals: np.random.Generator | None = None
 ) -> dict[int, Completion]:
-    """Step to the end, requests arriving at random times; every invariant after every step."""
+    """Step to the end while requests arrive at random times; check every invariant after every step."""
     queue = list(requests)
     done: dict[int, Completion] = {}
     steps = 0
@@ -45,7 +45,7 @@ def run(
             for slot in engine.scheduler.running:
                 known, computed = int(table.num_known[slot]), int(table.num_computed[slot])
                 assert 0 <= computed <= known <= int(table.limit[slot])
-                assert computed < known or engine.runner.is_asynchronous, "nobody draws its next token"
+                assert computed < known or engine.runner.is_asynchronous, "no step computes its next token"
                 held = len(table.blocks_of(slot)) * size
                 assert computed <= held < computed + size + 1, "more than one partial block is wasted"
         steps += 1
@@ -70,7 +70,7 @@ def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(seed: int, is
     assert engine.stats.cached_tokens == sum(c.num_cached_tokens for c in done.values())
 
 
-def test_preemption_is_counted_as_repeated_work_and_completions_say_when_they_came() -> None:
+def test_preemption_is_counted_as_repeated_work_and_completions_have_their_times() -> None:
     engine = hash_engine(17, 4, max_model_len=64, max_num_seqs=8, enable_prefix_caching=False)
     engine.scheduler.admission.expected_output = 1  # expects far too little, so that it admits far too much
     requests = [Request(row, [row, 5, 6], SamplingParams(max_tokens=40, ignore_eos=True)) for row in range(8)]
@@ -97,7 +97,7 @@ def test_preemption_is_counted_as_repeated_work_and_completions_say_when_they_ca
         assert completion.last_token_us <= time.monotonic_ns() // 1000
 
 
-def test_the_time_of_a_step_is_divided_by_its_tokens_and_none_is_lost() -> None:
+def test_the_time_of_a_step_is_divided_among_its_tokens_and_none_is_lost() -> None:
     stats = EngineStats()
     StepTokens(prefill=30, decode=50, repeated=20).add_time(stats, 1001, only_samples=False, num_rejected=10)
     assert (stats.prefill_us, stats.drafts_us, stats.preempted_us, stats.decode_us) == (300, 100, 200, 401)
@@ -119,14 +119,14 @@ def test_a_sequence_that_alone_outgrows_the_cache_is_an_error_and_others_live() 
     assert done["short"].token_ids == expected_tokens([4, 5], 3, 64, False)
 
 
-def test_numbers_that_no_machine_word_holds_are_taken_as_far_as_they_matter() -> None:
-    """A row may say them: its column, or its line of a batch API."""
-    most = 10**20
+def test_numbers_beyond_64_bits_are_accepted() -> None:
+    """A row's column or line of a batch API may contain them."""
+    huge = 10**20
     rows = [
-        SamplingParams(max_tokens=most, min_tokens=most),
+        SamplingParams(max_tokens=huge, min_tokens=huge),
         SamplingParams(max_tokens=2**63 - 1, min_tokens=2**63 - 1),
-        SamplingParams(max_tokens=9, min_tokens=2, stop_token_ids=[most, VOCAB]),
-        SamplingParams(max_tokens=9, temperature=1.0, top_k=most, seed=most),
+        SamplingParams(max_tokens=9, min_tokens=2, stop_token_ids=[huge, VOCAB]),
+        SamplingParams(max_tokens=9, temperature=1.0, top_k=huge, seed=huge),
     ]
     engine = hash_engine(60)
     done = engine.generate([[1, 2, row] for row in range(4)], rows)
@@ -146,8 +146,8 @@ def test_a_shared_prompt_is_computed_once_even_by_requests_that_arrive_together(
     check_tokens(done, requests)
 
 
-def test_what_a_sequence_generated_is_not_shared_neither_before_its_end_nor_after() -> None:
-    """Its blocks are then the first to be reused, so that prompts' ones stay."""
+def test_generated_tokens_are_shared_neither_before_the_end_nor_after() -> None:
+    """Their blocks are reused first, so that those of prompts stay."""
     engine = hash_engine(64, 4, max_num_seqs=8, max_num_batched_tokens=64)
     first = Request("first", list(range(10)), SamplingParams(max_tokens=11, ignore_eos=True))
     text = run(engine, [first])["first"].token_ids
@@ -160,10 +160,10 @@ def test_what_a_sequence_generated_is_not_shared_neither_before_its_end_nor_afte
     for _ in range(14):
         engine.step()
     known = engine.table.token_ids[int(engine.scheduler.running[0]), :23].tolist()
-    engine.add(Request("beside", known, SamplingParams(max_tokens=3, ignore_eos=True)))
+    engine.add(Request("second", known, SamplingParams(max_tokens=3, ignore_eos=True)))
     done = run(engine, [])
-    assert done["beside"].num_cached_tokens == 8, "blocks of the prompt are shared at once"
-    assert done["beside"].token_ids == expected_tokens(known, 3, 64, False)
+    assert done["second"].num_cached_tokens == 8, "blocks of the prompt are shared at once"
+    assert done["second"].token_ids == expected_tokens(known, 3, 64, False)
 
 
 def test_a_preempted_sequence_finds_what_it_generated() -> None:
@@ -193,14 +193,14 @@ def test_a_deferred_sequence_runs_when_the_one_computing_its_prefix_is_aborted()
 
 def test_stream_keeps_only_a_bounded_number_of_requests_ahead() -> None:
     engine = hash_engine(64, 4, max_num_seqs=2)
-    taken = 0
+    num_pulled = 0
 
     def source():
-        nonlocal taken
+        nonlocal num_pulled
         for row in range(100):
-            taken += 1
+            num_pulled += 1
             yield Request(row, [row % 90, 3], SamplingParams(max_tokens=2, ignore_eos=True))
 
     first = next(iter(engine.stream(source())))
     assert first.token_ids
-    assert taken <= 8
+    assert num_pulled <= 8

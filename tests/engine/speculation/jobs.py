@@ -1,4 +1,4 @@
-"""Jobs on a clock of their own: what a step takes is a formula, what is accepted is drawn from a seed."""
+"""Jobs on a simulated clock: a formula gives the time of a step, a seed the accepted drafts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,15 +9,17 @@ from pipeline.engine.drafts.policy import AcceptanceCounts, Proposal, StepFacts,
 from pipeline.engine.speculation.counts import SpeculationCounts
 from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
 
-MOST = 6  # drafts of a sequence
+MAX_DRAFTS = 6  # drafts of a sequence
 Chance = Callable[[int, int], np.ndarray | float]
-"""That a draft is right after right ones, of each sequence: of a step's number, and how many sequences there are."""
+"""Map a step's number and the number of sequences to the probability that a draft after right ones is right."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of a step: what it takes at least, what drafting adds, what each token adds, what a prompt's token adds.
-    noise: of each step, relative."""
+    """Seconds of a step: a minimum, and those added by drafting, by each token and by each prompt token.
+
+    noise: relative, of each step.
+    """
 
     step_s: float = 0.008
     drafting_s: float = 0.0
@@ -30,7 +32,7 @@ class Machine:
 
 
 class Job:
-    """Sequences that all have the same steps. A policy of None is plain steps; "forced" drafts in every step."""
+    """Job of sequences with the same steps. policy: None for plain steps; "forced" drafts in every step."""
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class Job:
         self.rng, self.now_s, self.true_s, self.tokens = np.random.default_rng(seed), 0.0, 0.0, 0.0
         self.steps = self.drafted = 0
         self.forced = policy == "forced"
-        self.policy = MeasuredDrafts(MOST, lambda: round(1e9 * self.now_s)) if policy == "auto" else None
+        self.policy = MeasuredDrafts(MAX_DRAFTS, lambda: round(1e9 * self.now_s)) if policy == "auto" else None
         self.waiting: list[tuple[StepOutcome, float]] = []
         for slot in range(num):
             if self.policy:
@@ -56,23 +58,23 @@ class Job:
     def step(
         self, num: int | None = None, room: int = 10_000, num_prompt: int | None = None, stall_s: float = 0.0
     ) -> bool:
-        """Return whether the step had drafts. stall_s: that the machine did something else meanwhile."""
+        """Return whether the step had drafts. stall_s: time of other work of the machine meanwhile."""
         num = self.num if num is None else num
         num_prompt = self.num_prompt * (self.steps % 3 == 0) if num_prompt is None else num_prompt
         facts, slot_S = StepFacts(num, num_prompt, room), np.arange(num)
         drafted_S = np.zeros(num, dtype=np.int64)
         if self.forced or (self.policy is not None and self.policy.select(facts)):
-            proposal = Proposal(slot_S, np.full(num, MOST), slot_S, np.zeros((num, 0), dtype=np.int64))
+            proposal = Proposal(slot_S, np.full(num, MAX_DRAFTS), slot_S, np.zeros((num, 0), dtype=np.int64))
             drafted_S = proposal.count_S if self.policy is None else self.policy.lengths(facts, proposal)
         chance_S1 = np.broadcast_to(self.chance(self.steps, num), num)[:, None]
-        right_SK = (self.rng.random((num, MOST)) < chance_S1).cumprod(axis=1)
+        right_SK = (self.rng.random((num, MAX_DRAFTS)) < chance_S1).cumprod(axis=1)
         accepted_S = np.minimum(right_SK.sum(axis=1), drafted_S)
         (some,) = drafted_S.nonzero()
         acceptance = AcceptanceCounts(slot_S[some], drafted_S[some], accepted_S[some]) if len(some) else None
         true_s = self.machine.seconds(num + int(drafted_S.sum()), num_prompt, len(some) > 0)
-        took_s = true_s * float(np.exp(self.machine.noise * self.rng.standard_normal())) + stall_s
+        elapsed_s = true_s * float(np.exp(self.machine.noise * self.rng.standard_normal())) + stall_s
         outcome = StepOutcome(facts, num + int(accepted_S.sum()), acceptance)
-        self.waiting.append((outcome, took_s))
+        self.waiting.append((outcome, elapsed_s))
         while len(self.waiting) > self.in_flight:
             observed, seconds = self.waiting.pop(0)
             self.now_s += seconds
@@ -93,7 +95,7 @@ class Job:
 
 
 def speed(machine: Machine, chance: Chance, policy: str | None, num_tokens: int = 1500, **options: int) -> float:
-    """Return tokens a second of a job in which each sequence generates so many."""
+    """Return tokens a second of a job in which each sequence generates `num_tokens`."""
     job = Job(machine, chance, policy=policy, **options)
     while job.tokens < num_tokens:
         job.step()

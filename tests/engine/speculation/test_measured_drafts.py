@@ -1,4 +1,4 @@
-"""The policy that measures: on where drafts pay, off where they do not, and what it may lose in finding out."""
+"""The measuring policy: it drafts where drafts pay, stops where they do not, and bounds the cost of its trials."""
 
 import numpy as np
 import pytest
@@ -12,12 +12,12 @@ from tests.engine.drafts.proposers import draft_with
 from tests.engine.drafts.test_draft_model import draft_with_itself
 from tests.engine.hash_runner import check_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
-from tests.engine.speculation.jobs import MOST, Job, Machine, speed
+from tests.engine.speculation.jobs import MAX_DRAFTS, Job, Machine, speed
 
 MEMORY_BOUND = Machine()  # a step of eight sequences with all drafts takes 1.1 times a plain one
 COMPUTE_BOUND = Machine(step_s=0.5e-3, token_s=1e-3)
 SHORT_STEPS = Machine(step_s=230e-6, token_s=22e-6)  # of a tiny model on a CPU
-DEAR_DRAFTS = Machine(step_s=0.008, drafting_s=0.02)  # a slow draft model
+SLOW_DRAFTS = Machine(step_s=0.008, drafting_s=0.02)  # a slow draft model
 WITH_PROMPTS = Machine(prompt_s=50e-6)
 
 
@@ -41,12 +41,12 @@ def half_of_the_rows(step: int, num: int) -> np.ndarray:
     return np.where(np.arange(num) % 2 == 0, 0.9, 0.1)
 
 
-def test_little_is_lost_where_drafts_do_not_pay_and_most_is_had_of_what_they_bring() -> None:
+def test_little_is_lost_where_drafts_do_not_pay_and_nearly_all_is_gained_where_they_do() -> None:
     for machine, chance, num, num_prompt in (
         (COMPUTE_BOUND, high, 16, 0),
         (COMPUTE_BOUND, low, 4, 0),
         (SHORT_STEPS, low, 64, 0),
-        (DEAR_DRAFTS, low, 4, 0),
+        (SLOW_DRAFTS, low, 4, 0),
         (MEMORY_BOUND, low, 8, 0),
         (WITH_PROMPTS, low, 8, 300),
     ):
@@ -65,7 +65,7 @@ def test_little_is_lost_where_drafts_do_not_pay_and_most_is_had_of_what_they_bri
 
 
 def test_each_row_drafts_as_its_own_drafts_are_accepted() -> None:
-    """So the policy is faster than the same drafts for all, where they cost something."""
+    """The policy is faster than the same number of drafts for all, if drafts have a cost."""
     machine = Machine(step_s=0.004, token_s=250e-6)
     forced, auto = (speed(machine, half_of_the_rows, policy, num=16, num_tokens=4000) for policy in ("forced", "auto"))
     assert auto > 1.1 * forced
@@ -93,9 +93,9 @@ def test_drafts_that_stop_to_pay_are_noticed_soon() -> None:
     assert job.share(100) < 0.1
 
 
-@pytest.mark.parametrize("machine", [COMPUTE_BOUND, DEAR_DRAFTS, SHORT_STEPS])
+@pytest.mark.parametrize("machine", [COMPUTE_BOUND, SLOW_DRAFTS, SHORT_STEPS])
 def test_the_account_bounds_what_drafts_lose(machine: Machine) -> None:
-    """However long the job is: a few plain steps, and a small share of all time."""
+    """The loss is a few plain steps and a small share of all time, however long the job is."""
     job = Job(machine, low, num=16)
     plain_s = machine.seconds(16, 0, False)
     for _ in range(4):
@@ -120,14 +120,14 @@ def test_a_stall_is_no_reason_to_stop() -> None:
         assert job.step(stall_s=0.2 if number % 20 == 10 else 0.0)
 
 
-def test_a_batch_of_another_size_goes_on_as_the_last() -> None:
+def test_a_batch_of_another_size_drafts_like_the_last() -> None:
     job = Job(MEMORY_BOUND, high)
     job.share(150)
     assert [job.share(20, num=num) for num in (2, 1, 7)] == [1.0] * 3
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_outcomes_that_come_later_are_of_their_own_step(in_flight: int) -> None:
+def test_late_outcomes_are_counted_for_their_own_step(in_flight: int) -> None:
     job = Job(MEMORY_BOUND, lambda step, num: 1.0, in_flight=in_flight)
     job.share(400)
     counts = job.counts
@@ -136,7 +136,7 @@ def test_outcomes_that_come_later_are_of_their_own_step(in_flight: int) -> None:
     assert counts.accepted_tokens[3] == counts.draft_tokens[3] > 0
 
 
-def test_a_step_that_was_undone_is_passed_over() -> None:
+def test_a_step_that_was_undone_is_ignored() -> None:
     job = Job(MEMORY_BOUND, high)
     for number in range(150):
         if number % 3 == 0:
@@ -146,8 +146,8 @@ def test_a_step_that_was_undone_is_passed_over() -> None:
     assert job.share(20) > 0.9
 
 
-def test_time_in_which_the_engine_did_something_else_is_no_steps() -> None:
-    """Another model's work is reported as a pause; an engine without rows just waits."""
+def test_time_of_other_work_is_excluded_from_steps() -> None:
+    """Another model's work is reported as a pause."""
     plain, paused = Job(MEMORY_BOUND, high), Job(MEMORY_BOUND, high)
     assert paused.policy is not None
     paused.policy.paused(5)  # before the first step
@@ -168,16 +168,16 @@ def test_what_was_saved_is_counted() -> None:
     job.share(400)
     (line,) = job.counts.lines()
     assert line.batch == "8-15"
-    assert line.drafted_steps + line.plain_steps == 399, "when the first one began is not known"
+    assert line.drafted_steps + line.plain_steps == 399, "the beginning of the first one is unknown"
     assert line.on_steps > 300 > line.probe_steps > 0
-    with_drafts_s, plain_s = machine.seconds(8 * (1 + MOST), 0, True), machine.seconds(8, 0, False)
-    expected_s = (line.drafted_steps - line.probe_steps) * (plain_s * (1 + MOST) - with_drafts_s)
+    with_drafts_s, plain_s = machine.seconds(8 * (1 + MAX_DRAFTS), 0, True), machine.seconds(8, 0, False)
+    expected_s = (line.drafted_steps - line.probe_steps) * (plain_s * (1 + MAX_DRAFTS) - with_drafts_s)
     assert line.saved_s == pytest.approx(expected_s, rel=0.1)
 
 
-def test_a_machine_that_becomes_fast_as_drafts_begin_makes_them_save_no_more() -> None:
-    """Its plain steps were timed while it was slow. A step with drafts computes what a plain one does and more, so a
-    plain step of that moment took no longer than the step itself."""
+def test_savings_are_not_overestimated_if_the_machine_becomes_faster_as_drafts_begin() -> None:
+    """Plain steps were timed while the machine was slow. A step with drafts computes more than a plain one, so a plain
+    step would have taken no longer at that moment."""
     fast = Machine(noise=0.0)
     job = Job(Machine(step_s=0.4, noise=0.0), lambda step, num: 1.0)
     while not job.step():
@@ -186,7 +186,9 @@ def test_a_machine_that_becomes_fast_as_drafts_begin_makes_them_save_no_more() -
     before = job.drafted
     job.share(250)
     (line,) = job.counts.lines()
-    true_s = (job.drafted - before) * (fast.seconds(8, 0, False) * (1 + MOST) - fast.seconds(8 * (1 + MOST), 0, True))
+    true_s = (job.drafted - before) * (
+        fast.seconds(8, 0, False) * (1 + MAX_DRAFTS) - fast.seconds(8 * (1 + MAX_DRAFTS), 0, True)
+    )
     assert line.saved_s < 1.3 * true_s
 
 
@@ -225,7 +227,7 @@ def test_short_rows_in_reused_slots_begin_without_a_history() -> None:
     assert set(slots) == {0, 1, 2}
 
 
-def test_the_wait_for_requests_is_not_the_next_steps_time() -> None:
+def test_the_wait_for_requests_is_excluded_from_the_next_step() -> None:
     engine = hash_engine(60, 4, memory=2)
     slept_ns = 0
     policy = MeasuredDrafts(4, clock=lambda: slept_ns + 1_000_000 * engine.stats.num_steps)
@@ -237,7 +239,7 @@ def test_the_wait_for_requests_is_not_the_next_steps_time() -> None:
     assert abs(policy._account.balance_s) < 1.0
 
 
-# -- how many tokens each sequence drafts, by what became of its last drafts
+# -- lengths of a sequence's drafts, by the acceptance of its last ones
 
 
 def lengths_after(rows: RowLengths, accepted: list[int], cost: float, slot: int = 3) -> list[int]:
@@ -262,12 +264,12 @@ def test_a_row_drafts_as_much_as_pays() -> None:
     assert lengths_after(rows, [8] * 40, cost=0.5)[-1] == 8, "and resumes"
 
 
-def test_a_new_row_drafts_as_the_others_do_whatever_its_slot_held() -> None:
+def test_a_new_row_drafts_like_the_others_whatever_its_slot_held() -> None:
     rows = RowLengths(8)
     rows.admitted(3)
     lengths_after(rows, [0] * 60, cost=0.3)
     rows.admitted(5)
-    assert rows.lengths(np.array([5])).tolist() == [1], "what drafts are worth in this text is known"
+    assert rows.lengths(np.array([5])).tolist() == [1], "the acceptance of this text's drafts is known"
     rows = RowLengths(8)
     for slot in (3, 4):
         rows.admitted(slot)

@@ -34,10 +34,10 @@ PRESETS = {"h200": "H200", "h100": "H100 80GB SXM", "a100": "A100 80GB SXM", "l4
 
 def resolved_on(card: Card, model: ModelConfig, monkeypatch: pytest.MonkeyPatch, **options: int) -> Resolved:
     major, minor = card.compute_capability
-    about = SimpleNamespace(total_memory=card.memory_bytes, major=major, minor=minor)
+    properties = SimpleNamespace(total_memory=card.memory_bytes, major=major, minor=minor)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return resolve(EngineConfig("nowhere", device="cuda", **options), model)  # type: ignore[arg-type]
 
 
@@ -46,19 +46,19 @@ def limits_of(resolved: Resolved) -> BatchLimits:
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_the_engine_takes_what_the_plan_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_uses_the_limits_of_the_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     card = CARDS[name]
     assert limits_of(resolved_on(card, EIGHT_B, monkeypatch)) == EXPECTED[name]
     for model in (EIGHT_B, THIRTY_TWO_B):
         assert limits_on(card, model, CardServing()) == limits_of(resolved_on(card, model, monkeypatch))
 
 
-def test_large_steps_need_room_beside_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_steps_need_room_next_to_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits_of(resolved_on(CARDS["H100 80GB SXM"], THIRTY_TWO_B, monkeypatch)) == BatchLimits(512, 8192)
     assert limits_of(resolved_on(CARDS["H200"], THIRTY_TWO_B, monkeypatch)) == BatchLimits(1024, 16384)
 
 
-def test_one_limit_that_is_given_moves_the_other_where_it_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_given_limit_changes_the_other_where_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
     card = CARDS["H100 80GB SXM"]
     for options, expected in (
         ({"max_num_batched_tokens": 700}, BatchLimits(700, 700)),

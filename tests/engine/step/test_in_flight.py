@@ -1,4 +1,4 @@
-"""A step is planned while the one before it is still being drawn: same tokens, and nothing is waited for in vain."""
+"""A step is planned while the tokens of the previous one are still drawn: same tokens, and no needless wait."""
 
 from typing import Any
 
@@ -23,10 +23,10 @@ def test_every_step_is_launched_before_the_last_ones_tokens_are_read(options: di
     seen = watched(engine)
     params = SamplingParams(max_tokens=10, ignore_eos=True, **options)
     run(engine, [Request(row, [row, 5, 6], params) for row in range(6)])
-    assert seen == [(18, 0)] + [(6, 6)] * 9, "ten steps for ten tokens, none for what ends by its length"
+    assert seen == [(18, 0)] + [(6, 6)] * 9, "ten steps for ten tokens, none for rows that end by length"
 
 
-def test_a_sequence_that_ends_itself_is_computed_once_too_often_and_its_row_is_dropped() -> None:
+def test_a_sequence_that_ends_with_eos_is_computed_once_too_often_and_that_row_is_dropped() -> None:
     engine = hash_engine(100, 4, is_asynchronous=True)
     seen = watched(engine)
     prompt = next(p for p in ([a, b] for a in range(90) for b in range(90)) if EOS in expected_tokens(p, 9, 64, True))
@@ -44,8 +44,8 @@ def test_a_request_can_be_aborted_while_its_token_is_drawn() -> None:
     for _ in range(3):
         assert engine.step() == []
     assert engine.num_unfinished == 3
-    assert not engine.abort(1), "its last token is there already"
-    assert engine.has_unfinished, "what was read early is still to be handed over"
+    assert not engine.abort(1), "its last token has been read already"
+    assert engine.has_unfinished, "completions that were read early are still to be returned"
     assert sorted(c.row_id for c in engine.step()) == [0, 1, 2]  # type: ignore[type-var]
     engine.add(Request("long", [1, 2], SamplingParams(max_tokens=30, ignore_eos=True)))
     engine.step()
@@ -56,11 +56,11 @@ def test_a_request_can_be_aborted_while_its_token_is_drawn() -> None:
     assert engine.pool.num_held == 0
 
 
-def test_fault_04_a_sequence_in_flight_that_fits_no_more_is_an_error_row() -> None:
+def test_fault_04_a_sequence_in_flight_that_no_longer_fits_is_an_error_row() -> None:
     engine = hash_engine(100, 4, is_asynchronous=True)
 
     def fail_late(step: StepInput, future: FutureTokens | None) -> None:
-        if int(step.context_len_S.max()) > 8:  # it was to begin a block
+        if int(step.context_len_S.max()) > 8:  # it needs a new block
             raise MemoryError
 
     before_each_step(engine, fail_late)
@@ -100,12 +100,12 @@ def engine_of(is_asynchronous: bool, num_blocks: int = 120, **options: Any) -> E
 
 
 def waiting(seed: int) -> dict[int, Completion]:
-    """What an engine gives that waits for each step and has room for all."""
+    """Return the completions of an engine that waits for each step and has room for all."""
     return run(roomy_engine(64, None), requests_of(seed), check=False)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_kind_of_row_flies(seed: int) -> None:
+def test_every_kind_of_row_overlaps(seed: int) -> None:
     engine = engine_of(True, max_num_seqs=10)
     seen = watched(engine)
     assert same(run(engine, requests_of(seed), arrivals=np.random.default_rng(seed)), waiting(seed))
@@ -113,9 +113,9 @@ def test_every_kind_of_row_flies(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_that_are_preempted_draw_the_same_when_they_are_back(seed: int) -> None:
+def test_rows_that_are_preempted_draw_the_same_when_they_resume(seed: int) -> None:
     engine = engine_of(True, num_blocks=20, max_num_seqs=8)
-    # So that rows are admitted that do not fit in the end.
+    # Admit more rows than fit in the end.
     engine.scheduler.admission.expected_output, engine.scheduler.admission.min_history = 1, 1000
     seen = watched(engine)
     assert same(run(engine, requests_of(seed)), waiting(seed))

@@ -1,4 +1,4 @@
-"""Drafts on a device that works beside the host: in which order steps are launched and read, and the same tokens."""
+"""Drafts on a device that works in parallel with the host: the order of launches and reads, and the same tokens."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from tests.engine.schedule.test_scheduler import random_requests, run
 
 
 class KnownTokens(NgramProposer):
-    """Fails where a token that is asked about is only promised."""
+    """Proposer that fails if a requested token is a placeholder."""
 
     def propose(self, slot_S: np.ndarray) -> Proposal:
         for slot in slot_S.tolist():
@@ -33,7 +33,7 @@ class KnownTokens(NgramProposer):
 
 
 class Chosen(FixedDrafts):
-    """Drafts in these steps. None: in all."""
+    """Policy that drafts in these steps, or in all if None."""
 
     def __init__(self, steps: set[int] | None) -> None:
         self.steps, self.count = steps, -1
@@ -44,7 +44,7 @@ class Chosen(FixedDrafts):
 
 
 def order_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Launches of the target's steps ("L") and reads of their tokens ("R"), as they come."""
+    """Return a list that receives launches of the target's steps ("L") and reads of their tokens ("R")."""
     events: list[str] = []
     before_each_step(engine, lambda step, future: events.append("L"))
     output = PendingOutput.output
@@ -71,7 +71,7 @@ def test_the_order_of_launches_and_reads(
     engine = hash_engine(120, 4, memory=1, is_asynchronous=True, max_num_batched_tokens=200)
     draft_with(engine, KnownTokens(engine.table, 4), Chosen(steps))
     events = order_of(engine, monkeypatch)
-    chains = [[n, *expected_tokens([n], 20, 64, False, 1), n] for n in range(6)]  # after its end it begins again
+    chains = [[n, *expected_tokens([n], 20, 64, False, 1), n] for n in range(6)]  # after its end it repeats
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     requests = [Request(n, chain, params) for n, chain in enumerate(chains)]
     check_tokens(run(engine, requests, check=False), requests, memory=1)
@@ -79,26 +79,26 @@ def test_the_order_of_launches_and_reads(
     assert (sum(engine.stats.accepted_by_position) > 0) == (steps != set())
 
 
-def drafting_engine(most: int = 4, wrong: float = 0.0, **options: Any) -> tuple[Engine, DraftModelProposer]:
-    """The draft model is the target, but for a share of wrong drafts."""
+def drafting_engine(max_drafts: int = 4, wrong: float = 0.0, **options: Any) -> tuple[Engine, DraftModelProposer]:
+    """Build an engine whose draft model is the target, except for a share of wrong drafts."""
     engine = hash_engine(**{"num_blocks": 120, "max_num_batched_tokens": 64, "is_asynchronous": True} | options)
-    proposer, rng = draft_with_itself(engine, most), np.random.default_rng(most)
+    proposer, rng = draft_with_itself(engine, max_drafts), np.random.default_rng(max_drafts)
     execute = proposer.runner.execute
 
-    def execute_and_err(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+    def execute_with_errors(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         logits_RV = execute(step, future)
         logits_RV[torch.from_numpy(rng.random(len(logits_RV)) < wrong), 5] = 2.0
         return logits_RV
 
-    proposer.runner.execute = execute_and_err  # type: ignore[method-assign]
-    draft_with(engine, proposer, Fitful(most, rng))
+    proposer.runner.execute = execute_with_errors  # type: ignore[method-assign]
+    draft_with(engine, proposer, Fitful(max_drafts, rng))
     return engine, proposer
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["draft model", "lookup"])
 def test_rows_of_every_kind_get_the_tokens_of_plain_steps(seed: int, kind: str) -> None:
-    """Stop strings, penalties, masks, log-probabilities, drawn rows (with the very numbers of plain steps)."""
+    """Rows have stop strings, penalties, masks and log-probabilities; sampled ones use the numbers of plain steps."""
     rng = np.random.default_rng(200 + seed)
     requests = odd_requests(rng, 40, 64)
     plain = run(roomy_engine(64, None), requests, check=False)

@@ -1,4 +1,4 @@
-"""Steps that run out of memory: undone, made smaller, tried again; the same tokens come out, one row is given up."""
+"""Steps that run out of memory are undone, made smaller and repeated: same tokens, and at most one row fails."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +29,8 @@ ERRORS = (
 )
 
 
-def fail_where(engine: Engine, fails: Callable[[StepInput], bool]) -> list[int]:
-    """Steps that `fails` names raise after they wrote their keys and values; returns their sizes, as they come."""
+def fail_if(engine: Engine, fails: Callable[[StepInput], bool]) -> list[int]:
+    """Make steps that `fails` selects raise after writing keys and values; return a list that receives their sizes."""
     execute, failed = engine.runner.execute, []
 
     def execute_or_fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
@@ -45,7 +45,7 @@ def fail_where(engine: Engine, fails: Callable[[StepInput], bool]) -> list[int]:
 
 
 def context_of(engine: Engine, step: StepInput, s: int) -> list[int]:
-    """The known tokens of a step's sequence, as the HashRunner's cache holds them."""
+    """Return the known tokens of a step's sequence from the HashRunner's cache."""
     length = int(step.context_len_S[s])
     return engine.runner.cache[step.block_table_SM[s]].reshape(-1)[:length].tolist()  # type: ignore[attr-defined]
 
@@ -55,8 +55,8 @@ def context_of(engine: Engine, step: StepInput, s: int) -> list[int]:
 def test_fault_03_04_tokens_survive_steps_that_run_out_of_memory(seed: int, is_asynchronous: bool) -> None:
     rng = np.random.default_rng(seed)
     engine = tight_engine(rng, is_asynchronous=is_asynchronous)
-    most = int(rng.integers(1, 12))
-    failed = fail_where(engine, lambda step: len(step.token_id_T) > (1 if rng.random() < 0.1 else most))
+    max_tokens = int(rng.integers(1, 12))
+    failed = fail_if(engine, lambda step: len(step.token_id_T) > (1 if rng.random() < 0.1 else max_tokens))
     requests = random_requests(rng, 30, 64)
     done = run(engine, requests, arrivals=rng)
     check_tokens(done, requests)
@@ -66,44 +66,44 @@ def test_fault_03_04_tokens_survive_steps_that_run_out_of_memory(seed: int, is_a
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
-@pytest.mark.parametrize("place", ["prefill", "decode"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_fault_03_04_a_row_that_never_fits_is_an_error_row_and_its_mates_are_complete(
-    place: str, is_asynchronous: bool
+    phase: str, is_asynchronous: bool
 ) -> None:
     engine = hash_engine(120, 4, max_num_seqs=8, max_num_batched_tokens=64, is_asynchronous=is_asynchronous)
     requests = [Request(row, [row, 5, 6, 7, 8, 9], SamplingParams(max_tokens=30, ignore_eos=True)) for row in range(20)]
-    most = 3 if place == "prefill" else 11
+    max_fitting = 3 if phase == "prefill" else 11
 
     def holds_row_7(step: StepInput) -> bool:
         contexts = [context_of(engine, step, s) for s in range(len(step.context_len_S))]
-        return any(context[0] == 7 and len(context) > most for context in contexts)
+        return any(context[0] == 7 and len(context) > max_fitting for context in contexts)
 
-    failed = fail_where(engine, holds_row_7)
+    failed = fail_if(engine, holds_row_7)
     done = run(engine, requests)
     assert done[7].error == "out_of_memory"
     assert (done[7].token_ids, done[7].text) == ([], "")
-    assert (done[7].first_token_us > 0) == (place == "decode")
+    assert (done[7].first_token_us > 0) == (phase == "decode")
     check_tokens(done, [request for request in requests if request.row_id != 7])
     assert len(failed) < 12, "the row is found by halves"
-    assert engine.scheduler.step_tokens == 64, "full steps again once it is out"
+    assert engine.scheduler.step_tokens == 64, "full steps again once it has failed"
 
 
 def test_fault_03_04_no_memory_at_all_ends_the_engine_and_blames_no_row() -> None:
     engine = hash_engine(64, 4)
-    fail_where(engine, lambda step: True)
+    fail_if(engine, lambda step: True)
     for row in range(10):
         engine.add(Request(row, [row, 5, 6], SamplingParams(max_tokens=3)))
     with pytest.raises(EnvironmentFailed, match=f"{MAX_SUSPECTS} consecutive rows"):
         run(engine, [])
     alone = hash_engine(64, 4)
-    fail_where(alone, lambda step: True)
+    fail_if(alone, lambda step: True)
     assert run(alone, [Request(0, [1, 2], SamplingParams())])[0].error == "out_of_memory"
 
 
-def test_fault_04_rows_that_sit_out_lose_no_work_and_the_limit_is_doubled_after_steps_that_fit() -> None:
+def test_fault_04_rows_that_pause_lose_no_work_and_the_limit_is_doubled_after_steps_that_fit() -> None:
     engine = hash_engine(120, 4, max_num_seqs=8, max_num_batched_tokens=16)
     short_of_memory = [True]
-    fail_where(engine, lambda step: short_of_memory[0] and len(step.token_id_T) > 2)
+    fail_if(engine, lambda step: short_of_memory[0] and len(step.token_id_T) > 2)
     for row in range(8):
         engine.add(Request(row, [row], SamplingParams(max_tokens=40, ignore_eos=True)))
     for _ in range(10):
@@ -127,7 +127,7 @@ OTHERS = (
 )
 
 
-def test_fault_05_other_errors_of_a_step_are_not_taken_for_a_lack_of_memory() -> None:
+def test_fault_05_other_errors_of_a_step_are_not_treated_as_out_of_memory() -> None:
     for error in (*map(RuntimeError, OTHERS), ValueError("x")):
         assert not is_out_of_memory(error)
         engine = hash_engine(16, 4)
@@ -141,7 +141,7 @@ def test_fault_05_other_errors_of_a_step_are_not_taken_for_a_lack_of_memory() ->
             engine.step()
 
 
-def test_the_message_of_the_cpu_allocator_is_still_the_one_that_is_looked_for() -> None:
+def test_the_message_of_the_cpu_allocator_is_recognised() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 55)
     assert is_out_of_memory(caught.value)
@@ -154,7 +154,7 @@ def test_fault_03_04_the_real_model_gives_the_same_tokens(tmp_path: Path) -> Non
     with float32_engine(folder) as engine:
         undisturbed = engine.generate(prompts, greedy(20))
         calls = iter(range(1000))
-        failed = fail_where(engine, lambda step: next(calls) in (0, 1, 2, 30, 31))
+        failed = fail_if(engine, lambda step: next(calls) in (0, 1, 2, 30, 31))
         disturbed = engine.generate(prompts, greedy(20))
         assert len(failed) == 5
         assert [c.token_ids for c in disturbed] == [c.token_ids for c in undisturbed]
@@ -163,9 +163,9 @@ def test_fault_03_04_the_real_model_gives_the_same_tokens(tmp_path: Path) -> Non
 
 
 def test_a_suspect_can_be_aborted() -> None:
-    """A sequence that did not fit alone is neither waiting nor running until another one was computed."""
+    """A sequence that did not fit alone neither waits nor runs until another one was computed."""
     engine = hash_engine(64, 4)
-    fail_where(engine, lambda step: any(7 in context_of(engine, step, s) for s in range(len(step.context_len_S))))
+    fail_if(engine, lambda step: any(7 in context_of(engine, step, s) for s in range(len(step.context_len_S))))
     engine.add(Request("suspect", [7], SamplingParams(max_tokens=3)))
     engine.step()
     assert engine.num_unfinished == 1

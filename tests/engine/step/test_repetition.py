@@ -1,4 +1,4 @@
-"""Rows that repeat themselves end, at the same token whatever they are computed with."""
+"""Rows that repeat themselves end at the same token, whatever else the steps compute."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tests.engine.schedule.test_scheduler import run
 
 
 def next_in_cycle(context: list[int], memory: int | None = None) -> int:
-    """Ten tokens each run into a cycle of one to ten of them; the longest goes through EOS."""
+    """Return the next token of cycles of one to ten tokens; the longest contains EOS."""
     tens, at = divmod(context[-1], 10)
     return min(10 * tens + (0 if at in (tens, 9) else at + 1), EOS)
 
@@ -23,7 +23,7 @@ def cycles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_loop(generated: list[int], wanted: RepetitionDetectionParams) -> bool:
-    """Word by word."""
+    """Return whether the text ends in a loop, by comparing tokens."""
     for size in range(wanted.min_pattern_size, wanted.max_pattern_size + 1):
         if size * wanted.min_count <= len(generated):
             tail = generated[len(generated) - size * wanted.min_count :]
@@ -72,7 +72,7 @@ def test_a_row_ends_at_the_same_token_with_drafts_preemption_and_any_chunks(
         is_asynchronous=is_asynchronous,
         max_num_batched_tokens=int(rng.integers(9, 60)),
     )
-    # So that rows are admitted that do not fit in the end.
+    # Admit more rows than fit in the end.
     engine.scheduler.admission.expected_output, engine.scheduler.admission.min_history = 1, 10**9
     if drafts != "none":
         proposer = NgramProposer(engine.table, 5) if drafts == "ngram" else Recorded(engine.table, free, rng)
@@ -97,7 +97,7 @@ def test_a_row_ends_at_the_same_token_with_drafts_preemption_and_any_chunks(
     assert engine.stats.num_preemptions > 0
 
 
-def test_nothing_loops_before_min_tokens_and_a_loop_at_the_limit_is_told_as_one(cycles: None) -> None:
+def test_nothing_loops_before_min_tokens_and_a_loop_at_the_limit_is_reported_as_one(cycles: None) -> None:
     engine = hash_engine(100, 4)
     loop = RepetitionDetectionParams(12, 2)
     free = expected_tokens([3, 5], 60, 64, False)

@@ -1,4 +1,4 @@
-"""Spot notices: what each cloud's metadata service says, and a run that drains when it says so."""
+"""Spot notices: the response of each cloud's metadata service, and a run that drains on a notice."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,11 +17,11 @@ REBOOT = b'{"Events": [{"EventType": "Reboot"}]}'
 
 
 class Metadata:
-    """A machine's metadata service: answers by path, 404 for the rest; AWS' wants its token."""
+    """A machine's metadata service: answers by path, 404 for the rest or without the cloud's header."""
 
     def __init__(self) -> None:
         self.answers: dict[str, bytes] = {}
-        self.asked = threading.Event()
+        self.requested = threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -33,7 +33,7 @@ class Metadata:
                 wanted = header.get(self.path.split("/")[1], "Metadata")
                 body = outer.answers.get(self.path) if self.headers.get(wanted) else None
                 self._answer(body)
-                outer.asked.set()
+                outer.requested.set()
 
             def _answer(self, body: bytes | None) -> None:
                 self.send_response(404 if body is None else 200)
@@ -66,48 +66,48 @@ def metadata(monkeypatch):
         ("azure", "/metadata/scheduledevents?api-version=2020-07-01", REBOOT, PREEMPT),
     ],
 )
-def test_fault_51_a_notice_is_told_once_when_it_comes(metadata, cloud, path, nothing, notice):
-    told = threading.Event()
+def test_fault_51_a_notice_is_passed_on_once_when_it_arrives(metadata, cloud, path, nothing, notice):
+    noticed = threading.Event()
     if nothing is not None:
         metadata.answers[path] = nothing
-    watch = SpotNotice(cloud, told.set, pytest.fail, metadata.url)
-    assert metadata.asked.wait(5.0) or cloud == "aws"
-    assert not told.wait(0.3), "told before there was a notice"
+    watch = SpotNotice(cloud, noticed.set, pytest.fail, metadata.url)
+    assert metadata.requested.wait(5.0) or cloud == "aws"
+    assert not noticed.wait(0.3), "called before there was a notice"
     assert not watch.came
     metadata.answers[path] = notice
-    assert told.wait(5.0)
+    assert noticed.wait(5.0)
     assert watch.came
     watch.close()
 
 
 @pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])
-def test_fault_51_where_no_service_answers_there_is_no_notice_and_that_is_said_once(cloud, monkeypatch):
+def test_fault_51_without_a_service_there_is_no_notice_and_one_warning(cloud, monkeypatch):
     monkeypatch.setattr(spot, "POLL_S", 0.01)
-    told, warned, warnings = threading.Event(), threading.Event(), []
+    noticed, warned, warnings = threading.Event(), threading.Event(), []
 
     def warn(text):
         warnings.append(text)
         warned.set()
 
-    watch = SpotNotice(cloud, told.set, warn, "http://127.0.0.1:9")
+    watch = SpotNotice(cloud, noticed.set, warn, "http://127.0.0.1:9")
     assert warned.wait(10.0)
-    assert not told.wait(0.3)
+    assert not noticed.wait(0.3)
     watch.close()
     assert len(warnings) == 1
     assert f"run.spot_notice {cloud}: no metadata service responds" in warnings[0]
 
 
 @pytest.mark.usefixtures("one_unit_in_flight")
-def test_fault_51_a_spot_notice_drains_the_run_and_the_next_one_goes_on(job, metadata, monkeypatch):
+def test_fault_51_a_spot_notice_drains_the_run_and_the_next_one_resumes(job, metadata, monkeypatch):
     job.rows(TEXTS).fake(step_s=0.05)
     monkeypatch.setattr(spot, "_AWS", metadata.url)
 
-    def noticed(status):
+    def give_notice(status):
         if status.rows_done > 0:
             metadata.answers["/latest/meta-data/spot/instance-action"] = b"stop"
         return False
 
     with pytest.raises(Interrupted, match="spot notice"):
-        run(job, [(noticed, 0)], run={**job.settings["run"], "spot_notice": "aws"})
+        run(job, [(give_notice, 0)], run={**job.settings["run"], "spot_notice": "aws"})
     run(job)
     job.check(TEXTS)

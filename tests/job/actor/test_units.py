@@ -1,4 +1,4 @@
-"""A unit's way through Tokenize and Write."""
+"""A unit in Tokenize and Write."""
 
 import json
 from dataclasses import asdict, replace
@@ -69,11 +69,11 @@ def test_reasoning_has_columns_of_its_own_a_text_for_each_sample(tmp_path):
 
 
 def rows_by_source(unit: Unit) -> dict[int, int]:
-    """Source row to the row's index in the unit."""
+    """Return each source row -> the row's index in the unit."""
     return {row: i for i, row in enumerate(unit.own("source_row").to_pylist())}
 
 
-def test_rows_get_their_own_seed_and_it_depends_on_their_place_alone():
+def test_rows_get_their_own_seed_which_depends_only_on_their_source_position():
     tokenize = Tokenize(FakeTokenizer(), SamplingParams(max_tokens=5, temperature=1.0), 7, None)
     unit = unit_of({"p": ["same", "same", "other"]}, start=10)
     requests, failed = tokenize(unit)
@@ -153,7 +153,7 @@ ENDED = ["fine", None, "a<|end|>", "<|end|>", "<|end|><|start|>", "<|END|>", "{q
         ({"template": "Q: {q}"}, 0, 3),
         ({"template": "<|start|>{q}<|end|>"}, 7, 3),
         ({"template": "<|start|>{q}<|end|>", "special_tokens": "template"}, 0, 3),
-        # where a value and a literal become one at their border, it is text of the row
+        # a control token across a value and a literal counts as text of the row
         ({"template": "<|end{q}"}, 0, 4),
         ({"template": "<|end{q}", "special_tokens": "template"}, 0, 3),
         ({"column": "q", "chat": {"system": "Be <|end|>"}}, 7, 3),
@@ -188,27 +188,27 @@ def test_control_tokens_of_any_spelling_are_found():
 def test_a_template_of_control_tokens_goes_to_the_tokenizer_in_pieces():
     class Pieces(FakeTokenizer):
         def encode_template(self, pieces):
-            told.append(pieces)
+            encoded.append(pieces)
             return [1]
 
-    told: list[list[str]] = []
+    encoded: list[list[str]] = []
     config = prompt_job(template="<|start|>{q}<|end|>{n:03d}", special_tokens="template")
     unit = unit_of({"q": ['"\\é\n<|end|>'], "n": [7]}, units_as_written(config))
     tokenize = tokenizing(Pieces(), author=author_of(config))
     tokenize(unit)
-    assert told == [["<|start|>", '"\\é\n<|end|>', "<|end|>", "007", ""]]
+    assert encoded == [["<|start|>", '"\\é\n<|end|>', "<|end|>", "007", ""]]
     assert tokenize.shown(unit.own("_prompt")[0].as_py()) == '<|start|>"\\é\n<|end|><|end|>007'
 
 
-def test_whether_the_last_turn_is_continued_is_the_job_files_to_say():
-    class Told(FakeTokenizer):
+def test_the_job_file_decides_if_the_last_turn_is_continued():
+    class EchoesContinuation(FakeTokenizer):
         def encode_chat(self, messages, *rest):
             return [int(rest[-2])]
 
     unit = unit_of({"m": TURNS}, UnitSpec(PromptSpec(messages="m")))
     for chat, expected in (({}, 1), ({"continue_final_message": True}, 1), ({"continue_final_message": False}, 0)):
         config = prompt_job(messages="m", chat=chat)
-        requests, _ = tokenizing(Told(), chat=chat_of(config.prompt, config.task.type, None))(unit)
+        requests, _ = tokenizing(EchoesContinuation(), chat=chat_of(config.prompt, config.task.type, None))(unit)
         assert requests[0].prompt_token_ids == [expected]
         assert identity_of(config)["prompt"]["chat"]["continue_final_message"] is (expected == 1)
 
@@ -249,8 +249,8 @@ def test_a_part_holds_the_rows_in_source_order_whatever_order_they_finished_in(t
 
 
 def test_a_part_counts_as_computed_what_an_engine_computed_for_it(tmp_path):
-    """An engine counts prompts that it found in its cache and no prompt that it refused. What it computed for a row
-    that failed then is in its counters alone: `account.py` prices no such token, `faults.py` calls it lost."""
+    """An engine counts cached prompts, but no refused ones. Tokens of a row that failed later are only in the engine's
+    counters: `account.py` prices no such token, `faults.py` calls it lost."""
     prompts = [[*range(20), row] for row in range(6)] + [[9] * 70, [1, 2, 77, 4]]
     unit = unit_of({"p": [str(row) for row in range(8)]})
     engine = hash_engine(96, 4, bad_token=77, max_num_batched_tokens=32)
@@ -267,8 +267,8 @@ def test_a_part_counts_as_computed_what_an_engine_computed_for_it(tmp_path):
     assert totals.num_computed_tokens == computed.all - 4
 
 
-def test_what_the_rows_were_like():
-    """Latency and lengths are of completed rows; of each error code three rows are shown, the first of the input."""
+def test_latency_and_lengths_of_rows():
+    """Latency and lengths cover completed rows; each error code shows its first three rows of the input."""
     prompts = ["a" * 60, "b" * 70, "c" * 128, "d" * 129, *([None] * 5)]
     unit = unit_of({"p": prompts})
     requests, failed = tokenizing()(unit)
@@ -303,7 +303,7 @@ def test_a_missing_or_doubled_completion_is_never_written(tmp_path):
     assert not list((tmp_path / "out").glob("part-*"))
 
 
-def test_a_unit_whose_part_is_there_is_found_and_not_computed(job):
+def test_a_unit_whose_part_exists_is_found_and_not_computed(job):
     PartStore(str(job.output)).folder.probe()
     model = str(job.folder / "model")
     params = SamplingParams(max_tokens=6)

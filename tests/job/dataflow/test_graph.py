@@ -1,4 +1,4 @@
-"""Jobs through Ray Data, over a fake engine: every row once, whatever ends on the way."""
+"""Jobs through Ray Data, over a fake engine: every row once, whatever process ends on the way."""
 
 import gc
 import json
@@ -111,7 +111,7 @@ def test_what_ray_keeps_in_the_driver_does_not_grow_with_the_units(job, local_ra
         if seen % 50 == 0:
             kept.append(sum(isinstance(thing, BlockStats) for thing in gc.get_objects()) - (300 - seen))
     assert seen == 300
-    assert max(kept) < 100, f"beside those that are still to come: {kept}"
+    assert max(kept) < 100, f"in addition to the blocks still to come: {kept}"
 
 
 def test_a_local_ray_has_cores_for_the_readers_and_a_cluster_room_for_few(job, monkeypatch):
@@ -124,11 +124,11 @@ def test_a_local_ray_has_cores_for_the_readers_and_a_cluster_room_for_few(job, m
     assert cores == [max(available_cores(), 40 + 5 + 1)]
     nodes = [{"Alive": True, "Resources": {"CPU": 16.0}}, {"Alive": True, "Resources": {}}, {"Alive": False}]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    asked = []
-    monkeypatch.setattr(ray.data, "read_datasource", lambda *_, compute, **__: asked.append(compute.size))
+    num_readers = []
+    monkeypatch.setattr(ray.data, "read_datasource", lambda *_, compute, **__: num_readers.append(compute.size))
     units_of(spec)
     units_of(replace(spec, ray_address="auto"))
-    assert asked == [5, 2]
+    assert num_readers == [5, 2]
 
 
 def test_a_killed_actor_is_replaced_and_a_failing_engine_ends_the_run(job, local_ray):

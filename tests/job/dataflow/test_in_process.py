@@ -1,4 +1,4 @@
-"""Which jobs run without Ray, and that such a run reads no more than it computes and ends on every failure."""
+"""Jobs that need no Ray: their runs read no more than they compute, and end on every failure."""
 
 import subprocess
 import sys
@@ -58,7 +58,7 @@ print(run_job(load_job(sys.argv[1]), backend=FAKES).rows.written, "ray" in sys.m
     job.check(TEXTS)
 
 
-@pytest.mark.parametrize("error", [InputError("f0.parquet is gone"), RuntimeError("a defect")])
+@pytest.mark.parametrize("error", [InputError("f0.parquet is missing"), RuntimeError("a defect")])
 def test_what_ends_the_reading_ends_the_run(job, monkeypatch, error):
     def reading(*_):
         raise error
@@ -81,15 +81,15 @@ def test_a_flow_that_is_ended_leaves_no_thread(job):
 
 
 def test_units_are_read_as_they_are_computed(job, monkeypatch):
-    """With two units in flight two more wait, and one is in the reader's hand."""
-    read, most_ahead, done = 0, 0, 0
+    """Two units are in flight, two more wait, and the reader holds one."""
+    read, max_ahead, done = 0, 0, 0
     real = in_process.read_units
 
     def reading(*arguments):
-        nonlocal read, most_ahead
+        nonlocal read, max_ahead
         for unit in real(*arguments):
             read += 1
-            most_ahead = max(most_ahead, read - done)
+            max_ahead = max(max_ahead, read - done)
             yield unit
 
     spec = replace(spec_of(job.rows(TEXTS).fake(step_s=0.01), rows_per_file=2), units_in_flight=2)
@@ -100,6 +100,6 @@ def test_units_are_read_as_they_are_computed(job, monkeypatch):
             done += flow.next(5.0) is not None
     except EndOfUnits:
         assert done == read == 25
-        assert most_ahead <= 12  # those that are finished and not counted yet among them; without a bound all 25
+        assert max_ahead <= 12  # with finished ones that are not counted yet; without a bound all 25
     finally:
         flow.close()

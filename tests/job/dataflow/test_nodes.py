@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine: one dies in mid-job, another joins late, and each row comes once.
+"""A Ray cluster of several nodes on this machine: one dies mid-job, another joins late, and each row is written once.
 An elastic pool grows and shrinks."""
 
 import json
@@ -18,12 +18,12 @@ TEXTS = [f"text {i} " + "x" * (i % 13) for i in range(480)]
 NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 100 * 2**20}  # room for one actor and one reader
 UNIT_ROWS = 8
 IN_FLIGHT = units_in_flight(UNIT_ROWS, UNIT_ROWS, UNIT_TOKENS, max_tokens=6)
-HEAD = {"include_dashboard": False, "include_log_monitor": False}  # processes that nobody here asks
+HEAD = {"include_dashboard": False, "include_log_monitor": False}  # processes that these tests do not need
 
 
 @pytest.fixture
 def cluster():
-    # a node is taken for dead after five seconds; a living one may be slow to answer on a busy machine
+    # a node counts as dead after five seconds; on a busy machine a live one may be slow to respond
     quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 10}
     head = {"num_cpus": 0, "object_store_memory": 100 * 2**20, "_system_config": quick} | HEAD
     made = Cluster(initialize_head=True, head_node_args=head)
@@ -51,15 +51,15 @@ def start(job, cluster, num_parts=0, **run):
 
 def finished(job, driver, texts):
     """Wait for the driver, check that each row is written once, and return the job's report."""
-    told = driver.communicate(timeout=180)[1].decode()
-    assert driver.returncode == 0, told
+    stderr = driver.communicate(timeout=180)[1].decode()
+    assert driver.returncode == 0, stderr
     job.check(texts)
     return json.loads((job.output / "_pipeline" / "report.json").read_text())
 
 
 def slow_end(job, texts, of_last, engines):
-    """Rows of a job whose last ones are slow until so many engines have been loaded, so that one that joins late, on a
-    busy machine very late, finds work. Else a job of some ten seconds."""
+    """Write the job's rows and return their texts. The last ones are slow until `engines` have been loaded, so that one
+    that joins late, on a busy machine very late, finds work. Otherwise the job takes about ten seconds."""
     (job.folder / "loaded").mkdir()
     until = {"slow": "text", "slow_s": 1.5, "slow_until": engines, "loaded_in": str(job.folder / "loaded")}
     changed = [text.replace("text", "word") for text in texts[:-of_last]] + texts[-of_last:]
@@ -90,7 +90,7 @@ def test_a_node_that_dies_costs_its_open_units_alone_and_one_that_joins_gets_wor
     assert run["duplicate_units"] == 0
     assert report["work"]["nodes_lost"] == 1
     assert "machine lost: " in (job.output / "_pipeline" / "report.md").read_text()
-    # the machine that is gone is not paid for after its end, the other one not before its beginning
+    # the lost machine costs nothing after its end, the other one nothing before its start
     machine_us = [sum(actor["phases_us"].values()) for actor in (lost, replacement)]
     assert sum(machine_us) < run["wall_us"]
 
@@ -120,7 +120,7 @@ def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhe
     nodes = [cluster.add_node(**NODE) for _ in range(2)]
     cluster.wait_for_nodes()
     texts = slow_end(job, TEXTS[:320], 160, engines=3)
-    driver = start(job, cluster, 6, actors=2, drain_timeout="1 min")  # for what is open there, slow units too
+    driver = start(job, cluster, 6, actors=2, drain_timeout="1 min")  # for the open units there, slow ones too
     drain = ["drain-node", f"--address={cluster.address}", f"--node-id={nodes[1].node_id}", "--reason-message=test",
              "--reason=DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds=600"]  # fmt: skip
     subprocess.run([Path(sys.executable).parent / "ray", *drain], check=True, capture_output=True)
@@ -133,12 +133,12 @@ def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhe
     assert joined["units"] > 0
     assert drained["units"] < actors[nodes[0].node_id]["units"]
     assert report["runs"][0]["duplicate_units"] == 0
-    for fault in report["faults"]:  # Ray ends a drained machine that nobody uses, soon or late
+    for fault in report["faults"]:  # Ray ends an idle drained machine sooner or later
         assert fault["kind"] in ("node_lost", "engine_restarted")
         assert (fault["tokens"], fault["work_us"]) == ({"prompt": 0, "generated": 0}, 0)
 
 
-def test_all_workers_leave_and_others_come(job, cluster):
+def test_all_workers_leave_and_others_join(job, cluster):
     only = cluster.add_node(**NODE)
     cluster.wait_for_nodes()
     job.fake(step_s=0.1).rows(TEXTS[:120])
@@ -150,13 +150,13 @@ def test_all_workers_leave_and_others_come(job, cluster):
     assert report["runs"][0]["duplicate_units"] == 0
 
 
-def test_the_head_restarts_and_the_same_command_goes_on(job):
+def test_the_head_restarts_and_the_same_command_resumes(job):
     job.fake(step_s=0.1).rows(TEXTS[:120])
     cluster = Cluster(initialize_head=True, head_node_args=NODE | HEAD)
     driver = start(job, cluster, 3)
     cluster.shutdown()
-    told = driver.communicate(timeout=120)[1].decode()
-    assert driver.returncode != 0, told  # the command's guard makes 3 of what Ray ends a driver with
+    stderr = driver.communicate(timeout=120)[1].decode()
+    assert driver.returncode != 0, stderr  # the command's guard turns Ray's exit code into 3
     assert 0 < len(job.parts()) < 15
     cluster = Cluster(initialize_head=True, head_node_args=NODE | HEAD)
     try:

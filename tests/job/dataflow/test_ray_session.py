@@ -1,4 +1,4 @@
-"""Starting and joining Ray, and what it is told: nothing at import, nothing of the working directory."""
+"""Starting and joining Ray, its folder and its token; no effect at import or on the handlers of signals."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def test_an_actor_of_a_cluster_gets_its_share_of_a_node(monkeypatch, nodes, gpus
     assert cluster_cpus("auto", gpus, reserved=2) == cpus
 
 
-def test_a_ray_that_does_not_start_is_tried_again_and_then_told(monkeypatch):
+def test_a_ray_that_does_not_start_is_retried_and_then_reported(monkeypatch):
     starts = []
 
     def init(**options):
@@ -55,25 +55,25 @@ def test_a_ray_that_does_not_start_is_tried_again_and_then_told(monkeypatch):
     assert starts == ["10.0.0.1:6379"]
 
 
-def test_a_folder_that_ray_cannot_take_is_said_before_it_starts(monkeypatch, tmp_path):
+def test_a_folder_that_ray_cannot_use_is_reported_before_it_starts(monkeypatch, tmp_path):
     """Ray itself would raise after its first seconds, and name no variable."""
     (tmp_path / "file").write_text("")
-    longest = next(n for n in range(200) if not _takes(f"/{'x' * n}/ray")) - 1
+    longest = next(n for n in range(200) if not _fits(f"/{'x' * n}/ray")) - 1
     wrong = [f"/{'x' * (longest + 1)}", f"/{'ä' * (longest // 2 + 1)}", "/proc", str(tmp_path / "file"), "relative", ""]
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
-    for place in wrong:
+    for folder in wrong:
         for name in ("TMPDIR", "RAY_TMPDIR"):
             monkeypatch.delenv("RAY_TMPDIR", raising=False)
-            monkeypatch.setenv(name, place)
+            monkeypatch.setenv(name, folder)
             with pytest.raises(EnvironmentFailed, match=r"Ray cannot keep its files in .* Set RAY_TMPDIR to a short"):
                 connect(None, 4)
     assert ray_folder_problem(ray_folder({"RAY_TMPDIR": f"/{'x' * longest}", "TMPDIR": "/proc"})) == ""
     assert ray_folder_problem(ray_folder({})) == ""
 
 
-def _takes(folder: str) -> bool:
-    """Whether Ray takes a folder of this length, with the longest name of a session."""
+def _fits(folder: str) -> bool:
+    """Return True if Ray accepts a folder of this length with its longest name of a session."""
     session = f"session_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}_{(1 << 22) - 1}"
     try:
         validate_socket_filepath(f"{folder}/{session}/sockets/plasma_store")
@@ -86,7 +86,7 @@ def _takes(folder: str) -> bool:
 def test_a_token_for_a_home_that_takes_none(monkeypatch, tmp_path, home):
     (tmp_path / "file").write_text("")
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.setenv(name, "")  # so that the test restores it
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", home if home == "relative" else str(tmp_path / home))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -102,14 +102,14 @@ def test_to_import_the_dataflow_changes_no_variable():
 
 
 def test_a_ray_that_starts_and_ends_leaves_the_handlers_of_signals_alone_and_lets_them_through():
-    """In a process of its own. Ray's Python part takes SIGTERM over, and its native part beneath that."""
+    """Ray's Python part replaces the handler of SIGTERM, and its native part the one below. Runs in a new process."""
     script = """
 import os, signal, threading, time
 from pipeline.job.dataflow import ray_session
 class Stop(BaseException): pass
 def handler(*_): raise Stop
 for number in (signal.SIGTERM, signal.SIGHUP): signal.signal(number, handler)
-def hears(number):
+def receives(number):
     try:
         os.kill(os.getpid(), number)
         time.sleep(5)
@@ -117,7 +117,7 @@ def hears(number):
         return True
 began = threading.Event()
 init = ray_session.ray.init
-ray_session.ray.init = lambda **where: (began.set(), init(**where))
+ray_session.ray.init = lambda **options: (began.set(), init(**options))
 def send():
     began.wait()
     time.sleep(0.3)
@@ -130,13 +130,13 @@ except Stop:
     print("stopped")
 while not ray_session.ray.is_initialized(): time.sleep(0.1)
 ray_session._keep_handlers()
-print(hears(signal.SIGTERM))
+print(receives(signal.SIGTERM))
 print(ray_session.session_logs())
 ray_session.disconnect()
-print(hears(signal.SIGTERM))
+print(receives(signal.SIGTERM))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    first, second, place, third = done.stdout.split("\n")[:4]
+    first, second, logs, third = done.stdout.split("\n")[:4]
     assert (first, second, third) == ("stopped", "True", "True")
-    assert place.endswith("/logs")
+    assert logs.endswith("/logs")

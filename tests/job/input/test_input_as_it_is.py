@@ -1,4 +1,4 @@
-"""Whole runs over data that nobody has cleaned: what can be read is delivered, what cannot is told, each row once."""
+"""Whole runs over dirty data: readable rows are delivered, damage is reported, and each row appears once."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from pipeline.job.planning.plan import make_plan
 from pipeline.job.preview.validation import validate_job
 from pipeline.report.render import text
 from tests.job.conftest import Job, Started, success
-from tests.job.conftest import run as run_told
+from tests.job.conftest import run as run_with_statuses
 from tests.job.fake_engine import answer, text_of
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -21,7 +21,7 @@ SKIP = {"on_corrupt": "skip"}
 
 
 def run(job: Job, **sections):
-    return run_told(job, **sections)[0]
+    return run_with_statuses(job, **sections)[0]
 
 
 def put(job: Job, name: str, table: pa.Table, **options) -> Path:
@@ -48,15 +48,15 @@ def uncleaned(job: Job) -> None:
     whole.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
 
 
-def test_faults_24_25_26_what_is_damaged_is_told_and_the_rest_delivered(job):
+def test_faults_24_25_26_damage_is_reported_and_the_rest_delivered(job):
     uncleaned(job)
     with pytest.raises(InputError, match=r"in/empty\.parquet: the file is empty"):
         run(job)
     assert not job.output.exists()
     report = run(job, input=SKIP)
     found = sorted(job.table().to_pylist(), key=lambda row: (row["source_file"], row["source_row"]))
-    places = [(f"{name}.parquet", i) for name, count in (("a", 25), ("b", 30)) for i in range(count)]
-    assert [(r["source_file"], r["source_row"]) for r in found] == places
+    locations = [(f"{name}.parquet", i) for name, count in (("a", 25), ("b", 30)) for i in range(count)]
+    assert [(r["source_file"], r["source_row"]) for r in found] == locations
     lost, good = found[35:45], [*found[:35], *found[45:]]
     assert {(r["error"], r["id"], r["generated_text"], r["finish_reason"]) for r in lost} == {
         ("corrupt_input", None, None, "error")
@@ -64,9 +64,9 @@ def test_faults_24_25_26_what_is_damaged_is_told_and_the_rest_delivered(job):
     assert all(r["error_message"].startswith("row group 1: damaged: ") for r in lost)
     assert [(r["error"], r["id"]) for r in good] == [(None, i) for i in [*range(35), *range(45, 55)]]
     assert (report.rows.input, report.rows.written, report.rows.errors) == (55, 55, 10)
-    there = success(job)
-    assert (there["input_rows"], there["errors"], there["num_skipped_files"]) == (55, {"corrupt_input": 10}, 2)
-    assert [(f["file"], f["bytes"] > 0, f["reason"].split(" (")[0]) for f in there["skipped_files"]] == [
+    counts = success(job)
+    assert (counts["input_rows"], counts["errors"], counts["num_skipped_files"]) == (55, {"corrupt_input": 10}, 2)
+    assert [(f["file"], f["bytes"] > 0, f["reason"].split(" (")[0]) for f in counts["skipped_files"]] == [
         ("empty.parquet", False, "the file is empty"),
         ("half.parquet", True, "not a Parquet file, or a truncated one"),
     ]
@@ -76,7 +76,7 @@ def test_faults_24_25_26_what_is_damaged_is_told_and_the_rest_delivered(job):
     assert Started.count == 1
 
 
-def test_a_job_that_was_stopped_by_damage_goes_on_with_skip(job):
+def test_a_job_that_was_stopped_by_damage_resumes_with_skip(job):
     uncleaned(job)
     for name in ("empty", "half"):
         (job.folder / f"in/{name}.parquet").unlink()
@@ -86,7 +86,7 @@ def test_a_job_that_was_stopped_by_damage_goes_on_with_skip(job):
     assert (report.rows.written, report.rows.errors) == (55, 10)
 
 
-CHANGES = {  # file -> mended, spoilt, gone
+CHANGES = {  # file -> its change: repaired, damaged, removed
     "half": lambda job: put(job, "half.parquet", rows(100, 30)),
     "a": lambda job: (job.folder / "in/a.parquet").write_bytes(b""),
     "empty": lambda job: (job.folder / "in/empty.parquet").unlink(),

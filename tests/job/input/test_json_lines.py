@@ -31,7 +31,7 @@ def answers(job) -> list[dict]:
     return sorted(job.table().to_pylist(), key=lambda row: row["id"])
 
 
-def test_a_job_that_lost_parts_goes_on_with_the_same_rows(lines):
+def test_a_job_that_lost_parts_resumes_with_the_same_rows(lines):
     keep = {"input": {"columns": ["id", "tags"]}}
     run(lines, **keep)
     whole = answers(lines)

@@ -1,4 +1,4 @@
-"""`pipeline verify`: an output as its job left it is sound; whatever is done to it is named, all of it at once."""
+"""`pipeline verify`: an output as its job left it is sound; all changes to it are named at once."""
 
 import json
 import shutil
@@ -37,23 +37,23 @@ def problem(job, deep: bool = True) -> str:
 
 
 def changed(part: Path, change=lambda table: table, **metadata) -> None:
-    """The part with other rows, as its program would write it: a good footer, and checksums that fit."""
+    """Rewrite the part with other rows as the pipeline would: a good footer, and checksums that fit."""
     store, name = PartStore(str(part.parent)), PartName.parse(part.name)
     assert name is not None
-    there = store.read_part(name)
-    store.rewrite(name, change(there.table), there.metadata | metadata, there.tag)
+    stored = store.read_part(name)
+    store.rewrite(name, change(stored.table), stored.metadata | metadata, stored.tag)
 
 
 def with_column(table: pa.Table, name: str, values: list) -> pa.Table:
-    place = table.schema.names.index(name)
-    field = table.schema.field(place)
-    return table.set_column(place, field, pa.array(values, field.type))
+    index = table.schema.names.index(name)
+    field = table.schema.field(index)
+    return table.set_column(index, field, pa.array(values, field.type))
 
 
 def keep_success(job) -> None:
-    """Let _SUCCESS know the sizes as they are now, so that only what is inside is wrong."""
-    there = Inventory.from_store(PartStore(str(job.output)))
-    counts = {**success(job), "parts_bytes": there.parts_bytes, "parts_digest": there.parts_digest}
+    """Update the sizes in _SUCCESS, so that only the contents are wrong."""
+    inventory = Inventory.from_store(PartStore(str(job.output)))
+    counts = {**success(job), "parts_bytes": inventory.parts_bytes, "parts_digest": inventory.parts_digest}
     (job.output / "_SUCCESS").write_text(json.dumps(counts))
 
 
@@ -77,7 +77,7 @@ def test_one_flipped_bit_of_a_page_is_found_by_reading_it(finished):
     found = 0
     for byte in range(4, data_end, 31):
         part.write_bytes(whole[:byte] + bytes([whole[byte] ^ 4]) + whole[byte + 1 :])
-        assert verify(finished, deep=False).sound, "what is read without --deep is all right"
+        assert verify(finished, deep=False).sound, "what is read without --deep is intact"
         if verify(finished).sound:  # a bit of a page's header that is not used
             assert pq.read_table(part).to_pylist() == rows
         else:
@@ -86,18 +86,18 @@ def test_one_flipped_bit_of_a_page_is_found_by_reading_it(finished):
     assert found > 20
 
 
-def test_all_problems_are_told_at_once(finished):
-    cut, gone, footless, *_ = finished.parts()
+def test_all_problems_are_reported_at_once(finished):
+    cut, missing, footless, *_ = finished.parts()
     cut.write_bytes(cut.read_bytes()[:300])
     footless.write_bytes(footless.read_bytes()[:-9] + b"x" * 9)
-    gone.unlink()
+    missing.unlink()
     (finished.output / "notes.txt").write_text("mine")
     shutil.copy(finished.parts()[-1], finished.output / "part-ffffffff-w00000-u0000of0001-n8.parquet")
     text = verify(finished).to_text()
     damaged = [f"{part.name}: this part is damaged" for part in (cut, footless)]
-    for told in ("damaged: 6 problems", "notes.txt: not a part", "a part of another job", "window 0: 1 of its",
+    for expected in ("damaged: 6 problems", "notes.txt: not a part", "a part of another job", "window 0: 1 of its",
                  "_SUCCESS counts", *damaged):  # fmt: skip
-        assert told in text
+        assert expected in text
 
 
 def test_only_the_first_problems_are_shown_and_all_are_counted(finished):
@@ -108,7 +108,7 @@ def test_only_the_first_problems_are_shown_and_all_are_counted(finished):
     assert "and 5 more" in found.to_text()
 
 
-def test_a_job_that_is_not_finished_is_called_damaged_only_where_it_is(finished):
+def test_a_job_that_is_not_finished_is_called_damaged_only_if_it_is(finished):
     (finished.output / "_SUCCESS").unlink()
     found = verify(finished)
     assert not found.sound
@@ -158,12 +158,12 @@ def test_codes_that_are_not_known(finished):
     assert "unknown error codes: gremlins" in " ".join(verify(finished, False).problems)
 
 
-def places(*rows: tuple[str, int]) -> pa.Table:
+def locations(*rows: tuple[str, int]) -> pa.Table:
     return pa.table({"file": [file for file, _ in rows], "row": [row for _, row in rows]})
 
 
 @pytest.mark.parametrize(
-    ("windows", "told"),
+    ("windows", "expected"),
     [
         ([[("a", 0), ("a", 1)], [("a", 2), ("b", 0)], [("c", 0)]], []),
         ([[("a", 0), ("a", 2)], [("a", 3)]], ["window 0, a: 1 rows between 0 and 2 are missing"]),
@@ -175,13 +175,13 @@ def places(*rows: tuple[str, int]) -> pa.Table:
         ([[("a", 0)], None, [("a", 9), ("a", 11)]], ["window 2, a: 1 rows between 9 and 11 are missing"]),
     ],
 )
-def test_rows_follow_each_other(windows, told):
+def test_rows_follow_each_other(windows, expected):
     found: list[str] = []
     rows = _RowChecker(found.append, {})
     for window, some in enumerate(windows):
-        rows.add(window, None if some is None else places(*some), True)
+        rows.add(window, None if some is None else locations(*some), True)
     rows.end()
-    assert found == told
+    assert found == expected
 
 
 def test_the_command_answers_with_its_exit_code(finished, tmp_path):
@@ -216,9 +216,9 @@ def test_a_part_that_was_cut_otherwise_is_named(finished):
     odd = PartName(name.fingerprint8, name.window, name.unit, name.num_units + 1, name.rows)
     shutil.copy(finished.parts()[0], finished.output / str(odd))
     assert any(
-        f"other parts name {of} units for this window" in found
+        f"other parts name {num_units} units for this window" in found
         for found in verify(finished, deep=False).problems
-        for of in (name.num_units, odd.num_units)
+        for num_units in (name.num_units, odd.num_units)
     )
 
 

@@ -1,4 +1,4 @@
-"""A finished output is looked at again: parts that were cut, swapped or removed since are noticed and said."""
+"""A finished output is checked again: parts that were cut, swapped or removed since then are reported."""
 
 import json
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_a_cut_part_is_named_by_the_next_run(finished, which, removed):
         finished.parts()[1].unlink()
     with pytest.raises(OutputError, match=f"{part.name}: this part is damaged"):
         run(finished)
-    assert not (finished.output / "_SUCCESS").exists(), "whoever waits for it must not read this output"
+    assert not (finished.output / "_SUCCESS").exists(), "a process that waits for it must not read this output"
     part.unlink()
     report, _ = run(finished)
     finished.check(TEXTS)
@@ -86,7 +86,7 @@ def test_a_cut_part_is_named_by_the_next_run(finished, which, removed):
     assert doubt(finished) is None
 
 
-def test_what_is_wrong_is_said_in_one_line(finished):
+def test_a_problem_is_reported_in_one_line(finished):
     part = finished.parts()[0]
     whole = part.read_bytes()
     cut(part)

@@ -1,4 +1,4 @@
-"""Nothing says "finished" before `_SUCCESS` stands; what fails after it is told, and the next run completes it."""
+"""No file reports "finished" before `_SUCCESS` exists; a later failure is reported, and the next run completes it."""
 
 import json
 
@@ -11,10 +11,10 @@ from tests.job.conftest import TEXTS, run, runs
 pytestmark = pytest.mark.usefixtures("without_ray")
 
 
-def told(job) -> dict[str, str]:
-    """What record, report and status say became of the run."""
-    place = job.output / "_pipeline"
-    names = {"report": place / "report.json", "status": place / "status.json"}
+def outcomes(job) -> dict[str, str]:
+    """Return the outcome of the last run according to its record, report and status."""
+    folder = job.output / "_pipeline"
+    names = {"report": folder / "report.json", "status": folder / "status.json"}
     return {name: json.loads(path.read_text())["outcome"] for name, path in names.items()} | {
         "record": runs(job)[-1]["outcome"]
     }
@@ -30,15 +30,15 @@ def test_a_success_that_cannot_be_written_is_no_finished_run(job):
 
     with pytest.raises(EnvironmentFailed, match=r"All 50 rows are written, but writing _SUCCESS failed"):
         run(job, show=block)
-    assert set(told(job).values()) == {"failed"}
+    assert set(outcomes(job).values()) == {"failed"}
     (job.output / "_SUCCESS").rmdir()
     report, _ = run(job)
     job.check(TEXTS)
     assert report.outcome == "finished"
-    assert set(told(job).values()) == {"finished"}
+    assert set(outcomes(job).values()) == {"finished"}
 
 
-def test_a_report_that_cannot_be_written_is_told_and_the_next_run_writes_it(job, monkeypatch):
+def test_a_failed_write_of_the_report_is_a_warning_and_the_next_run_writes_it(job, monkeypatch):
     job.rows(TEXTS)
     replace, failing = LocalFolder.replace, True
 
@@ -55,12 +55,12 @@ def test_a_report_that_cannot_be_written_is_told_and_the_next_run_writes_it(job,
     assert runs(job)[0]["outcome"] == "running", "the last that could be written"
     failing = False
     run(job)
-    place = job.output / "_pipeline"
-    assert json.loads((place / "status.json").read_text())["outcome"] == "finished"
-    assert json.loads((place / "report.json").read_text())["outcome"] == "finished"
+    folder = job.output / "_pipeline"
+    assert json.loads((folder / "status.json").read_text())["outcome"] == "finished"
+    assert json.loads((folder / "report.json").read_text())["outcome"] == "finished"
 
 
-def test_success_stands_before_anything_says_finished(job, monkeypatch):
+def test_success_is_written_before_any_file_reports_finished(job, monkeypatch):
     job.rows(TEXTS)
     replace, order = LocalFolder.replace, []
 

@@ -1,4 +1,4 @@
-"""`--append`: files that are new since the first run are computed alone; rows that were there stay as they are."""
+"""`--append`: only files that are new since the first run are computed; existing rows stay as they are."""
 
 import json
 import threading
@@ -29,7 +29,7 @@ def add(job, name: str, texts: list[str], first_id: int, **columns) -> None:
 
 @pytest.fixture
 def begun(job):
-    """A finished job of 50 rows in two files, to which files come before, between and after them."""
+    """A finished job of 50 rows in two files, with new files that sort before and between them."""
     run(job.rows(TEXTS, per_file=30))
     job.before = {part.name: part.read_bytes() for part in job.parts()}
     add(job, "a.parquet", [f"early {i}" for i in range(12)], 1000)
@@ -44,12 +44,12 @@ def texts_by_id(job) -> dict[int, str]:
 
 
 def sound(job) -> bool:
-    found = audit(PartStore(str(job.output)), deep=True, log=lambda what: None)
+    found = audit(PartStore(str(job.output)), deep=True, log=lambda text: None)
     assert found.sound, found.to_text()
     return True
 
 
-def test_new_files_and_a_changed_prompt_are_refused_and_nothing_is_put_on_record(begun):
+def test_new_files_and_a_changed_prompt_are_refused_and_nothing_is_recorded(begun):
     with pytest.raises(FingerprintError, match=r"files\.a\.parquet: nothing -> (.|\n)*With --append"):
         run(begun)
     with pytest.raises(FingerprintError, match=r"prompt\.template"):
@@ -59,14 +59,14 @@ def test_new_files_and_a_changed_prompt_are_refused_and_nothing_is_put_on_record
     assert {part.name: part.read_bytes() for part in begun.parts()} == begun.before
 
 
-def test_they_alone_are_computed_and_merged_last(begun, tmp_path):
+def test_only_new_files_are_computed_and_they_are_merged_last(begun, tmp_path):
     report, _ = run(begun, append=True)
     assert begun.before.items() <= {part.name: part.read_bytes() for part in begun.parts()}.items()
     assert texts_by_id(begun).keys() == {*range(50), *range(1000, 1012), *range(2000, 2005)}
     assert success(begun)["completed_rows"] == report.rows.written == 67
     assert runs(begun)[-1]["rows_written"] == 17
     assert sound(begun)
-    compact(PartStore(str(begun.output)), PartStore(str(tmp_path / "m")), "input", 1 << 20, lambda what: None)
+    compact(PartStore(str(begun.output)), PartStore(str(tmp_path / "m")), "input", 1 << 20, lambda text: None)
     (file,) = (tmp_path / "m").glob("*.parquet")
     assert pq.read_table(file)["id"].to_pylist() == [*range(50), *range(1000, 1012), *range(2000, 2005)]
 
@@ -79,7 +79,7 @@ def test_the_output_is_that_of_one_run_over_all_files(begun, tmp_path):
     assert texts_by_id(begun) == appended
 
 
-def test_batches_follow_each_other_and_plain_runs_go_on(begun):
+def test_batches_follow_each_other_and_plain_runs_still_work(begun):
     run(begun, append=True)
     before = {part.name: part.read_bytes() for part in begun.parts()}
     assert run(begun)[0].outcome == "finished"
@@ -104,7 +104,7 @@ def test_an_unfinished_job_gets_its_own_rows_and_the_new_ones(job):
     assert sound(job)
 
 
-def test_files_that_changed_or_are_gone_are_another_job_with_the_flag_too(begun):
+def test_changed_or_missing_files_are_another_job_even_with_the_flag(begun):
     run(begun, append=True)
     add(begun, "f0x.parquet", ["changed"], 2000)
     with pytest.raises(FingerprintError, match=r"f0x\.parquet was appended as "):
@@ -121,20 +121,20 @@ FLOATS = {kind: pa.array([0.1] * 5, kind) for kind in (pa.float32(), pa.float64(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "kept", "first", "says"),
+    ("prompt", "kept", "first", "message"),
     [
         ("Say {text}", ["id", "x"], {"x": FLOATS[pa.float32()]}, "but float in"),
-        # no part holds it, but 0.1 as a float is another text than as a double: parts made again would differ
+        # no part stores x, but 0.1 as a float is another text than as a double: recomputed parts would differ
         ("Say {x}", ["id"], {"x": FLOATS[pa.float32()]}, "but float in"),
         ("Say {text}", None, {}, "but not in"),
     ],
 )
-def test_a_column_of_another_type_is_refused_before_anything_is_written(job, prompt, kept, first, says):
+def test_a_column_of_another_type_is_refused_before_anything_is_written(job, prompt, kept, first, message):
     sections = {"prompt": {"template": prompt}, "input": {"columns": kept}}
     add(job, "f0.parquet", TEXTS[:5], 0, **first)
     run(job, **sections)
     add(job, "a.parquet", TEXTS[5:10], 5, x=FLOATS[pa.float64()])
-    with pytest.raises(InputError, match=rf"column 'x': it is (double )?in the appended file .*a\.parquet, {says}"):
+    with pytest.raises(InputError, match=rf"column 'x': it is (double )?in the appended file .*a\.parquet, {message}"):
         run(job, append=True, **sections)
     assert not (job.output / FOLDER).exists()
     assert (job.output / "_SUCCESS").exists()
@@ -156,7 +156,7 @@ def test_two_runs_that_append_at_once(begun, monkeypatch):
 
 
 def test_an_input_of_very_many_files(begun, monkeypatch, tmp_path):
-    """Whose names job.json does not list."""
+    """Above MAX_LISTED_FILES, job.json does not list the names of files."""
     monkeypatch.setattr(fingerprint, "MAX_LISTED_FILES", 1)
     begun.output = tmp_path / "many"
     begun.settings["output"]["path"] = str(begun.output)
@@ -190,14 +190,14 @@ def test_in_a_store(begun):
         bucket = faulty.bucket
         for name in ("f0.parquet", "f1.parquet"):
             bucket.upload(begun.folder / "in" / name, f"in/{name}")
-        places = {
+        in_store = {
             "storage": {"s3": dict(bucket.storage)},
             "input": {"path": bucket.url("in")},
             "output": {"path": bucket.url("out")},
         }
-        run(begun, **places)
+        run(begun, **in_store)
         bucket.upload(begun.folder / "in" / "a.parquet", "in/a.parquet")
-        report, _ = run(begun, append=True, **places)
+        report, _ = run(begun, append=True, **in_store)
         assert report.rows.written == 62
         assert json.loads(bucket.get("out/_SUCCESS"))["completed_rows"] == 62
 
@@ -224,14 +224,14 @@ def test_a_first_run_of_no_rows_has_an_empty_part_and_loses_none_of_what_is_appe
 
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("phase", ["verifying", "publishing"])
-def test_a_run_whose_output_was_appended_to_meanwhile_does_not_say_that_it_is_complete(job, phase, killed):
+def test_a_run_whose_output_was_appended_to_meanwhile_does_not_report_completion(job, phase, killed):
     """It would count the rows that it planned, though more belong to the output."""
     job.rows(TEXTS)
     ended = []
 
     def append(status):
         if killed and status.phase == "starting":
-            raise KeyboardInterrupt  # the record is there, none of its rows
+            raise KeyboardInterrupt  # the record exists, but none of its rows
 
     def other():
         try:
@@ -258,13 +258,12 @@ def test_a_run_whose_output_was_appended_to_meanwhile_does_not_say_that_it_is_co
     assert sound(job)
 
 
-def test_a_success_that_comes_after_the_record_of_a_batch_is_taken_back(job, monkeypatch):
-    of = success_module.Inventory.from_store
+def test_a_success_written_after_the_record_of_a_batch_is_removed(job, monkeypatch):
+    from_store = success_module.Inventory.from_store
 
     def record_first(store):
-        place = store.folder
-        place.create(f"{FOLDER}/0001.json", json.dumps({"format": 1, "files": {"a.parquet": "x"}}).encode())
-        return of(store)
+        store.folder.create(f"{FOLDER}/0001.json", json.dumps({"format": 1, "files": {"a.parquet": "x"}}).encode())
+        return from_store(store)
 
     job.rows(TEXTS[:8])
     monkeypatch.setattr(success_module.Inventory, "from_store", record_first)

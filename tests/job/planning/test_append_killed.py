@@ -1,4 +1,4 @@
-"""`--append` ended at any moment: no row is lost or doubled, and a plain run goes on once the batch is on record."""
+"""`--append` killed at any write: no row is lost or doubled, and a plain run resumes once the batch is recorded."""
 
 import contextlib
 import threading
@@ -26,11 +26,11 @@ def add(job: Job, name: str, ids: range) -> None:
 
 
 def check(job: Job, ids: set[int]) -> None:
-    """Each row once, and `_SUCCESS` of all."""
-    there = [row["id"] for row in job.table().to_pylist()]
-    assert sorted(there) == sorted(ids)
+    """Assert that the output has each row once and that `_SUCCESS` counts all."""
+    found_ids = [row["id"] for row in job.table().to_pylist()]
+    assert sorted(found_ids) == sorted(ids)
     assert success(job)["input_rows"] == len(ids)
-    found = audit(PartStore(str(job.output)), True, lambda what: None)
+    found = audit(PartStore(str(job.output)), True, lambda text: None)
     assert found.sound, found.problems
 
 
@@ -43,7 +43,7 @@ class Dead(BaseException):
 
 
 class DyingFolder:
-    """The `at`-th write of driver and actors does not come to be, or is the last; then nothing is written any more."""
+    """A folder that dies at the `at`-th write of driver and actors: `before` it, or after it as the last one."""
 
     def __init__(self, monkeypatch, at: int, before: bool) -> None:
         self.at, self.before, self.writes, self.dead = at, before, 0, False
@@ -52,7 +52,7 @@ class DyingFolder:
 
     def _mortal(self, write):
         def mortal(*args):
-            if threading.current_thread().name == "telemetry":  # it decides nothing, and its end is waited for
+            if threading.current_thread().name == "telemetry":  # it decides nothing, and the run waits for its end
                 return None if self.dead else write(*args)
             if self.dead:
                 raise Dead
@@ -69,7 +69,7 @@ class DyingFolder:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_run_that_dies_at_any_write_is_gone_on_with(job, monkeypatch):
+def test_a_run_that_dies_at_any_write_is_resumed(job, monkeypatch):
     run(job.rows(TEXTS[:12]), **QUICK)
     add(job, "a.parquet", range(50, 58))
     before_append, at, recorded = files(job), 0, set()

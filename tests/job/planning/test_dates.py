@@ -1,4 +1,4 @@
-"""The date that a chat template prints: one for a whole output, whenever and by whichever actor a row is computed."""
+"""The date that a chat template prints is the same in a whole output, whatever the time and the actor of a row."""
 
 import json
 from datetime import datetime
@@ -25,7 +25,7 @@ FIRST, LATER = datetime(2026, 11, 23, 23, 59, 58), datetime(2026, 11, 24, 0, 0, 
 
 @pytest.fixture
 def run(job, monkeypatch):
-    """Runs the job at a time of this machine's clock; the completions by row."""
+    """Return a function that runs the job at a given time of the clock and returns the completions by row."""
 
     def at(now: datetime, date: str | None = None, template: str | None = None, **sections) -> dict[int, str]:
         monkeypatch.setattr("pipeline.job.running.run.wall_time", lambda: now)
@@ -44,7 +44,7 @@ def use_template(job, template: str) -> None:
 
 
 def forget(job) -> None:
-    """What a run that was killed early leaves."""
+    """Leave only what a run that was killed early leaves."""
     for part in job.parts():
         part.unlink()
     (job.output / "_SUCCESS").unlink()
@@ -54,7 +54,7 @@ def identity(job) -> dict:
     return json.loads((job.output / "_pipeline" / "job.json").read_text())["identity"]
 
 
-def test_a_job_that_goes_on_after_midnight_sends_the_same_prompts(job, run):
+def test_a_job_that_resumes_after_midnight_sends_the_same_prompts(job, run):
     first = run(FIRST)
     assert identity(job)["prompt"]["chat"]["date"] == "2026-11-23T23:59:58"
     forget(job)
@@ -76,13 +76,13 @@ def test_the_job_file_names_the_date(job, run):
     assert identity(job)["prompt"]["chat"]["date"] == "2026-11-23T00:00:00"
 
 
-def test_of_two_first_runs_at_midnight_the_second_takes_the_date_of_the_first(job, run, monkeypatch):
+def test_of_two_first_runs_at_midnight_the_second_uses_the_date_of_the_first(job, run, monkeypatch):
     first = run(FIRST)
     forget(job)
     read, reads = LocalFolder.read, []
 
     def blind(store, name):
-        """The first look finds nothing, as the other run has not written yet."""
+        """Find nothing on the first read, as before the other run has written."""
         if name.endswith("job.json"):
             reads.append(name)
             if len(reads) == 1:
@@ -112,26 +112,26 @@ def test_jobs_without_a_date_in_their_prompts_stay_the_jobs_they_were(job):
     assert planned(DATED, chat={}) == (True, bare)
 
 
-def test_where_a_template_may_stand(tmp_path):
+def test_files_that_may_hold_a_template(tmp_path):
     assert not folder_reads_date(tmp_path)
     escaped = "\\u0073trftime_now('%Y')"
-    for name, text, asks in (
+    for name, text, reads_date in (
         ("tokenizer_config.json", json.dumps({"chat_template": DATED}), True),
         ("tokenizer_config.json", f'{{"chat_template": "{escaped}"}}', True),
         ("tokenizer_config.json", json.dumps({"chat_template": [{"name": "default", "template": DATED}]}), True),
         ("tokenizer_config.json", json.dumps({"chat_template": UNDATED}), False),
-        ("tokenizer_config.json", "{strftime_now", True),  # refused by who loads it
+        ("tokenizer_config.json", "{strftime_now", True),  # the tokenizer's loader refuses it
         ("chat_template.jinja", DATED, True),
         ("chat_template.jinja", UNDATED, False),
         ("chat_template.json", json.dumps({"chat_template": DATED}), True),
         ("README.md", DATED, False),
     ):
         (tmp_path / name).write_text(text)
-        assert folder_reads_date(tmp_path) == asks, (name, text)
+        assert folder_reads_date(tmp_path) == reads_date, (name, text)
         (tmp_path / name).unlink()
 
 
-def test_a_template_of_the_job_is_in_its_identity_and_asks_for_the_date_itself(job):
+def test_a_template_of_the_job_is_in_its_identity_and_decides_if_the_date_is_too(job):
     job.rows(TEXTS)
     use_template(job, UNDATED)
     file = job.folder / "t.jinja"

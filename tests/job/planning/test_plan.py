@@ -1,4 +1,4 @@
-"""Digests, differences and what is left."""
+"""Digests, differences between jobs, and the units that remain."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def test_a_model_digest_sees_every_file_that_matters(tmp_path):
     assert model_digest(tmp_path)["model.safetensors"] != small
 
 
-def test_differences_are_told_by_key():
+def test_differences_are_listed_by_key():
     old = {"prompt": {"template": "a" * 300 + "old" + "b" * 300, "chat": None}, "seed": 0, "same": [1]}
     new = {"prompt": {"template": "a" * 300 + "new" + "b" * 300, "chat": {"system": "x"}}, "seed": 1, "same": [1]}
     changes = difference(old, new)
@@ -56,13 +56,13 @@ def test_differences_are_told_by_key():
     assert "and 5 more" in shown([(f"k{i}", 0, 1) for i in range(25)])
 
 
-def test_what_is_left_of_each_window(job):
+def test_the_remaining_units_of_each_window(job):
     job.rows([f"t{i}" for i in range(50)])
     plan = make_plan(job.config(), "cpu")
     assert [w.num_rows for w in plan.windows] == [20, 20, 10]
     progress = DoneUnits()
-    for window, unit, of in ((0, 0, 2), (0, 1, 2), (1, 2, 3)):
-        progress.add(PartName(plan.fingerprint.short, window, unit, of, 5))
+    for window, unit, num_units in ((0, 0, 2), (0, 1, 2), (1, 2, 3)):
+        progress.add(PartName(plan.fingerprint.short, window, unit, num_units, 5))
     left = remaining_windows(plan, progress)
     assert [(task.window.index, task.done, task.units_of) for task in left] == [
         (1, frozenset({2}), 3),
@@ -94,7 +94,7 @@ def test_the_fingerprint_follows_what_the_output_depends_on(job):
 
 @pytest.fixture
 def started(tmp_path):
-    """started() -> the record of a run that has just begun, as it is in the output."""
+    """Return a function that records in the output a run that has just begun, and returns its log."""
     store = PartStore(str(tmp_path / "o"))
     store.folder.probe()
     telemetry = Telemetry(store.folder)
@@ -112,19 +112,19 @@ def started(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("where", "outcome"),
+    ("versions", "outcome"),
     [
         ({}, "running"),
-        ({"pid": "4194305"}, "killed"),  # above the largest there can be
-        ({"pid": "1"}, "killed"),  # as in a container that was started again: there, but another process
+        ({"pid": "4194305"}, "killed"),  # above the largest possible one
+        ({"pid": "1"}, "killed"),  # as in a restarted container: it exists, but is another process
         ({"process": "another boot pid:[1] 7"}, "killed"),
-        ({"host": "elsewhere", "pid": "4194305"}, "running"),  # nobody can say from here
-        ({"process": "", "pid": "4194305"}, "killed"),  # as the version before recorded it
+        ({"host": "elsewhere", "pid": "4194305"}, "running"),  # unknown on this host
+        ({"process": "", "pid": "4194305"}, "killed"),  # as an earlier version recorded it
         ({"process": ""}, "running"),
     ],
 )
-def test_a_run_whose_process_is_gone_was_killed(started, where, outcome):
-    first, second = started(**where), started()
+def test_a_run_whose_process_has_ended_was_killed(started, versions, outcome):
+    first, second = started(**versions), started()
     assert [run.outcome for run in load_runs(started.store)] == [outcome, "running"]
     assert first.run_id < second.run_id
 

@@ -1,4 +1,4 @@
-"""What a job is refused for, before anything is written: another job, a foreign folder, what is missing."""
+"""Refusals before anything is written: another job in the output, a foreign folder, a missing input."""
 
 import json
 
@@ -61,7 +61,7 @@ def test_fault_54_a_foreign_folder_is_refused_and_left_alone(job):
     assert [p.name for p in job.output.iterdir()] == ["thesis.doc"]
 
 
-def test_a_file_in_the_place_of_the_output_is_refused_by_its_own_name(job):
+def test_a_file_at_the_path_of_the_output_is_refused_by_its_own_name(job):
     job.output.write_text("mine")
     with pytest.raises(OutputError, match=rf"^{job.output}: is a file; expected a folder$"):
         run(job.rows(TEXTS))
@@ -81,7 +81,7 @@ def test_fault_54_another_format_is_refused(job):
             run(job)
 
 
-def test_what_is_missing_is_said_before_anything_is_written(job):
+def test_a_missing_input_is_reported_before_anything_is_written(job):
     with pytest.raises(InputError):
         run(job)
     job.rows(TEXTS)

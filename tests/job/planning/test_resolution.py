@@ -1,4 +1,4 @@
-"""One list of checks for all commands: what `validate` lists, a run raises, and the other way round."""
+"""One list of checks for all commands: `validate` lists what a run raises, and nothing else."""
 
 import json
 import pickle
@@ -31,7 +31,7 @@ ROW = {
     "options": [["a", "b"]] * 2,
 }
 
-# What is wrong with a job, and the keys that are named.
+# Wrong sections of a job, and the keys of the mistakes.
 BROKEN = [
     ({"output": {"path": "in/out"}}, ["output.path"]),
     ({"output": {"path": "foreign"}}, ["output.path"]),
@@ -75,8 +75,8 @@ BROKEN = [
 
 
 @pytest.fixture
-def there(job, monkeypatch):
-    """A job of the embedded model, and what broken ones name."""
+def demo_job(job, monkeypatch):
+    """A job of the embedded model, with the folders that the broken jobs name."""
     monkeypatch.chdir(job.folder)
     pq.write_table(pa.table(ROW), job.folder / "in" / "a.parquet")
     for name in ("bare", "without-tokenizer", "odd-sampling"):
@@ -107,8 +107,8 @@ def broken(job, sections):
         if section is None:
             settings.pop(name, None)
         elif isinstance(section, dict):
-            both = {**settings.get(name, {}), **section}
-            settings[name] = {key: value for key, value in both.items() if value is not None}
+            merged = {**settings.get(name, {}), **section}
+            settings[name] = {key: value for key, value in merged.items() if value is not None}
         else:
             settings[name] = section
     if "format" in settings["input"] and "template" in settings.get("prompt", {}):
@@ -120,28 +120,28 @@ def broken(job, sections):
         job.settings = before
 
 
-def test_a_run_raises_what_validate_lists(there):
+def test_a_run_raises_what_validate_lists(demo_job):
     for sections, keys in BROKEN:
-        config = broken(there, sections)
+        config = broken(demo_job, sections)
         found = validate_job(config)
         assert [mistake.key for mistake in found.mistakes] == keys, (sections, found.mistakes)
         assert not found.failures
         first = found.mistakes[0]
-        assert first.location.startswith(str(there.folder / "job.yaml")), first
-        before = sorted(there.folder.rglob("*"))
+        assert first.location.startswith(str(demo_job.folder / "job.yaml")), first
+        before = sorted(demo_job.folder.rglob("*"))
         with pytest.raises(UserError) as raised:
             run_job(config)
         assert raised.value.problem(first.key) == first.problem, sections
-        if keys != ["output.path"]:  # that one is seen where the output is claimed
+        if keys != ["output.path"]:  # a run finds that one when it claims the output
             assert raised.value.key == first.key
             with pytest.raises(type(raised.value)):
                 make_plan(config, "cpu")
-        assert sorted(there.folder.rglob("*")) == before, "nothing is written"
+        assert sorted(demo_job.folder.rglob("*")) == before, "nothing is written"
     assert Started.count == 0
-    assert not validate_job(broken(there, {})).mistakes, "and what they share is no mistake"
+    assert not validate_job(broken(demo_job, {})).mistakes, "what they share is no mistake"
 
 
-def test_an_output_that_a_run_would_not_take_is_a_mistake_but_not_what_an_option_allows(job):
+def test_an_output_that_a_run_would_refuse_is_a_mistake_unless_an_option_allows_it(job):
     run(job.rows(TEXTS[:3]))
     assert not [m for m in validate_job(job.config()).mistakes if m.key == "output.path"]
     shutil.copytree(demo_model("target"), job.folder / "real")
@@ -163,8 +163,8 @@ def test_a_plan_of_an_output_with_appended_files_is_that_of_its_run(job):
     assert len(plan.windows) == 2
 
 
-def test_what_is_resolved_leaves_the_job_file_as_it_is_written_and_can_be_sent(there):
-    config = broken(there, {"sampling": {"reasoning": {"start": ":", "end": ","}, "generation_config": "model"}})
+def test_a_resolved_job_keeps_the_job_file_as_written_and_can_be_pickled(demo_job):
+    config = broken(demo_job, {"sampling": {"reasoning": {"start": ":", "end": ","}, "generation_config": "model"}})
     job = resolve_job(config).resolved()
     assert job.config is config
     assert job.sampling.temperature == job.params.temperature == 0
@@ -172,19 +172,19 @@ def test_what_is_resolved_leaves_the_job_file_as_it_is_written_and_can_be_sent(t
     assert pickle.loads(pickle.dumps(job)).keys == job.keys
 
 
-def test_generate_completes_prompts_and_does_nothing_else(there):
-    config = broken(there, {"task": "score", "sampling": None})
+def test_generate_completes_prompts_and_does_nothing_else(demo_job):
+    config = broken(demo_job, {"task": "score", "sampling": None})
     with pytest.raises(ConfigError, match=r"task: score is supported only in jobs"):
         complete(config, read_prompts(None, "hi"), None, lambda answer: None, lambda text: None)
-    config = broken(there, {"input": {"columns": None}, "sampling": {"max_tokens": {"column": "id"}}})
-    (there.folder / "rows.jsonl").write_text('{"text": "hi"}')
+    config = broken(demo_job, {"input": {"columns": None}, "sampling": {"max_tokens": {"column": "id"}}})
+    (demo_job.folder / "rows.jsonl").write_text('{"text": "hi"}')
     with pytest.raises(ConfigError, match=r"^sampling\.max_tokens: the input has no column 'id'"):
         complete(config, read_prompts("rows.jsonl", None), None, lambda answer: None, lambda text: None)
 
 
-def test_lines_of_plain_texts_need_no_chat_template_to_be_measured(there):
-    config = broken(there, {"input": {**LINES, "path": "texts"}, "prompt": None})
-    assert resolve_prompts(config, there.folder / "bare").chat_template is None
-    config = broken(there, {"input": {**LINES, "path": "lines"}, "prompt": None})
+def test_lines_of_plain_texts_need_no_chat_template_to_be_measured(demo_job):
+    config = broken(demo_job, {"input": {**LINES, "path": "texts"}, "prompt": None})
+    assert resolve_prompts(config, demo_job.folder / "bare").chat_template is None
+    config = broken(demo_job, {"input": {**LINES, "path": "lines"}, "prompt": None})
     with pytest.raises(ConfigError, match="has no chat template"):
-        resolve_prompts(config, there.folder / "bare")
+        resolve_prompts(config, demo_job.folder / "bare")

@@ -1,4 +1,4 @@
-"""The model's own sampling values: taken where the job asks, never over its own, and part of what the job is."""
+"""The model's own sampling values: used on request, never over the job's own, and part of the job's identity."""
 
 import json
 
@@ -25,36 +25,38 @@ def planned(job):
     (job.folder / "model" / "generation_config.json").write_text(json.dumps(OWN))
 
     def plan(**sampling):
-        told = []
-        found = make_plan(job.config(sampling=sampling), "cpu", log=told.append)
-        return found.job.params, found.fingerprint, "".join(told)
+        logged = []
+        found = make_plan(job.config(sampling=sampling), "cpu", log=logged.append)
+        return found.job.params, found.fingerprint, "".join(logged)
 
     return plan
 
 
-def test_nothing_is_taken_unasked(planned):
-    params, plain, told = planned()
+def test_by_default_none_is_used(planned):
+    params, plain, logged = planned()
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0, 1, 0, 1)
-    assert "generation_config" not in told
+    assert "generation_config" not in logged
     assert planned(generation_config="none")[1].digest == plain.digest
     assert "generation_config" not in plain.identity["sampling"]
 
 
-def test_what_the_job_leaves_out_is_the_models_and_in_its_identity(planned):
-    params, taking, told = planned(generation_config="model", top_p=0.5)
+def test_values_that_the_job_leaves_out_are_the_models_and_in_its_identity(planned):
+    params, own, logged = planned(generation_config="model", top_p=0.5)
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.6, 0.5, 20, 1.05)
     assert params.max_tokens == 6
-    assert "sampling by the model's generation_config.json: temperature 0.6, top_k 20, repetition_penalty 1.05" in told
+    assert (
+        "sampling by the model's generation_config.json: temperature 0.6, top_k 20, repetition_penalty 1.05" in logged
+    )
     written = planned(temperature=0.6, top_p=0.5, top_k=20, repetition_penalty=1.05)[1]
-    assert taking.digest == written.digest != planned()[1].digest
+    assert own.digest == written.digest != planned()[1].digest
 
 
 def test_an_option_that_the_model_switches_off_is_off(planned, job):
     path = job.folder / "model" / "generation_config.json"
     path.write_text(json.dumps(OWN | {"top_k": -1, "min_p": None, "top_p": 1.0}))
-    params, taking, _ = planned(generation_config="model")
+    params, own, _ = planned(generation_config="model")
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.6, 1, 0, 0)
-    assert taking.digest == planned(temperature=0.6, repetition_penalty=1.05)[1].digest
+    assert own.digest == planned(temperature=0.6, repetition_penalty=1.05)[1].digest
 
 
 def test_a_model_that_does_not_sample_is_greedy(job):

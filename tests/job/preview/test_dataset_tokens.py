@@ -19,7 +19,7 @@ from tests.job.fake_engine import FakeTokenizer
 
 
 def text_of(row: int) -> str:
-    """Of several lengths, so that units take rows in another order than the input's."""
+    """Return a text of one of several lengths, so that units order rows differently from the input."""
     return f"row {row}" + " and so on" * (row % 4)
 
 
@@ -78,13 +78,13 @@ def test_chats_and_templates_are_sent_as_a_job_sends_them(data, tokenizer):
     assert ids == tokenizer.encode_chat([{"role": "user", "content": "Say row 0"}], "s")
 
 
-def test_chats_are_told_one_date(data, monkeypatch):
+def test_chats_get_one_date(data, monkeypatch):
     clock = (datetime(2026, 11, 23, 23, 59, 59) + timedelta(seconds=n) for n in count())
     monkeypatch.setattr("pipeline.job.preview.dataset_tokens.wall_time", lambda: next(clock))
-    told = []
-    monkeypatch.setattr(FakeTokenizer, "encode_chat", lambda self, *chat: told.append(chat[-1]) or [1])
+    dates = []
+    monkeypatch.setattr(FakeTokenizer, "encode_chat", lambda self, *chat: dates.append(chat[-1]) or [1])
     read_samples(prompts_of(data, prompt__chat={}, input__limit=1500), FakeTokenizer(), 100)  # two windows
-    assert set(told) == {datetime(2026, 11, 23, 23, 59, 59)}
+    assert set(dates) == {datetime(2026, 11, 23, 23, 59, 59)}
 
 
 def test_texts_that_are_too_long_are_counted_and_none_at_all_is_an_error(data, tokenizer):
@@ -102,8 +102,8 @@ def test_texts_that_are_too_long_are_counted_and_none_at_all_is_an_error(data, t
 
 
 def test_the_line_of_progress_counts_what_was_done_now():
-    said, now = [], [0.0]
-    remaining = Remaining(said.append, "layers", 40, first=20, clock=lambda: now[0])
+    lines, now = [], [0.0]
+    remaining = Remaining(lines.append, "layers", 40, first=20, clock=lambda: now[0])
     remaining(20)
     now[0] = 10.0
     remaining(20)
@@ -114,4 +114,4 @@ def test_the_line_of_progress_counts_what_was_done_now():
     remaining(30)
     now[0] = 200.0
     remaining(40)
-    assert said == ["layers: 24 of 40, 60% (about 40 s left)", "layers: 30 of 40, 75% (about 1 min 40 s left)"]
+    assert lines == ["layers: 24 of 40, 60% (about 40 s left)", "layers: 30 of 40, 75% (about 1 min 40 s left)"]

@@ -1,5 +1,4 @@
-"""The engine's process ends in every way it can; each row still gets exactly one completion, the same as
-ever."""
+"""The engine's process ends in every possible way; each row still gets exactly one completion, always the same."""
 
 import json
 import socket
@@ -23,7 +22,7 @@ from tests.job.fake_engine import answer
 
 @pytest.fixture
 def start(tmp_path):
-    """start(fake=..., step_timeout_s=...) -> Supervisor over a fake engine."""
+    """Return `start(step_timeout_s=..., **fake)`, which returns a Supervisor over a fake engine."""
     started = []
 
     def start(step_timeout_s: float = 60.0, load_timeout_s: float = 60.0, **fake) -> Supervisor:
@@ -42,10 +41,10 @@ def requests(prompts: list[str]) -> list[Request]:
     return [Request(i, list(p.encode()), SamplingParams(max_tokens=6, seed=i)) for i, p in enumerate(prompts)]
 
 
-def check(asked: list[Request], completions, failed: set[int] = frozenset()) -> None:
-    assert sorted(c.row_id for c in completions) == [r.row_id for r in asked]
+def check(requested: list[Request], completions, failed: set[int] = frozenset()) -> None:
+    assert sorted(c.row_id for c in completions) == [r.row_id for r in requested]
     for completion in completions:
-        request = asked[completion.row_id]
+        request = requested[completion.row_id]
         if completion.row_id in failed:
             assert (completion.error, completion.finish_reason) == ("engine_failure", "error")
             assert (completion.text, completion.token_ids) == ("", [])
@@ -54,11 +53,11 @@ def check(asked: list[Request], completions, failed: set[int] = frozenset()) -> 
             assert completion.token_ids == answer(request.prompt_token_ids, request.params.seed, 6)
 
 
-def test_rows_of_several_threads_come_back_to_their_callers(start):
+def test_rows_of_several_threads_return_to_their_callers(start):
     supervisor = start()
-    asked = [requests([f"thread {t} row {i}" for i in range(20)]) for t in range(4)]
+    requested = [requests([f"thread {t} row {i}" for i in range(20)]) for t in range(4)]
     with ThreadPoolExecutor() as pool:
-        for rows, answers in zip(asked, pool.map(supervisor.generate, asked)):
+        for rows, answers in zip(requested, pool.map(supervisor.generate, requested)):
             check(rows, answers)
     assert supervisor.deaths().count == 0
     assert supervisor.generate([]) == []
@@ -67,8 +66,8 @@ def test_rows_of_several_threads_come_back_to_their_callers(start):
 def test_fault_1_a_process_that_is_killed_in_a_step_is_replaced_and_no_row_is_blamed(start, tmp_path):
     supervisor = start(kill="row 3", once=str(tmp_path / "once"))
     for texts in (["before"], [f"row {i}" for i in range(10)]):
-        asked = requests(texts)
-        check(asked, supervisor.generate(asked))
+        requested = requests(texts)
+        check(requested, supervisor.generate(requested))
     deaths = supervisor.deaths()
     (reason,) = deaths.reasons
     assert reason == "signal SIGKILL from outside, as by the kernel when memory runs out"
@@ -81,8 +80,8 @@ def test_what_processes_computed_is_what_was_delivered_or_lost_with_them(start, 
     supervisor = start(kill="row 9", once=str(once))
     done = []
     for deaths in (1, 2):
-        asked = requests([f"row {i}" for i in range(10)])
-        done += supervisor.generate(asked)
+        requested = requests([f"row {i}" for i in range(10)])
+        done += supervisor.generate(requested)
         assert supervisor.deaths().count == deaths
         once.unlink()
     lost, stats = supervisor.deaths().lost, supervisor.stats()
@@ -92,9 +91,9 @@ def test_what_processes_computed_is_what_was_delivered_or_lost_with_them(start, 
 
 def test_interrupted_calls_return_what_is_finished(start):
     supervisor = start(step_s=0.2, max_num_seqs=2)
-    asked = requests([f"row {i}" for i in range(20)])
+    requested = requests([f"row {i}" for i in range(20)])
     answers = []
-    call = threading.Thread(target=lambda: answers.extend(supervisor.generate(asked)))
+    call = threading.Thread(target=lambda: answers.extend(supervisor.generate(requested)))
     call.start()
     while supervisor.open_rows_done() < 3:
         time.sleep(0.02)
@@ -102,30 +101,30 @@ def test_interrupted_calls_return_what_is_finished(start):
     call.join(timeout=60)
     assert 3 <= len(answers) < 20
     for completion in answers:
-        assert completion.token_ids == answer(asked[completion.row_id].prompt_token_ids, completion.row_id, 6)
-    assert supervisor.generate(asked) == []
+        assert completion.token_ids == answer(requested[completion.row_id].prompt_token_ids, completion.row_id, 6)
+    assert supervisor.generate(requested) == []
 
 
 def test_a_row_is_not_blamed_for_one_death_while_it_was_alone(start, tmp_path):
     """A process may be killed from outside, by chance three times with the same row inside."""
     cured = tmp_path / "cured"
     supervisor = start(kill="row 0", cured_by=str(cured))
-    asked, done = requests(["row 0", "row 1"]), []
-    call = threading.Thread(target=lambda: done.extend(supervisor.generate(asked)))
+    requested, done = requests(["row 0", "row 1"]), []
+    call = threading.Thread(target=lambda: done.extend(supervisor.generate(requested)))
     call.start()
     while supervisor.deaths().count < 3:  # in the first and second with row 1, in the third alone
         time.sleep(0.005)
     cured.touch()
     call.join(timeout=30)
-    check(asked, done)
+    check(requested, done)
     assert (supervisor.deaths().count, supervisor.deaths().poison_rows) == (3, 0)
 
 
 @pytest.mark.parametrize("fault", ["kill", "crash"])
 def test_fault_2_the_row_that_ends_the_process_is_found_and_becomes_an_error_row(start, fault):
     supervisor = start(**{fault: "poison"})
-    asked = requests([f"row {i}" + " poison" * (i == 5) for i in range(12)])
-    check(asked, supervisor.generate(asked), failed={5})
+    requested = requests([f"row {i}" + " poison" * (i == 5) for i in range(12)])
+    check(requested, supervisor.generate(requested), failed={5})
     assert supervisor.deaths().count <= 7
     assert supervisor.deaths().poison_rows == 1
     more = requests(["after"])
@@ -141,8 +140,8 @@ def test_fault_5_an_engine_that_raised_is_never_used_again(start, tmp_path, faul
     supervisor = start(**{fault: "row 3"}, once=str(tmp_path / "once"))
     supervisor.generate(requests(["before"]))
     first = supervisor._child.process
-    asked = requests([f"row {i}" for i in range(6)])
-    check(asked, supervisor.generate(asked))
+    requested = requests([f"row {i}" for i in range(6)])
+    check(requested, supervisor.generate(requested))
     assert first.poll() == 70
     assert supervisor._child.process.pid != first.pid
     assert supervisor.deaths().reasons == (f"exit code 70: {reason}",)
@@ -150,8 +149,8 @@ def test_fault_5_an_engine_that_raised_is_never_used_again(start, tmp_path, faul
 
 def test_fault_6_a_hung_step_is_ended_its_stack_kept_and_its_row_found(start):
     supervisor = start(hang="poison", step_timeout_s=0.4)
-    asked = requests(["fine", "poison", "fine too"])
-    check(asked, supervisor.generate(asked), failed={1})
+    requested = requests(["fine", "poison", "fine too"])
+    check(requested, supervisor.generate(requested), failed={1})
     reason = supervisor.deaths().reasons[0]
     assert reason.startswith("signal SIGKILL, by us: no step for 0.4 s (run.stall_timeout): File ")
     assert reason.endswith("in _maybe_fail")
@@ -169,7 +168,7 @@ def test_an_engine_that_always_dies_is_not_taken_for_bad_rows(start):
         supervisor.generate(requests([f"row {i}" for i in range(8)]))
 
 
-def test_memory_is_advised_only_where_it_may_be_short():
+def test_more_memory_is_advised_only_if_it_may_be_short():
     for ended, is_short in [
         (Ended("signal SIGKILL", "", killed=True), True),
         (Ended("signal SIGKILL, by us: not loaded within 5 s", ""), False),
@@ -191,7 +190,7 @@ def test_an_import_that_fails_is_not_taken_for_too_little_memory(start, tmp_path
     assert "enough memory" not in str(raised.value)
 
 
-def test_fault_7_a_load_that_says_nothing_for_too_long_is_ended(start):
+def test_fault_7_a_load_that_reports_nothing_for_too_long_is_ended(start):
     supervisor = start(load_s=60, load_timeout_s=1.5)
     with pytest.raises(EnvironmentFailed, match=r"no message while loading for 1\.5 s \(run\.stall_timeout\)"):
         supervisor.generate(requests(["row"]))
@@ -217,7 +216,7 @@ def test_closing_ends_the_process_and_open_calls(start):
     assert process.poll() is not None
 
 
-def test_the_process_ends_when_its_parent_is_gone(tmp_path):
+def test_the_process_ends_when_its_parent_has_ended(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     ours, theirs = socket.socketpair()
     with theirs:

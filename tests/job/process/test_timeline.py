@@ -24,7 +24,7 @@ def test_a_plain_life():
     timeline.enter(None, 250)
     timeline.progress(300, 0, 50, STATS)  # waiting for the first unit
     timeline.progress(500, 150, 0, stats(30, 120))
-    timeline.progress(600, 150, 100, stats(30, 120))  # a tail, unless it goes on
+    timeline.progress(600, 150, 100, stats(30, 120))  # a tail, unless work resumes
     assert timeline.phases(600) == no_phases() | {
         "startup": 50, "load": 100, "prefill": 30, "decode": 120, "idle": 200,
     }  # fmt: skip
@@ -34,7 +34,7 @@ def test_a_plain_life():
     assert timeline.tail_us == 0
 
 
-def test_time_that_the_engine_did_not_count_goes_where_its_work_was():
+def test_time_that_the_engine_did_not_count_is_divided_like_its_work():
     timeline = Timeline(0)
     timeline.enter(None, 0)
     timeline.progress(1000, 1000, 0, stats(300, 600))
@@ -114,8 +114,8 @@ def clock(monkeypatch) -> list[int]:
     return now
 
 
-def begun(actors: int, most: int | None = None, run_us: int = 0, **options) -> ActorRegistry:
-    registry = ActorRegistry(actors, most, **options)
+def begun(actors: int, max_actors: int | None = None, run_us: int = 0, **options) -> ActorRegistry:
+    registry = ActorRegistry(actors, max_actors, **options)
     registry.begin(run_us)
     return registry
 
@@ -139,7 +139,7 @@ def test_the_registry_gives_each_actor_its_time_from_the_runs_start_to_its_end(c
     assert [s.record.machine_us for s in ends] == [4_000_000, 4_000_000]
     assert (ends[0].record.phases_us["idle"], ends[1].record.phases_us["load"]) == (1_000_000, 600_000)
     assert [s.record.tail_us for s in ends] == [1_000_000, 0]
-    registry.report(replace(state(0, 2_000_000), report_number=1))  # a late word changes nothing
+    registry.report(replace(state(0, 2_000_000), report_number=1))  # a late report changes nothing
     assert registry.states()[0].record.machine_us == 3_000_000
     registry.give(Order.ADMIT_NO_MORE)
     assert registry.report(state(0, 3_000_000)) == Order.ADMIT_NO_MORE
@@ -182,7 +182,7 @@ def test_on_another_machine_a_replacement_begins_with_its_own_process(clock):
     assert [s.record.machine_us for s in registry.states(end=True, lost_nodes={"two"})][2] == 10_000_000
 
 
-def test_machines_may_come_and_go_for_as_long_as_they_like(clock):
+def test_machines_may_come_and_go_without_limit(clock):
     registry = begun(1)
     for number in range(20):
         assert registry.register(b"", Placement("host", str(number))) == (number, 0, False)
@@ -208,23 +208,23 @@ def test_of_an_elastic_pool_time_begins_with_a_process_and_ends_when_it_is_given
     assert [s.record.machine_us for s in ends] == [26_000_000, 19_500_000]
 
 
-def test_actors_that_have_said_nothing_are_starting_up(clock):
-    """Else a run that is killed while its engines load would seem to have used no machine."""
+def test_actors_that_have_reported_nothing_are_starting_up(clock):
+    """Otherwise a run that is killed while its engines load would seem to have used no machine."""
     registry = begun(2, run_us=5_000_000)
     assert [s.record.phases_us["startup"] for s in registry.states()] == [5_000_000, 5_000_000]
-    assert registry.states(end=True) == []  # none has come: no machine was held
+    assert registry.states(end=True) == []  # none has started: no machine was held
     registry.register(b"a")
     clock[0] = 2_000_000
     assert [s.record.phases_us["startup"] for s in registry.states()] == [7_000_000, 7_000_000]
     assert [s.record.machine_us for s in registry.states(end=True)] == [7_000_000]
     clock[0] = 9_000_000
-    registry.register(b"b")  # in the place of the first, which is silent
+    registry.register(b"b")  # replaces the first, which is silent
     clock[0] = 10_000_000
     assert [s.record.machine_us for s in registry.states(end=True)] == [5_000_000, 10_000_000]
 
 
 def test_of_two_states_of_an_actor_the_later_one_counts_whichever_arrives_last(clock):
-    """Two of its threads tell at once, each of the unit that it has just written."""
+    """Two of its threads report at once, each after the unit that it has just written."""
     registry = begun(1)
     registry.register(b"")
     registry.report(ActorState(ActorRecord(0, units=18), report_number=6))
@@ -236,19 +236,19 @@ def test_an_actor_whose_machine_is_drained_leaves_and_is_not_paid_for_after_that
     registry = begun(1, drain_s=30.0)
     number, _, _ = registry.register(b"a", Placement("host", "node-a"))
 
-    def word(told, open_units):
+    def report(report_number, open_units):
         record = ActorRecord(number, {**no_phases(), "decode": clock[0]}, units_in_progress=open_units)
-        return registry.report(ActorState(record, report_number=told))
+        return registry.report(ActorState(record, report_number=report_number))
 
-    assert word(1, 2) == Order.GO_ON
+    assert report(1, 2) == Order.GO_ON
     registry.drain({"node-a"})
-    assert word(2, 2) == Order.ADMIT_NO_MORE
+    assert report(2, 2) == Order.ADMIT_NO_MORE
     clock[0] = 31_000_000
-    assert word(3, 1) == Order.LEAVE  # the time is over
+    assert report(3, 1) == Order.LEAVE  # the time is over
     registry.drain({"node-b"})  # it was called off
-    assert word(4, 1) == Order.GO_ON
+    assert report(4, 1) == Order.GO_ON
     registry.drain({"node-a"})
-    assert word(5, 0) == Order.LEAVE  # there is nothing left to do
+    assert report(5, 0) == Order.LEAVE  # there is nothing left to do
     clock[0] = 31_500_000
     assert registry.register(b"b", Placement("host", "node-b", 100_000))[:2] == (1, 100_000)
     clock[0] = 60_000_000

@@ -1,4 +1,4 @@
-"""Lines of a batch API, what the fake engine answers them, and what a job's output becomes when it is converted."""
+"""Lines of a batch API, the fake engine's answers to them, and the converted output of a job."""
 
 import json
 from pathlib import Path
@@ -25,15 +25,15 @@ def put(job, name: str, lines: list) -> None:
     (job.folder / "in" / name).write_text(text)
 
 
-def tokens_of(i: int, most: int = 6, seed: int | None = None) -> list[int]:
-    place = ("a.jsonl", i) if i < 25 else ("b.jsonl", i - 25)
+def tokens_of(i: int, max_tokens: int = 6, seed: int | None = None) -> list[int]:
+    location = ("a.jsonl", i) if i < 25 else ("b.jsonl", i - 25)
     prompt = list(f"<system>Be brief.<user>é {i}".encode())
-    return answer(prompt, row_seed(0, *place) if seed is None else seed, most)
+    return answer(prompt, row_seed(0, *location) if seed is None else seed, max_tokens)
 
 
 def converted(job, name: str = "answers.jsonl") -> tuple[list[dict], list[dict]]:
-    place = str(job.folder / name)
-    convert(PartStore(str(job.output)), place, default_errors_path(place), {})
-    there = [Path(p) for p in (place, default_errors_path(place))]
-    good, bad = ([json.loads(line) for line in p.read_text().splitlines()] if p.exists() else [] for p in there)
+    path = str(job.folder / name)
+    convert(PartStore(str(job.output)), path, default_errors_path(path), {})
+    paths = [Path(p) for p in (path, default_errors_path(path))]
+    good, bad = ([json.loads(line) for line in p.read_text().splitlines()] if p.exists() else [] for p in paths)
     return good, bad

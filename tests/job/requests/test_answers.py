@@ -22,8 +22,8 @@ def check(job) -> None:
     assert rows["id-6"]["error_message"].startswith("body.tools: not supported")
     assert rows["id-7"]["error_message"].startswith("body: expected an object")
     for i in (*range(4), *range(9, 40)):
-        most = 3 + i % 5 if i % 2 else 6
-        assert rows[f"id-{i}"]["generated_text"] == text_of(tokens_of(i, most)), i
+        max_tokens = 3 + i % 5 if i % 2 else 6
+        assert rows[f"id-{i}"]["generated_text"] == text_of(tokens_of(i, max_tokens)), i
     assert rows["id-4"]["generated_text"] == text_of(tokens_of(4, 9, seed=11))
     assert len(rows["id-5"]["logprobs"]) == rows["id-5"]["num_generated_tokens"]
     assert rows["id-9"]["logprobs"] is None
@@ -42,7 +42,7 @@ def test_lines_are_answered_by_their_own_values_over_several_runs(batch):
     assert success(batch)["input_rows"] == 40
 
 
-def test_lines_that_ask_for_one_choice_make_no_lists_and_a_job_may_ask_for_several_of_those_that_do_not_say(batch):
+def test_lines_for_one_choice_make_no_lists_and_a_job_may_set_several_for_lines_without_a_number(batch):
     (batch.folder / "in" / "b.jsonl").unlink()
     put(batch, "a.jsonl", [request(0, n=1)])
     run(batch)

@@ -1,4 +1,4 @@
-"""The output of a job of requests in the form of its API: what the API's own clients read."""
+"""The output of a job of requests in the form of its API, as the API's own clients read it."""
 
 import base64
 import json
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("without_ray")
     [(CHAT, ChatCompletion, "lists"), (TEXT, Completion, "lists"), (CHAT, ChatCompletion, "rows")],
 )
 def test_several_choices_of_a_line_are_answered_and_converted(batch, url, kind, form):
-    """Lines that ask for several make the output's texts lists, of one where they ask for one; or there is a row for
-    each choice."""
+    """Lines for several choices make the output's texts lists, with one item for lines of one choice; or each choice is
+    a row."""
     batch.settings["output"]["samples"] = form
     wanted = {"logprobs": 0} if url == TEXT else {"logprobs": True}
     lines = [request(i, url, max_tokens=6, **({"n": 3, **wanted} if i == 1 else {})) for i in range(3)]
@@ -58,7 +58,7 @@ def test_several_choices_of_a_line_are_answered_and_converted(batch, url, kind, 
 
 @pytest.mark.parametrize(("url", "form"), [(CHAT, "rows"), (TEXT, "lists")])
 def test_a_line_gets_the_log_probabilities_of_its_own_prompt(batch, url, form):
-    """Once for all of its choices; lines that ask for none have none, and a wrong number is an error of its line."""
+    """All choices share them; lines that request none have none, and a wrong number is an error of its line."""
     batch.settings["output"]["samples"] = form
     own = [{}, {"prompt_logprobs": 0, "n": 2}, {"prompt_logprobs": 2}, {"prompt_logprobs": 101}]
     put(batch, "a.jsonl", [request(i, url, max_tokens=6, **given) for i, given in enumerate(own)])
@@ -69,19 +69,19 @@ def test_a_line_gets_the_log_probabilities_of_its_own_prompt(batch, url, form):
     assert "sampling.prompt_logprobs = 101: expected" in bad[0]["response"]["body"]["error"]["message"]
     bodies = {line["custom_id"]: line["response"]["body"] for line in good}
     assert "prompt_logprobs" not in str(bodies["id-0"])
-    for i, places in ((1, 2), (2, 1)):
+    for i, num_choices in ((1, 2), (2, 1)):
         body = bodies[f"id-{i}"]
         found = [body] if url == CHAT else body["choices"]
-        assert len(found) == (1 if url == CHAT else places)
+        assert len(found) == (1 if url == CHAT else num_choices)
         ids = list((f"<system>Be brief.<user>é {i}" if url == CHAT else f"é {i}").encode())
-        for place in found:
-            first, *others = place["prompt_logprobs"]
+        for each in found:
+            first, *others = each["prompt_logprobs"]
             assert (first, [next(iter(t)) for t in others]) == (None, list(map(str, ids[1:])))
             assert all((t[str(token)]["rank"] is None) == (i == 1)
-                       for t, token in zip(place["prompt_logprobs"][1:], ids[1:]))  # fmt: skip
+                       for t, token in zip(each["prompt_logprobs"][1:], ids[1:]))  # fmt: skip
 
 
-def test_what_comes_out_is_what_the_clients_of_the_api_read(batch):
+def test_the_clients_of_the_api_can_read_the_converted_output(batch):
     run(batch)
     good, bad = converted(batch)
     assert {line["custom_id"] for line in good} | {line["custom_id"] for line in bad} == {f"id-{i}" for i in range(40)}
@@ -94,11 +94,11 @@ def test_what_comes_out_is_what_the_clients_of_the_api_read(batch):
         body = ChatCompletion.model_validate(line["response"]["body"], strict=True)
         assert body.to_dict() == line["response"]["body"], "a field that the client does not know"
         i = int(line["custom_id"].removeprefix("id-"))
-        most = 9 if i == 4 else 3 + i % 5 if i % 2 else 6
-        tokens = tokens_of(i, most, 11 if i == 4 else None)
+        max_tokens = 9 if i == 4 else 3 + i % 5 if i % 2 else 6
+        tokens = tokens_of(i, max_tokens, 11 if i == 4 else None)
         (choice,) = body.choices
         assert choice.message.content == text_of(tokens)
-        assert choice.finish_reason == ("length" if len(tokens) == most else "stop")
+        assert choice.finish_reason == ("length" if len(tokens) == max_tokens else "stop")
         assert body.usage is not None
         assert body.usage.completion_tokens == len(tokens)
         assert body.usage.prompt_tokens == len(f"<system>Be brief.<user>é {i}".encode())
@@ -120,7 +120,7 @@ def test_what_comes_out_is_what_the_clients_of_the_api_read(batch):
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_request")
     assert error["message"].startswith("body.tools")
     before = [(batch.folder / name).read_bytes() for name in ("answers.jsonl", "answers.errors.jsonl")]
-    assert converted(batch) == (good, bad), "the same call finds its files"
+    assert converted(batch) == (good, bad), "the same call reuses its files"
     assert converted(batch, "again.jsonl") == (good, bad), "ids are the same each time"
     assert [(batch.folder / name).read_bytes() for name in ("again.jsonl", "again.errors.jsonl")] == before
     assert not [p for p in batch.folder.iterdir() if p.name.endswith(".partial")]
@@ -211,11 +211,11 @@ def test_an_output_without_custom_id_is_refused(tmp_path):
 
 def test_the_command_writes_both_files(batch, pipe):
     run(batch)
-    place = str(batch.folder / "x.jsonl")
-    code, out, err = pipe("convert", str(batch.output), "--output", place, "--json")
+    path = str(batch.folder / "x.jsonl")
+    code, out, err = pipe("convert", str(batch.output), "--output", path, "--json")
     assert (code, err) == (0, "")
     assert json.loads(out) == {
-        "output": place, "errors": str(batch.folder / "x.errors.jsonl"), "completed_rows": 37, "error_rows": 3,
+        "output": path, "errors": str(batch.folder / "x.errors.jsonl"), "completed_rows": 37, "error_rows": 3,
     }  # fmt: skip
 
 
@@ -224,19 +224,19 @@ def test_files_in_a_store_are_created_and_never_replaced(batch):
     converted(batch)
     parts = PartStore(str(batch.output))
     with FaultyStore() as store:
-        bucket, place = store.bucket, store.bucket.url("deep/answers.jsonl")
+        bucket, url = store.bucket, store.bucket.url("deep/answers.jsonl")
         for _ in range(2):
-            done = convert(parts, place, default_errors_path(place), dict(bucket.storage))
+            done = convert(parts, url, default_errors_path(url), dict(bucket.storage))
             assert (done.completed_rows, done.error_rows) == (37, 3)
         for name in bucket.tags("deep/"):
             assert bucket.get(f"deep/{name}") == (batch.folder / name).read_bytes()
         assert len(bucket.tags()) == 2
         bucket.put("deep/answers.jsonl", b"mine")
         with pytest.raises(OutputError, match="already exists"):
-            convert(parts, place, default_errors_path(place), dict(bucket.storage))
+            convert(parts, url, default_errors_path(url), dict(bucket.storage))
         assert bucket.get("deep/answers.jsonl") == b"mine"
 
 
-def test_names_beside():
+def test_default_names_of_error_files():
     assert default_errors_path("s3://b.c/answers.jsonl") == "s3://b.c/answers.errors.jsonl"
     assert default_errors_path("a.b/answers") == "a.b/answers.errors"

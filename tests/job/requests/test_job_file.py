@@ -1,4 +1,4 @@
-"""What the job file of a job of requests says, and what only its lines say."""
+"""The job file of a job of requests: its own settings, and those that only its lines may set."""
 
 import re
 
@@ -18,7 +18,7 @@ def test_the_format_is_in_the_jobs_identity(batch):
     assert identity_of(batch.config())["input"] == {"columns": ["custom_id"], "limit": None, "format": "openai"}
 
 
-def test_values_for_lines_that_do_not_say(batch):
+def test_defaults_for_lines_without_values(batch):
     del batch.settings["sampling"]
 
     def resolved(**sampling):
@@ -32,43 +32,45 @@ def test_values_for_lines_that_do_not_say(batch):
     assert resolved() == (16, 1.0, "prompt", True)
 
 
-def test_a_job_file_that_says_what_lines_say_is_refused(batch):
+def test_a_job_file_that_sets_values_of_lines_is_refused(batch):
     prompt = {"column": "x"}
-    for sections, says in [
+    for sections, message in [
         ({"prompt": prompt}, r"job\.yaml:\d+: prompt\.column: the lines of input\.format openai are"),
         ({"sampling": {"max_tokens": prompt}}, r"sampling\.max_tokens: the lines of .* set their own values"),
-        # all that is wrong, at once
+        # all mistakes at once
         ({"prompt": prompt, "input": {"columns": []}}, r"(?s)input\.columns: must include custom_id.*prompt\.column: "),
         ({"input": {"format": "openai-batch"}}, r"input\.format: expected one of rows, openai; got"),
     ]:
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             batch.config(**sections)
 
 
-def test_chats_are_not_asked_of_texts(batch):
+def test_chat_settings_for_texts_are_refused(batch):
     (batch.folder / "in" / "b.jsonl").unlink()
     put(batch, "a.jsonl", [request(0, TEXT)])
     with pytest.raises(ConfigError, match=r"prompt\.chat: the lines are for /v1/completions"):
         run(batch, prompt={"chat": {"system": "x"}})
 
 
-def test_lines_and_task_have_to_fit(embedding):
-    for url, section, says in [
+def test_lines_and_task_must_fit(embedding):
+    for url, section, message in [
         (EMBEDDINGS, {"task": {"type": "generate"}}, r"task\.type: generate, but \S+a\.jsonl:1 is for /v1/embeddings"),
         (EMBEDDINGS, {"task": {"dimensions": 3}}, r"task\.dimensions: 3, but \S+:1 has body\.dimensions 4"),
         (EMBEDDINGS, {"prompt": {"chat": True}}, r"prompt\.chat: the lines are for /v1/embeddings, which has no chats"),
         (CHAT, {}, r"task\.type: embed, but \S+a\.jsonl:1 is for /v1/chat/completions; use task: generate"),
     ]:
         put(embedding, "a.jsonl", [request(0, url, **({"dimensions": 4} if url == EMBEDDINGS else {}))])
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             run(embedding, **section)
-        told = [f"{mistake.key}: {mistake.problem}" for mistake in validate_job(embedding.config(**section)).mistakes]
-        assert [text for text in told if re.search(says, text)], told
+        problems = [
+            f"{mistake.key}: {mistake.problem}" for mistake in validate_job(embedding.config(**section)).mistakes
+        ]
+        assert [text for text in problems if re.search(message, text)], problems
     with pytest.raises(ConfigError, match=r"input\.format: the lines of format openai are requests for completions or"):
         embedding.config(task={"type": "score"})
 
 
-def test_what_the_lines_ignore_is_said(batch):
+def test_ignored_fields_of_lines_are_reported(batch):
     _, statuses = run(batch)
     assert [s.phase for s in statuses if "have no effect: user" in s.phase]
     found = validate_job(batch.config())

@@ -48,7 +48,7 @@ def test_each_row_has_them_once_whatever_samples_it_has_and_where_it_was_kept(jo
 
 
 def test_each_row_may_have_its_own_number_in_a_column(job):
-    """Of its completion and of its prompt; null is none."""
+    """The number of log-probabilities for its completion and for its prompt; null is none."""
     texts, of_prompt, of_answer = TEXTS[:4], [None, 0, 2, 101], [1, None, 0, 0]
     columns = {"id": range(4), "text": texts, "p": of_prompt, "a": of_answer}
     pq.write_table(pa.table(columns), job.folder / "in" / "f0.parquet")
@@ -61,7 +61,7 @@ def test_each_row_may_have_its_own_number_in_a_column(job):
     assert [row["logprobs"] and len(row["logprobs"][0]["top"] or ()) for row in rows] == [1, None, 0, None]
 
 
-def test_a_job_without_them_is_the_job_that_it_was(job):
+def test_a_job_without_them_keeps_its_identity(job):
     job.rows(TEXTS[:4])
     run(job)
     assert "prompt_logprobs" not in job.table().column_names
@@ -73,7 +73,7 @@ def test_a_job_without_them_is_the_job_that_it_was(job):
 
 
 def test_they_are_the_engines_also_of_prompts_that_share_a_beginning(job):
-    """The prefix of other rows is in the cache and is not taken: each prompt tells all of its tokens."""
+    """The prefix of other rows is cached but not used: all tokens of each prompt have log-probabilities."""
     start = "The pump in the hall was repaired by the team of the night, and the report says that it "
     texts = [f"{start}ran {i} hours" for i in range(4)] + ["ran"]
     job.rows(texts)
@@ -88,7 +88,7 @@ def test_they_are_the_engines_also_of_prompts_that_share_a_beginning(job):
     with Engine(config.engine_config(str(plan.job.model), None)) as engine:
         apart = [engine.generate(ids, SamplingParams(max_tokens=1, prompt_logprobs=2))[0] for ids in prompts]
         shared = engine.generate(prompts[0], SamplingParams(max_tokens=1))[0]
-    assert shared.num_cached_tokens > 0, "what is told is told although it is there"
+    assert shared.num_cached_tokens > 0, "the prefix was in the cache"
     for row, ids, one in zip(rows, prompts, apart):
         assert row["num_cached_tokens"] == 0
         found = row["prompt_logprobs"]

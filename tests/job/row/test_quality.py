@@ -1,4 +1,4 @@
-"""`quality.sample` in a job: the same rows in each run, figures wherever runs tell of themselves, refusals."""
+"""`quality.sample` in a job: the same rows in each run, figures in all reports of a run, refusals."""
 
 import json
 
@@ -43,7 +43,7 @@ def chosen(job) -> list[int]:
     return [i for i in range(len(PROMPTS)) if is_sampled(SHARE, 0, "f0.parquet", i)]
 
 
-def test_rows_are_chosen_by_their_place_and_a_larger_share_keeps_those_of_a_smaller_one():
+def test_rows_are_chosen_by_their_position_and_a_larger_share_keeps_those_of_a_smaller_one():
     def sampled(share: float, seed: int = 0, file: str = "a.parquet") -> set[int]:
         return {row for row in range(4000) if is_sampled(share, seed, file, row)}
 
@@ -56,11 +56,11 @@ def test_rows_are_chosen_by_their_place_and_a_larger_share_keeps_those_of_a_smal
     assert tenth != sampled(0.1, file="b.parquet")
 
 
-def test_a_stopped_job_compares_the_same_rows_and_tells_record_report_status_and_whoever_asked(job):
+def test_a_stopped_job_compares_the_same_rows_and_record_report_status_and_notification_show_it(job):
     job.rows(PROMPTS)
-    told = job.folder / "told.jsonl"
-    # a reference of one layer, so that there is something to tell
-    settings = watched(job, quality={"model": "demo:draft", "max_drop": 0.001}, run={"notify": str(told)})
+    notified = job.folder / "notified.jsonl"
+    # a reference of one layer, so that answers differ
+    settings = watched(job, quality={"model": "demo:draft", "max_drop": 0.001}, run={"notify": str(notified)})
     run_job(settings, sample=9)
     report = run_job(settings)
     rows = {row["id"]: row for row in job.table().to_pylist()}
@@ -81,7 +81,7 @@ def test_a_stopped_job_compares_the_same_rows_and_tells_record_report_status_and
     assert status["quality_rows"] == found.sums.rows
     assert status["token_agreement"] == found.token_agreement
     assert status["quality_drops"] == ["agreement"]
-    (event,) = [json.loads(line) for line in told.read_text().splitlines()]
+    (event,) = [json.loads(line) for line in notified.read_text().splitlines()]
     assert (event["event"], event["measure"]) == ("quality_drop", "agreement")
     log = (job.output / "_pipeline" / "logs" / report.runs[-1].run_id / "driver.log").read_text()
     assert log.count("warning quality: after") == 1
@@ -132,14 +132,14 @@ def test_the_engines_get_a_reference_that_approximates_nothing(job):
     assert (off.reference, off.quality_sample) == (None, 0)
 
 
-def test_it_is_no_part_of_what_a_job_is(job):
+def test_it_is_no_part_of_the_jobs_identity(job):
     run_fakes(job.rows(TEXTS))
     _, statuses = run_fakes(job, quality={"model": "demo:target", "max_drop": 0.5})
     assert statuses[-1].phase == "already complete"
 
 
 def refused(job, key: str, **sections) -> str:
-    """By `validate` as a mistake of that key, and by `run` before anything is written."""
+    """Return the problem that `validate` lists for `key` and that `run` raises before anything is written."""
     config = watched(job, **sections)
     (mistake,) = validate_job(config).mistakes
     assert mistake.key == key
@@ -150,28 +150,28 @@ def refused(job, key: str, **sections) -> str:
     return f"{mistake.problem}\n{raised.value}"
 
 
-def test_what_says_nothing_is_refused_before_a_model_is_loaded(job):
+def test_a_pointless_comparison_is_refused_before_a_model_is_loaded(job):
     job.rows(PROMPTS)
-    told = refused(job, "quality.model", quality={})
-    assert told.count("is quantized (AWQ int4, groups of 128)") == 2
-    assert told.count("name the 16-bit model in quality.model") == 2
-    told = refused(job, "quality.model", quality={}, model={"path": "demo:target"})
-    assert told.count("there is nothing to compare it with") == 2
+    problems = refused(job, "quality.model", quality={})
+    assert problems.count("is quantized (AWQ int4, groups of 128)") == 2
+    assert problems.count("name the 16-bit model in quality.model") == 2
+    problems = refused(job, "quality.model", quality={}, model={"path": "demo:target"})
+    assert problems.count("there is nothing to compare it with") == 2
 
 
 def test_a_reference_with_other_tokens_is_refused(job, tmp_path):
     other = make_family(tmp_path / "other", FAMILIES[0], seed=1)
-    told = refused(job.rows(PROMPTS), "quality.model", quality={"model": str(other)})
-    assert told.count("its tokens are not those of model.path (") == 2
+    problems = refused(job.rows(PROMPTS), "quality.model", quality={"model": str(other)})
+    assert problems.count("its tokens are not those of model.path (") == 2
 
 
-def test_mistakes_in_the_job_file_are_told_with_their_key(job):
+def test_mistakes_in_the_job_file_are_reported_with_their_key(job):
     for key, value in (("sample", 1.5), ("max_drop", 2), ("model", "demo:nothing")):
         with pytest.raises(ConfigError, match=rf"quality\.{key}"):
             job.config(quality={key: value})
 
 
-def test_validate_says_what_is_compared_with_what(job):
+def test_validate_shows_what_is_compared_with_what(job):
     config = watched(job.rows(PROMPTS), quality={"model": "demo:target", "column": "text"})
     found = validate_job(config)
     assert not found.mistakes

@@ -1,4 +1,4 @@
-"""Reasoning in a job: columns, report, the checkpoint's markers, and a run that takes over rows of an earlier one."""
+"""Reasoning in a job: columns, report, the checkpoint's markers, and a run that reuses rows of an earlier one."""
 
 import json
 
@@ -39,14 +39,14 @@ def configured(job, **sampling):
     )
 
 
-def test_columns_are_the_plain_completion_in_two_and_the_report_tells_what_each_cost(job):
+def test_columns_are_the_plain_completion_in_two_and_the_report_shows_what_each_cost(job):
     budgets = [None, None, None, 500, 0, 1, 3, None, None]
-    table = pa.table({"id": range(len(PROMPTS)), "text": PROMPTS, "most": budgets})
+    table = pa.table({"id": range(len(PROMPTS)), "text": PROMPTS, "budget": budgets})
     pq.write_table(table, job.folder / "in" / "f.parquet")
     with Engine(EngineConfig("demo:target", device="cpu", kernels="reference", dtype="float32")) as engine:
         plain = engine.generate(PROMPTS, SamplingParams(max_tokens=24))
-    settings = configured(job, reasoning=MARKERS, thinking_token_budget={"column": "most"})
-    run_job(settings, sample=4)  # kept, and taken over by the next run
+    settings = configured(job, reasoning=MARKERS, thinking_token_budget={"column": "budget"})
+    run_job(settings, sample=4)  # kept, and reused by the next run
     shown = list(read_sample(PartStore(str(job.output)), runs(job)[-1]["run_id"]))
     assert len(shown) == 4
     for row in shown:
@@ -71,12 +71,12 @@ def test_columns_are_the_plain_completion_in_two_and_the_report_tells_what_each_
     assert cost.share == tokens / report.tokens.generated
     assert cost.usd == pytest.approx((report.cost.generated_usd or 0) * cost.share)
     assert runs(job)[-1]["row_stats"]["reasoned"] == {"rows": cost.rows, "tokens": tokens}
-    for told in (text(report), markdown(report), html(report)):
-        assert f"{tokens} generated tokens before the answers of {cost.rows} rows" in " ".join(told.split())
+    for page in (text(report), markdown(report), html(report)):
+        assert f"{tokens} generated tokens before the answers of {cost.rows} rows" in " ".join(page.split())
     assert RunReport.from_json(json.loads(json.dumps(report.to_json()))) == report
 
 
-def test_its_markers_are_the_checkpoints_and_part_of_what_the_job_is(job):
+def test_its_markers_are_the_checkpoints_and_part_of_the_jobs_identity(job):
     job.rows(PROMPTS)
 
     def identity(**sampling):
@@ -88,13 +88,13 @@ def test_its_markers_are_the_checkpoints_and_part_of_what_the_job_is(job):
     named = {"start": "<|im_start|>", "end": "<|im_end|>"}  # added tokens are markers too
     assert identity(reasoning=named, thinking_token_budget=5)["thinking_token_budget"] == 5
     special = {"start": "<|im_start|>", "end": "two words"}
-    for reasoning, told in (("auto", "has no known start-of-reasoning token"), (special, "is a special token")):
+    for reasoning, message in (("auto", "has no known start-of-reasoning token"), (special, "is a special token")):
         settings = configured(job, reasoning=reasoning)
-        with pytest.raises(ConfigError, match=rf"sampling\.reasoning.*{told}"):
+        with pytest.raises(ConfigError, match=rf"sampling\.reasoning.*{message}"):
             make_plan(settings, "cpu")
         (mistake,) = validate_job(settings).mistakes
         assert (mistake.key, mistake.location.endswith("job.yaml:0")) == ("sampling.reasoning", False)
-        assert told in mistake.problem
+        assert message in mistake.problem
     several = {"start": ":", "end": "two words"}
     assert identity(reasoning=several)["reasoning"] == several
     with pytest.raises(ConfigError, match=r"sampling\.thinking_token_budget: needs markers that are one token each"):
@@ -106,7 +106,7 @@ def test_its_markers_are_the_checkpoints_and_part_of_what_the_job_is(job):
     assert list(found.facts["output_columns"])[-2:] == ["reasoning", "num_reasoning_tokens"]
 
 
-def test_a_mistake_in_the_job_file_is_told_with_its_key(job):
+def test_a_mistake_in_the_job_file_is_reported_with_its_key(job):
     for given, key, message in [
         ({"reasoning": True}, "sampling.reasoning", "expected auto, or"),
         ({"reasoning": {"start": "a"}}, "sampling.reasoning", "expected auto, or"),

@@ -1,4 +1,4 @@
-"""Rows that repeat themselves in a job: their column, the report, and a run that takes over rows of an earlier one."""
+"""Rows that repeat themselves in a job: their column, the report, and a run that reuses rows of an earlier one."""
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 def configured(job, output="out", **sampling):
-    """Of the demonstration model, which repeats itself where nothing stops it."""
+    """Return a job of the demonstration model, which repeats itself if nothing stops it."""
     return job.config(
         model={"path": "demo:target"},
         engine={"dtype": "float32"},
@@ -29,7 +29,7 @@ def configured(job, output="out", **sampling):
     )
 
 
-def test_looping_rows_end_early_and_the_report_counts_them_whoever_computed_them(job):
+def test_looping_rows_end_early_and_the_report_counts_those_of_all_runs(job):
     job.rows(PROMPTS)
     free = run_job(configured(job))
     whole = {row["id"]: row for row in job.table().to_pylist()}
@@ -38,7 +38,7 @@ def test_looping_rows_end_early_and_the_report_counts_them_whoever_computed_them
 
     job.output = job.folder / "guarded"
     settings = configured(job, "guarded", repetition_detection=LOOP)
-    run_job(settings, sample=5)  # kept, and taken over by the next run
+    run_job(settings, sample=5)  # kept, and reused by the next run
     report = run_job(settings)
     rows = job.table().to_pylist()
     reasons = Counter(row["finish_reason"] for row in rows)
@@ -54,12 +54,12 @@ def test_looping_rows_end_early_and_the_report_counts_them_whoever_computed_them
     assert loops.usd == pytest.approx((report.cost.generated_usd or 0) * share)
     assert 0 < loops.machine_us <= report.machine_us * share
     assert runs(job)[-1]["row_stats"]["looped"] == {"rows": loops.rows, "generated_tokens": tokens}
-    for told in (text(report), markdown(report), html(report)):
-        assert f"{loops.rows} rows were stopped for repetition" in " ".join(told.split())
+    for page in (text(report), markdown(report), html(report)):
+        assert f"{loops.rows} rows were stopped for repetition" in " ".join(page.split())
     assert RunReport.from_json(json.loads(json.dumps(report.to_json()))) == report
 
 
-def test_it_is_part_of_what_a_job_is_where_it_is_on(job):
+def test_it_is_part_of_the_jobs_identity_if_it_is_on(job):
     job.rows(PROMPTS)
 
     def identity(**sampling):
@@ -70,7 +70,7 @@ def test_it_is_part_of_what_a_job_is_where_it_is_on(job):
     assert identity(repetition_detection=LOOP)["repetition_detection"] == {**LOOP, "min_pattern_size": 1}
 
 
-def test_a_mistake_in_the_job_file_is_told_with_its_key(job):
+def test_a_mistake_in_the_job_file_is_reported_with_its_key(job):
     for given, message in [
         (LOOP | {"min_pattern_size": 25}, "min_pattern_size 25 is more than"),
         ({"max_pattern_size": 4}, "min_count"),

@@ -1,4 +1,4 @@
-"""Several completions of a row as rows of their own (`output.samples: rows`): each is there once, through everything
+"""Several completions of a row as rows of their own (`output.samples: rows`): each exists once, through everything
 that counts, moves or replaces rows."""
 
 import json
@@ -38,7 +38,7 @@ def rows(job):
 
 
 def check(job, texts, n=3):
-    """Every sample of every row once, an error row as sample 0, all with the row's kept columns."""
+    """Assert that each sample exists once, an error row as sample 0, all with the kept columns."""
     found = {(row["id"], row["sample_index"]): row for row in job.table().to_pylist()}
     assert job.table().num_rows == len(found)
     counts = [1 if prompt is None else n for prompt in texts]
@@ -65,14 +65,14 @@ def whole(store: PartStore) -> pa.Table:
 def test_lists_and_rows_hold_the_same_and_are_counted_verified_divided_and_compacted(rows, tmp_path, capsys):
     texts = [*TEXTS[:20], None, *TEXTS[21:30]]
     rows.rows(texts)
-    rows.fake(cached=4)  # of every prompt but the first, from cache
-    sampling, places = SAMPLING | {"logprobs": 1}, {form: str(tmp_path / form) for form in ("lists", "rows")}
+    rows.fake(cached=4)  # from cache, of every prompt but the first
+    sampling, paths = SAMPLING | {"logprobs": 1}, {form: str(tmp_path / form) for form in ("lists", "rows")}
     reports = {
-        form: run(rows, sampling=sampling, output={"path": place, "samples": form})[0] for form, place in places.items()
+        form: run(rows, sampling=sampling, output={"path": path, "samples": form})[0] for form, path in paths.items()
     }
-    stores = {form: PartStore(place) for form, place in places.items()}
+    stores = {form: PartStore(path) for form, path in paths.items()}
     listed = {row["id"]: row for row in whole(stores["lists"]).to_pylist()}
-    rows.output = Path(places["rows"])
+    rows.output = Path(paths["rows"])
     check(rows, texts)
     for row in rows.table().to_pylist():
         if row["error"] is None:
@@ -87,8 +87,8 @@ def test_lists_and_rows_hold_the_same_and_are_counted_verified_divided_and_compa
             assert counts["rows"][name] == counts["lists"][name], name
     assert [each["output_rows"] for each in counts.values()] == [30, 88]
     assert counts["rows"]["completed_rows"] == 29
-    report, told = reports["rows"], reports["rows"].to_json()["rows"]
-    assert (report.rows.written, report.rows.completed, told["output"]) == (30, 29, 88)
+    report, as_json = reports["rows"], reports["rows"].to_json()["rows"]
+    assert (report.rows.written, report.rows.completed, as_json["output"]) == (30, 29, 88)
     assert report.tokens == reports["lists"].tokens
     assert "30 of 30: 29 completed, 1 errors; 88 in the output, one for each sample" in " ".join(text(report).split())
     assert "in the output" not in text(reports["lists"])
@@ -119,10 +119,10 @@ def test_lists_and_rows_hold_the_same_and_are_counted_verified_divided_and_compa
                 assert len(own) == int(name.rpartition("-n")[2].removesuffix(".parquet"))
                 assert set(Counter(table["id"].to_pylist()).values()) <= {1, 3}, "samples stay together"
 
-    report, _ = run(rows, sampling=sampling, output={"path": places["rows"]})
+    report, _ = run(rows, sampling=sampling, output={"path": paths["rows"]})
     assert report.rows.output == 88, "of a job that is finished already"
     with pytest.raises(FingerprintError, match=r'output\.samples: "lists" -> "rows"'):
-        run(rows, sampling=sampling, output={"path": places["lists"]})
+        run(rows, sampling=sampling, output={"path": paths["lists"]})
 
 
 def test_rows_may_have_one_sample_or_differ_in_their_number(rows):
@@ -142,7 +142,7 @@ def test_rows_may_have_one_sample_or_differ_in_their_number(rows):
     assert all(isinstance(row["generated_text"], str) for row in one)
 
 
-def test_samples_kept_of_a_try_and_of_a_run_that_is_killed_are_there_once(rows):
+def test_samples_kept_of_a_try_and_of_a_run_that_is_killed_exist_once(rows):
     texts = TEXTS[:30]
     rows.rows(texts)
     rows.settings["run"] |= {"window_rows": 100}  # one window, so without Ray
@@ -182,31 +182,31 @@ def twice(table: pa.Table, row: int) -> pa.Table:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda table: without(table, 4), "row 1: 1 samples up to 2 are missing"),
         (lambda table: twice(table, 4), "row 1: 1 samples are duplicates"),
         (lambda table: without(table, 5), "output_rows: the parts contain 29, _SUCCESS counts 30"),
     ],
 )
-def test_a_sample_that_is_lost_or_doubled_is_found(rows, change, says):
-    """In a part that was written by the program, with a good footer and sizes that `_SUCCESS` knows."""
+def test_a_sample_that_is_lost_or_doubled_is_found(rows, change, message):
+    """The changed part still has a good footer and sizes that `_SUCCESS` knows."""
     rows.rows(TEXTS[:10])
     run(rows, output={"rows_per_file": 10})
     store, (part,) = PartStore(str(rows.output)), rows.parts()
     name = PartName.parse(part.name)
     assert name is not None
     assert name.rows == 10
-    there = store.read_part(name)
-    assert PartTotals.of_table(there.table).output_rows == 30
-    store.rewrite(name, change(there.table), there.metadata, there.tag)
+    stored = store.read_part(name)
+    assert PartTotals.of_table(stored.table).output_rows == 30
+    store.rewrite(name, change(stored.table), stored.metadata, stored.tag)
     now, counts = Inventory.from_store(store), success(rows)
     tokens = store.totals().num_generated_tokens
     sizes = {"parts_bytes": now.parts_bytes, "parts_digest": now.parts_digest, "num_generated_tokens": tokens}
     store.folder.replace("_SUCCESS", json.dumps(counts | sizes).encode())
     found = audit(store, deep=True, log=print)
     assert len(found.problems) == 1
-    assert says in found.problems[0]
+    assert message in found.problems[0]
 
 
 def test_a_kept_column_may_not_be_called_as_the_samples_are(rows):

@@ -67,7 +67,7 @@ def test_each_row_has_its_samples_in_lists_and_all_counts_are_of_all_samples(job
     assert sum(sum(h["counts"].values()) for h in stats["outputs"].values()) == 3 * 29, "lengths are those of samples"
 
 
-def test_an_output_of_samples_is_verified_divided_and_gone_on_with(job):
+def test_an_output_of_samples_is_verified_divided_and_resumed(job):
     texts = TEXTS[:24]
     job.rows(texts)
     report, _ = run(job, sampling=SAMPLING)
@@ -101,7 +101,7 @@ def test_n_from_a_column_and_rows_whose_samples_would_be_equal(job):
     assert rows == {0: None, 1: None, 2: None, 3: "invalid_sampling"}
 
 
-def test_a_job_file_that_asks_for_equal_samples_is_refused(job):
+def test_a_job_file_that_requests_equal_samples_is_refused(job):
     for sampling, message in [
         ({"n": 8}, "8 with temperature 0 gives 8 equal texts; set sampling.temperature above 0"),
         ({"n": 8, "temperature": 0}, "8 with temperature 0 gives 8 equal texts"),

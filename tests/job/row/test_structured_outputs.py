@@ -46,10 +46,10 @@ def test_every_row_keeps_to_its_own_schema(job, without_ray):
     assert "generated tokens its grammar" in found[14]["error_message"], "the vocabulary cannot spell it"
     assert report.rows.errors_by_code == {"grammar_error": 2, "invalid_sampling": 1}
     (line,) = (line for line in text(report).splitlines() if line.startswith("    Grammars"))
-    told = line.removeprefix("    Grammars").strip()
+    figures = line.removeprefix("    Grammars").strip()
     work, generated = report.work, sum(row["num_generated_tokens"] for row in found.values() if not row["error"])
-    assert told.startswith(f"{work.grammar_tokens:,} tokens checked, {work.grammar_masks:,} masks in ")
-    assert told.endswith(f"; {work.grammar_forced_tokens:,} forced, without a step")
+    assert figures.startswith(f"{work.grammar_tokens:,} tokens checked, {work.grammar_masks:,} masks in ")
+    assert figures.endswith(f"; {work.grammar_forced_tokens:,} forced, without a step")
     forced_by_schema = sum(len('{"a":') for row in range(0, 12, 3))
     assert work.grammar_forced_tokens >= forced_by_schema / 3, "the schema's names, in tokens of one character to three"
     of_others = found[15]["num_generated_tokens"]  # without a schema
@@ -60,7 +60,7 @@ def test_every_row_keeps_to_its_own_schema(job, without_ray):
 
 
 def test_rows_that_finish_invalid_are_error_rows(job, without_ray):
-    """And count as others do: more of them than `run.max_error_rate` allows stop the job with its exit code."""
+    """They count like others: more of them than `run.max_error_rate` allows stop the job with its exit code."""
     table = pa.table({"id": range(16), "text": [f"row {i}" for i in range(16)]})
     pq.write_table(table, job.folder / "in" / "f.parquet")
     sampling = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "structured_outputs": {"json": TWICE}}

@@ -1,4 +1,4 @@
-"""Tasks beside completions, through whole jobs: columns, error rows, stops and resumes, what commands tell of them."""
+"""Tasks other than completions, in whole jobs: columns, error rows, stops, resumes and the output of commands."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ from tests.model_folders import small_config, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 LABELS = ("billing", "bug", "question")
-MODEL = {  # as much of a config.json as planning reads
+MODEL = {  # the part of config.json that planning reads
     "model_type": "llama",
     "vocab_size": 320,
     "hidden_size": HIDDEN_SIZE,
@@ -55,7 +55,7 @@ EACH = {"choice": {"labels": list(LABELS)}, "score": {"token_logprobs": 1}, "emb
 
 
 class TaskJob(Job):
-    """A job of a task over `text`, and over what `columns` adds."""
+    """A job of a task over the column `text` and those that `columns` adds."""
 
     def __init__(self, folder, task: str, **section) -> None:
         self.model = {**MODEL, **(HEAD if task == "classify" else {})}
@@ -79,7 +79,7 @@ class TaskJob(Job):
 
 
 @pytest.fixture
-def of(tmp_path):
+def make_job(tmp_path):
     def make(task: str, **section) -> TaskJob:
         folder = tmp_path / f"{task}-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
@@ -92,9 +92,9 @@ def prompt_of(text: str) -> list[int]:
     return list(f"Say {text}".encode())
 
 
-def test_choice_tells_the_likeliest_label_and_all_probabilities(of):
+def test_choice_returns_the_likeliest_label_and_all_probabilities(make_job):
     texts = [*TEXTS[:12], None]
-    job = of("choice", labels=list(LABELS)).rows(texts)
+    job = make_job("choice", labels=list(LABELS)).rows(texts)
     report, _ = run(job)
     table = job.table()
     assert table.column_names == ["id", "label", "label_probability", "label_probabilities", *COMMON]
@@ -113,26 +113,26 @@ def test_choice_tells_the_likeliest_label_and_all_probabilities(of):
     assert report.rows.completed == 12
 
 
-def test_each_row_may_have_its_own_labels_and_bad_ones_are_error_rows_by_name(of):
+def test_each_row_may_have_its_own_labels_and_bad_ones_are_error_rows_by_name(make_job):
     options = [["yes", "no"], ["no", "not sure"], None, [], ["a", None], ["a", ""], ["same", "same"]]
-    job = of("choice", labels={"column": "options"}).columns(text=["hello"] * 7, options=options)
+    job = make_job("choice", labels={"column": "options"}).columns(text=["hello"] * 7, options=options)
     run(job, run={"max_error_rate": 1.0})
     rows = job.by_id()
-    ends = [*(tuple(b"no\0"), tuple(b"not sure\0"))]  # each with its end: else the longer could never win
+    ends = [*(tuple(b"no\0"), tuple(b"not sure\0"))]  # each with its end, without which the longer one could never win
     for i, tokens in ((0, [tuple(b"yes"), tuple(b"no")]), (1, ends)):
         expected = result_of(prompt_of("hello"), Choice(tuple(tokens)))
         assert [each["label"] for each in rows[i]["label_probabilities"]] == options[i]
         assert [each["logprob"] for each in rows[i]["label_probabilities"]] == list(expected.logprobs)
         assert rows[i]["label"] == options[i][expected.best]
-    for i, why in {2: "'options' is null", 3: "an empty list", 4: "a null among the labels", 5: "an empty label",
+    for i, message in {2: "'options' is null", 3: "an empty list", 4: "a null among the labels", 5: "an empty label",
                    6: "task.labels: 'same' occurs twice"}.items():  # fmt: skip
         assert (rows[i]["error"], rows[i]["label"]) == ("invalid_labels", None)
-        assert why in rows[i]["error_message"]
+        assert message in rows[i]["error_message"]
 
 
-def test_a_completion_is_scored_after_its_prompt(of):
+def test_a_completion_is_scored_after_its_prompt(make_job):
     answers = ["fine", "a longer answer", None, "", " \n"]
-    job = of("score", completion="{answer}", token_logprobs=2).columns(text=["hi"] * 5, answer=answers)
+    job = make_job("score", completion="{answer}", token_logprobs=2).columns(text=["hi"] * 5, answer=answers)
     run(job, run={"max_error_rate": 1.0})
     assert job.table().column_names == ["id", "logprob", "num_scored_tokens", "perplexity", "token_logprobs", *COMMON]
     assert [job.table().schema.field(name).type for name in ("logprob", "num_scored_tokens", "perplexity")] == [
@@ -141,20 +141,20 @@ def test_a_completion_is_scored_after_its_prompt(of):
     for i in (0, 1):
         ids = prompt_of("hi") + list(answers[i].encode())
         expected = result_of(ids, Score(len(prompt_of("hi")), 2))
-        told = rows[i]
-        assert (told["logprob"], told["num_scored_tokens"]) == (expected.logprob, len(answers[i]))
-        assert told["perplexity"] == expected.perplexity
-        assert told["num_input_tokens"] == len(ids)
-        assert [t["token_id"] for t in told["token_logprobs"]] == list(answers[i].encode())
-        assert len(told["token_logprobs"][0]["top"]) == 2
-    for i, why in {2: "column 'answer' is null", 3: "only whitespace", 4: "only whitespace"}.items():
+        row = rows[i]
+        assert (row["logprob"], row["num_scored_tokens"]) == (expected.logprob, len(answers[i]))
+        assert row["perplexity"] == expected.perplexity
+        assert row["num_input_tokens"] == len(ids)
+        assert [t["token_id"] for t in row["token_logprobs"]] == list(answers[i].encode())
+        assert len(row["token_logprobs"][0]["top"]) == 2
+    for i, message in {2: "column 'answer' is null", 3: "only whitespace", 4: "only whitespace"}.items():
         assert (rows[i]["error"], rows[i]["logprob"]) == ("invalid_completion", None)
         assert rows[i]["error_message"].startswith("task.completion: ")
-        assert why in rows[i]["error_message"]
+        assert message in rows[i]["error_message"]
 
 
-def test_a_text_is_scored_from_its_second_token_on(of):
-    job = of("score").columns(text=["some text", "x"])
+def test_a_text_is_scored_from_its_second_token_on(make_job):
+    job = make_job("score").columns(text=["some text", "x"])
     run(job, prompt={"template": None, "column": "text"})
     rows = job.by_id()
     assert rows[0]["num_scored_tokens"] == len("some text") - 1
@@ -164,20 +164,20 @@ def test_a_text_is_scored_from_its_second_token_on(of):
 
 
 @pytest.mark.parametrize(("section", "length"), [({}, HIDDEN_SIZE), ({"dimensions": 3, "normalize": False}, 3)])
-def test_vectors_are_lists_of_a_fixed_size(of, section, length):
-    job = of("embed", **section).rows(["one", None, "three"])
+def test_vectors_are_lists_of_a_fixed_size(make_job, section, length):
+    job = make_job("embed", **section).rows(["one", None, "three"])
     run(job)
     field = job.table().schema.field("embedding")
     assert field.type == pa.list_(pa.float32(), length)
-    asked = Embed("last", section.get("normalize", True), section.get("dimensions"))
+    task = Embed("last", section.get("normalize", True), section.get("dimensions"))
     rows = job.by_id()
-    assert rows[0]["embedding"] == result_of(prompt_of("one"), asked).values.tolist()
-    assert rows[2]["embedding"] == result_of(prompt_of("three"), asked).values.tolist()
+    assert rows[0]["embedding"] == result_of(prompt_of("one"), task).values.tolist()
+    assert rows[2]["embedding"] == result_of(prompt_of("three"), task).values.tolist()
     assert (rows[1]["embedding"], rows[1]["error"]) == (None, "null_prompt")
 
 
-def test_vectors_are_pooled_as_the_checkpoint_says_and_that_is_in_the_identity(of):
-    job = of("embed").rows(["one"])
+def test_vectors_are_pooled_as_the_checkpoint_specifies_and_that_is_in_the_identity(make_job):
+    job = make_job("embed").rows(["one"])
     folder = job.folder / "model"
     modules = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
     (folder / "modules.json").write_text(json.dumps(modules))
@@ -192,8 +192,8 @@ def test_vectors_are_pooled_as_the_checkpoint_says_and_that_is_in_the_identity(o
 
 
 @pytest.mark.parametrize("activation", ["auto", "sigmoid", "none"])
-def test_classes_come_with_the_labels_of_the_head(of, activation):
-    job = of("classify", activation=activation).rows(["one", None])
+def test_classes_come_with_the_labels_of_the_head(make_job, activation):
+    job = make_job("classify", activation=activation).rows(["one", None])
     run(job)
     row, empty = (job.by_id()[i] for i in (0, 1))
     logits = result_of(prompt_of("one"), Classify()).values.tolist()
@@ -217,8 +217,8 @@ def test_a_head_of_one_label_gives_a_score():
     assert ClassifyTask(("LABEL_0",), "none").columns(done, [None]) == [[2.0]]
 
 
-def test_error_rows_are_computed_again_into_parts_with_vectors(of):
-    job = of("embed").rows(TEXTS[:20])
+def test_error_rows_are_computed_again_into_parts_with_vectors(make_job):
+    job = make_job("embed").rows(TEXTS[:20])
     report, _ = run(job, run={"max_error_rate": 1.0}, engine={"max_model_len": len(prompt_of(TEXTS[10]))})
     assert report.rows.errors > 0
     assert {row["embedding"] is None for row in job.by_id().values()} == {True, False}
@@ -229,17 +229,17 @@ def test_error_rows_are_computed_again_into_parts_with_vectors(of):
 
 
 @pytest.mark.parametrize("task", EACH)
-def test_a_finished_job_is_reported_verified_divided_and_compacted_without_generated_tokens(of, task, tmp_path):
-    job = of(task, **EACH[task]).rows([*TEXTS, None])
+def test_a_finished_job_is_reported_verified_divided_and_compacted_without_generated_tokens(make_job, task, tmp_path):
+    job = make_job(task, **EACH[task]).rows([*TEXTS, None])
     report, _ = run(job, cost={"hourly_usd": 3.0})
-    for told in (text(report), markdown(report), html(report)):
-        assert "per 1,000 rows" in told
-        assert "rows/s" in told
-        assert "per 1M generated" not in told
+    for page in (text(report), markdown(report), html(report)):
+        assert "per 1,000 rows" in page
+        assert "rows/s" in page
+        assert "per 1M generated" not in page
     assert report.cost.per_1m_prompt_usd > 0
     assert report.to_json()["rows_per_s"] > 0
     store = PartStore(str(job.output))
-    assert audit(store, True, lambda said: None).sound
+    assert audit(store, True, lambda text: None).sound
     if task in ("choice", "classify"):
         divided = divided_by(store, report, "label", 10)
         assert sum(group.rows for group in divided.groups) == 51
@@ -249,17 +249,17 @@ def test_a_finished_job_is_reported_verified_divided_and_compacted_without_gener
     with pytest.raises(OutputError, match="no column custom_id" if task == "embed" else f"task of its job is {task}"):
         convert(store, str(tmp_path / "answers.jsonl"), str(tmp_path / "errors.jsonl"), {})
     target = tmp_path / f"compact-{task}"
-    compact(store, PartStore(str(target)), "input", 2**20, lambda said: None)
+    compact(store, PartStore(str(target)), "input", 2**20, lambda text: None)
     whole = pa.concat_tables([pq.read_table(file) for file in sorted(target.glob("*.parquet"))])
     assert whole.schema.types == job.table().schema.types
     assert sorted(whole.to_pylist(), key=str) == sorted(job.table().to_pylist(), key=str)
 
 
 @pytest.mark.parametrize("task", EACH)
-def test_a_sample_shows_what_the_task_tells_and_the_run_takes_it_over(of, task):
-    undisturbed = of(task, **EACH[task]).rows(TEXTS)
+def test_a_sample_shows_the_results_of_the_task_and_the_run_reuses_them(make_job, task):
+    undisturbed = make_job(task, **EACH[task]).rows(TEXTS)
     run(undisturbed)
-    job = of(task, **EACH[task]).rows(TEXTS)
+    job = make_job(task, **EACH[task]).rows(TEXTS)
     run(job, sample=9)
     rows = list(read_sample(PartStore(str(job.output)), runs(job)[-1]["run_id"]))
     assert len(rows) == 9
@@ -272,8 +272,8 @@ def test_a_sample_shows_what_the_task_tells_and_the_run_takes_it_over(of, task):
     assert sorted(job.table().to_pylist(), key=str) == sorted(undisturbed.table().to_pylist(), key=str)
 
 
-def test_a_sample_shows_errors_and_the_beginning_of_long_lists(of):
-    job = of("embed").rows(["a", None])
+def test_a_sample_shows_errors_and_the_beginning_of_long_lists(make_job):
+    job = make_job("embed").rows(["a", None])
     run(job, sample=2)
     fine, failed = read_sample(PartStore(str(job.output)), runs(job)[-1]["run_id"])
     long = replace(fine, results={"embedding": [0.25] * 1024})
@@ -282,27 +282,27 @@ def test_a_sample_shows_errors_and_the_beginning_of_long_lists(of):
     assert "embedding" not in _shown(failed)
 
 
-def test_result_columns_of_a_task_can_be_renamed_and_others_cannot(of):
-    job = of("choice", labels=list(LABELS)).rows(["a"])
+def test_result_columns_of_a_task_can_be_renamed_and_others_cannot(make_job):
+    job = make_job("choice", labels=list(LABELS)).rows(["a"])
     run(job, output={"rename": {"label": "category", "error": "failed"}})
     assert {"category", "failed"} < set(job.table().column_names)
     with pytest.raises(ConfigError, match=r"output\.rename: 'generated_text' is not a result column"):
         run(job, output={"rename": {"generated_text": "a"}})
 
 
-def test_units_are_cut_by_prompts_and_completions_alone(of):
+def test_units_are_cut_by_prompts_and_completions_alone(make_job):
     """A row of a task takes no room for tokens that it never generates."""
     table = pa.table({"text": ["x" * 40] * 8, "answer": ["y" * 400] * 8, "source_file": ["f"] * 8,
                       "source_row": list(range(8))})  # fmt: skip
     for section, units in (({}, 1), ({"completion": "{answer}"}, 4)):
-        spec = units_as_written(of("score", **section).config())
+        spec = units_as_written(make_job("score", **section).config())
         assert len(make_units(table, replace(spec, unit_tokens=230), 0)) == units
 
 
-def test_a_plan_expects_no_generated_tokens(of, monkeypatch):
+def test_a_plan_expects_no_generated_tokens(make_job, monkeypatch):
     monkeypatch.setattr("pipeline.tokenization.tokenizer.Tokenizer.from_folder", lambda *given: FakeTokenizer())
-    job = of("embed").rows(TEXTS)
-    found = estimate_job(job.config(), sample=50, hardware=("h100",), log=lambda said: None, today=date(2026, 11, 25))
+    job = make_job("embed").rows(TEXTS)
+    found = estimate_job(job.config(), sample=50, hardware=("h100",), log=lambda text: None, today=date(2026, 11, 25))
     assert found.generated.expected == 0
     assert found.cards
     assert "a task that generates nothing" in estimate_text(found)
@@ -310,7 +310,7 @@ def test_a_plan_expects_no_generated_tokens(of, monkeypatch):
 
 @torch.inference_mode()
 def test_a_real_engine_classifies_as_transformers_does(tmp_path):
-    """A random checkpoint with a head, through a whole job: chats, batches and the activation that config.json says."""
+    """A random checkpoint with a head, through a whole job: chats, batches and the activation of config.json."""
     torch.manual_seed(3)
     config = small_config(32, 48, 2, 4, 2, num_labels=3, initializer_range=0.3, pad_token_id=0)
     named = {"id2label": {0: "good", 1: "bad", 2: "neither"}, "problem_type": "multi_label_classification"}
@@ -325,8 +325,8 @@ def test_a_real_engine_classifies_as_transformers_does(tmp_path):
     tokenizer = Tokenizer.from_folder(str(tmp_path / "model"))
     for i, row in job.by_id().items():
         logits = reference(torch.tensor([tokenizer.encode(f"Say {TEXTS[i]}")])).logits[0]
-        told = row["label_probabilities"]
-        assert [each["label"] for each in told] == ["good", "bad", "neither"]
-        assert [each["logit"] for each in told] == pytest.approx(logits.tolist(), abs=1e-4)
-        assert [each["probability"] for each in told] == pytest.approx(logits.sigmoid().tolist(), abs=1e-4)
-        assert row["label"] == told[int(logits.argmax())]["label"]
+        probabilities = row["label_probabilities"]
+        assert [each["label"] for each in probabilities] == ["good", "bad", "neither"]
+        assert [each["logit"] for each in probabilities] == pytest.approx(logits.tolist(), abs=1e-4)
+        assert [each["probability"] for each in probabilities] == pytest.approx(logits.sigmoid().tolist(), abs=1e-4)
+        assert row["label"] == probabilities[int(logits.argmax())]["label"]

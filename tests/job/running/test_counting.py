@@ -1,4 +1,4 @@
-"""What a run counts: every part before `_SUCCESS`, and error rows against the limit."""
+"""Counts of a run: every part before `_SUCCESS`, and error rows against the limit."""
 
 import shutil
 import signal
@@ -69,24 +69,24 @@ def test_a_signal_ends_the_count_though_reads_hang(job, monkeypatch):
     assert len(hanging) <= LocalFolder.reads_at_once
 
 
-def test_the_parts_are_looked_at_once_for_the_error_rate(job, monkeypatch):
-    """A part may be written before the look and its summary come after it: it is counted once, without another."""
-    store, looks = PartStore(str(job.output)), []
-    stood = DoneUnits()
+def test_the_parts_are_read_once_for_the_error_rate(job, monkeypatch):
+    """A part may be written before the read and its summary arrive later: it is counted once, without another read."""
+    store, reads = PartStore(str(job.output)), []
+    existing = DoneUnits()
     for unit, errors in ((0, 6), (1, 3)):
         name = PartName("0123abcd", 1, unit, 40, 50)
         store.write(name, result(50, errors=errors))
         if unit == 0:
-            stood.add(name)
+            existing.add(name)
     read = PartStore.totals
-    monkeypatch.setattr(PartStore, "totals", lambda self, of=None: looks.append(of) or read(self, of))
+    monkeypatch.setattr(PartStore, "totals", lambda self, progress=None: reads.append(progress) or read(self, progress))
     log = RunLog(store, {}, None, {}, Telemetry(store.folder), RetryCounts())
-    told = PartTotals(50, 1, {"null_prompt": 20})  # what runs that were killed have recorded may be wrong
-    totals = OutputTotals(store, log, told, stood, num_rows=100, limit=0.1)
+    recorded = PartTotals(50, 1, {"null_prompt": 20})  # records of killed runs may be wrong
+    totals = OutputTotals(store, log, recorded, existing, num_rows=100, limit=0.1)
     totals.check_error_rate()
     log.add(UnitSummary(1, 1, PartTotals(50, 1, {"null_prompt": 3}), written=True))
     totals.check_error_rate()
     log.add(UnitSummary(1, 2, PartTotals(50, 1, {"null_prompt": 2}), written=True))
     with pytest.raises(TooManyRowErrors, match="11 error rows of 100 rows"):
         totals.check_error_rate()
-    assert looks == [stood]
+    assert reads == [existing]

@@ -1,4 +1,4 @@
-"""A job that is run in a folder whose modules have the names of Python's, of the libraries' and of ours."""
+"""A job in a folder whose modules have the names of Python's, the libraries' and the pipeline's modules."""
 
 import os
 import subprocess
@@ -41,14 +41,14 @@ def test_a_child_gets_the_modules_of_this_process_without_the_working_directory(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), "", *sys.path])
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert given() == [place for place in sys.path[2:] if place]
+    assert given() == [path for path in sys.path[2:] if path]
     assert child_environment(A="1") == {**os.environ, "PYTHONPATH": ":".join(given()), "PYTHONSAFEPATH": "1", "A": "1"}
     (tmp_path / "link").symlink_to(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "link"))
-    assert given()[0] == str(tmp_path), "whoever names it wants it"
+    assert given()[0] == str(tmp_path), "an explicit entry is kept"
     monkeypatch.setenv("PYTHONPATH", f":{ROOT}")
-    assert str(tmp_path) not in given(), "an empty entry is an accident"
+    assert str(tmp_path) not in given(), "an empty entry is dropped"
     monkeypatch.setattr(interpreter, "PACKAGE_PARENT", str(tmp_path))
-    assert given()[0] == str(tmp_path), "this package lies there"
+    assert given()[0] == str(tmp_path), "the package's own folder is kept"
     monkeypatch.setattr(sys, "path", ["/usr/lib/python"])
     assert given() == ["/usr/lib/python", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""The job files in `jobs/` run: on the embedded model in place of theirs, on some rows of their samples."""
+"""The job files in `jobs/` run, with the embedded model and on some rows of their samples."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from pipeline.config import load_job
 from pipeline.job.running.run import run_job
 
 ROOT = Path(__file__).parents[3]
-COLUMNS = {  # what each is there for
+COLUMNS = {  # the results of each job file
     "classify-chat": {"label"},
     "label-probability": {"label", "label_probability", "label_probabilities"},
     "extract-json": {"fields"},

@@ -16,7 +16,7 @@ SLOW = {"step_s": 0.1, "max_num_seqs": 2}
 
 @pytest.fixture
 def soon(without_ray, monkeypatch):
-    """Ticks of a fake job are short, and so is what it needs to come to rest."""
+    """Shorten the time that a fake job reserves for its end."""
     for module in ("limits", "watch"):
         monkeypatch.setattr(f"pipeline.job.running.{module}.RESERVE_S", 1.0)
 
@@ -25,7 +25,7 @@ def state(actor=0, open_units=0, decode_us=0, **record) -> ActorState:
     return ActorState(ActorRecord(actor, no_phases() | {"decode": decode_us}, units_in_progress=open_units, **record))
 
 
-def told(job, number=-1):
+def driver_log(job, number=-1):
     return job.output / "_pipeline" / "logs" / runs(job)[number]["run_id"] / "driver.log"
 
 
@@ -41,7 +41,7 @@ def test_a_run_ends_inside_its_budget_and_a_higher_one_finishes_it_with_each_row
     spent = sum(sum(actor["phases_us"].values()) for actor in first["actors"]) / 1e6
     assert 2.0 < spent <= 6.0
     assert 0 < first["rows_written"] < len(TEXTS)
-    assert "draining: cost.budget_usd, " in told(job).read_text()
+    assert "draining: cost.budget_usd, " in driver_log(job).read_text()
     report, _ = run(job, cost=price | {"budget_usd": 100.0})
     job.check(TEXTS)
     assert report.outcome == "finished"
@@ -50,7 +50,7 @@ def test_a_run_ends_inside_its_budget_and_a_higher_one_finishes_it_with_each_row
 
 
 @pytest.mark.usefixtures("one_unit_in_flight")
-def test_what_earlier_runs_spent_counts_so_that_a_scheduler_can_not_spend_again(job, soon):
+def test_the_cost_of_earlier_runs_counts_so_that_a_scheduler_cannot_spend_it_again(job, soon):
     job.fake(**SLOW).rows(TEXTS)
     cost = {"hourly_usd": A_SECOND, "budget_usd": 4.0}
     with pytest.raises(LimitReached):
@@ -76,7 +76,7 @@ def test_a_run_ends_inside_its_time(job, soon):
     job.check(TEXTS)
 
 
-def test_a_unit_that_takes_longer_than_was_thought_is_left_in_the_middle_and_its_rows_are_kept(job, soon):
+def test_a_unit_that_takes_longer_than_expected_is_interrupted_and_its_rows_are_kept(job, soon):
     texts = TEXTS[:8]
     job.fake(step_s=0.5, max_num_seqs=2).rows(texts)
     with pytest.raises(LimitReached, match=r"0 of 8 rows written.* Raise it if the next run ends before any unit too"):
@@ -96,13 +96,13 @@ def test_a_budget_counts_every_actor_and_the_runs_before():
     ]
     limit = RunLimits(cost, section, earlier).nearest([state(0, decode_us=10**7), state(1, decode_us=2 * 10**7)], 15.0)
     assert (limit.key, limit.left_s) == (BUDGET, pytest.approx((100 - 30) / 2, abs=0.01))
-    gone = [state(0, decode_us=10**7, node_lost=True), state(1, decode_us=2 * 10**7)]
-    assert RunLimits(cost, section, ()).nearest(gone, 15.0).left_s == pytest.approx(70)
+    lost = [state(0, decode_us=10**7, node_lost=True), state(1, decode_us=2 * 10**7)]
+    assert RunLimits(cost, section, ()).nearest(lost, 15.0).left_s == pytest.approx(70)
     with pytest.raises(LimitReached):  # two engines take two seconds each to load, and three dollars are left
         RunLimits(CostSection(hourly_usd=A_SECOND, budget_usd=3.0), section, earlier)
 
 
-def test_it_is_said_once_when_most_of_a_limit_is_used():
+def test_there_is_one_warning_when_a_large_share_of_a_limit_is_used():
     limits = RunLimits(CostSection(), RunSection(max_runtime="100 s"), ())
     assert limits.warning(limits.nearest([], 79.0)) is None
     assert "run.max_runtime: 81 s of 1 min 40 s used" in limits.warning(limits.nearest([], 81.0))

@@ -1,4 +1,4 @@
-"""A run that is cut off in the middle, another that does the rest, and the first one back again."""
+"""A run that is paused in the middle, another that does the rest, and the first one resumed."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("without_ray")
 ROOT = Path(__file__).parents[3]
 
 
-def test_faults_12_and_52_a_run_that_comes_back_late_changes_nothing(job):
+def test_faults_12_and_52_a_run_that_resumes_late_changes_nothing(job):
     job.rows(TEXTS).fake(step_s=0.1)
     job.settings["run"] |= {"window_rows": 100}  # one window, so without Ray
     job.config()
@@ -30,11 +30,11 @@ def test_faults_12_and_52_a_run_that_comes_back_late_changes_nothing(job):
     family = [late.pid, *(child.pid for child in psutil.Process(late.pid).children(recursive=True))]
     for pid in family:
         os.kill(pid, signal.SIGSTOP)
-    stood = {part.name for part in job.parts()}
+    existing = {part.name for part in job.parts()}
     try:
         run(job)
         job.check(TEXTS)
-        assert len(job.parts()) > len(stood), "the first run left nothing to do"
+        assert len(job.parts()) > len(existing), "the first run left nothing to do"
         before = {part.name: (part.stat().st_ino, part.read_bytes()) for part in job.parts()}
     finally:
         for pid in family:
@@ -43,4 +43,4 @@ def test_faults_12_and_52_a_run_that_comes_back_late_changes_nothing(job):
     assert {part.name: (part.stat().st_ino, part.read_bytes()) for part in job.parts()} == before
     job.check(TEXTS)
     first = runs(job)[0]
-    assert first["duplicate_units"] + first["units_already_written"] > 0, "what it computed in vain is told"
+    assert first["duplicate_units"] + first["units_already_written"] > 0, "its wasted work is recorded"

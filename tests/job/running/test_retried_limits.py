@@ -1,4 +1,4 @@
-"""`--retry-failed` under another engine.max_model_len: error rows alone, and it is on record which."""
+"""`--retry-failed` with another engine.max_model_len: only error rows are computed, and the parts name them."""
 
 import json
 
@@ -29,12 +29,12 @@ def long(job):
     return job
 
 
-def retry(job, most, **sections):
-    return run(job, retry_failed=True, engine={"max_model_len": most}, **sections)[0]
+def retry(job, max_model_len, **sections):
+    return run(job, retry_failed=True, engine={"max_model_len": max_model_len}, **sections)[0]
 
 
 def noted(job) -> list[tuple[int, int]]:
-    """(source_row, limit) of all rows that the parts' footers name."""
+    """Return (source_row, limit) of all rows that the parts' footers name."""
     found = []
     for part in job.parts():
         for entry in json.loads((pq.read_metadata(part).metadata or {}).get(KEY.encode(), b"[]")):
@@ -55,7 +55,7 @@ def test_error_rows_are_computed_under_the_new_limit_and_named(long):
     assert noted(long) == [(3, 80), (22, 80), (45, 80)]
     assert runs(long)[-1]["retry_limits"] == {"engine.max_model_len": 80}
     assert "3 error rows with engine.max_model_len 80 (run 0002)" in text(report)
-    assert audit(store(long), deep=True, log=lambda what: None).sound
+    assert audit(store(long), deep=True, log=lambda text: None).sound
 
 
 def test_the_newest_limit_of_a_row_counts_and_the_jobs_own_needs_no_note(long):
@@ -68,7 +68,7 @@ def test_the_newest_limit_of_a_row_counts_and_the_jobs_own_needs_no_note(long):
     assert noted(long) == [(3, 80), (22, 200), (45, 80)]
 
 
-def test_later_runs_are_of_the_jobs_own_limit_and_other_changes_are_refused_as_ever(long):
+def test_later_runs_are_of_the_jobs_own_limit_and_other_changes_are_still_refused(long):
     with pytest.raises(FingerprintError, match=r"prompt\.template"):
         retry(long, 200, prompt={"template": "Read {text}"})
     assert noted(long) == []
@@ -105,7 +105,7 @@ def test_a_part_that_is_removed_meanwhile_is_not_made_under_the_new_limit(long, 
 
 
 @pytest.mark.usefixtures("one_unit_in_flight")
-def test_a_run_that_fails_midway_leaves_whole_parts_of_both_kinds_and_goes_on(long, monkeypatch):
+def test_a_run_that_fails_midway_leaves_whole_parts_of_both_kinds_and_is_resumed(long, monkeypatch):
     swap, calls = LocalFolder.swap, []
 
     def failing(self, name, data, tag):
@@ -129,15 +129,15 @@ def test_a_run_that_fails_midway_leaves_whole_parts_of_both_kinds_and_goes_on(lo
 
 def test_merged_files_name_their_own_rows(long, tmp_path):
     retry(long, 200)
-    compact(store(long), PartStore(str(tmp_path / "merged")), "input", 3000, lambda what: None)
+    compact(store(long), PartStore(str(tmp_path / "merged")), "input", 3000, lambda text: None)
     files = sorted((tmp_path / "merged").glob("*.parquet"))
     assert len(files) > 1
     named = 0
     for file in files:
         table = pq.read_table(file)
-        places = RetriedRows({KEY: pq.read_metadata(file).metadata.get(KEY.encode(), b"[]").decode()}).row_ids
-        assert places <= set(zip(table["source_file"].to_pylist(), table["source_row"].to_pylist()))
-        named += len(places)
+        row_ids = RetriedRows({KEY: pq.read_metadata(file).metadata.get(KEY.encode(), b"[]").decode()}).row_ids
+        assert row_ids <= set(zip(table["source_file"].to_pylist(), table["source_row"].to_pylist()))
+        named += len(row_ids)
     assert named == 3
 
 
@@ -147,6 +147,6 @@ def test_a_wrong_note_is_found(long, note):
     name, _ = next(part.parts())
     read = part.read_part(name)
     part.rewrite(name, read.table, {**read.metadata, KEY: note}, read.tag)
-    found = audit(part, deep=True, log=lambda what: None)
+    found = audit(part, deep=True, log=lambda text: None)
     assert not found.sound
     assert KEY in str(found.to_json())

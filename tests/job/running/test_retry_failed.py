@@ -1,4 +1,4 @@
-"""`--retry-failed`: error rows alone are computed again, and their parts are replaced whole."""
+"""`--retry-failed`: only error rows are computed again, and their parts are replaced whole."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,7 +33,7 @@ def contents(job):
     return {part.name: part.read_bytes() for part in job.parts()}
 
 
-def test_error_rows_alone_are_computed_again(ill):
+def test_only_error_rows_are_computed_again(ill):
     before = contents(ill)
     ill.cure()
     report = retry(ill)

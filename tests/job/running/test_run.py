@@ -30,8 +30,8 @@ def test_a_finished_job_has_each_row_once_and_its_counts(job):
     assert report.tokens.generated == report.work.computed_generated_tokens > 0
     assert statuses[-1].outcome == "finished"
     assert (statuses[-1].rows_done, statuses[-1].rows_written, statuses[-1].rows_total) == (51, 51, 51)
-    told = json.loads((job.output / "_pipeline" / "status.json").read_text())
-    assert (told["phase"], told["eta_s"]) == ("finished", None)
+    status = json.loads((job.output / "_pipeline" / "status.json").read_text())
+    assert (status["phase"], status["eta_s"]) == ("finished", None)
     assert (job.output / "_pipeline" / "report.md").read_text().startswith("# job")
     kept = pq.read_metadata(job.parts()[0]).metadata
     assert kept[b"pipeline.fingerprint"].decode() == success(job)["fingerprint"]
@@ -40,15 +40,15 @@ def test_a_finished_job_has_each_row_once_and_its_counts(job):
         assert rows == sorted(rows, key=lambda row: (row["source_file"], row["source_row"]))
 
 
-def test_what_is_odd_about_the_data_is_listed_at_the_end_and_in_the_report(job, tmp_path):
+def test_warnings_about_the_data_are_listed_at_the_end_and_in_the_report(job, tmp_path):
     texts = ["a<|end|>", *TEXTS[:8], "<|end|>b", None]
     job.rows(texts, per_file=6)
     (tmp_path / "in" / "README.md").write_text("# Data")
     report, _ = run(job, prompt={"template": "<|start|>{text}"})
-    told = [(warning.kind, warning.count, warning.example) for warning in report.warnings]
-    assert told == [("files_passed_over", 1, "README.md"), ("control_tokens_in_template", 10, "<|start|>")]
+    warnings = [(warning.kind, warning.count, warning.example) for warning in report.warnings]
+    assert warnings == [("files_passed_over", 1, "README.md"), ("control_tokens_in_template", 10, "<|start|>")]
     raw = json.loads((job.output / "_pipeline" / "report.json").read_text())["warnings"]
-    assert [(each["kind"], each["count"], each["example"]) for each in raw] == told
+    assert [(each["kind"], each["count"], each["example"]) for each in raw] == warnings
     for page in (text(report), markdown(report)):
         words = " ".join(page.split())
         assert "1 file of another format skipped (README.md): " in words
@@ -57,7 +57,7 @@ def test_what_is_odd_about_the_data_is_listed_at_the_end_and_in_the_report(job, 
     assert again.warnings == report.warnings
 
 
-def test_tokens_refused_computed_and_cached_are_told_apart_everywhere(job):
+def test_tokens_refused_computed_and_cached_are_counted_separately_everywhere(job):
     texts = [*TEXTS[:20], "far too long " * 15_000]
     report, statuses = run(job.fake(max_model_len=1000, cached=4).rows(texts), cost={"hourly_usd": 1.0})
     refused, lengths = len(f"Say {texts[20]}"), [len(f"Say {text}") for text in texts[:20]]
@@ -84,10 +84,11 @@ def test_phases_of_all_actors_sum_to_their_machine_time(job):
     assert len(record["actors"]) == 2
     for actor in record["actors"]:
         total = sum(actor["phases_us"].values())
-        # an actor holds its machine from the run's start to its end: what is not its time is planning and
-        # counting
-        beside = record["driver_us"]["planning"] + record["driver_us"]["verify"] + record["driver_us"]["ray_stop"]
-        assert 0 <= record["wall_us"] - total <= beside + 500_000
+        # an actor holds its machine from the run's start to its end, except for planning and counting
+        driver_only_us = (
+            record["driver_us"]["planning"] + record["driver_us"]["verify"] + record["driver_us"]["ray_stop"]
+        )
+        assert 0 <= record["wall_us"] - total <= driver_only_us + 500_000
     one, two = (sum(actor["phases_us"].values()) for actor in record["actors"])
     assert one == two  # both to the same end
     assert sum(report.phases_us.values()) == report.machine_us
@@ -137,7 +138,7 @@ def test_no_rows_give_one_empty_part_with_all_columns(job):
     run(job)
 
 
-def test_too_many_error_rows_stop_the_job_and_a_higher_limit_goes_on(job):
+def test_too_many_error_rows_stop_the_job_and_a_higher_limit_resumes_it(job):
     texts = [None if i % 4 == 0 else text for i, text in enumerate(TEXTS)]
     with pytest.raises(TooManyRowErrors, match=r"of 50 rows(.|\n)*f0.parquet row \d+: null_prompt"):
         run(job.rows(texts), run={"max_error_rate": 0.1})
@@ -151,7 +152,7 @@ def test_too_many_error_rows_stop_the_job_and_a_higher_limit_goes_on(job):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.usefixtures("one_unit_in_flight")
-def test_a_signal_lets_open_units_finish_and_the_next_run_goes_on(job, number):
+def test_a_signal_lets_open_units_finish_and_the_next_run_resumes(job, number):
     job.fake(step_s=0.1).rows(TEXTS)
     handler = signal.getsignal(number)
     with pytest.raises(Interrupted, match=r"^Stopped by SIG(TERM|INT) with \d+ of 50 rows written\.$"):
@@ -192,7 +193,7 @@ def test_a_second_signal_stops_at_once(job):
 
 def test_the_error_and_the_status_of_a_stopped_run_name_one_number_of_rows(job, monkeypatch):
     """Rows that an engine has finished, in units that are not written, are in neither."""
-    monkeypatch.setattr(InProcessDataflow, "order", lambda *_: None)  # no actor hears of it before the end
+    monkeypatch.setattr(InProcessDataflow, "order", lambda *_: None)  # no actor receives the order before the end
     job.fake(step_s=0.05, max_num_seqs=3).rows(TEXTS[:40])
     drained = [(lambda status: status.rows_done > status.rows_written, signal.SIGINT)]
     drained += [(lambda status: status.phase == "draining", signal.SIGINT)]
@@ -254,7 +255,7 @@ def test_resuming_opens_no_part_before_the_count_at_the_end(job, monkeypatch):
     monkeypatch.setattr(PartStore, "footer", lambda *given: (opened.append(phase[0]), footer(*given))[1])
     _, statuses = run(job, show=lambda status: phase.__setitem__(0, status.phase))
     assert {phase.partition(":")[0] for phase in opened} == {"verifying"}
-    assert statuses[1].error_rows == 1, "as the run before recorded it"
+    assert statuses[1].error_rows == 1, "as the earlier run recorded it"
     opened.clear()
     report, _ = run(job)
     assert not opened, "of a finished job _SUCCESS has the counts"

@@ -1,4 +1,4 @@
-"""`--sample N`: rows of all lengths, shown and kept; the full run takes them over, and a changed job begins anew."""
+"""`--sample N`: rows of all lengths, shown and kept; the full run reuses them, and a changed job starts over."""
 
 import json
 import signal
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 def sampled(job) -> list:
-    """The rows of the last run."""
+    """Return the rows of the last run's sample."""
     return list(read_sample(PartStore(str(job.output)), runs(job)[-1]["run_id"]))
 
 
 @pytest.mark.parametrize("rows", [1, 7, 33])
-def test_so_many_rows_of_all_lengths_are_shown_and_nothing_is_written(job, rows):
+def test_rows_of_all_lengths_are_shown_and_nothing_is_written(job, rows):
     report, statuses = run(job.rows(TEXTS), sample=rows)
     found = sampled(job)
     assert len({(row.source_file, row.source_row) for row in found}) == len(found) == rows
@@ -35,18 +35,18 @@ def test_so_many_rows_of_all_lengths_are_shown_and_nothing_is_written(job, rows)
         assert min(lengths) < 15 < 20 < max(lengths)
 
 
-def test_the_full_run_takes_the_rows_over_and_gives_the_same_output(job):
+def test_the_full_run_reuses_the_rows_and_gives_the_same_output(job):
     job.rows(TEXTS)
     run(job, sample=5)
-    run(job, sample=12)  # with those of the smaller one
+    run(job, sample=12)  # includes those of the smaller one
     before = {(row.source_file, row.source_row): row.text for row in sampled(job)}
     report, _ = run(job)
     job.check(TEXTS)
     assert success(job)["completed_rows"] == 50
     assert 12 <= report.work.resumed_rows <= 17
     assert report.work.computed_generated_tokens == report.tokens.generated, "no row was computed twice"
-    there = {(row["source_file"], row["source_row"]): row["generated_text"] for row in job.table().to_pylist()}
-    assert before == {place: there[place] for place in before}
+    after = {(row["source_file"], row["source_row"]): row["generated_text"] for row in job.table().to_pylist()}
+    assert before == {row: after[row] for row in before}
 
 
 def test_error_rows_are_shown_and_computed_again_by_the_full_run(job):
@@ -58,14 +58,14 @@ def test_error_rows_are_shown_and_computed_again_by_the_full_run(job):
 
 
 def test_a_prompt_is_tried_and_changed_in_one_folder(job):
-    """Whose job the output is follows the last sample, until something else was computed in it."""
+    """The output belongs to the job of the last sample, until another run computes rows in it."""
     job.rows(TEXTS)
     run(job, sample=4, prompt={"template": "Read {text}"})
     run(job, sample=4, engine={"dtype": "bfloat16"})
     run(job, sample=4)
-    assert runs(job)[-1]["actors"][0]["resumed_rows"] == 0, "other numerics begin anew too"
+    assert runs(job)[-1]["actors"][0]["resumed_rows"] == 0, "other numerics start over too"
     assert [row.prompt[:4] for row in sampled(job)] == ["Say "] * 4
-    assert len(runs(job)) == 1, "the money for another prompt is not this job's"
+    assert len(runs(job)) == 1, "the cost of another prompt is not this job's"
     run(job)
     job.check(TEXTS)
     with pytest.raises(FingerprintError):
@@ -111,9 +111,9 @@ def test_the_command_shows_rows_with_their_prompts(job, pipe, monkeypatch):
     assert out.count("  | Say text ") == 8
     assert "20 rows of 50, 0 errors" in out
     code, out, _ = pipe("run", path, "--sample", "3", "--json")
-    told = json.loads(out)
+    result = json.loads(out)
     assert code == 0
-    assert len(told["sample"]) == 3
-    assert told["sample"][0]["prompt"].startswith("Say text")
+    assert len(result["sample"]) == 3
+    assert result["sample"][0]["prompt"].startswith("Say text")
     code, out, _ = pipe("status", path)
     assert "sampled" in out

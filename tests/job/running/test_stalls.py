@@ -1,4 +1,4 @@
-"""A run that cannot go on ends with its reason, and nothing is decided by wall time."""
+"""A run that cannot continue ends with its reason, and no decision depends on wall time."""
 
 import time
 from datetime import UTC, datetime, timedelta
@@ -29,7 +29,7 @@ class NoActors(InProcessDataflow):
 
 
 class LostActors(InProcessDataflow):
-    """A cluster whose machines go away after the first unit and do not come back."""
+    """A cluster whose machines disappear after the first unit and do not return."""
 
     def next(self, timeout_s):
         if not hasattr(self, "lost"):
@@ -51,7 +51,7 @@ def test_fault_09_a_run_without_actors_ends_with_its_reason(job, monkeypatch):
         run(job, run={"stall_timeout": "0.1 s"})
 
 
-def test_fault_09_actors_that_are_gone_for_too_long_end_the_run_and_the_next_one_goes_on(job, monkeypatch):
+def test_fault_09_actors_that_are_silent_for_too_long_end_the_run_and_the_next_one_resumes(job, monkeypatch):
     monkeypatch.setattr("pipeline.job.running.watch.InProcessDataflow", LostActors)
     job.rows(TEXTS)
     with pytest.raises(EnvironmentFailed, match=r"No progress for 1.2 s.*1 engine actors reported"):
@@ -69,7 +69,7 @@ def test_a_slow_load_is_not_a_stall(job):
 
 
 def test_fault_50_clocks_that_jump_change_nothing(job, monkeypatch):
-    """Wall time goes a day back between two looks at it, and between the runs."""
+    """Wall time jumps back by a day at each reading."""
     looks = 0
 
     class Jumping(datetime):

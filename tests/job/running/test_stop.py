@@ -1,4 +1,4 @@
-"""Signals at any moment of a run: it drains or ends with Interrupted, soon, and the next run does the rest."""
+"""Signals at any moment of a run: it soon drains or ends with Interrupted, and the next run does the rest."""
 
 import os
 import signal
@@ -30,18 +30,18 @@ def test_a_signal_while_planning_ends_the_run_before_anything_is_written(job, nu
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("what", ["verify", "write_success"])
-def test_a_signal_while_verifying_or_publishing_ends_the_run_at_once(job, monkeypatch, what, number):
-    """As at a million parts in a store, where it takes long."""
+@pytest.mark.parametrize("step", ["verify", "write_success"])
+def test_a_signal_while_verifying_or_publishing_ends_the_run_at_once(job, monkeypatch, step, number):
+    """Verifying and publishing take long with a million parts in a store."""
     job.rows(TEXTS)
-    original, entered = getattr(run_module, what), threading.Event()
+    original, entered = getattr(run_module, step), threading.Event()
 
     def slow(*args):
         entered.set()
         threading.Event().wait(30.0)
         return original(*args)
 
-    monkeypatch.setattr(run_module, what, slow)
+    monkeypatch.setattr(run_module, step, slow)
 
     def send():
         entered.wait()
@@ -49,20 +49,20 @@ def test_a_signal_while_verifying_or_publishing_ends_the_run_at_once(job, monkey
         os.kill(os.getpid(), number)
 
     threading.Thread(target=send, daemon=True).start()
-    phase = {"verify": "verifying", "write_success": "publishing"}[what]
+    phase = {"verify": "verifying", "write_success": "publishing"}[step]
     began = time.monotonic()
     with pytest.raises(Interrupted, match=f"Stopped by {number.name} while {phase}"):
         run(job)
     assert time.monotonic() - began < 20
     assert runs(job)[0]["outcome"] == "interrupted"
     assert not (job.output / "_SUCCESS").exists()
-    monkeypatch.setattr(run_module, what, original)
+    monkeypatch.setattr(run_module, step, original)
     run(job)
     job.check(TEXTS)
 
 
 def test_a_hangup_that_was_ignored_stays_ignored():
-    """As `nohup` asks."""
+    """`nohup` ignores SIGHUP for its command."""
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals() as stop:
@@ -106,11 +106,11 @@ def test_a_library_that_swallows_the_stop_cannot_hold_the_process(body, signals)
 import sys, time
 from pipeline.job.running.stop import StopSignals
 def swallow():
-    end, said = time.monotonic() + 60, False
+    end, printed = time.monotonic() + 60, False
     while time.monotonic() < end:
         try:
-            if not said:
-                said = True
+            if not printed:
+                printed = True
                 print("ready", flush=True)
             while time.monotonic() < end:
                 time.sleep(0.02)
@@ -126,6 +126,6 @@ with StopSignals(grace_s={0.5 if signals == 1 else 60.0}) as stop:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[:signals]:
         process.send_signal(number)
         time.sleep(0.2)
-    _, said = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == Interrupted.exit_code
-    assert "Stopped by SIGTERM. Run the same command to resume." in said
+    assert "Stopped by SIGTERM. Run the same command to resume." in stderr

@@ -1,4 +1,4 @@
-"""The section `targets`: what is missed is named, told, and has an exit code."""
+"""The section `targets`: a missed target is named, sent to `run.notify`, and has an exit code."""
 
 import json
 import threading
@@ -22,7 +22,7 @@ def lines(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_limit_is_kept_up_to_itself_and_what_is_not_known_is_missed():
+def test_a_target_is_met_at_its_limit_and_missed_if_its_figure_is_unknown():
     for key, actual, missed in [
         ("max_row_p95", 2.0, False),
         ("max_row_p95", 2.1, True),
@@ -41,31 +41,31 @@ def test_every_key_of_the_section_has_a_figure(job):
     assert targets_of({}, dict.fromkeys(settings)) == ()
 
 
-def test_what_is_missed_is_named_and_told(job, tmp_path):
-    told = tmp_path / "told.jsonl"
+def test_missed_targets_are_named_and_notified(job, tmp_path):
+    notified = tmp_path / "notified.jsonl"
     targets = {"max_row_p95": "0.0001 s", "min_generated_per_s": 0.001}
-    report, _ = run(job.rows(TEXTS), targets=targets, run={"notify": str(told)})
+    report, _ = run(job.rows(TEXTS), targets=targets, run={"notify": str(notified)})
     assert [target.key for target in report.missed] == ["max_row_p95"]
-    (event,) = lines(told)
+    (event,) = lines(notified)
     assert (event["event"], event["job"]) == ("targets_missed", "job")
     assert event["missed"][0]["target"] == "max_row_p95"
     assert "max_row_p95" in (job.output / "_pipeline" / "report.md").read_text()
     kept = json.loads((job.output / "_pipeline" / "report.json").read_text())["targets"]
     assert [target["key"] for target in kept if target["is_missed"]] == ["max_row_p95"]
     other = {"path": str(job.folder / "other")}
-    report, _ = run(job, output=other, targets={"min_generated_per_s": 0.001}, run={"notify": str(told)})
-    assert (report.missed, len(lines(told))) == ((), 1), "nothing is told where all is kept"
+    report, _ = run(job, output=other, targets={"min_generated_per_s": 0.001}, run={"notify": str(notified)})
+    assert (report.missed, len(lines(notified))) == ((), 1), "no event if all targets are met"
 
 
 @pytest.mark.usefixtures("one_unit_in_flight")
-def test_limits_are_told_when_they_are_near_and_when_they_are_reached(job, tmp_path, monkeypatch):
+def test_near_and_reached_limits_are_notified(job, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.job.running.limits.RESERVE_S", 0.3)
     monkeypatch.setattr("pipeline.job.running.watch.RESERVE_S", 0.3)
-    told = tmp_path / "told.jsonl"
+    notified = tmp_path / "notified.jsonl"
     job.fake(step_s=0.1, load_s=2.0, max_num_seqs=2).rows(TEXTS)
     with pytest.raises(LimitReached):
-        run(job, run={"max_runtime": "3 s", "notify": str(told)})
-    events = [(event["event"], event["limit"]) for event in lines(told)]
+        run(job, run={"max_runtime": "3 s", "notify": str(notified)})
+    events = [(event["event"], event["limit"]) for event in lines(notified)]
     assert events[-1] == ("limit_reached", "run.max_runtime")
     assert set(events[:-1]) <= {("limit_near", "run.max_runtime")}
 
@@ -85,11 +85,11 @@ def test_a_webhook_gets_json_and_one_that_fails_is_a_warning():
     server = HTTPServer(("127.0.0.1", 0), Hook)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     warned: list[str] = []
-    place = f"http://127.0.0.1:{server.server_port}/hook"
-    notify(place, {"event": "targets_missed", "job": "é"}, warned.append)
+    url = f"http://127.0.0.1:{server.server_port}/hook"
+    notify(url, {"event": "targets_missed", "job": "é"}, warned.append)
     assert got == [("application/json", {"event": "targets_missed", "job": "é"})]
     assert warned == []
-    notify(place, {"event": "x"}, warned.append)
+    notify(url, {"event": "x"}, warned.append)
     assert "HTTPError" in warned[0]
     server.shutdown()
     notify("/nowhere/at/all.jsonl", {"event": "x"}, warned.append)
@@ -99,7 +99,7 @@ def test_a_webhook_gets_json_and_one_that_fails_is_a_warning():
 
 
 @pytest.mark.parametrize(("code", "expected"), [(4, 4), (0, 0)])
-def test_a_scheduler_sees_what_was_missed_by_the_exit_code(job, monkeypatch, code, expected):
+def test_a_scheduler_sees_missed_targets_by_the_exit_code(job, monkeypatch, code, expected):
     monkeypatch.setattr("pipeline.job.running.run.Backend", lambda: FAKES)
     job.config(targets={"max_row_p95": "0.0001 s"})
     job.rows(TEXTS)

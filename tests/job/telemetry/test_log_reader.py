@@ -1,4 +1,4 @@
-"""Logs read back: in the order of time, what was added since, through rotation, from a disk and from a store."""
+"""Reading logs: in the order of time, new lines only, through rotation, from a disk and from a store."""
 
 from pathlib import Path
 
@@ -17,9 +17,9 @@ def line(second: int, text: str) -> str:
 
 @pytest.fixture
 def run_folder(tmp_path) -> Path:
-    place = tmp_path / "_pipeline" / "logs" / "0001-x"
-    place.mkdir(parents=True)
-    return place
+    path = tmp_path / "_pipeline" / "logs" / "0001-x"
+    path.mkdir(parents=True)
+    return path
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def folder(tmp_path):
     return PartStore(str(tmp_path)).folder
 
 
-def told(reader: LogReader) -> list[tuple[str, str]]:
+def new_lines(reader: LogReader) -> list[tuple[str, str]]:
     return [(each.log, each.text.rpartition(" ")[2]) for each in reader.new_lines()]
 
 
@@ -37,37 +37,37 @@ def test_lines_of_all_logs_come_in_the_order_of_time_a_logs_files_as_one(run_fol
     (run_folder / "driver.log").write_text(line(1, "a"))
     (run_folder / "engine-0.log").write_text(line(4, "d") + line(5, "e"))
     (run_folder / "ray.log").write_text("--- worker.err\n")
-    assert told(LogReader(folder, "0001-x")) == [
+    assert new_lines(LogReader(folder, "0001-x")) == [
         ("driver", "a"), ("driver", "b"), ("driver", "c"), ("engine-0", "d"), ("engine-0", "e"), ("driver", "f"),
         ("ray", "worker.err"),
     ]  # fmt: skip
-    assert told(LogReader(folder, "0001-x", ["engine-0"])) == [("engine-0", "d"), ("engine-0", "e")]
+    assert new_lines(LogReader(folder, "0001-x", ["engine-0"])) == [("engine-0", "d"), ("engine-0", "e")]
 
 
-def test_each_whole_line_is_told_once(run_folder, folder):
+def test_each_whole_line_is_returned_once(run_folder, folder):
     log, reader = run_folder / "driver.log", LogReader(folder, "0001-x")
-    assert told(reader) == []
+    assert new_lines(reader) == []
     log.write_text(line(1, "a") + "2026-11-23 12:00:02.000 info    b")
-    assert told(reader) == [("driver", "a")]
-    assert told(reader) == []
+    assert new_lines(reader) == [("driver", "a")]
+    assert new_lines(reader) == []
     with log.open("a") as file:
         file.write("bb\n" + line(3, "c"))
     (run_folder / "engine-7.log").write_text(line(2, "new"))
-    assert told(reader) == [("driver", "bbb"), ("engine-7", "new"), ("driver", "c")]
+    assert new_lines(reader) == [("driver", "bbb"), ("engine-7", "new"), ("driver", "c")]
 
 
-def test_no_line_is_lost_when_a_log_goes_on_in_another_file(run_folder, folder):
+def test_no_line_is_lost_when_a_log_continues_in_another_file(run_folder, folder):
     log, reader = run_folder / "driver.log", LogReader(folder, "0001-x")
     log.write_text(line(1, "a"))
-    assert told(reader) == [("driver", "a")]
+    assert new_lines(reader) == [("driver", "a")]
     with log.open("a") as file:
         file.write(line(2, "b"))
     (run_folder / "driver.2.log").write_text(line(3, "c"))
-    assert [text for _, text in told(reader)] == ["b", "c"]
+    assert [text for _, text in new_lines(reader)] == ["b", "c"]
     (run_folder / "driver.2.log").unlink()
     (run_folder / "driver.3.log").write_text(line(4, "d"))
-    assert [text for _, text in told(reader)] == ["d"]
-    assert told(reader) == []
+    assert [text for _, text in new_lines(reader)] == ["d"]
+    assert new_lines(reader) == []
 
 
 def test_from_a_store_too(tmp_path):
@@ -82,10 +82,10 @@ def test_from_a_store_too(tmp_path):
         log.close()
         logs.close()
         reader = LogReader(store.folder, logged_run(store.folder))
-        assert told(reader) == [("driver", "one"), ("driver", "two")]
-        assert told(reader) == []
+        assert new_lines(reader) == [("driver", "one"), ("driver", "two")]
+        assert new_lines(reader) == []
         faulty.bucket.put("out/_pipeline/logs/0001-x/driver.log", b"x")
-        assert told(reader) == []
+        assert new_lines(reader) == []
 
 
 def test_which_run_is_meant(tmp_path, folder):

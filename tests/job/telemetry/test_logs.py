@@ -1,4 +1,4 @@
-"""What a run and its engines' processes printed is found in the output, in files of bounded size."""
+"""Logs of a run and its engines' processes in the output, in files of bounded size."""
 
 import os
 import threading
@@ -32,33 +32,33 @@ def test_the_driver_notes_its_phases_with_their_time(job):
     run(job.rows(TEXTS))
     lines = log_of(job, "driver.log").splitlines()
     assert all(line[:2] == "20" for line in lines)
-    told = [line[24:].split(maxsplit=1)[1] for line in lines]
-    assert told[0].startswith(f"run {runs(job)[0]['run_id']}: 50 rows")
+    messages = [line[24:].split(maxsplit=1)[1] for line in lines]
+    assert messages[0].startswith(f"run {runs(job)[0]['run_id']}: 50 rows")
     phases = ("loading the model", "verifying", "publishing", "ended: finished")
-    assert [phase for phase in told if phase in phases] == list(phases)
+    assert [phase for phase in messages if phase in phases] == list(phases)
 
 
-def test_what_an_engine_prints_its_stack_when_it_crashes_and_how_each_process_ended_are_kept(job):
+def test_the_prints_of_an_engine_its_stack_at_a_crash_and_the_end_of_each_process_are_kept(job):
     run(job.fake(segfault="poison", prints="loading shard 1 of 2").rows(["fine", "poison", *TEXTS[:8]]))
-    said = log_of(job, "engine-0.log")
-    assert "loading shard 1 of 2" in said
-    assert "Fatal Python error: Segmentation fault" in said
-    assert "in _maybe_fail" in said
-    assert "ended: signal SIGSEGV" in said
-    assert "a row ended the process each time, even alone" in said
+    log = log_of(job, "engine-0.log")
+    assert "loading shard 1 of 2" in log
+    assert "Fatal Python error: Segmentation fault" in log
+    assert "in _maybe_fail" in log
+    assert "ended: signal SIGSEGV" in log
+    assert "a row ended the process each time, even alone" in log
 
 
 def test_a_failure_of_the_environment_names_the_logs(job):
     with pytest.raises(EnvironmentFailed) as raised:
         run(job.fake(die_loading=True, prints="what went wrong").rows(TEXTS))
-    place = job.output / "_pipeline" / "logs" / runs(job)[0]["run_id"]
-    assert f"The logs of this run: {place}" in str(raised.value)
-    assert f"Its output is in {place}/engine-0.log" in str(raised.value)
+    folder = job.output / "_pipeline" / "logs" / runs(job)[0]["run_id"]
+    assert f"The logs of this run: {folder}" in str(raised.value)
+    assert f"Its output is in {folder}/engine-0.log" in str(raised.value)
     assert "what went wrong" in log_of(job, "engine-0.log")
     assert "ended 3 times while loading" in log_of(job, "driver.log")
 
 
-def test_a_log_goes_on_in_other_files_and_its_control_characters_are_spelled_out(tmp_path):
+def test_a_log_continues_in_other_files_and_its_control_characters_are_spelled_out(tmp_path):
     log = RotatedLog(tmp_path / "x" / "a.log", max_bytes=2000)
     for number in range(500):
         log.line(f"line {number} \x1b[31m")
@@ -70,7 +70,7 @@ def test_a_log_goes_on_in_other_files_and_its_control_characters_are_spelled_out
     assert max(files.values()).endswith("line 499 \\x1b[31m\n")
 
 
-def test_a_disk_that_fails_or_hangs_holds_nobody_up(tmp_path, monkeypatch):
+def test_a_disk_that_fails_or_hangs_blocks_no_caller(tmp_path, monkeypatch):
     monkeypatch.setattr(logs, "MAX_WAITING", 10)
     (tmp_path / "file").write_text("")
     failing = RotatedLog(tmp_path / "file" / "a.log")
@@ -87,7 +87,7 @@ def test_a_disk_that_fails_or_hangs_holds_nobody_up(tmp_path, monkeypatch):
 
 
 def test_logs_of_an_output_in_a_store_are_uploaded_as_they_grow(tmp_path, monkeypatch):
-    """The folder stands in for a store, which has no paths to write to."""
+    """A local folder replaces the store, which has no paths to write to."""
     store, uploads = PartStore(str(tmp_path / "o")), []
     store.folder.probe()
     replace = LocalFolder.replace
@@ -96,16 +96,16 @@ def test_logs_of_an_output_in_a_store_are_uploaded_as_they_grow(tmp_path, monkey
     monkeypatch.setattr(LocalFolder, "replace", lambda *a: (uploads.append(a[1]), replace(*a)))
     folder = LogFolder(store, "0001-x")
     log = folder.log("driver.log", "info")
-    place = "_pipeline/logs/0001-x/driver.log"
+    name = "_pipeline/logs/0001-x/driver.log"
     for line in ("one", "two"):
         log.line(line)
-        wait_until(lambda line=line: (store.folder.read(place) or b"").endswith(f"{line}\n".encode()))
+        wait_until(lambda line=line: (store.folder.read(name) or b"").endswith(f"{line}\n".encode()))
     time.sleep(0.3)
-    assert uploads == [place] * 2, "what did not change is not uploaded again"
+    assert uploads == [name] * 2, "what did not change is not uploaded again"
     log.line("three")
     log.close()
     folder.close()
-    assert store.folder.read(place).endswith(b"three\n")
+    assert store.folder.read(name).endswith(b"three\n")
     assert not folder.path.exists()
 
 
@@ -129,15 +129,15 @@ def test_logs_of_old_runs_are_removed_from_a_disk_and_from_a_store(tmp_path, mon
 
 def test_a_log_keeps_lines_of_its_level_and_all_that_was_printed(tmp_path):
     log = RotatedLog(tmp_path / "a.log", "warning")
-    told = [log.line(f"{level} line", level) for level in logs.LEVELS]
+    written = [log.line(f"{level} line", level) for level in logs.LEVELS]
     log.close()
-    assert [len(lines) for lines in told] == [0, 0, 1, 1]
+    assert [len(lines) for lines in written] == [0, 0, 1, 1]
     kept = (tmp_path / "a.log").read_text().splitlines()
-    assert kept == [*told[2], *told[3]]
+    assert kept == [*written[2], *written[3]]
     assert [line[24:] for line in kept] == ["warning warning line", "print   print line"]
 
 
-def test_the_level_debug_tells_of_units_and_counters_and_the_driver_shows_its_lines(job, monkeypatch):
+def test_the_level_debug_logs_units_and_counters_and_the_driver_shows_its_lines(job, monkeypatch):
     shown = []
     monkeypatch.setattr("pipeline.job.process.supervisor.COUNTERS_US", 0)
     job.fake(step_s=0.1)
@@ -154,7 +154,7 @@ def test_the_level_debug_tells_of_units_and_counters_and_the_driver_shows_its_li
     assert " debug " not in (other / "driver.log").read_text() + (other / "engine-0.log").read_text()
 
 
-def test_what_rays_processes_wrote_to_their_error_files_is_copied(tmp_path):
+def test_the_error_files_of_rays_processes_are_copied(tmp_path):
     session = tmp_path / "logs"
     session.mkdir()
     (session / "worker-1.err").write_text("x" * 100_000 + "the end of it")
@@ -169,7 +169,7 @@ def test_what_rays_processes_wrote_to_their_error_files_is_copied(tmp_path):
     collect_ray_logs(tmp_path / "nothing", tmp_path / "out" / "ray.log")
 
 
-def test_records_say_how_many_engines_restarted_and_the_log_says_why(job):
+def test_records_count_restarted_engines_and_the_log_has_the_reason(job):
     texts = ["fine", "poison", *TEXTS[:8]]
     report, _ = run(job.fake(crash="poison").rows(texts))
     job.check(texts)

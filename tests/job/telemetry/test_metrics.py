@@ -1,4 +1,4 @@
-"""What Prometheus is shown of a run: real names, sums that never fall, an address that ends with the run."""
+"""Prometheus metrics of a run: real names, sums that never fall, an address that ends with the run."""
 
 import json
 import re
@@ -30,9 +30,9 @@ STATS = {"num_steps": 4, "prompt_tokens": 90, "cached_tokens": 10, "generated_to
          "kv_used_ppm_sum": 2_000_000, "num_preemptions": 1}  # fmt: skip
 
 
-def actor(number=0, told=1, **record):
+def actor(number=0, report_number=1, **record):
     given = {"stats": STATS, "phases_us": {**no_phases(), "decode": 3_600_000_000}} | record
-    return ActorState(ActorRecord(number, **given), report_number=told)
+    return ActorState(ActorRecord(number, **given), report_number=report_number)
 
 
 def snapshot(**changed):
@@ -50,7 +50,7 @@ def server():
     made.close()
 
 
-def asked(server, path):
+def get(server, path):
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=10) as answer:
             return answer.status, answer.read().decode()
@@ -59,8 +59,8 @@ def asked(server, path):
 
 
 def shown(server):
-    """Every sample by its name and labels."""
-    code, text = asked(server, "/metrics")
+    """Return every sample by its name and labels."""
+    code, text = get(server, "/metrics")
     assert code == 200
     families = list(text_string_to_metric_families(text))
     samples = [sample for family in families for sample in family.samples]
@@ -68,7 +68,7 @@ def shown(server):
 
 
 def test_prometheus_reads_what_is_shown(server):
-    assert asked(server, "/metrics") == (200, "")
+    assert get(server, "/metrics") == (200, "")
     server.snapshot = snapshot()
     found = shown(server)
     value = {key: sample.value for key, sample in found.items()}
@@ -97,7 +97,7 @@ def test_a_quality_watch_is_shown_once_it_compared_a_row(server):
     assert [value[name] for name in names] == [1, 40, 38, 3]
 
 
-def test_progress_says_how_each_actor_is_and_whether_the_run_is_well(server, monkeypatch):
+def test_progress_shows_the_health_of_each_actor_and_of_the_run(server, monkeypatch):
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     watch = Progress(limit_s=1800)
@@ -107,39 +107,39 @@ def test_progress_says_how_each_actor_is_and_whether_the_run_is_well(server, mon
         return [watch.health(actor) for actor in actors], watch.still_s
 
     loading = replace(actor(1, stats={}), loading="reading weights")
-    there = [actor(0), loading, actor(2, node_lost=True), actor(3, released=True)]
-    assert healths(1, there) == (["ready", "loading", "lost", "given back"], 0.0)
+    actors = [actor(0), loading, actor(2, node_lost=True), actor(3, released=True)]
+    assert healths(1, actors) == (["ready", "loading", "lost", "given back"], 0.0)
     now = progress.SILENT_S + 1
     starting = actor(4, stats={}, phases_us={**no_phases(), "startup": 5})
     assert healths(1, [actor(0), starting]) == (["silent", "starting"], 0.0)
     now += 10
-    assert healths(1, [actor(0, told=2), starting]) == (["ready", "starting"], 10.0)
-    assert healths(2, [actor(0, told=3)]) == (["ready"], 0.0)
+    assert healths(1, [actor(0, report_number=2), starting]) == (["ready", "starting"], 10.0)
+    assert healths(2, [actor(0, report_number=3)]) == (["ready"], 0.0)
 
-    assert asked(server, "/healthz") == (200, '{"well": true}')
+    assert get(server, "/healthz") == (200, '{"well": true}')
     server.snapshot = snapshot(progress=watch)
-    assert asked(server, "/healthz")[0] == 200
+    assert get(server, "/healthz")[0] == 200
     now += 300
-    code, text = asked(server, "/healthz")
+    code, text = get(server, "/healthz")
     assert (code, json.loads(text)["well"], json.loads(text)["actors"]) == (
         503, False, [{"actor": 0, "host": "h", "health": "ready"}],
     )  # fmt: skip
     assert json.loads(text)["seconds_without_progress"] == 300
-    assert asked(server, "/x")[0] == 404
+    assert get(server, "/x")[0] == 404
 
 
-def test_an_address_that_is_taken_is_a_warning():
-    said = []
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert MetricsServer.at(f"127.0.0.1:{taken.getsockname()[1]}", said.append) is None
-    assert "in use" in said[0]
-    assert MetricsServer.at(None, said.append) is None
+def test_an_address_in_use_is_a_warning():
+    warnings = []
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        assert MetricsServer.at(f"127.0.0.1:{occupied.getsockname()[1]}", warnings.append) is None
+    assert "in use" in warnings[0]
+    assert MetricsServer.at(None, warnings.append) is None
 
 
 def test_a_run_shows_its_metrics_and_the_address_ends_with_it(job, without_ray):
-    """Counters do not fall where an engine's process ends and another one begins."""
+    """Counters do not fall when an engine's process ends and another one begins."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -165,15 +165,15 @@ def test_a_run_shows_its_metrics_and_the_address_ends_with_it(job, without_ray):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=2)
 
 
-def test_the_dashboard_the_alerts_and_the_page_name_what_is_shown(server):
+def test_the_dashboard_the_alerts_and_the_page_name_existing_metrics(server):
     server.snapshot = snapshot(rows=RowStats(quality=QualityStats.of_row(40, 38, 3_000_000_000, True)))
     names = {name for name, *_ in shown(server)}
     dashboard = json.loads((MONITORING / "dashboard.json").read_text())
-    asked_for = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
-    asked_for += [rule["expr"] for rule in rules]
-    assert len(asked_for) > 20
-    for expression in asked_for:
+    expressions += [rule["expr"] for rule in rules]
+    assert len(expressions) > 20
+    for expression in expressions:
         assert set(re.findall(r"pipeline_\w+", expression)) <= names, expression
     table = MONITORING.parents[1].joinpath("docs/monitoring.md").read_text().partition("## What is shown")[2]
     first_cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
@@ -181,7 +181,7 @@ def test_the_dashboard_the_alerts_and_the_page_name_what_is_shown(server):
     assert documented == {re.sub(r"_(bucket|sum|count)$", "", name) for name in names if not name.endswith("_created")}
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not there")
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_alerts_fire_when_they_should():
     done = subprocess.run(
         ["promtool", "test", "rules", "alerts_test.yml"], cwd=MONITORING, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""The schemas of status, run records and report: fresh, valid, and true of what real runs leave."""
+"""The schemas of status, run records and report: fresh, valid, and matched by the files of real runs."""
 
 import json
 from dataclasses import replace
@@ -27,20 +27,20 @@ def test_the_committed_schemas_are_fresh_and_valid(name, pipe):
     Draft202012Validator.check_schema(record_schema(name))
 
 
-def test_what_runs_leave_is_as_the_schemas_say(job, without_ray):
-    """Of a run with error rows, restarts and a file that was left out."""
+def test_records_of_runs_match_the_schemas(job, without_ray):
+    """The run has error rows, restarts and a skipped file."""
     job.rows(["fine", "poison", None, *TEXTS])
     (job.folder / "in" / "broken.parquet").write_bytes(b"PAR1 no more")
     run(job.fake(crash="poison"), input={"on_corrupt": "skip"}, cost={"hourly_usd": 1.0})
-    place = job.output / "_pipeline"
-    (record,) = (place / "runs").iterdir()
-    left = {"status": place / "status.json", "run": record, "report": place / "report.json"}
+    folder = job.output / "_pipeline"
+    (record,) = (folder / "runs").iterdir()
+    left = {"status": folder / "status.json", "run": record, "report": folder / "report.json"}
     for name, path in left.items():
         raw = json.loads(path.read_text())
         assert raw["schema_version"] == 1
         validator(name).validate(raw)
         keys = set(record_schema(name)["properties"])
-        assert keys <= set(raw), "each key that a schema names is there"
+        assert keys <= set(raw), "each key of the schema is present"
         for key in sorted(keys - {"warning"}):
             wrong = {**raw, key: [None] if not isinstance(raw[key], list) else "text"}
             assert key in ("resolved", "settings") or not validator(name).is_valid(wrong), (name, key)

@@ -1,4 +1,4 @@
-"""What tells of a run neither ends it nor holds it up: failing and hanging writes, lists that are long."""
+"""Telemetry neither ends a run nor holds it up: failing and hanging writes, long lists."""
 
 import signal
 import threading
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("without_ray")
 
 @pytest.fixture
 def replacing(monkeypatch):
-    """replacing(fault): from now on `fault(name)` is called before a small file is written."""
+    """Return `install(fault)`: from then on `fault(name)` is called before a small file is written."""
     replace = LocalFolder.replace
 
     def install(fault):
@@ -31,7 +31,7 @@ def replacing(monkeypatch):
     return install
 
 
-def test_writes_that_fail_are_counted_and_told(job, replacing):
+def test_failed_writes_are_counted_and_reported(job, replacing):
     def fail(name):
         if name.endswith("status.json"):
             raise EnvironmentFailed(f"{name}: the store says no")
@@ -66,17 +66,17 @@ def test_writes_that_hang_hold_up_neither_the_run_nor_its_drain(job, replacing, 
     assert time.monotonic() - began < 40
 
 
-def test_the_newest_content_of_a_file_is_written_and_older_ones_are_passed_over(tmp_path, replacing):
-    store, go_on, seen = PartStore(str(tmp_path / "o")), threading.Event(), []
+def test_the_newest_content_of_a_file_is_written_and_older_ones_are_skipped(tmp_path, replacing):
+    store, resume, seen = PartStore(str(tmp_path / "o")), threading.Event(), []
     store.folder.probe()
-    replacing(lambda name: (seen.append(name), go_on.wait(10.0)))
+    replacing(lambda name: (seen.append(name), resume.wait(10.0)))
     telemetry = Telemetry(store.folder)
     telemetry.put("_pipeline/first", b"0")
     while not seen:
         time.sleep(0.01)
     for number in range(50):
         telemetry.put("_pipeline/a", b"%d" % number)
-    go_on.set()
+    resume.set()
     assert telemetry.close()
     assert seen == ["_pipeline/first", "_pipeline/a"]
     assert store.folder.read("_pipeline/a") == b"49"

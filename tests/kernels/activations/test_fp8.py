@@ -1,5 +1,5 @@
-"""What linears on activations in fp8 compute, with scales of blocks or of tokens, against the definition written out
-value by value."""
+"""Linears on activations in fp8, with scales of blocks or of tokens, against the definition written out value by
+value."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,13 +21,13 @@ from pipeline.weights.round_to_nearest import int8, nf4
 from tests.kernels.triton.problems import random_weight
 
 CPU = torch.device("cpu")
-E4M3 = sorted(  # the finite values of at least 0, the even ones at even places
+E4M3 = sorted(  # the finite values of at least 0, the even ones at even indices
     {(1 + f / 8) * 2.0 ** (e - 7) if e else f * 2.0**-9 for e in range(16) for f in range(8) if (e, f) != (15, 7)}
 )
 
 
 def nearest(value_K: np.ndarray) -> np.ndarray:
-    """Of e4m3, by looking at all of them."""
+    """Return the nearest e4m3 values, by comparing with all of them."""
     distance_KE = np.abs(np.abs(value_K.astype(np.float64))[:, None] - np.array(E4M3))
     is_best_KE = distance_KE == distance_KE.min(1, keepdims=True)
     is_odd_E = np.arange(len(E4M3)) % 2
@@ -35,7 +35,7 @@ def nearest(value_K: np.ndarray) -> np.ndarray:
 
 
 def by_definition(x_MK: torch.Tensor, block: int) -> torch.Tensor:
-    """Scales and quotients in float32, the nearest value by searching."""
+    """Round by definition: scales and quotients in float32, the nearest value by search."""
     out = x_MK.clone()
     for row in out:
         for start in range(0, len(row), block):
@@ -64,7 +64,7 @@ def test_activations_go_to_the_nearest_value(num_inputs: int, block: int) -> Non
 
 
 class DividesAsOnGpu(TorchDispatchMode):
-    """Divides by a number as torch does on a GPU: by its reciprocal."""
+    """Mode that divides by a number as torch does on a GPU: by its reciprocal."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.div.Tensor and not args[1].shape:
@@ -81,13 +81,13 @@ def test_a_gpu_rounds_as_a_processor(rounding: Callable[[torch.Tensor, int], tor
     assert torch.equal(found, rounding(x_MK, 128))
 
 
-def test_blocks_of_nothing_and_of_no_numbers() -> None:
+def test_blocks_of_zeros_and_of_nan() -> None:
     x_MK = torch.zeros(4, 64)
     x_MK[1, 3], x_MK[2, 3], x_MK[3, 40] = float("nan"), float("-inf"), 1e-42
     found = rounded(x_MK, 32)
     assert torch.equal(found[0], x_MK[0])
     assert torch.equal(found.isnan().any(1), torch.tensor([False, True, True, False]))
-    assert bool(found[1:3, :32].isnan().all()), "all outputs are to be NaN"
+    assert bool(found[1:3, :32].isnan().all()), "all outputs must be NaN"
     assert float(found[3].abs().max()) < 2.0**-100
 
 
@@ -130,7 +130,7 @@ def test_a_linear_is_that_of_rounded_inputs(kernels: str, dtype: torch.dtype) ->
         error = float((linear(x_MK).double() - exact).abs().max() / exact.abs().max())
         assert error < (2e-6 if dtype == torch.float32 else 2**-8)
         unrounded = prepare_linear(weight, torch.float32, CPU)(x_MK.float())
-        assert float((unrounded - exact).abs().max() / exact.abs().max()) > 2e-3, "rounding would not be seen"
+        assert float((unrounded - exact).abs().max() / exact.abs().max()) > 2e-3, "rounding would not be detected"
 
 
 def test_what_has_no_such_form_is_served_as_before_and_counted() -> None:
@@ -180,7 +180,7 @@ def test_a_linear_is_that_of_rounded_weights_and_inputs(weight: LinearWeight) ->
 
 
 @pytest.mark.parametrize("block", [(1, 200), (130, 200)])
-def test_an_fp8_checkpoint_with_a_scale_for_each_output_is_taken_as_it_is(block: tuple[int, int]) -> None:
+def test_an_fp8_checkpoint_with_a_scale_for_each_output_is_used_unchanged(block: tuple[int, int]) -> None:
     weight = fp8_weight(130, 200, block)
     found = per_output(weight)
     assert found is not None

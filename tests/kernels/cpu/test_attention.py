@@ -22,17 +22,17 @@ SOUND_CODES = torch.arange(256, dtype=torch.uint8)[torch.arange(256) & 0x7F != 0
 def ragged_step(
     rng: np.random.Generator, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, with_fp8: bool = False
 ) -> tuple[AttentionInput, LayerCache]:
-    """A random mixture of decoding rows, whole prompts and chunks behind a prefix, in scattered blocks."""
+    """Draw a mixture of decoding rows, whole prompts and chunks after a prefix, in scattered blocks."""
     contexts = rng.integers(1, 90, int(rng.integers(1, 40))).tolist()
     lengths = [(n, int(rng.choice([1, 1, 1, n, int(rng.integers(1, n + 1))]))) for n in contexts]
     return paged_step(lengths, kv_heads, head_dim, block_size, dtype, rng, with_fp8)
 
 
 def check(
-    q_TND: torch.Tensor, cache: LayerCache, where: AttentionInput, window: int | None, scale: float = 0.3
+    q_TND: torch.Tensor, cache: LayerCache, attn_metadata: AttentionInput, window: int | None, scale: float = 0.3
 ) -> None:
-    ours = attention(q_TND, cache, where, scale, window)
-    oracle = reference_attention(q_TND.float(), widened(cache), where, scale, window)
+    ours = attention(q_TND, cache, attn_metadata, scale, window)
+    oracle = reference_attention(q_TND.float(), widened(cache), attn_metadata, scale, window)
     assert torch.isfinite(ours).all(), "a slot outside the context was read"
     assert float((ours.float() - oracle).abs().max()) < TOLERANCE[q_TND.dtype], window
 
@@ -44,10 +44,10 @@ def test_attention(seed: int, with_fp8: bool) -> None:
     torch.manual_seed(seed)
     dtype = torch.float32 if seed % 3 else torch.bfloat16
     kv_heads, group, head_dim = int(rng.choice([1, 2, 3])), int(rng.choice([1, 2, 5])), int(rng.choice([8, 16, 40]))
-    where, cache = ragged_step(rng, kv_heads, head_dim, int(rng.choice([1, 4, 16])), dtype, with_fp8)
-    q_TND = torch.randn(int(where.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
+    attn_metadata, cache = ragged_step(rng, kv_heads, head_dim, int(rng.choice([1, 4, 16])), dtype, with_fp8)
+    q_TND = torch.randn(int(attn_metadata.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
     for window in (None, 1, 13):
-        check(q_TND, cache, where, window)
+        check(q_TND, cache, attn_metadata, window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -58,22 +58,24 @@ def test_attention(seed: int, with_fp8: bool) -> None:
 def test_attention_of_heads_that_fill_whole_tiles(
     kv_heads: int, group: int, head_dim: int, block_size: int, dtype: torch.dtype
 ) -> None:
-    """And of some that nearly do; decoding rows next to prompts, in blocks that are whole numbers of tiles and not."""
+    """Some head sizes nearly fill tiles; rows decode next to prompts; blocks are whole numbers of tiles or not."""
     torch.manual_seed(head_dim)
     for with_fp8 in (False, True):
-        where, cache = ragged_step(np.random.default_rng(head_dim), kv_heads, head_dim, block_size, dtype, with_fp8)
-        q_TND = torch.randn(int(where.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
+        attn_metadata, cache = ragged_step(
+            np.random.default_rng(head_dim), kv_heads, head_dim, block_size, dtype, with_fp8
+        )
+        q_TND = torch.randn(int(attn_metadata.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
         for window in (None, 13):
-            check(q_TND, cache, where, window, head_dim**-0.5)
+            check(q_TND, cache, attn_metadata, window, head_dim**-0.5)
 
 
 def test_reference_attention_is_softmax_over_the_visible_keys() -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(1, 6, 1, 4), torch.randn(1, 6, 1, 4)
     starts, contexts = np.array([0, 2], dtype=np.int32), np.array([5], dtype=np.int32)
-    where = AttentionInput(starts, contexts, np.array([[0]], dtype=np.int32), torch.tensor([3, 4]), 6)
+    attn_metadata = AttentionInput(starts, contexts, np.array([[0]], dtype=np.int32), torch.tensor([3, 4]), 6)
     q_TND = torch.randn(2, 1, 4)
-    out = reference_attention(q_TND, LayerCache(keys, values), where, 0.5, 3)
+    out = reference_attention(q_TND, LayerCache(keys, values), attn_metadata, 0.5, 3)
     for row, visible in ((0, slice(1, 4)), (1, slice(2, 5))):
         weights = (0.5 * keys[0, visible, 0] @ q_TND[row, 0]).softmax(0)
         assert torch.allclose(out[row, 0], weights @ values[0, visible, 0], atol=1e-6)
@@ -84,32 +86,32 @@ def test_reference_attention_is_softmax_over_the_visible_keys() -> None:
 )
 @pytest.mark.parametrize("queries", [1, 5, 20])
 def test_every_code_is_widened_exactly(queries: int, attend: Callable[..., torch.Tensor], device: torch.device) -> None:
-    """As a value that is alone in its context."""
+    """Each code is the only value in its context."""
     count = len(SOUND_CODES)
     cache = LayerCache.allocate(count, queries, 1, 16, FP8, device)
     cache.fill(list(range(count)), 1.0)
     cache.v_CBKD.view(torch.uint8).copy_(SOUND_CODES[:, None, None, None])
-    where = AttentionInput(
+    attn_metadata = AttentionInput(
         np.arange(0, count * queries + 1, queries, dtype=np.int32),
         np.full(count, queries, dtype=np.int32),
         np.arange(count, dtype=np.int32)[:, None],
         torch.arange(count * queries),
         queries,
     )
-    out_TND = attend(torch.ones(count * queries, 1, 16, device=device), cache, where, 0.25, None).cpu()
+    out_TND = attend(torch.ones(count * queries, 1, 16, device=device), cache, attn_metadata, 0.25, None).cpu()
     expected_T = SOUND_CODES.view(FP8).float().repeat_interleave(queries)
     assert torch.allclose(out_TND[:, 0, 0], expected_T, rtol=1e-6, atol=0)
 
 
 def test_a_broken_value_or_key_stays_in_its_head_and_sequence() -> None:
     torch.manual_seed(3)
-    where, cache = ragged_step(np.random.default_rng(3), 2, 16, 4, torch.float32, with_fp8=True)
+    attn_metadata, cache = ragged_step(np.random.default_rng(3), 2, 16, 4, torch.float32, with_fp8=True)
     for name in ("k_scale_CKB", "v_scale_CKB"):
         broken = LayerCache(*(tensor.clone() for tensor in cache.tensors))
-        getattr(broken, name)[where.block_table_SM[1, 0], 1, 0] = float("nan")
-        q_TND = torch.randn(int(where.query_start_S1[-1]), 4, 16)
-        ours = attention(q_TND, broken, where, 0.3, None).isfinite().all(-1)
-        rows = slice(*where.query_start_S1[1:3].tolist())
+        getattr(broken, name)[attn_metadata.block_table_SM[1, 0], 1, 0] = float("nan")
+        q_TND = torch.randn(int(attn_metadata.query_start_S1[-1]), 4, 16)
+        ours = attention(q_TND, broken, attn_metadata, 0.3, None).isfinite().all(-1)
+        rows = slice(*attn_metadata.query_start_S1[1:3].tolist())
         assert not ours[rows, 2:].any()
         ours[rows, 2:] = True
         assert ours.all()
@@ -119,11 +121,11 @@ def test_a_broken_value_or_key_stays_in_its_head_and_sequence() -> None:
 def test_some_rows_of_a_step_attend_as_in_the_whole_step(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(8)
     torch.manual_seed(8)
-    where, cache = ragged_step(rng, 2, 16, 4, dtype)
-    tokens = int(where.query_start_S1[-1])
+    attn_metadata, cache = ragged_step(rng, 2, 16, 4, dtype)
+    tokens = int(attn_metadata.query_start_S1[-1])
     q_TND = torch.randn(tokens, 4, 16).to(dtype)
     rows = rng.permutation(tokens)[: tokens // 2]
-    whole = reference_attention(q_TND.float(), widened(cache), where, 0.3, 9)
-    ours = attention(q_TND[rows], cache, where.rows(rows), 0.3, 9)
+    whole = reference_attention(q_TND.float(), widened(cache), attn_metadata, 0.3, 9)
+    ours = attention(q_TND[rows], cache, attn_metadata.rows(rows), 0.3, 9)
     assert float((ours.float() - whole[rows]).abs().max()) < TOLERANCE[dtype]
-    assert torch.equal(where.rows(rows).slot_mapping_T, where.slot_mapping_T[rows])
+    assert torch.equal(attn_metadata.rows(rows).slot_mapping_T, attn_metadata.slot_mapping_T[rows])

@@ -1,4 +1,4 @@
-"""Batch-invariant kernels on CPU: within rounding of the oracle, and a row's bits are its own."""
+"""Batch-invariant kernels on CPU: within rounding of the oracle, and a row's bits do not depend on its batch."""
 
 from collections.abc import Callable
 
@@ -35,14 +35,14 @@ def weights() -> dict[str, LinearWeight]:
 
 
 def differing(linear: Callable[[torch.Tensor], torch.Tensor], num_inputs: int) -> list[int]:
-    """Of TOKENS, those at which as many rows are not the bits that they are among 300."""
+    """Return the numbers in TOKENS at which that many rows alone differ from the same rows among 300."""
     x_MK = torch.randn(300, num_inputs)
     whole_MN = linear(x_MK)
     return [count for count in TOKENS if not torch.equal(linear(x_MK[-count:]), whole_MN[-count:])]
 
 
 @pytest.mark.parametrize("name", weights())
-def test_a_row_of_a_linear_is_its_own(name: str) -> None:
+def test_a_row_of_a_linear_is_independent(name: str) -> None:
     weight = weights()[name]
     linear = prepare_linear(weight)
     assert differing(linear, weight.in_features) == []
@@ -51,28 +51,31 @@ def test_a_row_of_a_linear_is_its_own(name: str) -> None:
     assert float((linear(x_MK) - oracle).abs().max() / oracle.abs().max()) < 2e-6
 
 
-def test_a_float32_weights_row_is_not_where_blas_computes_it() -> None:
+def test_a_row_of_a_float32_weight_is_not_with_blas() -> None:
     weight = weights()["float32"]
     assert differing(select_kernels(CPU, torch.float32).prepare_linear(weight), weight.in_features)
 
 
 def of_each_query(
-    attend: Callable[..., torch.Tensor], q_TND: torch.Tensor, caches: tuple[torch.Tensor, ...], where: AttentionInput
+    attend: Callable[..., torch.Tensor],
+    q_TND: torch.Tensor,
+    caches: tuple[torch.Tensor, ...],
+    attn_metadata: AttentionInput,
 ) -> torch.Tensor:
-    rows = [where.rows(np.array([row])) for row in range(len(q_TND))]
+    rows = [attn_metadata.rows(np.array([row])) for row in range(len(q_TND))]
     return torch.cat([attend(q_TND[r : r + 1], *caches, own, 0.3, None) for r, own in enumerate(rows)])
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_query_is_its_own(seed: int) -> None:
+def test_a_query_is_independent(seed: int) -> None:
     torch.manual_seed(seed)
-    where, *caches = ragged_step(np.random.default_rng(seed), 2, 40, 16, torch.float32)
-    q_TND = torch.randn(int(where.query_start_S1[-1]), 4, 40)
+    attn_metadata, *caches = ragged_step(np.random.default_rng(seed), 2, 40, 16, torch.float32)
+    q_TND = torch.randn(int(attn_metadata.query_start_S1[-1]), 4, 40)
     for window in (None, 13):
-        oracle = reference_attention(q_TND, *caches, where, 0.3, window)
-        ours = attention(q_TND, *caches, where, 0.3, window)
+        oracle = reference_attention(q_TND, *caches, attn_metadata, 0.3, window)
+        ours = attention(q_TND, *caches, attn_metadata, 0.3, window)
         assert float((ours - oracle).abs().max()) < TOLERANCE[torch.float32]
-    together = attention(q_TND, *caches, where, 0.3, None)
-    assert torch.equal(of_each_query(attention, q_TND, (*caches,), where), together)
-    others = batched.attention(q_TND, *caches, where, 0.3, None)
-    assert not torch.equal(of_each_query(batched.attention, q_TND, (*caches,), where), others)
+    together = attention(q_TND, *caches, attn_metadata, 0.3, None)
+    assert torch.equal(of_each_query(attention, q_TND, (*caches,), attn_metadata), together)
+    others = batched.attention(q_TND, *caches, attn_metadata, 0.3, None)
+    assert not torch.equal(of_each_query(batched.attention, q_TND, (*caches,), attn_metadata), others)

@@ -1,5 +1,5 @@
-"""Steps of one token a sequence or a few through all layers at once: the bits of layer by layer, and only where
-that is served."""
+"""Steps of one token a sequence or a few through all layers at once: same bits as layer by layer, and only where
+supported."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ WEIGHTS = ["int4-rtn", "int8", "bfloat16"]
 def decoder_of(
     folder: Path, kernels: Kernels, weights: str = "int4-rtn", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """Weights in one of WEIGHTS."""
+    """Load a decoder with weights in one of WEIGHTS."""
     config = read_config(folder)
     if weights != "bfloat16":
         return Decoder(folder, quantized_on_load(config, weights), kernels, dtype, CPU)
@@ -55,7 +55,7 @@ def decoder_of(
 
 
 def run(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> tuple[list[torch.Tensor], KVCache]:
-    """The hidden states of each of STEPS: of prompts behind the last token alone, else behind all of them."""
+    """Return the hidden states of each of STEPS: of prompts only after the last token, else after all tokens."""
     kv = KVCache.allocate(decoder.config, 5 * len(PROMPTS), BLOCK, kv_dtype or decoder.dtype, CPU)
     known, found = [0] * len(PROMPTS), []
     random = np.random.default_rng(0)
@@ -67,7 +67,7 @@ def run(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> tuple[list[tor
         for s, count in step.items():
             known[s] += count
         query_start_S1 = np.cumsum([0, *step.values()]).astype(np.int32)
-        where = AttentionInput(
+        attn_metadata = AttentionInput(
             query_start_S1,
             np.array([known[s] for s in step], np.int32),
             table_SM[list(step)],
@@ -77,13 +77,13 @@ def run(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> tuple[list[tor
         token_T = torch.from_numpy(random.integers(0, 256, len(position_T)))
         rotations = cos_PD2[position_T], sin_PD2[position_T]
         row_R = query_start_S1[1:].astype(np.int64) - 1 if step is STEPS[0] else np.arange(len(position_T))
-        found.append(decoder.forward(token_T, *rotations, where, row_R, kv))
+        found.append(decoder.forward(token_T, *rotations, attn_metadata, row_R, kv))
     return found, kv
 
 
 @pytest.fixture
 def threaded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each step through all layers at once, whether it ran on several threads."""
+    """Return a list that receives, for each step through all layers at once, whether it ran on several threads."""
     seen: list[bool] = []
 
     def planned(*arguments: Any) -> Plan:
@@ -120,7 +120,7 @@ def test_bits_are_those_of_layer_by_layer(
         for layer, wanted_layer in zip(kv.layers, wanted_kv.layers, strict=True):
             assert torch.equal(layer.k_CBKD, wanted_layer.k_CBKD)
             assert torch.equal(layer.v_CBKD, wanted_layer.v_CBKD)
-    assert threaded == [False] * 2 * len(STEPS[1:])  # so small a model is not worth two threads
+    assert threaded == [False] * 2 * len(STEPS[1:])  # the model is too small for two threads
 
 
 def test_other_layers_and_caches_are_computed_layer_by_layer(tmp_path: Path, threaded: list[bool]) -> None:

@@ -34,7 +34,7 @@ ROUNDING = 2.0**-8  # of a result in bfloat16, the only thing that is rounded th
 def int_weight(
     shape_NK: tuple[int, int], group: int, bits: int = 4, bias_N: torch.Tensor | None = None, halves: bool = True
 ) -> GroupIntWeight:
-    """`halves`: whether scales are numbers of float16."""
+    """Build a random integer weight. halves: whether scales are float16 numbers."""
     groups = (shape_NK[0], -(-shape_NK[1] // group))
     scales_NG = (torch.rand(groups) + 0.5) * shape_NK[1] ** -0.5 * 4 / (1 << bits)
     return GroupIntWeight(
@@ -68,7 +68,7 @@ def weight_of(kind: str, shape_NK: tuple[int, int], group: int = 0, halves: bool
 
 
 def linear_of(kind: str, weight: LinearWeight, form: Form | None = None) -> TiledLinear:
-    """Of bytes in a form, or in this processor's fastest."""
+    """Build the linear of a kind; one of bytes in `form`, or in this processor's fastest."""
     linear = None
     if kind in BYTES:
         block = int8_block(weight)
@@ -92,7 +92,7 @@ def tokens_for(kind: str, shape_MK: tuple[int, int]) -> torch.Tensor:
 
 
 def is_product(y_MN: torch.Tensor, kind: str, weight: LinearWeight, x_MK: torch.Tensor) -> bool:
-    """Within rounding of the product in double precision, with the weight as it is stored."""
+    """Return whether y is within rounding of the product in double precision with the stored weight."""
     block = int8_block(weight) if kind in BYTES else None
     x_MK = x_MK if block is None else rounded(x_MK, block)
     exact_MN = x_MK.double() @ weight.dequantize(torch.float32).double().T
@@ -107,7 +107,7 @@ def is_product(y_MN: torch.Tensor, kind: str, weight: LinearWeight, x_MK: torch.
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_give_what_the_stored_weight_gives(kind: str) -> None:
+def test_they_multiply_by_the_stored_weight(kind: str) -> None:
     torch.manual_seed(0)
     for shape_NK in SHAPES:
         weight = weight_of(kind, shape_NK)
@@ -125,7 +125,7 @@ def test_they_give_what_the_stored_weight_gives(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith(("4", "int8"))])
 def test_groups_of_each_size(kind: str) -> None:
     torch.manual_seed(0)
-    # Of tokens in bytes, a block has to fit a group.
+    # A block of tokens in bytes must fit a group.
     for group in (32, 64, 128, 200, 256) if kind in BYTES else (8, 24, 32, 64, 128, 136, 200, 256):
         num_inputs = group if group == 200 else 6 * group
         for halves in (True, False):
@@ -163,7 +163,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(kind: str) -> None:
     assert torch.equal(linear(x_MK[:9]), together_MN[:9])
 
 
-def test_rows_that_lie_apart_in_memory() -> None:
+def test_rows_that_are_not_contiguous_in_memory() -> None:
     weight, x_MK = weight_of("bfloat16", (64, 128)), torch.randn(4, 256)[:, ::2]
     assert is_product(linear_of("bfloat16", weight)(x_MK), "bfloat16", weight, x_MK)
 
@@ -245,8 +245,8 @@ def test_inputs_in_another_order_meet_their_weights(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", BYTES)
 @pytest.mark.parametrize("form", forms_here(), ids=lambda form: form.name)
 def test_extreme_bytes_do_not_overflow(form: Form, kind: str) -> None:
-    """All inputs at the largest byte and all weights at their largest: the largest sums there are, and the smallest;
-    then the largest shares of zero points."""
+    """Inputs and weights at their maximum give the largest and smallest possible sums, then the largest shares of zero
+    points."""
     bits = int(kind[-1])
     most = (1 << bits) - 1
     for q, zero in ((most, 0), (0, most)):
@@ -271,7 +271,7 @@ def test_all_forms_give_the_same_bits(num_outputs: int, num_inputs: int, group: 
 
 @pytest.mark.skipif(not BYTES, reason="this processor has no AVX2")
 def test_bfloat16_is_read_and_written() -> None:
-    """Computed in float32 and rounded once, bias included."""
+    """It is computed in float32 and rounded once, bias included."""
     linear = linear_of("int8 by int4", weight_of("int4", (101, 256), 64))
     for num_tokens in (1, 5, 40):
         x_MK = torch.randn(num_tokens, 256).to(torch.bfloat16)

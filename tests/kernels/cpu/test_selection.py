@@ -1,4 +1,4 @@
-"""Which kernels serve the CPU, and oneDNN's linears."""
+"""Selection of kernels for the CPU, and oneDNN's linears."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_int4_and_dense_paths_agree_to_bfloat16_rounding() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 16, 17, 100, 1023])
-def test_the_packed_linear_pads_its_tokens_and_gives_them_back(tokens: int) -> None:
+def test_the_packed_linear_pads_its_tokens_and_removes_the_padding(tokens: int) -> None:
     torch.manual_seed(2)
     weight, bias, x_TK = torch.randn(48, 80), torch.randn(48), torch.randn(tokens, 80)
     ours = DenseLinear(weight, bias, torch.float32, packed=True)(x_TK)

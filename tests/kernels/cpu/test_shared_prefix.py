@@ -14,22 +14,22 @@ from pipeline.kernels.cpu.attention.shared_prefix import SharedReading
 from tests.kernels.cpu.test_attention import check, ragged_step
 
 
-def beginning_alike(where: AttentionInput, sizes: list[int]) -> AttentionInput:
-    """The same step, in which groups of these sizes begin with all blocks that the shortest of them has room for."""
-    table_SM, taken = where.block_table_SM.copy(), 0
-    order = np.argsort(-where.context_len_S, kind="stable")  # so that those of a group are of similar lengths
+def beginning_alike(attn_metadata: AttentionInput, sizes: list[int]) -> AttentionInput:
+    """Return the step with groups of these sizes that share all blocks before the queries of their shortest member."""
+    table_SM, num_grouped = attn_metadata.block_table_SM.copy(), 0
+    order = np.argsort(-attn_metadata.context_len_S, kind="stable")  # so that members of a group have similar lengths
     for size in sizes:
-        members = order[taken : taken + size]
-        taken += size
-        computed_S = np.diff(where.query_start_S1)[members]
-        blocks = int(((where.context_len_S[members] - computed_S) // where.block_size).min())
+        members = order[num_grouped : num_grouped + size]
+        num_grouped += size
+        computed_S = np.diff(attn_metadata.query_start_S1)[members]
+        blocks = int(((attn_metadata.context_len_S[members] - computed_S) // attn_metadata.block_size).min())
         table_SM[members, :blocks] = table_SM[members[0], :blocks]
-    return replace(where, block_table_SM=table_SM, plans={})
+    return replace(attn_metadata, block_table_SM=table_SM, plans={})
 
 
 @pytest.fixture
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For each layer whose sequences were read together, their number."""
+    """Return a list that receives, for each layer that reads sequences together, their number."""
     seen: list[int] = []
     read = SharedReading.read
 
@@ -46,7 +46,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_attention_over_beginnings_read_together(
     seed: int, with_fp8: bool, readings: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of decoding alone and next to prompts; groups of 2 to all, more than go together, and of any length."""
+    """Steps decode only or next to prompts; groups have any size and length, some more members than fit together."""
     for name in ("_SHARED_COST", "_ROW_KEYS", "_MIN_ELEMENTS"):
         monkeypatch.setattr(shared, name, 0)  # so that small groups are read together as well
     monkeypatch.setattr(shared, "ROWS", 16)
@@ -54,20 +54,20 @@ def test_attention_over_beginnings_read_together(
     torch.manual_seed(seed)
     dtype = torch.float32 if seed % 3 else torch.bfloat16
     kv_heads, group, head_dim = int(rng.choice([1, 2, 3])), int(rng.choice([1, 2, 5])), int(rng.choice([8, 16, 40]))
-    where, cache = ragged_step(rng, kv_heads, head_dim, int(rng.choice([1, 4, 16])), dtype, with_fp8)
+    attn_metadata, cache = ragged_step(rng, kv_heads, head_dim, int(rng.choice([1, 4, 16])), dtype, with_fp8)
     if seed % 2:
-        where = where.rows(where.query_start_S1[1:] - 1)
-    count = len(where.context_len_S)
+        attn_metadata = attn_metadata.rows(attn_metadata.query_start_S1[1:] - 1)
+    count = len(attn_metadata.context_len_S)
     sizes = [count] if seed % 4 < 2 else [2, max(2, count // 2), 3]
-    where = beginning_alike(where, sizes)
-    q_TND = torch.randn(int(where.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
+    attn_metadata = beginning_alike(attn_metadata, sizes)
+    q_TND = torch.randn(int(attn_metadata.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
     for window in (None, 13, 1000):
-        check(q_TND, cache, where, window)
+        check(q_TND, cache, attn_metadata, window)
     assert len(readings) % 2 == 0, "with a window that hides keys each reads its own"
 
 
 def decoding(sequences: int, alike: int, own: int, block_size: int = 16) -> AttentionInput:
-    """Sequences that decode behind `alike` tokens that all have and some of their own."""
+    """Build a step of sequences that decode after `alike` common tokens and `own` tokens of their own."""
     shared_blocks, own_blocks = alike // block_size, -(-own // block_size)
     table_SM = np.tile(np.arange(shared_blocks + own_blocks, dtype=np.int32), (sequences, 1))
     table_SM[:, shared_blocks:] += np.arange(sequences, dtype=np.int32)[:, None] * own_blocks
@@ -80,7 +80,7 @@ def decoding(sequences: int, alike: int, own: int, block_size: int = 16) -> Atte
     )
 
 
-def test_they_are_read_together_where_that_is_less_work() -> None:
+def test_sequences_are_read_together_where_that_is_less_work() -> None:
     def members(sequences: int, shared_tokens: int, own: int) -> int:
         step = decoding(sequences, shared_tokens, own)
         found = SharedReading.from_block_table(step.block_table_SM, step.context_len_S, 16, (4, 2, 64))
@@ -88,9 +88,9 @@ def test_they_are_read_together_where_that_is_less_work() -> None:
 
     assert members(64, 160, 90) == 64
     assert members(8, 2048, 1) == 8
-    assert members(8, 160, 90) == 0, "saves less than the finding and another kernel take"
+    assert members(8, 160, 90) == 0, "saves less than the search and another kernel cost"
     assert members(64, 0, 90) == members(1, 160, 90) == members(3, 2048, 90) == 0
-    assert members(64, 16, 90) == 0, "a block of keys is less than what comes with it"
+    assert members(64, 16, 90) == 0, "one block of keys saves less than the overhead"
 
 
 def test_a_sequence_has_a_key_of_its_own_to_read() -> None:
@@ -99,7 +99,9 @@ def test_a_sequence_has_a_key_of_its_own_to_read() -> None:
     assert (found.read_S == 304).all()
 
 
-def test_a_broken_key_of_all_is_seen_in_all_of_its_head(readings: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_shared_key_breaks_its_head_in_all_sequences(
+    readings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared, "_MIN_ELEMENTS", 0)
     step = decoding(16, 64, 5)
     cache = LayerCache.allocate(int(step.block_table_SM.max()) + 1, 16, 2, 8, torch.float32, torch.device("cpu"))

@@ -17,23 +17,23 @@ CACHED = sorted(path for path in FILES if MARKS.search(path.read_text()))
 
 
 def imports_of(file: Path) -> set[Path]:
-    """The files of this package that a module's kernels are made of, its own included, by Python's own parser."""
+    """Return the files of this package that a module's kernels depend on, its own included, by Python's parser."""
     found, left = {file}, [file]
     while left:
         for node in ast.walk(ast.parse(left.pop().read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
                 ("pipeline.kernels", "pipeline.engine.drafts.lookup")
             ):
-                place = KERNELS.parents[1] / str(node.module).replace(".", "/")
-                named = [place / f"{alias.name}.py" for alias in node.names]
-                new = {path for path in (place.with_suffix(".py"), *named) if path.is_file()} - found
+                module_path = KERNELS.parents[1] / str(node.module).replace(".", "/")
+                named = [module_path / f"{alias.name}.py" for alias in node.names]
+                new = {path for path in (module_path.with_suffix(".py"), *named) if path.is_file()} - found
                 found |= new
                 left += new
     return found
 
 
 def names_of(file: Path) -> dict[str, str]:
-    """Of the kernels of a module, loaded anew, that are kept on disk: the names that numba keeps them under."""
+    """Load a module anew and return the names under which numba keeps its kernels on disk."""
     spec = importlib.util.spec_from_file_location(f"again_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
@@ -44,16 +44,14 @@ def names_of(file: Path) -> dict[str, str]:
     return {n: f.py_func.__qualname__ for n, f in kernels.items() if f.py_func.__module__ == spec.name}
 
 
-def test_all_files_with_kernels_are_looked_at() -> None:
+def test_all_files_with_kernels_are_tested() -> None:
     assert {"compiled_copies", "decode_kernel", "elementwise", "linear_kernel"} <= {file.stem for file in CACHED}
     assert KERNELS / "cpu/compile/processor.py" in sources_of(KERNELS / "cpu/attention/decode_kernel.py")
     assert LOOKUP / "compiled_lookup.py" in sources_of(LOOKUP / "compiled_copies.py")
 
 
 @pytest.mark.parametrize("file", CACHED, ids=lambda file: file.stem)
-def test_a_kernel_has_another_name_when_another_file_that_it_is_made_of_changes(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_has_another_name_when_an_imported_file_changes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, read_bytes = names_of(file), Path.read_bytes
     assert before
     assert names_of(file) == before

@@ -1,8 +1,8 @@
-"""Compiles what an engine of a tiny model may launch on an H100 that is not there, on threads, and prints as JSON what
-was said, how many kernels Triton's cache on disk had before and has after, and how many were not found in it.
+"""Compile all launches of a tiny model's engine for a simulated H100, on threads. Print as JSON the messages, the
+numbers of kernels in Triton's cache on disk before and after, and the number that was missing there.
 
-`python -m tests.kernels.triton.compile_ahead_process MODEL CACHE`, in a process of its own: elsewhere in the
-tests kernels are interpreted. A driver that only names its card stands for CUDA's; the model's tensors have no memory.
+`python -m tests.kernels.triton.compile_ahead_process MODEL CACHE`, in a separate process: other tests interpret
+kernels. A driver that only names its card replaces CUDA's; the model's tensors have no memory.
 """
 
 import json
@@ -53,11 +53,11 @@ def main(model: str, cache: str) -> None:
     keep_gpu_kernels_in(Path(cache))
     hits: list[bool] = []
     knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)  # type: ignore[assignment]
-    before, said = num_kernels(Path(cache)), list[str]()
+    before, messages = num_kernels(Path(cache)), list[str]()
     target_model: Any = loaded.LoadedModel.load(Path(model), shape, resolved)
-    target_model.compile_kernels(resolved, captured_shapes(resolved, 0)[0], 2, said.append)
+    target_model.compile_kernels(resolved, captured_shapes(resolved, 0)[0], 2, messages.append)
     missed = hits.count(False)
-    print(json.dumps({"said": said, "before": before, "after": num_kernels(Path(cache)), "missed": missed}))
+    print(json.dumps({"messages": messages, "before": before, "after": num_kernels(Path(cache)), "missed": missed}))
 
 
 if __name__ == "__main__":

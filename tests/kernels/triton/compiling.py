@@ -1,10 +1,9 @@
-"""Compiles kernels for GPUs that are not there and prints what came of each: registers, spills, shared memory,
-instructions, as a line of JSON.
+"""Compile kernels for absent GPUs and print a line of JSON for each: registers, spills, shared memory, instructions.
 
-`python -m tests.kernels.triton.compiling sm_80|sm_89|sm_90|sm_100`, in a process of its own: elsewhere in the tests
-kernels are interpreted, which is settled when triton is imported. `python -m tools.compiled_kernels` writes a page of
-it. Types and alignments are read from a launch's arguments as
-Triton reads them when it runs, so that the code is the same; the tensors may lie on the `meta` device.
+`python -m tests.kernels.triton.compiling sm_80|sm_89|sm_90|sm_100`, in a separate process: other tests interpret
+kernels, which is decided when triton is imported. `python -m tools.compiled_kernels` writes a page of the results.
+Types and alignments are read from a launch's arguments as Triton reads them at run time, so that the code is the same;
+the tensors may be on the `meta` device.
 """
 
 import json
@@ -38,8 +37,10 @@ _RESERVED_BYTES = 1024  # of shared memory for each block
 
 @dataclass(frozen=True)
 class Compiled:
-    """registers: of a thread. spill_bytes: of a thread's stack and local memory, 0 where nothing was spilled.
-    shared_bytes: of a block."""
+    """Figures of a compiled kernel.
+
+    registers: of a thread. spill_bytes: of a thread's stack and local memory. shared_bytes: of a block.
+    """
 
     registers: int
     spill_bytes: int
@@ -51,13 +52,13 @@ class Compiled:
 
     @property
     def sums(self) -> list[str]:
-        """The order in which values are summed to one float32: which a thread holds, and what it does to them before
+        """Return the order in which values are summed to one float32: those of a thread, and its operations before
         threads exchange theirs."""
         operations = re.findall(r"\b(?:fma|mul|add)\.(?:rn\.)?f32", self.ptx.split("shfl.")[0])
         return [*self.sum_layouts, *sorted(operations)] if self.sum_layouts else []
 
     def loop(self) -> list[str]:
-        """The instructions of the largest loop, loops within it once. Empty where there is none."""
+        """Return the instructions of the largest loop, inner loops once; empty if there is none."""
         found: list[str] = []
         lines: list[str] = []
         begins: dict[str, int] = {}
@@ -72,7 +73,7 @@ class Compiled:
         return found
 
     def blocks(self, target: CompileTarget) -> int:
-        """Blocks that a multiprocessor has room for at once (CUDA C++ Programming Guide, compute capabilities)."""
+        """Return the blocks that fit a multiprocessor at once (CUDA C++ Programming Guide, compute capabilities)."""
         shared, warps = _MULTIPROCESSOR.get(target.capability[0], _SMALL_MULTIPROCESSOR)
         if target.capability in ((8, 6), (8, 9)):
             shared, warps = _SMALL_MULTIPROCESSOR
@@ -81,7 +82,7 @@ class Compiled:
         return min(65536 // of_warp // self.num_warps, warps // self.num_warps, of_shared, 32)
 
     def problems(self, target: CompileTarget) -> list[str]:
-        """Why this cannot run well on `target`; empty where it can."""
+        """Return reasons why this cannot run well on `target`, or an empty list."""
         found = []
         if self.drops_counters:
             found.append("a counter that a loop carries was taken for a constant")
@@ -95,7 +96,7 @@ class Compiled:
 
 
 def compile_for(launch: Launch, target: CompileTarget) -> Compiled:
-    """Compile for `target`'s capability; takes seconds, or none where Triton's cache on disk has it."""
+    """Compile for `target`'s capability; takes seconds unless Triton's cache on disk has it."""
     assert isinstance(launch.kernel, triton.JITFunction), "interpreted kernels are not compiled: unset TRITON_INTERPRET"
     major, minor = target.capability
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
@@ -109,7 +110,7 @@ def compile_for(launch: Launch, target: CompileTarget) -> Compiled:
 
 
 def _carried_integers(form: str) -> list[int]:
-    """By loop, how many integers one iteration hands to the next."""
+    """Return for each loop the number of integers that one iteration passes to the next."""
     types = (re.sub(r"<[^<>]*>", "", match[1] or "") for match in _LOOP.finditer(form))
     return [len(re.findall(r"\bi(?:1|32|64)\b", each)) for each in types]
 
@@ -137,7 +138,7 @@ def _source(launch: Launch) -> ASTSource:
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of stack and local memory, of a thread, as `cuobjdump` shows them."""
+    """Return a thread's registers and its bytes of stack and local memory, as `cuobjdump` shows them."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -168,14 +169,14 @@ def with_constants(launch: Launch, **constants: int) -> Launch:
 
 
 def chosen(name: str) -> dict[str, Launch]:
-    """All kernels for each target, those with products for more shapes on sm_80 and sm_90; and some that must be found
-    wanting."""
+    """Return all kernels for each target, those with products for more shapes on sm_80 and sm_90; and controls that
+    must have problems."""
     target = TARGETS[name]
     all_of = launches_of(LLAMA_8B, torch.bfloat16, target)
     windowed = launches_of(LLAMA_8B, torch.bfloat16, target, window=4096)
     over_fp8 = {
-        f"{key}, fp8 cache{about}": launch
-        for about, shape, dtype, span in (
+        f"{key}, fp8 cache{suffix}": launch
+        for suffix, shape, dtype, span in (
             ("", LLAMA_8B, torch.bfloat16, None),
             (", windowed", LLAMA_8B, torch.bfloat16, 4096),
             (", groups of 5", GROUPS_OF_5, torch.float16, None),

@@ -1,10 +1,9 @@
-"""Triton's interpreter without work that it does for nothing, two thirds of the time of these tests.
+"""Triton's interpreter without needless work, which takes two thirds of the time of these tests.
 
 Each launch, and each function that a kernel calls, lists all members of `triton.language` to find the few that it
-replaces, though the launch has replaced them for the functions. Each sum and product of integers is computed once more
-in 64 bits and compared with what the type can hold, for an assertion that is made in debug mode only. Each operation
-writes down the table of numpy's types anew. And each block has a type of its own, with the shape checked, named and
-made of constants again.
+replaces, although the launch has replaced them already. Each sum and product of integers is computed again in 64 bits
+and compared with the type's range, for an assertion in debug mode only. Each operation builds the table of numpy's
+types anew. Each block has its own type, whose shape is checked, named and converted to constants again.
 """
 
 import dataclasses
@@ -18,18 +17,18 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
-def spare_the_interpreter() -> None:
-    """Let it look at those members alone that were Triton's own when it first looked: it goes on to replace and to
-    restore them as it does, once a launch. Let it prepare no assertions that it does not make, and remember types."""
+def speed_up_interpreter() -> None:
+    """Patch the interpreter: remember the members of Triton that it replaces and restores, do so once a launch, prepare
+    no assertions that are off, and remember types."""
     options = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
     if not hasattr(interpreter, "_get_np_dtype") or not hasattr(options, "sanitize_overflow"):
-        return  # a Triton that is made otherwise: slower, and as right
+        return  # another version of Triton: slower, but correct
     names: dict[int, list[str]] = {}
 
-    def getmembers(of: Any) -> list[tuple[str, Any]]:
-        if id(of) not in names:
-            names[id(of)] = [name for name, member in inspect.getmembers(of) if tl.core.is_builtin(member)]
-        return [(name, getattr(of, name)) for name in names[id(of)]]
+    def getmembers(owner: Any) -> list[tuple[str, Any]]:
+        if id(owner) not in names:
+            names[id(owner)] = [name for name, member in inspect.getmembers(owner) if tl.core.is_builtin(member)]
+        return [(name, getattr(owner, name)) for name in names[id(owner)]]
 
     interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": getmembers})  # type: ignore[assignment]
     builder = interpreter.interpreter_builder
@@ -39,10 +38,10 @@ def spare_the_interpreter() -> None:
     numpy_type_of = interpreter._get_np_dtype
     known: dict[str, Any] = {}
 
-    def remembered(of: Any) -> Any:
-        name = of.scalar.name  # types of blocks and pointers cannot be keys themselves
+    def remembered(dtype: Any) -> Any:
+        name = dtype.scalar.name  # types of blocks and pointers cannot be keys themselves
         if name not in known:
-            known[name] = numpy_type_of(of)
+            known[name] = numpy_type_of(dtype)
         return known[name]
 
     interpreter._get_np_dtype = remembered
@@ -51,8 +50,8 @@ def spare_the_interpreter() -> None:
 
 
 def once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The modules that a kernel or a function of it sees are patched until the launch ends, so the functions that it
-    calls later find them so. Only the launch's own scope is ever restored."""
+    """Patch the modules of a kernel and its functions once, until the launch ends. Only the launch's own scope restores
+    them."""
     patched: set[int] = set()
     seen: dict[int, set[int]] = {}  # by function: the modules of Triton among its globals
 
@@ -79,7 +78,7 @@ def once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def remember_shapes() -> None:
-    """Blocks of one shape share it, and the constants that a tensor tells it in."""
+    """Share the shape, and the constants that a tensor stores it in, among blocks of one shape."""
     block_type, tensor = tl.core.block_type, tl.core.tensor
     check_and_name = block_type.__init__
     shapes: dict[tuple[int, ...], tuple[Any, int]] = {}
@@ -99,8 +98,8 @@ def remember_shapes() -> None:
     def of_tensor(self: Any, handle: Any, type: Any) -> None:
         shape = type.shape if type.is_block() else ()
         if id(shape) not in constants:
-            told = tl.core.tuple([tl.core.constexpr(size) for size in shape])
-            constants[id(shape)] = shape, told, tl.core.constexpr(math.prod(shape))
+            constant_shape = tl.core.tuple([tl.core.constexpr(size) for size in shape])
+            constants[id(shape)] = shape, constant_shape, tl.core.constexpr(math.prod(shape))
         self.handle, self.type, self.dtype = handle, type, type.scalar
         _, self.shape, self.numel = constants[id(shape)]
 

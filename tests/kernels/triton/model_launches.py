@@ -1,4 +1,4 @@
-"""Every launch that a model's steps are made of, on tensors without memory: no GPU is needed to compile them."""
+"""All launches of a model's steps, on tensors without memory: compiling them needs no GPU."""
 
 from dataclasses import dataclass, replace
 
@@ -33,7 +33,7 @@ _BLOCKS, _BLOCK, _TABLE = 1024, 64, 128
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model the kernels depend on."""
+    """Sizes of a model that the kernels depend on."""
 
     hidden_size: int
     intermediate_size: int
@@ -53,8 +53,8 @@ def launches_of(
     num_tokens: int = 512,
     with_fp8_cache: bool = False,
 ) -> dict[str, Launch]:
-    """By name, for layers with this window, over a cache in `dtype` or in FP8. int4 and fp8 kernels at the fewest
-    tokens and at the most of one tile."""
+    """Return launches by name, for layers with this window, over a cache in `dtype` or in FP8. int4 and fp8 kernels
+    have the minimal tokens, and the maximal ones of one tile."""
 
     def empty(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device=_META)
@@ -76,10 +76,10 @@ def launches_of(
     }
     logits_TV, chosen_2T = empty(num_tokens, shape.vocab_size), empty(2, num_tokens, dtype=torch.int64)
     parts, whole = greedy_launches(logits_TV, chosen_2T)
-    how_5T = empty(5, num_tokens, dtype=torch.float64)
+    sampling_params_5T = empty(5, num_tokens, dtype=torch.float64)
     sampling = {"greedy, parts": parts, "greedy, whole": whole}
     products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target) | _fixed(shape, dtype, target)
-    sampling["sample, parts"], sampling["sample"] = sample_launches(logits_TV, how_5T, chosen_2T)
+    sampling["sample, parts"], sampling["sample"] = sample_launches(logits_TV, sampling_params_5T, chosen_2T)
     table_SM = empty(256, _TABLE, dtype=torch.int32)
     fused["scatter"] = scatter_launch(slot_T, table_SM, table_SM)
     if with_fp8_cache:
@@ -134,7 +134,7 @@ def _int4(shape: ModelShape, dtype: torch.dtype, target: CompileTarget) -> dict[
 
 
 def fp8_launches_of(shape: ModelShape, dtype: torch.dtype, target: CompileTarget) -> dict[str, Launch]:
-    """Of a narrow linear, whose inputs are cut into parts, and of a wide one; none where there are no such products."""
+    """Return launches of a narrow linear, whose inputs are cut into parts, and of a wide one; none on older cards."""
     if target.capability < MIN_CAPABILITY:
         return {}
     narrow, wide = (shape.hidden_size, shape.intermediate_size), (2 * shape.intermediate_size, shape.hidden_size)
@@ -161,7 +161,7 @@ def fp8_launches_of(shape: ModelShape, dtype: torch.dtype, target: CompileTarget
 
 
 def _rounding_ahead(shape: ModelShape, dtype: torch.dtype, num_tokens: int = 512) -> dict[str, Launch]:
-    """Norms and silu that round for the next linear: blocks of inputs, or all inputs of a token."""
+    """Return norms and silu that round for the next linear: blocks of inputs, or all inputs of a token."""
     found = {}
     x_TH = torch.empty(num_tokens, shape.hidden_size, dtype=dtype, device=_META)
     gate_up_T2F = torch.empty(num_tokens, 2 * shape.intermediate_size, dtype=dtype, device=_META)
@@ -176,7 +176,7 @@ def _rounding_ahead(shape: ModelShape, dtype: torch.dtype, num_tokens: int = 512
 
 
 def _fixed(shape: ModelShape, dtype: torch.dtype, target: CompileTarget) -> dict[str, Launch]:
-    """Products of fixed tiles: with inputs in parts, which are programs of their own or taken in turn, and whole."""
+    """Return products of fixed tiles: with inputs in parts, as separate programs or in turn, and whole."""
     found = {}
     for name, num_inputs, num_outputs, num_tokens in (
         ("fixed product, few tokens", shape.intermediate_size, shape.hidden_size, 1),

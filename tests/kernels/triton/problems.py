@@ -17,11 +17,11 @@ from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.triton.launch import Launch, recording
 from pipeline.weights.packed import GroupIntWeight
 from tests.kernels.steps import Lengths, paged_step, widened
-from tests.kernels.triton.interpreter import spare_the_interpreter
+from tests.kernels.triton.interpreter import speed_up_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type != "cuda":
-    spare_the_interpreter()
+    speed_up_interpreter()
 
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
 DTYPES = pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -33,21 +33,21 @@ RELATIVE = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}  
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Inside, launches are put into the list instead of run."""
+    """Append launches to the yielded list instead of running them."""
     launches: list[Launch] = []
     with recording(launches.append):
         yield launches
 
 
 def close(ours: torch.Tensor, oracle: torch.Tensor) -> bool:
-    """Within rounding of the float32 oracle; sums may cancel, so not of each value alone."""
+    """Return whether ours is within rounding of the float32 oracle. Sums may cancel: the mean size counts too."""
     error, size = (ours.float().cpu() - oracle).abs(), oracle.abs() + oracle.square().mean().sqrt()
     return bool((error <= RELATIVE[ours.dtype] * size).all())
 
 
 def make_dots_ordered(patch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter's products add up as those of a GPU do: each output in the order of the inputs, wherever in
-    the tile it stands. numpy's library orders its sums by the place."""
+    """Let the interpreter's products add up as on a GPU: each output in the order of the inputs, at any index of the
+    tile. numpy's library orders its sums by the index."""
 
     def create_dot(self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object) -> TensorHandle:
         total = d.data
@@ -60,11 +60,11 @@ def make_dots_ordered(patch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """Queries, a cache whose unused slots are NaN, and where everything lies."""
+    """Queries, a cache whose unused slots are NaN, and attention metadata."""
 
     q_TND: torch.Tensor
     cache: LayerCache
-    where: AttentionInput
+    attn_metadata: AttentionInput
 
     @property
     def tensors(self) -> tuple[torch.Tensor, LayerCache]:
@@ -72,7 +72,7 @@ class Step:
 
     @property
     def wide(self) -> tuple[torch.Tensor, LayerCache]:
-        """For the oracle: on the CPU, in float32 but for codes."""
+        """Queries and cache for the oracle: on the CPU, in float32 except codes."""
         return self.q_TND.float().cpu(), widened(self.cache)
 
 
@@ -85,17 +85,19 @@ def make_step(
     seed: int = 0,
     with_fp8: bool = False,
 ) -> Step:
-    """`paged_step` and its queries; `heads` of queries and of keys."""
+    """Build a `paged_step` and its queries; `heads` of queries and of keys."""
     torch.manual_seed(seed)
-    where, cache = paged_step(lengths, heads[1], head_dim, block_size, dtype, np.random.default_rng(seed), with_fp8)
-    where = replace(where, slot_mapping_T=where.slot_mapping_T.to(DEVICE))
-    q_TND = torch.randn(int(where.query_start_S1[-1]), heads[0], head_dim).to(DEVICE, dtype)
-    return Step(q_TND, LayerCache(*(tensor.to(DEVICE) for tensor in cache.tensors)), where)
+    attn_metadata, cache = paged_step(
+        lengths, heads[1], head_dim, block_size, dtype, np.random.default_rng(seed), with_fp8
+    )
+    attn_metadata = replace(attn_metadata, slot_mapping_T=attn_metadata.slot_mapping_T.to(DEVICE))
+    q_TND = torch.randn(int(attn_metadata.query_start_S1[-1]), heads[0], head_dim).to(DEVICE, dtype)
+    return Step(q_TND, LayerCache(*(tensor.to(DEVICE) for tensor in cache.tensors)), attn_metadata)
 
 
 def sharing(step: Step, groups: list[tuple[list[int], int]]) -> Step:
-    """Let each group's members begin with this number of the first one's blocks. What the others had there is NaN."""
-    table_SM = step.where.block_table_SM
+    """Let each group's members begin with this number of the first one's blocks. The replaced blocks become NaN."""
+    table_SM = step.attn_metadata.block_table_SM
     for (first, *others), blocks in groups:
         step.cache.fill(table_SM[others, :blocks].ravel().tolist(), float("nan"))
         table_SM[others, :blocks] = table_SM[first, :blocks]

@@ -1,5 +1,5 @@
-"""Batch-invariant linears and attention: within rounding of the oracle, and a row's bits are its own. Each comparison
-finds differences between the kernels that do not promise it."""
+"""Batch-invariant linears and attention: within rounding of the oracle, and a row's bits do not depend on its batch.
+Each comparison finds differences of the kernels that do not promise it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ from pipeline.weights.packed import DenseWeight
 from tests.kernels.triton import problems
 from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, PRODUCT, Step, make_step, random_weight
 
-# numpy's, of rows that stand for no query: 0 / 0 in the interpreter
+# numpy's, of padding rows: 0 / 0 in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -39,13 +39,13 @@ def normal(*sizes: int) -> torch.Tensor:
 
 
 def differing(linear: Callable[[torch.Tensor], torch.Tensor], x_MK: torch.Tensor) -> list[int]:
-    """Of TOKENS, those at which as many rows are not the bits that they are among all rows of x."""
+    """Return the numbers in TOKENS at which that many rows alone differ from the same rows among all rows of x."""
     whole_MN = linear(x_MK)
     return [count for count in TOKENS if not torch.equal(linear(x_MK[-count:]), whole_MN[-count:])]
 
 
 @DTYPES
-def test_a_row_of_a_product_is_its_own(dtype: torch.dtype) -> None:
+def test_a_row_of_a_product_is_independent(dtype: torch.dtype) -> None:
     weight = DenseWeight(normal(NUM_OUTPUTS, NUM_INPUTS) * NUM_INPUTS**-0.5, normal(NUM_OUTPUTS))
     linear = prepare_linear(weight, dtype, DEVICE)
     x_MK = normal(130, NUM_INPUTS).to(DEVICE, dtype)
@@ -66,8 +66,8 @@ def test_torchs_product_is_not() -> None:
 
 
 @pytest.mark.parametrize(("with_scratch", "ordered"), [(False, True), (True, True), (True, False)])
-def test_4_bit_weights_take_one_way(with_scratch: bool, ordered: bool) -> None:
-    """Widened once or in each call: the same bits, which are not those of the fused product."""
+def test_4_bit_weights_have_one_path(with_scratch: bool, ordered: bool) -> None:
+    """Widening once or in each call gives the same bits, which are not those of the fused product."""
     order_K = None if ordered else torch.randperm(512, generator=torch.Generator().manual_seed(2))
     weight = replace(random_weight(40, 512, 64, bias=True), input_order_K=order_K)
     scratch = DequantBuffer(torch.float32, DEVICE) if with_scratch else None
@@ -84,7 +84,7 @@ def test_4_bit_weights_take_one_way(with_scratch: bool, ordered: bool) -> None:
 
 
 def test_parts_depend_on_the_weight_alone() -> None:
-    """At every number of tokens the same cuts of the inputs, and one tile."""
+    """Cuts of the inputs and the tile are the same at every number of tokens."""
     for target in (A100, H100):
         tile = tile_for(torch.bfloat16, target)
         for num_outputs, num_inputs in ((4096, 14336), (6144, 4096), (1024, 3072), (128256, 4096), (896, 4864)):
@@ -112,17 +112,17 @@ BATCH = [(1100, 1), (70, 3), (129, 129), (200, 40), (1, 1)]
 
 
 def of_rows(attention: Callable[..., torch.Tensor], step: Step, rows: np.ndarray, window: int | None) -> torch.Tensor:
-    """Of some query tokens alone, each as a sequence of its own."""
-    return attention(step.q_TND[torch.from_numpy(rows)], step.cache, step.where.rows(rows), 0.3, window)
+    """Compute some query tokens, each as a separate sequence."""
+    return attention(step.q_TND[torch.from_numpy(rows)], step.cache, step.attn_metadata.rows(rows), 0.3, window)
 
 
 @DTYPES
 @pytest.mark.parametrize("window", [None, 13])
-def test_a_query_is_its_own_whatever_shares_its_tile(window: int | None, dtype: torch.dtype) -> None:
+def test_a_query_is_independent_of_others_in_its_tile(window: int | None, dtype: torch.dtype) -> None:
     step = make_step(BATCH, (2, 1), 16, 64, dtype)
     attention = BatchInvariantAttention(DEVICE)
-    together = attention(*step.tensors, step.where, 0.3, window)
-    oracle = reference_attention(*step.wide, step.where, 0.3, window)
+    together = attention(*step.tensors, step.attn_metadata, 0.3, window)
+    oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, window)
     assert torch.isfinite(together).all()
     assert float((together.float().cpu() - oracle).abs().max()) < ATTENTION[dtype]
     some = np.r_[0, 1, 3, 4, 67, 68, 131, 132, 140, 171, 172, 173]
@@ -132,9 +132,9 @@ def test_a_query_is_its_own_whatever_shares_its_tile(window: int | None, dtype: 
     assert torch.equal(of_rows(attention, step, rows, window), together[torch.from_numpy(rows)])
 
 
-def test_the_other_kernels_tell_a_batch() -> None:
+def test_the_other_kernels_depend_on_the_batch() -> None:
     step = make_step([(1100, 1), (70, 3), (1300, 1)], (2, 1), 16, 64, torch.float32)
-    together = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    together = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
     alone = torch.cat([of_rows(PagedAttention(DEVICE), step, np.array([row]), None) for row in range(5)])
     assert not torch.equal(alone, together)
 
@@ -142,6 +142,6 @@ def test_the_other_kernels_tell_a_batch() -> None:
 @pytest.mark.parametrize(("group", "head_dim"), [(5, 80), (7, 16), (1, 144)])
 def test_groups_and_head_sizes(group: int, head_dim: int) -> None:
     step = make_step([(67, 1), (130, 20), (70, 3)], (2 * group, 2), head_dim, 16, torch.float32)
-    ours = BatchInvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
-    oracle = reference_attention(*step.wide, step.where, 0.3, None)
+    ours = BatchInvariantAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
+    oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, None)
     assert float((ours.cpu() - oracle).abs().max()) < ATTENTION[torch.float32]

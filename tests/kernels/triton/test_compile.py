@@ -1,5 +1,5 @@
 """Every kernel compiles for sm_80, sm_89 and sm_90, keeps the limits of `benchmarks/compiled-kernels.md`, and
-reaches wgmma where it can."""
+uses wgmma where possible."""
 
 import json
 import os
@@ -24,7 +24,7 @@ EVERYWHERE = {
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, dict]]:
-    """By target and name, what the kernels compile to. One process for each target."""
+    """Compile the kernels in one process for each target; return the results by target and name."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.triton.compiling"]
     running = {
@@ -62,7 +62,7 @@ def test_a_kernel_past_its_limits_is_reported(compiled: dict) -> None:
 
 
 def test_the_int4_product_moves_nothing_between_threads(compiled: dict) -> None:
-    """One wait for products a group of 128 inputs, of which a step of the loop takes two; no shuffles."""
+    """The loop waits once for products of each group of 128 inputs, two groups a step; no shuffles."""
     for name in ("int4, 1 tokens", "int4, 64 tokens"):
         line = compiled["sm_90"][name]
         assert (line["shuffles"], line["waits"]) == (0, 2)
@@ -74,7 +74,7 @@ def test_large_tiles_reach_wgmma(compiled: dict) -> None:
         "cascade", "cascade, fp8 cache", "cascade, groups of 5", "prefill", "prefill, fp8 cache", "int4, 1 tokens",
         "int4, 64 tokens", *FIXED,
     }  # fmt: skip
-    assert "decode, 1 queries" not in reached, "16 rows are too few for wgmma: the check would find it anywhere"
+    assert "decode, 1 queries" not in reached, "16 rows are too few for wgmma"
     assert not any(line["uses_wgmma"] for line in compiled["sm_80"].values())
 
 
@@ -83,13 +83,13 @@ def test_fp8_products_use_the_units_for_them(compiled: dict, target: str) -> Non
     products = {name: line for name, line in compiled[target].items() if line["multiplies_e4m3"]}
     sizes = "1 tokens", "64 tokens", "512 tokens", "512 tokens, parts in one program"
     assert set(products) >= {f"fp8, {size}" for size in sizes}
-    assert not {"fp8 rounding", "int4, 1 tokens", "prefill"} & set(products), "the check would find it anywhere"
+    assert not {"fp8 rounding", "int4, 1 tokens", "prefill"} & set(products), "these kernels have no e4m3 products"
     assert all(line["uses_wgmma"] for line in products.values()) == (target == "sm_90")
 
 
 @pytest.mark.parametrize("target", ["sm_89", "sm_90"])
 def test_a_norm_that_rounds_to_fp8_sums_its_squares_in_the_order_of_the_other(compiled: dict, target: str) -> None:
-    """Or tokens would depend on which kernel rounds."""
+    """Otherwise tokens would depend on the kernel that rounds."""
     plain, *rounding = (compiled[target][f"add_rms_norm{form}"]["sums"] for form in ("", ", fp8", ", fp8 per token"))
     assert len(plain) > 1
     assert rounding == [plain, plain]
@@ -97,7 +97,7 @@ def test_a_norm_that_rounds_to_fp8_sums_its_squares_in_the_order_of_the_other(co
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_fixed_products_multiply_by_one_instruction_whatever_the_number_of_tokens(compiled: dict, target: str) -> None:
-    """Or an output's sum would not be taken in one order."""
+    """Otherwise the order of an output's sum would vary."""
     several = [compiled[target][name]["products"] for name in FIXED]
     assert len(several[0]) == 1
     assert all(products == several[0] for products in several)

@@ -1,4 +1,4 @@
-"""The Triton attention kernels against the reference, and how the decode kernel's work is items."""
+"""The Triton attention kernels against the reference, and the division of the decode kernel's work into items."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def check(step: Step, window: int | None) -> None:
-    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, window)
-    oracle = reference_attention(*step.wide, step.where, 0.3, window)
+    ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, window)
+    oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, window)
     assert ours.dtype == step.q_TND.dtype
     assert torch.isfinite(ours).all(), "a slot outside the context was read, or a token not written"
     assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[ours.dtype]
@@ -74,7 +74,7 @@ def test_blocks_of_any_size_and_windows_at_tile_borders(block_size: int, window:
 
 
 def converted_blocks_of(step: Step, window: int | None) -> list[int] | None:
-    block_X = step.where.plans[plan_key(window)].prefill.block_X
+    block_X = step.attn_metadata.plans[plan_key(window)].prefill.block_X
     return None if block_X is None else block_X.tolist()
 
 
@@ -84,7 +84,7 @@ def test_blocks_that_prompts_read_from_an_fp8_cache_are_converted_once(head_dim:
     step = make_step([(300, 300), (150, 80), (200, 1)], (8, 2), head_dim, 64, torch.float16, with_fp8=True)
     step = sharing(step, [([0, 1], 1)])
     check(step, None)
-    table_SM = step.where.block_table_SM
+    table_SM = step.attn_metadata.block_table_SM
     assert converted_blocks_of(step, None) == sorted({*table_SM[0, :5].tolist(), *table_SM[1, :3].tolist()})
 
 
@@ -97,10 +97,10 @@ def test_a_tile_converts_what_hardly_any_other_tile_reads() -> None:
 def test_blocks_before_a_window_are_not_converted_and_not_read() -> None:
     """The first tile of keys begins before the window, where what is masked must be finite: 0 * NaN is NaN."""
     step = make_step([(500, 180), (64, 64)], (4, 1), 16, 16, torch.float16, seed=12, with_fp8=True)
-    mine, others = (row[row >= 0] for row in step.where.block_table_SM)
+    mine, others = (row[row >= 0] for row in step.attn_metadata.block_table_SM)
     step.cache.fill(others.tolist(), float("nan"))
     window = 500 - 180 - 216 + 1  # the first key that is seen: 216; its tile begins at 192
-    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, window)
+    ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, window)
     found = converted_blocks_of(step, window)
     assert found is not None
     assert found[0] in others, "what no block of the table maps to is another sequence's"
@@ -117,8 +117,8 @@ def test_an_fp8_cache_of_values_of_any_size(of_keys: float, of_values: float, qu
         assert scale is not None
         scale *= size
     step.q_TND.mul_(1 / of_keys)
-    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
-    oracle = reference_attention(*step.wide, step.where, 0.3, None)
+    ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
+    oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, None)
     assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[torch.bfloat16] * of_values
 
 
@@ -126,15 +126,15 @@ def test_an_fp8_cache_of_values_of_any_size(of_keys: float, of_values: float, qu
 def test_a_broken_query_stays_in_its_row(broken: float, with_fp8: bool) -> None:
     step = make_step([(66, 1), (100, 12), (200, 1)], (2, 1), 16, 64, torch.float32, with_fp8=with_fp8)
     step.q_TND[3, 1, 5] = broken
-    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
     assert torch.isfinite(ours).all(-1).logical_not().nonzero().tolist() == [[3, 1]]
 
 
 def test_a_broken_value_or_key_stays_in_its_head_and_sequence() -> None:
     for name in ("k_scale_CKB", "v_scale_CKB"):
         step = make_step([(66, 1), (100, 12), (200, 1)], (2, 2), 16, 64, torch.float32, with_fp8=True)
-        getattr(step.cache, name)[step.where.block_table_SM[2, 1], 1, 5] = float("nan")
-        ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+        getattr(step.cache, name)[step.attn_metadata.block_table_SM[2, 1], 1, 5] = float("nan")
+        ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
         assert torch.isfinite(ours).all(-1).logical_not().nonzero().tolist() == [[13, 1]]
 
 
@@ -152,9 +152,9 @@ def test_random_steps(seed: int) -> None:
 def test_some_rows_of_a_step_attend_as_in_the_whole_step() -> None:
     step = make_step([(66, 1), (100, 40), (30, 3)], (4, 2), 16, 64, torch.float32)
     rows = np.random.default_rng(8).permutation(len(step.q_TND))[:17]
-    whole = reference_attention(*step.wide, step.where, 0.3, 9)
+    whole = reference_attention(*step.wide, step.attn_metadata, 0.3, 9)
     q_RND = step.q_TND[torch.from_numpy(rows).to(DEVICE)]
-    ours = PagedAttention(DEVICE)(q_RND, *step.tensors[1:], step.where.rows(rows), 0.3, 9)
+    ours = PagedAttention(DEVICE)(q_RND, *step.tensors[1:], step.attn_metadata.rows(rows), 0.3, 9)
     assert float((ours.cpu() - whole[rows]).abs().max()) < ATTENTION[torch.float32]
 
 
@@ -162,7 +162,7 @@ def test_some_rows_of_a_step_attend_as_in_the_whole_step() -> None:
 def test_too_many_heads_are_refused_by_name(attention: type[PagedAttention | BatchInvariantAttention]) -> None:
     step = make_step([(20, 20)], (129, 1), 16, 64, torch.float32)
     with pytest.raises(ModelError, match="129 query heads with 1 KV heads"):
-        attention(DEVICE)(*step.tensors, step.where, 0.3, None)
+        attention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
 
 
 # -- the work of the decode kernel
@@ -173,7 +173,7 @@ def test_too_many_heads_are_refused_by_name(attention: type[PagedAttention | Bat
     tiles=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=1, max_size=40),
     num_programs=st.integers(1, 70),
 )
-def test_every_tile_is_taken_once(tiles: list[tuple[int, int]], num_programs: int) -> None:
+def test_every_tile_is_computed_once(tiles: list[tuple[int, int]], num_programs: int) -> None:
     begin_S, count_S = np.array(tiles).T
     items = decode_items(np.arange(len(tiles)), begin_S, begin_S + count_S, num_programs)
     pieces: dict[int, list[list[int]]] = {}
@@ -187,25 +187,25 @@ def test_every_tile_is_taken_once(tiles: list[tuple[int, int]], num_programs: in
         assert list(sums) == (list(range(sums[0], sums[0] + len(sums))) if split else [-1])
     assert (items.item_I4[:, 3] < 2 * num_programs).all()
     size_I = items.item_I4[:, 2] - items.item_I4[:, 1]
-    taken = [int(size_I[a:b].sum()) for a, b in pairwise(items.program_start)]
-    assert (sum(taken), len(taken)) == (count_S.sum(), num_programs)
-    assert max(taken) == min(count_S.sum(), max(MIN_TILES, -(-count_S.sum() // num_programs)))
+    num_tiles = [int(size_I[a:b].sum()) for a, b in pairwise(items.program_start)]
+    assert (sum(num_tiles), len(num_tiles)) == (count_S.sum(), num_programs)
+    assert max(num_tiles) == min(count_S.sum(), max(MIN_TILES, -(-count_S.sum() // num_programs)))
 
 
-def test_a_plan_that_lies_ready_is_used() -> None:
+def test_a_ready_plan_is_used() -> None:
     step = make_step([(100, 1), (30, 1)], (2, 1), 16, 64, torch.float32)
     work = DecodeMetadata.allocate(4, 4, 64, 2, 1, 16, DEVICE, CompileTarget.from_device(DEVICE))
-    work.prepare_replay(step.where)
-    work.context_len_S[:2] = torch.tensor([90, 20], device=DEVICE)  # tells the ready plan from one made anew
-    step.where.plans[plan_key(None)] = AttentionPlan(work, None)
-    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
-    shorter = replace(step.where, context_len_S=np.array([90, 20], dtype=np.int32))
+    work.prepare_replay(step.attn_metadata)
+    work.context_len_S[:2] = torch.tensor([90, 20], device=DEVICE)  # distinguishes the ready plan from a new one
+    step.attn_metadata.plans[plan_key(None)] = AttentionPlan(work, None)
+    ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
+    shorter = replace(step.attn_metadata, context_len_S=np.array([90, 20], dtype=np.int32))
     oracle = reference_attention(*step.wide, shorter, 0.3, None)
     assert float((ours.cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
 
 
 def test_tensors_of_the_work_are_aligned() -> None:
-    """Otherwise each number of sequences would have its kernel compiled anew."""
+    """Unaligned tensors would need another compiled kernel for each number of sequences."""
     for max_seqs in (1, 2, 3, 5):
         work = DecodeMetadata.allocate(max_seqs, 3, 64, 2, 1, 16, torch.device("cpu"), H100)
         assert work.staged is not None

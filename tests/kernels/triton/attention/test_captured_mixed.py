@@ -1,5 +1,5 @@
 """Captured attention of steps with prompts: one list of launches serves steps with one prompt next to decoding, with
-several alone, after a prefix that some share, and with none left of what the step before had."""
+several alone, after a prefix that some share, and without leftovers of the previous step."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from pipeline.kernels.triton.batch_invariant import BatchInvariantAttention, Cap
 from pipeline.kernels.triton.launch import Launch
 from tests.kernels.triton.problems import ATTENTION, DEVICE, make_step, recorded_launches, sharing
 
-# numpy's, of rows that stand for no query: 0 / 0 in the interpreter
+# numpy's, of padding rows: 0 / 0 in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 PADDED, BLOCKS = 200, 40
@@ -33,7 +33,7 @@ STEPS: list[tuple[list[tuple[int, int]], list[tuple[list[int], int]]]] = [
 
 
 def kept(launches: list[Launch]) -> list[Any]:
-    """What a graph keeps of launches."""
+    """Return what a graph keeps of launches."""
     arguments = ([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in each.arguments] for each in launches)
     return [(each.kernel.__name__, each.grid, each.options, given) for each, given in zip(launches, arguments)]
 
@@ -50,34 +50,34 @@ def test_launches_do_not_change_from_step_to_step(
     q_TND, out_TND = torch.zeros(PADDED, 4, 16, device=DEVICE), torch.zeros(PADDED, 4, 16, device=DEVICE)
     cache = LayerCache.allocate(BLOCKS, 64, 2, 16, FP8 if is_fp8 else torch.float32, DEVICE)
     none = np.zeros(1, dtype=np.int32)
-    places = none, none, none[None], torch.zeros(0, dtype=torch.int64), 64
+    empty_step = none, none, none[None], torch.zeros(0, dtype=torch.int64), 64
     launches, shared = [], []
     for lengths, groups in STEPS:
         step = sharing(make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=is_fp8), groups)
-        count_S, num_tokens = np.diff(step.where.query_start_S1), len(step.q_TND)
+        count_S, num_tokens = np.diff(step.attn_metadata.query_start_S1), len(step.q_TND)
         assert captured.fits_mixed(count_S, PADDED)
-        captured.prepare_mixed_replay(step.where, np.zeros(0, dtype=np.int64))
+        captured.prepare_mixed_replay(step.attn_metadata, np.zeros(0, dtype=np.int64))
         captured.unpack()
         cache.fill(list(range(BLOCKS)), float("nan"))
         for tensor, its in zip(cache.tensors, step.cache.tensors):
             tensor[: len(its)] = its
         q_TND.fill_(0.0)[:num_tokens] = step.q_TND
         out_TND.fill_(7.0)
-        where = AttentionInput(*places, captured.mixed_plans(PADDED))
+        attn_metadata = AttentionInput(*empty_step, captured.mixed_plans(PADDED))
         with recorded_launches() as recorded, monkeypatch.context() as patch:
             patch.setattr(torch, "empty_like", lambda tensor: out_TND)
-            attention(q_TND, cache, where, 0.3, window)
+            attention(q_TND, cache, attn_metadata, 0.3, window)
         launches.append(kept(recorded))
         for launch in recorded:
             launch.run()
-        of_tile_I = where.plans["triton", window].prefill.item_I2[:, 0]
+        of_tile_I = attn_metadata.plans["triton", window].prefill.item_I2[:, 0]
         tiles_S = -(-count_S // 64)
         assert int((of_tile_I >= 0).sum()) == tiles_S[is_deterministic | (count_S > 3)].sum(), "the others are empty"
-        oracle = reference_attention(*step.wide, step.where, 0.3, window)
+        oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, window)
         assert float((out_TND[:num_tokens].cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
         assert (out_TND[num_tokens:] == 7.0).all(), "padding attends to nothing"
         if not is_deterministic and window is None:
-            recorded_cascade = where.plans["triton", None].decode.cascade
+            recorded_cascade = attn_metadata.plans["triton", None].decode.cascade
             shared.append((recorded_cascade.shared_S[: len(count_S)] > 0).tolist())
     assert all(each == launches[0] for each in launches)
     if shared:
@@ -86,7 +86,7 @@ def test_launches_do_not_change_from_step_to_step(
         assert not any(map(any, (shared[0], shared[2], shared[3])))
 
 
-def test_steps_with_more_tiles_than_are_launched_do_not_fit() -> None:
+def test_steps_with_more_tiles_than_launched_do_not_fit() -> None:
     """64 query tokens fill a tile."""
     captured = CapturedAttention(replace(SHAPE, max_seqs=300, max_mixed_tokens=4096), DEVICE)
     assert captured.fits_mixed(np.array([1, 4, 4, 65]), 80)

@@ -1,5 +1,5 @@
 """Cascade attention: prefixes that sequences share, read once for all of them, against the reference, which reads each
-sequence by itself; what is read together, and when."""
+sequence by itself; conditions of joint reading."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from pipeline.kernels.triton.launch import H100
 from tests.kernels.steps import Lengths
 from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, Step, make_step, sharing
 
-# numpy's, of rows that stand for no query: 0 / 0 in the interpreter
+# numpy's, of padding rows: 0 / 0 in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 Shared = list[tuple[list[int], int]]
@@ -25,17 +25,17 @@ Shared = list[tuple[list[int], int]]
 
 @pytest.fixture
 def any_saving_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that the interpreter gets through are smaller than any that pays on a GPU."""
+    """Let any saving pay, because the interpreter's steps are smaller than any that pays on a GPU."""
     monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
 
 
 def check(step: Step, groups: int) -> None:
     """Compare with the oracle; this many groups were read together."""
-    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
-    oracle = reference_attention(*step.wide, step.where, 0.3, None)
+    ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
+    oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, None)
     assert torch.isfinite(ours).all(), "a slot outside the context was read, or a token not written"
     assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[ours.dtype]
-    work = step.where.plans[plan_key(None)].decode.cascade
+    work = step.attn_metadata.plans[plan_key(None)].decode.cascade
     served = set() if work is None else set(work.tile_W3[:, 0].tolist())
     assert len(served) == groups
 
@@ -83,15 +83,15 @@ def test_random_steps(seed: int) -> None:
     members = [list(range(half)), list(range(half, sequences))] if seed else [list(range(1, sequences))]
     group, kv_heads = int(rng.choice([1, 4, 6])), int(rng.integers(1, 3))
     step = make_step(lengths, (group * kv_heads, kv_heads), 16, size, torch.float32, seed)
-    check(sharing(step, [(of, shared_blocks) for of in members]), len(members))
+    check(sharing(step, [(group_members, shared_blocks) for group_members in members]), len(members))
 
 
 @pytest.mark.usefixtures("any_saving_pays")
 def test_more_queries_than_a_tile_holds() -> None:
-    """8 query heads: 16 tokens a tile, so that sequences of 3 tokens lie across two tiles, which are cut unequally."""
+    """8 query heads: 16 tokens a tile, so that sequences of 3 tokens extend across two tiles, cut unequally."""
     step = make_step([(390 + s, 3) for s in range(22)], (8, 1), 16, 64, torch.float32)
     check(sharing(step, [(list(range(22)), 6)]), 1)
-    work = step.where.plans[plan_key(None)].decode.cascade
+    work = step.attn_metadata.plans[plan_key(None)].decode.cascade
     assert work.tile_W3[:, 2].tolist() == [1, 2, 2, 1, 1]
 
 
@@ -100,10 +100,10 @@ def test_a_broken_query_stays_in_its_row_and_a_broken_value_in_its_group() -> No
     lengths, shared = STEPS["two groups and one alone"]
     step = sharing(make_step(lengths, (2, 2), 16, 64, torch.float32), shared)
     step.q_TND[2, 1, 5] = float("nan")
-    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
     assert torch.isfinite(ours).all(-1).logical_not().nonzero().tolist() == [[2, 1]]
-    step.cache.v_CBKD[step.where.block_table_SM[4, 0], 9, 0] = float("nan")
-    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    step.cache.v_CBKD[step.attn_metadata.block_table_SM[4, 0], 9, 0] = float("nan")
+    ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
     assert torch.isfinite(ours).all(-1).logical_not().nonzero().tolist() == [[1, 0], [2, 1], [4, 0]]
 
 
@@ -111,28 +111,28 @@ def test_a_broken_query_stays_in_its_row_and_a_broken_value_in_its_group() -> No
 def test_layers_with_a_window_and_the_deterministic_mode_read_each_sequence_by_itself() -> None:
     lengths, shared = STEPS["all in one group"]
     step = sharing(make_step(lengths, (4, 1), 16, 64, torch.float32), shared)
-    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, 150)
-    assert float((ours.cpu() - reference_attention(*step.wide, step.where, 0.3, 150)).abs().max()) < 5e-6
-    assert step.where.plans[plan_key(150)].decode.cascade is None
+    ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, 150)
+    assert float((ours.cpu() - reference_attention(*step.wide, step.attn_metadata, 0.3, 150)).abs().max()) < 5e-6
+    assert step.attn_metadata.plans[plan_key(150)].decode.cascade is None
     apart = make_step(lengths, (4, 1), 16, 64, torch.float32)
     for s in (1, 2):  # what is shared, copied to blocks of its own
         for tensor, its in zip(apart.cache.tensors, step.cache.tensors):
-            tensor[apart.where.block_table_SM[s, :2]] = its[step.where.block_table_SM[s, :2]]
+            tensor[apart.attn_metadata.block_table_SM[s, :2]] = its[step.attn_metadata.block_table_SM[s, :2]]
 
     def is_the_same(attention: PagedAttention | BatchInvariantAttention) -> bool:
         return torch.equal(
-            *(attention(step.q_TND, of.cache, replace(of.where, plans={}), 0.3, None) for of in (step, apart))
+            *(attention(step.q_TND, s.cache, replace(s.attn_metadata, plans={}), 0.3, None) for s in (step, apart))
         )
 
     assert is_the_same(BatchInvariantAttention(DEVICE))
-    assert not is_the_same(PagedAttention(DEVICE)), "sums in another order have other bits: the check would find it"
+    assert not is_the_same(PagedAttention(DEVICE)), "sums in another order have other bits"
 
 
-# -- what is read together
+# -- groups that are read together
 
 
 def planned(shape: CascadeShape, groups: list[tuple[int, int]]) -> CascadePlan | None:
-    """For groups of (sequences, shared tokens), each sequence with 100 tokens of its own."""
+    """Plan for groups of (sequences, shared tokens), where each sequence has 100 tokens of its own."""
     sequences = sum(size for size, _ in groups)
     width = (max(tokens for _, tokens in groups) + 100) // 64 + 1
     table_SM = np.arange(sequences * width, dtype=np.int32).reshape(sequences, width)
@@ -142,12 +142,12 @@ def planned(shape: CascadeShape, groups: list[tuple[int, int]]) -> CascadePlan |
         context_S[first : first + size] = tokens + 100
         first += size
     query_start_S1 = np.arange(sequences + 1, dtype=np.int32)
-    where = AttentionInput(query_start_S1, context_S, table_SM, torch.zeros(0, dtype=torch.int64), 64)
-    return shape.decide(where, np.arange(sequences)).plan
+    attn_metadata = AttentionInput(query_start_S1, context_S, table_SM, torch.zeros(0, dtype=torch.int64), 64)
+    return shape.decide(attn_metadata, np.arange(sequences)).plan
 
 
-def test_groups_are_read_together_where_they_pay_and_as_many_as_fit() -> None:
-    """A group pays where it saves more than a launch takes."""
+def test_groups_are_read_together_where_they_pay_and_up_to_the_limit() -> None:
+    """A group pays if it saves more than a launch costs."""
     many, few = (CascadeShape.for_steps(sequences, 32, 8, 128, H100) for sequences in (1024, 64))
     cases: list[tuple[CascadeShape, list[tuple[int, int]], list[int]]] = [
         (many, [(835, 2048)], [2048]),
@@ -184,10 +184,12 @@ def test_what_is_remembered_from_step_to_step_is_what_is_found_anew(seed: int) -
         context_S = context_S + np.int32(11)
         count_S = np.ones(len(context_S), dtype=np.int32) + (rng.random(len(context_S)) < 0.02)
         query_start_S1 = np.append(0, np.cumsum(count_S)).astype(np.int32)
-        where = AttentionInput(query_start_S1, context_S, table_SM.copy(), torch.zeros(0, dtype=torch.int64), size)
-        plan = shape.decide(where, np.arange(len(context_S))).plan
-        found = shape.numbers(where, plan)
-        before, numbers = numbers, steps.numbers(where)
+        attn_metadata = AttentionInput(
+            query_start_S1, context_S, table_SM.copy(), torch.zeros(0, dtype=torch.int64), size
+        )
+        plan = shape.decide(attn_metadata, np.arange(len(context_S))).plan
+        found = shape.numbers(attn_metadata, plan)
+        before, numbers = numbers, steps.numbers(attn_metadata)
         assert all(np.array_equal(a, b) for a, b in zip(numbers, found, strict=True))
         num_kept += numbers is before
         num_shared += plan is not None

@@ -1,4 +1,4 @@
-"""One copy, and a launch that is captured once, bring each step's numbers to where its graph reads them."""
+"""One copy, and a launch that is captured once, write each step's numbers into the tensors of its graph."""
 
 import numpy as np
 import pytest

@@ -46,7 +46,7 @@ def linear_of(
 
 
 def spread(rounded: Fp8Inputs, num_inputs: int) -> torch.Tensor:
-    """Values times their scales, of tokens and inputs that exist; zeros fill the last block."""
+    """Return values times their scales, of existing tokens and inputs; assert that zeros fill the last block."""
     value_MK, scale_BM = rounded.value_MK[: rounded.num_tokens], rounded.scale_BM[:, : rounded.num_tokens]
     spread_MK = value_MK.float() * scale_BM.t().repeat_interleave(rounded.block, 1)[:, : value_MK.shape[1]]
     behind = spread_MK[:, num_inputs:]
@@ -74,7 +74,7 @@ def test_rounding_is_the_oracles_bit_for_bit(num_inputs: int, block: int, dtype:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_all_quotients_of_16_bit(dtype: torch.dtype) -> None:
-    """Of some largest magnitudes, in bfloat16 of all, and of all values from there to 2^-19 of it."""
+    """Largest magnitudes are some mantissas, in bfloat16 all; values go from the largest to 2^-19 of it."""
     bits = {torch.bfloat16: 7, torch.float16: 10}[dtype]
     mantissa = 1 + torch.arange(1 << bits) / (1 << bits)
     largest = mantissa if bits == 7 else mantissa[torch.randperm(len(mantissa))[:32]]
@@ -87,7 +87,7 @@ def test_all_quotients_of_16_bit(dtype: torch.dtype) -> None:
 
 
 def unusual_tokens(num_inputs: int, dtype: torch.dtype) -> torch.Tensor:
-    """Normal, tiny, large and zero values, and what is no number: a token each."""
+    """Return tokens of normal, tiny, large and zero values, with NaN and with infinity."""
     x_MK = torch.randn(6, num_inputs) * torch.tensor([[1.0], [1e-6], [200.0], [0.0], [1.0], [1.0]])
     x_MK[4, -1], x_MK[5, 3] = float("nan"), float("inf")
     return x_MK.to(DEVICE, dtype)
@@ -245,7 +245,7 @@ def in_blocks(
     scale_b: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """What `torch._scaled_mm` is to compute, and the layouts that it asks for."""
+    """Compute the result of `torch._scaled_mm`, and assert the layouts that it requires."""
     (tokens, inputs), outputs = value_MK.shape, value_KN.shape[1]
     assert value_MK.is_contiguous()
     assert value_KN.t().is_contiguous()
@@ -259,18 +259,18 @@ def in_blocks(
 
 
 def cublas_of_card(monkeypatch: pytest.MonkeyPatch, refused: Callable[[int], bool] = lambda tokens: False) -> list[int]:
-    """Install a `torch._scaled_mm` that refuses what cuBLASLt does, and `refused`. Return the numbers of tokens that it
-    computes."""
-    taken: list[int] = []
+    """Install a `torch._scaled_mm` that refuses numbers of tokens as cuBLASLt does, and those that `refused` selects.
+    Return a list that receives the numbers that it computes."""
+    products: list[int] = []
 
     def product(value_MK: torch.Tensor, *others: torch.Tensor, **scales: Any) -> torch.Tensor:
         if len(value_MK) % 4 or refused(len(value_MK)):
             raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic`")
-        taken.append(len(value_MK))
+        products.append(len(value_MK))
         return in_blocks(value_MK, *others, **scales)
 
     monkeypatch.setattr(torch, "_scaled_mm", product)
-    return taken
+    return products
 
 
 def cublas_of(activation_dtype: str = "fp8", dtype: torch.dtype = torch.bfloat16) -> ScaledMm:
@@ -283,7 +283,7 @@ def error_of(linear: Fp8Linear, weight: GroupIntWeight, x_MK: torch.Tensor) -> f
 
 
 BY_CUBLAS = fp8_tolerance(torch.bfloat16)
-BY_TRITON = BY_CUBLAS + 2**-8  # its interpreter cuts off instead of rounding
+BY_TRITON = BY_CUBLAS + 2**-8  # its interpreter truncates instead of rounding
 
 
 @pytest.mark.parametrize(
@@ -294,24 +294,24 @@ BY_TRITON = BY_CUBLAS + 2**-8  # its interpreter cuts off instead of rounding
 def test_numbers_of_tokens_that_are_cublass(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bias: bool, activation_dtype: str, by_cublas: list[int]
 ) -> None:
-    taken = cublas_of_card(monkeypatch)
+    products = cublas_of_card(monkeypatch)
     weight = random_weight(32, 384, 128, bias)
     linear = linear_of(weight, activation_dtype, cublas_of(activation_dtype, dtype))
-    taken.clear()
+    products.clear()
     for tokens in (1, 16, 64, 65, 77, 130):
         error = error_of(linear, weight, torch.randn(tokens, 384, device=DEVICE).to(dtype))
-        once_more = bias or tokens < 65  # a sum with a bias is rounded again; Triton's interpreter cuts off
+        once_more = bias or tokens < 65  # a sum with a bias is rounded again; Triton's interpreter truncates
         assert error < fp8_tolerance(dtype) + once_more * torch.finfo(dtype).eps / 2
-    assert taken == by_cublas, "numbers that divide by 16"
+    assert products == by_cublas, "multiples of 16"
     assert linear(torch.randn(0, 384, device=DEVICE, dtype=dtype)).shape == (0, 32)
     if activation_dtype == "fp8":
         for other in (random_weight(32, 384, 64), random_weight(32, 512, 256), random_weight(30, 384, 128)):
             assert linear_of(other, cublas=cublas_of()).cublas is None
-    assert len(taken) == len(by_cublas)
+    assert len(products) == len(by_cublas)
 
 
 def test_tokens_that_pad_a_product_change_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies in their memory is anything, NaN included."""
+    """Memory of padding holds arbitrary values, NaN included."""
     cublas_of_card(monkeypatch)
     weight = random_weight(32, 384, 128)
     linear, x_MK = linear_of(weight, cublas=cublas_of()), torch.randn(77, 384, device=DEVICE).bfloat16()
@@ -326,19 +326,19 @@ def test_tokens_that_pad_a_product_change_none(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_shape_that_cublas_refuses_is_tritons_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = cublas_of_card(monkeypatch, refused=lambda tokens: tokens == 176)
+    products = cublas_of_card(monkeypatch, refused=lambda tokens: tokens == 176)
     cublas, weights = cublas_of(), [random_weight(outputs, 384, 128) for outputs in (32, 32, 64)]
     first, second, other = (linear_of(weight, cublas=cublas) for weight in weights)
     x_MK = torch.randn(170, 384, device=DEVICE).bfloat16()
     with pytest.warns(RuntimeWarning, match=r"32 outputs and 384 inputs was rejected at 176 tokens: .*NOT_SUPPORTED"):
         assert error_of(first, weights[0], x_MK) < BY_TRITON
-    taken.clear()
+    products.clear()
     for linear, weight in zip((first, second), weights):
         assert error_of(linear, weight, x_MK) < BY_TRITON
         assert error_of(linear, weight, x_MK[:100]) < BY_TRITON
-    assert taken == []
+    assert products == []
     assert error_of(other, weights[2], x_MK[:100]) < BY_CUBLAS
-    assert taken == [112]
+    assert products == [112]
 
 
 def test_memory_that_runs_out_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

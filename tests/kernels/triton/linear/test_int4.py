@@ -1,4 +1,4 @@
-"""4-bit weights on a GPU: the order they are kept in, the fused product, and the two ways through a linear."""
+"""4-bit weights on a GPU: their stored order, the fused product, and the two paths of a linear."""
 
 import pytest
 import torch
@@ -98,33 +98,33 @@ def test_zero_points_of_symmetric_and_odd_weights(zero: int, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("scale", [1 + 2**-10, 2.0**100, 1 + 2**-20], ids=["float16", "bfloat16", "float32"])
-def test_scales_are_exact_whatever_type_holds_them(scale: float) -> None:
+def test_scales_are_exact_in_each_type_that_stores_them(scale: float) -> None:
     q_NK, zeros_NG = torch.ones(1, 32, dtype=torch.uint8), torch.zeros(1, 1)
     weight = GroupIntWeight(q_NK, torch.tensor([[scale]]), zeros_NG, 32)
     assert (TwoPathLinear(weight, torch.float32, DEVICE).kept_NK == scale).all()
 
 
-# -- two ways
+# -- two paths
 
 
 @pytest.mark.parametrize("with_scratch", [False, True])
-def test_the_crossover_parts_the_ways(with_scratch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_crossover_separates_the_paths(with_scratch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = DequantBuffer(torch.float32, DEVICE) if with_scratch else None
     weight = random_weight(40, 128, 64, bias=True)
     linear = TwoPathLinear(weight, torch.float32, DEVICE, scratch, crossover=3)
-    taken = []
+    paths = []
     fused, dense = linear.fused, linear.dense
-    monkeypatch.setattr(linear, "fused", lambda x: taken.append("fused") or fused(x))
-    monkeypatch.setattr(linear, "dense", lambda x: taken.append("dense") or dense(x))
+    monkeypatch.setattr(linear, "fused", lambda x: paths.append("fused") or fused(x))
+    monkeypatch.setattr(linear, "dense", lambda x: paths.append("dense") or dense(x))
     for tokens in (0, 1, 3, 4):
         x_MK = torch.randn(tokens, 128, device=DEVICE)
         ours = linear(x_MK)
         assert ours.shape == (tokens, 40)
         assert tokens == 0 or relative_error(ours, weight, x_MK) < PRODUCT[torch.float32]
-    assert taken == ["dense", "fused", "fused", "dense"]
+    assert paths == ["dense", "fused", "fused", "dense"]
 
 
-def test_cards_without_an_entry_take_the_crossover_of_the_next_older_one() -> None:
+def test_cards_without_an_entry_use_the_crossover_of_the_next_older_one() -> None:
     assert crossover_of((8, 6)) == crossover_of((8, 0))
     assert crossover_of((12, 0)) == CROSSOVERS[10, 0]
     assert crossover_of((7, 5)) == CROSSOVERS[8, 0]

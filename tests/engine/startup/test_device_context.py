@@ -28,12 +28,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_family(tmp_path_factory.mktemp("place"), Family("llama3", "llama"), seed=8)
+    return make_family(tmp_path_factory.mktemp("device_context"), Family("llama3", "llama"), seed=8)
 
 
 @pytest.fixture(params=[1, 2, 3])
 def callers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Threads that the caller has set torch to; there are processors enough for all."""
+    """Set the caller's number of torch threads, with enough processors for all."""
     before = torch.get_num_threads()
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     torch.set_num_threads(request.param)
@@ -41,28 +41,28 @@ def callers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     torch.set_num_threads(before)
 
 
-def noting(engine: Engine) -> list[int]:
-    """torch's threads in each step from now on."""
+def recorded_threads(engine: Engine) -> list[int]:
+    """Return a list that receives torch's threads in each step from now on."""
     seen = list[int]()
     before_each_step(engine, lambda step, future: seen.append(torch.get_num_threads()))
     return seen
 
 
-def test_each_engine_has_its_own_threads_and_the_caller_keeps_its(
+def test_each_engine_has_its_own_threads_and_the_callers_stay(
     folder: Path, callers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded_with, load = list[int](), LoadedModel.load
 
-    def load_and_note(*parts) -> LoadedModel:
+    def load_and_record(*parts) -> LoadedModel:
         loaded_with.append(torch.get_num_threads())
         return load(*parts)
 
-    monkeypatch.setattr(build.LoadedModel, "load", load_and_note)
+    monkeypatch.setattr(build.LoadedModel, "load", load_and_record)
     engines = {n: float32_engine(folder, num_threads=n or None) for n in (1, 2, 0)}
     assert loaded_with == [1, 2, callers]
     assert torch.get_num_threads() == callers
     assert [engine.resolved["num_threads"] for engine in engines.values()] == [1, 2, callers]
-    seen = {n: noting(engine) for n, engine in engines.items()}
+    seen = {n: recorded_threads(engine) for n, engine in engines.items()}
     for engine in engines.values():
         engine.warm_up()
         engine.generate([[1, 2, 3]], greedy(3))
@@ -80,7 +80,7 @@ def test_each_engine_has_its_own_threads_and_the_caller_keeps_its(
     assert all(set(steps) == {n or callers} for n, steps in seen.items())
     torch.set_num_threads(4)
     engines[0].generate([[1, 2, 3]], greedy(3))
-    assert seen[0][-1] == 4, "without a number it goes on with the caller's, whatever they are"
+    assert seen[0][-1] == 4, "without a number it uses the caller's current threads"
     for engine in engines.values():
         engine.close()
 
@@ -90,14 +90,14 @@ def test_compiled_kernels_run_on_the_threads_of_their_own_engine(
 ) -> None:
     seen = list[int]()
 
-    def use_and_note(parallel: bool) -> int:
+    def use_and_record(parallel: bool) -> int:
         num_threads = use_threads(parallel)
         assert get_num_threads() == num_threads
         if parallel:
             seen.append(num_threads)
         return num_threads
 
-    monkeypatch.setattr(attention, "use_threads", use_and_note)
+    monkeypatch.setattr(attention, "use_threads", use_and_record)
     prompts = [[row, *range(1, 200)] for row in range(40)]  # enough for several threads
     for num_threads in (1, 2, 1):
         with float32_engine(folder, num_threads=num_threads, max_num_seqs=40) as engine:
@@ -123,7 +123,7 @@ def test_a_step_that_raises_leaves_the_caller_s_threads(callers: int) -> None:
     assert torch.get_num_threads() == callers
 
 
-def test_each_engine_launches_on_its_own_device_and_the_caller_keeps_its(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_engine_launches_on_its_own_device_and_the_callers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     current, launched = [2], set[tuple[int, str, int]]()
 
     @contextmanager
@@ -135,19 +135,19 @@ def test_each_engine_launches_on_its_own_device_and_the_caller_keeps_its(monkeyp
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
 
-    def noting_device(index: int, what: str, call: Callable) -> Callable:
-        def noted(*arguments):
-            launched.add((index, what, current[-1]))
+    def recording_device(index: int, method: str, call: Callable) -> Callable:
+        def recorded(*arguments):
+            launched.add((index, method, current[-1]))
             return call(*arguments)
 
-        return noted
+        return recorded
 
     engines = {}
     for index, name in ((0, "cuda:0"), (1, "cuda:1"), (3, "cuda:3")):
         engine = engines[index] = hash_engine(60, 4, is_asynchronous=True, bad_token=77)
         engine.device_context = DeviceContext(None, torch.device(name))
-        for what in ("execute", "greedy", "sample", "zero_blocks"):
-            setattr(engine.runner, what, noting_device(index, what, getattr(engine.runner, what)))
+        for method in ("execute", "greedy", "sample", "zero_blocks"):
+            setattr(engine.runner, method, recording_device(index, method, getattr(engine.runner, method)))
     for engine in engines.values():
         engine.warm_up()
         streams = [engine.stream([Request(0, [n, 5], SamplingParams(max_tokens=9))]) for n in (1, 2)]
@@ -159,4 +159,4 @@ def test_each_engine_launches_on_its_own_device_and_the_caller_keeps_its(monkeyp
         engine.abort(0)
         assert current == [2]
     assert {(index, current) for index, _, current in launched} == {(0, 0), (1, 1), (3, 3)}
-    assert {what for _, what, _ in launched} == {"execute", "greedy", "sample", "zero_blocks"}
+    assert {method for _, method, _ in launched} == {"execute", "greedy", "sample", "zero_blocks"}

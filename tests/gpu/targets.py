@@ -1,6 +1,6 @@
-"""Where these tests run: on a card, in its types and at the sizes of real models, and on the CPU at small ones.
+"""Targets of these tests: a card, in its types and at the sizes of real models, and the CPU at small sizes.
 
-On the CPU they repeat what `tests/kernels` and `tests/engine` hold: see `conftest.py`.
+On the CPU they repeat the checks of `tests/kernels` and `tests/engine`: see `conftest.py`.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,9 @@ _ON_CARD = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), r
 
 
 @dataclass(frozen=True)
-class Place:
+class Target:
+    """Device, element type and shapes of the tests."""
+
     device: torch.device
     dtype: torch.dtype
     heads: tuple[Heads, ...]
@@ -38,17 +40,17 @@ class Place:
         return torch.randn(shape, device=self.device, generator=random).to(self.dtype)
 
 
-def _on_card(dtype: torch.dtype) -> Place:
+def _on_card(dtype: torch.dtype) -> Target:
     heads = Heads(32, 8, 128), Heads(16, 8, 128), Heads(14, 2, 64), Heads(4, 4, 64)
     linears_NK = (384, 256), (1536, 1024), (256, 896), (1024, 3072)
     device = torch.device("cuda", 0)  # torch.cuda.set_device refuses one without an index
     models = "llama3-8b-awq", "qwen3-0.6b"
-    return Place(device, dtype, heads, linears_NK, (1, 3, 16, 33, 64, 200, 512), models, LAYER_TOKENS)
+    return Target(device, dtype, heads, linears_NK, (1, 3, 16, 33, 64, 200, 512), models, LAYER_TOKENS)
 
 
-_CPU = Place(torch.device("cpu"), torch.float32, (Heads(14, 2, 64),), ((96, 256),), (1, 33), ("tiny-awq",), (1, 33))
-PLACES = pytest.mark.parametrize(
-    "place",
+_CPU = Target(torch.device("cpu"), torch.float32, (Heads(14, 2, 64),), ((96, 256),), (1, 33), ("tiny-awq",), (1, 33))
+TARGETS = pytest.mark.parametrize(
+    "target",
     [
         pytest.param(_CPU, id="cpu", marks=pytest.mark.gpu),
         pytest.param(_on_card(torch.bfloat16), id="card, bfloat16", marks=_ON_CARD),
