@@ -1,4 +1,4 @@
-"""The benchmark of speculative decoding: equal work in every mode, and figures of its own steps."""
+"""Benchmark of speculative decoding: equal work in every mode, and figures of its own steps."""
 
 import json
 

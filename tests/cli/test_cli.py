@@ -1,4 +1,4 @@
-"""The command line: exit codes, which text goes to which stream, and no text controls a terminal."""
+"""Command line: exit codes, which text goes to which stream, and no text controls a terminal."""
 
 import json
 import os

@@ -114,7 +114,7 @@ def test_an_input_without_a_usable_prompt_has_no_estimate(tmp_path):
 
 
 def test_tokens_beyond_the_models_context_are_not_planned(tmp_path):
-    """A prompt that is too long is no work, and the context bounds each answer (the default of a batch API is 4,096)."""
+    """A prompt that is too long is no work, and the context bounds each answer (a batch API's default is 4,096)."""
     texts = ["A pump."] * 3 + ["word " * 3000]
     lines = [json.dumps({"report_id": i, "report": text}) + "\n" for i, text in enumerate(texts)]
     (tmp_path / "in.jsonl").write_text("".join(lines))
