@@ -33,7 +33,7 @@ def test_a_bound_comes_from_the_cards_own_figures():
     assert json.loads(json.dumps(found.to_json()))["jobs"][0]["job"]["num_steps"] == 256
 
 
-def test_shares_slow_it_down_and_the_text_says_where_they_come_from():
+def test_shares_slow_the_job_down_and_the_text_names_their_source():
     bound, slow, measured = (
         bench_roofline("llama-8b-awq", ["H200"], ["single"], reached=reached) for reached in (BOUND, SLOW, MEASURED)
     )

@@ -119,7 +119,7 @@ def test_fault_26_a_footer_with_wrong_bytes_never_ends_the_process(write):
 
 
 def damaged(write) -> tuple[Path, int]:
-    """Write 6 row groups of 10 rows with a flipped bit in the third one's data. Return the file and that byte's position."""
+    """Write 6 row groups of 10 rows with a flipped bit in the third one. Return the file and that byte's position."""
     rng = random.Random(0)
     table = {"text": [f"{i} {rng.random()}" for i in range(60)], "id": list(range(60))}
     path = Path(write("b.parquet", table, row_group_size=10, compression="none", use_dictionary=False), "b.parquet")
