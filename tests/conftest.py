@@ -1,4 +1,4 @@
-"""Settings of the whole suite that must be made before torch is imported, the order of tests on several workers, and a
+"""Settings of the whole suite that must precede the import of torch, the order of tests on several workers, and a
 fixture that runs the command line in this process."""
 
 import io
@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-# The models of the tests are tiny: a second thread saves nothing, and on a busy machine waiting for it costs a lot.
+# The models of the tests are tiny: a second thread saves nothing, and waiting for it is slow on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Engines of real jobs have two all the same; those that wait leave the processor to the other workers' tests.
+# Engines of real jobs still have two; waiting ones leave the processor to the tests of other workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# What runs remember for `pipeline plan` is not the user's here.
+# Keep measurements of test runs out of the user's cache for `pipeline plan`.
 os.environ.setdefault("PIPELINE_CACHE", tempfile.mkdtemp(prefix="pipeline-tests-"))
-# Compiled kernels are kept from one run of the suite to the next.
+# Keep compiled kernels between runs of the suite.
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".numba_cache"))
 
-# Triton reads this when it is imported. Where there is a GPU the same tests run compiled, on it.
+# Triton reads this at import. On a GPU the same tests run compiled.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Tests that start Rays and whole jobs on real engines, kill them and wait for what follows: one at a time.
+# Tests that start Ray and whole jobs on real engines, kill them and wait for the result: one at a time.
 REAL_ENGINES = (
     "tests/cluster/test_submit.py",
     "tests/bench/test_job.py",
@@ -34,37 +34,37 @@ REAL_ENGINES = (
     "tests/faults/",
 )
 JOBS = (*REAL_ENGINES, "tests/job/dataflow/")
-# Where the files are that take longest, up to a minute each.
+# Folders of the slowest files, up to a minute each.
 LONG = ("tests/job/", "tests/engine/", "tests/gpu/", "tests/kernels/", "tests/parity/", "tests/bench/",
         "tests/benchmarks/")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First what one worker must do alone, and at its end those tests whose engines compile kernels: by then other
-    tests have put these into numba's cache. The other files run beside it and after it, short ones last, so that no
-    worker ends long before the other."""
+    """Sort the tests that one worker must run alone to the front, with those that compile kernels at their end: by then
+    other tests have filled numba's cache. The other files run in parallel and afterwards, short ones last, so that all
+    workers end at about the same time."""
 
-    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+    def priority(item: pytest.Item) -> tuple[bool, bool, bool]:
         name = item.nodeid
         return not name.startswith(JOBS), name.startswith(REAL_ENGINES), not name.startswith(LONG)
 
-    items.sort(key=place)
+    items.sort(key=priority)
 
 
-@pytest.hookimpl(optionalhook=True)  # of xdist, which a single file does without
+@pytest.hookimpl(optionalhook=True)  # a hook of xdist, which may be missing
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
-        """A file stays on one worker, which makes its fixtures once, and all of JOBS on one too. On a GPU most of a
-        test is compiling its kernels: there each test of `tests/gpu` runs on its own."""
+        """Scheduler that keeps each file on one worker, which makes its fixtures once, and all of JOBS on one. Tests of
+        `tests/gpu` on a GPU mostly compile kernels, so each of them is scheduled alone."""
 
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith("tests/gpu/") and "card, " in nodeid:
                 return nodeid
             return "jobs" if nodeid.startswith(JOBS) else nodeid.partition("::")[0]
 
-    config.option.loadscopereorder = False  # by the number of tests, which says little of their time
+    config.option.loadscopereorder = False  # it sorts by the number of tests, which tells little about their time
     return ByFile(config, log)
 
 
@@ -82,7 +82,7 @@ def default_sighup() -> Iterator[None]:
 
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    """Runs the console script in this process: exit code, standard output, standard error."""
+    """Return a function that runs the console script in this process and returns exit code, stdout and stderr."""
     from pipeline.cli import main as cli
 
     def call(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:

@@ -1,4 +1,4 @@
-"""`docs/architecture.md` is true: its folders, the files it names, and the way of a token."""
+"""`docs/architecture.md` is true: its folders, its files, and the path of a token."""
 
 import re
 import sys
@@ -26,9 +26,9 @@ def test_the_page_is_short_and_names_every_folder_and_no_other_file() -> None:
 
 
 def files_of_a_token(ahead: bool = False, **options: object) -> set[str]:
-    """The files of `pipeline/` whose functions run while `Engine.generate` answers, compiled kernels as one. ahead: one
-    step ahead of the tokens, as for a GPU. Drafts are on by the policy's own choice: on its clock all steps take as
-    long, and three rows before made them win."""
+    """Return the files of `pipeline/` whose functions run during `Engine.generate`, with compiled kernels as one.
+    `ahead`: schedule one step ahead of the tokens, as for a GPU. The policy turns drafts on itself: all steps take the
+    same time on its fake clock, and three earlier rows made drafts win."""
     found: set[str] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -57,8 +57,8 @@ def files_of_a_token(ahead: bool = False, **options: object) -> set[str]:
     return found
 
 
-def test_the_ways_of_a_token_are_those_that_are_listed() -> None:
-    """The other ways list what they add to the plain one."""
+def test_the_listed_paths_of_a_token_are_true() -> None:
+    """Each other path lists only the files that it adds to the plain one."""
     page = PAGE.read_text(encoding="utf-8")
     plain: set[str] = set()
     for heading, options in (

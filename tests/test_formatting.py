@@ -1,4 +1,4 @@
-"""What data may say to a terminal or a page: nothing that is obeyed."""
+"""Texts from data on a terminal or a page: control characters are escaped."""
 
 import json
 from collections import Counter
@@ -12,14 +12,14 @@ from pipeline.formatting import duration, money, percent, printable, printable_j
 EVIL = "evil\x1b[31mRED\x1b]0;title\x07\x1b[2J\x9b2J\u202etxt.\r\n\tx"
 
 
-def test_what_a_terminal_obeys_is_spelled_out():
+def test_control_characters_are_spelled_out():
     assert printable(EVIL) == ("evil\\x1b[31mRED\\x1b]0;title\\x07\\x1b[2J\\x9b2J\\u202etxt.\\r\\n\\tx")
     assert printable_lines(EVIL) == printable(EVIL).replace("\\n\\t", "\n\t")
     assert printable("Zürich 東京 █ naïve 🎉 'x' \\n") == "Zürich 東京 █ naïve 🎉 'x' \\n"
 
 
 @given(st.text())
-def test_nothing_else_is_changed_and_a_second_time_nothing(text: str):
+def test_other_text_is_unchanged_and_escaping_is_idempotent(text: str):
     assert printable(text).isprintable()
     assert printable(printable(text)) == printable(text)
     assert printable_lines(printable_lines(text)) == printable_lines(text)
@@ -33,7 +33,7 @@ def test_json_means_the_same(text: str):
     assert json.loads(shown) == {text: text}
 
 
-def test_a_table_is_as_wide_as_it_must_be_and_folds_where_it_may_not():
+def test_a_table_is_as_wide_as_needed_and_folds_at_the_limit():
     rows = [["H200", "1", "$0.0711"], ["H100 SXM", "1,024", "$10.05"]]
     assert table(rows, head=["card", "engines", "USD"], sides="<>", indent=2).split("\n") == [
         "  card      engines      USD",

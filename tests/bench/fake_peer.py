@@ -1,4 +1,4 @@
-"""A peer's driver for tests. It computes nothing, chatters on standard output, and fails where its name says so."""
+"""Driver of a fake peer: it computes nothing, prints noise on standard output, and fails if its path ends so."""
 
 import os
 import sys
@@ -8,14 +8,14 @@ def load(task):
     print("a library's banner")
     if task["place"].endswith("broken"):
         sys.exit("no such instruction set")
-    asked = []
+    num_requests = []
 
     def run(requests):
         print("progress: 100%")
-        asked.append(len(requests))
-        if task["place"].endswith("mortal") and len(asked) > 1:
+        num_requests.append(len(requests))
+        if task["place"].endswith("mortal") and len(num_requests) > 1:
             os._exit(7)
         return [[request["prompt_token_ids"][0]] * request["max_tokens"] for request in requests]
 
-    about = {"threads": os.environ["OMP_NUM_THREADS"], "dtype": task["dtype"], "sets": str(len(task["sets"]))}
-    return run, about
+    settings = {"threads": os.environ["OMP_NUM_THREADS"], "dtype": task["dtype"], "sets": str(len(task["sets"]))}
+    return run, settings

@@ -1,4 +1,4 @@
-"""The engine benchmark at a small size: the same work is proven, rounds alternate, peers follow their protocol."""
+"""The engine benchmark at a small size: it proves equal work, rounds alternate, peers follow their protocol."""
 
 import json
 import sys
@@ -40,8 +40,8 @@ def _in_cache(cache, monkeypatch):
     monkeypatch.setitem(peer_module.DRIVERS, "fake", "fake_peer")
 
 
-def test_the_whole_at_a_small_size():
-    said = []
+def test_a_small_benchmark_runs_end_to_end():
+    logged = []
     found = bench_engine(
         "tiny-awq",
         requests=6,
@@ -51,7 +51,7 @@ def test_the_whole_at_a_small_size():
         batch_sizes=(2, 6),
         dtype="float32",
         peers=[("fake", sys.executable)],
-        log=said.append,
+        log=logged.append,
     )
     ours, *others = found.speeds
     assert ours.name == "this engine"
@@ -75,10 +75,10 @@ def test_the_whole_at_a_small_size():
     assert "AWQ int4" in text
     assert "6 requests" in text
     assert json.loads(json.dumps(found.to_json()))["bench"] == "engine"
-    assert "round 1, one request: this engine" in said
+    assert "round 1, one request: this engine" in logged
 
 
-def test_the_engine_refuses_what_was_seen_before_and_what_fails():
+def test_the_engine_refuses_repeated_and_failing_requests():
     folder = bench_model("tiny").folder
     with Engine(EngineConfig(str(folder), dtype="float32", max_model_len=64, max_num_batched_tokens=64)) as engine:
         ours = ThisEngine(engine, shares_prefixes=False)
@@ -100,7 +100,7 @@ def test_rows_of_the_demonstration_job_end_by_themselves():
     assert "4 rows of the demonstration job" in found.to_text()
 
 
-def test_tokens_are_equal_or_part_at_a_near_tie():
+def test_tokens_are_equal_or_diverge_at_a_near_tie():
     requests = [BenchRequest([1, 2], 3)]
     ties = {(1, 2, 5): torch.tensor([1.0, 1.00005, 0.0])}
 
@@ -121,13 +121,13 @@ def test_tokens_are_equal_or_part_at_a_near_tie():
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("broken", "exited with code 1\n(.|\n)*no such instruction"), ("mortal", "exited with code 7")]
+    ("name", "reason"), [("broken", "exited with code 1\n(.|\n)*no such instruction"), ("mortal", "exited with code 7")]
 )
-def test_a_peer_that_fails_says_why(tmp_path, name, why):
-    python = tmp_path / name  # the driver fails as its name says
+def test_the_error_of_a_failed_peer_names_the_reason(tmp_path, name, reason):
+    python = tmp_path / name  # the name makes the driver fail
     python.symlink_to(sys.executable)
     with (
-        pytest.raises(EnvironmentFailed, match=f"peer fake: its process {why}"),
+        pytest.raises(EnvironmentFailed, match=f"peer fake: its process {reason}"),
         Peer("fake", str(python), TASK) as peer,
     ):
         peer.run_set("set 1")

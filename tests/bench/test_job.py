@@ -25,7 +25,7 @@ def fake(answers, seconds):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Runs that take no time: what the job and the engine answer can be changed."""
+    """Replace both runs by instant ones, and return their answers for a test to change."""
     answers = {"job": {("a", 0): "x", ("a", 1): "y"}, "engine": {("a", 1): "y", ("a", 0): "x"}}
     monkeypatch.setattr(bench, "_run_job", lambda job_file, output: fake(answers["job"], 3.0))
     monkeypatch.setattr(bench, "_run_engine", lambda job_file: fake(answers["engine"], 2.5))
@@ -34,7 +34,7 @@ def runs(monkeypatch):
 
 @pytest.fixture
 def peer(tmp_path, monkeypatch):
-    """A driver that completes `rows` rows."""
+    """Return a function that makes a driver which completes `rows` rows."""
 
     def make(rows):
         driver = tmp_path / "ray_llm_driver.py"
@@ -74,7 +74,7 @@ def test_a_peer_that_did_other_work_is_refused(runs, peer):
         bench_job("demo:target", 2, 1, peers={"vllm": sys.executable})
 
 
-def test_other_completions_are_no_comparison(runs):
+def test_different_completions_are_not_compared(runs):
     runs["engine"] = {("a", 0): "x", ("a", 1): "z"}
     with pytest.raises(PipelineError, match="1 of 2 float32 completions of the job and of the engine alone differ"):
         bench_job("demo:target", 2, 1)

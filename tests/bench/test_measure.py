@@ -1,4 +1,4 @@
-"""The figures made of rounds, and the tables they are shown in."""
+"""Figures computed from rounds, and the tables that show them."""
 
 import sys
 
@@ -8,7 +8,7 @@ from pipeline.bench.measure import Spread, alternating, facts_to_text, last_line
 from pipeline.errors import PipelineError
 
 
-def test_columns_of_a_table_are_there_and_never_run_together():
+def test_columns_of_a_table_never_run_together():
     rows = [("one", 1234.5, None), ("a name that is long", 12345678.0, 0.25), ("three", "none", 0.5)]
     assert table("name <6 | all/s >7,.0f | MFU >4.0%", rows) == [
         "name                      all/s   MFU",
@@ -18,7 +18,7 @@ def test_columns_of_a_table_are_there_and_never_run_together():
     ]
 
 
-def test_a_process_is_heard_by_its_last_line_or_its_last_words():
+def test_a_process_returns_its_last_line_and_an_error_shows_its_last_output():
     assert last_line([sys.executable, "-c", "print('a banner'); print('{\"s\": 1}')"]) == {"s": 1}
     with pytest.raises(PipelineError, match=r"exited with code 1: (.|\n)*no such job"):
         last_line([sys.executable, "-c", "raise SystemExit('no such job')"])

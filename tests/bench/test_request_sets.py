@@ -1,4 +1,4 @@
-"""The request sets are what they claim, today and tomorrow."""
+"""The request sets have the sizes and lengths that they claim, and never change."""
 
 import hashlib
 import json
@@ -9,7 +9,8 @@ from pipeline.bench.request_sets import FIRST_TOKEN, REQUEST_SETS, Lengths, work
 from pipeline.errors import ConfigError
 
 WORK = workload(48, 120, (16, 128))
-CLAIMS = {  # requests, prompt from and to, output from and to, digest of the lengths: while it stands, figures compare
+# requests, prompt min and max, output min and max, digest of the lengths: figures compare while it is unchanged
+CLAIMS = {
     "summaries": (1024, 64, 4096, 32, 256, "191deac3"),
     "mixed": (512, 100, 1024, 100, 1024, "78be65d4"),
     "generation": (1024, 32, 128, 256, 768, "6c35f882"),
@@ -60,7 +61,7 @@ def test_a_workload_is_ragged_around_its_options():
             workload(1, *wrong)
 
 
-def test_smaller_sets_keep_their_kind():
+def test_smaller_sets_keep_their_shape():
     small = REQUEST_SETS["shared"].smaller(100, 16)
     assert (small.count, small.shared_prefix, small.prompt, small.output) == (10, 128, Lengths(2, 8), Lengths(2, 8))
     assert REQUEST_SETS["single"].smaller(100, 1000).lengths()[0].output == 1

@@ -1,4 +1,4 @@
-"""The command that needs no card: the makers' figures, the model's sizes, jobs that do not fit."""
+"""`pipeline bench roofline`, which needs no card: datasheet figures, model sizes, jobs that do not fit."""
 
 import json
 from dataclasses import asdict, replace
@@ -33,7 +33,7 @@ def test_a_bound_comes_from_the_cards_own_figures():
     assert json.loads(json.dumps(found.to_json()))["jobs"][0]["job"]["num_steps"] == 256
 
 
-def test_shares_slow_it_down_and_the_text_says_where_they_come_from():
+def test_shares_slow_the_job_down_and_the_text_names_their_source():
     bound, slow, measured = (
         bench_roofline("llama-8b-awq", ["H200"], ["single"], reached=reached) for reached in (BOUND, SLOW, MEASURED)
     )
@@ -44,7 +44,7 @@ def test_shares_slow_it_down_and_the_text_says_where_they_come_from():
     assert "(assumed)" in bench_roofline("llama-8b-awq", ["l4"], ["single"]).to_text()
 
 
-def test_paths_go_by_the_engines_rules_or_are_the_fastest():
+def test_paths_follow_the_engines_rules_or_are_the_fastest():
     engine, fastest = (
         bench_roofline("llama-8b-awq", ["L4"], ["classification"], Serving(paths=paths), SLOW)
         for paths in ("engine", "fastest")
@@ -52,7 +52,7 @@ def test_paths_go_by_the_engines_rules_or_are_the_fastest():
     assert engine.jobs[0].weights == "int4"
     assert fastest.jobs[0].job.wall_s < engine.jobs[0].job.wall_s
     few = bench_roofline("llama-8b-awq", ["L4"], ["single"], Serving(max_num_seqs=1), SLOW)
-    assert few.jobs[0].weights == "int4 + 16 bit"  # one sequence of 2,048 has its room next to them
+    assert few.jobs[0].weights == "int4 + 16 bit"  # both copies leave room for one sequence of 2,048
     assert "A bound" not in bench_roofline("tiny-awq", ["l4"], ["single"], reached=BOUND).to_text()
     assert "A bound" in bench_roofline("tiny-awq", ["l4"], ["single"], Serving(paths="fastest"), BOUND).to_text()
 
@@ -72,7 +72,7 @@ def test_fp8_is_for_cards_that_have_it():
         bench_roofline("llama-8b", serving=serving)
 
 
-def test_a_shared_prefix_is_read_once_unless_asked_otherwise():
+def test_a_shared_prefix_is_read_once_by_default():
     once, each = (
         bench_roofline("llama-8b", ["H100"], ["shared"], Serving(shared_reads=reads), BOUND)
         for reads in ("once", "each")
@@ -82,7 +82,7 @@ def test_a_shared_prefix_is_read_once_unless_asked_otherwise():
     assert not each.is_bound
 
 
-def test_what_does_not_fit_is_said():
+def test_a_job_that_does_not_fit_is_reported():
     size, weights, _ = model_size("llama-8b")
     small = Ceilings("small", 1e12, 1e14, 8e9)
     bound = roofline._job(find_set("single"), size, weights, small, Serving(8, 512), Crossover(64, 64, 192))
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_said():
     assert (apart.weights, apart.job is None) == ("int4", False)  # no room for 16-bit weights next to them
 
 
-def test_cards_and_sets_go_by_name():
+def test_unknown_cards_and_request_sets_are_refused():
     assert find_card("h100") in load_cards()
     with pytest.raises(ConfigError, match="--card tpu: no such card; expected one of H200"):
         bench_roofline(cards=["tpu"])

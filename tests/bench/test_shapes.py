@@ -1,4 +1,4 @@
-"""Random checkpoints: transformers and the engine both read what is written, and AWQ has a dense twin."""
+"""Random checkpoints: transformers and the engine read the same files, and AWQ has a dense twin."""
 
 import json
 
@@ -39,10 +39,10 @@ def test_every_tensor_is_used_and_the_tokenizer_has_the_vocabulary(tmp_path, nam
 
 def test_a_shape_is_written_once_and_is_the_same_every_time(tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "SHARD_BYTES", 1 << 20)
-    said = []
-    first = bench_model("tiny", str(tmp_path / "a"), said.append)
-    assert bench_model("tiny", str(tmp_path / "a"), said.append) == first
-    assert len(said) == 1
+    logged = []
+    first = bench_model("tiny", str(tmp_path / "a"), logged.append)
+    assert bench_model("tiny", str(tmp_path / "a"), logged.append) == first
+    assert len(logged) == 1
     second = bench_model("tiny", str(tmp_path / "b"))
     shards = sorted(file.name for file in first.folder.glob("*.safetensors"))
     assert len(shards) > 1

@@ -1,4 +1,4 @@
-"""The benchmark of speculative decoding: equal work in every way, and figures of its own steps."""
+"""Benchmark of speculative decoding: equal work in every mode, and figures of its own steps."""
 
 import json
 
@@ -11,9 +11,9 @@ from pipeline.engine.stats import EngineStats
 from pipeline.errors import ConfigError, PipelineError
 
 
-def test_every_way_gives_the_same_tokens() -> None:
-    told = bench_speculation(batch_sizes=(2,), rows=3, rounds=1, dtype="float32")
-    (batch,) = told.batches
+def test_every_mode_gives_the_same_tokens() -> None:
+    result = bench_speculation(batch_sizes=(2,), rows=3, rounds=1, dtype="float32")
+    (batch,) = result.batches
     assert [way.name for way in batch.ways] == [PLAIN, AUTO, AGAIN, NGRAM, DRAFT]
     plain, _, again, lookup, draft = batch.ways
     assert len({way.tokens for way in batch.ways}) == 1
@@ -23,7 +23,7 @@ def test_every_way_gives_the_same_tokens() -> None:
     assert min(lookup.draft_steps, draft.draft_steps) > 0.5
     assert min(lookup.tokens_per_step, draft.tokens_per_step) > 1.2
     assert all(0.0 < way.tail_s[0] <= way.seconds[0] for way in batch.ways)
-    assert json.loads(json.dumps(told.to_json()))["batches"][0]["rows"] == 3
+    assert json.loads(json.dumps(result.to_json()))["batches"][0]["rows"] == 3
 
 
 def test_the_command_prints_a_table_and_json() -> None:
@@ -35,7 +35,7 @@ def test_the_command_prints_a_table_and_json() -> None:
     assert json.loads(lines[-1])["bench"] == "speculation"
 
 
-def test_other_tokens_than_plain_ones_end_it_in_float32() -> None:
+def test_tokens_that_differ_from_plain_decoding_are_an_error_in_float32() -> None:
     def run(*tokens: list[int]) -> _SpeculationRun:
         return _SpeculationRun(1.0, 0.5, list(tokens), EngineStats(generated_tokens=3, batch_sum=3, num_steps=3))
 
@@ -46,7 +46,7 @@ def test_other_tokens_than_plain_ones_end_it_in_float32() -> None:
         _way("x", other, plain, strict=True)
 
 
-def test_what_it_refuses() -> None:
+def test_wrong_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected one of reports, extractive"):
         bench_speculation(text="poems")
     with pytest.raises(ConfigError, match="expected at least 1 of each"):

@@ -1,4 +1,4 @@
-"""Comparing two versions: intervals of ratios, and the whole command with environments that print fixed times."""
+"""Comparison of two versions: intervals of ratios, and the whole command with environments that print fixed times."""
 
 import json
 import random
@@ -11,7 +11,7 @@ from benchmarks.compare import Interval, main
 
 
 def environment(folder: Path, name: str, seconds: float) -> str:
-    """An executable in place of an environment's Python: `bench job` with `seconds` of work for 1,000 tokens."""
+    """Write an executable that replaces an environment's Python: its `bench job` takes `seconds` for 1,000 tokens."""
     found = {"job": [{"work_s": seconds, "whole_s": 60.0}], "generated_tokens": 1000}
     path = folder / name
     path.write_text(
@@ -42,7 +42,7 @@ def test_the_verdict_and_the_exit_code(tmp_path: Path, seconds: float, slower: i
     assert code == slower
 
 
-def test_a_version_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
+def test_a_version_that_fails_is_named_with_its_last_output(tmp_path: Path) -> None:
     old, new = environment(tmp_path, "old", 1.0), tmp_path / "new"
     new.write_text("#!/bin/sh\necho no such bench >&2\nexit 2\n")
     new.chmod(0o755)

@@ -1,5 +1,5 @@
-"""The scripts for a card, without one: every section runs on a processor in an environment without the job's packages,
-and crossovers and traces are read right."""
+"""The GPU scripts on a CPU: every section runs in an environment without the job's packages, and crossovers and traces
+are read right."""
 
 import json
 import os
@@ -47,9 +47,9 @@ def test_every_section_runs_without_the_packages_of_a_job(tmp_path: Path) -> Non
     assert "skipped: vLLM is not installed" in report
 
 
-def test_a_failed_capture_says_why_and_leaves_torch_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `torch.cuda` of 2.11 has it: the end of a failed capture fails too, so the stream stays and the default
-    generator counts as being captured."""
+def test_a_failed_capture_names_the_reason_and_leaves_torch_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 fails at the end of a failed capture: the capture stream stays current, and the default generator
+    counts as captured."""
     cuda = SimpleNamespace(stream="default", is_captured=False, pools=0)
 
     @contextmanager
@@ -65,7 +65,7 @@ def test_a_failed_capture_says_why_and_leaves_torch_usable(monkeypatch: pytest.M
         cuda.pools += 1
         return cuda.pools
 
-    def waits() -> None:
+    def synchronize() -> None:
         if cuda.is_captured:
             raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -85,14 +85,14 @@ def test_a_failed_capture_says_why_and_leaves_torch_usable(monkeypatch: pytest.M
     with pytest.raises(
         PipelineError, match="CUDA graph capture failed: RuntimeError: operation not permitted when stream is capt"
     ):
-        capture(waits)
+        capture(synchronize)
     assert (cuda.stream, cuda.is_captured, cuda.pools) == ("default", False, 2)
     assert capture(lambda: None)() is None
 
 
-def test_the_crossover_is_where_least_is_lost_whatever_one_number_says() -> None:
+def test_the_crossover_loses_the_smallest_sum_of_time() -> None:
     def crossover(fused: tuple[float, ...], dense: tuple[float, ...]) -> int:
-        return cheapest_crossover(*({2**i: s for i, s in enumerate(of)} for of in (fused, dense)))
+        return cheapest_crossover(*({2**i: s for i, s in enumerate(times)} for times in (fused, dense)))
 
     assert crossover((1, 1, 2, 4), (2, 2, 2.1, 2)) == 4
     assert crossover((1, 1, 2.02, 1), (2, 2, 2, 2)) == 8, "slower at one number by 1% is noise"
@@ -104,7 +104,7 @@ def event(cat: str, name: str, ts: float, dur: float, correlation: int = 0) -> d
 
 
 def test_a_captured_step_lasts_from_its_first_kernel_to_its_last() -> None:
-    """Two steps, each a replay of two kernels and one after it; the second waits 100 us for the host."""
+    """Two steps, each a replay of two kernels and one after it; the second synchronize 100 us for the host."""
     events = [{"ph": "M", "name": "process_name"}]
     for number, start in enumerate((1000.0, 1200.0)):
         graph, single = 10 + number, 20 + number
@@ -122,7 +122,7 @@ def test_a_captured_step_lasts_from_its_first_kernel_to_its_last() -> None:
     assert found.kernels == pytest.approx({"attend": 40e-6, "multiply": 38e-6, "sample": 19e-6})
 
 
-def test_a_mixed_steps_host_is_until_its_last_launch() -> None:
+def test_the_host_time_of_a_mixed_step_ends_at_its_last_launch() -> None:
     events = [
         event("user_annotation", "mixed step", 100, 500),
         event("cuda_runtime", "cudaLaunchKernel", 150, 10, 1),

@@ -1,4 +1,4 @@
-"""The scripts of `benchmarks/` at tiny sizes: each runs, prints a table and a line of JSON, and has its help."""
+"""The scripts of `benchmarks/` at tiny sizes: each runs, prints a table and a line of JSON, and has a help text."""
 
 import importlib
 import json
@@ -42,7 +42,7 @@ def run(name: str, options: str) -> dict:
 
 @pytest.mark.parametrize("name", TINY)
 def test_each_script_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # In this process: importing Ray and torch takes seconds.
+    # Measure in this process: importing Ray and torch takes seconds.
     monkeypatch.setattr(plan, "last_line", lambda command, environment: plan.measure_stage(command[4], command[5], 2))
     found = run(name, TINY[name])
     assert {"bench", "command", "date", "machine"} <= set(found)
@@ -70,7 +70,7 @@ def test_each_script_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert [(c["files"], c["rows"], c["parts"]) for c in found["costs"]] == [(2, 2000, 2)]
 
 
-def test_a_wrong_name_is_a_message() -> None:
+def test_an_unknown_card_is_an_error_message() -> None:
     done = CliRunner().invoke(simulate.main, ["admission", "--card", "tpu"])
     assert done.exit_code == 1
     assert "--card tpu: no such card" in done.stderr
@@ -91,8 +91,8 @@ def test_a_simulated_engine_computes_every_token_and_waits_for_a_slow_host() -> 
     assert tight["num_steps"] > found[0]["num_steps"]
 
 
-def test_the_estimate_of_a_job_is_that_of_the_engines_scheduler_where_memory_is_tight() -> None:
-    """`pipeline plan` simulates jobs without the scheduler; with all output reserved at once it would be 1.2 times."""
+def test_the_estimate_of_a_job_equals_the_schedulers_when_memory_is_tight() -> None:
+    """`pipeline plan` has no scheduler. If it reserved all output at once, it would estimate 1.2 times the duration."""
     machine = Machine.on_card("llama-8b", "L4", launch_s=0.0, is_paced=False)
     requests = sorted(REQUEST_SETS["generation"].smaller(4, 1).round("1", 1000), key=lambda r: -len(r.prompt_token_ids))
     rows = [SimulatedRow(np.array(r.prompt_token_ids, np.int32), r.max_tokens, r.max_tokens) for r in requests]

@@ -1,4 +1,4 @@
-"""The model's folder: local, or downloaded once from a store and checked."""
+"""Model folder: local, or downloaded once from a store and checked."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ def store():
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch, request):
-    """The cache, with ranges small enough for a file of 2 MB to have many."""
+    """Return the cache folder. Ranges are small, so that a file of 2 MB has many."""
     monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(model_cache, "RANGE_BYTES", 400_000)
     yield cache_folder()
@@ -47,7 +47,7 @@ def visible(cache: Path) -> list[str]:
     return [p.name for p in cache.iterdir() if p.is_dir()]
 
 
-def test_local_folders_and_what_is_none(tmp_path):
+def test_local_folders_are_used_and_missing_ones_are_refused(tmp_path):
     assert resolve_model("demo:draft") == demo_model("draft").resolve()
     assert resolve_model(f"file://{demo_model('draft')}") == demo_model("draft").resolve()
     with pytest.raises(ModelError, match="is an empty folder"):
@@ -56,21 +56,21 @@ def test_local_folders_and_what_is_none(tmp_path):
 
 
 def test_a_model_is_downloaded_once(store, cache):
-    said: list[str] = []
+    logged: list[str] = []
     for fault in ("truncated", "slow_down", "server_error", "error_body", "reset", "slow"):
         store.proxy.add(fault, "model.safetensors", "GET")
     store.bucket.put("model/README.md", b"not of the model")
     store.bucket.put("model/onnx/model.safetensors", b"nor this")
-    folder = resolve(store, log=said.append)
+    folder = resolve(store, log=logged.append)
     local = demo_model("draft")
     assert folder.parent == cache
     assert sorted(p.name for p in folder.iterdir()) == sorted([MANIFEST, *(p.name for p in local.iterdir())])
     assert all((folder / p.name).read_bytes() == p.read_bytes() for p in local.iterdir())
     assert model_digest(folder) == model_digest(local)
-    assert any("model.safetensors" in text and "GB" in text for text in said)
+    assert any("model.safetensors" in text and "GB" in text for text in logged)
     before = gets(store)
     assert before > 5
-    assert resolve(store, log=said.append) == folder
+    assert resolve(store, log=logged.append) == folder
     assert gets(store) == before
     text = (folder / MANIFEST).read_text()
     assert SECRET not in text
@@ -88,7 +88,7 @@ def test_another_model_of_the_same_url_is_another_entry(store, cache):
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone", "manifest"])
-def test_a_damaged_entry_is_made_anew(store, cache, damage):
+def test_a_damaged_entry_is_downloaded_again(store, cache, damage):
     folder = resolve(store)
     path = folder / (MANIFEST if damage == "manifest" else "model.safetensors")
     good = path.read_bytes()
@@ -112,18 +112,18 @@ def test_a_start_compares_sizes_and_times_and_a_check_reads_everything(store, ca
     monkeypatch.setattr(model_cache, "_sha256", lambda path: read.append(path.name) or real(path))
     assert resolve(store) == folder
     assert read == []
-    os.utime(folder / "model.safetensors")  # as by a copy: its bytes are read, once
+    os.utime(folder / "model.safetensors")  # like a copy: its bytes are read once
     assert resolve(store) == resolve(store) == folder
     assert read == ["model.safetensors"]
     assert check_copy(url, storage, cache) == (folder, True)
     path, status = folder / "config.json", (folder / "config.json").stat()
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as by a disk that fails
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # like a failing disk
     assert resolve(store) == folder
     assert check_copy(url, storage, cache) == (folder, False)
 
 
-def test_a_file_replaced_while_it_is_downloaded_is_said(store, monkeypatch):
+def test_a_file_replaced_during_the_download_is_an_error(store, monkeypatch):
     old, read = store.bucket.get("model/config.json"), model_cache._read_ranges
 
     def replacing(*args):
@@ -136,8 +136,8 @@ def test_a_file_replaced_while_it_is_downloaded_is_said(store, monkeypatch):
     store.bucket.put("model/config.json", old)
 
 
-def test_processes_at_once_download_once(store, cache):
-    """Threads with a lock of their own each, as processes have."""
+def test_concurrent_processes_download_once(store, cache):
+    """Each thread has its own lock, like a process."""
     before = gets(store)
     assert len(set(at_once(3, lambda _: resolve(store)))) == 1
     assert gets(store) - before == 10
@@ -156,14 +156,14 @@ def test_without_locks_one_rename_wins(store, cache, monkeypatch):
     assert model_digest(found[0]) == model_digest(demo_model("draft"))
 
 
-def test_a_download_that_died_leaves_nothing_that_is_used(store, cache, monkeypatch):
+def test_a_killed_download_leaves_no_usable_entry(store, cache, monkeypatch):
     store.proxy.add("denied", "tokenizer.json", "GET", 10)
     with pytest.raises(ModelError, match=r"model\.path s3://bucket/model: access denied .*rights to list"):
         resolve(store)
     assert visible(cache) == []
     store.proxy.calm()
     folder = resolve(store)
-    left = cache / f".{folder.name}.0123456789abcdef"  # of a writer that was killed
+    left = cache / f".{folder.name}.0123456789abcdef"  # left by a killed writer
     left.mkdir()
     (left / "config.json").write_text("{}")
     (folder / MANIFEST).unlink()

@@ -1,4 +1,4 @@
-"""Model folders that lie, point elsewhere, bring code or never end: a ModelError that names file and key, or served."""
+"""Hostile model folders (false headers, links, code, huge values) load, or raise a ModelError with file and key."""
 
 import json
 import os
@@ -44,13 +44,13 @@ def load(folder: Path) -> Decoder:
 
 
 def read(folder: Path) -> None:
-    """All that is read of a model: its weights, and its tokenizer."""
+    """Read everything of a model: its weights and its tokenizer."""
     load(folder)
     Tokenizer.from_folder(str(folder))
 
 
 class Bomb:
-    """Unpickled, it writes a file."""
+    """Object that writes a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -66,7 +66,7 @@ def test_fault_36_pickled_weights_are_refused_and_never_opened(folder: Path, tmp
     assert marker.exists(), "the bomb works"
     marker.unlink()
     (folder / "pytorch_model.bin").write_bytes(bomb)
-    load(folder)  # beside safetensors it is not looked at
+    load(folder)  # pickles next to safetensors are ignored
     (folder / "model.safetensors").write_bytes(bomb)
     with pytest.raises(ModelError, match="not a valid safetensors file"):
         load(folder)
@@ -82,7 +82,7 @@ def test_fault_37_code_of_a_model_folder_is_never_run(folder: Path, tmp_path: Pa
         (folder / f"{name}.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
     maps = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
     edit_config(folder, auto_map=maps | {"AutoTokenizer": ["tokenization_evil.Evil", None]}, custom_pipelines={"x": {}})
-    with float32_engine(folder, max_model_len=64) as engine:  # its type is one that we serve, by our own code
+    with float32_engine(folder, max_model_len=64) as engine:  # our own code serves its model type
         assert engine.generate([[1, 2]], greedy(2))[0].error is None
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
     for auto_map in ({"AutoTokenizer": ["tokenization_evil.Evil"] * 2}, ["tokenization_evil.Evil"] * 2):
@@ -137,7 +137,7 @@ def test_fault_40_links_inside_the_folder_and_a_hugging_face_cache_are_followed(
     (folder / "model.safetensors").unlink()
     (folder / "weights" / "w").rename(folder / "model.safetensors")
     (folder / "weights").rmdir()
-    snapshot, blobs = (tmp_path / "models--o--n" / place for place in ("snapshots/abc", "blobs"))
+    snapshot, blobs = (tmp_path / "models--o--n" / name for name in ("snapshots/abc", "blobs"))
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     for number, file in enumerate(sorted(folder.iterdir())):
@@ -165,7 +165,7 @@ def write_header(path: Path, header: dict[str, Any] | bytes, data: bytes) -> Non
 
 
 NORM = "model.norm.weight"
-LIES: dict[str, dict[str, Any]] = {
+FALSE_HEADERS: dict[str, dict[str, Any]] = {
     "overlap": {"data_offsets": [0, 64]}, "past the end": {"data_offsets": [1 << 40, (1 << 40) + 64]},
     "backwards": {"data_offsets": [64, 0]}, "negative offset": {"data_offsets": [-64, 0]},
     "negative shape": {"shape": [-16]}, "shape that overflows": {"shape": [1 << 62, 1 << 62]},
@@ -176,11 +176,11 @@ LIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_fault_41_lying_headers_are_refused(folder: Path, lie: str) -> None:
+@pytest.mark.parametrize("change", FALSE_HEADERS)
+def test_fault_41_false_headers_are_refused(folder: Path, change: str) -> None:
     path = folder / "model.safetensors"
     header, data = header_of(path)
-    header[NORM] |= LIES[lie]
+    header[NORM] |= FALSE_HEADERS[change]
     write_header(path, header, data)
     with pytest.raises(ModelError, match=r"model\.safetensors: "):
         load(folder)
@@ -196,7 +196,7 @@ def test_fault_41_lying_headers_are_refused(folder: Path, lie: str) -> None:
     struct.pack("<Q", 2) + b"{}" + b"bytes that no tensor owns",
     b"\x00" * 64,
 ])  # fmt: skip
-def test_fault_41_files_that_are_no_safetensors_are_refused(folder: Path, content: bytes) -> None:
+def test_fault_41_files_that_are_not_safetensors_are_refused(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model\.safetensors: not a valid safetensors file"):
         load(folder)
@@ -275,12 +275,14 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "said"), HOSTILE)
-def test_fault_42_huge_negative_and_senseless_values_are_refused_by_name(folder: Path, values: dict, said: str) -> None:
+@pytest.mark.parametrize(("values", "message"), HOSTILE)
+def test_fault_42_huge_negative_and_invalid_values_are_refused_by_name(
+    folder: Path, values: dict, message: str
+) -> None:
     edit_config(folder, **values)
     with pytest.raises(ModelError, match=r"config\.json: ") as caught:
         read_config(folder)
-    assert caught.match(said)
+    assert caught.match(message)
     assert len(str(caught.value)) < 1000
 
 
@@ -299,7 +301,7 @@ def test_fault_42_values_that_do_not_belong_to_the_weights_name_the_tensor(folde
         (folder / "config.json").write_text(before)
 
 
-def test_fault_42_a_context_of_millions_takes_no_memory_that_it_does_not_use(folder: Path) -> None:
+def test_fault_42_a_context_of_millions_allocates_only_used_memory(folder: Path) -> None:
     edit_config(folder, max_position_embeddings=1 << 24)
     with float32_engine(folder, max_model_len=None, kv_cache_memory_bytes=1 << 20) as engine:
         assert engine.max_model_len == engine.pool.num_blocks * engine.pool.block_size < 10_000

@@ -1,4 +1,4 @@
-"""The pooling of a checkpoint as sentence-transformers' files say it."""
+"""Pooling of a checkpoint, read from the files of sentence-transformers."""
 
 import json
 
@@ -36,16 +36,16 @@ def test_pooling_of_a_model_in_a_store(tmp_path):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
     fsspec.filesystem("memory").put(f"{folder}/", "/pooled/", recursive=True)
-    for _ in range(2):  # downloaded, and found whole
-        said: list[str] = []
-        here = fetch_model("memory://pooled", {}, tmp_path / "cache", said.append)
+    for _ in range(2):  # downloaded, then found complete
+        logged: list[str] = []
+        here = fetch_model("memory://pooled", {}, tmp_path / "cache", logged.append)
         assert read_pooling(here) == StoredPooling("last", False)
         files = sorted(str(path.relative_to(here)) for path in here.rglob("*") if path.is_file())
         assert files == [".manifest.json", "1_Pooling/config.json", "config.json", "model.safetensors", "modules.json"]
-    assert said == []
+    assert logged == []
 
 
-def test_what_is_not_served_is_refused_by_name(tmp_path):
+def test_unsupported_modules_are_refused_by_name(tmp_path):
     with pytest.raises(ModelError, match="unsupported module 'Dense'"):
         read_pooling(save(tmp_path, ["Transformer", "Pooling", "Dense"]))
     both = {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}

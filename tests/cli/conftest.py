@@ -29,7 +29,7 @@ output: {path: out}
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a small job that is valid."""
+    """Change to a working directory with a small, valid job."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     table = pa.table({"id": [1, 2, 3], "text": ["one \x1b[31mred", "two {id}", None], "error": ["a", "b", "c"]})
@@ -40,7 +40,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def aws(monkeypatch: pytest.MonkeyPatch):
-    """Sets the environment that botocore reads, for filesystems that are made afterwards."""
+    """Return a function that sets the environment for botocore; it applies to filesystems made afterwards."""
     from s3fs import S3FileSystem
 
     def put(endpoint_url: str, key: str = "AKIATESTKEY", secret: str = "none") -> None:
@@ -55,7 +55,7 @@ def aws(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def job_that(monkeypatch: pytest.MonkeyPatch):
-    """Puts a function in the place of `run_job`."""
+    """Return a function that replaces `run_job` by its argument."""
 
     def put(function) -> None:
         monkeypatch.setattr("pipeline.job.running.run.run_job", function)
@@ -70,7 +70,7 @@ def finished_run(**changes) -> RunRecord:
 
 
 def leave_output(root: Path, run: RunRecord, outcome: str, rows: int = 2) -> PartStore:
-    """An output folder as a run leaves it."""
+    """Write an output folder as a run leaves it."""
     store = PartStore(str(root / "out"))
     store.folder.probe()
     schema = output_schema(pa.schema([]), {})
@@ -89,7 +89,7 @@ def leave_output(root: Path, run: RunRecord, outcome: str, rows: int = 2) -> Par
 
 
 def success_of(store: PartStore) -> bytes:
-    """What `_SUCCESS` of an output without error rows has to count."""
-    there = Inventory.from_store(store)
-    counts = {"parts": there.parts, "completed_rows": there.rows, "error_rows": 0}
-    return json.dumps(counts | {"parts_bytes": there.parts_bytes, "parts_digest": there.parts_digest}).encode()
+    """Return a `_SUCCESS` that counts the output's parts, without error rows."""
+    inventory = Inventory.from_store(store)
+    counts = {"parts": inventory.parts, "completed_rows": inventory.rows, "error_rows": 0}
+    return json.dumps(counts | {"parts_bytes": inventory.parts_bytes, "parts_digest": inventory.parts_digest}).encode()

@@ -1,4 +1,4 @@
-"""The command line: exit codes, what goes to which stream, and that no text commands a terminal."""
+"""Command line: exit codes, which text goes to which stream, and no text controls a terminal."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_help_teaches_with_examples(pipe):
 
 
 def test_help_imports_nothing_heavy():
-    """Half a second for a help text is where people stop asking for it."""
+    """A help text must appear in well under half a second."""
     script = (
         "import sys\nfrom pipeline.cli import main as cli\nsys.argv = ['pipeline', 'run', '--help']\n"
         "try:\n    cli.main()\nexcept SystemExit:\n    pass\n"
@@ -74,11 +74,11 @@ def test_run_prints_the_report(work, pipe, job_that):
     assert (code, "a100" in err, "h100" in err) == (2, True, True)
 
 
-def test_a_firing_has_the_date_of_its_moment_in_the_variables_zone(work, pipe, job_that):
-    places = []
+def test_a_scheduled_run_has_the_date_of_its_time_in_the_variables_zone(work, pipe, job_that):
+    paths = []
 
     def run_job(config, **_):
-        places.append(config.output.path)
+        paths.append(config.output.path)
         return build_report("demo", "1a2b3c4d", [finished_run()], PartTotals(3), 3)
 
     job_that(run_job)
@@ -86,7 +86,7 @@ def test_a_firing_has_the_date_of_its_moment_in_the_variables_zone(work, pipe, j
     (work / "job.yaml").write_text(text + "vars: {date: {today: Europe/Berlin}}\n")
     for moment in ("@1795475100", "2026-11-23T23:05:00+00:00", "@1795475100"):
         assert pipe("run", "job.yaml", "--logical-date", moment)[0] == 0
-    assert places == ["out/2026-11-24"] * 3
+    assert paths == ["out/2026-11-24"] * 3
     for moment in ("@x", "2026-11-23T23:05:00", "now", "@"):
         code, _, err = pipe("run", "job.yaml", "--logical-date", moment)
         assert (code, "expected a time with its zone" in err) == (2, True)
@@ -113,7 +113,7 @@ def test_every_error_has_its_exit_code(work, pipe, job_that, error):
     }  # fmt: skip
 
 
-def test_a_defect_is_70_with_its_trace_and_ctrl_c_is_75(work, pipe, job_that):
+def test_a_defect_is_70_with_a_traceback_and_ctrl_c_is_75(work, pipe, job_that):
     def broken(*_, **__):
         raise RuntimeError(f"boom {EVIL}")
 
@@ -123,7 +123,7 @@ def test_a_defect_is_70_with_its_trace_and_ctrl_c_is_75(work, pipe, job_that):
     assert "RuntimeError: boom" in err
     assert "This is a bug" in err
     assert err.count("\n") > 5
-    assert commands_no_terminal(err)
+    assert is_harmless_on_a_terminal(err)
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -139,9 +139,9 @@ def test_wrong_usage_is_2(work, pipe, arguments):
     assert "Usage:" in err
 
 
-def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
-    """In a process of its own, as it is about file descriptors: Ray and C libraries print when actors die, also
-    after the job has ended and out of buffers that are flushed at exit."""
+def test_json_keeps_prints_of_libraries_and_children_out_of_stdout(work):
+    """Run in a new process with its own file descriptors. Ray and C libraries print when actors die, also after the end
+    of the job and from buffers that are flushed at exit."""
     script = (
         "import atexit, ctypes, os, subprocess, sys, threading\nimport pipeline.job.running.run\n"
         "from pipeline.cli import main as cli\n"
@@ -165,7 +165,7 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
     assert done.stderr.count("noise") == 7, done.stderr
 
 
-def test_a_reader_that_has_enough_ends_the_command_quietly(work):
+def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(work):
     script = Path(sys.executable).with_name("pipeline")
     for arguments in ("--help", "schema", "completion bash", "validate job.yaml"):
         line = f"set -o pipefail; {script} {arguments} | true"
@@ -174,8 +174,8 @@ def test_a_reader_that_has_enough_ends_the_command_quietly(work):
         assert done.returncode in (0, 1)
 
 
-def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, aws, monkeypatch):
-    """From validate to compact over S3, with the credentials in the job file and nowhere else."""
+def test_a_job_with_input_and_output_in_a_store(work, pipe, aws, monkeypatch):
+    """All commands from validate to compact work over S3 with credentials only in the job file."""
     from tests.faults.store import SECRET, FaultyStore
     from tests.job.conftest import FAKES
 
@@ -217,12 +217,12 @@ def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, aws, monkeypatc
     assert pq.read_table(work / "merged").column("id").to_pylist() == [1, 2, 3]
 
 
-def commands_no_terminal(text: str) -> bool:
+def is_harmless_on_a_terminal(text: str) -> bool:
     return all(char.isprintable() for char in text.replace("\n", ""))
 
 
-def test_what_data_is_called_commands_no_terminal(work, pipe, job_that):
-    """A file's name, a row's message, a model folder's name: in every command's words and in its JSON."""
+def test_names_from_data_control_no_terminal(work, pipe, job_that):
+    """Control characters in a file's name, a row's message or a model folder's name are escaped in text and JSON."""
     (work / "data" / "a.parquet").rename(work / "data" / f"{EVIL}.parquet")
     (work / EVIL).mkdir()
     example = ErrorExample(f"{EVIL}.parquet", 2, f"column {EVIL}\nis null")
@@ -230,8 +230,8 @@ def test_what_data_is_called_commands_no_terminal(work, pipe, job_that):
     run = finished_run(row_stats=stats, skipped_files=[SkippedInput(EVIL, 1, EVIL)])
     leave_output(work, run, f"finished {EVIL}")
     kept = build_report(EVIL, "x", [run], PartTotals(3, error_rows={"null_prompt": 1}), 3)
-    assert commands_no_terminal(text(kept))
-    assert commands_no_terminal(markdown(kept))
+    assert is_harmless_on_a_terminal(text(kept))
+    assert is_harmless_on_a_terminal(markdown(kept))
     (work / "out" / "_pipeline" / "report.json").write_text(json.dumps(kept.to_json()))
 
     def run_job(*_, progress, **__):
@@ -247,6 +247,6 @@ def test_what_data_is_called_commands_no_terminal(work, pipe, job_that):
         for more in ([], ["--json"]):
             code, out, err = pipe(*command, *more)
             assert code != 70, err
-            assert commands_no_terminal(out + err), (command, out, err)
+            assert is_harmless_on_a_terminal(out + err), (command, out, err)
             assert "evil" in out + err
     assert json.loads(pipe("run", "job.yaml", "--json")[1])["error"]["message"].count("\x1b") == 6, "as it is"

@@ -1,4 +1,4 @@
-"""A command in a process of its own: its exit codes are its own, and an end without a word is the environment's."""
+"""Guarded commands run in a process of their own: exit codes pass through, a silent death is an environment error."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from pipeline.cli.guard import guarded
 try:
     with guarded():
         {body}
-    print("went on")
+    print("continued")
 except PipelineError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -29,7 +29,7 @@ except PipelineError as error:
 
 
 def start(body: str, before: str = "", **options) -> subprocess.Popen:
-    """The script with this body; one that prints "ready" is waited for."""
+    """Start the script with this body, and wait for "ready" if it prints that."""
     command = [sys.executable, "-c", before + SCRIPT.format(body=body)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
     if "'ready'" in body:
@@ -37,59 +37,59 @@ def start(body: str, before: str = "", **options) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize(("body", "code", "out", "said"), [
-    ("print('done')", 0, "done\nwent on\n", ""),
+@pytest.mark.parametrize(("body", "code", "out", "message"), [
+    ("print('done')", 0, "done\ncontinued\n", ""),
     ("sys.exit(1)", 1, "", ""),
     ("sys.exit(75)", 75, "", ""),
     ("sys.exit()", 0, "", ""),
-    ("os._exit(75)", 3, "", "exited with code 75"),  # nobody had sent a signal
+    ("os._exit(75)", 3, "", "exited with code 75"),  # without a signal before
     ("os._exit(1)", 3, "", "exited with code 1, as it does when"),
     ("os.kill(os.getpid(), signal.SIGKILL)", 3, "", "killed by SIGKILL. It may have run out of memory"),
     ("os.kill(os.getpid(), signal.SIGSEGV)", 3, "", "killed by SIGSEGV"),
 ])  # fmt: skip
-def test_an_exit_code_is_the_commands_own_or_the_environments(body, code, out, said):
+def test_an_exit_code_is_the_commands_own_or_the_environments(body, code, out, message):
     process = start(body)
     got = process.communicate(timeout=30)
     assert (process.returncode, got[0]) == (code, out)
-    assert said in got[1]
+    assert message in got[1]
 
 
 @pytest.mark.parametrize(("handler", "code"), [
-    ("lambda n, f: sys.exit(75)", 75),  # which is a word
-    ("lambda n, f: os._exit(75)", 75),  # as a run that something will not let go
-    ("signal.SIG_DFL", 75),  # where a library has taken the handler away: Ray does, as it ends
-    ("lambda n, f: os.abort()", 75),  # as Ray's own handler
+    ("lambda n, f: sys.exit(75)", 75),  # a regular exit
+    ("lambda n, f: os._exit(75)", 75),  # like a run that hangs at exit
+    ("signal.SIG_DFL", 75),  # a library removed the handler, like Ray at its end
+    ("lambda n, f: os.abort()", 75),  # like Ray's own handler
     ("lambda n, f: os._exit(1)", 3),
     ("lambda n, f: os.kill(os.getpid(), signal.SIGKILL)", 3),
 ])  # fmt: skip
-def test_a_signal_reaches_the_command_and_an_end_without_a_word_is_an_interruption(handler, code):
+def test_a_signal_reaches_the_command_and_a_silent_end_after_it_is_an_interruption(handler, code):
     body = f"signal.signal(signal.SIGTERM, {handler}); print('ready', flush=True); "
-    # In short sleeps: a signal that arrives just before a sleep is handled after it.
+    # Sleep briefly: a signal that arrives just before a sleep is handled after it.
     process = start(body + "[time.sleep(0.1) for _ in range(300)]")
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[1]
+    stderr = process.communicate(timeout=60)[1]
     assert process.returncode == code
-    assert ("Stopped by SIGTERM." in said) == (code == 75 and "sys" not in handler)
+    assert ("Stopped by SIGTERM." in stderr) == (code == 75 and "sys" not in handler)
 
 
 def test_a_signal_to_the_whole_group_reaches_the_command_once():
-    """As Ctrl-C on a terminal: a second one would stop a drain at once."""
+    """Ctrl-C on a terminal signals the whole group, and a second signal would end a drain at once."""
     body = "seen = []; signal.signal(signal.SIGINT, lambda n, f: seen.append(n)); print('ready', flush=True); "
     body += "time.sleep(1.5); print(len(seen))"
     process = start(body, start_new_session=True)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.communicate(timeout=60)[0] == "1\nwent on\n"
+    assert process.communicate(timeout=60)[0] == "1\ncontinued\n"
 
 
 def test_a_hangup_that_is_ignored_is_not_passed_on():
-    """As `nohup` asks."""
+    """`nohup` relies on this."""
     body = "signal.signal(signal.SIGHUP, lambda n, f: sys.exit(75)); print('ready', flush=True); time.sleep(1)"
     process = start(body, "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n")
     process.send_signal(signal.SIGHUP)
-    assert process.communicate(timeout=60)[0] == "went on\n"
+    assert process.communicate(timeout=60)[0] == "continued\n"
 
 
-def test_a_command_that_does_not_end_after_its_word_is_ended():
+def test_a_command_that_hangs_after_its_exit_code_is_killed():
     body = "import threading; threading.Thread(target=time.sleep, args=(60,)).start(); sys.exit(75)"
     began = time.monotonic()
     process = start(body, "import pipeline.cli.guard\npipeline.cli.guard.EXIT_TIMEOUT_S = 0.5\n")
@@ -106,7 +106,7 @@ def _catches_sigterm(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3, 0.8])
 def test_a_signal_while_the_command_line_starts_leaves_with_75(tmp_path, number, delay_s):
-    """From the first line of our own: what the interpreter does before that is its own."""
+    """The exit code holds from the first line of our code; before that, the interpreter decides."""
     (tmp_path / "job.yaml").write_text("name: x\n")
     script = Path(sys.executable).with_name("pipeline")
     pipe_in = ["sh", "-c", f"exec {script} generate --input - <&0"]
@@ -118,10 +118,10 @@ def test_a_signal_while_the_command_line_starts_leaves_with_75(tmp_path, number,
     time.sleep(delay_s)
     process.send_signal(number)
     try:
-        _, said = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert (process.returncode, said.count("Interrupted.")) == (75, 1), said
+    assert (process.returncode, stderr.count("Interrupted.")) == (75, 1), stderr
 
 
 ENTRY = """
@@ -145,7 +145,7 @@ else:
 sys.argv = ["pipeline", "validate", "job.yaml"]
 entry.main()
 """
-# the code that runs, and the module whose import runs it; "" runs it instead of the command line
+# the code to run, and the module whose import runs it; "" runs it instead of the command line
 ENDS = {
     "a signal that comes where nothing can be raised": ("""class Thing:
         pass
@@ -162,7 +162,7 @@ ENDS = {
         os.kill(os.getpid(), signal.SIGTERM)
     except BaseException:
         time.sleep(60)""", ""),
-    # libraries make classes by `exec`, and a KeyboardInterrupt out of there ends a `python -m` with SIGINT
+    # libraries create classes by `exec`, and a KeyboardInterrupt from there ends `python -m` with SIGINT
     "a signal in the middle of an `exec`": (
         """exec("import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)")""", ""),
     "an end that libraries would delay": ("""class Slow:
@@ -176,8 +176,8 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_the_process_leaves_with_its_code_at_once(tmp_path, name):
-    """A command's own end leaves no time in which a signal would change its code."""
+def test_the_process_exits_with_its_code_at_once(tmp_path, name):
+    """After a command's own end no signal changes its exit code."""
     body, on_import = ENDS[name]
     (tmp_path / "job.yaml").write_text("name: x\n")
     (tmp_path / "started.py").write_text(ENTRY.format(body=body, on_import=on_import))
@@ -188,27 +188,27 @@ def test_the_process_leaves_with_its_code_at_once(tmp_path, name):
     assert (done.returncode, done.stdout, done.stderr) == expected
 
 
-def test_a_guard_that_is_killed_takes_the_command_with_it():
+def test_the_command_dies_with_its_guard():
     process = start("print(os.getpid(), flush=True); time.sleep(60)")
     child = int(process.stdout.readline())
     process.kill()
     process.wait(timeout=60)
     deadline = time.monotonic() + 60
-    while _lives(child):
+    while _is_running(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def _lives(pid: int) -> bool:
-    """A process that has ended may wait for whoever took it over to look."""
+def _is_running(pid: int) -> bool:
+    """Return False for a zombie too: its new parent may collect it late."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def test_a_terminal_that_is_closed_drains_the_run_and_nothing_that_is_printed_ends_it(tmp_path):
-    """As when an ssh connection drops: SIGHUP, and from then on every write to the terminal fails."""
+def test_a_closed_terminal_drains_the_run_and_failed_prints_do_not_end_it(tmp_path):
+    """A dropped ssh connection sends SIGHUP, and every later write to the terminal fails."""
     script = """
 import sys, time
 import pipeline.job.running.run

@@ -1,4 +1,4 @@
-"""`pipeline logs`: which lines, in which form, and when following ends; `run --verbose` and `--log-level`."""
+"""`pipeline logs`: lines, their form, and the end of following; `run --verbose` and `--log-level`."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ ENGINE = "2026-11-23 12:00:02.000 print   loading shard 1\n"
 
 @pytest.fixture
 def logged(work):
-    """An output with the logs of a run that goes on."""
+    """Write an output with the logs of a running job."""
     store = leave_output(work, finished_run(), "running")
     logs = work / "out" / "_pipeline" / "logs" / "run-1"
     logs.mkdir(parents=True)
@@ -47,7 +47,7 @@ def test_all_logs_or_those_of_some_actors(logged, pipe):
     }  # fmt: skip
 
 
-def test_what_there_is_not(logged, pipe):
+def test_missing_actors_runs_and_logs_are_errors(logged, pipe):
     assert "expected an engine's number" in pipe("logs", "out", "--actor", "x")[2]
     code, _, err = pipe("logs", "out", "--run", "7")
     assert code == 2
@@ -55,7 +55,7 @@ def test_what_there_is_not(logged, pipe):
     assert "no run has left logs" in pipe("logs", "data")[2]
 
 
-def test_logs_command_no_terminal(logged, pipe):
+def test_logs_control_no_terminal(logged, pipe):
     (logged[1] / "engine-0.log").write_text(f"2026-11-23 12:00:02.000 print   {EVIL}\n")
     out = pipe("logs", "out")[1]
     assert "evil\\x1b[31mRED" in out
@@ -68,7 +68,7 @@ def test_following_ends_with_the_run_and_has_its_exit_code(logged, pipe, monkeyp
     monkeypatch.setattr(run_watcher, "LOOK_S", 0.1)
     status = Status.from_json(json.loads(store.folder.read("_pipeline/status.json")))
 
-    def go_on() -> None:
+    def end_run() -> None:
         time.sleep(0.5)
         with (logs / "driver.log").open("a") as log:
             log.write("2026-11-23 12:00:04.000 info    ended\n")
@@ -76,7 +76,7 @@ def test_following_ends_with_the_run_and_has_its_exit_code(logged, pipe, monkeyp
             store.folder.create("_SUCCESS", success_of(store))
         store.folder.replace("_pipeline/status.json", json.dumps(replace(status, outcome=outcome).to_json()).encode())
 
-    writer = threading.Thread(target=go_on)
+    writer = threading.Thread(target=end_run)
     writer.start()
     left, out, _ = pipe("logs", "out", "--follow", "--tail", "1")
     writer.join()
@@ -84,7 +84,7 @@ def test_following_ends_with_the_run_and_has_its_exit_code(logged, pipe, monkeyp
     assert [line.split()[-1] for line in out.splitlines()] == ["slow", "ended"]
 
 
-def test_a_run_shows_its_log_where_asked(work, pipe, job_that):
+def test_run_verbose_shows_its_log(work, pipe, job_that):
     seen = {}
 
     def run_job(config, *, progress, logs, **_):
@@ -99,5 +99,5 @@ def test_a_run_shows_its_log_where_asked(work, pipe, job_that):
     assert pipe("run", "job.yaml")[2].splitlines() == ["planning", "starting Ray"]
     assert seen["level"] == "info"
     _, _, err = pipe("run", "job.yaml", "-v", "--log-level", "debug")
-    assert err.splitlines() == ["planning", "2026-11-23 12:00:01.000 info    starting Ray"], "each said once"
+    assert err.splitlines() == ["planning", "2026-11-23 12:00:01.000 info    starting Ray"], "each is shown once"
     assert seen["level"] == "debug"

@@ -1,4 +1,4 @@
-"""Options: one word for one thing, headings in long help texts, completion."""
+"""Options: consistent names, headings in long help texts, completion."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def commands(group: click.Group = cli):
         yield from commands(command) if isinstance(command, click.Group) else (command,)
 
 
-def test_what_is_written_goes_to_output_everywhere():
+def test_every_command_writes_to_output():
     options = [option for command in commands() for option in command.params]
     forms = [option for option in options if isinstance(option.type, click.Choice)]  # `convert --to` names a form
     names = {name for option in options if option not in forms for name in option.opts}
@@ -26,7 +26,7 @@ def test_what_is_written_goes_to_output_everywhere():
     assert not {"--out", "--to", "--out-dir", "--output-path"} & names
 
 
-def test_the_options_of_generate_stand_under_headings(pipe):
+def test_the_options_of_generate_have_headings(pipe):
     out = pipe("generate", "--help")[1]
     headings = [line.rstrip(":") for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings == ["Prompts", "Output", "Model", "Sampling", "Form", "Other"]
@@ -37,7 +37,7 @@ def test_the_options_of_generate_stand_under_headings(pipe):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_prints_what_the_shell_takes(pipe, shell):
+def test_completion_prints_a_script_of_the_shell(pipe, shell):
     code, out, _ = pipe("completion", shell)
     assert code == 0
     assert f"_PIPELINE_COMPLETE={shell}_complete" in out
@@ -55,8 +55,8 @@ def test_a_shell_completes_commands_options_and_values():
         assert done.stdout.split() == [expected], done.stderr
 
 
-def test_numbers_that_are_none_or_endless_are_refused_everywhere():
-    """Python reads them as floats, and a range without an upper end holds infinity; NaN is in every range."""
+def test_nan_and_infinity_are_refused_everywhere():
+    """Python parses both as floats; a range without an upper end contains infinity, and every range contains NaN."""
     numbers: dict[str | None, Any] = {option.name: option.type for command in commands() for option in command.params
                if isinstance(option.type, click.FloatRange)}  # fmt: skip
     assert {"rows_per_month", "effort_usd"} <= numbers.keys()
@@ -66,13 +66,13 @@ def test_numbers_that_are_none_or_endless_are_refused_everywhere():
                 assert kind.convert(text, None, None) is None, (name, text)
 
 
-def test_former_commands_say_where_they_went(pipe):
+def test_former_commands_name_their_replacements(pipe):
     for former, hint in (("render", "`manifests`"), ("submissions", "`ray job list`")):
         code, out, err = pipe(former, "my.yaml")
         assert (code, out, hint in err) == (2, "", True), err
 
 
-def test_help_has_whole_sentences_of_its_commands():
+def test_help_cuts_no_sentence_of_a_command():
     for args in ([], ["bench"]):
         listed = CliRunner().invoke(cli, [*args, "--help"], terminal_width=80).output.partition("Commands:")[2]
         assert "..." not in listed

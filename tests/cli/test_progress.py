@@ -1,4 +1,4 @@
-"""How a running job is shown: plain lines, and a bar on a terminal."""
+"""Progress of a running job: plain lines, and a bar on a terminal."""
 
 import sys
 from dataclasses import replace
@@ -9,7 +9,7 @@ from pipeline.job.telemetry.status import Status, status_line
 from tests.cli.conftest import EVIL
 
 
-def test_plain_progress_speaks_at_changes_every_few_seconds_and_seldom_when_nothing_moves():
+def test_plain_progress_prints_changes_every_few_seconds_and_rarely_without_progress():
     now = [100.0]
     stream = StringIO()
     with PlainProgress(stream, every_s=5, still_every_s=30, clock=lambda: now[0]) as progress:
@@ -27,7 +27,7 @@ def test_plain_progress_speaks_at_changes_every_few_seconds_and_seldom_when_noth
         "planning", "loading", "loading (30 s)", "running", "running: 5%", "running: 10%",
         "finished: 100%", "finished: 100%",
     ]  # fmt: skip
-    assert "(1 errors)" in lines[-1], "the last state is always told"
+    assert "(1 errors)" in lines[-1], "the last state is always printed"
 
 
 def test_a_status_in_one_line():

@@ -1,4 +1,4 @@
-"""`pipeline status` and `report`: what they say of a folder, and when they doubt it."""
+"""`pipeline status` and `report`: what they show of a folder, and when a status is stale or damaged."""
 
 import json
 import signal
@@ -16,16 +16,16 @@ from tests.cli.conftest import finished_run, leave_output
 
 def test_status_of_a_folder_and_of_a_job(work, pipe):
     leave_output(work, finished_run(), "finished")
-    for place in ("out", "job.yaml"):
-        code, out, _ = pipe("status", place)
+    for path in ("out", "job.yaml"):
+        code, out, _ = pipe("status", path)
         assert code == 0
-        assert f"{place}: finished\n" in out
+        assert f"{path}: finished\n" in out
         assert "66.7%, 2/3 rows" in out
     raw = json.loads(pipe("status", "out", "--json")[1])
     assert (raw["rows_done"], raw["stale"]) == (2, None)
 
 
-def test_status_of_a_run_whose_process_is_gone(work, pipe):
+def test_status_of_a_run_whose_process_died(work, pipe):
     import socket
 
     child = subprocess.Popen(["sleep", "60"])
@@ -42,21 +42,21 @@ def test_status_of_a_run_whose_process_is_gone(work, pipe):
     assert "`pipeline run` resumes" in out
 
 
-def test_status_of_a_run_that_was_not_heard_of_for_long(work, pipe):
-    """Of another machine nobody can say whether the process is there."""
+def test_status_of_a_run_without_recent_updates(work, pipe):
+    """A process on another machine cannot be checked, so an old status is stale."""
     store = leave_output(work, finished_run(outcome="running", versions={"host": "elsewhere", "pid": "1"}), "running")
     status = json.loads(store.folder.read("_pipeline/status.json"))
     now = datetime.now(UTC)
     for updated_at, head in ((now, "running"), (now - timedelta(hours=3), "stale")):
-        told = {"updated_at": updated_at.isoformat()}
-        store.folder.replace("_pipeline/status.json", json.dumps(status | told).encode())
+        changes = {"updated_at": updated_at.isoformat()}
+        store.folder.replace("_pipeline/status.json", json.dumps(status | changes).encode())
         out = pipe("status", "out")[1]
         assert f"out: {head}\n" in out
         assert ("No status for 3 h. If its process on elsewhere has ended" in out) == (head == "stale")
 
 
-def test_status_of_a_run_that_ended_and_could_not_say_so(work, pipe):
-    """A disk that is full at the end took the record and not the status."""
+def test_status_of_a_run_that_could_not_write_its_end(work, pipe):
+    """The disk was full at the end: the record was written, the status was not."""
     store = leave_output(work, finished_run(outcome="failed", versions={"host": "elsewhere", "pid": "1"}), "running")
     status = json.loads(store.folder.read("_pipeline/status.json"))
     for seconds, head, code in ((5, "running", 0), (60, "stale", 3)):
@@ -69,7 +69,7 @@ def test_status_of_a_run_that_ended_and_could_not_say_so(work, pipe):
             assert pipe("status", "out", "--watch")[0] == code
 
 
-def test_report_is_the_folders_or_made_anew_when_a_run_was_killed(work, pipe):
+def test_report_is_the_stored_one_or_a_new_one_after_a_killed_run(work, pipe):
     store = leave_output(work, finished_run(), "finished")
     kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3), 3)
     store.folder.replace("_pipeline/report.json", json.dumps(kept.to_json()).encode())
@@ -83,20 +83,20 @@ def test_report_is_the_folders_or_made_anew_when_a_run_was_killed(work, pipe):
     assert raw["rows"]["input"] == 3
 
 
-@pytest.mark.parametrize(("command", "place", "expected"), [
+@pytest.mark.parametrize(("command", "path", "expected"), [
     ("status", "nowhere", "nowhere: no such folder"),
     ("status", "data/a.parquet", "is neither an output folder nor a job file"),
     ("status", "data", "no status of a job's run here"),
     ("report", "data", "no record of a job's run here"),
     ("report", "none.yaml", "none.yaml: no such file"),
 ])  # fmt: skip
-def test_places_without_a_job(work, pipe, command: str, place: str, expected: str):
-    code, out, err = pipe(command, place)
+def test_paths_without_a_job(work, pipe, command: str, path: str, expected: str):
+    code, out, err = pipe(command, path)
     assert (code, out) == (2, "")
     assert expected in err
 
 
-def test_a_finished_output_without_its_parts_is_told(work, pipe):
+def test_a_finished_output_without_its_parts_is_reported(work, pipe):
     store = leave_output(work, finished_run(), "finished")
     kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3), 3)
     store.folder.replace("_pipeline/report.json", json.dumps({**kept.to_json(), "outcome": "finished"}).encode())

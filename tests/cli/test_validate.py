@@ -1,4 +1,4 @@
-"""`pipeline validate`: what a job is, or everything that is wrong with it."""
+"""`pipeline validate`: the facts of a job, or all its mistakes."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from tests.cli.conftest import JOB
 
 
 def validated(pipe, code: int, *settings: str, flags=()) -> str:
-    """Return the command's output or, for another code than 0, its messages. It must leave with the code."""
+    """Return the command's output or, for another code than 0, its messages. The exit code must be `code`."""
     sets = [argument for setting in settings for argument in ("--set", setting)]
     left, out, err = pipe("validate", "job.yaml", *sets, *flags)
     assert left == code, err
@@ -50,7 +50,7 @@ def job(work):
     return lambda text: (work / "job.yaml").write_text(text)
 
 
-def test_validate_says_what_the_job_is(work, shown, found):
+def test_validate_shows_the_facts_of_the_job(work, shown, found):
     out = shown()
     for expected in (
         "demo: valid",
@@ -72,7 +72,7 @@ def test_validate_says_what_the_job_is(work, shown, found):
     assert not (work / "out").exists(), "looking must not write"
 
 
-def test_validate_tells_all_mistakes_of_the_file(job, refused):
+def test_validate_lists_all_mistakes_of_the_file(job, refused):
     job(JOB.replace("max_tokens: 9", "max_tokens: 0").replace("model:", "modle:"))
     err = refused()
     assert err.startswith("3 mistakes:")
@@ -80,7 +80,7 @@ def test_validate_tells_all_mistakes_of_the_file(job, refused):
     assert "job.yaml:5: sampling.max_tokens: expected an integer of at least 1; got 0" in err
 
 
-def test_validate_tells_all_mistakes_of_the_data(refused):
+def test_validate_lists_all_mistakes_of_the_data(refused):
     err = refused("input.columns=[id, nmae]", "prompt.template={texts}", "sampling.max_tokens={column: text}",
                   "model.path=./nowhere", "output.path=data")  # fmt: skip
     for expected in (
@@ -116,11 +116,11 @@ def test_validate_tells_all_mistakes_of_the_data(refused):
     ("model={path: demo:target-awq, quantization: int8}", "int8, but demo:target-awq is quantized already"),
     ("storage={s3: {anon: true}}", "storage.s3: matches no path of this job"),
 ])  # fmt: skip
-def test_validate_looks_at_data_model_and_output(pipe, work, setting: str, expected: str | None):
+def test_validate_checks_data_model_and_output(pipe, work, setting: str, expected: str | None):
     assert (expected or "") in validated(pipe, 2 if expected else 0, setting)
 
 
-def test_validate_lists_what_is_odd_about_the_data(work, put, job, shown, found):
+def test_validate_lists_warnings_about_the_data(work, put, job, shown, found):
     for name in ("README.md", "dataset_infos.json"):
         (work / "data" / name).write_text("{}")
     texts = [f"<|im_end|>{i}" for i in range(5)]
@@ -155,16 +155,16 @@ def test_validate_lists_the_files_that_a_job_skips(work, shown, refused, found):
     assert [f["file"] for f in found("input.on_corrupt=skip")["input"]["skipped_files"]] == ["b.parquet"]
 
 
-def test_a_store_that_does_not_answer_is_no_mistake_of_the_job(work, pipe, aws, monkeypatch, refused):
+def test_a_store_without_an_answer_is_an_error_of_the_environment(work, pipe, aws, monkeypatch, refused):
     monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: RetryPolicy(max_tries=1))
     aws("http://127.0.0.1:1")
     keys = ("output.path", "input.path", "model.path")
-    places = [f"{key}=s3://bucket/{key}" for key in keys]
-    code, out, err = pipe("validate", "job.yaml", *(f"--set={place}" for place in places), "--json")
+    settings = [f"{key}=s3://bucket/{key}" for key in keys]
+    code, out, err = pipe("validate", "job.yaml", *(f"--set={setting}" for setting in settings), "--json")
     assert code == 3, err
     assert json.loads(out)["error"]["kind"] == "EnvironmentFailed"
     assert all(f"{key}: " in err for key in keys)
-    refused(*places, "prompt.template=x")  # a mistake is told first
+    refused(*settings, "prompt.template=x")  # mistakes are reported first
 
 
 def test_validate_shows_a_first_row_that_is_an_error_and_an_input_without_rows(put, shown):
@@ -216,28 +216,28 @@ def test_a_chat_without_a_template_is_refused_before_anything_is_loaded(work, pi
     assert not (work / "out").exists()
 
 
-def test_a_model_that_is_not_here_yet_leaves_prompts_untemplated(shown):
+def test_prompts_are_shown_untemplated_before_the_model_is_downloaded(shown):
     out = shown("model.path=owner/name", "prompt.chat=true")
     assert "First prompt (a.parquet row 0, 21 bytes)" in out
     assert "The tokenizer is not on this machine yet" in out
 
 
-def test_the_models_own_sampling_is_taken_only_where_asked_and_always_told(work, shown, refused):
+def test_sampling_of_the_model_is_used_on_request_and_always_shown(work, shown, refused):
     shutil.copytree(demo_model("target"), work / "own")
     values = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 9, "do_sample": True}
     (work / "own" / "generation_config.json").write_text(json.dumps(values))
-    own, take = "model.path=own", "sampling.generation_config=model"
+    own, use_model = "model.path=own", "sampling.generation_config=model"
     ignored = "not used from the model's generation_config.json: temperature 0.6, top_p 0.95, top_k 20 (use "
     assert ignored in shown(own)
-    out = shown(own, take, "sampling.top_k=5")
+    out = shown(own, use_model, "sampling.top_k=5")
     assert "  used from the model's generation_config.json: temperature 0.6, top_p 0.95; not used from" in out
     assert "top_k 20 (the job sets its own)" in out
-    assert "generation_config" not in shown(), "greedy as here: nothing to tell"
+    assert "generation_config" not in shown(), "greedy like the job: nothing to show"
     (work / "own" / "generation_config.json").write_text('{"temperature": -1}')
-    assert "generation_config.json: temperature: " in refused(own, take)
+    assert "generation_config.json: temperature: " in refused(own, use_model)
 
 
-def test_validate_compiles_the_grammar_and_looks_at_the_column_of_grammars(shown, refused):
+def test_validate_compiles_the_grammar_and_checks_the_column_of_grammars(shown, refused):
     key = "sampling.structured_outputs"
     assert f'{key}: json: Unimplemented keys: ["uniqueItems"]' in refused(
         f"{key}={{json: {{type: array, uniqueItems: true}}}}"
@@ -308,7 +308,7 @@ def test_validate_refuses_labels_that_become_the_same_tokens(of_task, refused, m
 
 
 def test_validate_refuses_files_of_different_columns_as_a_run_does(work, put, shown, refused):
-    """Left out, input.columns are all: one that some files lack, or have as another type, ends a run as well."""
+    """Without input.columns all columns count: one that some files lack or have as another type ends a run as well."""
     put("b.parquet", id=[4], text=["four"])
     every = ("input.columns=null", "output.rename={error: failure}")
     err = refused(*every)
@@ -319,13 +319,15 @@ def test_validate_refuses_files_of_different_columns_as_a_run_does(work, put, sh
     assert "column 'error': " in refused(*every)
 
 
-def test_validate_counts_prompts_that_the_model_has_no_room_for(of_task, put, shown, found):
-    """By the model's own context where the job file says nothing of it; a task needs no room for a generated token."""
+def test_validate_counts_prompts_that_do_not_fit(of_task, put, shown, found):
+    """The limit is the model's context unless the job sets one; a task needs no room for a generated token."""
     of_task("sampling: {max_tokens: 9}")
     put(id=[1, 2], text=["a" * 1500, "word " * 3])
     assert (found()["prompt_tokens"]["too_long"], found()["prompt_tokens"]["max_model_len"]) == (1, 1024)
-    told = "Too long for 1,024 tokens (engine.max_model_len, or the model's own): 1 row of the sample (prompt_too_long)"
-    assert told in shown()
+    expected = (
+        "Too long for 1,024 tokens (engine.max_model_len, or the model's own): 1 row of the sample (prompt_too_long)"
+    )
+    assert expected in shown()
     put(id=[1, 2], text=["a" * 700, "word " * 3])
     tokens = found()["prompt_tokens"]
     longest = f"engine.max_model_len={tokens['longest']}"

@@ -1,4 +1,4 @@
-"""`pipeline status --watch`: what is drawn, and when it ends."""
+"""`pipeline status --watch`: its screen, and its end."""
 
 import io
 import json
@@ -75,7 +75,7 @@ def test_more_actors_than_lines_are_counted(work):
     assert "and 89 more" in lines[-1]
 
 
-def test_names_and_warnings_command_no_terminal(work):
+def test_names_and_warnings_control_no_terminal(work):
     store = leave_output(work, finished_run(), "running")
     put(store, replace(STATUS, phase=f"loading {EVIL} [red]x", warning=EVIL), run_of(10))
     text = "".join(drawn(RunWatcher(store), ActorRates(), 160))
@@ -89,13 +89,13 @@ def test_watching_ends_with_the_run_and_has_its_exit_code(work, pipe, monkeypatc
     put(store, STATUS, run_of(10, actor(0, 1)))
     monkeypatch.setattr(run_watcher, "LOOK_S", 0.1)
 
-    def go_on() -> None:
+    def end_run() -> None:
         time.sleep(0.4)
         if outcome == "finished":
             store.folder.create("_SUCCESS", success_of(store))
         put(store, replace(STATUS, phase=outcome, outcome=outcome), run_of(11))
 
-    writer = threading.Thread(target=go_on)
+    writer = threading.Thread(target=end_run)
     writer.start()
     left, out, _ = pipe("status", "out", "--watch")
     writer.join()
@@ -105,7 +105,7 @@ def test_watching_ends_with_the_run_and_has_its_exit_code(work, pipe, monkeypatc
     assert (left, [json.loads(line)["outcome"] for line in out.splitlines()]) == (code, [outcome])
 
 
-def test_a_run_whose_process_is_gone_is_followed_no_longer(work, pipe):
+def test_watching_ends_when_the_process_died(work, pipe):
     gone = finished_run(outcome="running", versions={"host": socket.gethostname(), "pid": "4194300"})
     leave_output(work, gone, "running")
     (work / "out" / "_pipeline" / "logs" / "run-1").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Checks a manifest field by field against `kubernetes_types.yaml`: unknown fields and wrong types are refused."""
+"""Check of a manifest, field by field, against `kubernetes_types.yaml`: unknown fields and wrong types are errors."""
 
 import re
 from pathlib import Path
@@ -40,7 +40,7 @@ VALIDATORS = {
 
 
 def wrong(made: dict[str, Any]) -> list[str]:
-    """What Kubernetes or KubeRay would refuse of a manifest, each with its place."""
+    """Return what Kubernetes or KubeRay would refuse of a manifest, each with its path."""
     kind, name = made["kind"], made["metadata"]["name"]
     found = [f"{error.json_path}: {error.message}" for error in VALIDATORS[kind].iter_errors(made)]
     if NAME.fullmatch(name) is None:
@@ -56,7 +56,7 @@ def wrong(made: dict[str, Any]) -> list[str]:
 
 
 def _rules(job: dict[str, Any], short: bool) -> list[str]:
-    """KubeRay's checks on admission and reconciliation that concern what is written here."""
+    """Return KubeRay's broken rules: its checks at admission and reconciliation, for the fields of our manifests."""
     cluster = job["rayClusterSpec"]
     rules = {
         "the name is short enough": short,
@@ -64,11 +64,12 @@ def _rules(job: dict[str, Any], short: bool) -> list[str]:
         "retries are not negative": job.get("backoffLimit", 0) >= 0,
         "a time to live needs the shutdown": job.get("shutdownAfterJobFinishes", False)
         or not job.get("ttlSecondsAfterFinished"),
-        "a deletion strategy stands alone": "deletionStrategy" not in job or not job.get("shutdownAfterJobFinishes"),
+        "a deletion strategy excludes the shutdown": "deletionStrategy" not in job
+        or not job.get("shutdownAfterJobFinishes"),
         "the token has a mode": cluster.get("authOptions", {"mode": "token"}).get("mode") in ("token", "disabled"),
         "Kubernetes' own tokens are not for jobs": "enableK8sTokenAuth" not in cluster.get("authOptions", {}),
         "a submitter ends": job["submitterPodTemplate"]["spec"]["restartPolicy"] in ("Never", "OnFailure"),
-        "groups have names of their own": len({g["groupName"] for g in cluster["workerGroupSpecs"]})
+        "groups have distinct names": len({g["groupName"] for g in cluster["workerGroupSpecs"]})
         == len(cluster["workerGroupSpecs"]),
     }
     for group in cluster["workerGroupSpecs"]:

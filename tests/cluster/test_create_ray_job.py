@@ -18,7 +18,7 @@ CONFLICT = {"reason": "Conflict", "message": "the quota was modified"}
 
 
 class Api(BaseHTTPRequestHandler):
-    """Kubernetes' answers to a create: 201, 409 for a name that exists, 403 without the token."""
+    """Fake of Kubernetes' API for a create: 201, 409 for a name that exists, 403 without the token."""
 
     created: ClassVar[dict] = {}
     refusal: ClassVar[tuple[int, dict] | None] = None
@@ -62,14 +62,14 @@ def account(tmp_path):
     return tmp_path
 
 
-def test_a_firing_creates_its_ray_job_once(api, account):
+def test_a_scheduled_run_creates_its_ray_job_once(api, account):
     assert create(RAY_JOB, api, account)
     assert not create(RAY_JOB, api, account)
     assert Api.created == {("/apis/ray.io/v1/namespaces/batch/rayjobs", "night-1"): RAY_JOB}
     assert create(RAY_JOB | {"metadata": {"name": "night-2"}}, api, account)
 
 
-def test_what_kubernetes_refuses_fails_the_pod(api, account):
+def test_a_refusal_of_kubernetes_fails_the_pod(api, account):
     for code, answer in [(400, {"message": "unknown field spec.ttl"}), (409, CONFLICT)]:
         Api.refusal = code, answer
         with pytest.raises(HTTPError, match=f"{code}.*{answer['message']}"):

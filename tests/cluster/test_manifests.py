@@ -1,4 +1,4 @@
-"""Manifests: what Kubernetes and KubeRay accept, what pods can reach, and nothing for a shell to trip over."""
+"""Manifests: Kubernetes and KubeRay accept them, pods reach their data, and no text reaches a shell unquoted."""
 
 import json
 import os
@@ -68,14 +68,14 @@ def only(made, kind):
 
 
 def ray_job(made):
-    """The RayJobSpec, wherever it is."""
+    """Return the RayJobSpec of a RayJob or of a CronJob's ConfigMap."""
     if made[-1]["kind"] == "CronJob":
         return yaml.safe_load(made[0]["data"]["rayjob.yaml"])["spec"]
     return made[-1]["spec"].get("jobTemplate", made[-1]["spec"])
 
 
 def pods(made):
-    """The pod specs of head and workers."""
+    """Return the pod specs of head and workers."""
     cluster = ray_job(made)["rayClusterSpec"]
     return cluster["headGroupSpec"]["template"]["spec"], cluster["workerGroupSpecs"][0]["template"]["spec"]
 
@@ -88,11 +88,11 @@ def all_wrong(made):
 # --- what is accepted
 
 
-def test_the_examples_are_fresh():
+def test_the_examples_are_up_to_date():
     assert stale(files()) == [], "run `python -m tools.manifests`"
 
 
-def test_every_field_is_known_for_every_job_and_another_would_be_found(pipe):
+def test_every_field_is_known_and_an_unknown_one_is_found(pipe):
     for example in EXAMPLES:
         assert all_wrong(made_by(pipe, *shlex.split(example))) == []
     for name in JOBS:
@@ -106,7 +106,7 @@ def test_every_field_is_known_for_every_job_and_another_would_be_found(pipe):
 # --- what the pods do
 
 
-def test_a_cluster_that_ends_leaves_time_to_drain(pipe):
+def test_a_cluster_leaves_time_to_drain(pipe):
     for example in (*EXAMPLES, f"{EXAMPLES[0]} --set run.drain_timeout='120 s'"):
         made = made_by(pipe, *shlex.split(example))
         drain = json.loads(made[0]["data"]["job.json"])["run"].get("drain_timeout", "30 s")
@@ -206,11 +206,11 @@ def test_patches_reach_every_object(pipe, job_file):
     assert by_kuberay[-1]["spec"]["suspend"] is True
 
 
-def test_former_keys_are_refused_with_a_patch_that_says_the_same(pipe, job_file):
+def test_former_keys_are_refused_with_an_equivalent_patch(pipe, job_file):
     assert "named kubernetes here" in refusal(pipe, job_file(cluster={"image": "r.io/x:1"}))
     for key in FORMER_KEYS.keys() - {"cluster"}:
-        said = " ".join(refusal(pipe, job_file(kubernetes={"image": "r.io/x:1", key: "x"})).split())
-        assert " ".join(FORMER_KEYS[key].split()) in said
+        error = " ".join(refusal(pipe, job_file(kubernetes={"image": "r.io/x:1", key: "x"})).split())
+        assert " ".join(FORMER_KEYS[key].split()) in error
         if found := re.search(r"kubernetes\.patch: (\{.*\})", FORMER_KEYS[key]):
             kubernetes = {"image": "r.io/x:1", "patch": yaml.safe_load(found[1])}
             assert all_wrong(made_by(pipe, job_file(kubernetes=kubernetes))) == [], key
@@ -220,7 +220,7 @@ def test_former_keys_are_refused_with_a_patch_that_says_the_same(pipe, job_file)
 
 
 def started(job, tmp_path, cluster_name):
-    """The words that a driver's `pipeline` receives."""
+    """Return the arguments that a driver's `pipeline` receives."""
     fake = tmp_path / "bin" / "pipeline"
     fake.parent.mkdir(exist_ok=True)
     fake.write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\n" "$word"; done\n')
@@ -231,7 +231,7 @@ def started(job, tmp_path, cluster_name):
     return done.stdout.splitlines()
 
 
-def test_a_firing_knows_its_date_in_each_try(pipe, tmp_path):
+def test_a_scheduled_run_keeps_its_date_in_each_try(pipe, tmp_path):
     # 2026-11-24 00:05 in Berlin is still the 23rd in UTC
     minutes = 1795475100 // 60
     for example in EXAMPLES[2:]:
@@ -246,7 +246,7 @@ def test_a_firing_knows_its_date_in_each_try(pipe, tmp_path):
     assert started(ray_job(once), tmp_path, "summarize-x7k2p") == ["run", "job.json"]
 
 
-def test_a_cron_job_creates_a_ray_job_named_by_its_firing(pipe):
+def test_a_cron_job_names_a_ray_job_by_its_scheduled_time(pipe):
     made = made_by(pipe, *shlex.split(NIGHTLY))
     cron = only(made, "CronJob")["spec"]
     assert (cron["concurrencyPolicy"], cron["timeZone"]) == ("Forbid", "Europe/Berlin")
@@ -268,10 +268,10 @@ HOSTILE = ["a b", "it's", '"q"', "$(touch x)", "`touch x`", "a;touch x", "a\nb: 
 HOSTILE += ["- x", "{{x}}", "<image>", "é", "!!python/x"]
 
 
-def test_hostile_texts_are_text(pipe, job_file, tmp_path):
+def test_hostile_texts_stay_text(pipe, job_file, tmp_path):
     for text in HOSTILE:
-        where = {"path": f"s3://bucket/{text}".replace("\n", "")}
-        made = made_by(pipe, job_file(name=f"x {text}", prompt={"template": text + "{text}"}, input=where))
+        location = {"path": f"s3://bucket/{text}".replace("\n", "")}
+        made = made_by(pipe, job_file(name=f"x {text}", prompt={"template": text + "{text}"}, input=location))
         assert all_wrong(made) == []
         sent = json.loads(made[0]["data"]["job.json"])
         assert (sent["name"], sent["prompt"]["template"]) == (f"x {text}", text + "{text}")
@@ -282,7 +282,7 @@ def test_hostile_texts_are_text(pipe, job_file, tmp_path):
 # --- what is refused
 
 
-def test_what_pods_could_not_do_is_refused(pipe, job_file):
+def test_jobs_that_pods_cannot_run_are_refused(pipe, job_file):
     image = {"image": "r.io/x:1"}
     for changed, expected in [
         ({"kubernetes": {}}, "kubernetes.image: missing"),
@@ -306,12 +306,12 @@ def test_what_pods_could_not_do_is_refused(pipe, job_file):
          "kubernetes.patch: leaves a pod without"),
         ({"kubernetes": image | {"patch": {"head": {"spec": None}}}}, "kubernetes.patch: leaves a pod without"),
     ]:  # fmt: skip
-        said = refusal(pipe, job_file(**changed))
-        assert expected in said
-        assert "hidden-word" not in said
+        error = refusal(pipe, job_file(**changed))
+        assert expected in error
+        assert "hidden-word" not in error
 
 
-def test_a_shared_disk_is_reached_by_its_claim(pipe, job_file):
+def test_pods_mount_a_shared_disk_by_its_claim(pipe, job_file):
     claim = {"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}
     mount = {"name": "shared", "mountPath": "/data"}
     pod = {"spec": {"volumes": [claim], "containers": [{"name": "ray", "volumeMounts": [mount]}]}}
@@ -330,7 +330,7 @@ def test_a_shared_disk_is_reached_by_its_claim(pipe, job_file):
 DATED = {"vars": {"date": {"today": "Europe/Berlin"}, "kind": "a"}, "output": {"path": "s3://b/${date}/${kind}"}}
 
 
-def test_schedules_that_would_not_work_are_refused(pipe, job_file):
+def test_schedules_that_cannot_work_are_refused(pipe, job_file):
     for arguments, expected in [
         (["--schedule", "2 * *"], "expected minute, hour"),
         (["--schedule", "TZ=UTC 0 2 * * *"], "expected minute, hour"),
@@ -342,7 +342,7 @@ def test_schedules_that_would_not_work_are_refused(pipe, job_file):
         assert expected in refusal(pipe, job_file(**DATED), *arguments)
 
 
-def test_a_schedule_keeps_its_date_open_and_fills_in_the_rest(pipe, job_file):
+def test_a_schedule_leaves_its_date_open_and_fills_in_the_rest(pipe, job_file):
     made = made_by(pipe, job_file(**DATED), "--schedule", "*/5 2-4 * * mon,fri", "--var", "kind=b")
     sent = json.loads(made[0]["data"]["job.json"])
     assert sent["output"]["path"] == "s3://b/${date}/b"

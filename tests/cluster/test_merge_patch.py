@@ -23,7 +23,7 @@ RFC = [
     ({}, {"a": {"bb": {"ccc": None}}}, {"a": {"bb": {}}}),
 ]
 NAMED = [
-    # one is changed, one is added, the others stay
+    # one is changed, one is added, the others are unchanged
     ([{"name": "a", "x": 1}, {"name": "b", "x": 2}],
      [{"name": "b", "x": None, "y": 3}, {"name": "c", "z": {"n": None}}],
      [{"name": "a", "x": 1}, {"name": "b", "y": 3}, {"name": "c", "z": {}}]),

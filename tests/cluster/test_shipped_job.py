@@ -1,4 +1,4 @@
-"""What is sent to a cluster means there what the job file meant here."""
+"""Jobs sent to a cluster mean there what the job file means here."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_a_job_means_the_same_in_another_folder(job_file, tmp_path, monkeypatch)
     assert after.run.ray_address == "auto"
 
 
-def test_the_output_makes_the_name_and_all_else_the_digest(job_file):
+def test_the_name_follows_the_output_and_the_digest_all_else(job_file):
     one, same = shipped(job_file), shipped(job_file)
     assert (one.name, one.digest) == (same.name, same.digest)
     assert one.name.startswith("night-ly-x-")
@@ -57,7 +57,7 @@ def test_the_output_makes_the_name_and_all_else_the_digest(job_file):
     assert shipped(job_file, "output.path=out/2026-11-20/").name == one.name
 
 
-def test_a_chat_template_goes_along(job_file, tmp_path):
+def test_a_chat_template_is_sent_with_the_job(job_file, tmp_path):
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
     sent = shipped(job_file, "prompt.chat={template: mine.jinja}")
     assert sent.files[TEMPLATE_FILE] == "{{ messages[0].content }}"
@@ -68,7 +68,7 @@ def test_a_chat_template_goes_along(job_file, tmp_path):
         shipped(job_file, "prompt.chat={template: none.jinja}")
 
 
-def test_urls_and_addresses_stay_as_they_are(job_file, tmp_path):
+def test_urls_and_addresses_are_unchanged(job_file, tmp_path):
     (tmp_path / "weights").mkdir()
     sent = shipped(
         job_file, "output.path=s3://bucket/a", "input.path=x-${date}", "model.path=weights", "quality.model=weights",

@@ -1,4 +1,4 @@
-"""Submitting and following against a job server that refuses, races and loses connections."""
+"""Submitting and following with a job server that refuses, races and loses connections."""
 
 import pytest
 from ray.job_submission import JobDetails, JobStatus, JobType
@@ -12,7 +12,7 @@ JOB = ShippedJob(name="night-1f", output="s3://b/o", files={"job.json": "{}"}, m
 
 
 class Head:
-    """Ray's client on a head. `script`: what the next submissions do before one is accepted."""
+    """Fake of Ray's client on a head. `script`: functions that the next submissions call before one is accepted."""
 
     def __init__(self):
         self.jobs: dict[str, JobDetails] = {}
@@ -56,7 +56,7 @@ def refuse(_):
     raise RuntimeError("Request failed with status code 500")
 
 
-def test_a_second_call_joins_and_the_next_try_counts_on(head):
+def test_a_second_call_joins_and_the_next_try_has_the_next_number(head):
     server, logged = JobServer(None), []
     first, is_new = server.submit(JOB, [], logged.append)
     assert (first.submission_id, is_new) == ("night-1f-1", True)
@@ -71,16 +71,16 @@ def test_a_second_call_joins_and_the_next_try_counts_on(head):
 
 
 def test_a_caller_that_lost_the_race_joins(head):
-    def taken(submission_id):
+    def win_race(submission_id):
         head.jobs[submission_id] = details(submission_id, metadata={"pipeline_job": JOB.digest})
         refuse(submission_id)
 
-    head.script = [taken]
+    head.script = [win_race]
     found, is_new = JobServer(None).submit(JOB, [], lambda _: None)
     assert (found.submission_id, is_new) == ("night-1f-1", False)
 
 
-def test_a_head_that_has_just_started_is_tried_again(head, monkeypatch):
+def test_submitting_to_a_starting_head_is_retried(head, monkeypatch):
     logged, head.script = [], [refuse, refuse]
     assert JobServer(None).submit(JOB, [], logged.append)[1]
     assert len(logged) == 1
@@ -90,7 +90,7 @@ def test_a_head_that_has_just_started_is_tried_again(head, monkeypatch):
         JobServer(None).submit(JOB, [], logged.append)
 
 
-def test_a_broken_connection_loses_and_repeats_no_line(head):
+def test_a_broken_connection_neither_loses_nor_repeats_a_line(head):
     head.jobs["a-1"] = details("a-1", JobStatus.SUCCEEDED)
     head.logs = [["one\ntw", None], ["one\n", "two\nth", None], ["one\ntwo\nthree\n"]]
     written = []

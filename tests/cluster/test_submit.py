@@ -1,4 +1,4 @@
-"""`pipeline submit` to a Ray that was started as the documentation says, with a token."""
+"""`pipeline submit` to a Ray cluster that was started like in the documentation, with a token."""
 
 import json
 import os
@@ -18,11 +18,11 @@ BIN = Path(sys.executable).parent
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """The environment of a user of a cluster on this machine."""
+    """Start a cluster on this machine and return a user's environment."""
     ports = [free_port(), free_port()]
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     env |= {"PATH": f"{BIN}:{env['PATH']}", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-    env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # of the head at its end
+    env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # for the head at its end
     logs = tmp_path_factory.mktemp("head") / "log"
     command = [BIN / "ray", "start", "--head", "--block", "--num-cpus=2", f"--port={ports[0]}",
                "--include-dashboard=true", f"--dashboard-port={ports[1]}", "--disable-usage-stats",
@@ -30,7 +30,7 @@ def head(tmp_path_factory):
     with logs.open("w") as log:
         ray = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
     env["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{ports[1]}"
-    deadline = time.monotonic() + 200  # on a busy machine a head lists jobs long before it accepts one
+    deadline = time.monotonic() + 200  # a busy head lists jobs long before it accepts one
     accepted = [BIN / "ray", "job", "submit", "--no-wait", "--", "true"]
     while subprocess.run(accepted, env=env, capture_output=True).returncode:
         assert ray.poll() is None, logs.read_text()
@@ -72,7 +72,7 @@ run: {{cpus_per_actor: 1, drain_timeout: 1 s}}
     return [str(tmp_path / "nightly.yaml"), "--var", "date=2026-11-20"]
 
 
-def test_a_job_is_joined_drained_and_gone_on_with(head, job, tmp_path):
+def test_a_job_is_joined_drained_and_resumed(head, job, tmp_path):
     output = tmp_path / "out-2026-11-20"
     first = start(head, *job)
     lines = [first.stderr.readline()]
@@ -94,13 +94,13 @@ def test_a_job_is_joined_drained_and_gone_on_with(head, job, tmp_path):
         time.sleep(0.1)
     ended = pipeline(head, "cancel", *job)
     assert (ended.returncode, "stopped after" in ended.stdout) == (0, True), ended.stderr
-    said = first.communicate(timeout=60)[1]
-    assert "draining" in said
-    assert "Stopped by SIGTERM with " in said
+    stderr = first.communicate(timeout=60)[1]
+    assert "draining" in stderr
+    assert "Stopped by SIGTERM with " in stderr
     assert first.returncode == 75
-    out, said = joined.communicate(timeout=60)
+    out, stderr = joined.communicate(timeout=60)
     assert (joined.returncode, json.loads(out)["state"]) == (75, "STOPPED")
-    assert "planning" in said  # from its beginning
+    assert "planning" in stderr  # joined from the beginning
     written = sum(pq.read_metadata(part).num_rows for part in output.glob("part-*"))
     assert 0 < written < ROWS
     assert json.loads(pipeline(head, "status", *job, "--json").stdout)["outcome"] == "interrupted"
@@ -114,7 +114,7 @@ def test_a_job_is_joined_drained_and_gone_on_with(head, job, tmp_path):
     assert sorted(table["source_row"].to_pylist()) == list(range(ROWS))
 
 
-def test_what_ends_a_driver_is_told_here(head, job, tmp_path):
+def test_errors_of_a_driver_are_shown_here(head, job, tmp_path):
     mistaken = pipeline(head, "submit", *job, "--set", "prompt.column=txt")
     assert mistaken.returncode == 2
     assert "has no column 'txt'" in mistaken.stderr
@@ -126,13 +126,13 @@ def test_what_ends_a_driver_is_told_here(head, job, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "code", "told"),
+    ("changed", "code", "message"),
     [
         ({"RAY_AUTH_MODE": "disabled"}, 2, "requires a token"),
         ({"RAY_AUTH_TOKEN": "f" * 32}, 2, "Invalid authentication token"),
         ({"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1"}, 3, "Pass --address http://HEAD:8265"),
     ],
 )
-def test_who_may_not_submit_hears_why(head, job, changed, code, told):
+def test_a_refused_submission_shows_the_reason(head, job, changed, code, message):
     refused = pipeline(head, "submit", *job, **changed)
-    assert (refused.returncode, told in refused.stderr) == (code, True), refused.stderr
+    assert (refused.returncode, message in refused.stderr) == (code, True), refused.stderr

@@ -1,4 +1,4 @@
-"""The job file's meaning: defaults, strictness, all mistakes at once, and what makes two jobs different."""
+"""Meaning of a job file: defaults, strictness, all mistakes at once, and which keys make two jobs different."""
 
 import json
 import pickle
@@ -30,7 +30,7 @@ output: {path: out}
 
 @pytest.fixture
 def job(tmp_path: Path):
-    """Loads a job from text, with what `load_job` takes besides."""
+    """Return a function that loads a job from text, with the options of `load_job`."""
 
     def load(text: str = MINIMAL, **options) -> JobConfig:
         path = tmp_path / "job.yaml"
@@ -42,14 +42,14 @@ def job(tmp_path: Path):
 
 @pytest.fixture
 def mistakes(job):
-    """The mistakes of a job with these lines added, as `line: key: problem` without the path."""
+    """Return a function that lists the mistakes of a job with added lines, as `line: key: problem` without the path."""
 
-    def of(more: str = "", text: str = MINIMAL, **options) -> list[str]:
+    def list_mistakes(more: str = "", text: str = MINIMAL, **options) -> list[str]:
         with pytest.raises(JobFileError) as caught:
             job(text + more, **options)
         return [str(m).replace(m.location, m.location.rpartition("/")[2]) for m in caught.value.mistakes]
 
-    return of
+    return list_mistakes
 
 
 def test_defaults_are_those_of_the_engine(job):
@@ -86,7 +86,7 @@ def test_a_full_job(job):
     assert (engine.device, engine.dtype, engine.kv_cache_memory_bytes) == ("cuda:1", "bfloat16", 2 * 2**30)
     assert engine.deterministic
     params = sampling_params(config.sampling)
-    assert params.min_tokens == 20, "a constant min_tokens stands although max_tokens is the row's"
+    assert params.min_tokens == 20, "a constant min_tokens is kept although max_tokens is per row"
     assert (params.temperature, params.stop, params.top_k) == (1.0, ("END",), 5)
     assert sampling_columns(config) == {"max_tokens": "budget"}
     assert config.run.drain_timeout == 5400
@@ -95,7 +95,7 @@ def test_a_full_job(job):
 
 
 def test_every_engine_and_sampling_option_reaches_the_engine(job):
-    """A field added to the engine must be added to the job file, or left out on purpose."""
+    """Each engine field must be in the job file, or be excluded here on purpose."""
     config = job()
     not_in_jobs = {"model", "quantization", "speculation", "num_threads"}  # or in another section
     not_in_jobs |= {"block_size", "kernels", "enable_prefix_caching", "seed"}  # for measuring and tests
@@ -304,7 +304,7 @@ def test_settings_overlays_and_limit_in_this_order(job, tmp_path, mistakes):
     overlay.write_text("engine: {max_num_seqs: 8}\nrun: {actors: 2}\n")
     config = job(overlays=[overlay], sets=["run.actors=3", "prompt.column=null", "prompt.template={a}: b"], limit=7)
     assert (config.engine.max_num_seqs, config.run.actors, config.input.limit) == (8, 3, 7)
-    assert config.prompt.template == "{a}: b", "a text key takes what follows the = as it stands"
+    assert config.prompt.template == "{a}: b", "a text key keeps everything after the = unchanged"
     assert config.location("engine.max_num_seqs") == f"{overlay}:1"
     assert config.location("run.actors") == "--set"
     assert config.location("input.limit") == "--limit"
@@ -362,7 +362,7 @@ FREE = [
     [*((each, True, False) for each in IDENTITY), *((each, False, True) for each in NUMERICS),
      *((each, False, False) for each in FREE)],
 )  # fmt: skip
-def test_what_makes_another_job_what_rounds_differently_and_what_is_free(job, change, identity, numerics):
+def test_each_change_is_of_the_identity_the_numerics_or_free(job, change, identity, numerics):
     base, changed = job(), job(MINIMAL.replace(*change, 1))
     assert (identity_of(changed) != identity_of(base)) == identity
     assert (numerics_of(changed) != numerics_of(base)) == numerics
@@ -371,8 +371,8 @@ def test_what_makes_another_job_what_rounds_differently_and_what_is_free(job, ch
 
 
 def test_every_key_is_of_one_class(job):
-    """Each field of a section is in the identity, the numerics or the record of free keys, but those that may hold a
-    secret, and a chat template's file, whose text is in the identity."""
+    """Each field of a section is in the identity, the numerics or the record of free keys, except fields that may hold
+    a secret, and the file of a chat template, whose text is in the identity."""
     text = MINIMAL.replace("column: text", "column: text, chat: true")
     parts = [free_of(job(text)), numerics_of(job(text)), identity_of(job(text))]
     seen = {f"{name}.{key}" for part in parts for name in part if isinstance(part[name], dict) for key in part[name]}
@@ -395,7 +395,7 @@ def test_a_task_is_in_the_identity_and_computes_no_completion(job):
     assert units_as_written(chosen).default_max_tokens == 0
 
 
-def test_a_bare_word_is_a_section_that_overlays_merge_with(job, tmp_path):
+def test_overlays_merge_with_a_bare_word_as_a_section(job, tmp_path):
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text("model: {quantization: int8}\n")
     config = job(
@@ -429,15 +429,15 @@ def test_the_date_of_a_chat_is_a_date_with_or_without_a_time(job):
     assert date_of("null") is None
     given = job(MINIMAL.replace("column: text", "column: text, chat: true"), sets=["prompt.chat.date=2026-11-23"])
     assert given.prompt.chat.date == "2026-11-23T00:00:00"
-    for value in (date(2026, 11, 23), datetime(2026, 11, 23)):  # what other YAML libraries make of it
+    for value in (date(2026, 11, 23), datetime(2026, 11, 23)):  # like other YAML libraries parse it
         data = {"column": "text", "chat": {"date": value}}
         assert PromptSection.model_validate(data).chat.date == "2026-11-23T00:00:00"
 
 
 @pytest.mark.parametrize("value", ["tomorrow", "23.11.2026", "2026", "2026-02-30", "2026-11-23T10:00:00Z", "true"])
-def test_what_is_no_date_of_a_chat(mistakes, value):
-    (said,) = mistakes(text=MINIMAL.replace("column: text", f"column: text, chat: {{date: {value}}}"))
-    assert "prompt.chat.date: expected a date, such as 2026-11-23" in said
+def test_invalid_dates_of_a_chat_are_refused(mistakes, value):
+    (mistake,) = mistakes(text=MINIMAL.replace("column: text", f"column: text, chat: {{date: {value}}}"))
+    assert "prompt.chat.date: expected a date, such as 2026-11-23" in mistake
 
 
 @pytest.mark.parametrize("pool", ["{min: 2, max: 5}", "5"])
@@ -445,14 +445,14 @@ def test_actors_are_a_number_or_a_pool(job, pool):
     assert job(sets=[f"run.actors={pool}"]).run.pool == ((2, 5) if "min" in pool else (5, 5))
 
 
-def test_a_pool_that_cannot_be_is_refused_with_its_key(mistakes):
+def test_an_impossible_pool_is_refused_with_its_key(mistakes):
     assert "expected max to be at least min; got min 3 and max 2" in mistakes(sets=["run.actors={min: 3, max: 2}"])[0]
     assert "run.actors.min: " in mistakes(sets=["run.actors={min: 0, max: 2}"])[0]
     assert "run.actors.max: " in mistakes(sets=["run.actors={min: 1}"])[0]
     assert "run.actors: " in mistakes(sets=["run.actors=0"])[0]
 
 
-def test_calls_from_python_that_are_no_job_are_refused_by_name(tmp_path):
+def test_wrong_arguments_from_python_are_refused_by_name(tmp_path):
     for settings in ("input.limit=3", {"input.limit": 3}):
         with pytest.raises(ConfigError, match=r"load_job: sets = .*: expected a list of texts"):
             load_job(tmp_path / "job.yaml", sets=settings)  # type: ignore[arg-type]

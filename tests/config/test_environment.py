@@ -24,7 +24,7 @@ def job(tmp_path):
     return load
 
 
-def test_paths_take_variables_and_texts_do_not(job):
+def test_variables_are_replaced_in_paths_only(job):
     found = job({"DAY": "monday"})
     assert (found.input.path, found.model.path, found.output.path) == ("data/monday", "demo", "out/monday")
     assert (found.prompt.template, found.sampling.stop) == ("${DATA} {text}", ("${DATA}",))
@@ -35,18 +35,18 @@ def test_paths_take_variables_and_texts_do_not(job):
     assert job({"DAY": "1", "MODEL": "s3://m"}).quality.model == "s3://m-16bit"
 
 
-def test_where_data_lies_makes_no_other_job(job):
+def test_the_location_of_data_does_not_change_the_identity(job):
     assert identity_of(job({"DAY": "1"})) == identity_of(job({"DAY": "2", "DATA": "elsewhere"}))
 
 
-def test_what_a_variable_holds_is_not_looked_at_again(job):
+def test_values_of_variables_are_not_expanded_again(job):
     assert job({"DAY": "${DATA}"}).output.path == "out/${DATA}"
 
 
-def test_variables_that_are_not_set_are_named_all_at_once(job):
+def test_all_unset_variables_are_named_at_once(job):
     with pytest.raises(JobFileError) as error:
         job({"DAY": ""}, JOB.replace('"${MODEL:-demo}"', '"${MO DEL}"'))
-    told = str(error.value)
-    assert "job.yaml:1: input.path: the environment variable DAY is not set\n    Set it, or give a default" in told
-    assert "job.yaml:5: output.path: the environment variable DAY is not set" in told
-    assert "job.yaml:3: model.path: expected ${NAME} or ${NAME:-default}" in told
+    message = str(error.value)
+    assert "job.yaml:1: input.path: the environment variable DAY is not set\n    Set it, or give a default" in message
+    assert "job.yaml:5: output.path: the environment variable DAY is not set" in message
+    assert "job.yaml:3: model.path: expected ${NAME} or ${NAME:-default}" in message

@@ -1,4 +1,4 @@
-"""Job files as text: what is read, what is refused, and that every value knows its line."""
+"""Job files as text: accepted and refused YAML, and the line of every value."""
 
 import time
 
@@ -33,7 +33,7 @@ def test_scalars_follow_yaml_1_2():
         "p": "0x10",
     }  # fmt: skip
     assert parse("on: 1\nnull: 2\n5: 3\n", "job.yaml").data == {"on": 1, "null": 2, "5": 3}, "keys are text"
-    digits = "9" * 5000  # int() would refuse it with an error of its own
+    digits = "9" * 5000  # int() refuses it
     assert parse(f"a: {digits}", "job.yaml").data == {"a": digits}
 
 
@@ -51,7 +51,7 @@ def test_fault_44_duplicate_keys_are_all_named():
     assert "job.yaml:2: b.x: written twice (first at job.yaml:2)" in message
 
 
-def test_fault_43_python_objects_are_text_of_a_mistake_and_never_made(tmp_path):
+def test_fault_43_python_objects_are_refused_and_never_created(tmp_path):
     marker = tmp_path / "made"
     for tag in ("object/apply:os.system", "object/new:os.system", "name:os.system", "module:os"):
         assert "job.yaml:1: a: tags such as" in refusal(f"a: !!python/{tag} ['touch {marker}']\n")
@@ -96,7 +96,7 @@ def test_fault_44_too_many_values():
     assert "more than" in refusal("a: [" + "1," * 30_000 + "1]")
 
 
-def test_files_that_are_empty_or_marked_or_cannot_be_read(tmp_path):
+def test_files_that_are_empty_have_a_bom_or_cannot_be_read(tmp_path):
     big = tmp_path / "big.yaml"
     big.write_bytes(b"#" * (MAX_FILE_BYTES + 1))
     latin = tmp_path / "latin.yaml"
@@ -115,7 +115,7 @@ def test_files_that_are_empty_or_marked_or_cannot_be_read(tmp_path):
             read(path)
 
 
-def test_merging_goes_key_by_key_and_keeps_lines():
+def test_merging_is_key_by_key_and_keeps_lines():
     under = parse("a: {x: 1, y: [1, 2]}\nb: 1\n", "under.yaml")
     over = parse("\n\na:\n  y: [3]\nc: 2\n", "over.yaml")
     merged = merge(under, over)

@@ -1,4 +1,4 @@
-"""Hints for keys that people know from other tools: each is told where it stands, and names keys that there are."""
+"""Hints for keys of other tools: the error of each key shows its hint, and hints name only existing keys."""
 
 import re
 
@@ -24,7 +24,7 @@ def test_a_key_of_another_tool_or_a_former_one_is_refused_with_its_hint(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("key", "named"),
+    ("key", "hint"),
     [
         ("batch_size", "engine.max_num_seqs"), ("concurrency", "run.actors"), ("model_source", "model.path"),
         ("speculative_config", "speculation"), ("guided_json", "sampling.structured_outputs: {json"),
@@ -32,13 +32,13 @@ def test_a_key_of_another_tool_or_a_former_one_is_refused_with_its_hint(tmp_path
         ("tensor_parallel_size", "run.actors"), ("trust_remote_code", "never run"), ("hourly_price", "cost.hourly_usd"),
     ],
 )  # fmt: skip
-def test_the_keys_that_people_bring_along_are_known(tmp_path, key, named):
+def test_common_keys_of_other_tools_have_a_hint(tmp_path, key, hint):
     (tmp_path / "job.yaml").write_text(MINIMAL)
-    with pytest.raises(JobFileError, match=re.escape(named)):
+    with pytest.raises(JobFileError, match=re.escape(hint)):
         load_job(tmp_path / "job.yaml", sets=[f"{key}=1"])
 
 
-def test_every_key_that_a_hint_names_is_there():
+def test_every_key_that_a_hint_names_exists():
     hints = [*_KNOWN_ELSEWHERE.values(), *FORMER.values()]
     named = {name for hint in hints for name in re.findall(r"\b(?!\w+\.json)([a-z_]+\.[a-z_]+)\b(?!/)", hint)}
     assert len(named) > 8

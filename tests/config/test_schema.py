@@ -1,4 +1,4 @@
-"""The job file's JSON Schema: fresh, valid, complete, and of one opinion with the job file's own checks."""
+"""JSON Schema of the job file: up to date, valid, complete, and consistent with the checks of the job file."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
 SCHEMA = Draft202012Validator(job_schema())
 
 
-def test_the_committed_schema_is_fresh():
+def test_the_committed_schema_is_up_to_date():
     committed = (ROOT / "jobs" / FILE_NAME).read_text(encoding="utf-8")
     assert committed == schema_text() + "\n", "run `pipeline schema > jobs/job.schema.json`"
 
@@ -28,7 +28,7 @@ def test_our_job_files_are_valid_and_name_the_schema(path: Path):
 def test_every_key_has_a_description_an_example_and_a_default_or_is_required():
     schema = job_schema()
     Draft202012Validator.check_schema(schema)
-    schema["required"] += schema["else"]["required"]  # but of requests
+    schema["required"] += schema["else"]["required"]  # unless the job is of requests
     for section in (schema, *schema["$defs"].values()):
         assert section["additionalProperties"] is False
         for name, key in section["properties"].items():
@@ -45,14 +45,14 @@ def test_every_key_has_a_description_an_example_and_a_default_or_is_required():
      "sampling: {max_tokens: {column: b}}", "engine: {deterministic: off}", "engine: {kv_cache_memory_bytes: 1 MiB}",
      "task: embed", "run: {drain_timeout: 1 h 30 min}", "run: {spot_notice: false}", "name:"],
 )  # fmt: skip
-def test_short_forms_are_taken(more: str):
+def test_short_forms_are_accepted(more: str):
     SCHEMA.validate(parse(MINIMAL.replace("{path: demo}", "demo") + more, "job").data)
 
 
-# What is refused for reasons that no schema sees: keys that must agree with each other, and what a text means.
+# Mistakes that no schema can see: keys that must agree with each other, and the meaning of a text.
 BEYOND_A_SCHEMA = (
     "got nan",  # JSON has no such number
-    "prompt.template: ",  # no template at all
+    "prompt.template: ",  # not a template
     "min_tokens 300 is more than max_tokens 256", "run.max_runtime: expected more than 0", "names no column",
     "indices, conversions and nested", "is not in the prompt", "not with messages", "special_tokens: template needs",
     "matches no path of this job", "column and messages hold", "with chat the chat template", "no embedded model",

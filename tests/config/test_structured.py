@@ -1,4 +1,4 @@
-"""`sampling.structured_outputs` in job files: its forms, what is refused with the key, and the job's identity."""
+"""`sampling.structured_outputs` in job files: its forms, its mistakes with their key, and the job's identity."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def job(tmp_path: Path):
     return load
 
 
-def test_a_schema_its_text_and_a_file_of_it_are_one_job(job, tmp_path: Path):
+def test_a_schema_as_object_text_or_file_is_the_same_job(job, tmp_path: Path):
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA, indent=3), encoding="utf-8")
     forms = [
         job(structured_outputs={"json": SCHEMA}),
@@ -46,7 +46,7 @@ def test_a_schema_its_text_and_a_file_of_it_are_one_job(job, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
-def test_each_rows_own_comes_from_a_column(kind: str, job):
+def test_a_column_has_the_form_of_each_row(kind: str, job):
     config = job(structured_outputs={kind: {"column": "form"}})
     assert sampling_columns(config) == {f"structured_outputs.{kind}": "form"}
     assert sampling_params(config.sampling).structured_outputs is None
@@ -72,7 +72,7 @@ def test_each_rows_own_comes_from_a_column(kind: str, job):
     ({"min_tokens": 2, "structured_outputs": {"regex": "a"}}, "min_tokens"),
     ({"min_tokens": 2, "structured_outputs": {"regex": {"column": "a"}}}, "min_tokens"),
 ])  # fmt: skip
-def test_what_cannot_be_kept_to_is_refused_at_its_key(sampling: dict, expected: str, job):
+def test_unsupported_forms_are_refused_at_their_key(sampling: dict, expected: str, job):
     with pytest.raises(JobFileError) as caught:
         job(**sampling)
     assert expected in str(caught.value)

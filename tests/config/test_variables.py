@@ -1,4 +1,4 @@
-"""Variables of a job file: names for parts of its paths, and nothing that leads elsewhere."""
+"""Variables of a job file: they name parts of its paths, and never lead out of them."""
 
 from datetime import UTC, datetime
 from zoneinfo import ZoneInfo
@@ -28,7 +28,7 @@ def job(tmp_path):
     return load
 
 
-def test_a_value_comes_from_the_command_else_from_the_job(job):
+def test_values_of_the_command_override_those_of_the_job(job):
     found = job()
     assert (found.input.path, found.output.path) == ("in/blue/2026-11-21", "out/2026-11-21")
     assert found.prompt.template == "${date} {text}"
@@ -38,13 +38,13 @@ def test_a_value_comes_from_the_command_else_from_the_job(job):
     assert found.output.path == "out/x"
 
 
-def test_the_date_is_that_of_the_zone(job):
+def test_today_is_the_date_in_the_zone(job):
     before, after = datetime(2026, 11, 20, 10, 59, tzinfo=UTC), datetime(2026, 11, 20, 11, 0, tzinfo=UTC)
     assert job(at=before).output.path == "out/2026-11-20"
     assert job(at=after).output.path == "out/2026-11-21"
 
 
-def test_a_date_that_yaml_takes_for_one_is_its_text(job):
+def test_a_yaml_date_keeps_its_text(job):
     assert job(text=JOB.replace("{today: Pacific/Auckland}", "2026-11-20")).output.path == "out/2026-11-20"
 
 
@@ -78,17 +78,17 @@ def test_a_value_is_never_a_path(job, value):
     ([], JOB.replace("team: blue", "team: 7"), "job.yaml:1: vars.team: expected a text, {today: ZONE} or null"),
     ([], JOB.replace("{today: Pacific/Auckland}", "[1]"), "job.yaml:1: vars.date: expected a text, {today"),
 ])  # fmt: skip
-def test_what_is_wrong_is_named_with_its_place(job, vars, text, expected):
+def test_mistakes_are_named_with_their_location(job, vars, text, expected):
     with pytest.raises(JobFileError) as error:
         job(*vars, text=text)
     assert expected in str(error.value)
 
 
 @pytest.mark.parametrize("flag", ["0001-01-01T00:00+00:00", "9999-12-31T23:59-12:00", "@99999999999999", "@", "now"])
-def test_a_moment_that_has_no_date_in_every_zone_is_refused(flag):
+def test_a_time_without_a_date_in_every_zone_is_refused(flag):
     with pytest.raises(JobFileError, match="expected a time with its zone"):
         moment_of(flag)
 
 
-def test_a_moment_is_that_of_any_zone():
+def test_times_of_any_zone_are_accepted():
     assert moment_of("@0")(ZoneInfo("America/Los_Angeles")).date().isoformat() == "1969-12-31"

@@ -16,7 +16,10 @@ def _no_failpoints():
 
 @pytest.fixture
 def write(tmp_path):
-    """write("a/b.parquet", {"text": [...]}, row_group_size=3) under tmp_path/in; returns the folder."""
+    """Return a function such that write("a/b.parquet", {"text": [...]}, row_group_size=3) writes under tmp_path/in.
+
+    The function returns the folder.
+    """
 
     def write(name: str, columns: dict | pa.Table, **options):
         path = tmp_path / "in" / name
@@ -30,10 +33,10 @@ def write(tmp_path):
 
 
 class StoreSaidNo(Exception):
-    """As the libraries behind fsspec have them: no OSError."""
+    """Error of a library behind fsspec: not an OSError."""
 
 
-def in_memory(file: str | Path, place: str) -> str:
-    """A copy of the file in the folder `place` of fsspec's memory store; the folder's url."""
-    fsspec.filesystem("memory").pipe_file(f"/{place}/{Path(file).name}", Path(file).read_bytes())
-    return f"memory://{place}"
+def in_memory(file: str | Path, folder: str) -> str:
+    """Copy the file into a folder of fsspec's memory store, and return the folder's url."""
+    fsspec.filesystem("memory").pipe_file(f"/{folder}/{Path(file).name}", Path(file).read_bytes())
+    return f"memory://{folder}"

@@ -1,4 +1,4 @@
-"""Cutting a window into units: rows conserved, limits kept, shared prefixes together, long rows first."""
+"""Cutting a window into units: all rows, within limits, shared prefixes together, long rows first."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ def test_rows_are_conserved_within_the_limits(rows, unit_tokens, unit_rows):
     for unit in units:
         assert 1 <= len(unit) <= unit_rows
         tokens = [estimate_tokens(len(prompts[i])) + int(budgets[i]) for i in unit]
-        # a row larger than a unit is alone, but for rows that take nothing
+        # a row larger than a unit is alone, except for rows without tokens
         assert sum(tokens) <= unit_tokens or sum(t > 0 for t in tokens) == 1
     again = cut_units(list(prompts), budgets.copy(), unit_tokens, unit_rows)
     assert [u.tolist() for u in again] == [u.tolist() for u in units]
@@ -43,7 +43,7 @@ def test_longest_first_and_near_equals_in_order():
 
 
 def documents() -> list[bytes]:
-    """8 questions on each of 6 documents of 4 KB, interleaved, all under the same instructions of 1 KB."""
+    """Return 8 questions about each of 6 documents of 4 KB, interleaved, all after the same instructions of 1 KB."""
     rng = np.random.default_rng(0)
     head = rng.bytes(1000)
     docs = [rng.bytes(4000) for _ in range(6)]
@@ -55,7 +55,7 @@ def test_rows_that_share_a_prefix_are_in_one_unit():
         units = cut(documents(), unit_rows=unit_rows)
         assert len(units) == 6
         assert all(len({i % 6 for i in unit}) == 1 for unit in units)
-    # lone rows come after
+    # rows without a shared prefix follow
     units = cut([*documents(), *(bytes([i]) * 9000 for i in range(4))], unit_rows=10)
     assert [i for u in units for i in u][-4:] == [48, 49, 50, 51]
 
@@ -66,7 +66,7 @@ def test_a_group_larger_than_a_unit_stays_in_one_stretch():
         assert sum(a != b for a, b in pairwise(order)) == 5, limit
 
 
-def test_what_all_rows_share_groups_nothing():
+def test_a_prefix_of_all_rows_groups_nothing():
     """A long instruction in every prompt must not turn the longest-first order into byte order."""
     rng = np.random.default_rng(1)
     lengths = rng.permutation(np.arange(1, 40) * 300)
@@ -76,7 +76,7 @@ def test_what_all_rows_share_groups_nothing():
         assert max(order[-7:]) < min(order[:7])
 
 
-def test_many_equal_and_deeply_shared_prompts_end():
+def test_many_equal_and_deeply_shared_prompts_terminate():
     assert sorted(i for u in cut([b"x" * 5000] * 300, unit_rows=7) for i in u) == list(range(300))
-    ladder = [b"x" * (SHARED_BYTES * i) for i in range(1, 1200)]  # deeper than Python recurses
+    ladder = [b"x" * (SHARED_BYTES * i) for i in range(1, 1200)]  # deeper than Python's recursion limit
     assert sorted(i for u in cut(ladder, unit_rows=3) for i in u) == list(range(1199))

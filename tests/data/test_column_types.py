@@ -1,5 +1,4 @@
-"""Every type that Parquet stores, in prompts and as a kept column: the values are pyarrow's own, or the column is
-refused by name."""
+"""Types of Parquet in prompts and as a kept column: the values equal pyarrow's, or the column is refused by name."""
 
 import datetime
 import json
@@ -31,7 +30,7 @@ def extension(kind: pa.DataType, values: list) -> pa.Array:
     return pa.ExtensionArray.from_storage(kind, pa.array(values, kind.storage_type))
 
 
-# a column of three values and the prompts they give; None: as Arrow writes them
+# a column of three values and their prompts; None: as Arrow writes them
 COLUMNS: dict[str, tuple[pa.Array, list[str] | None]] = {
     **{f"{kind}": (pa.array([1, None, 100], kind), ["1", NULL, "100"]) for kind in map(pa.type_for_alias, (
         "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))},
@@ -90,7 +89,7 @@ COLUMNS: dict[str, tuple[pa.Array, list[str] | None]] = {
 
 
 def outcome(folder: str, template: str, kept: list[str]) -> tuple[list[str], pa.Table]:
-    """Of each row its prompt or error code, and the kept columns as a part has them. Raises what planning raises."""
+    """Return each row's prompt or error code, and the kept columns as a part has them. Raise errors like planning."""
     source = open_source(folder)
     spec = UnitSpec(PromptSpec(template=template), tuple(kept), max_bytes=1000).of_input(source.every_column)
     source.check_columns(spec.columns)
@@ -102,7 +101,7 @@ def outcome(folder: str, template: str, kept: list[str]) -> tuple[list[str], pa.
             unit = Unit.from_bytes(unit.to_bytes())
             prompts, errors = (unit.own(name).to_pylist() for name in ("_prompt", "_error"))
             texts = [p if e is None else e for p, e in zip(prompts, errors, strict=True)]
-            rows += [(*place, text) for place, text in zip(unit.row_ids(), texts, strict=True)]
+            rows += [(*row_id, text) for row_id, text in zip(unit.row_ids(), texts, strict=True)]
             columns = zip(unit.kept().columns, (source.kept.field(name).type for name in kept), strict=True)
             tables.append(pa.table([c if c.type.equals(t) else c.cast(t) for c, t in columns], names=kept))
     sink = pa.BufferOutputStream()
@@ -136,23 +135,23 @@ def test_fields_of_structs_and_values_of_maps(write):
     }))  # fmt: skip
     for template, expected in {
         "{s.u}": [str(IDS[0]), NULL, str(IDS[2])],
-        "{m.a}": ["1", "4", NULL],  # of two values of a key the last one, as Parquet has it
+        "{m.a}": ["1", "4", NULL],  # Parquet keeps the last value of a repeated key
         "{m}": ['{"a":1,"b":2}', '{"a":4}', "{}"],
         "{s.m.b}": ["2", NULL, NULL],
         "{m.a:03d}": ["001", "004", NULL],
         "{n.1.k.x}": ["deep", NULL, NULL],
     }.items():
         assert outcome(folder, template, ["id"])[0] == expected, template
-    for template, says in {
+    for template, message in {
         "{n.one}": "cannot have the key 'one'",
         "{n.1.k.y}": "no field 'y'",
         "{m.a.b}": "no fields",
     }.items():
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             outcome(folder, template, [])
 
 
-def test_a_zone_that_is_not_known_is_refused_before_the_job():
+def test_an_unknown_zone_is_refused_before_the_job():
     zoned = pa.timestamp("us", "Mars/Crater")
     for kind in (zoned, pa.list_(pa.struct([("t", zoned)]))):
         with pytest.raises(ConfigError, match=rf"column 'x' is {re.escape(str(kind))}, which has no text form"):
@@ -171,9 +170,9 @@ NESTED = {"plain": lambda a: a, "list": lambda a: pa.ListArray.from_arrays(list(
 
 
 @pytest.mark.parametrize("nested", NESTED)
-def test_times_in_two_units_are_one_or_refused_when_planned(write, nested):
-    """Every pair of units and zones, with times that all units hold and with times that nanoseconds do not."""
-    last = (2**62, 253_402_214_400)  # 9999-12-31 in seconds, a duration of as long
+def test_times_in_two_units_are_merged_or_refused_at_planning(write, nested):
+    """Every pair of units and zones is tested, with times that all units can hold and times that nanoseconds cannot."""
+    last = (2**62, 253_402_214_400)  # 9999-12-31 in seconds, a duration of the same length
     for kinds in (TIMES, DURATIONS, CLOCKS, DAYS):
         for a in kinds:
             for b in kinds:
@@ -210,7 +209,7 @@ def _check_pair(write, a, b, seconds, nest) -> None:
         assert list(unified["t"].stored.values()) == [f"{folder}/a.parquet", f"{folder}/b.parquet"]
 
 
-def test_times_that_do_not_fit_are_no_damage_where_statistics_say_nothing(write):
+def test_times_that_do_not_fit_are_not_damage_without_statistics(write):
     write("a.parquet", {"t": pa.array([datetime.datetime(9999, 12, 31)], pa.timestamp("us"))}, write_statistics=False)
     folder = write("b.parquet", {"t": pa.array([0]).cast(pa.timestamp("ns"))})
     source = open_source(folder, on_corrupt="skip")
@@ -276,7 +275,7 @@ NESTINGS = [
 
 
 def test_nested_types_are_right_or_refused_by_name(write):
-    """Kept values in two levels of nesting are those that pyarrow reads, and texts are JSON."""
+    """Kept values in two levels of nesting equal those that pyarrow reads, and texts are JSON."""
     rng, outcomes = random.Random(0), Counter()
     for leaf in LEAVES:
         for column in (nest(rng.choice(NESTINGS)(leaf)) for nest in NESTINGS):
@@ -300,7 +299,7 @@ def test_nested_types_are_right_or_refused_by_name(write):
 
 
 @pytest.mark.parametrize("nested", NESTED)
-def test_times_that_python_does_not_have_are_kept(write, nested):
+def test_times_out_of_pythons_range_are_kept(write, nested):
     for kind in (*TIMES, *DURATIONS):
         raw = pa.array([2**62, None, -(2**62)], pa.int64())
         column = NESTED[nested]((pc.divide(raw, 1000) if kind.unit == "s" else raw).cast(kind))

@@ -1,5 +1,5 @@
-"""Files that are not what they should be: refused by name, or under `input.on_corrupt: skip` left out and told,
-never taken for good; and a disk or store that fails is never taken for damage."""
+"""Damaged files are refused by name, or skipped and reported under `input.on_corrupt: skip`, and never read as good
+ones; a failing disk or store is never mistaken for damage."""
 
 import random
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.data.test_source import BIG, rows_of, texts
 
 
 def footer(file: bytes) -> int:
-    """Bytes of a file's footer, with its length and magic."""
+    """Return the number of bytes of a file's footer, with its length and magic."""
     return int.from_bytes(file[-8:-4], "little") + 8
 
 
@@ -35,19 +35,19 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("content", "says"), BROKEN)
-def test_faults_24_to_26_a_broken_file_is_refused_by_name_or_skipped(write, content, says):
+@pytest.mark.parametrize(("content", "message"), BROKEN)
+def test_faults_24_to_26_a_broken_file_is_refused_by_name_or_skipped(write, content, message):
     write("c/good.parquet", texts(2, 5))
     folder = write("a.parquet", texts(3))
     good = Path(folder, "a.parquet").read_bytes()
     Path(folder, "broken.parquet").write_bytes(content(good))
-    with pytest.raises(InputError, match=rf"broken\.parquet.*{says}.*; repair or remove .* input\.on_corrupt: skip"):
+    with pytest.raises(InputError, match=rf"broken\.parquet.*{message}.*; repair or remove .* input\.on_corrupt: skip"):
         open_source(folder)
     source = open_source(folder, on_corrupt="skip")
     assert [f.relative for f in source.files] == ["a.parquet", "c/good.parquet"]
     ((skipped),) = source.skipped
     assert (skipped.relative, skipped.size) == ("broken.parquet", len(content(good)))
-    assert says in skipped.reason
+    assert message in skipped.reason
     assert folder not in skipped.reason
     assert len(rows_of(source, cut_windows(source, 10, BIG))) == 5
 
@@ -69,9 +69,9 @@ def test_nothing_left_after_skipping_is_refused(write, tmp_path):
         open_source(str(folder), on_corrupt="skip")
 
 
-def flip(path: Path, place: int) -> None:
+def flip(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
-    data[place] ^= 1 << place % 8
+    data[position] ^= 1 << position % 8
     path.write_bytes(data)
 
 
@@ -83,9 +83,9 @@ def test_fault_26_bit_flips_are_found(write):
     path = Path(folder, "a.parquet")
     good, expected, found = path.read_bytes(), rows_of(source, windows), 0
     end = len(good) - footer(good)
-    places = range(4, end, (end - 4) // 60)
-    for place in places:
-        flip(path, place)
+    positions = range(4, end, (end - 4) // 60)
+    for position in positions:
+        flip(path, position)
         try:
             got = rows_of(source, windows)
         except InputError as e:
@@ -93,11 +93,11 @@ def test_fault_26_bit_flips_are_found(write):
         else:
             assert got == expected
         path.write_bytes(good)
-    assert found > 0.9 * len(places)
+    assert found > 0.9 * len(positions)
 
 
 def test_fault_26_a_footer_with_wrong_bytes_never_ends_the_process(write):
-    """It is refused, or says what can be read; the file beside it can. pyarrow aborts when asked for some of them."""
+    """The file is skipped or readable, and the file next to it is readable. pyarrow aborts on some of these footers."""
     columns = {
         "text": ["a", None] * 30,
         "list": [["x"] * (i % 3) for i in range(60)],
@@ -119,13 +119,13 @@ def test_fault_26_a_footer_with_wrong_bytes_never_ends_the_process(write):
 
 
 def damaged(write) -> tuple[Path, int]:
-    """A file of 6 row groups of 10 rows with a bit flipped in the data of the third; the byte's place."""
+    """Write 6 row groups of 10 rows with a flipped bit in the third one. Return the file and that byte's position."""
     rng = random.Random(0)
     table = {"text": [f"{i} {rng.random()}" for i in range(60)], "id": list(range(60))}
     path = Path(write("b.parquet", table, row_group_size=10, compression="none", use_dictionary=False), "b.parquet")
-    place = path.read_bytes().index(b"25 0.")
-    flip(path, place)
-    return path, place
+    position = path.read_bytes().index(b"25 0.")
+    flip(path, position)
+    return path, position
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -147,7 +147,7 @@ def test_fault_26_under_skip_the_damaged_row_group_is_null_and_the_rest_unharmed
     ]
     lost = {r["source_row"] for r in rows if r["source_file"] == "b.parquet" and r["text"] is None}
     assert lost == {r["source_row"] for r in rows if r["id"] is None}
-    # a row group too large for a window is given up by its slices
+    # a row group too large for a window is skipped slice by slice
     assert lost == set(range(20, 30)) or (max_rows == 7 and lost <= set(range(20, 30)) and 25 in lost)
     assert rows[0]["text"] == "first"
     again = [read_window(source, w, ["text", "id"]) for w in windows]
@@ -169,8 +169,7 @@ def test_fault_26_under_skip_the_damaged_row_group_is_null_and_the_rest_unharmed
         rows_of(strict, cut_windows(strict, max_rows, BIG))
 
 
-def test_what_was_not_read_is_not_missed(write):
-    """Damage in a column that the job does not read changes nothing."""
+def test_damage_in_an_unused_column_is_ignored(write):
     damaged(write)
     source = open_source(write("c.parquet", {"text": ["x"], "id": [1]}))
     windows = cut_windows(source, 1000, BIG)
@@ -178,19 +177,19 @@ def test_what_was_not_read_is_not_missed(write):
 
 
 @pytest.mark.parametrize("mode", ["fail", "skip"])
-def test_damage_on_the_way_is_read_again(write, monkeypatch, mode):
-    """A store's answer that came damaged once is not a damaged file."""
-    path, place = damaged(write)
-    flip(path, place)  # whole again
+def test_damage_in_transit_is_read_again(write, monkeypatch, mode):
+    """An answer that arrives damaged once is not a damaged file."""
+    path, position = damaged(write)
+    flip(path, position)  # repaired
     source = open_source(in_memory(path, "way"), on_corrupt=mode)
     memory, left, size = fsspec.get_filesystem_class("memory"), [1], path.stat().st_size
     cat_file = memory.cat_file
 
     def once_damaged(self, name, start=None, end=None, **options):
         data = cat_file(self, name, start, end, **options)
-        if left[0] and start is not None and end is not None and start <= place < end < size:  # not the footer
+        if left[0] and start is not None and end is not None and start <= position < end < size:  # not the footer
             left[0] -= 1
-            return data[: place - start] + b"\xff" + data[place - start + 1 :]
+            return data[: position - start] + b"\xff" + data[position - start + 1 :]
         return data
 
     monkeypatch.setattr(memory, "cat_file", once_damaged)
@@ -201,14 +200,14 @@ def test_damage_on_the_way_is_read_again(write, monkeypatch, mode):
 
 @pytest.mark.parametrize("error", [StoreSaidNo("no credentials"), OSError("no errno"), PermissionError("Forbidden")])
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_store_that_fails_is_never_taken_for_damage(write, monkeypatch, error, whole):
-    path, place = damaged(write)
+def test_a_failing_store_is_never_mistaken_for_damage(write, monkeypatch, error, whole):
+    path, position = damaged(write)
     source = open_source(in_memory(path, "fails"), on_corrupt="skip")
     memory, size = fsspec.get_filesystem_class("memory"), path.stat().st_size
     cat_file = memory.cat_file
 
     def fail(self, name, start=None, end=None, **options):
-        if end is not None and place < end < size:  # the data; the footer can be read
+        if end is not None and position < end < size:  # the data; the footer can be read
             raise error
         return cat_file(self, name, start, end, **options)
 
@@ -236,7 +235,7 @@ def test_a_file_changed_since_planning_is_refused_in_both_modes(write, mode):
         rows_of(source, windows)
 
 
-def test_too_little_memory_is_not_damage(write, monkeypatch):
+def test_running_out_of_memory_is_not_damage(write, monkeypatch):
     import pyarrow.parquet as pq
 
     source = open_source(write("a.parquet", texts(3)), on_corrupt="skip")

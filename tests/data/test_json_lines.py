@@ -1,4 +1,4 @@
-"""JSON Lines: every line once, whatever its compression; the types of keys; bad lines by file and line."""
+"""JSON Lines: every line once, with any compression; types of keys; errors with file and line."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def lines(rows: list) -> bytes:
 
 
 def put(folder: Path | str, name: str, rows: list | bytes) -> str:
-    """Write rows, or bytes as they are, packed as the name says."""
+    """Write rows or raw bytes, compressed according to the name."""
     data = rows if isinstance(rows, bytes) else lines(rows)
     path = Path(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ KINDS = [
     ([True, None], pa.bool_()),
     ([1, 2**62], pa.int64()),
     ([1, 2.5], pa.float64()),
-    ([2**53 + 1, 2.5], pa.string()),  # no float has it
+    ([2**53 + 1, 2.5], pa.string()),  # no float is equal to it
     ([1, 2**63], pa.string()),
     (["2026-01-31T00:00:00", "x"], pa.string()),
     (["2026-01-31"], pa.string()),
@@ -104,7 +104,7 @@ KINDS = [
     ([[1], [2.5]], pa.list_(pa.float64())),
     ([["a"], [1]], pa.string()),
     ([{"a": 1, "b": None}, {"b": "x", "a": 2}], pa.struct([("a", pa.int64()), ("b", pa.string())])),
-    ([{"a": 1}, {"a": 1, "b": 2}], pa.string()),  # as a struct, the first would say "b":null
+    ([{"a": 1}, {"a": 1, "b": 2}], pa.string()),  # in a struct, the first would have "b":null
     ([{}], pa.string()),
     ([[{"role": "user", "content": "x"}]], pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
     ([[{"content": "x"}, {"content": [{"type": "text"}]}]], pa.string()),
@@ -112,7 +112,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("values", "expected"), KINDS)
-def test_the_type_of_a_key_holds_all_its_values(values, expected):
+def test_the_type_of_a_key_fits_all_its_values(values, expected):
     for order in (values, values[::-1]):
         whole, parts = JsonTypes(), JsonTypes()
         for value in order:
@@ -122,7 +122,7 @@ def test_the_type_of_a_key_holds_all_its_values(values, expected):
             parts.add_all(one)
         assert whole.schema().field("x").type.equals(parts.schema().field("x").type)
         got = whole.schema().field("x")
-        if not pa.types.is_struct(expected):  # its keys come in the order in which they are met
+        if not pa.types.is_struct(expected):  # its keys are in the order of their first use
             assert got.type.equals(expected)
         column = column_of(order, got).to_pylist()
         if pa.types.is_string(expected):
@@ -160,11 +160,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("line", "says"), BAD)
-def test_a_bad_line_is_refused_by_file_and_line_or_an_error_row(tmp_path, line, says, monkeypatch):
+@pytest.mark.parametrize(("line", "message"), BAD)
+def test_a_bad_line_is_refused_by_file_and_line_or_an_error_row(tmp_path, line, message, monkeypatch):
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 20)
     put(tmp_path, "a.jsonl", b'{"x": "one"}\n\n' + line + b'\n{"x": "three"}\n')
-    with pytest.raises(InputError, match=rf"a\.jsonl:3: {says}.*; repair or remove it, or set input\.on_corrupt: skip"):
+    with pytest.raises(
+        InputError, match=rf"a\.jsonl:3: {message}.*; repair or remove it, or set input\.on_corrupt: skip"
+    ):
         open_source(str(tmp_path))
     source = open_source(str(tmp_path), on_corrupt="skip")
     table = read_window(source, cut_windows(source, 9, BIG)[0], ["x"])
@@ -174,19 +176,19 @@ def test_a_bad_line_is_refused_by_file_and_line_or_an_error_row(tmp_path, line, 
     assert next(m for u in units for m in u.own("_error_message").to_pylist() if m).startswith("line 3: ")
 
 
-@pytest.mark.parametrize(("name", "content", "says"), [
+@pytest.mark.parametrize(("name", "content", "message"), [
     ("b.jsonl.gz", gzip.compress(b'{"x": 1}\n' * 9, mtime=0)[:-9], "b.jsonl.gz: damaged: Truncated"),
     ("b.jsonl.gz", b'{"x": 1}\n', "b.jsonl.gz: damaged"),
     ("b.jsonl.zst", b'{"x": 1}\n', "b.jsonl.zst: damaged"),
     ("b.jsonl.gz", b"", "b.jsonl.gz: the file is empty"),
     ("b.jsonl", b'{"x": "' + b"y" * 3000 + b'"}', "b.jsonl: a line of more than"),
 ])  # fmt: skip
-def test_a_damaged_file_is_refused_by_name_or_skipped(tmp_path, name, content, says, monkeypatch):
+def test_a_damaged_file_is_refused_by_name_or_skipped(tmp_path, name, content, message, monkeypatch):
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 500)
     monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 2000)
     put(tmp_path, "a.jsonl", [{"x": 1}])
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(InputError, match=message):
         open_source(str(tmp_path))
     source = open_source(str(tmp_path), on_corrupt="skip")
     assert [f.relative for f in source.files] == ["a.jsonl"]
@@ -213,8 +215,8 @@ def test_two_formats_in_a_folder_are_refused(write, tmp_path):
     assert open_source(f"{folder}/*.parquet").num_rows == open_source(f"{folder}/*.jsonl.gz").num_rows == 1
 
 
-def test_memory_is_of_blocks_not_of_files(tmp_path):
-    """A file that unpacks to 200 MiB, by its gzip of 200 KiB: planned and read within a few blocks."""
+def test_memory_grows_with_blocks_not_with_files(tmp_path):
+    """A gzip of 200 KiB that unpacks to 200 MiB is planned and read within the memory of a few blocks."""
     import tracemalloc
 
     with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:

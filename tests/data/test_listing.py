@@ -1,4 +1,4 @@
-"""Which files a path stands for, and the columns that their folders' names are."""
+"""Files that match a path, and partition columns from the names of their folders."""
 
 import gzip
 import os
@@ -23,7 +23,7 @@ from tests.faults.store import FaultyStore
 
 
 def table_of(source, columns=None) -> list[dict]:
-    """All rows of the dataset with those columns (all that it has), as read in small windows."""
+    """Read all rows in small windows, with these columns (default: all)."""
     names = source.schema.names if columns is None else columns
     source.check_columns(names)
     return [row for w in cut_windows(source, 2, BIG) for row in read_window(source, w, names).to_pylist()]
@@ -68,14 +68,14 @@ def test_links_are_followed_and_broken_ones_refused(write, tmp_path):
             open_source(path)
 
 
-def test_what_can_be_read_only_once_is_refused(write, tmp_path):
-    """Pipes, sockets, devices and names of file descriptors: planning and each resumed run read the input again."""
+def test_inputs_that_can_be_read_only_once_are_refused(write, tmp_path):
+    """Pipes, sockets, devices and file descriptors are refused: planning and each resumed run read the input again."""
     folder = write("a.parquet", texts(1))
     os.mkfifo(f"{folder}/b.parquet")
     os.symlink(f"{folder}/b.parquet", tmp_path / "link")
     with socket.socket(socket.AF_UNIX) as unix, open(f"{folder}/a.parquet", "rb") as file:
         unix.bind(str(tmp_path / "socket"))
-        descriptor = f"/dev/fd/{file.fileno()}"  # of a regular file, which another process cannot open by this name
+        descriptor = f"/dev/fd/{file.fileno()}"  # it is a regular file, but another process cannot open it by this name
         pipes = [folder, f"{folder}/*.parquet", f"{folder}/b.parquet", f"file://{folder}/b.parquet"]
         paths = dict.fromkeys([*pipes, str(tmp_path / "link")], "a pipe")
         paths |= dict.fromkeys([descriptor, f"/proc/self/fd/{file.fileno()}", "/dev/stdin", "-"], "a file descriptor")
@@ -86,24 +86,24 @@ def test_what_can_be_read_only_once_is_refused(write, tmp_path):
             assert str(raised.value).startswith(f"{folder}/b.parquet" if path in pipes[:2] else f"input.path {path}: ")
 
 
-def test_a_missing_path_is_shown_as_it_was_looked_for(write, monkeypatch):
+def test_the_error_of_a_missing_path_shows_the_resolved_path(write, monkeypatch):
     monkeypatch.chdir(write("a.parquet", texts(1)))
     monkeypatch.setenv("HOME", "/nowhere")
-    for path, said in {
+    for path, reason in {
         "b.parquet": f"looked for {os.getcwd()}/b.parquet, in the working directory",
         "~/b.parquet": "looked for /nowhere/b.parquet",
         "a.parquet ": "the path begins or ends with whitespace",
     }.items():
-        with pytest.raises(InputError, match=rf"^input\.path {path}: does not exist; {said}$"):
+        with pytest.raises(InputError, match=rf"^input\.path {path}: does not exist; {reason}$"):
             open_source(path)
 
 
 @pytest.mark.parametrize("name", [b"a\xff.parquet", b"day=\xfc/a.parquet"])
 def test_a_name_that_is_not_utf8_is_refused(write, name):
     folder = write("b.parquet", texts(1))
-    place = os.path.join(os.fsencode(folder), name)
-    os.makedirs(os.path.dirname(place), exist_ok=True)
-    os.rename(f"{folder}/b.parquet", place)
+    path = os.path.join(os.fsencode(folder), name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    os.rename(f"{folder}/b.parquet", path)
     with pytest.raises(
         InputError, match=r"\\udcf[fc].*not UTF-8, so it cannot be stored in source_file; rename it"
     ) as raised:
@@ -138,14 +138,14 @@ def test_partition_columns(write):
     hive = pyarrow.dataset.partitioning(flavor="hive")
     theirs = pyarrow.dataset.dataset(folder, partitioning=hive).to_table().sort_by("text").to_pylist()
     assert [{name: r[name] for name in source.schema.names} for r in rows] == theirs
-    assert [r["site"] for r in table_of(source, ["site"])] == [7, 7, 7, None, -12]  # nothing read of the files' columns
+    assert [r["site"] for r in table_of(source, ["site"])] == [7, 7, 7, None, -12]  # no column of the files is read
 
 
 def test_partition_columns_through_globs_and_stores(write):
     folder = partitioned(write)
     source = open_source(f"{folder}/date=2024*")
     assert [(r["date"], r["site"]) for r in table_of(source)] == [("2024-01-01", 7)] * 3 + [("2024-01-01", None)]
-    # below the part before the first pattern only, as other readers have it
+    # only below the part before the first pattern, like in other readers
     assert open_source(f"{folder}/date=2024-01-01/*/x.parquet").schema.names == ["text", "site"]
     assert open_source(f"{folder}/date=2024-01-01/site=7/x.parquet").schema.names == ["text"]
     memory = fsspec.filesystem("memory")
@@ -157,7 +157,7 @@ def test_partition_columns_through_globs_and_stores(write):
 
 @pytest.mark.parametrize(("values", "kind"), [
     (["1", "-3", "0"], pa.int64()),
-    (["01", "2"], pa.string()),  # a zip code is no number
+    (["01", "2"], pa.string()),  # a zip code is not a number
     (["1", "x"], pa.string()),
     (["-0"], pa.string()),
     (["9223372036854775807"], pa.int64()),
@@ -180,7 +180,7 @@ def test_the_type_of_a_partition_column(write, values, kind):
 def test_a_column_in_the_files_and_in_the_folders(write):
     write("day=2/x.parquet", {**texts(1), "day": pa.array([2], pa.int8())})
     source = open_source(write("day=1/x.parquet", {**texts(1), "day": pa.array([1], pa.int8())}))
-    assert source.schema.field("day").type == pa.int8()  # the files' own
+    assert source.schema.field("day").type == pa.int8()  # from the files
     assert [r["day"] for r in table_of(source)] == [1, 2]
     source = open_source(write("day=3/x.parquet", texts(1)))
     with pytest.raises(
@@ -190,7 +190,7 @@ def test_a_column_in_the_files_and_in_the_folders(write):
     assert len(table_of(source, ["text"])) == 3
 
 
-def test_folder_names_that_say_two_things(write):
+def test_ambiguous_folder_names(write):
     source = open_source(write("a=b=c/=x/x=/y.parquet", texts(1)))
     assert [(r["a"], r["x"]) for r in table_of(source)] == [("b=c", "")]
     with pytest.raises(InputError, match=r"a=1/a=2/x\.parquet: the column 'a' occurs twice in the path"):
@@ -203,7 +203,7 @@ def test_a_folder_name_that_is_not_utf8(write):
 
 
 class Hosted(MemoryFileSystem):
-    """Files of a host that is named in the url, as FTP, SFTP and HDFS have it; without it there is nothing."""
+    """Filesystem of a host named in the url, like FTP, SFTP and HDFS; without the host there are no files."""
 
     protocol = "hosted"
 
@@ -234,8 +234,8 @@ def test_a_host_and_a_password_in_the_url_are_used_and_not_shown(write):
     assert "pw-in-url" not in str(raised.value)
 
 
-def test_files_of_a_web_server_that_knows_no_ranges(write, tmp_path):
-    """Python's own. Its folders are listed, and what cannot be read in pieces is said."""
+def test_files_of_a_web_server_without_ranges(write, tmp_path):
+    """Python's own web server lists folders, but ignores ranges, so reading is an error."""
     folder = write("a b.parquet", texts(2000), row_group_size=100)
     write("c.parquet", texts(3))
 
@@ -266,7 +266,7 @@ def store():
         yield store
 
 
-def test_a_bucket_with_marks_for_folders(store, write):
+def test_a_bucket_with_folder_markers(store, write):
     folder = write("day=1/a.parquet", texts(10), row_group_size=4)
     write("day=2/b.parquet", texts(3))
     bucket = store.bucket
@@ -283,7 +283,7 @@ def test_a_bucket_with_marks_for_folders(store, write):
         open_source(bucket.url("marked"), bucket.storage)
 
 
-def test_keys_are_taken_to_the_letter(store, write):
+def test_keys_are_taken_literally(store, write):
     folder, bucket = write("a.parquet", texts(1, 1)), store.bucket
     keys = ("x.parquet", "in//x.parquet", "b c/%20+#?ü.parquet", "../x.parquet", "_t//y.parquet")
     for number, key in enumerate(keys):
@@ -310,7 +310,7 @@ def test_a_key_that_is_a_folder_too_is_the_folder_after_a_slash(store, write):
     with pytest.raises(InputError, match=r"s3://bucket/both: the file is empty"):
         open_source(bucket.url("both"), bucket.storage)
     bucket.upload(Path(folder, "a.parquet"), "both")
-    source = open_source(bucket.url("bot*"), bucket.storage)  # both of them
+    source = open_source(bucket.url("bot*"), bucket.storage)  # matches both
     assert ([f.relative for f in source.files], source.num_rows) == (["both", "both/a.parquet"], 6)
 
 
@@ -325,7 +325,7 @@ def test_a_key_that_is_a_folder_too_is_the_folder_after_a_slash(store, write):
     ("in/**", "in/a/out", True),
     ("in/*.parquet", "in", True),
     ("in/*.parquet", "in/out", False),
-    ("in/*.parquet", "in/out.parquet", True),  # a folder that the glob stands for is read whole
+    ("in/*.parquet", "in/out.parquet", True),  # a folder that matches the glob is read completely
     ("in/*.jsonl", "in", False),
     ("in/**/*.parquet", "in/a/out", True),
     ("in/day=*/a", "in/day=1/b", False),
@@ -339,7 +339,7 @@ def test_whether_an_output_would_be_found_as_input(write, path, folder, found):
     assert would_find(f"s3://bucket/{path}", one, f"s3a://bucket/{folder}", one) is found
     assert not would_find(f"s3://bucket/{path}", one, f"s3://bucket/{folder}", other)
     assert not would_find(here + path, {}, f"s3://bucket/{folder}", one)
-    # and so it is: a file that is written there
+    # verify with a file written there
     write("a.parquet", texts(1))
     (Path(here, folder)).mkdir(parents=True, exist_ok=True)
     before = _found(here + path)
@@ -365,11 +365,11 @@ def test_a_file_in_a_store_costs_one_request_to_plan(store, write):
     assert len(store.proxy.requests) - before <= 20 + 3
     before = len(store.proxy.requests)
     assert len(rows_of(source, cut_windows(source, 1000, BIG))) == 60
-    assert len(store.proxy.requests) - before <= 20 * 3  # is it the same, its footer, its data
+    assert len(store.proxy.requests) - before <= 20 * 3  # a check for changes, the footer, the data
     assert store.bucket.storage["secret"] not in repr(source)
 
 
-# what hubs and Spark leave next to data, by the files that hold it: those passed over, those not even named
+# files that hubs and Spark leave next to data: LEFT are passed over and named, HIDDEN are not named
 LEFT = {
     "README.md": b"# Data",
     "LICENSE": b"MIT",
@@ -413,13 +413,13 @@ def test_files_of_other_formats_are_passed_over_and_named(store, write):
         if path.is_file():
             store.bucket.upload(path, f"other-formats/{path.relative_to(folder)}")
     for mode in ("fail", "skip"):
-        for place, storage in (
+        for path, storage in (
             (folder, {}),
             (f"{folder}/**/*", {}),
             ("memory://other-formats", {}),
             (store.bucket.url("other-formats"), store.bucket.storage),
         ):
-            source = open_source(place, storage, mode)
+            source = open_source(path, storage, mode)
             assert [file.relative for file in source.files] == names
             assert (source.passed_over, source.skipped) == (tuple(sorted(LEFT)), ())
 
@@ -430,7 +430,10 @@ def test_a_broken_file_of_the_wanted_format_is_an_error_next_to_others(write, na
     folder = write("a.parquet", texts(1))
     leave(folder, {name: bad, "README.md": b"#"})
     if name == "data/part-00000" and not bad:
-        assert open_source(folder).passed_over == ("README.md", name)  # without a byte it is no Parquet
+        assert open_source(folder).passed_over == (
+            "README.md",
+            name,
+        )  # an empty file without an extension is not Parquet
         return
     with pytest.raises(InputError, match=rf"{name}: (not a Parquet file|the file is empty)"):
         open_source(folder)
@@ -444,11 +447,11 @@ def test_a_broken_file_of_the_wanted_format_is_an_error_next_to_others(write, na
     ({"part-0": b"text", "part-1": b""}, r"2 without an extension \(part-0, \.\.\.\)"),
     ({"a.csv": b"x", "_b.parquet": b""}, r"1 \.csv \(a\.csv\)"),
 ])  # fmt: skip
-def test_a_folder_without_files_of_a_format_says_what_is_there(tmp_path, files, found):
+def test_the_error_of_a_folder_without_data_lists_its_files(tmp_path, files, found):
     leave(tmp_path, files)
-    for place in (str(tmp_path), f"{tmp_path}/*"):
+    for path in (str(tmp_path), f"{tmp_path}/*"):
         with pytest.raises(InputError, match=rf"input\.path .*: contains no Parquet or JSON Lines; .*{found}"):
-            open_source(place)
+            open_source(path)
 
 
 def test_json_lines_next_to_files_of_other_formats(write, tmp_path):
@@ -458,13 +461,13 @@ def test_json_lines_next_to_files_of_other_formats(write, tmp_path):
     source = open_source(str(here))
     assert [file.relative for file in source.files] == ["a.jsonl", "b.json", "c.ndjson", "d.json.gz"]
     assert source.passed_over == tuple(sorted(LEFT))
-    write("part-7", texts(1))  # Parquet by its bytes: as before, rows of both formats are refused
+    write("part-7", texts(1))  # Parquet by its content: rows of both formats are refused
     with pytest.raises(InputError, match="one format"):
         open_source(str(here))
     assert [f.relative for f in open_source(f"{here}/*.json").files] == ["b.json"]
 
 
-def test_a_file_that_is_named_is_read_whatever_its_name(write):
+def test_an_explicit_file_is_read_whatever_its_name(write):
     folder = write("README.md", texts(2))
     leave(folder, {"state.json": b'{"text": "x"}\n', "notes.txt": b"no rows"})
     assert open_source(f"{folder}/README.md").num_rows == 2
@@ -478,14 +481,14 @@ def test_folders_of_a_column_whose_name_begins_with_an_underscore_are_read(write
     write("_day=2/_x.parquet", texts(1))
     folder = write("_old/a.parquet", texts(1))
     fsspec.filesystem("memory").put(folder, "/underscores", recursive=True)
-    for place in (folder, f"{folder}/*", "memory://underscores"):
-        source = open_source(place)
+    for path in (folder, f"{folder}/*", "memory://underscores"):
+        source = open_source(path)
         assert [file.relative for file in source.files] == ["_day=1/a.parquet"]
     assert [row["_day"] for row in table_of(open_source(folder))] == [1]
 
 
 @pytest.mark.parametrize("fault", ["truncated", "slow_down", "reset"])
-def test_fault_21_reading_goes_on_after_faults_of_the_store(store, write, fault):
+def test_fault_21_reading_continues_after_faults_of_the_store(store, write, fault):
     folder = write("a.parquet", texts(50), row_group_size=10)
     store.bucket.upload(Path(folder, "a.parquet"), f"faults/{fault}/a.parquet")
     source = open_source(store.bucket.url(f"faults/{fault}"), store.bucket.storage)

@@ -1,4 +1,4 @@
-"""Rendering: values are never templates, and every bad row is an error of its own."""
+"""Rendering: values are never templates, and every bad row has its own error."""
 
 import datetime
 import json
@@ -16,13 +16,13 @@ from pipeline.errors import ConfigError
 
 
 def bad_string(*values: bytes) -> pa.Array:
-    """A string column holding bytes that Arrow did not check."""
+    """Return a string column with bytes that Arrow did not check."""
     _, offsets, data = pa.array(values, pa.binary()).buffers()
     return pa.StringArray.from_buffers(len(values), offsets, data)
 
 
 def prompts(columns: dict, **spec) -> list[str | None]:
-    """The prompt of each row, or its error code."""
+    """Return the prompt of each row, or its error code."""
     out = render(pa.table(columns), PromptSpec(**spec))
     for prompt, error, message in zip(out.prompts, out.errors, out.messages, strict=True):
         assert (prompt is None) == (error is not None) == bool(message)
@@ -63,7 +63,7 @@ ODD_NAMES = [
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_any_column_can_stand_in_a_template(name):
+def test_any_column_can_be_in_a_template(name):
     table = pa.table({name: ["v`{x}`"], "plain": ["p"], "s": [{name: "in"}]})
     for written in {in_template(name), "`" + name.replace("`", "``") + "`"}:
         template = f"{{{{{{{written}}}}}}}|{{plain}}|{{{written}:>8}}|{{s.`{name.replace('`', '``')}`}}"
@@ -74,14 +74,14 @@ def test_any_column_can_stand_in_a_template(name):
 
 
 @pytest.mark.parametrize("name", ["w:th", "x!y", "l[0]", "b{r}", "0", "a!r", "x:>5"])
-def test_a_column_that_a_template_cannot_name_so_is_shown_in_backticks(name):
-    """When the template is read or, where the form is one that means something else, when the columns are known."""
+def test_errors_show_columns_that_need_backticks(name):
+    """The error is raised when the template is parsed or, if the name is a valid form, when the columns are known."""
     with pytest.raises(ConfigError, match=r"prompt\.template: ") as refused:
         PromptSpec(template=f"Rate: {{{name}}}").of_input(["plain", name])
     assert f"{{`{name}`}}" in str(refused.value)
 
 
-def test_a_name_in_backticks_is_one_column_whatever_dots_it_holds():
+def test_a_name_in_backticks_is_one_column_with_any_dots():
     columns = {"a.b": ["dotted"], "a": [{"b": "field", "b.c": "deep"}], "a.b.c": ["whole"]}
     template = "{a.b} {`a.b`} {`a`.b} {a.`b.c`} {`a.b.c`} {a.b.c}"
     assert render(pa.table(columns), PromptSpec(template=template).of_input(columns)).prompts == [
@@ -112,7 +112,7 @@ def test_faults_29_30_31_rows_without_a_prompt():
     values = [None, "", " \n\t\u2003", "x" * 21, "é" * 10, "fine"]
     expected = ["null_prompt", "empty_prompt", "empty_prompt", "prompt_too_large", "é" * 10, "fine"]
     assert prompts({"text": values}, column="text", max_bytes=20) == expected
-    # an empty value makes an empty prompt whatever the template says around it
+    # an empty value makes an empty prompt, whatever text surrounds it
     templated = [e if "_" in e else f"Say: {e}" for e in expected]
     assert prompts({"text": values}, template="Say: {text}", max_bytes=25) == templated
     two = {"a": ["", "", None], "b": ["", "x", "x"]}
@@ -213,7 +213,7 @@ def test_content_parts_of_text_are_joined_by_lines():
     assert prompts({"chat": [json.dumps(chat)]}, messages="chat") == [expected]
 
 
-@pytest.mark.parametrize(("message", "says"), [
+@pytest.mark.parametrize(("message", "reason"), [
     ({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]},
      "content[1] is a part of type 'image_url'; only text is supported"),
     ({"role": "user", "content": [{"type": "file", "file": {}}]}, "content[0] is a part of type 'file'"),
@@ -221,10 +221,10 @@ def test_content_parts_of_text_are_joined_by_lines():
     ({"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "x"}},
      "function_call.arguments: expected a JSON object"),
 ])  # fmt: skip
-def test_what_is_no_text_is_refused_by_name(message, says):
+def test_content_other_than_text_is_refused_by_name(message, reason):
     table = pa.table({"chat": [json.dumps([*MESSAGES, message])]})
     (refused,) = render(table, PromptSpec(messages="chat")).messages
-    assert (refused or "").startswith(f"column 'chat', message {len(MESSAGES)}: {says}")
+    assert (refused or "").startswith(f"column 'chat', message {len(MESSAGES)}: {reason}")
 
 
 def test_tool_calls_reach_the_template_with_their_arguments_as_an_object():
@@ -243,13 +243,13 @@ def test_a_type_that_can_hold_no_text_is_refused_when_a_job_is_planned():
     part = [("type", pa.string()), ("image_url", pa.string())]
     check(pa.list_(pa.struct([*part, ("text", pa.string())])))
     check(pa.large_string())
-    for content, says in (
+    for content, reason in (
         (pa.list_(pa.struct(part)), "parts of image_url, type; only text is supported"),
         (pa.int64(), "its content is int64; only text"),
         (pa.binary(), "its content is binary; only text"),
         (pa.list_(pa.string()), "its content is list"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=reason):
             check(content)
 
 
@@ -293,7 +293,7 @@ def test_values_in_a_form_and_fields_of_fields(template, expected):
     assert set(out.errors) <= {None, "null_prompt"}
 
 
-def test_a_column_whose_name_has_dots_goes_before_a_field():
+def test_a_column_whose_name_has_dots_precedes_a_field():
     columns = {"a.b": ["dotted"], "a": [{"b": {"c": "field"}, "x": "other"}], "a.b.d": [{"e": 1.5}]}
     template = "{a.b} {a.x} {a.b.d.e:.2f} {a.b.d}"
     spec = PromptSpec(template=template, defaults={"a.b": ""}).of_input(columns)
@@ -305,7 +305,7 @@ def test_a_column_whose_name_has_dots_goes_before_a_field():
     assert prompts({"a": columns["a"]}, template="{a.b.c}") == ["field"]
 
 
-@pytest.mark.parametrize(("template", "says"), [
+@pytest.mark.parametrize(("template", "reason"), [
     ("{n:.2q}", "int32"),
     ("{text:.2f}", "string"),
     ("{doc:>9}", "takes no format spec"),
@@ -314,12 +314,12 @@ def test_a_column_whose_name_has_dots_goes_before_a_field():
     ("{n.x}", "'n' is int32, which has no fields"),
     ("{doc.title.x}", "'doc.title' is string, which has no fields"),
 ])  # fmt: skip
-def test_fields_and_forms_that_the_columns_do_not_have(template, says):
-    with pytest.raises(ConfigError, match=says):
+def test_fields_and_forms_that_the_columns_do_not_have(template, reason):
+    with pytest.raises(ConfigError, match=reason):
         PromptSpec(template=template).check(pa.table(FORMED).schema)
 
 
-def test_texts_stand_for_nulls_where_asked():
+def test_fill_null_replaces_nulls():
     spec = PromptSpec(template="{doc.title}/{n:03d}/{text}", defaults={"doc.title": "(none) {text}", "n": "?"})
     assert render(pa.table(FORMED), spec).prompts == ["T/007/a", "(none) {text}/?/b{n}", "(none) {text}/-01/c"]
     assert render(pa.table({"a": ["x", None]}), PromptSpec(column="a", defaults={"a": "y"})).prompts == ["x", "y"]
@@ -347,7 +347,7 @@ def test_texts_stand_for_nulls_where_asked():
     ("{all_null}!", {"all_null": ""}, ["!"] * 4),
     ("{all_null}!", {}, ["null_prompt"] * 4),
 ])  # fmt: skip
-def test_a_prompt_is_empty_where_no_value_that_it_needs_has_text(template, defaults, expected):
+def test_a_prompt_is_empty_if_no_required_value_has_text(template, defaults, expected):
     columns = {
         "hint": ["x", None, "", " \t"], "doc": ["d"] * 4, "blank": [""] * 4,
         "s": [{"f": ""}, None, {"f": ""}, {"f": None}], "all_null": pa.nulls(4, pa.string()),
@@ -360,9 +360,9 @@ def test_a_prompt_is_empty_where_no_value_that_it_needs_has_text(template, defau
         assert [p if p in as_code else None for p in prompts({"c": chats}, messages="c")] == as_code
 
 
-def test_values_that_have_no_text_are_errors_of_their_rows():
+def test_values_without_a_text_are_errors_of_their_rows():
     days = pa.array([20_484, 10**8, None, -(10**6)], pa.int32()).cast(pa.date32())  # 2026-01-31, no date, null, BC
-    # a day in the year 3 million is within microseconds of no 64 bits, and must not come out as another day
+    # microseconds of a day in the year 3 million exceed 64 bits, and must not wrap to another day
     seconds = pa.array([0, 10**14, None, 10**15], pa.int64()).cast(pa.timestamp("s"))
     codes = pa.array([65, 2**40, None, 0xD800])
     no = "invalid_value"

@@ -1,4 +1,4 @@
-"""The input: every row once, the same windows on every run, and damaged or drifting files refused by name."""
+"""Source of the input: every row once, the same windows on every run, damaged or changed files refused by name."""
 
 import os
 import pickle
@@ -25,7 +25,7 @@ def texts(n: int, start: int = 0) -> dict:
 
 
 def rows_of(source, windows, column="text"):
-    """(file, row, value) of every window's rows, in reading order."""
+    """Return (file, row, value) of every window's rows, in reading order."""
     out = []
     for window in windows:
         table = read_window(source, window, [column])
@@ -58,10 +58,10 @@ def test_windows_cover_every_row_once(layout, max_rows, max_bytes, limit):
             assert part.equals(read_window(source, window, ["text"]), check_metadata=True)
             read = {(file, r) for file, r, _ in rows_of(source, [window])}
             assert {f.relative for f in files} == {file for file, _ in read}
-            assert sum(f.num_rows for f in files) < len(read) + 2 * 12  # row groups of 12 rows at most, two cut
+            assert sum(f.num_rows for f in files) < len(read) + 2 * 12  # row groups have at most 12 rows, two are cut
 
 
-def test_windows_keep_to_the_bytes_and_join_small_row_groups(write):
+def test_windows_respect_max_bytes_and_join_small_row_groups(write):
     write("a.parquet", texts(100), row_group_size=10)
     source = open_source(write("b.parquet", texts(100), row_group_size=10))
     group = source.files[0].group_bytes[0]
@@ -79,7 +79,7 @@ def test_a_copy_of_the_data_is_the_same_data(write, tmp_path):
     assert open_source(str(tmp_path / "copy")).files == source.files
 
 
-def test_relative_paths_are_pinned_to_where_they_were_opened(write, tmp_path, monkeypatch):
+def test_relative_paths_are_resolved_when_opened(write, tmp_path, monkeypatch):
     write("a.parquet", texts(3))
     monkeypatch.chdir(tmp_path)
     source = open_source("in")
@@ -93,7 +93,7 @@ def test_relative_paths_are_pinned_to_where_they_were_opened(write, tmp_path, mo
     (OSError(5, "I/O error"), EnvironmentFailed),
     (TypeError("got an unexpected keyword argument 'nonsense'"), InputError),
 ])  # fmt: skip
-def test_a_store_that_refuses(monkeypatch, error, becomes):
+def test_errors_of_a_store(monkeypatch, error, becomes):
     def refuse(*args, **options):
         raise error
 
@@ -102,7 +102,7 @@ def test_a_store_that_refuses(monkeypatch, error, becomes):
         open_source("memory://x")
 
 
-def test_a_file_that_shrinks_while_it_is_looked_at(write, monkeypatch):
+def test_a_file_that_shrinks_while_it_is_opened(write, monkeypatch):
     folder = write("a.parquet", texts(3))
     monkeypatch.setattr(fsspec.get_filesystem_class("file"), "cat_file", lambda *args, **options: b"short")
     with pytest.raises(EnvironmentFailed, match=r"a\.parquet: short read: 5 of"):
@@ -115,7 +115,7 @@ def test_a_footer_larger_than_one_read(write):
     assert open_source(folder).num_rows == 1
 
 
-def test_no_columns_still_says_which_rows(write):
+def test_reading_no_columns_still_returns_the_rows(write):
     source = open_source(write("a.parquet", texts(3)))
     table = read_window(source, cut_windows(source, 10, BIG)[0], [])
     assert table.to_pydict() == {"source_file": ["a.parquet"] * 3, "source_row": [0, 1, 2]}
@@ -136,10 +136,10 @@ def test_many_small_files_of_a_store_keep_their_order_and_end_with_the_first_fai
         rows_of(source, cut_windows(source, 1000, BIG))
 
 
-def test_what_is_kept_of_a_file_does_not_grow_with_its_columns_and_hardly_with_its_row_groups(write):
+def test_memory_of_a_file_does_not_grow_with_columns_and_little_with_row_groups(write):
     def kept(columns: int, groups: int) -> int:
         table = pa.table({f"c{i}": list(range(groups)) for i in range(columns)})
-        notes = {f"note {i}": "x" * 1000 for i in range(5)}  # as pandas leaves them
+        notes = {f"note {i}": "x" * 1000 for i in range(5)}  # like those of pandas
         for i in range(3):
             table = table.replace_schema_metadata({**notes, "file": str(i)})
             folder = write(f"{columns}-{groups}/f{i}.parquet", table, row_group_size=1)
@@ -147,4 +147,4 @@ def test_what_is_kept_of_a_file_does_not_grow_with_its_columns_and_hardly_with_i
         return len(pickle.dumps((source.files, cut_windows(source, 1 << 16, BIG)))) // 3
 
     assert abs(kept(40, 2) - kept(2, 2)) < 10
-    assert kept(2, 300) - kept(2, 2) < 298 * 20  # two integers for each
+    assert kept(2, 300) - kept(2, 2) < 298 * 20  # two integers each

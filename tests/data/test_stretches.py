@@ -1,5 +1,5 @@
-"""A window whose values are many times what they are in the file: it is read and rendered in stretches, whose memory is
-bounded, and its units are the same each time."""
+"""Windows whose values are far larger in memory than in the file are read and rendered in stretches: memory is bounded,
+and the units are the same each time."""
 
 import pickle
 import tracemalloc
@@ -30,7 +30,7 @@ KINDS = {
 
 
 def put(path: str, kind: pa.Array | pa.DataType) -> None:
-    """A file of one row group, of a few kilobytes; made without the texts that it stands for."""
+    """Write a file of one row group and a few kilobytes, without holding all its texts in memory."""
     if isinstance(kind, pa.Array):
         pq.write_table(pa.table({"c": kind, "id": list(range(ROWS))}), path)
         return
@@ -42,7 +42,7 @@ def put(path: str, kind: pa.Array | pa.DataType) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["Say {c}", "{id}"])
-def test_memory_is_of_stretches_where_all_rows_share_a_text(tmp_path, prompt):
+def test_memory_is_bounded_by_stretches_if_all_rows_share_a_text(tmp_path, prompt):
     for name, kind in KINDS.items():
         (tmp_path / name).mkdir()
         put(str(tmp_path / name / "a.parquet"), kind)
@@ -86,7 +86,7 @@ def test_stretches_have_each_row_once_and_the_same_units_each_time(write):
     assert [unit.to_bytes() for unit in whole] == [unit.to_bytes() for unit in plain]
 
 
-def test_a_stretch_knows_which_of_its_rows_are_damaged(write):
+def test_a_stretch_knows_its_damaged_rows(write):
     folder = write("a.parquet", {"text": [f"{i}" * 30 for i in range(40)]}, row_group_size=10, compression="none")
     path = Path(folder, "a.parquet")
     data = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""From a window as read to units that travel: each row once, error rows too, with its own sampling values."""
+"""Units of a window, as sent to actors: each row once, error rows too, with its own sampling values."""
 
 import json
 import pickle
@@ -65,7 +65,7 @@ def test_per_row_sampling():
     assert [r["_error"] for r in rows.values()] == [None, None, None, "invalid_sampling", "null_prompt"]
     assert "'budget'" in rows[3]["_error_message"]
     assert rows[3]["_prompt"] is None
-    # what a row cannot be asked with makes it an error row; the others stay
+    # an invalid value makes an error row; other rows are unchanged
     rows = by_row(make_units(window_of(columns), spec(sampling_columns={"seed": "when"})))
     assert [r["_error"] for r in rows.values()] == ["invalid_sampling", None, None, None, "null_prompt"]
     rows = by_row(make_units(window_of(columns | {"stop": [["x", None], ["x"], *[None] * 3]}), s))
@@ -76,12 +76,12 @@ def test_per_row_sampling():
 def test_budgets_decide_the_size_of_units():
     columns = {"text": ["x"] * 8, "id": list(range(8)), "budget": [100.0, 1, 1, 1, 100, 1, 1, 1e30]}
     units = make_units(window_of(columns), spec(sampling_columns={"max_tokens": "budget"}, unit_tokens=110))
-    # 2**20 is the most that one row counts for; the long budgets come first, each nearly a unit
+    # one row counts for at most 2**20; the long budgets come first, each nearly a unit
     assert [u.table.column("id").to_pylist() for u in units] == [[7], [0], [4, 1, 2, 3, 5], [6]]
     assert len(make_units(window_of(columns), spec(default_max_tokens=54, unit_tokens=110))) == 4
 
 
-def test_kept_columns_named_like_ours():
+def test_kept_columns_with_names_of_ours():
     columns = {"text": ["a", "b"], "source_file": ["mine", "mine"], "_prompt": ["p", "q"], "_error": [1, 2]}
     kept = ("source_file", "_prompt", "_error")
     unit = Unit.from_bytes(make_units(window_of(columns), spec(kept=kept))[0].to_bytes())
@@ -100,7 +100,7 @@ def test_fault_33_invalid_text_in_a_kept_column_passes_through():
 
 
 def test_many_identical_rows():
-    """No step may compare rows with each other, nor nest as deep as there are rows."""
+    """No step may compare rows with each other, or recurse once per row."""
     n = 20_000
     for text in ("same", "x" * 600):
         columns = {"text": pa.repeat(pa.scalar(text), n), "id": pa.repeat(pa.scalar(1), n)}

@@ -1,4 +1,4 @@
-"""The checker: takes the right summary, and notices every single fact that is not."""
+"""Checker of summaries: it accepts the right summary, and finds each single wrong fact."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 from pipeline.demo.check import check_output, facts_of, wrong_facts
 from pipeline.demo.reports import FACT_NAMES, SUMMARY, Facts, Report, make_report
 
-# For each fact a value that is like the right one and wrong.
+# Turns the right value of each fact into a similar, wrong one.
 _NEAR_MISS = {
     "date": lambda value: value + "0",
     "site": lambda value: value[:-1] + str((int(value[-1]) + 1) % 10),
@@ -37,7 +37,7 @@ def test_the_reference_summary_is_right() -> None:
 
 
 @pytest.mark.parametrize("name", FACT_NAMES)
-def test_one_wrong_fact_is_noticed_and_named(name: str) -> None:
+def test_one_wrong_fact_is_found_and_named(name: str) -> None:
     for index in range(20):
         report = make_report("heldout", index)
         wrong = replace(report.facts, **{name: _NEAR_MISS[name](getattr(report.facts, name))})
@@ -46,7 +46,7 @@ def test_one_wrong_fact_is_noticed_and_named(name: str) -> None:
         assert wrong_facts(report.text, summary_of(wrong)) == (name,)
 
 
-def test_no_summary_has_every_fact_wrong_and_a_cut_or_doubled_one_is_wrong_too() -> None:
+def test_missing_cut_and_repeated_summaries_are_wrong() -> None:
     report = make_report("heldout", 2)
     for text in ("", "The pump works again.", "On May 24 at"):
         assert wrong_facts(report.text, text) == FACT_NAMES
@@ -64,7 +64,7 @@ def test_a_foreign_report_is_refused() -> None:
 
 @pytest.fixture
 def job(tmp_path: Path) -> tuple[Path, Path, list[Report]]:
-    """An input folder of ten reports and an empty output folder."""
+    """Write an input folder of ten reports and an empty output folder."""
     reports = [make_report("job", index) for index in range(10)]
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
@@ -105,7 +105,7 @@ def test_wrong_and_failed_rows_count_against_the_share(
     assert "error timeout" in printed
 
 
-def test_a_missing_and_a_doubled_row_fail(job: tuple[Path, Path, list[Report]]) -> None:
+def test_a_missing_or_duplicate_row_fails(job: tuple[Path, Path, list[Report]]) -> None:
     data, out, reports = job
     rows = [(r.report_id, r.summary, None) for r in reports]
     write_part(out, 0, rows[1:])

@@ -1,4 +1,4 @@
-"""The table of formats: each form is made once, and measured on held-out reports with their right summaries."""
+"""Table of formats: each format is made once, and measured on held-out reports with their right summaries."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from pipeline.quantize import Recipe
 from tools.demo import formats
 
 
-def test_every_form_is_made_once_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_format_is_made_once_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "RECIPES", {"rtn": Recipe("rtn"), "fp8": Recipe("fp8")})
     monkeypatch.setattr(formats, "ON_LOAD", ())
     folders = formats.make_all(tmp_path, 2)

@@ -1,4 +1,4 @@
-"""The shipped models: they load in transformers and summarize unseen reports right, in 16 bit and in int4."""
+"""Shipped models: they load in transformers and summarize unseen reports right, in 16 bit and in int4."""
 
 import json
 import re
@@ -23,9 +23,9 @@ def test_they_are_small_enough_to_ship() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_file_names_a_folder_of_the_machine_it_was_made_on(name: str) -> None:
+def test_no_file_names_a_folder_of_the_build_machine(name: str) -> None:
     for path in demo_model(name).glob("*.json"):
-        text = path.read_text()  # a token, as they are in tokenizer.json, is no path
+        text = path.read_text()  # tokens in tokenizer.json are not paths
         assert not re.search(r'"[/~][^"]{2,}"(?!:)|"_?name_or_path"|"is_local"', text), path
 
 
@@ -38,7 +38,7 @@ def test_all_share_one_tokenizer(name: str) -> None:
     assert tokenizer_json["truncation"] is None
 
 
-def test_the_tokenizer_gives_any_text_back() -> None:
+def test_the_tokenizer_round_trips_any_text() -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo_model("target"))
     for text in ("", "Größe 12 €", "日本語 🚀\n\tx", " a  b ", "pump 4711.50"):
         ids = tokenizer(text)["input_ids"]

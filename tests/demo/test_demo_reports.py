@@ -1,4 +1,4 @@
-"""The generator: always the same reports, and no open-ended value in more than one split."""
+"""Generator of reports: always the same reports, and no open-ended value in more than one split."""
 
 import re
 from itertools import combinations
@@ -18,7 +18,7 @@ _FIXED_WORDS = {*MONTHS, *re.findall(r"[A-Z][a-z]+", " ".join((*PLAIN_FILLERS, *
 
 
 def open_ended_values(text: str) -> set[str]:
-    """Names and part codes by their looks, without asking the generator."""
+    """Find names and part codes by their form, without the generator."""
     names = re.findall(r"\b[A-Z][a-z]+\b(?!-)", text)
     return (set(names) - _FIXED_WORDS) | set(re.findall(r"[A-Z][a-z]+-\d{3}", text))
 
@@ -30,7 +30,7 @@ def test_the_same_number_gives_the_same_report() -> None:
 
 
 def test_the_texts_have_not_changed() -> None:
-    # The shipped weights know these wordings: whoever changes them has to train again.
+    # The shipped weights were trained on these wordings: a change needs a new training.
     assert make_report("heldout", 0).report_id == "heldout-00000"
     assert make_report("job", 3).text == (
         "site Tambapol #79; tech Kanu Solsol; date May 24; unit conveyor 146; fault a burnt smell; "

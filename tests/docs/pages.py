@@ -1,4 +1,4 @@
-"""The pages, their fenced blocks and the commands in them, for the tests beside this file."""
+"""Pages, their fenced blocks and the commands in them, for the tests in this folder."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ PAGES = sorted(
     for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "infra/*.md", "pipeline/demo/*.md")
     for path in ROOT.glob(pattern)
 )  # fmt: skip
-LOG = ROOT / "benchmarks"  # what was typed at some time, by the program of that time
+LOG = ROOT / "benchmarks"  # commands of the past, for the version of their time
 
 _FENCE = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 
@@ -33,7 +33,7 @@ class Block:
 
 
 def blocks(*languages: str) -> list[Block]:
-    """The fenced blocks of all pages in these languages."""
+    """Return the fenced blocks of all pages in these languages."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -44,12 +44,12 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return _FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
 def commands(block: Block) -> Iterator[str]:
-    """The commands of a block: in `console` the lines after `$ `, in `sh` all. A quoted text may go over lines."""
+    """Yield the commands of a block: in `console` the lines after `$ `, in `sh` all. A quoted text may span lines."""
     open_quote = ""
     for line in block.text.replace("\\\n", " ").splitlines():
         if block.language == "console":

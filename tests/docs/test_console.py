@@ -1,5 +1,5 @@
-"""Every `console` block of the pages is run, in a folder with the repository's jobs and presets; what is shown below a
-command is among what it printed."""
+"""Every `console` block of the pages runs, in a folder with the repository's jobs and presets; each command prints the
+lines that the page shows below it."""
 
 import json
 import os
@@ -15,13 +15,13 @@ from tests.docs.pages import ROOT, Block, blocks, name
 
 CONSOLE = blocks("console")
 PYTHON = blocks("python")
-# Jobs have processes, signals and exit codes; the other commands need not import torch once more.
+# Jobs use processes, signals and exit codes; the other commands run in this process and save an import of torch.
 IN_A_PROCESS = ("run",)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the commands are typed: a second page finds what the first one has made."""
+    """Make the folder in which the commands run; later pages see the files of earlier ones."""
     folder = tmp_path_factory.mktemp("typed")
     for link in ("jobs", "configs", "pipeline", "tests", "tools"):
         (folder / link).symlink_to(ROOT / link)
@@ -34,16 +34,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def typed(folder: Path, command: str) -> str:
-    """What a command printed; it must leave with 0."""
-    places = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(command, shell=True, cwd=folder, env={**os.environ, **places}, text=True,
+    """Run a command, which must exit with 0, and return its output."""
+    variables = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(command, shell=True, cwd=folder, env={**os.environ, **variables}, text=True,
                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     assert ended.returncode == 0, f"{command}\n{ended.stdout[-4000:]}"
     return ended.stdout
 
 
 def sessions(block: Block) -> Iterator[tuple[str, list[str]]]:
-    """Each command of a block with the lines that are shown below it."""
+    """Yield each command of a block with the lines that are shown below it."""
     command, shown = "", []
     for line in block.text.replace("\\\n", " ").splitlines():
         if line.startswith("$ "):
@@ -56,13 +56,13 @@ def sessions(block: Block) -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("block", CONSOLE, ids=str)
-def test_what_is_shown_is_what_comes(block: Block, folder: Path, pipe, monkeypatch: pytest.MonkeyPatch):
+def test_commands_print_the_shown_lines(block: Block, folder: Path, pipe, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
     for command, shown in sessions(block):
         program, *arguments = shlex.split(command)
         if program == "pipeline" and arguments[0] not in IN_A_PROCESS:
-            code, *said = pipe(*arguments)
-            printed = "".join(said)
+            code, *streams = pipe(*arguments)
+            printed = "".join(streams)
             assert code == 0, f"{command}\n{printed[-4000:]}"
         else:
             printed = typed(folder, command)
@@ -84,7 +84,7 @@ def test_the_notebook_runs(folder: Path):
 
 
 def test_drafts_change_no_text(folder: Path):
-    """What docs/speculation.md says of its two outputs."""
+    """The two outputs of docs/speculation.md are equal."""
     import pyarrow.parquet as pq
 
     def texts(output: str) -> list[dict]:
@@ -94,7 +94,7 @@ def test_drafts_change_no_text(folder: Path):
     assert texts("try") == texts("plain")
 
 
-def test_each_page_of_a_user_has_an_example_that_runs():
+def test_each_user_page_has_an_example_that_runs():
     with_example = {name(block.page) for block in CONSOLE}
     for page in ("job-file", "output", "guarantees", "models", "speculation", "gpu", "clusters", "cookbook"):
         assert f"docs/{page}.md" in with_example

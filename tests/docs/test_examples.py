@@ -1,4 +1,4 @@
-"""What pages show is taken by the program: job files, parts of them, commands with their options, Python."""
+"""Examples of the pages are valid: job files, parts of them, commands with their options, Python."""
 
 import re
 import shlex
@@ -33,7 +33,7 @@ def test_yaml_is_a_job_file_or_sections_of_one(block: Block, tmp_path: Path):
 
 
 def check_command(words: list[str]) -> None:
-    """Raises click.UsageError where a command of ours is not one, or has an option that is not there."""
+    """Raise click.UsageError if a `pipeline` command or one of its options does not exist."""
     command: Any = cli
     above = click.Context(cli, **cli.context_settings)
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
@@ -46,7 +46,7 @@ def check_command(words: list[str]) -> None:
 
 
 def ours(command: str) -> list[str] | None:
-    """The words after `pipeline`, where a command is one of ours."""
+    """Return the arguments of a `pipeline` command, or None for another command."""
     words = shlex.split(command)
     while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
         words = words[1:]
@@ -65,7 +65,7 @@ def test_commands_in_blocks_are_known_with_their_options(block: Block):
 def test_commands_in_sentences_are_known_with_their_options(page: Path):
     for span in re.findall(r"`((?:pipeline|python -m) [^`\n]+)`", prose(page)):
         if span.startswith("pipeline "):
-            # One of a few arguments may be left out in a sentence.
+            # A sentence may leave out arguments.
             try:
                 check_command(ours(span) or [])
             except click.MissingParameter:
@@ -82,7 +82,7 @@ def test_commands_in_job_files_are_known_with_their_options(job: Path):
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.stem)
-def test_the_jobs_of_the_cookbook_validate_as_they_are(job: Path, pipe, monkeypatch: pytest.MonkeyPatch):
+def test_the_jobs_of_the_cookbook_validate_unchanged(job: Path, pipe, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     name = f"jobs/{job.name}"
     assert f"(../{name})" in (ROOT / "docs" / "cookbook.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is written by tools is fresh: reference pages, the picture, the sample rows."""
+"""Generated files are up to date: reference pages, the picture, the sample rows."""
 
 from xml.etree import ElementTree
 
@@ -9,7 +9,7 @@ from tools import picture, presets, reference, samples
 from tools.generated import stale
 
 
-def test_the_keys_of_the_job_file_are_fresh():
+def test_the_page_of_job_file_keys_is_up_to_date():
     page = reference.PAGE.read_text(encoding="utf-8")
     assert reference.written(page) == page, "run `python -m tools.reference`"
 
@@ -20,7 +20,7 @@ def test_the_page_of_commands_has_the_help_of_each():
     assert "--sample" in page
 
 
-def test_the_picture_is_fresh_and_serves_both_schemes():
+def test_the_picture_is_up_to_date_and_serves_both_color_schemes():
     drawn = picture.FILE.read_text(encoding="utf-8")
     assert picture.picture() == drawn, "run `python -m tools.picture`"
     assert "prefers-color-scheme: dark" in drawn
@@ -28,13 +28,13 @@ def test_the_picture_is_fresh_and_serves_both_schemes():
 
 
 @pytest.mark.parametrize("name", samples.samples())
-def test_sample_rows_are_fresh(name: str):
+def test_sample_rows_are_up_to_date(name: str):
     assert pq.read_table(samples.FOLDER / f"{name}.parquet").equals(samples.samples()[name]), (
         "run `python -m tools.samples`"
     )
 
 
-def test_the_sample_of_requests_is_fresh():
+def test_the_sample_of_requests_is_up_to_date():
     assert (samples.FOLDER / "requests.jsonl").read_text(encoding="utf-8") == samples.requests()
 
 

@@ -1,4 +1,4 @@
-"""Links between pages lead to files that are there and to headings that are there."""
+"""Links between pages lead to existing files and headings."""
 
 import re
 from functools import cache
@@ -14,13 +14,13 @@ HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     plain = (re.sub(r"\]\([^)]*\)", "]", heading).lower() for heading in HEADING.findall(prose(page)))
     return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page: Path):
+def test_links_lead_to_existing_targets(page: Path):
     wrong = []
     for match in LINK.finditer(re.sub(r"`[^`\n]*`", "", prose(page))):
         link = match[1] or match[2]
@@ -49,8 +49,8 @@ def test_every_page_of_the_docs_is_in_the_site():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_tables_are_tables(page: Path):
-    """The second line of a table says how its columns stand, and an empty line ends it: rows after one are text."""
+def test_tables_are_complete(page: Path):
+    """The second line of a table aligns its columns, and an empty line ends it: later rows would be text."""
     wrong = []
     for table in re.findall(r"^\|.*(?:\n\|.*)*", prose(page), re.MULTILINE):
         lines = table.split("\n")

@@ -1,4 +1,4 @@
-"""Files that pages and help texts name are there, and those of help texts are in the wheel."""
+"""Files that pages and help texts name exist, and those of help texts are in the wheel."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ NAMED = re.compile(rf"(?<![\w/.:$-])(?<!> )(?:{'|'.join(FOLDERS)})/[\w./-]*\w")
 
 
 def helps(command: click.Command, context: click.Context) -> Iterator[tuple[str, str]]:
-    """The help text of a command and of all below it, each on one line."""
+    """Yield the help text of a command and of all its subcommands, each on one line."""
     yield context.command_path, " ".join(command.get_help(context).split())
     if isinstance(command, click.Group):
         for word in command.list_commands(context):
@@ -27,7 +27,7 @@ def helps(command: click.Command, context: click.Context) -> Iterator[tuple[str,
 
 
 def in_wheel() -> set[str]:
-    """What the wheel has: modules and package data."""
+    """Return the files of the wheel: modules and package data."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     found = {path for path in TRACKED if path.startswith("pipeline/") and path.endswith(".py")}
     for package, patterns in data.items():
@@ -37,14 +37,14 @@ def in_wheel() -> set[str]:
 
 
 def test_help_texts_name_files_that_the_wheel_has():
-    there, texts = in_wheel(), dict(helps(cli, click.Context(cli, info_name="pipeline", **cli.context_settings)))
+    shipped, texts = in_wheel(), dict(helps(cli, click.Context(cli, info_name="pipeline", **cli.context_settings)))
     assert len(texts) > 20
-    wrong = {(command, path) for command, text in texts.items() for path in NAMED.findall(text) if path not in there}
+    wrong = {(command, path) for command, text in texts.items() for path in NAMED.findall(text) if path not in shipped}
     assert not wrong
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if LOG not in page.parents], ids=name)
-def test_pages_name_files_that_are_there(page: Path):
+def test_pages_name_existing_files(page: Path):
     text = page.read_text(encoding="utf-8")
     wrong = [path for path in NAMED.findall(text) if not (ROOT / path).exists()]
     assert not wrong

@@ -1,4 +1,4 @@
-"""`docs/performance.md` and its plot show the results files, and the line of a benchmark is such a file."""
+"""`docs/performance.md` and its plot show the results files, and a benchmark's JSON line is such a file."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tools.generated import stale
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 
 
-def test_table_and_plot_are_fresh() -> None:
+def test_table_and_plot_are_up_to_date() -> None:
     assert stale(performance.files()) == [], "run `python -m tools.performance`"
     plot = performance.files()[performance.PLOT]
     assert ElementTree.fromstring(plot).tag.endswith("svg")
@@ -33,7 +33,7 @@ def test_the_index_has_every_entry_of_the_log() -> None:
     assert named - {"../../docs/performance.md", "../README.md"} == entries
 
 
-def test_the_line_of_a_benchmark_is_a_results_file(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_json_line_of_a_benchmark_is_a_results_file(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--model tiny --requests 2 --rounds 1 --prompt-tokens 8 --output-tokens 2-4 --batch-sizes 2 --json"
     done = CliRunner().invoke(cli, ["bench", "engine", *options.split()])
     assert done.exit_code == 0, done.output

@@ -1,4 +1,4 @@
-"""The README stays one that is read in two minutes, and its status line stays honest."""
+"""The README takes two minutes to read, and its status comes first."""
 
 from tests.docs.pages import ROOT
 
@@ -11,7 +11,7 @@ def test_it_is_short():
     assert not [line for line in lines if len(line) > 110]
 
 
-def test_the_status_stands_before_the_first_heading_of_a_section():
+def test_the_status_precedes_the_first_section():
     head = README.partition("\n## ")[0]
     for expected in ("**Status**", "GPU", "cluster"):
         assert expected in head

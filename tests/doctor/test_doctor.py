@@ -1,4 +1,4 @@
-"""The doctor: what is well is said, what is not comes with what to do, and no secret is shown."""
+"""`pipeline doctor`: passed checks are listed, failed ones have an advice, and no secret is shown."""
 
 import importlib
 import json
@@ -48,7 +48,7 @@ def checks(group: str, **setup) -> dict[str, Check]:
 
 
 def copied(folder: Path, **config) -> Path:
-    """The embedded model in a folder of its own, with changes to its config.json."""
+    """Copy the embedded model to a folder, with changes to its config.json."""
     shutil.copytree(demo_model("target-awq"), folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
@@ -62,25 +62,25 @@ def test_a_job_that_can_run(work, pipe):
         assert f"\n{group}\n" in out
     for expected in ("valid, 1 row", "AWQ int4, groups of 128", "0 failed"):
         assert expected in out
-    assert sorted(p.name for p in work.iterdir()) == ["data", "job.yaml"], "the probe's folders are gone again"
+    assert sorted(p.name for p in work.iterdir()) == ["data", "job.yaml"], "the probe removes its folders"
     code, out, _ = pipe("doctor", "job.yaml", "--json")
-    told = json.loads(out)
-    assert (code, told["failed"]) == (0, 0)
-    assert {check["state"] for check in told["checks"]} <= {"ok", "warning"}
+    report = json.loads(out)
+    assert (code, report["failed"]) == (0, 0)
+    assert {check["state"] for check in report["checks"]} <= {"ok", "warning"}
 
 
-def test_an_output_that_is_there_is_left_as_it_is(work):
+def test_an_existing_output_is_unchanged(work):
     (work / "out").mkdir()
     (work / "out" / "mine").write_text("x")
     assert checks("output", output="out")["out"].state == "ok"
     assert (work / "out" / "mine").read_text() == "x"
 
 
-def test_without_anything_only_the_machine_is_looked_at():
+def test_without_a_job_only_the_machine_is_checked():
     assert {check.group for check in diagnose(Setup())} == {"versions", "devices", "memory and disks", "kernels"}
 
 
-def test_mistakes_of_the_job_are_the_users(work, pipe):
+def test_mistakes_of_the_job_exit_with_2(work, pipe):
     code, out, _ = pipe("doctor", "job.yaml", "--model", "./nowhere", "--input", "none", "--output", "data/a.parquet")
     assert code == 2
     for expected in ("./nowhere: no such folder", "input.path none: does not exist", "data/a.parquet"):
@@ -116,7 +116,7 @@ def test_a_model_that_cannot_be_served(tmp_path, config, broken, expected):
     assert exit_code(failed) == 2
 
 
-def test_a_tensor_of_the_index_that_is_nowhere(tmp_path):
+def test_a_missing_tensor_of_the_index(tmp_path):
     folder = copied(tmp_path / "m")
     index = {"weight_map": {"model.norm.weight": "model.safetensors", "gone": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -185,7 +185,7 @@ def test_the_quantizers_own_file_of_a_model_in_a_store_counts(tmp_path):
     assert "AWQ int4, groups of 128" in checks("model", model="memory://test-doctor/old")["architecture"].found
 
 
-def test_an_output_embedding_of_its_own_is_counted(tmp_path):
+def test_a_separate_output_embedding_is_counted(tmp_path):
     folder = copied(tmp_path / "m", tie_word_embeddings=True)
     tensors, shown = load_file(folder / "model.safetensors"), []
     for head in ({}, {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}):
@@ -194,9 +194,9 @@ def test_an_output_embedding_of_its_own_is_counted(tmp_path):
     assert shown == ["2.6 million parameters", "2.9 million parameters"]
 
 
-def test_a_hugging_face_id_is_only_looked_up(tmp_path, monkeypatch):
+def test_a_hugging_face_id_is_only_looked_up_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    found = checks("model", model="nobody/nothing-here")
+    found = checks("model", model="no-such-user/nothing-here")
     assert found["folder"].state == "warning"
     assert "not in the local cache" in found["folder"].found
 
@@ -207,7 +207,7 @@ def test_an_output_in_a_store_is_probed():
     assert checks("output", output="nothing://x/out")["output"].state == "failed"
 
 
-def test_an_output_that_writes_over_files_is_refused(tmp_path, monkeypatch):
+def test_an_output_that_overwrites_files_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", os.replace)
     found = checks("output", output=str(tmp_path / "out"))
     assert [(check.state, check.name) for check in found.values()] == [("failed", "output")]
@@ -215,10 +215,10 @@ def test_an_output_that_writes_over_files_is_refused(tmp_path, monkeypatch):
 
 def test_full_disks(monkeypatch, tmp_path):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(10**12, 0, 10**8))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 0, 10**8))
     found = checks("memory and disks", output=str(tmp_path))
     assert found["output"].state == "failed"
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(10**12, 0, 2 * 10**10))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 0, 2 * 10**10))
     found = checks("memory and disks")
     assert any(c.state == "warning" and "95%" in c.todo for c in found.values())
 
@@ -236,13 +236,13 @@ def test_a_package_that_is_missing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("there", "state"), [({"omppool", "workqueue"}, "ok"), ({"workqueue"}, "warning"), (set(), "failed")]
+    ("available", "state"), [({"omppool", "workqueue"}, "ok"), ({"workqueue"}, "warning"), (set(), "failed")]
 )
-def test_the_layer_that_numba_takes(monkeypatch, there, state):
+def test_the_threading_layer_of_numba(monkeypatch, available, state):
     real = importlib.import_module
 
     def only(name, *rest):
-        if name.startswith("numba.np.ufunc.") and name.rpartition(".")[2] not in there:
+        if name.startswith("numba.np.ufunc.") and name.rpartition(".")[2] not in available:
             raise ImportError(name)
         return real(name, *rest)
 
@@ -305,7 +305,7 @@ def test_a_check_that_breaks_does_not_end_the_others(monkeypatch):
     ("path: out/new", "path: out/new", "storag: {{{o}}}"),
 ])  # fmt: skip
 def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pipe, monkeypatch, change):
-    """Stores that cannot be reached, options that are wrong, and a defect that prints a traceback."""
+    """The cases are unreachable stores, wrong options, and a defect that prints a traceback."""
     monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: RetryPolicy(max_tries=1))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     options = f"key: {SECRET}, secret: {SECRET}, endpoint_url: 'http://127.0.0.1:1'"
@@ -333,7 +333,7 @@ def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pip
     assert SECRET not in out + err
 
 
-def test_the_folder_of_compiled_gpu_kernels_and_what_is_in_it(tmp_path, monkeypatch):
+def test_the_folder_of_compiled_gpu_kernels_and_its_content(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path))
     entry = tmp_path / "triton" / "KEY"

@@ -1,4 +1,4 @@
-"""The memory table of the doctor, against figures worked out by hand."""
+"""Memory table of the doctor, compared with figures computed by hand."""
 
 import json
 from dataclasses import replace
@@ -24,10 +24,10 @@ NUM_LINEAR = NUM_WEIGHTS - 1024 * 256  # without the embeddings, which are tied
 KV_BFLOAT16 = 2 * 4 * 2 * 64 * 2
 
 
-def test_cards_have_room_for_what_is_left_of_their_memory():
+def test_cards_have_room_in_the_rest_of_their_memory():
     table = memory_of(Setup(model="demo:target"))
     assert table.lengths == (512, 1024), "no longer than the model's context"
-    assert [place.name for place in table.places[1:]] == [card.name for card in load_cards()]
+    assert [device.name for device in table.places[1:]] == [card.name for card in load_cards()]
     l4 = table.places[-2]
     assert (l4.name, l4.dtype, l4.memory_bytes, l4.weight_bytes) == ("L4", "bfloat16", 24 * 10**9, 2 * NUM_WEIGHTS)
     assert l4.kv_bytes_per_token == KV_BFLOAT16
@@ -37,11 +37,11 @@ def test_cards_have_room_for_what_is_left_of_their_memory():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_this_machine_is_what_is_free_here(monkeypatch, dtype):
+def test_this_machine_has_room_in_its_free_memory(monkeypatch, dtype):
     monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000_000)
     table = memory_of(Setup(model="demo:target", device="cpu", dtype=dtype))
     here, width = table.places[0], 4 if dtype == "float32" else 2
-    embeddings = 2 * 2 * 1024 * 256  # a table and a linear, each in the 16 bit that they are stored in
+    embeddings = 2 * 2 * 1024 * 256  # a table and a linear, each stored in 16 bit
     assert here.weight_bytes == 2 * NUM_LINEAR + embeddings
     kv = KV_BFLOAT16 // 2 * width
     blocks = int((1_000_000_000 - here.weight_bytes) * 0.25) // (16 * kv)
@@ -54,7 +54,7 @@ def test_a_cache_in_8_bits_holds_more(monkeypatch):
         memory_of(Setup(model="demo:target", device="cpu", kv_cache_dtype=kind)) for kind in ("auto", "fp8")
     )
     assert (narrow.places[0].kv_dtype, narrow.places[-1].kv_dtype) == ("float8_e4m3fn", "float8_e4m3fn")
-    assert {place.kv_bytes_per_token for place in narrow.places} == {2 * 4 * 2 * (64 + 4)}
+    assert {device.kv_bytes_per_token for device in narrow.places} == {2 * 4 * 2 * (64 + 4)}
     blocks = int((1_000_000_000 - narrow.places[0].weight_bytes) * 0.25) // (16 * 2 * 4 * 2 * (64 + 4))
     assert narrow.places[0].sequences == (blocks // 32, blocks // 64)
     assert narrow.places[-1].sequences[0] > 1.8 * wide.places[-1].sequences[0]
@@ -65,10 +65,10 @@ def test_a_model_that_does_not_fit_leaves_no_room(monkeypatch):
     small = replace(load_cards()[0], memory_bytes=2 * 2**30)
     monkeypatch.setattr(fit, "load_cards", lambda: (small,))
     table = memory_of(Setup(model="demo:target", device="cpu"))
-    assert [place.sequences for place in table.places] == [(0, 0), (0, 0)]
+    assert [device.sequences for device in table.places] == [(0, 0), (0, 0)]
 
 
-def test_files_by_format_are_what_such_checkpoints_have():
+def test_sizes_by_format_equal_those_of_real_checkpoints():
     table = memory_of(Setup(model="demo:target-awq"))
     files = table.checkpoint_bytes
     for form, folder in (("16 bit", "target"), ("4 bit, groups of 128", "target-awq")):
@@ -77,16 +77,16 @@ def test_files_by_format_are_what_such_checkpoints_have():
     assert files["8 bit"] == NUM_LINEAR + NUM_LINEAR // 128 + 2 * 1024 * 256
 
 
-def test_the_command_shows_it_and_has_it_in_json(pipe, tmp_path):
+def test_the_command_shows_the_table_and_has_it_in_json(pipe, tmp_path):
     code, out, _ = pipe("doctor", "--model", "demo:target")
     assert code == 0
     for expected in ("memory of the model", "RTX 4090", "prompts/s"):
         assert expected in out
     assert "cannot run this" not in out
     code, out, _ = pipe("doctor", "--model", "demo:target", "--json")
-    told = json.loads(out)["memory"]
-    assert [place["name"] for place in told["places"]][1] == "H200"
-    assert told["places"][1]["sequences"] == [118_456, 59_228]
+    memory = json.loads(out)["memory"]
+    assert [device["name"] for device in memory["places"]][1] == "H200"
+    assert memory["places"][1]["sequences"] == [118_456, 59_228]
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     code, out, _ = pipe("doctor", "--model", str(tmp_path), "--json")
     assert (code, json.loads(out)["memory"]) == (2, None)
@@ -94,35 +94,35 @@ def test_the_command_shows_it_and_has_it_in_json(pipe, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "is_known"), [("NVIDIA L4", True), ("a card of tomorrow", False)])
-def test_a_device_here_is_asked_for_its_own_memory(monkeypatch, name, is_known):
+def test_a_device_of_this_machine_reports_its_own_memory(monkeypatch, name, is_known):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (5, 24_000_000_000))
-    about = SimpleNamespace(name=name, major=8, minor=9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: about)
+    properties = SimpleNamespace(name=name, major=8, minor=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     table = memory_of(Setup(model="demo:target"))
     assert table.places[0].sequences == (18_034, 9_017)
     assert table.places[0].speed == (table.places[-2].speed if is_known else None)
 
 
 def of_job(tmp_path, model="demo:target", quantization="none", **engine):
-    """The setup of a job with these engine options."""
-    told = {
+    """Return the setup of a job with these engine options."""
+    job = {
         "input": {"path": "in"}, "prompt": {"column": "text"}, "output": {"path": "out"},
         "model": {"path": model, "quantization": quantization}, "engine": engine,
     }  # fmt: skip
-    (tmp_path / "job.yaml").write_text(json.dumps(told))
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
     return Setup.of_job(load_job(str(tmp_path / "job.yaml")))
 
 
-def test_what_the_job_makes_of_the_model_is_what_is_counted(tmp_path, monkeypatch):
-    places = {
+def test_the_quantized_form_of_the_job_is_counted(tmp_path, monkeypatch):
+    by_kind = {
         kind: memory_of(of_job(tmp_path, quantization=kind)).places[-2] for kind in ("none", "int8", "int4-rtn", "nf4")
     }
     packed = int(NUM_LINEAR * (0.5 + 4 / 128))
-    assert places["none"].weight_bytes == 2 * NUM_WEIGHTS
-    assert places["int4-rtn"].weight_bytes == 2 * NUM_WEIGHTS + packed  # its 16-bit form fits beside it
-    assert places["int8"].weight_bytes == places["nf4"].weight_bytes == 2 * NUM_WEIGHTS  # widened there
+    assert by_kind["none"].weight_bytes == 2 * NUM_WEIGHTS
+    assert by_kind["int4-rtn"].weight_bytes == 2 * NUM_WEIGHTS + packed  # its 16-bit form fits next to it
+    assert by_kind["int8"].weight_bytes == by_kind["nf4"].weight_bytes == 2 * NUM_WEIGHTS  # widened on the card
     here = memory_of(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="float32")).places[0]
     assert here.weight_bytes == int(NUM_LINEAR * (0.5 + 8 / 128)) + 2 * 2 * 1024 * 256
     widened = memory_of(of_job(tmp_path, quantization="nf4", device="cpu", dtype="bfloat16")).places[0]
@@ -133,40 +133,40 @@ def test_what_the_job_makes_of_the_model_is_what_is_counted(tmp_path, monkeypatc
         assert here.weight_bytes == int(NUM_LINEAR * per_weight) + 2 * 2 * 1024 * 256
 
 
-def test_fp8_of_a_job_counts_and_cards_without_it_are_told(tmp_path):
+def test_fp8_of_a_job_is_counted_and_cards_without_it_are_listed(tmp_path):
     plain = memory_of(of_job(tmp_path, model="demo:target-awq"))
-    told = memory_of(of_job(tmp_path, model="demo:target-awq", activation_dtype="fp8", kv_cache_dtype="fp8"))
-    by_name = {place.name: place for place in told.places}
+    table = memory_of(of_job(tmp_path, model="demo:target-awq", activation_dtype="fp8", kv_cache_dtype="fp8"))
+    by_name = {device.name: device for device in table.places}
     h100, a100 = by_name["H100 80GB SXM"], by_name["A100 80GB SXM"]
     assert h100.weight_bytes == 2 * NUM_WEIGHTS - int(NUM_LINEAR * (1 - 4 / 128))
     assert h100.kv_dtype == "float8_e4m3fn"
     assert h100.speed.prompt_tokens_per_s > plain.places[2].speed.prompt_tokens_per_s
     assert (a100.speed, a100.lacks.split(":")[0]) == (None, "engine.activation_dtype")
-    assert {place.name for place in told.places if place.lacks} == {"A100 80GB SXM", "A100 40GB SXM"}
-    text = told.to_text()
+    assert {device.name for device in table.places if device.lacks} == {"A100 80GB SXM", "A100 40GB SXM"}
+    text = table.to_text()
     assert "kernels as measured on one H200 (2026-11-26); on other cards assumed" in text
     assert "A100 80GB SXM cannot run this: engine.activation_dtype: fp8 needs compute capability 8.9" in text
     row = next(line for line in text.splitlines() if line.strip().startswith("A100 40GB"))
     assert row.split()[-2:] == ["-", "-"]
     only_cache = memory_of(of_job(tmp_path, model="demo:target-awq", kv_cache_dtype="fp8"))
-    assert not any(place.lacks for place in only_cache.places), "a cache in fp8 needs no units for it"
+    assert not any(device.lacks for device in only_cache.places), "a cache in fp8 needs no units for it"
     processors = memory_of(of_job(tmp_path, model="demo:target-awq", activation_dtype="int8"))
-    assert [place.lacks != "" for place in processors.places] == [False, *[True] * len(load_cards())]
+    assert [device.lacks != "" for device in processors.places] == [False, *[True] * len(load_cards())]
 
 
-def test_speed_is_the_cost_models_at_the_shares_of_the_data_sheet(tmp_path):
+def test_speed_follows_the_cost_model_and_the_measured_shares_of_the_data_sheet(tmp_path):
     (l40s,) = (card for card in load_cards() if card.name == "L40S")
-    place = memory_of(Setup(model="demo:target")).places[-3]
-    assert place.speed.sequences == 512
+    l40s_device = memory_of(Setup(model="demo:target")).places[-3]
+    assert l40s_device.speed.sequences == 512
     config = read_config(demo_model("target"))
     tokens = StepLoad(np.ones(512, dtype=np.int64), np.full(512, 512), 512)
     step = step_seconds(tokens, config.size, config.weights_on_card(), Ceilings.of_card(l40s, MEASURED))
-    assert place.speed.output_tokens_per_s == pytest.approx(512 / step.total_s)
+    assert l40s_device.speed.output_tokens_per_s == pytest.approx(512 / step.total_s)
     small = replace(l40s, memory_bytes=3 * 2**30)
     assert speed.speed_on(small, config, SMALL_GPU_LIMITS, "auto", 2.0, False, 0) is None
 
 
-def test_what_has_no_form_for_the_activations_is_the_users_mistake(tmp_path):
+def test_a_model_without_a_form_for_the_activations_is_a_config_error(tmp_path):
     for mistake, model, quantization in (
         ("16- or 32-bit weights", "demo:target", "none"),
         ("is quantized already", "demo:target-awq", "int8"),

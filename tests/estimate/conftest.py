@@ -1,4 +1,4 @@
-"""Runs as history has them."""
+"""Earlier runs, as the history stores them."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def own_cache(tmp_path, monkeypatch):
 def remembered(
     prompt=1000, generated=500, prefill_us=2000, decode_us=5000, outputs=None, same_work=True, wall_us=0, **stats
 ) -> Remembered:
-    """A run with one actor, which started in 300 us and loaded in 700."""
+    """Return a run with one actor, which started in 300 us and loaded in 700."""
     phases = no_phases() | {"startup": 300, "load": 700, "prefill": prefill_us, "decode": decode_us}
     actor = ActorRecord(0, phases, {"num_steps": 1, "prompt_tokens": prompt, "generated_tokens": generated, **stats})
     run = RunRecord("0001", "2026-11-24T00:00:00", actors=[actor], wall_us=wall_us or actor.machine_us,

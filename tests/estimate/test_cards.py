@@ -1,4 +1,4 @@
-"""Estimates of cards: what fits, what a card lacks, and what is worth changing there."""
+"""Estimates of cards: what fits, what a card lacks, and which changes pay."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,14 +26,14 @@ def job():
     return CardServing.from_job(load_job("jobs/summarize.yaml"))
 
 
-def test_a_data_sheet_is_faster_than_what_is_assumed_and_a_faster_card_than_a_slower_one(job):
+def test_the_data_sheet_is_faster_than_the_expectation_and_a_fast_card_than_a_slow_one(job):
     fast, slow = on_card(CARDS["H100 80GB SXM"], EIGHT_B, job, REQUESTS), on_card(CARDS["L40S"], EIGHT_B, job, REQUESTS)
     assert fast.best.wall_s < fast.expected.wall_s
     assert fast.expected.wall_s < slow.expected.wall_s
     assert fast.load_s == slow.load_s > 10
 
 
-def test_what_does_not_fit_or_is_not_there_is_said(job):
+def test_missing_memory_and_missing_features_are_reported(job):
     huge = replace(EIGHT_B, num_layers=400)
     assert on_card(CARDS["L4"], huge, job, REQUESTS).lacks == "the weights and one request do not fit its memory"
     assert on_card(CARDS["A100 80GB SXM"], EIGHT_B, job, REQUESTS, "fp8").lacks == "has no fp8 products"
@@ -41,18 +41,18 @@ def test_what_does_not_fit_or_is_not_there_is_said(job):
     assert list(kinds_of_weights(EIGHT_B)) == ["16 bit", "AWQ int4", "fp8"]
 
 
-def test_advice_is_what_the_cost_model_says_and_only_what_is_worth_it(job):
+def test_advice_follows_the_cost_model_and_is_only_what_pays(job):
     card = CARDS["L4"]
     now = on_card(card, EIGHT_B, job, REQUESTS)
     advice = {each.key: each for each in advice_for_card(card, EIGHT_B, job, REQUESTS)}
     weights = [key for key in advice if key.startswith("weights: ")]
-    assert len(weights) == 1  # 16 GB of weights leave next to no room on a card of 24
+    assert len(weights) == 1  # 16 GB of weights leave almost no room on a card of 24
     better = on_card(card, EIGHT_B, job, REQUESTS, weights[0].removeprefix("weights: "))
     assert advice[weights[0]].effect == pytest.approx(1 - better.expected.wall_s / now.expected.wall_s)
     assert all(each.effect >= WORTH for each in advice.values())
 
 
-def test_as_many_engines_as_their_start_and_the_last_units_allow():
+def test_advice_limits_engines_by_their_start_and_the_last_units():
     def pool(actors, machine_us):
         each = Interval(machine_us, machine_us, machine_us)
         return PoolEstimate("this machine", actors, each, each)

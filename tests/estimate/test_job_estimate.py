@@ -1,4 +1,4 @@
-"""`pipeline plan` on the demonstration job: before any run, after one, and beside what the next one took."""
+"""`pipeline plan` on the demonstration job: before any run, after one, and compared with the next run."""
 
 import json
 
@@ -33,11 +33,11 @@ def run(output) -> dict:
     return json.loads(call("run", *JOB, "--set", f"output.path={output}", "--json"))
 
 
-def test_a_plan_is_set_beside_what_the_run_took(tmp_path):
+def test_a_plan_is_compared_with_the_actual_run(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    told = plan(first)
-    assert NOTHING_KNOWN.split(".")[0] in told
-    assert "an assumption: half of max_tokens, 24 on average" in told
+    shown = plan(first)
+    assert NOTHING_KNOWN.split(".")[0] in shown
+    assert "an assumption: half of max_tokens, 24 on average" in shown
     assert not first.exists()
     alone = run(first)
     assert alone["estimate"] is None
@@ -56,13 +56,13 @@ def test_a_plan_is_set_beside_what_the_run_took(tmp_path):
     lines = {line["what"]: line for line in report["estimate"]["lines"]}
     assert lines["rows"]["expected"] == lines["rows"]["actual"] == 96
     assert lines["machine_us"]["actual"] == report["machine_us"] == sum(lines[phase]["actual"] for phase in PHASES)
-    assert 0.2 < report["estimate"]["ratio"] < 5  # how near it is, is measured and not tested: docs/cost.md
+    assert 0.2 < report["estimate"]["ratio"] < 5  # its accuracy is measured, not tested: docs/cost.md
     assert "Estimate and actual" in call("report", str(second))
     assert "## Estimate and actual" in (second / "_pipeline" / "report.md").read_text()
     assert "Nothing is left to compute" in plan(second)
 
 
-def test_several_samples_of_a_row_are_planned_as_they_come(tmp_path):
+def test_several_samples_of_a_row_are_planned(tmp_path):
     samples = ["--set", "sampling.n=3", "--set", "sampling.temperature=0.8"]
     one, three = (json.loads(plan(tmp_path / "out", "--json", "--hardware", "l4", *flags)) for flags in ([], samples))
     assert three["generated"]["expected"] == 3 * one["generated"]["expected"]
@@ -77,26 +77,26 @@ def test_several_samples_of_a_row_are_planned_as_they_come(tmp_path):
     assert made["generated_tokens"]["expected"] == pytest.approx(tokens["generated"], rel=0.2)
 
 
-def test_a_probe_is_enough_and_the_run_takes_its_rows_over(tmp_path):
-    told = plan(tmp_path / "out", "--probe", "16")
-    assert "from 16 rows of 1 earlier run of this job" in told
-    assert "On this machine, by 1 run" in told
+def test_a_probe_is_enough_and_the_run_reuses_its_rows(tmp_path):
+    shown = plan(tmp_path / "out", "--probe", "16")
+    assert "from 16 rows of 1 earlier run of this job" in shown
+    assert "On this machine, by 1 run" in shown
     report = run(tmp_path / "out")
     assert report["work"]["resumed_rows"] == 16
     assert report["rows"]["completed"] == 96
     assert report["estimate"]["estimate"]["runs_before"] == 1
 
 
-@pytest.mark.parametrize(("args", "said"), [
+@pytest.mark.parametrize(("args", "message"), [
     (["--hardware", "h1000"], "--hardware h1000: no such card; expected one of H200"),
     (["--actors", "1,x"], "--actors 1,x: expected whole numbers"),
     (["--actors", "0"], "--actors 0: expected whole numbers"),
     (["--prices", "none.yaml"], "--prices none.yaml"),
 ])  # fmt: skip
-def test_wrong_options_are_named(tmp_path, args, said):
+def test_wrong_options_are_named(tmp_path, args, message):
     result = CliRunner().invoke(cli, ["plan", *JOB, "--set", f"output.path={tmp_path}/out", *args])
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert message in result.stderr
 
 
 def test_an_input_without_a_usable_prompt_has_no_estimate(tmp_path):
@@ -107,15 +107,14 @@ def test_an_input_without_a_usable_prompt_has_no_estimate(tmp_path):
     assert "none of the 1 sampled rows has a usable prompt" in result.stderr
     none = pa.table({"report_id": pa.array([], pa.int64()), "report": pa.array([], pa.string())})
     pq.write_table(none, tmp_path / "none.parquet")
-    none_there = ["--set", f"input.path={tmp_path}/none.parquet", "--set", f"output.path={tmp_path}/out"]
-    result = CliRunner().invoke(cli, [*args, *none_there])
+    without_rows = ["--set", f"input.path={tmp_path}/none.parquet", "--set", f"output.path={tmp_path}/out"]
+    result = CliRunner().invoke(cli, [*args, *without_rows])
     assert result.exit_code == 2
     assert f"{tmp_path}/none.parquet: has no rows, so there is nothing to plan" in result.stderr
 
 
-def test_what_the_models_context_has_no_room_for_is_not_planned(tmp_path):
-    """A prompt that is too long is no work, and no answer is longer than what the context leaves, whatever it may be:
-    lines of a batch API may have 4,096 tokens where they do not say."""
+def test_tokens_beyond_the_models_context_are_not_planned(tmp_path):
+    """A prompt that is too long is no work, and the context bounds each answer (a batch API's default is 4,096)."""
     texts = ["A pump."] * 3 + ["word " * 3000]
     lines = [json.dumps({"report_id": i, "report": text}) + "\n" for i, text in enumerate(texts)]
     (tmp_path / "in.jsonl").write_text("".join(lines))
@@ -130,8 +129,8 @@ def test_what_the_models_context_has_no_room_for_is_not_planned(tmp_path):
     assert shorter["lengths"]["each"]["high"] == 24
 
 
-def test_rows_with_limits_of_their_own_are_planned_with_these(tmp_path):
-    """Limits from a column, and those of requests. A row whose limit is refused is no work."""
+def test_rows_with_their_own_limits_are_planned_with_them(tmp_path):
+    """Limits are from a column or from requests. A row whose limit is refused is no work."""
     limits = [40, 200, 300, -1]
     rows = [{"report_id": i, "report": "A pump.", "budget": limit} for i, limit in enumerate(limits)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -155,7 +154,7 @@ def test_the_last_engine_takes_a_whole_unit(units, actors, expected):
     assert _Work(Interval(0, 0, 0), Interval(0, 0, 0), 0, units, 0).imbalance(actors) == pytest.approx(expected)
 
 
-def test_only_runs_since_the_estimate_are_set_beside_it():
+def test_only_runs_since_the_estimate_are_compared_with_it():
     def a_run(decode):
         return RunRecord("1", "", actors=[ActorRecord(0, no_phases() | {"decode": decode})], rows_written=3)
 

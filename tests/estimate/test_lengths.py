@@ -1,4 +1,4 @@
-"""Tokens of a job: prompts from a sample, completions from runs before."""
+"""Tokens of a job: prompts from a sample, completions from earlier runs."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def test_completions_are_as_long_as_those_of_earlier_runs_with_prompts_of_that_l
     assert found.come_from == "100 rows of 1 earlier run of this job"
 
 
-def test_a_length_that_no_run_had_is_taken_from_all_of_them_and_max_tokens_bounds_it():
+def test_an_unknown_length_uses_all_runs_and_max_tokens_bounds_it():
     found = output_lengths([request(5000, max_tokens=12)], [remembered(outputs={64: [10] * 50, 128: [30] * 50})])
     assert 10 <= found.each.expected <= 12
     assert max(found.drawn) <= 12
@@ -38,7 +38,7 @@ def test_more_rows_make_the_interval_narrower_but_never_a_point():
     assert widths[0] > widths[1] >= 2 * 0.03
 
 
-def test_without_runs_the_assumption_is_told():
+def test_without_runs_the_assumption_is_named():
     found = output_lengths([request(10, max_tokens=80), request(10, max_tokens=40)], [])
     assert (found.each.low, found.each.expected, found.each.high) == (6, 30, 60)
     assert found.come_from == "an assumption: half of max_tokens, 60 on average"
@@ -49,7 +49,7 @@ def test_a_row_generates_one_token_at_least():
     assert (each.low, each.expected, each.high) == (1, 1, 2)
 
 
-def test_a_row_of_several_samples_generates_so_many_times_a_sample():
+def test_a_row_of_n_samples_generates_n_times_a_sample():
     requests = [Request(0, [1] * 10, SamplingParams(max_tokens=80, temperature=1.0, n=n)) for n in (1, 3)]
     assumed = output_lengths(requests, [])
     assert assumed.each.expected == 80
@@ -69,7 +69,7 @@ def test_prompt_tokens_of_all_rows_are_exact_and_of_a_sample_an_interval():
     assert some.low < some.expected == 25 < some.high
 
 
-def test_the_interval_of_a_sample_holds_the_truth_about_as_often_as_it_says():
+def test_the_interval_of_a_sample_has_about_its_nominal_coverage():
     rng = np.random.default_rng(1)
     held = 0
     for _ in range(400):

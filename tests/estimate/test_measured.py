@@ -1,4 +1,4 @@
-"""This machine's speed, from the records of runs."""
+"""Speed of this machine, from the records of runs."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from tests.estimate.conftest import remembered
 
 
 def plain_steps(counts_and_rows, a_step_us=100, a_row_us=7):
-    """The engine's sums over plain steps that take exactly so long."""
+    """Return the engine's sums over plain steps of exactly this duration."""
     steps = [(rows, a_step_us + a_row_us * rows) for count, rows in counts_and_rows for _ in range(count)]
     return {
         "plain_steps": len(steps),
@@ -23,7 +23,7 @@ def plain_steps(counts_and_rows, a_step_us=100, a_row_us=7):
     }
 
 
-def test_a_token_takes_what_it_took():
+def test_the_time_of_a_token_is_the_measured_one():
     speed = measured_speed([remembered(prompt=1000, cached_tokens=200, generated=500, wall_us=8500)], rows=10**6)
     assert (speed.startup_us, speed.load_us, speed.driver_us) == (300, 700, 500)
     assert speed.prompt_token_us == pytest.approx(2000 / 800)
@@ -31,7 +31,7 @@ def test_a_token_takes_what_it_took():
     assert speed.compute_us(800, 500) == pytest.approx(7000)
 
 
-def test_a_run_that_filled_half_its_batch_says_what_a_full_one_takes():
+def test_a_run_with_half_a_batch_predicts_a_full_one():
     sums = plain_steps([(10, 8), (10, 32)])
     speed = measured_speed([remembered(decode_us=10**5, **sums)], rows=10**6)
     assert speed.generated_token_us == pytest.approx(100 / 64 + 7)
@@ -40,11 +40,11 @@ def test_a_run_that_filled_half_its_batch_says_what_a_full_one_takes():
 
 
 @pytest.mark.parametrize("sums", [plain_steps([(10, 64)]), plain_steps([(10, 60), (10, 62)]), {}])
-def test_a_full_batch_is_taken_as_it_was(sums):
+def test_a_full_batch_is_used_as_measured(sums):
     assert measured_speed([remembered(**sums)], rows=10**6).generated_token_us == pytest.approx(10)
 
 
-def test_a_probe_says_nothing_beside_a_whole_run_and_several_runs_say_how_sure_it_is():
+def test_a_whole_run_overrides_a_probe_and_several_runs_give_the_spread():
     probe = remembered(prompt=10, generated=5, prefill_us=10**6, decode_us=10**6)
     assert measured_speed([probe, remembered()], 10**6).prompt_token_us == pytest.approx(2)
     once = measured_speed([remembered()], 10**6)
@@ -53,7 +53,7 @@ def test_a_probe_says_nothing_beside_a_whole_run_and_several_runs_say_how_sure_i
 
 
 def test_low_and_high_are_the_fastest_and_the_slowest_run():
-    """And say so where they are far apart: neither is slower than any run was."""
+    """The text says so if they are far apart; neither bound is slower than the slowest run."""
     slower = remembered(prefill_us=4000, decode_us=10_000)
     speed = measured_speed([slower, remembered()], 10**6)
     assert (speed.fastest, speed.slowest) == (pytest.approx(2 / 3), pytest.approx(4 / 3))
@@ -63,14 +63,14 @@ def test_low_and_high_are_the_fastest_and_the_slowest_run():
     assert far.fastest * far.generated_token_us == pytest.approx(10)
 
 
-def test_runs_of_another_mixture_of_prompts_and_answers_are_no_slower_ones():
+def test_runs_of_another_mixture_of_prompts_and_answers_are_not_slower():
     prompts = remembered(prompt=6_000, generated=20, prefill_us=12_000, decode_us=200)
     answers = remembered(prompt=2_000, generated=3_800, prefill_us=4_000, decode_us=38_000)
     speed = measured_speed([prompts, answers], 10**6)
     assert (speed.fastest, speed.slowest) == (pytest.approx(1 / 1.1), 1.1)
 
 
-def test_rows_that_are_compared_take_what_they_took_or_two_rows_each():
+def test_compared_rows_take_the_measured_time_or_that_of_two_rows():
     def watched(quality_us):
         before = remembered().run
         actor = replace(before.actors[0], phases_us=before.actors[0].phases_us | {"quality": quality_us})

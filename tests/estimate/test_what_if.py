@@ -1,4 +1,4 @@
-"""What a job would have taken otherwise, two jobs side by side, and the same tokens at a hosted price."""
+"""Other settings of a finished job, comparison of two jobs, and the same tokens at a hosted price."""
 
 import json
 import re
@@ -28,7 +28,7 @@ HALF = dict(SECONDS.items()) | {"prefill": 600, "decode": 2040}
 
 
 def a_report(phases=SECONDS, hourly_usd: float | None = 2.5, **resolved) -> RunReport:
-    """The job of docs/cost.md."""
+    """Return the report of the job in docs/cost.md."""
     actor = ActorRecord(0, {phase: s * 10**6 for phase, s in phases.items()}, {"num_steps": 1}, tail_us=TAIL_S * 10**6)
     stats = RowStats(lengths={512: LengthBucket(100_000, 30_000_000, 0, 6_000_000)})
     run = RunRecord("1", "", "finished", wall_us=actor.machine_us, actors=[actor], hourly_usd=hourly_usd,
@@ -42,16 +42,16 @@ def replace_model(report: RunReport, path: str) -> RunReport:
     return replace(report, runs=runs)
 
 
-def told(label: str, text: str = EXAMPLE) -> float:
+def documented(label: str, text: str = EXAMPLE) -> float:
     (number,) = re.findall(rf"^\| {re.escape(label)} \| ([0-9.,]+)", text, re.M)
     return float(number.replace(",", ""))
 
 
-def test_the_worked_example_of_a_cost_is_what_the_program_computes():
+def test_the_worked_example_of_a_cost_equals_the_computed_one():
     for phase, seconds in SECONDS.items():
         assert re.search(rf"\b{seconds:,} s\s+of\s+{WORDS.get(phase, phase)}\b", EXAMPLES), phase
     report = a_report()
-    assert report.machine_us == told("machine time", EXAMPLES) * 1e6
+    assert report.machine_us == documented("machine time", EXAMPLES) * 1e6
     for found, label in (
         (report.cost.total_usd, "total"),
         (report.cost.prompt_usd, "money of prompts"),
@@ -60,33 +60,33 @@ def test_the_worked_example_of_a_cost_is_what_the_program_computes():
         (report.cost.per_1m_blended_usd, "1M tokens, both"),
         (report.batch_efficiency, "batch efficiency"),
     ):
-        assert found == pytest.approx(told(label, EXAMPLES), abs=5e-6), label
+        assert found == pytest.approx(documented(label, EXAMPLES), abs=5e-6), label
 
 
-def test_the_worked_example_of_a_comparison_is_what_the_program_computes():
+def test_the_worked_example_of_a_comparison_equals_the_computed_one():
     before, after = a_report(), a_report(phases=HALF)
     assert after.cost.total_usd == pytest.approx(2.25)
-    assert before.cost.per_row_usd == pytest.approx(told("cost of a row before"))
+    assert before.cost.per_row_usd == pytest.approx(documented("cost of a row before"))
     worth = compare_reports(("a", "b"), before, after, 5e6, 1500).returns
-    assert worth.before_usd == pytest.approx(told("a month before"))
-    assert worth.after_usd == pytest.approx(told("a month after"))
-    assert worth.savings_usd == pytest.approx(told("savings a month"))
-    assert worth.payback_months == pytest.approx(told("payback"))
-    assert Hosted.from_report(before, 0.15, 0.60).total_usd == pytest.approx(told("hosted, at 0.15 and 0.60"))
+    assert worth.before_usd == pytest.approx(documented("a month before"))
+    assert worth.after_usd == pytest.approx(documented("a month after"))
+    assert worth.savings_usd == pytest.approx(documented("savings a month"))
+    assert worth.payback_months == pytest.approx(documented("payback"))
+    assert Hosted.from_report(before, 0.15, 0.60).total_usd == pytest.approx(documented("hosted, at 0.15 and 0.60"))
     four = what_if(before, {"actors": "4"}, load_prices()).then
-    assert four.wall_us / 1e6 == pytest.approx(told("what if on 4 engines: time"), abs=0.5)
-    assert four.machine_us / 1e6 == pytest.approx(told("what if on 4 engines: machine time"), abs=2)
+    assert four.wall_us / 1e6 == pytest.approx(documented("what if on 4 engines: time"), abs=0.5)
+    assert four.machine_us / 1e6 == pytest.approx(documented("what if on 4 engines: machine time"), abs=2)
 
 
-def test_nothing_changed_is_nearly_what_was():
+def test_without_a_change_the_result_is_nearly_the_same():
     found = what_if(a_report(), {"actors": "1"}, load_prices())
-    assert found.then.machine_us == found.now.machine_us - 120e6  # one engine waits for no other at the end
+    assert found.then.machine_us == found.now.machine_us - 120e6  # a single engine waits for no other at the end
     assert found.now.usd == pytest.approx(3.75)
-    dearer = what_if(a_report(), {"actors": "1", "price": "5"}, load_prices())
-    assert dearer.then.usd == pytest.approx(2 * found.then.usd)
+    doubled = what_if(a_report(), {"actors": "1", "price": "5"}, load_prices())
+    assert doubled.then.usd == pytest.approx(2 * found.then.usd)
 
 
-def test_on_a_card_the_measured_time_is_scaled_and_elsewhere_the_model_speaks_alone():
+def test_on_a_card_the_measured_time_is_scaled_and_elsewhere_only_the_model_is_used():
     elsewhere = what_if(a_report(device="cpu"), {"hardware": "h100"}, load_prices())
     assert "by the cost model alone, without a measurement on a card" in elsewhere.then.basis
     on_l4 = a_report(device_name="NVIDIA L4")
@@ -100,7 +100,7 @@ def test_on_a_card_the_measured_time_is_scaled_and_elsewhere_the_model_speaks_al
     assert packed.usd == pytest.approx(packed.machine_us * 2.5 / 3.6e9)  # the same machine costs the same
 
 
-def test_quantization_is_set_against_16_bit_weights_where_the_card_is_known():
+def test_quantization_is_compared_with_16_bit_weights_on_a_known_card():
     on_l4 = replace_model(a_report(device_name="NVIDIA L4"), "demo:target-awq")
     (saving,) = with_quantization(on_l4).savings
     assert (saving.name, saving.basis, saving.against) == ("quantization", "modelled", "16-bit weights on L4")
@@ -115,7 +115,7 @@ def test_quantization_is_set_against_16_bit_weights_where_the_card_is_known():
         assert with_quantization(elsewhere).savings == ()
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"gpu": "h100"}, "--what-if gpu: expected one of hardware"),
     ({"actors": "0"}, "--what-if actors=0: expected a whole number"),
     ({"price": "-1"}, "--what-if price=-1: expected US dollars"),
@@ -124,8 +124,8 @@ def test_quantization_is_set_against_16_bit_weights_where_the_card_is_known():
     ({"hardware": "a100", "quantization": "fp8"}, "has no fp8 products"),
     ({"quantization": "awq"}, "ran on none; add hardware=CARD"),
 ])  # fmt: skip
-def test_what_cannot_be_answered_is_said(changes, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_unanswerable_changes_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         what_if(a_report(device="cpu"), changes, load_prices())
 
 
@@ -135,7 +135,7 @@ def test_a_job_that_computed_nothing_has_no_what_if():
         what_if(empty, {"actors": "2"}, load_prices())
 
 
-def test_changes_are_read_as_they_are_typed():
+def test_changes_are_parsed():
     assert parse_changes(["hardware=h100,actors=4", "price=2"]) == {"hardware": "h100", "actors": "4", "price": "2"}
     with pytest.raises(ConfigError, match="expected KEY=VALUE"):
         parse_changes(["h100"])
@@ -150,7 +150,7 @@ def test_a_change_for_the_worse_is_never_paid_back_and_an_unpriced_job_has_no_re
     assert compare_reports(("a", "b"), a_report(), a_report(hourly_usd=None)).returns is None
 
 
-def test_every_figure_of_two_reports_stands_beside_the_other():
+def test_every_figure_of_two_reports_is_compared():
     figures = {figure.what: figure for figure in compare_reports(("a", "b"), a_report(), a_report(phases=HALF)).figures}
     assert figures["machine time"].ratio == pytest.approx(3240 / 5400)
     assert figures["cost"].ratio == pytest.approx(0.6)
@@ -168,29 +168,29 @@ def output(tmp_path) -> Path:
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize(("args", "said"), [
+@pytest.mark.parametrize(("args", "message"), [
     (["--what-if", "actors=4"], "actors 4"),
     (["--hosted", "0.15,0.6"], "would cost $8.10; this job cost $3.75, 0.46 times that"),
     (["--html", "{}/page.html"], "Machine time by phase"),
     (["{}/out", "--rows-per-month", "1e6"], "At 1,000,000 rows per month"),
 ])  # fmt: skip
-def test_the_command_answers(output, args, said):
+def test_the_command_answers(output, args, message):
     filled = [arg.format(output.parent) for arg in args]
     result = CliRunner().invoke(cli, ["report", str(output), *filled])
     assert result.exit_code == 0, result.output
-    assert said in result.stdout
+    assert message in result.stdout
     as_json = CliRunner().invoke(cli, ["report", str(output), *filled, "--json"])
     assert json.loads(as_json.stdout)
 
 
-@pytest.mark.parametrize(("args", "said"), [
+@pytest.mark.parametrize(("args", "message"), [
     (["{}", "{}"], "expected one output, or two"),
     (["{}", "--html", "x.html"], "expected one output, got two"),
     (["--rows-per-month", "5"], "expected two outputs"),
     (["--hosted", "cheap"], "expected two prices"),
     (["--html", "/nowhere/x.html"], "--html /nowhere/x.html"),
 ])  # fmt: skip
-def test_what_makes_no_sense_is_refused(output, args, said):
+def test_wrong_combinations_of_options_are_refused(output, args, message):
     result = CliRunner().invoke(cli, ["report", str(output), *(arg.format(output) for arg in args)])
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert message in result.stderr

@@ -1,4 +1,4 @@
-"""`pipeline eval` against transformers: every figure of it computed again, from logits of another implementation."""
+"""`pipeline eval` compared with transformers: every figure is computed again from the logits of transformers."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A small model, and the same with noise on its weights."""
+    """Save a small model, and a copy with noise on its weights."""
     base, noisy = (tmp_path_factory.mktemp(name) / "model" for name in ("base", "noisy"))
     config = small_config(64, 96, 2, 4, 2, initializer_range=0.08)
     write_checkpoint(base, FAMILIES[0], config, seed=3)
@@ -36,7 +36,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """Short and long texts, one null, one longer than the models' context."""
+    """Write short and long texts, one null, one longer than the models' context."""
     rng = np.random.default_rng(5)
     texts = ["".join(rng.choice(list("abcdefgh ,."), int(n))) for n in rng.integers(3, 120, 12)]
     path = tmp_path_factory.mktemp("data") / "texts.parquet"
@@ -50,15 +50,15 @@ def measured(pipe, *arguments: str) -> dict:
     return json.loads(out)
 
 
-def test_every_figure_is_that_of_transformers(pipe, checkpoints, texts, monkeypatch):
+def test_every_figure_equals_that_of_transformers(pipe, checkpoints, texts, monkeypatch):
     base, noisy = checkpoints
     path, rows = texts
     monkeypatch.setattr(measurement, "LOGIT_BYTES", 4 * 320 * 37)  # rows in several pieces
     monkeypatch.setattr(measurement, "GROUP_TOKENS", 150)  # and in several groups
-    told = measured(pipe, str(noisy), "--against", str(base), "--data", str(path), "--max-tokens", str(NUM_OUTPUTS))
-    first, second = told["models"]
-    assert (told["num_rows"], told["left_out"]) == (12, {"null_prompt": 1, "prompt_too_long": 1})
-    assert told["num_tokens"] == sum(map(len, rows))
+    report = measured(pipe, str(noisy), "--against", str(base), "--data", str(path), "--max-tokens", str(NUM_OUTPUTS))
+    first, second = report["models"]
+    assert (report["num_rows"], report["left_out"]) == (12, {"null_prompt": 1, "prompt_too_long": 1})
+    assert report["num_tokens"] == sum(map(len, rows))
 
     models = {name: load_reference(folder) for name, folder in (("base", base), ("noisy", noisy))}
     nats, kl, same_top, outputs = {"base": 0.0, "noisy": 0.0}, [], [], {"base": [], "noisy": []}
@@ -71,7 +71,7 @@ def test_every_figure_is_that_of_transformers(pipe, checkpoints, texts, monkeypa
             outputs[name].append(greedy_until_eos(model, ids))
         kl += (logs["base"].exp() * (logs["base"] - logs["noisy"])).sum(-1).tolist()
         same_top += (logs["base"].argmax(-1) == logs["noisy"].argmax(-1)).tolist()
-    predicted = told["num_tokens"] - len(rows)
+    predicted = report["num_tokens"] - len(rows)
     assert first["perplexity"] == pytest.approx(np.exp(nats["base"] / predicted), rel=TOLERANCE)
     assert second["perplexity"] == pytest.approx(np.exp(nats["noisy"] / predicted), rel=TOLERANCE)
     assert second["kl_mean"] == pytest.approx(np.mean(kl), rel=TOLERANCE)
@@ -98,15 +98,15 @@ def greedy_until_eos(model, ids: list[int]) -> list[int]:
     return out
 
 
-def test_a_model_is_no_distance_from_itself_and_its_own_answers_are_expected(pipe, checkpoints, texts, tmp_path):
+def test_a_model_has_no_distance_from_itself_and_its_own_answers_are_expected(pipe, checkpoints, texts, tmp_path):
     base, _ = checkpoints
     rows = texts[1]
     with Engine(EngineConfig(str(base), dtype="float32", max_num_seqs=16)) as engine:
         answers = [f" {c.text}\n" for c in engine.generate(rows, SamplingParams(max_tokens=5))]
     pq.write_table(pa.table({"text": rows, "right": [*answers[:-1], None]}), tmp_path / "rows.parquet")
-    told = measured(pipe, str(base), "--against", str(base), "--data", str(tmp_path / "rows.parquet"),
+    report = measured(pipe, str(base), "--against", str(base), "--data", str(tmp_path / "rows.parquet"),
                     "--expected", "right", "--max-tokens", "5", "--template", "{text}")  # fmt: skip
-    one, two = told["models"]
+    one, two = report["models"]
     assert two["kl_mean"] == pytest.approx(0, abs=1e-9)
     assert (two["top1"], two["same_outputs"]) == (1, 1)
     assert one["expected"] == two["expected"] == pytest.approx(11 / 12)
@@ -115,7 +115,7 @@ def test_a_model_is_no_distance_from_itself_and_its_own_answers_are_expected(pip
 
 @pytest.fixture
 def against_itself(pipe, checkpoints, texts):
-    """The figures of three rows by the reference, and by it in other forms."""
+    """Return a function that measures three rows by the reference and by another form of it."""
     base = str(checkpoints[0])
     common = ["--against", base, "--data", str(texts[0]), "--limit", "3", "--max-tokens", "2"]
     return base, lambda *options: measured(pipe, *common, *options)["models"]
@@ -131,7 +131,7 @@ def test_the_reference_is_measured_quantized_on_load_too(pipe, against_itself, t
     assert (code, "name it with --against" in err) == (2, True)
 
 
-def test_activations_in_fp8_are_the_models_and_not_the_references(pipe, against_itself, texts):
+def test_activations_in_fp8_are_used_by_the_model_and_not_by_the_reference(pipe, against_itself, texts):
     base, models = against_itself
     plain, rounded = (models("--quantization", "int4-rtn", *more) for more in ([], ["--activation-dtype", "fp8"]))
     assert rounded[0]["weights"] == "dense"
@@ -153,7 +153,7 @@ def test_the_reference_is_measured_with_a_cache_in_8_bits_too(pipe, against_itse
     assert (code, "name that with --against" in err) == (2, True)
 
 
-def test_a_job_says_what_is_asked_and_a_table_shows_it(pipe, checkpoints, texts, tmp_path):
+def test_prompts_and_settings_come_from_a_job_and_a_table_shows_the_figures(pipe, checkpoints, texts, tmp_path):
     (tmp_path / "job.yaml").write_text(
         f"input: {{path: {texts[0]}}}\nprompt: {{template: 'Say {{text}}'}}\nmodel: {{path: {checkpoints[0]}}}\n"
         "sampling: {max_tokens: 3}\noutput: {path: nowhere}\n"
@@ -175,7 +175,7 @@ def test_a_job_says_what_is_asked_and_a_table_shows_it(pipe, checkpoints, texts,
     (["OTHER", "--against", "MODEL", "--data", "DATA"], "its tokens differ from those of"),
     (["WIDER", "--against", "MODEL", "--data", "DATA"], "a vocabulary of 328, not 320"),
 ])  # fmt: skip
-def test_what_cannot_be_measured_is_refused_with_the_reason(pipe, checkpoints, texts, tmp_path, arguments, message):
+def test_impossible_measurements_are_refused_with_the_reason(pipe, checkpoints, texts, tmp_path, arguments, message):
     if "OTHER" in arguments:
         make_family(tmp_path / "other", FAMILIES[0], 1)
         config = tmp_path / "other" / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""Ad hoc prompts: what is read, what is sent, the order and form of what comes back."""
+"""Ad hoc prompts: forms of the input, the prompts that are sent, order and form of the answers."""
 
 import gzip
 import io
@@ -27,7 +27,7 @@ from tests.job.fake_engine import FakeTokenizer
 
 
 class Echo:
-    """An engine that answers with the prompt, last one first."""
+    """Engine that answers with the prompt, last one first."""
 
     seen: list[EngineConfig] = []  # noqa: RUF012
 
@@ -50,7 +50,7 @@ class Echo:
 
 @pytest.fixture
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe):
-    """`pipeline generate` in this process, over the echo engine."""
+    """Return a function that runs `pipeline generate` in this process with the echo engine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pipeline.engine.engine.Engine", Echo)
     return lambda *arguments, stdin=b"": pipe("generate", *arguments, stdin=stdin)
@@ -63,7 +63,7 @@ def rows_of(out: str) -> list[dict]:
 
 @pytest.fixture
 def rows(pipe):
-    """What --json prints, of a command that succeeds."""
+    """Return a function that returns the output of --json for a successful command."""
 
     def printed(*arguments, stdin: bytes = b"") -> list[dict]:
         code, out, err = pipe(*arguments, "--json", stdin=stdin)
@@ -73,7 +73,7 @@ def rows(pipe):
     return printed
 
 
-def test_lines_of_text_come_back_in_order_with_their_line_numbers(pipe, rows, tmp_path):
+def test_answers_to_lines_of_text_are_in_order_with_line_numbers(pipe, rows, tmp_path):
     (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo {x} <|im_end|>\nthree")
     found = [(r["source_file"], r["source_line"], r["generated_text"]) for r in rows("--input", "p.txt")]
     assert found == [("p.txt", 1, "one|256"), ("p.txt", 3, "two {x} <|im_end|>|256"), ("p.txt", 4, "three|256")]
@@ -83,7 +83,7 @@ def test_lines_of_text_come_back_in_order_with_their_line_numbers(pipe, rows, tm
     assert "3 prompts; " in err
 
 
-def test_text_output_is_readable_and_commands_no_terminal(pipe, tmp_path):
+def test_text_output_is_readable_and_controls_no_terminal(pipe, tmp_path):
     (tmp_path / "p.txt").write_text("red \x1b[31m\n" + "long " * 100)
     code, out, _ = pipe("--input", "p.txt")
     assert code == 0
@@ -91,16 +91,16 @@ def test_text_output_is_readable_and_commands_no_terminal(pipe, tmp_path):
     assert "\x1b" not in out
 
 
-def test_all_chats_are_told_one_date_that_of_the_start_or_the_given_one(rows, tmp_path, monkeypatch):
+def test_all_chats_receive_one_date_that_of_the_start_or_the_given_one(rows, tmp_path, monkeypatch):
     clock = (datetime(2026, 11, 23, 23, 59, 59) + timedelta(seconds=n) for n in count())
     monkeypatch.setattr("pipeline.generate.inference.wall_time", lambda: next(clock))
     monkeypatch.setattr(FakeTokenizer, "encode_chat", lambda self, *chat: list(str(chat[-1]).encode()))
     (tmp_path / "p.txt").write_text("one\ntwo\n")
-    for given, told in (
+    for given, expected in (
         ([], "2026-11-23 23:59:59|256"),
         (["--set", "prompt.chat.date=2024-02-29"], "2024-02-29 00:00:00|256"),
     ):
-        assert [row["generated_text"] for row in rows("--input", "p.txt", "--chat", *given)] == [told] * 2
+        assert [row["generated_text"] for row in rows("--input", "p.txt", "--chat", *given)] == [expected] * 2
 
 
 @pytest.mark.parametrize("arguments", [["--input", "-"], []])
@@ -108,11 +108,11 @@ def test_standard_input_is_lines_or_objects(rows, arguments):
     assert [r["generated_text"] for r in rows(*arguments, stdin=b"a\nb\n")] == ["a|256", "b|256"]
     lines = b'{"id": 1, "text": "a"}\n\n{"id": 2, "text": "b", "n": 5}\n'
     found = rows(*arguments, "--prompt", "Sum: {text}", stdin=lines)
-    told = [(r["id"], r["generated_text"], r["source_line"]) for r in found]
-    assert told == [(1, "Sum: a|256", 1), (2, "Sum: b|256", 3)]
+    answers = [(r["id"], r["generated_text"], r["source_line"]) for r in found]
+    assert answers == [(1, "Sum: a|256", 1), (2, "Sum: b|256", 3)]
 
 
-def test_a_prompt_alone_is_sent_as_it_is_and_a_system_prompt_makes_it_a_chat(rows):
+def test_a_prompt_is_sent_unchanged_and_a_system_prompt_makes_it_a_chat(rows):
     assert rows("-p", "a {{ b }", "--max-tokens", "7")[0]["generated_text"] == "a {{ b }|7"
     assert rows("--prompt", "hi", "--system", "Be brief.")[0]["generated_text"] == "[Be brief.]<user>hi|256"
 
@@ -128,7 +128,7 @@ def test_the_key_that_is_sent_without_a_template(rows):
         assert rows(stdin=json.dumps(line).encode())[0]["generated_text"] == f"{expected}|256"
 
 
-def test_samples_stand_in_lists_and_one_after_the_other_for_people(pipe, rows, tmp_path):
+def test_samples_are_lists_in_json_and_sections_in_text(pipe, rows, tmp_path):
     flags = ("--prompt", "why", "--n", "2", "--temperature", "1")
     (row,) = rows(*flags)
     assert (row["generated_text"], row["finish_reason"]) == (["why|256", "b"], ["stop", "stop"])
@@ -144,7 +144,9 @@ def test_samples_stand_in_lists_and_one_after_the_other_for_people(pipe, rows, t
     assert (code, "output.samples: rows is supported only in jobs" in refused) == (2, True)
 
 
-def test_reasoning_is_told_apart_for_people_and_files(pipe, rows, tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_reasoning_is_separated_from_the_answer_in_text_and_files(
+    pipe, rows, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
     def stream(self, requests):
         for r in requests:
             done = Completion(r.row_id, [1, 2, 3], "so it is", "stop", 1)
@@ -164,7 +166,7 @@ def test_reasoning_is_told_apart_for_people_and_files(pipe, rows, tmp_path, monk
     assert "has no known start-of-reasoning token" in refused
 
 
-def test_what_is_no_number_in_json_is_none(rows):
+def test_numbers_that_json_cannot_hold_are_null(rows):
     (row,) = rows(stdin=b'{"prompt": "a", "score": NaN, "far": [1.5, Infinity]}')
     assert (row["score"], row["far"]) == (None, [1.5, None])
 
@@ -193,7 +195,7 @@ def test_chat_without_a_template_is_refused_before_weights_are_read(pipe, tmp_pa
     assert pipe("--prompt", "hi", "--model", "./plain")[0] == 0
 
 
-def test_a_prompt_that_fails_stops_no_other(pipe, tmp_path):
+def test_a_failing_prompt_stops_no_other(pipe, tmp_path):
     (tmp_path / "p.jsonl").write_bytes(
         b'{"prompt": null}\n{"prompt": ""}\n{"prompt": "half \\ud83d"}\n{"prompt": "fine"}\n{"other": 1}\n'
     )
@@ -224,7 +226,7 @@ def test_values_of_mixed_types_and_result_names_in_the_input(pipe, tmp_path):
     assert table.column("source_file").to_pylist() == ["p.jsonl"] * 2
 
 
-def test_output_is_written_whole_and_never_over_another(pipe, tmp_path):
+def test_output_is_complete_and_never_overwrites_a_file(pipe, tmp_path):
     code, out, err = pipe("--output", "o.jsonl", stdin=b"a\nb\n")
     assert (code, out) == (0, ""), err
     first = (tmp_path / "o.jsonl").read_bytes()
@@ -241,7 +243,7 @@ def test_output_is_written_whole_and_never_over_another(pipe, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["o.jsonl"], "no temporary file is left"
 
 
-def test_a_file_that_comes_into_being_meanwhile_is_kept(tmp_path):
+def test_a_file_created_during_the_run_is_kept(tmp_path):
     saved = Saved(str(tmp_path / "o.jsonl"), overwrite=False)
     (tmp_path / "o.jsonl").write_text("mine")
     with pytest.raises(OutputError, match="nothing was replaced"):
@@ -249,7 +251,7 @@ def test_a_file_that_comes_into_being_meanwhile_is_kept(tmp_path):
     assert [p.read_text() for p in tmp_path.iterdir()] == ["mine"]
 
 
-def test_compressed_lines_are_prompts_and_many_files_a_job(rows, pipe, tmp_path):
+def test_compressed_lines_are_prompts_and_several_files_are_a_job(rows, pipe, tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n'))
     (tmp_path / "t.txt.zst").write_bytes(pa.compress(b"c\n", codec="zstd", asbytes=True))
     assert [row["generated_text"] for row in rows("--input", "a.jsonl.gz")] == ["a|256", "b|256"]
@@ -280,7 +282,7 @@ def test_compressed_lines_are_prompts_and_many_files_a_job(rows, pipe, tmp_path)
         (["--input", "d", "--output", "out", "--overwrite"], b"", "never overwritten"),
     ],
 )
-def test_what_is_wrong_is_said_at_once(pipe, tmp_path, arguments, stdin, expected):
+def test_mistakes_are_reported_at_once(pipe, tmp_path, arguments, stdin, expected):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n[1]\n')
     (tmp_path / "d").mkdir()
     code, out, err = pipe(*arguments, stdin=stdin)
@@ -288,7 +290,7 @@ def test_what_is_wrong_is_said_at_once(pipe, tmp_path, arguments, stdin, expecte
     assert expected in err
 
 
-def test_a_terminal_is_not_waited_for(monkeypatch):
+def test_a_terminal_as_standard_input_is_refused(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -324,7 +326,7 @@ def test_parquet_is_a_job(pipe, tmp_path, monkeypatch):
 
 
 def test_three_prompts_in_one_line_with_the_embedded_model(tmp_path):
-    """As a person would, in a process of its own."""
+    """The console script runs in a new process, as for a user."""
     (tmp_path / "prompts.txt").write_text("one\ntwo\nthree\n")
     script = Path(sys.executable).with_name("pipeline")
     done = subprocess.run(
@@ -337,12 +339,12 @@ def test_three_prompts_in_one_line_with_the_embedded_model(tmp_path):
     assert "loading demo:target-awq" in done.stderr
 
 
-def test_answers_are_held_to_a_form_by_flags(pipe, rows, monkeypatch: pytest.MonkeyPatch):
-    def told(self, requests):
+def test_flags_set_the_form_of_answers(pipe, rows, monkeypatch: pytest.MonkeyPatch):
+    def echo_form(self, requests):
         for r in requests:
             yield Completion(r.row_id, [1], json.dumps(r.params.structured_outputs.to_dict()), "stop", 1)
 
-    monkeypatch.setattr(Echo, "stream", told)
+    monkeypatch.setattr(Echo, "stream", echo_form)
     Path("s.json").write_text('{"type": "integer"}')
     for flags, form in [
         (("--choice", "yes", "--choice", "no"), {"choice": ["yes", "no"]}),

@@ -1,4 +1,4 @@
-"""What is in infra/, as far as it can be checked without Docker, Kubernetes and AWS: pins, rights, keys and times agree
+"""Files of infra/, as far as they can be checked without Docker, Kubernetes and AWS: pins, rights, keys and times agree
 with the code."""
 
 import json
@@ -40,7 +40,7 @@ POLICY = json.loads((INFRA / "s3" / "policy.json").read_text())
 
 
 def instructions(image: str) -> list[tuple[str, str]]:
-    """A Dockerfile's instructions, a line each, and what they are given."""
+    """Return the instructions of a Dockerfile, one per line, with their arguments."""
     text = (INFRA / "docker" / f"Dockerfile.{image}").read_text()
     lines = "\n".join(line for line in text.splitlines() if not line.startswith("#")).replace("\\\n", " ").splitlines()
     return [(word, " ".join(rest.split())) for word, _, rest in (line.partition(" ") for line in lines if line.strip())]
@@ -78,11 +78,11 @@ def test_images_are_pinned_and_run_as_an_ordinary_user(image):
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_images_have_what_kuberay_calls(image):
+def test_images_have_the_commands_that_kuberay_calls(image):
     packages = next(run for run in given(image, "RUN") if "apt-get install" in run)
     assert {"bash", "wget", "tini"} <= set(packages.split())
     assert any('"ray[default]"' in run for run in given(image, "RUN"))
-    # a login shell forgets PATH
+    # a login shell resets PATH
     assert any("/opt/venv/bin" in run and "/etc/profile.d/" in run for run in given(image, "RUN"))
     environment = " ".join(given(image, "ENV"))
     made = next(run for run in given(image, "RUN") if "useradd" in run)
@@ -93,7 +93,7 @@ def test_images_have_what_kuberay_calls(image):
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_images_are_made_of_files_that_are_there_and_let_in(image):
+def test_images_copy_files_that_exist_and_are_not_ignored(image):
     ignore = (INFRA / "docker" / f"Dockerfile.{image}.dockerignore").read_text().splitlines()
     assert "*" in ignore
     allowed = {line[1:] for line in ignore if line.startswith("!")}
@@ -128,7 +128,7 @@ def test_every_dependency_is_pinned_within_its_bounds():
         except PackageNotFoundError:
             continue  # of ray[default]: not needed on one machine
         if here.version.partition("+")[0] != pinned[name]:
-            continue  # another version may need other things
+            continue  # another version may need other packages
         for needed in map(Requirement, here.requires or ()):
             extras = [{"extra": extra} for extra in ("", *wanted.extras)]
             if needed.marker is None or any(map(needed.marker.evaluate, extras)):
@@ -136,9 +136,9 @@ def test_every_dependency_is_pinned_within_its_bounds():
     assert ONCE[-1]["spec"]["rayClusterSpec"]["rayVersion"] == pinned["ray"]
 
 
-# --- the rights on S3
+# --- rights on S3
 
-RIGHTS = {  # which right S3 asks for
+RIGHTS = {  # the right that each operation needs
     "HeadObject": "s3:GetObject",
     "GetObject": "s3:GetObject",
     "PutObject": "s3:PutObject",
@@ -154,7 +154,7 @@ def listed(value: str | list[str]) -> list[str]:
 
 
 def allows(right: str, resource: str, prefix: str | None = None) -> bool:
-    """Whether the policy does. `prefix`: what is listed."""
+    """Return True if the policy allows it. `prefix`: the listed prefix."""
     for statement in POLICY["Statement"]:
         prefixes = statement.get("Condition", {"StringLike": {"s3:prefix": ["*"]}})["StringLike"]["s3:prefix"]
         if (
@@ -169,8 +169,8 @@ def allows(right: str, resource: str, prefix: str | None = None) -> bool:
 
 @pytest.fixture
 def under_policy(monkeypatch):
-    """A bucket whose requests, from here on, are refused where the policy does not allow them; gives the bucket,
-    the rights that were used and what was refused."""
+    """Yield a bucket that refuses requests which the policy does not allow, the set of used rights, and the set of
+    refused ones."""
     used: set[tuple[str, str]] = set()
     refused: set[tuple[str, str]] = set()
     call = AioBaseClient._make_api_call
@@ -190,7 +190,7 @@ def under_policy(monkeypatch):
         try:
             return await call(self, operation, parameters)
         except ClientError as error:
-            # only who may list learns that a key is not there
+            # only a user with the right to list gets 404 for a missing key
             missing = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 404
             if missing and not allows("s3:ListBucket", parameters["Bucket"], key):
                 refused.add(("s3:ListBucket", key))
@@ -203,7 +203,7 @@ def under_policy(monkeypatch):
         yield Bucket(BUCKET, store.bucket.storage, store.bucket.client), used, refused
 
 
-def test_the_policy_is_enough_for_input_output_and_model_and_no_more(under_policy):
+def test_the_policy_allows_input_output_and_model_and_no_more(under_policy):
     bucket, used, refused = under_policy
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"text": ["a", "b"]}), sink)
@@ -235,18 +235,18 @@ def test_the_policy_is_enough_for_input_output_and_model_and_no_more(under_polic
     assert store.folder.names("_pipeline") == ["job.json"]
     assert store.totals().rows == 50
 
-    # of an empty folder s3fs looks into the one above, and does without it
+    # s3fs tries to list the parent of an empty folder, and works without it
     assert refused <= {("s3:ListBucket", "output/")}
     granted = set()
     for statement in POLICY["Statement"]:
-        places = [resource.removeprefix(f"{ARN}{BUCKET}/") for resource in listed(statement["Resource"])]
+        prefixes = [resource.removeprefix(f"{ARN}{BUCKET}/") for resource in listed(statement["Resource"])]
         if "Condition" in statement:
-            places = statement["Condition"]["StringLike"]["s3:prefix"]
-        granted |= {(right, place.split("/")[0]) for right in listed(statement["Action"]) for place in places}
+            prefixes = statement["Condition"]["StringLike"]["s3:prefix"]
+        granted |= {(right, prefix.split("/")[0]) for right in listed(statement["Action"]) for prefix in prefixes}
     assert granted == used
 
 
-def test_the_policy_names_what_it_gives():
+def test_the_policy_names_every_right_and_resource():
     for statement in POLICY["Statement"]:
         assert statement["Effect"] == "Allow"
         assert not any("*" in right for right in listed(statement["Action"]))
@@ -257,7 +257,7 @@ def test_the_policy_names_what_it_gives():
     assert not allows("s3:ListBucket", BUCKET, "")
 
 
-# --- the manifests, of which tests/cluster/test_manifests.py has the rest
+# --- manifests; the other tests of manifests are in tests/cluster/test_manifests.py
 
 
 def test_manifests_fit_the_image_the_policy_and_the_account():
@@ -282,7 +282,7 @@ def test_manifests_fit_the_image_the_policy_and_the_account():
 # --- clusters on machines
 
 
-def test_ray_takes_the_cluster_of_ray_up():
+def test_ray_accepts_the_cluster_of_ray_up():
     cluster = yaml.safe_load((INFRA / "ray" / "cluster.yaml").read_text())
     validate_config(fillout_defaults(cluster))
     head, engine = (cluster["available_node_types"][name] for name in (cluster["head_node_type"], "engine"))
@@ -300,12 +300,12 @@ def scripts():
 
 @pytest.mark.parametrize("name", ["sky", "slurm"])
 @pytest.mark.parametrize("code", [0, 75])
-def test_scripts_start_ray_run_the_job_and_pass_its_code_on(name, code, tmp_path):
-    """With stand-ins for Ray, Slurm and this program that write down how they were called."""
+def test_scripts_start_ray_run_the_job_and_return_its_exit_code(name, code, tmp_path):
+    """The test replaces Ray, Slurm and `pipeline` by scripts that record their arguments."""
     for word in ("ray", "srun", "scontrol", "sleep", "pipeline"):
         tool = tmp_path / word
-        says = "echo node1; echo node2" if word == "scontrol" else f"exit {code}" if word == "pipeline" else ":"
-        tool.write_text(f'#!/bin/sh\necho "{word} $*" >> {tmp_path}/calls\n{says}\n')
+        body = "echo node1; echo node2" if word == "scontrol" else f"exit {code}" if word == "pipeline" else ":"
+        tool.write_text(f'#!/bin/sh\necho "{word} $*" >> {tmp_path}/calls\n{body}\n')
         tool.chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SKYPILOT_NODE_IPS": "node1\nnode2", "SKYPILOT_NODE_RANK": "0",
            "SKYPILOT_NUM_NODES": "2", "JOB": "my job.yaml", "OUTPUT": "s3://b/o", "SLURM_JOB_ID": "7",

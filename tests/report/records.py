@@ -1,4 +1,4 @@
-"""Records of runs, and the report over them, as tests of reports make them."""
+"""Records of runs and the report over them, for the tests of reports."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def run(usd: float | None = 1.0, outcome="finished", **phases: int) -> RunRecord
 
 
 def delivering(run: RunRecord) -> RunRecord:
-    """All that its engines generated is in parts."""
+    """Return the run with everything that its engines generated in parts."""
     return replace(run, actors=[replace(actor, delivered_tokens=actor.computed) for actor in run.actors])
 
 
@@ -30,5 +30,5 @@ def actor(number: int = 0, generated: int = 0, prompt: int = 0, **fields) -> Act
 
 
 def ended(outcome: str, *actors: ActorRecord, usd: float | None = 3.6, **fields) -> RunRecord:
-    """3.6 dollars an hour are a millionth of a dollar for a millisecond."""
+    """Return a run with an outcome. At $3.6 per hour, a millisecond costs a millionth of a dollar."""
     return RunRecord("r", "", outcome, actors=list(actors), hourly_usd=usd, **fields)

@@ -1,4 +1,4 @@
-"""The report: phases sum exactly, every dollar goes somewhere once, and no price is never zero."""
+"""Report of a job: phases sum exactly, every dollar is counted once, and a missing price is not zero."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ AN_HOUR = delivering(run(prefill=HOUR // 4, decode=HOUR // 2, load=HOUR // 8, id
 
 
 def test_the_cost_of_an_hour_by_hand():
-    """One hour at $1: 15 min prefill, 30 min decode, 15 min of the rest, which follows 1 : 2."""
+    """One hour at $1 has 15 min of prefill, 30 min of decode, and 15 min of the rest, which divides 1 : 2."""
     cost = report(AN_HOUR, num_cached_tokens=0).cost
     assert cost.total_usd == pytest.approx(1.0)
     assert cost.prompt_usd == pytest.approx(1 / 3)
@@ -38,8 +38,8 @@ def test_the_cost_of_an_hour_by_hand():
     assert cost.per_row_usd == pytest.approx(1 / 180)
 
 
-def test_tokens_that_were_refused_or_cached_make_no_token_cheaper():
-    """The hour again, in which 2 million of 6 million prompt tokens were computed; 200 million were refused."""
+def test_refused_or_cached_tokens_make_no_token_cheaper():
+    """The same hour computes 2 million of 6 million prompt tokens, and refuses 200 million."""
     counts = {"num_input_tokens": 6_000_000, "num_cached_tokens": 4_000_000, "num_error_input_tokens": 200_000_000}
     built = report(AN_HOUR, **counts)
     assert built.cost.per_1m_prompt_usd == pytest.approx(1 / 3 / 2)
@@ -73,7 +73,7 @@ def test_every_microsecond_and_every_dollar_once(runs, tokens_in: int, tokens_ou
         assert cost.prompt_usd + cost.generated_usd == pytest.approx(cost.total_usd)
 
 
-def test_no_price_is_null_and_said():
+def test_a_missing_price_is_null_and_shown_as_unpriced():
     built = report(run(None, decode=5))
     assert built.cost.total_usd is None
     assert built.to_json()["cost"]["per_row_usd"] is None
@@ -88,7 +88,7 @@ def test_one_unpriced_run_leaves_the_job_unpriced_unless_it_used_nothing():
     assert report(run(1.0, decode=HOUR), run(None)).cost.total_usd == pytest.approx(1.0)
 
 
-def test_nothing_to_divide_by_is_not_a_price_of_zero():
+def test_without_tokens_and_rows_their_price_is_null():
     runs = [run(1.0, load=HOUR)]
     cost = allocate(runs, accounted(runs, [LostTime()]), Tokens(0, 0, 0), rows=0)
     assert cost.total_usd == pytest.approx(1.0)
@@ -105,7 +105,7 @@ def test_rows_errors_and_lost_work():
     assert built.work.wasted_is_lower_bound
     assert built.work.mean_batch_size == 2.5
     assert not report(delivering(run(decode=5)), delivering(run(decode=5))).work.wasted_is_lower_bound
-    # the output holds more than the records know of: a killed run wrote parts after its last record
+    # the output has more than the records: a killed run wrote parts after its last record
     assert report(delivering(run(decode=5))).work.wasted_generated_tokens == 0
     assert report(delivering(run(decode=5))).work.wasted_is_lower_bound
 
@@ -118,16 +118,16 @@ def test_a_job_without_runs():
     assert markdown(built)
 
 
-def test_what_people_read():
+def test_text_and_markdown_show_the_figures():
     killed = delivering(run(outcome="killed", prefill=HOUR // 4, decode=HOUR * 3 // 4))
     built = report(killed, delivering(run(decode=HOUR)), num_generated_tokens=600_000)
     shown, page = text(built), markdown(built)
-    for told in (shown, page):
-        assert "180 of 200: 178 completed, 2 errors" in told
+    for rendered in (shown, page):
+        assert "180 of 200: 178 completed, 2 errors" in rendered
         for expected in ("2,000,000 in (1,999,500 computed, 500 from cache), 600,000 out", "prompt_too_long", "87.5%"):
-            assert expected in told
-        assert "█" * 21 in told
-        assert "killed" in told
+            assert expected in rendered
+        assert "█" * 21 in rendered
+        assert "killed" in rendered
     assert "| total | 2 h |" in page
     assert all(len(line) <= 80 for line in text(built, 80).splitlines()), "fits a terminal"
 
@@ -153,7 +153,7 @@ def test_a_section_is_declared_once_and_shown_in_every_form():
             assert (f"    {note}" in shown.splitlines()) is section.on_terminal
 
 
-def test_data_is_neither_markdown_nor_html_on_the_page():
+def test_data_is_escaped_in_markdown():
     evil = ErrorExample("a|b\\|[x](y)`.parquet", 1, "<img src=x>\x1b[2J\u202e\n# head")
     run_of = replace(
         run(outcome="failed"),
@@ -171,7 +171,7 @@ def test_data_is_neither_markdown_nor_html_on_the_page():
 
 
 def test_a_long_message_is_wrapped_and_not_cut():
-    """It says at its end what would have fit."""
+    """The end of the message names what would have fit."""
     message = "the prompt has 200032 tokens; with max_model_len = 1024 at most 1023 fit with one generated token"
     stats = RowStats(errors={"prompt_too_long": (ErrorExample("in/a-long-name.parquet", 7, message),)})
     built = report(replace(run(), row_stats=stats))
@@ -181,7 +181,7 @@ def test_a_long_message_is_wrapped_and_not_cut():
     assert set(message.split()) <= set(folded.split())
 
 
-# -- what rows were like
+# -- row statistics
 
 
 def with_stats() -> RunRecord:
@@ -195,7 +195,7 @@ def with_stats() -> RunRecord:
     return replace(delivering(run(prefill=100, decode=300, load=1)), row_stats=stats)
 
 
-def test_time_by_length_is_all_of_the_machine_time():
+def test_time_by_length_sums_to_the_machine_time():
     """100 us of prefill and 300 of decode divide 401 us 1 : 3, then by tokens 900 : 9000 and 300 : 100."""
     built = report(with_stats())
     assert sum(length.machine_us for length in built.lengths) == built.machine_us == 401
@@ -204,7 +204,8 @@ def test_time_by_length_is_all_of_the_machine_time():
 
 
 def test_error_rows_cost_what_was_computed_for_them():
-    """200 of 1,000 computed prompt tokens and 100 of 500 generated ones; finding the row that killed engines beside."""
+    """The rows cost 200 of 1,000 computed prompt tokens and 100 of 500 generated ones, and the search for the row that
+    killed engines."""
     stats = RowStats(lost={"non_finite_logits": Computed(200, 100)})
     worker = actor(0, prompt=1000, generated=500, delivered_tokens=Computed(800, 400), restarts=3, restart_us=70,
                    phases={"startup": 40, "load": 60, "prefill": 500, "decode": 5000})  # fmt: skip
@@ -218,7 +219,7 @@ def test_error_rows_cost_what_was_computed_for_them():
     assert "\n    non_finite_logits     2              300" in text(built)
 
 
-def test_latency_lengths_and_examples_are_of_all_runs_and_shown():
+def test_latency_lengths_and_examples_of_all_runs_are_shown():
     built = report(with_stats(), with_stats(), error_rows={"null_prompt": 5})
     assert built.latency["first_token_us"].rows == 20
     assert built.lengths[0].completed == LengthBucket(180, 2000, 200, 600)

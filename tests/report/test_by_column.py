@@ -1,4 +1,4 @@
-"""`report --by`: kept columns hold whatever the input held."""
+"""`report --by`: kept columns may hold any value of the input."""
 
 import pyarrow as pa
 import pytest
@@ -15,9 +15,9 @@ DAYS = pa.array([10**8, 0, 0, None], pa.int32())  # days from 1970 on
     (NOT_UTF8, ["\ufffd", "a", "(null)"]),
     (DAYS.cast(pa.date32()), ["<value out of range: 100000000>", "1970-01-01", "(null)"]),
 ])  # fmt: skip
-def test_values_that_python_does_not_have_are_named_all_the_same(column: pa.Array, names: list[str]) -> None:
+def test_values_out_of_pythons_range_are_named_too(column: pa.Array, names: list[str]) -> None:
     count = pa.array([1] * 4, pa.int32())
-    tokens = {f"num_{what}_tokens": count for what in ("input", "cached", "generated")}
+    tokens = {f"num_{kind}_tokens": count for kind in ("input", "cached", "generated")}
     part = pa.table({"c": column, "error": pa.nulls(4, pa.string()), **tokens})
     found = by_column(report(delivering(run())), "c", [part], max_groups=9)
     assert {group.value: group.rows for group in found.groups} == dict(zip(names, [1, 2, 1]))

@@ -1,4 +1,4 @@
-"""What faults cost: work that was lost or done again, and its price."""
+"""Cost of faults: lost and repeated work, and its price."""
 
 from dataclasses import replace
 
@@ -16,16 +16,15 @@ def faults(*runs: RunRecord, delivered: int) -> dict:
     return {f.kind: f for f in report(*runs, num_generated_tokens=delivered).faults}
 
 
-def test_what_a_killed_run_lost_is_not_hidden_by_what_others_delivered():
-    """The first run had 700 tokens of its 1,000 in parts. The second delivered 500 and, as it wrote a part after its
-    last record, 200 more that no record knows: in sum as much is delivered as was computed in both."""
+def test_tokens_that_other_runs_delivered_do_not_hide_those_that_a_killed_run_lost():
+    """The first run has 700 of its 1,000 tokens in parts, the second all of its 500: 300 are lost."""
     killed = ended("killed", actor(generated=1000, delivered_tokens=Computed(0, 700)))
     finished = ended("finished", actor(generated=500, delivered_tokens=Computed(0, 500)))
     work = report(killed, finished, num_generated_tokens=1200).work
     assert (work.wasted_generated_tokens, work.wasted_is_lower_bound, work.unrecorded_tokens) == (300, True, 0)
 
 
-def test_tokens_that_a_killed_run_delivered_unseen_are_not_lost():
+def test_tokens_that_a_killed_run_delivered_after_its_last_record_are_not_lost():
     killed = ended("killed", actor(generated=1000, prompt=100, delivered_tokens=Computed(40, 700)))
     finished = ended("finished", actor(generated=500, delivered_tokens=Computed(0, 500)))
     work = report(killed, finished, num_generated_tokens=1300).work
@@ -35,7 +34,7 @@ def test_tokens_that_a_killed_run_delivered_unseen_are_not_lost():
 
 
 def test_the_cost_of_a_kill_is_the_lost_work_and_the_next_start():
-    """Of 1,000 tokens, 100 s of decoding, 400 were lost; of 500 prompt tokens, 10 s, 250."""
+    """The run lost 400 of 1,000 tokens (100 s of decoding), and 250 of 500 prompt tokens (10 s)."""
     killed = ended(
         "killed",
         actor(generated=1000, prompt=500, delivered_tokens=Computed(250, 600), units_in_progress=2,
@@ -90,7 +89,7 @@ def test_each_fault_inside_a_run_has_its_own_figures():
         "storage_retried": (5, Computed(), 0, 0),
     }
     assert built.work.wasted_generated_tokens == 40 + 200 + 100
-    lost_decode_us = 400 + 400 + 200  # of the actor that was lost, of rows that died, of the doubled unit
+    lost_decode_us = 400 + 400 + 200  # the lost actor, the failed rows, the unit that ran twice
     assert built.phases_us == no_phases() | {
         "startup": 20, "load": 60, "prefill": 400 - 100, "decode": 3000 - lost_decode_us,
         "wasted": 60 + 30 + 100 + lost_decode_us,
@@ -113,16 +112,16 @@ def test_parts_removed_by_hand_are_lost_work():
     again = ended("finished", actor(generated=30, delivered_tokens=Computed(0, 30), phases={"decode": 300}))
     (fault,) = report(first, again, num_generated_tokens=100).faults
     assert (fault.kind, fault.tokens, fault.machine_us) == ("part_removed", Computed(0, 30), 300)
-    goes_on = replace(again, outcome="running")
-    assert faults(first, goes_on, delivered=100) == {}  # its last part is not counted yet
+    live = replace(again, outcome="running")
+    assert faults(first, live, delivered=100) == {}  # its last part is not counted yet
 
 
-def test_a_run_that_goes_on_has_lost_nothing_yet():
-    goes_on = ended("running", actor(generated=100, delivered_tokens=Computed(0, 40), units_in_progress=2))
-    assert faults(goes_on, delivered=40) == {}
-    assert report(goes_on).work.units_restarted == 0
-    after = faults(goes_on, ended("finished", actor()), delivered=40)
-    assert after["run_killed"].tokens == Computed(0, 60)  # another has run since: it is gone
+def test_a_live_run_has_lost_nothing_yet():
+    live = ended("running", actor(generated=100, delivered_tokens=Computed(0, 40), units_in_progress=2))
+    assert faults(live, delivered=40) == {}
+    assert report(live).work.units_restarted == 0
+    after = faults(live, ended("finished", actor()), delivered=40)
+    assert after["run_killed"].tokens == Computed(0, 60)  # another run followed, so this one was killed
 
 
 def test_faults_of_unpriced_runs_have_no_price():

@@ -1,4 +1,4 @@
-"""The report as a page: whole, self-contained, with its charts, and data only as text."""
+"""Report as an HTML page: complete, self-contained, with its charts, and data only as text."""
 
 import re
 import shutil
@@ -45,7 +45,7 @@ def a_report(name: str = "summaries", num_actors: int = 2, hourly_usd: float | N
 
 
 class Page(HTMLParser):
-    """What a browser sees of it: texts, tags, and that each is closed."""
+    """Parser that collects texts and tags like a browser, and checks that each tag is closed."""
 
     VOID = frozenset({"meta", "path"})
 
@@ -80,10 +80,10 @@ def hostile() -> Page:
     return Page(html(a_report(HOSTILE)))
 
 
-def test_every_chart_is_there_once_and_every_tag_is_closed(hostile):
+def test_every_chart_occurs_once_and_every_tag_is_closed(hostile):
     assert set(hostile.ids) >= CHARTS
     assert hostile.tags.count("figure") == len(CHARTS)
-    assert hostile.tags.count("svg") == 4  # three curves over time and a histogram, the others are bars
+    assert hostile.tags.count("svg") == 4  # three curves over time and one histogram; the others are bars
     assert len(hostile.ids) == len(set(hostile.ids))
     assert hostile.open == []
 
@@ -97,10 +97,10 @@ def test_nothing_is_fetched_and_nothing_is_run(hostile):
 
 
 def test_names_and_messages_are_text(hostile):
-    said = " ".join(hostile.texts)
-    assert said.count("<script>alert(1)</script>") >= 6
-    assert "\x1b" not in said
-    assert "\u202e" not in said
+    shown = " ".join(hostile.texts)
+    assert shown.count("<script>alert(1)</script>") >= 6
+    assert "\x1b" not in shown
+    assert "\u202e" not in shown
 
 
 def test_each_picture_has_a_name_and_each_axis_a_label(hostile):
@@ -112,9 +112,11 @@ def test_each_picture_has_a_name_and_each_axis_a_label(hostile):
 
 def test_a_curve_fills_its_picture_and_a_bar_its_track():
     page = html(a_report())
-    places = [float(n) for d in re.findall(r'class="curve[^"]*" d="([^"]*)"', page) for n in re.findall(r"[\d.]+", d)]
-    assert min(places) >= 0
-    assert max(places) <= 360
+    coordinates = [
+        float(n) for d in re.findall(r'class="curve[^"]*" d="([^"]*)"', page) for n in re.findall(r"[\d.]+", d)
+    ]
+    assert min(coordinates) >= 0
+    assert max(coordinates) <= 360
     for style in re.findall(r'<i style="([^"]*)"', page):
         left, _, width = style.removeprefix("left:").rpartition("width:")
         assert float(left.rstrip("%;") or 0) + float(width.rstrip("%")) <= 100.02
@@ -126,7 +128,7 @@ def test_it_is_small_with_any_number_of_engines():
     assert "The 16 with the most time, of 300." in page
 
 
-def test_what_is_not_known_is_left_out():
+def test_charts_without_data_are_left_out():
     report = a_report(hourly_usd=None)
     assert "waterfall" not in Page(html(report)).ids
     bare = build_report("x", "f" * 64, [replace(report.runs[0], moments=[], row_stats=RowStats())], PartTotals(), 0)
@@ -138,21 +140,21 @@ def test_what_is_not_known_is_left_out():
 @pytest.mark.parametrize("width", [360, 1440])
 def test_a_browser_shows_it_without_an_error_and_no_wider_than_its_window(tmp_path, width):
     page = tmp_path / "report.html"
-    # no window of a headless browser is narrower than 500: the page's own width is set
+    # a headless browser's window is at least 500 wide, so set the width of the page
     probe = (
         f"<style>body {{width: {width}px}}</style><script>document.title = document.body.scrollWidth</script></body>"
     )
     page.write_text(html(a_report(HOSTILE)).replace("</body>", probe))
-    told = subprocess.run(
+    browser = subprocess.run(
         ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
          "--window-size=1440,900", f"file://{page}"],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert "CONSOLE" not in told.stderr
-    assert int(told.stdout.partition("<title>")[2].partition("<")[0]) <= width
+    assert "CONSOLE" not in browser.stderr
+    assert int(browser.stdout.partition("<title>")[2].partition("<")[0]) <= width
 
 
-def test_moments_are_few_and_even_however_long_a_run_is():
+def test_moments_are_few_and_evenly_spaced_in_a_run_of_any_length():
     moments = Moments()
     for second in range(10_000):
         moments.add(second * 10**6, [ActorRecord(0, stats={"generated_tokens": second})])
@@ -162,10 +164,10 @@ def test_moments_are_few_and_even_however_long_a_run_is():
     assert moments.recorded[-1].generated_tokens > 9800
 
 
-def test_a_stretch_is_what_grew_between_two_moments():
+def test_an_interval_is_the_growth_between_two_moments():
     before, now = Moment(10**6, 100, 10, 5, 50, 10**6, 2), Moment(3 * 10**6, 300, 50, 15, 150, 6 * 10**6, 2)
     (found,) = stretches([before, now], began_s=10.0)
     assert (found.from_s, found.to_s) == (11, 13)
     assert (found.prompt_per_s, found.generated_per_s) == (100, 20)
-    assert (found.running, found.kv_usage) == (20, 0.5)  # ten rows a step, in two engines
+    assert (found.running, found.kv_usage) == (20, 0.5)  # ten rows per step in each of two engines
     assert [s.prompt_per_s for s in stretches([now, replace(before, at_us=5 * 10**6)])] == [0]

@@ -1,4 +1,4 @@
-"""The figures of rows that were compared with a reference model, and when a drop is certain."""
+"""Quality figures of rows that were compared with a reference model, and the certainty of a drop."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ def answers(both: int = 0, served: int = 0, reference: int = 0, neither: int = 0
     return sum((QualityStats.of_row(1, 1, 0, True, *kind) for kind in kinds), QualityStats())
 
 
-def test_sums_are_the_same_in_any_order_and_come_back_from_json():
+def test_sums_do_not_depend_on_the_order_and_survive_json():
     parts = [rows([20, 18]), rows([3]), QualityStats(unmeasured={"too_long": 2}), answers(1, 1, 1, 1)]
     forth, back = sum(parts, QualityStats()), sum(reversed(parts), QualityStats())
     assert forth == back
@@ -32,8 +32,8 @@ def test_sums_are_the_same_in_any_order_and_come_back_from_json():
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1])
-def test_the_error_of_the_agreement_is_what_samples_of_rows_differ_by(spread):
-    """Rows differ in how well they agree and in length; many samples of 60 are taken."""
+def test_the_error_of_the_agreement_equals_the_spread_of_samples(spread):
+    """Rows differ in agreement and length; the test draws many samples of 60."""
     rng = np.random.default_rng(0)
 
     def sample() -> QualityStats:
@@ -48,7 +48,7 @@ def test_the_error_of_the_agreement_is_what_samples_of_rows_differ_by(spread):
     assert np.mean([s.agreement_error for s in samples]) == pytest.approx(deviation, rel=0.15)
 
 
-def test_an_alarm_is_raised_for_a_drop_that_is_certain():
+def test_only_a_certain_drop_raises_an_alarm():
     assert rows([20] * 50).drops(0.0) == {}
     assert rows([18] * 200).drops(0.05) == {"agreement": pytest.approx(0.1)}
     assert rows([18] * 200).drops(0.1) == {}
@@ -61,17 +61,17 @@ def test_an_alarm_is_raised_for_a_drop_that_is_certain():
     assert answers(both=3, reference=1).drops(0.02) == {}
 
 
-def test_the_report_tells_figures_alarms_and_what_was_left_out():
+def test_the_report_shows_figures_alarms_and_skipped_rows():
     assert QualityReport.from_sums(QualityStats(), 5, {}) is None
     sums = replace(rows([18] * 200) + answers(80, 0, 20), unmeasured={"too_long": 3})
     report = QualityReport.from_sums(sums, 5, {"max_drop": 0.02})
     assert report.kl_nats_per_token == pytest.approx(sums.kl_nanonats / 1e9 / sums.tokens)
     assert (report.served_correct_share, report.reference_correct_share) == (0.8, 1.0)
     assert set(report.drops) == {"agreement", "right_answers"}
-    told = report.to_text()
-    assert "of 4,100 tokens agree with the reference model" in told
-    assert "80% of 100 answers correct, reference 100%" in told
-    assert "rows that could not be compared: too_long 3" in told
-    assert f"ALARM: {drop_text('agreement', report.drops['agreement'], 0.02)}" in told
+    shown = report.to_text()
+    assert "of 4,100 tokens agree with the reference model" in shown
+    assert "80% of 100 answers correct, reference 100%" in shown
+    assert "rows that could not be compared: too_long 3" in shown
+    assert f"ALARM: {drop_text('agreement', report.drops['agreement'], 0.02)}" in shown
     only = QualityReport.from_sums(QualityStats(unmeasured={"too_long": 1}), 0, {"max_drop": 0.02})
     assert only.to_text() == "rows that could not be compared: too_long 1"

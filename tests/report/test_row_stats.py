@@ -1,4 +1,4 @@
-"""Figures of rows add up in any order, and what a histogram gives back is as exact as it says."""
+"""Figures of rows add up in any order, and percentiles of a histogram are within its documented error."""
 
 from math import ceil
 
@@ -26,13 +26,13 @@ VALUES = st.lists(BORDERS | st.integers(0, 10**13), min_size=1, max_size=60)
 @given(VALUES, st.sampled_from([1, 50, 95, 99, 100]))
 def test_a_percentile_is_the_exact_one_within_the_documented_error(values: list[int], percent: int):
     exact = sorted(values)[max(1, ceil(len(values) * percent / 100)) - 1]
-    told = Histogram.from_values(values).percentile(percent)
-    assert abs(told - exact) <= exact * HISTOGRAM_ERROR
+    found = Histogram.from_values(values).percentile(percent)
+    assert abs(found - exact) <= exact * HISTOGRAM_ERROR
     assert Histogram().percentile(percent) is None
 
 
 @given(VALUES, VALUES)
-def test_histograms_of_two_parts_add_up_to_that_of_all(a: list[int], b: list[int]):
+def test_histograms_of_two_parts_add_up(a: list[int], b: list[int]):
     both = Histogram.from_values(a) + Histogram.from_values(b)
     assert both == Histogram.from_values(b) + Histogram.from_values(a)
     assert dict(both.counts) == dict(Histogram.from_values(a + b).counts)
@@ -40,8 +40,8 @@ def test_histograms_of_two_parts_add_up_to_that_of_all(a: list[int], b: list[int
 
 
 def test_latency_by_hand():
-    """Queued at 10, first token at 25, last of 4 at 31; a row of one token has no time between tokens, a row without
-    one no latency."""
+    """The first row is queued at 10, with its first token at 25 and its last of 4 at 31. A row with one token has no
+    time between tokens, and a row without tokens has no latency."""
     latency = latency_of([Timing(10, 25, 31, 4), Timing(10, 14, 14, 1), Timing(5, 0, 0, 0)])
     assert latency.first_token_us == Histogram.from_values([15, 4])
     assert latency.per_token_us == Histogram.from_values([2])
@@ -70,7 +70,7 @@ def test_row_stats_add_up_and_keep_the_first_examples():
     assert total.latency.row_us.count == 6
 
 
-def test_rows_with_control_tokens_add_up_and_few_of_them_are_no_warning():
+def test_rows_with_control_tokens_add_up_and_a_few_cause_no_warning():
     one = RowStats(control_tokens=ControlTokenRows(in_values=MAX_FEW_ROWS, value_example="first"))
     two = RowStats(control_tokens=ControlTokenRows(2, 1, "<s>", "second"))
     assert one.control_tokens.warnings() == []

@@ -1,4 +1,4 @@
-"""Records of a run: whole numbers, exact sums, and JSON that comes back the same."""
+"""Records of a run: whole numbers, exact sums, and a round trip through JSON."""
 
 import json
 
@@ -21,7 +21,7 @@ def test_a_split_sums_exactly_and_is_fair(total: int, weights: list[int]):
             assert abs(part - total * weight / whole) <= 1 + total * 1e-12
 
 
-def test_records_come_back_from_json():
+def test_records_survive_json():
     actor = ActorRecord(
         3, no_phases() | {"decode": 5}, {"num_steps": 2}, units=1, rows=4, error_rows=1, restarts=1,
         restart_reasons=["exit code 1"], delivered_tokens=Computed(1, 2), crashed_tokens=Computed(3, 4), replaces=2,

@@ -1,4 +1,4 @@
-"""What was saved: each estimate by hand, and continuous batching against static batches that are really made."""
+"""Savings: each estimate computed by hand, and continuous batching compared with real static batches."""
 
 import random
 from dataclasses import replace
@@ -14,14 +14,14 @@ from pipeline.report.savings import continuous_batching_us, find_savings, prefix
 from tests.report.records import delivering, report, run
 
 
-def test_shared_prompt_tokens_are_worth_what_a_computed_one_took():
+def test_a_shared_prompt_token_saves_the_time_of_a_computed_one():
     assert prefix_sharing_us(cached_tokens=300, prefill_us=1000, computed_prompt_tokens=100) == 3000
     assert prefix_sharing_us(300, 1000, 0) == 0
 
 
 @pytest.mark.parametrize("batch", [1, 4, 32])
 def test_static_batches_take_as_long_as_their_longest_rows(batch: int):
-    """10,000 rows cut into batches as they come: the time is the sum of the longest outputs."""
+    """The test cuts 10,000 rows into batches in their order; the time is the sum of the longest outputs."""
     draw = random.Random(batch)
     lengths = [draw.choice([3, 7, 20, 31]) for _ in range(10_000)]
     static = sum(batch * max(lengths[i : i + batch]) for i in range(0, len(lengths), batch))
@@ -34,11 +34,11 @@ def test_static_batches_take_as_long_as_their_longest_rows(batch: int):
 def test_outputs_of_one_length_gain_nothing_from_continuous_batching():
     assert continuous_batching_us([Histogram.from_values([9] * 50)], 8, 10**6) == 0
     assert continuous_batching_us([], 8, 10**6) == 0
-    few = [Histogram.from_values([1, 31])]  # a batch holds no more rows than there are
+    few = [Histogram.from_values([1, 31])]  # a batch has no more rows than the job
     assert continuous_batching_us(few, 64, 10**6) == continuous_batching_us(few, 2, 10**6) > 0
 
 
-def test_each_saving_has_its_price_and_what_saved_nothing_is_left_out():
+def test_each_saving_has_its_price_and_zero_savings_are_left_out():
     stats = {"prompt_tokens": 1500, "cached_tokens": 500}
     ran = replace(run(), actors=[replace(run().actors[0], stats=stats)], resolved={"max_num_seqs": 4})
     phases = no_phases() | {"prefill": 1000, "decode": 4000}

@@ -1,4 +1,4 @@
-"""What the report says about speculative decoding: sums over actors and runs, in words and tables."""
+"""Speculative decoding in the report: sums over actors and runs, as text and tables."""
 
 import json
 
@@ -45,16 +45,16 @@ def report(*runs: RunRecord) -> RunReport:
 
 
 def test_sums_over_actors_and_runs() -> None:
-    told = Speculation.from_runs([run(STATS | COUNTED, STATS | COUNTED), run(STATS | COUNTED)])
-    assert (told.steps, told.draft_steps) == (300, 120)
-    assert (told.draft_tokens_by_position, told.accepted_tokens_by_position) == ((150, 60), (120, 15))
-    assert told.rejected_tokens == 75
-    assert told.saved_us == 3 * (850_000 - 401_000)
-    assert [(line.batch, line.plain_steps, line.drafted_steps, line.on_steps) for line in told.batches] == [
+    found = Speculation.from_runs([run(STATS | COUNTED, STATS | COUNTED), run(STATS | COUNTED)])
+    assert (found.steps, found.draft_steps) == (300, 120)
+    assert (found.draft_tokens_by_position, found.accepted_tokens_by_position) == ((150, 60), (120, 15))
+    assert found.rejected_tokens == 75
+    assert found.saved_us == 3 * (850_000 - 401_000)
+    assert [(line.batch, line.plain_steps, line.drafted_steps, line.on_steps) for line in found.batches] == [
         ("1", 0, 120, 114),
         ("32-63", 180, 0, 9),
     ]
-    assert told.batches[0].tokens_per_sequence_step == 85 / 40
+    assert found.batches[0].tokens_per_sequence_step == 85 / 40
 
 
 def test_the_report_shows_it_and_reads_it_back() -> None:
@@ -70,7 +70,7 @@ def test_the_report_shows_it_and_reads_it_back() -> None:
     assert text(again) == shown
 
 
-def test_without_drafts_the_report_says_nothing_of_them() -> None:
+def test_without_drafts_the_report_does_not_mention_them() -> None:
     built = report(run({"num_steps": 100}))
     assert built.speculation is None
     assert "raft" not in text(built) + markdown(built)

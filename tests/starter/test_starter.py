@@ -1,4 +1,4 @@
-"""`pipeline init`: what it finds in datasets and models, and that what it writes is a job."""
+"""`pipeline init`: its findings in datasets and models, and the job file that it writes."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def data(**columns) -> None:
 
 
 def model_without_chat(folder: Path) -> str:
-    """The embedded model's small files, without a chat template and with few positions."""
+    """Write the embedded model's small files, without a chat template and with few positions."""
     folder.mkdir()
     for file in demo_model("target").glob("*.json"):
         raw = json.loads(file.read_text())
@@ -60,10 +60,10 @@ DATASETS = {
 
 
 @pytest.mark.parametrize("named", DATASETS)
-def test_what_is_written_is_a_job_that_fits_the_dataset(here, pipe, named):
+def test_the_written_file_is_a_job_that_fits_the_dataset(here, pipe, named):
     columns, prompt, kind, keep = DATASETS[named]
     data(**columns)
-    shutil.copytree(demo_model("target"), "model")  # in a folder of its own it may know any prompt
+    shutil.copytree(demo_model("target"), "model")  # a copy of it may be trained on any prompt
     code, out, err = pipe("init", "jobs/my.yaml", "--input", "data.parquet", "--output", "out/x", "--model", "model")
     assert code == 0, err
     assert f"Wrote jobs/my.yaml, with {FILE_NAME} next to it" in out
@@ -83,19 +83,19 @@ def test_what_is_written_is_a_job_that_fits_the_dataset(here, pipe, named):
     assert config.prompt.chat is not None
 
 
-def test_the_embedded_model_is_sent_the_prompt_that_it_was_trained_on(here, pipe):
+def test_the_embedded_model_receives_its_training_prompt(here, pipe):
     data(report=["The pump was repaired."])
     assert pipe("init", "my.yaml", "--input", "data.parquet")[0] == 0
-    config, told = load_job("my.yaml"), validate_job(load_job("my.yaml"))
+    config, checked = load_job("my.yaml"), validate_job(load_job("my.yaml"))
     assert config.prompt.template == PROMPT_TEMPLATE
     assert config.prompt.chat is None
-    assert told.facts["first_prompt"]["text"] == PROMPT_TEMPLATE.format(report="The pump was repaired.")
-    assert look("data.parquet", "demo", print).lengths == (told.facts["first_prompt"]["tokens"],)
+    assert checked.facts["first_prompt"]["text"] == PROMPT_TEMPLATE.format(report="The pump was repaired.")
+    assert look("data.parquet", "demo", print).lengths == (checked.facts["first_prompt"]["tokens"],)
     data(text=["A hoist was oiled."])
     assert look("data.parquet", "demo", print).template == PROMPT_TEMPLATE.replace("{report}", "{text}")
 
 
-def test_nothing_is_replaced(here, pipe):
+def test_existing_files_are_not_replaced(here, pipe):
     data(text=["x"])
     Path("my.yaml").write_text("mine")
     Path(FILE_NAME).write_text("mine too")
@@ -125,17 +125,17 @@ def test_limits_follow_the_prompts_and_the_model(here, pipe):
     assert load_job("with-limit.yaml").engine.max_model_len == 512
 
 
-def test_a_model_that_is_not_at_hand_is_no_hindrance(here, pipe, monkeypatch):
+def test_an_unavailable_model_is_not_an_error(here, pipe, monkeypatch):
     data(text=["x"])
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for model in ("nobody/none", "s3://bucket/model"):
+    for model in ("no-such-user/none", "s3://bucket/model"):
         name = f"{model[:2]}.yaml"
         assert pipe("init", name, "--input", "data.parquet", "--model", model)[0] == 0
         assert "The model was not inspected" in Path(name).read_text()
         assert load_job(name).model.path == model
 
 
-def test_what_cannot_be_a_job(here):
+def test_unusable_datasets_are_refused(here):
     data(number=[1])
     with pytest.raises(InputError, match="no text or chat column among number"):
         look("data.parquet", "demo", print)

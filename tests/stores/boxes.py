@@ -1,4 +1,4 @@
-"""A store in this process that may hold an output: what fsspec keeps in memory, under another protocol."""
+"""Store in this process that may hold an output: fsspec's memory filesystem under another protocol."""
 
 from typing import Any, ClassVar
 

@@ -1,3 +1,3 @@
-"""The fixtures of `tests/data` serve here too."""
+"""Fixtures of `tests/data`, for this folder too."""
 
 from tests.data.conftest import _no_failpoints, write  # noqa: F401

@@ -1,4 +1,4 @@
-"""Credentials that a store does not know, that are missing, or that lack a right: said at once, without a secret."""
+"""Credentials that are unknown, missing, or lack a right are an error at once, and the message shows no secret."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from pipeline.data.output.parts import PartStore
 from pipeline.data.source import open_source
 from pipeline.errors import UserError
 
-# A process of its own: moto checks credentials everywhere in a process or nowhere.
+# Run moto in its own process: it checks credentials everywhere in a process or nowhere.
 SERVER = """
 import boto3, json, logging, sys
 from urllib.request import Request, urlopen
@@ -41,7 +41,7 @@ SECRET = "a-secret-that-no-message-shows"
 
 @pytest.fixture(scope="module")
 def reader() -> Iterator[dict[str, Any]]:
-    """Storage options of a user who may list and read."""
+    """Yield the storage options of a user with the rights to list and read."""
     command = [sys.executable, "-c", SERVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         yield json.loads(server.stdout.readline())
@@ -61,7 +61,7 @@ def no_credentials_of_this_machine(monkeypatch, tmp_path) -> None:
     ({"key": "AKIANOBODYSKEY000000"}, "InvalidAccessKeyId"),
     ({"secret": SECRET}, "SignatureDoesNotMatch"),
     ({"key": None, "secret": None}, "NoCredentialsError"),
-    ({"key": None, "secret": None, "profile": "nobody"}, "ProfileNotFound"),
+    ({"key": None, "secret": None, "profile": "missing"}, "ProfileNotFound"),
 ])  # fmt: skip
 def test_unknown_and_missing_credentials(reader, tmp_path, changes, code):
     storage = {key: value for key, value in {**reader, **changes}.items() if value is not None}
@@ -74,17 +74,17 @@ def test_unknown_and_missing_credentials(reader, tmp_path, changes, code):
         "s3://bucket/out/_pipeline/tmp": outputs.probe,
         "model.path s3://bucket/model": lambda: fetch_model("s3://bucket/model", storage, tmp_path, shown.append),
     }
-    for place, read in reads.items():
+    for prefix, read in reads.items():
         with pytest.raises(
-            UserError, match=f"^{place}: .*{code}.*set the store's credentials: .*AWS_PROFILE"
+            UserError, match=f"^{prefix}: .*{code}.*set the store's credentials: .*AWS_PROFILE"
         ) as raised:
             read()
         assert not {SECRET, reader["secret"]} & set(str(raised.value).split())
         assert SECRET not in str(raised.value)
 
 
-def test_a_token_that_is_not_valid(reader):
-    """An answer to HEAD has no body, so it cannot be told from an expired one."""
+def test_an_invalid_token(reader):
+    """An answer to HEAD has no body, so only other requests can distinguish it from an expired one."""
     storage = {**reader, "token": SECRET}
     with pytest.raises(UserError, match=r"s3://bucket/out: .*InvalidToken.*set the store's credentials"):
         PartStore("s3://bucket/out", storage).folder.names()

@@ -1,4 +1,4 @@
-"""Requests to object stores: what is tried again, how often, and what is said when it does not help."""
+"""Requests to object stores: which errors are retried, how often, and the message after the last try."""
 
 import errno
 import gzip
@@ -30,7 +30,7 @@ def store():
 
 @pytest.fixture
 def remote(store, tmp_path):
-    """The filesystem and a folder of the test's own, with a file `a` of 1,000 bytes in it."""
+    """Return the filesystem and a new folder with a file `a` of 1,000 bytes."""
     fs, path = filesystem(store.bucket.url(tmp_path.name), store.bucket.storage, QUICK)
     store.bucket.put(f"{tmp_path.name}/a", bytes(range(250)) * 4)
     yield fs, path
@@ -39,11 +39,11 @@ def remote(store, tmp_path):
 
 
 def answer(status: int, code: str, operation: str = "GetObject") -> ClientError:
-    told = {"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    return ClientError(told, operation)  # pyright: ignore
+    response = {"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return ClientError(response, operation)  # pyright: ignore
 
 
-# --- what is tried again
+# --- retried errors
 
 
 @pytest.mark.parametrize(("error", "fault"), [
@@ -63,14 +63,14 @@ def answer(status: int, code: str, operation: str = "GetObject") -> ClientError:
     (OSError(errno.EINVAL, "SlowDown"), None),  # words are not codes
     (KeyError("x"), None),
 ])  # fmt: skip
-def test_what_an_error_means(error, fault):
+def test_errors_are_classified(error, fault):
     assert fault_of(error) == fault
     if isinstance(error, ClientError):
         assert fault_of(translate_boto_error(error)) == fault  # as s3fs raises it
 
 
 class Failing:
-    """A filesystem whose reads fail as told, and then give b"fine"."""
+    """Filesystem whose reads raise the given errors, and then return b"fine"."""
 
     protocol = "failing"
 
@@ -103,7 +103,7 @@ def failing(*errors: Exception, **bounds) -> tuple[Failing, RemoteFilesystem, li
     return fs, RemoteFilesystem(fs, lambda: fs, policy, frozenset(["hidden-word"])), waits
 
 
-def test_waits_grow_are_capped_and_drawn_at_random():
+def test_waits_grow_are_capped_and_random():
     slow = [answer(503, "SlowDown") for _ in range(7)]
     _, remote, waits = failing(*slow)
     assert remote.cat_file("a", 0, 4) == b"fine"
@@ -116,7 +116,7 @@ def test_waits_grow_are_capped_and_drawn_at_random():
     assert all(0 <= w <= most for w, most in zip(waits, [0.5, 1, 2, 4, 8, 16, 20], strict=True))
 
 
-def test_each_counts_its_own_tries_however_many_are_in_a_process(store, tmp_path, monkeypatch, write):
+def test_each_filesystem_counts_its_own_tries(store, tmp_path, monkeypatch, write):
     monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: QUICK)
     ours, theirs = RetryCounts(), RetryCounts()
     url = store.bucket.url(tmp_path.name)
@@ -140,13 +140,13 @@ def test_tries_are_bounded_in_number_and_in_time():
         remote.cat_file("a", 0, 4)
     assert fs.calls == 8
     fs, remote, _ = failing(*[TimeoutError("hidden-word") for _ in range(20)], total_s=10)
-    with pytest.raises(EnvironmentFailed, match=r"5 tries in 8 s \(timeout\).*\*\*\*") as said:
+    with pytest.raises(EnvironmentFailed, match=r"5 tries in 8 s \(timeout\).*\*\*\*") as raised:
         remote.cat_file("a", 0, 4)
-    assert "word@" not in str(said.value)
-    assert "hidden-word" not in str(said.value)
+    assert "word@" not in str(raised.value)
+    assert "hidden-word" not in str(raised.value)
 
 
-def test_what_cannot_get_better_is_raised_at_once():
+def test_permanent_errors_are_raised_at_once():
     fs, remote, waits = failing(PermissionError("no"))
     with pytest.raises(PermissionError):
         remote.cat_file("a", 0, 4)
@@ -235,7 +235,7 @@ def test_fault_21_a_read_that_is_always_short_fails():
         remote.cat_file("a", 0, 6)
 
 
-def test_a_file_that_became_shorter_is_not_read_as_if_it_ended(store, remote):
+def test_a_file_that_became_shorter_is_an_error(store, remote):
     fs, path = remote
     with fs.open(f"{path}/a") as handle:
         store.bucket.put(f"{Path(path).name}/a", b"short")
@@ -243,7 +243,7 @@ def test_a_file_that_became_shorter_is_not_read_as_if_it_ended(store, remote):
             handle.read(1000)
 
 
-def test_fault_22_expired_credentials_are_read_afresh_once(store, tmp_path, monkeypatch):
+def test_fault_22_expired_credentials_are_reloaded_once(store, tmp_path, monkeypatch):
     credentials = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
     monkeypatch.setenv("AWS_ENDPOINT_URL", store.proxy.url)
@@ -258,7 +258,7 @@ def test_fault_22_expired_credentials_are_read_afresh_once(store, tmp_path, monk
     assert fs.cat_file(f"{path}/a", 0, 4) == b"text"
     assert fs.raw is not first
     assert fs.raw.session._credentials.access_key == "NEW"
-    store.proxy.add("expired", "/a", "HEAD", 2)  # no body, so no name; botocore asks for the region and tries again
+    store.proxy.add("expired", "/a", "HEAD", 2)  # no body, so no code; botocore requests the region and tries again
     assert fs.info(f"{path}/a")["size"] == 4
     assert fs.retries.counted() == {"credentials": 2}
     store.proxy.add("expired", times=1000)
@@ -267,8 +267,8 @@ def test_fault_22_expired_credentials_are_read_afresh_once(store, tmp_path, monk
     store.proxy.calm()
 
 
-def test_403_of_a_missing_key_is_told_from_one_of_a_forbidden_file(store, remote):
-    """What S3 says where only some prefixes of the bucket may be listed."""
+def test_403_of_a_missing_key_is_distinguished_from_one_of_a_forbidden_file(store, remote):
+    """S3 answers 403 for a missing key if the user may list only some prefixes of the bucket."""
     fs, path = remote
     store.bucket.put(f"{Path(path).name}/folder/b", b"1")
     store.bucket.put(f"{Path(path).name}/folder-c", b"1")
@@ -295,7 +295,7 @@ def test_a_listing_is_never_remembered(store, remote):
     assert fs.exists(f"{path}/b")
 
 
-def test_options_and_names_that_cannot_be_are_the_users_mistake():
+def test_invalid_options_and_names_are_config_errors():
     for mistake in ({"nonsense": 1, "secret": SECRET}, {"client_kwargs": {"nonsense": SECRET}}):
         with pytest.raises(InputError, match="options"):
             open_source("s3://bucket/in", mistake)
@@ -310,7 +310,7 @@ def test_options_and_names_that_cannot_be_are_the_users_mistake():
         resolve_model("s3://Not_A_Bucket!/model", {"s3": {"key": KEY, "secret": SECRET}})
 
 
-def test_lines_in_a_store_are_read_over_its_faults(store, tmp_path, monkeypatch):
+def test_lines_in_a_store_are_read_despite_its_faults(store, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: QUICK)
     monkeypatch.setattr(json_lines, "_REQUEST_BYTES", 2000)
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 3000)

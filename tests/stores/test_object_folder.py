@@ -1,4 +1,4 @@
-"""The output in an object store: parts by one conditional PUT, whatever becomes of its answer."""
+"""Output in an object store: one conditional PUT per part, even if its answer is lost."""
 
 import re
 import threading
@@ -53,8 +53,8 @@ def memory(tmp_path):
     ("ftp://127.0.0.1:9/out", r"cannot be opened \(ConnectionRefusedError\)"),
     ("simplecache::memory://out", "a chain of filesystems"),
 ])  # fmt: skip
-def test_what_cannot_hold_an_output_is_refused_when_it_is_opened(tmp_path, url, reason):
-    """By whatever writes there: a job, `compact`, `convert`. Nothing reports success for files that are gone."""
+def test_unsuitable_stores_are_refused_when_they_are_opened(tmp_path, url, reason):
+    """A job, `compact` and `convert` refuse such a store, so none reports success for lost files."""
     with pytest.raises(OutputError, match=rf"^output\.path {url}: {reason}"):
         PartStore(url)
     with pytest.raises(OutputError, match=rf"^--output {url}: {reason}"):
@@ -79,7 +79,7 @@ def test_a_path_that_its_library_refuses(memory, monkeypatch):
 
 
 def opened(faulty: FaultyStore, folder: str) -> PartStore:
-    """The store with no waits between tries."""
+    """Open the store without waits between tries."""
     store = PartStore(faulty.bucket.url(folder), faulty.bucket.storage)
     assert isinstance(store.folder, ObjectFolder)
     store.folder._fs._policy = RetryPolicy(first_wait_s=0.001, max_wait_s=0.002)
@@ -93,7 +93,7 @@ def read(store: PartStore, unit: int = 0) -> pa.Table:
 # --- many parts
 
 
-def test_names_come_page_by_page(faulty, store, monkeypatch):
+def test_names_are_listed_page_by_page(faulty, store, monkeypatch):
     for unit in range(5):
         store.write(name(unit, 5), result(5))
     store.folder.create("_pipeline/job.json", b"{}")
@@ -122,23 +122,23 @@ def test_a_footer_costs_one_request(store, monkeypatch):
     long = long.set_column(1, long.schema.field(1), ids)  # does not compress to less than a tail
     for unit in range(3):
         store.write(name(unit, 2000), long)
-    raw, asked = store.folder._fs.raw, []
+    raw, requests = store.folder._fs.raw, []
     call = raw._call_s3
 
     async def counted(method, *args, **kwargs):
-        asked.append(method)
+        requests.append(method)
         return await call(method, *args, **kwargs)
 
     progress = store.list(FP)
     monkeypatch.setattr(raw, "_call_s3", counted)
     assert store.totals(progress).rows == 6000
-    assert asked == ["get_object"] * 3
+    assert requests == ["get_object"] * 3
     progress.add(name(7))
     with pytest.raises(OutputError, match="no longer exists"):
         store.totals(progress)
 
 
-# --- what local folders do too
+# --- behaviour shared with local folders
 
 
 @pytest.mark.parametrize("kind", ["local", "store", "memory"])
@@ -196,7 +196,7 @@ def test_foreign_and_damaged_files_are_refused(faulty, store):
 
 
 def test_an_object_like_a_folder_or_in_its_place(faulty, tmp_path):
-    faulty.bucket.put(f"{tmp_path.name}/", b"")  # as consoles make folders
+    faulty.bucket.put(f"{tmp_path.name}/", b"")  # like web consoles create folders
     assert opened(faulty, tmp_path.name).list().num_units == 0
     faulty.bucket.put(f"{tmp_path.name}-file", b"text")
     with pytest.raises(OutputError, match="expected a folder"):
@@ -205,7 +205,7 @@ def test_an_object_like_a_folder_or_in_its_place(faulty, tmp_path):
 
 @pytest.mark.parametrize(("kind", "ready"), [("local", "part.synced"), ("store", "part.serialized")])
 def test_threads_write_the_same_part(request, kind, ready):
-    """All writers stand ready when the first one gives the part its name."""
+    """All writers are ready when the first one names the part."""
     store, barrier = request.getfixturevalue(kind), threading.Barrier(5)
     failpoints.install({ready: barrier.wait})
     made = at_once(5, lambda i: (store.write(name(), result(50, seed=i)), i))
@@ -219,7 +219,7 @@ def test_threads_write_the_same_part(request, kind, ready):
 
 @pytest.mark.parametrize("operation", ["list", "probe", "write"])
 def test_fault_14_a_store_that_denies(faulty, store, operation):
-    """Reading and probing come before the model is loaded: refused. Later the job stops, resumably."""
+    """Reading and probing precede the loading of the model, so the job is refused. Later it stops and can resume."""
     faulty.proxy.add("denied", store.path.rpartition("/")[2], "GET" if operation == "list" else "PUT", 100)
     expected = EnvironmentFailed if operation == "write" else OutputError
     with pytest.raises(expected, match=rf"{store.path}.*access denied .*AccessDenied.*rights to list"):
@@ -239,14 +239,14 @@ def test_fault_17_an_answer_lost_after_a_create_is_recognised_as_ours(faulty, st
     faulty.proxy.add("lost_put", "job.json", times=3)
     assert store.folder.create("_pipeline/job.json", b"{}")
     assert faulty.proxy.done["lost_put"] >= 2
-    # the look at what is there may fail too
+    # the check of the existing part may fail too
     faulty.proxy.add("lost_put", "part-.*u0001", times=1)
     for fault in ("truncated", "slow_down", "reset"):
         faulty.proxy.add(fault, "part-.*u0001", "GET", times=1)
     assert store.write(name(1), result(50))
     assert faulty.proxy.done["truncated"] >= 1
     assert read(store).equals(result(50))
-    # the same rows by another writer are not ours
+    # the same rows of another writer are not ours
     assert not store.write(name(), result(50))
 
 
@@ -261,7 +261,7 @@ def test_fault_17_answers_lost_while_probing(faulty, store):
 
 
 def test_fault_17_a_part_of_another_writer_is_not_ours(store):
-    """The other one's PUT comes between our look and our own."""
+    """The PUT of another writer arrives between our check and our PUT."""
     failpoints.install({"part.serialized": failpoints.on_hit(1, lambda: store.write(name(), result(50)))})
     assert not store.write(name(), result(50))
     notes = pq.read_metadata(store.folder.open(str(name()))).metadata
@@ -275,14 +275,14 @@ def test_fault_19_no_upload_has_parts_and_one_begun_is_invisible(faulty, store):
     faulty.bucket.client.upload_part(**upload, UploadId=begun, PartNumber=1, Body=b"half a part")
     assert store.list(FP).num_units == 0
     assert store.write(name(), result(50))
-    store.folder.replace("_pipeline/big", bytes(100 * 2**20))  # from here on s3fs by itself cuts into parts
+    store.folder.replace("_pipeline/big", bytes(100 * 2**20))  # s3fs splits larger uploads into parts
     sent = [r for r in faulty.proxy.requests if folder in r and not r.startswith("GET")]
     assert [r for r in sent if "uploads" in r or "partNumber" in r] == []
     assert faulty.bucket.client.head_object(Bucket="bucket", Key=f"{folder}/_pipeline/big")["ContentLength"] > 10**8
 
 
-def test_fault_20_and_21_a_part_is_compared_with_what_was_written(faulty, store):
-    faulty.proxy.add("bad_digest", "part-", times=1)  # damaged on the way, as the store saw
+def test_fault_20_and_21_a_stored_part_is_compared_with_the_written_one(faulty, store):
+    faulty.proxy.add("bad_digest", "part-", times=1)  # the store detects damage in transit
     assert store.write(name(), result(50))
     folder = store.path.rpartition("/")[2]
     pipe, times = store.folder._fs.pipe_file, [2, 99]
@@ -292,7 +292,7 @@ def test_fault_20_and_21_a_part_is_compared_with_what_was_written(faulty, store)
         if times[0]:
             times[0] -= 1
             faulty.bucket.put(f"{folder}/{path.rpartition('/')[2]}", data[:100] + b"?" + data[101:])
-        return "not-an-md5"  # as with encryption by a key service
+        return "not-an-md5"  # like with encryption by a key service
 
     store.folder._fs.pipe_file = damaging
     assert store.write(name(1), result(50))
@@ -315,7 +315,7 @@ def test_fault_23_filesystems_without_exclusive_create_are_refused(memory, monke
     with pytest.raises(OutputError, match="chain of filesystems"):
         PartStore("simplecache::s3://bucket/out")
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "pipe_file", AbstractFileSystem.pipe_file)  # looks, then writes
+        patch.setattr(kind, "pipe_file", AbstractFileSystem.pipe_file)  # checks, then writes
         with pytest.raises(OutputError, match=r"\(box\) has no exclusive create.*use S3"):
             memory.folder.probe()
 
@@ -331,7 +331,7 @@ def test_fault_23_filesystems_without_exclusive_create_are_refused(memory, monke
 
 
 @pytest.mark.parametrize("kind", ["local", "store"])
-def test_a_part_is_rewritten_only_while_it_is_the_one_that_was_read(request, kind):
+def test_a_part_is_rewritten_only_if_it_is_unchanged_since_it_was_read(request, kind):
     store = request.getfixturevalue(kind)
     store.folder.probe()
     store.folder.probe_swap()
@@ -354,7 +354,7 @@ def test_a_part_is_rewritten_only_while_it_is_the_one_that_was_read(request, kin
 
 
 @pytest.mark.parametrize("kind", ["local", "store"])
-def test_of_two_rewrites_at_once_one_wins(request, kind):
+def test_one_of_two_concurrent_rewrites_wins(request, kind):
     store = request.getfixturevalue(kind)
     store.write(name(), result(50))
     tag = store.read_part(name()).tag
@@ -388,7 +388,7 @@ def test_a_rewrite_that_waited_for_another_one_changes_nothing(local):
 
     def start_another() -> None:
         other.start()
-        other.join(0.3)  # it has opened the old file and waits for its lock
+        other.join(0.3)  # it opened the old file and waits for its lock
 
     failpoints.install({"swap.serialized": failpoints.on_hit(1, start_another)})
     store.rewrite(name(), result(50, seed=1), {}, tag)
@@ -404,7 +404,7 @@ def test_fault_17_an_answer_lost_after_a_rewrite(faulty, store):
     assert read(store).equals(result(50, seed=2))
 
 
-def test_rewriting_is_refused_where_it_would_not_be_safe(faulty, store, memory):
+def test_unsafe_rewriting_is_refused(faulty, store, memory):
     faulty.proxy.add("ignore_conditions", "probe", times=100)
     with pytest.raises(OutputError, match="ignores If-Match"):
         store.folder.probe_swap()

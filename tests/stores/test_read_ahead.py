@@ -1,4 +1,4 @@
-"""Reads ahead: in order, a bounded number at once, and nobody waits for one that hangs."""
+"""Reads ahead: in order, a bounded number at once, and closing waits for no hanging read."""
 
 import subprocess
 import sys
@@ -10,34 +10,34 @@ import pytest
 from pipeline.stores.read_ahead import AHEAD, read_ahead
 
 
-def test_results_come_in_order_and_a_bounded_number_is_asked_for():
-    asked, lock, running, most = [], threading.Lock(), 0, 0
+def test_results_are_in_order_and_a_bounded_number_is_requested():
+    requested, lock, running, max_running = [], threading.Lock(), 0, 0
 
     def items():
         for i in range(500):
-            asked.append(i)
+            requested.append(i)
             yield i
 
     def read(i: int) -> int:
-        nonlocal running, most
+        nonlocal running, max_running
         with lock:
             running += 1
-            most = max(most, running)
-        time.sleep(0.0005 * (i % 3))  # they end in another order
+            max_running = max(max_running, running)
+        time.sleep(0.0005 * (i % 3))  # they finish in another order
         with lock:
             running -= 1
         return 2 * i
 
-    taken = 0
+    num_results = 0
     for i, got in read_ahead(read, items(), 4):
-        assert (i, got) == (taken, 2 * taken)
-        taken += 1
-        assert len(asked) - taken < 4 * AHEAD
-    assert taken == 500
-    assert 1 < most <= 4
+        assert (i, got) == (num_results, 2 * num_results)
+        num_results += 1
+        assert len(requested) - num_results < 4 * AHEAD
+    assert num_results == 500
+    assert 1 < max_running <= 4
 
 
-def test_a_failure_comes_in_its_turn_and_ends_the_rest():
+def test_a_failure_is_raised_in_order_and_ends_the_rest():
     began = []
 
     def read(i: int) -> int:
@@ -53,7 +53,7 @@ def test_a_failure_comes_in_its_turn_and_ends_the_rest():
     assert len(began) <= 4 + 2 * AHEAD
 
 
-def test_closing_waits_for_no_read_and_begins_none():
+def test_closing_waits_for_no_read_and_starts_none():
     began, hang = [], threading.Event()
 
     def read(i: int) -> int:

@@ -1,4 +1,4 @@
-"""What messages show of urls and of what libraries say: nothing that is secret, in one way for all."""
+"""Redaction: messages show no secret of urls and of library errors."""
 
 import json
 import traceback
@@ -31,19 +31,19 @@ OPTIONS = {"client_kwargs": {"headers": {"Authorization": f"Bearer {SECRET}"}}, 
     ("/local/a@b", "/local/a@b"),
     ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
 ])  # fmt: skip
-def test_a_url_as_it_may_be_shown(url, shown):
+def test_urls_are_shown_without_secrets(url, shown):
     assert shown_url(url) == shown
     if "?" not in url:
         assert error_text(OSError(f"cannot open '{url}'\nnow")) == f"OSError: cannot open '{shown}' now"
 
 
-def test_secrets_are_options_by_name_however_deep():
+def test_secrets_are_found_by_name_at_any_depth():
     assert secrets_of(OPTIONS) == {SECRET, f"Bearer {SECRET}"}
     error = ValueError(f"sent Bearer {SECRET}\n to https://u:{SECRET}@host/x?sig=1 in eu-1")
     assert error_text(error, secrets_of(OPTIONS)) == "ValueError: sent *** to https://host/x in eu-1"
 
 
-def test_what_is_kept_of_a_job_shows_no_password():
+def test_the_record_of_a_job_has_no_password():
     config = JobConfig.model_validate(
         {
             "name": "x", "input": {"path": f"ftp://me:{SECRET}@host/in"}, "prompt": {"column": "text"},
@@ -80,7 +80,7 @@ def test_an_input_that_cannot_be_read_shows_no_secret(write, monkeypatch, failin
     assert SECRET not in "".join(traceback.format_exception(refused.value))
 
 
-def test_options_that_cannot_be_are_said_without_their_values(monkeypatch):
+def test_invalid_options_are_reported_without_their_values(monkeypatch):
     def refuse(*args, **options):
         raise ValueError(f"Invalid endpoint: https://u:{SECRET}@host, key {SECRET}")
 

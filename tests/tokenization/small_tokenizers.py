@@ -1,4 +1,4 @@
-"""Tokenizers small enough to make in a test, one of each kind that behaves in its own way."""
+"""Tokenizers small enough to train in a test, one for each kind of behaviour."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_level(vocab_size: int = 420) -> Tokenizer:
-    """Bytes are the base, as in Llama 3. BOS by the post-processor; special and other added tokens."""
+    """Train a byte-level tokenizer like Llama 3's: BOS by the post-processor, special and other added tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def byte_level(vocab_size: int = 420) -> Tokenizer:
 
 
 def sentencepiece_like() -> Tokenizer:
-    """Pieces with a blank mark and byte fallback, as in Llama 2. Merges can spell `</s>` out of text."""
+    """Make a tokenizer like Llama 2's: pieces with a blank mark, byte fallback. Merges can build `</s>` from text."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = sorted(set("".join(TEXTS).replace(" ", "▁")) - set("你好世界🎉🎊") | set("</s>▁ab"))
     merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("▁", "a"), ("t", "e"), ("▁", "t")]
@@ -61,7 +61,7 @@ def sentencepiece_like() -> Tokenizer:
 
 
 def save(folder: Path, backend: Tokenizer, *, chat_template: str | None = None, eos: str, bos: str) -> str:
-    """Write a checkpoint folder without weights; returns its path."""
+    """Write a checkpoint folder without weights, and return its path."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos)
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(str(folder))

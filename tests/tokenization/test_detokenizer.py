@@ -1,4 +1,4 @@
-"""Growing text against decoding all of it again after each token; stop strings against a search of that."""
+"""Streamed text equals a full decode after each token; stop strings equal a search in the full text."""
 
 from functools import cache
 
@@ -36,7 +36,7 @@ def visible(decoder, ids):
 
 
 def plain_stop(decoder, ids, stop, min_tokens):
-    """Token by token on full decodes: (tokens until the match, match), or None."""
+    """Search full decodes token by token. Return (tokens until the match, match), or None."""
     for count in range(1, len(ids) + 1):
         if count < min_tokens:
             continue
@@ -72,8 +72,8 @@ def test_streamed_text_is_the_visible_text_after_every_token(ids):
 @settings(max_examples=100, deadline=None)
 @given(TEXT)
 def test_streamed_text_of_sentencepiece_like_tokenizers(text):
-    """Their decoders drop the first blank of a text and spell characters in bytes. An unfinished character
-    hides the whole run of bytes it is in, finished ones too: what was shown stays shown."""
+    """Their decoders drop the first blank of a text and spell characters in bytes. An unfinished character hides its
+    whole run of bytes, finished ones too, because shown text must never change."""
     ids = sentencepiece_like().encode(text).ids
     stream = StreamDetokenizer(sentencepiece_like())
     shown = longest = ""
@@ -86,7 +86,7 @@ def test_streamed_text_of_sentencepiece_like_tokenizers(text):
 
 @settings(max_examples=250, deadline=None)
 @given(BYTE_IDS, STOP, st.sampled_from([0, 0, 1, 3, 10]))
-def test_stop_strings_end_where_a_search_of_the_whole_text_says(ids, stop, min_tokens):
+def test_stop_strings_end_like_a_search_of_the_whole_text(ids, stop, min_tokens):
     checker = StopChecker(byte_level(), stop, min_tokens)
     assert pushed(checker, ids) == plain_stop(byte_level(), ids, stop, min_tokens)
 
@@ -106,7 +106,7 @@ def test_fault_47_a_stop_string_across_tokens_and_inside_one():
 
 
 def test_special_tokens_in_the_middle_cost_no_blank():
-    """Special tokens show nothing; the next word must not lose its blank to the start of a window."""
+    """Special tokens are not shown, and the next word must not lose its blank at the start of a window."""
     decoder = sentencepiece_like()
     word = decoder.encode(" te", add_special_tokens=False).ids
     for run in range(1, 30):

@@ -1,4 +1,4 @@
-"""Labels as token ids that can be told apart."""
+"""Labels as distinct token ids."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from pipeline.tokenization.labels import encode_labels
 
 
 class Letters:
-    """A token for each letter."""
+    """Tokenizer with one token per letter."""
 
     end_token_id: int | None = 2
 
@@ -15,11 +15,11 @@ class Letters:
         return [ord(letter) for letter in text]
 
 
-def test_labels_are_their_tokens():
+def test_labels_become_their_tokens():
     assert encode_labels(Letters(), [], ["a", "bc"]) == [(97,), (98, 99)]
 
 
-def test_where_one_label_begins_another_the_end_belongs_to_each():
+def test_each_label_has_the_end_token_if_one_is_a_prefix_of_another():
     assert encode_labels(Letters(), [], ["ab", "c", "a"]) == [(97, 98, 2), (99, 2), (97, 2)]
     endless = Letters()
     endless.end_token_id = None
@@ -31,6 +31,6 @@ def test_where_one_label_begins_another_the_end_belongs_to_each():
     ("labels", "message"),
     [([], "at least one"), (["a", ""], "'' has no tokens"), (["a", "b", "a"], "'a' occurs twice")],
 )
-def test_labels_that_cannot_be_told_apart_are_refused(labels, message):
+def test_indistinguishable_labels_are_refused(labels, message):
     with pytest.raises(ConfigError, match=message):
         encode_labels(Letters(), [], labels)

@@ -1,4 +1,4 @@
-"""Plain prompts: the tokens of AutoTokenizer, except that control-token text stays text."""
+"""Plain prompts: tokens equal those of AutoTokenizer, except that control-token text stays text."""
 
 import json
 import random
@@ -60,20 +60,20 @@ def test_fault_35_control_token_text_stays_text(tokenizer, text):
     assert tokenizer.decode(ids) == text
 
 
-def test_transformers_itself_would_read_control_tokens(folder, tokenizer):
-    """Negative control: the text used above does hold control tokens for a tokenizer that parses them."""
+def test_transformers_itself_parses_control_tokens(folder, tokenizer):
+    """This is the negative control: the text above has control tokens for a tokenizer that parses them."""
     theirs = AutoTokenizer.from_pretrained(folder)
     assert tokenizer._control["<|im_end|>"] in theirs("<|im_end|>")["input_ids"]
     assert tokenizer._control["</think>"] in theirs("x</think>\n")["input_ids"]
-    table = theirs.convert_tokens_to_ids("<table>")  # neither special nor in the template: ordinary vocabulary
+    table = theirs.convert_tokens_to_ids("<table>")  # ordinary vocabulary: neither special nor in the template
     assert table in tokenizer.encode("<table>")
     assert set(tokenizer._control) == {"<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"}
 
 
 def test_a_vocabulary_that_spells_its_control_tokens(spm_folder):
-    """`</s>` is a piece that merges can build: taking it off the added tokens would not be enough."""
+    """`</s>` is a piece that merges can build: removing it from the added tokens would not be enough."""
     tokenizer = Tokenizer.from_folder(spm_folder)
-    assert 2 in tokenizer._literal.encode("a</s>b", add_special_tokens=False).ids  # the danger is real
+    assert 2 in tokenizer._literal.encode("a</s>b", add_special_tokens=False).ids  # without protection it is parsed
     for text in ("</s>", "a</s>b", " </s></s>", "<s>a</s>"):
         ids = tokenizer.encode(text)
         assert ids[0] == 1
@@ -95,7 +95,7 @@ def test_every_byte_and_every_added_token_decodes_to_the_text_of_the_library(tok
     of_bytes = [backend.token_to_id(character) for character in pre_tokenizers.ByteLevel.alphabet()]
     assert len({tokenizer._bytes[token_id] for token_id in of_bytes}) == 256
     rng = random.Random(0)
-    borders = [backend.token_to_id(spelled) for spelled in "âĤ¬ðŁĺĢíłĤÃ"]  # bytes that begin and go on characters
+    borders = [backend.token_to_id(spelled) for spelled in "âĤ¬ðŁĺĢíłĤÃ"]  # first and continuation bytes of characters
     added = list(backend.get_added_tokens_decoder())
     for _ in range(5_000):
         ids = rng.choices([*borders, *rng.choices(of_bytes, k=4), *rng.choices(added, k=2)], k=rng.randrange(1, 9))
@@ -140,7 +140,7 @@ def test_digest_follows_the_files(folder, tokenizer, tmp_path):
     assert Tokenizer.from_folder(path).digest != tokenizer.digest
 
 
-def test_folders_that_hold_no_tokenizer_are_refused(tmp_path):
+def test_folders_without_a_tokenizer_are_refused(tmp_path):
     with pytest.raises(ModelError, match="no such folder"):
         Tokenizer.from_folder(str(tmp_path / "missing"))
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
@@ -170,7 +170,7 @@ def test_several_threads_may_encode(tokenizer):
 @pytest.mark.parametrize("prompt", ["The pump is", "in hall 7\n", "你好 🎉", "a<b>c"])
 @pytest.mark.parametrize("text", [" cold", "cold", "\n\nno", " 🎉 café", "<|im_end|>"])
 @pytest.mark.parametrize("kind", ["tokenizer", "spm_tokenizer"])
-def test_a_continuation_has_the_tokens_of_the_whole_text_where_the_border_is_one(prompt, text, kind, request):
+def test_a_continuation_has_the_tokens_of_the_whole_text_at_a_token_border(prompt, text, kind, request):
     tokenizer = request.getfixturevalue(kind)
     ids, whole = tokenizer.encode(prompt), tokenizer.encode(prompt + text)
     found = tokenizer.continuation(ids, text)
@@ -181,7 +181,7 @@ def test_a_continuation_has_the_tokens_of_the_whole_text_where_the_border_is_one
     assert text.strip() in tokenizer.decode(begin + found)
 
 
-def test_after_a_control_token_a_continuation_is_a_text_of_its_own(tokenizer):
+def test_after_a_control_token_a_continuation_is_tokenized_alone(tokenizer):
     control = next(iter(tokenizer._control.values()))
     bos = [token for token in tokenizer.encode("") if token in tokenizer._control.values()]
     alone = [token for token in tokenizer.encode("yes") if token not in bos]
@@ -196,14 +196,14 @@ PIECES = [*CONTROL, *ORDINARY, "<|im_", "end|>", "|>", "<|", "\ue000", "</", "s>
 @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=9).filter(lambda pieces: len(pieces) % 2 == 1))
 @example(["", "", "<s>"])
 def test_control_tokens_of_a_template_are_those_inside_of_one_literal(tokenizer, spm_tokenizer, pieces):
-    """Also where a value and a literal join at their border."""
+    """This holds also if a value and a literal join at their border."""
     for one in (tokenizer, spm_tokenizer):
         inside = [one._control[text] for literal in pieces[::2] for text in one._control_re.findall(literal)]
         bos = one.encode("")
         got = [
             token for token in one.encode_template(pieces) if token in one._control_ids - {one._control.get("<unk>")}
         ]
-        first = next((index for index, piece in enumerate(pieces) if piece), 0)  # where the text begins
+        first = next((index for index, piece in enumerate(pieces) if piece), 0)  # start of the text
         begins = one._control_re.match(pieces[first]) if first % 2 == 0 else None
         assert got == (inside if begins and one._control[begins[0]] == bos[0] else [*bos, *inside])
 
@@ -217,7 +217,7 @@ def test_control_tokens_of_a_template_are_those_inside_of_one_literal(tokenizer,
     ["<s>[INST] ", "x", " [/INST] y</s><s>"],
 ])  # fmt: skip
 def test_a_template_with_ordinary_values_has_the_tokens_of_transformers(folder, spm_folder, pieces):
-    """But for a BOS that the template and the tokenizer both write, which is there once."""
+    """A BOS that the template and the tokenizer both write occurs once."""
     for one in (folder, spm_folder):
         ours, theirs = Tokenizer.from_folder(one), AutoTokenizer.from_pretrained(one)
         expected = theirs("".join(pieces))["input_ids"]

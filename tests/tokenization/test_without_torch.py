@@ -1,4 +1,4 @@
-"""Tokenizing imports no torch, and takes none from whoever uses transformers with torch afterwards."""
+"""Tokenizing imports no torch, and later users of transformers still have torch."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ print(config.dtype is torch.bfloat16, torch.equal(frequencies, torch.tensor([0.5
 """
 
 
-def test_torch_is_imported_by_what_uses_it_alone(tmp_path):
+def test_torch_is_imported_only_by_its_users(tmp_path):
     folder = small_tokenizers.save_byte_level(tmp_path)
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, check=False)
     assert done.stdout == "True False\nTrue True\n", done.stderr

@@ -1,4 +1,4 @@
-"""Finished units to commit, for `test_parts` and for the processes it starts (which import no pytest)."""
+"""Finished units to commit, for `test_parts` and for the processes it starts (which do not import pytest)."""
 
 import pyarrow as pa
 

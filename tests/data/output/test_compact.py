@@ -1,4 +1,4 @@
-"""Merging parts: every row once, in order when asked, never half, never over anything."""
+"""Merging parts: every row once, in the requested order, never half, and never over existing files."""
 
 import json
 import random
@@ -16,12 +16,12 @@ from pipeline.errors import EnvironmentFailed, OutputError
 from tests.stores.boxes import box_url
 
 FINGERPRINT = "1a2b3c4d" * 8
-ROWS_PER_FILE = 40  # of the input
+ROWS_PER_FILE = 40  # in the input
 RENAME = {"source_row": "line"}
 
 
 def finish_job(store: PartStore, windows: int = 3, rows: int = 30, units: int = 4, seed: int = 0) -> pa.Table:
-    """An output as a finished job leaves it: units of a window hold its rows in any order. Returns all rows, in
+    """Write an output as a finished job leaves it: units of a window hold its rows in any order. Return all rows in
     the input's order."""
     store.folder.probe()
     schema = output_schema(pa.schema([("id", pa.int64()), ("tags", pa.list_(pa.string()))]), RENAME)
@@ -61,8 +61,8 @@ def _succeed(store: PartStore, totals: PartTotals) -> None:
 
 
 @pytest.fixture(params=["local", "memory"])
-def places(request, tmp_path):
-    """The job's output and where to merge it: on a local disk, and in an fsspec store."""
+def stores(request, tmp_path):
+    """Return the job's output and the target of the merge: on a local disk, and in an fsspec store."""
     if request.param == "local":
         return PartStore(str(tmp_path / "out")), PartStore(str(tmp_path / "merged"))
     root = box_url(tmp_path.name)
@@ -79,8 +79,8 @@ def run(source: PartStore, target: PartStore, order="input", size: int = 2000) -
     return compact(source, target, order, size, lambda text: None)
 
 
-def test_in_the_order_of_the_input(places):
-    source, target = places
+def test_in_the_order_of_the_input(stores):
+    source, target = stores
     expected = finish_job(source)
     done = run(source, target)
     assert merged(target).equals(expected)
@@ -94,8 +94,8 @@ def test_in_the_order_of_the_input(places):
     assert {name: target.folder.read(name) for name in before} == before
 
 
-def test_in_the_order_of_the_parts_and_in_one_file(places):
-    source, target = places
+def test_in_the_order_of_the_parts_and_in_one_file(stores):
+    source, target = stores
     expected = finish_job(source)
     assert run(source, target, "parts", 10**9).files == 1
     found = merged(target)
@@ -104,8 +104,8 @@ def test_in_the_order_of_the_parts_and_in_one_file(places):
 
 
 @pytest.mark.parametrize("failing", [0, 1, 3])
-def test_an_interrupted_call_is_gone_on_with(places, failing, monkeypatch):
-    source, target = places
+def test_an_interrupted_call_is_resumed(stores, failing, monkeypatch):
+    source, target = stores
     expected = finish_job(source)
     create, calls = target.folder.create, []
 
@@ -125,9 +125,9 @@ def test_an_interrupted_call_is_gone_on_with(places, failing, monkeypatch):
     assert merged(target).equals(expected)
 
 
-def test_two_calls_at_once_make_one_result(places, monkeypatch):
-    """Another call writes each file just before this one does."""
-    source, target = places
+def test_two_concurrent_calls_make_one_result(stores, monkeypatch):
+    """Another call writes each file just before this one."""
+    source, target = stores
     expected = finish_job(source)
     create = target.folder.create
 
@@ -140,16 +140,16 @@ def test_two_calls_at_once_make_one_result(places, monkeypatch):
     assert merged(target).equals(expected)
 
 
-def test_a_job_of_no_rows(places):
-    source, target = places
+def test_a_job_without_rows(stores):
+    source, target = stores
     finish_job(source, windows=0)
     assert run(source, target).files == 1
     assert merged(target).num_rows == 0
     assert "generated_text" in merged(target).column_names
 
 
-def test_what_is_refused(places):
-    source, target = places
+def test_other_inputs_and_targets_are_refused(stores):
+    source, target = stores
     finish_job(source)
     raw = source.folder.read("_SUCCESS") or b""
     source.folder.remove("_SUCCESS")
@@ -180,8 +180,8 @@ def test_what_is_refused(places):
         run(source, target)
 
 
-def test_rows_that_are_not_what_the_job_counted_leave_no_success(places):
-    source, target = places
+def test_rows_that_differ_from_the_jobs_count_leave_no_success(stores):
+    source, target = stores
     finish_job(source)
     raw = (source.folder.read("_SUCCESS") or b"").replace(b'"num_generated_tokens": ', b'"num_generated_tokens": 1')
     source.folder.replace(SUCCESS, raw)
@@ -190,7 +190,7 @@ def test_rows_that_are_not_what_the_job_counted_leave_no_success(places):
     assert target.folder.read("_SUCCESS") is None
 
 
-def test_provenance_and_checksums_are_kept_and_the_footer_says_what_is_held(tmp_path):
+def test_provenance_and_checksums_are_kept_and_the_footer_names_the_parts(tmp_path):
     source, target = PartStore(str(tmp_path / "out")), PartStore(str(tmp_path / "merged"))
     finish_job(source)
     run(source, target)
@@ -205,18 +205,18 @@ def test_the_command(tmp_path: Path, monkeypatch, pipe):
     monkeypatch.chdir(tmp_path)
     finish_job(PartStore("out"))
     assert "Examples:\n    pipeline compact" in pipe("compact", "--help")[1]
-    asked = ("compact", "out", "--output", "merged", "--order", "input", "--target-size", "2kB")
-    code, out, err = pipe(*asked, "--json")
+    command = ("compact", "out", "--output", "merged", "--order", "input", "--target-size", "2kB")
+    code, out, err = pipe(*command, "--json")
     assert code == 0, err
     assert json.loads(out)["rows"] == 90
     assert "file 1 of " in err
-    assert "already complete" in pipe(*asked)[1]
+    assert "already complete" in pipe(*command)[1]
     assert pipe("compact", "out", "--output", "m2", "--target-size", "huge")[0] == 2
     assert pipe("compact", "nowhere", "--output", "m2")[0] == 2
 
 
-def test_files_that_changed_places_are_refused(places):
-    source, target = places
+def test_swapped_files_are_refused(stores):
+    source, target = stores
     finish_job(source, rows=31)
     run(source, target, size=20_000)
     files = [name for name in target.folder.names("") if name[0] not in "_."]

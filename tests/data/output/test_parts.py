@@ -1,4 +1,4 @@
-"""The output folder: a part appears whole or not at all, once, whatever happens to its writers."""
+"""Output folder: a part appears completely or not at all, and once, whatever happens to its writers."""
 
 import errno
 import json
@@ -52,23 +52,23 @@ def test_names_round_trip(fingerprint, numbers):
     assert PartName.parse(str(part)) == part
 
 
-def test_names_as_people_see_them():
+def test_names_are_readable():
     part = PartName("89abcdef", 12, 7, 93, 256)
     assert str(part) == "part-89abcdef-w00012-u0007of0093-n256.parquet"
     with pytest.raises(PipelineError):
         PartName("89abcdef", 12, 93, 93, 256)
-    # a unit out of range, other padding, other case, other programs' names, a temporary file's
+    # a unit out of range, other padding, other case, names of other programs, a temporary file
     assert PartName.parse(str(part).replace("u0007", "u0093")) is None
     assert PartName.parse(str(part).replace("w00012", "w000012")) is None
     assert PartName.parse(str(part).replace("89abcdef", "89ABCDEF")) is None
-    # a unit or a count of rows that no job has: what is kept of a listing grows with these
+    # a unit or a count of rows that no job has: memory of a listing grows with these
     assert PartName.parse("part-89abcdef-w00012-u0007of99999999-n256.parquet") is None
     assert PartName.parse(f"part-89abcdef-w00012-u0007of0093-n{2**64}.parquet") is None
     for other in ("part-0.parquet", f"{part}.tmp", f"x{part}", ""):
         assert PartName.parse(other) is None
 
 
-def test_a_listing_of_many_parts_keeps_numbers_and_no_names(store):
+def test_a_listing_of_many_parts_keeps_numbers_instead_of_names(store):
     class Many(LocalFolder):
         def each_name(self):
             return (str(name(i % 100, window=i // 100, num_units=100)) for i in range(20_000))
@@ -82,7 +82,7 @@ def test_a_listing_of_many_parts_keeps_numbers_and_no_names(store):
     assert peak < 700_000  # the names alone are 2 MB
 
 
-@pytest.mark.parametrize(("file", "says"), [
+@pytest.mark.parametrize(("file", "message"), [
     (str(name(fingerprint8="ffffffff")), "belongs to another job"),
     ("part-00000.parquet", "not a part"),
     ("thesis.docx", "not a part"),
@@ -90,10 +90,10 @@ def test_a_listing_of_many_parts_keeps_numbers_and_no_names(store):
     (str(name(rows=51)), "another part holds the same unit"),
     (str(name(1, num_units=41)), "contradicts the name of another part, by which the window has 40 units"),
 ])  # fmt: skip
-def test_foreign_files_are_refused(store, file, says):
+def test_foreign_files_are_refused(store, file, message):
     store.write(name(), result(50))
     Path(store.path, file).write_bytes(b"")
-    with pytest.raises(OutputError, match=says):
+    with pytest.raises(OutputError, match=message):
         store.list()
 
 
@@ -117,7 +117,7 @@ def test_a_part_and_its_provenance(store):
     assert footer.row_group(0).column(1).compression == "ZSTD"
     assert leftovers(store) == []
     assert os.stat(f"{store.path}/{name()}").st_mode & 0o444 == 0o444
-    assert pq.read_table(store.path).num_rows == 50  # readers pass _pipeline by
+    assert pq.read_table(store.path).num_rows == 50  # readers ignore _pipeline
 
 
 def test_a_second_writer_changes_nothing(store):
@@ -135,8 +135,8 @@ def test_a_second_writer_changes_nothing(store):
         store.write(name(3, rows=9), result(9))
 
 
-def test_an_answer_lost_on_the_way_is_recognised(store, monkeypatch):
-    """A network disk links the file and then says that it exists: it is ours."""
+def test_a_lost_answer_is_recognised(store, monkeypatch):
+    """A network disk links the file and then reports that it exists: the part is ours."""
     link = os.link
 
     def twice(a, b):
@@ -212,7 +212,7 @@ def test_probe(store, tmp_path, monkeypatch):
 
 
 def failing(code: int, text: str):
-    """In the place of os.link."""
+    """Return a replacement of os.link that fails."""
 
     def link(a, b):
         raise OSError(code, text, str(b))
@@ -220,19 +220,19 @@ def failing(code: int, text: str):
     return link
 
 
-@pytest.mark.parametrize(("fake", "error", "says"), [
+@pytest.mark.parametrize(("fake", "error", "message"), [
     (lambda a, b: Path(b).write_bytes(Path(a).read_bytes()), OutputError, "replaced an existing file"),
     (failing(errno.EPERM, "no"), OutputError, "hard links"),
     (failing(errno.EROFS, "no"), OutputError, "cannot be written"),
     (failing(errno.ENOSPC, "full"), EnvironmentFailed, "full"),
 ])  # fmt: skip
-def test_fault_14_the_probe_refuses_disks_that_do_not_keep_the_promise(store, monkeypatch, fake, error, says):
+def test_fault_14_the_probe_refuses_disks_without_the_required_guarantees(store, monkeypatch, fake, error, message):
     monkeypatch.setattr(os, "link", fake)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         store.folder.probe()
 
 
-def test_a_temporary_file_that_its_writer_removes_first_is_no_failure(store, monkeypatch):
+def test_a_temporary_file_that_its_writer_removes_first_is_not_an_error(store, monkeypatch):
     left = store.folder.root / "_pipeline" / "tmp" / "left"
     store.folder.probe()
     left.write_bytes(b"")
@@ -277,9 +277,9 @@ print(json.dumps([[os.read(answers, 1000).decode(), end] for (_, answers), end i
 
 
 def run_writers(units: int, *writers: tuple[PartStore, int, str]) -> list[tuple[list[bool], int]]:
-    """Processes that each write so many parts with a seed and failpoints: what their writes gave, how they ended."""
-    told = [(store.path, seed, failing) for store, seed, failing in writers]
-    code = WRITERS.format(root=str(Path(__file__).parents[3]), writers=told, units=units)
+    """Run processes that each write `units` parts with a seed and failpoints. Return their results and exit codes."""
+    settings = [(store.path, seed, failing) for store, seed, failing in writers]
+    code = WRITERS.format(root=str(Path(__file__).parents[3]), writers=settings, units=units)
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=120, check=True)
     return [([c == "1" for c in made], code) for made, code in json.loads(done.stdout)]
 
@@ -314,7 +314,7 @@ def test_two_processes_write_the_same_parts(store):
     assert leftovers(store) == []
 
 
-def test_temporary_files_of_the_living_stay(store):
+def test_temporary_files_of_live_writers_are_kept(store):
     removed = []
     failpoints.install({"part.synced": lambda: removed.append(store.folder.clean_tmp())})
     assert store.write(name(), result(50))
@@ -337,7 +337,7 @@ def test_a_temporary_file_deleted_by_mistake_costs_a_retry(store):
     assert leftovers(store) == []
 
 
-def test_failpoints_left_in_the_environment_are_nothing_without_the_second_switch():
+def test_failpoints_in_the_environment_need_the_second_switch():
     for switch in ({}, {"PIPELINE_ALLOW_FAILPOINTS": ""}, {"PIPELINE_ALLOW_FAILPOINTS": "0"}):
         with pytest.warns(UserWarning, match="PIPELINE_FAILPOINTS is ignored"):
             assert failpoints.requested({"PIPELINE_FAILPOINTS": "part.linked=kill"} | switch) == ""

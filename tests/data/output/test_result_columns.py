@@ -1,4 +1,4 @@
-"""The output's columns: one schema, clear of the input's names, with sums that survive renaming."""
+"""Columns of the output: one schema, no collisions with the input's names, and sums that survive renaming."""
 
 import pyarrow as pa
 import pytest
@@ -37,7 +37,7 @@ def test_a_collision_names_the_rename_to_write():
         output_schema(chained, {})
     names = output_schema(chained, {"generated_text": "generated_text_2", "error": "error_3"}).names
     assert len(set(names)) == len(names) == 3 + len(RESULT_FIELDS)
-    # what is written takes effect, and what was renamed already stays in the advice
+    # the advised rename works, and earlier renames stay in the advice
     with pytest.raises(ConfigError, match=r"output\.rename: \{generated_text: a, error: error_3\}"):
         output_schema(chained, {"generated_text": "a"})
     with pytest.raises(ConfigError, match="input columns have the same names"):
@@ -47,7 +47,7 @@ def test_a_collision_names_the_rename_to_write():
     output_schema(pa.schema([("logprobs", pa.string())]), {})
 
 
-def test_rename_takes_result_columns_only():
+def test_rename_accepts_result_columns_only():
     with pytest.raises(ConfigError, match="did you mean 'generated_text'"):
         output_schema(KEPT, {"generated_txt": "answer"})
     with pytest.raises(ConfigError, match="same names"):
@@ -82,7 +82,7 @@ def test_totals_are_found_under_any_name():
         result_column(pa.table({"x": [1]}), "error")
 
 
-def test_totals_are_taken_away_again():
+def test_totals_are_subtracted_again():
     a = PartTotals(3, 1, {"null_prompt": 2}, 10, 4, 5, 8)
     b = PartTotals(4, 2, {"null_prompt": 1, "engine_failure": 3}, 20, 6, 7, 9)
     assert a + b - b == a

@@ -1,4 +1,4 @@
-"""What the lines of an input of requests agree on, seen while it is opened; and the rows that they are read as."""
+"""Requirements that all lines of an input of requests share, checked when it is opened; and their rows."""
 
 import gzip
 import json
@@ -22,15 +22,15 @@ def put(folder, name: str, lines: list) -> str:
     return str(folder)
 
 
-def opened(place: str, **options):
-    return open_source(place, of_requests=True, **options)
+def opened(path: str, **options):
+    return open_source(path, of_requests=True, **options)
 
 
 def named(i, make=chat, **body) -> dict:
     return {**make(**body), "custom_id": str(i)}
 
 
-def test_lines_are_rows_of_one_schema_whatever_they_hold(tmp_path, monkeypatch):
+def test_lines_are_rows_of_one_schema_whatever_their_fields(tmp_path, monkeypatch):
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 200)
     put(tmp_path, "a.jsonl", [named(0), named(1, max_tokens=3), named(2, n=4)])
     source = opened(put(tmp_path, "b.jsonl.gz", [named(3, user="u", logprobs=True)]))
@@ -56,7 +56,7 @@ def test_texts_have_a_column_of_their_own(tmp_path):
     assert read_window(source, cut_windows(source, 9, 1 << 20)[0], ["prompt"])["prompt"].to_pylist() == ["Once"]
 
 
-def test_texts_to_embed_bring_their_encoding(tmp_path):
+def test_texts_to_embed_keep_their_encoding(tmp_path):
     lines = [named(0, embedding, dimensions=4), named(1, embedding, dimensions=4, encoding_format="base64", user="u")]
     source = opened(put(tmp_path, "a.jsonl", [*lines, named(2, embedding, dimensions=4, input=["Twice"])]))
     found = source.requests
@@ -67,7 +67,7 @@ def test_texts_to_embed_bring_their_encoding(tmp_path):
     assert (rows["input"], rows["encoding_format"]) == (["Once", "Once", "Twice"], [None, "base64", None])
 
 
-@pytest.mark.parametrize(("files", "says"), [
+@pytest.mark.parametrize(("files", "message"), [
     ({"a.jsonl": [named(1), named(2), named(1)]}, r"a\.jsonl:3: custom_id '1' is also used by \S+a\.jsonl:1"),
     ({"a.jsonl": [named(1), b"", named("é")], "b.jsonl": [named(3), named("é")], "c.jsonl": [named(4)]},
      r"b\.jsonl:2: custom_id 'é' is also used by \S+a\.jsonl:3"),
@@ -86,22 +86,22 @@ def test_texts_to_embed_bring_their_encoding(tmp_path):
      r"a\.jsonl: contains no request of OpenAI's Batch API; expected lines such as"),
     ({"a.jsonl": []}, r"contains no request"),
 ])  # fmt: skip
-def test_an_input_is_refused_with_its_lines_named(tmp_path, files, says):
+def test_an_input_is_refused_with_its_lines_named(tmp_path, files, message):
     for name, lines in files.items():
-        place = put(tmp_path, name, lines)
-    with pytest.raises(InputError, match=says):
-        opened(place)
-    with pytest.raises(InputError, match=says):
-        opened(place, on_corrupt="skip")
+        path = put(tmp_path, name, lines)
+    with pytest.raises(InputError, match=message):
+        opened(path)
+    with pytest.raises(InputError, match=message):
+        opened(path, on_corrupt="skip")
 
 
-def test_equal_hashes_of_different_ids_are_no_duplicates(tmp_path, monkeypatch):
+def test_equal_hashes_of_different_ids_are_not_duplicates(tmp_path, monkeypatch):
     monkeypatch.setattr(input_checks, "_hash", lambda custom_id: len(custom_id))
-    place = put(tmp_path, "a.jsonl", [named("aa"), named("bb"), named("c")])
-    assert opened(place).num_rows == 3
+    path = put(tmp_path, "a.jsonl", [named("aa"), named("bb"), named("c")])
+    assert opened(path).num_rows == 3
     put(tmp_path, "b.jsonl", [named("bb")])
     with pytest.raises(InputError, match=r"b\.jsonl:1: custom_id 'bb' is also used by \S+a\.jsonl:2"):
-        opened(place)
+        opened(path)
 
 
 def test_another_format_is_refused_by_name(tmp_path):

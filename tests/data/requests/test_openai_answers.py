@@ -1,4 +1,4 @@
-"""Rows as the lines of OpenAI's Batch API: what no job of fakes comes to."""
+"""Rows as lines of OpenAI's Batch API: cases that jobs with a fake engine do not reach."""
 
 import pytest
 from openai.types import Completion
@@ -22,7 +22,7 @@ def body(answered: Answered, **changed):
 
 
 @pytest.mark.parametrize("answered", [CHAT, TEXT])
-def test_every_end_of_a_row_is_one_that_the_api_knows(answered):
+def test_every_finish_reason_is_one_of_the_api(answered):
     for reason in FinishReason.__args__:
         if reason != "error":
             got = body(answered, finish_reason=reason).choices[0].finish_reason
@@ -40,11 +40,11 @@ def test_log_probabilities_that_are_not_finite(answered):
 
 @pytest.mark.parametrize("answered", [CHAT, TEXT])
 def test_the_prompts_log_probabilities_are_a_field_as_in_vllm(answered):
-    """By token id, of a chat beside its choices, of a text in each choice; only where the output has them."""
+    """The field is keyed by token id: next to the choices of a chat, in each choice of a text, if the output has it."""
     low, best = {"token_id": 3, "logprob": float("-inf")}, {"token_id": 5, "logprob": -0.25}
-    told = [None, {**low, "top": [best]}, {**best, "top": [best]}, {**best, "top": []}]
+    logprobs = [None, {**low, "top": [best]}, {**best, "top": [best]}, {**best, "top": []}]
     row = {**ROW, "generated_text": ["x", "y"], "finish_reason": ["stop", "stop"]}
-    found = answered.line({**row, "prompt_logprobs": told})["response"]["body"]
+    found = answered.line({**row, "prompt_logprobs": logprobs})["response"]["body"]
     fifth = {"logprob": -0.25, "rank": 1, "decoded_token": None}
     expected = [
         None,
@@ -52,19 +52,19 @@ def test_the_prompts_log_probabilities_are_a_field_as_in_vllm(answered):
         {"5": fifth},
         {"5": {**fifth, "rank": None}},
     ]
-    places = [found] if answered is CHAT else found["choices"]
-    assert [place["prompt_logprobs"] for place in places] == [expected] * len(places)
+    holders = [found] if answered is CHAT else found["choices"]
+    assert [holder["prompt_logprobs"] for holder in holders] == [expected] * len(holders)
     for without in (ROW, {**ROW, "prompt_logprobs": None}):
         assert "prompt_logprobs" not in str(answered.line(without))
 
 
-def test_tokens_from_cache_are_told():
+def test_cached_tokens_are_in_the_usage():
     usage = body(CHAT).usage
     assert (usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details.cached_tokens) == (5, 6, 4)
 
 
 @pytest.mark.parametrize("answered", [CHAT, TEXT])
-def test_reasoning_is_told_beside_the_answer_and_counted(answered):
+def test_reasoning_is_a_field_next_to_the_answer_and_counted(answered):
     plain = body(answered)
     assert plain.usage.completion_tokens_details is None
     assert "reasoning" not in plain.model_dump_json()
@@ -81,14 +81,14 @@ def test_reasoning_is_told_beside_the_answer_and_counted(answered):
 
 
 @pytest.mark.parametrize("code", list(RowError))
-def test_a_failure_is_the_rows_or_the_engines(code):
+def test_a_failure_has_the_status_of_the_row_or_of_the_engine(code):
     answer = CHAT.line({**ROW, "error": str(code), "error_message": None, "generated_text": None})
     ours = ("kv_cache_exhausted", "out_of_memory", "token_out_of_vocabulary", "non_finite_logits", "engine_failure")
     assert answer["response"]["status_code"] == (500 if code in ours else 400)
     assert answer["response"]["body"]["error"]["message"] == code
 
 
-def test_ids_are_those_of_the_row_and_of_the_job():
+def test_ids_depend_on_the_row_and_the_job():
     other = [Answered("chat", "m", 7, "0" * 64).line(ROW), CHAT.line({**ROW, "source_row": 1})]
     assert len({line["id"] for line in [CHAT.line(ROW), *other]}) == 3
     assert CHAT.line(ROW) == CHAT.line(ROW)

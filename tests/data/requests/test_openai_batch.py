@@ -1,4 +1,4 @@
-"""A line of OpenAI's Batch API as a request: what is taken, what is refused by name."""
+"""Lines of OpenAI's Batch API as requests: accepted fields, and fields that are refused by name."""
 
 import json
 import re
@@ -31,8 +31,8 @@ def embedding(**body) -> dict:
     return {**line, "body": {"model": "m", "input": "Once", **body}}
 
 
-def test_a_chat_is_its_messages_and_its_own_values():
-    """The example of the API's reference, with every field that has a column."""
+def test_a_chat_becomes_its_messages_and_parameters():
+    """The example of the API's reference has every field that has a column."""
     got = request(
         chat(max_tokens=7, temperature=0, top_p=0.5, stop="END", seed=3, presence_penalty=1, frequency_penalty=0.5,
              top_k=20, min_p=0.1, repetition_penalty=1.1, min_tokens=1, stop_token_ids=[5], ignore_eos=True,
@@ -52,7 +52,7 @@ def test_a_chat_is_its_messages_and_its_own_values():
     assert [heading(chat(n=n)).samples for n in (None, 1, "2", 2, 3.0)] == [False, False, False, True, True]
 
 
-# The values that vLLM's own request classes have where a client sets nothing.
+# The default values of vLLM's request classes.
 OFF_VALUES = {
     "top_k": -1, "min_p": 0.0, "top_p": 1.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "n": 1,
     "frequency_penalty": 0.0, "min_tokens": 0, "ignore_eos": False, "stop": [], "stop_token_ids": [],
@@ -88,7 +88,7 @@ OF_CHATS_OFF_IN_VLLM = {
     (text(prompt=["Once"]), "text", {}),
     (text(prompt_logprobs=0), "text", {"prompt_logprobs": 0}),
 ])  # fmt: skip
-def test_values_and_those_that_ask_for_nothing(line, endpoint, parameters):
+def test_parameters_and_values_without_an_effect(line, endpoint, parameters):
     got = request(line, endpoint)
     assert (got.refused, got.parameters) == (None, parameters)
 
@@ -157,21 +157,21 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "says"), REFUSED)
-def test_a_row_is_refused_by_the_name_of_a_field(line, says):
+@pytest.mark.parametrize(("line", "message"), REFUSED)
+def test_a_row_is_refused_by_the_name_of_a_field(line, message):
     row = Requests(ENDPOINTS.get(str(line["url"]), "chat")).row(line)
     assert {name for name, value in row.items() if value is not None} == {"custom_id", "refused"}
     assert row["custom_id"] == "a"
-    assert re.match(says, row["refused"])
+    assert re.match(message, row["refused"])
     assert len(row["refused"]) < 300
 
 
-def test_a_row_that_is_not_whole_is_one_without_values():
+def test_a_row_with_missing_fields_has_no_values():
     row = Requests("chat").row({})
     assert row == {"custom_id": None, "messages": None, "refused": "method: expected POST, got None"}
 
 
-@pytest.mark.parametrize(("line", "says"), [
+@pytest.mark.parametrize(("line", "message"), [
     ({}, "no custom_id"),
     ({"custom_id": ""}, "no custom_id"),
     ({"custom_id": 5}, "custom_id is 5, expected text"),
@@ -179,12 +179,12 @@ def test_a_row_that_is_not_whole_is_one_without_values():
     ({"custom_id": "a", "url": "/v1/responses"}, "url /v1/responses is not supported; expected /v1/chat"),
     (embedding(dimensions="4"), r"body\.dimensions: expected an integer of at least 1, got '4'"),
 ])  # fmt: skip
-def test_the_whole_input_is_refused(line, says):
-    with pytest.raises(NoRequest, match=says):
+def test_the_whole_input_is_refused(line, message):
+    with pytest.raises(NoRequest, match=message):
         heading(line)
 
 
-def test_a_response_format_is_carried_as_json_and_one_of_text_asks_for_nothing():
+def test_a_response_format_is_kept_as_json_and_text_means_none():
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
     assert json.loads(request(chat(response_format=form), "chat").parameters["response_format"]) == form
     assert "response_format" not in request(chat(response_format={"type": "text"}), "chat").parameters
