@@ -93,9 +93,8 @@ class RowError(StrEnum):
     PROMPT_TOO_LARGE = "prompt_too_large"  # too many bytes; rejected before tokenization
     PROMPT_TOO_LONG = "prompt_too_long"  # too many tokens for the context
     CORRUPT_INPUT = "corrupt_input"  # corrupt row group or line, with input.on_corrupt: skip
-    INVALID_REQUEST = (
-        "invalid_request"  # a line of a batch API (input.format) without a request, or with an unsupported one
-    )
+    # a line of a batch API (input.format) without a supported request, or a request that the server rejects
+    INVALID_REQUEST = "invalid_request"
     INVALID_MESSAGES = "invalid_messages"  # not a chat that the template accepts
     INVALID_SAMPLING = "invalid_sampling"  # a per-row sampling value out of range
     INVALID_LABELS = "invalid_labels"  # task choice: no labels, empty ones, or two with the same tokens
@@ -107,4 +106,7 @@ class RowError(StrEnum):
     TASK_NOT_SERVED = "task_not_served"  # the model lacks the task's head: vocabulary or classes
     # structured_outputs that cannot be compiled, reach a dead end, or do not match the row's output
     GRAMMAR_ERROR = "grammar_error"
+    CONTENT_FILTER = "content_filter"  # the server's filter rejected the prompt or ended the answer
+    CONTROL_TOKENS = "control_tokens"  # the text holds control tokens of the tokenizer, which a server would parse
+    SERVER_ERROR = "server_error"  # each try ended with an error of the server, or an answer without the right form
     ENGINE_FAILURE = "engine_failure"  # the row repeatedly crashed the engine's process

@@ -17,15 +17,20 @@ from pipeline.stores.filesystem import is_url, storage_for
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts
 
-ModelKind = Literal["embedded", "url", "folder", "id", "missing"]
+ModelKind = Literal["embedded", "url", "folder", "id", "missing", "none"]
 
 EMBEDDED_MODELS = ("demo", *(f"demo:{name}" for name in NAMES))
+
+
+NO_CHECKPOINT = "(none)"  # the path of a model that only a server knows
 
 
 def model_kind(path: str) -> ModelKind:
     """Return the kind of model that `path` names. `missing`: a path that does not exist, or a file."""
     if path == "demo" or path.startswith("demo:"):
         return "embedded"
+    if path == NO_CHECKPOINT:
+        return "none"
     if is_url(path):
         return "url"
     location = os.path.expanduser(path)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.keys import JobKeys
 from pipeline.config.requests import FROM_LINES
+from pipeline.config.sections.backend import BackendSection
 from pipeline.config.sections.prompt import SOURCES
 from pipeline.config.sections.task import KEYS_OF
 from pipeline.config.values import FromColumn
@@ -30,6 +31,8 @@ def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contrad
         yield f"task.{key}", f"has no effect with task {job.task.type}; write type: {owner}, or remove it"
     if job.input.has_requests:
         yield from _with_requests(job, written.get("prompt"))
+    if job.engine.backend is not None:
+        yield from _with_backend(job, job.engine.backend)
     if job.task.type == "generate":
         yield from _equal_samples(job)
     else:
@@ -78,6 +81,34 @@ def _with_requests(job: JobKeys, prompt: object) -> Iterator[Contradiction]:
                 yield f"sampling.{name}", f"{lines} set their own values; write one value for lines that set none"
     if CUSTOM_ID not in (job.input.columns or ()):
         yield "input.columns", f"must include {CUSTOM_ID}, which identifies each answer"
+
+
+def _with_backend(job: JobKeys, backend: BackendSection) -> Iterator[Contradiction]:
+    """Check a job whose rows a server computes."""
+    unused = "has no effect with engine.backend; give the server its own options, and remove it"
+    for name in sorted(job.engine.model_fields_set - {"backend", "max_num_seqs"}):
+        yield f"engine.{name}", unused
+    for name in sorted(job.speculation.model_fields_set):
+        yield f"speculation.{name}", unused
+    if job.model.quantization != "none":
+        yield "model.quantization", unused
+    if job.task.type not in ("generate", "embed"):
+        yield "task.type", f"{job.task.type} is not supported with engine.backend; expected generate or embed"
+    for name in ("pooling", "normalize"):
+        if name in job.task.model_fields_set:
+            yield f"task.{name}", unused
+    if job.task.type == "embed" and job.task.dimensions is None:
+        yield "task.dimensions", "required with engine.backend: the length of the server's vectors"
+    if job.sampling.prompt_logprobs is not None:
+        yield "sampling.prompt_logprobs", "is not supported with engine.backend; remove it"
+    if job.sampling.generation_config == "model":
+        yield "sampling.generation_config", "model needs the checkpoint, which the server has; write the values"
+    if job.quality.sample > 0:
+        yield "quality.sample", "is not supported with engine.backend; remove it"
+    if job.prompt.chat is not None and job.prompt.chat.template is not None:
+        yield "prompt.chat.template", unused
+    if backend.url is not None and job.run.actors != 1:
+        yield "run.actors", "must be 1 with engine.backend.url: one engine keeps all servers busy"
 
 
 def _equal_samples(job: JobKeys) -> Iterator[Contradiction]:

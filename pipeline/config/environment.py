@@ -1,4 +1,4 @@
-"""Environment variables in the paths of a job file: `${NAME}` and `${NAME:-default}`.
+"""Environment variables in the paths, urls and keys of a job file: `${NAME}` and `${NAME:-default}`.
 
 In the paths of input and output, `vars` of the job take precedence. Other values, such as prompts, are not expanded:
 `${price}` in them is text.
@@ -14,6 +14,8 @@ PATH_KEYS: tuple[tuple[str, ...], ...] = (
     ("input", "path"),
     ("output", "path"),
     ("model", "path"),
+    ("engine", "backend", "url"),
+    ("engine", "backend", "api_key"),
     ("speculation", "model"),
     ("quality", "model"),
     ("prompt", "chat", "template"),

@@ -48,7 +48,7 @@ def _marked(section: type[BaseModel], mark: str) -> dict[str, Any]:
         own = extra.get("resume", "free") if isinstance(extra, dict) else "free"
         inner = model_of(field.annotation)
         if inner is not None and own != "hidden" and (section is JobKeys or _marked(inner, "identity")):
-            if section is JobKeys or own == mark:
+            if section is JobKeys or own in (mark, "free"):
                 included[name] = _marked(inner, mark)
         elif own == mark:
             included[name] = True

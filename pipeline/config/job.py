@@ -9,11 +9,19 @@ from typing import Any
 from pydantic import ConfigDict, PrivateAttr, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
+from pipeline.checkpoints.locate import NO_CHECKPOINT
 from pipeline.config.contradictions import contradictions, rules_for_editors
 from pipeline.config.jobfile import Document, Value
 from pipeline.config.keys import JobKeys
 from pipeline.config.requests import filled, is_of_requests
 from pipeline.engine.params import EngineConfig
+
+
+def _with_model(raw: Any) -> Any:
+    """Return the job file with a model: a server may be the only one that knows it."""
+    engine = raw.get("engine") if isinstance(raw, dict) else None
+    has_backend = isinstance(engine, dict) and engine.get("backend") is not None
+    return {**raw, "model": {"path": NO_CHECKPOINT}} if has_backend and raw.get("model") is None else raw
 
 
 class JobConfig(JobKeys):
@@ -27,7 +35,7 @@ class JobConfig(JobKeys):
     @classmethod
     def _agrees(cls, raw: Any, handler: Any) -> "JobConfig":
         """Refuse contradicting keys, all at once. If input lines are requests, first fill in the prompt source."""
-        job = handler(filled(raw) if is_of_requests(raw) else raw)
+        job = handler(_with_model(filled(raw) if is_of_requests(raw) else raw))
         found = [
             InitErrorDetails(
                 type=PydanticCustomError("value_error", "{error}", {"error": reason}),
@@ -57,5 +65,5 @@ class JobConfig(JobKeys):
             quantization=self.model.quantization,
             speculation=self.speculation.engine_config(draft_path) if generates else "off",
             num_threads=num_threads,
-            **self.engine.model_dump(),
+            **self.engine.model_dump(exclude={"backend"}),
         )

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
+from pipeline.checkpoints.locate import NO_CHECKPOINT
 from pipeline.config.sections.data import InputSection, OutputSection
 from pipeline.config.sections.engine import EngineSection
 from pipeline.config.sections.kubernetes import KubernetesSection
@@ -60,7 +61,8 @@ class JobKeys(ConfigSection):
         examples=[{"template": "Summarize: {text}"}, {"column": "text"}],
     )
     model: Annotated[ModelSection, or_word(WORDS["model"], ModelSection, ModelPath)] = Field(
-        description="Checkpoint. A bare word is its path: `model: Qwen/Qwen3-4B`.",
+        description="Checkpoint. A bare word is its path: `model: Qwen/Qwen3-4B`. With engine.backend it is optional: "
+        "only its tokenizer is used.",
         examples=["Qwen/Qwen3-4B", {"path": "Qwen/Qwen3-4B"}],
     )
     task: Annotated[TaskSection, or_word(WORDS["task"], TaskSection, BareTask)] = Field(
@@ -117,4 +119,4 @@ class JobKeys(ConfigSection):
             "speculation.model": self.speculation.model,
             "quality.model": self.quality.model,
         }
-        return {key: path for key, path in paths.items() if path is not None}
+        return {key: path for key, path in paths.items() if path not in (None, NO_CHECKPOINT)}

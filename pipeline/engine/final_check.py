@@ -43,5 +43,5 @@ def _checked(one: Completion, wanted: StructuredOutputs) -> Completion:
         queued_us=one.queued_us,
         first_token_us=one.first_token_us,
         num_lost_prompt_tokens=one.num_prompt_tokens - one.num_cached_tokens,
-        num_lost_generated_tokens=len(one.token_ids),
+        num_lost_generated_tokens=one.num_tokens,
     )

@@ -401,6 +401,7 @@ class Completion:
     reasoning: with `SamplingParams.reasoning` the text before the answer, stripped, and `text` is the answer alone,
     without leading whitespace; None if there was none, or only whitespace.
     num_reasoning_tokens: its tokens, without markers.
+    token_count: number of generated tokens, if only a server knows their ids; None: that of token_ids.
     prompt_logprobs: log-probabilities of the prompt's tokens from the second on.
     result: result of the request's task. finish_reason is "stop" then, text and token_ids are empty.
     samples: with `SamplingParams.n` above 1, the n completions in order. The other fields are then those of sample 0,
@@ -428,6 +429,12 @@ class Completion:
     samples: tuple["Completion", ...] = ()
     reasoning: str | None = None
     num_reasoning_tokens: int = 0
+    token_count: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens of this sample."""
+        return len(self.token_ids) if self.token_count is None else self.token_count
 
     @property
     def each(self) -> tuple["Completion", ...]:
@@ -437,7 +444,7 @@ class Completion:
     @property
     def num_generated_tokens(self) -> int:
         """Generated tokens of all samples."""
-        return sum(len(one.token_ids) for one in self.each)
+        return sum(one.num_tokens for one in self.each)
 
     @property
     def num_thought_tokens(self) -> int:

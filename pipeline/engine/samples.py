@@ -36,7 +36,7 @@ def with_samples(samples: Sequence[Completion]) -> Completion:
         num_lost_prompt_tokens=sum(sample.num_lost_prompt_tokens for sample in samples)
         + sum(sample.num_prompt_tokens - sample.num_cached_tokens for sample in succeeded),
         num_lost_generated_tokens=sum(sample.num_lost_generated_tokens for sample in samples)
-        + sum(len(sample.token_ids) for sample in succeeded),
+        + sum(sample.num_tokens for sample in succeeded),
     )
 
 

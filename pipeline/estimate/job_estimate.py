@@ -97,12 +97,12 @@ def estimate_job(
     store = PartStore(config.output.path, storage_for(config.output.path, config.storage))
     history = recall(plan)
     rows_left = plan.num_rows - _rows_done(store, plan)
-    tokenize = job.tokenize(Tokenizer.from_folder(str(job.model), job.chat_template), wall_time())
+    tokenize = job.tokenize(Tokenizer.from_folder(str(job.checkpoint), job.chat_template), wall_time())
     block = BLOCK_SIZE if plan.device.startswith("cuda") else CPU_BLOCK_SIZE
     if not plan.num_rows:
         raise ConfigError(f"input.path {shown_url(config.input.path)}: has no rows, so there is nothing to plan")
     log(f"reading a sample of {min(sample, plan.num_rows):,} rows")
-    context = config.engine.max_model_len or read_config(job.model).max_position
+    context = config.engine.max_model_len or read_config(job.checkpoint).max_position
     prompts = sample_prompts(job, plan.source, tokenize, sample, block, context)
     if not prompts.requests:
         raise ConfigError(
@@ -237,7 +237,7 @@ def _on_cards(
     prefixes of other rows."""
     if work.rows < 1:
         return (), ()
-    model, config = read_config(plan.job.model), plan.job.config
+    model, config = read_config(plan.job.checkpoint), plan.job.config
     pairs = [
         RequestTokens(max(1, round(len(r.prompt_token_ids) * (1 - shared) if i == 0 else again)), output)
         for r, output in zip(sample.requests, lengths.drawn, strict=True)

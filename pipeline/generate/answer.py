@@ -55,7 +55,7 @@ class Answer:
 
 def _summary(done: Completion) -> str:
     thought = f", {done.num_reasoning_tokens:,} of them reasoning" if done.num_reasoning_tokens else ""
-    return f"{done.finish_reason}, {len(done.token_ids):,} tokens{thought}"
+    return f"{done.finish_reason}, {done.num_tokens:,} tokens{thought}"
 
 
 def _lines(done: Completion) -> list[str]:

@@ -95,7 +95,7 @@ def answers(job: ResolvedJob, prompts: Prompts, log: Log) -> Iterator[Answer]:
         if job.chat_template is not None:
             from pipeline.tokenization.tokenizer import Tokenizer
 
-            tokenizer = Tokenizer.from_folder(str(job.model), job.chat_template)
+            tokenizer = Tokenizer.from_folder(str(job.checkpoint), job.chat_template)
         tokenize = job.tokenize(tokenizer, now)
         rendered: dict[int, str | None] = {}
         requests: list[Request] = []

@@ -14,14 +14,14 @@ from pipeline.config import JobConfig, load_job
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import UnitSpec
 from pipeline.errors import Interrupted
-from pipeline.job.actor.worker import Backend
+from pipeline.job.actor.backends import OwnEngine
 from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.dataflow.spec import FlowSpec
 from pipeline.job.planning.resolved_job import prompt_spec, sampling_params, unit_spec
 from pipeline.job.running.run import run_job
 from tests.job.fake_engine import answer, text_of
 
-FAKES = Backend("tests.job.fake_engine:FakeEngine", "tests.job.fake_engine:load_tokenizer")
+FAKES = OwnEngine("tests.job.fake_engine:FakeEngine", "tests.job.fake_engine:load_tokenizer")
 
 
 TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 13) for i in range(50)]

@@ -4,12 +4,18 @@ from typing import Literal
 
 from pydantic import Field
 
+from pipeline.config.sections.backend import BackendSection
 from pipeline.config.values import IDENTITY, NUMERICS, Bytes, ConfigSection, Switch
 
 
 class EngineSection(ConfigSection):
     """Engine settings; `auto` and null are resolved from the checkpoint and the machine."""
 
+    backend: BackendSection | None = Field(
+        default=None,
+        description="A server with OpenAI's API instead of our own engine. Only max_num_seqs applies to it.",
+        examples=[{"url": "http://localhost:8000/v1"}],
+    )
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
@@ -34,7 +40,7 @@ class EngineSection(ConfigSection):
     max_num_seqs: int | None = Field(
         default=None,
         ge=1,
-        description="Maximum rows computed at once. Default: chosen for the machine.",
+        description="Maximum rows computed at once. Default: chosen for the machine; 1024 for a server.",
         examples=[256],
     )
     max_num_batched_tokens: int | None = Field(

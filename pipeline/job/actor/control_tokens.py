@@ -69,6 +69,11 @@ class ControlTokenCounter:
         own = f"{file} row {row}: {self._own(prompts[first].as_py())}"
         return ControlTokenRows(in_template, len(rows), example, own)
 
+    def first_in_row(self, prompt: str) -> str:
+        """Return the first text of a control token in a row's own values; empty if there is none."""
+        found = self._find(prompt)
+        return self._own(prompt) if len(found) > len(self._literal) else ""
+
     def _own(self, prompt: str) -> str:
         """Return the first text of a control token in a row's own values, or ""."""
         if self._in_pieces:

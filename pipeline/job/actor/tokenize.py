@@ -106,6 +106,29 @@ def _hash_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def read_rows(
+    unit: Unit, params: SamplingParams, seed: int
+) -> tuple[list[tuple[int, str, SamplingParams]], list[Completion]]:
+    """Return the index, prompt and parameters of a unit's rows, and the completions of rows that already failed.
+    params: defaults. seed: the job's."""
+    accepted: list[tuple[int, str, SamplingParams]] = []
+    failed: list[Completion] = []
+    columns = [
+        unit.own(name).to_pylist()
+        for name in ("_prompt", "_error", "_error_message", "_params", "source_file", "source_row")
+    ]
+    for i, (prompt, error, message, own, file, row) in enumerate(zip(*columns, strict=True)):
+        if error is not None:
+            failed.append(failed_row(i, error, message or ""))
+            continue
+        try:
+            values = _nested(json.loads(own)) if own else {}
+            accepted.append((i, prompt, replace(params, **{"seed": row_seed(seed, file, row), **values})))
+        except (ConfigError, TypeError) as refused:
+            failed.append(failed_row(i, RowError.INVALID_SAMPLING, str(refused)))
+    return accepted, failed
+
+
 class Tokenize:
     """Turn a unit's prompts into requests. A request's row_id is the row's index in the unit."""
 
@@ -133,26 +156,13 @@ class Tokenize:
 
     def __call__(self, unit: Unit) -> tuple[list[Request], list[Completion]]:
         """Return the requests, and the completions of rows that already failed."""
-        failed: list[Completion] = []
-        accepted: list[tuple[int, str, SamplingParams]] = []
+        accepted, failed = read_rows(unit, self._params, self._seed)
         sampled: dict[int, QualitySample] = {}
-        columns = [
-            unit.own(name).to_pylist()
-            for name in ("_prompt", "_error", "_error_message", "_params", "source_file", "source_row", "_expected")
-        ]
-        for i, (prompt, error, message, own, file, row, expected) in enumerate(zip(*columns, strict=True)):
-            if error is not None:
-                failed.append(failed_row(i, error, message or ""))
-                continue
-            try:
-                values = _nested(json.loads(own)) if own else {}
-                params = replace(self._params, **{"seed": row_seed(self._seed, file, row), **values})
-            except (ConfigError, TypeError) as refused:
-                failed.append(failed_row(i, RowError.INVALID_SAMPLING, str(refused)))
-                continue
-            accepted.append((i, prompt, params))
-            if is_sampled(self._quality_sample, self._seed, file, row):
-                sampled[i] = QualitySample(expected)
+        if self._quality_sample > 0:
+            columns = (unit.own(name).to_pylist() for name in ("source_file", "source_row", "_expected"))
+            for i, (file, row, expected) in enumerate(zip(*columns, strict=True)):
+                if is_sampled(self._quality_sample, self._seed, file, row):
+                    sampled[i] = QualitySample(expected)
         if self._chat is None:
             if self._in_pieces:
                 encoded = [self._tokenizer.encode_template(json.loads(prompt)) for _, prompt, _ in accepted]

@@ -1,6 +1,6 @@
 """Process units in one engine actor, and keep the actor's record. Does not import Ray.
 
-unit -> `tokenize` -> requests -> the engine's process (`process/supervisor`) -> completions -> `write` -> its part
+unit -> `RowReader` -> requests -> the engine's process (`process/supervisor`) -> completions -> `write` -> its part
 
 Several units are processed at once, each in its own thread, so that the engine computes one unit's rows while another
 is tokenized or written.
@@ -9,106 +9,28 @@ is tokenized or written.
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import pyarrow as pa
-
-from pipeline.checkpoints.locate import resolve_model
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartStore
-from pipeline.data.output.result_columns import ResultShape
 from pipeline.data.units import Unit
+from pipeline.endpoint.spec import EndpointRequest
 from pipeline.engine.final_check import checked
-from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
-from pipeline.engine.quality.reference_config import ReferenceConfig
+from pipeline.engine.params import Completion, Request
 from pipeline.errors import OutputError, PipelineError, RowError
-from pipeline.job.actor.control_tokens import AuthorTexts
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
-from pipeline.job.actor.tasks import JobTask
-from pipeline.job.actor.tokenize import Chat, Tokenize
+from pipeline.job.actor.work_spec import WorkSpec
 from pipeline.job.actor.write import Write, row_stats
-from pipeline.job.process.main import load_factory
-from pipeline.job.process.supervisor import ChildSpec, Supervisor, computed
+from pipeline.job.process.supervisor import Supervisor, computed
 from pipeline.job.telemetry.actor_state import ActorState
-from pipeline.job.telemetry.logs import Level, LogFolder, engine_log
+from pipeline.job.telemetry.logs import LogFolder, engine_log
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.report.record.run_record import ActorRecord
 from pipeline.stores.filesystem import storage_for
 from pipeline.stores.retries import RetryCounts
-
-
-@dataclass(frozen=True)
-class Backend:
-    """Implementation to run: `module:callable` of the engine (called in its own process with an EngineConfig and a
-    progress function) and of the tokenizer (called with the model's folder and a chat template, or None for its own).
-    Tests name fakes here."""
-
-    engine: str = "pipeline.engine.engine:Engine"
-    tokenizer: str = "pipeline.tokenization.tokenizer:Tokenizer.from_folder"
-
-
-@dataclass(frozen=True)
-class WorkSpec:
-    """Settings that an actor needs. Picklable; storage options may hold secrets and are never shown.
-
-    `engine` names the folders in which the driver found the models. `model` and `draft` are the job file's values, for
-    machines on which these folders do not exist.
-    """
-
-    backend: Backend
-    model: str
-    engine: EngineConfig
-    params: SamplingParams
-    output: str
-    fingerprint: str
-    run_id: str  # the run whose logs the actor writes
-    log_level: Level = "info"
-    seed: int = 0
-    results: ResultShape = field(default_factory=ResultShape)  # the output's columns, without the kept ones
-    chat: Chat | None = None
-    author: AuthorTexts = AuthorTexts()  # noqa: RUF009  # frozen
-    chat_template: str | None = None  # instead of the checkpoint's own
-    revision: str | None = None  # model.revision of the job file
-    draft: str | None = None
-    reference: ReferenceConfig | None = None  # for quality.sample, with the driver's folder of the model
-    reference_model: str | None = None  # quality.model of the job file
-    quality_sample: float = 0.0
-    storage: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)  # fsspec options, by url prefix
-    rename: Mapping[str, str] = field(default_factory=dict)
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    kept_types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of kept columns in a part, if not plain
-    step_timeout_s: float = 300.0
-    load_timeout_s: float = 3600.0
-    sample: bool = False  # save rows for a later run and write no part
-    retry_failed: bool = False  # recompute the error rows of existing parts
-    retried_limits: Mapping[str, Any] = field(default_factory=dict)  # limits of those rows, if not the job's
-    task: JobTask | None = None  # None: to generate
-
-    def here(self, retries: RetryCounts) -> tuple[EngineConfig, ReferenceConfig | None]:
-        """Return `engine` and `reference` with the folders of their models on this machine. Missing models are
-        downloaded."""
-
-        def folder(found: str, path: str, key: str, revision: str | None = None) -> str:
-            if Path(found).is_dir():
-                return found
-            return str(resolve_model(path, self.storage, None, retries, key, revision))
-
-        model, draft = folder(self.engine.model, self.model, "model.path", self.revision), None
-        speculation = self.engine.speculation_config
-        if speculation.model is not None and self.draft is not None:
-            draft = folder(speculation.model, self.draft, "speculation.model")
-        engine = replace(self.engine, model=model, speculation=replace(speculation, model=draft))
-        reference = self.reference
-        if reference is not None:
-            found = model
-            if self.reference_model is not None:
-                found = folder(reference.engine.model, self.reference_model, "quality.model")
-            reference = replace(reference, engine=replace(reference.engine, model=found))
-        return engine, reference
 
 
 class Worker:
@@ -120,18 +42,11 @@ class Worker:
         self._num_reports = 0
         self._retries = RetryCounts()  # this actor's retried storage requests
         store = self._store = PartStore(spec.output, storage_for(spec.output, spec.storage), self._retries)
-        engine, reference = spec.here(self._retries)
+        launch, make_reader = spec.backend.open(spec, self._retries)
         logs = self._logs = LogFolder(store, spec.run_id)
         self._log = logs.log(engine_log(actor), spec.log_level)
-        # Ray sets OMP_NUM_THREADS to its own count of cores; set the engine's instead.
-        threads = {f"{library}_NUM_THREADS": str(engine.num_threads) for library in ("OMP", "MKL", "NUMBA")}
-        launch = ChildSpec(spec.backend.engine, engine, spec.step_timeout_s, spec.load_timeout_s, threads, reference)
         self._supervisor = Supervisor(launch, birth_us, self._log, logs.shown(engine_log(actor)))
-        # Load the tokenizer while the engine's process starts.
-        tokenizer = load_factory(spec.backend.tokenizer)(engine.model, spec.chat_template)
-        self._tokenize = Tokenize(
-            tokenizer, spec.params, spec.seed, spec.chat, spec.quality_sample, spec.task, spec.author
-        )
+        self._read = make_reader()
         self._retried_limits = spec.retried_limits
         self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint)
@@ -147,7 +62,7 @@ class Worker:
         )
 
     def process(self, data: bytes) -> UnitSummary | None:
-        """Tokenize, generate and write a unit. A failure of the system is returned in the summary, as type and message.
+        """Read, compute and write a unit. A failure of the system is returned in the summary, as type and message.
 
         Return None after `interrupt`: the unit is unfinished, and its finished rows are saved for the next run.
         """
@@ -181,7 +96,7 @@ class Worker:
         if self._retried_limits:  # else the whole unit would be computed under them
             name = self._store.folder.shown(str(self._write.name(unit)))
             raise OutputError(f"{name}: was removed since the run began; first run again without the changed limits")
-        requests, failed = self._tokenize(unit)
+        requests, failed = self._read(unit)
         kept = self._partial.load(unit)  # rows of a stopped run
         done = {completion.row_id for completion in kept}
         generated = kept + self._generate([r for r in requests if r.row_id not in done])
@@ -191,14 +106,14 @@ class Worker:
                 self._add(kept_tokens=computed(generated[len(kept) :]))
             return None if len(generated) < len(requests) else self._sampled(unit, failed + generated)
         summary = self._write(unit, failed + generated)
-        stats = replace(summary.row_stats, control_tokens=self._tokenize.control_tokens(unit))
+        stats = replace(summary.row_stats, control_tokens=self._read.control_tokens(unit))
         summary = replace(summary, row_stats=stats)
         if kept:
             self._partial.remove(unit)
         self._count(summary, kept, generated[len(kept) :])
         return summary
 
-    def _generate(self, requests: list[Request]) -> list[Completion]:
+    def _generate(self, requests: Sequence[Request | EndpointRequest]) -> list[Completion]:
         """Return the completions of `requests` after their final check, which runs here to save engine time."""
         params = {request.row_id: request.params for request in requests}
         return [checked(done, params[done.row_id]) for done in self._supervisor.generate(requests)]
@@ -206,7 +121,7 @@ class Worker:
     def _sampled(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
         errors = {done.row_id for done in completions if done.error == RowError.INVALID_MESSAGES}
         prompts = [
-            self._tokenize.shown(text) if text is not None and i not in errors else text
+            self._read.shown(text) if text is not None and i not in errors else text
             for i, text in enumerate(unit.own("_prompt").to_pylist())
         ]
         self._write.sample(unit, completions, self._run_id, prompts)
@@ -220,7 +135,7 @@ class Worker:
         again = failed_rows(unit, part.table) if self._retry_failed else None
         if again is None or again.num_rows == 0:
             return UnitSummary(unit.window, unit.index, PartTotals.of_table(part.table), found=True)
-        requests, failed = self._tokenize(again)
+        requests, failed = self._read(again)
         generated = self._generate(requests)
         if len(generated) < len(requests):
             return None

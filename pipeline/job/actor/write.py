@@ -200,16 +200,16 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
         bucket = length_bucket(c.num_prompt_tokens)
         row = LengthBucket(1, c.num_prompt_tokens, c.num_cached_tokens, c.num_generated_tokens)
         lengths[bucket] = lengths.get(bucket, LengthBucket()) + row
-        generated.setdefault(bucket, []).extend(len(one.token_ids) for one in c.each)
+        generated.setdefault(bucket, []).extend(one.num_tokens for one in c.each)
     samples = [one for c in completed for one in c.each]
-    timings = [Timing(one.queued_us, one.first_token_us, one.last_token_us, len(one.token_ids)) for one in samples]
+    timings = [Timing(one.queued_us, one.first_token_us, one.last_token_us, one.num_tokens) for one in samples]
     outputs = {bucket: Histogram.from_values(counts) for bucket, counts in sorted(generated.items())}
     lost: dict[str, Computed] = {}
     for c in completions:
         if c.num_lost_prompt_tokens or c.num_lost_generated_tokens:
             code, tokens = c.error or "", Computed(c.num_lost_prompt_tokens, c.num_lost_generated_tokens)
             lost[code] = lost.get(code, Computed()) + tokens
-    loops = [len(one.token_ids) for one in samples if one.finish_reason == "length_loop"]
+    loops = [one.num_tokens for one in samples if one.finish_reason == "length_loop"]
     looped = LoopedRows(len(loops), sum(loops))
     thoughts = [one.num_reasoning_tokens for one in samples if one.num_reasoning_tokens]
     reasoned = ReasonedRows(len(thoughts), sum(thoughts))

@@ -42,7 +42,8 @@ from pipeline.data.units import Unit
 from pipeline.errors import EnvironmentFailed, PipelineError
 from pipeline.job.actor.actor_registry import REPORT_S, ActorRegistry, Order, Placement
 from pipeline.job.actor.spot import SpotNotice
-from pipeline.job.actor.worker import Worker, WorkSpec
+from pipeline.job.actor.work_spec import WorkSpec
+from pipeline.job.actor.worker import Worker
 from pipeline.job.dataflow.block_stats import forget_blocks
 from pipeline.job.dataflow.ray_session import connect, dead_nodes, disconnect, draining_nodes, session_logs
 from pipeline.job.dataflow.reading import read_units

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pipeline.data.source import InputWindow, Source
 from pipeline.data.units import UnitSpec
-from pipeline.job.actor.worker import WorkSpec
+from pipeline.job.actor.work_spec import WorkSpec
 
 NUM_READERS = 2  # windows read at once; one for a single actor, since each reader is a process to start
 # Larger pools have more readers. One rendered 16,000 rows of 2,000 characters a second (two shared cores, local disk),

@@ -4,8 +4,9 @@ import json
 import os
 
 from pipeline.config import JobConfig
+from pipeline.engine.params import EngineConfig
 from pipeline.engine.startup.batch_limits import max_default_seqs
-from pipeline.job.actor.worker import Backend, WorkSpec
+from pipeline.job.actor.work_spec import Backend, WorkSpec
 from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, units_in_flight
 from pipeline.job.planning.plan import JobPlan
 from pipeline.job.planning.reference_model import reference_of
@@ -30,14 +31,14 @@ def flow_spec(
     gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
     min_size, max_size = run.pool
     cpus = run.cpus_per_actor or _cpus(max_size, run.cluster_address, gpus)
-    engine = job.engine_config(max(1, int(cpus)))
+    engine = job.work_config(max(1, int(cpus)))
     work = WorkSpec(
         backend=backend,
         model=config.model.path,
         revision=config.model.revision,
         draft=config.speculation.model,
         engine=engine,
-        reference=reference_of(job, engine),
+        reference=reference_of(job, engine) if isinstance(engine, EngineConfig) else None,
         reference_model=config.quality.model,
         quality_sample=config.quality.sample,
         step_timeout_s=run.step_timeout_s,
@@ -62,7 +63,10 @@ def flow_spec(
         task=job.task,
     )
     spot, units = Spot(run.spot_notice, run.drain_timeout), job.units
-    num_seqs = config.engine.max_num_seqs or max_default_seqs(plan.device.startswith("cuda"))
+    if isinstance(engine, EngineConfig):
+        num_seqs = engine.max_num_seqs or max_default_seqs(plan.device.startswith("cuda"))
+    else:
+        num_seqs = engine.max_concurrency
     in_flight = units_in_flight(num_seqs, units.unit_rows, units.unit_tokens, units.default_max_tokens, units.default_n)
     requested = failpoints.requested(os.environ)
     return FlowSpec(
@@ -91,7 +95,10 @@ def _cpus(actors: int, ray_address: str | None, gpus: float) -> float:
 
 
 def resolve_device(config: JobConfig) -> str:
-    """Return the resolved `engine.device`: `auto` is cuda if this machine (or the cluster to join) has a GPU."""
+    """Return the resolved `engine.device`: `auto` is cuda if this machine (or the cluster to join) has a GPU; `server`
+    if a server computes."""
+    if config.engine.backend is not None:
+        return "server"
     if config.engine.device != "auto":
         return config.engine.device
     if config.run.cluster_address is not None:

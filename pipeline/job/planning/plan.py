@@ -62,7 +62,10 @@ def plan_of(found: Resolution, device: str) -> JobPlan:
     """Return the plan of a completed resolution."""
     job, source, batches, run = found.resolved(), found.source, found.batches, found.config.run
     template = job.chat_template
-    dated = folder_reads_date(job.model) if template is None else reads_date(template)
+    if template is not None:
+        dated = reads_date(template)
+    else:
+        dated = job.model is not None and folder_reads_date(job.model)
     return JobPlan(
         job=job,
         source=source,
@@ -72,7 +75,7 @@ def plan_of(found: Resolution, device: str) -> JobPlan:
         fingerprint=fingerprint(
             job.keys,
             source,
-            model_digest(job.model),
+            {} if job.model is None else model_digest(job.model),
             device.partition(":")[0],
             reads_date=dated,
             chat_template=template,

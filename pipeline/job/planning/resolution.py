@@ -26,9 +26,10 @@ from pipeline.data.prompts import PromptSpec
 from pipeline.data.requests.input_checks import Requests
 from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import open_source
+from pipeline.engine.tasks import Embed
 from pipeline.errors import ConfigError, ModelError, PipelineError
 from pipeline.job.actor.task_of_job import classify_task, embed_task, plain_task
-from pipeline.job.actor.tasks import JobTask
+from pipeline.job.actor.tasks import EmbedTask, JobTask
 from pipeline.job.planning.appended import Batches
 from pipeline.job.planning.checkpoint_values import (
     MODEL_FILES,
@@ -243,10 +244,12 @@ class Resolution:
 
     def checkpoint(self) -> None:
         model = self.config.model
-        self.model = self._locate("model.path", model.path, self.config.storage, model.revision)
+        self.model: Path | None = None
+        if self.config.engine.backend is None:
+            self.model = self._locate("model.path", model.path, self.config.storage, model.revision)
 
     def limits(self) -> Iterator[PipelineError]:
-        return exceeded_limits(self.config, self.model)
+        return iter(()) if self.model is None else exceeded_limits(self.config, self.model)
 
     def draft_checkpoint(self) -> None:
         named = self.config.speculation.model
@@ -255,7 +258,7 @@ class Resolution:
     def reference_checkpoint(self) -> None:
         """Find the model that rows of `quality.sample` are compared with."""
         config, named = self.config, self.config.quality.model
-        if config.quality.sample == 0:
+        if config.quality.sample == 0 or self.model is None:
             return
         if named is None:
             check_own(config, self.model)
@@ -269,7 +272,7 @@ class Resolution:
         API's."""
         sampling, is_wanted = self.config.sampling, self.config.sampling.generation_config == "model"
         self.model_sampling: dict[str, dict[str, Any]] = {"taken": {}, "not_taken": {}}
-        if self.knows("model"):
+        if self.knows("model") and self.model is not None:
             values = stored_sampling(self.model)
             used = {k: v for k, v in values.items() if is_wanted and k not in sampling.model_fields_set}
             self.model_sampling = {"taken": used, "not_taken": {k: v for k, v in values.items() if k not in used}}
@@ -282,16 +285,21 @@ class Resolution:
         self.sampling = sampling
 
     def reasoning(self) -> None:
-        if self.sampling.reasoning is not None:
+        if self.sampling.reasoning is not None and self.model is not None:
             found = reasoning_markers(self.sampling, self.model)
             self.sampling = self.sampling.model_copy(update={"reasoning": found})
 
     def row_task(self) -> None:
         config, shown = self.config, shown_url(self.config.model.path)
         match config.task.type:
+            case "embed" if self.model is None:
+                length = config.task.dimensions or 0
+                self.task = EmbedTask(Embed(dimensions=length), length)
             case "embed":
+                assert self.model is not None
                 self.task_section, self.task = embed_task(self.task_section, self.model, shown)
             case "classify":
+                assert self.model is not None
                 self.task = classify_task(config.task.activation, self.model, shown)
             case _:
                 self.task = plain_task(config)
@@ -302,7 +310,7 @@ class Resolution:
             with _with_key("prompt.chat.template"):
                 self.chat_template = read_template(chat.template)
             return
-        if chat is not None and not has_template(self.model):
+        if chat is not None and self.model is not None and not has_template(self.model):
             raise ConfigError(
                 f"prompt.chat: {shown_url(self.config.model.path)}: the checkpoint has no chat template "
                 f"(chat_template.jinja, or `chat_template` in tokenizer_config.json). {ADVICE}"

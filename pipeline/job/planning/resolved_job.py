@@ -21,7 +21,9 @@ from pipeline.data.requests.request_row import PARAMETERS, REFUSED
 from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import WINDOW_BYTES
 from pipeline.data.units import MAX_STRETCH_BYTES, UnitSpec
+from pipeline.endpoint.spec import EndpointConfig
 from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.errors import ConfigError
 from pipeline.job.actor.control_tokens import AuthorTexts, author_texts
 from pipeline.job.actor.tasks import JobTask
 from pipeline.job.actor.tokenize import Chat, RowTokenizer, Tokenize, chat_of
@@ -36,7 +38,7 @@ class ResolvedJob:
     prompt: PromptSection
     sampling: SamplingSection
     task_section: TaskSection
-    model: Path  # the folder of the checkpoint on this machine
+    model: Path | None  # the folder of the checkpoint on this machine; None: only a server knows the model
     draft: Path | None
     reference: Path | None  # folder of the reference model of quality.sample
     chat_template: str | None  # the text of prompt.chat.template; None: the checkpoint's own, or none
@@ -44,6 +46,13 @@ class ResolvedJob:
     params: SamplingParams  # defaults of rows without values of their own
     units: UnitSpec  # rules for rendering rows and cutting units
     results: ResultShape  # the output's columns, without the kept ones
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the checkpoint. Raises ConfigError if only a server knows the model."""
+        if self.model is None:
+            raise ConfigError("engine.backend: the server has the model, so nothing is known about its size and tokens")
+        return self.model
 
     @property
     def keys(self) -> JobConfig:
@@ -67,7 +76,21 @@ class ResolvedJob:
         return chat_of(self.prompt, self.task_section.type, now)
 
     def engine_config(self, num_threads: int | None = None) -> EngineConfig:
-        return self.config.engine_config(str(self.model), self.draft and str(self.draft), num_threads)
+        """Return the config of this project's engine."""
+        return self.config.engine_config(str(self.checkpoint), self.draft and str(self.draft), num_threads)
+
+    def work_config(self, num_threads: int | None = None) -> EngineConfig | EndpointConfig:
+        """Return the config of what computes the rows."""
+        backend = self.config.engine.backend
+        if backend is None:
+            return self.engine_config(num_threads)
+        return backend.config(
+            route="embedding" if self.task is not None else "completion" if self.prompt.chat is None else "chat",
+            max_concurrency=self.config.engine.max_num_seqs or EndpointConfig.max_concurrency,
+            stall_timeout_s=self.config.run.stall_timeout,
+            logprobs=self.params.logprobs,
+            dimensions=self.task_section.dimensions or 0,
+        )
 
     def tokenize(self, tokenizer: RowTokenizer, now: datetime | None) -> Tokenize:
         """Return the function that turns a unit's rows into requests. now: see `chat`."""

@@ -31,6 +31,7 @@ _MODEL_KINDS = {
     "folder": "folder",
     "id": "not a local folder, so a Hugging Face id, resolved when the job runs",
     "missing": "missing",
+    "none": "known to the server",
 }
 
 
@@ -137,7 +138,7 @@ def _prompts(examined: ValidationResult) -> None:
     config, chat = found.config, found.prompt.chat
     key = "model.path" if chat is None else "prompt.chat" if chat.template is None else "prompt.chat.template"
     with examined.noting(key):
-        if found.knows("model"):
+        if found.knows("model") and found.model is not None:
             from pipeline.tokenization.tokenizer import Tokenizer
 
             tokenizer = Tokenizer.from_folder(str(found.model), found.chat_template)

@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
+from pipeline.endpoint.spec import EndpointConfig
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.quality.reference_config import ReferenceConfig
 from pipeline.job.process.messages import Crashed, Start, ToEngine
@@ -33,7 +34,7 @@ class ChildSpec:
     progress function."""
 
     factory: str
-    config: EngineConfig
+    config: EngineConfig | EndpointConfig
     step_timeout_s: float = 300.0
     load_timeout_s: float = 3600.0
     environment: dict[str, str] = field(default_factory=dict)

@@ -33,14 +33,15 @@ REPORT_US = 500_000
 
 
 class EngineProtocol(Protocol):
-    """Interface of the engine: `pipeline.engine.engine.Engine`, or a test's fake."""
+    """Interface of an engine: `pipeline.engine.engine.Engine`, `pipeline.endpoint.engine.EndpointEngine`, or a test's
+    fake."""
 
     resolved: dict[str, str | int]
 
     @property
     def has_unfinished(self) -> bool: ...
     def counters(self) -> dict[str, int]: ...
-    def add(self, request: Request) -> None: ...
+    def add(self, request: Any) -> None: ...
     def step(self) -> list[Completion]: ...
     def warm_up(self) -> None: ...
     def paused(self, ns: int) -> None: ...
@@ -63,6 +64,7 @@ def serve(
             for request in add.requests:
                 engine.add(request)
                 if watch is not None:
+                    assert isinstance(request, Request)
                     watch.expect(request)
         if not busy:
             now = now_us()

@@ -5,6 +5,7 @@ Times are microseconds of the machine's monotonic clock, which both processes sh
 
 from dataclasses import dataclass, field
 
+from pipeline.endpoint.spec import EndpointConfig, EndpointRequest
 from pipeline.engine.params import Completion, EngineConfig, Request
 from pipeline.engine.quality.reference_config import ReferenceConfig
 
@@ -17,13 +18,13 @@ class Start:
     reference: the model to compare some rows with, if any."""
 
     factory: str
-    config: EngineConfig
+    config: EngineConfig | EndpointConfig
     reference: ReferenceConfig | None = None
 
 
 @dataclass(frozen=True)
 class Add:
-    requests: tuple[Request, ...]
+    requests: tuple[Request | EndpointRequest, ...]
 
 
 # From the engine's process

@@ -6,9 +6,10 @@ the rest continue.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.endpoint.spec import EndpointRequest
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import EnvironmentFailed, PipelineError, RowError
 from pipeline.job.process.child import Ended
@@ -31,7 +32,7 @@ class Ticket:
 
 @dataclass
 class _OpenRow:
-    request: Request  # its row_id is the key in OpenRows
+    request: Request | EndpointRequest  # its row_id is the key in OpenRows
     row_id: object  # the caller's id
     ticket: Ticket
     crashes: int = 0  # number of processes that ended with this row inside
@@ -61,7 +62,7 @@ class OpenRows:
         """Number of finished rows in open calls of `generate`."""
         return sum(len(ticket.completions) for ticket in self._tickets())
 
-    def add(self, requests: list[Request]) -> Ticket:
+    def add(self, requests: Sequence[Request | EndpointRequest]) -> Ticket:
         ticket = Ticket(len(requests))
         for key, request in enumerate(requests, self._next_key):
             self._rows[key] = _OpenRow(replace(request, row_id=key), request.row_id, ticket)
@@ -69,7 +70,7 @@ class OpenRows:
         self._next_key += len(requests)
         return ticket
 
-    def admit(self) -> tuple[Request, ...]:
+    def admit(self) -> tuple[Request | EndpointRequest, ...]:
         """Return the requests to send now: the group under test alone, or all waiting rows."""
         if self._groups:
             if self._inside:

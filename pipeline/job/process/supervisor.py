@@ -8,9 +8,10 @@ cause end the actor with a typed error.
 import pickle
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pipeline.endpoint.spec import EndpointRequest
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import EnvironmentFailed, PipelineError, error_named
 from pipeline.job.process.child import Child, ChildSpec, Ended
@@ -43,7 +44,7 @@ class Crashes:
 def computed(completions: Iterable[Completion]) -> Computed:
     """Return the computed tokens of these rows, over all samples. Error rows do not count: theirs are unknown."""
     fine = [one for c in completions if c.error is None for one in c.each]
-    return Computed(sum(c.num_prompt_tokens - c.num_cached_tokens for c in fine), sum(len(c.token_ids) for c in fine))
+    return Computed(sum(c.num_prompt_tokens - c.num_cached_tokens for c in fine), sum(c.num_tokens for c in fine))
 
 
 class Supervisor:
@@ -78,7 +79,7 @@ class Supervisor:
 
     # -- for the actor's threads
 
-    def generate(self, requests: list[Request]) -> list[Completion]:
+    def generate(self, requests: Sequence[Request | EndpointRequest]) -> list[Completion]:
         """Return the completions of `requests` in the order in which they finish; after `interrupt` only the finished
         ones.
 

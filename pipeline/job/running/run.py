@@ -24,8 +24,9 @@ from pipeline.errors import (
     PipelineError,
     TooManyRowErrors,
 )
+from pipeline.job.actor.backends import backend_of
 from pipeline.job.actor.partial import remove_all
-from pipeline.job.actor.worker import Backend
+from pipeline.job.actor.work_spec import Backend
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.output.success import check_none_appended, read_success, verify, write_empty_part, write_success
 from pipeline.job.planning.actor_specs import flow_spec, provenance, resolve_device
@@ -141,8 +142,9 @@ def run_job(
                     write_empty_part(plan, store, provenance(plan))
                 totals.check_error_rate()
                 if left.tasks:
-                    engine = backend or Backend()
-                    spec = flow_spec(plan, left.tasks, engine, log.run_id, left.has_failed, logs.level)
+                    found = backend or backend_of(plan.job.work_config())
+                    found = found.resuming(earlier[-1].resolved if earlier else {})
+                    spec = flow_spec(plan, left.tasks, found, log.run_id, left.has_failed, logs.level)
                     Watch(config.run, log, totals, reporter, stop, limits, plan.num_rows).compute(spec)
                 if sample is None:
                     _publish(plan, store, log, totals, reporter)

@@ -18,7 +18,8 @@ from pipeline.engine.params import Completion, EngineConfig, Request, SamplingPa
 from pipeline.errors import PipelineError
 from pipeline.job.actor.control_tokens import AuthorTexts, author_texts
 from pipeline.job.actor.tokenize import Chat, Tokenize, chat_of, failed_row, row_seed
-from pipeline.job.actor.worker import Worker, WorkSpec
+from pipeline.job.actor.work_spec import WorkSpec
+from pipeline.job.actor.worker import Worker
 from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process import supervisor
 from pipeline.job.telemetry.unit_summary import UnitSummary

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.checkpoints.chat_template import folder_reads_date
 from pipeline.errors import FingerprintError
-from pipeline.job.actor.worker import Backend
+from pipeline.job.actor.backends import OwnEngine
 from pipeline.job.planning.plan import make_plan
 from pipeline.job.running.run import run_job
 from pipeline.stores.local_folder import LocalFolder
@@ -16,7 +16,7 @@ from tests.tokenization import small_tokenizers
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
-REAL_TOKENIZER = Backend("tests.job.fake_engine:FakeEngine")
+REAL_TOKENIZER = OwnEngine("tests.job.fake_engine:FakeEngine")
 TEXTS = [f"text {i}" for i in range(30)]
 DATED = "{{ strftime_now('%d %B %Y') }}: {{ messages[0].content }}"
 UNDATED = "2026: {{ messages[0].content }}"

@@ -6,8 +6,8 @@ import pytest
 
 from pipeline.engine.params import Completion, QualitySample, Request, RowQuality, SamplingParams
 from pipeline.errors import ConfigError, InputError, ModelError
+from pipeline.job.actor.backends import OwnEngine
 from pipeline.job.actor.tokenize import is_sampled
-from pipeline.job.actor.worker import Backend
 from pipeline.job.planning.actor_specs import flow_spec
 from pipeline.job.planning.plan import make_plan
 from pipeline.job.preview.describe import describe
@@ -119,16 +119,16 @@ def test_a_row_whose_process_ended_is_not_compared_again():
 def test_the_engines_get_a_reference_that_approximates_nothing(job):
     job.rows(PROMPTS)
     config = watched(job, model={"path": "demo:target", "quantization": "int8"}, quality={})
-    spec = flow_spec(make_plan(config, "cpu"), (), Backend(), "0001").work
+    spec = flow_spec(make_plan(config, "cpu"), (), OwnEngine(), "0001").work
     assert spec.reference is not None
     assert (spec.reference.engine.model, spec.reference.engine.quantization) == (spec.engine.model, "none")
     assert (spec.reference.generates, spec.quality_sample) == (False, SHARE)
     columns = ({"temperature": {"column": "id"}}, {"structured_outputs": {"regex": {"column": "text"}}})
     for sampling in ({"temperature": 0.5}, {"structured_outputs": {"regex": "[a-f]+"}}, *columns):
-        work = flow_spec(make_plan(watched(job, sampling=sampling), "cpu"), (), Backend(), "0001").work
+        work = flow_spec(make_plan(watched(job, sampling=sampling), "cpu"), (), OwnEngine(), "0001").work
         assert work.reference is not None
         assert work.reference.generates
-    off = flow_spec(make_plan(watched(job, quality={"sample": 0}), "cpu"), (), Backend(), "0001").work
+    off = flow_spec(make_plan(watched(job, quality={"sample": 0}), "cpu"), (), OwnEngine(), "0001").work
     assert (off.reference, off.quality_sample) == (None, 0)
 
 

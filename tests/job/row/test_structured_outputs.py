@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import TooManyRowErrors
-from pipeline.job.actor.worker import Backend
+from pipeline.job.actor.backends import OwnEngine
 from pipeline.job.running.run import run_job
 from pipeline.report.render import text
 
@@ -30,7 +30,7 @@ def test_every_row_keeps_to_its_own_schema(job, without_ray):
     config = job.config(
         sampling={"max_tokens": 60, "structured_outputs": {"json": {"column": "schema"}}}, output={"rows_per_file": 99}
     )
-    report = run_job(config, backend=Backend(f"{SMALL}:job_engine", f"{SMALL}:job_tokenizer"))
+    report = run_job(config, backend=OwnEngine(f"{SMALL}:job_engine", f"{SMALL}:job_tokenizer"))
     found = {row["id"]: row for row in job.table().to_pylist()}
     for row in range(12):
         assert (found[row]["error"], found[row]["finish_reason"]) == (None, "stop")
@@ -64,7 +64,7 @@ def test_rows_that_finish_invalid_are_error_rows(job, without_ray):
     table = pa.table({"id": range(16), "text": [f"row {i}" for i in range(16)]})
     pq.write_table(table, job.folder / "in" / "f.parquet")
     sampling = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "structured_outputs": {"json": TWICE}}
-    backend = Backend(f"{SMALL}:job_engine", f"{SMALL}:job_tokenizer")
+    backend = OwnEngine(f"{SMALL}:job_engine", f"{SMALL}:job_tokenizer")
     with pytest.raises(TooManyRowErrors) as caught:
         run_job(job.config(sampling=sampling, run={"max_error_rate": 0.01}), backend=backend)
     assert caught.value.exit_code == 1

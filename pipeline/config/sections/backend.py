@@ -1,0 +1,98 @@
+"""Section `engine.backend`."""
+
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from pipeline.config.values import HIDDEN, IDENTITY, NUMERICS, ConfigSection, Duration, Switch, Text, Texts
+from pipeline.endpoint.spec import EndpointConfig
+
+
+class BackendSection(ConfigSection):
+    """A server with OpenAI's API as the engine: one that runs already (`url`), or one that the run starts (`serve`)."""
+
+    url: Texts | None = Field(
+        default=None,
+        description="Url of a running server, such as http://host:8000/v1, or a list of urls, which share the rows.",
+        examples=["http://localhost:8000/v1"],
+    )
+    serve: Annotated[Texts, Field(min_length=1)] | None = Field(
+        default=None,
+        description="Command that starts a server for each engine of the run, as a list. --host and --port are added, "
+        "or filled in for {host} and {port}; {model} is the key model.",
+        examples=[["vllm", "serve", "{model}", "--max-model-len", "8192"]],
+        json_schema_extra=NUMERICS,
+    )
+    model: Text | None = Field(
+        default=None,
+        description="Name of the model in requests. Default: the server's only one.",
+        examples=["Qwen/Qwen3-4B"],
+        json_schema_extra=IDENTITY,
+    )
+    api_key: Text | None = Field(
+        default=None,
+        repr=False,
+        description="Key for the server, as an environment variable: ${NAME}. Never logged.",
+        examples=["${OPENAI_API_KEY}"],
+        json_schema_extra=HIDDEN,
+    )
+    port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="With serve: port of the server. Default: a free one.",
+        examples=[8000],
+    )
+    start_timeout: Annotated[Duration, Field(gt=0)] = Field(
+        default=1800.0,
+        description="Maximum time until a server generates its first token.",
+        examples=["10 min"],
+        json_schema_extra={"default": "30 min"},
+    )
+    extra_body: dict[str, Any] = Field(
+        default={},
+        description="Fields to add to each request, as the server knows them; null removes a field.",
+        examples=[{"chat_template_kwargs": {"enable_thinking": False}}],
+        json_schema_extra=IDENTITY,
+    )
+    allow_control_tokens: Switch = Field(
+        default=False,
+        description="Send rows whose text holds control tokens of model.path's tokenizer; a server parses them. By "
+        "default they are error rows.",
+        examples=[True],
+        json_schema_extra=IDENTITY,
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _of_http(cls, urls: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for url in urls or ():
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError("expected http://HOST:PORT/v1 or https://HOST/v1")
+            if "@" in parts.netloc or parts.query:
+                raise ValueError("a url cannot contain a user, a password or a query; use api_key")
+        return urls
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "BackendSection":
+        if (self.url is None) == (self.serve is None):
+            raise ValueError("expected one of url and serve")
+        if self.port is not None and self.serve is None:
+            raise ValueError("port needs serve; a url has its own port")
+        return self
+
+    def config(self, **options: Any) -> EndpointConfig:
+        """Return the engine's config. options: other fields of `EndpointConfig`."""
+        return EndpointConfig(
+            urls=self.url or (),
+            serve=self.serve or (),
+            requested_model=self.model,
+            port=self.port,
+            api_key=self.api_key,
+            start_timeout_s=self.start_timeout,
+            extra_body=self.extra_body,
+            allow_control_tokens=self.allow_control_tokens,
+            **options,
+        )
