@@ -20,7 +20,6 @@ def _end_group_after(fd: int) -> None:
 
 
 def _end_group() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(0, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline and _has_others():
@@ -49,7 +48,8 @@ def main() -> None:
         process = subprocess.Popen(command)
     except OSError as error:
         sys.exit(f"{command[0]}: cannot be started: {error.strerror}")
-    # Ignored after the start, since processes inherit it: the group's end must not end this process first.
+    # After the start, since a process inherits it. The end of the group must not end this process first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_group_after, args=(fd,), daemon=True).start()
     code = process.wait()
     print(f"the server ended: {f'signal {-code}' if code < 0 else f'exit code {code}'}", flush=True)
