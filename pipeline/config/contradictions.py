@@ -33,6 +33,8 @@ def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contrad
         yield from _with_requests(job, written.get("prompt"))
     if job.engine.backend is not None:
         yield from _with_backend(job, job.engine.backend)
+    elif job.cost.usd_per_million is not None:
+        yield "cost.usd_per_million", "needs engine.backend; the price of our engine is hourly_usd"
     if job.task.type == "generate":
         yield from _equal_samples(job)
     else:

@@ -6,6 +6,8 @@ Actors record their time by phase. Lost work (rows of a killed run, of a unit wh
 failed in the engine) is known only later (`faults.py`): the account then moves its time from `prefill` and `decode` to
 `wasted`.
 
+A server's tokens may have prices of their own, which count as prefill and decode.
+
 Prefill is charged to prompt tokens and decode to generated tokens. All other machine time is charged to both in
 proportion, because both depend on it. The divisors are the delivered tokens that were computed: prompt tokens of
 completed rows without cached ones, and generated tokens. Lost work thus raises the cost of delivered tokens; refused or
@@ -77,13 +79,16 @@ def allocate(runs: Sequence[RunRecord], accounts: Sequence[Mapping[str, int]], t
     A single run without a price makes the whole job unpriced, since the cost of its machine time is unknown.
     """
     # A run without actors used no machine time and needs no price.
-    unpriced = sum(run.hourly_usd is None and run.machine_us > 0 for run in runs)
-    if unpriced or not any(run.hourly_usd is not None for run in runs):
+    unpriced = sum(not run.is_priced and run.machine_us > 0 for run in runs)
+    if unpriced or not any(run.is_priced for run in runs):
         return Cost(None, None, None, None, None, None, None, None, unpriced_runs=unpriced)
     usd: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     for run, account in zip(runs, accounts, strict=True):
         for phase in PHASES:
             usd[phase] += run.usd(account[phase])
+        prompt_usd, generated_usd = run.token_usd()
+        usd["prefill"] += prompt_usd
+        usd["decode"] += generated_usd
     total = sum(usd.values())
     direct = usd["prefill"] + usd["decode"]
     prompt = total * usd["prefill"] / direct if direct else None

@@ -202,6 +202,8 @@ def _cost(report: RunReport) -> Section:
     else:
         rows.append(("per 1,000 rows", None if cost.per_row_usd is None else 1000 * cost.per_row_usd))
     note = "Prefill is charged to prompt tokens, decode to generated tokens, and all other time to both in proportion."
+    if of_tokens := sum(sum(run.token_usd()) for run in report.runs):
+        note = f"{money(of_tokens)} of it are the server's prices for tokens. {note}"
     priced = [(label, "n/a" if usd is None else money(usd)) for label, usd in rows]
     return Section(title="Cost", columns=("", "USD"), rows=priced, notes=[note])
 

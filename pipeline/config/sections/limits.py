@@ -10,8 +10,21 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
+_Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class TokenPricesSection(ConfigSection):
+    """Prices of a hosted server, in US dollars for a million tokens."""
+
+    input: _Price = Field(description="Price of 1M prompt tokens.", examples=[0.15])
+    cached_input: _Price | None = Field(
+        default=None, description="Price of 1M prompt tokens from the server's cache. Default: input.", examples=[0.07]
+    )
+    output: _Price = Field(description="Price of 1M generated tokens.", examples=[0.6])
+
+
 class CostSection(ConfigSection):
-    """Prices in US dollars; without `hourly_usd` a job is unpriced."""
+    """Prices in US dollars; without any a job is unpriced."""
 
     hourly_usd: _Positive | None = Field(
         default=None,
@@ -21,15 +34,29 @@ class CostSection(ConfigSection):
     budget_usd: _Positive | None = Field(
         default=None,
         description="Maximum cost of the job over all its runs, in US dollars. A run ends in time to stay below it, "
-        "resumably, with exit code 75; with a higher budget the same command resumes. Needs hourly_usd.",
+        "resumably, with exit code 75; with a higher budget the same command resumes. Needs a price.",
         examples=[40],
+    )
+    usd_per_million: TokenPricesSection | None = Field(
+        default=None,
+        description="With engine.backend: prices of tokens, in addition to hourly_usd.",
+        examples=[{"input": 0.15, "output": 0.6}],
     )
 
     @model_validator(mode="after")
     def _budget_has_a_price(self) -> "CostSection":
-        if self.budget_usd is not None and self.hourly_usd is None:
-            raise ValueError("budget_usd needs hourly_usd, the price of machine time")
+        if self.budget_usd is not None and self.hourly_usd is None and self.usd_per_million is None:
+            raise ValueError("budget_usd needs hourly_usd, the price of machine time, or usd_per_million")
         return self
+
+    @property
+    def token_prices(self) -> dict[str, float]:
+        """Prices for `token_usd` of a run's record; empty if tokens have no price."""
+        prices = self.usd_per_million
+        if prices is None:
+            return {}
+        cached = prices.input if prices.cached_input is None else prices.cached_input
+        return {"input": prices.input, "cached_input": cached, "output": prices.output}
 
 
 class QualitySection(ConfigSection):

@@ -42,7 +42,10 @@ def _facts(found: ValidationResult) -> list[tuple[str, str]]:
     sampling = [f"{key} {_option(value)}" for key, value in job.sampling if key in given]
     num_existing = facts["output"]["rows_there"]
     revision = "" if config.model.revision is None else f"; revision {config.model.revision}"
-    usd = config.cost.hourly_usd
+    usd, tokens = config.cost.hourly_usd, config.cost.usd_per_million
+    prices = [] if usd is None else [f"{money(usd)} an hour for each actor"]
+    if tokens is not None:
+        prices.append(f"{money(tokens.input)} for 1M prompt tokens, {money(tokens.output)} for 1M generated tokens")
     skipped = source["skipped_files"]
     more = f" and {len(skipped) - _MAX_SKIPPED_SHOWN} more" if len(skipped) > _MAX_SKIPPED_SHOWN else ""
     names = ", ".join(f"{f['file']} ({f['reason']})" for f in skipped[:_MAX_SKIPPED_SHOWN])
@@ -60,7 +63,7 @@ def _facts(found: ValidationResult) -> list[tuple[str, str]]:
         *([] if task else _own_sampling(facts["model_sampling"], job.sampling)),
         ("Output", f"{facts['output']['path']}: {f'{num_existing:,} rows exist' if num_existing else 'empty'}"),
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
-        ("Price", "not declared (cost.hourly_usd)" if usd is None else f"{money(usd)} an hour for each actor"),
+        ("Price", "; ".join(prices) or "not declared (cost.hourly_usd)"),
     ]
 
 

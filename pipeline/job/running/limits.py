@@ -4,10 +4,11 @@ Open work takes about as long to finish as a unit takes in total: the number of 
 second (Little's law). If that estimate is too short, the run stops midway through units at the limit and saves their
 finished rows for the next run, so that only rows in progress are lost.
 
-Cost is the actors' machine time at `cost.hourly_usd`, including the job's earlier runs: a job that a scheduler restarts
-with its budget spent ends before an engine starts.
+Cost is the actors' machine time at `cost.hourly_usd`, and a server's tokens at `cost.usd_per_million`. It includes the
+job's earlier runs: a job that a scheduler restarts with its budget spent ends before an engine starts.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from pipeline.config.sections.run import RunSection
 from pipeline.errors import LimitReached
 from pipeline.formatting import duration
 from pipeline.job.telemetry.actor_state import ActorState
-from pipeline.report.record.run_record import MICROSECONDS_PER_HOUR, RunRecord
+from pipeline.report.record.run_record import MICROSECONDS_PER_HOUR, RunRecord, token_usd
 
 RESERVE_S = 3.0  # from the order to stop midway through units until every actor is idle
 WARN_SHARE = 0.8
@@ -39,9 +40,11 @@ class RunLimits:
     def __init__(self, cost: CostSection, run: RunSection, earlier: Sequence[RunRecord]) -> None:
         """Raises LimitReached if the earlier runs leave no money to start an engine."""
         self._hourly_usd, self._budget, self._max_runtime = cost.hourly_usd or 0.0, cost.budget_usd, run.max_runtime
+        self._token_prices = cost.token_prices
         # Runs without a price are charged at today's price: the budget must hold anyway.
         self._before_usd = sum(
             (self._hourly_usd if r.hourly_usd is None else r.hourly_usd) * r.machine_us / MICROSECONDS_PER_HOUR
+            + sum(r.token_usd())
             for r in earlier
         )
         self._warned = False
@@ -65,10 +68,14 @@ class RunLimits:
         limits: list[Limit] = []
         if self._budget is not None:
             machine_us = sum(actor.record.machine_us for actor in actors)
-            spent = self._before_usd + self._hourly_usd * machine_us / MICROSECONDS_PER_HOUR
-            usd_per_s = self._hourly_usd / 3600 * max(1, len(_billed(actors)))
+            of_tokens = sum(sum(token_usd(actor.record.stats, self._token_prices)) for actor in actors)
+            spent = self._before_usd + self._hourly_usd * machine_us / MICROSECONDS_PER_HOUR + of_tokens
+            # Open requests of a server are paid too: its rate so far covers them until they end.
+            busy_us = sum(actor.record.phases_us["decode"] + actor.record.phases_us["prefill"] for actor in actors)
+            usd_per_s = self._hourly_usd / 3600 * max(1, len(_billed(actors))) + of_tokens / max(1.0, busy_us / 1e6)
             used = f"{spent:.4g} of {self._budget:g} US dollars"
-            limits.append(Limit(BUDGET, used, (self._budget - spent) / usd_per_s, spent / self._budget))
+            left_s = (self._budget - spent) / usd_per_s if usd_per_s else math.inf
+            limits.append(Limit(BUDGET, used, left_s, spent / self._budget))
         if self._max_runtime is not None:
             used = f"{duration(round(wall_s))} of {duration(self._max_runtime)}"
             limits.append(Limit(MAX_RUNTIME, used, self._max_runtime - wall_s, wall_s / self._max_runtime))

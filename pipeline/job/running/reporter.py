@@ -130,7 +130,7 @@ class RunReporter:
             error_rows=dict(log.written.error_rows),
             health=[self.progress.health(actor) for actor in log.actors],
             progress=self.progress,
-            hourly_usd=config.cost.hourly_usd,
+            cost=config.cost,
         )
 
     def _log_progress(self, status: Status) -> None:

@@ -111,7 +111,7 @@ def run_job(
             log = RunLog(
                 store,
                 settings=free_of(config),
-                hourly_usd=config.cost.hourly_usd,
+                cost=config.cost,
                 resolved={"device": plan.device},
                 telemetry=telemetry,
                 retries=retries,

@@ -6,14 +6,16 @@ label `run` makes each run its own series.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from pipeline.config.sections.limits import CostSection
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.progress import HEALTH, Progress
 from pipeline.job.telemetry.status import Status
 from pipeline.report.record.row_stats import Histogram, RowStats
+from pipeline.report.record.run_record import token_usd
 
 # Upper bounds of buckets in seconds: LONG_S for whole rows and first tokens, SHORT_S between two tokens.
 LONG_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
@@ -47,7 +49,7 @@ class Snapshot:
     error_rows: Mapping[str, int]
     health: Sequence[str]
     progress: Progress
-    hourly_usd: float | None = None
+    cost: CostSection = field(default_factory=CostSection)
 
     def families(self) -> Iterator[Metric]:
         status, run = self.status, {"job_name": self.job, "run": self.status.run_id}
@@ -112,9 +114,11 @@ class Snapshot:
                 retries[kind] = retries.get(kind, 0) + count
         tried = [({"kind": kind}, float(count)) for kind, count in sorted(retries.items())]
         yield _family(CounterMetricFamily, "storage_retries", "Retried requests to stores.", run, tried, ("kind",))
-        if self.hourly_usd is not None:
-            usd = sum(record.machine_us for record in actors) / 3.6e9 * self.hourly_usd
-            yield _family(CounterMetricFamily, "cost_usd", "Cost of machine time at cost.hourly_usd.", run, [({}, usd)])
+        prices = self.cost.token_prices
+        if self.cost.hourly_usd is not None or prices:
+            usd = sum(record.machine_us for record in actors) / 3.6e9 * (self.cost.hourly_usd or 0.0)
+            usd += sum(sum(token_usd(record.stats, prices)) for record in actors)
+            yield _family(CounterMetricFamily, "cost_usd", "Cost at the prices of section cost.", run, [({}, usd)])
         open_units = [({"actor": str(r.actor)}, float(r.units_in_progress)) for r in actors]
         yield _family(
             GaugeMetricFamily, "units_in_progress", "Units in progress on an engine.", run, open_units, ("actor",)

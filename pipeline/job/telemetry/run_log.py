@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pipeline
+from pipeline.config.sections.limits import CostSection
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import DoneUnits, PartStore
 from pipeline.job.telemetry.actor_state import ActorState
@@ -56,7 +57,7 @@ class RunLog:
         self,
         store: PartStore,
         settings: Mapping[str, Any],
-        hourly_usd: float | None,
+        cost: CostSection,
         resolved: Mapping[str, Any],
         telemetry: Telemetry,
         retries: RetryCounts,
@@ -73,7 +74,8 @@ class RunLog:
             now.isoformat(timespec="seconds"),
             versions=versions(),
             settings=dict(settings),
-            hourly_usd=hourly_usd,
+            hourly_usd=cost.hourly_usd,
+            usd_per_million=cost.token_prices,
             resolved=dict(resolved),
             sample_rows=sample_rows,
             retry_limits=dict(retried_limits or {}),

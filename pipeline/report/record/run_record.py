@@ -200,6 +200,7 @@ class RunRecord(JsonRecord):
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     hourly_usd: float | None = None
+    usd_per_million: dict[str, float] = field(default_factory=dict)  # declared prices of a server's tokens
     resolved: dict[str, Any] = field(default_factory=dict)  # chosen by the engines: device, dtype, limits
     row_stats: RowStats = field(default_factory=RowStats)  # of the rows it wrote
     storage_retries: dict[str, int] = field(default_factory=dict)  # of the driver's requests to stores, by kind
@@ -228,10 +229,29 @@ class RunRecord(JsonRecord):
     def phase_us(self, phase: str) -> int:
         return sum(actor.phases_us[phase] for actor in self.actors)
 
+    @property
+    def is_priced(self) -> bool:
+        return self.hourly_usd is not None or bool(self.usd_per_million)
+
     def usd(self, us: int) -> float:
         """Return the price of `us` of machine time; 0 without a declared price."""
         return (self.hourly_usd or 0.0) * us / MICROSECONDS_PER_HOUR
 
+    def token_usd(self) -> tuple[float, float]:
+        """Return the price of all prompt tokens and of all generated ones; 0 without declared prices."""
+        prices = [token_usd(actor.stats, self.usd_per_million) for actor in self.actors]
+        return sum(prompt for prompt, _ in prices), sum(generated for _, generated in prices)
+
     def stat(self, name: str) -> int:
         """Return a counter of EngineStats, summed over the actors."""
         return sum(actor.stats.get(name, 0) for actor in self.actors)
+
+
+def token_usd(stats: Mapping[str, int], prices: Mapping[str, float]) -> tuple[float, float]:
+    """Return the price of an actor's prompt tokens and of its generated ones, in US dollars. stats: its counters.
+    prices: of 1M tokens (`RunRecord.usd_per_million`)."""
+    if not prices:
+        return 0.0, 0.0
+    cached = stats.get("cached_tokens", 0)
+    prompt = (stats.get("prompt_tokens", 0) - cached) * prices["input"] + cached * prices["cached_input"]
+    return prompt / 1e6, stats.get("generated_tokens", 0) * prices["output"] / 1e6

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from pipeline.config.sections.limits import CostSection
 from pipeline.job.telemetry import progress
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.metrics import Snapshot
@@ -39,7 +40,14 @@ def snapshot(**changed):
     rows = RowStats(latency_of([Timing(0, 2_000_000, 8_000_000, 7)]))
     status = Status("0001-x", "running", rows_total=100, rows_done=8, rows_written=5, units=1, elapsed_s=3.0)
     given = {"actors": [actor(host="h", storage_retries={"reset": 1})], "rows": rows, "error_rows": {"empty_prompt": 2}}
-    made = Snapshot(job="my job", status=status, **given, health=["ready"], progress=Progress(1800), hourly_usd=2.5)
+    made = Snapshot(
+        job="my job",
+        status=status,
+        **given,
+        health=["ready"],
+        progress=Progress(1800),
+        cost=CostSection(hourly_usd=2.5),
+    )
     return replace(made, **changed)
 
 
