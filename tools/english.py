@@ -2,6 +2,7 @@
 
     python -m tools.english              list every hit that is not allowed; exit code 1 if there are any
     python -m tools.english --counts     count the hits of each rule, allowed ones too
+    python -m tools.english --messages   print fifty texts that users see, picked at random, to be read
 
 A rule is a regular expression. It applies to whole lines, to the first words of docstrings, or to the names that the
 code defines (words like `where` are fine in sentences, and in `np.where`). `tools/english_allowed.txt` lists the
@@ -9,6 +10,7 @@ exceptions, each with its reason.
 """
 
 import ast
+import random
 import re
 import subprocess
 import sys
@@ -149,8 +151,29 @@ def allowed_hits() -> list[tuple[str, str]]:
     return pairs
 
 
+def messages(path: Path) -> Iterator[str]:
+    """Yield the texts that a product file shows to users: of exceptions, logs, printed lines, help and descriptions,
+    with the formatted values as they are in the code."""
+    if path.suffix != ".py" or path.relative_to(ROOT).parts[0] != "pipeline":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            given = [*node.args[:1], *(each.value for each in node.keywords if each.arg in ("help", "description"))]
+            yield from (ast.unparse(value) for value in given if _is_sentence(value))
+
+
+def _is_sentence(value: ast.expr) -> bool:
+    parts = value.values if isinstance(value, ast.JoinedStr) else [value]
+    return sum(str(part.value).count(" ") for part in parts if isinstance(part, ast.Constant)) >= 4
+
+
 def main() -> int:
     paths = tracked_files()
+    if "--messages" in sys.argv:
+        found = [f"{path.relative_to(ROOT)}: {text}" for path in paths for text in messages(path)]
+        for text in random.sample(found, min(50, len(found))):
+            print(text)
+        return 0
     hits = [hit for path in paths for hit in hits_of_file(path)] + list(repeated_classes(paths))
     if "--counts" in sys.argv:
         for rule, count in Counter(hit.rule for hit in hits).most_common():
