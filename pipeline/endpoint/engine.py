@@ -9,7 +9,7 @@ import asyncio
 import collections
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,13 @@ class EndpointEngine:
         self._loop.run_until_complete(self._turn())
         finished, self._finished = self._finished, []
         return finished
+
+    def stream(self, requests: Iterable[EndpointRequest]) -> Iterator[Completion]:
+        """Yield the completions of requests in the order in which they finish."""
+        for request in requests:
+            self.add(request)
+        while self.has_unfinished:
+            yield from self.step()
 
     def close(self) -> None:
         """Close the connections, and end a server that was started."""

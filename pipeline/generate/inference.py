@@ -1,9 +1,11 @@
-"""Run a few prompts through an engine in this process. Rows are rendered, tokenized and seeded as in a job."""
+"""Run a few prompts through an engine in this process, or a server. Rows are rendered and seeded as in a job."""
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
@@ -11,11 +13,14 @@ import pyarrow as pa
 from pipeline.config import JobConfig
 from pipeline.data.output.result_columns import REASONING_FIELDS, RESULT_FIELDS, output_schema
 from pipeline.data.units import make_units
-from pipeline.engine.params import Completion, Request
+from pipeline.endpoint.spec import EndpointConfig
+from pipeline.engine.params import Completion
 from pipeline.errors import ConfigError
 from pipeline.formatting import Remaining
 from pipeline.generate.answer import Answer, Saved
 from pipeline.generate.prompts import Prompts
+from pipeline.job.actor.endpoint_rows import EndpointRows
+from pipeline.job.actor.work_spec import RowReader
 from pipeline.job.planning.resolution import resolve_rows
 from pipeline.job.planning.resolved_job import ResolvedJob
 from pipeline.machine.host import wall_time
@@ -24,6 +29,7 @@ from pipeline.stores.redaction import shown_url
 _RENAME = {"source_row": "source_line"}  # lines are counted from 1, like in editors, including empty lines
 
 Log = Callable[[str], None]
+Stream = Callable[[list[Any]], Iterator[Completion]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ def complete(
         )
     if config.task.type != "generate":
         raise ConfigError(f"task: {config.task.type} is supported only in jobs; here prompts are completed")
-    log(f"loading {shown_url(config.model.path)}")
+    log(f"loading {shown_url(config.model.path)}" if config.engine.backend is None else "connecting to the server")
     job = resolve_rows(config, prompts.columns, log)
     schema = _schema(prompts, job, log) if saved is not None else None
     began, to_save = time.monotonic(), []
@@ -88,27 +94,19 @@ def answers(job: ResolvedJob, prompts: Prompts, log: Log) -> Iterator[Answer]:
     """
     now, unit_spec = wall_time(), job.prompt_units
     units = make_units(prompts.table, unit_spec, window=0)
-    from pipeline.engine.engine import Engine
-
-    with Engine(job.engine_config(), log) as engine:
-        tokenizer = engine.tokenizer
-        if job.chat_template is not None:
-            from pipeline.tokenization.tokenizer import Tokenizer
-
-            tokenizer = Tokenizer.from_folder(str(job.checkpoint), job.chat_template)
-        tokenize = job.tokenize(tokenizer, now)
+    with _opened(job, now, log) as (read, stream):
         rendered: dict[int, str | None] = {}
-        requests: list[Request] = []
+        requests: list[Any] = []
         done: dict[int, Completion] = {}
         for unit in units:
             lines = unit.own("source_row").to_pylist()
             prompts_as_text = (p and unit_spec.prompt.text_of(p) for p in unit.own("_prompt").to_pylist())
             rendered |= zip(lines, prompts_as_text)
-            tokenized, failed = tokenize(unit)
-            requests += [replace(r, row_id=lines[r.row_id]) for r in tokenized]  # type: ignore[index]
+            of_unit, failed = read(unit)
+            requests += [replace(r, row_id=lines[r.row_id]) for r in of_unit]  # type: ignore[index]
             done |= {lines[c.row_id]: c for c in failed}  # type: ignore[index]
         requests.sort(key=lambda request: request.row_id)  # type: ignore[arg-type,return-value]
-        finished = engine.stream(requests)
+        finished = stream(requests)
         remaining, began, num_done, num_tokens = Remaining(log, "prompts", prompts.num_rows), time.monotonic(), 0, 0
         for values in prompts.table.to_pylist():
             line = values["source_row"]
@@ -118,6 +116,29 @@ def answers(job: ResolvedJob, prompts: Prompts, log: Log) -> Iterator[Answer]:
                 num_done, num_tokens = num_done + 1, num_tokens + completion.num_generated_tokens
                 remaining(num_done, f"{num_tokens / (time.monotonic() - began):,.0f} tok/s out")
             yield _answer(rendered[line], values, done.pop(line), job)
+
+
+@contextmanager
+def _opened(job: ResolvedJob, now: datetime, log: Log) -> Iterator[tuple[RowReader, Stream]]:
+    """Open the engine of a job in this process, or connect to its server. Yield the reader of its rows and the function
+    that computes requests."""
+    config = job.work_config()
+    if isinstance(config, EndpointConfig):
+        from pipeline.endpoint.engine import EndpointEngine
+
+        with closing(EndpointEngine(config, log)) as server:
+            read = EndpointRows(config.route, None, job.params, job.config.seed, job.chat(now), job.task, job.author)
+            yield read, server.stream
+        return
+    from pipeline.engine.engine import Engine
+
+    with Engine(config, log) as engine:
+        tokenizer = engine.tokenizer
+        if job.chat_template is not None:
+            from pipeline.tokenization.tokenizer import Tokenizer
+
+            tokenizer = Tokenizer.from_folder(config.model, job.chat_template)
+        yield job.tokenize(tokenizer, now), engine.stream
 
 
 def _schema(prompts: Prompts, job: ResolvedJob, log: Log) -> pa.Schema:

@@ -36,7 +36,7 @@ _GENERATE_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
 _GROUPS = {
     "Prompts": ("target", "prompt", "chat", "system", "limit"),
     "Output": ("output", "overwrite"),
-    "Model": ("model", "quantization", "device", "dtype"),
+    "Model": ("model", "url", "quantization", "device", "dtype"),
     "Sampling": ("max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed"),
     "Form": ("json_schema", "choice"),
 }
@@ -49,8 +49,9 @@ def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command(cls=Grouped, groups=_GROUPS)
-@click.option("--model", default="demo:target-awq", show_default=True,
-              help="A folder, a Hugging Face id, or demo:target-awq.")  # fmt: skip
+@click.option("--model", metavar="NAME",
+              help="A folder, a Hugging Face id, or demo:target-awq (default). With --url: the server's.")  # fmt: skip
+@click.option("--url", metavar="URL", help="Use a running server with OpenAI's API, such as http://localhost:8000/v1.")
 @click.option("target", "--input", type=click.Path(allow_dash=True), metavar="PATH",
               help="Text file (one prompt a line) or .jsonl file, also .gz or .zst; - for standard input; or an "
               "input of a job: Parquet, a folder, a glob, a url.")  # fmt: skip
@@ -77,7 +78,8 @@ def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("as_json", "--json", is_flag=True, help="Print one JSON object per prompt, each on its own line.")
 @handle_errors
 def generate(
-    model: str,
+    model: str | None,
+    url: str | None,
     target: str | None,
     prompt: str | None,
     chat: bool,
@@ -101,6 +103,7 @@ def generate(
       pipeline generate --input prompts.txt
       pipeline generate --prompt "Why is the sky blue?" --model Qwen/Qwen3-4B --chat
       pipeline generate --prompt "Is it raining?" --choice yes --choice no
+      pipeline generate --prompt "Why is the sky blue?" --url http://localhost:8000/v1 --chat
       pipeline generate --input rows.jsonl --prompt "Summarize: {text}" --output out.jsonl
       cat prompts.txt | pipeline generate --json --max-tokens 32
       pipeline generate --input 'data/*.parquet' --prompt "Summarize: {text}" --output out/new
@@ -115,7 +118,10 @@ def generate(
     from pipeline.config import job_from_flags
     from pipeline.generate import Saved, complete, is_dataset, prompt_of_dataset, read_prompts
 
-    flags = {"model.path": (model, "--model"), **_sampling_flags(sampling, stop), **_form_flags(json_schema, choice)}
+    flags: dict[str, Any] = {"model.path": (model or "demo:target-awq", "--model")}
+    if url is not None:
+        flags = {"engine.backend": ({"url": url, "model": model}, "--url")}
+    flags |= {**_sampling_flags(sampling, stop), **_form_flags(json_schema, choice)}
     if chat or system is not None:
         flags["prompt.chat"] = ({} if system is None else {"system": system}, "--chat")
     if target is not None and is_dataset(target):
