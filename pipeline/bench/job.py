@@ -38,6 +38,7 @@ from pipeline.report.record.run_record import RunRecord
 ROW_GROUP = 128
 NUM_FILES = 4
 MAX_MODEL_LEN = 1024  # passed to a peer, which may reserve memory for it; the longest report has under 700 tokens
+SERVER = "server"  # a peer: the same job, computed by a running server of the same model
 PEERS = {"ray-llm": Path(__file__).parent / "peers" / "ray_llm_driver.py"}
 
 PHASES = {
@@ -81,6 +82,7 @@ class JobBench:
     engine: tuple[Times, ...]
     peers: dict[str, tuple[Times, ...]]
     equal_rows: int  # rows with the same completion in every run of the job and of the engine
+    equal_rows_of_server: int  # rows for which a server has the same completion as the job
     machine: dict[str, str]
 
     @property
@@ -110,6 +112,10 @@ class JobBench:
         lines += ["", f"Job's work time / engine's: {self.ratio.to_text(3)}."]
         lines += [f"{name}'s work time / job's: {self._by_job(name).to_text(2)}." for name in self.peers]
         lines.append(f"Equal completions in all runs of job and engine: {self.equal_rows:,} of {self.rows:,} rows.")
+        if SERVER in self.peers:
+            lines.append(
+                f"The server's completions equal to the job's: {self.equal_rows_of_server:,} of {self.rows:,}."
+            )
         return "\n".join(lines)
 
     def _by_job(self, peer: str) -> Spread:
@@ -129,12 +135,12 @@ def bench_job(
     """Measure `model` (a shape of `shapes.NAMES`, an embedded model or a path) over `rows` reports.
 
     output_tokens: bounds of the output tokens that each row of a random shape requests. peers: a name of PEERS -> the
-    Python that runs it. folder: holds the shapes' checkpoints. Raises PipelineError when a run fails, or when float32
-    completions of job and engine differ.
+    Python that runs it, or SERVER -> its url. folder: holds the shapes' checkpoints. Raises PipelineError when a run
+    fails, or when float32 completions of job and engine differ.
     """
     peers = dict(peers or {})
-    if unknown := set(peers) - set(PEERS):
-        raise ConfigError(f"--peer {min(unknown)}: expected {', '.join(PEERS)}")
+    if unknown := set(peers) - {SERVER, *PEERS}:
+        raise ConfigError(f"--peer {min(unknown)}: expected {', '.join((SERVER, *PEERS))}")
     assert min(rows, rounds) >= 1
     machine = machine_facts()
     bench = bench_model(model, folder, log)
@@ -149,6 +155,8 @@ def bench_job(
                     runs[name].append(_run_job(job_file, work_folder / f"out-{number}"))
                 elif name == "engine":
                     runs[name].append(_run_engine(job_file))
+                elif name == SERVER:
+                    runs[name].append(_run_job(_of_server(job_file, peers[name]), work_folder / f"{name}-{number}"))
                 else:
                     output = work_folder / f"{name}-{number}"
                     runs[name].append(_run_peer(peers[name], PEERS[name], job_file, output, runs["job"][0]))
@@ -168,6 +176,9 @@ def bench_job(
         tuple(run.times for run in runs["engine"]),
         {name: tuple(run.times for run in runs[name]) for name in peers},
         equal,
+        sum(runs[SERVER][0].answers.get(row) == answer for row, answer in first.answers.items())
+        if SERVER in peers
+        else 0,
         machine,
     )
 
@@ -237,9 +248,18 @@ def _run_job(job_file: Path, output: Path) -> _Run:
         run.input_tokens,
         run.cached_tokens,
         run.generated_tokens,
-        str(run.resolved["dtype"]),
+        str(run.resolved.get("dtype", "")),
         answers,
     )
+
+
+def _of_server(job_file: Path, url: str) -> Path:
+    """Write the same job for a server, and return its path."""
+    job = json.loads(job_file.read_text())
+    del job["model"]
+    path = job_file.with_name("server.yaml")
+    path.write_text(json.dumps(job | {"engine": {"backend": {"url": url}}}))
+    return path
 
 
 def _times_of(run: RunRecord, whole_s: float) -> Times:

@@ -33,7 +33,9 @@ from pipeline.demo import demo_model
 from tests.faults.store import Bucket, FaultyStore
 
 ROOT = Path(__file__).parents[2]
-WEIGHTS = {"driver": 50, "engine": 25, "worker": 20, "node": 5}
+WEIGHTS = {"driver": 50, "engine": 25, "server": 25, "worker": 20, "node": 5}
+BEHAVIOUR = {"slots": 8, "seconds_per_token": 0.004, "error": {"status": 503, "every": 31},
+             "truncate": {"every": 47}}  # fmt: skip
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 STOPPED = 0.7  # share of the driver's kills that are one of these instead of SIGKILL
 RESUMABLE = (3, 75)  # exit codes after which the same command resumes
@@ -74,8 +76,9 @@ class Campaign:
 class JobStorage:
     """Storage of the job's input, model and outputs: a folder, or a bucket behind a faulty store."""
 
-    def __init__(self, folder: Path, bucket: Bucket | None, rows: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, bucket: Bucket | None, rows: int, backend: Mapping | None = None) -> None:
+        """backend: `engine.backend`, instead of this project's engine."""
+        self.folder, self.backend = folder, backend
         self.bucket = bucket
         self.rows = rows
         if bucket is not None:
@@ -98,6 +101,9 @@ class JobStorage:
             for section, name in (("input", "in"), ("model", "model"), ("output", output)):
                 job[section] |= {"path": self.url(name)}
         job["engine"] = {"dtype": "float32"}
+        if self.backend is not None:
+            del job["model"]
+            job["engine"] = {"backend": dict(self.backend)}
         # one thread: on a busy machine two would wait for each other at every step
         job["output"]["rows_per_file"] = 16
         job["run"] = {"window_rows": 256, "cpus_per_actor": 1, "drain_timeout": "5 s"}
@@ -164,7 +170,9 @@ def family(driver: int) -> dict[str, list[int]]:
             above = parent.get(above, 0)
         if not above or pid == driver:
             continue
-        if "pipeline.job.process.main" in line:
+        if "process_group.py" in line or "tests.endpoint.fake_server" in line:
+            found.setdefault("server", []).append(pid)
+        elif "pipeline.job.process.main" in line:
             found.setdefault("engine", []).append(pid)
         elif "/raylet " in line or (line.startswith("ray::") and "Agent" in line):  # they end together
             found.setdefault("node", []).append(pid)
@@ -308,6 +316,12 @@ def _reason(words: str) -> str:
     return next((line for line in words.splitlines() if line.startswith("Error: ")), words[-300:])
 
 
+def fake_server() -> dict:
+    """Return a backend that starts a fake server, which rejects some requests and cuts some answers."""
+    serve = [sys.executable, "-m", "tests.endpoint.fake_server", "--model", "{model}"]
+    return {"serve": [*serve, "--behaviour", json.dumps(BEHAVIOUR)], "model": "fake"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
@@ -315,6 +329,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--longest-s", type=float, default=30.0, help="maximum time between two kills")
     parser.add_argument("--store", choices=("disk", "s3"), default="disk")
+    parser.add_argument("--server", action="store_true", help="rows are computed by a fake server, also killed")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="campaign-"))
     began = time.monotonic()
@@ -324,7 +339,7 @@ def main() -> None:
 
     log(f"seed {options.seed}, in {folder}")
     if options.store == "disk":
-        storage = JobStorage(folder, None, options.rows)
+        storage = JobStorage(folder, None, options.rows, fake_server() if options.server else None)
         campaign = run_campaign(storage, {}, options.kills, options.seed, options.longest_s, log)
     else:
         with FaultyStore(seed=options.seed, chances=BUSY) as store:

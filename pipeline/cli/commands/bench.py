@@ -131,7 +131,8 @@ def job_against_the_engine(peers: tuple[str, ...], as_json: bool, **options: Any
       pipeline bench job
       pipeline bench job --model qwen3-0.6b --rows 64 --rounds 1
 
-    --peer accepts ray-llm (Ray Data LLM over vLLM) with the Python of its environment.
+    --peer accepts ray-llm (Ray Data LLM over vLLM) with the Python of its environment, and server with the url of a
+    running server of the same model: server=http://localhost:8000/v1.
     """
     from pipeline.bench.job import bench_job
 
