@@ -88,6 +88,20 @@ def test_one_unpriced_run_leaves_the_job_unpriced_unless_it_used_nothing():
     assert report(run(1.0, decode=HOUR), run(None)).cost.total_usd == pytest.approx(1.0)
 
 
+def test_prices_of_a_servers_tokens_are_charged_to_their_kind_and_add_to_machine_time():
+    prices = {"input": 2.0, "cached_input": 0.5, "output": 10.0}
+    server = actor(generated=3_000_000, prompt=1_000_000, phases={"decode": HOUR}, stats={"cached_tokens": 400_000})
+    hosted = replace(ended("finished", server, usd=None), usd_per_million=prices)
+    cost = report(hosted).cost
+    prompt = (1_000_040 - 400_000) * 2e-6 + 400_000 * 0.5e-6
+    assert (cost.prompt_usd, cost.generated_usd) == (pytest.approx(prompt), pytest.approx(30.0))
+    assert cost.total_usd == pytest.approx(prompt + 30.0)
+    with_machine = report(replace(hosted, hourly_usd=1.0)).cost
+    assert with_machine.total_usd == pytest.approx(prompt + 31.0)
+    assert sum(with_machine.phases_usd.values()) == pytest.approx(with_machine.total_usd)
+    assert "server's prices for tokens" in text(report(hosted))
+
+
 def test_without_tokens_and_rows_their_price_is_null():
     runs = [run(1.0, load=HOUR)]
     cost = allocate(runs, accounted(runs, [LostTime()]), Tokens(0, 0, 0), rows=0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.config.sections.limits import CostSection
+from pipeline.config.sections.limits import CostSection, TokenPricesSection
 from pipeline.config.sections.run import RunSection
 from pipeline.errors import LimitReached
 from pipeline.job.running.limits import BUDGET, MAX_RUNTIME, Limit, RunLimits, must_drain
@@ -100,6 +100,16 @@ def test_a_budget_counts_every_actor_and_the_runs_before():
     assert RunLimits(cost, section, ()).nearest(lost, 15.0).left_s == pytest.approx(70)
     with pytest.raises(LimitReached):  # two engines take two seconds each to load, and three dollars are left
         RunLimits(CostSection(hourly_usd=A_SECOND, budget_usd=3.0), section, earlier)
+
+
+def test_a_budget_counts_a_servers_tokens_at_their_price_and_rate():
+    """Ten dollars of tokens came in ten seconds, so the other ninety last ninety seconds."""
+    cost = CostSection(usd_per_million=TokenPricesSection(input=1.0, output=4.0), budget_usd=100.0)
+    hosted = state(0, decode_us=10**7, stats={"prompt_tokens": 2_000_000, "generated_tokens": 2_000_000})
+    limit = RunLimits(cost, RunSection(), ()).nearest([hosted], 10.0)
+    assert (limit.key, limit.left_s) == (BUDGET, pytest.approx(90))
+    earlier = [RunRecord("1", "", actors=[hosted.record], usd_per_million=cost.token_prices)]
+    assert RunLimits(cost, RunSection(), earlier).nearest([hosted], 10.0).left_s == pytest.approx(80)
 
 
 def test_there_is_one_warning_when_a_large_share_of_a_limit_is_used():
