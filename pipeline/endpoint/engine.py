@@ -94,10 +94,11 @@ class EndpointEngine:
         """Do nothing: no step is timed."""
 
     def counters(self) -> dict[str, int]:
-        """Return the sums so far. num_steps counts answers and batch_sum the open requests at each, so that their
-        ratio is the mean number of open requests. client_us: processor time of this process."""
+        """Return the sums so far. num_steps and num_requests count answers and batch_sum the open requests at each, so
+        that their ratio is the mean number of open requests. client_us: processor time of this process."""
         rejected = sum(client.num_rejected for client in self._clients)
-        return {**self._counts, "num_rejected": rejected, "client_us": time.process_time_ns() // 1000}
+        own = {"num_rejected": rejected, "num_requests": self._counts["num_steps"]}
+        return {**self._counts, **own, "client_us": time.process_time_ns() // 1000}
 
     def add(self, request: EndpointRequest) -> None:
         as_ids = request.prompt_token_ids and all(client.accepts_ids for client in self._up)

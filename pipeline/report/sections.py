@@ -182,6 +182,22 @@ def _phases(report: RunReport) -> Section:
     return Section(title="Machine time by phase", columns=columns, sides="<>><", rows=rows, notes=notes)
 
 
+def _server(report: RunReport, requests: int) -> str:
+    """Return the facts of a server's requests. requests: answered ones, over all runs."""
+
+    def total(name: str) -> int:
+        return sum(run.stat(name) for run in report.runs)
+
+    facts = [
+        f"{requests:,} requests answered, {total('batch_sum') / requests:.1f} open at once",
+        f"{total('num_rejected'):,} rejected for load and {total('num_retries'):,} failed, then sent again",
+        f"{total('client_us') / requests / 1000:.2f} ms of our processor time each",
+    ]
+    if unmetered := total("num_unmetered"):
+        facts.append(f"{unmetered:,} without usable token counts, which are missing in tokens and cost")
+    return "; ".join(facts)
+
+
 def _cost(report: RunReport) -> Section:
     cost = report.cost
     if cost.total_usd is None:
@@ -325,7 +341,9 @@ def _summary(report: RunReport) -> Iterator[tuple[str, str]]:
     else:
         yield "Speed", f"{report.rows_per_s:,.1f} rows/s, {speed_in}, per engine"
     yield "Drafts", _drafts(report)
-    if work.steps:
+    if requests := sum(run.stat("num_requests") for run in report.runs):
+        yield "Server", _server(report, requests)
+    elif work.steps:
         decode = per_second(work.computed_generated_tokens, report.phases_us["decode"])
         decoding = f"{decode:,.0f} tok/s while decoding; " if report.has_generated else ""
         kv = f"KV cache {percent(work.mean_kv_cache_usage)} used"
