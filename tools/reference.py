@@ -52,7 +52,8 @@ def _table(heading: str, section: dict[str, Any], definitions: dict[str, Any]) -
     yield "| key | value | default | what it is | example | class |"
     yield "|---|---|---|---|---|---|"
     for name, key in section["properties"].items():
-        required = name in (*section.get("required", ()), *section.get("else", {}).get("required", ()))
+        unless = [rule.get("else", {}) for rule in (section, *section.get("allOf", ()))]
+        required = any(name in rule.get("required", ()) for rule in (section, *unless))
         default = "required" if required else "" if key.get("default") in (None, "") else _code(key["default"])
         example = _code(key["examples"][0]) if "$ref" not in key else ""  # its own keys have examples
         is_section = "$ref" in key or (heading == WHOLE and any(_sections(key, definitions)))

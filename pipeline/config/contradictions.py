@@ -139,19 +139,21 @@ def contradiction_of_lines(job: JobKeys, found: "Requests", wants_chats: bool) -
 
 def rules_for_editors(schema: dict[str, Any]) -> None:
     """Add the rules that JSON Schema can express to a job file's schema, in place: one source of prompts, none with
-    requests, and no sampling for tasks without completions."""
+    requests, no sampling for tasks without completions, and a model unless a server has it."""
     of_requests = {"properties": {"format": {"const": "openai"}}, "required": ["format"]}
     one_source = {"oneOf": [{"required": [key], "properties": {key: {"type": "string"}}} for key in SOURCES]}
     no_source = {"not": {"anyOf": [{"required": [key]} for key in FROM_LINES]}}
     schema["if"] = {"properties": {"input": of_requests}, "required": ["input"]}
     schema["then"] = {"properties": {"prompt": no_source}}
     schema["else"] = {"required": ["prompt"], "properties": {"prompt": one_source}}
-    schema["required"] = [name for name in schema["required"] if name != "prompt"]
+    schema["required"] = [name for name in schema["required"] if name not in ("prompt", "model")]
     others = [name for name in KEYS_OF if name != "generate"]
     is_other = {"anyOf": [{"enum": others}, {"properties": {"type": {"enum": others}}, "required": ["type"]}]}
+    has_backend = {"properties": {"backend": {"type": "object"}}, "required": ["backend"]}
     schema["allOf"] = [
         {
             "if": {"properties": {"task": is_other}, "required": ["task"]},
             "then": {"properties": {"sampling": {"maxProperties": 0}}},
-        }
+        },
+        {"if": {"properties": {"engine": has_backend}, "required": ["engine"]}, "else": {"required": ["model"]}},
     ]

@@ -115,6 +115,11 @@ FAMILIES: dict[str, Callable[[Fields, int], dict[str, Any]]] = {"llama": _llama,
 """Functions that return the fields in which families differ, by model_type."""
 
 
+_ON_A_SERVER = (
+    "A server can run other models (docs/servers.md); in the job file: engine: {backend: {serve: [vllm, serve, MODEL]}}"
+)
+
+
 def read_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json. Raises ModelError naming an invalid or unsupported field."""
     path = folder / CONFIG
@@ -134,7 +139,10 @@ def class_names(values: dict[str, Any]) -> list[str] | None:
 
 def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
     f = Fields(values, path)
-    family = f.one_of("model_type", sorted(FAMILIES))
+    try:
+        family = f.one_of("model_type", sorted(FAMILIES))
+    except ModelError as refused:
+        raise ModelError(f"{refused}. {_ON_A_SERVER}") from None
     f.one_of("hidden_act", ("silu", "swish"))  # two names of one function
     hidden = f.integer("hidden_size", 1, 1 << 17)
     heads = f.integer("num_attention_heads", 1, 1 << 12)

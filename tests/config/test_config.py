@@ -416,6 +416,10 @@ def test_another_gpu_of_the_machine_is_the_same_numerics(job):
 @pytest.mark.parametrize("overlay", [None, *PRESETS], ids=lambda p: p.name if p else "plain")
 def test_the_job_files_and_presets_we_ship_are_valid(path: Path, overlay: Path | None):
     plain = load_job(path)
+    if overlay is not None and plain.engine.backend is not None:
+        with pytest.raises(JobFileError, match=r"no effect with engine\.backend"):
+            load_job(path, overlays=[overlay])
+        return
     config = load_job(path, overlays=[overlay] if overlay else [])
     assert identity_of(config) == identity_of(plain), "a preset must not make it another job"
 

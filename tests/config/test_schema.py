@@ -28,7 +28,7 @@ def test_our_job_files_are_valid_and_name_the_schema(path: Path):
 def test_every_key_has_a_description_an_example_and_a_default_or_is_required():
     schema = job_schema()
     Draft202012Validator.check_schema(schema)
-    schema["required"] += schema["else"]["required"]  # unless the job is of requests
+    schema["required"] += [*schema["else"]["required"], "model"]  # unless the job is of requests, or a server computes
     for section in (schema, *schema["$defs"].values()):
         assert section["additionalProperties"] is False
         for name, key in section["properties"].items():

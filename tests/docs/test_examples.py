@@ -20,7 +20,8 @@ SHELL = [block for block in blocks("sh", "console") if LOG not in block.page.par
 
 
 @pytest.mark.parametrize("block", YAML, ids=str)
-def test_yaml_is_a_job_file_or_sections_of_one(block: Block, tmp_path: Path):
+def test_yaml_is_a_job_file_or_sections_of_one(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("API_KEY", "secret")
     job = tmp_path / "job.yaml"
     if set(MINIMAL) <= set(yaml.safe_load(block.text)):
         job.write_text(block.text, encoding="utf-8")

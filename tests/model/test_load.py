@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoints.locate import checkpoint_problem, locate_model, resolve_model
+from pipeline.config.sections.engine import EngineSection
 from pipeline.demo import demo_model
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import reference_kernels
@@ -91,6 +93,18 @@ def test_what_is_not_served_is_refused_by_name(folder: Path, values: dict, messa
     edit_config(folder, **values)
     with pytest.raises(ModelError, match=message):
         read_config(folder)
+
+
+def test_the_refusal_of_a_family_shows_how_to_run_it_on_a_server(folder: Path) -> None:
+    edit_config(folder, model_type="gemma3")
+    with pytest.raises(ModelError) as refused:
+        read_config(folder)
+    message, _, lines = str(refused.value).partition("in the job file: ")
+    assert "model_type = 'gemma3': expected one of llama, mistral, qwen2, qwen3. " in message
+    assert "docs/servers.md" in message
+    section = EngineSection.model_validate(yaml.safe_load(lines)["engine"])
+    assert section.backend is not None
+    assert section.backend.serve == ("vllm", "serve", "MODEL")
 
 
 def test_a_path_that_is_no_checkpoint_is_described(folder: Path, tmp_path: Path, monkeypatch) -> None:

@@ -244,8 +244,10 @@ class Resolution:
 
     def checkpoint(self) -> None:
         model = self.config.model
-        self.model: Path | None = None
-        if self.config.engine.backend is None:
+        self.model: Path | None
+        if self.config.engine.backend is not None:
+            self.model = None
+        else:
             self.model = self._locate("model.path", model.path, self.config.storage, model.revision)
 
     def limits(self) -> Iterator[PipelineError]:

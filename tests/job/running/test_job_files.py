@@ -1,7 +1,10 @@
 """The job files in `jobs/` run, with the embedded model and on some rows of their samples."""
 
+import json
+import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.dataset as ds
 import pytest
 
@@ -34,8 +37,24 @@ def test_a_job_file_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         template.write_text("{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}assistant:")
         sets.append(f"prompt.chat.template={template}")
     run_job(load_job(f"jobs/{name}.yaml", sets=sets))
-    table = ds.dataset([str(path) for path in (tmp_path / "out").glob("*.parquet")]).to_table()
+    table = written_table(tmp_path / "out")
     assert 1 <= table.num_rows <= 4
     assert table["error"].null_count == table.num_rows, table["error_message"].to_pylist()
     for column in COLUMNS[name]:
         assert table[written.output.rename.get(column, column)].null_count == 0
+
+
+def test_the_job_file_of_a_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path / "cache"))  # other tests start servers at the same time
+    serve = json.dumps([sys.executable, "-m", "tests.endpoint.fake_server"])
+    sets = [f"engine.backend.serve={serve}", f"output.path={tmp_path / 'out'}", "input.limit=4"]
+    run_job(load_job("jobs/server.yaml", sets=sets))
+    table = written_table(tmp_path / "out")
+    assert table.num_rows == 4
+    assert table["error"].null_count == 4, table["error_message"].to_pylist()
+    assert table["generated_text"][0].as_py().split()[-1] == "Summarize"  # the words of the prompt in reverse
+
+
+def written_table(folder: Path) -> pa.Table:
+    return ds.dataset([str(path) for path in folder.glob("*.parquet")]).to_table()
