@@ -4,7 +4,7 @@ Only this module interprets it: an embedded model (`demo`, `demo:...`), a folder
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,6 +64,16 @@ def resolve_model(
     return folder.resolve()
 
 
+def resolve_tokenizer(
+    path: str, storage: Mapping[str, Mapping[str, Any]], retries: RetryCounts, revision: str | None
+) -> Path:
+    """Return the local folder of a checkpoint whose weights are not needed: of a Hugging Face id only the other files
+    are downloaded. Raises as `resolve_model`."""
+    if model_kind(path) == "id":
+        return _download(path, revision, [pattern for pattern in PATTERNS if "safetensors" not in pattern])
+    return resolve_model(path, storage, None, retries, revision=revision)
+
+
 def folder_here(path: str, revision: str | None = None) -> Path | None:
     """Return the folder of `path` if it is on this machine already, without downloading. Return None for urls: finding
     the cached copy takes a listing from the store."""
@@ -121,12 +131,12 @@ def checkpoint_problem(name: str) -> str:
     return "has no config.json; expected the folder of a safetensors checkpoint"
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, patterns: Sequence[str] = PATTERNS) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS, cache_dir=hub_folder()))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), cache_dir=hub_folder()))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = f"and it is not on Hugging Face, or Hugging Face cannot be reached: {error}"
         if os.environ.get("HF_HUB_OFFLINE"):

@@ -99,6 +99,9 @@ def _with_backend(job: JobKeys, backend: BackendSection) -> Iterator[Contradicti
     for name in ("pooling", "normalize"):
         if name in job.task.model_fields_set:
             yield f"task.{name}", unused
+    if job.task.type == "embed" and (job.prompt.messages is not None or job.prompt.chat is not None):
+        key = "messages" if job.prompt.messages is not None else "chat"
+        yield f"prompt.{key}", "is not supported with engine.backend and task embed, which sends texts; use template"
     if job.task.type == "embed" and job.task.dimensions is None:
         yield "task.dimensions", "required with engine.backend: the length of the server's vectors"
     if job.sampling.prompt_logprobs is not None:

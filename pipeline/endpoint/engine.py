@@ -59,8 +59,7 @@ class EndpointEngine:
         self._server: Server | None = None
         with contextlib.ExitStack() as lock:
             if config.serve:
-                log("waiting for another server on this machine to start")
-                lock.enter_context(alone())
+                lock.enter_context(alone(log))
                 port = config.port or free_port()
                 command = command_of(config.serve, config.requested_model, port)
                 log(f"starting {command[0]}")
@@ -155,6 +154,9 @@ class EndpointEngine:
         """Probe a server, and use it if it answers. Return why it does not, or an empty text."""
         reason = await self._reason_not_ready(client)
         if not reason and client not in self._up:
+            others = {other.answered_model for other in self._clients if other.answered_model}
+            if len(others) > 1:
+                raise ConfigError(f"engine.backend.url: the servers have different models: {', '.join(sorted(others))}")
             self._up.append(client)
         return reason
 

@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pipeline.endpoint import process_group
@@ -88,10 +89,17 @@ class Server:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Hold the machine's lock for starting servers: concurrent starts break the compile caches of some servers."""
+def alone(log: Callable[[str], None]) -> Iterator[None]:
+    """Hold the machine's lock for starting servers: concurrent starts break the compile caches of some servers. log:
+    receives a message every second while another server starts."""
     folder = Path(cache_root()) / "servers"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "start.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                log("waiting for another server on this machine to start")
+                time.sleep(1.0)
         yield

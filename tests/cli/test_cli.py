@@ -179,7 +179,7 @@ def test_a_job_with_input_and_output_in_a_store(work, pipe, aws, monkeypatch):
     from tests.faults.store import SECRET, FaultyStore
     from tests.job.conftest import FAKES
 
-    monkeypatch.setattr("pipeline.job.running.run.Backend", lambda: FAKES)
+    monkeypatch.setattr("pipeline.job.running.run.backend_of", lambda config: FAKES)
     (work / "model").mkdir()
     (work / "model" / "config.json").write_text('{"fake": {}}')
     Tokenizer(WordLevel({"?": 0}, "?")).save(str(work / "model" / "tokenizer.json"))

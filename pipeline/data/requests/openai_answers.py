@@ -31,6 +31,7 @@ OF_ENGINE = (
     RowError.OUT_OF_MEMORY,
     RowError.TOKEN_OUT_OF_VOCABULARY,
     RowError.NON_FINITE_LOGITS,
+    RowError.SERVER_ERROR,
     RowError.ENGINE_FAILURE,
 )
 # Original names of the result columns that lines are made from.

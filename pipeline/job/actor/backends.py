@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.locate import NO_CHECKPOINT, resolve_model
+from pipeline.checkpoints.locate import NO_CHECKPOINT, resolve_model, resolve_tokenizer
 from pipeline.endpoint.spec import EndpointConfig
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.quality.reference_config import ReferenceConfig
@@ -62,7 +62,7 @@ class EndpointBackend:
         def reader() -> RowReader:
             tokenizer = None
             if spec.model != NO_CHECKPOINT:
-                folder = resolve_model(spec.model, spec.storage, None, retries, "model.path", spec.revision)
+                folder = resolve_tokenizer(spec.model, spec.storage, retries, spec.revision)
                 tokenizer = load_factory(TOKENIZER)(str(folder), spec.chat_template)
             return EndpointRows(config.route, tokenizer, spec.params, spec.seed, spec.chat, spec.task, spec.author)
 

@@ -44,6 +44,10 @@ class EndpointRows:
         ids = self._tokens([prompt for _, prompt, _ in accepted])
         requests: list[EndpointRequest] = []
         for (i, prompt, params), row_ids in zip(accepted, ids, strict=True):
+            if params.prompt_logprobs is not None:
+                reason = "prompt_logprobs is not supported with engine.backend"
+                failed.append(failed_row(i, RowError.INVALID_SAMPLING, reason))
+                continue
             try:
                 body = self._body(prompt, params)
             except ValueError as error:

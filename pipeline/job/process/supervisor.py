@@ -216,6 +216,12 @@ class Supervisor:
                     self.loading = what
                 case Ready(now_us=now, resolved=resolved):
                     self._timeline.enter(None, now)
+                    if self.resolved.get("model") != resolved.get("model") and self.resolved:
+                        raise EnvironmentFailed(
+                            f"The server has the model {resolved.get('model')!r} now, and had "
+                            f"{self.resolved.get('model')!r} before it restarted; one output must not mix two models. "
+                            "Start it with the first model again, or choose a new output.path"
+                        )
                     self.resolved = resolved
                     self.loading = ""
                     child.ready = True

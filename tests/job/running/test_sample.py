@@ -102,7 +102,7 @@ def test_few_windows_evenly_spread_with_all_the_rows(windows, rows):
 
 
 def test_the_command_shows_rows_with_their_prompts(job, pipe, monkeypatch):
-    monkeypatch.setattr("pipeline.job.running.run.Backend", lambda: FAKES)
+    monkeypatch.setattr("pipeline.job.running.run.backend_of", lambda config: FAKES)
     job.rows(TEXTS)
     job.config()
     path = str(job.folder / "job.yaml")

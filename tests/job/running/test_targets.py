@@ -100,7 +100,7 @@ def test_a_webhook_gets_json_and_one_that_fails_is_a_warning():
 
 @pytest.mark.parametrize(("code", "expected"), [(4, 4), (0, 0)])
 def test_a_scheduler_sees_missed_targets_by_the_exit_code(job, monkeypatch, code, expected):
-    monkeypatch.setattr("pipeline.job.running.run.Backend", lambda: FAKES)
+    monkeypatch.setattr("pipeline.job.running.run.backend_of", lambda config: FAKES)
     job.config(targets={"max_row_p95": "0.0001 s"})
     job.rows(TEXTS)
     result = CliRunner().invoke(cli, ["run", str(job.folder / "job.yaml"), "--target-exit-code", str(code)])
