@@ -4,6 +4,7 @@ Runs the command in this process's group, and ends the whole group when FD close
 dies. Imports nothing but the standard library, since it runs without the package's path.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -42,10 +43,15 @@ def _has_others() -> bool:
     return False
 
 
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when its parent is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def main() -> None:
     fd, command = int(sys.argv[1]), sys.argv[2:]
     try:
-        process = subprocess.Popen(command)
+        process = subprocess.Popen(command, preexec_fn=_end_with_parent)
     except OSError as error:
         sys.exit(f"{command[0]}: cannot be started: {error.strerror}")
     # After the start, since a process inherits it. The end of the group must not end this process first.

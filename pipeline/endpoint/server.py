@@ -4,6 +4,7 @@ import collections
 import contextlib
 import fcntl
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -61,7 +62,12 @@ class Server:
 
     @property
     def has_ended(self) -> bool:
-        return self._process.poll() is not None
+        """Whether the server has ended. If only the leader of its group was killed, ends the rest."""
+        if self._process.poll() is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return True
 
     @property
     def last_line(self) -> str:

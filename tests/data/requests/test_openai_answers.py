@@ -83,7 +83,8 @@ def test_reasoning_is_a_field_next_to_the_answer_and_counted(answered):
 @pytest.mark.parametrize("code", list(RowError))
 def test_a_failure_has_the_status_of_the_row_or_of_the_engine(code):
     answer = CHAT.line({**ROW, "error": str(code), "error_message": None, "generated_text": None})
-    ours = ("kv_cache_exhausted", "out_of_memory", "token_out_of_vocabulary", "non_finite_logits", "engine_failure")
+    ours = ("kv_cache_exhausted", "out_of_memory", "token_out_of_vocabulary", "non_finite_logits", "engine_failure",
+            "server_error")  # fmt: skip
     assert answer["response"]["status_code"] == (500 if code in ours else 400)
     assert answer["response"]["body"]["error"]["message"] == code
 
