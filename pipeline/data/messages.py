@@ -4,6 +4,7 @@ Refuses content other than text, media fields and incomplete tool calls. Whether
 checked in `tokenization/chat_messages.py`.
 """
 
+import base64
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from pipeline.data.columns import is_list, is_text
 
 # Fields of a message that hold media.
 _MEDIA = ("audio", "image", "images", "video", "videos", "file", "files")
+_IMAGES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 _CALLS = ("tool_calls", "function_call")
 _SERVED = "only text is supported: content as text, or as parts of type 'text'"
 
@@ -48,8 +50,35 @@ def plain_message(message: object, position: str) -> dict[str, Any]:
     return {"role": role, "content": content, **rest}
 
 
-def refusal_of_type(t: pa.DataType) -> str | None:
-    """Return why a column of this type cannot hold chats; None if it can."""
+def media_message(message: object, position: str) -> dict[str, Any]:
+    """Return a message for a server, with its parts as they are: null keys dropped, and bytes as data urls. A part
+    `{type: image, image: BYTES}` becomes OpenAI's `image_url`. Raises MessageRefused."""
+    if not isinstance(message, dict):
+        raise MessageRefused(f"{position}: expected an object with role and content")
+    if not isinstance(role := message.get("role"), str) or not role.strip():
+        raise MessageRefused(f"{position}: role is missing")
+    if not isinstance(message.get("content"), str | list | None):
+        raise MessageRefused(f"{position}: content is neither text nor a list of parts")
+    return {"role": role, "content": None, **_for_server(message)}
+
+
+def _for_server(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.get("type") == "image" and isinstance(value.get("image"), bytes):
+            return {"type": "image_url", "image_url": {"url": _data_url(value["image"])}}
+        return {key: _for_server(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_for_server(inner) for inner in value]
+    return _data_url(value) if isinstance(value, bytes) else value
+
+
+def _data_url(raw: bytes) -> str:
+    kind = next((kind for start, kind in _IMAGES.items() if raw.startswith(start)), "application/octet-stream")
+    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
+
+
+def refusal_of_type(t: pa.DataType, media: bool = False) -> str | None:
+    """Return why a column of this type cannot hold chats; None if it can. media: parts other than text are allowed."""
     if is_text(t):
         return None
     expected = "expected a list of structs with role and content, or text that holds such a list as JSON"
@@ -59,6 +88,8 @@ def refusal_of_type(t: pa.DataType) -> str | None:
     if not {"role", "content"} <= fields.keys():
         return expected
     content = fields["content"]
+    if media and is_list(content):
+        return None
     if pa.types.is_string(content) or pa.types.is_large_string(content) or pa.types.is_null(content):
         return None
     if is_list(content) and pa.types.is_struct(content.value_type):

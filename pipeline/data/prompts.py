@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.columns import did_you_mean, is_text
-from pipeline.data.messages import MessageRefused, plain_message, refusal_of_type
+from pipeline.data.messages import MessageRefused, media_message, plain_message, refusal_of_type
 from pipeline.data.prompt_template import Field, NoText, in_template, parse
 from pipeline.errors import ConfigError, RowError
 
@@ -39,6 +39,7 @@ class PromptSpec:
     defaults: Mapping[str, str] = of_dataclass(default_factory=dict)  # texts for nulls, by field name
     refused: str | None = None  # text column with the reason why a row is refused, or null
     in_pieces: bool = False  # render a template as a JSON list of literals and values, alternating
+    media: bool = False  # messages may have parts other than text, which a server reads
     dotted: tuple[str, ...] = ()  # input columns with dots in their names: {a.b} may be one, or a field of {a}
 
     def __post_init__(self) -> None:
@@ -102,7 +103,7 @@ class PromptSpec:
             )
         if self.messages is not None:
             t = schema.field(self.messages).type
-            problem = refusal_of_type(t)
+            problem = refusal_of_type(t, self.media)
             if problem is not None:
                 raise ConfigError(f"prompt.messages {self.messages!r} is {t}: {problem}")
 
@@ -316,16 +317,16 @@ def _messages_rows(table: pa.RecordBatch, spec: PromptSpec) -> Iterator[Any]:
     column = table.column(name)
     if is_text(column.type):
         for value in _small_bytes(column.cast(pa.binary()), spec.max_bytes):
-            yield lambda value=value: _messages_from_json(value, name, spec.max_bytes)
+            yield lambda value=value: _messages_from_json(value, name, spec)
     else:
         for i in range(len(column)):
-            yield lambda i=i: _messages(_nested(column, i), name, spec.max_bytes)
+            yield lambda i=i: _messages(_nested(column, i), name, spec)
 
 
-def _messages_from_json(value: bytes | TooLarge | None, name: str, max_bytes: int) -> str:
+def _messages_from_json(value: bytes | TooLarge | None, name: str, spec: PromptSpec) -> str:
     if value is None:
         raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
-    _check_size(len(value), max_bytes)
+    _check_size(len(value), spec.max_bytes)
     assert isinstance(value, bytes)
     text = _decode(value, name)
     if not text.strip():
@@ -336,10 +337,10 @@ def _messages_from_json(value: bytes | TooLarge | None, name: str, max_bytes: in
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r} is not JSON: {e}") from e
     if parsed is None:
         raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
-    return _messages(parsed, name, max_bytes)
+    return _messages(parsed, name, spec)
 
 
-def _messages(value: object, name: str, max_bytes: int) -> str:
+def _messages(value: object, name: str, spec: PromptSpec) -> str:
     """Return the canonical JSON of a chat: role and content first, null keys dropped."""
     if value is None:
         raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
@@ -350,15 +351,16 @@ def _messages(value: object, name: str, max_bytes: int) -> str:
     if not isinstance(value, list):
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: expected a list of messages")
     try:
-        messages = [plain_message(message, f"column {name!r}, message {i}") for i, message in enumerate(value)]
+        normalize = media_message if spec.media else plain_message
+        messages = [normalize(message, f"column {name!r}, message {i}") for i, message in enumerate(value)]
     except MessageRefused as e:
         raise _Refused(RowError.INVALID_MESSAGES, str(e)) from None
-    if not any(m["content"] and m["content"].strip() for m in messages):
+    if not any(m["content"].strip() if isinstance(m["content"], str) else m["content"] for m in messages):
         raise _Refused(RowError.EMPTY_PROMPT, f"no message in {name!r} has any text")
     try:
         text = json.dumps(messages, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain)
         size = len(text.encode())
     except (ValueError, RecursionError) as e:  # a lone surrogate, NaN, infinity, or too deep nesting
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: {e}") from e
-    _check_size(size, max_bytes)
+    _check_size(size, spec.max_bytes)
     return text

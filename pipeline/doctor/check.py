@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from pipeline.checkpoints.locate import NO_CHECKPOINT
 from pipeline.config import JobConfig
 from pipeline.formatting import printable
 
@@ -47,7 +48,8 @@ class Setup:
 
     @classmethod
     def of_job(cls, job: JobConfig) -> "Setup":
-        paths = (job.model.path, job.input.path, job.output.path)
+        model = None if job.model.path == NO_CHECKPOINT else job.model.path
+        paths = (model, job.input.path, job.output.path)
         return cls(*paths, job.storage, job.engine.device, job.engine.dtype, job.engine.kv_cache_dtype, job)
 
     @property

@@ -62,7 +62,7 @@ class Server:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server has ended. If only the leader of its group was killed, ends the rest."""
+        """True if the server has ended. If only the leader of its group was killed, the rest is ended."""
         if self._process.poll() is None:
             return False
         with contextlib.suppress(ProcessLookupError):

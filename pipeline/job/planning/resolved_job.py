@@ -129,7 +129,7 @@ def sampling_columns(config: JobConfig) -> Mapping[str, str]:
 
 def prompt_spec(config: JobConfig, prompt: PromptSection) -> PromptSpec:
     """Return the rule that renders rows as prompts, or rejects them as requests."""
-    spec = prompt.spec()
+    spec = replace(prompt.spec(), media=config.engine.backend is not None)
     return replace(spec, refused=REFUSED) if config.input.has_requests else spec
 
 
