@@ -45,6 +45,10 @@ class BadAnswer(Exception):
     """The answer is an error of the server, or cannot be used. The request may be sent again."""
 
 
+class Unsupported(BadAnswer):
+    """The server ignores an option of the request. The next answer would be the same."""
+
+
 class AllRejected(Exception):
     """The server rejects all requests: the key, the model or the route is wrong."""
 
@@ -148,6 +152,8 @@ def _sample(choice: dict[str, Any], request: EndpointRequest) -> Completion:
             reasoning, _, text = text.partition(markers.end)
             reasoning = reasoning.removeprefix(markers.start).strip()
         text = text.lstrip()
+    if request.params.logprobs is not None and not choice.get("logprobs"):
+        raise Unsupported("the answer has no log-probabilities")
     logprobs = None if request.params.logprobs is None else _logprobs(choice["logprobs"])
     ids = [] if logprobs is None else [token.token_id for token in logprobs]
     return Completion(
@@ -181,7 +187,7 @@ def _logprobs(given: dict[str, Any]) -> list[TokenLogprobs]:
 def _token_id(name: str) -> int:
     prefix, _, number = name.partition(":")
     if prefix != "token_id":
-        raise BadAnswer(f"log-probabilities name the token {name!r:.40} by its text; expected token_id:N, as vLLM")
+        raise Unsupported(f"log-probabilities name the token {name!r:.40} by its text; expected token_id:N, as vLLM")
     return int(number)
 
 
@@ -228,7 +234,7 @@ def _embedding(answer: dict[str, Any], request: EndpointRequest) -> Completion:
     (one,) = answer["data"]
     vector, length = np.array(one["embedding"], dtype=np.float32), request.body["dimensions"]
     if vector.shape != (length,) or not np.isfinite(vector).all():
-        raise BadAnswer(f"the vector has shape {vector.shape}; expected {length} finite numbers (task.dimensions)")
+        raise Unsupported(f"the vector has shape {vector.shape}; expected {length} finite numbers (task.dimensions)")
     count = _count(answer.get("usage"), "prompt_tokens")
     result = VectorResult(vector)
     return Completion(

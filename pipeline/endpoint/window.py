@@ -45,7 +45,11 @@ class Window:
 
     def size(self, now_s: float) -> int:
         """Return the number of requests that may be open now."""
-        return 0 if now_s < self._pause_until_s else int(self._limit)
+        return 0 if self.paused_s(now_s) else int(self._limit)
+
+    def paused_s(self, now_s: float) -> float:
+        """Return the time until requests may be sent again after a rejection."""
+        return max(0.0, self._pause_until_s - now_s)
 
     def answered(self, now_s: float, tokens: int, num_open: int) -> None:
         """Record an answer. num_open: open requests before the answer."""

@@ -94,7 +94,7 @@ def test_log_probabilities_that_name_tokens_by_text_are_refused():
     choice = {"index": 0, "message": {"content": "Paris"}, "finish_reason": "stop", "logprobs": tokens}
     with pytest.raises(BadAnswer, match="'Paris' by its text"):
         completed(answer(choices=[choice]), logprobs=1)
-    with pytest.raises(BadAnswer, match="unexpected form"):
+    with pytest.raises(BadAnswer, match="no log-probabilities"):
         completed(answer("Paris"), logprobs=1)
 
 
