@@ -45,6 +45,10 @@ class BadAnswer(Exception):
     """The answer is an error of the server, or cannot be used. The request may be sent again."""
 
 
+class Unsupported(BadAnswer):
+    """The server ignores an option of the request. The next answer would be the same."""
+
+
 class AllRejected(Exception):
     """The server rejects all requests: the key, the model or the route is wrong."""
 
@@ -136,21 +140,30 @@ def _sample(choice: dict[str, Any], request: EndpointRequest) -> Completion:
         raise BadAnswer(f"the answer ended with finish_reason {choice['finish_reason']!r}")
     message = choice.get("message")
     text = choice["text"] if message is None else message.get("content") or ""
-    if not isinstance(text, str):
-        raise BadAnswer("the answer's text is not a string")
     reasoning = None
+    if message is not None and request.params.reasoning is not None:
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if not isinstance(text, str) or not isinstance(reasoning, str | None):
+        raise BadAnswer("the answer's text is not a string")
+    text, reasoning = _valid(text), reasoning and _valid(reasoning)
     if request.params.reasoning is not None:
-        reasoning = message and (message.get("reasoning_content") or message.get("reasoning"))
         markers = request.params.reasoning
         if reasoning is None and not isinstance(markers, str) and markers.end in text:
             reasoning, _, text = text.partition(markers.end)
             reasoning = reasoning.removeprefix(markers.start).strip()
         text = text.lstrip()
+    if request.params.logprobs is not None and not choice.get("logprobs"):
+        raise Unsupported("the answer has no log-probabilities")
     logprobs = None if request.params.logprobs is None else _logprobs(choice["logprobs"])
     ids = [] if logprobs is None else [token.token_id for token in logprobs]
     return Completion(
         request.row_id, ids, text, reason, len(request.prompt_token_ids), logprobs=logprobs, reasoning=reasoning or None
     )
+
+
+def _valid(text: str) -> str:
+    """Return text that has an encoding: JSON can hold half of a character, and pieces of a stream its two halves."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _logprobs(given: dict[str, Any]) -> list[TokenLogprobs]:
@@ -174,7 +187,7 @@ def _logprobs(given: dict[str, Any]) -> list[TokenLogprobs]:
 def _token_id(name: str) -> int:
     prefix, _, number = name.partition(":")
     if prefix != "token_id":
-        raise BadAnswer(f"log-probabilities name the token {name!r:.40} by its text; expected token_id:N, as vLLM")
+        raise Unsupported(f"log-probabilities name the token {name!r:.40} by its text; expected token_id:N, as vLLM")
     return int(number)
 
 
@@ -221,7 +234,7 @@ def _embedding(answer: dict[str, Any], request: EndpointRequest) -> Completion:
     (one,) = answer["data"]
     vector, length = np.array(one["embedding"], dtype=np.float32), request.body["dimensions"]
     if vector.shape != (length,) or not np.isfinite(vector).all():
-        raise BadAnswer(f"the vector has shape {vector.shape}; expected {length} finite numbers (task.dimensions)")
+        raise Unsupported(f"the vector has shape {vector.shape}; expected {length} finite numbers (task.dimensions)")
     count = _count(answer.get("usage"), "prompt_tokens")
     result = VectorResult(vector)
     return Completion(
@@ -249,6 +262,12 @@ class StreamedAnswer:
             piece = json.loads(data)
         except ValueError:
             raise BadAnswer(f"a piece of the answer is not JSON: {_text(data)}") from None
+        try:
+            return self._add_piece(piece, data)
+        except (TypeError, AttributeError) as error:
+            raise BadAnswer(f"a piece of the answer has an unexpected form ({error}): {_text(data)}") from None
+
+    def _add_piece(self, piece: dict[str, Any], data: bytes) -> int:
         if piece.get("error"):
             raise BadAnswer(f"the server ended the answer: {message_of(data)}")
         self._answer |= {key: piece[key] for key in ("model", "usage") if piece.get(key)}
@@ -261,6 +280,8 @@ class StreamedAnswer:
         index, delta = choice.get("index", 0), choice.get("delta")
         whole = self._choices.setdefault(index, {"index": index, "finish_reason": None})
         if choice.get("finish_reason"):
+            if whole["finish_reason"] is not None:
+                raise BadAnswer(f"choice {index} of the answer ended twice")
             whole["finish_reason"] = choice["finish_reason"]
         if delta is None:
             whole["text"] = whole.get("text", "") + (choice.get("text") or "")

@@ -11,7 +11,15 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from pipeline.endpoint.answer import AllRejected, BadAnswer, Overloaded, StreamedAnswer, completion_of, message_of
+from pipeline.endpoint.answer import (
+    AllRejected,
+    BadAnswer,
+    Overloaded,
+    StreamedAnswer,
+    Unsupported,
+    completion_of,
+    message_of,
+)
 from pipeline.endpoint.body import probe_body
 from pipeline.endpoint.spec import PATHS, EndpointConfig, EndpointRequest, base_url
 from pipeline.endpoint.window import Window
@@ -80,6 +88,8 @@ class Client:
                 await self.read_gauges()
         except TimeoutError:
             raise Disconnected(f"no answer in {PROBE_TIMEOUT_S:.0f} s") from None
+        except Unsupported as error:
+            raise ConfigError(f"engine.backend: {self.shown}: the first request failed: {error}") from None
         except AllRejected as refused:
             key = "api_key" if refused.status in (401, 402, 403) else "model" if config.serve else "url"
             reason = f"{self.shown}: status {refused.status}: {self._redacted(refused)}"
@@ -94,7 +104,7 @@ class Client:
         self.num_open += 1
         try:
             status, headers, raw, first_us = await self._post(self._body(request, streams), streams)
-            done = completion_of(status, headers, raw, request)
+            done = self._completion_of(status, headers, raw, request)
             if status == 200:
                 self._check_model(json.loads(raw))
             now_s = self.progress_s = time.monotonic()
@@ -141,10 +151,21 @@ class Client:
     async def _answer_to(self, request: EndpointRequest) -> str:
         """Send a request and check its answer. Return the name of the model in the answer."""
         status, headers, raw, _ = await self._post(self._body(request, False), False)
-        done = completion_of(status, headers, raw, request)
+        done = self._completion_of(status, headers, raw, request)
         if done.error is not None:
             raise ConfigError(f"engine.backend: {self.shown}: the first request failed: {done.error_message}")
         return str(json.loads(raw).get("model") or "")
+
+    def _completion_of(
+        self, status: int, headers: Mapping[str, str], raw: bytes, request: EndpointRequest
+    ) -> Completion:
+        """Return the completion of an answer. Messages that quote the server do not show the key."""
+        try:
+            done = completion_of(status, headers, raw, request)
+        except (Overloaded, BadAnswer, AllRejected) as error:
+            error.args = (self._redacted(error),)
+            raise
+        return replace(done, error_message=done.error_message and self._redacted(done.error_message))
 
     async def _accepts_ids(self, body: Mapping[str, Any], params: SamplingParams) -> bool:
         try:
@@ -168,7 +189,7 @@ class Client:
         try:
             names = [str(model["id"]) for model in json.loads(raw)["data"]]
         except (ValueError, KeyError, TypeError):
-            raise BadAnswer(f"{self.shown}/models: status {status}: {message_of(raw)}") from None
+            raise BadAnswer(self._redacted(f"{self.shown}/models: status {status}: {message_of(raw)}")) from None
         if len(names) != 1:
             found = ", ".join(names[:20]) or "none"
             raise ConfigError(f"engine.backend.model: required, since {self.shown} has {len(names)} models: {found}")
@@ -199,6 +220,8 @@ class Client:
                     if answer.add(line):
                         first_us, self.progress_s = first_us or now_us(), time.monotonic()
                 return response.status, response.headers, answer.raw(), first_us or now_us()
+        except BadAnswer as error:
+            raise BadAnswer(self._redacted(error)) from None
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise Disconnected(self._redacted(f"{type(error).__name__}: {error}")) from None
 

@@ -47,7 +47,7 @@ class EndpointEngine:
         self._loop = asyncio.new_event_loop()
         self._rows: collections.deque[_SentRow] = collections.deque()  # waiting
         self._finished: list[Completion] = []
-        self._tasks: dict[asyncio.Task[None], Client] = {}  # one for each row that was sent
+        self._tasks: dict[asyncio.Task[bool], tuple[Client, _SentRow]] = {}
         self._has_finished = asyncio.Event()
         self._failure: BaseException | None = None
         self._background: set[asyncio.Task[object]] = set()
@@ -121,6 +121,7 @@ class EndpointEngine:
 
     def close(self) -> None:
         """Close the connections, and end a server that was started."""
+        self._up.clear()  # rows of cancelled requests are not sent again
         for task in [*self._tasks, *self._background]:
             task.cancel()
         for client in self._clients:
@@ -198,44 +199,47 @@ class EndpointEngine:
         while self._rows and room and room[client := max(room, key=room.__getitem__)] > 0:
             room[client] -= 1
             self._num_sent[client] += 1
-            task = self._loop.create_task(self._compute(client, self._rows.popleft()))
-            self._tasks[task] = client
+            row = self._rows.popleft()
+            task = self._loop.create_task(self._compute(client, row))
+            self._tasks[task] = client, row
             task.add_done_callback(self._task_ended)
 
-    def _task_ended(self, task: "asyncio.Task[None]") -> None:
-        self._num_sent[self._tasks.pop(task)] -= 1
+    def _task_ended(self, task: "asyncio.Task[bool]") -> None:
+        client, row = self._tasks.pop(task)
+        self._num_sent[client] -= 1
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
+        elif task.cancelled() or not task.result():  # cancelled, maybe before its first statement: the server is down
+            self._rows.appendleft(row)
         self._launch()
 
-    async def _compute(self, client: Client, row: _SentRow) -> None:
-        """Send a row. Afterwards it has ended, or waits again."""
+    async def _compute(self, client: Client, row: _SentRow) -> bool:
+        """Send a row. Return True if it has ended, False if it must wait again."""
         try:
             done = await client.complete(row.request, row.added_us)
         except AllRejected as error:
             raise EnvironmentFailed(f"{client.shown} rejects all requests: status {error.status}: {error}") from None
-        except (Overloaded, asyncio.CancelledError):  # cancelled: its server is down
-            self._rows.appendleft(row)
+        except Overloaded:
+            self._loop.call_later(client.window.paused_s(time.monotonic()), self._launch)
+            return False
         except Disconnected as error:
-            if await self._is_alive(client, str(error)):
-                await self._try_again(client, row, error)
-            else:
-                self._rows.appendleft(row)
+            return await self._is_alive(client, str(error)) and await self._has_failed(client, row, error)
         except BadAnswer as error:
-            await self._try_again(client, row, error)
-        else:
-            self._count(done, client.num_open + 1)
-            self._finish(done)
+            return await self._has_failed(client, row, error)
+        self._count(done, client.num_open + 1)
+        self._finish(done)
+        return True
 
-    async def _try_again(self, client: Client, row: _SentRow, error: Exception) -> None:
+    async def _has_failed(self, client: Client, row: _SentRow, error: Exception) -> bool:
+        """Count a failed try. Return True if it was the last one, False after a pause."""
         row.tries += 1
         if row.tries == MAX_TRIES:
             message = f"{client.shown}: each of {MAX_TRIES} tries failed; the last: {error}"
             self._finish(failed(row.request, RowError.SERVER_ERROR, message))
-            return
+            return True
         self._counts["num_retries"] += 1
         await asyncio.sleep(RETRY_S * 2 ** (row.tries - 1))
-        self._rows.appendleft(row)
+        return False
 
     def _count(self, done: Completion, num_open: int) -> None:
         counts = self._counts
@@ -313,7 +317,7 @@ class EndpointEngine:
         self._probed_s[client] = time.monotonic()
         if not self._up:
             self._fail(EnvironmentFailed(f"{client.shown}: {reason}"))
-        for task, used in self._tasks.items():
+        for task, (used, _) in self._tasks.items():
             if used is client:
                 task.cancel()
 

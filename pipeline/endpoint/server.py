@@ -58,7 +58,8 @@ class Server:
             start_new_session=True,
         )
         os.close(reading)
-        threading.Thread(target=self._copy, daemon=True, name="server output").start()
+        self._output = threading.Thread(target=self._copy, daemon=True, name="server output")
+        self._output.start()
 
     @property
     def has_ended(self) -> bool:
@@ -74,7 +75,9 @@ class Server:
         return self._tail[-1] if self._tail else ""
 
     def tail(self) -> str:
-        """Return its last lines."""
+        """Return its last lines; after its end all of its output is read first."""
+        if self.has_ended:
+            self._output.join(timeout=1.0)
         return "\n".join(self._tail)
 
     def close(self) -> None:

@@ -16,12 +16,13 @@ MANY_ANSWERS = 1024  # enough for a rate: large windows are measured over fewer 
 FACTOR = 4.0  # growth of the window: too large a window costs little, too small a one costs time
 GROWTH = 1.15  # a window that is FACTOR times larger must raise the rate by this factor
 GAIN = 1.05  # a window that is TRIAL times larger must raise the rate by this factor
-SAME = 0.98  # of the maximum rate: a smaller window with this rate is good enough
+SAME = 0.985  # of the maximum rate: a smaller window with this rate is good enough
 CLOSE = 1.08  # ratio of the bounds at which the bisection ends
 HELD_EPOCHS = 8  # epochs between trials of a larger or a smaller window
 TRIAL = 1.25
 SMALLER = 1.1
-DECREASE = 0.9
+DECREASE = 0.97
+FAST_DECREASE = 0.75  # if there was no answer since the last overload
 INCREASE = 0.01  # of the window at which the server was overloaded, in each epoch
 MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 10.0  # after a rejection; doubles until there is an answer
 WAITING = 0.03  # requests that may wait at the server, as a share of the running ones
@@ -44,7 +45,11 @@ class Window:
 
     def size(self, now_s: float) -> int:
         """Return the number of requests that may be open now."""
-        return 0 if now_s < self._pause_until_s else int(self._limit)
+        return 0 if self.paused_s(now_s) else int(self._limit)
+
+    def paused_s(self, now_s: float) -> float:
+        """Return the time until requests may be sent again after a rejection."""
+        return max(0.0, self._pause_until_s - now_s)
 
     def answered(self, now_s: float, tokens: int, num_open: int) -> None:
         """Record an answer. num_open: open requests before the answer."""
@@ -53,8 +58,7 @@ class Window:
         if self._num_earlier > 0:  # about as many answers come from the window before
             self._num_earlier -= 1
             return
-        self._tokens += tokens + 1
-        self._points.append((now_s, self._tokens))
+        self._points.append((now_s, tokens + 1))
         turn = int(self._limit)
         turns = 1 if self._phase == "grow" or self._overloaded_at else max(2, min(TURNS, MANY_ANSWERS // turn))
         if len(self._points) > turn * max(turns, -(-MIN_ANSWERS // turn)):
@@ -65,11 +69,11 @@ class Window:
         under the same window count once."""
         if wait_s is not None:
             self._pause_until_s = max(self._pause_until_s, now_s + wait_s)
-        if sent_s < self._epoch_s:
+        if sent_s <= self._epoch_s:
             return
         self._pause_until_s = max(self._pause_until_s, now_s + self._pause_s)
+        self._limit = max(1.0, self._limit * (DECREASE if self._pause_s == MIN_PAUSE_S else FAST_DECREASE))
         self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
-        self._limit = max(1.0, self._limit * DECREASE)
         self._overloaded_at, self._phase = self._limit, "hold"
         self._begin_epoch(now_s, num_open)
 
@@ -83,8 +87,8 @@ class Window:
             self._limit = min(self._max, self._limit * TRIAL + 1)
 
     def _begin_epoch(self, now_s: float, num_open: int) -> None:
-        self._epoch_s, self._num_earlier, self._is_full, self._tokens = now_s, num_open, False, 0
-        self._points: list[tuple[float, int]] = []  # time and tokens so far at each answer
+        self._epoch_s, self._num_earlier, self._is_full = now_s, num_open, False
+        self._points: list[tuple[float, int]] = []  # time and tokens of each answer
 
     def _end_epoch(self, now_s: float, num_open: int) -> None:
         if self._is_full and not self._has_gauges:  # else the rows, not the window, limit the rate
@@ -97,15 +101,15 @@ class Window:
     def _next_limit(self) -> float:
         limit = self._limit
         if self._phase == "grow":
-            (begin_s, before), (end_s, after) = self._points[0], self._points[-1]
-            rate = (after - before) / max(end_s - begin_s, 1e-6)
+            span_s = max(self._points[-1][0] - self._points[0][0], 1e-6)
+            rate = sum(tokens for _, tokens in self._points[1:]) / span_s
             if rate > GROWTH * self._rate:
                 self._low, self._high, self._rate = self._high, limit, rate
                 if limit < self._max:
                     return min(self._max, FACTOR * limit)
             self._high, self._phase = limit, "measure"
             return limit
-        return self._follow(_slope(self._points))
+        return self._follow(_rate(self._points))
 
     def _follow(self, rate: float) -> float:
         limit, is_same = self._limit, rate >= SAME * self._rate
@@ -125,7 +129,7 @@ class Window:
                 self._phase = "hold"
         if self._phase == "search":
             if self._high > max(CLOSE * self._low, self._low + 1):
-                return (self._low * self._high) ** 0.5
+                return self._low ** (1 / 3) * self._high ** (2 / 3)  # too small a window costs time
             self._phase = "hold"
         return self._high
 
@@ -135,15 +139,14 @@ class Window:
         if self._held_epochs % HELD_EPOCHS:
             return self._high
         self._num_trials += 1
-        self._low = self._high / SMALLER
+        self._low = max(1.0, self._high / SMALLER)
         self._phase = "larger" if self._num_trials % 2 else "smaller"
         return self._low if self._phase == "smaller" else min(self._max, self._high * TRIAL)
 
 
-def _slope(points: list[tuple[float, int]]) -> float:
-    """Return the slope of the regression line. Answers arrive in waves if requests are equally long, so the rate
-    between two answers could be off by a wave."""
-    mean_s = sum(time_s for time_s, _ in points) / len(points)
-    mean = sum(count for _, count in points) / len(points)
-    spread = sum((time_s - mean_s) ** 2 for time_s, _ in points)
-    return sum((time_s - mean_s) * (count - mean) for time_s, count in points) / max(spread, 1e-12)
+def _rate(points: list[tuple[float, int]]) -> float:
+    """Return the tokens a second, weighted such that answers at both ends count least. Equally long requests end in
+    waves, so a plain mean would depend on the waves that begin and end the measurement."""
+    begin_s, span_s = points[0][0], max(points[-1][0] - points[0][0], 1e-6)
+    positions = [((time_s - begin_s) / span_s, tokens) for time_s, tokens in points]
+    return sum(tokens * 30 * (x * (1 - x)) ** 2 for x, tokens in positions) / span_s

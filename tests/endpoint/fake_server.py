@@ -51,6 +51,7 @@ class Behaviour:
     """Settings of a fake server. In `parse`, a fault is `True`, a dict of `Fault`'s fields, or its `kind`."""
 
     model: str = "fake-model"
+    other_models: Sequence[str] = ()  # listed next to it
     api_key: str | None = None  # 401 without it, on /v1/ only
     metrics: bool = True  # False: /metrics is a 404
     flags: Sequence[str] = ()  # further flags that the program accepts, each with any number of values
@@ -355,7 +356,8 @@ class FakeServer:
         if request.path == "/metrics" and self.behaviour.metrics:
             return web.Response(text=self._metrics())
         if request.path == "/v1/models":
-            data = [{"id": model, "object": "model", "created": 0, "owned_by": "fake"}]
+            names = (model, *self.behaviour.other_models)
+            data = [{"id": name, "object": "model", "created": 0, "owned_by": "fake"} for name in names]
             refusal = self._unauthorized(request)
             return web.json_response({"object": "list", "data": data}) if refusal is None else refusal
         if request.path == "/version":

@@ -143,7 +143,9 @@ def run_job(
                 totals.check_error_rate()
                 if left.tasks:
                     found = backend or backend_of(plan.job.work_config())
-                    found = found.resuming(next((r.resolved for r in reversed(earlier) if "model" in r.resolved), {}))
+                    # A run that was refused or ended early has no model.
+                    named = [run.resolved for run in earlier if "model" in run.resolved]
+                    found = found.resuming(named[-1] if named else {})
                     spec = flow_spec(plan, left.tasks, found, log.run_id, left.has_failed, logs.level)
                     Watch(config.run, log, totals, reporter, stop, limits, plan.num_rows).compute(spec)
                 if sample is None:

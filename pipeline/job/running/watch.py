@@ -90,6 +90,7 @@ class Watch:
                 phase = _phase_of(self.log.actors)
                 if phase == RUNNING and began is None:
                     began = time.monotonic()
+                    self.log.save()  # with the engines' resolved values, which a resumed run must have too
                 if limit := self._limit_that_stops(time.monotonic() - began if began is not None else 0.0):
                     return self._drain_for(limit, flow)
                 self.reporter.update(phase)

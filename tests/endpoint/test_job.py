@@ -1,0 +1,133 @@
+"""Jobs whose rows a server computes, from job file to output folder."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from pipeline.config import load_job
+from pipeline.errors import ConfigError
+from pipeline.job.running.run import run_job
+from tests.endpoint.fake_server import FakeServer, answer_text
+
+RUNS = "_pipeline/runs/*.json"
+KEY = "sk-very-secret-1234567890"
+
+
+def job_file(folder: Path, url: str, num_rows: int, **sections: dict[str, Any]) -> Path:
+    texts = [f"row{i}. a b c" + " d" * 20 * (i == 5) for i in range(num_rows)]
+    pq.write_table(pa.table({"text": texts}), folder / "in.parquet")
+    job: dict[str, dict[str, Any]] = {
+        "input": {"path": str(folder / "in.parquet")},
+        "prompt": {"template": "say {text}"},
+        "engine": {"backend": {"url": url}},
+        "sampling": {"max_tokens": 4},
+        "output": {"path": str(folder / "out"), "rows_per_file": 8},
+        "run": {"max_error_rate": 0.5},
+    }
+    for name, section in sections.items():
+        job[name] = {**job.get(name, {}), **section}
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    return folder / "job.yaml"
+
+
+def rows(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the output's rows by text; each is there once."""
+    found = pq.read_table(folder / "out", columns=["text", "generated_text", "error", "error_message"]).to_pylist()
+    assert len({row["text"] for row in found}) == len(found)
+    return {row["text"].split(".")[0]: row for row in found}
+
+
+def assert_right(row: dict[str, Any]) -> None:
+    assert (row["error"], row["generated_text"]) == (None, answer_text(f"say {row['text']}", 4))
+
+
+def test_rows_errors_and_no_key_in_any_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe: Callable[..., tuple[int, str, str]]
+):
+    monkeypatch.setenv("FAKE_KEY", KEY)
+    quoted = {"match": "row7.", "status": 400, "body": {"error": {"message": f"no, {KEY}"}}}
+    with FakeServer(api_key=KEY, too_long=15, content_filter={"match": "row6."}, error=quoted) as server:
+        backend = {"url": server.url, "api_key": "${FAKE_KEY}"}
+        path = job_file(tmp_path, server.url, 60, engine={"backend": backend})
+        run_job(load_job(path))
+        code, shown, progress = pipe("validate", str(path), "--json")
+    found = rows(tmp_path)
+    errors = {"row5": "prompt_too_long", "row6": "content_filter", "row7": "invalid_request"}
+    assert {name: row["error"] for name, row in found.items() if row["error"]} == errors
+    assert "status 400" in found["row7"]["error_message"]
+    for name in found.keys() - errors.keys():
+        assert_right(found[name])
+    assert len(found) == 60
+    assert code == 0
+    assert json.loads(shown)
+    assert KEY not in shown + progress
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert len(files) > 8
+    for file in files:
+        assert KEY.encode() not in file.read_bytes(), file
+    assert KEY not in str([row["error_message"] for row in found.values()])
+
+
+def test_a_killed_run_resumes_with_the_same_model_only(tmp_path: Path):
+    with FakeServer(slots=8, seconds_per_request=0.15) as server:
+        path = job_file(tmp_path, server.url, 120)
+        driver = subprocess.Popen([sys.executable, "-m", "pipeline", "run", str(path)], stderr=subprocess.DEVNULL)
+        output, deadline_s = tmp_path / "out", time.monotonic() + 60
+        while not (any(output.glob("part-*")) and any("fake-model" in file.read_text() for file in output.glob(RUNS))):
+            assert driver.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+        assert len(list(output.glob("part-*"))) < 15
+        server.behaviour.seconds_per_request, server.behaviour.model = 0.0, "other-model"
+        for _ in range(2):  # a refused run does not count
+            with pytest.raises(ConfigError, match="serves 'other-model', and the output was begun with 'fake-model'"):
+                run_job(load_job(path))
+        server.behaviour.model = "fake-model"
+        run_job(load_job(path))
+        num_requests = len(server.requests)
+        run_job(load_job(path))  # complete: sends nothing
+        assert len(server.requests) == num_requests
+    found = rows(tmp_path)
+    assert len(found) == 120
+    for row in found.values():
+        assert_right(row)
+
+
+UNUSED = "has no effect with engine.backend"
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"engine": {"dtype": "bfloat16"}}, "engine.dtype", UNUSED),
+    ({"speculation": {"method": "off"}}, "speculation.method", UNUSED),
+    ({"model": {"path": "some/model", "quantization": "int8"}}, "model.quantization", UNUSED),
+    ({"task": {"type": "classify"}}, "task.type", "classify is not supported with engine.backend"),
+    ({"task": {"type": "embed"}}, "task.dimensions", "required with engine.backend"),
+    ({"task": {"type": "embed", "dimensions": 8, "pooling": "mean"}}, "task.pooling", UNUSED),
+    ({"sampling": {"prompt_logprobs": 1}}, "sampling.prompt_logprobs", "not supported with engine.backend"),
+    ({"sampling": {"generation_config": "model"}}, "sampling.generation_config", "needs the checkpoint"),
+    ({"quality": {"sample": 0.1}}, "quality.sample", "not supported with engine.backend"),
+    ({"prompt": {"chat": {"template": "{{ messages }}"}}}, "prompt.chat.template", UNUSED),
+    ({"run": {"actors": 2}}, "run.actors", "must be 1 with engine.backend.url"),
+    ({"engine": {"backend": {}}}, "engine.backend", "expected one of url and serve"),
+    ({"engine": {"backend": {"url": "http://h:1", "port": 5}}}, "engine.backend", "port needs serve"),
+    ({"engine": {"backend": {"url": "h:1"}}}, "engine.backend.url", "expected http://HOST:PORT/v1"),
+    ({"engine": {"backend": {"url": "http://me:pw@h:1"}}}, "engine.backend.url", "cannot contain a user"),
+]
+
+
+@pytest.mark.parametrize(("sections", "key", "message"), WRONG)
+def test_wrong_keys_are_refused(tmp_path: Path, sections: dict[str, Any], key: str, message: str):
+    path = job_file(tmp_path, "http://localhost:9", 1, **sections)
+    with pytest.raises(ConfigError) as caught:
+        load_job(path)
+    assert any(f": {key}: " in line and message in line for line in str(caught.value).splitlines())
