@@ -30,6 +30,7 @@ from benchmarks.script import progress, report, script
 from pipeline.bench.measure import facts_to_text, last_line, machine_facts, table
 from pipeline.cli.console import json_flag
 from pipeline.config import load_job
+from pipeline.config.sections.limits import CostSection
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, serialize
 from pipeline.data.source import InputWindow, narrowed
@@ -87,7 +88,7 @@ def resume(plan: JobPlan, store: PartStore, parts_per_window: int) -> None:
 def execute(plan: JobPlan, store: PartStore, parts_per_window: int) -> list[bytes]:
     """Do the driver's work during execution: create a read task for each window, and record the units' summaries."""
     tasks = [pickle.dumps(needed) for needed in narrowed(plan.source, plan.windows)]
-    log = RunLog(store, {}, None, {}, Telemetry(store.folder), RetryCounts())
+    log = RunLog(store, {}, CostSection(), {}, Telemetry(store.folder), RetryCounts())
     latency = latency_of([Timing(0, 100_000 + 5000 * i, 2_000_000 + 9000 * i, 100) for i in range(512)])
     rows = RowStats(latency, {500: LengthBucket(512, 512 * 500, 0, 512 * 100)})
     summary = UnitSummary(0, 0, PartTotals(512, 1, {}, 512 * 500, 0, 512 * 100), True, rows)

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from pipeline.checkpoints.digest import FULL_BYTES, model_digest
+from pipeline.config.sections.limits import CostSection
 from pipeline.data.output.parts import DoneUnits, PartName, PartStore
 from pipeline.errors import OutputError
 from pipeline.job.dataflow.reading import check_units
@@ -100,7 +101,7 @@ def started(tmp_path):
     telemetry = Telemetry(store.folder)
 
     def start(**versions) -> RunLog:
-        log = RunLog(store, {}, None, {}, telemetry, RetryCounts())
+        log = RunLog(store, {}, CostSection(), {}, telemetry, RetryCounts())
         record = log.record().to_json()
         record["versions"] |= versions
         store.folder.replace(f"_pipeline/runs/{log.run_id}.json", json.dumps(record).encode())

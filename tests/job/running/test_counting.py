@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from pipeline.config.sections.limits import CostSection
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import DoneUnits, PartName, PartStore
 from pipeline.errors import Interrupted, OutputError, PipelineError, TooManyRowErrors
@@ -80,7 +81,7 @@ def test_the_parts_are_read_once_for_the_error_rate(job, monkeypatch):
             existing.add(name)
     read = PartStore.totals
     monkeypatch.setattr(PartStore, "totals", lambda self, progress=None: reads.append(progress) or read(self, progress))
-    log = RunLog(store, {}, None, {}, Telemetry(store.folder), RetryCounts())
+    log = RunLog(store, {}, CostSection(), {}, Telemetry(store.folder), RetryCounts())
     recorded = PartTotals(50, 1, {"null_prompt": 20})  # records of killed runs may be wrong
     totals = OutputTotals(store, log, recorded, existing, num_rows=100, limit=0.1)
     totals.check_error_rate()
