@@ -312,7 +312,7 @@ class EndpointEngine:
 
     def _down(self, client: Client, reason: str) -> None:
         """Stop using a server, whose rows wait again. Without another one, the engine fails."""
-        self._log(f"{client.shown} is down: {reason}")
+        print(f"{client.shown} is down: {reason}", flush=True)  # to the log; `_log` is for loading only
         self._up.remove(client)
         self._probed_s[client] = time.monotonic()
         if not self._up:

@@ -131,3 +131,17 @@ def test_wrong_keys_are_refused(tmp_path: Path, sections: dict[str, Any], key: s
     with pytest.raises(ConfigError) as caught:
         load_job(path)
     assert any(f": {key}: " in line and message in line for line in str(caught.value).splitlines())
+
+
+def test_a_job_continues_when_one_of_two_servers_ends(tmp_path: Path):
+    slow = {"slots": 8, "seconds_per_request": 0.02}
+    with FakeServer(**slow) as server, FakeServer(die={"after": 60}, **slow) as dying:
+        report = run_job(
+            load_job(job_file(tmp_path, server.url, 300, engine={"backend": {"url": [server.url, dying.url]}}))
+        )
+    found = rows(tmp_path)
+    assert len(found) == 300
+    for name in found.keys() - {"row5"}:
+        assert_right(found[name])
+    assert dying.num_answered >= 30
+    assert report.work.engine_restarts == 0
