@@ -11,8 +11,16 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from pipeline.endpoint.answer import AllRejected, BadAnswer, Overloaded, StreamedAnswer, completion_of, message_of
-from pipeline.endpoint.body import probe_body
+from pipeline.endpoint.answer import (
+    AllRejected,
+    BadAnswer,
+    Overloaded,
+    StreamedAnswer,
+    Unsupported,
+    completion_of,
+    message_of,
+)
+from pipeline.endpoint.body import NEUTRAL, probe_body
 from pipeline.endpoint.spec import PATHS, EndpointConfig, EndpointRequest, base_url
 from pipeline.endpoint.window import Window
 from pipeline.engine.params import Completion, SamplingParams
@@ -45,6 +53,7 @@ class Client:
         self.model = config.requested_model or ""
         self.answered_model = self.version = ""
         self.accepts_ids = False
+        self._defaults: Mapping[str, Any] = {}  # fields of each request that does not have them
         self.num_open = self.num_rejected = 0
         self.window = Window(config.max_concurrency, time.monotonic())
         self.progress_s = time.monotonic()  # when a token was last generated, or the server had nothing to do
@@ -73,13 +82,15 @@ class Client:
                 if not self.model:
                     self.model = await self._only_model()
                 answered = await self._answer_to(EndpointRequest(None, body, params))
-                if config.route == "completion":
-                    self.accepts_ids = await self._accepts_ids(body, params)
+                if config.route != "embedding":
+                    await self._find_accepted(body, params)
                 self.answered_model = answered
                 self.version = await self._find_version()
                 await self.read_gauges()
         except TimeoutError:
             raise Disconnected(f"no answer in {PROBE_TIMEOUT_S:.0f} s") from None
+        except Unsupported as error:
+            raise ConfigError(f"engine.backend: {self.shown}: the first request failed: {error}") from None
         except AllRejected as refused:
             key = "api_key" if refused.status in (401, 402, 403) else "model" if config.serve else "url"
             reason = f"{self.shown}: status {refused.status}: {self._redacted(refused)}"
@@ -130,7 +141,7 @@ class Client:
         return now_s - self.progress_s if self.num_open else 0.0
 
     def _body(self, request: EndpointRequest, streams: bool) -> dict[str, Any]:
-        body = {"model": self.model, **request.body}
+        body = {"model": self.model, **self._defaults, **request.body}
         if self.accepts_ids and request.prompt_token_ids:
             body["prompt"] = list(request.prompt_token_ids)
         if streams:
@@ -146,9 +157,19 @@ class Client:
             raise ConfigError(f"engine.backend: {self.shown}: the first request failed: {done.error_message}")
         return str(json.loads(raw).get("model") or "")
 
-    async def _accepts_ids(self, body: Mapping[str, Any], params: SamplingParams) -> bool:
+    async def _find_accepted(self, body: Mapping[str, Any], params: SamplingParams) -> None:
+        """Find out whether the server accepts NEUTRAL and prompts as tokens: both in one request if it does."""
+        as_ids = {**body, "prompt": [1]} if self._config.route == "completion" else body
+        accepts_both = await self._accepts({**NEUTRAL, **as_ids}, params)
+        accepts_neutral = accepts_both or (as_ids is not body and await self._accepts({**NEUTRAL, **body}, params))
+        self.accepts_ids = as_ids is not body and (accepts_both or await self._accepts(as_ids, params))
+        self._defaults = NEUTRAL if accepts_neutral else {}
+        if not accepts_neutral:
+            print(f"{self.shown} rejects {', '.join(NEUTRAL)}: its own defaults apply")
+
+    async def _accepts(self, body: Mapping[str, Any], params: SamplingParams) -> bool:
         try:
-            await self._answer_to(EndpointRequest(None, {**body, "prompt": [1]}, params))
+            await self._answer_to(EndpointRequest(None, body, params))
         except (ConfigError, BadAnswer):
             return False
         return True
