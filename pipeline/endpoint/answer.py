@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.endpoint.spec import EndpointRequest
-from pipeline.engine.params import Completion, FinishReason
+from pipeline.engine.params import Completion, FinishReason, SamplingParams
 from pipeline.engine.samples import with_samples
 from pipeline.engine.tasks import TokenLogprobs, VectorResult
 from pipeline.errors import RowError
@@ -27,9 +27,11 @@ _REASONS: dict[object, FinishReason] = {
 }
 _TOO_LONG = re.compile(
     r"context_length|context length|context window|context size|maximum model length|max_model_len|too many tokens"
-    r"|longer than the maximum|exceeds? the (available |maximum )?context",
+    r"|longer than the maximum|exceeds? the (available |maximum )?context"
+    r"|max_tokens must be at least 1, got 0",  # vLLM: the prompt fills the context
     re.I,
 )
+_UNCONSTRAINED = "the text does not conform to sampling.structured_outputs; the server may not support it"
 _FILTERED = re.compile(r"content_filter|content management policy|content policy|safety system", re.I)
 
 
@@ -131,7 +133,25 @@ def _completion(answer: dict[str, Any], request: EndpointRequest) -> Completion:
     if any(choice.get("finish_reason") == "content_filter" for choice in choices):
         return failed(request, RowError.CONTENT_FILTER, "the server's content filter ended the answer")
     samples = [_sample(choice, request) for choice in choices]
+    if any(_is_unconstrained(sample, request.params) for sample in samples):
+        return failed(request, RowError.GRAMMAR_ERROR, _UNCONSTRAINED)
     return with_usage(samples, answer.get("usage"), request)
+
+
+def _is_unconstrained(sample: Completion, params: SamplingParams) -> bool:
+    """Return whether a finished text breaks its choice or regular expression. A server that does not know
+    `structured_outputs` ignores it (llama.cpp). JSON is checked with all other rows; a grammar cannot be."""
+    wanted = params.structured_outputs
+    if wanted is None or sample.finish_reason != "stop" or params.stop:
+        return False
+    if wanted.kind == "choice":
+        return sample.text.strip() not in (option.strip() for option in json.loads(wanted.text))
+    if wanted.kind != "regex":
+        return False
+    try:
+        return re.fullmatch(wanted.text, sample.text) is None
+    except re.error:  # another dialect
+        return False
 
 
 def _sample(choice: dict[str, Any], request: EndpointRequest) -> Completion:
@@ -171,9 +191,9 @@ def _logprobs(given: dict[str, Any]) -> list[TokenLogprobs]:
     if "content" in given:
         return [
             TokenLogprobs(
-                _token_id(token["token"]),
+                _id_of(token),
                 token["logprob"],
-                tuple((_token_id(one["token"]), one["logprob"]) for one in token.get("top_logprobs") or ()),
+                tuple((_id_of(one), one["logprob"]) for one in token.get("top_logprobs") or ()),
             )
             for token in given["content"]
         ]
@@ -184,10 +204,17 @@ def _logprobs(given: dict[str, Any]) -> list[TokenLogprobs]:
     ]
 
 
+def _id_of(token: dict[str, Any]) -> int:
+    """Return a token's id, which llama.cpp adds to its text."""
+    return int(token["id"]) if "id" in token else _token_id(token["token"])
+
+
 def _token_id(name: str) -> int:
     prefix, _, number = name.partition(":")
     if prefix != "token_id":
-        raise Unsupported(f"log-probabilities name the token {name!r:.40} by its text; expected token_id:N, as vLLM")
+        raise Unsupported(
+            f"log-probabilities name the token {name!r:.40} by its text; expected ids, as from vLLM and llama.cpp"
+        )
     return int(number)
 
 

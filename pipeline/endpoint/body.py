@@ -1,7 +1,8 @@
 """Bodies of requests: prompt and sampling parameters in the fields of OpenAI's API.
 
 Parameters outside of OpenAI's API (`top_k`, `min_p`, `ignore_eos` ...) have vLLM's names, which SGLang and llama.cpp
-mostly share. They are sent only if they differ from their defaults, so a plain job runs on any server.
+mostly share. They are sent only if they differ from their defaults, so a plain job runs on any server. Servers that
+accept NEUTRAL receive it with each request.
 """
 
 import json
@@ -13,6 +14,8 @@ from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.params import SamplingParams
 
 MAX_SEED = 2**31  # the largest seed that every server accepts
+# Without these, vLLM and SGLang use the values of the model's generation_config.json, and llama.cpp its own.
+NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _HI = {"role": "user", "content": "Hi"}
 _EXTRA = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos",
           "thinking_token_budget")  # fmt: skip
@@ -62,7 +65,7 @@ def sampling_fields(params: SamplingParams, route: Route) -> dict[str, Any]:
     if params.stop_token_ids:
         fields["stop_token_ids"] = list(params.stop_token_ids)
     if params.logprobs is not None:
-        # vLLM names tokens by their ids on request; others ignore the field and are refused by `answer.py`.
+        # vLLM names tokens by their ids on request, and llama.cpp adds ids; other answers are refused by `answer.py`.
         fields["return_tokens_as_token_ids"] = True
         if route == "chat":
             fields |= {"logprobs": True, "top_logprobs": params.logprobs}

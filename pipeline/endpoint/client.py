@@ -20,7 +20,7 @@ from pipeline.endpoint.answer import (
     completion_of,
     message_of,
 )
-from pipeline.endpoint.body import probe_body
+from pipeline.endpoint.body import NEUTRAL, probe_body
 from pipeline.endpoint.spec import PATHS, EndpointConfig, EndpointRequest, base_url
 from pipeline.endpoint.window import Window
 from pipeline.engine.params import Completion, SamplingParams
@@ -53,6 +53,7 @@ class Client:
         self.model = config.requested_model or ""
         self.answered_model = self.version = ""
         self.accepts_ids = False
+        self._defaults: Mapping[str, Any] = {}  # fields of each request that does not have them
         self.num_open = self.num_rejected = 0
         self.window = Window(config.max_concurrency, time.monotonic())
         self.progress_s = time.monotonic()  # when a token was last generated, or the server had nothing to do
@@ -81,8 +82,10 @@ class Client:
                 if not self.model:
                     self.model = await self._only_model()
                 answered = await self._answer_to(EndpointRequest(None, body, params))
-                if config.route == "completion":
-                    self.accepts_ids = await self._accepts_ids(body, params)
+                if config.route != "embedding":
+                    await self._find_accepted(body, params)
+                if self.answered_model:  # it was down
+                    self._check_model(answered)
                 self.answered_model = answered
                 self.version = await self._find_version()
                 await self.read_gauges()
@@ -106,7 +109,7 @@ class Client:
             status, headers, raw, first_us = await self._post(self._body(request, streams), streams)
             done = self._completion_of(status, headers, raw, request)
             if status == 200:
-                self._check_model(json.loads(raw))
+                self._check_model(str(json.loads(raw).get("model") or ""))
             now_s = self.progress_s = time.monotonic()
             self.window.answered(now_s, done.num_prompt_tokens + done.num_generated_tokens, self.num_open)
             times = {"queued_us": added_us, "first_token_us": first_us, "last_token_us": now_us()}
@@ -140,7 +143,7 @@ class Client:
         return now_s - self.progress_s if self.num_open else 0.0
 
     def _body(self, request: EndpointRequest, streams: bool) -> dict[str, Any]:
-        body = {"model": self.model, **request.body}
+        body = {"model": self.model, **self._defaults, **request.body}
         if self.accepts_ids and request.prompt_token_ids:
             body["prompt"] = list(request.prompt_token_ids)
         if streams:
@@ -167,15 +170,24 @@ class Client:
             raise
         return replace(done, error_message=done.error_message and self._redacted(done.error_message))
 
-    async def _accepts_ids(self, body: Mapping[str, Any], params: SamplingParams) -> bool:
+    async def _find_accepted(self, body: Mapping[str, Any], params: SamplingParams) -> None:
+        """Find out whether the server accepts NEUTRAL and prompts as tokens: both in one request if it does."""
+        as_ids = {**body, "prompt": [1]} if self._config.route == "completion" else body
+        accepts_both = await self._accepts({**NEUTRAL, **as_ids}, params)
+        accepts_neutral = accepts_both or (as_ids is not body and await self._accepts({**NEUTRAL, **body}, params))
+        self.accepts_ids = as_ids is not body and (accepts_both or await self._accepts(as_ids, params))
+        self._defaults = NEUTRAL if accepts_neutral else {}
+        if not accepts_neutral:
+            print(f"{self.shown} rejects {', '.join(NEUTRAL)}: its own defaults apply")
+
+    async def _accepts(self, body: Mapping[str, Any], params: SamplingParams) -> bool:
         try:
-            await self._answer_to(EndpointRequest(None, {**body, "prompt": [1]}, params))
+            await self._answer_to(EndpointRequest(None, body, params))
         except (ConfigError, BadAnswer):
             return False
         return True
 
-    def _check_model(self, answer: dict[str, Any]) -> None:
-        found = str(answer.get("model") or "")
+    def _check_model(self, found: str) -> None:
         if found != self.answered_model:
             raise EnvironmentFailed(
                 f"{self.shown} answers as model {found!r}, and answered as {self.answered_model!r} before; one output "
