@@ -104,7 +104,9 @@ def bench_choice(
     """
     use_threads(threads)
     machine, loaded = machine_facts(), bench_model(model, folder, progress)
-    with Engine(EngineConfig(str(loaded.folder), dtype=dtype, num_threads=threads), progress) as engine:
+    with Engine(
+        EngineConfig(str(loaded.folder), dtype=dtype, num_threads=threads, speculation="off"), progress
+    ) as engine:
         engine.warm_up()
         prompts = Prompts(engine, rows, own_tokens)
         return {
