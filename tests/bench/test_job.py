@@ -70,7 +70,7 @@ def test_a_peer_is_compared_by_its_work_on_the_same_input(runs, peer):
 def test_a_peer_that_did_other_work_is_refused(runs, peer):
     with pytest.raises(PipelineError, match="completed 1 rows with 30 tokens, the job 2 with 30"):
         bench_job("demo:target", 2, 1, peers=peer(1))
-    with pytest.raises(ConfigError, match="--peer vllm: expected ray-llm"):
+    with pytest.raises(ConfigError, match="--peer vllm: expected server, ray-llm"):
         bench_job("demo:target", 2, 1, peers={"vllm": sys.executable})
 
 
