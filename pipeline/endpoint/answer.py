@@ -110,9 +110,9 @@ def _rejected(status: int, headers: Mapping[str, str], raw: bytes, request: Endp
     return failed(request, code, f"the server rejects the request (status {status}): {message}")
 
 
-def failed(request: EndpointRequest, code: RowError, message: str, num_prompt_tokens: int = 0) -> Completion:
+def failed(request: EndpointRequest, code: RowError, message: str) -> Completion:
     """Return an error completion."""
-    count = num_prompt_tokens or len(request.prompt_token_ids)
+    count = len(request.prompt_token_ids)
     return Completion(request.row_id, [], "", "error", count, error=code.value, error_message=message)
 
 

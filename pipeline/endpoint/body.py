@@ -26,18 +26,14 @@ def chat_body(messages: Sequence[dict[str, Any]], params: SamplingParams, option
     return {"messages": list(messages), **options, **sampling_fields(params, "chat")}
 
 
-def completion_body(prompt: str | Sequence[int], params: SamplingParams) -> dict[str, Any]:
-    """Return the body for /completions. prompt: text or token ids."""
-    return {"prompt": prompt if isinstance(prompt, str) else list(prompt), **sampling_fields(params, "completion")}
+def completion_body(prompt: str, params: SamplingParams) -> dict[str, Any]:
+    """Return the body for /completions. The client replaces the text by tokens if the server accepts them."""
+    return {"prompt": prompt, **sampling_fields(params, "completion")}
 
 
-def embedding_body(text: str | Sequence[int], dimensions: int) -> dict[str, Any]:
+def embedding_body(text: str, dimensions: int) -> dict[str, Any]:
     """Return the body for /embeddings."""
-    return {
-        "input": text if isinstance(text, str) else list(text),
-        "dimensions": dimensions,
-        "encoding_format": "float",
-    }
+    return {"input": text, "dimensions": dimensions, "encoding_format": "float"}
 
 
 def probe_body(route: Route, params: SamplingParams, dimensions: int) -> dict[str, Any]:

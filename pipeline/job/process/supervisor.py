@@ -55,7 +55,7 @@ class Supervisor:
         self, launch: ChildSpec, birth_us: int | None = None, log: RotatedLog | None = None, log_path: str = ""
     ) -> None:
         """`log`: receives the output of the engine's processes and how they end; messages refer to it as
-        `log_place`."""
+        `log_path`."""
         self._launch, self._log = launch, log
         self._see_log = f"\nIts output is in {log_path}" if log_path else ""
         self._lock = threading.Lock()  # guards everything below except `_child`'s process
