@@ -32,7 +32,19 @@ class InputKernels(Protocol):
         self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, /
     ) -> tuple[Any, torch.Tensor]: ...
 
-    def silu_mul(self, gate_up_T2F: torch.Tensor, /) -> Any: ...
+    def gate_mul(self, gate_up_T2F: torch.Tensor, activation: str, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Weight of a norm, and the bias of a LayerNorm."""
+
+    weight_H: torch.Tensor
+    bias_H: torch.Tensor | None = None
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Norm":
+        bias_H = None if self.bias_H is None else self.bias_H.to(device, dtype)
+        return Norm(self.weight_H.to(device, dtype), bias_H)
 
 
 @dataclass(frozen=True)
@@ -148,15 +160,16 @@ class GraphAttention(Protocol):
 
 
 class LayerParts(Protocol):
-    """The parts of a decoder layer, as its kernels prepared them."""
+    """The parts of a decoder layer, as its kernels prepared them. scale: of the attention scores."""
 
-    input_norm_H: torch.Tensor
-    post_norm_H: torch.Tensor
+    attn_norm: Norm | None
+    mlp_norm: Norm | None
     qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None
     qkv: Linear
     o: Linear
     gate_up: Linear
     down: Linear
+    scale: float
     window: int | None
 
 
@@ -205,7 +218,9 @@ class Kernels:
       and writes keys and values into the cache in place, in the cache's form (see `kernels/cache.py`).
     attention(q_TND, LayerCache, AttentionInput, scale, window) -> o_TND; window None is full causal attention, else a
       query at position p sees keys p - window + 1 .. p.
-    silu_mul(gate_up_T2F) -> silu(first half) * second half.
+    rms_norm(x_TH, weight_H, eps) -> the norm, written into x, whose rows may lie apart.
+    gate_mul(gate_up_T2F, activation) -> activation(first half) * second half; "silu", or "gelu_tanh", the approximation
+      by tanh of GELU (arXiv 1606.08415).
     greedy(logits_RV) -> token_and_finite_2R (int64): the best token of each row, the first one in a tie, and 1 if the
       row is finite. A row with a NaN or +inf, or without a value above -inf, gets 0 and an arbitrary token id of the
       vocabulary. Logits are float32, float16 or bfloat16.
@@ -240,7 +255,8 @@ class Kernels:
         torch.Tensor,
     ]
     attention: Callable[[torch.Tensor, LayerCache, AttentionInput, float, int | None], torch.Tensor]
-    silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    gate_mul: Callable[[torch.Tensor, str], torch.Tensor]
     greedy: Callable[[torch.Tensor], torch.Tensor]
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     backends: dict[str, str]

@@ -21,7 +21,7 @@ SCALE_BYTES = 4.0  # per vector in an fp8 KV cache, or per group of fp8 weights
 
 @dataclass(frozen=True)
 class DecoderSize:
-    """Sizes of a decoder that determine its cost."""
+    """Sizes of a decoder that determine its cost. windows: keys that a query of each layer sees; None: all."""
 
     hidden: int
     intermediate: int
@@ -30,6 +30,8 @@ class DecoderSize:
     kv_heads: int
     head_dim: int
     vocab: int
+    is_gated: bool = True
+    windows: tuple[int | None, ...] = ()
 
     def linears(self) -> list[tuple[str, int, int]]:
         """Return name, inputs and outputs of a layer's linears as they are run: q, k, v fused, and gate, up fused."""
@@ -37,7 +39,7 @@ class DecoderSize:
         return [
             ("qkv", self.hidden, q + 2 * kv),
             ("o", q, self.hidden),
-            ("gate_up", self.hidden, 2 * self.intermediate),
+            ("gate_up", self.hidden, (1 + self.is_gated) * self.intermediate),
             ("down", self.intermediate, self.hidden),
         ]
 

@@ -141,16 +141,16 @@ def test_a_token_without_a_slot_writes_nothing(kind: torch.dtype) -> None:
 
 
 @EACH
-def test_silu_mul(on: Served) -> None:
+def test_gate_mul(on: Served) -> None:
     for tokens in on.tokens:
         for width in (3, 64, 201, 1100):
             gate_up = (8 * torch.randn(tokens, 2 * width)).to(on.dtype)
-            ours = on.kernels.silu_mul(gate_up.to(on.device))
+            ours = on.kernels.gate_mul(gate_up.to(on.device), "silu")
             assert ours.dtype == on.dtype
-            assert close(ours, reference.silu_mul(gate_up.float())), (tokens, width)
+            assert close(ours, reference.gate_mul(gate_up.float(), "silu")), (tokens, width)
     gate = torch.tensor([[-1e30, -1000.0, -89.0, -88.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 88.0, 1000.0, 1e30]])
     if on.dtype == torch.float32:  # exp of some cannot be held
-        ours = on.kernels.silu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1).to(on.device)).cpu()
+        ours = on.kernels.gate_mul(torch.cat([gate, torch.ones_like(gate)], dim=1).to(on.device), "silu").cpu()
         assert torch.allclose(ours, torch.nn.functional.silu(gate), atol=1e-6)
 
 
@@ -162,8 +162,8 @@ def test_nan_stays_in_its_row_and_zero_rows_are_no_error(on: Served) -> None:
         x[1, 3] = broken
         x = x.to(on.device)
         norm, residual = on.kernels.add_rms_norm(x.clone(), torch.zeros_like(x), torch.ones_like(x[0]), 1e-5)
-        for found in (norm, residual, on.kernels.silu_mul(x.clone())):
+        for found in (norm, residual, on.kernels.gate_mul(x.clone(), "silu")):
             assert torch.isfinite(found).all(dim=1).tolist() == [True, False, True]
     x = torch.ones(0, 16, dtype=on.dtype, device=on.device)
-    assert on.kernels.silu_mul(x).shape == (0, 8)
+    assert on.kernels.gate_mul(x, "silu").shape == (0, 8)
     assert on.kernels.add_rms_norm(x, x.clone(), torch.ones(16, dtype=on.dtype, device=on.device), 1e-5)[0].numel() == 0

@@ -16,6 +16,7 @@ from pipeline.errors import ModelError
 from pipeline.kernels.reference import reference_kernels
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder
+from pipeline.model.families import FAMILIES
 from pipeline.model.load import checkpoint_files
 from tests.model_folders import Family, small_config, write_checkpoint
 
@@ -75,10 +76,17 @@ def test_a_wrong_tensor_is_named(folder: Path, change, intermediate_size: int, m
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type = 'gpt2'"),
+        ({"model_type": "glm4"}, "model_type = 'glm4'"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary"),
+        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor = 0.1: expected an even share"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0]}}, "short_factor"),
+        ({"model_type": "smollm3", "no_rope_layers": [2, 1]}, "no_rope_layers"),
+        (
+            {"model_type": "gpt2", "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 8}},
+            "quantiz",
+        ),
         ({"dtype": "float8"}, "float8"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method = 'bitsandbytes' is not supported"),
         ({"quantization_config": {"quant_method": ["awq"]}}, "quant_method = .'awq'. is not supported"),
@@ -96,11 +104,11 @@ def test_what_is_not_served_is_refused_by_name(folder: Path, values: dict, messa
 
 
 def test_the_refusal_of_a_family_shows_how_to_run_it_on_a_server(folder: Path) -> None:
-    edit_config(folder, model_type="gemma3")
+    edit_config(folder, model_type="gemma4")
     with pytest.raises(ModelError) as refused:
         read_config(folder)
     message, _, lines = str(refused.value).partition("in the job file: ")
-    assert "model_type = 'gemma3': expected one of llama, mistral, qwen2, qwen3. " in message
+    assert f"model_type = 'gemma4': expected one of {', '.join(sorted(FAMILIES))}. " in message
     assert "docs/servers.md" in message
     section = EngineSection.model_validate(yaml.safe_load(lines)["engine"])
     assert section.backend is not None

@@ -18,7 +18,7 @@ from pipeline.kernels.cpu.attention.attention import attend, plan_of
 from pipeline.kernels.cpu.attention.decode_kernel import UNBOUNDED
 from pipeline.kernels.cpu.compile.numerics import CacheArrays, arrays_of, bits
 from pipeline.kernels.cpu.compile.threads import ALL_ITEMS
-from pipeline.kernels.cpu.elementwise import add_rms_norm_kernel, norm_rope_write_kernel, silu_mul_kernel
+from pipeline.kernels.cpu.elementwise import add_rms_norm_kernel, gate_mul_kernel, norm_rope_write_kernel
 from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
 
 MAX_TOKENS = 256
@@ -30,8 +30,8 @@ between them does not matter, and their results are too large to keep."""
 class _Layer:
     """The inputs of one layer's kernels. window: number of keys that a query sees."""
 
-    input_norm_H: np.ndarray
-    post_norm_H: np.ndarray
+    attn_norm_H: np.ndarray
+    mlp_norm_H: np.ndarray
     with_norm: bool
     q_norm_D: np.ndarray
     k_norm_D: np.ndarray
@@ -39,6 +39,7 @@ class _Layer:
     o: TiledLinear
     gate_up: TiledLinear
     down: TiledLinear
+    scale: np.float32
     window: int
 
     @classmethod
@@ -49,10 +50,12 @@ class _Layer:
         if len(tiled) < len(linears):
             return None
         qkv, o, gate_up, down = tiled
-        q_norm_D, k_norm_D = parts.qk_norm_D or (parts.input_norm_H.new_ones(head_dim),) * 2
+        assert parts.attn_norm is not None
+        assert parts.mlp_norm is not None
+        q_norm_D, k_norm_D = parts.qk_norm_D or (parts.attn_norm.weight_H.new_ones(head_dim),) * 2
         return cls(
-            input_norm_H=bits(parts.input_norm_H),
-            post_norm_H=bits(parts.post_norm_H),
+            attn_norm_H=bits(parts.attn_norm.weight_H),
+            mlp_norm_H=bits(parts.mlp_norm.weight_H),
             with_norm=parts.qk_norm_D is not None,
             q_norm_D=bits(q_norm_D),
             k_norm_D=bits(k_norm_D),
@@ -60,6 +63,7 @@ class _Layer:
             o=o,
             gate_up=gate_up,
             down=down,
+            scale=np.float32(parts.scale),
             window=UNBOUNDED if parts.window is None else parts.window,
         )
 
@@ -72,7 +76,7 @@ class _Buffers:
 
     def __init__(self, num_tokens: int, layer: _Layer, head_dim: int) -> None:
         def buffer(width: int) -> np.ndarray:
-            return np.empty((num_tokens, width), layer.input_norm_H.dtype)
+            return np.empty((num_tokens, width), layer.attn_norm_H.dtype)
 
         self.num_tokens = num_tokens
         self.qkv_TK, self.out_TK = buffer(layer.qkv.shape_NK[0]), buffer(layer.o.shape_NK[1])
@@ -109,7 +113,7 @@ class CompiledLayerLoop:
             self._buffers = _Buffers(num_tokens, self._layers[0], self._head_dim)
         if caches is not self._caches:
             self._caches, self._arrays = caches, [arrays_of(cache) for cache in caches]
-        buffers, scale = self._buffers, np.float32(self._head_dim**-0.5)
+        buffers = self._buffers
         x, residual, cos, sin = bits(x_TH), bits(residual_TH), cos_TD2.numpy(), sin_TD2.numpy()
         slot_T, num_heads, num_kv_heads = (
             attn_metadata.slot_mapping_T.numpy(),
@@ -118,17 +122,17 @@ class CompiledLayerLoop:
         )
         plan = plan_of(attn_metadata, num_heads, num_kv_heads, self._head_dim, self._layers[0].is_parallel(num_tokens))
         for layer, cache in zip(self._layers, self._arrays):
-            add_rms_norm_kernel(x, residual, layer.input_norm_H, eps, *ALL_ITEMS)
+            add_rms_norm_kernel(x, residual, layer.attn_norm_H, eps, *ALL_ITEMS)
             layer.qkv.write(x, buffers.qkv_TK)
             norms = layer.with_norm, layer.q_norm_D, layer.k_norm_D
             norm_rope_write_kernel(
                 buffers.qkv_TMD, cos, sin, *norms, eps, slot_T, cache[0], cache[1], buffers.q_TND, *ALL_ITEMS
             )
-            attend(buffers.q_TND, cache, plan, layer.window, scale, buffers.out_TND)
+            attend(buffers.q_TND, cache, plan, layer.window, layer.scale, buffers.out_TND)
             layer.o.write(buffers.out_TK, x)
-            add_rms_norm_kernel(x, residual, layer.post_norm_H, eps, *ALL_ITEMS)
+            add_rms_norm_kernel(x, residual, layer.mlp_norm_H, eps, *ALL_ITEMS)
             layer.gate_up.write(x, buffers.gate_up_T2F)
-            silu_mul_kernel(buffers.gate_up_T2F, buffers.product_TF, *ALL_ITEMS)
+            gate_mul_kernel(buffers.gate_up_T2F, False, buffers.product_TF, *ALL_ITEMS)
             layer.down.write(buffers.product_TF, x)
 
 

@@ -11,7 +11,7 @@ from pipeline.kernels.triton.attention.decode import decode_launches
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, max_queries_of
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch
 from pipeline.kernels.triton.attention.scatter import scatter_launch
-from pipeline.kernels.triton.elementwise import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
+from pipeline.kernels.triton.elementwise import add_rms_norm_launch, gate_mul_launch, norm_rope_write_launch
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
 from pipeline.kernels.triton.launch import CompileTarget, Launch, power_of_two
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
@@ -72,7 +72,7 @@ def launches_of(
     fused = {
         "add_rms_norm": add_rms_norm_launch(x_TH, x_TH, norm_H, 1e-5),
         "norm_rope_write": rope,
-        "silu_mul": silu_mul_launch(empty(num_tokens, 2 * shape.intermediate_size), out_TF),
+        "gate_mul": gate_mul_launch(empty(num_tokens, 2 * shape.intermediate_size), out_TF),
     }
     logits_TV, chosen_2T = empty(num_tokens, shape.vocab_size), empty(2, num_tokens, dtype=torch.int64)
     parts, whole = greedy_launches(logits_TV, chosen_2T)
@@ -171,7 +171,7 @@ def _rounding_ahead(shape: ModelShape, dtype: torch.dtype, num_tokens: int = 512
             for width in (shape.hidden_size, shape.intermediate_size)
         )
         found[f"add_rms_norm, {name}"] = add_rms_norm_launch(x_TH, x_TH, x_TH[0], 1e-5, to_H)
-        found[f"silu_mul, {name}"] = silu_mul_launch(gate_up_T2F, to_F)
+        found[f"gate_mul, {name}"] = gate_mul_launch(gate_up_T2F, to_F)
     return found
 
 
