@@ -88,6 +88,7 @@ class ModelConfig:
     @property
     def size(self) -> DecoderSize:
         """Sizes for the cost model (`pipeline.roofline`)."""
+        windows = tuple(layer.window for layer in self.layers)
         return DecoderSize(
             self.hidden_size,
             self.intermediate_size,
@@ -97,7 +98,7 @@ class ModelConfig:
             self.head_dim,
             self.vocab_size,
             is_gated=self.layers[0].is_gated,
-            windows=tuple(layer.window for layer in self.layers),
+            windows=windows if any(windows) else (),
         )
 
     def weights_on_card(self, activation_dtype: str = "auto") -> Weights:
