@@ -80,6 +80,7 @@ def _estimate(plan: JobPlan, runs: Sequence[RunRecord], rows: int, runs_before: 
     stats = sum((run.row_stats + run.sample_row_stats for run in runs), RowStats())
     prompts = [(bucket.input_tokens // bucket.rows, bucket.rows) for bucket in stats.lengths.values() if bucket.rows]
     phases = {phase: sum(run.phase_us(phase) for run in runs) * rows // answers for phase in PHASES}
+    phases["idle"] -= sum(map(_tail_us, runs)) * rows // answers
     phases |= {phase: last.phase_us(phase) * actors // len(last.actors) for phase in ("startup", "load")}
     start_us = phases["startup"] + phases["load"]
     work_us = sum(phases.values()) - start_us
@@ -112,8 +113,13 @@ def _answers(run: RunRecord) -> int:
     return run.stat("num_requests")
 
 
+def _tail_us(run: RunRecord) -> int:
+    """Return the time for which engines waited for the last one: it does not grow with the number of rows."""
+    return sum(actor.tail_us for actor in run.actors)
+
+
 def _work_us(run: RunRecord) -> int:
-    return run.machine_us - run.phase_us("startup") - run.phase_us("load")
+    return run.machine_us - run.phase_us("startup") - run.phase_us("load") - _tail_us(run)
 
 
 @dataclass(frozen=True)

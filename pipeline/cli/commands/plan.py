@@ -47,8 +47,8 @@ def plan(
     Prompt tokens are counted in a sample. Lengths of completions and the speed of this machine come from earlier runs,
     recorded in $PIPELINE_CACHE; figures for other cards come from a cost model. Each figure names its source.
 
-    If a server computes the rows (engine.backend), all figures come from earlier runs. Only --probe contacts or starts
-    the server.
+    If a server computes the rows (engine.backend), tokens and speed come from earlier runs. Only --probe contacts or
+    starts the server.
 
     Writes the estimate to output.path/_pipeline/plan.json, so that `pipeline report` can compare it with the actual
     run. Writes nothing else, and reads no weights without --probe.
