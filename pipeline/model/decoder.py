@@ -76,6 +76,8 @@ class DecoderLayer:
     ) -> None:
         self.config, self.kernels, self.index = config, kernels, index
         self.window = config.windows[index]
+        self.softcap = 0.0
+        self.sinks_N: torch.Tensor | None = None
         self.input_norm_H = weights.input_norm_H.to(device, dtype)
         self.post_norm_H = weights.post_norm_H.to(device, dtype)
         self.qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -102,10 +104,11 @@ class DecoderLayer:
         return self.kernels.norm_rope_write(qkv_TMD, cos, sin, self.qk_norm_D, c.norm_eps, cache, slot_mapping_T)
 
     def attend(self, q_TND: torch.Tensor, attn_metadata: AttentionInput, kv: KVCache) -> torch.Tensor:
-        scale = self.config.head_dim**-0.5
-        return self.o(
-            self.kernels.attention(q_TND, kv.layers[self.index], attn_metadata, scale, self.window).flatten(1)
+        cache, scale = kv.layers[self.index], self.config.head_dim**-0.5
+        o_TND = self.kernels.attention(
+            q_TND, cache, attn_metadata, scale, self.window, self.softcap, self.sinks_N
         )
+        return self.o(o_TND.flatten(1))
 
     def feed_forward(self, x_TH: Any) -> torch.Tensor:
         return self.down(self.before_down.silu_mul(self.gate_up(x_TH)))

@@ -15,7 +15,7 @@ import torch
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput, LayerParts
 from pipeline.kernels.cpu.attention.attention import attend, plan_of
-from pipeline.kernels.cpu.attention.decode_kernel import UNBOUNDED
+from pipeline.kernels.cpu.attention.decode_kernel import SoftmaxOptions
 from pipeline.kernels.cpu.compile.numerics import CacheArrays, arrays_of, bits
 from pipeline.kernels.cpu.compile.threads import ALL_ITEMS
 from pipeline.kernels.cpu.elementwise import add_rms_norm_kernel, norm_rope_write_kernel, silu_mul_kernel
@@ -28,7 +28,7 @@ between them does not matter, and their results are too large to keep."""
 
 @dataclass(frozen=True)
 class _Layer:
-    """The inputs of one layer's kernels. window: number of keys that a query sees."""
+    """The inputs of one layer's kernels."""
 
     input_norm_H: np.ndarray
     post_norm_H: np.ndarray
@@ -39,7 +39,7 @@ class _Layer:
     o: TiledLinear
     gate_up: TiledLinear
     down: TiledLinear
-    window: int
+    options: SoftmaxOptions
 
     @classmethod
     def from_parts(cls, parts: LayerParts, head_dim: int) -> "_Layer | None":
@@ -60,7 +60,7 @@ class _Layer:
             o=o,
             gate_up=gate_up,
             down=down,
-            window=UNBOUNDED if parts.window is None else parts.window,
+            options=SoftmaxOptions.of(head_dim**-0.5, parts.window, parts.softcap, parts.sinks_N),
         )
 
     def is_parallel(self, num_tokens: int) -> bool:
@@ -109,7 +109,7 @@ class CompiledLayerLoop:
             self._buffers = _Buffers(num_tokens, self._layers[0], self._head_dim)
         if caches is not self._caches:
             self._caches, self._arrays = caches, [arrays_of(cache) for cache in caches]
-        buffers, scale = self._buffers, np.float32(self._head_dim**-0.5)
+        buffers = self._buffers
         x, residual, cos, sin = bits(x_TH), bits(residual_TH), cos_TD2.numpy(), sin_TD2.numpy()
         slot_T, num_heads, num_kv_heads = (
             attn_metadata.slot_mapping_T.numpy(),
@@ -124,7 +124,7 @@ class CompiledLayerLoop:
             norm_rope_write_kernel(
                 buffers.qkv_TMD, cos, sin, *norms, eps, slot_T, cache[0], cache[1], buffers.q_TND, *ALL_ITEMS
             )
-            attend(buffers.q_TND, cache, plan, layer.window, scale, buffers.out_TND)
+            attend(buffers.q_TND, cache, plan, layer.options, buffers.out_TND)
             layer.o.write(buffers.out_TK, x)
             add_rms_norm_kernel(x, residual, layer.post_norm_H, eps, *ALL_ITEMS)
             layer.gate_up.write(x, buffers.gate_up_T2F)
