@@ -91,6 +91,29 @@ class AttentionInput:
         )
 
 
+class Attention(Protocol):
+    """Attention of a step's queries to the keys and values in the cache."""
+
+    def __call__(
+        self,
+        q_TND: torch.Tensor,
+        cache: LayerCache,
+        attn_metadata: AttentionInput,
+        scale: float,
+        window: int | None,
+        softcap: float = 0.0,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return o_TND: for each query, the values weighted by the softmax of score = scale * query @ key.
+
+        window: None is full causal attention, else a query at position p sees keys p - window + 1 .. p.
+        softcap: above 0, scores become softcap * tanh(score / softcap) before the mask.
+        sinks_N: float32, contiguous: one logit per query head, neither scaled nor capped. It joins the softmax as the
+        score of one more key, whose value is zero: weights are exp(score) / (exp(sink) + sum of exp(score)).
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class GraphShape:
     """The largest steps to capture and replay, and the model's heads."""
@@ -171,6 +194,8 @@ class LayerParts(Protocol):
     down: Linear
     scale: float
     window: int | None
+    softcap: float
+    sinks_N: torch.Tensor | None
 
 
 class FusedLayerLoop(Protocol):
@@ -216,8 +241,7 @@ class Kernels:
     norm_rope_write(qkv_TMD, cos_TD2, sin_TD2, (q_norm_D, k_norm_D) or None, eps, LayerCache, slot_mapping_T) -> q_TND:
       norms each query and key head if the family does, rotates halves, the layout of Hugging Face checkpoints ("neox"),
       and writes keys and values into the cache in place, in the cache's form (see `kernels/cache.py`).
-    attention(q_TND, LayerCache, AttentionInput, scale, window) -> o_TND; window None is full causal attention, else a
-      query at position p sees keys p - window + 1 .. p.
+    attention(q_TND, LayerCache, AttentionInput, scale, window, softcap, sinks_N) -> o_TND: see `Attention`.
     rms_norm(x_TH, weight_H, eps) -> the norm, written into x, whose rows may lie apart.
     gate_mul(gate_up_T2F, activation) -> activation(first half) * second half; "silu", or "gelu_tanh", the approximation
       by tanh of GELU (arXiv 1606.08415).
@@ -254,7 +278,7 @@ class Kernels:
         ],
         torch.Tensor,
     ]
-    attention: Callable[[torch.Tensor, LayerCache, AttentionInput, float, int | None], torch.Tensor]
+    attention: Attention
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     gate_mul: Callable[[torch.Tensor, str], torch.Tensor]
     greedy: Callable[[torch.Tensor], torch.Tensor]

@@ -128,8 +128,8 @@ class DecoderLayer:
         return q_TND if rotation.query_scale_T11 is None else q_TND.mul_(rotation.query_scale_T11)
 
     def attend(self, q_TND: torch.Tensor, attn_metadata: AttentionInput, kv: KVCache) -> torch.Tensor:
-        cache, bounds = kv.layers[self.index], (self.scale, self.window)
-        return self.o(self.kernels.attention(q_TND, cache, attn_metadata, *bounds).flatten(1))
+        cache, scores = kv.layers[self.index], (self.scale, self.window, self.softcap, self.sinks_N)
+        return self.o(self.kernels.attention(q_TND, cache, attn_metadata, *scores).flatten(1))
 
     def feed_forward(self, x_TH: Any) -> torch.Tensor:
         if self.spec.is_gated:

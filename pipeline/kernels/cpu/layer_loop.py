@@ -15,7 +15,7 @@ import torch
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput, LayerParts
 from pipeline.kernels.cpu.attention.attention import attend, plan_of
-from pipeline.kernels.cpu.attention.decode_kernel import UNBOUNDED
+from pipeline.kernels.cpu.attention.decode_kernel import SoftmaxOptions
 from pipeline.kernels.cpu.compile.numerics import CacheArrays, arrays_of, bits
 from pipeline.kernels.cpu.compile.threads import ALL_ITEMS
 from pipeline.kernels.cpu.elementwise import add_rms_norm_kernel, gate_mul_kernel, norm_rope_write_kernel
@@ -28,7 +28,7 @@ between them does not matter, and their results are too large to keep."""
 
 @dataclass(frozen=True)
 class _Layer:
-    """The inputs of one layer's kernels. window: number of keys that a query sees."""
+    """The inputs of one layer's kernels."""
 
     attn_norm_H: np.ndarray
     mlp_norm_H: np.ndarray
@@ -39,8 +39,7 @@ class _Layer:
     o: TiledLinear
     gate_up: TiledLinear
     down: TiledLinear
-    scale: np.float32
-    window: int
+    options: SoftmaxOptions
 
     @classmethod
     def from_parts(cls, parts: LayerParts, head_dim: int) -> "_Layer | None":
@@ -63,8 +62,7 @@ class _Layer:
             o=o,
             gate_up=gate_up,
             down=down,
-            scale=np.float32(parts.scale),
-            window=UNBOUNDED if parts.window is None else parts.window,
+            options=SoftmaxOptions.of(parts.scale, parts.window, parts.softcap, parts.sinks_N),
         )
 
     def is_parallel(self, num_tokens: int) -> bool:
@@ -128,7 +126,7 @@ class CompiledLayerLoop:
             norm_rope_write_kernel(
                 buffers.qkv_TMD, cos, sin, *norms, eps, slot_T, cache[0], cache[1], buffers.q_TND, *ALL_ITEMS
             )
-            attend(buffers.q_TND, cache, plan, layer.window, layer.scale, buffers.out_TND)
+            attend(buffers.q_TND, cache, plan, layer.options, buffers.out_TND)
             layer.o.write(buffers.out_TK, x)
             add_rms_norm_kernel(x, residual, layer.mlp_norm_H, eps, *ALL_ITEMS)
             layer.gate_up.write(x, buffers.gate_up_T2F)
