@@ -91,6 +91,14 @@ class AttentionInput:
         )
 
 
+class Rotation(NamedTuple):
+    """Rotations of a step's tokens in the layers with one rope. query_scale_T11: factor of each token's queries."""
+
+    cos_TD2: torch.Tensor
+    sin_TD2: torch.Tensor
+    query_scale_T11: torch.Tensor | None = None
+
+
 class Attention(Protocol):
     """Attention of a step's queries to the keys and values in the cache."""
 
@@ -183,15 +191,20 @@ class GraphAttention(Protocol):
 
 
 class LayerParts(Protocol):
-    """The parts of a decoder layer, as its kernels prepared them. scale: of the attention scores."""
+    """The parts of a decoder layer, as its kernels prepared them. rope_index: of its rotations. scale, window, softcap,
+    sinks_N: see `Attention`."""
 
+    rope_index: int
     attn_norm: Norm | None
+    attn_post_norm: Norm | None
     mlp_norm: Norm | None
+    mlp_post_norm: Norm | None
     qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None
     qkv: Linear
     o: Linear
     gate_up: Linear
     down: Linear
+    activation: str
     scale: float
     window: int | None
     softcap: float
@@ -212,12 +225,12 @@ class FusedLayerLoop(Protocol):
         self,
         x_TH: torch.Tensor,
         residual_TH: torch.Tensor,
-        cos_TD2: torch.Tensor,
-        sin_TD2: torch.Tensor,
+        rotations: Sequence[Rotation],
         attn_metadata: AttentionInput,
         caches: Sequence[LayerCache],
     ) -> None:
-        """Update x and residual in place to their values after the last layer; write keys and values to the caches."""
+        """Update x and residual in place to their values after the last layer; write keys and values to the caches.
+        rotations: one for each of the model's ropes."""
         ...
 
 
