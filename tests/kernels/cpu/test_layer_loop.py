@@ -102,7 +102,7 @@ DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-bias", "mistral-window", "llama-linear-bias-tied"])
+@pytest.mark.parametrize("name", ["qwen3-bias", "mistral-window", "llama-linear-bias-tied", "gemma2", "gemma3"])
 @pytest.mark.parametrize(("weights", "activation_dtype"), [*((each, "auto") for each in WEIGHTS), ("int4-rtn", "int8")])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_are_those_of_layer_by_layer(
