@@ -353,4 +353,5 @@ def _text_values(values: dict[str, Any], path: Path) -> dict[str, Any]:
     inner = Fields(values, path).section("text_config").values
     outer = ("architectures", "quantization_config", "compression_config", "dtype", "torch_dtype")
     kept = {key: values[key] for key in outer if key in values}
-    return {"model_type": WRAPPERS[values["model_type"]]} | kept | inner
+    ties = {key: values[key] for key in ("tie_word_embeddings",) if key in values}  # decides also in transformers
+    return {"model_type": WRAPPERS[values["model_type"]]} | kept | inner | ties

@@ -18,7 +18,8 @@ TARGETS = "sm_80", "sm_89", "sm_90"
 FP8_CACHE = "norm_rope_write", "convert", "decode, 1 queries", "prefill", "cascade"
 EVERYWHERE = {
     *CASCADE, *FIXED, *(f"{name}, fp8 cache" for name in FP8_CACHE), "decode, 1 queries", "prefill", "int4, 1 tokens",
-    "int4, 64 tokens", "dequantize", "sample", "greedy, parts", "add_rms_norm", "norm_rope_write", "gate_mul",
+    "int4, 64 tokens", "dequantize", "sample", "greedy, parts", "add_rms_norm", "rms_norm",
+    "rms_norm, float32 weight", "norm_rope_write", "gate_mul", "gate_mul, gelu",
 }  # fmt: skip
 
 
