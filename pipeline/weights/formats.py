@@ -50,7 +50,7 @@ _REFUSED = {
     "aqlm": "AQLM stores sums of vectors of learned codebooks",
     "vptq": "VPTQ stores vectors of learned codebooks",
     "hqq": "HQQ stores zero points as floats",
-    "bitsandbytes": "bitsandbytes has layouts of its own; for nf4 use `model.quantization: nf4` on the 16-bit checkpoint",
+    "bitsandbytes": "bitsandbytes has layouts of its own; for nf4 quantize at load, with `model.quantization: nf4`",
     "eetq": "EETQ stores int8 in the order of its GPU kernel",
     "exl2": "EXL2 mixes 2 to 8 bits in a linear",
     "exl3": "EXL3 stores trellis codes",
