@@ -91,6 +91,37 @@ class AttentionInput:
         )
 
 
+class Rotation(NamedTuple):
+    """Rotations of a step's tokens in the layers with one rope. query_scale_T11: factor of each token's queries."""
+
+    cos_TD2: torch.Tensor
+    sin_TD2: torch.Tensor
+    query_scale_T11: torch.Tensor | None = None
+
+
+class Attention(Protocol):
+    """Attention of a step's queries to the keys and values in the cache."""
+
+    def __call__(
+        self,
+        q_TND: torch.Tensor,
+        cache: LayerCache,
+        attn_metadata: AttentionInput,
+        scale: float,
+        window: int | None,
+        softcap: float = 0.0,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return o_TND: for each query, the values weighted by the softmax of score = scale * query @ key.
+
+        window: None is full causal attention, else a query at position p sees keys p - window + 1 .. p.
+        softcap: above 0, scores become softcap * tanh(score / softcap) before the mask.
+        sinks_N: float32, contiguous: one logit per query head, neither scaled nor capped. It joins the softmax as the
+        score of one more key, whose value is zero: weights are exp(score) / (exp(sink) + sum of exp(score)).
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class GraphShape:
     """The largest steps to capture and replay, and the model's heads."""
@@ -160,17 +191,24 @@ class GraphAttention(Protocol):
 
 
 class LayerParts(Protocol):
-    """The parts of a decoder layer, as its kernels prepared them. scale: of the attention scores."""
+    """The parts of a decoder layer, as its kernels prepared them. rope_index: of its rotations. scale, window, softcap,
+    sinks_N: see `Attention`."""
 
+    rope_index: int
     attn_norm: Norm | None
+    attn_post_norm: Norm | None
     mlp_norm: Norm | None
+    mlp_post_norm: Norm | None
     qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None
     qkv: Linear
     o: Linear
     gate_up: Linear
     down: Linear
+    activation: str
     scale: float
     window: int | None
+    softcap: float
+    sinks_N: torch.Tensor | None
 
 
 class FusedLayerLoop(Protocol):
@@ -187,12 +225,12 @@ class FusedLayerLoop(Protocol):
         self,
         x_TH: torch.Tensor,
         residual_TH: torch.Tensor,
-        cos_TD2: torch.Tensor,
-        sin_TD2: torch.Tensor,
+        rotations: Sequence[Rotation],
         attn_metadata: AttentionInput,
         caches: Sequence[LayerCache],
     ) -> None:
-        """Update x and residual in place to their values after the last layer; write keys and values to the caches."""
+        """Update x and residual in place to their values after the last layer; write keys and values to the caches.
+        rotations: one for each of the model's ropes."""
         ...
 
 
@@ -216,8 +254,7 @@ class Kernels:
     norm_rope_write(qkv_TMD, cos_TD2, sin_TD2, (q_norm_D, k_norm_D) or None, eps, LayerCache, slot_mapping_T) -> q_TND:
       norms each query and key head if the family does, rotates halves, the layout of Hugging Face checkpoints ("neox"),
       and writes keys and values into the cache in place, in the cache's form (see `kernels/cache.py`).
-    attention(q_TND, LayerCache, AttentionInput, scale, window) -> o_TND; window None is full causal attention, else a
-      query at position p sees keys p - window + 1 .. p.
+    attention(q_TND, LayerCache, AttentionInput, scale, window, softcap, sinks_N) -> o_TND: see `Attention`.
     rms_norm(x_TH, weight_H, eps) -> the norm, written into x, whose rows may lie apart.
     gate_mul(gate_up_T2F, activation) -> activation(first half) * second half; "silu", or "gelu_tanh", the approximation
       by tanh of GELU (arXiv 1606.08415).
@@ -254,7 +291,7 @@ class Kernels:
         ],
         torch.Tensor,
     ]
-    attention: Callable[[torch.Tensor, LayerCache, AttentionInput, float, int | None], torch.Tensor]
+    attention: Attention
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     gate_mul: Callable[[torch.Tensor, str], torch.Tensor]
     greedy: Callable[[torch.Tensor], torch.Tensor]

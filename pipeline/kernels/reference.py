@@ -89,7 +89,13 @@ def norm_rope_write(
 
 
 def attention(
-    q_TND: torch.Tensor, cache: LayerCache, attn_metadata: AttentionInput, scale: float, window: int | None
+    q_TND: torch.Tensor,
+    cache: LayerCache,
+    attn_metadata: AttentionInput,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend sequence by sequence: gather its keys and values, mask, softmax, weighted sum."""
     out_TND = torch.empty_like(q_TND)
@@ -109,7 +115,13 @@ def attention(
         if window is not None:
             seen &= key > query - window
         score_NQL = (q_NQD @ k_NLD.transpose(1, 2)).float() * scale
-        weight_NQL = score_NQL.masked_fill(~seen, float("-inf")).softmax(-1).to(q_TND.dtype)
+        if softcap > 0:
+            score_NQL = softcap * (score_NQL / softcap).tanh()
+        score_NQL = score_NQL.masked_fill(~seen, float("-inf"))
+        if sinks_N is not None:
+            sink_NQ1 = sinks_N[:, None, None].expand(-1, stop - start, 1)
+            score_NQL = torch.cat([score_NQL, sink_NQ1], dim=-1)
+        weight_NQL = score_NQL.softmax(-1)[..., :context].to(q_TND.dtype)
         out_TND[start:stop] = (weight_NQL @ v_NLD).transpose(0, 1)
     return out_TND
 

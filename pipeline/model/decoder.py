@@ -5,7 +5,7 @@ projection (N + 2 K), D head size.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.cache import LayerCache
-from pipeline.kernels.contract import AttentionInput, InputKernels, Kernels, Linear, Norm
+from pipeline.kernels.contract import AttentionInput, InputKernels, Kernels, Linear, Norm, Rotation
 from pipeline.kernels.memory import advise_huge_pages, on_device
 from pipeline.model.config import ModelConfig
-from pipeline.model.layer_spec import Activation, LayerSpec
+from pipeline.model.layer_spec import Activation
 from pipeline.model.load import LayerWeights, WeightReader
-from pipeline.model.rope import NO_ROPE
-from pipeline.model.rotation import Rotation
 from pipeline.weights.packed import DenseWeight
 
 
@@ -90,7 +88,7 @@ class DecoderLayer:
     ) -> None:
         self.config, self.kernels, self.index = config, kernels, index
         spec = self.spec = config.layers[index]
-        self.scale, self.window, self.softcap = spec.scale, spec.window, spec.softcap
+        self.scale, self.window, self.softcap, self.activation = spec.scale, spec.window, spec.softcap, spec.activation
         self.sinks_N: torch.Tensor | None = None
         self.rope_index = config.ropes.index(spec.rope)
 
@@ -128,12 +126,12 @@ class DecoderLayer:
         return q_TND if rotation.query_scale_T11 is None else q_TND.mul_(rotation.query_scale_T11)
 
     def attend(self, q_TND: torch.Tensor, attn_metadata: AttentionInput, kv: KVCache) -> torch.Tensor:
-        cache, bounds = kv.layers[self.index], (self.scale, self.window)
-        return self.o(self.kernels.attention(q_TND, cache, attn_metadata, *bounds).flatten(1))
+        cache, scores = kv.layers[self.index], (self.scale, self.window, self.softcap, self.sinks_N)
+        return self.o(self.kernels.attention(q_TND, cache, attn_metadata, *scores).flatten(1))
 
     def feed_forward(self, x_TH: Any) -> torch.Tensor:
         if self.spec.is_gated:
-            return self.down(self.before_down.gate_mul(self.gate_up(x_TH), self.spec.activation))
+            return self.down(self.before_down.gate_mul(self.gate_up(x_TH), self.activation))
         return self.down(_ACTIVATIONS[self.spec.activation](self.gate_up(x_TH)))
 
     def forward(
@@ -230,7 +228,7 @@ class Decoder:
         residual_TH = torch.zeros_like(x_TH)
         fused_loop = self._decode_steps
         if fused_loop is not None and len(row_R) == len(x_TH) and fused_loop.supports(attn_metadata, kv.layers):
-            fused_loop.run(x_TH, residual_TH, *rotations[0][:2], attn_metadata, kv.layers)
+            fused_loop.run(x_TH, residual_TH, rotations, attn_metadata, kv.layers)
         else:
             for layer in self.layers:
                 wanted_R = row_R if layer is self.layers[-1] else None
@@ -257,9 +255,9 @@ class Decoder:
 
 
 def _is_fusable(config: ModelConfig) -> bool:
-    """Return whether the layers are as `FusedLayerLoop` computes them: like those of Llama."""
-    plain = LayerSpec(NO_ROPE, 1.0)
-    differing = ("rope", "scale", "window", "qk_norm", "qkv_bias", "o_bias", "mlp_bias")
-    same = all(replace(x, **{name: getattr(plain, name) for name in differing}) == plain for x in config.layers)
-    is_plain = same and config.norm_kind == "rms" and all(x.qk_norm != "full" for x in config.layers)
-    return is_plain and len(config.ropes) == 1 and not config.ropes[0].query_beta and not config.norm_offset
+    """Return whether `FusedLayerLoop` computes such layers: with RMSNorm before attention and feed-forward, norms of
+    heads, and a gate."""
+    return config.norm_kind == "rms" and not any(
+        layer.rope.query_beta or layer.qk_norm == "full" or not layer.pre_norm or not layer.is_gated
+        for layer in config.layers
+    )

@@ -2,19 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
+from pipeline.kernels.contract import Rotation
 from pipeline.model.rope import Rope
-
-
-class Rotation(NamedTuple):
-    """Rotations of a step's tokens in the layers with one `Rope`. query_scale_T11: factor of each token's queries."""
-
-    cos_TD2: torch.Tensor
-    sin_TD2: torch.Tensor
-    query_scale_T11: torch.Tensor | None = None
 
 
 class RotationTables:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, Linear
-from pipeline.kernels.cpu.attention.decode_kernel import UNBOUNDED, nothing_read, paged_decode
+from pipeline.kernels.cpu.attention.decode_kernel import SoftmaxOptions, nothing_read, paged_decode
 from pipeline.kernels.cpu.compile.numerics import arrays_of, bits
 from pipeline.kernels.cpu.compile.threads import ALL_ITEMS, PARALLEL_ELEMENTS, use_threads
 from pipeline.kernels.cpu.linear.linear_kernel import TILE_TOKENS
@@ -54,7 +54,13 @@ class _Plan:
 
 
 def attention(
-    q_TND: torch.Tensor, cache: LayerCache, attn_metadata: AttentionInput, scale: float, window: int | None
+    q_TND: torch.Tensor,
+    cache: LayerCache,
+    attn_metadata: AttentionInput,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implement `contract.Kernels.attention`: each query is a sequence of its own for the decode kernel."""
     num_kv_heads, head_dim = cache.k_CBKD.shape[2:]
@@ -70,7 +76,7 @@ def attention(
     use_threads(plan.parallel)
     paged_decode(
         *(bits(q_TND), *arrays_of(cache), plan.block_table_TM, plan.context_len_T),
-        *(UNBOUNDED if window is None else window, np.float32(scale)),
+        *SoftmaxOptions.of(scale, window, softcap, sinks_N),
         num_kv_heads,  # parts, the same in every step
         *plan.alone,
         bits(out_TND),

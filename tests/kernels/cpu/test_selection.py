@@ -58,7 +58,7 @@ def test_padding_costs_little_and_leaves_few_numbers_of_tokens() -> None:
 
 
 def test_selection_reports_the_kernels_of_each_operation() -> None:
-    names = {"linear", "add_rms_norm", "norm_rope_write", "attention", "gate_mul", "greedy", "sample"}
+    names = {"linear", "add_rms_norm", "norm_rope_write", "attention", "rms_norm", "gate_mul", "greedy", "sample"}
     backends = {kind: select_kernels(CPU, torch.float32, kind).backends for kind in ("auto", "triton")}
     backends["deterministic"] = select_kernels(CPU, torch.float32, "triton", deterministic=True).backends
     assert all(set(found) == names for found in backends.values())

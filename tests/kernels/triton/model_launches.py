@@ -52,9 +52,11 @@ def launches_of(
     window: int | None = None,
     num_tokens: int = 512,
     with_fp8_cache: bool = False,
+    softcap: float = 0.0,
+    with_sinks: bool = False,
 ) -> dict[str, Launch]:
     """Return launches by name, for layers with this window, over a cache in `dtype` or in FP8. int4 and fp8 kernels
-    have the minimal tokens, and the maximal ones of one tile."""
+    have the minimal tokens, and the maximal ones of one tile. softcap, with_sinks: of attention."""
 
     def empty(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device=_META)
@@ -85,13 +87,20 @@ def launches_of(
     if with_fp8_cache:
         read = LayerCache.allocate(_BLOCKS, _BLOCK, shape.num_kv_heads, shape.head_dim, dtype, _META)
         fused["convert"] = convert_launch(cache, table_SM[0], read, target)
-    return fused | _attention(shape, q_TND, cache, target, window) | products | sampling
+    sinks_N = empty(shape.num_heads, dtype=torch.float32) if with_sinks else None
+    attention = _attention(shape, q_TND, cache, window, (0.1, softcap, sinks_N, target))
+    return fused | attention | products | sampling
 
 
 def _attention(
-    shape: ModelShape, q_TND: torch.Tensor, cache: LayerCache, target: CompileTarget, window: int | None
+    shape: ModelShape,
+    q_TND: torch.Tensor,
+    cache: LayerCache,
+    window: int | None,
+    options: tuple[float, float, torch.Tensor | None, CompileTarget],
 ) -> dict[str, Launch]:
-    found = {}
+    """Return launches; `options` are the last arguments of `decode_launches`."""
+    target, found = options[-1], {}
     for num_queries in sorted({1, max_queries_of(shape.num_heads // shape.num_kv_heads)}):
         work = DecodeMetadata.allocate(
             *(256, _TABLE, _BLOCK, shape.num_heads, shape.num_kv_heads, shape.head_dim, _META, target),
@@ -99,19 +108,19 @@ def _attention(
             window=window,
             is_fp8=cache.k_CBKD.dtype == FP8,
         )
-        sums, join = decode_launches(q_TND, cache, q_TND, work, 0.1, target)
+        sums, join = decode_launches(q_TND, cache, q_TND, work, *options)
         found |= {f"decode, {num_queries} queries": sums, f"decode, {num_queries} queries, join": join}
         if window is None:
             cascade = CascadeShape.for_steps(512, shape.num_heads, shape.num_kv_heads, shape.head_dim, target)
             numbers = [torch.empty(size, dtype=torch.int32, device=_META) for size in cascade.sizes]
             shared = replace(work, cascade=CascadeMetadata.for_steps(cascade, numbers))
-            first, behind, _ = decode_launches(q_TND, cache, q_TND, shared, 0.1, target)
+            first, behind, _ = decode_launches(q_TND, cache, q_TND, shared, *options)
             found |= {"cascade": first, f"decode behind a cascade, {num_queries} queries": behind}
     numbers = (
         torch.empty(sizes, dtype=torch.int32, device=_META) for sizes in ((64, 2), (257,), (256,), (256, _TABLE))
     )
     work = PrefillMetadata(window, *numbers)
-    return found | {"prefill": prefill_launch(q_TND, cache, q_TND, work, 0.1, target)}
+    return found | {"prefill": prefill_launch(q_TND, cache, q_TND, work, *options)}
 
 
 def _int4(shape: ModelShape, dtype: torch.dtype, target: CompileTarget) -> dict[str, Launch]:

@@ -7,7 +7,7 @@ import torch
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.cpu.attention.decode_kernel import UNBOUNDED, nothing_read, paged_decode
+from pipeline.kernels.cpu.attention.decode_kernel import SoftmaxOptions, nothing_read, paged_decode
 from pipeline.kernels.cpu.attention.prefill_kernel import NO_PART, ROWS, paged_prefill
 from pipeline.kernels.cpu.attention.shared_prefix import SharedReading, pieces
 from pipeline.kernels.cpu.compile.numerics import CacheArrays, arrays_of, bits
@@ -56,7 +56,13 @@ class Plan:
 
 
 def attention(
-    q_TND: torch.Tensor, cache: LayerCache, attn_metadata: AttentionInput, scale: float, window: int | None
+    q_TND: torch.Tensor,
+    cache: LayerCache,
+    attn_metadata: AttentionInput,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implement `contract.Kernels.attention`. float32 and bfloat16, on a contiguous cache of the same type or FP8."""
     (_, num_heads, head_dim), num_kv_heads = q_TND.shape, cache.k_CBKD.shape[2]
@@ -67,28 +73,26 @@ def attention(
     use_threads(plan.parallel)
     q_TND = q_TND.contiguous()
     out_TND = torch.empty_like(q_TND)
-    window = UNBOUNDED if window is None else window
-    attend(bits(q_TND), arrays_of(cache), plan, window, np.float32(scale), bits(out_TND))
+    options = SoftmaxOptions.of(scale, window, softcap, sinks_N)
+    attend(bits(q_TND), arrays_of(cache), plan, options, bits(out_TND))
     return out_TND
 
 
-def attend(
-    q_TND: np.ndarray, arrays: CacheArrays, plan: Plan, window: int, scale: np.float32, out_TND: np.ndarray
-) -> None:
+def attend(q_TND: np.ndarray, arrays: CacheArrays, plan: Plan, options: SoftmaxOptions, out_TND: np.ndarray) -> None:
     """Attend on arrays and write to `out_TND`, on the current number of numba threads, which the plan must have set."""
     decode, prefill = plan.decode, plan.prefill
     if decode is not None:
         token_S, table_SM, before = decode.token_S, decode.block_table_SM, decode.alone
         q_SND, out_SND = (q_TND, out_TND) if token_S is None else (q_TND[token_S], np.empty_like(q_TND[token_S]))
-        if decode.shared is not None and window >= decode.longest:
-            before = decode.shared.read(q_SND, arrays, table_SM, scale)
-        options = window, scale, decode.parts
-        paged_decode(q_SND, *arrays, table_SM, decode.context_len_S, *options, *before, out_SND, *ALL_ITEMS)
+        if decode.shared is not None and options.window >= decode.longest:
+            before = decode.shared.read(q_SND, arrays, table_SM, options)
+        keys = table_SM, decode.context_len_S
+        paged_decode(q_SND, *arrays, *keys, *options, decode.parts, *before, out_SND, *ALL_ITEMS)
         if token_S is not None:
             out_TND[token_S] = out_SND
     if prefill is not None:
         items = prefill.block_table_SM, prefill.item_I3, prefill.position_T
-        paged_prefill(q_TND, *arrays, *items, window, scale, *NO_PART, out_TND, *ALL_ITEMS)
+        paged_prefill(q_TND, *arrays, *items, *options, *NO_PART, out_TND, *ALL_ITEMS)
 
 
 def plan_of(

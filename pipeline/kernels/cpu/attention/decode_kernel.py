@@ -8,18 +8,40 @@ broken rows are detected. Suffixes are those of `kernels/contract.py`.
 # pyright: reportCallIssue=false
 # It does not understand functions made by `intrinsic`.
 
+from typing import NamedTuple
+
 import numpy as np
+import torch
 from numba import njit
 
 from pipeline.kernels.cpu.attention.key_products import KEYS, WIDTH, dot_products, in_pairs, product, query_rows
-from pipeline.kernels.cpu.compile.numerics import as_in, exp, larger, scale_at, wide
+from pipeline.kernels.cpu.compile.numerics import as_in, bits, exp, larger, scale_at, soft_capped, wide
 from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS
 from pipeline.kernels.cpu.compile.threads import kernel, parallel_for
 from pipeline.kernels.cpu.tiles.tile_product import tile_product
 
 UNBOUNDED = np.iinfo(np.int64).max // 2
 """The window of full attention."""
+NO_SINKS = np.empty(0, np.float32)
 _UNITS = 8 if HAS_WIDE_VECTORS else 4  # adjacent values (times 8) in a tile of one or two heads
+
+
+class SoftmaxOptions(NamedTuple):
+    """Arguments of both kernels, as in `contract.Attention`: window `UNBOUNDED` is full attention."""
+
+    window: int
+    scale: np.float32
+    softcap: np.float32
+    sinks_N: np.ndarray
+
+    @classmethod
+    def of(cls, scale: float, window: int | None, softcap: float, sinks_N: torch.Tensor | None) -> "SoftmaxOptions":
+        return cls(
+            UNBOUNDED if window is None else window,
+            np.float32(scale),
+            np.float32(softcap),
+            NO_SINKS if sinks_N is None else bits(sinks_N),
+        )
 
 
 def nothing_read(num_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -30,7 +52,7 @@ def nothing_read(num_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 @kernel()
 def paged_decode(
-    q_SND, k_CBKD, v_CBKD, k_scale_CKB, v_scale_CKB, table_SM, context_S, window, scale, parts,
+    q_SND, k_CBKD, v_CBKD, k_scale_CKB, v_scale_CKB, table_SM, context_S, window, scale, softcap, sinks_N, parts,
     read_S, part_index_S, part_PND, log_sum_PN, out_SND, begin, end
 ):  # fmt: skip
     """Attend with one query per sequence over the paged cache; blocks are read in place.
@@ -60,7 +82,7 @@ def paged_decode(
         keys = first, context_S[s], block_size
         _multiply_keys(score, flat_score, q, k_flat, k_scale_CKB, table_SM[s], keys, heads, num_kv_heads, depth, scale)
         best, total = np.empty(span * group, np.float32), np.empty(span * group, np.float32)
-        _exponentiate(score, first, context_S[s], best, total)
+        _exponentiate(score, first, context_S[s], softcap, sinks_N, kv * group, best, total)
         acc = np.zeros((span * group, head_dim), np.float32)
         flat_acc = acc.reshape(-1)
         _add_values(acc, flat_acc, score, flat_score, v_CBKD, v_flat, v_scale_CKB, table_SM[s], keys, heads)
@@ -101,14 +123,22 @@ def _multiply_keys(score, flat_score, q, k_flat, k_scale_CKB, table_M, keys, hea
 
 
 @njit(inline="always")
-def _exponentiate(score, first, context, best, total):
-    """Turn scores into softmax weights: exponentials relative to the maximum (`best`), their sums in `total`."""
+def _exponentiate(score, first, context, softcap, sinks_N, first_head, best, total):
+    """Turn scores into softmax weights: exponentials relative to the maximum (`best`), their sums in `total`. Both
+    include the sinks."""
     for g in range(len(score)):
         # A view that begins at 0: the compiler then knows that indices are not negative, and vectorizes the loops.
         weight = score[g, first:context]
         largest, summed = np.float32(-np.inf), np.float32(0.0)
+        if softcap > 0:
+            for i in range(len(weight)):
+                weight[i] = soft_capped(weight[i], softcap)
         for i in range(len(weight)):
             largest = larger(largest, weight[i])
+        if len(sinks_N):
+            sink = sinks_N[first_head + g]
+            largest = larger(largest, sink)
+            summed = exp(sink - largest)
         for i in range(len(weight)):
             weight[i] = exp(weight[i] - largest)
             summed += weight[i]

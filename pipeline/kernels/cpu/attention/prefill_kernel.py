@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from pipeline.kernels.cpu.attention.key_products import in_pairs, query_lanes
-from pipeline.kernels.cpu.compile.numerics import as_in, exp, larger, scale_at, wide
+from pipeline.kernels.cpu.compile.numerics import as_in, exp, larger, scale_at, soft_capped, wide
 from pipeline.kernels.cpu.compile.prefetch import prefetch_row
 from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS
 from pipeline.kernels.cpu.compile.threads import kernel, parallel_for
@@ -30,7 +30,7 @@ _VALUE_UNITS = 8 if HAS_WIDE_VECTORS else 2
 
 @kernel()
 def paged_prefill(
-    q_TND, k_CBKD, v_CBKD, k_scale_CKB, v_scale_CKB, table_SM, item_I3, position_T, window, scale,
+    q_TND, k_CBKD, v_CBKD, k_scale_CKB, v_scale_CKB, table_SM, item_I3, position_T, window, scale, softcap, sinks_N,
     part_TND, log_sum_TN, out_TND, begin, end
 ):  # fmt: skip
     """Attend with several queries per sequence. A query at position p sees the keys p - window + 1 .. p.
@@ -67,7 +67,8 @@ def paged_prefill(
         score = score_LR.reshape(-1)
         _multiply_keys(score, q, k_flat, table_M, position_R, num_keys, h, k_CBKD.shape, depth)
         best_R, total_R = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
-        _exponentiate(score_LR, best_R, total_R, position_R, window, scale, k_scale_CKB, table_M, block_size, h)
+        options = window, scale, softcap
+        _exponentiate(score_LR, best_R, total_R, position_R, options, k_scale_CKB, table_M, block_size, h)
         out_RD, value_LD = np.zeros((rows, head_dim), np.float32), np.empty((_VALUES, head_dim), np.float32)
         out, value = out_RD.reshape(-1), value_LD.reshape(-1)
         for start in range(0, num_keys, _VALUES):
@@ -75,6 +76,8 @@ def paged_prefill(
             _add_values(out_RD, out, score_LR, score, value_LD, value, position_R, start, num_rows)
         for r in range(num_rows):
             query, head, sum_D = token + r // group, h * group + r % group, out_RD[r]
+            if len(sinks_N):  # `exp` is bounded: a sink far above all scores leaves weights of about 0
+                total_R[r] += exp(sinks_N[head] - best_R[r])
             inverse = np.float32(1.0) / total_R[r]
             if len(log_sum_TN):
                 part = part_TND[query, head]
@@ -124,13 +127,17 @@ def _multiply_keys(score, q, k_flat, table_M, position_R, num_keys, h, shape, de
 
 
 @njit(inline="always")
-def _exponentiate(score_LR, best_R, total_R, position_R, window, scale, k_scale_CKB, table_M, block_size, h):
+def _exponentiate(score_LR, best_R, total_R, position_R, options, k_scale_CKB, table_M, block_size, h):
     """Turn scores into softmax weights: exponentials relative to the row's maximum, 0 for keys a row does not see."""
-    rows = len(best_R)
+    rows, (window, scale, softcap) = len(best_R), options
     for n in range(len(score_LR)):
         some_R = score_LR[n]
         factor = scale_at(k_scale_CKB, table_M[n // block_size], n % block_size, h) * scale
         has_unseen = n > position_R[0] or n <= position_R[rows - 1] - window
+        if softcap > 0:
+            for r in range(rows):
+                some_R[r] = soft_capped(some_R[r] * factor, softcap)
+            factor = np.float32(1.0)
         for r in range(rows):
             value = some_R[r] * factor
             if has_unseen and (n > position_R[r] or n <= position_R[r] - window):

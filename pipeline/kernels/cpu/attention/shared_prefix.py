@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.kernels.cpu.attention.decode_kernel import UNBOUNDED
+from pipeline.kernels.cpu.attention.decode_kernel import NO_SINKS, UNBOUNDED, SoftmaxOptions
 from pipeline.kernels.cpu.attention.prefill_kernel import ROWS, paged_prefill
 from pipeline.kernels.cpu.compile.numerics import CacheArrays
 from pipeline.kernels.cpu.compile.threads import ALL_ITEMS
@@ -86,12 +86,18 @@ class SharedReading:
         return cls(read_S, part_index_S, member_P, item_I3, keys_P - 1)
 
     def read(
-        self, q_SND: np.ndarray, arrays: CacheArrays, table_SM: np.ndarray, scale: np.float32
+        self, q_SND: np.ndarray, arrays: CacheArrays, table_SM: np.ndarray, options: SoftmaxOptions
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return read_S, place_S, part_PND and log_sum_PN of `paged_decode`, on the threads set by `use_threads`."""
+        """Return read_S, place_S, part_PND and log_sum_PN of `paged_decode`, on the threads set by `use_threads`.
+
+        `paged_decode` adds the sinks.
+        """
         q_PND = q_SND[self.member_P]
         part_PND = np.empty(q_PND.shape, np.float32)
         log_sum_PN = np.empty(q_PND.shape[:2], np.float32)
-        shape = table_SM, self.item_I3, self.position_P, UNBOUNDED, scale
-        paged_prefill(q_PND, *arrays, *shape, part_PND, log_sum_PN, q_PND, *ALL_ITEMS)  # writes nothing to q_PND
+        options = options._replace(window=UNBOUNDED, sinks_N=NO_SINKS)
+        items = table_SM, self.item_I3, self.position_P
+        paged_prefill(
+            q_PND, *arrays, *items, *options, part_PND, log_sum_PN, q_PND, *ALL_ITEMS
+        )  # writes nothing to q_PND
         return self.read_S, self.part_index_S, part_PND, log_sum_PN

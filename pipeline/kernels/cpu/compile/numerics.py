@@ -150,6 +150,12 @@ def exp(x):
     return (p * r * r + r + np.float32(1.0)) * float_of_bits(np.uint32(power))
 
 
+@njit(forceinline=True, error_model="numpy", fastmath={"contract"})
+def soft_capped(x, cap):
+    """Return cap * tanh(x / cap). NaN stays NaN; infinity becomes the cap."""
+    return cap - (cap + cap) / (exp(x * (np.float32(2.0) / cap)) + np.float32(1.0))
+
+
 def bits(tensor: torch.Tensor) -> np.ndarray:
     """Return `tensor` as the array that compiled kernels read and write, without a copy."""
     dtype = tensor.dtype

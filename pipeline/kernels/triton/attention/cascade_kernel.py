@@ -18,7 +18,7 @@ import triton.language as tl
 
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.triton.attention.cascade_metadata import UNIT, CascadeMetadata
-from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, merge
+from pipeline.kernels.triton.attention.online_softmax import attend, merge, score_factors
 from pipeline.kernels.triton.attention.prefill import rows_of, tile_of
 from pipeline.kernels.triton.launch import CompileTarget, Launch, cache_arguments, power_of_two
 
@@ -41,6 +41,7 @@ def _cascade(
     q_stride,
     table_stride,
     scale,
+    softcap,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -77,7 +78,7 @@ def _cascade(
             k_scale_ptr + kv_head * BLOCK if IS_FP8 else None,
             v_scale_ptr + kv_head * BLOCK if IS_FP8 else None,
             *(table_ptr + sequence.to(tl.int64) * table_stride, end),
-            *(begin, end, scale, 0),
+            *(begin, end, scale, 0, softcap),
             *(NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, COLUMNS, BLOCK, KEYS, False, False, IS_FP8, CONVERTS, STAGES),
         )
         # Rows without a token are stored too: a mask for them would occupy registers throughout the loop.
@@ -136,6 +137,7 @@ def cascade_launch(
     metadata: CascadeMetadata,
     table_SM: torch.Tensor,
     scale: float,
+    softcap: float,
     target: CompileTarget,
 ) -> Launch:
     """Return the launch that computes the partial sums of every tile of `metadata` over its shared prefix."""
@@ -152,7 +154,7 @@ def cascade_launch(
             *(q_TND, *cache_arguments(cache)),
             *(metadata.item_U3, metadata.program_start, metadata.tile_W3, metadata.token_P, table_SM),
             *(metadata.partial_UKRD, metadata.best_UKR, metadata.sum_UKR),
-            *(q_TND.stride(0), table_SM.stride(0), scale * LOG2_E),
+            *(q_TND.stride(0), table_SM.stride(0), *score_factors(scale, softcap)),
         ),
         {
             "NUM_KV_HEADS": metadata.shape.num_kv_heads,

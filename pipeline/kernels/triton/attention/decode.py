@@ -22,7 +22,7 @@ import triton.language as tl
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.triton.attention.cascade_kernel import cascade_launch, merge_shared
 from pipeline.kernels.triton.attention.decode_metadata import KEYS, DecodeMetadata, programs_and_warps
-from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, merge, stages_for
+from pipeline.kernels.triton.attention.online_softmax import add_sink, attend, merge, score_factors, stages_for
 from pipeline.kernels.triton.launch import CompileTarget, Launch, cache_arguments, power_of_two
 
 
@@ -48,10 +48,12 @@ def _decode(
     shared_partial_ptr,
     shared_best_ptr,
     shared_sum_ptr,
+    sinks_ptr,
     q_stride,
     table_stride,
     scale,
     window,
+    softcap,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -102,10 +104,12 @@ def _decode(
             k_scale_ptr + kv_head * BLOCK if IS_FP8 else None,
             v_scale_ptr + kv_head * BLOCK if IS_FP8 else None,
             *(table_ptr + sequence.to(tl.int64) * table_stride, context),
-            *(first_tile * KEYS, last_tile * KEYS, scale, window),
+            *(first_tile * KEYS, last_tile * KEYS, scale, window, softcap),
             *(NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, IS_FP8, CONVERTS, STAGES),
         )
         if partial < 0:
+            if sinks_ptr is not None:
+                sum_R = add_sink(best_R, sum_R, sinks_ptr, head_R)
             out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM
             out_RD = weighted_RD / sum_R[:, None]
             tl.store(out_at + column_D[None, :], out_RD.to(out_ptr.dtype.element_ty), mask=mask_RD)
@@ -125,6 +129,7 @@ def _combine(
     partial_ptr,
     best_ptr,
     sum_ptr,
+    sinks_ptr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -154,6 +159,8 @@ def _combine(
             weighted_RD, best_R, sum_R = merge(weighted_RD, best_R, sum_R, its_RD, its_best_R, its_sum_R)
         token_R = (first_token + row_R // GROUP).to(tl.int64)
         head_R = kv_head * GROUP + row_R % GROUP
+        if sinks_ptr is not None:
+            sum_R = add_sink(best_R, sum_R, sinks_ptr, head_R)
         out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM
         out_RD = weighted_RD / sum_R[:, None]
         tl.store(out_at + column_D[None, :], out_RD.to(out_ptr.dtype.element_ty), mask=mask_RD)
@@ -165,6 +172,8 @@ def decode_launches(
     out_TND: torch.Tensor,
     metadata: DecodeMetadata,
     scale: float,
+    softcap: float,
+    sinks_N: torch.Tensor | None,
     target: CompileTarget,
 ) -> tuple[Launch, ...]:
     """Return the launches that compute attention for the sequences of `metadata` and write to their tokens of
@@ -191,6 +200,7 @@ def decode_launches(
     if shared is not None:
         arrays = shared.shared_S, shared.list_index_T, shared.tile_W3
         shared_arguments = *arrays, shared.partial_UKRD, shared.best_UKR, shared.sum_UKR
+    own_scale, own_softcap = score_factors(scale, softcap)
     arguments = (
         *(q_TND, *cache_arguments(cache), out_TND),
         *(
@@ -202,7 +212,8 @@ def decode_launches(
             *partials,
         ),
         *shared_arguments,
-        *(q_TND.stride(0), metadata.block_table_SM.stride(0), scale * LOG2_E, metadata.window or 0),
+        sinks_N,
+        *(q_TND.stride(0), metadata.block_table_SM.stride(0), own_scale, metadata.window or 0, own_softcap),
     )
     windowed = metadata.window is not None
     sums = Launch(
@@ -219,12 +230,12 @@ def decode_launches(
     combine = Launch(
         _combine,
         (num_kv_heads, min(metadata.num_programs, len(metadata.split_S3))),
-        (out_TND, metadata.split_S3, metadata.num_splits, metadata.query_start_S1, *partials),
+        (out_TND, metadata.split_S3, metadata.num_splits, metadata.query_start_S1, *partials, sinks_N),
         shape,
     )
     if shared is None:
         return sums, combine
-    return cascade_launch(q_TND, cache, shared, metadata.block_table_SM, scale, target), sums, combine
+    return cascade_launch(q_TND, cache, shared, metadata.block_table_SM, scale, softcap, target), sums, combine
 
 
 def _stages(columns: int, element_size: int, target: CompileTarget) -> int:

@@ -45,6 +45,8 @@ class PagedAttention:
         attn_metadata: AttentionInput,
         scale: float,
         window: int | None,
+        softcap: float = 0.0,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Support float16, bfloat16 and float32; the cache must be contiguous, and of q's type or FP8."""
         key = plan_key(window)
@@ -53,16 +55,16 @@ class PagedAttention:
         plan: AttentionPlan = attn_metadata.plans[key]
         q_TND = q_TND.contiguous()
         out_TND = torch.empty_like(q_TND)
-        tensors = q_TND, cache, out_TND
+        options = scale, softcap, sinks_N, self.target
         if plan.prefill is not None:
             read = cache
             if plan.prefill.block_X is not None:
                 shape = len(plan.prefill.block_X), *cache.k_CBKD.shape[1:]
                 read = LayerCache(q_TND.new_empty(shape), q_TND.new_empty(shape))
                 convert_launch(cache, plan.prefill.block_X, read, self.target).run()
-            prefill_launch(q_TND, read, out_TND, plan.prefill, scale, self.target).run()
+            prefill_launch(q_TND, read, out_TND, plan.prefill, *options).run()
         if plan.decode is not None:
-            for launch in decode_launches(*tensors, plan.decode, scale, self.target):
+            for launch in decode_launches(q_TND, cache, out_TND, plan.decode, *options):
                 launch.run()
         return out_TND
 

@@ -15,6 +15,12 @@ import triton.language as tl
 from pipeline.kernels.triton.attention.fp8_cache import halves
 
 LOG2_E = 1.4426950408889634
+_LOG2_E: tl.constexpr = tl.constexpr(LOG2_E)
+
+
+def score_factors(scale: float, softcap: float) -> tuple[float, float | None]:
+    """Return `scale` and `softcap` of `attend` for those of `contract.Attention`."""
+    return (2 * LOG2_E * scale / softcap, LOG2_E * softcap) if softcap else (LOG2_E * scale, None)
 
 
 def stages_for(buffers: int) -> int:
@@ -42,6 +48,7 @@ def attend(
     end,
     scale,
     window,
+    softcap,
     KV_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -57,7 +64,8 @@ def attend(
 
     Without MASKED every row must see all of these keys. k_ptr and v_ptr point at the KV head in slot 0; the stride of
     slots is KV_STRIDE elements. With IS_FP8 they hold codes, and the scale pointers point at the KV head's scales in
-    block 0. weighted_RD and sum_R are relative to 2^best_R; best_R is -inf until a row has seen a key.
+    block 0. weighted_RD and sum_R are relative to 2^best_R; best_R is -inf until a row has seen a key. scale and
+    softcap are those of `score_factors`.
 
     Codes are loaded in pairs of columns, as elements of 16 bits, and multiplied as even and odd columns: the
     instruction that transposes operands of a product does not support elements of 8 bits, which would be read from
@@ -123,6 +131,8 @@ def attend(
             score_RL = score_RL * k_scale_L[None, :] * unit_R[:, None]
         else:
             score_RL = tl.dot(q_RD, tl.trans(k_LD), input_precision="ieee") * scale
+        if softcap is not None:  # tanh(x) = 1 - 2 / (e^2x + 1)
+            score_RL = softcap - 2 * softcap / (tl.exp2(score_RL) + 1)
         if MASKED:
             seen_RL = key[None, :] <= position_R[:, None]
             if WINDOWED:
@@ -159,6 +169,12 @@ def attend(
     if IS_FP8:
         weighted_RD = tl.interleave(even_RD, odd_RD)
     return weighted_RD, best_R, sum_R
+
+
+@triton.jit
+def add_sink(best_R, sum_R, sinks_ptr, head_R):
+    """Add each row's sink to its complete sum."""
+    return sum_R + tl.exp2(tl.load(sinks_ptr + head_R) * _LOG2_E - best_R)
 
 
 @triton.jit

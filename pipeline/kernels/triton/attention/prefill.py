@@ -21,7 +21,7 @@ from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.memory import on_device
 from pipeline.kernels.triton.attention.converted_cache import converted_blocks
-from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, stages_for
+from pipeline.kernels.triton.attention.online_softmax import add_sink, attend, score_factors, stages_for
 from pipeline.kernels.triton.launch import CompileTarget, Launch, cache_arguments, power_of_two
 
 MAX_KEYS = 128  # per tile
@@ -44,10 +44,12 @@ def _prefill(
     query_start_ptr,
     context_ptr,
     table_ptr,
+    sinks_ptr,
     q_stride,
     table_stride,
     scale,
     window,
+    softcap,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -103,15 +105,17 @@ def _prefill(
         weighted_RD, best_R, sum_R = attend(
             *(weighted_RD, best_R, sum_R, q_RD, position_R, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr),
             *(table_ptr, context),
-            *(begin, masked_from, scale, window),
+            *(begin, masked_from, scale, window, softcap),
             *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, False, False, IS_FP8, CONVERTS, STAGES),
         )
     weighted_RD, best_R, sum_R = attend(
         *(weighted_RD, best_R, sum_R, q_RD, position_R, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr),
         *(table_ptr, context),
-        *(masked_from, end, scale, window),
+        *(masked_from, end, scale, window, softcap),
         *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, IS_FP8, CONVERTS, STAGES),
     )
+    if sinks_ptr is not None:
+        sum_R = add_sink(best_R, sum_R, sinks_ptr, head_R)
     out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM + column_D[None, :]
     out_RD = weighted_RD / sum_R[:, None]
     tl.store(out_at, out_RD.to(out_ptr.dtype.element_ty), mask=mask_RD)
@@ -194,6 +198,8 @@ def prefill_launch(
     out_TND: torch.Tensor,
     metadata: PrefillMetadata,
     scale: float,
+    softcap: float,
+    sinks_N: torch.Tensor | None,
     target: CompileTarget,
 ) -> Launch:
     """Return the launch that computes attention for the sequences of `metadata`, into their rows of out_TND."""
@@ -204,13 +210,15 @@ def prefill_launch(
     is_fp8 = cache.k_CBKD.dtype == FP8
     columns = power_of_two(head_dim, 32 if is_fp8 else 16)
     keys, stages = tile_of(columns, q_TND.element_size(), is_fp8, metadata.window is not None, target)
+    own_scale, own_softcap = score_factors(scale, softcap)
     return Launch(
         _prefill,
         (num_kv_heads, len(metadata.item_I2)),
         (
             *(q_TND, *cache_arguments(cache), out_TND),
             *(metadata.item_I2, metadata.query_start_S1, metadata.context_len_S, metadata.block_table_SM),
-            *(q_TND.stride(0), metadata.block_table_SM.stride(0), scale * LOG2_E, metadata.window or 0),
+            sinks_N,
+            *(q_TND.stride(0), metadata.block_table_SM.stride(0), own_scale, metadata.window or 0, own_softcap),
         ),
         {
             "NUM_KV_HEADS": num_kv_heads,
