@@ -10,7 +10,7 @@ import torch
 from pipeline.checkpoints.quantizer_files import CONFIG, quantization_options
 from pipeline.errors import ModelError
 from pipeline.kernels.cache import head_bytes
-from pipeline.model.families import FAMILIES, FamilyFields, model_values
+from pipeline.model.families import FAMILIES, ON_A_SERVER, UNSUPPORTED, Family, FamilyFields, model_values
 from pipeline.model.layer_spec import GATED, LayerSpec, TensorNames
 from pipeline.model.rope import Rope
 from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, Weights
@@ -121,11 +121,6 @@ class ModelConfig:
         return self.size.linear_parameters
 
 
-_ON_A_SERVER = (
-    "A server can run other models (docs/servers.md); in the job file: engine: {backend: {serve: [vllm, serve, MODEL]}}"
-)
-
-
 def read_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json. Raises ModelError naming an invalid or unsupported field."""
     path = folder / CONFIG
@@ -143,11 +138,20 @@ def class_names(values: dict[str, Any]) -> list[str] | None:
     return [str(names[str(number)]) for number in range(len(names))] if names else None
 
 
-def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
+def _family_of(fields: Fields) -> Family:
+    model_type = str(fields.values.get("model_type"))
+    if model_type in UNSUPPORTED:
+        raise ModelError(
+            f"{fields.path}: model_type = {model_type!r} is not supported: {UNSUPPORTED[model_type]}. {ON_A_SERVER}"
+        )
     try:
-        family = FAMILIES[Fields(values, path).one_of("model_type", sorted(FAMILIES))]
+        return FAMILIES[fields.one_of("model_type", sorted(FAMILIES))]
     except ModelError as refused:
-        raise ModelError(f"{refused}. {_ON_A_SERVER}") from None
+        raise ModelError(f"{refused}. {ON_A_SERVER}") from None
+
+
+def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
+    family = _family_of(Fields(values, path))
     f = FamilyFields(values, path)
     dtype = f.one_of("dtype" if values.get("dtype") is not None else "torch_dtype", DTYPES, default="float32")
     quantization = quantization_options(path.parent, values)

@@ -152,7 +152,7 @@ def _gemma_sandwich(
 
 def _gemma_fields(f: FamilyFields, layers: tuple[LayerSpec, ...]) -> dict[str, Any]:
     if f.values.get("use_bidirectional_attention"):
-        raise f.refuse("use_bidirectional_attention", "false, because encoders are not supported")
+        raise f.refuse("use_bidirectional_attention", f"false, because encoders are not supported. {ON_A_SERVER}")
     bias = f.flag("attention_bias")
     biased = tuple(replace(spec, qkv_bias=bias, o_bias=bias) for spec in layers)
     return {"layers": biased, "norm_offset": 1.0, "embedding_scale": f.hidden**0.5}
@@ -328,6 +328,25 @@ FAMILIES: dict[str, Family] = {
                         keys={"attention_bias": "qkv_bias", "mlp_bias": "bias"}),
 }  # fmt: skip
 """By model_type."""
+
+_REASONS = {
+    "its layers contain experts (MoE)": "mixtral qwen2_moe qwen3_moe olmoe gpt_oss glm4_moe phimoe granitemoe dbrx "
+    "llama4 llama4_text ernie4_5_moe minimax_m2 hunyuan_v1_moe",
+    "its attention is latent (MLA)": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 minicpm3 mistral4",
+    "some of its layers are Gated DeltaNet": "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe olmo_hybrid",
+    "some of its layers are Mamba": "mamba mamba2 falcon_mamba nemotron_h bamba jamba zamba2 falcon_h1 "
+    "granitemoehybrid",
+    "its layers differ in head size, or share keys and values": "gemma3n gemma3n_text gemma4 gemma4_text",
+    "its rotary positions pair neighbours": "cohere cohere2 glm glm4",
+    "layers of its form are not implemented yet": "exaone4 gpt_neox gpt_bigcode falcon phi opt bloom stablelm",
+    "it reads images or audio": "llava llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe "
+    "qwen2_audio qwen2_5_omni internvl idefics3 smolvlm mllama paligemma pixtral whisper phi4_multimodal",
+    "it is an encoder-decoder": "t5 mt5 umt5 bart mbart pegasus marian m2m_100 t5gemma",
+    "it is an encoder": "bert roberta xlm-roberta distilbert deberta-v2 electra modernbert mpnet nomic_bert",
+}
+UNSUPPORTED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""By model_type: why it is not supported."""
+ON_A_SERVER = "A server may run it (docs/servers.md); in the job file: engine: {backend: {serve: [vllm, serve, MODEL]}}"
 
 WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "ministral3"}
 """Models with an image encoder, by model_type, and the family of their text model if its values name none."""
