@@ -75,7 +75,7 @@ class _Layer:
             gate_up=gate_up,
             down=down,
             is_gelu=parts.activation == "gelu_tanh",
-            options=SoftmaxOptions.of(parts.scale, parts.window, parts.softcap, parts.sinks_N),
+            options=SoftmaxOptions.from_arguments(parts.scale, parts.window, parts.softcap, parts.sinks_N),
         )
 
     def is_parallel(self, num_tokens: int) -> bool:
