@@ -105,9 +105,7 @@ class DecoderLayer:
 
     def attend(self, q_TND: torch.Tensor, attn_metadata: AttentionInput, kv: KVCache) -> torch.Tensor:
         cache, scale = kv.layers[self.index], self.config.head_dim**-0.5
-        o_TND = self.kernels.attention(
-            q_TND, cache, attn_metadata, scale, self.window, self.softcap, self.sinks_N
-        )
+        o_TND = self.kernels.attention(q_TND, cache, attn_metadata, scale, self.window, self.softcap, self.sinks_N)
         return self.o(o_TND.flatten(1))
 
     def feed_forward(self, x_TH: Any) -> torch.Tensor:

@@ -78,9 +78,7 @@ def attention(
     return out_TND
 
 
-def attend(
-    q_TND: np.ndarray, arrays: CacheArrays, plan: Plan, options: SoftmaxOptions, out_TND: np.ndarray
-) -> None:
+def attend(q_TND: np.ndarray, arrays: CacheArrays, plan: Plan, options: SoftmaxOptions, out_TND: np.ndarray) -> None:
     """Attend on arrays and write to `out_TND`, on the current number of numba threads, which the plan must have set."""
     decode, prefill = plan.decode, plan.prefill
     if decode is not None:

@@ -97,5 +97,7 @@ class SharedReading:
         log_sum_PN = np.empty(q_PND.shape[:2], np.float32)
         options = options._replace(window=UNBOUNDED, sinks_N=NO_SINKS)
         items = table_SM, self.item_I3, self.position_P
-        paged_prefill(q_PND, *arrays, *items, *options, part_PND, log_sum_PN, q_PND, *ALL_ITEMS)  # writes nothing to q_PND
+        paged_prefill(
+            q_PND, *arrays, *items, *options, part_PND, log_sum_PN, q_PND, *ALL_ITEMS
+        )  # writes nothing to q_PND
         return self.read_S, self.part_index_S, part_PND, log_sum_PN
