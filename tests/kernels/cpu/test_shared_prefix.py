@@ -119,3 +119,17 @@ def test_a_broken_shared_key_breaks_its_head_in_all_sequences(
         assert out_TND[:, :2].isfinite().all()
         broken[1, 3, 1] = kept
     assert readings == [16, 16]
+
+
+def test_sinks_count_as_much_as_the_prefix_if_own_keys_do_not(
+    readings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Own scores are so low that exponentials relative to them overflow."""
+    monkeypatch.setattr(shared, "_MIN_ELEMENTS", 0)
+    step = decoding(16, 64, 5)
+    cache = LayerCache.allocate(int(step.block_table_SM.max()) + 1, 16, 2, 8, torch.float32, torch.device("cpu"))
+    cache.k_CBKD[:4], cache.k_CBKD[4:] = 1.0, -100.0
+    torch.manual_seed(0)
+    cache.v_CBKD.normal_()
+    check(torch.ones(16, 4, 8), cache, step, None, kind="sinks")
+    assert readings == [16]
