@@ -27,6 +27,13 @@ LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "lo
                "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+             "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0],
+             "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 8.0]}  # fmt: skip
+MINISTRAL_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+                              "original_max_position_embeddings": 32}  # fmt: skip
+GEMMA = {"tie_word_embeddings": True, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 19}
+BY_TYPE = {"full_attention": LINEAR_ROPE | {"factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
 
 FAMILIES = [
     Family("llama2", "llama", {"num_key_value_heads": 4}),
@@ -43,6 +50,29 @@ FAMILIES = [
     Family("qwen2-yarn", "qwen2", {"rope_parameters": YARN_ROPE}),
     Family("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     Family("qwen3-bias", "qwen3", {"attention_bias": True, "head_dim": 16}),
+    Family("gemma", "gemma", {"head_dim": 16, "tie_word_embeddings": True}),
+    Family("gemma2", "gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+    Family("gemma3", "gemma3_text", GEMMA | {"rope_parameters": BY_TYPE, "sliding_window_pattern": 2}),
+    Family("gpt2", "gpt2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    Family("phi3", "phi3", {"sliding_window": 23}),
+    Family(
+        "phi3-long-partial",
+        "phi3",
+        {"rope_parameters": LONG_ROPE, "num_key_value_heads": 4, "original_max_position_embeddings": 64},
+    ),
+    Family("olmo2", "olmo2"),
+    Family("olmo3", "olmo3", {"sliding_window": 19, "layer_types": ["sliding_attention", "full_attention"]}),
+    Family(
+        "granite",
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "logits_scaling": 4.0, "attention_multiplier": 0.2},
+    ),
+    Family("smollm3", "smollm3", {"no_rope_layer_interval": 2}),
+    Family("ministral3", "ministral3", {"rope_parameters": MINISTRAL_ROPE, "head_dim": 16}),
+    Family("starcoder2", "starcoder2", {"sliding_window": 23}),
+    Family("seed-oss", "seed_oss", {"attention_out_bias": True, "head_dim": 16}),
+    Family("arcee", "arcee", {"mlp_bias": True}),
+    Family("internlm3", "internlm3", {"qkv_bias": True, "bias": True, "head_dim": 16}),
 ]
 
 
@@ -71,7 +101,10 @@ def draw_config(family: Family, rng: np.random.Generator) -> dict[str, Any]:
     wide = {"max_position_embeddings": 512, "initializer_range": 0.2, "tie_word_embeddings": False}
     hidden, intermediate = heads * int(rng.choice([8, 16])), int(rng.choice([48, 80, 96]))
     config = small_config(hidden, intermediate, int(rng.integers(2, 4)), heads, kv_heads, rms_norm_eps=1e-5, **wide)
-    return config | {k: v for k, v in family.options.items() if k != "num_key_value_heads"}
+    config |= {k: v for k, v in family.options.items() if k != "num_key_value_heads"}
+    if types := family.options.get("layer_types"):
+        config["layer_types"] = [types[layer % len(types)] for layer in range(config["num_hidden_layers"])]
+    return config
 
 
 def write_checkpoint(folder: Path, family: Family, config: dict[str, Any], seed: int) -> Path:
@@ -80,7 +113,7 @@ def write_checkpoint(folder: Path, family: Family, config: dict[str, Any], seed:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **config), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or ".ln_" in name:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.2)
@@ -105,7 +138,13 @@ def make_family(folder: Path, family: Family, seed: int) -> Path:
 
 
 def load_reference(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    """Load a model in transformers. With longrope it uses the long factors always, as an engine for long sequences."""
+    config = AutoConfig.from_pretrained(folder)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "long_factor" in rope:
+        rope["short_factor"] = rope["long_factor"]
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, **options).eval()
 
 
 class Named(dict[str, torch.Tensor]):

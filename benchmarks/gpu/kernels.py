@@ -221,8 +221,8 @@ class Layer:
 
     def gate(self, tokens: int) -> Work:
         gate_up = self.normal(tokens, 2 * self.size.intermediate)
-        variants = {SERVED: partial(self.kernels.silu_mul, gate_up)}
-        return Work("silu_mul", f"{tokens:,} tokens", 1.5 * gate_up.nbytes, 0.0, variants)
+        variants = {SERVED: partial(self.kernels.gate_mul, gate_up, "silu")}
+        return Work("gate_mul", f"{tokens:,} tokens", 1.5 * gate_up.nbytes, 0.0, variants)
 
     def rounded_norm(self, tokens: int, form: str) -> Work:
         """Round a norm's output for the linear that reads it, in one launch and in two. Variants write into their own
@@ -245,10 +245,10 @@ class Layer:
         )
 
         def call(before: InputKernels) -> Any:
-            return _codes_and_scales(before.silu_mul(gate_up), linear)
+            return _codes_and_scales(before.gate_mul(gate_up, "silu"), linear)
 
         variants = {SERVED: partial(call, linear), ROUNDED_APART: partial(call, self.kernels)}
-        return Work(f"silu_mul, {form}", f"{tokens:,} tokens", 1.25 * gate_up.nbytes, 0.0, variants)
+        return Work(f"gate_mul, {form}", f"{tokens:,} tokens", 1.25 * gate_up.nbytes, 0.0, variants)
 
     def _fp8_linear(self, form: str, inputs: int) -> Any:
         """Return a linear with few outputs that reads inputs in `form`."""

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from pipeline.checkpoints.file_checks import read_json
 from pipeline.checkpoints.locate import locate_model
-from pipeline.checkpoints.model_values import QUANTIZER_FILES
+from pipeline.checkpoints.quantizer_files import QUANTIZER_FILES
 from pipeline.demo import demo_model
 from pipeline.errors import ConfigError, OutputError
 from pipeline.machine.caches import cache_root

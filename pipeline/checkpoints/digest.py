@@ -4,7 +4,8 @@ import hashlib
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.checkpoints.model_values import model_values, quantizer_file
+from pipeline.checkpoints.file_checks import read_json
+from pipeline.checkpoints.quantizer_files import CONFIG, quantizer_file
 from pipeline.errors import ModelError
 
 FULL_BYTES = 16 * 2**20  # files up to this size are hashed whole
@@ -26,7 +27,7 @@ def model_digest(folder: Path) -> dict[str, str]:
     """
     files = {file.name: file for pattern in _IDENTITY for file in folder.glob(pattern) if file.is_file()}
     with suppress(ModelError):  # an unreadable config.json is reported when its values are needed
-        if (file := quantizer_file(folder, model_values(folder))) is not None:
+        if (file := quantizer_file(folder, read_json(folder / CONFIG))) is not None:
             files[file.name] = file
     return {name: file_digest(file) for name, file in sorted(files.items())}
 

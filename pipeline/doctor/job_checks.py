@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoints.cache import cache_folder, check_copy
 from pipeline.checkpoints.chat_template import read_template
 from pipeline.checkpoints.locate import checkpoint_problem, locate_model, model_kind
-from pipeline.checkpoints.model_values import CONFIG, QUANTIZER_FILES
+from pipeline.checkpoints.quantizer_files import CONFIG, QUANTIZER_FILES
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import open_source
 from pipeline.doctor.check import Check, Setup

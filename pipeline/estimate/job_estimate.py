@@ -12,6 +12,7 @@ from math import ceil
 from typing import Any
 
 from pipeline.config import JobConfig
+from pipeline.config.sections.backend import BackendSection
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import UNIT_TOKENS
 from pipeline.engine.startup.batch_limits import max_default_seqs
@@ -22,6 +23,7 @@ from pipeline.estimate.measured import Speed, measured_speed
 from pipeline.estimate.pool import PoolEstimate
 from pipeline.estimate.prices import FILE, PriceList, load_prices
 from pipeline.estimate.recommend import Advice, advice_for_card, advice_for_pool
+from pipeline.estimate.server_estimate import ServerEstimate, estimate_on_server
 from pipeline.job.planning.actor_specs import resolve_device
 from pipeline.job.planning.fingerprint import JOB
 from pipeline.job.planning.history import Remembered, recall
@@ -81,12 +83,15 @@ def estimate_job(
     prices: PriceList | None = None,
     today: date | None = None,
     log: Callable[[str], None] = lambda text: None,
-) -> JobEstimate:
+) -> JobEstimate | ServerEstimate:
     """Estimate a job. hardware: names of cards, by default all known ones. actors: numbers of engines to compare, by
     default the job's own. probe: number of rows to compute first; the job's run reuses them.
 
-    Raises what planning a run raises, and ConfigError for an unknown card.
+    Raises what planning a run raises, and ConfigError for an unknown card, or for options that a server does not have.
     """
+    backend = config.engine.backend
+    if backend is not None:
+        _check_options(backend, hardware, actors, prices)
     cards = [find_card(name, "--hardware") for name in hardware] or list(load_cards())
     price_list = prices or load_prices(FILE)
     if probe:
@@ -97,10 +102,14 @@ def estimate_job(
     store = PartStore(config.output.path, storage_for(config.output.path, config.storage))
     history = recall(plan)
     rows_left = plan.num_rows - _rows_done(store, plan)
-    tokenize = job.tokenize(Tokenizer.from_folder(str(job.checkpoint), job.chat_template), wall_time())
-    block = BLOCK_SIZE if plan.device.startswith("cuda") else CPU_BLOCK_SIZE
+    counts = tuple(actors) or (plan.job.config.run.pool[1],)
     if not plan.num_rows:
         raise ConfigError(f"input.path {shown_url(config.input.path)}: has no rows, so there is nothing to plan")
+    runs_before = len(load_runs(store)) if store.folder.read(JOB) is not None else 0
+    if backend is not None:
+        return estimate_on_server(plan, history, rows_left, runs_before, counts, sample)
+    tokenize = job.tokenize(Tokenizer.from_folder(str(job.checkpoint), job.chat_template), wall_time())
+    block = BLOCK_SIZE if plan.device.startswith("cuda") else CPU_BLOCK_SIZE
     log(f"reading a sample of {min(sample, plan.num_rows):,} rows")
     context = config.engine.max_model_len or read_config(job.checkpoint).max_position
     prompts = sample_prompts(job, plan.source, tokenize, sample, block, context)
@@ -113,7 +122,6 @@ def estimate_job(
     prompt_tokens = prompts.tokens_each.times(computed_rows)
     shared = _shared(prompts, history)
     generated = lengths.each.times(computed_rows)
-    counts = tuple(actors) or (plan.job.config.run.pool[1],)
     speed = measured_speed(history, computed_rows / max(counts), job.task is None, config.quality.sample)
     units = _units(plan, computed_rows, prompts, lengths)
     repeated = prompts.repeated / len(prompts.requests) * computed_rows
@@ -123,7 +131,7 @@ def estimate_job(
     estimate: Estimate | None = None
     if speed is not None and computed_rows >= 1:
         here = tuple(_here(speed, work, n, config.cost.hourly_usd) for n in counts)
-        estimate = _estimate(plan, store, speed, work, lengths, prompt_tokens.expected * shared)
+        estimate = _estimate(plan, runs_before, speed, work, lengths, prompt_tokens.expected * shared)
     elsewhere, advice = _on_cards(cards, plan, prompts, lengths, work, shared, counts, price_list)
     advice += advice_for_pool(here, work.units, config.output.rows_per_file) if here else ()
     compared_prices = PriceList(tuple(p for p in price_list.prices if any(p.card == c.name for c in cards)), 0.0)
@@ -138,6 +146,17 @@ def save_estimate(config: JobConfig, estimate: Estimate) -> None:
     """Save the estimate in the job's output, for the report of the next run."""
     store = PartStore(config.output.path, storage_for(config.output.path, config.storage))
     store.folder.replace(PLAN, json.dumps(estimate.to_json(), indent=1).encode())
+
+
+def _check_options(
+    backend: BackendSection, hardware: Sequence[str], actors: Sequence[int], prices: PriceList | None
+) -> None:
+    """Raise ConfigError for options of our own engine."""
+    for flag, value in (("--hardware", hardware), ("--prices", prices)):
+        if value:
+            raise ConfigError(f"{flag}: has no effect with engine.backend, whose hardware is the server's; remove it")
+    if backend.url is not None and any(count > 1 for count in actors):
+        raise ConfigError("--actors: must be 1 with engine.backend.url: one engine keeps all servers busy")
 
 
 @dataclass(frozen=True)
@@ -193,7 +212,7 @@ def _here(speed: Speed, work: _Work, actors: int, hourly_usd: float | None) -> P
 
 
 def _estimate(
-    plan: JobPlan, store: PartStore, speed: Speed, work: _Work, lengths: OutputLengths, cached: float
+    plan: JobPlan, runs_before: int, speed: Speed, work: _Work, lengths: OutputLengths, cached: float
 ) -> Estimate:
     actors, hourly_usd = plan.job.config.run.pool[1], plan.job.config.cost.hourly_usd
     pool = _here(speed, work, actors, hourly_usd)
@@ -207,7 +226,7 @@ def _estimate(
     phases["idle"] += max(0, round(pool.machine_us.expected) - sum(phases.values()))
     return Estimate(
         made_at=zone_time(UTC).isoformat(timespec="seconds"),
-        runs_before=len(load_runs(store)) if store.folder.read(JOB) is not None else 0,
+        runs_before=runs_before,
         rows=round(work.rows),
         prompt_tokens=work.prompt,
         cached_tokens=cached,

@@ -2,6 +2,7 @@
 
 from pipeline.estimate.job_estimate import JobEstimate
 from pipeline.estimate.pool import PoolEstimate
+from pipeline.estimate.server_estimate import ServerEstimate
 from pipeline.formatting import counted, duration, money, percent, printable, table
 from pipeline.report.estimate import Interval
 from pipeline.report.record.run_record import PHASES
@@ -11,15 +12,20 @@ NOTHING_KNOWN = (
     "The speed of this model on this machine is unknown. `--probe 64` measures it on 64 rows, which the run of the job "
     "reuses."
 )
+NOTHING_KNOWN_OF_SERVER = (
+    "The server's speed and the tokens that it generates are unknown. `--probe 64` measures them on 64 rows, which the "
+    "run of the job reuses."
+)
 
 
-def text(found: JobEstimate, width: int | None = None) -> str:
+def text(found: JobEstimate | ServerEstimate, width: int | None = None) -> str:
+    if isinstance(found, ServerEstimate):
+        return _on_server(found, width)
     sample = found.sample
     whole = "all rows" if sample.rows >= sample.total_rows else f"a sample of {sample.rows:,} rows"
     errors = f"; {percent(sample.errors / sample.rows)} have no usable prompt" if sample.errors else ""
-    left = "" if found.rows_left == found.rows else f", {found.rows_left:,} of them left"
     lines = [
-        f"{printable(found.job)}: {counted(found.rows, 'row')}{left}",
+        _head(found),
         "",
         f"  Prompts     {_tokens(found.prompts)} tokens, {_tokens(sample.tokens_each)} each, from {whole}{errors}",
         f"              {percent(found.cached_tokens / max(1.0, found.prompts.expected))} of them in prefixes that are "
@@ -47,6 +53,33 @@ def text(found: JobEstimate, width: int | None = None) -> str:
             effect = "" if each.effect is None else f" ({percent(each.effect)} less time, by the cost model)"
             lines.append(f"    {each.key}{effect}: {each.reason}")
     return "\n".join(lines)
+
+
+def _on_server(found: ServerEstimate, width: int | None) -> str:
+    lines, made = [_head(found), ""], found.estimate
+    if not found.rows_left:
+        return "\n".join([*lines, "  Nothing is left to compute."])
+    if made is None:
+        prompts = (
+            "unknown" if found.prompts is None else f"{_tokens(found.prompts)} tokens, by the tokenizer of model.path"
+        )
+        return "\n".join([*lines, f"  Prompts     {prompts}", "", f"  {NOTHING_KNOWN_OF_SERVER}"])
+    assert found.prompts is not None
+    each = [_tokens(total.times(1 / made.rows)) for total in (found.prompts, made.generated_tokens)]
+    lines += [
+        f"  Prompts     {_tokens(found.prompts)} tokens, {each[0]} each, from {made.lengths_from}",
+        f"              {percent(made.cached_tokens / max(1.0, found.prompts.expected))} of them from the cache",
+        f"  Generated   {_tokens(made.generated_tokens)} tokens, {each[1]} each",
+        "",
+        f"  On the server, by {printable(made.speeds_from)}",
+        _table(_here_rows(found.here), width),
+    ]
+    return "\n".join(lines + [f"    {doubt[0].upper()}{doubt[1:]}." for doubt in found.doubts])
+
+
+def _head(found: JobEstimate | ServerEstimate) -> str:
+    left = "" if found.rows_left == found.rows else f", {found.rows_left:,} of them left"
+    return f"{printable(found.job)}: {counted(found.rows, 'row')}{left}"
 
 
 def _tokens(count: Interval) -> str:

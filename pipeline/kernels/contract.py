@@ -32,7 +32,19 @@ class InputKernels(Protocol):
         self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, /
     ) -> tuple[Any, torch.Tensor]: ...
 
-    def silu_mul(self, gate_up_T2F: torch.Tensor, /) -> Any: ...
+    def gate_mul(self, gate_up_T2F: torch.Tensor, activation: str, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Weight of a norm, and the bias of a LayerNorm."""
+
+    weight_H: torch.Tensor
+    bias_H: torch.Tensor | None = None
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Norm":
+        bias_H = None if self.bias_H is None else self.bias_H.to(device, dtype)
+        return Norm(self.weight_H.to(device, dtype), bias_H)
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,14 @@ class AttentionInput:
             slot_mapping_T=self.slot_mapping_T[on_device(row_R, self.slot_mapping_T.device)],
             block_size=self.block_size,
         )
+
+
+class Rotation(NamedTuple):
+    """Rotations of a step's tokens in the layers with one rope. query_scale_T11: factor of each token's queries."""
+
+    cos_TD2: torch.Tensor
+    sin_TD2: torch.Tensor
+    query_scale_T11: torch.Tensor | None = None
 
 
 class Attention(Protocol):
@@ -171,15 +191,21 @@ class GraphAttention(Protocol):
 
 
 class LayerParts(Protocol):
-    """The parts of a decoder layer, as its kernels prepared them."""
+    """The parts of a decoder layer, as its kernels prepared them. rope_index: of its rotations. scale, window, softcap,
+    sinks_N: see `Attention`."""
 
-    input_norm_H: torch.Tensor
-    post_norm_H: torch.Tensor
+    rope_index: int
+    attn_norm: Norm | None
+    attn_post_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_post_norm: Norm | None
     qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None
     qkv: Linear
     o: Linear
     gate_up: Linear
     down: Linear
+    activation: str
+    scale: float
     window: int | None
     softcap: float
     sinks_N: torch.Tensor | None
@@ -199,12 +225,12 @@ class FusedLayerLoop(Protocol):
         self,
         x_TH: torch.Tensor,
         residual_TH: torch.Tensor,
-        cos_TD2: torch.Tensor,
-        sin_TD2: torch.Tensor,
+        rotations: Sequence[Rotation],
         attn_metadata: AttentionInput,
         caches: Sequence[LayerCache],
     ) -> None:
-        """Update x and residual in place to their values after the last layer; write keys and values to the caches."""
+        """Update x and residual in place to their values after the last layer; write keys and values to the caches.
+        rotations: one for each of the model's ropes."""
         ...
 
 
@@ -229,7 +255,9 @@ class Kernels:
       norms each query and key head if the family does, rotates halves, the layout of Hugging Face checkpoints ("neox"),
       and writes keys and values into the cache in place, in the cache's form (see `kernels/cache.py`).
     attention(q_TND, LayerCache, AttentionInput, scale, window, softcap, sinks_N) -> o_TND: see `Attention`.
-    silu_mul(gate_up_T2F) -> silu(first half) * second half.
+    rms_norm(x_TH, weight_H, eps) -> the norm, written into x, whose rows may lie apart.
+    gate_mul(gate_up_T2F, activation) -> activation(first half) * second half; "silu", or "gelu_tanh", the approximation
+      by tanh of GELU (arXiv 1606.08415).
     greedy(logits_RV) -> token_and_finite_2R (int64): the best token of each row, the first one in a tie, and 1 if the
       row is finite. A row with a NaN or +inf, or without a value above -inf, gets 0 and an arbitrary token id of the
       vocabulary. Logits are float32, float16 or bfloat16.
@@ -264,7 +292,8 @@ class Kernels:
         torch.Tensor,
     ]
     attention: Attention
-    silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    gate_mul: Callable[[torch.Tensor, str], torch.Tensor]
     greedy: Callable[[torch.Tensor], torch.Tensor]
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     backends: dict[str, str]

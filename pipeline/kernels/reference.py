@@ -23,7 +23,7 @@ def prepare_linear(weight: LinearWeight, dtype: torch.dtype, device: torch.devic
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return (weight * wide.to(weight.dtype)).to(x.dtype)  # a float32 weight is not rounded
 
 
 def add_rms_norm(
@@ -126,9 +126,9 @@ def attention(
     return out_TND
 
 
-def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+def gate_mul(gate_up_T2F: torch.Tensor, activation: str) -> torch.Tensor:
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
-    return F.silu(gate_TF) * up_TF
+    return (F.silu(gate_TF) if activation == "silu" else F.gelu(gate_TF, approximate="tanh")) * up_TF
 
 
 def greedy(logits_RV: torch.Tensor) -> torch.Tensor:
@@ -167,11 +167,12 @@ def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         add_rms_norm=add_rms_norm,
         norm_rope_write=norm_rope_write,
         attention=attention,
-        silu_mul=silu_mul,
+        rms_norm=lambda x_TH, weight_H, eps: x_TH.copy_(rms_norm(x_TH, weight_H, eps)),
+        gate_mul=gate_mul,
         greedy=greedy,
         sample=sample,
         backends=dict.fromkeys(
-            ("linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy", "sample"),
+            ("linear", "add_rms_norm", "norm_rope_write", "attention", "rms_norm", "gate_mul", "greedy", "sample"),
             "torch (reference)",
         ),
         rounded=act_quant_oracles(

@@ -125,7 +125,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         return replace(kernels, backends=slow | {"linear": linear})
     from pipeline.kernels.cpu.attention.attention import attention
     from pipeline.kernels.cpu.compile.threads import init_thread_pool
-    from pipeline.kernels.cpu.elementwise import add_rms_norm, norm_rope_write, silu_mul
+    from pipeline.kernels.cpu.elementwise import add_rms_norm, gate_mul, norm_rope_write, rms_norm
     from pipeline.kernels.cpu.layer_loop import fused_layer_loop
     from pipeline.kernels.cpu.linear.linear_bf16 import use_avx512_bf16
     from pipeline.kernels.cpu.linear.linear_int8 import has_vnni, int8_linears
@@ -142,14 +142,16 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         add_rms_norm=add_rms_norm,
         norm_rope_write=norm_rope_write,
         attention=attention,
-        silu_mul=silu_mul,
+        rms_norm=rms_norm,
+        gate_mul=gate_mul,
         fused_layer_loop=fused_layer_loop,
         backends={
             "linear": linear,
             "add_rms_norm": "numba, one pass",
             "norm_rope_write": "numba, one pass",
             "attention": "numba",
-            "silu_mul": "numba, one pass",
+            "rms_norm": "numba, one pass",
+            "gate_mul": "numba, one pass",
             "greedy": "numpy",
             "sample": "numpy and torch",
         },

@@ -1,19 +1,17 @@
-"""`ModelConfig`: fields that describe a decoder, and one small function per family that fills them from config.json.
+"""`ModelConfig`: fields that describe a decoder, read from config.json. Unsupported options are rejected by name."""
 
-Family names occur only here and in `checkpoints/model_values.py`, which has their defaults. Decoder code branches on
-fields. Unsupported architectures and options are rejected here by name.
-"""
-
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from pipeline.checkpoints.model_values import CONFIG, model_values, quantization_options
+from pipeline.checkpoints.quantizer_files import CONFIG, quantization_options
 from pipeline.errors import ModelError
 from pipeline.kernels.cache import head_bytes
+from pipeline.model.families import FAMILIES, ON_A_SERVER, UNSUPPORTED, Family, FamilyFields, model_values
+from pipeline.model.layer_spec import GATED, LayerSpec, TensorNames
 from pipeline.model.rope import Rope
 from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, Weights
 from pipeline.weights.config_fields import Fields
@@ -24,27 +22,64 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm decoder with rotary positions, grouped-query attention and a gated SiLU feed-forward."""
+    """A decoder with grouped-query attention: `layers`, and what all layers share.
+
+    norm_kind: RMSNorm or LayerNorm. norm_offset: added to the stored weights of norms. embedding_scale: factor of the
+    input embeddings. logit_scale: factor of the logits. logit_softcap: bound of the logits by softcap * tanh(logit /
+    softcap); 0: none. num_classes: of a sequence classification head, which replaces the one over the vocabulary.
+    """
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     norm_eps: float
     max_position: int
-    rope: Rope
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     tie_embeddings: bool
-    windows: tuple[int | None, ...]  # a layer's sliding window in tokens; None: full attention
+    layers: tuple[LayerSpec, ...]
+    names: TensorNames
     dtype: torch.dtype
     quantization: QuantFormat | None  # None: dense linears
-    num_classes: int | None = None  # of a sequence classification head, which replaces the one over the vocabulary
+    num_classes: int | None = None
+    norm_kind: Literal["rms", "layer"] = "rms"
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def ropes(self) -> tuple[Rope, ...]:
+        """Ropes of the layers, each once."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers))
+
+    def for_length(self, max_model_len: int) -> "ModelConfig":
+        """Return the config with the rotary positions for sequences of up to `max_model_len` tokens."""
+        return replace(self, layers=tuple(replace(x, rope=x.rope.for_length(max_model_len)) for x in self.layers))
+
+    def linears(self, layer: int) -> dict[str, list[tuple[str, int, int]]]:
+        """Return the linears that the checkpoint stores for a layer by the one they are part of here: name, outputs,
+        inputs."""
+        names, prefix = self.names, self.names.layer.format(layer)
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        parts = {
+            "qkv": (names.qkv, (q, kv, kv), self.hidden_size),
+            "o": ((names.o,), (self.hidden_size,), q),
+            "gate_up": (names.gate_up, (self.intermediate_size,) * (1 + self.layers[layer].is_gated), self.hidden_size),
+            "down": ((names.down,), (self.hidden_size,), self.intermediate_size),
+        }
+        return {
+            linear: [
+                (f"{prefix}{name}", rows, inputs)
+                for name, rows in zip(stored, outputs if len(stored) == len(outputs) else (sum(outputs),), strict=True)
+            ]
+            for linear, (stored, outputs, inputs) in parts.items()
+        }
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes per token of a KV cache of this type: the model's, or FP8."""
@@ -53,8 +88,18 @@ class ModelConfig:
     @property
     def size(self) -> DecoderSize:
         """Sizes for the cost model (`pipeline.roofline`)."""
-        heads = self.num_heads, self.num_kv_heads, self.head_dim
-        return DecoderSize(self.hidden_size, self.intermediate_size, self.num_layers, *heads, self.vocab_size)
+        windows = tuple(layer.window for layer in self.layers)
+        return DecoderSize(
+            self.hidden_size,
+            self.intermediate_size,
+            self.num_layers,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.vocab_size,
+            is_gated=self.layers[0].is_gated,
+            windows=windows if any(windows) else (),
+        )
 
     def weights_on_card(self, activation_dtype: str = "auto") -> Weights:
         """Return the form of the linears for the cost model: 4-bit integers stay packed, all others are computed in 16
@@ -76,50 +121,6 @@ class ModelConfig:
         return self.size.linear_parameters
 
 
-def _llama(f: Fields, layers: int) -> dict[str, Any]:
-    bias, mlp = f.flag("attention_bias"), f.flag("mlp_bias")
-    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": mlp, "qk_norm": False, "windows": (None,) * layers}
-
-
-def _mistral(f: Fields, layers: int) -> dict[str, Any]:
-    window = None if f.values.get("sliding_window") is None else f.integer("sliding_window", 1, 1 << 31)
-    return {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False, "windows": (window,) * layers}
-
-
-def _qwen2(f: Fields, layers: int) -> dict[str, Any]:
-    return {"qkv_bias": True, "o_bias": False, "mlp_bias": False, "qk_norm": False, "windows": _qwen_windows(f, layers)}
-
-
-def _qwen3(f: Fields, layers: int) -> dict[str, Any]:
-    bias = f.flag("attention_bias")
-    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": False, "qk_norm": True, "windows": _qwen_windows(f, layers)}
-
-
-def _qwen_windows(f: Fields, layers: int) -> tuple[int | None, ...]:
-    types, supported = f.values.get("layer_types"), ("sliding_attention", "full_attention")
-    if types is not None and (
-        not isinstance(types, list) or len(types) != layers or any(t not in supported for t in types)
-    ):
-        raise f.refuse("layer_types", f"{layers} entries, each of {supported}")
-    first = f.integer("max_window_layers", 0, 1 << 20)
-    if not f.flag("use_sliding_window") or f.values.get("sliding_window") is None:
-        return (None,) * layers
-    window = f.integer("sliding_window", 1, 1 << 31)
-    if types is None:
-        return tuple(window if layer >= first else None for layer in range(layers))
-    return tuple(window if t == "sliding_attention" else None for t in types)
-
-
-FAMILIES: dict[str, Callable[[Fields, int], dict[str, Any]]] = {"llama": _llama, "mistral": _mistral, "qwen2": _qwen2,
-                                                                 "qwen3": _qwen3}  # fmt: skip
-"""Functions that return the fields in which families differ, by model_type."""
-
-
-_ON_A_SERVER = (
-    "A server can run other models (docs/servers.md); in the job file: engine: {backend: {serve: [vllm, serve, MODEL]}}"
-)
-
-
 def read_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json. Raises ModelError naming an invalid or unsupported field."""
     path = folder / CONFIG
@@ -137,48 +138,49 @@ def class_names(values: dict[str, Any]) -> list[str] | None:
     return [str(names[str(number)]) for number in range(len(names))] if names else None
 
 
-def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
-    f = Fields(values, path)
+def _family_of(fields: Fields) -> Family:
+    model_type = str(fields.values.get("model_type"))
+    if model_type in UNSUPPORTED:
+        raise ModelError(
+            f"{fields.path}: model_type = {model_type!r} is not supported: {UNSUPPORTED[model_type]}. {ON_A_SERVER}"
+        )
     try:
-        family = f.one_of("model_type", sorted(FAMILIES))
+        return FAMILIES[fields.one_of("model_type", sorted(FAMILIES))]
     except ModelError as refused:
-        raise ModelError(f"{refused}. {_ON_A_SERVER}") from None
-    f.one_of("hidden_act", ("silu", "swish"))  # two names of one function
-    hidden = f.integer("hidden_size", 1, 1 << 17)
-    heads = f.integer("num_attention_heads", 1, 1 << 12)
-    kv_heads = f.integer("num_key_value_heads", 1, 1 << 12, default=heads)
-    layers = f.integer("num_hidden_layers", 1, 1 << 12)
-    if values.get("head_dim") is None and hidden % heads:
-        raise f.refuse("num_attention_heads", f"a divisor of hidden_size = {hidden}, since there is no head_dim")
-    head_dim = f.integer("head_dim", 2, 1 << 12, default=hidden // heads)
-    if heads % kv_heads:
-        raise f.refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
-    if head_dim % 2:
-        raise f.refuse("head_dim", "an even number")
+        raise ModelError(f"{refused}. {ON_A_SERVER}") from None
+
+
+def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
+    family = _family_of(Fields(values, path))
+    f = FamilyFields(values, path)
     dtype = f.one_of("dtype" if values.get("dtype") is not None else "torch_dtype", DTYPES, default="float32")
-    max_position = f.integer("max_position_embeddings", 1, 1 << 24)
     quantization = quantization_options(path.parent, values)
-    rope = Rope.from_config(values, path, max_position)
     num_classes = None
     architectures = values.get("architectures")
     named = architectures if isinstance(architectures, list) else []
     if any(str(name).endswith("ForSequenceClassification") for name in named):
         names = class_names(values)
         num_classes = len(names) if names is not None else f.integer("num_labels", 1, 1 << 20, default=2)
-    return ModelConfig(
+    described = family.describe(f)
+    described.setdefault("norm_eps", f.number("rms_norm_eps"))
+    if "intermediate_size" not in described:
+        described["intermediate_size"] = f.integer("intermediate_size", 1, 1 << 20)
+    found = ModelConfig(
+        **described,
         vocab_size=f.integer("vocab_size", 1, 1 << 24),
-        hidden_size=hidden,
-        intermediate_size=f.integer("intermediate_size", 1, 1 << 20),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        norm_eps=f.number("rms_norm_eps"),
-        max_position=max_position,
-        rope=rope,
+        hidden_size=f.hidden,
+        num_heads=f.heads,
+        num_kv_heads=f.kv_heads,
+        head_dim=f.head_dim,
+        max_position=f.max_position,
         tie_embeddings=f.flag("tie_word_embeddings"),
+        names=family.names,
         dtype=DTYPES[dtype],
         quantization=None if quantization is None else read_format(*quantization),
         num_classes=num_classes,
-        **FAMILIES[family](f, layers),
     )
+    if family.names.is_transposed and quantization is not None:
+        raise f.refuse("quantization_config", "null, because quantized weights of this family are not supported")
+    if any(layer.is_gated and layer.activation not in GATED for layer in found.layers):
+        raise f.refuse("hidden_act", f"{' or '.join(GATED)}, for a feed-forward with a gate")
+    return found

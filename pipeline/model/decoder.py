@@ -4,7 +4,9 @@ Shape suffixes: T tokens of the step, R rows that need logits, H hidden, N query
 projection (N + 2 K), D head size.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.cache import LayerCache
-from pipeline.kernels.contract import AttentionInput, InputKernels, Kernels, Linear
+from pipeline.kernels.contract import AttentionInput, InputKernels, Kernels, Linear, Norm, Rotation
 from pipeline.kernels.memory import advise_huge_pages, on_device
 from pipeline.model.config import ModelConfig
+from pipeline.model.layer_spec import Activation
 from pipeline.model.load import LayerWeights, WeightReader
 from pipeline.weights.packed import DenseWeight
 
@@ -62,6 +65,15 @@ class KVCache:
             layer.fill(blocks, value)
 
 
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square_(),
+}
+
+
 class DecoderLayer:
     """One layer: its weights on a device, and its forward pass."""
 
@@ -75,16 +87,21 @@ class DecoderLayer:
         device: torch.device,
     ) -> None:
         self.config, self.kernels, self.index = config, kernels, index
-        self.window = config.windows[index]
-        self.softcap = 0.0
+        spec = self.spec = config.layers[index]
+        self.scale, self.window, self.softcap, self.activation = spec.scale, spec.window, spec.softcap, spec.activation
         self.sinks_N: torch.Tensor | None = None
-        self.input_norm_H = weights.input_norm_H.to(device, dtype)
-        self.post_norm_H = weights.post_norm_H.to(device, dtype)
-        self.qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None = None
-        if config.qk_norm:
-            assert weights.q_norm_D is not None
-            assert weights.k_norm_D is not None
-            self.qk_norm_D = weights.q_norm_D.to(device, dtype), weights.k_norm_D.to(device, dtype)
+        self.rope_index = config.ropes.index(spec.rope)
+
+        def on_device(norm: Norm | None) -> Norm | None:
+            return None if norm is None else norm.to(device, norm_dtype(config, dtype))
+
+        self.attn_norm, self.attn_post_norm = on_device(weights.attn_norm), on_device(weights.attn_post_norm)
+        self.mlp_norm, self.mlp_post_norm = on_device(weights.mlp_norm), on_device(weights.mlp_post_norm)
+        qk_norm = weights.qk_norm
+        if qk_norm is not None:
+            qk_norm = qk_norm[0].to(device, norm_dtype(config, dtype)), qk_norm[1].to(device, norm_dtype(config, dtype))
+        self.qk_norm_D = qk_norm if spec.qk_norm == "head" else None
+        self._full_qk_norm = qk_norm if spec.qk_norm == "full" else None
         self.qkv: Linear = kernels.prepare_linear(weights.qkv)
         self.o: Linear = kernels.prepare_linear(weights.o)
         self.gate_up: Linear = kernels.prepare_linear(weights.gate_up)
@@ -94,46 +111,71 @@ class DecoderLayer:
             linear if isinstance(linear, InputKernels) else kernels for linear in (self.qkv, self.gate_up, self.down)
         )
 
-    def write(
-        self, x_TH: Any, cos: torch.Tensor, sin: torch.Tensor, slot_mapping_T: torch.Tensor, kv: KVCache
-    ) -> torch.Tensor:
+    def write(self, x_TH: Any, rotation: Rotation, slot_mapping_T: torch.Tensor, kv: KVCache) -> torch.Tensor:
         """Write the tokens' keys and values; return their queries (T, N, D). `x_TH` comes from `before_qkv`."""
-        c = self.config
-        qkv_TMD = self.qkv(x_TH).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        cache = kv.layers[self.index]
-        return self.kernels.norm_rope_write(qkv_TMD, cos, sin, self.qk_norm_D, c.norm_eps, cache, slot_mapping_T)
+        c, cache, cos_TD2, sin_TD2 = self.config, kv.layers[self.index], rotation.cos_TD2, rotation.sin_TD2
+        qkv_TK = self.qkv(x_TH)
+        if self._full_qk_norm is not None:
+            q, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+            self.kernels.rms_norm(qkv_TK[:, :q], self._full_qk_norm[0], c.norm_eps)
+            self.kernels.rms_norm(qkv_TK[:, q : q + kv_width], self._full_qk_norm[1], c.norm_eps)
+        qkv_TMD = qkv_TK.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        q_TND = self.kernels.norm_rope_write(
+            qkv_TMD, cos_TD2, sin_TD2, self.qk_norm_D, c.norm_eps, cache, slot_mapping_T
+        )
+        return q_TND if rotation.query_scale_T11 is None else q_TND.mul_(rotation.query_scale_T11)
 
     def attend(self, q_TND: torch.Tensor, attn_metadata: AttentionInput, kv: KVCache) -> torch.Tensor:
-        cache, scale = kv.layers[self.index], self.config.head_dim**-0.5
-        o_TND = self.kernels.attention(q_TND, cache, attn_metadata, scale, self.window, self.softcap, self.sinks_N)
-        return self.o(o_TND.flatten(1))
+        cache, scores = kv.layers[self.index], (self.scale, self.window, self.softcap, self.sinks_N)
+        return self.o(self.kernels.attention(q_TND, cache, attn_metadata, *scores).flatten(1))
 
     def feed_forward(self, x_TH: Any) -> torch.Tensor:
-        return self.down(self.before_down.silu_mul(self.gate_up(x_TH)))
+        if self.spec.is_gated:
+            return self.down(self.before_down.gate_mul(self.gate_up(x_TH), self.activation))
+        return self.down(_ACTIVATIONS[self.spec.activation](self.gate_up(x_TH)))
 
     def forward(
         self,
         x_TH: torch.Tensor,
         residual_TH: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotations: Sequence[Rotation],
         attn_metadata: AttentionInput,
         kv: KVCache,
         row_R: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x and residual (T, H) after this layer, only for the tokens `row_R` if given. Keys and values are
-        written for all tokens. May write into its inputs."""
-        eps = self.config.norm_eps
-        normed_TH, residual_TH = self.before_qkv.add_rms_norm(x_TH, residual_TH, self.input_norm_H, eps)
-        q_TND = self.write(normed_TH, cos, sin, attn_metadata.slot_mapping_T, kv)
+        written for all tokens. May write into its inputs. rotations: of each rope of the model."""
+        c, rotation = self.config, rotations[self.rope_index]
+        normed_TH, residual_TH = add_norm(c, self.before_qkv, x_TH, residual_TH, self.attn_norm)
+        q_TND = self.write(normed_TH, rotation, attn_metadata.slot_mapping_T, kv)
         if row_R is not None and len(row_R) < len(q_TND):
             if len(row_R) == 0:
                 return x_TH[:0], residual_TH[:0]
             rows = on_device(row_R, q_TND.device)
             q_TND, residual_TH, attn_metadata = q_TND[rows], residual_TH[rows], attn_metadata.rows(row_R)
-        x_TH = self.attend(q_TND, attn_metadata, kv)
-        normed_TH, residual_TH = self.before_gate_up.add_rms_norm(x_TH, residual_TH, self.post_norm_H, eps)
-        return self.feed_forward(normed_TH), residual_TH
+        x_TH = self._post_norm(self.attend(q_TND, attn_metadata, kv), self.attn_post_norm)
+        normed_TH, residual_TH = add_norm(c, self.before_gate_up, x_TH, residual_TH, self.mlp_norm)
+        return self._post_norm(self.feed_forward(normed_TH), self.mlp_post_norm), residual_TH
+
+    def _post_norm(self, x_TH: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        return x_TH if norm is None else self.kernels.rms_norm(x_TH, norm.weight_H, self.config.norm_eps)
+
+
+def norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of the norms' weights. An offset is added in float32, and narrower types would round the sum."""
+    return torch.float32 if config.norm_offset else dtype
+
+
+def add_norm(
+    config: ModelConfig, kernels: InputKernels, x_TH: torch.Tensor, residual_TH: torch.Tensor, norm: Norm | None
+) -> tuple[Any, torch.Tensor]:
+    """Return the norm of residual + x, or the sum itself without a norm, and the sum. May write into its inputs."""
+    if norm is not None and config.norm_kind == "rms":
+        return kernels.add_rms_norm(x_TH, residual_TH, norm.weight_H, config.norm_eps)
+    sum_TH = residual_TH.add_(x_TH)
+    if norm is None:
+        return sum_TH, sum_TH
+    return F.layer_norm(sum_TH, sum_TH.shape[1:], norm.weight_H, norm.bias_H, config.norm_eps), sum_TH
 
 
 class Decoder:
@@ -148,11 +190,13 @@ class Decoder:
         embedding = reader.embedding()
         narrower = embedding.dtype.itemsize < dtype.itemsize  # it is widened per lookup and takes half the memory
         self.embedding_VH = embedding.to(device, embedding.dtype if narrower else dtype)
+        position = reader.position_embedding()
+        self.position_PH = None if position is None else position.to(device, dtype)
         self.layers = [
             DecoderLayer(config, index, weights, kernels, dtype, device)
             for index, weights in enumerate(reader.layers())
         ]
-        self.final_norm_H = reader.final_norm().to(device, dtype)
+        self.final_norm = reader.final_norm().to(device, norm_dtype(config, dtype))
         self.lm_head: Linear | None = None
         if reader.has_vocabulary_head:
             head = DenseWeight(embedding) if reader.ties_head else reader.lm_head()
@@ -161,15 +205,15 @@ class Decoder:
         self.class_head_CH = None if classes is None else classes.float().cpu().numpy()
         reader.finish()
         self._decode_steps = None
-        if kernels.fused_layer_loop is not None:
+        if kernels.fused_layer_loop is not None and _is_fusable(config):
             self._decode_steps = kernels.fused_layer_loop(self.layers, config.head_dim, config.norm_eps)
         self.num_widened = len(reader.widened)
 
     def forward(
         self,
         token_ids_T: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        positions_T: torch.Tensor,
+        rotations: Sequence[Rotation],
         attn_metadata: AttentionInput,
         row_R: np.ndarray,
         kv: KVCache,
@@ -177,25 +221,43 @@ class Decoder:
         """Compute the step's tokens, write their keys and values into `kv`, and return the last hidden states (R, H) of
         the tokens `row_R`.
 
-        cos and sin (T, D / 2) are the rotations of the tokens' positions. Later steps need only the keys and values of
-        the last layer, so the rest of that layer is computed for `row_R` alone.
+        rotations: of the tokens' positions, one for each rope of the model. Later steps need only the keys and values
+        of the last layer, so the rest of that layer is computed for `row_R` alone.
         """
-        k, eps = self.kernels, self.config.norm_eps
-        x_TH = F.embedding(token_ids_T, self.embedding_VH).to(self.dtype)
+        x_TH = self.embed(token_ids_T, positions_T)
         residual_TH = torch.zeros_like(x_TH)
         fused_loop = self._decode_steps
         if fused_loop is not None and len(row_R) == len(x_TH) and fused_loop.supports(attn_metadata, kv.layers):
-            fused_loop.run(x_TH, residual_TH, cos, sin, attn_metadata, kv.layers)
+            fused_loop.run(x_TH, residual_TH, rotations, attn_metadata, kv.layers)
         else:
             for layer in self.layers:
                 wanted_R = row_R if layer is self.layers[-1] else None
-                x_TH, residual_TH = layer.forward(x_TH, residual_TH, cos, sin, attn_metadata, kv, wanted_R)
+                x_TH, residual_TH = layer.forward(x_TH, residual_TH, rotations, attn_metadata, kv, wanted_R)
         if len(row_R) == 0:
             return x_TH
-        return k.add_rms_norm(x_TH, residual_TH, self.final_norm_H, eps)[0]
+        return add_norm(self.config, self.kernels, x_TH, residual_TH, self.final_norm)[0]
+
+    def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """Return the input of the first layer (T, H)."""
+        x_TH = F.embedding(token_ids_T, self.embedding_VH).to(self.dtype)
+        if self.position_PH is not None:
+            x_TH += self.position_PH[positions_T]
+        return x_TH if self.config.embedding_scale == 1.0 else x_TH.mul_(self.config.embedding_scale)
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Return logits (R, vocabulary) in the model's type; zeros if the model has no head over the vocabulary."""
         if self.lm_head is None:
             return hidden_RH.new_zeros((len(hidden_RH), self.config.vocab_size))
-        return self.lm_head(hidden_RH)
+        logits_RV, cap = self.lm_head(hidden_RH), self.config.logit_softcap
+        if self.config.logit_scale != 1.0:
+            logits_RV.mul_(self.config.logit_scale)
+        return logits_RV.div_(cap).tanh_().mul_(cap) if cap else logits_RV
+
+
+def _is_fusable(config: ModelConfig) -> bool:
+    """Return whether `FusedLayerLoop` computes such layers: with RMSNorm before attention and feed-forward, norms of
+    heads, and a gate."""
+    return config.norm_kind == "rms" and not any(
+        layer.rope.query_beta or layer.qk_norm == "full" or not layer.pre_norm or not layer.is_gated
+        for layer in config.layers
+    )

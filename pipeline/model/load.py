@@ -13,28 +13,37 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pipeline.checkpoints.file_checks import checked_file, read_json
-from pipeline.checkpoints.model_values import QUANTIZER_FILES
+from pipeline.checkpoints.quantizer_files import QUANTIZER_FILES
 from pipeline.errors import ModelError
+from pipeline.kernels.contract import Norm
 from pipeline.model.config import ModelConfig
-from pipeline.weights.packed import DenseWeight, LinearWeight, concatenate
+from pipeline.model.layer_spec import LayerSpec
+from pipeline.model.rotation import rotary_order
+from pipeline.weights.packed import DenseWeight, LinearWeight, concatenate, select_outputs
 from pipeline.weights.tensor_reader import FLOATS, StoredLinear
 
-DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "attn.bias", "attn.masked_bias")
 CPU = torch.device("cpu")
-HEAD = "lm_head.weight"
+# Prefixes of the decoder's tensors and of the head, the first one found. Checkpoints made for embeddings may have none.
+PREFIXES = {"model.": "", "model.language_model.": "", "language_model.model.": "language_model.", "transformer.": "",
+            "": ""}  # fmt: skip
+IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 PLAIN_NAME = re.compile(r"[\w.+=@ ()-]+\.safetensors")
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    input_norm_H: torch.Tensor
+    """Weights of a layer. qk_norm: of queries and keys, per head or over all heads."""
+
     qkv: LinearWeight
-    q_norm_D: torch.Tensor | None
-    k_norm_D: torch.Tensor | None
     o: LinearWeight
-    post_norm_H: torch.Tensor
     gate_up: LinearWeight
     down: LinearWeight
+    attn_norm: Norm | None
+    attn_post_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_post_norm: Norm | None
+    qk_norm: tuple[torch.Tensor, torch.Tensor] | None
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -121,6 +130,10 @@ class Checkpoint:
         """Exempt this tensor from the check of `finish`."""
         self.left.discard(name)
 
+    def skip_parts(self, prefixes: tuple[str, ...]) -> None:
+        """Exempt tensors whose names begin so from the check of `finish`."""
+        self.left -= {name for name in self.left if name.startswith(prefixes)}
+
     def holds_copy(self, name: str, other: str) -> bool:
         """Return whether two tensors have the same type, shape and values. Reads both."""
         one, two = self._stored(name), self._stored(other)
@@ -156,33 +169,42 @@ class WeightReader:
             unused=config.quantization.unused if config.quantization is not None else (),
             device=device,
         )
-        # Checkpoints made for embeddings may contain the decoder alone, under shorter names.
-        is_bare = "model.embed_tokens.weight" not in self.checkpoint and "embed_tokens.weight" in self.checkpoint
-        self.prefix = "" if is_bare else "model."
+        embedding = f"{config.names.embedding}.weight"
+        found = (prefix for prefix in PREFIXES if f"{prefix}{embedding}" in self.checkpoint)
+        self.prefix = next(found, "model.")
         """Prefix of the names of the decoder's tensors."""
-        self.embedding_name = f"{self.prefix}embed_tokens.weight"
-        self._head_names = {name for name in self.checkpoint.left if name.startswith("lm_head.")}
+        self.embedding_name = f"{self.prefix}{embedding}"
+        self.head_name = f"{PREFIXES[self.prefix]}lm_head"
+        if self.prefix not in ("model.", ""):
+            self.checkpoint.skip_parts(IMAGE_PARTS)
+        self._head_names = {name for name in self.checkpoint.left if name.startswith(f"{self.head_name}.")}
         self.ties_head = config.tie_embeddings and self._ties_head()
         """True if the output embedding is the input embedding. If config.json ties them, the checkpoint may still
         contain a different output embedding, as merged fine-tunes do, which is then used; or the output embedding only.
         """
 
     def _ties_head(self) -> bool:
-        if self._head_names != {HEAD}:
+        head = f"{self.head_name}.weight"
+        if self._head_names != {head}:
             return not self._head_names  # several tensors: the head is quantized
         if self.config.num_classes is None and self.embedding_name not in self.checkpoint:
-            self.embedding_name = HEAD
-        elif self.config.num_classes is None and not self.checkpoint.holds_copy(HEAD, self.embedding_name):
+            self.embedding_name = head
+        elif self.config.num_classes is None and not self.checkpoint.holds_copy(head, self.embedding_name):
             return False
         else:
-            self.checkpoint.skip(HEAD)
+            self.checkpoint.skip(head)
         return True
 
     def embedding(self) -> torch.Tensor:
         return self._copied(self.embedding_name, (self.config.vocab_size, self.config.hidden_size))
 
-    def final_norm(self) -> torch.Tensor:
-        return self._copied(f"{self.prefix}norm.weight", (self.config.hidden_size,))
+    def position_embedding(self) -> torch.Tensor | None:
+        """Read the table of learned positions (P, H); None if the model has none."""
+        name, shape = self.config.names.position, (self.config.max_position, self.config.hidden_size)
+        return self._copied(f"{self.prefix}{name}.weight", shape) if name else None
+
+    def final_norm(self) -> Norm:
+        return self._norm(f"{self.prefix}{self.config.names.final_norm}")
 
     @property
     def has_vocabulary_head(self) -> bool:
@@ -196,10 +218,11 @@ class WeightReader:
         """Read the untied output embedding."""
         if not self._head_names:
             raise ModelError(
-                f"{self.checkpoint.folder}: tensor {HEAD} is missing from the checkpoint, and config.json does not tie "
-                "the output embedding to the input embedding; if it should, set tie_word_embeddings: true there"
+                f"{self.checkpoint.folder}: tensor {self.head_name}.weight is missing from the checkpoint, and "
+                "config.json does not tie the output embedding to the input embedding; if it should, set "
+                "tie_word_embeddings: true there"
             )
-        return self._linear("lm_head", (self.config.vocab_size, self.config.hidden_size), bias=False)
+        return self._linear(self.head_name, (self.config.vocab_size, self.config.hidden_size), bias=False)
 
     def class_head(self) -> torch.Tensor | None:
         """Read the classification head (classes, H); None if the model has none."""
@@ -207,25 +230,47 @@ class WeightReader:
         return None if classes is None else self._copied("score.weight", (classes, self.config.hidden_size))
 
     def layers(self) -> Iterator[LayerWeights]:
-        c = self.config
-        h, f = c.hidden_size, c.intermediate_size
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        for layer in range(c.num_layers):
-            p = f"{self.prefix}layers.{layer}"
-            a, m = f"{p}.self_attn", f"{p}.mlp"
-            read = self._copied
+        names = self.config.names
+        for index, spec in enumerate(self.config.layers):
+            prefix = f"{self.prefix}{names.layer.format(index)}"
+            linears = self.config.linears(index)
+            order_D = rotary_order(spec.rope, self.config.head_dim)
+            qkv = self._fused(linears["qkv"], spec.qkv_bias)
             yield LayerWeights(
-                input_norm_H=read(f"{p}.input_layernorm.weight", (h,)),
-                qkv=self._fused(
-                    [(f"{a}.q_proj", (q, h)), (f"{a}.k_proj", (kv, h)), (f"{a}.v_proj", (kv, h))], c.qkv_bias
-                ),
-                q_norm_D=read(f"{a}.q_norm.weight", (c.head_dim,)) if c.qk_norm else None,
-                k_norm_D=read(f"{a}.k_norm.weight", (c.head_dim,)) if c.qk_norm else None,
-                o=self._linear(f"{a}.o_proj", (h, q), c.o_bias),
-                post_norm_H=read(f"{p}.post_attention_layernorm.weight", (h,)),
-                gate_up=self._fused([(f"{m}.gate_proj", (f, h)), (f"{m}.up_proj", (f, h))], c.mlp_bias),
-                down=self._linear(f"{m}.down_proj", (h, f), c.mlp_bias),
+                qkv=qkv if order_D is None else select_outputs(qkv, self._rotary_rows(order_D, qkv.out_features)),
+                o=self._fused(linears["o"], spec.o_bias),
+                gate_up=self._fused(linears["gate_up"], spec.mlp_bias),
+                down=self._fused(linears["down"], spec.mlp_bias),
+                attn_norm=self._norm(f"{prefix}{names.attn_norm}") if spec.pre_norm else None,
+                attn_post_norm=self._norm(f"{prefix}{names.attn_post_norm}") if spec.post_norm else None,
+                mlp_norm=self._norm(f"{prefix}{names.mlp_norm}") if spec.pre_norm else None,
+                mlp_post_norm=self._norm(f"{prefix}{names.mlp_post_norm}") if spec.post_norm else None,
+                qk_norm=self._qk_norm(prefix, spec, order_D),
             )
+
+    def _rotary_rows(self, order_D: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Return the rows of the fused q, k, v with the values of each query and key head in this order."""
+        c = self.config
+        rows_MD = torch.arange(num_rows).view(-1, c.head_dim)
+        rows_MD[: c.num_heads + c.num_kv_heads] = rows_MD[: c.num_heads + c.num_kv_heads, order_D]
+        return rows_MD.flatten().to(self.checkpoint.device)
+
+    def _qk_norm(
+        self, prefix: str, spec: LayerSpec, order_D: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        c, sizes = self.config, (1, 1)
+        if spec.qk_norm == "none":
+            return None
+        if spec.qk_norm == "full":
+            sizes = c.num_heads, c.num_kv_heads
+        names = c.names.q_norm, c.names.k_norm
+        q_norm, k_norm = (
+            self._norm(f"{prefix}{name}", c.head_dim * size).weight_H for name, size in zip(names, sizes, strict=True)
+        )
+        if order_D is None:
+            return q_norm, k_norm
+        q_norm, k_norm = (norm.view(-1, c.head_dim)[:, order_D].flatten() for norm in (q_norm, k_norm))
+        return q_norm, k_norm
 
     def finish(self) -> None:
         self.checkpoint.finish()
@@ -236,8 +281,19 @@ class WeightReader:
         stored = self.checkpoint.read_float(name, shape)
         return stored.clone() if stored.device == CPU else stored
 
-    def _fused(self, parts: list[tuple[str, tuple[int, int]]], bias: bool) -> LinearWeight:
-        weights = [self._linear(name, shape, bias) for name, shape in parts]
+    def _norm(self, name: str, width: int | None = None) -> Norm:
+        """Read a norm; its weight is in float32 if an offset is added, which narrower types would round."""
+        width = self.config.hidden_size if width is None else width
+        weight_H = self._copied(f"{name}.weight", (width,))
+        if self.config.norm_offset:
+            weight_H = weight_H.float() + self.config.norm_offset
+        is_layer_norm = self.config.norm_kind == "layer"
+        return Norm(weight_H, self._copied(f"{name}.bias", (width,)) if is_layer_norm else None)
+
+    def _fused(self, parts: list[tuple[str, int, int]], bias: bool) -> LinearWeight:
+        weights = [self._linear(f"{self.prefix}{name}", (rows, inputs), bias) for name, rows, inputs in parts]
+        if len(weights) == 1:
+            return weights[0]
         fused = concatenate(weights)
         if isinstance(fused, DenseWeight) and not all(isinstance(weight, DenseWeight) for weight in weights):
             self.widened.append(parts[0][0])
@@ -245,6 +301,9 @@ class WeightReader:
 
     def _linear(self, prefix: str, shape_NK: tuple[int, int], bias: bool) -> LinearWeight:
         bias_N = self._copied(f"{prefix}.bias", shape_NK[:1]) if bias else None
+        if self.config.names.is_transposed and prefix != self.head_name:
+            stored_KN = self.checkpoint.read_float(f"{prefix}.weight", shape_NK[::-1])
+            return DenseWeight(stored_KN.t().contiguous(), bias_N)
         linear, quantization = StoredLinear(prefix, shape_NK, self.checkpoint, bias_N), self.config.quantization
         return linear.dense() if quantization is None else quantization.read_linear(linear)
 

@@ -16,38 +16,41 @@ from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig
 from pipeline.model.decoder import DecoderLayer, KVCache
 from pipeline.model.load import LayerWeights
+from pipeline.model.rotation import RotationTables
 from pipeline.quantize.gptq import SecondMoments
 
 BLOCK_SIZE = 16  # of the KV cache of one text
 
-FUSED = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""Names of the linears of a layer that share an input, by their field of `LayerWeights`."""
+LINEARS = ("qkv", "o", "gate_up", "down")
+"""Linears of a layer, by their fields of `LayerWeights`."""
 
 
 class Calibration:
     """Hidden states of all texts before the next layer, in float32."""
 
     def __init__(
-        self, config: ModelConfig, embedding_VH: torch.Tensor, texts: Sequence[Sequence[int]], device: torch.device
+        self,
+        config: ModelConfig,
+        embedding_VH: torch.Tensor,
+        position_PH: torch.Tensor | None,
+        texts: Sequence[Sequence[int]],
+        device: torch.device,
     ) -> None:
         self._config, self._device = config, device
         self._kernels = select_kernels(device, torch.float32)
         longest = max(map(len, texts))
-        cos_PD2, sin_PD2 = config.rope.tables(config.head_dim, longest)
-        self._cos_PD2, self._sin_PD2 = cos_PD2.to(device), sin_PD2.to(device)
-        one = replace(config, num_layers=1, windows=config.windows[:1])
+        self._longest = longest
+        one = replace(config, layers=config.layers[:1])
         self._kv = KVCache.allocate(one, -(-longest // BLOCK_SIZE), BLOCK_SIZE, torch.float32, device)
-        self._hidden_TH = [F.embedding(torch.tensor(ids), embedding_VH).float() for ids in texts]
+        scale = config.embedding_scale
+        self._hidden_TH = [F.embedding(torch.tensor(ids), embedding_VH).float() * scale for ids in texts]
+        if position_PH is not None:
+            self._hidden_TH = [hidden_TH + position_PH[: len(hidden_TH)].float() for hidden_TH in self._hidden_TH]
 
     def moments(self, index: int, weights: LayerWeights) -> dict[str, torch.Tensor]:
-        """Return the second moments of the inputs of each fused linear of the layer (`FUSED`), over all texts."""
+        """Return the second moments of the inputs of each of the layer's LINEARS, over all texts."""
         layer = self._layer(index, weights)
-        moments_of = {name: SecondMoments() for name in FUSED}
+        moments_of = {name: SecondMoments() for name in LINEARS}
         for name, moments in moments_of.items():
             setattr(layer, name, _recording(getattr(layer, name), moments))
         for _ in self._outputs(layer):
@@ -59,17 +62,19 @@ class Calibration:
         self._hidden_TH = list(self._outputs(self._layer(index, weights)))
 
     def _layer(self, index: int, weights: LayerWeights) -> DecoderLayer:
-        one = replace(self._config, num_layers=1, windows=(self._config.windows[index],))
+        one = replace(self._config, layers=(self._config.layers[index],))
         return DecoderLayer(one, 0, weights, self._kernels, torch.float32, self._device)
 
     @torch.inference_mode()
     def _outputs(self, layer: DecoderLayer) -> Iterator[torch.Tensor]:
+        config = layer.config
+        tables = RotationTables(config.ropes, config.head_dim, self._longest, self._device)
         for hidden_TH in self._hidden_TH:
             length = len(hidden_TH)
             attn_metadata = AttentionInput.one_sequence(length, BLOCK_SIZE, self._device)
             x_TH = hidden_TH.to(self._device, copy=True)  # a layer may write into its inputs
-            cos_TD2, sin_TD2 = self._cos_PD2[:length], self._sin_PD2[:length]
-            x_TH, residual_TH = layer.forward(x_TH, torch.zeros_like(x_TH), cos_TD2, sin_TD2, attn_metadata, self._kv)
+            rotations = tables.at(torch.arange(length, device=self._device))
+            x_TH, residual_TH = layer.forward(x_TH, torch.zeros_like(x_TH), rotations, attn_metadata, self._kv)
             yield (x_TH + residual_TH).cpu()
 
 

@@ -17,9 +17,9 @@ from pipeline.formatting import Remaining
 from pipeline.kernels.select import keep_cpu_kernels_in
 from pipeline.machine.caches import cpu_kernel_folder
 from pipeline.model.config import ModelConfig
-from pipeline.model.load import DERIVED, HEAD, LayerWeights, WeightReader
+from pipeline.model.load import DERIVED, LayerWeights, WeightReader
 from pipeline.quantize import layouts
-from pipeline.quantize.calibration import FUSED, Calibration
+from pipeline.quantize.calibration import Calibration
 from pipeline.quantize.checkpoint_writer import CheckpointWriter
 from pipeline.quantize.gptq import gptq
 from pipeline.quantize.grid import FloatLinear, IntLinear, round_to_nearest, to_float8
@@ -39,13 +39,6 @@ class LayerWriter:
         self._recipe, self._output, self._log = recipe, output, log
         num_files = config.num_layers + 1
         self._files = [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
-        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self._rows = {
-            "qkv": (heads, kv_heads, kv_heads),
-            "o": (config.hidden_size,),
-            "gate_up": (config.intermediate_size,) * 2,
-            "down": (config.hidden_size,),
-        }
 
     def run(self, texts: Sequence[Sequence[int]], device: torch.device) -> None:
         done = sum(self._output.has(name) for name in self._files[:-1])
@@ -56,7 +49,7 @@ class LayerWriter:
         calibration = None
         if self._recipe.method == "gptq":
             keep_cpu_kernels_in(cpu_kernel_folder(log=self._log))
-            calibration = Calibration(self._config, embedding_VH, texts, device)
+            calibration = Calibration(self._config, embedding_VH, self._reader.position_embedding(), texts, device)
         for index, weights in enumerate(self._reader.layers()):
             linears = self._layer(index, weights, calibration, device)
             if calibration is not None and index + 1 < self._config.num_layers:
@@ -73,17 +66,18 @@ class LayerWriter:
         if self._output.has(self._files[index]):
             return self._read_back(index, weights) if calibration is not None else {}
         moments = {} if calibration is None else calibration.moments(index, weights)
-        prefix = f"{self._reader.prefix}layers.{index}."
-        replaced = {f"{prefix}{name}.weight" for names in FUSED.values() for name in names}
-        kept = [n for n in self._reader.checkpoint.home if n.startswith(prefix) and n not in replaced]
+        prefix, parts_of = self._reader.prefix, self._config.linears(index)
+        replaced = {f"{prefix}{name}.weight" for parts in parts_of.values() for name, _, _ in parts}
+        layer = f"{prefix}{self._config.names.layer.format(index)}"
+        kept = [n for n in self._reader.checkpoint.home if n.startswith(layer) and n not in replaced]
         tensors = {name: self._reader.checkpoint.read(name) for name in kept if not name.endswith(DERIVED)}
         values: dict[str, torch.Tensor] = {}
-        for field, names in FUSED.items():
+        for field, parts in parts_of.items():
             weight = getattr(weights, field)
             assert isinstance(weight, DenseWeight)
             linear = self._quantized(weight.weight_NK.to(device), moments.pop(field, None))
-            ends = np.cumsum(self._rows[field]).tolist()
-            for name, start, stop in zip(names, [0, *ends], ends):
+            ends = np.cumsum([rows for _, rows, _ in parts]).tolist()
+            for (name, _, _), start, stop in zip(parts, [0, *ends], ends):
                 stored = self._stored(linear.rows(start, stop))
                 tensors |= {f"{prefix}{name}.{suffix}": tensor for suffix, tensor in stored.items()}
             if calibration is not None and isinstance(linear, IntLinear):
@@ -109,9 +103,9 @@ class LayerWriter:
         form = GptqFormat.from_config(self._recipe.quantization_config(), self._output.partial / "config.json")
         written = _Written(self._output.partial / self._files[index])
         values = {}
-        for field, names in FUSED.items():
-            shapes = [(rows, getattr(weights, field).in_features) for rows in self._rows[field]]
-            prefixes = [f"{self._reader.prefix}layers.{index}.{name}" for name in names]
+        for field, parts in self._config.linears(index).items():
+            shapes = [(rows, inputs) for _, rows, inputs in parts]
+            prefixes = [f"{self._reader.prefix}{name}" for name, _, _ in parts]
             biases = [written.read(f"{p}.bias") if f"{p}.bias" in written else None for p in prefixes]
             stored = [StoredLinear(p, shape, written, bias) for p, shape, bias in zip(prefixes, shapes, biases)]
             read = [form.read_linear(linear) for linear in stored]
@@ -121,14 +115,16 @@ class LayerWriter:
     def _rest(self) -> None:
         """Write embeddings, the last norm and the head unchanged."""
         self._reader.final_norm()
+        self._reader.position_embedding()
         self._reader.class_head()
         if self._reader.has_vocabulary_head and not self._reader.ties_head:
             self._reader.lm_head()
         self._reader.finish()
         checkpoint = self._reader.checkpoint
-        has_copy = self._reader.ties_head and self._reader.embedding_name != HEAD
-        dropped = (*DERIVED, HEAD) if has_copy else DERIVED
-        layers = f"{self._reader.prefix}layers."
+        head = f"{self._reader.head_name}.weight"
+        has_copy = self._reader.ties_head and self._reader.embedding_name != head
+        dropped = (*DERIVED, head) if has_copy else DERIVED
+        layers = f"{self._reader.prefix}{self._config.names.layer.partition('{')[0]}"
         names = [n for n in checkpoint.home if not n.startswith(layers) and not n.endswith(dropped)]
         self._output.write(self._files[-1], {name: checkpoint.read(name) for name in names})
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.checkpoints.model_values import model_values, quantization_options
+from pipeline.checkpoints.quantizer_files import quantization_options
 from pipeline.errors import ConfigError, ModelError
 from pipeline.model.config import ModelConfig, read_config
+from pipeline.model.families import model_values
 from pipeline.model.load import as_stored
 from pipeline.quantize import layouts
 from pipeline.quantize.gptq import DAMPING
@@ -58,7 +59,10 @@ def check_plain(source: Path) -> ModelConfig:
             f"{source}: is already quantized ({options.get('quant_method') or 'quantization_config'} in {path.name}); "
             "use the 16- or 32-bit checkpoint that it was made from"
         )
-    return as_stored(read_config(source), source)
+    config = as_stored(read_config(source), source)
+    if config.names.is_transposed or any(layer.rope.rotary_dim for layer in config.layers):
+        raise ModelError(f"{source}: models of this family cannot be quantized here yet; serve the 16-bit checkpoint")
+    return config
 
 
 def check_shapes(source: Path, config: ModelConfig, recipe: Recipe) -> None:

@@ -29,8 +29,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Estimate(JsonRecord):
-    """Estimate for the rows that remained after `runs_before` runs. phases_us: expected machine time. hourly_usd: None
-    if the job declares no price. speeds_from, lengths_from: sources, for display."""
+    """Estimate for the rows that remained after `runs_before` runs. phases_us: expected machine time. hourly_usd,
+    usd_per_million: declared prices, as in `RunRecord`. speeds_from, lengths_from: sources, for display."""
 
     made_at: str
     runs_before: int
@@ -46,10 +46,19 @@ class Estimate(JsonRecord):
     lengths_from: str = ""
     actors: int = 1
     job: str = ""  # digest of the job's identity without dates
+    usd_per_million: dict[str, float] = field(default_factory=dict)
 
     @property
     def usd(self) -> Interval | None:
-        return None if self.hourly_usd is None else self.machine_us.times(self.hourly_usd / 3.6e9)
+        """Price of the machine time and of a server's tokens; None without a declared price."""
+        if self.hourly_usd is None and not self.usd_per_million:
+            return None
+        usd, prices = self.machine_us.times((self.hourly_usd or 0.0) / 3.6e9), self.usd_per_million
+        if prices:
+            cached = self.cached_tokens * prices["cached_input"] / 1e6
+            usd += self.prompt_tokens.times(prices["input"] / 1e6) + Interval(cached, cached, cached)
+            usd += self.generated_tokens.times(prices["output"] / 1e6)
+        return usd
 
 
 @dataclass(frozen=True)
@@ -110,5 +119,6 @@ def compare(
         Compared.from_values("wall_us", estimate.wall_us.expected, sum(run.wall_us for run in since)),
     ]
     if estimate.usd is not None:
-        lines.append(Compared.from_values("usd", estimate.usd.expected, sum(run.usd(run.machine_us) for run in since)))
+        actual = sum(run.usd(run.machine_us) + sum(run.token_usd()) for run in since)
+        lines.append(Compared.from_values("usd", estimate.usd.expected, actual))
     return EstimateAndActual(estimate, tuple(lines))

@@ -8,6 +8,7 @@ result is a lower bound; with the shares of `shares.py` it is a prediction.
 S: sequences of a step.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -21,7 +22,7 @@ SCALE_BYTES = 4.0  # per vector in an fp8 KV cache, or per group of fp8 weights
 
 @dataclass(frozen=True)
 class DecoderSize:
-    """Sizes of a decoder that determine its cost."""
+    """Sizes of a decoder that determine its cost. windows: keys that a query of each layer sees; None: all."""
 
     hidden: int
     intermediate: int
@@ -30,6 +31,8 @@ class DecoderSize:
     kv_heads: int
     head_dim: int
     vocab: int
+    is_gated: bool = True
+    windows: tuple[int | None, ...] = ()
 
     def linears(self) -> list[tuple[str, int, int]]:
         """Return name, inputs and outputs of a layer's linears as they are run: q, k, v fused, and gate, up fused."""
@@ -37,9 +40,13 @@ class DecoderSize:
         return [
             ("qkv", self.hidden, q + 2 * kv),
             ("o", q, self.hidden),
-            ("gate_up", self.hidden, 2 * self.intermediate),
+            ("gate_up", self.hidden, (1 + self.is_gated) * self.intermediate),
             ("down", self.intermediate, self.hidden),
         ]
+
+    def window_counts(self) -> dict[int | None, int]:
+        """Return the number of layers for each window."""
+        return Counter(self.windows or (None,) * self.layers)
 
     @property
     def linear_parameters(self) -> int:
@@ -160,11 +167,22 @@ class StepLoad:
     def num_tokens(self) -> int:
         return int(self.count_S.sum())
 
-    @property
-    def seen_keys(self) -> float:
-        """Number of pairs of a query and a key it sees, the same in every head and layer."""
-        count_S, context_S = self.count_S.astype(np.float64), self.context_S.astype(np.float64)
-        return float((count_S * context_S - count_S * (count_S - 1) / 2).sum())
+    def seen_keys(self, window: int | None = None) -> float:
+        """Return the number of pairs of a query and a key that it sees, the same in every head of a layer."""
+        return float((seen_keys(self.context_S, window) - seen_keys(self.context_S - self.count_S, window)).sum())
+
+    def read_tokens(self, window: int | None = None) -> float:
+        """Return the tokens whose keys and values a layer reads. Layers with a window read shared ones repeatedly."""
+        if window is None:
+            return float(self.context_S.sum()) - self.spared_tokens
+        return float(np.minimum(self.context_S, window + self.count_S - 1).sum())
+
+
+def seen_keys(num_tokens: np.ndarray, window: int | None = None) -> np.ndarray:
+    """Return the number of pairs of a query and a key that it sees, for the first `num_tokens` tokens of a sequence."""
+    tokens = num_tokens.astype(np.float64)
+    inside = tokens if window is None else np.minimum(tokens, window)
+    return inside * (inside + 1) / 2 + (tokens - inside) * inside
 
 
 @dataclass(frozen=True)
@@ -215,16 +233,19 @@ def step_seconds(
 ) -> StepSeconds:
     """Return the minimum time of a step on a card. kv_value_bytes: bytes of one number in the KV cache (1 in fp8).
 
-    The keys and values of each context are read once per layer, whatever the number of its queries, except spared ones;
-    those of the step's tokens are written.
+    The keys and values that a context's queries see are read once per layer, whatever the number of queries, except
+    spared ones; those of the step's tokens are written.
     """
     reached, num_tokens = card.reached, step.num_tokens
     linears_s = size.layers * sum(
         min(linear_seconds(num_tokens, inputs, outputs, weights, card).values())
         for _, inputs, outputs in size.linears()
     )
-    attention_flops = 4.0 * size.layers * size.heads * size.head_dim * step.seen_keys
-    kv_bytes = size.kv_bytes_per_token(kv_value_bytes) * (float(step.context_S.sum()) - step.spared_tokens + num_tokens)
+    windows = size.window_counts()
+    keys = sum(layers * step.seen_keys(window) for window, layers in windows.items())
+    attention_flops = 4.0 * size.heads * size.head_dim * keys
+    moved_tokens = sum(layers * (step.read_tokens(window) + num_tokens) for window, layers in windows.items())
+    kv_bytes = size.kv_bytes_per_token(kv_value_bytes) / size.layers * moved_tokens
     head_s = 0.0
     if step.num_rows:
         head_s = linear_seconds(step.num_rows, size.hidden, size.vocab, DENSE, card)["dense"]

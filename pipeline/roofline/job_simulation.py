@@ -19,6 +19,7 @@ from pipeline.roofline.cost_model import (
     StepLoad,
     StepSeconds,
     Weights,
+    seen_keys,
     step_seconds,
 )
 
@@ -228,9 +229,12 @@ def simulate_job(
 def job_flops(requests: Sequence[RequestTokens], size: DecoderSize, cached_tokens: int = 0) -> float:
     """Return the operations of a job's products. cached_tokens: prompt tokens found in the cache, spread evenly."""
     computed = sum(n.prompt + n.output - 1 for n in requests) - cached_tokens
-    cached = cached_tokens / len(requests)
-    keys = sum((n.prompt + n.output) * (n.prompt + n.output - 1) / 2 - cached * (cached + 1) / 2 for n in requests)
-    attention = 4.0 * size.layers * size.heads * size.head_dim * keys
+    last, cached = np.array([n.prompt + n.output - 1 for n in requests]), np.array(cached_tokens / len(requests))
+    keys = sum(
+        layers * (seen_keys(last, window) - seen_keys(cached, window)).sum()
+        for window, layers in size.window_counts().items()
+    )
+    attention = 4.0 * size.heads * size.head_dim * float(keys)
     head = 2.0 * size.head_parameters * sum(n.output for n in requests)
     return 2.0 * size.linear_parameters * computed + head + attention
 
@@ -247,6 +251,11 @@ def job_bytes(
     keys and values that each generated token sees. A prefix that all requests share is read once per step."""
     step_bytes = size.linear_parameters * weights.read_bytes + size.head_parameters * DENSE_BYTES
     decoded = sum(n.output - 1 for n in requests)
-    contexts = sum((n.output - 1) * n.prompt + n.output * (n.output - 1) / 2 for n in requests)
-    contexts -= shared_prefix * max(decoded - num_steps, 0)
-    return num_steps * step_bytes + size.kv_bytes_per_token(kv_value_bytes) * contexts
+    prompt = np.array([n.prompt for n in requests])
+    last = np.array([n.prompt + n.output - 1 for n in requests])
+    spared = shared_prefix * max(decoded - num_steps, 0)
+    contexts = sum(
+        layers * ((seen_keys(last, window) - seen_keys(prompt, window)).sum() - (spared if window is None else 0))
+        for window, layers in size.window_counts().items()
+    )
+    return num_steps * step_bytes + size.kv_bytes_per_token(kv_value_bytes) / size.layers * float(contexts)

@@ -43,6 +43,22 @@ READERS: dict[str, Callable[[dict[str, Any], Path], QuantFormat]] = {
 """Constructors of formats from their options, by quant_method."""
 
 
+_REFUSED = {
+    "squeezellm": "SqueezeLLM stores a table of values per output, and outliers as a sparse matrix",
+    "quip": "QuIP rotates inputs and outputs of each linear",
+    "quip_sharp": "QuIP# rotates inputs and outputs of each linear, and stores vectors of a lattice codebook",
+    "aqlm": "AQLM stores sums of vectors of learned codebooks",
+    "vptq": "VPTQ stores vectors of learned codebooks",
+    "hqq": "HQQ stores zero points as floats",
+    "bitsandbytes": "bitsandbytes has layouts of its own; for nf4 quantize at load, with `model.quantization: nf4`",
+    "eetq": "EETQ stores int8 in the order of its GPU kernel",
+    "exl2": "EXL2 mixes 2 to 8 bits in a linear",
+    "exl3": "EXL3 stores trellis codes",
+    "mxfp4": "MXFP4 stores 4-bit floats with a scale per 32 inputs",
+}
+"""What each format is, by quant_method, of those without a reader."""
+
+
 def is_int4(quantization: QuantFormat | None) -> bool:
     """Return whether linears are 4-bit integers, for which there are kernels. nf4 has 4 bits, but no integers."""
     is_codebook = isinstance(quantization, RoundToNearest) and quantization.method == "nf4"
@@ -53,8 +69,10 @@ def read_format(config: dict[str, Any], path: Path) -> QuantFormat:
     """Return the format of the `quantization_config` in `path`. Raises ModelError for an unsupported one."""
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in READERS:
+        reason = f": {_REFUSED[method]}" if isinstance(method, str) and method in _REFUSED else ""
         raise ModelError(
-            f"{path}: quantization_config.quant_method = {method!r:.200} is not supported; expected one of "
-            f"{', '.join(READERS)}, or a 16- or 32-bit checkpoint, which model.quantization can quantize at load"
+            f"{path}: quantization_config.quant_method = {method!r:.200} is not supported{reason}; expected one of "
+            f"{', '.join(READERS)}, or a 16- or 32-bit checkpoint, which `model.quantization: int4-rtn` quantizes at "
+            "load, and `pipeline quantize` into a new checkpoint"
         )
     return READERS[method](config, path)

@@ -148,6 +148,21 @@ def concatenate(parts: list[LinearWeight]) -> LinearWeight:
     return fused or DenseWeight(torch.cat([p.dequantize(torch.float32) for p in parts]), bias_N)
 
 
+def select_outputs(weight: LinearWeight, row_N: torch.Tensor) -> LinearWeight:
+    """Return the linear of these outputs (int64), in this order."""
+    bias_N = None if weight.bias_N is None else weight.bias_N[row_N]
+    if isinstance(weight, DenseWeight):
+        return DenseWeight(weight.weight_NK[row_N], bias_N)
+    if isinstance(weight, Fp8Weight):
+        value_NK = weight.value_NK.view(torch.uint8)[row_N].view(weight.value_NK.dtype)
+        return Fp8Weight(value_NK, weight.scales_NG[row_N], (1, weight.block[1]), bias_N)
+    if isinstance(weight, CodebookWeight):
+        codes_NK, scales_NG = weight.code_NK[row_N], weight.scales_NG[row_N]
+        return CodebookWeight(codes_NK, scales_NG, weight.codebook_C, weight.group_size, bias_N)
+    values = weight.q_NK[row_N], weight.scales_NG[row_N], weight.zeros_NG[row_N]
+    return GroupIntWeight(*values, weight.group_size, bias_N, weight.bits, weight.input_order_K)
+
+
 def _fused_groups(parts: list[LinearWeight], bias_N: torch.Tensor | None) -> GroupIntWeight | None:
     groups = [p for p in parts if isinstance(p, GroupIntWeight)]
     if len(groups) < len(parts) or len({(p.bits, p.group_size) for p in groups}) > 1:

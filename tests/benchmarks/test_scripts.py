@@ -24,6 +24,7 @@ TINY = {
     "ladder": "--requests 4 --batch 2 --rounds 1 --output-tokens 2-6 --dtype float32",
     "plan": "--scale 1 --files 2 --rows-per-file 1000 --parts-per-window 2",
     "scheduler": "--sequences 8 --steps 2 --rounds 1",
+    "server_window": "--slots 4 --turns 2 --token-ms 1",
     "simulate admission": "--rows 16 --max-num-seqs 8 --kv-share 1",
     "simulate schedule": "--model qwen3-0.6b --card l4 --requests shared --smaller 64",
     "simulate pools": "--actors 1,2 --in-flight 1 --rows 20",

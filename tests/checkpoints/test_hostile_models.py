@@ -290,7 +290,7 @@ def test_fault_42_values_that_do_not_belong_to_the_weights_name_the_tensor(folde
     for key, value, tensor in (
         ("vocab_size", 1 << 24, "embed_tokens"),
         ("hidden_size", 1 << 16, "embed_tokens"),
-        ("num_hidden_layers", 4096, r"layers\.2\.input_layernorm"),
+        ("num_hidden_layers", 4096, r"layers\.2\.self_attn"),
         ("num_attention_heads", 4, "q_proj"),
         ("intermediate_size", 1 << 20, "gate_proj"),
     ):
@@ -305,7 +305,7 @@ def test_fault_42_a_context_of_millions_allocates_only_used_memory(folder: Path)
     edit_config(folder, max_position_embeddings=1 << 24)
     with float32_engine(folder, max_model_len=None, kv_cache_memory_bytes=1 << 20) as engine:
         assert engine.max_model_len == engine.pool.num_blocks * engine.pool.block_size < 10_000
-        assert len(engine.runner.cos_PD2) == engine.max_model_len  # type: ignore[attr-defined]
+        assert engine.runner.rotations.num_positions == engine.max_model_len  # type: ignore[attr-defined]
         assert engine.generate([[1, 2]], greedy(2))[0].error is None
 
 

@@ -16,8 +16,8 @@ from pipeline.roofline.job_simulation import RequestTokens
 
 CARDS = {card.name: card for card in load_cards()}
 DEMO = read_config(Path("pipeline/demo/models/target"))
-EIGHT_B = replace(DEMO, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, num_kv_heads=8,
-                  head_dim=128, vocab_size=151_936)  # fmt: skip
+EIGHT_B = replace(DEMO, hidden_size=4096, intermediate_size=12288, layers=DEMO.layers[:1] * 36, num_heads=32,
+                  num_kv_heads=8, head_dim=128, vocab_size=151_936)  # fmt: skip
 REQUESTS = [RequestTokens(500, 100)] * 300
 
 
@@ -34,7 +34,7 @@ def test_the_data_sheet_is_faster_than_the_expectation_and_a_fast_card_than_a_sl
 
 
 def test_missing_memory_and_missing_features_are_reported(job):
-    huge = replace(EIGHT_B, num_layers=400)
+    huge = replace(EIGHT_B, layers=DEMO.layers[:1] * 400)
     assert on_card(CARDS["L4"], huge, job, REQUESTS).lacks == "the weights and one request do not fit its memory"
     assert on_card(CARDS["A100 80GB SXM"], EIGHT_B, job, REQUESTS, "fp8").lacks == "has no fp8 products"
     assert on_card(CARDS["H100 80GB SXM"], EIGHT_B, job, REQUESTS, "fp8").lacks == ""

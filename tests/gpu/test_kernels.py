@@ -88,7 +88,7 @@ def test_elementwise(target: Target, tokens: int, hidden: int) -> None:
     expected = exact.add_rms_norm(*(tensor.float() for tensor in inputs), EPS)  # the kernel may write into its inputs
     assert close(target, *zip(kernels.add_rms_norm(*inputs, EPS), expected))
     gate_up = target.normal(tokens, 2 * hidden)
-    assert close(target, (kernels.silu_mul(gate_up), exact.silu_mul(gate_up.float())))
+    assert close(target, (kernels.gate_mul(gate_up, "silu"), exact.gate_mul(gate_up.float(), "silu")))
 
 
 @TARGETS
@@ -106,9 +106,9 @@ def test_norms_and_silu_round_for_fp8_to_the_same_bits(target: Target, rounded: 
     assert torch.equal(ours[1], apart[1])
     assert torch.equal(linear(ours[0]), linear(apart[0]))
     gate_up_T2F = target.normal(tokens, 2 * inputs)
-    rounded_TF = before.silu_mul(gate_up_T2F)
+    rounded_TF = before.gate_mul(gate_up_T2F, "silu")
     assert not isinstance(rounded_TF, torch.Tensor)
-    assert torch.equal(linear(rounded_TF), linear(kernels.silu_mul(gate_up_T2F)))
+    assert torch.equal(linear(rounded_TF), linear(kernels.gate_mul(gate_up_T2F, "silu")))
 
 
 @TARGETS

@@ -1,6 +1,7 @@
 """The elementwise kernels of the CPU and of Triton against the reference in float32."""
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -45,6 +46,36 @@ def test_add_rms_norm(hidden: int, on: Served) -> None:
         assert ours.dtype == on.dtype
         assert torch.equal(summed.cpu(), total)
         assert close(ours, expected)
+
+
+@EACH
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=["weight as inputs", "float32 weight"])
+@pytest.mark.parametrize("width", [8, 61, 1030])
+def test_rms_norm_of_a_part_of_each_row(width: int, weight_dtype: torch.dtype | None, on: Served) -> None:
+    """Columns beyond the part stay as they are, and a NaN stays in its row."""
+    torch.manual_seed(width)
+    for tokens in on.tokens:
+        rows, weight = torch.randn(tokens, width + 9).to(on.dtype), torch.rand(width) + 0.5
+        rows[0, 7] = math.nan
+        weight = weight.to(weight_dtype or on.dtype)
+        expected, ours = rows.float(), rows.to(on.device, copy=True)
+        expected[:, 3:-6] = reference.rms_norm(expected[:, 3:-6], weight.float(), 1e-5)
+        found = on.kernels.rms_norm(ours[:, 3:-6], weight.to(on.device), 1e-5)
+        assert bool(found[0].isnan().all())
+        assert torch.equal(found[1:], ours[1:, 3:-6])
+        assert close(ours[1:], expected[1:])
+        assert torch.equal(torch.cat([ours[:, :3], ours[:, -6:]], 1).cpu(), torch.cat([rows[:, :3], rows[:, -6:]], 1))
+    no_rows = torch.ones(0, width, dtype=on.dtype, device=on.device)
+    assert on.kernels.rms_norm(no_rows, weight.to(on.device), 1e-5).shape == (0, width)
+
+
+def test_rms_norm_of_the_reference_writes_into_rows_and_rounds_once() -> None:
+    """As transformers' norms with a float32 weight: rounding the normed values first would give another result."""
+    rows, weight = torch.randn(5, 24).to(torch.bfloat16), torch.rand(16) + 0.5
+    expected, part = rows.double(), rows[:, 4:20].double()
+    expected[:, 4:20] = part * (part.square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight
+    reference.reference_kernels(torch.bfloat16, CPU).rms_norm(rows[:, 4:20], weight, 1e-5)
+    assert torch.equal(rows, expected.to(torch.bfloat16))
 
 
 def written(cache: LayerCache) -> torch.Tensor:
@@ -141,17 +172,28 @@ def test_a_token_without_a_slot_writes_nothing(kind: torch.dtype) -> None:
 
 
 @EACH
-def test_silu_mul(on: Served) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gate_mul(activation: str, on: Served) -> None:
+    exact = torch.nn.functional.silu if activation == "silu" else partial(torch.nn.functional.gelu, approximate="tanh")
     for tokens in on.tokens:
         for width in (3, 64, 201, 1100):
             gate_up = (8 * torch.randn(tokens, 2 * width)).to(on.dtype)
-            ours = on.kernels.silu_mul(gate_up.to(on.device))
+            ours = on.kernels.gate_mul(gate_up.to(on.device), activation)
             assert ours.dtype == on.dtype
-            assert close(ours, reference.silu_mul(gate_up.float())), (tokens, width)
+            gate, up = gate_up.double().chunk(2, dim=1)
+            assert close(ours, (exact(gate) * up).float()), (tokens, width)
     gate = torch.tensor([[-1e30, -1000.0, -89.0, -88.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 88.0, 1000.0, 1e30]])
     if on.dtype == torch.float32:  # exp of some cannot be held
-        ours = on.kernels.silu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1).to(on.device)).cpu()
-        assert torch.allclose(ours, torch.nn.functional.silu(gate), atol=1e-6)
+        ours = on.kernels.gate_mul(torch.cat([gate, torch.ones_like(gate)], dim=1).to(on.device), activation).cpu()
+        assert torch.allclose(ours, exact(gate), atol=1e-6)
+
+
+def test_gate_mul_of_the_reference() -> None:
+    gate_up = torch.randn(4, 10)
+    gate, up = gate_up.chunk(2, dim=1)
+    inner = (2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    assert torch.allclose(reference.gate_mul(gate_up, "gelu_tanh"), gate * (1 + inner.tanh()) / 2 * up, atol=1e-6)
+    assert torch.allclose(reference.gate_mul(gate_up, "silu"), gate * gate.sigmoid() * up, atol=1e-6)
 
 
 @EACH
@@ -162,8 +204,9 @@ def test_nan_stays_in_its_row_and_zero_rows_are_no_error(on: Served) -> None:
         x[1, 3] = broken
         x = x.to(on.device)
         norm, residual = on.kernels.add_rms_norm(x.clone(), torch.zeros_like(x), torch.ones_like(x[0]), 1e-5)
-        for found in (norm, residual, on.kernels.silu_mul(x.clone())):
+        products = [on.kernels.gate_mul(x.clone(), activation) for activation in ("silu", "gelu_tanh")]
+        for found in (norm, residual, *products):
             assert torch.isfinite(found).all(dim=1).tolist() == [True, False, True]
     x = torch.ones(0, 16, dtype=on.dtype, device=on.device)
-    assert on.kernels.silu_mul(x).shape == (0, 8)
+    assert on.kernels.gate_mul(x, "silu").shape == (0, 8)
     assert on.kernels.add_rms_norm(x, x.clone(), torch.ones(16, dtype=on.dtype, device=on.device), 1e-5)[0].numel() == 0

@@ -1,6 +1,7 @@
 """A step's bound against sums done by hand, and what must hold of every bound."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -129,3 +130,31 @@ def test_no_step_beats_its_bytes_or_its_products(sequences, weights, shares):
     for other in (more, longer):
         assert step_seconds(other, SIZE, weights, CARD).total_s >= bound.total_s
     assert step_seconds(tokens, SIZE, weights, CARD, kv_value_bytes=1).kv_s == pytest.approx(bound.kv_s / 2)
+
+
+@given(
+    counts=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    before=st.integers(0, 50),
+    window=st.one_of(st.none(), st.integers(1, 60)),
+)
+def test_a_window_limits_the_keys_that_are_seen_and_read(counts: list[int], before: int, window: int | None):
+    load = step(counts, [before + count for count in counts], 0)
+    seen = [
+        {key for key in range(position + 1) if window is None or key > position - window}
+        for count in counts
+        for position in range(before, before + count)
+    ]
+    assert load.seen_keys(window) == sum(map(len, seen))
+    ends = np.cumsum([0, *counts])
+    read = [set().union(*seen[start:stop]) for start, stop in pairwise(ends)]
+    assert load.read_tokens(window) == sum(map(len, read))
+
+
+def test_layers_with_a_window_take_less_time_on_long_contexts():
+    windowed = replace(LLAMA_8B, windows=(None, *[128] * 31))
+    load = step([1] * 64, [8192] * 64, 64)
+    full, short = (step_seconds(load, size, DENSE, CARD).kv_s for size in (LLAMA_8B, windowed))
+    assert short == pytest.approx(full * (8193 + 31 * 129) / (32 * 8193))
+    assert step_seconds(step([1], [100], 1), windowed, DENSE, CARD) == step_seconds(
+        step([1], [100], 1), LLAMA_8B, DENSE, CARD
+    )

@@ -192,7 +192,7 @@ def pack_pair(
     packed, dense = {}, {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
-        packer = pack(stem) if name.endswith("_proj.weight") else None
+        packer = pack(stem) if name.endswith(("_proj.weight", "c_fc.weight")) else None
         if packer is None:
             packed[name] = dense[name] = tensor
             continue

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.model.config import read_config
-from tests.model_folders import VOCAB, load_reference
+from tests.model_folders import FAMILIES, VOCAB, Family, load_reference, small_config, write_checkpoint
 from tests.parity.harness import (
     LOGIT_TOLERANCE,
     Agreement,
@@ -21,7 +21,18 @@ from tests.parity.harness import (
     our_logits,
     reference_logits,
 )
-from tests.weights.packers import AWQ, Pack, awq_gemm, awq_gemv, fp8, gptq, int_quantized, pack_quantized, write_pair
+from tests.weights.packers import (
+    AWQ,
+    Pack,
+    awq_gemm,
+    awq_gemv,
+    fp8,
+    gptq,
+    int_quantized,
+    pack_pair,
+    pack_quantized,
+    write_pair,
+)
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 COMPRESSED = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
@@ -103,6 +114,21 @@ def check(quantized: Path, dense: Path, weights: str) -> None:
 def test_logits_and_tokens_are_those_of_the_dequantized_weights(name: str, tmp_path: Path) -> None:
     quantization, pack, weights = WHOLE[name]
     check(*write_pair(tmp_path, quantization, lambda stem: pack), weights)
+
+
+NEWER = [f for f in FAMILIES if f.model_type not in ("llama", "mistral", "qwen2", "qwen3", "gpt2")]
+
+
+@pytest.mark.parametrize("name", ["awq gemm, symmetric", "gptq in order of activation"])
+@pytest.mark.parametrize("family", NEWER, ids=lambda family: family.name)
+def test_each_family_with_quantized_weights(family: Family, name: str, tmp_path: Path) -> None:
+    """Also those that store fused linears, and the one whose rows are reordered because a part of a head rotates."""
+    quantization, pack, weights = WHOLE[name]
+    config = small_config(64, 96, 1, 4, 2, initializer_range=0.2) | family.options
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:1]
+    plain = write_checkpoint(tmp_path / "plain", family, config, seed=4)
+    check(*pack_pair(plain, tmp_path / "quantized", quantization, lambda stem: pack, seed=7), weights)
 
 
 def test_modules_not_converted_and_mixed_ones_are_fused_as_they_are(tmp_path: Path) -> None:

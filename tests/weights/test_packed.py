@@ -1,4 +1,4 @@
-"""Fusing linears side by side: each output keeps its own weight, and the form is kept where all share it."""
+"""Fusing and selecting outputs: each output keeps its own weight, and the form is kept where all parts share it."""
 
 from dataclasses import replace
 
@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from pipeline.kernels.cpu.linear.selection import supports_int4
-from pipeline.weights.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight, concatenate
+from pipeline.weights.packed import (
+    CodebookWeight,
+    DenseWeight,
+    Fp8Weight,
+    GroupIntWeight,
+    LinearWeight,
+    concatenate,
+    select_outputs,
+)
 from pipeline.weights.round_to_nearest import NF4
 
 K = 64
@@ -74,6 +82,32 @@ def test_each_output_keeps_its_weight(case: str, biased: bool) -> None:
     if biased:
         assert fused.bias_N is not None
         assert fused.bias_N.tolist() == [0.0] * parts[0].out_features + [1.0] * (len(expected) - parts[0].out_features)
+
+
+SELECTED: dict[str, LinearWeight] = {
+    "16 bits": DenseWeight(torch.randn(12, K).to(torch.bfloat16)),
+    "int4": grouped(12),
+    "int4, ordered": grouped(12, order_K=ORDER),
+    "int8": grouped(12, 8),
+    "codes": coded(12),
+    "fp8 whole": float8(12, 12, K),
+    "fp8 by output": float8(12, 1, K),
+    "fp8 blocks": float8(12, 4, 32),
+    "fp8 blocks that are not full": float8(12, 5, 48),
+}
+
+
+@pytest.mark.parametrize("case", SELECTED)
+@pytest.mark.parametrize("biased", [False, True])
+def test_outputs_are_selected_with_their_weights_and_biases(case: str, biased: bool) -> None:
+    weight, rows = SELECTED[case], torch.tensor([11, 0, 7, 3, 2, 8, 5])
+    if biased:
+        weight = replace(weight, bias_N=torch.arange(12.0))
+    found = select_outputs(weight, rows)
+    assert type(found) is type(weight)
+    assert torch.equal(found.dequantize(torch.float32), weight.dequantize(torch.float32)[rows])
+    assert (found.bias_N is not None) == biased
+    assert not biased or torch.equal(found.bias_N, rows.float())
 
 
 def test_an_order_of_inputs_is_undone_when_dequantized() -> None:

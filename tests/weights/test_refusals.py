@@ -32,6 +32,11 @@ def weights(**change: Any) -> dict[str, Any]:
     ("config", "message"),
     [
         ({}, r"quant_method = None is not supported; expected one of awq, gptq, compressed-tensors, fp8, or a 16-"),
+        (
+            {"quant_method": "squeezellm"},
+            "'squeezellm' is not supported: SqueezeLLM stores .*; expected one",
+        ),
+        ({"quant_method": "quip_sharp"}, "'quip_sharp' is not supported: .* lattice .*model.quantization: int4-rtn"),
         (AWQ | {"bits": True}, "bits = True"),
         (AWQ | {"bits": 8}, "bits = 8"),
         (AWQ | {"version": "gemv_fast"}, "version = 'gemv_fast'"),

@@ -47,12 +47,15 @@ def plan(
     Prompt tokens are counted in a sample. Lengths of completions and the speed of this machine come from earlier runs,
     recorded in $PIPELINE_CACHE; figures for other cards come from a cost model. Each figure names its source.
 
+    If a server computes the rows (engine.backend), tokens and speed come from earlier runs. Only --probe contacts or
+    starts the server.
+
     Writes the estimate to output.path/_pipeline/plan.json, so that `pipeline report` can compare it with the actual
     run. Writes nothing else, and reads no weights without --probe.
     """
     from pipeline.config import load_job
     from pipeline.estimate.job_estimate import estimate_job, save_estimate
-    from pipeline.estimate.prices import FILE, load_prices
+    from pipeline.estimate.prices import load_prices
     from pipeline.estimate.render import text
 
     config = load_job(job, **overlays)
@@ -62,7 +65,7 @@ def plan(
         probe=probe,
         hardware=hardware,
         actors=_counts(actors),
-        prices=load_prices(Path(prices) if prices else FILE),
+        prices=load_prices(Path(prices)) if prices else None,
         log=print_message,
     )
     if found.estimate is not None:

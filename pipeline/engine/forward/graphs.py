@@ -127,7 +127,7 @@ class StepGraphs:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            windows=frozenset(config.windows),
+            windows=frozenset(layer.window for layer in config.layers),
             max_queries=max_queries,
             max_tokens=max_tokens,
             max_mixed_tokens=max_mixed_tokens,

@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.memory import on_device
 from pipeline.model.decoder import Decoder, KVCache
+from pipeline.model.rotation import RotationTables
 
 
 class Runner(SamplingKernels, Protocol):
@@ -56,8 +57,8 @@ class ModelRunner:
         self.greedy, self.sample = decoder.kernels.greedy, decoder.kernels.sample
         self._graphs: StepGraphs | None = None
         # Sized for this engine's maximum length, which is below the checkpoint's if the cache is smaller.
-        cos_PD2, sin_PD2 = decoder.config.rope.tables(decoder.config.head_dim, max_model_len)
-        self.cos_PD2, self.sin_PD2 = cos_PD2.to(decoder.device), sin_PD2.to(decoder.device)
+        config = decoder.config
+        self.rotations = RotationTables(config.ropes, config.head_dim, max_model_len, decoder.device)
 
     @torch.inference_mode()
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
@@ -96,8 +97,8 @@ class ModelRunner:
     def _forward(
         self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, attn_metadata: AttentionInput, row_R: np.ndarray
     ) -> torch.Tensor:
-        cos_TD2, sin_TD2 = self.cos_PD2[positions_T], self.sin_PD2[positions_T]
-        return self.decoder.forward(token_ids_T, cos_TD2, sin_TD2, attn_metadata, row_R, self.kv)
+        rotations = self.rotations.at(positions_T)
+        return self.decoder.forward(token_ids_T, positions_T, rotations, attn_metadata, row_R, self.kv)
 
     @torch.inference_mode()
     def capture_steps(
@@ -116,7 +117,7 @@ class ModelRunner:
         The KV cache must have a spare block that no sequence uses.
         """
         assert self.kv.has_spare_block
-        max_blocks = -(-len(self.cos_PD2) // self.block_size)
+        max_blocks = -(-self.rotations.num_positions // self.block_size)
         self._graphs = StepGraphs(
             self.decoder,
             self.kv,

@@ -50,6 +50,7 @@ class LoadedModel:
         kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense, resolved.deterministic)
         if resolved.activation_dtype != "auto":
             kernels = with_act_quant(kernels, resolved.activation_dtype, resolved.device)
+        config = config.for_length(resolved.max_model_len)
         decoder = Decoder(folder, config, kernels, resolved.dtype, resolved.device)
         if isinstance(kernels.prepare_linear, ActQuantLinears) and kernels.prepare_linear.num_rounded == 0:
             raise no_such_weight(resolved.activation_dtype, f"the model's weights ({config.quantization})")

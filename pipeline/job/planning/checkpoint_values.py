@@ -11,11 +11,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.checkpoints.file_checks import read_json
-from pipeline.checkpoints.model_values import model_values, quantization_options
+from pipeline.checkpoints.quantizer_files import quantization_options
 from pipeline.config import JobConfig
 from pipeline.config.sections.sampling import SamplingSection
 from pipeline.engine.reasoning.markers import ReasoningMarkers
 from pipeline.errors import ConfigError, ModelError
+from pipeline.model.families import model_values
 from pipeline.stores.redaction import shown_url
 
 SAMPLING_FILE = "generation_config.json"

@@ -47,7 +47,7 @@ def remember(plan: JobPlan, run: RunRecord) -> None:
 
 
 def recall(plan: JobPlan) -> list[Remembered]:
-    """Return earlier runs of the plan's model and numerics on the same kind of machine, newest first."""
+    """Return earlier runs of the plan's model and numerics on the same kind of machine and servers, newest first."""
     found = []
     with suppress(OSError, EnvironmentFailed):
         for path in _newest_first(_folder(plan)):
@@ -59,7 +59,8 @@ def recall(plan: JobPlan) -> list[Remembered]:
 
 
 def _folder(plan: JobPlan) -> Path:
-    return cache_root() / "runs" / _digest(plan.fingerprint.identity["model"])
+    identity = plan.fingerprint.identity
+    return cache_root() / "runs" / _digest(identity["model"] or identity["engine"])  # a server's model has no files
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -70,13 +71,14 @@ def _machine(plan: JobPlan) -> str:
     """Return a digest of the settings that determine speed and are known before an engine starts."""
     run, numerics = plan.job.config.run, plan.fingerprint.numerics
     cores = run.cpus_per_actor or max(1, available_cores() // run.pool[1])
-    return _digest([numerics, plan.device, processor()[0], cores, run.cluster_address is not None])
+    urls = (plan.fingerprint.free["engine"].get("backend") or {}).get("url")
+    return _digest([numerics, plan.device, processor()[0], cores, run.cluster_address is not None, urls])
 
 
 def _work(plan: JobPlan) -> str:
     identity = plan.fingerprint.identity
     sampling = {name: value for name, value in identity["sampling"].items() if name != "seed"}
-    return _digest([identity["prompt"], sampling, identity["engine"]["max_model_len"]])
+    return _digest([identity["prompt"], sampling, identity["engine"], identity["task"]])
 
 
 def _digest(value: Any) -> str:

@@ -51,10 +51,7 @@ class ResolvedJob:
     def checkpoint(self) -> Path:
         """The folder of the checkpoint. Raises ConfigError if only a server knows the model."""
         if self.model is None:
-            raise ConfigError(
-                "engine.backend: the server has the model, so its speed is not known; `pipeline run JOB --sample 100` "
-                "computes 100 rows of the job, and their report has speed and cost"
-            )
+            raise ConfigError("engine.backend: the server has the model; this command needs our own engine")
         return self.model
 
     @property

@@ -123,10 +123,9 @@ def _shown_prompt(first: dict[str, Any] | None, found: ValidationResult) -> list
         key = {"choice": "task.labels", "score": "task.completion"}[found.facts["task"]["type"]]
         lines += ["", f"  Its {key}:", *(f"    | {printable(line)}" for line in first["texts"].split("\n"))]
     if first["tokens"] is None:
-        lines += [
-            "",
-            "  The tokenizer is not on this machine yet: tokens are not counted, and chats are shown unrendered.",
-        ]
+        by_server = found.resolution.knows("model") and found.resolution.model is None
+        reason = "The server tokenizes" if by_server else "The tokenizer is not on this machine yet"
+        lines += ["", f"  {reason}: tokens are not counted, and chats are shown unrendered."]
     return lines
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.checkpoints.locate import model_kind
-from pipeline.checkpoints.model_values import model_values
 from pipeline.config import FromColumn, JobConfig, Mistake
 from pipeline.data.source import WINDOW_BYTES, Source, cut_windows
 from pipeline.errors import EnvironmentFailed, PipelineError, RowError
@@ -22,6 +21,7 @@ from pipeline.job.planning.plan import plan_of
 from pipeline.job.planning.resolution import OF_JOB, NotKnown, Resolution, on_this_machine
 from pipeline.job.preview.prompt_preview import first_prompt, prompt_tokens
 from pipeline.machine.host import wall_time
+from pipeline.model.families import model_values
 from pipeline.report.record.data_warnings import input_warnings
 from pipeline.stores.redaction import shown_url
 

@@ -26,6 +26,7 @@ from pipeline.kernels.cpu.compile.numerics import (
 from pipeline.kernels.cpu.compile.threads import ALL_ITEMS, PARALLEL_ELEMENTS, kernel, parallel_for, use_threads
 
 _INVERSE_FP8_MAX, _SMALLEST_SCALE = np.float32(1.0 / FP8_MAX), np.float32(SMALLEST_SCALE)
+_GELU_1, _GELU_3 = np.float32(2 * (2 / np.pi) ** 0.5), np.float32(2 * (2 / np.pi) ** 0.5 * 0.044715)
 _INFINITY_BITS = np.uint32(0xFF << 23)
 
 
@@ -44,6 +45,22 @@ def add_rms_norm_kernel(x_TH, residual_TH, weight_H, eps, begin, end):
         scale = np.float32(1.0) / np.sqrt(total / np.float32(hidden) + eps)
         for i in range(hidden):
             x[i] = as_in(x, wide(residual[i]) * scale * wide(weight_H[i]))
+
+
+@kernel()
+def rms_norm_kernel(x_TH, weight_H, eps, begin, end):
+    """Replace rows by their norms."""
+    num_tokens, hidden = x_TH.shape
+    if end < 0:
+        return parallel_for(num_tokens)
+    for t in range(begin, end):
+        x = x_TH[t]
+        total = np.float32(0.0)
+        for i in range(hidden):
+            total += wide(x[i]) * wide(x[i])
+        scale = np.float32(1.0) / np.sqrt(total / np.float32(hidden) + eps)
+        for i in range(hidden):
+            x[i] = as_in(x, wide(x[i]) * scale * wide(weight_H[i]))
 
 
 @kernel()
@@ -107,15 +124,23 @@ def write_fp8_kernel(x_TKD, slot_T, code_CBKD, scale_CKB, begin, end):
 
 
 @kernel()
-def silu_mul_kernel(gate_up_T2F, out_TF, begin, end):
+def gate_mul_kernel(gate_up_T2F, is_gelu, out_TF, begin, end):
+    """Write silu(gate) * up, or gelu(gate) * up by its approximation x / (1 + exp(-2 c (x + 0.044715 x^3))), with c =
+    sqrt(2 / pi)."""
     num_tokens, width = out_TF.shape
     if end < 0:
         return parallel_for(num_tokens)
     for t in range(begin, end):
         gate, up, out = gate_up_T2F[t, :width], gate_up_T2F[t, width:], out_TF[t]
-        for i in range(width):
-            g = wide(gate[i])
-            out[i] = as_in(out, g / (np.float32(1.0) + exp(-g)) * wide(up[i]))
+        if is_gelu:
+            for i in range(width):
+                g = wide(gate[i])
+                power = g * (_GELU_1 + _GELU_3 * g * g)
+                out[i] = as_in(out, g / (np.float32(1.0) + exp(-power)) * wide(up[i]))
+        else:
+            for i in range(width):
+                g = wide(gate[i])
+                out[i] = as_in(out, g / (np.float32(1.0) + exp(-g)) * wide(up[i]))
 
 
 def add_rms_norm(
@@ -167,8 +192,15 @@ def norm_rope_write(
     return q_TND
 
 
-def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """Set `x_TH` to its norm, in place."""
+    use_threads(x_TH.numel() >= PARALLEL_ELEMENTS)
+    rms_norm_kernel(bits(x_TH), bits(weight_H), np.float32(eps), *ALL_ITEMS)
+    return x_TH
+
+
+def gate_mul(gate_up_T2F: torch.Tensor, activation: str) -> torch.Tensor:
     out_TF = gate_up_T2F.new_empty(gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2)
     use_threads(out_TF.numel() >= PARALLEL_ELEMENTS)
-    silu_mul_kernel(bits(gate_up_T2F), bits(out_TF), *ALL_ITEMS)
+    gate_mul_kernel(bits(gate_up_T2F), activation == "gelu_tanh", bits(out_TF), *ALL_ITEMS)
     return out_TF

@@ -76,7 +76,7 @@ def attention(
     use_threads(plan.parallel)
     paged_decode(
         *(bits(q_TND), *arrays_of(cache), plan.block_table_TM, plan.context_len_T),
-        *SoftmaxOptions.of(scale, window, softcap, sinks_N),
+        *SoftmaxOptions.from_arguments(scale, window, softcap, sinks_N),
         num_kv_heads,  # parts, the same in every step
         *plan.alone,
         bits(out_TND),

@@ -13,12 +13,17 @@ import numpy as np
 import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.contract import AttentionInput, LayerParts
+from pipeline.kernels.contract import AttentionInput, LayerParts, Rotation
 from pipeline.kernels.cpu.attention.attention import attend, plan_of
 from pipeline.kernels.cpu.attention.decode_kernel import SoftmaxOptions
 from pipeline.kernels.cpu.compile.numerics import CacheArrays, arrays_of, bits
 from pipeline.kernels.cpu.compile.threads import ALL_ITEMS
-from pipeline.kernels.cpu.elementwise import add_rms_norm_kernel, norm_rope_write_kernel, silu_mul_kernel
+from pipeline.kernels.cpu.elementwise import (
+    add_rms_norm_kernel,
+    gate_mul_kernel,
+    norm_rope_write_kernel,
+    rms_norm_kernel,
+)
 from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
 
 MAX_TOKENS = 256
@@ -30,8 +35,11 @@ between them does not matter, and their results are too large to keep."""
 class _Layer:
     """The inputs of one layer's kernels."""
 
-    input_norm_H: np.ndarray
-    post_norm_H: np.ndarray
+    rope_index: int
+    attn_norm_H: np.ndarray
+    attn_post_norm_H: np.ndarray | None
+    mlp_norm_H: np.ndarray
+    mlp_post_norm_H: np.ndarray | None
     with_norm: bool
     q_norm_D: np.ndarray
     k_norm_D: np.ndarray
@@ -39,6 +47,7 @@ class _Layer:
     o: TiledLinear
     gate_up: TiledLinear
     down: TiledLinear
+    is_gelu: bool
     options: SoftmaxOptions
 
     @classmethod
@@ -49,10 +58,15 @@ class _Layer:
         if len(tiled) < len(linears):
             return None
         qkv, o, gate_up, down = tiled
-        q_norm_D, k_norm_D = parts.qk_norm_D or (parts.input_norm_H.new_ones(head_dim),) * 2
+        assert parts.attn_norm is not None
+        assert parts.mlp_norm is not None
+        q_norm_D, k_norm_D = parts.qk_norm_D or (parts.attn_norm.weight_H.new_ones(head_dim),) * 2
         return cls(
-            input_norm_H=bits(parts.input_norm_H),
-            post_norm_H=bits(parts.post_norm_H),
+            rope_index=parts.rope_index,
+            attn_norm_H=bits(parts.attn_norm.weight_H),
+            attn_post_norm_H=None if parts.attn_post_norm is None else bits(parts.attn_post_norm.weight_H),
+            mlp_norm_H=bits(parts.mlp_norm.weight_H),
+            mlp_post_norm_H=None if parts.mlp_post_norm is None else bits(parts.mlp_post_norm.weight_H),
             with_norm=parts.qk_norm_D is not None,
             q_norm_D=bits(q_norm_D),
             k_norm_D=bits(k_norm_D),
@@ -60,7 +74,8 @@ class _Layer:
             o=o,
             gate_up=gate_up,
             down=down,
-            options=SoftmaxOptions.of(head_dim**-0.5, parts.window, parts.softcap, parts.sinks_N),
+            is_gelu=parts.activation == "gelu_tanh",
+            options=SoftmaxOptions.from_arguments(parts.scale, parts.window, parts.softcap, parts.sinks_N),
         )
 
     def is_parallel(self, num_tokens: int) -> bool:
@@ -70,9 +85,9 @@ class _Layer:
 class _Buffers:
     """Intermediate results for `num_tokens` tokens; one set for all layers."""
 
-    def __init__(self, num_tokens: int, layer: _Layer, head_dim: int) -> None:
+    def __init__(self, num_tokens: int, layer: _Layer, head_dim: int, dtype: np.dtype) -> None:
         def buffer(width: int) -> np.ndarray:
-            return np.empty((num_tokens, width), layer.input_norm_H.dtype)
+            return np.empty((num_tokens, width), dtype)
 
         self.num_tokens = num_tokens
         self.qkv_TK, self.out_TK = buffer(layer.qkv.shape_NK[0]), buffer(layer.o.shape_NK[1])
@@ -87,7 +102,7 @@ class CompiledLayerLoop:
 
     def __init__(self, layers: list[_Layer], head_dim: int, eps: float) -> None:
         self._layers, self._head_dim, self._eps = layers, head_dim, np.float32(eps)
-        self._buffers = _Buffers(1, layers[0], head_dim)
+        self._buffers: _Buffers | None = None
         self._caches: Sequence[LayerCache] = ()
         self._arrays: list[CacheArrays] = []
 
@@ -99,18 +114,17 @@ class CompiledLayerLoop:
         self,
         x_TH: torch.Tensor,
         residual_TH: torch.Tensor,
-        cos_TD2: torch.Tensor,
-        sin_TD2: torch.Tensor,
+        rotations: Sequence[Rotation],
         attn_metadata: AttentionInput,
         caches: Sequence[LayerCache],
     ) -> None:
-        num_tokens, eps = len(x_TH), self._eps
-        if num_tokens != self._buffers.num_tokens:
-            self._buffers = _Buffers(num_tokens, self._layers[0], self._head_dim)
+        num_tokens, eps, x, residual = len(x_TH), self._eps, bits(x_TH), bits(residual_TH)
+        buffers = self._buffers
+        if buffers is None or num_tokens != buffers.num_tokens:
+            buffers = self._buffers = _Buffers(num_tokens, self._layers[0], self._head_dim, x.dtype)
         if caches is not self._caches:
             self._caches, self._arrays = caches, [arrays_of(cache) for cache in caches]
-        buffers = self._buffers
-        x, residual, cos, sin = bits(x_TH), bits(residual_TH), cos_TD2.numpy(), sin_TD2.numpy()
+        tables = [(rotation.cos_TD2.numpy(), rotation.sin_TD2.numpy()) for rotation in rotations]
         slot_T, num_heads, num_kv_heads = (
             attn_metadata.slot_mapping_T.numpy(),
             buffers.q_TND.shape[1],
@@ -118,18 +132,30 @@ class CompiledLayerLoop:
         )
         plan = plan_of(attn_metadata, num_heads, num_kv_heads, self._head_dim, self._layers[0].is_parallel(num_tokens))
         for layer, cache in zip(self._layers, self._arrays):
-            add_rms_norm_kernel(x, residual, layer.input_norm_H, eps, *ALL_ITEMS)
+            add_rms_norm_kernel(x, residual, layer.attn_norm_H, eps, *ALL_ITEMS)
             layer.qkv.write(x, buffers.qkv_TK)
             norms = layer.with_norm, layer.q_norm_D, layer.k_norm_D
             norm_rope_write_kernel(
-                buffers.qkv_TMD, cos, sin, *norms, eps, slot_T, cache[0], cache[1], buffers.q_TND, *ALL_ITEMS
+                buffers.qkv_TMD,
+                *tables[layer.rope_index],
+                *norms,
+                eps,
+                slot_T,
+                cache[0],
+                cache[1],
+                buffers.q_TND,
+                *ALL_ITEMS,
             )
             attend(buffers.q_TND, cache, plan, layer.options, buffers.out_TND)
             layer.o.write(buffers.out_TK, x)
-            add_rms_norm_kernel(x, residual, layer.post_norm_H, eps, *ALL_ITEMS)
+            if layer.attn_post_norm_H is not None:
+                rms_norm_kernel(x, layer.attn_post_norm_H, eps, *ALL_ITEMS)
+            add_rms_norm_kernel(x, residual, layer.mlp_norm_H, eps, *ALL_ITEMS)
             layer.gate_up.write(x, buffers.gate_up_T2F)
-            silu_mul_kernel(buffers.gate_up_T2F, buffers.product_TF, *ALL_ITEMS)
+            gate_mul_kernel(buffers.gate_up_T2F, layer.is_gelu, buffers.product_TF, *ALL_ITEMS)
             layer.down.write(buffers.product_TF, x)
+            if layer.mlp_post_norm_H is not None:
+                rms_norm_kernel(x, layer.mlp_post_norm_H, eps, *ALL_ITEMS)
 
 
 def fused_layer_loop(layers: Sequence[LayerParts], head_dim: int, eps: float) -> CompiledLayerLoop | None:

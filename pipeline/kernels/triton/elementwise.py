@@ -1,7 +1,8 @@
-"""Elementwise kernels of a layer on a GPU: three launches. They implement `contract.Kernels`.
+"""Elementwise kernels of a layer on a GPU: three launches, and two more where attention and feed-forward are
+followed by norms. They implement `contract.Kernels`.
 
 Everything is computed in float32 and rounded once, except the residual: its norm reads the rounded residual that is
-stored. Norms and silu * up are rounded once more, to e4m3, for linears that read them as `Fp8Inputs`. Suffixes are
+stored. Norms and gated values are rounded once more, to e4m3, for linears that read them as `Fp8Inputs`. Suffixes are
 those of `kernels/contract.py`. In a kernel, names that end in `_ptr` are addresses of tensors, names in capitals are
 compile-time constants.
 """
@@ -19,7 +20,7 @@ from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, store_rounded
 from pipeline.kernels.triton.launch import Launch, cache_arguments, power_of_two
 
 _HEADS = 8  # heads per program of norm_rope_write
-_WIDTH = 1024  # outputs per program of silu_mul
+_WIDTH = 1024  # outputs per program of gate_mul
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
@@ -56,6 +57,17 @@ def _add_rms_norm(
     else:
         norm_BK = tl.reshape(norm.to(tl.float32), (WIDTH // BLOCK, BLOCK))
         store_rounded(norm_BK, token, 0, value_ptr, scale_ptr, scale_stride, width, WIDTH // BLOCK, BLOCK)
+
+
+@triton.jit
+def _rms_norm(x_ptr, weight_ptr, x_stride, width, eps, WIDTH: tl.constexpr):
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    x_at = x_ptr + tl.program_id(0).to(tl.int64) * x_stride + column
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    norm = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + eps) * weight
+    tl.store(x_at, norm.to(x_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -147,7 +159,7 @@ def _norm_rope_write(
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def _silu_mul(
+def _gate_mul(
     gate_up_ptr,
     out_ptr,
     scale_ptr,
@@ -156,15 +168,20 @@ def _silu_mul(
     width,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_GELU: tl.constexpr,
 ):
-    """Write to out_ptr if BLOCK is 0, else rounded to out_ptr and scale_ptr, with a scale per BLOCK outputs."""
+    """Write to out_ptr if BLOCK is 0, else rounded to out_ptr and scale_ptr, with a scale per BLOCK outputs.
+
+    gelu(x) is approximated by x / (1 + exp(-2 c (x + 0.044715 x^3))), with c = sqrt(2 / pi).
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < width
     gate_at = gate_up_ptr + token * gate_up_stride + column
     gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_at + width, mask=inside, other=0.0).to(tl.float32)
-    product = (gate / (1.0 + tl.exp(-gate)) * up).to(gate_up_ptr.dtype.element_ty)
+    power = gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate) if IS_GELU else gate
+    product = (gate / (1.0 + tl.exp(-power)) * up).to(gate_up_ptr.dtype.element_ty)
     if BLOCK == 0:
         tl.store(out_ptr + token * width + column, product, mask=inside)
     else:
@@ -256,15 +273,29 @@ def norm_rope_write_launch(
     )
 
 
-def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    if len(x_TH):
+        rms_norm_launch(x_TH, weight_H, eps).run()
+    return x_TH
+
+
+def rms_norm_launch(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> Launch:
+    num_tokens, width = x_TH.shape
+    assert x_TH.stride(1) == 1
+    block = power_of_two(width, 16)
+    arguments, warps = (x_TH, weight_H, x_TH.stride(0), width, eps), min(16, max(1, block // 512))
+    return Launch(_rms_norm, (num_tokens,), arguments, {"WIDTH": block}, num_warps=warps)
+
+
+def gate_mul(gate_up_T2F: torch.Tensor, activation: str) -> torch.Tensor:
     num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     out_TF = gate_up_T2F.new_empty(num_tokens, width)
     if num_tokens:
-        silu_mul_launch(gate_up_T2F, out_TF).run()
+        gate_mul_launch(gate_up_T2F, activation, out_TF).run()
     return out_TF
 
 
-def silu_mul_launch(gate_up_T2F: torch.Tensor, out: torch.Tensor | Fp8Inputs) -> Launch:
+def gate_mul_launch(gate_up_T2F: torch.Tensor, activation: str, out: torch.Tensor | Fp8Inputs) -> Launch:
     """Return the launch. `out` is (T, F), or the rounded outputs in whole blocks."""
     num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     if isinstance(out, torch.Tensor):
@@ -273,9 +304,9 @@ def silu_mul_launch(gate_up_T2F: torch.Tensor, out: torch.Tensor | Fp8Inputs) ->
         out_TF, scale_BM, scale_stride, block = out.value_MK, out.scale_BM, out.scale_BM.stride(0), out.block
     width_per_program = max(_WIDTH, block)
     return Launch(
-        _silu_mul,
+        _gate_mul,
         (num_tokens, -(-width // width_per_program)),
         (gate_up_T2F, out_TF, scale_BM, gate_up_T2F.stride(0), scale_stride, width),
-        {"WIDTH": width_per_program, "BLOCK": block},
+        {"WIDTH": width_per_program, "BLOCK": block, "IS_GELU": activation == "gelu_tanh"},
         num_warps=max(4, width_per_program // 1024),
     )

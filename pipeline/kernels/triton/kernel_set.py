@@ -10,7 +10,7 @@ from pipeline.kernels.triton import batch_invariant
 from pipeline.kernels.triton.attention.captured_attention import CapturedAttention
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
 from pipeline.kernels.triton.compile_ahead import compile_ahead
-from pipeline.kernels.triton.elementwise import add_rms_norm, norm_rope_write, silu_mul
+from pipeline.kernels.triton.elementwise import add_rms_norm, gate_mul, norm_rope_write, rms_norm
 from pipeline.kernels.triton.linear.dispatch import DequantBuffer, prepare_linear
 from pipeline.kernels.triton.linear.fp8 import fp8_linears
 from pipeline.kernels.triton.sampling.argmax import greedy
@@ -31,7 +31,8 @@ def triton_kernels(
         add_rms_norm=add_rms_norm,
         norm_rope_write=norm_rope_write,
         attention=PagedAttention(device),
-        silu_mul=silu_mul,
+        rms_norm=rms_norm,
+        gate_mul=gate_mul,
         greedy=greedy,
         sample=sample,
         backends={
@@ -39,7 +40,8 @@ def triton_kernels(
             "add_rms_norm": "Triton, one launch",
             "norm_rope_write": "Triton, one launch",
             "attention": "Triton: paged, split over the GPU for few tokens per sequence, tiles of 128 rows for many",
-            "silu_mul": "Triton, one launch",
+            "rms_norm": "Triton, one launch",
+            "gate_mul": "Triton, one launch",
             "greedy": "Triton, two launches",
             "sample": "Triton, two launches",
         },

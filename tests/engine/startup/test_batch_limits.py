@@ -16,10 +16,11 @@ from pipeline.model.config import ModelConfig, read_config
 from pipeline.roofline.cards import Card, load_cards
 
 CARDS = {card.name: card for card in load_cards()}
-EIGHT_B = replace(read_config(Path("pipeline/demo/models/target")), hidden_size=4096, intermediate_size=14336,
-                  num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=128_256,
+DEMO = read_config(Path("pipeline/demo/models/target"))
+EIGHT_B = replace(DEMO, hidden_size=4096, intermediate_size=14336,
+                  layers=DEMO.layers[:1] * 32, num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=128_256,
                   tie_embeddings=False, dtype=torch.bfloat16)  # fmt: skip
-THIRTY_TWO_B = replace(EIGHT_B, hidden_size=5120, intermediate_size=27648, num_layers=64, num_heads=40)
+THIRTY_TWO_B = replace(EIGHT_B, hidden_size=5120, intermediate_size=27648, layers=DEMO.layers[:1] * 64, num_heads=40)
 EXPECTED = {
     "H200": BatchLimits(1024, 16384),
     "H100 80GB SXM": BatchLimits(1024, 16384),

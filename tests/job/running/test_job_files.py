@@ -9,7 +9,11 @@ import pyarrow.dataset as ds
 import pytest
 
 from pipeline.config import load_job
+from pipeline.data.output.parts import PartStore
 from pipeline.job.running.run import run_job
+from pipeline.job.running.sample import read_sample
+from tests.model_folders import FAMILIES, make_family
+from tests.tokenization.family_templates import GEMMA
 
 ROOT = Path(__file__).parents[3]
 COLUMNS = {  # the results of each job file
@@ -42,6 +46,25 @@ def test_a_job_file_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert table["error"].null_count == table.num_rows, table["error_message"].to_pylist()
     for column in COLUMNS[name]:
         assert table[written.output.rename.get(column, column)].null_count == 0
+
+
+@pytest.mark.parametrize("name", ["gemma", "gpt2"])
+def test_the_job_file_of_a_family_runs_and_resumes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    family = {"gemma": "gemma3"}.get(name, name)
+    folder = make_family(tmp_path / "model", next(each for each in FAMILIES if each.name == family), seed=3)
+    (folder / "chat_template.jinja").write_text(GEMMA)
+    sets = [f"model.path={folder}", f"output.path={tmp_path / 'out'}", "engine.max_model_len=null"]
+    job = load_job(f"jobs/{name}.yaml", sets=[*sets, "sampling.max_tokens=24"])
+    sampled = run_job(job, sample=1)
+    (first,) = read_sample(PartStore(job.output.path), sampled.runs[-1].run_id)
+    assert run_job(job).work.resumed_rows == 1
+    table = written_table(tmp_path / "out")
+    assert table.num_rows == ds.dataset(job.input.path).count_rows()
+    assert table["error"].null_count == table.num_rows, table["error_message"].to_pylist()
+    replies = table[job.output.rename["generated_text"]].to_pylist()
+    assert all(replies)
+    assert replies[table["source_row"].to_pylist().index(first.source_row)] == first.text
 
 
 def test_the_job_file_of_a_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from pipeline.kernels.cpu.linear.linear_bf16 import use_avx512_bf16
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder, KVCache
+from pipeline.model.rotation import RotationTables
 from tests.model_folders import FAMILIES, make_family
 
 CPU, BLOCK = torch.device("cpu"), 8
@@ -59,7 +60,7 @@ def run(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> tuple[list[tor
     kv = KVCache.allocate(decoder.config, 5 * len(PROMPTS), BLOCK, kv_dtype or decoder.dtype, CPU)
     known, found = [0] * len(PROMPTS), []
     random = np.random.default_rng(0)
-    cos_PD2, sin_PD2 = decoder.config.rope.tables(decoder.config.head_dim, 64)
+    tables = RotationTables(decoder.config.ropes, decoder.config.head_dim, 64, CPU)
     table_SM = random.permutation(5 * len(PROMPTS)).astype(np.int32).reshape(-1, 5)
     for step in STEPS:
         position_T = np.concatenate([np.arange(known[s], known[s] + count) for s, count in step.items()])
@@ -75,9 +76,9 @@ def run(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> tuple[list[tor
             BLOCK,
         )
         token_T = torch.from_numpy(random.integers(0, 256, len(position_T)))
-        rotations = cos_PD2[position_T], sin_PD2[position_T]
         row_R = query_start_S1[1:].astype(np.int64) - 1 if step is STEPS[0] else np.arange(len(position_T))
-        found.append(decoder.forward(token_T, *rotations, attn_metadata, row_R, kv))
+        positions = torch.from_numpy(position_T)
+        found.append(decoder.forward(token_T, positions, tables.at(positions), attn_metadata, row_R, kv))
     return found, kv
 
 
@@ -101,7 +102,7 @@ DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-bias", "mistral-window", "llama-linear-bias-tied"])
+@pytest.mark.parametrize("name", ["qwen3-bias", "mistral-window", "llama-linear-bias-tied", "gemma2", "gemma3"])
 @pytest.mark.parametrize(("weights", "activation_dtype"), [*((each, "auto") for each in WEIGHTS), ("int4-rtn", "int8")])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_are_those_of_layer_by_layer(

@@ -58,7 +58,7 @@ def test_padding_costs_little_and_leaves_few_numbers_of_tokens() -> None:
 
 
 def test_selection_reports_the_kernels_of_each_operation() -> None:
-    names = {"linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy", "sample"}
+    names = {"linear", "add_rms_norm", "norm_rope_write", "attention", "rms_norm", "gate_mul", "greedy", "sample"}
     backends = {kind: select_kernels(CPU, torch.float32, kind).backends for kind in ("auto", "triton")}
     backends["deterministic"] = select_kernels(CPU, torch.float32, "triton", deterministic=True).backends
     assert all(set(found) == names for found in backends.values())
@@ -73,7 +73,7 @@ def test_selecting_kernels_leaves_the_number_of_threads_alone() -> None:
     torch.set_num_threads(1)
     try:
         kernels = select_kernels(CPU, torch.float32)
-        kernels.silu_mul(torch.ones(2000, 64))
+        kernels.gate_mul(torch.ones(2000, 64), "silu")
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

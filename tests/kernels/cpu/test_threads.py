@@ -81,7 +81,7 @@ def test_the_number_of_threads_changes_no_bit(threads: None) -> None:
         attn_metadata.plans.clear()
         x_TH = attention(q_TND, cache, attn_metadata, 0.1, None).reshape(len(tokens), -1)
         normed_TH, residual_TH = elementwise.add_rms_norm(x_TH, torch.ones_like(x_TH), torch.ones(x_TH.shape[1]), 1e-6)
-        found.append([q_TND, *cache.tensors, normed_TH, residual_TH, elementwise.silu_mul(linear(normed_TH))])
+        found.append([q_TND, *cache.tensors, normed_TH, residual_TH, elementwise.gate_mul(linear(normed_TH), "silu")])
     for one, two in zip(*found):
         assert torch.equal(one, two)
         assert bool(one.isfinite().all())

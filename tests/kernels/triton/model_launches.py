@@ -11,7 +11,12 @@ from pipeline.kernels.triton.attention.decode import decode_launches
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, max_queries_of
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch
 from pipeline.kernels.triton.attention.scatter import scatter_launch
-from pipeline.kernels.triton.elementwise import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
+from pipeline.kernels.triton.elementwise import (
+    add_rms_norm_launch,
+    gate_mul_launch,
+    norm_rope_write_launch,
+    rms_norm_launch,
+)
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
 from pipeline.kernels.triton.launch import CompileTarget, Launch, power_of_two
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
@@ -70,11 +75,15 @@ def launches_of(
     slot_T = empty(num_tokens, dtype=torch.int64)
     q_TND = empty(num_tokens, shape.num_heads, shape.head_dim)
     rope = norm_rope_write_launch(qkv_TMD, angle_TD2, angle_TD2, norms, 1e-5, cache, slot_T, q_TND)
+    gate_up_T2F = empty(num_tokens, 2 * shape.intermediate_size)
     out_TF = empty(num_tokens, shape.intermediate_size)
     fused = {
         "add_rms_norm": add_rms_norm_launch(x_TH, x_TH, norm_H, 1e-5),
+        "rms_norm": rms_norm_launch(x_TH, norm_H, 1e-5),
+        "rms_norm, float32 weight": rms_norm_launch(x_TH, norm_H.float(), 1e-5),
         "norm_rope_write": rope,
-        "silu_mul": silu_mul_launch(empty(num_tokens, 2 * shape.intermediate_size), out_TF),
+        "gate_mul": gate_mul_launch(gate_up_T2F, "silu", out_TF),
+        "gate_mul, gelu": gate_mul_launch(gate_up_T2F, "gelu_tanh", out_TF),
     }
     logits_TV, chosen_2T = empty(num_tokens, shape.vocab_size), empty(2, num_tokens, dtype=torch.int64)
     parts, whole = greedy_launches(logits_TV, chosen_2T)
@@ -170,7 +179,7 @@ def fp8_launches_of(shape: ModelShape, dtype: torch.dtype, target: CompileTarget
 
 
 def _rounding_ahead(shape: ModelShape, dtype: torch.dtype, num_tokens: int = 512) -> dict[str, Launch]:
-    """Return norms and silu that round for the next linear: blocks of inputs, or all inputs of a token."""
+    """Return norms and activations that round for the next linear: blocks of inputs, or all inputs of a token."""
     found = {}
     x_TH = torch.empty(num_tokens, shape.hidden_size, dtype=dtype, device=_META)
     gate_up_T2F = torch.empty(num_tokens, 2 * shape.intermediate_size, dtype=dtype, device=_META)
@@ -180,7 +189,8 @@ def _rounding_ahead(shape: ModelShape, dtype: torch.dtype, num_tokens: int = 512
             for width in (shape.hidden_size, shape.intermediate_size)
         )
         found[f"add_rms_norm, {name}"] = add_rms_norm_launch(x_TH, x_TH, x_TH[0], 1e-5, to_H)
-        found[f"silu_mul, {name}"] = silu_mul_launch(gate_up_T2F, to_F)
+        found[f"gate_mul, {name}"] = gate_mul_launch(gate_up_T2F, "silu", to_F)
+        found[f"gate_mul, gelu, {name}"] = gate_mul_launch(gate_up_T2F, "gelu_tanh", to_F)
     return found
 
 

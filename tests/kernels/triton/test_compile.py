@@ -20,7 +20,7 @@ EVERYWHERE = {
     *CASCADE, *FIXED, *(f"{name}, fp8 cache" for name in FP8_CACHE),
     *(f"{name}{cache}, softcap and sinks" for name in SOFTMAX for cache in ("", ", fp8 cache")),
     "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "dequantize", "sample", "greedy, parts",
-    "add_rms_norm", "norm_rope_write", "silu_mul",
+    "add_rms_norm", "rms_norm", "rms_norm, float32 weight", "norm_rope_write", "gate_mul", "gate_mul, gelu",
 }  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def attention(
     use_threads(plan.parallel)
     q_TND = q_TND.contiguous()
     out_TND = torch.empty_like(q_TND)
-    options = SoftmaxOptions.of(scale, window, softcap, sinks_N)
+    options = SoftmaxOptions.from_arguments(scale, window, softcap, sinks_N)
     attend(bits(q_TND), arrays_of(cache), plan, options, bits(out_TND))
     return out_TND
 

@@ -243,7 +243,7 @@ class Fp8Linear:
     cublas: allows any order of sums, and uses its products for the weights that it supports; the bias is then added to
     rounded outputs.
 
-    `add_rms_norm` and `silu_mul` implement `InputKernels`, for outputs that only this linear reads: if its inputs are
+    `add_rms_norm` and `gate_mul` implement `InputKernels`, for outputs that only this linear reads: if its inputs are
     whole blocks in natural order, they round them in the same launch, to the same bits.
     """
 
@@ -298,12 +298,12 @@ class Fp8Linear:
             elementwise.add_rms_norm_launch(x_TH, residual_TH, weight_H, eps, rounded).run()
         return rounded, residual_TH
 
-    def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor | Fp8Inputs:
+    def gate_mul(self, gate_up_T2F: torch.Tensor, activation: str) -> torch.Tensor | Fp8Inputs:
         if not self._is_fused:
-            return elementwise.silu_mul(gate_up_T2F)
+            return elementwise.gate_mul(gate_up_T2F, activation)
         rounded = self.weight.inputs_for(gate_up_T2F)
         if len(gate_up_T2F):
-            elementwise.silu_mul_launch(gate_up_T2F, rounded).run()
+            elementwise.gate_mul_launch(gate_up_T2F, activation, rounded).run()
         return rounded
 
     def _by_cublas(self, x: Fp8Inputs) -> torch.Tensor | None:

@@ -113,8 +113,8 @@ def test_norms_and_silu_round_to_the_bits_of_a_launch_of_its_own(
     norm_TH, total_TH = elementwise.add_rms_norm(x_TH.clone(), residual_TH.clone(), weight_H, 1e-5)
     rounded_norm, total = linear.add_rms_norm(x_TH.clone(), residual_TH.clone(), weight_H, 1e-5)
     assert torch.equal(total.nan_to_num(7.0), total_TH.nan_to_num(7.0))
-    silu = elementwise.silu_mul(gate_up_T2F)
-    for apart, fused in ((norm_TH, rounded_norm), (silu, linear.silu_mul(gate_up_T2F))):
+    silu = elementwise.gate_mul(gate_up_T2F, "silu")
+    for apart, fused in ((norm_TH, rounded_norm), (silu, linear.gate_mul(gate_up_T2F, "silu"))):
         assert isinstance(fused, Fp8Inputs)
         assert all(map(torch.equal, bits(fused), bits(linear.round(apart))))
         oracle_MK = rounded(apart.cpu(), fused.block)
@@ -140,7 +140,7 @@ def test_norms_and_silu_stay_in_16_bit_for_linears_that_round_for_themselves(
     x_TH = torch.randn(2, num_inputs, device=DEVICE)
     gate_up_T2F, weight_H = torch.cat([x_TH, x_TH], 1), torch.ones_like(x_TH[0])
     ours, expected = (
-        (*each.add_rms_norm(x_TH.clone(), x_TH.clone(), weight_H, 1e-5), each.silu_mul(gate_up_T2F))
+        (*each.add_rms_norm(x_TH.clone(), x_TH.clone(), weight_H, 1e-5), each.gate_mul(gate_up_T2F, "silu"))
         for each in (linear, elementwise)
     )
     for tensor, its in zip(ours, expected, strict=True):
@@ -209,7 +209,7 @@ def test_no_tokens_and_rows_that_lie_apart() -> None:
     linear, x_MK = linear_of(random_weight(8, 64, 64)), torch.randn(6, 64, device=DEVICE)
     assert linear(x_MK[:0]).shape == (0, 8)
     assert linear(linear.add_rms_norm(x_MK[:0], x_MK[:0], x_MK[0], 1e-5)[0]).shape == (0, 8)
-    assert linear(linear.silu_mul(x_MK[:0].repeat(1, 2))).shape == (0, 8)
+    assert linear(linear.gate_mul(x_MK[:0].repeat(1, 2), "silu")).shape == (0, 8)
     assert torch.equal(linear(x_MK[::2]), linear(x_MK[::2].contiguous()))
 
 

@@ -1,7 +1,4 @@
-"""A model's config.json completed with its family's defaults, and its quantization options.
-
-A missing key takes the value of the family's config class in transformers; a null stays null.
-"""
+"""Quantization options of a checkpoint: in config.json, or in the quantizer's own file."""
 
 from pathlib import Path
 from typing import Any
@@ -12,25 +9,6 @@ from pipeline.errors import ModelError
 CONFIG = "config.json"
 # The quantizers' own files, used before config.json held the options, with the quant_method that each implies.
 QUANTIZER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # AutoGPTQ, AutoAWQ
-
-_ALL = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_act": "silu",
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}  # fmt: skip
-_LLAMA = _ALL | {"vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048,
-                 "attention_bias": False, "mlp_bias": False}  # fmt: skip
-_MISTRAL = _ALL | {"vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8,
-                   "max_position_embeddings": 131072, "sliding_window": 4096}  # fmt: skip
-_QWEN2 = _ALL | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
-                 "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
-                 "max_window_layers": 28}  # fmt: skip
-_QWEN3 = _QWEN2 | {"head_dim": 128, "attention_bias": False}
-DEFAULTS: dict[object, dict[str, Any]] = {"llama": _LLAMA, "mistral": _MISTRAL, "qwen2": _QWEN2, "qwen3": _QWEN3}
-"""model_type -> defaults of keys that a config.json may leave out, except defaults of None."""
-
-
-def model_values(folder: Path) -> dict[str, Any]:
-    """Return the values of `folder`/config.json, with the family's defaults for missing keys. Raises ModelError."""
-    values = read_json(folder / CONFIG)
-    return DEFAULTS.get(str(values.get("model_type")), {}) | values
 
 
 def quantizer_file(folder: Path, values: dict[str, Any]) -> Path | None:

@@ -1,0 +1,376 @@
+"""The supported families: for each `model_type` one function that describes its layers, its defaults and its names.
+
+Family names occur only here. Everything else branches on the fields of `LayerSpec` and `ModelConfig`. Imports no torch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from pipeline.checkpoints.file_checks import read_json
+from pipeline.checkpoints.quantizer_files import CONFIG
+from pipeline.model.layer_spec import Activation, LayerSpec, TensorNames
+from pipeline.model.rope import NO_ROPE, Rope
+from pipeline.weights.config_fields import Fields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_ACTIVATIONS: dict[str, Activation] = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+
+class FamilyFields(Fields):
+    """Values of a config.json with the fields that all families share."""
+
+    def __init__(self, values: dict[str, Any], path: Path) -> None:
+        super().__init__(values, path)
+        self.hidden = self.integer("hidden_size", 1, 1 << 17)
+        self.heads = self.integer("num_attention_heads", 1, 1 << 12)
+        self.kv_heads = self.integer("num_key_value_heads", 1, 1 << 12, default=self.heads)
+        self.layers = self.integer("num_hidden_layers", 1, 1 << 12)
+        self.max_position = self.integer("max_position_embeddings", 1, 1 << 24)
+        if values.get("head_dim") is None and self.hidden % self.heads:
+            raise self.refuse(
+                "num_attention_heads", f"a divisor of hidden_size = {self.hidden}, since there is no head_dim"
+            )
+        self.head_dim = self.integer("head_dim", 2, 1 << 12, default=self.hidden // self.heads)
+        if self.heads % self.kv_heads:
+            raise self.refuse("num_key_value_heads", f"a divisor of num_attention_heads = {self.heads}")
+        if self.head_dim % 2:
+            raise self.refuse("head_dim", "an even number")
+
+    def spec(self, **fields: Any) -> LayerSpec:
+        """Return a layer as in Llama without biases, but for `fields`."""
+        return LayerSpec(**{"scale": self.head_dim**-0.5, "activation": self.activation()} | fields)
+
+    def alike(self, spec: LayerSpec) -> dict[str, Any]:
+        """Return the layers of a model whose layers are all alike."""
+        return {"layers": (spec,) * self.layers}
+
+    def rope(self, **values: Any) -> Rope:
+        """Return the options of rotary positions. values: replace those of config.json."""
+        return Rope.from_config(self.values | values, self.path, self.max_position, self.head_dim)
+
+    def ropes_by_type(self, local_theta: float) -> dict[str, Rope]:
+        """Return the rope of each layer type: from `rope_parameters` by type, or from the older keys, of which
+        `rope_scaling` applies to full attention. local_theta: default for sliding attention."""
+        given, scaling = self.section("rope_parameters"), self.section("rope_scaling").values
+        if any(not isinstance(value, dict) for key, value in given.values.items() if value is not None):
+            raise self.refuse("rope_parameters", f"objects under {FULL} and {SLIDING}")
+        theta, scalings = {FULL: self.values["rope_theta"], SLIDING: local_theta}, {FULL: scaling, SLIDING: {}}
+        return {
+            kind: self.rope(
+                rope_theta=theta[kind], rope_scaling=None, rope_parameters=given.section(kind).values | scalings[kind]
+            )
+            for kind in (FULL, SLIDING)
+        }
+
+    def layer_types(self, default: Callable[[int], bool]) -> list[str]:
+        """Return the attention of each layer. default: whether a layer has full attention if there is no list."""
+        types = self.values.get("layer_types")
+        if types is None:
+            return [FULL if default(layer) else SLIDING for layer in range(self.layers)]
+        if not isinstance(types, list) or len(types) != self.layers or any(t not in (SLIDING, FULL) for t in types):
+            raise self.refuse("layer_types", f"{self.layers} entries, each of {(SLIDING, FULL)}")
+        return types
+
+    def window(self) -> int | None:
+        return None if self.values.get("sliding_window") is None else self.integer("sliding_window", 1, 1 << 31)
+
+    def activation(self, key: str = "hidden_act") -> Activation:
+        """Return the activation of the feed-forward."""
+        known: dict[str, Activation] = {name: name for name in get_args(Activation)} | _ACTIVATIONS
+        return known[self.one_of(key, known)]
+
+    def optional(self, key: str) -> float:
+        """Return a positive number; 0 if it is null or absent."""
+        return 0.0 if self.values.get(key) is None else self.number(key)
+
+
+@dataclass(frozen=True)
+class Family:
+    """describe(fields) -> the fields of `ModelConfig` that differ from its defaults, always with `layers`.
+
+    defaults: values of keys that a config.json may leave out, except defaults of None. keys: the family's own names of
+    keys, by the common name.
+    """
+
+    describe: Callable[[FamilyFields], dict[str, Any]]
+    defaults: Mapping[str, Any]
+    names: TensorNames = field(default_factory=TensorNames)
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+
+def _llama(f: FamilyFields) -> dict[str, Any]:
+    bias = f.flag("attention_bias")
+    return f.alike(f.spec(rope=f.rope(), qkv_bias=bias, o_bias=bias, mlp_bias=f.flag("mlp_bias")))
+
+
+def _mistral(f: FamilyFields) -> dict[str, Any]:
+    return f.alike(f.spec(rope=f.rope(), window=f.window()))
+
+
+def _qwen2(f: FamilyFields) -> dict[str, Any]:
+    return {"layers": _qwen_layers(f, f.spec(rope=f.rope(), qkv_bias=True))}
+
+
+def _qwen3(f: FamilyFields) -> dict[str, Any]:
+    bias = f.flag("attention_bias")
+    return {"layers": _qwen_layers(f, f.spec(rope=f.rope(), qkv_bias=bias, o_bias=bias, qk_norm="head"))}
+
+
+def _qwen_layers(f: FamilyFields, spec: LayerSpec) -> tuple[LayerSpec, ...]:
+    first = f.integer("max_window_layers", 0, 1 << 20)
+    types = f.layer_types(lambda layer: layer < first)
+    window = f.window() if f.flag("use_sliding_window") else None
+    return tuple(replace(spec, window=window if kind == SLIDING else None) for kind in types)
+
+
+def _gemma(f: FamilyFields) -> dict[str, Any]:
+    return _gemma_fields(f, (replace(f.spec(rope=f.rope()), activation="gelu_tanh"),) * f.layers)
+
+
+def _gemma2(f: FamilyFields) -> dict[str, Any]:
+    return _gemma_sandwich(f, dict.fromkeys((FULL, SLIDING), f.rope()), lambda layer: layer % 2 == 1)
+
+
+def _gemma3(f: FamilyFields) -> dict[str, Any]:
+    pattern = f.integer("sliding_window_pattern", 1, 1 << 12)
+    ropes = f.ropes_by_type(f.number("rope_local_base_freq"))
+    return _gemma_sandwich(f, ropes, lambda layer: (layer + 1) % pattern == 0, qk_norm="head")
+
+
+def _gemma_sandwich(
+    f: FamilyFields, ropes: dict[str, Rope], is_full: Callable[[int], bool], **fields: Any
+) -> dict[str, Any]:
+    scale, softcap = f.number("query_pre_attn_scalar") ** -0.5, f.optional("attn_logit_softcapping")
+    fields |= {"scale": scale, "softcap": softcap, "post_norm": True}
+    full = f.spec(rope=ropes[FULL], **fields)
+    sliding = replace(full, rope=ropes[SLIDING], window=f.window())
+    layers = tuple(full if kind == FULL else sliding for kind in f.layer_types(is_full))
+    return _gemma_fields(f, layers) | {"logit_softcap": f.optional("final_logit_softcapping")}
+
+
+def _gemma_fields(f: FamilyFields, layers: tuple[LayerSpec, ...]) -> dict[str, Any]:
+    if f.values.get("use_bidirectional_attention"):
+        raise f.refuse("use_bidirectional_attention", f"false, because encoders are not supported. {ON_A_SERVER}")
+    bias = f.flag("attention_bias")
+    biased = tuple(replace(spec, qkv_bias=bias, o_bias=bias) for spec in layers)
+    return {"layers": biased, "norm_offset": 1.0, "embedding_scale": f.hidden**0.5}
+
+
+def _gpt2(f: FamilyFields) -> dict[str, Any]:
+    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        f.one_of(key, (False,))
+    scale = f.head_dim**-0.5 if f.flag("scale_attn_weights") else 1.0
+    biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), True)
+    spec = f.spec(rope=NO_ROPE, scale=scale, is_gated=False, **biases)
+    return f.alike(spec) | {
+        "norm_kind": "layer",
+        "intermediate_size": f.integer("intermediate_size", 1, 1 << 20, default=4 * f.hidden),
+    }
+
+
+def _phi3(f: FamilyFields) -> dict[str, Any]:
+    options = f.section("rope_scaling").values or f.section("rope_parameters").values
+    if options.get("rope_type", options.get("type")) in ("su", "yarn"):  # earlier names of longrope
+        options = options | {"rope_type": "longrope"}
+    return f.alike(f.spec(rope=f.rope(rope_scaling=options), window=f.window()))
+
+
+def _olmo2(f: FamilyFields) -> dict[str, Any]:
+    return {"layers": _olmo_layers(f, {FULL: f.rope()}, [FULL] * f.layers)}
+
+
+def _olmo3(f: FamilyFields) -> dict[str, Any]:
+    types = f.layer_types(lambda layer: (layer + 1) % 4 == 0)
+    return {"layers": _olmo_layers(f, f.ropes_by_type(f.values["rope_theta"]), types)}
+
+
+def _olmo_layers(f: FamilyFields, ropes: dict[str, Rope], types: list[str]) -> tuple[LayerSpec, ...]:
+    bias = f.flag("attention_bias")
+    spec = f.spec(rope=ropes[FULL], pre_norm=False, post_norm=True, qk_norm="full", qkv_bias=bias, o_bias=bias)
+    return tuple(spec if kind == FULL else replace(spec, rope=ropes[SLIDING], window=f.window()) for kind in types)
+
+
+def _granite(f: FamilyFields) -> dict[str, Any]:
+    """The residual multiplier r scales what each layer adds. Here the residual is 1 / r times as large instead, which
+    norms undo, except for their epsilon."""
+    bias, residual = f.flag("attention_bias"), f.number("residual_multiplier")
+    spec = f.spec(rope=f.rope(), scale=f.number("attention_multiplier"), qkv_bias=bias, o_bias=bias,
+                  mlp_bias=f.flag("mlp_bias"))  # fmt: skip
+    return f.alike(spec) | {
+        "embedding_scale": f.number("embedding_multiplier") / residual,
+        "norm_eps": f.number("rms_norm_eps") / residual**2,
+        "logit_scale": 1 / f.number("logits_scaling"),
+    }
+
+
+def _smollm3(f: FamilyFields) -> dict[str, Any]:
+    interval, bias = f.integer("no_rope_layer_interval", 1, 1 << 12), f.flag("attention_bias")
+    has_rope = f.values.get("no_rope_layers")  # 1: with rope
+    if has_rope is None:
+        has_rope = [int((layer + 1) % interval != 0) for layer in range(f.layers)]
+    if not isinstance(has_rope, list) or len(has_rope) != f.layers or any(each not in (0, 1) for each in has_rope):
+        raise f.refuse("no_rope_layers", f"{f.layers} entries, each 0 or 1")
+    window = f.window() if f.flag("use_sliding_window") else None
+    types = f.layer_types(lambda layer: bool(has_rope[layer]))
+    spec = f.spec(rope=f.rope(), qkv_bias=bias, o_bias=bias, mlp_bias=f.flag("mlp_bias"))
+    return {
+        "layers": tuple(
+            replace(spec, rope=spec.rope if rotated else NO_ROPE, window=window if kind == SLIDING else None)
+            for rotated, kind in zip(has_rope, types, strict=True)
+        )
+    }
+
+
+def _starcoder2(f: FamilyFields) -> dict[str, Any]:
+    biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), f.flag("use_bias"))
+    spec = f.spec(rope=f.rope(), window=f.window(), is_gated=False, **biases)
+    return f.alike(spec) | {"norm_kind": "layer"}
+
+
+def _seed_oss(f: FamilyFields) -> dict[str, Any]:
+    biases = {key: f.flag(name) for key, name in _SEED_BIASES.items()}
+    return f.alike(f.spec(rope=f.rope(), **biases))
+
+
+def _internlm3(f: FamilyFields) -> dict[str, Any]:
+    if f.values["attention_bias"] != f.values["mlp_bias"]:
+        raise f.refuse("mlp_bias", "the value of attention_bias")
+    return _llama(f)
+
+
+def _arcee(f: FamilyFields) -> dict[str, Any]:
+    (spec,) = {*_llama(f)["layers"]}
+    return f.alike(replace(spec, is_gated=False))
+
+
+_SEED_BIASES = {"qkv_bias": "attention_bias", "o_bias": "attention_out_bias", "mlp_bias": "mlp_bias"}
+_ALL = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "vocab_size": 32000, "max_position_embeddings": 2048, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}  # fmt: skip
+_QWEN2 = _ALL | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
+                 "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
+                 "max_window_layers": 28}  # fmt: skip
+_GEMMA = _ALL | {"hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28, "num_attention_heads": 16,
+                 "num_key_value_heads": 16, "head_dim": 256, "vocab_size": 256000, "max_position_embeddings": 8192,
+                 "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}  # fmt: skip
+_GEMMA2 = _GEMMA | {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+                    "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+                    "hidden_activation": "gelu_pytorch_tanh"}  # fmt: skip
+_MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+                   "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                   "llama_4_scaling_beta": 0.1}  # fmt: skip
+_OLMO2 = _ALL | {"vocab_size": 50304, "rms_norm_eps": 1e-5}
+_GEMMA2_NAMES = TensorNames(mlp_norm="pre_feedforward_layernorm")
+_PLAIN_MLP = TensorNames(gate_up=("mlp.up_proj",))
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(_llama, _ALL),
+    "mistral": Family(_mistral, _ALL | {"intermediate_size": 14336, "num_key_value_heads": 8,
+                                        "max_position_embeddings": 131072, "sliding_window": 4096}),
+    "qwen2": Family(_qwen2, _QWEN2),
+    "qwen3": Family(_qwen3, _QWEN2 | {"head_dim": 128}),
+    "gemma": Family(_gemma, _GEMMA),
+    "gemma2": Family(_gemma2, _GEMMA2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+                     _GEMMA2_NAMES, {"hidden_act": "hidden_activation"}),
+    "gemma3_text": Family(_gemma3, _GEMMA2 | {"vocab_size": 262208, "max_position_embeddings": 131072,
+                                              "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
+                                              "sliding_window_pattern": 6},
+                          _GEMMA2_NAMES, {"hidden_act": "hidden_activation"}),
+    "gpt2": Family(
+        _gpt2,
+        {"vocab_size": 50257, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+         "max_position_embeddings": 1024, "hidden_act": "gelu_new", "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+         "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        TensorNames(embedding="wte", position="wpe", final_norm="ln_f", layer="h.{}.", attn_norm="ln_1",
+                    qkv=("attn.c_attn",), o="attn.c_proj", mlp_norm="ln_2", gate_up=("mlp.c_fc",),
+                    down="mlp.c_proj", is_transposed=True),
+        {"hidden_size": "n_embd", "num_hidden_layers": "n_layer",
+         "num_attention_heads": "n_head", "max_position_embeddings": "n_positions", "intermediate_size": "n_inner",
+         "hidden_act": "activation_function", "rms_norm_eps": "layer_norm_epsilon"},
+    ),
+    "phi3": Family(
+        _phi3,
+        _ALL | {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
+                "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    ),
+    "olmo2": Family(_olmo2, _OLMO2),
+    "olmo3": Family(_olmo3, _OLMO2 | {"rope_theta": 500000.0, "sliding_window": 4096}),
+    "granite": Family(_granite, _ALL | {"embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+                                        "attention_multiplier": 1.0, "logits_scaling": 1.0}),
+    "smollm3": Family(_smollm3, _ALL | {"vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36,
+                                        "num_attention_heads": 16, "num_key_value_heads": 4,
+                                        "max_position_embeddings": 32768, "rope_theta": 2e6,
+                                        "use_sliding_window": False, "no_rope_layer_interval": 4,
+                                        "tie_word_embeddings": True}),
+    "ministral3": Family(_mistral, _ALL | {"vocab_size": 131072, "intermediate_size": 14336, "num_hidden_layers": 34,
+                                           "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+                                           "max_position_embeddings": 262144, "rope_parameters": _MINISTRAL_ROPE}),
+    "starcoder2": Family(
+        _starcoder2,
+        _ALL | {"vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
+                "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
+                "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "use_bias": True, "tie_word_embeddings": True},
+        TensorNames(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+        {"rms_norm_eps": "norm_epsilon"},
+    ),
+    "seed_oss": Family(_seed_oss, _ALL | {"vocab_size": 155136, "intermediate_size": 27648, "num_hidden_layers": 64,
+                                          "num_attention_heads": 80, "num_key_value_heads": 8, "head_dim": 128,
+                                          "max_position_embeddings": 524288, "attention_bias": True,
+                                          "attention_out_bias": False}),
+    "arcee": Family(_arcee, _ALL | {"hidden_size": 2560, "intermediate_size": 18432, "hidden_act": "relu2",
+                                    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, _PLAIN_MLP),
+    "internlm3": Family(_internlm3, _ALL | {"vocab_size": 128512, "intermediate_size": 10240, "num_hidden_layers": 48,
+                                        "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768,
+                                        "rms_norm_eps": 1e-5},
+                        keys={"attention_bias": "qkv_bias", "mlp_bias": "bias"}),
+}  # fmt: skip
+"""By model_type."""
+
+_REASONS = {
+    "its layers contain experts (MoE)": "mixtral qwen2_moe qwen3_moe olmoe gpt_oss glm4_moe phimoe granitemoe dbrx "
+    "llama4 llama4_text ernie4_5_moe minimax_m2 hunyuan_v1_moe",
+    "its attention is latent (MLA)": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 minicpm3 mistral4",
+    "some of its layers are Gated DeltaNet": "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe olmo_hybrid",
+    "some of its layers are Mamba": "mamba mamba2 falcon_mamba nemotron_h bamba jamba zamba2 falcon_h1 "
+    "granitemoehybrid",
+    "its layers differ in head size, or share keys and values": "gemma3n gemma3n_text gemma4 gemma4_text",
+    "its rotary positions pair neighbours": "cohere cohere2 glm glm4",
+    "layers of its form are not implemented yet": "exaone4 gpt_neox gpt_bigcode falcon phi opt bloom stablelm",
+    "it reads images or audio": "llava llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe "
+    "qwen2_audio qwen2_5_omni internvl idefics3 smolvlm mllama paligemma pixtral whisper phi4_multimodal",
+    "it is an encoder-decoder": "t5 mt5 umt5 bart mbart pegasus marian m2m_100 t5gemma",
+    "it is an encoder": "bert roberta xlm-roberta distilbert deberta-v2 electra modernbert mpnet nomic_bert",
+}
+UNSUPPORTED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""By model_type: why it is not supported."""
+ON_A_SERVER = "A server may run it (docs/servers.md); in the job file: engine: {backend: {serve: [vllm, serve, MODEL]}}"
+
+WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "ministral3"}
+"""Models with an image encoder, by model_type, and the family of their text model if its values name none."""
+
+
+def model_values(folder: Path) -> dict[str, Any]:
+    """Return the values of `folder`/config.json by their common names, with the family's defaults for missing keys; of
+    a model with an image encoder, those of its text model. Raises ModelError.
+
+    A missing key takes the value of the family's config class in transformers; a null stays null.
+    """
+    values = read_json(folder / CONFIG)
+    if str(values.get("model_type")) in WRAPPERS:
+        values = _text_values(values, folder / CONFIG)
+    family = FAMILIES.get(str(values.get("model_type")))
+    if family is None:
+        return values
+    values = {**family.defaults} | values
+    return values | {common: values[own] for common, own in family.keys.items() if own in values}
+
+
+def _text_values(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    inner = Fields(values, path).section("text_config").values
+    outer = ("architectures", "quantization_config", "compression_config", "dtype", "torch_dtype")
+    kept = {key: values[key] for key in outer if key in values}
+    ties = {key: values[key] for key in ("tie_word_embeddings",) if key in values}  # decides also in transformers
+    return {"model_type": WRAPPERS[values["model_type"]]} | kept | inner | ties

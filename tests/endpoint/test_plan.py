@@ -1,0 +1,159 @@
+"""`pipeline plan` of jobs whose rows a server computes."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.checkpoints.locate import locate_model
+from pipeline.tokenization.tokenizer import Tokenizer
+from tests.endpoint.fake_server import FakeServer
+from tests.endpoint.test_job import job_file
+
+Pipe = Callable[..., tuple[int, str, str]]
+SHORT = "A longer run opens up to 100"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def planned(pipe: Pipe) -> Callable[..., Any]:
+    """Return a function that plans a job and returns the estimate's JSON, or its text with `as_text`."""
+
+    def plan(path: Path, *flags: str, as_text: bool = False) -> Any:
+        code, shown, errors = pipe("plan", str(path), *flags, *([] if as_text else ["--json"]))
+        assert code == 0, errors
+        return shown if as_text else json.loads(shown)
+
+    return plan
+
+
+def test_without_an_earlier_run_plan_contacts_no_server_and_names_what_is_known(
+    tmp_path: Path, planned: Callable[..., Any]
+):
+    with FakeServer() as server:
+        path = job_file(tmp_path, server.url, 30)
+        shown = planned(path, as_text=True)
+        assert server.num_connections == 0
+    assert "job: 30 rows\n" in shown
+    assert "Prompts     unknown\n" in shown
+    assert "`--probe 64` measures" in shown
+    assert not (tmp_path / "out").exists()
+    started = tmp_path / "started"
+    path = job_file(tmp_path, "", 30, engine={"backend": {"serve": ["touch", str(started)]}})
+    assert planned(path)["estimate"] is None
+    assert not started.exists()
+
+
+def test_the_tokenizer_of_the_job_counts_prompts(tmp_path: Path, planned: Callable[..., Any]):
+    path = job_file(tmp_path, "http://localhost:9", 30, model={"path": "demo"})
+    tokenizer = Tokenizer.from_folder(str(locate_model("demo")), None)
+    texts = pq.read_table(tmp_path / "in.parquet")["text"].to_pylist()
+    tokens = sum(map(len, tokenizer.encode_batch([f"say {text}" for text in texts])))
+    assert planned(path)["prompts"] == pytest.approx(dict.fromkeys(("low", "expected", "high"), tokens))
+    assert f"Prompts     {tokens:,} tokens, by the tokenizer of model.path\n" in planned(path, as_text=True)
+
+
+def test_a_probe_estimates_tokens_time_and_cost_and_the_run_reuses_its_rows(
+    tmp_path: Path, pipe: Pipe, planned: Callable[..., Any]
+):
+    cost = {"hourly_usd": 3.6, "usd_per_million": {"input": 10, "cached_input": 1, "output": 100}}
+    with FakeServer(slots=16, seconds_per_request=0.02, cached_tokens=2) as server:
+        path = job_file(tmp_path, server.url, 100, cost=cost)
+        found = planned(path, "--probe", "32")
+        assert SHORT in planned(path, as_text=True)
+        code, shown, errors = pipe("run", str(path), "--json")
+        assert code == 0, errors
+        report = json.loads(shown)
+        assert report["work"]["resumed_rows"] == 32
+        again = planned(path, "--set", f"output.path={tmp_path}/other")
+    made, pool = found["estimate"], found["here"][0]
+    assert (made["rows"], made["cached_tokens"]) == (100, 200)
+    assert made["lengths_from"] == "32 rows of 1 earlier run of this job"
+    assert made["generated_tokens"]["expected"] == 400
+    assert 480 <= found["prompts"]["expected"] == made["prompt_tokens"]["expected"] + 200 <= 520
+    tokens_usd = (made["prompt_tokens"]["expected"] * 10 + 200 * 1 + 400 * 100) / 1e6
+    assert pool["usd"]["expected"] == pytest.approx(tokens_usd + pool["machine_us"]["expected"] / 1e9)
+    assert sum(made["phases_us"].values()) == pytest.approx(made["machine_us"]["expected"], abs=10)
+    start_us = made["phases_us"]["startup"] + made["phases_us"]["load"]
+    low, expected, high = (pool["machine_us"][name] - start_us for name in ("low", "expected", "high"))
+    assert low < 0.4 * expected < 0.4 * high, "at most 32 of 100 requests were open"
+    assert 100 / 16 * 0.02 < made["phases_us"]["decode"] / 1e6 < 100 * 0.02
+    assert len(found["doubts"]) == 1
+    assert again["doubts"] == [], "the run of 68 rows was about as long"
+    assert again["estimate"]["machine_us"]["expected"] < made["machine_us"]["expected"]
+
+    lines = {line["what"]: line for line in report["estimate"]["lines"]}
+    assert lines["rows"]["expected"] == lines["rows"]["actual"] == 100
+    assert lines["usd"]["expected"] == pytest.approx(pool["usd"]["expected"])
+    run = json.loads((tmp_path / "out" / "_pipeline" / "runs" / f"{report['runs'][-1]['run_id']}.json").read_text())
+    stats = run["actors"][0]["stats"]
+    computed, generated = stats["prompt_tokens"] - stats["cached_tokens"], stats["generated_tokens"]
+    tokens_usd = (computed * 10 + stats["cached_tokens"] * 1 + generated * 100) / 1e6
+    assert lines["usd"]["actual"] == pytest.approx(tokens_usd + lines["machine_us"]["actual"] / 1e9)
+
+
+def test_runs_on_another_server_or_with_other_requests_are_not_used(tmp_path: Path, planned: Callable[..., Any]):
+    with FakeServer() as server, FakeServer() as other:
+        path = job_file(tmp_path, server.url, 30)
+        path.write_text(path.read_text().replace("sampling:\n  max_tokens: 4\n", ""))  # a task has no max_tokens
+        planned(path, "--probe", "8")
+        assert planned(path)["estimate"] is not None
+        embed = ["--set", "task.type=embed", "--set", "task.dimensions=8"]
+        differences = [
+            ["--set", f"engine.backend.url={other.url}"],
+            ["--set", "engine.backend.model=large"],
+            ["--set", "engine.backend.extra_body={reasoning_effort: high}"],
+            embed,
+        ]
+        for flags in differences:
+            assert planned(path, *flags, "--set", f"output.path={tmp_path}/other")["estimate"] is None, flags
+        vectors = planned(path, *embed, "--probe", "8", "--set", f"output.path={tmp_path}/vectors")
+        assert vectors["estimate"]["generated_tokens"]["high"] == 0 < vectors["prompts"]["low"]
+        server.behaviour.model = "other-model"
+        found = planned(path, "--probe", "4", "--set", f"output.path={tmp_path}/again")
+    assert found["estimate"]["lengths_from"] == "4 rows of 1 earlier run of this job"
+    assert "other-model" in found["estimate"]["speeds_from"]
+
+
+def test_engines_with_a_server_each_are_compared(tmp_path: Path, planned: Callable[..., Any]):
+    serve = [sys.executable, "-m", "tests.endpoint.fake_server"]
+    behaviour = {"slots": 1, "seconds_per_request": 0.05, "usage": "missing"}
+    backend = {"url": None, "serve": [*serve, "--behaviour", json.dumps(behaviour)]}
+    path = job_file(tmp_path, "", 200, engine={"backend": backend})
+    found = planned(path, "--probe", "8", "--actors", "1,2")
+    one, two = found["here"]
+    phases = found["estimate"]["phases_us"]
+    start_us = phases["startup"] + phases["load"]
+    assert two["machine_us"]["expected"] - one["machine_us"]["expected"] == pytest.approx(start_us, abs=10)
+    assert one["wall_us"]["expected"] - two["wall_us"]["expected"] == pytest.approx(
+        (one["machine_us"]["expected"] - start_us) / 2, abs=10
+    )
+    assert "8 answers had no usable token counts" in found["doubts"][1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--hardware", "h100"], "--hardware: has no effect with engine.backend"),
+        (["--prices", "pipeline/estimate/prices.yaml"], "--prices: has no effect with engine.backend"),
+        (["--actors", "1,2"], "--actors: must be 1 with engine.backend.url"),
+    ],
+)
+def test_options_of_our_own_engine_are_refused(tmp_path: Path, pipe: Pipe, flags: list[str], message: str):
+    code, _, errors = pipe("plan", str(job_file(tmp_path, "http://localhost:9", 3)), *flags)
+    assert code == 2
+    assert message in errors
+
+
+def test_validate_says_that_the_server_tokenizes(tmp_path: Path, pipe: Pipe):
+    code, shown, errors = pipe("validate", str(job_file(tmp_path, "http://localhost:9", 3)))
+    assert code == 0, errors
+    assert "The server tokenizes: tokens are not counted" in shown

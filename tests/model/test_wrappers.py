@@ -1,0 +1,94 @@
+"""Checkpoints with an image encoder: the text model has the logits of transformers, and the image parts are ignored."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, Gemma3Config, Mistral3Config
+
+from pipeline.errors import ModelError
+from tests.model_folders import MINISTRAL_ROPE, VOCAB, small_config, write_tokenizer
+from tests.parity.harness import LOGIT_TOLERANCE, float32_engine, our_logits, reference_logits
+
+TEXT = small_config(32, 48, 3, 4, 2, head_dim=16, initializer_range=0.2)
+ENCODER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+           "image_size": 16, "patch_size": 8}  # fmt: skip
+GEMMA3_TEXT = TEXT | {"sliding_window": 19, "query_pre_attn_scalar": 24,
+                      "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}  # fmt: skip
+Config = Gemma3Config | Mistral3Config
+
+
+def gemma3() -> Config:
+    return Gemma3Config(
+        text_config=GEMMA3_TEXT, vision_config=ENCODER, mm_tokens_per_image=1, image_token_index=VOCAB - 1
+    )
+
+
+def mistral3(text_type: str, is_tied: bool, **text: Any) -> Config:
+    encoder = {"model_type": "pixtral", "head_dim": 8} | ENCODER
+    text = TEXT | {"model_type": text_type} | text
+    return Mistral3Config(
+        text_config=text, vision_config=encoder, image_token_index=VOCAB - 1, tie_word_embeddings=is_tied
+    )
+
+
+CONFIGS: dict[str, Callable[[], Config]] = {
+    "gemma3": gemma3,
+    "mistral3": lambda: mistral3("ministral3", False, rope_parameters=MINISTRAL_ROPE),
+    "mistral3, tied": lambda: mistral3("ministral3", True, rope_parameters=MINISTRAL_ROPE),
+    "mistral3 of mistral": lambda: mistral3("mistral", False, sliding_window=21),
+}
+SAVED = "language_model.model."
+
+
+def under_model(name: str) -> str:
+    """Return a saved name in the layout whose modules, but for the head, are all under `model.`."""
+    if name == "language_model.lm_head.weight":
+        return "lm_head.weight"
+    return f"model.language_model.{name.removeprefix(SAVED)}" if name.startswith(SAVED) else f"model.{name}"
+
+
+LAYOUTS: dict[str, Callable[[str], str]] = {"as saved": str, "under model.": under_model}
+
+
+def renamed(folder: Path, out: Path, change: Callable[[str], str]) -> Path:
+    """Copy a checkpoint with the tensors' names changed."""
+    shutil.copytree(folder, out)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({change(name): tensor for name, tensor in tensors.items()}, out / "model.safetensors")
+    return out
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("wrapped")
+    torch.manual_seed(5)
+    model = AutoModelForImageTextToText.from_config(CONFIGS[request.param](), dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    model.eval().save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder, model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_of_text(written: tuple[Path, Any], layout: str, tmp_path: Path) -> None:
+    saved, model = written
+    folder = renamed(saved, tmp_path / "m", LAYOUTS[layout])
+    tokens = np.random.default_rng(7).integers(0, VOCAB - 1, 90).tolist()
+    with float32_engine(folder) as engine:
+        difference = (our_logits(engine, tokens) - reference_logits(model, tokens)).abs().max()
+    assert float(difference) < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["model.layers.9.mlp.up_proj.weight", "audio_tower.proj.weight"])
+def test_a_tensor_that_is_no_image_part_is_an_error(written: tuple[Path, Any], name: str, tmp_path: Path) -> None:
+    is_renamed = "multi_modal_projector.norm.weight", "multi_modal_projector.mm_soft_emb_norm.weight"
+    folder = renamed(written[0], tmp_path / "m", lambda stored: name if stored in is_renamed else stored)
+    with pytest.raises(ModelError, match=rf"1 tensors are not part of this architecture: {re.escape(name)}"):
+        float32_engine(folder)
