@@ -114,7 +114,8 @@ class ModelConfig:
 
     def num_parameters(self) -> int:
         """Return the number of parameters of linears and embeddings, without norms and biases."""
-        return self.num_linear_parameters() + self.size.head_parameters * (1 if self.tie_embeddings else 2)
+        positions = self.max_position * self.hidden_size if self.names.position else 0
+        return self.num_linear_parameters() + positions + self.size.head_parameters * (1 if self.tie_embeddings else 2)
 
     def num_linear_parameters(self) -> int:
         """Return the number of parameters of the layers' linears."""

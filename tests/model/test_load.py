@@ -19,7 +19,8 @@ from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder
 from pipeline.model.families import FAMILIES, UNSUPPORTED, WRAPPERS
 from pipeline.model.load import checkpoint_files
-from tests.model_folders import Family, small_config, write_checkpoint
+from tests.model_folders import FAMILIES as FAMILY_VARIANTS
+from tests.model_folders import Family, make_family, small_config, write_checkpoint
 
 CONFIG = small_config(16, 24, 2, 2, 1, max_position_embeddings=64)
 
@@ -123,6 +124,13 @@ def test_the_refusal_of_a_family_names_the_reason_and_a_server(folder: Path, mod
     section = EngineSection.model_validate(yaml.safe_load(lines)["engine"])
     assert section.backend is not None
     assert section.backend.serve == ("vllm", "serve", "MODEL")
+
+
+@pytest.mark.parametrize("family", FAMILY_VARIANTS, ids=lambda family: family.name)
+def test_parameters_are_those_of_the_checkpoint_without_norms_and_biases(family: Family, tmp_path: Path) -> None:
+    folder = make_family(tmp_path, family, seed=1)
+    sizes = [t.numel() for file in checkpoint_files(folder) for t in load_file(file).values() if t.dim() == 2]
+    assert read_config(folder).num_parameters() == sum(sizes)
 
 
 def test_a_family_is_either_supported_or_refused_with_a_reason() -> None:
