@@ -178,8 +178,8 @@ def drawn(values: dict[str, Any]) -> dict[str, torch.Tensor]:
             found[f"{block}{name}.weight"] = 0.2 * torch.randn(shape[::-1] if values["is_biased"] else shape)
             if values["is_biased"]:
                 found[f"{block}{name}.bias"] = 0.2 * torch.randn(shape[0])
-        for place in ("before", "after") if kind == "both" else (kind,):
-            norms |= {f"{block}a.{place}": hidden, f"{block}m.{place}": hidden}
+        for side in ("before", "after") if kind == "both" else (kind,):
+            norms |= {f"{block}a.{side}": hidden, f"{block}m.{side}": hidden}
         if values["has_qk_norm"]:
             norms |= {f"{block}a.q_norm": q, f"{block}a.k_norm": kv}
     for name, width in norms.items():
