@@ -70,7 +70,7 @@ def test_rms_norm_of_a_part_of_each_row(width: int, weight_dtype: torch.dtype | 
 
 
 def test_rms_norm_of_the_reference_writes_into_rows_and_rounds_once() -> None:
-    """As transformers' norms with a float32 weight: rounding the normed values first would give another result."""
+    """Norms of transformers with a float32 weight do the same: rounding the normed values first would differ."""
     rows, weight = torch.randn(5, 24).to(torch.bfloat16), torch.rand(16) + 0.5
     expected, part = rows.double(), rows[:, 4:20].double()
     expected[:, 4:20] = part * (part.square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight
