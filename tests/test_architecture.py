@@ -1,5 +1,6 @@
-"""`docs/architecture.md` is true: its folders, its files, and the path of a token."""
+"""`docs/architecture.md` is true: its folders, its files, the path of a token, and where families are named."""
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from types import FrameType
 
 from pipeline import Engine, EngineConfig, SamplingParams
 from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
+from pipeline.model.families import FAMILIES, WRAPPERS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pipeline"
@@ -23,6 +25,19 @@ def test_the_page_is_short_and_names_every_folder_and_no_other_file() -> None:
     assert not set(missing) - parents
     named |= set(re.findall(r"`([\w/]+\.py)`", page))
     assert not [name for name in named if not (PACKAGE / name).exists() and not (ROOT / name).exists()]
+
+
+def test_only_the_model_folder_names_families() -> None:
+    """Benchmarks may: they make checkpoints of a family, and convert them for other engines."""
+    families = {*FAMILIES, *WRAPPERS}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).parts[0] not in ("model", "bench")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in families
+    ]
+    assert found == []
 
 
 def files_of_a_token(ahead: bool = False, **options: object) -> set[str]:

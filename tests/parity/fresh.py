@@ -1,20 +1,36 @@
-"""Parity on shapes, weights and prompts drawn anew: `python -m tests.parity.fresh --seed N [--rounds K]`.
+"""Parity on shapes, weights and prompts drawn anew: `python -m tests.parity.fresh --seed N [--rounds K]
+[--family NAME]`.
 
-Each round draws a checkpoint of every family, random prompts with shared beginnings, and random engine limits (block
-size, batch, chunk, KV cache), and compares logits and greedy tokens with transformers in float32. Without a seed one is
-taken from the system and printed, so that a failure can be repeated.
+Each round draws a checkpoint of every family with options of its own (windows, layer types, ropes, biases, factors),
+leaves out keys of config.json that have their default, and draws prompts with shared beginnings and engine limits
+(block size, batch, chunk, KV cache). It compares logits, and greedy tokens with and without drafts, with transformers
+in float32. Without a seed one is taken from the system and printed, so that a failure can be repeated.
 """
 
 import argparse
+import json
 import secrets
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoConfig
 from transformers.utils import logging
 
-from tests.model_folders import FAMILIES, VOCAB, draw_config, load_reference, write_checkpoint
+from tests.model_folders import (
+    FAMILIES,
+    LINEAR_ROPE,
+    LLAMA3_ROPE,
+    VOCAB,
+    YARN_ROPE,
+    Family,
+    draw_config,
+    load_reference,
+    write_checkpoint,
+)
 from tests.parity.harness import (
     LOGIT_TOLERANCE,
     Agreement,
@@ -27,7 +43,73 @@ from tests.parity.harness import (
 )
 
 
-def check_family(folder: Path, rng: np.random.Generator, seen: Agreement) -> str:
+@dataclass
+class Totals:
+    """What the rounds of a family compared."""
+
+    configs: int = 0
+    worst: float = 0.0
+    seen: Agreement = field(default_factory=Agreement)
+
+
+def vary(family: Family, config: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Return the config with options drawn from those that the family has."""
+    known = AutoConfig.for_model(family.model_type).to_dict()
+    layers = int(rng.integers(2, 6))
+    drawn: dict[str, Any] = {"num_hidden_layers": layers, "tie_word_embeddings": bool(rng.random() < 0.5)}
+    drawn |= {key: bool(rng.random() < 0.5) for key in FLAGS if key in known}
+    if "qkv_bias" in drawn:
+        drawn["bias"] = drawn["qkv_bias"]  # others are refused
+    drawn |= {key: float(rng.uniform(0.2, 4.0)) for key in FACTORS if key in known}
+    if "head_dim" in config:
+        drawn["head_dim"] = int(rng.choice([8, 16, 24, 40]))
+    if config.get("sliding_window"):
+        drawn["sliding_window"] = int(rng.choice([2, 7, 16, 31, 90]))
+    config = {key: value for key, value in config.items() if key not in ("layer_types", "sliding_window_pattern")}
+    if config.get("sliding_window") and known.get("layer_types") and rng.random() < 0.7:
+        drawn["layer_types"] = rng.choice(["full_attention", "sliding_attention"], layers).tolist()
+    if family.model_type == "gemma2":
+        drawn |= {key: float(rng.uniform(1, 8)) if rng.random() < 0.7 else None for key in CAPS}
+    if family.model_type in ("gemma2", "gemma3_text"):
+        drawn["query_pre_attn_scalar"] = int(rng.integers(4, 64))
+    if family.model_type == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": float(rng.choice([100.0, 10000.0]))}
+        drawn["rope_parameters"] = {"full_attention": drawn_rope(rng), "sliding_attention": local}
+    if family.model_type == "smollm3":
+        drawn["no_rope_layers"] = rng.integers(0, 2, layers).tolist()
+    if family.model_type == "gpt2":
+        drawn["activation_function"] = str(rng.choice(["gelu_new", "relu", "silu", "gelu"]))
+    if family.model_type in ("starcoder2", "arcee"):
+        drawn["hidden_act"] = str(rng.choice(["gelu_pytorch_tanh", "relu", "relu2", "silu"]))
+    if family.model_type not in ("gpt2", "gemma3_text", "phi3", "ministral3", "olmo3"):
+        drawn["rope_parameters"] = drawn_rope(rng)
+    return config | drawn
+
+
+FLAGS = ("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "qkv_bias", "scale_attn_weights")
+FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+
+def drawn_rope(rng: np.random.Generator) -> dict[str, Any]:
+    """Draw a kind of rope whose borders are within the prompts' lengths."""
+    rope = dict(ROPES[int(rng.integers(len(ROPES)))])
+    return rope | {"rope_theta": float(rng.choice([100.0, 10000.0, 1e6]))}
+
+
+ROPES = {"rope_type": "default"}, LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, YARN_ROPE | {"factor": 40.0, "truncate": False}
+
+
+def leave_out_defaults(folder: Path, family: Family, rng: np.random.Generator) -> None:
+    """Remove about half of the keys of config.json that have the default of the family's class."""
+    default, path = AutoConfig.for_model(family.model_type).to_dict(), folder / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    is_default = {key: key != "model_type" and key in default and default[key] == values[key] for key in values}
+    kept = {key: value for key, value in values.items() if not is_default[key] or rng.random() < 0.5}
+    path.write_text(json.dumps(kept), encoding="utf-8")
+
+
+def check_family(folder: Path, rng: np.random.Generator, totals: Totals) -> str:
     """Compare one drawn checkpoint under drawn limits; return a line about it."""
     model = load_reference(folder)
     stem = rng.integers(0, VOCAB, int(rng.integers(1, 60))).tolist()
@@ -36,47 +118,63 @@ def check_family(folder: Path, rng: np.random.Generator, seen: Agreement) -> str
         own = rng.integers(0, VOCAB, int(rng.integers(1, 90))).tolist()
         prompts.append(stem + own if rng.random() < 0.5 else own)
     num_tokens = int(rng.integers(4, 65))
-    block_size = int(rng.choice([1, 4, 8, 16, 32]))
     limits = {
-        "block_size": block_size,
+        "block_size": int(rng.choice([1, 4, 8, 16, 32])),
         "max_num_seqs": int(rng.integers(1, 9)),
         "max_num_batched_tokens": int(rng.integers(9, 300)),
         "max_model_len": 224,
         "enable_prefix_caching": bool(rng.random() < 0.7),
     }
+    drafts = {"method": "lookup", "num_speculative_tokens": int(rng.integers(1, 7)), "forced": True}
     with float32_engine(folder, **limits) as engine:
-        worst = float((our_logits(engine, prompts[0]) - reference_logits(model, prompts[0])).abs().max())
+        expected = reference_logits(model, prompts[0])
+        worst = float((our_logits(engine, prompts[0]) - expected).abs().max()) / max(
+            1.0, float(expected.abs().max()) / 10
+        )
         assert worst < LOGIT_TOLERANCE, f"logits differ by {worst:.1e} under {limits}"
         kv_bytes = int(rng.integers(240, 700)) * engine.runner.decoder.config.kv_bytes_per_token(torch.float32)
-    with float32_engine(folder, kv_cache_memory_bytes=kv_bytes, **limits) as engine:
-        engine.scheduler.admission.expected_output = int(rng.choice([1, 64]))
-        done = engine.generate(prompts, greedy(num_tokens))
-        engine.pool.check()
-        preemptions = engine.stats.num_preemptions
-        cached = engine.stats.cached_tokens
-    for prompt, completion in zip(prompts, done):
-        compare_greedy(model, prompt, completion.token_ids, greedy_reference(model, prompt, num_tokens), seen)
-    return f"logits within {worst:.1e}, {num_tokens} tokens x 8, {preemptions} preemptions, {cached} cached, {limits}"
+    continuations = [greedy_reference(model, prompt, num_tokens) for prompt in prompts]
+    preemptions = cached = accepted = 0
+    for speculation in ("off", drafts):
+        with float32_engine(folder, kv_cache_memory_bytes=kv_bytes, speculation=speculation, **limits) as engine:
+            engine.scheduler.admission.expected_output = int(rng.choice([1, 64]))
+            done = engine.generate(prompts, greedy(num_tokens))
+            engine.pool.check()
+            preemptions += engine.stats.num_preemptions
+            cached += engine.stats.cached_tokens
+            accepted += sum(engine.stats.accepted_by_position)
+        for prompt, completion, continuation in zip(prompts, done, continuations):
+            compare_greedy(model, prompt, completion.token_ids, continuation, totals.seen)
+    totals.configs, totals.worst = totals.configs + 1, max(totals.worst, worst)
+    return (
+        f"logits within {worst:.1e}, {num_tokens} tokens x 8, {preemptions} preemptions, {cached} cached, "
+        f"{accepted} drafts accepted, {limits}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--family", choices=[family.name for family in FAMILIES], action="append")
     arguments = parser.parse_args()
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
     print(f"seed {seed}")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    seen = Agreement()
+    chosen = [family for family in FAMILIES if arguments.family is None or family.name in arguments.family]
+    totals = {family.name: Totals() for family in chosen}
     for round_ in range(arguments.rounds):
-        for family in FAMILIES:
+        for family in chosen:
             rng = np.random.default_rng([seed, round_, sum(family.name.encode())])
             with tempfile.TemporaryDirectory() as root:
-                config = draw_config(family, rng)
+                config = vary(family, draw_config(family, rng), rng)
                 folder = write_checkpoint(Path(root) / family.name, family, config, int(rng.integers(1 << 31)))
-                print(f"{family.name}: {check_family(folder, rng, seen)}", flush=True)
-    print(f"{seen.compared} tokens compared, {seen.near_ties} near-ties")
+                leave_out_defaults(folder, family, rng)
+                print(f"{family.name}: {check_family(folder, rng, totals[family.name])}", flush=True)
+    print("| family | configs | tokens | worst logit difference | near-ties |\n| --- | --- | --- | --- | --- |")
+    for name, of in totals.items():
+        print(f"| {name} | {of.configs} | {of.seen.compared} | {of.worst:.1e} | {of.seen.near_ties} |")
 
 
 if __name__ == "__main__":

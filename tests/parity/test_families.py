@@ -20,7 +20,7 @@ from tests.parity.harness import (
 )
 
 SEED = 20
-NUM_TOKENS = 64
+NUM_TOKENS = 48
 LENGTHS = [1, 2, 7, 8, 9, 15, 16, 17, 33, 64]  # around the borders of blocks of 8
 
 
@@ -50,6 +50,7 @@ WAYS = {
     "one at a time, without sharing": {"max_num_seqs": 1, "enable_prefix_caching": False},
     "chunked": {"max_num_batched_tokens": 11, "max_num_seqs": 4},
     "preempted": {"kv_cache_bytes_tokens": 176},
+    "drafted": {"speculation": {"method": "lookup", "num_speculative_tokens": 3, "forced": True}},
 }
 
 
@@ -75,6 +76,8 @@ def test_greedy_tokens(family: tuple, way: str) -> None:
         assert engine.pool.num_held == 0
         if tight:
             assert engine.stats.num_preemptions > 0
+        if way == "drafted":
+            assert engine.stats.num_draft_steps > 0
         if way == "batched":
             assert sum(c.num_cached_tokens for c in second) > 0
         if way == "one at a time, without sharing":
